@@ -51,7 +51,7 @@ def measure(image_root, data_format):
     the peak resident memory in MB."""
     start = perf_counter()
     import config
-    import paddle_resnet  # noqa: F401  sets Paddle's environment, so it must precede any import of Paddle
+    import paddle_resnet  # noqa: F401  sets environment variables before Paddle is imported
     from paddle_resnet import dali, resolution
     from utils.mode import Mode
 

@@ -2,9 +2,9 @@
 batches in memory.
 
 Both loaders apply the augmentation of ImageNet training (random-resized crop to 224, flip, normalization, float32 NCHW)
-with batches of 32 and two threads or worker processes. The loaders run in turn. Each run is a new process that measures
-40 batches after 20 warm-up batches. The table also reports images per second of processor time, which other programs on
-the machine hardly affect.
+with batches of 32 and two threads or worker processes. The script alternates between the loaders. Each run is a new
+process that measures 40 batches after 20 warm-up batches. The table also reports images per second of processor time,
+which other programs on the machine hardly affect.
 
     python benchmarks/loader_peers.py compare DIR --torch-python PYTHON
 

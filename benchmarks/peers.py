@@ -6,18 +6,19 @@ files. With --rows "two GPUs", train on two GPUs with synthetic images. --arch s
     python benchmarks/peers.py table results.jsonl [MORE.jsonl ...]
 
 The measurements run in turn, each in a separate process: `train.py --benchmark` for this project, `worker` in this file
-for a baseline. All processes do the same work: AMP in float16, channels last, SGD with momentum 0.875 and weight decay
-except on BN, label smoothing 0.1, and loss, top1 and top5 of each step, which the host reads one step later. All GPU
-work is complete when the clock starts and when it stops. Baselines use the usual settings: torch.autocast and
-GradScaler, cuDNN's algorithm search and a fused optimizer. torch.compile also compiles the loss and the accuracy. This
-project and the baselines decode with DALI's mixed decoder and the same settings. The baselines use the dynamic
-executor, DALI's default; this project uses the older executor (see paddle_resnet/dali.py). This project pads images to
-4 channels, as its recipes do; the baselines use 3 channels. In an evaluation, all parameters of a baseline are float16.
-On two GPUs, the batch size per process is the same as on one GPU, and baselines train with DistributedDataParallel.
+for a baseline. All processes do the same work: AMP in float16, channels last, SGD with momentum 0.875, weight decay
+except on BN, and label smoothing 0.1. Each step computes loss, top1 and top5, which the host reads one step later. The
+script waits for all GPU work before it starts and before it stops the clock. Baselines use the usual settings:
+torch.autocast and GradScaler, cuDNN's algorithm search and a fused optimizer. torch.compile also compiles the loss and
+the accuracy. This project and the baselines decode with DALI's mixed decoder and the same settings. The baselines use
+the dynamic executor, DALI's default; this project uses the older executor (see paddle_resnet/dali.py). This project
+pads images to 4 channels, as its recipes do; the baselines use 3 channels. For evaluation, the baselines convert all
+parameters to float16. On two GPUs, the batch size per process is the same as on one GPU, and baselines train with
+DistributedDataParallel.
 
-"first step" is the time from the start of the process until the host has the loss of the first step. PyTorch starts
-with an empty kernel cache in the first repetition and reuses the cache in later repetitions. This project uses the
-machine's existing cache; filling an empty cache takes some seconds (docs/kernels.md).
+"first step" is the time from the start of the process until the host has read the loss of the first step. PyTorch
+starts with an empty kernel cache in the first repetition and reuses the cache in later repetitions. This project uses
+the machine's existing cache; filling an empty cache takes some seconds (docs/kernels.md).
 
 DIR contains train/CLASS/*.jpg and val/CLASS/*.jpg. PYTHON is an interpreter with torch, timm and, for JPEG files,
 nvidia-dali. The networks of the baselines come from timm.
@@ -55,7 +56,7 @@ TIMM = {  # {--arch: name of the same network in timm}
     "EfficientNet_Lite1": "efficientnet_lite1",
     "EfficientNet_Lite2": "efficientnet_lite2",
 }
-# {row: (task, trainer, arguments of the worker)}. For each task, the row of this project comes first.
+# {row: (task, trainer, arguments of the worker)}. The first row of each task measures this project.
 ROWS = {
     f"train, synthetic: {OWN}": ("train, synthetic", OWN, []),
     "train, synthetic: PyTorch eager": ("train, synthetic", "torch", []),
@@ -255,7 +256,7 @@ def worker(args):
             torch.cuda.synchronize()
 
     batches = iter(torch_batches(args, training, device))
-    # The values are copied, because the next replay of a CUDA graph overwrites the outputs of the graph.
+    # Copy the values, because the next replay of the CUDA graph overwrites its outputs.
     previous = [metric.clone() for metric in step(*next(batches))]
     loss, first_step_at = previous[0].item(), time.time()
     for i in range(1, args.warmup_steps + args.steps):
@@ -291,14 +292,14 @@ def torch_batches(args, training, device):
             yield images, labels
     from nvidia.dali.plugin.pytorch import DALIGenericIterator
 
-    # An iterator that does not know the size of the reader never ends an epoch. The measurement therefore excludes the
-    # time between epochs, like the benchmark of this project.
+    # Without a size or a reader name, the iterator never ends an epoch. Like the benchmark of this project, the
+    # measurement therefore excludes the time between epochs.
     for batch in DALIGenericIterator([dali_pipeline(args, training, device)], ["data", "label"], auto_reset=False):
         yield batch[0]["data"].permute(0, 3, 1, 2), batch[0]["label"][:, 0].long()
 
 
 def dali_pipeline(args, training, device):
-    """Build the same pipeline as paddle_resnet.dali with default flags, but without the fourth channel."""
+    """Build the pipeline that paddle_resnet.dali builds with default flags, but without the fourth channel."""
     from nvidia.dali import fn, pipeline_def, types
 
     on_gpu = device.type == "cuda"
@@ -344,9 +345,7 @@ def parse_args():
     commands = parser.add_subparsers(dest="command", required=True)
     both = argparse.ArgumentParser(add_help=False)
     both.add_argument("--image-root", metavar="DIR")
-    both.add_argument(
-        "--device", default="gpu", choices=["gpu", "cpu"], help="cpu computes in float32, for tests of this file"
-    )
+    both.add_argument("--device", default="gpu", choices=["gpu", "cpu"], help="device (cpu: float32, for tests)")
     both.add_argument("--batch-size", type=int, default=256)
     both.add_argument("--crop-size", type=int, default=224)
     both.add_argument("--threads", type=int, default=14, help="CPU threads of DALI")
@@ -355,12 +354,12 @@ def parse_args():
 
     run = commands.add_parser("run", parents=[both])
     run.add_argument("--rows", action="append", metavar="TEXT", help=f"rows whose names contain TEXT: {list(ROWS)}")
-    run.add_argument("--arch", action="append", choices=TIMM, help="network (default: ResNet50); repeat it for more")
+    run.add_argument("--arch", action="append", choices=TIMM, help="network (default: ResNet50); may be repeated")
     run.add_argument("--repeats", type=int, default=3)
     run.add_argument("--output", default="peers.jsonl", metavar="FILE", help="file to which JSON lines are appended")
     run.add_argument("--paddle-python", default=sys.executable, metavar="PYTHON")
     run.add_argument("--torch-python", default=sys.executable, metavar="PYTHON")
-    run.add_argument("--torch-pythonpath", metavar="DIR", help="folder with nvidia-dali for --torch-python")
+    run.add_argument("--torch-pythonpath", metavar="DIR", help="PYTHONPATH for --torch-python, with nvidia-dali")
     run.add_argument("--torch-env-clear", action="store_true", help="unset PYTHONPATH and LD_LIBRARY_PATH for PyTorch")
     worker = commands.add_parser("worker", parents=[both])
     worker.add_argument("task", choices=sorted({task for task, _, _ in ROWS.values()}))

@@ -1,4 +1,5 @@
-"""Predict the speed of data-parallel training on many GPUs with a small model, fitted to measurements on a few GPUs.
+"""Predict the speed of data-parallel training on many GPUs. The predictions come from a formula that is fitted to
+measurements on a few GPUs.
 
 See `python benchmarks/scaling_model.py --help`; docs/scaling.md contains the resulting table. The step time of a job is
 the sum of these parts:
@@ -6,9 +7,10 @@ the sum of these parts:
 - the exposed part of the ring all-reduces. Within a node, all-reduces follow the backward pass and are entirely
   exposed. Between nodes, buckets overlap with the backward pass, and at least one bucket is exposed;
 - a constant if there are several nodes (Setup.several_nodes_s);
-- lost time that is fitted to measurements: either a constant overhead, or jitter, because a job waits for the slowest
-  of n GPUs. On H200s, the lost time is constant: jobs of 2 and 4 GPUs both lose 0.9 ms, including the all-reduces,
-  because active NVLink draws 26 W of each GPU's power limit of 700 W (benchmarks/log/multi_gpu_h200_2026-11-22.md).
+- lost time that is fitted to measurements: either a constant overhead, or jitter, which arises because a job waits for
+  its slowest GPU. On H200s, the lost time is constant: jobs of 2 and 4 GPUs both lose 0.9 ms, including the
+  all-reduces, because active NVLink draws 26 W of each GPU's power limit of 700 W
+  (benchmarks/log/multi_gpu_h200_2026-11-22.md).
 """
 
 import argparse
@@ -16,14 +18,14 @@ import math
 from dataclasses import dataclass
 
 # Measured speed of ResNet-50 on H200s with AMP O2, NHWC and 256 synthetic images per GPU: {GPUs: images/s}. The values
-# are medians from benchmarks/.
+# are medians from benchmarks/log/.
 MEASURED = {1: 8338.0, 2: 16203.0, 4: 32408.0}
 GPUS = (8, 64, 1024)
 
 
 @dataclass
 class Setup:
-    """Parameters of the model.
+    """Parameters of the formula.
 
     Attributes:
         batch: images per GPU and step.
@@ -80,8 +82,9 @@ def fit(setup, measured):
     """Fit `step = step of one GPU + exposed + overhead + jitter sqrt(2 ln n)` to measurements within a node.
 
     The overhead is independent of the number of GPUs, for example because NVLink draws power. The jitter is the
-    standard deviation of a GPU's step time; a job waits for the slowest of n GPUs. Neither value can be negative. If
-    there is only one measurement with several GPUs, the lost time is attributed to overhead, which is the best case.
+    standard deviation of a GPU's step time; a job waits for the slowest of n GPUs. Neither overhead nor jitter can be
+    negative. If there is only one measurement with several GPUs, the lost time is attributed to overhead, which is the
+    best case.
 
     Args:
         setup: Setup.

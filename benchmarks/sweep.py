@@ -3,7 +3,7 @@
     python benchmarks/sweep.py --repeats 3 --flags "--data-format synthetic --data-layout NHWC --amp" \\
         --row "graph:" --row "no graph: --cuda-graph false" --row "two GPUs: GPUS=0,1 NCCL_ALGO=Ring"
 
-A row consists of its name and the arguments to add to --flags. Arguments NAME=VALUE before the first flag set
+A row consists of a name and of arguments that are added to --flags. Arguments NAME=VALUE before the first flag set
 environment variables. GPUS lists the GPUs to use; for several GPUs, Paddle's launcher starts one process per GPU. Each
 measurement runs in a separate process, by default `train.py --benchmark --run-scope train_only`. The rows are measured
 in turn, --repeats times, so that a change in the machine's speed affects all rows. If --flags has a single flag, an
@@ -30,14 +30,14 @@ def parse_row(text):
     """Parse "NAME: VARIABLE=VALUE ... --flag ...". Return (name, {variable: value}, flags)."""
     name, colon, rest = text.partition(":")
     if not colon:
-        raise argparse.ArgumentTypeError(f"{text!r} has no colon after its name; use 'NAME: FLAGS'")
+        raise argparse.ArgumentTypeError(f"{text!r} has no colon after the name; use 'NAME: FLAGS'")
     arguments = shlex.split(rest)
     count = next((i for i, argument in enumerate(arguments) if not re.match(r"\w+=", argument)), len(arguments))
     return name.strip(), dict(argument.split("=", 1) for argument in arguments[:count]), arguments[count:]
 
 
 def command(row, common, python, folder):
-    """Return the (arguments, environment) for a measurement that writes FOLDER/report.json."""
+    """Return (arguments, environment) of a measurement process that writes FOLDER/report.json."""
     _, variables, flags = row
     gpus = variables.get("GPUS", "0").split(",")
     environment = os.environ | variables
@@ -59,7 +59,7 @@ def measure(row, common, python, limit_s):
         try:
             output, errors = process.communicate(timeout=limit_s)
         except BaseException as e:
-            os.killpg(process.pid, signal.SIGKILL)  # kills all processes that the launcher has started
+            os.killpg(process.pid, signal.SIGKILL)  # kills the launcher and all processes that it has started
             process.wait()
             if isinstance(e, subprocess.TimeoutExpired):
                 return {"error": f"not finished after {limit_s:g} s", "command": arguments}

@@ -16,7 +16,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from types import SimpleNamespace
 
-import paddle_resnet  # noqa: F401  sets Paddle's environment, so it must precede Paddle
+import paddle_resnet  # noqa: F401  sets environment variables before Paddle is imported
 import numpy as np
 import paddle
 import pytest
@@ -46,14 +46,14 @@ MASK_ALGORITHMS = ["mask_1d", "mask_2d_greedy", "mask_2d_best"]
 TWO_EPOCHS = ["--epochs", "2", "--batch-size", "4", "--print-interval", "1"]
 NHWC = ["--data-layout", "NHWC", "--image-shape", "4,32,32"]
 
-# Paddle stores the Python call stack in each operator that it appends, and reads it again for each addition, for a
-# possible warning. Under pytest, the stack has about 50 frames. Reading all frames would take half of the time of the
-# tests that run in this process, so these patches keep only the innermost frames.
+# Paddle stores the Python call stack in each operator that it appends. For each addition, Paddle also reads the stack
+# for a possible warning. Under pytest, the stack has about 50 frames, and reading all of them would take half of the
+# test time in this process. These patches keep only the innermost frames.
 paddle.base.framework.traceback = SimpleNamespace(extract_stack=partial(traceback.extract_stack, limit=4))
 math_op_patch.inspect = SimpleNamespace(stack=lambda: [None, (None, "a test", 0)])
 
-# The ports that the launcher may use. The launcher's default range overlaps with the ephemeral ports of the system.
-# Other programs could therefore take a port before the processes of a job listen on it.
+# Ports for the launcher. Its default range overlaps with the ephemeral ports of the system, so another program could
+# take a port before the processes of a job listen on it.
 os.environ["PORT_RANGE"] = "12000:32000"
 
 
@@ -61,8 +61,7 @@ run_executor = static.Executor.run
 
 
 class FakeGraph:
-    """A fake CUDA graph. FakeGraph stores the calls of the Executor during a capture, and replay() repeats the stored
-    calls."""
+    """A fake CUDA graph. During a capture, FakeGraph stores the calls of the Executor, and replay() repeats them."""
 
     recording, made = None, []
 
@@ -123,8 +122,8 @@ def pytest_unconfigure(config):
 
 @pytest.fixture(autouse=True)
 def fresh_paddle(monkeypatch):
-    """Prepare each test: enable static mode, create an empty scope, register tiny networks, and let GPU decoders
-    allocate no buffers for the largest images of ImageNet."""
+    """Prepare each test: enable static mode, create an empty scope, register tiny networks, and disable the
+    preallocation of decoder buffers for ImageNet's largest images."""
     paddle.enable_static()
     monkeypatch.setattr(dali, "PREALLOCATE_WIDTH", 0)
     monkeypatch.setattr(dali, "PREALLOCATE_HEIGHT", 0)
@@ -343,15 +342,15 @@ def strict_json(text):
 
 
 def phase(report, step, prefix):
-    """Return {name without prefix: value} for the names that start with a prefix, from the last report entry of a step
-    that contains such names."""
+    """Find the last report entry of a step that contains names with a prefix. Return these names without the prefix and
+    their values."""
     entries = [e["data"] for e in report if e["step"] == step and any(k.startswith(prefix) for k in e["data"])]
     return {k.removeprefix(prefix): v for k, v in entries[-1].items() if k.startswith(prefix)}
 
 
 def assert_one_error(stderr, parts):
-    """Check that stderr contains exactly one error message of train.py, and that the message contains all given
-    strings."""
+    """Check that stderr contains exactly one error message of train.py, and that the message contains all strings in
+    `parts`."""
     errors = [line for line in stderr.splitlines() if line.startswith("train.py: error: ")]
     assert len(errors) == 1, stderr
     for part in parts:
@@ -418,14 +417,14 @@ def fake(monkeypatch):
     def capture_or_run(self, *args, **kwargs):
         if FakeGraph.recording is None:
             return run_executor(self, *args, **kwargs)
-        assert kwargs == {"fetch_list": []}  # CUDA graphs do not support feeds and fetches
+        assert kwargs == {"fetch_list": []}  # CUDA graphs support neither feeds nor fetches
         FakeGraph.recording.executor, FakeGraph.recording.step = self, args
         return []
 
     def resolve_kernels(args):
         requested, origin = args.cuda_graph, args.origin("cuda_graph")
         resolve(args)
-        assert not args.cuda_graph  # by default, a CPU captures no steps
+        assert not args.cuda_graph  # by default, steps are not captured on a CPU
         args.set(origin, cuda_graph=requested)
 
     resolve = resolution.resolve_kernels

@@ -1,5 +1,4 @@
-"""Networks of the registry with fewer blocks. Each smaller network still contains all kinds of layers of the full
-network."""
+"""Networks of the registry with fewer blocks. Each of them still contains all kinds of layers of the full network."""
 
 import importlib
 from dataclasses import replace

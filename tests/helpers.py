@@ -39,7 +39,7 @@ META = {
 OPTIONS_EXAMPLE, NETWORK_EXAMPLE = re.findall(
     r"^```python\n(.*?)^```$", (ROOT / "docs/networks.md").read_text(), re.MULTILINE | re.DOTALL
 )
-# A program that locks the folder whose path is the first argument.
+# A program that locks the folder given as its first argument.
 HOLDER = """
     import sys, time
     from paddle_resnet.checkpoints import folders
@@ -78,7 +78,7 @@ def build(args, is_train=True, steps=10, seed=0):
 
 
 def logits_with_generated_weights(network):
-    """Return the logits [2, classes] of a network for random weights and images that do not depend on Paddle's random
+    """Return the logits [2, classes] of a network. The random weights and images do not depend on Paddle's random
     numbers.
 
     Args:
@@ -139,8 +139,8 @@ def write_checkpoint(root, name, text="abc", sequence=0, **meta):
 
 
 def predict(folder, images, output=""):
-    """Compute probabilities with Paddle Inference. As in a deployment, use a separate process without this project and
-    without its Paddle settings."""
+    """Compute probabilities with Paddle Inference in a separate process. As in a deployment, the process imports
+    neither this project nor its Paddle settings."""
     np.save(folder / "images.npy", images)
     environment = {name: value for name, value in os.environ.items() if name != "FLAGS_enable_pir_api"}
     done = subprocess.run(

@@ -1,4 +1,5 @@
-"""Check that two versions of Paddle are compatible: exchange a checkpoint, the losses after it, and an exported model.
+"""Check that two versions of Paddle are compatible by exchanging a checkpoint, the losses of the next steps, and an
+exported model.
 
 `python tests/other_paddle.py write FOLDER` writes a checkpoint, losses and an exported model with the installed version
 of Paddle, and `python tests/other_paddle.py check FOLDER` compares the files with its own results. .ci/run checks both
@@ -16,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import paddle_resnet  # noqa: F401  sets Paddle's environment, so it must precede Paddle
+import paddle_resnet  # noqa: F401  sets environment variables before Paddle is imported
 import numpy as np
 import paddle
 from paddle import static
@@ -74,7 +75,7 @@ class Run:
 
 
 def remove_call_stacks(path):
-    """Remove call stacks from the model, because they contain paths of the machine that writes it."""
+    """Remove the call stacks from the model, because they contain paths of the machine that exported it."""
     model = static.deserialize_program(path.read_bytes())
     for op in model.global_block().ops:
         if op.has_attr("op_callstack"):
@@ -94,8 +95,8 @@ def write(folder):
 
 
 def check(folder, rtol):
-    """Compare four results: the losses of training from the same seed, the loaded parameters, the losses after
-    loading, and the probabilities.
+    """Compare four results: the losses of training from the same seed, the loaded parameters, the losses of training
+    from them, and the probabilities.
 
     Args:
         folder: folder that `write` has filled.

@@ -20,7 +20,7 @@ from paddle_resnet.serving import inference, preprocessing
 from utils.errors import UsageError
 from utils.mode import Mode
 
-# The tests omit --num-of-class and --device, whose values then depend on the data and the machine.
+# The flags omit --num-of-class and --device, so that their values depend on the data and the machine.
 FLAGS = [flag for flag in TINY if flag not in ("--num-of-class", "3", "--device", "cpu")]
 
 
@@ -75,7 +75,7 @@ def test_public_functions_resolve_flags_and_start_fleet(flags):
 
 
 def test_run_accepts_any_iterable_of_batches(flags):
-    """Training has the same losses with a loader and with an iterable of its batches, copied to NumPy arrays."""
+    """Training with a loader and training with an iterable over NumPy copies of its batches have the same losses."""
     args = config.parse_args(flags)
     expected = [epoch["loss"] for epoch in train(args, dali.build_dataloader(args, Mode.TRAIN))]
     for kind in (Unsized, Sized):
@@ -139,7 +139,7 @@ def test_incompatible_batches_raise_errors(batches, message):
 
 
 def test_adapter_keeps_batches_until_gpu_has_read_them():
-    """The loader may reuse memory that nothing references, and the GPU may be up to two steps behind the host."""
+    """The loader may reuse memory without references, and the GPU may be up to two steps behind the host."""
 
     class Counted(np.ndarray):
         alive = 0
@@ -176,7 +176,7 @@ PAGE = (ROOT / "docs/api.md").read_text()
 
 
 def test_programs_of_api_page_run(photos, checkpoint, tmp_path, monkeypatch, capsys):
-    """The programs run in the order of the page. The test replaces the network and the data with tiny ones."""
+    """The programs run in the order of the page, with a tiny network and tiny images."""
     monkeypatch.chdir(tmp_path)
     replacements = {"output/digits/ResNet18/best": checkpoint, "data/digits": photos, "ResNet18": "Tiny"}
     namespace = {}

@@ -7,7 +7,7 @@ import pytest
 
 from conftest import ROOT
 
-# The layers from top to bottom. A layer may import from itself and from the layers below it.
+# Layers from top to bottom. A layer may import from itself and from the layers below it.
 LAYERS = [
     ["train"],
     [f"paddle_resnet.{name}" for name in ("dataset", "doctor", "export", "predict", "weights")],
@@ -47,7 +47,8 @@ def modules():
 
 
 def imports(path, known):
-    """Return the modules that a file imports, at module level or in a function, including submodules of a package."""
+    """Return the modules that a file imports, both at module level and in functions, including submodules of a
+    package."""
     imported = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -59,8 +60,8 @@ def imports(path, known):
 
 
 def layer(module):
-    """Return the index of a module's layer. Return None for a library and for `paddle_resnet`, which sets the
-    environment."""
+    """Return the index of a module's layer, or None for a library and for `paddle_resnet`, which only sets environment
+    variables."""
     for index, names in enumerate(LAYERS):
         if any(module == name or module.startswith(f"{name}.") for name in names):
             return index
@@ -118,7 +119,7 @@ def test_low_level_functions_take_no_settings_object(folder):
     paths = [*(ROOT / "paddle_resnet" / folder).glob("*.py")]
     assert paths
     assert not [(path.name, f) for path in paths for f, name in parameters(path) if name in ("args", "settings")]
-    # Verify that the check can find a parameter called "args".
+    # Check that the search can find a parameter called "args".
     assert ("create_strategy", "args") in parameters(ROOT / "paddle_resnet/program.py")
 
 

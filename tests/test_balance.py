@@ -23,8 +23,8 @@ IMAGES = [20, 3, 1]  # training images of each class
 
 @pytest.fixture(scope="module")
 def imbalanced(tmp_path_factory):
-    """Create class folders with IMAGES training images and one validation image per class. The color of an image is
-    unique."""
+    """Create class folders with IMAGES training images and one validation image per class. Within a split, each image
+    has a unique color."""
     root = tmp_path_factory.mktemp("imbalanced")
     for split, counts in (("train", IMAGES), ("val", [1, 1, 1])):
         for label, count in enumerate(counts):
@@ -36,7 +36,7 @@ def imbalanced(tmp_path_factory):
 
 
 def test_balanced_weights_are_those_of_scikit_learn():
-    """The formula of sklearn.utils.class_weight.compute_class_weight: n / (classes that occur * n_c)."""
+    """The formula of sklearn.utils.class_weight.compute_class_weight is n / (number of nonempty classes * n_c)."""
     labels = np.repeat([0, 1, 3], IMAGES)
     weights = loss_head.balanced_weights(np.bincount(labels, minlength=5))
     np.testing.assert_allclose(weights, [24 / (3 * 20), 24 / (3 * 3), 0, 24 / (3 * 1), 0])
@@ -47,8 +47,8 @@ def test_balanced_weights_are_those_of_scikit_learn():
 @pytest.mark.parametrize("smoothing", [0, 0.1])
 @pytest.mark.parametrize("name", ["paddle", "native"])
 def test_weighted_loss_matches_numpy(name, smoothing, is_mixed):
-    """The loss of each image, with label smoothing, is multiplied by the weight of its label or the mean weight of its
-    mixed labels; the sum is divided by the number of images."""
+    """The loss of each image, with label smoothing, is multiplied by the weight of its label, or by the mean weight of
+    its mixed labels. The sum is divided by the number of images."""
     if name == "native":
         if native.missing() is not None:
             pytest.skip(native.missing())
@@ -77,7 +77,7 @@ def test_weighted_loss_matches_numpy(name, smoothing, is_mixed):
     assert loss == pytest.approx((weights * -(target * log_softmax).sum(1)).sum() / 6, rel=1e-5)
     np.testing.assert_allclose(gradient, weights[:, None] * (np.exp(log_softmax) - target) / 6, rtol=1e-4, atol=1e-6)
     assert top1 == np.float32((x.argmax(1) == y[:, 0]).mean())
-    np.testing.assert_allclose(each[:, 0], -(mixed * log_softmax).sum(1), rtol=1e-5)  # evaluation has no weights
+    np.testing.assert_allclose(each[:, 0], -(mixed * log_softmax).sum(1), rtol=1e-5)  # evaluation uses no class weights
 
 
 def test_build_without_class_counts_is_an_error(parse):
@@ -105,7 +105,7 @@ def test_balanced_sampling_draws_classes_equally(parse, imbalanced):
 
 @pytest.mark.parametrize("done", [0, 2, 4, 5])
 def test_balanced_loader_resumes_with_next_batch(parse, imbalanced, shard, done):
-    """The ranks draw different images, and each resumes with its own next batch."""
+    """The ranks draw different images, and each rank resumes with its own next batch."""
     firsts = []
     for rank in range(2):
         shard(rank, 2)

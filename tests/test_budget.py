@@ -1,4 +1,5 @@
-"""--budget-minutes: the number of epochs is chosen from measured times, and everything else is as with --epochs."""
+"""--budget-minutes chooses the number of epochs from measured times. Otherwise, the run is the same as with
+--epochs."""
 
 import time
 from types import SimpleNamespace
@@ -44,7 +45,7 @@ def chooses_two(monkeypatch):
 
 @pytest.fixture
 def unmeasured(monkeypatch):
-    """Replace the measurements, each of which takes as long as an epoch."""
+    """Replace the measurements, because each of them takes as long as an epoch."""
     for name in ("_measure_training", "_measure_evaluation", "_measure_checkpoint"):
         monkeypatch.setattr(budget, name, lambda *_: 0.1)
 
@@ -98,7 +99,7 @@ def test_chosen_epochs_are_logged_recorded_and_resumed(run, tmp_path, stop_befor
     newest = folders.newest(tmp_path / "output/Tiny")
     assert folders.read_meta(newest)["arguments"]["epochs"] == epochs
 
-    # The same command continues with the same number of epochs, without a measurement.
+    # The same command resumes with the same number of epochs and measures nothing.
     code, report = run("--budget-minutes", 0.5, "--patience", 0, "--lr", 0, "--resume")
     assert (code, len(measured)) == (0, 1)
     assert {entry["data"]["epochs"] for entry in report if entry["step"] == "PARAMETER"} == {epochs}
@@ -106,7 +107,7 @@ def test_chosen_epochs_are_logged_recorded_and_resumed(run, tmp_path, stop_befor
 
 
 def test_run_is_identical_to_run_with_chosen_epochs(run, tmp_path, chooses_two):
-    """The measurement must not change variables, random numbers, the image order or the learning rate."""
+    """The measurement must not change variables, random numbers, image order or learning rate."""
     flags = ["--ema", "0.9", "--dropout", "0.3", "--mixup", "0.2", "--accumulate-steps", "2", "--optimizer", "AdamW"]
     results = [run(*length, *flags, folder=length[0]) for length in (["--budget-minutes", 1], ["--epochs", 2])]
     assert [code for code, _ in results] == [0, 0]
@@ -122,7 +123,7 @@ def test_captured_run_is_identical_to_run_with_chosen_epochs(run, fake, chooses_
     flags = [*NHWC, "--kernels", "native"]
     code, report = run("--budget-minutes", 1, *flags, folder="budget")
     assert code == 0
-    training, _ = fake.made  # the measurement captures the step that the run replays
+    training, _ = fake.made  # the run replays the step that the measurement has captured
     assert training.launches >= 2 * 3
     assert losses(report) == losses(run("--epochs", 2, *flags, "--cuda-graph", "false", folder="epochs")[1])
 

@@ -1,5 +1,5 @@
-"""The commands in README and docs. The flags of all commands must be valid, and the commands must run as written in a
-copy of the repository."""
+"""Commands in README and docs. All flags must be valid, and the commands must run as written in a copy of the
+repository."""
 
 import importlib.util
 import json
@@ -16,7 +16,7 @@ import config
 from conftest import ROOT
 from helpers import NETWORK_EXAMPLE
 
-# The tutorial must come first, because later pages use the output of the tutorial.
+# The tutorial must come first, because later pages use its output.
 PAGES = [ROOT / "README.md", ROOT / "docs/tutorial.md", *sorted(ROOT.glob("docs/*.md"))]
 STARTS = ("make ", "find ", "python ", ".venv/bin/python ")
 NOT_RUN = {
@@ -83,8 +83,7 @@ WITHOUT_PADDLE = """
 import runpy
 import sys
 
-sys.modules |= dict.fromkeys(("paddle", "nvidia.dali"))  # importing them raises ImportError
-try:
+sys.modules |= dict.fromkeys(("paddle", "nvidia.dali")) # a module that is None raises ImportError try:
     runpy.run_module("paddle_resnet.report", run_name="__main__")
 except SystemExit as e:
     assert e.code == 0

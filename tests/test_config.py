@@ -17,8 +17,7 @@ from utils.mode import RunScope
 
 ROOT = Path(__file__).parent.parent
 
-# Flags and defaults of NVIDIA's RN50v1.5 Paddle example. Commands that were written for the example depend on the
-# defaults.
+# Flags and defaults of NVIDIA's RN50v1.5 Paddle example. Commands written for the example rely on these defaults.
 NVIDIA = {
     "output-dir": "./output/",
     "run-scope": RunScope.TRAIN_EVAL,
@@ -51,7 +50,7 @@ NVIDIA = {
     "normalize-std": [0.229, 0.224, 0.225],
     "resize-short": 256,
     "model-arch-name": "ResNet50",
-    "num-of-class": None,  # the example's default is 1000; this project takes the number from the data
+    "num-of-class": None,  # the example's default is 1000; this project counts the classes in the data
     "bn-weight-decay": False,
     "iter-unit": "epoch",
     "accumulate-steps": 1,
@@ -517,7 +516,7 @@ def test_ambiguous_yaml_is_an_error(tmp_path, content, expected):
 
 
 def test_numbers_in_yaml_are_not_converted(config_file):
-    """A YAML 1.1 parser would convert the values of this test to 7680, 620, 20240131, a date and 83."""
+    """A YAML 1.1 parser would convert these values to 7680, 620, 20240131, a date and 83."""
     lines = "sizes: 128:0", "profile_steps: 10:20", "output_dir: 2024_01_31", "image_root: 2024-01-31"
     args = config.parse_args(["--config", str(config_file("\n".join([*lines, "tensorboard_dir: 0123"])))])
     assert (args.sizes, args.profile_steps) == (["128:0"], [10, 20])

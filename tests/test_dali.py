@@ -20,7 +20,7 @@ from utils.mode import Mode
 
 @pytest.fixture
 def numbered(tmp_path):
-    """Create one image per class, for 10 training and 10 validation classes, so that the label identifies the image."""
+    """Create 10 classes with one training and one validation image each, so that the label identifies the image."""
     for split in ("train", "val"):
         for i in range(10):
             (tmp_path / split / f"{i:02d}").mkdir(parents=True)
@@ -102,7 +102,7 @@ def test_loader_with_changed_flags_restarts_epoch_with_a_reason(parse, photos, c
 
 
 def test_cpu_decoder_load_below_half_an_image_is_an_error(parse, photos):
-    # 0.06 times the batch size of 8 is less than half an image.
+    # 0.06 times the batch size, 8, is less than half an image.
     args = frozen(parse("--image-root", photos).copy(cpu_decoder_load=0.06))
     with pytest.raises(UsageError, match="--cpu-decoder-load 0.06: less than .* use 0.12 or more"):
         dali.build_dataloader(args, Mode.TRAIN)
@@ -138,8 +138,8 @@ def test_loader_of_fewer_processes_restarts_epoch_with_a_reason(parse, photos, c
     ],
 )
 def test_order_continues_after_epoch_with_changed_job(parse, distinct, shard, capsys, data_format, change):
-    """Either the number of processes or the batch size changes after the first epoch. The order of image files depends
-    on neither."""
+    """After the first epoch, either the number of processes or the batch size changes. The order of image files does
+    not depend on them."""
 
     def build(world_size, batch, states=None):
         flags = ["--num-of-class", "37", "--data-format", data_format, "--batch-size", batch]
@@ -281,7 +281,7 @@ def test_training_shards_have_equal_length_and_no_common_image(parse, numbered, 
         assert len(set(seen)) == len(seen)
 
 
-# The combinations without the soak marker contain each number of processes and each batch size.
+# The combinations without the soak marker cover each number of processes and each batch size.
 SHARDS_AND_BATCHES = [(1, 1), (1, 3), (1, 7), (1, 32), (2, 3), (3, 7), (4, 1), (10, 32), (11, 3), (23, 7)]
 
 
@@ -362,7 +362,7 @@ def test_undecodable_image_is_reported_with_path(parse, photos, tmp_path, monkey
     assert len(np.concatenate(epoch(loader)[1])) == (22 if name.startswith("val") else 23)
 
 
-# The evaluation pipeline uses a different decoding operator than the training pipeline.
+# Evaluation uses a different decoding operator than training.
 QUICK = [("train_only", "not an image"), ("eval_only", "cut in the image")]
 LARGE_BATCHES = [
     pytest.param(*case, marks=[] if case in QUICK else pytest.mark.soak)
@@ -373,8 +373,7 @@ LARGE_BATCHES = [
 @pytest.mark.parametrize(("scope", "damage"), LARGE_BATCHES)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_undecodable_image_in_large_batch_stops_the_run(train_process, tmp_path, damage, scope, device):
-    """Training runs in a separate process, because DALI's decoders have crashed with large batches of damaged
-    images."""
+    """The run uses a separate process, because DALI's decoders have crashed on large batches of damaged images."""
     for i in range(64):
         folder = tmp_path / f"{'train' if scope == 'train_only' else 'val'}/class{i % 2}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -395,7 +394,7 @@ def test_undecodable_image_in_large_batch_stops_the_run(train_process, tmp_path,
 
 @pytest.mark.parametrize("mode", [Mode.TRAIN, Mode.EVAL])
 def test_pipelines_do_not_use_dynamic_executor(parse, numbered, mode):
-    """With DALI's default, the dynamic executor, the losses of two runs on a GPU have differed."""
+    """With the dynamic executor, DALI's default, repeated runs on a GPU have had different losses."""
     assert load(parse, numbered, mode)._pipes[0].exec_dynamic is False
 
 
@@ -405,7 +404,7 @@ def test_unrelated_loader_error_is_not_attributed_to_an_image(parse, numbered):
         raise RuntimeError("CUDA runtime API error: out of memory")
 
 
-# RAW disables cropping and normalization, so that tests can compare augmentations of PNG files with NumPy.
+# RAW disables cropping and normalization, so that tests can compare augmented PNG images with NumPy arrays.
 RAW = [
     *("--normalize-scale", "1", "--normalize-mean", "0,0,0", "--normalize-std", "1,1,1", "--data-layout", "NHWC"),
     *("--rand-crop-scale", "1,1", "--rand-crop-ratio", "1,1"),
@@ -433,8 +432,8 @@ def random_image(side, low=0, high=255):
 
 @pytest.fixture
 def without_flips(parse, copies):
-    """Return a function that reads an epoch of copies of an image, as [N, 32, 32, 3] with values from 0 to 255. Flips
-    are undone.
+    """Return a function that reads an epoch of copies of an image. The function undoes flips and returns [N, 32, 32, 3]
+    with values from 0 to 255.
 
     To detect flips, the function also reads an epoch without augmentation flags. Augmentation must not change which
     images are flipped.
@@ -453,7 +452,7 @@ def without_flips(parse, copies):
 
 def test_random_crop_follows_scale_and_ratio_ranges(parse, copies):
     ramp = np.tile(np.arange(200), (200, 1))
-    root = copies(np.stack([ramp, ramp.T, ramp], axis=-1), 128)  # red encodes the column of a pixel, green its row
+    root = copies(np.stack([ramp, ramp.T, ramp], axis=-1), 128)  # red encodes the column, green the row
     ranges = ["--rand-crop-scale", "0.2,0.6", "--rand-crop-ratio", "0.5,2"]
     windows = []
     for image in np.concatenate(epoch(load(parse, root, Mode.TRAIN, *RAW, *ranges))[0]):
@@ -471,8 +470,8 @@ def test_random_crop_follows_scale_and_ratio_ranges(parse, copies):
 
 
 def test_default_augmentation_matches_plain_dali_operators(parse, photos):
-    """The reference consists of plain DALI operators. The reference and the pipeline must use the same operators in the
-    same order, because DALI derives seeds from the order."""
+    """The reference consists of plain DALI operators in the same order as in the pipeline, because DALI derives random
+    seeds from the order."""
 
     @pipeline_def(batch_size=8, num_threads=2, device_id=None, seed=42)
     def plain():
@@ -510,7 +509,7 @@ def test_augmentation_depends_on_seed_and_is_not_applied_in_evaluation(parse, ph
     "flags", [[], ["--color-jitter", "0.4"], ["--lighting", "0.1"]], ids=["crop", "jitter", "lighting"]
 )
 def test_ranks_draw_different_random_numbers(parse, copies, shard, flags):
-    """If the flags enable jitter or lighting, all images are uniform, so that crops and flips have no effect."""
+    """For jitter and lighting, the images are uniform, so that crops and flips have no effect."""
     root = copies(np.full((40, 40, 3), 100) if flags else random_image(40), 16)
     images = []
     for rank in (0, 1):
@@ -576,14 +575,14 @@ def test_rotation_around_center_has_uniformly_distributed_angles(without_flips):
     inside = x**2 + y**2 < 14**2
     angles = []
     for image in without_flips(pixels, "--rotate-degrees", "25"):
-        # Inside the circle, red and green encode the position from which a pixel (x, y) comes: (x cos - y sin, x sin +
-        # y cos).
+        # Inside the circle, red and green encode the original position of the pixel (x, y): (x cos - y sin, x sin + y
+        # cos).
         red, green = (image[..., i][inside] / 7 - (16 / 7 + 15.5) for i in (0, 1))
         sine, cosine = (green * x[inside] - red * y[inside]).sum(), (red * x[inside] + green * y[inside]).sum()
         angle = np.rad2deg(np.arctan2(sine, cosine))
         difference = np.abs(image - rotated(pixels, angle))
         assert difference[inside].max() < 1
-        # Excludes pixels near the border, where an error of 0.01 degrees is visible.
+        # Exclude pixels near the border, where an error of 0.01 degrees is visible.
         assert np.quantile(difference, 0.98) < 4
         angles.append(angle)
     assert np.abs(angles).max() < 25.1
@@ -604,8 +603,8 @@ FILTERS = {
 
 
 def resize_weights(size, new_size, interp):
-    """Return filter weights [new_size, size] for resizing. If new pixels are larger than old pixels, all filters except
-    "linear" become wider. Borders are replicated."""
+    """Return the filter weights [new_size, size] for resizing. When an image shrinks, all filters except "linear"
+    become wider. Borders are replicated."""
     scale = size / new_size
     width = max(1, scale) if interp != "linear" else 1
     center = (np.arange(new_size) + 0.5) * scale - 0.5

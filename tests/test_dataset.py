@@ -148,7 +148,7 @@ def test_sample_in_folder_below_a_file_exits_with_code_2(tmp_path, capsys):
 
 
 def test_killed_workers_exit_with_code_2_and_a_remedy(tmp_path, capsys, monkeypatch):
-    """The kernel may kill worker processes if the machine runs out of memory. The test simulates a killed worker."""
+    """If memory runs out, the kernel may kill worker processes. The test simulates a killed worker."""
 
     def killed(*args, **options):
         raise BrokenProcessPool

@@ -20,7 +20,7 @@ COMMANDS = (
     "paddle_resnet/results/comparison.py",
     *map(str, ROOT.glob("benchmarks/*.py")),
 )
-# Flags of Paddle's launcher and of Slurm.
+# Flags of Paddle's launcher and Slurm.
 OTHER_FLAGS = {"--gpus", "--nproc_per_node", "--nnodes", "--master", "--rank", "--host"}
 OTHER_FLAGS |= {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--signal", "--requeue"}
 # Flags of NVIDIA's example that this project does not have.

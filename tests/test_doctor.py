@@ -1,4 +1,4 @@
-"""The doctor command on this machine and with simulated problems."""
+"""The doctor command, on this machine and with simulated problems."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from paddle_resnet.machine import gpus, libraries, memory
 
 @pytest.mark.soak
 def test_doctor_passes_on_healthy_machine(tmp_path):
-    """The command runs in a separate process, as users start it."""
+    """The command runs in a separate process, as it does for users."""
     command = [sys.executable, "-m", "paddle_resnet.doctor", "--json", "--output-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -34,8 +34,8 @@ def test_doctor_passes_on_healthy_machine(tmp_path):
 
 @pytest.fixture
 def facts(once, monkeypatch):
-    """Query the versions of the libraries only once, because importing the libraries takes seconds. Tests that do not
-    concern the libraries use the stored versions."""
+    """Query the library versions only once, because importing the libraries takes seconds. Tests that are not about
+    libraries use the stored versions."""
 
     def make(folder):
         (folder / "facts.json").write_text(json.dumps(doctor._in_child(doctor._library_facts)))
@@ -101,7 +101,7 @@ def test_missing_shared_memory_is_ok_for_one_process(examine, facts, monkeypatch
 
 
 def in_children(monkeypatch, tmp_path, code):
-    """Execute code at the start of every Python child process."""
+    """Execute `code` at the start of every Python child process."""
     (tmp_path / "sitecustomize.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 

@@ -58,7 +58,7 @@ def test_exported_model_matches_evaluation_metrics(trained, parse, photos, tmp_p
     assert description == json.loads((tmp_path / "exported/model.json").read_text())
     assert description["classes"] == ["class0", "class1", "class2"]
     assert description["evaluated"]["top1"] == expected["top1"]
-    # The loader preprocesses images in the same way as model.json specifies.
+    # The loader preprocesses images as specified in model.json.
     preprocessing_flags = description["preprocessing"]
     flags_of_model = ["--resize-short", preprocessing_flags["resize_short"], "--interp", preprocessing_flags["interp"]]
     if isinstance(preprocessing_flags["center_crop"], list):
@@ -101,7 +101,7 @@ def test_verify_scores_every_engine_like_the_checkpoint(trained, photos, tmp_pat
     assert description["input"]["shape"] == ([None, 32, width, 3] if uint8 else [None, 3, 32, width])
     scores = [line for line in capsys.readouterr().out.splitlines() if line.endswith("23 images")]
     assert [line.split(":")[0] for line in scores[-3:]] == ["Executor", "paddle.inference", "onnxruntime"]
-    for line in scores[-3:]:  # the loss has four decimals
+    for line in scores[-3:]:  # the loss has four decimal places
         assert f"top1 {expected['top1']:.6g}, " in line
         assert float(re.search(r"loss (\S+),", line)[1]) == pytest.approx(expected["loss"], abs=6e-5)
 
@@ -160,7 +160,7 @@ def test_int8_network_is_quantized_for_its_engine(run_train, photos, tmp_path, c
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "tensorrt"])
 def test_int8_network_matches_fake_quantized_program(checkpoint, photos, tmp_path, engine):
-    """Different rounding of a sum may change an activation by one quantization level."""
+    """A different rounding of sums may change an activation by one quantization level."""
     pytest.importorskip("onnxruntime")
     network = inference.load_checkpoint(checkpoint, fold=True)
     images = np.concatenate(list(calibration._batches(network.description, photos, 30)))
@@ -176,7 +176,8 @@ def test_int8_network_matches_fake_quantized_program(checkpoint, photos, tmp_pat
 
 
 def test_int8_network_with_a_nearly_zero_filter(checkpoint, photos, tmp_path):
-    """Regression: the bias, an int32 multiple of the scales of weight and activation, overflowed in onnxruntime."""
+    """Regression test: the bias, an int32 multiple of weight scale times activation scale, overflowed in
+    onnxruntime."""
     pytest.importorskip("onnxruntime")
     network = inference.load_checkpoint(checkpoint, fold=True)
     for layer in quantization.layers(network.program)[:-1]:
@@ -227,7 +228,7 @@ def test_int8_export_with_lower_accuracy_is_not_kept(checkpoint, photos, tmp_pat
     ],
 )
 def test_unusable_int8_flags_are_an_error(checkpoint, tmp_path, capsys, flags, message):
-    if "nowhere" in flags:  # the data set is read after the check of the packages
+    if "nowhere" in flags:  # packages are checked before the data set is read
         pytest.importorskip("onnx")
     assert export.main([str(checkpoint), str(tmp_path / "exported"), *flags]) == 2
     assert message in capsys.readouterr().err
@@ -236,7 +237,7 @@ def test_unusable_int8_flags_are_an_error(checkpoint, tmp_path, capsys, flags, m
 
 @pytest.mark.parametrize("name", ["correct", "loss", "images of the recorded evaluation"])
 def test_export_that_fails_verification_is_not_kept(checkpoint, photos, tmp_path, monkeypatch, name):
-    """The second score that the export computes is the score of Paddle Inference."""
+    """The second score that the export computes is that of Paddle Inference."""
     scores = []
     real = export._score
 
@@ -265,7 +266,7 @@ def test_export_that_fails_verification_is_not_kept(checkpoint, photos, tmp_path
 def test_verify_compares_logits_of_network_with_saturated_probabilities(
     trained, photos, tmp_path, monkeypatch, capsys, is_wrong
 ):
-    """Nearly all probabilities are 0 or 1. If a probability is 0, Paddle's evaluation limits the loss to 64."""
+    """Nearly all probabilities are 0 or 1. For a probability of 0, Paddle's evaluation limits the loss to 64."""
     onnx = importlib.util.find_spec("onnxruntime") is not None
     checkpoint, recorded = trained("--lr", "5")
     assert 5 < recorded["loss"] <= 65
@@ -290,7 +291,7 @@ def test_verify_compares_logits_of_network_with_saturated_probabilities(
 
 
 def test_verify_detects_wrong_softmax(checkpoint, photos, tmp_path, monkeypatch):
-    """The inference engine computes correct logits. Only the softmax of the engine is wrong."""
+    """The inference engine computes correct logits, but its softmax is wrong."""
     real = inference.open_paddle
 
     def open_paddle(*args, **options):
@@ -399,8 +400,8 @@ def test_preprocess_script_predicts_with_onnx_model(checkpoint, photos, tmp_path
     assert lines[0].startswith(f"{image}: uint8 [1, 32, 32, 3], from ")
     assert len(lines) == 4
     assert sum(float(line.split()[0]) for line in lines[1:]) == pytest.approx(1, abs=1e-5)
-    # The module prints the same result as its copy in the export. If onnxruntime is missing, the module prints only the
-    # shape of the image.
+    # The module prints the same result as its copy in the export. Without onnxruntime, it prints only the shape of the
+    # image.
     monkeypatch.setattr(preprocessing, "__file__", str(tmp_path / "exported/preprocess.py"))
     capsys.readouterr()
     preprocessing.main([str(image)])
@@ -414,7 +415,7 @@ def test_preprocess_script_predicts_with_onnx_model(checkpoint, photos, tmp_path
 
 @pytest.mark.parametrize("uint8", [False, True], ids=["float32", "uint8"])
 def test_triton_repository_layout(checkpoint, tmp_path, uint8):
-    """The test only checks the exported files. The files are not loaded into Triton."""
+    """The test only inspects the exported files and does not load them into Triton."""
     onnx = importlib.util.find_spec("onnxruntime") is not None
     export.export(checkpoint, tmp_path / "exported", onnx=onnx, uint8=uint8, triton=True)
     root = tmp_path / "exported/triton"
@@ -499,7 +500,7 @@ def test_unusable_checkpoint_or_output_path_is_an_error(trained, tmp_path):
         export.export(tmp_path / "nowhere", tmp_path / "exported")
     with pytest.raises(UsageError, match=f"OUT {checkpoint}/x: would change CHECKPOINT {checkpoint}; choose a path"):
         export.export(checkpoint, checkpoint / "x")
-    # A later epoch may be saved in the folder 7.
+    # The folder 7 is reserved for the checkpoint of a later epoch.
     with pytest.raises(UsageError, match="/Tiny/7 is for a checkpoint; choose a path outside it"):
         export.export(checkpoint, checkpoint.with_name("7"))
     (tmp_path / "taken").mkdir()
@@ -517,7 +518,7 @@ def test_unusable_checkpoint_or_output_path_is_an_error(trained, tmp_path):
 
 
 def test_checkpoint_of_nvidia_example_is_exported(checkpoint, tmp_path, capsys, monkeypatch):
-    """The checkpoint contains no meta.json, and the command receives the run folder instead of the checkpoint
+    """The checkpoint contains no meta.json, and the argument of the command is the run folder instead of the checkpoint
     folder."""
     export.export(checkpoint, tmp_path / "own")
     (checkpoint / "meta.json").unlink()
@@ -560,11 +561,11 @@ def test_command_prints_summary_and_rejects_existing_output(trained, tmp_path, c
 
 
 def test_full_disk_exits_with_code_2_and_leaves_no_output(checkpoint, tmp_path, capsys):
-    """RLIMIT_FSIZE makes writes beyond a file size fail."""
+    """RLIMIT_FSIZE limits the file size, so writes fail as on a full disk."""
     export.export(checkpoint, tmp_path / "whole")
     sizes = [(tmp_path / "whole" / f"model.{ending}").stat().st_size for ending in ("pdmodel", "pdiparams")]
     assert sizes[0] < sizes[1]
-    (tmp_path / "exported.partial").mkdir()  # an unrelated folder with a similar name, which must be kept
+    (tmp_path / "exported.partial").mkdir()  # an unrelated folder with a similar name must be kept
     for limit in (sizes[0] - 1, sizes[1] - 1):
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))

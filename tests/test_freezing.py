@@ -34,7 +34,7 @@ def model_of(arch, layout="NCHW"):
         ("EfficientNet_Lite0", "stem blocks.0 blocks.15 head classifier"),
     ],
 )
-def test_every_network_has_parts_to_freeze(arch, names):
+def test_every_network_has_layers_to_freeze(arch, names):
     model = model_of(arch)
     total = len([p for p in model.parameters() if p.trainable])
     for name in names.split()[:-1]:
@@ -61,7 +61,8 @@ def test_stage_selects_its_blocks_and_not_those_of_stage_ten():
 
 
 def built(args, batches):
-    """Train on batches; returns (main program, compiled program, {name: value} before, {name: value} after)."""
+    """Train on `batches` and return (main program, compiled program, {name: value} before training, {name: value} after
+    it)."""
     if args.kernels == "native":
         native.register()
     args = frozen(args)
@@ -107,7 +108,7 @@ def test_frozen_layers_do_not_change_and_compute_no_gradients(parse, kernels, op
 @pytest.mark.parametrize("arch", ["Tiny", "TinyMobile"])
 @pytest.mark.parametrize("names", ["stages.0,blocks.0", "stages.1,blocks.1", "all-but-classifier"])
 def test_custom_kernels_match_paddle_with_frozen_layers(parse, monkeypatch, arch, names):
-    """Gradients flow through frozen layers if an earlier layer trains."""
+    """Gradients flow through frozen layers if an earlier layer is trained."""
     names = names if "," not in names else names.split(",")[arch == "TinyMobile"]
     changes = []
     for kernels in ("paddle", "native"):
@@ -118,13 +119,14 @@ def test_custom_kernels_match_paddle_with_frozen_layers(parse, monkeypatch, arch
     assert not [op.type for op in compiled._program.global_block().ops if op.type.startswith("depthwise")]
     for name, change in changes[0].items():
         difference = np.linalg.norm(changes[1][name] - change)
-        # The running variances have different denominators; some shifts have no gradient except rounding.
+        # The running variances have different denominators, and the gradients of some shifts consist of rounding
+        # errors.
         assert difference <= 0.02 * np.linalg.norm(change) + 1e-6, name
 
 
 def test_frozen_batch_norm_uses_running_statistics(parse):
-    """The gradient of the stem's shift, through the frozen BN of the next layers, is that of an affine map: it does not
-    depend on the other images of the batch."""
+    """Frozen BN layers are affine maps. The gradient that the stem's shift receives through them does not depend on the
+    other images of the batch."""
     args = parse("--freeze", "stages.0,stages.1,classifier", "--lr", "0.1", "--momentum", "0", "--weight-decay", "0")
     [(images, labels)] = random_batches(1)
     changes = []
@@ -137,7 +139,7 @@ def test_frozen_batch_norm_uses_running_statistics(parse):
 
 @pytest.fixture(autouse=True)
 def affine(monkeypatch):
-    """A network whose first layer has no batch normalization of its own."""
+    """Register a network whose first layer has no batch normalization."""
 
     class Affine(paddle.nn.Layer):
         def __init__(self, num_classes, in_channels, data_format):
@@ -156,7 +158,7 @@ def affine(monkeypatch):
 @pytest.mark.parametrize("kernels", KERNELS, ids=["paddle", "native"])
 @pytest.mark.parametrize("optimizer", ["Momentum", "Nesterov", "AdamW", "LAMB"])
 def test_learning_rate_depends_on_depth(parse, kernels, optimizer):
-    """The first update of each parameter is multiplied by the factor of its part."""
+    """The first update of each parameter is multiplied by the learning-rate factor of its layer group."""
     shape = (32, 32, 4) if "native" in kernels else (3, 32, 32)
     changes = []
     for flags in ([], ["--lr-decay-by-layer", "0.5", "--classifier-lr-factor", "4"]):
@@ -165,7 +167,7 @@ def test_learning_rate_depends_on_depth(parse, kernels, optimizer):
             main, compiled, before, after = built(args, random_batches(1, shape))
             trained = [p.name for p in main.all_parameters() if p.trainable]
             changes.append({name: after[name] - before[name] for name in trained})
-    if "native" in kernels:  # parts: stem, stages.0_0, stages.1_0, classifier
+    if "native" in kernels:  # layer groups: stem, stages.0_0, stages.1_0, classifier
         updates = [op for op in compiled._program.global_block().ops if "Rate" in op.input_names]
         assert len(updates) == 4
     for name, change in changes[0].items():
@@ -181,12 +183,12 @@ UNFREEZE = ["--freeze", "all-but-classifier", "--unfreeze-at", "1", "--ema", "0.
     "train_step", [1, pytest.param(3, marks=pytest.mark.soak), pytest.param(4, marks=pytest.mark.soak)]
 )
 def test_resume_in_either_phase_is_bit_identical(run_train, losses_with_a_stop, checkpoint, once, fake, train_step):
-    """Steps 0 to 2 are in the first phase. Steps are captured; a stop before step 3 is between the phases."""
+    """Steps are captured. The first phase consists of steps 0 to 2, so a stop before step 3 is between the phases."""
     common = ["--kernels", "native", *NHWC, "--epochs", "3", "--print-interval", "1", "--cuda-graph", "true"]
     flags = [*common, *UNFREEZE, "--resume"]
     code, report = run_train(*flags)
     assert code == 0
-    assert len(fake.made) == 3  # one per phase, one for the evaluation
+    assert len(fake.made) == 3  # one for each phase, one for the evaluation
     assert losses_with_a_stop(train_step, *flags) == losses(report)
 
 
@@ -230,7 +232,7 @@ def test_invalid_flags_exit_with_code_2(run_train, capsys, flags, message):
 
 @pytest.mark.soak
 def test_two_processes_train_the_same_network_with_frozen_layers(launch):
-    """Both processes keep the statistics of frozen layers and average those of the others."""
+    """The processes keep the BN statistics of frozen layers and average those of the other layers."""
     flags = [
         "--freeze",
         "stem",

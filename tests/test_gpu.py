@@ -1,4 +1,4 @@
-"""Tests that require a GPU. Machines without a GPU skip these tests."""
+"""Tests that require a GPU. They are skipped on machines without a GPU."""
 
 import json
 import os
@@ -35,13 +35,13 @@ from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.steps import cuda_graph
 from utils.mode import Mode
 
-# A network of four stages contains more kinds of convolutions than a network of two stages, so cuDNN uses more
+# A network with four stages contains more kinds of convolutions than one with two stages, so cuDNN uses more
 # algorithms.
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_stages")]
 
-# FP32 disables the hardware JPEG decoder. When eight test processes shared a GPU, some loaders could not open the
-# decoder and used GPU kernels instead. The pixels of the kernels differ slightly, so the results of runs that must be
-# equal would differ.
+# FP32 disables the hardware JPEG decoder. When eight test processes shared a GPU, some loaders could not open this
+# decoder and decoded with GPU kernels instead. Their pixels differ slightly, so runs that must be equal would have
+# different results.
 FP32 = ["--device", "gpu", "--hw-decoder-load", "0"]
 FP32_NHWC = [*FP32, *NHWC]
 O1 = [*FP32_NHWC, "--amp", "--scale-loss", "128"]
@@ -51,7 +51,7 @@ SPARSE = [*O2, "--asp", "--prune-model"]
 BF16_O1 = [*FP32_NHWC, "--amp", "--amp-dtype", "bfloat16"]
 BF16_O2 = [*BF16_O1, "--amp-level", "O2", "--dali-output-fp16"]
 EXACT = {"fp32": FP32, "fp32 NHWC": FP32_NHWC, "O1": O1, "O2": O2, "O2 ASP": SPARSE}
-# With Paddle's kernels, two bfloat16 runs have different losses from the second step on, even with
+# With Paddle's kernels, the losses of two bfloat16 runs differ from the second step on, even with
 # FLAGS_cudnn_deterministic.
 KINDS = {**EXACT, "bf16 O1": BF16_O1, "bf16 O2": BF16_O2}
 STOPS = {f"{name} inside an epoch": (flags, 4) for name, flags in EXACT.items()}
@@ -68,8 +68,8 @@ def test_gpu_loader_images_match_cpu_loader(parse, photos, hardware_load):
         images.append(np.concatenate(batches[0]))
         labels.append(np.concatenate(batches[1]))
     np.testing.assert_array_equal(labels[0], labels[1])
-    # The test images are noisy and store chroma at half resolution. On average, the decoders differ by about 2 of 255
-    # levels. After normalization, a level is 0.017.
+    # The test images are noisy and store chroma at half resolution. On average, the pixels of the two decoders differ
+    # by about 2 of 255 levels. After normalization, one level is 0.017.
     assert np.abs(images[0] - images[1]).mean() < 0.06
 
 
@@ -96,8 +96,8 @@ def test_gpu_loader_augmentation_matches_cpu_loader(parse, photos):
 
 
 def test_cpu_decodes_its_fraction_of_each_training_batch(parse, tmp_path):
-    """The pixels reveal which decoder was used, because the images are neither cropped nor resized, and only the CPU
-    decoder smooths chroma that is stored at half resolution."""
+    """The pixels reveal which decoder was used: the images are neither cropped nor resized, and only the CPU decoder
+    smooths chroma that is stored at half resolution."""
     folder = tmp_path / "train" / "class0"
     folder.mkdir(parents=True)
     random = np.random.RandomState(0)
@@ -135,7 +135,7 @@ def test_loader_decoding_on_cpu_and_gpu_resumes_with_next_batch(parse, photos, c
         pytest.param(lambda data: data[:300], 0, id="header"),
         pytest.param(lambda data: b"no image", 0, id="garbage"),
         pytest.param(lambda data: b"no image", 0.5, id="garbage, both decode"),
-        # The GPU decoder fills in missing pixels. In one of the epochs, the CPU decodes the damaged image.
+        # The GPU decoder fills in missing pixels, but in one of the epochs, the CPU decodes the damaged image.
         pytest.param(lambda data: data[: len(data) // 2], 0.8, id="half, both decode"),
     ],
 )
@@ -213,7 +213,7 @@ def deterministic():
     paddle.set_flags({"FLAGS_cudnn_deterministic": False})
 
 
-# On the CPU, test_resume.py covers stops in all epochs. The sparse runs also execute the code of the O2 runs.
+# test_resume.py covers stops in all epochs on the CPU. The sparse runs also execute the code of the O2 runs.
 IN_SOAK = ("fp32 NHWC inside an epoch", "O2 inside an epoch", "O2 ASP in the last epoch")
 
 
@@ -252,8 +252,7 @@ def test_overflows_are_skipped_until_loss_scale_is_low_enough(run_train):
 
 @pytest.mark.parametrize("flags", [O1, O2, SPARSE], ids=["O1", "O2", "O2 ASP"])
 def test_overflow_steps_leave_parameters_unchanged(run_train, tmp_path, flags):
-    """An epoch in which every step overflows must have the same effect on the parameters as an epoch with learning rate
-    0."""
+    """An epoch in which every step overflows must leave the same parameters as an epoch with learning rate 0."""
     results = []
     for name, change in (("overflows", ["--scale-loss", "3e38"]), ("lr 0", ["--lr", "0"])):
         code, report = run_train("--run-scope", "train_only", *flags, *change, "--output-dir", tmp_path / name)
@@ -276,24 +275,24 @@ def test_overflow_steps_leave_parameters_unchanged(run_train, tmp_path, flags):
     ],
 )
 def test_sparse_training_keeps_masks(run_train, tmp_path, algorithm, flags):
-    """A run trains for one epoch and is then resumed for a second epoch. The masks are applied to the weights of both
-    checkpoints."""
+    """A run trains for one epoch and is resumed for a second epoch. In both checkpoints, the masks have been applied to
+    the weights."""
     for e in range(2):
         pruning = ["--asp", "--prune-model", "--mask-algo", algorithm, "--resume", "--epochs", e + 1]
         assert run_train(*flags, *pruning)[0] == 0
         assert_sparse(pickle.loads((tmp_path / f"output/Tiny/{e}/tiny.pdparams").read_bytes()), algorithm)
 
 
-# Relative tolerances for the first loss and for later losses. GPUs multiply float32 numbers in TF32, whose precision of
-# 11 bits is that of float16.
+# Relative tolerances for the first loss and for later losses. GPUs multiply float32 numbers in TF32, which has a
+# precision of 11 bits, like float16.
 CLOSE_TO_CPU = {"fp32": (1e-3, 0.02), "fp32 NHWC": (1e-3, 0.02), "O1": (3e-3, 0.03), "O2": (3e-3, 0.03)}
 # bfloat16 has a precision of eight bits. The largest observed difference is 0.11.
 CLOSE_TO_CPU |= {"bf16 O1": (0.02, 0.15), "bf16 O2": (0.02, 0.15)}
 
 
 def test_first_losses_match_cpu(run_train, tmp_path):
-    """The runs use all precisions and both kinds of kernels. All runs start with the same parameters and images."""
-    channels = ["--image-shape", "4,32,32"]  # shape of all runs in NHWC
+    """The runs cover all precisions and both kinds of kernels, and start with the same parameters and images."""
+    channels = ["--image-shape", "4,32,32"]  # image shape of all NHWC runs
     assert run_train("--run-scope", "train_only", *channels)[0] == 0
     start = [*channels, "--from-pretrained-params", tmp_path / "output/Tiny/0", "--output-dir", tmp_path / "next"]
     start += ["--overwrite"]
@@ -362,7 +361,7 @@ def test_network_with_nondeterministic_operators_is_not_captured(run_train, monk
 
 
 def assert_captured_losses_are_equal(run_train, capsys, *flags):
-    """Check that the steps of a run are captured, and that its losses are those of a run without captured steps."""
+    """Check that the steps of a run are captured, and that its losses equal those of a run without captured steps."""
     code, expected = run_train(*flags, "--cuda-graph", "false")
     assert code == 0
     capsys.readouterr()
@@ -374,14 +373,14 @@ def assert_captured_losses_are_equal(run_train, capsys, *flags):
 
 @pytest.mark.parametrize("flags", [O2, FP32_NHWC], ids=["O2", "fp32"])
 def test_captured_steps_draw_random_numbers_of_uncaptured_steps(run_train, deterministic, capsys, flags):
-    """The runs use mixup, CutMix and dropout. The check of untested operators must pass."""
+    """The runs use mixup, CutMix and dropout. The check for untested operators must pass."""
     flags = [*flags, "--kernels", "native", "--epochs", "3", "--mixup", "0.4", "--cutmix", "1", "--dropout", "0.3"]
     flags += ["--drop-path", "0.3"]
     assert_captured_losses_are_equal(run_train, capsys, *flags)
 
 
 @pytest.mark.parametrize("flags", [FP32_NHWC, O2, BF16_O2], ids=["fp32", "O2", "bf16"])
-def test_measurement_of_time_budget_changes_no_loss(run_train, deterministic, tmp_path, monkeypatch, flags):
+def test_budget_measurement_does_not_change_losses(run_train, deterministic, tmp_path, monkeypatch, flags):
     monkeypatch.setattr(budget, "epochs_within", lambda *_: 2)
     at = TINY.index("--epochs")
     monkeypatch.setattr(conftest, "TINY", [*TINY[:at], *TINY[at + 2 :]])
@@ -442,8 +441,8 @@ def test_quantization_aware_training_is_captured_in_every_precision(run_train, d
 
 
 def test_graph_replay_writes_only_to_allocated_memory(run_train, monkeypatch):
-    """Regression test: graphs wrote to freed cuDNN workspaces. A replay must not change memory that is free after the
-    capture."""
+    """Regression test: graph replays wrote to freed cuDNN workspaces. They must not change memory that is free after
+    the capture."""
 
     class Watched(cuda_graph.CUDAGraph):
         def replay(self):
@@ -467,8 +466,8 @@ def test_graph_replay_writes_only_to_allocated_memory(run_train, monkeypatch):
 
 
 def test_processes_with_captured_steps_exit_cleanly(photos, tmp_path):
-    """Graphs are freed before the variables of a process, so no variable may use memory that a graph owns.
-    When variables did so, three of five processes crashed at exit."""
+    """At exit, graphs are freed before variables, so no variable may use memory that a graph owns. When variables did,
+    three of five processes crashed at exit."""
     flags = [*TINY, *O2, "--image-root", photos, "--batch-size", "5", "--epochs", "2", "--kernels", "native"]
     flags += ["--stages", "4"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
@@ -491,7 +490,7 @@ def test_processes_with_captured_steps_exit_cleanly(photos, tmp_path):
 
 @pytest.mark.parametrize(("kernels", "captured"), [("native", "true"), ("native", "false"), ("paddle", "false")])
 def test_evaluation_is_bit_identical_when_repeated(run_train, kernels, captured):
-    """The host is ahead of the GPU, so a new batch must not overwrite a batch that the GPU has not read yet."""
+    """The host runs ahead of the GPU, so a new batch must not overwrite a batch that the GPU has not read yet."""
     flags = ["--run-scope", "eval_only", "--benchmark", "--benchmark-steps", "60", "--benchmark-warmup-steps", "2"]
     results = []
     for _ in range(2):
@@ -503,7 +502,7 @@ def test_evaluation_is_bit_identical_when_repeated(run_train, kernels, captured)
 
 
 def test_batches_are_not_overwritten_before_gpu_has_copied_them(parse, photos):
-    """The copy of a batch waits for all pending work of the GPU, while DALI continues with the next batches."""
+    """The copy of a batch waits for all pending GPU work, while DALI continues with the next batches."""
     flags = [*O2, "--image-shape", "4,224,224", "--crop-size", "224", "--resize-short", "256"]
     args = parse("--image-root", photos, *flags)
     work = static.Program()
@@ -559,8 +558,8 @@ FUSED = {
         "1 native_check_finite, 1 native_loss, 1 native_loss_grad, 1 native_max_pool, "
         "1 native_max_pool_backward, 1 native_momentum"
     ),
-    # Paddle fuses the last BN, the addition and ReLU of each residual unit, and every other BN that is followed by
-    # ReLU.
+    # Paddle fuses the last BN of each residual unit with the addition and ReLU, and every other BN with the ReLU that
+    # follows it.
     "paddle": (
         "9 fused_batch_norm_act, 9 fused_batch_norm_act_grad, 4 fused_bn_add_activation, 4 fused_bn_add_activation_grad"
     ),
@@ -578,8 +577,7 @@ def test_start_line_counts_fused_operators(run_train, capsys, flags, kernels):
 
 @pytest.mark.parametrize("flags, tolerance", [(FP32_NHWC, 1e-4), (O1, 5e-3), (O2, 5e-3)], ids=["fp32", "O1", "O2"])
 def test_native_and_paddle_kernels_have_similar_losses(run_train, deterministic, flags, tolerance):
-    """The first losses are computed with identical parameters. Later losses diverge, because rounding errors
-    accumulate."""
+    """The first losses are computed from identical parameters. Later losses diverge because of rounding errors."""
     results = {}
     for kernels in ("native", "paddle"):
         choice = ["--kernels", kernels, "--print-interval", "1", "--lr", "0.01", "--epochs", "2", "--overwrite"]
@@ -598,8 +596,8 @@ PADDLE_KERNELS = {
 
 @pytest.fixture
 def two_gpus(photos, tmp_path):
-    """Return a function that runs a job on two GPUs and returns its report entries. If the job has a fault, the
-    function returns [log of each rank] instead."""
+    """Return a function that runs a job on two GPUs and returns its report entries, or [log of each rank] if the job
+    has a fault."""
     need_two_gpus()
 
     def two_gpus(*flags, fault=None, gpus=2, environment=None):
@@ -633,7 +631,7 @@ def two_gpus(photos, tmp_path):
     ids=["raises", "killed", "hangs"],
 )
 def test_failed_rank_stops_job_on_two_gpus(two_gpus, fault, message):
-    """Rank 0 waits for NCCL in a CUDA graph, and the wait never ends by itself."""
+    """Rank 0 waits for NCCL in a CUDA graph and would wait forever."""
     logs = two_gpus("--epochs", "3", "--comm-timeout-s", "20", *O2, fault=fault)
     assert_one_error(logs[0], [message])
 
@@ -648,7 +646,7 @@ def test_two_gpus_have_identical_parameters(two_gpus, tmp_path, flags):
 
 @pytest.mark.parametrize("flags", [FP32_NHWC, SPARSE], ids=["fp32 NHWC", "O2 ASP"])
 def test_two_gpus_captured_steps_match_uncaptured_steps(two_gpus, tmp_path, flags):
-    """The all-reduces are captured as well. Training steps are captured once for all epochs, and so are evaluation
+    """The graphs include the all-reduces. One graph is captured for all training steps, and one for all evaluation
     steps."""
     results = []
     for captured in ("true", "false"):
@@ -664,7 +662,7 @@ def test_two_gpus_captured_steps_match_uncaptured_steps(two_gpus, tmp_path, flag
 
 
 def test_two_hosts_with_one_gpu_each_have_identical_parameters(launch_nodes):
-    """The gradient all-reduces overlap with the backward pass, and steps are not captured."""
+    """On several hosts, gradient all-reduces overlap with the backward pass, and steps are not captured."""
     need_two_gpus()
     nodes, folder = launch_nodes(*O2, "--batch-size", "5", "--epochs", "2", "--stages", "4", on_gpus=True)
     assert [node.wait(200) for node in nodes] == [0, 0]
@@ -688,15 +686,15 @@ def test_two_gpus_match_one_with_twice_the_batch_without_bn(two_gpus, tmp_path):
         assert one.keys() == two.keys()
         for name in one:
             np.testing.assert_allclose(two[name], one[name], rtol=0, atol=1e-5 * np.abs(one[name]).max(), err_msg=name)
-    # The parameters change noticeably, so the comparison would detect a wrong gradient.
+    # The parameters change noticeably, so the comparison detects wrong gradients.
     before, after = (one["linear_0.w_0"] for one in results[0])
     assert np.abs(after - before).max() > 0.01 * np.abs(after).max()
 
 
 @pytest.mark.parametrize("kernels", ["native", "paddle"])
-def test_two_gpus_track_one_with_twice_the_batch_with_bn(two_gpus, kernels):
-    """The batch statistics cover 24 images on one GPU, but only 12 on each of two GPUs. The network runs in half
-    precision."""
+def test_two_gpus_approximate_one_with_twice_the_batch_with_bn(two_gpus, kernels):
+    """Batch statistics are computed over 24 images on one GPU, but over 12 on each of two GPUs. The network runs in
+    half precision."""
     results = []
     for gpus, batch_size, rate in ((1, 24, 0.02), (2, 12, 0.01)):
         flags = [*O2, *TWO_GPU_FLAGS, "--kernels", kernels, "--batch-size", batch_size, "--lr", rate, "--epochs", "8"]

@@ -1,5 +1,5 @@
-"""Runs with --iter-unit batch, which have an exact number of steps, and evaluate and save after given numbers of steps.
-In these tests, an epoch has three steps."""
+"""Runs with --iter-unit batch, which train for an exact number of steps and evaluate and save at intervals of steps. In
+these tests, an epoch has three steps."""
 
 import numpy as np
 import pytest
@@ -102,8 +102,8 @@ def test_profile_steps_after_first_stop_is_an_error(run_train, capsys):
 
 @pytest.mark.soak
 def test_two_processes_average_bn_statistics_before_evaluation(launch):
-    """The processes average their BN statistics before an evaluation, so both ranks evaluate the same network, even
-    inside an epoch."""
+    """The processes average their BN statistics before each evaluation, even inside an epoch, so both ranks evaluate
+    the same network."""
     flags = [*STEPS, "--num-iter", "2", "--batch-size", "4", "--eval-interval", "1"]
     report, (first, second) = launch(2, *flags)
     assert [evaluation[:2] for evaluation in evaluations(report)] == [(0, 1), (0, 2)]

@@ -1,4 +1,4 @@
-"""The command `make venv` with a fake Python that only records the calls of pip."""
+"""Tests of `make venv` with a fake Python that only records the pip commands."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ esac
 
 @pytest.fixture
 def make(tmp_path):
-    """Run `make` with copies of the files that it reads, and return (calls of pip, output of make)."""
+    """Run `make` with copies of the files that it reads, and return (pip commands, output of make)."""
     for name in ("Makefile", "requirements.txt", "requirements-cpu.txt", "requirements-base.txt"):
         shutil.copy(ROOT / name, tmp_path)
     python = tmp_path / "python"
@@ -38,7 +38,7 @@ def make(tmp_path):
         calls = tmp_path / "calls"
         calls.unlink(missing_ok=True)
         command = ["make", "--no-print-directory", f"PYTHON={python}", "HAS_GPU=", *arguments]
-        # Remove variables of the make process that runs the tests, because the tested make must not inherit them.
+        # The tested make must not inherit variables of the make process that runs the tests.
         of_make = ("PADDLE", "PADDLE_WORDS", "VENV", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")
         environment = {name: value for name, value in os.environ.items() if name not in of_make}
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)

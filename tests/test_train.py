@@ -1,4 +1,4 @@
-"""Tests of train.py from start to end, with real images and programs."""
+"""Complete runs of train.py, with real images and programs."""
 
 import importlib.util
 import pickle
@@ -115,7 +115,7 @@ def test_sparse_training_keeps_masks(run_train, tmp_path, capsys):
     for epoch in (0, 1):
         params = pickle.loads((tmp_path / f"output/Tiny/{epoch}/tiny.pdparams").read_bytes())
         assert_sparse(params)
-    # A run inherits --asp from its checkpoint. Training that makes sparse weights dense requires an explicit flag.
+    # A run inherits --asp from its checkpoint. Only an explicit flag makes sparse weights dense.
     elsewhere = ["--output-dir", tmp_path / "branch", "--epochs", "2"]
     assert run_train("--from-checkpoint", tmp_path / "output/Tiny/1", *elsewhere)[0] == 0
     assert_sparse(pickle.loads((tmp_path / "branch/Tiny/1/tiny.pdparams").read_bytes()))
@@ -188,8 +188,8 @@ OTHER_LABELS = [(Mode.TRAIN, -1), (Mode.EVAL, 3)]
 )
 @pytest.mark.parametrize("flags", [["--kernels", "native", *NHWC], [], ["--label-smoothing", "0"]])
 def test_label_outside_classes_stops_the_run(run_train, capsys, monkeypatch, bad, label, flags):
-    """Some labels of record files are not read before the first step. If an unread label is invalid, the run must stop
-    when it reads the label. The label must not cause NaN gradients or count as a different class."""
+    """Some labels of record files are not read before the first step. If such a label is invalid, the run must stop
+    when it reads the label. The label must neither cause NaN gradients nor count as a different class."""
 
     original = listing.list_folder
 

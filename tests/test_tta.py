@@ -119,7 +119,8 @@ def test_training_evaluation_prediction_and_export(run_train, roots, tmp_path, c
     assert trained["top1"] == pytest.approx(np.mean(mean.argmax(1) == labels))
 
     paths = list(map(str, sorted(root.glob("val/*/*"))))
-    # The result that training recorded is of two images each, so --verify does not compare it with one pass.
+    # The recorded metrics of the training run are averages over mirror images, so --verify does not compare them with
+    # the metrics of a single pass.
     for uint8 in (False, True):
         folder = tmp_path / f"exported{uint8}"
         description = export.export(checkpoint, folder, uint8=uint8, verify=None if uint8 else root)
@@ -142,7 +143,7 @@ def test_captured_step_has_same_results(run_train, checkpoint, fake):
     expected = phase(run_train(*scope, *flags, "--cuda-graph", "false")[1], [], "val.")
     actual = phase(run_train(*scope, *flags)[1], [], "val.")
     [graph] = fake.made
-    assert graph.launches == 5 - cuda_graph.STEPS_BEFORE + 1  # the comparison of untested operators replays it once
+    assert graph.launches == 5 - cuda_graph.STEPS_BEFORE + 1  # once more, to compare results of untested operators
     assert {name: actual[name] for name in ("loss", "top1", "top5")} == {
         name: expected[name] for name in ("loss", "top1", "top5")
     }

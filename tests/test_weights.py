@@ -1,5 +1,5 @@
-"""The command python -m paddle_resnet.weights, which converts a file or an installed package to a checkpoint. The
-checkpoint can be used for training, evaluation, export and prediction."""
+"""The command python -m paddle_resnet.weights, which converts a file or the weights in an installed package to a
+checkpoint for training, evaluation, export and prediction."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ PREPROCESSING = {"interp": "cubic", "normalize_mean": [0.4, 0.5, 0.6]}
 
 @pytest.fixture
 def small(monkeypatch):
-    """Register the tiny network as if it belonged to the package, with its own preprocessing."""
+    """Register the tiny network, with its own preprocessing, as if it belonged to paddle_resnet."""
     network = models.Network("resnet", "ResNet", "1512.03385", OPTIONS, 32, 1.25, PREPROCESSING)
     monkeypatch.setitem(models.MODELS, "Small", network)
 
@@ -239,7 +239,7 @@ def test_published_models_name_networks_and_flags(published_model):
     assert published_model.arch in models.MODELS
     settings = conversion._settings(published_model.arch, 1000, published_model.preprocessing)
     assert settings.resize_short > settings.crop_size == settings.image_shape[1]
-    if published_model.package:  # EfficientNet-Lite: the border around the crop has 16 pixels
+    if published_model.package:  # EfficientNet-Lite: the crop has a border of 16 pixels
         assert settings.resize_short == settings.crop_size + 32
     assert models.MODELS[published_model.arch].module in foreign_names.LAYOUTS
 

@@ -1,4 +1,4 @@
-"""Create files in the formats of torch.save, either valid or invalid, without importing torch."""
+"""Create valid and invalid files in the formats of torch.save without importing torch."""
 
 import io
 import struct
@@ -28,7 +28,7 @@ class Stored:
 
 
 def opcodes(value):
-    """Return the pickle opcodes that push an object, as PyTorch's pickles do."""
+    """Return the opcodes with which PyTorch's pickles push an object."""
     match value:
         case None | True | False:
             return {None: b"N", True: b"\x88", False: b"\x89"}[value]
@@ -70,7 +70,7 @@ def tensors(state, end=()):
 
 
 def zipped(value, storages, compression=zipfile.ZIP_STORED):
-    """Return the bytes of a .pth file in the zip format, which PyTorch has used since version 1.6."""
+    """Return the content of a .pth file in the zip format, which PyTorch has used since version 1.6."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", compression) as archive:
         archive.writestr("model/data.pkl", pickled(value))
@@ -80,7 +80,8 @@ def zipped(value, storages, compression=zipfile.ZIP_STORED):
 
 
 def legacy(value, storages):
-    """Return the bytes of a .pth file in the format before PyTorch 1.6. `storages` is {key: (length, bytes)}."""
+    """Return the content of a .pth file in the format that PyTorch used before version 1.6. `storages` is {key:
+    (length, bytes)}."""
     header = [0x1950A86A20F9469CFC6C, 1001, {"protocol_version": 1001, "little_endian": True}, value, list(storages)]
     data = b"".join(struct.pack("<q", length) + raw for length, raw in storages.values())
     return b"".join(map(pickled, header)) + data

@@ -1,4 +1,4 @@
-"""Run train.py with the tiny network, as a separate process or as a worker of a job.
+"""Run train.py with the tiny network in a separate process or as a worker of a job.
 
 Usage: `train_tiny.py OPTIONS FLAGS`. The function `parse_options` defines OPTIONS, and FLAGS are flags of train.py. The
 network "Plain" has no batch normalization. If $SHARE_GPU is set, the ranks of a job share a GPU.
@@ -15,8 +15,8 @@ import threading
 import time
 from functools import partial
 
-gc.disable()  # garbage collection would add a fifth to the import time
-import paddle_resnet  # noqa: F401  sets Paddle's environment, so it must precede Paddle
+gc.disable()  # garbage collection would make the imports a fifth slower
+import paddle_resnet  # noqa: F401  sets environment variables before Paddle is imported
 import numpy as np
 import paddle
 from paddle import static
@@ -59,7 +59,7 @@ def parse_options():
     return options
 
 
-# Ranks can share a GPU only if NCCL assumes that the ranks are on different hosts that are connected by sockets.
+# Ranks can share a GPU only if NCCL assumes that they are on different hosts, connected by sockets.
 if "SHARE_GPU" in os.environ:
     os.environ |= {"NCCL_HOSTID": str(processes.rank()), "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
@@ -84,7 +84,7 @@ def raise_error():
 
 
 def wait_with_gil():
-    """Wait for a mutex that this thread holds. Signals can interrupt a sleep, but not a wait for a mutex."""
+    """Wait for a mutex that this thread holds. Unlike a sleep, this wait cannot be interrupted by signals."""
     mutex = ctypes.create_string_buffer(64)
     for _ in range(2):
         ctypes.PyDLL(None).pthread_mutex_lock(mutex)
@@ -132,7 +132,7 @@ def slow(function, seconds):
 
 
 class Shares(dali.SyntheticIterator):
-    """Generates the images and labels of this process, which are a part of the global batch of a step."""
+    """A loader that yields this process's share of the global batch of each step."""
 
     def __next__(self):
         if self._left == 0:
@@ -227,7 +227,7 @@ if __name__ == "__main__":
         names += [f"batch_norm_{i}.{part}" for i in range(count) for part in ("w_0", "b_0", "w_1", "w_2")]
         arrays = {name: np.array(static.global_scope().find_var(name).get_tensor()) for name in names}
         np.savez(f"{options.parameters}/rank{processes.rank()}.npz", **arrays)
-    if "gpu" in sys.argv:  # exits normally, because test_gpu.py also tests the exit of the process
+    if "gpu" in sys.argv:  # exits normally, because test_gpu.py also tests how the process exits
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -29,7 +29,7 @@ def test_communication_within_a_node_is_exposed():
     assert model.exposed_s(SETUP, 8, 1.0) == model.all_reduce_s(SETUP, 8, SETUP.gradient_bytes) > 0
 
 
-def test_jobs_of_several_nodes_pay_for_uncaptured_steps():
+def test_steps_on_several_nodes_include_overhead_of_uncaptured_steps():
     fast_network = replace(SETUP, network=1e15, latency_s=0.0, buckets=1000)
     fitted = model.fit(fast_network, model.MEASURED)
     one, two = (model.predict(fast_network, fitted, n) for n in (8, 16))

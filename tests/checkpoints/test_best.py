@@ -11,7 +11,7 @@ from paddle_resnet import program
 
 @pytest.fixture
 def scored(monkeypatch):
-    """Replace the top1 of the next evaluations."""
+    """Return a function that sets the top1 of the next evaluations."""
     run = program.run
 
     def scored(*scores):
@@ -63,7 +63,7 @@ def test_patience_ends_run_and_all_outputs_describe_best_epoch(run_train, scored
     assert run_train(*again)[0] == 0
     assert (tmp_path / "again.csv").read_text() == predictions
 
-    # The run has ended, and resuming has no effect unless the patience is increased.
+    # Early stopping has ended the run. Resuming has no effect unless --patience is increased.
     assert run_train(*flags, "--resume")[0] == 0
     assert "--resume: ended by --patience 2: " in capsys.readouterr().out
     assert run_train("--epochs", "9", "--from-checkpoint", root, "--last-epoch-of-checkpoint", "auto")[0] == 2
@@ -101,7 +101,7 @@ def test_best_evaluation_inside_epoch_is_saved(run_train, scored, tmp_path):
     assert (summary["best.epoch"], summary["best.step"], summary["last.step"]) == (1, 1, 2)
 
 
-def test_checkpoints_inside_epochs_never_displace_those_of_epochs(run_train, scored, tmp_path):
+def test_checkpoints_inside_epochs_do_not_replace_epoch_checkpoints(run_train, scored, tmp_path):
     scored(0.1, 0.2, 0.3, 0.4)
     assert run_train("--epochs", "4", "--save-interval-steps", "1", "--keep-checkpoints", "2")[0] == 0
     assert sorted(path.name for path in (tmp_path / "output/Tiny").glob("[0-9]*")) == ["2", "3", "3_2"]
@@ -114,7 +114,7 @@ def test_patience_without_evaluation_is_an_error(run_train, capsys):
 
 @pytest.mark.soak
 def test_two_processes_end_in_the_same_epoch(launch, tmp_path):
-    """At learning rate 0, no evaluation exceeds the first."""
+    """The learning rate is 0, so no evaluation has a higher top1 than the first."""
     entries, parameters = launch(2, "--epochs", "5", "--batch-size", "4", "--lr", "0", "--patience", "1")
     assert evaluated(entries) == [0, 1]
     assert len(parameters) == 2

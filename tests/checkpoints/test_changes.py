@@ -15,7 +15,7 @@ from utils.errors import UsageError
 
 
 def test_resumed_run_writes_identical_files(run_train, tmp_path):
-    """Regression test: the learning rate had the shape () before a resume and the shape (1,) after it."""
+    """Regression test: the learning rate variable had the shape () before a resume and (1,) afterwards."""
     assert run_train("--epochs", "2")[0] == 0
     expected = {end: (tmp_path / f"output/Tiny/1/tiny.{end}").read_bytes() for end in ("pdparams", "pdopt")}
     shutil.rmtree(tmp_path / "output/Tiny/1")

@@ -40,7 +40,7 @@ def results(report, step=()):
     return {name: phase(report, list(step), "val.")[name] for name in RESULTS}
 
 
-def test_averages_do_not_change_training_losses(run_train, averaged):
+def test_ema_does_not_change_training_losses(run_train, averaged):
     code, report = run_train(*FLAGS)
     assert code == 0
     expected, result = losses(report), losses(averaged[1])
@@ -48,7 +48,7 @@ def test_averages_do_not_change_training_losses(run_train, averaged):
         assert (result[key] == expected[key]) == (key[1] != "val"), key
 
 
-def test_evaluation_uses_averages_unless_path_is_a_weights_file(run_train, averaged, capsys):
+def test_evaluation_uses_ema_weights_unless_path_is_a_weights_file(run_train, averaged, capsys):
     folder, report = averaged
     assert weights(folder / EPOCH).keys() == weights(folder / EPOCH, "pdparams").keys()
     for epoch in range(3):
@@ -63,14 +63,14 @@ def test_evaluation_uses_averages_unless_path_is_a_weights_file(run_train, avera
         assert (results(evaluated) == results(report, [2])) == is_averaged
 
 
-def test_best_is_selected_by_accuracy_of_averages(averaged):
+def test_best_checkpoint_is_selected_by_accuracy_of_ema_weights(averaged):
     folder, report = averaged
     top1 = [results(report, [epoch])["top1"] for epoch in range(3)]
     assert (folder / "Tiny/best").resolve().name == str(top1.index(max(top1)))
     assert folders.verify(folder / EPOCH)["best"]["top1"] == max(top1)
 
 
-def test_prediction_and_export_use_averages(averaged, photos, tmp_path, capsys):
+def test_prediction_and_export_use_ema_weights(averaged, photos, tmp_path, capsys):
     folder = averaged[0] / EPOCH
     expected = weights(folder)
     network = inference.load_checkpoint(folder)
@@ -85,7 +85,7 @@ def test_prediction_and_export_use_averages(averaged, photos, tmp_path, capsys):
 @pytest.mark.parametrize(
     "stop", [{"train_step": 4}, {"eval_step": 1}, pytest.param({"train_step": 6}, marks=pytest.mark.soak)]
 )
-def test_resume_with_averages_is_bit_identical(run_train, once, stop_before, tmp_path, stop, kernels):
+def test_resume_with_ema_is_bit_identical(run_train, once, stop_before, tmp_path, stop, kernels):
     flags = [*FLAGS, *(NHWC if kernels == "native" else []), "--kernels", kernels]
     ema = ["--ema", "0.8"]
 
@@ -108,9 +108,9 @@ def test_resume_with_averages_is_bit_identical(run_train, once, stop_before, tmp
         np.testing.assert_array_equal(value, expected[name], err_msg=name)
 
 
-def test_resume_adds_or_removes_averages(run_train, tmp_path, capsys):
-    """If the checkpoint contains no averages, the averages start with the weights of the checkpoint. With --ema None,
-    averages in the checkpoint are ignored."""
+def test_resume_adds_or_removes_ema_weights(run_train, tmp_path, capsys):
+    """If the checkpoint contains no EMA weights, --ema initializes them with the checkpoint's weights. With --ema None,
+    the run ignores EMA weights in the checkpoint."""
     assert run_train(*FLAGS, "--epochs", "1")[0] == 0
     output = tmp_path / "output/Tiny"
     assert not list(output.glob("*/*.pdema"))
@@ -125,12 +125,12 @@ def test_resume_adds_or_removes_averages(run_train, tmp_path, capsys):
     assert sorted(path.name for path in (output / "2").iterdir()) == ["meta.json", "tiny.pdopt", "tiny.pdparams"]
 
 
-def test_averages_of_sparse_weights_are_sparse(run_train, tmp_path):
+def test_ema_weights_of_sparse_network_are_sparse(run_train, tmp_path):
     assert run_train(*EMA, "--asp", "--prune-model")[0] == 0
     assert_sparse(weights(tmp_path / "output" / EPOCH))
 
 
-def test_fine_tuning_starts_from_averages(run_train, averaged, tmp_path):
+def test_fine_tuning_starts_from_ema_weights(run_train, averaged, tmp_path):
     start = ["--from-pretrained-params", averaged[0] / EPOCH]
     assert run_train("--lr", "0", "--warmup-epochs", "0", "--run-scope", "train_only", *start)[0] == 0
     result, expected = weights(tmp_path / "output/Tiny/0", "pdparams"), weights(averaged[0] / EPOCH)
@@ -145,7 +145,7 @@ def test_benchmark_accepts_ema(run_train):
 
 
 @pytest.mark.parametrize("damage", ["changed", "different network"])
-def test_damaged_averages_are_rejected(run_train, averaged, tmp_path, capsys, damage):
+def test_damaged_ema_weights_are_rejected(run_train, averaged, tmp_path, capsys, damage):
     folder = averaged[0] / "Tiny"
     content = b"not a pickle"
     if damage == "different network":

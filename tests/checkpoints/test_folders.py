@@ -255,7 +255,7 @@ def test_kill_before_any_change_keeps_checkpoints_valid(tmp_path, form):
         if form == "rename" or newest == "2":
             assert content["2"] == ("new" if newest == "2" else "old")  # clean() restores the older checkpoint
         else:
-            assert content.get("2", "old") == "old"  # a checkpoint that is replaced in place can be lost
+            assert content.get("2", "old") == "old"  # a checkpoint can be lost while it is replaced in place
         assert damaged == []
         assert not [name for name in names(root) if name.startswith(".")]
         if code != -signal.SIGKILL:

@@ -1,5 +1,5 @@
-"""Weight files of other projects. Every supported format is read exactly. Damaged and malicious files are rejected, and
-code in such files is never executed."""
+"""Weight files of other projects. Arrays of every supported format are read without loss of precision. Damaged and
+malicious files are rejected, and code in such files is never executed."""
 
 import io
 import json
@@ -227,7 +227,7 @@ def test_big_endian_archive_is_rejected(tmp_path):
 
 @pytest.mark.parametrize("compress_size", [4000, 0])
 def test_archive_with_overlapping_entries_is_rejected(tmp_path, compress_size):
-    """The central directory of a zip archive may list the same bytes under many names."""
+    """The central directory of a zip archive may list the same bytes under several names."""
     with zipfile.ZipFile(tmp_path / "a.pth", "w") as archive:
         archive.writestr("m/data.pkl", pickled({f"w{i}": tensor(str(i), (1000,)) for i in range(20)}))
         archive.writestr("m/data/0", bytes(4000))

@@ -70,8 +70,8 @@ def logits(arch, params, images):
     [("ResNet18", "resnet18", "fc"), ("ResNet50", "resnet50", "fc"), ("MobileNetV2", "mobilenet_v2", "classifier.1")],
 )
 def test_logits_equal_those_of_paddle_vision(arch, vision, classifier):
-    """The BN epsilon of MobileNetV2 in this project differs from the one in paddle.vision. The converted BN scales
-    compensate for the difference."""
+    """This project's MobileNetV2 uses a different BN epsilon than paddle.vision. The conversion compensates for the
+    difference by scaling the BN weights."""
     family = MODELS[arch].module
     state, images, expected = of_vision(vision)
     assert foreign_names.number_of_classes(family, state) == 5
@@ -131,7 +131,7 @@ NAMES = {
 @pytest.mark.parametrize("case", NAMES)
 def test_names_of_other_projects_are_recognized(case):
     """The state contains only the tensors of the case and one tensor per block. The error message therefore lists
-    missing tensors, but no tensor that is left over."""
+    missing tensors, but no unexpected ones."""
     parameters = own(case.split(", ")[0])
     family = registered(case.split(", ")[0]).module
     state = {
@@ -202,7 +202,7 @@ def test_error_lines_list_all_tensors(tiny):
     assert error.value.lines == [f"left over: {', '.join(extra)}"]
 
 
-def test_shortcut_missing_in_this_project_is_left_over(tiny):
+def test_shortcut_missing_in_this_project_is_reported(tiny):
     """The first shortcut of ResNet18 contains a projection in PaddleClas, but not in this project."""
     _, parameters = tiny
     state = {"blocks.0.short.conv.weight": np.zeros((64, 64, 1, 1), np.float32)}

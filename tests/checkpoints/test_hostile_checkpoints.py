@@ -48,8 +48,7 @@ def test_read_arrays_equal_unpickled_arrays(tmp_path, protocol):
 
 
 class Payload:
-    """An object that calls a function, by default one that creates a folder, when it is unpickled by an unsafe
-    reader."""
+    """An object that executes code when an unsafe reader unpickles it. By default, the code creates a folder."""
 
     def __init__(self, path, function=None):
         self._call = (function or os.mkdir, (str(path),))
@@ -87,8 +86,8 @@ def test_code_in_pickle_is_rejected_and_not_run(tmp_path, kind):
 
 
 def test_payloads_run_in_pickle_module(tmp_path):
-    """Verify that the pickle module executes the payloads. If the module did not,
-    test_code_in_pickle_is_rejected_and_not_run could never fail."""
+    """Check that the pickle module executes the payloads. Otherwise, test_code_in_pickle_is_rejected_and_not_run could
+    never fail."""
     for i, kind in enumerate(payloads("")):
         path = tmp_path / str(i)
         with contextlib.suppress(Exception):  # pickle may raise an error after the payload has run
@@ -128,7 +127,7 @@ def test_commands_do_not_run_code_in_checkpoint(run_train, tmp_path, capsys, com
 
 
 def hostile_pickles():
-    """Return pickles that make the pickle module consume excessive time or memory, or read memory out of bounds."""
+    """Return pickles that make the pickle module use excessive time or memory, or read out of bounds."""
     key = b"\x80\x04})\x94" + b"".join(b"h%ch%c\x86\x94" % (i, i) for i in range(60)) + b"K\x01s."
     one = pickle.dumps({"a": STATE["steps"]}, 4)
     text = b"\x80\x04\x8c\x07_codecs\x8c\x06encode\x93\x94\x8c\x06latin1\x94X" + struct.pack("<I", 10**6)
@@ -217,7 +216,7 @@ def test_mutated_pickles_are_numeric_arrays_or_rejected(tmp_path, protocol, coun
         for name, array in result.items():
             assert isinstance(name, str) and array.dtype.kind in "biuf"
             assert array.nbytes <= len(damaged)
-    assert count / 3 < rejected < count  # no reader can detect a changed value of an array element
+    assert count / 3 < rejected < count  # a changed array value cannot be detected
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(3000, marks=[pytest.mark.soak, pytest.mark.timeout(600)])])
@@ -310,7 +309,7 @@ IMPOSSIBLE = {
     + [{"a.pdparams": FILE | change, "a.pdopt": FILE} for change in ({"size": -1}, {"size": "3"}, {"sha256": "0"})]
     + [{"a.pdparams": FILE, "a.pdopt": FILE, name: FILE} for name in ("../../secret", "/etc/passwd", ".", "", "a/b")],
 }
-# Invalid contents of meta.json. Parsing some of the contents takes much time or memory.
+# Invalid contents of meta.json, some of which take excessive time or memory to parse.
 CONTENTS = {
     "list": b"[1]",
     "number": b"1",
@@ -351,12 +350,12 @@ DAMAGED_STATES = {
     "earlier step": {"step": 1},
     "step after the end": {"step": 4},
 }
-# Names that occur in the state of DALI's plugin. The test flips a bit in each name.
+# Field names in the state of DALI's plugin. The test flips a bit in each name.
 NAMES_IN_STATES = (b"_size", b"_counter_per_gpu", b"epoch_idx", b"iter")
 
 
 def test_damaged_loader_state_is_reported(run_train, stop_before, tmp_path, capsys):
-    """The checksum of meta.json is correct, so the damage shows only when the loader state is used."""
+    """The checksum of meta.json is correct, so the damage is detected only when the loader state is used."""
     stop_before(train_step=2)
     assert run_train()[0] == 75
     stop_before()
@@ -456,8 +455,7 @@ def stray(root, valid):
 
 
 def test_invalid_folders_stop_neither_run_nor_resume(run_train, tmp_path, capsys):
-    """Create invalid folders next to the checkpoint of epoch 0. A resumed run and later saves ignore the invalid
-    folders."""
+    """A resumed run and later saves ignore invalid folders next to the checkpoint of epoch 0."""
     root, flags = tmp_path / "output/Tiny", ["--keep-checkpoints", "2"]
     assert run_train("--epochs", "1")[0] == 0
     count = stray(root, folders.read_meta(root / "0"))
@@ -478,7 +476,7 @@ def test_unreadable_folder_does_not_stop_resume(run_train, tmp_path, monkeypatch
     (root / "99/notes").write_text("of the user")
     real = os.open
 
-    def deny(path, *arguments, **options):  # simulates missing permissions, because permissions do not restrict root
+    def deny(path, *arguments, **options):  # simulates the error, because root can read files without permission
         if "/99" in str(path):
             raise PermissionError(13, "Permission denied", str(path))
         return real(path, *arguments, **options)

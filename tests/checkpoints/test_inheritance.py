@@ -26,7 +26,7 @@ def recorded(folder):
 
 
 def rewrite(folder, change, root):
-    """Copy a checkpoint with a changed meta.json and return the new folder."""
+    """Copy a checkpoint, apply `change` to its meta.json, and return the new folder."""
     meta = folders.verify(folder)
     files = {name: lambda f, name=name: f.write((folder / name).read_bytes()) for name in meta["files"]}
     change(meta)
@@ -100,7 +100,7 @@ def test_rectangular_images_are_inherited(run_train, run_bare, tmp_path):
 
 @pytest.mark.parametrize("scope", ["eval_only", "train_eval"])
 def test_different_crop_size_keeps_channels_of_checkpoint(checkpoint, scope):
-    """Without the checkpoint, the default on a GPU with NHWC would be four channels."""
+    """A new run on a GPU with NHWC would use four channels by default."""
     flags = ["--run-scope", scope, "--from-pretrained-params", checkpoint, "--crop-size", "64", "--device", "gpu"]
     args = config.parse_args([*map(str, flags), "--data-layout", "NHWC"])
     restore.inherit_flags(args, None)
@@ -261,7 +261,7 @@ def test_all_ranks_use_number_of_classes_of_rank_0(parse, photos, monkeypatch):
     assert args.num_of_class == 7
 
 
-def test_training_counts_classes_and_warns_about_more_outputs(run_bare, four_classes, tmp_path, capsys):
+def test_training_counts_classes_and_warns_about_unused_outputs(run_bare, four_classes, tmp_path, capsys):
     flags = [*without("--num-of-class"), "--epochs", "1"]
     assert run_bare(*flags, image_root=four_classes)[0] == 0
     assert output_count(tmp_path / "bare/Tiny/0") == 4

@@ -1,4 +1,4 @@
-"""Process failures: SIGKILL, stop signals and full disks. tests/README.md lists the tests of each fault."""
+"""Process failures: SIGKILL, stop signals and full disks. tests/README.md lists the tests for each fault."""
 
 import os
 import random
@@ -20,7 +20,7 @@ FLAGS = ["--epochs", "3", "--print-interval", "1", "--save-interval-steps", "2",
 
 
 class Runs:
-    """Processes of train.py that train the tiny network in the same output folder."""
+    """Processes of train.py that train the tiny network and share an output folder."""
 
     def __init__(self, photos, folder):
         self.photos, self.folder = photos, folder
@@ -87,7 +87,7 @@ def expected(photos, once):
 
 
 def all_have_exited(runs):
-    """Return whether no process has the folder of these runs on its command line."""
+    """Return whether no running process has the folder of these runs in its arguments."""
     pids = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -116,8 +116,8 @@ def kill_and_resume(runs, fatal):
     return True
 
 
-# A run makes about 60 changes. The tested changes belong to writing the first checkpoint, writing the second one, and
-# deleting a checkpoint.
+# A run changes its output folder about 60 times. The tested changes occur while the run writes the first checkpoint,
+# writes the second one, and deletes a checkpoint.
 @pytest.mark.parametrize("fatal", [*(pytest.param(change, marks=pytest.mark.soak) for change in (4, 13)), 31])
 def test_kill_during_commit(runs, expected, fatal):
     assert kill_and_resume(runs, fatal)
@@ -201,7 +201,7 @@ def handles_sigterm(process):
 
 
 def test_train_py_stops_on_sigterm(tmp_path):
-    """When Paddle is imported, Paddle replaces the SIGTERM handler that train.py has already installed."""
+    """Importing Paddle replaces the SIGTERM handler that train.py has already installed."""
     report, output = tmp_path / "report.json", tmp_path / "output"
     flags = ["--data-format", "synthetic", "--model-arch-name", "ResNet18", "--print-interval", "1", "--epochs", "1"]
     places = ["--output-dir", output, "--report-file", report, "--run-scope", "train_only"]
@@ -237,8 +237,8 @@ def start_blocked(runs, step):
 
 
 def test_second_run_in_same_folder_is_rejected(runs, expected, photos):
-    """The first run continues. If the second run were allowed to start, with or without --resume, the second run would
-    delete or replace the checkpoints and the report of the first run."""
+    """The first run continues. A second run, with or without --resume, would delete or replace the checkpoints and the
+    report of the first run."""
     process, unblock = start_blocked(runs, 2)
     runs.wait_for(process, '"step": [0, 0]')
     places = ["--image-root", photos, "--output-dir", runs.folder / "output", "--report-file", runs.report]
@@ -263,11 +263,11 @@ def test_second_run_in_same_folder_is_rejected(runs, expected, photos):
     assert runs.check()[0][0] == "2"
 
 
-# test_restore.py tests the fault "file in the way" without a separate process.
+# test_restore.py tests the fault "file in the way" within the test process.
 @pytest.mark.parametrize("fault", ["full disk", pytest.param("file in the way", marks=pytest.mark.soak)])
 def test_failed_checkpoint_write_stops_run(runs, expected, fault):
-    """RLIMIT_FSIZE makes writes fail beyond a size, as on a full disk. A file in place of the checkpoint folder
-    simulates a read-only folder, because root can write to read-only folders."""
+    """RLIMIT_FSIZE limits the file size, so writes fail as on a full disk. A file in place of the checkpoint folder
+    simulates a read-only folder, because root could write to a read-only folder."""
     process, unblock = start_blocked(runs, 4)  # waits before the second step of the second epoch
     wait_until((runs.root / "0").exists, 120)  # checkpoints are written asynchronously, so the test waits
     if fault == "full disk":

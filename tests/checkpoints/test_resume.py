@@ -38,7 +38,7 @@ STOPS = [
     pytest.param({"train_step": 1}, "0_1", marks=pytest.mark.soak),
     pytest.param({"train_step": 4}, "1_1", marks=pytest.mark.soak),
     ({"train_step": 6}, "1"),  # stops between two epochs, after the checkpoint has been written
-    ({"eval_step": 1}, "1_3"),  # the run stops in the second epoch, because an evaluation of three batches polls once
+    ({"eval_step": 1}, "1_3"),  # in the second epoch, because an evaluation of three batches polls once
     ({"train_step": 8}, "2_2"),
 ]
 
@@ -232,8 +232,8 @@ def test_finished_command_can_be_repeated(run_train, capsys):
 
 
 def test_resumed_run_appends_to_report(run_train, uninterrupted, stop_before, tmp_path):
-    """Stop a run, resume the run, and repeat the command after the run has finished. The stopped, the resumed and the
-    repeated run write to the same report."""
+    """Stop a run, resume it, and repeat the command after the run has finished. All three processes write to the same
+    report."""
     expected = uninterrupted()
     report = tmp_path / "uninterrupted.json"
     for stop, code in ((4, 75), (None, 0), (None, 0)):
@@ -302,8 +302,7 @@ def test_run_continues_from_checkpoint_of_nvidia_example(run_train, tmp_path, ca
     resumed = [e["data"]["train.lr"] for e in report if "train.lr" in e["data"]]
     _, report = run_train(*FLAGS, "--overwrite")
     assert resumed == [e["data"]["train.lr"] for e in report if "train.lr" in e["data"]][-STEPS:]
-    # If the output folder contains the example's checkpoint, the error message contains the flags that continue from
-    # this checkpoint.
+    # If the output folder contains the example's checkpoint, the error message lists the flags that continue from it.
     own = tmp_path / "own/Tiny"
     shutil.copytree(old, own / "1")
     start = ["--from-checkpoint", str(own), "--last-epoch-of-checkpoint", "auto"]
@@ -342,8 +341,8 @@ def test_best_and_latest_are_links_and_best_is_kept(run_train, tmp_path, monkeyp
 
 
 def test_best_epoch_is_saved_and_belongs_to_current_history(run_train, tmp_path, monkeypatch, capsys):
-    """The checkpoints of epochs 2 and 3 are damaged, so these epochs are trained again and the accuracy of epoch 2 no
-    longer counts."""
+    """The checkpoints of epochs 2 and 3 are damaged, so the run repeats these epochs, and the earlier accuracy of epoch
+    2 no longer counts."""
     from paddle_resnet import program
 
     scores = iter([0.5, 0.1, 0.9, 0.8, 0.7])

@@ -2,7 +2,7 @@
 
 Mutation N of a format is the same in every run. test_fuzz.py runs this script in a separate process, because a mutation
 may crash the process. The script prints a line `start FORMAT:N` before each mutation and a line `end FORMAT:N OUTCOME`
-after the mutation. An outcome that begins with "BAD" indicates a defect of this project. SIGALRM stops the process if a
+after the mutation. An outcome that begins with "BAD" indicates a bug in this project. SIGALRM stops the process if a
 mutation takes more than LIMIT_S seconds.
 """
 
@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 from PIL import Image
 
-if __name__ == "__main__":  # worker processes of convert import this file, but do not need these modules
+if __name__ == "__main__":  # the worker processes of convert also import this file, and do not need these modules
     import config
-    import paddle_resnet  # noqa: F401  sets the environment
+    import paddle_resnet  # noqa: F401  sets environment variables before Paddle is imported
     from paddle_resnet import dali, resolution
     from paddle_resnet.tools import convert, verify
     from utils.errors import UsageError
@@ -177,7 +177,7 @@ def classify(intact, result, report, lists_images):
     damaged data."""
     if isinstance(result, str):
         return "rejected" if report.training_would_fail else f"BAD verify passes but training fails: {result}"
-    if lists_images:  # a damaged list may be a valid list of other images
+    if lists_images:  # a damaged list may still be a valid list of different images
         return "trained"
     if len(result) != len(intact):
         return f"BAD {len(result)} of {len(intact)} images"
@@ -202,7 +202,7 @@ def run(base, work, data_format, number, intact):
         verify.show(report)
         lists_images = data_format in ("folder", "filelist") or mode is Mode.TRAIN
         if lists_images and data_format not in ("folder", "filelist") and not isinstance(result, str):
-            # Images are shuffled and augmented, so only the number of images is compared.
+            # Training shuffles and augments images, so only their number is compared.
             lists_images = len(result) == IMAGES
         return done, classify(intact, result, report, lists_images)
     except Exception:

@@ -48,8 +48,8 @@ def test_index_is_written_next_to_shard_and_lists_every_record(tmp_path, kind):
 
 
 def block_index(shard):
-    """Put a folder in place of the temporary file, so that the next attempt to write an index fails. A read-only folder
-    would not stop root."""
+    """Put a folder in place of the temporary file, so that the next attempt to write an index fails. Root could write
+    to a read-only folder."""
     files.partial_path(indexes.index_path(str(shard))).mkdir()
 
 
@@ -79,7 +79,7 @@ def test_cached_index_of_changed_shard_is_not_used(tmp_path, cache):
     os.utime(shard, ns=(0, 0))
     block_index(shard)
     third = indexes.open_index(str(shard), "tfrecord")
-    assert len({first.path, second.path, third.path}) == 3  # the cache identifies shards by size and time
+    assert len({first.path, second.path, third.path}) == 3  # the cache identifies shards by size and modification time
 
 
 def test_unwritable_folder_and_cache_are_an_error(tmp_path, cache):

@@ -1,4 +1,4 @@
-"""Missing, misnamed and inconsistent splits. test_readers.py tests valid splits."""
+"""Splits that are missing, have a wrong name or are inconsistent. test_readers.py tests valid splits."""
 
 import os
 import re
@@ -91,7 +91,7 @@ def test_file_list_with_contradictory_labels_is_rejected(photos, tmp_path):
 
 @pytest.mark.parametrize("label", [2, 10_000_000])
 def test_file_list_label_above_image_count_is_rejected(tmp_path, label):
-    """If labels were not limited, a typing error in a label could create a network with millions of outputs."""
+    """If labels were not limited, a typo in a label could create a network with millions of outputs."""
     for name in ("a", "b"):
         (tmp_path / name).touch()
     (tmp_path / "train.txt").write_text(f"a 0\nb {label}\n")

@@ -1,4 +1,4 @@
-"""The comparison of settings between processes. test_jobs.py tests complete jobs whose processes have different
+"""Comparison of settings between processes. test_jobs.py tests complete jobs whose processes have different
 settings."""
 
 import pytest
@@ -12,7 +12,7 @@ from utils.mode import Mode
 
 @pytest.fixture
 def facts(monkeypatch):
-    """Return a function that calls a function of agreement.py and returns the values that the ranks compare."""
+    """Return a function that calls a given function of agreement.py and returns the values that the ranks compare."""
     compared = []
     monkeypatch.setattr(agreement, "_compare", compared.append)
 

@@ -14,8 +14,8 @@ KEYS = [(0, "key 0"), (1, "key 1")]
 
 
 def run(scenario):
-    """Start a server and run the coroutine function `scenario` with (address of the server, list of received messages
-    as (rank, message))."""
+    """Start a server and run the coroutine function `scenario`. Its arguments are the server address and the list of
+    received messages, each of the form (rank, message)."""
 
     async def run():
         received = []
@@ -32,7 +32,7 @@ def run(scenario):
 
 
 async def rank_is_served(address, received):
-    """Send a message as rank 1 and return whether the server receives this message and no other."""
+    """Send a message as rank 1 and return whether the server receives exactly this message."""
     reader, writer = await channel.connect(*address, "key 1", 1)
     writer.write(channel.encode({"at": "home"}))
     while not received:
@@ -59,7 +59,7 @@ def test_prime_is_safe():
     for number in (channel._PRIME, channel._PRIME // 2):
         assert number.bit_length() in (2048, 2047)
         assert pow(3, number - 1, number) == 1
-    # The generator has the order q, so a public key does not reveal any bit of the secret exponent.
+    # The generator has order q, so a public key does not reveal any bit of the secret exponent.
     assert pow(2, channel._PRIME // 2, channel._PRIME) == 1
 
 

@@ -1,5 +1,5 @@
-"""Exchange of Python values between the ranks of a job. The tests run several ranks in one process with a store in
-memory."""
+"""Exchange of Python values between the ranks of a job. The tests run several ranks in one process, with an in-memory
+store."""
 
 import contextlib
 import socket
@@ -23,7 +23,7 @@ def test_exchanges_with_one_process():
 
 
 class Store:
-    """A store in memory that replaces Paddle's TCP store for several ranks in one process."""
+    """An in-memory store that replaces Paddle's TCP store if several ranks run in one process."""
 
     def __init__(self):
         self.values, self.counts = {}, {}
@@ -61,15 +61,14 @@ def test_gather_does_not_overwrite_unread_value(monkeypatch):
     for name, value in (("_exchanges", 1), ("_last_gather", None)):
         monkeypatch.setattr(exchange, name, value)
     assert exchange.gather(b"first") is None
-    with pytest.raises(KeyError, match="taken"):  # the real store would wait instead of raising an error
+    with pytest.raises(KeyError, match="taken"):  # the real store waits instead of raising an error
         exchange.gather(b"second")
     assert bytes.fromhex(store.values["paddle_resnet/gathered/1"].decode()) == b"first"
 
 
 @pytest.fixture
 def as_rank(monkeypatch):
-    """Return a function that makes this process act as one of three ranks with a common store in memory. The function
-    returns the store."""
+    """Return a function that makes this process act as one of three ranks and returns their common in-memory store."""
     store = Store()
     monkeypatch.setattr(exchange, "_store", lambda: store)
     monkeypatch.setattr(processes, "world_size", lambda: 3)
@@ -121,7 +120,7 @@ def test_finish_delivers_remaining_items(streams, as_rank, monkeypatch):
         as_rank(rank)
         remaining = made[rank].finish()
         assert rank == 0 or remaining == []
-    # Rank 1 does not know that rank 0 has read the first batch of rank 1, so rank 1 sends the batch again.
+    # Rank 1 cannot know that rank 0 has already read the first batch, so rank 1 sends this batch again.
     assert [data.decode() for data in left.values()] == ["[]", '["a1", "b1"]', '["a2"]']
 
 

@@ -40,8 +40,8 @@ ONE_KERNELS = [*(pytest.param(kernels, marks=pytest.mark.soak) for kernels in KE
 @pytest.mark.parametrize("kernels", ONE_KERNELS)
 def test_fused_all_reduces_reach_every_gradient(launch, tmp_path, kernels):
     """With NHWC, all-reduces are fused on a CPU as on a GPU: each all-reduce reduces a buffer of many gradients. If a
-    gradient is written to its buffer too late, the ranks differ from each other or from a job with one all-reduce per
-    gradient."""
+    gradient were written to its buffer too late, the parameters would differ between the ranks or from those of a job
+    with one all-reduce per gradient."""
     flags = [*NHWC, "--data-format", "synthetic", "--run-scope", "train_only", "--lr", "0.05", "--batch-size", "12"]
     flags += ["--shares", "--stages", "4"]
     single, (reference, _) = launch(2, *flags, "--unfused")
@@ -67,11 +67,11 @@ def test_ranks_are_bit_identical(two_processes):
     trained, evaluated = phase(report, [1], "train."), phase(report, [1], "val.")
     assert trained["images"] == 2 * (30 // 2 // 4) * 4
     assert evaluated["images"] == 23
-    # Step metrics are metrics of the whole job, like epoch metrics.
+    # Like epoch metrics, step metrics cover all processes of the job.
     steps = [phase(report, [1, step], "train.") for step in range(3)]
     assert sum(step["loss"] for step in steps) / 3 == pytest.approx(trained["loss"], rel=1e-12)
     assert sum(step["top1"] for step in steps) / 3 == pytest.approx(trained["top1"], rel=1e-12)
-    # In a job of two processes, the learning rate is twice as high.
+    # Two processes double the learning rate.
     assert max(e["data"]["train.lr"] for e in report if "train.lr" in e["data"]) == pytest.approx(0.1)
 
 
@@ -127,15 +127,15 @@ def test_processes_train_like_single_process_with_larger_batch(launch, tmp_path,
         for name in single.files:
             error = np.abs(single[name] - job[name]).max()
             assert error <= 1e-5 * np.abs(single[name]).max(), name
-    # The parameters change by more than the tolerance, so the comparison would detect a wrong gradient.
+    # The parameters change by more than the tolerance, so the comparison detects wrong gradients.
     change = np.abs(expected[0]["conv2d_3.w_0"] - expected[1]["conv2d_3.w_0"]).max()
     assert change > 1e-3 * np.abs(expected[0]["conv2d_3.w_0"]).max()
 
 
 @pytest.mark.parametrize("kernels", ONE_KERNELS)
 def test_gradient_norm_is_global(launch, tmp_path, kernels):
-    """Two processes clip gradients like a single process with twice the batch size. If each process clipped by the norm
-    of its own gradients, the results would differ."""
+    """Two processes clip gradients like a single process with twice the batch size. The results would differ if each
+    process used the norm of its own gradients."""
     flags = [
         *SHARES,
         *NHWC,
@@ -182,8 +182,7 @@ def test_masks_are_identical_on_all_ranks_and_constant(launch, tmp_path, algorit
 
 @pytest.mark.parametrize("kernels", ONE_KERNELS)
 def test_overflow_on_one_rank_skips_step_on_all_ranks(launch, tmp_path, kernels):
-    """Two of the four steps of an epoch overflow. When a step overflows, its update is skipped and the loss scale is
-    halved."""
+    """Two of the four steps of an epoch overflow. Each overflow skips the update and halves the loss scale."""
     flags = ["--scaling", "--overflow", "1 2 3", "--batch-size", "6", "--lr", "0.001", "--kernels", kernels]
     flags += NHWC if kernels == "native" else []
     report, _ = launch(2, *SHARES, *flags)
@@ -195,8 +194,8 @@ def test_overflow_on_one_rank_skips_step_on_all_ranks(launch, tmp_path, kernels)
 
 
 @pytest.mark.soak
-def test_averages_and_stages_are_identical_on_all_ranks_and_after_resume(launch, tmp_path):
-    """The second job resumes inside an epoch, when the batch normalization statistics differ between the processes."""
+def test_ema_weights_and_stages_are_identical_on_all_ranks_and_after_resume(launch, tmp_path):
+    """The second job resumes inside an epoch, where the processes have different batch normalization statistics."""
     flags = ["--batch-size", "4", "--epochs", "2", "--lr", "0.1", "--ema", "0.9", "--save-interval-steps", "2"]
     flags += ["--keep-checkpoints", "9", "--sizes", "24:0,32:1"]
     launch(2, *flags)
@@ -249,12 +248,12 @@ STALL = "--comm-timeout-s 8: no progress for 8 s; rank {} is in"
 STOPPED = "--comm-timeout-s 8: no progress for 8 s; rank {} stopped by SIGSTOP or a debugger in epoch 1 train"
 FAULTS = {
     "1 4 raises": "rank 1 failed first: ZeroDivisionError of the test",
-    # Rank 0 waits for rank 1 in C code that holds the GIL, as in a stalled copy to a GPU. No thread of rank 0 can
+    # Rank 0 waits for rank 1 in C code that holds the GIL, as during a stalled copy to a GPU. No thread of rank 0 can
     # report a position.
     "1 4 hangs,0 4 locks_soon": STALL.format(1) + " epoch 1 train, step 0, others wait in epoch 1 train, step 1",
 }
-# MORE_FAULTS contains the faults of FAULTS on the other rank, and faults that other tests cover (for SIGSTOP, see
-# test_monitor.py).
+# MORE_FAULTS contains the faults in FAULTS with the ranks exchanged, and faults that other tests cover (for SIGSTOP,
+# see test_monitor.py).
 MORE_FAULTS = {
     "0 4 stopped": STOPPED.format(0),
     "0 4 killed": "rank 0 failed first: its process exited",
@@ -294,8 +293,8 @@ def test_failed_rank_stops_job_and_is_reported(launch, tmp_path, fault, message)
 
 @pytest.mark.soak
 def test_rank_without_gil_reports_failure_of_other_rank(launch, tmp_path):
-    """Rank 0 is in C code that holds the GIL, like a CUDA call that waits for the GPU. No thread and no signal handler
-    of rank 0 can run."""
+    """Rank 0 executes C code that holds the GIL, like a CUDA call that waits for the GPU. Neither threads nor signal
+    handlers of rank 0 can run."""
     fault = "0 4 locks,1 4 killed_later"
     code, logs = launch(2, "--batch-size", "4", "--epochs", "3", "--fault", fault, succeeds=False)
     assert code != 0
@@ -339,7 +338,7 @@ def test_differences_between_ranks_are_errors_before_first_step(launch, photos, 
 
 @pytest.mark.soak
 def test_processes_stop_if_launcher_is_killed(photos, tmp_path):
-    """If the launcher is killed, the processes write a checkpoint and stop, as after SIGTERM."""
+    """If the launcher is killed, its processes write a checkpoint and stop, as they do after SIGTERM."""
     places = ["--image-root", photos, "--output-dir", tmp_path / "output", "--report-file", tmp_path / "report.json"]
     launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", 2, "--log_dir", tmp_path / "log"]
     flags = ["--batch-size", "2", "--epochs", "50", "--print-interval", "1"]
@@ -374,7 +373,7 @@ def test_two_nodes_train_like_one_node_with_two_processes(two_processes, launch_
 @pytest.mark.soak
 @pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_lost_node_stops_other_node(launch_nodes, lost):
-    """The launcher and the process of one node are killed at the same time, so neither of them can report a failure."""
+    """The launcher and the process of one node are killed at the same time, so neither can report the failure."""
     flags = ["--epochs", "50", "--batch-size", "4", "--print-interval", "1"]
     nodes, folder = launch_nodes(*flags, "--slow-step", "0.1")
     wait_until(lambda: '"step": [1, 0]' in (folder / "report.json").read_text(), 100)
@@ -387,7 +386,7 @@ def test_lost_node_stops_other_node(launch_nodes, lost):
 
 
 def processes_with(folder):
-    """Return the PIDs of other processes whose command line or environment contains a folder."""
+    """Return the PIDs of all other processes whose command line or environment contains the folder."""
     pids = set()
     for path in Path("/proc").glob("[0-9]*"):
         for name in ("cmdline", "environ"):
@@ -399,8 +398,8 @@ def processes_with(folder):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_without_peers_exits_after_timeout(photos, tmp_path, rank):
-    """The test simulates that the other ranks were not started, or that PADDLE_MASTER is wrong. Without the timeout,
-    Paddle would wait for minutes."""
+    """Simulate a job whose other ranks were not started, or whose PADDLE_MASTER is wrong. Without the timeout, Paddle
+    would wait for minutes."""
     with contextlib.ExitStack() as stack:
         free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(3)]
     environment = {

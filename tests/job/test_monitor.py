@@ -21,8 +21,8 @@ NO_ROOM = {"failed": "no room", "code": 2}
 
 @pytest.fixture(autouse=True)
 def killed(monkeypatch):
-    """Record the signals that the monitors under test would send. The PID of each simulated rank is that of the parent
-    of the test process."""
+    """Record the signals that the monitors under test would send. Each simulated rank has the PID of the test process's
+    parent."""
     killed = []
     monkeypatch.setattr(monitor, "os", SimpleNamespace(**{**vars(os), "kill": lambda *args: killed.append(args)}))
     return killed
@@ -39,8 +39,7 @@ class Job:
         self._timeout_s, self._ends = timeout_s, [self._listener]
 
     async def start(self, rank, has_address=True, pid=None):
-        """Start a rank, which consists of a connection to its monitor, a position, and the task that runs the
-        monitor."""
+        """Start a simulated rank: a connection to its monitor, a position, and a task that runs the monitor."""
         near, far = socket.socketpair()
         position = Position()
         self._ends += [near, far]
@@ -67,7 +66,7 @@ class Job:
 
 
 def run(scenario, *args, **kwargs):
-    """Run the coroutine function `scenario` with the arguments Job(**kwargs) and args."""
+    """Run the coroutine function `scenario` with Job(**kwargs) and args."""
 
     async def run():
         job = Job(**kwargs)
@@ -85,7 +84,7 @@ def send(rank, message):
 
 
 async def exit_code(rank, has_ended=True):
-    """Return the exit code that the monitor sends to a rank. On receipt, the rank exits. 0 means a normal exit."""
+    """Return the exit code that the monitor sends to a rank, which then exits. The code 0 means a normal exit."""
     code = await rank.reader.read(1)
     if has_ended:
         rank.writer.close()
@@ -175,8 +174,8 @@ def test_normal_exit_of_ranks_is_not_failure(capsys):
 
 
 def test_stalled_rank_is_reported_after_timeout(capsys, killed):
-    """No rank executes Python code in this test, as if C code held the GIL. The monitors read the positions of the
-    ranks."""
+    """In this test, no rank executes Python code, as if C code held the GIL. The monitors read the positions of the
+    ranks from shared memory."""
 
     async def scenario(job):
         ranks = await job.start_all()
@@ -207,8 +206,8 @@ def test_progress_of_other_ranks_does_not_reset_timeout():
 
 
 def test_stopped_rank_is_reported_at_any_position_of_others(capsys, monkeypatch):
-    # The test process simulates the rank. The stopped process only provides the PID, so the test replaces the check
-    # whether the rank has exited.
+    # The test process simulates the rank, and the stopped process only provides the PID. The test therefore replaces
+    # the check whether the rank has exited.
     monkeypatch.setattr(monitor.Monitor, "_has_rank_ended", lambda self: self._is_rank_gone)
 
     async def scenario(job, pid):
@@ -239,7 +238,7 @@ def test_unconnected_ranks_exit_after_timeout(capsys):
 
 
 def test_rank_exits_if_rank_0_is_silent(capsys):
-    """If the machine of rank 0 stalls, rank 0 and the monitor of rank 0 send nothing."""
+    """If the machine of rank 0 stalls, neither rank 0 nor its monitor sends messages."""
 
     async def scenario(job):
         async def welcome(rank, reader, writer):
@@ -369,10 +368,10 @@ def test_invalid_messages_of_rank_are_ignored(capsys):
 
 
 @pytest.mark.parametrize("key", ["key 2", "key 1", "unknown key"])
-def test_coordinator_accepts_only_authenticated_ranks_and_each_once(key):
+def test_coordinator_accepts_each_authenticated_rank_once(key):
     async def scenario(job):
         ranks = await job.start_all()
-        # The second rank 2 gets no reply, and rank 2 cannot use the key of a different rank.
+        # A second client that claims to be rank 2 gets no reply, and rank 2 cannot use the key of a different rank.
         with contextlib.suppress(ConnectionError):
             reader, writer = await channel._prove(**job.address, key=key, rank=2)
             writer.write(channel.encode(NO_ROOM))
@@ -394,8 +393,8 @@ def start(listener):
 
 @pytest.mark.parametrize("sends_bye", [False, True])
 def test_monitor_exits_with_its_rank(capfd, tmp_path, monkeypatch, sends_bye):
-    """The monitor ignores signals. The monitor also ignores modules in the working directory, such as socket.py, whose
-    names equal those of its imports."""
+    """The monitor ignores signals. It also ignores modules in the working directory that have the same names as its
+    imports, such as socket.py."""
     (tmp_path / "socket.py").write_text("raise SystemExit(9)")
     monkeypatch.chdir(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as listener:

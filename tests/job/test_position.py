@@ -1,4 +1,4 @@
-"""Positions of ranks, in shared memory and as text."""
+"""Positions of ranks in shared memory, and their text form."""
 
 import multiprocessing
 import os
@@ -28,7 +28,7 @@ def change(writer, numbers):
 
 
 def test_concurrent_reads_are_consistent():
-    """A second process writes positions as fast as possible while this process reads them."""
+    """A second process writes positions as fast as possible while the test reads them."""
     writer = Position()
     reader = Position(os.dup(writer.descriptor))
     rank = multiprocessing.get_context("fork").Process(target=change, args=(writer, 100_000))

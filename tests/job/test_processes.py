@@ -1,4 +1,4 @@
-"""The environment variables that the launcher sets: ranks, devices and addresses."""
+"""Environment variables that the launcher sets: ranks, devices and addresses."""
 
 import os
 import random
@@ -93,7 +93,7 @@ def test_too_few_endpoints_raise(job_of_two, monkeypatch):
 
 
 def test_random_values_raise_or_are_usable(job_of_two, monkeypatch):
-    """Random values of the variables cause an error, or they yield a valid rank and GPU."""
+    """Random values of the variables either cause an error or yield a valid rank and GPU."""
     generator = random.Random(1)
     names = sorted({name for name, _, _ in INVALID})
     for _ in range(2000):
@@ -111,7 +111,7 @@ def test_random_values_raise_or_are_usable(job_of_two, monkeypatch):
 
 
 def test_invalid_environment_is_rejected_before_paddle_import():
-    """Without the check, the import of Paddle would fail with a traceback."""
+    """Without a check, importing Paddle would fail with a traceback."""
     environment = {**os.environ, "PADDLE_TRAINER_ID": "x"}
     command = [sys.executable, "train.py", "--device", "cpu", "--data-format", "synthetic", "--epochs", "1"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)

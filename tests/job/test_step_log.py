@@ -1,4 +1,4 @@
-"""Step metrics that are combined over the processes of a job."""
+"""Step metrics, which are combined over the processes of a job."""
 
 import math
 
@@ -31,7 +31,7 @@ def test_single_process_logs_immediately():
 
 @pytest.fixture
 def stream(monkeypatch):
-    """A fake stream of rank 0 in a job of two processes. Tests set the batches that rank 1 sends."""
+    """A fake stream of rank 0 in a job of two processes. Tests set the batches that rank 1 has sent."""
 
     class Stream:
         batches = []  # noqa: RUF012
@@ -48,8 +48,8 @@ def stream(monkeypatch):
 
 
 def test_steps_are_logged_when_all_processes_have_reported(stream):
-    """Each step is logged exactly once and in order, even if a batch arrives twice. At the end of an epoch, steps that
-    only some of the processes have reported are also logged."""
+    """Each step is logged exactly once and in order, even if a batch arrives twice. At the end of an epoch, steps are
+    logged even if only some processes have reported them."""
     remote = [[step, 8, {"loss": 3.0 + step}, {}] for step in range(5)]
     stream.batches = [[], remote[:1], remote[1:4], remote[1:]]
     logged = []

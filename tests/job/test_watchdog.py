@@ -29,7 +29,7 @@ def fresh(monkeypatch):
 
 @pytest.fixture
 def ended(monkeypatch):
-    """Replace os._exit and return a list of the exit codes that os._exit receives."""
+    """Replace os._exit and return a list to which each call adds its exit code."""
     codes = []
     monkeypatch.setattr(watchdog.os, "_exit", codes.append)
     return codes
@@ -37,8 +37,8 @@ def ended(monkeypatch):
 
 @pytest.fixture
 def pair():
-    """Return the object that represents the monitor in a rank, and the monitor's end of their connection. The process
-    of the monitor has already exited."""
+    """Return the rank's object for its monitor, and the monitor's end of the connection. The monitor process has
+    already exited."""
     near, far = socket.socketpair()
     process = type("Process", (), {"wait": lambda self, timeout: 0})()
     with near, far:
@@ -134,7 +134,7 @@ def test_report_failure_sends_cause_and_exit_code(monkeypatch):
         watchdog.report_failure(error)
     failures = [("bad.jpg", 2), ("no room", 1), ("KeyboardInterrupt", 130), ("ZeroDivisionError by 0", 1)]
     assert sent == [{"failed": cause, "code": code} for cause, code in failures]
-    assert armed == [(watchdog.END_S, True)] * 4  # the timer ends a process that does not exit by itself
+    assert armed == [(watchdog.END_S, True)] * 4  # the timer kills a process that does not exit by itself
 
 
 def test_master_on_different_machine_is_rejected():
@@ -146,7 +146,7 @@ def test_master_on_different_machine_is_rejected():
 
 
 def test_monitors_connect_without_revealing_keys():
-    """The monitors are separate processes. The test process acts as both ranks. No key appears in the store or on a
+    """The monitors are separate processes, and the test process acts as both ranks. No key appears in the store or on a
     command line."""
     stored, ready = {}, threading.Barrier(2)
 

@@ -44,8 +44,7 @@ def test_other_version_is_rejected(version):
     ],
 )
 def test_command_exits_with_code_2_for_other_version(monkeypatch, tmp_path, command):
-    """The exit code is 2 and there is one error message, even if Paddle lacks internal modules that the supported
-    versions have."""
+    """Each command prints one error message, even if Paddle lacks internal modules that the supported versions have."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nimport paddle_resnet, paddle\npaddle.__version__ = '2.4.1'\nsys.modules['paddle.base'] = None\n"
     )
@@ -65,8 +64,7 @@ def test_pir_is_rejected(train_process, monkeypatch):
 
 @only_paddle_3
 def test_launched_processes_use_legacy_programs(monkeypatch, tmp_path):
-    """The environment of the job does not contain FLAGS_enable_pir_api, which importing conftest sets in the test
-    process."""
+    """The job starts without FLAGS_enable_pir_api, which conftest has set in the test process."""
     monkeypatch.delenv("FLAGS_enable_pir_api")
     launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", 1, "--log_dir", tmp_path / "log"]
     flags = [*TINY, "--model-arch-name", "ResNet18", "--data-format", "synthetic", "--dry-run"]
@@ -205,7 +203,7 @@ def test_sqrt_accepts_legacy_variables():
 
 
 def test_assigned_returns_array_of_operator():
-    """The attribute that stores the array depends on the version of Paddle."""
+    """The attribute that stores the array depends on the Paddle version."""
     array, main = np.float32([[1.5, 0.1], [3e-9, -7]]), static.Program()
     with static.program_guard(main):
         paddle.assign(array)

@@ -105,8 +105,8 @@ def fatbin(*entries):
 
 
 def test_capabilities_are_read_from_library(tmp_path, monkeypatch):
-    """A fat binary consists of a header and one entry per architecture. The magic number may also occur in other data
-    of the library."""
+    """A fat binary consists of a header and one entry per architecture. The magic number may also occur elsewhere in
+    the library."""
     root = tmp_path / "paddle"
     (root / "libs").mkdir(parents=True)
     code = fatbin((2, 61, b"x" * 8), (2, 80, gpus._FATBIN * 2), (1, 90, b"y" * 16))

@@ -1,5 +1,5 @@
-"""Selection of CUDA libraries. Small fake libraries replace those of Paddle and the packages, and the real dynamic
-linker loads them."""
+"""Selection of CUDA libraries. The real dynamic linker loads small fake libraries, which replace those of Paddle and of
+the CUDA packages."""
 
 import os
 import shutil
@@ -95,7 +95,7 @@ def test_different_packages_have_different_links(links):
 
 
 def test_concurrent_processes_share_links(links, monkeypatch):
-    """A second process creates the folder of links at the same time."""
+    """A second process creates the folder with the links at the same time."""
     real, made = libraries._fill, []
 
     def fill(folder, links):
@@ -136,7 +136,7 @@ def test_other_builds_get_no_links(site, version, cuda):
 
 @pytest.fixture
 def cuda_11(monkeypatch, tmp_path):
-    """Simulate a build of Paddle for CUDA 11 with all CUDA libraries and return the folder of the libraries."""
+    """Simulate a build of Paddle for CUDA 11 with all CUDA libraries, and return their folder."""
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
     monkeypatch.setattr(paddle.version, "full_version", "2.6.2")

@@ -32,7 +32,7 @@ def results(model):
     tensors = [tensor for name, tensor in state.items() if not name.endswith("num_batches_tracked")]
     with torch.no_grad():
         for tensor in tensors:
-            if tensor.ndim == 1:  # random values, so that swapped scales, shifts or statistics change the results
+            if tensor.ndim == 1:  # random values, so that swapping scales, shifts or statistics changes the results
                 tensor += torch.empty_like(tensor).uniform_(0.1, 0.3)
     for layer in model.modules():
         if isinstance(layer, torch.nn.Dropout):

@@ -1,4 +1,4 @@
-"""Comparison of the custom loss head with Paddle's operators."""
+"""Comparison of the custom loss head with the one built from Paddle's operators."""
 
 import numpy as np
 import paddle
@@ -29,7 +29,7 @@ def run(add_head, classes, smoothing, is_train, feed=None, is_weighted=False):
         head = add_head(logits, {"label": static.data("y", [None, 1], "int64")} | weights, classes, smoothing, is_train)
         outputs = list(head.values())
         if is_train:
-            # The loss is squared so that the output gradient is not 1.
+            # The loss is squared, so that its gradient is not 1.
             outputs += static.gradients(head["loss"] * head["loss"], logits)
     exe = static.Executor(paddle.CPUPlace())
     return dict(zip([*head, "gradient"], exe.run(main, feed, outputs), strict=False)), main
@@ -79,8 +79,8 @@ HEADS = [loss_head.add_paddle, *([loss_head.add_native] if native.missing() is N
 
 @pytest.mark.parametrize("add_head", HEADS, ids=["paddle", "native"][: len(HEADS)])
 def test_ties_and_nan_have_same_order_everywhere(add_head):
-    """Both loss heads, the confusion counts and the predictions rank logits in the same way: of two equal logits, the
-    lower class ranks first, and NaN ranks last. A label whose logit is NaN counts as incorrect."""
+    """Both loss heads, the confusion counts and the predictions sort classes in the same way: by logit, with equal
+    logits in class order and NaN last. An image is misclassified if the logit of its label is NaN."""
     if add_head is loss_head.add_native:
         native.load()
     random = np.random.RandomState(1)

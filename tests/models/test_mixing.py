@@ -30,14 +30,14 @@ def test_mixup_draws_one_ratio_for_all_pixels():
         assert (rows.shape, columns.shape) == ((5,), (7,))
         np.testing.assert_allclose(np.outer(rows, columns), np.full((5, 7), 1 - ratio), rtol=1e-12)
         ratios.append(ratio)
-    # A Beta(a, a) distribution has the mean 1/2 and the variance 1 / (4 (2 a + 1)).
+    # The Beta(a, a) distribution has mean 1/2 and variance 1 / (4 (2 a + 1)).
     assert np.mean(ratios) == pytest.approx(0.5, abs=0.03)
     assert np.var(ratios) == pytest.approx(1 / (4 * 1.8), rel=0.06)
 
 
 def test_cutmix_draws_box_and_counts_pixels():
-    """According to arXiv:1905.04899, appendix A, the box has a random center and the area that the ratio requires. The
-    box is then clipped at the edges of the image."""
+    """In arXiv:1905.04899, appendix A, the box has a random center, and the ratio determines its area. The box is then
+    clipped at the edges of the image."""
     ratios = []
     for step in range(2000):
         rows, columns, ratio = mixing.draw(generator(step), {"cutmix": 1}, 200, 300)
@@ -125,7 +125,7 @@ def test_dropped_values_differ_in_each_step_and_are_deterministic(parse, kernels
 
 @pytest.mark.parametrize("kernels", KERNELS, ids=["paddle", "native"])
 def test_drop_path_omits_or_scales_the_branch_of_each_image(parse, kernels):
-    """The gradient is multiplied by the same factors as the output."""
+    """Drop path multiplies the gradient by the same factors as the output."""
     if "native" in kernels:
         if native.missing() is not None:
             pytest.skip(native.missing())

@@ -16,7 +16,7 @@ from paddle_resnet.models import MODELS
 
 @pytest.fixture
 def float64():
-    """Use float64. In float32, a different order of summation changes the sign of some inputs of ReLU6, and dozens of
+    """Use float64. In float32, a different order of summation changes the sign of some ReLU6 inputs, and dozens of
     layers amplify the difference."""
     paddle.set_default_dtype("float64")
     yield
@@ -71,7 +71,7 @@ def test_logits_and_gradients_equal_those_of_the_reference(reference, float64, a
     largest = 0
     for name, ours in zip(names, found, strict=True):
         size = np.abs(arrays[name]).max()
-        if size > 1e-12:  # smaller gradients are 0, except for rounding errors
+        if size > 1e-12:  # smaller gradients consist of rounding errors
             largest = max(largest, np.abs(ours - arrays[name]).max() / size)
         np.testing.assert_allclose(ours, arrays[name], atol=1e-5 * size + 1e-14, rtol=0, err_msg=name)
     print(f"{arch} {layout}: largest difference, relative to the largest value of its array: {largest:.1e}")

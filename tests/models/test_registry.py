@@ -1,4 +1,4 @@
-"""Each network of the registry in train.py, export and predict, with few blocks and tiny images."""
+"""Each network of the registry, with few blocks and tiny images, in train.py, export and predict."""
 
 import importlib.util
 import pickle
@@ -33,8 +33,8 @@ def test_network_in_every_command(run_train, losses_with_a_stop, fake, monkeypat
     checkpoint = tmp_path / "output" / arch / "1"
     assert_pruned(pickle.loads((checkpoint / "tiny.pdparams").read_bytes()), capsys.readouterr().out)
 
-    # Captured and uncaptured steps have the same losses, even if the uncaptured run is stopped inside an epoch and
-    # resumed.
+    # Captured and uncaptured steps have the same losses, even if the run with uncaptured steps is stopped inside an
+    # epoch and resumed.
     assert losses_with_a_stop(4, *flags, "--resume", "--cuda-graph", "false") == expected
 
     # Evaluations in NCHW with Paddle's kernels and in NHWC with custom kernels have the same loss.
@@ -50,7 +50,7 @@ def test_network_in_every_command(run_train, losses_with_a_stop, fake, monkeypat
 
 
 def assert_pruned(parameters, output):
-    """Check that filters with at least 4 input channels are 2:4 sparse, and that one line of the output lists all other
+    """Check that filters with at least 4 input channels are 2:4 sparse, and that a single log line lists all other
     filters."""
     filters = {name: array for name, array in parameters.items() if np.ndim(array) == 4 and name.endswith(".w_0")}
     sparse = {name for name, array in filters.items() if array.shape[1] >= 4}

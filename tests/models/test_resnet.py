@@ -18,7 +18,7 @@ from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
 
 DEPTHS = (1, 2, 1, 1)
 D = {"stem": "deep", "average_shortcut": True}
-# For each case: block, options, and the first two logits that were recorded when the network equaled timm's network.
+# {case: (block, options, the first two logits)}. The logits were recorded when the network matched timm's network.
 VARIANTS = {
     "plain": (BasicBlock, {}, (8.99438685, 3.35155227)),
     "D": (BottleneckBlock, D, (-1.00816479, 2.13002953)),
@@ -32,7 +32,7 @@ VARIANTS = {
 
 @pytest.fixture(scope="module")
 def references(once):
-    """Return {"CASE/name": array}. For the arrays, see timm_resnets.py."""
+    """Return {"CASE/name": array}. timm_resnets.py describes the arrays."""
     if importlib.util.find_spec("timm") is None:
         pytest.skip("timm is not installed")
 

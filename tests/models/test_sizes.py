@@ -31,7 +31,7 @@ def test_parameters_and_multiply_adds(arch, parameters, multiply_adds):
 
 def test_activations_of_small_network(tmp_path):
     """The backward pass reads convolution outputs, activations and pooled channels, but neither the logits nor the
-    images. Each activation counts once, although the gradient computations of two layers read the activation."""
+    images. Each activation counts once, although the gradients of two layers depend on it."""
     path = tmp_path / "net.py"
     path.write_text(NETWORK_EXAMPLE)
     size = __main__.size(f"{path}:Net", 32, 10)

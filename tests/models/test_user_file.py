@@ -1,4 +1,4 @@
-"""Networks that are defined in a file of the user."""
+"""Networks that are defined in a user's file."""
 
 import importlib.util
 import json
@@ -14,7 +14,7 @@ from paddle_resnet.checkpoints import folders
 from paddle_resnet.job import agreement
 from paddle_resnet.models import user_file
 
-# A network file that creates a file with the suffix .executed whenever Python executes it.
+# Source code of a network file. Executing it creates a file with the suffix .executed.
 MARKED = f"{NETWORK_EXAMPLE}\nfrom pathlib import Path\nPath(__file__).with_suffix('.executed').touch()\n"
 
 
@@ -55,7 +55,7 @@ def test_example_supports_resume_evaluation_export_and_prediction(own_run, file,
     assert export.main([str(trained / "1"), "exported", *flags]) == 0
     assert json.loads((tmp_path / "exported/model.json").read_text())["arch"] == "Net"
     image = str(next((photos / "val").glob("*/*.jpg")))
-    file.unlink()  # an export contains the network, so the file is no longer needed
+    file.unlink()  # the export contains the network, so it does not need the file
     capsys.readouterr()
     assert predict.main(["exported", image, "--device", "cpu"]) == 0
     from_export = capsys.readouterr().out

@@ -1,5 +1,5 @@
-"""Compare the custom operators with their formulas in float64: on the CPU, on a GPU that emulation/driver.cc emulates,
-and with all dtypes on a real GPU (marker gpu)."""
+"""Compare the custom operators with their formulas in float64. The tests run on the CPU, on a GPU that
+emulation/driver.cc emulates, and, with all dtypes, on a real GPU (marker gpu)."""
 
 import ctypes
 import os
@@ -29,12 +29,12 @@ EMULATION = ROOT / "tests/emulation"
 PREFIX = ""  # prefix of the operator names
 EPSILON = 1e-5
 SHAPES = [(4, 7, 7, 64), (2, 5, 3, 24), (3, 1, 1, 8), (1, 1, 1, 8), (2, 3, 5, 296)]
-# This shape has so many rows that the kernels need more blocks than they can reduce in one step.
+# This shape has so many rows that the sum over all blocks takes two steps.
 EMULATED_SHAPE = (2, 25, 25, 96)
 # In half precision, these channels can be divided into 8-byte vectors, but not into 16-byte vectors.
 NARROW_SHAPES = [(4, 7, 7, 12), (2, 5, 3, 36)]
 GPU_SHAPES = [*SHAPES, *NARROW_SHAPES, (8, 28, 28, 100), (16, 7, 7, 2048), (32, 28, 28, 128)]
-# Half a unit in the last place of results between 1 and 16, plus a margin for rounding errors in sums.
+# Half a unit in the last place for results between 1 and 16, plus a margin for rounding errors in sums.
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 UNIT = {"float32": 0, "float16": 2**-10, "bfloat16": 2**-7}  # unit in the last place of 1
 IN_FLOAT32 = [(where, "float32", shape) for where in ("cpu", "emulated") for shape in SHAPES]
@@ -52,7 +52,7 @@ NARROW = [("cpu", "float32"), ("emulated", "float32"), ("emulated", "bfloat16")]
 
 @pytest.fixture(scope="module")
 def emulated_library(once):
-    """Build the operators for the emulated GPU and return the library that contains the operators."""
+    """Build the operators for the emulated GPU and return their library."""
     if paddle.is_compiled_with_cuda():
         pytest.skip("the emulated driver would replace that of CUDA")
 
@@ -62,13 +62,13 @@ def emulated_library(once):
         options = [f'-DKERNEL_SOURCE="{folder}/kernels.cu"', "-std=c++17", "-O1", "-fPIC", "-shared"]
         options.append(f"-Wl,-soname,{driver.name}")
         subprocess.run([*native._compiler(), *options, EMULATION / "driver.cc", "-o", driver], check=True)
-        with pytest.MonkeyPatch.context() as patch:  # disabling optimization halves the compilation time
+        with pytest.MonkeyPatch.context() as patch:  # without optimization, compilation takes half the time
             patch.setattr(native, "COMPILER_FLAGS", [flag for flag in native.COMPILER_FLAGS if flag != "-O2"])
             native._compile_operators(folder / "operators.so", EMULATION / "operators.cc")
 
     folder = once("emulated", make)
     driver, library = folder / "libcuda.so.1", folder / "operators.so"
-    ctypes.CDLL(str(driver), mode=ctypes.RTLD_GLOBAL)  # the operators open this library by name
+    ctypes.CDLL(str(driver), mode=ctypes.RTLD_GLOBAL)  # the operators load this library by name
     load_op_meta_info_and_register_op(str(library))
     loaded = ctypes.CDLL(str(library))
     loaded.paddle_resnet_set_image(b"emulated", ctypes.c_size_t(8))
@@ -107,8 +107,8 @@ def wide(tensor):
 
 
 def close(actual, expected, dtype, size=1.0):
-    """Compare results with a tolerance that depends on `size`. If the result is a difference of much larger values,
-    `size` is the magnitude of these values."""
+    """Compare results with a tolerance that depends on `size`. For a difference of much larger values, `size` is their
+    magnitude."""
     tolerance = TOLERANCE[dtype] * max(size, np.abs(expected).max())
     np.testing.assert_allclose(wide(actual), expected, rtol=0, atol=tolerance)
 
@@ -137,8 +137,8 @@ def gradients(dy, normalized, variance, scale):
 
 
 def check_gradients(results, g, normalized, variance, scale, dtype):
-    """Compare gradients with their formulas. `g` is the gradient with respect to the input of the activation. Like in
-    the kernels, `g` is rounded, so that the sums agree in all types."""
+    """Compare gradients with their formulas. `g` is the gradient with respect to the activation's input. It is rounded
+    as in the kernels, so that the sums agree in all types."""
     dx, dscale, dbias = gradients(g, normalized, variance, scale)
     close(results[0], dx, dtype, size=np.abs(g).max() * (scale / np.sqrt(variance + EPSILON)).max())
     rows = g[..., 0].size
@@ -146,7 +146,7 @@ def check_gradients(results, g, normalized, variance, scale, dtype):
     close(results[-1], dbias, "float32", size=rows**0.5 * 5)
 
 
-# Name: (function, derivative, points where the derivative is discontinuous).
+# {name: (function, derivative, points where the derivative is discontinuous)}
 ACTIVATIONS = {
     "": (lambda v: v, np.ones_like, []),
     "relu": (lambda v: np.maximum(v, 0), lambda v: v > 0, [0]),
@@ -161,8 +161,9 @@ ACTIVATIONS = {
 
 
 def with_activations(*others):
-    """Combine each of CASES with no activation, with ReLU and with each of `others`. The remaining activations differ
-    only in one function, so they are combined only with the first case of each device and type."""
+    """Combine each of CASES with no activation, with ReLU and with each of `others`. Kernels for the remaining
+    activations differ only in one function, so these activations are combined only with the first case of each device
+    and type."""
     seen = set()
     for case in CASES:
         values, marks = getattr(case, "values", case), getattr(case, "marks", ())
@@ -188,7 +189,7 @@ def test_bn_act(device, where, dtype, shape, activation):
     close(mean, 0.9 * old_mean + 0.1 * batch_mean, "float32")
     close(variance, 0.9 * old_variance + 0.1 * batch_variance * rows / max(1, rows - 1), "float32")
     assert same([y, coefficients], run("native_bn_act", x, scale, bias, mean, variance, 0.9, EPSILON, activation)[:2])
-    for bend in bends:  # zero gradients near a discontinuity, because rounding decides which side a value is on
+    for bend in bends:  # gradients near a discontinuity are set to 0, because rounding decides on which side a value is
         dy = dy * paddle.to_tensor((np.abs(expected - bend) > 1e-3).astype("float32")).astype(dtype)
     results = run("native_bn_act_backward", x, dy, coefficients, None, activation)
     g = wide(dy) * derivative(expected)
@@ -213,7 +214,7 @@ def test_bn_add_relu(device, where, dtype, shape, summands):
 
 @pytest.mark.parametrize("where, dtype, shape", IN_FLOAT32)
 def test_variance_of_channel_far_from_zero_is_accurate(device, where, dtype, shape):
-    """If the mean is 1000 standard deviations away from zero, rounding errors dominate E[x^2] - E[x]^2 in float32."""
+    """In float32, rounding errors dominate E[x^2] - E[x]^2 if the mean is 1000 standard deviations away from zero."""
     random, channels = Random(dtype), shape[-1]
     x = random.images(shape, offset=1000)
     scale, bias, mean, variance = (random.channels(channels) for _ in range(4))
@@ -225,8 +226,8 @@ def test_variance_of_channel_far_from_zero_is_accurate(device, where, dtype, sha
 @pytest.mark.parametrize("far", [pytest.param(30, marks=pytest.mark.soak), 300])
 @pytest.mark.parametrize("where, dtype, shape", IN_FLOAT32)
 def test_outlier_pixel_does_not_reduce_accuracy_of_variance(device, where, dtype, shape, far):
-    """The last pixel is an outlier. The operator subtracts a shift from the values before summing their squares. The
-    outlier must not affect the shift."""
+    """The operator subtracts a shift from all values before it sums their squares. The last pixel is an outlier, which
+    must not affect the shift."""
     x = Random(dtype).images(shape).numpy()
     x[-1, -1, -1] = far
     x = paddle.to_tensor(x)
@@ -255,7 +256,7 @@ def test_parameter_gradients_are_written_to_existing_memory(device, where):
 
 @pytest.mark.parametrize("where", ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_async_copies(device, request, where):
-    """For asynchronous copies in programs, see tests/steps/test_host_metrics.py."""
+    """tests/steps/test_host_metrics.py tests asynchronous copies in programs."""
     library = request.getfixturevalue("emulated_library") if where == "emulated" else native.register()
     values = [paddle.arange(5, dtype="float32"), paddle.to_tensor([7], "int64")]
     run("native_async_copy", values)
@@ -288,8 +289,8 @@ def test_bn_inference(device, where, dtype, shape, activation):
     + [pytest.param("gpu", dtype, (3, 17, 16, c), marks=pytest.mark.gpu) for dtype in TOLERANCE for c in (12, 40)],
 )
 def test_max_pool(device, where, dtype, shape, kernel, stride, padding, summands):
-    """The reference is Paddle's pooling in float32. All values except zeros are distinct. If a window contains
-    several zeros, pooling selects the first."""
+    """The reference is Paddle's pooling in float32. All values except zeros are distinct. If a window contains several
+    zeros and no larger value, pooling selects the first zero."""
     random = Random(dtype)
     plain = paddle.nn.functional.relu(random.images(shape).astype("float32"))
     x = plain.astype(dtype)
@@ -435,8 +436,8 @@ def max_pool_gradient(x, dy, kernel, stride, padding):
 
 
 ALL_PLACES = ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)]
-# Sizes of the tensors. Some sizes are not multiples of the vector size, one size is 1, and one tensor needs many
-# blocks. There are more tensors than a launch supports.
+# Tensor sizes. Some are not multiples of the vector size, one is 1, and one requires many blocks. There are more
+# tensors than a single launch supports.
 SIZES = [7, 8, 1, 64, 2048, 33, *[16] * 100, 999_001]
 UPDATED = [*NARROW, *[pytest.param("gpu", dtype, marks=pytest.mark.gpu) for dtype in TOLERANCE]]
 
@@ -444,8 +445,7 @@ UPDATED = [*NARROW, *[pytest.param("gpu", dtype, marks=pytest.mark.gpu) for dtyp
 @pytest.mark.parametrize(("unscale", "nesterov"), [(None, False), (1 / 128, False), (0, False), (1 / 128, True)])
 @pytest.mark.parametrize("where, dtype", UPDATED)
 def test_momentum(device, where, dtype, unscale, nesterov):
-    """The test computes the reference in float64. If the operator receives a scaling factor of 0, it must skip the
-    update."""
+    """The reference is computed in float64. A scaling factor of 0 must skip the update."""
     random, mu, rate = np.random.RandomState(0), 0.875, paddle.to_tensor([0.25])
     decays = [0.01 * (i % 3) for i in range(len(SIZES))]
     exact, velocities, gradients = (
@@ -473,8 +473,8 @@ BETA1, BETA2 = np.float64(np.float32(0.9)), np.float64(np.float32(0.999))
 
 
 def adam(p, g, m, v, step, decay):
-    """Return the change of the parameter at learning rate 1 and the new moments. The formulas are algorithm 1 of Kingma
-    and Ba, arXiv:1412.6980, and the decoupled weight decay of Loshchilov and Hutter, arXiv:1711.05101."""
+    """Return the parameter change for learning rate 1, and the new moments. The formulas are algorithm 1 of Kingma and
+    Ba, arXiv:1412.6980, and the decoupled weight decay of Loshchilov and Hutter, arXiv:1711.05101."""
     m, v = BETA1 * m + (1 - BETA1) * g, BETA2 * v + (1 - BETA2) * g * g
     direction = (m / (1 - BETA1**step)) / (np.sqrt(v / (1 - BETA2**step)) + EPSILON)
     return direction + decay * p, m, v
@@ -483,16 +483,16 @@ def adam(p, g, m, v, step, decay):
 @pytest.mark.parametrize("unscale", [None, 1 / 128, 0])
 @pytest.mark.parametrize("where, dtype", UPDATED)
 def test_adamw(device, where, dtype, unscale):
-    """The test starts with random moments and computes the third step in float64 as a reference. If the operator
-    receives a scaling factor of 0, it must skip the update."""
+    """The reference is the third step in float64, starting with random moments. A scaling factor of 0 must skip the
+    update."""
     check_adam("native_adamw", where, dtype, unscale, lambda p, change, decay: change)
 
 
 @pytest.mark.parametrize("unscale", [1 / 128, 0])
 @pytest.mark.parametrize("where, dtype", UPDATED)
 def test_lamb(device, where, dtype, unscale):
-    """The reference is algorithm 2 of You et al., arXiv:1904.00962. If a parameter has weight decay, the norm of its
-    change is the learning rate times the norm of the parameter."""
+    """The reference is algorithm 2 of You et al., arXiv:1904.00962. With weight decay, the norm of a parameter's change
+    is the learning rate times the norm of the parameter."""
 
     def adapt(p, change, decay):
         return change * np.linalg.norm(p) / np.linalg.norm(change) if decay else change
@@ -502,7 +502,7 @@ def test_lamb(device, where, dtype, unscale):
 
 @pytest.mark.parametrize("where", ALL_PLACES)
 def test_lamb_updates_zero_parameters(device, where):
-    """For parameters that are 0, the trust ratio is 1, even if the gradient is also 0 and the formula would yield 0 /
+    """The trust ratio is 1 for parameters that are 0, even if the gradient is also 0, for which the formula yields 0 /
     0."""
     for gradient, step in ((3.0, 1.0), (0.0, 0.0)):
         parameter = paddle.zeros([8])
@@ -545,7 +545,7 @@ def check_adam(name, where, dtype, unscale, adapt):
 @pytest.mark.parametrize("bad", [None, np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("where, dtype", UPDATED)
 def test_check_finite_updates_loss_scale(device, where, dtype, bad):
-    """If the last value of any tensor of any type is not finite, the operator decreases the loss scale."""
+    """The operator decreases the loss scale if the last value of any tensor, regardless of its type, is not finite."""
     places = range(len(SIZES)) if where == "cpu" else (0, 1, 2, 4, 100, len(SIZES) - 1)
     for index in places if bad is not None else [None]:
         gradients = [np.full(size, 65504 if dtype == "float16" else 3e38, "float32") for size in SIZES]
@@ -561,8 +561,8 @@ def test_check_finite_updates_loss_scale(device, where, dtype, bad):
 @pytest.mark.parametrize("unscale", [None, 1 / 128])
 @pytest.mark.parametrize("where, dtype", UPDATED)
 def test_clip_factor(device, where, dtype, unscale):
-    """The test computes the reference in float64. The gradients have several types, and their norm is either above or
-    below the limit."""
+    """The reference is computed in float64. The gradients have several types, and their norm is either above or below
+    the limit."""
     random = np.random.RandomState(0)
     gradients = [paddle.to_tensor((random.randn(size) / (unscale or 1)).astype("float32")) for size in SIZES]
     gradients = [g if i % 5 == 4 else g.astype(dtype) for i, g in enumerate(gradients)]
@@ -576,10 +576,9 @@ def test_clip_factor(device, where, dtype, unscale):
 @pytest.mark.parametrize("unscale", [None, 1 / 128, 0])
 @pytest.mark.parametrize("where", ALL_PLACES)
 def test_ema(device, where, unscale):
-    """The test computes the reference in float64. If the operator receives a scaling factor of 0, the averages must not
-    change."""
+    """The reference is computed in float64. A scaling factor of 0 must leave the EMA weights unchanged."""
     random = np.random.RandomState(0)
-    sizes = [*SIZES, *[16] * 100]  # a launch does not support so many tensors
+    sizes = [*SIZES, *[16] * 100]  # more tensors than a single launch supports
     averages, values = ([paddle.to_tensor(random.randn(n).astype("float32")) for n in sizes] for _ in range(2))
     before = [wide(t) for t in averages]
     factor = None if unscale is None else paddle.to_tensor([unscale], "float32")
@@ -593,7 +592,7 @@ def test_ema(device, where, unscale):
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 @pytest.mark.parametrize("where", ALL_PLACES)
 def test_clip_factor_of_non_finite_norm(device, where, bad, unscale, expected):
-    """The parameters become NaN, as they would without clipping, unless loss scaling skips the step."""
+    """Unless loss scaling skips the step, the parameters become NaN, as they would without clipping."""
     factor = None if unscale is None else paddle.to_tensor([unscale], "float32")
     [result] = run("native_clip_factor", [paddle.ones([3]), paddle.to_tensor([1, bad, 1], "float32")], factor, 5.0)
     np.testing.assert_array_equal(result, [expected])
@@ -601,14 +600,14 @@ def test_clip_factor_of_non_finite_norm(device, where, bad, unscale, expected):
 
 @pytest.mark.parametrize("where", ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_loss_scale_matches_paddle(device, where):
-    """A random selection of steps overflows. The initial scales include values near the lower and the upper limit."""
+    """Randomly selected steps overflow. The initial scales include values near the lower and the upper limit."""
     random = np.random.RandomState(1)
     for start in (1.0, 1.5, 1024.0, 3e38):
         custom, reference = (
             [paddle.to_tensor(v) for v in (np.float32([start]), np.int32([0]), np.int32([0]))] for _ in "ab"
         )
         for step in range(40):
-            # The first three steps never overflow, so that the scale increases.
+            # In the first three steps, nothing overflows, so that the scale increases.
             overflows = step >= 3 and random.rand() < 0.4
             gradient = paddle.full([8], np.inf if overflows else 1.0)
             run("native_check_finite", [gradient], *custom, 3, 2, 2.0, 0.5)
@@ -726,7 +725,7 @@ def test_loss_of_non_finite_logits(device, where):
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("where, dtype", [*NARROW, pytest.param("gpu", "float16", marks=pytest.mark.gpu)])
 def test_non_finite_values_propagate(device, where, dtype, value):
-    """ReLU, pooling and the variance must propagate non-finite values, so that the loss shows them."""
+    """ReLU, pooling and the variance must propagate non-finite values to the loss."""
     x = np.random.RandomState(0).randn(1, 4, 4, 8).astype("float32")
     x[0, 1, 1, 0] = value
     x = paddle.to_tensor(x).astype(dtype)
@@ -749,8 +748,8 @@ def test_non_finite_values_propagate(device, where, dtype, value):
 
 
 def assert_only_first_channel_is_kept(mean, variance):
-    """Check that the running statistics of the first channel still have their initial values 0 and 1, and that those of
-    all other channels are finite and have changed."""
+    """Check that the running statistics of the first channel still have their initial values, 0 and 1, and that those
+    of all other channels have changed and are finite."""
     assert (wide(mean)[0], wide(variance)[0]) == (0, 1)
     assert (wide(mean)[1:] != 0).all() and (wide(variance)[1:] != 1).all()
     assert np.isfinite(wide(mean)).all() and np.isfinite(wide(variance)).all()
@@ -758,7 +757,7 @@ def assert_only_first_channel_is_kept(mean, variance):
 
 @pytest.mark.parametrize("where, dtype", NARROW)
 def test_running_statistics_skip_overflowed_variance(device, where, dtype):
-    """The output of the operator is finite, so the loss would not reveal the overflow."""
+    """The operator's output is finite, so the loss does not reveal the overflow."""
     x = np.random.RandomState(0).randn(2, 4, 4, 8).astype("float32")
     x[..., 0] *= 1e30
     mean, variance = paddle.zeros([8]), paddle.ones([8])
@@ -810,7 +809,7 @@ def test_unavailable_kernels_are_reported(tmp_path, monkeypatch, capsys, kernels
     capability, problem = (9, 0), ""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native, "register", native.register.__wrapped__)
-    if fault in ("compiler", "library"):  # faults of the operators, although kernels are built concurrently
+    if fault in ("compiler", "library"):  # the operators fail to build or load, although kernels are built concurrently
         monkeypatch.setattr(native, "_compile_kernels", lambda capability, target: target.write_bytes(b"kernels"))
     if fault == "compiler":
         monkeypatch.setenv("CXX", "false")
@@ -869,8 +868,8 @@ def test_both_compilers_run_concurrently(empty_cache, monkeypatch):
 
 
 def test_change_of_any_source_file_triggers_rebuild(tmp_path, monkeypatch):
-    """The changed source file may also be a new file or a file in a subfolder. If only a kernel has changed, the
-    operators are not rebuilt."""
+    """The changed source file may be a new file or a file in a subfolder. The operators are not rebuilt if only a
+    kernel has changed."""
     sources = tmp_path / "native"
     shutil.copytree(native.SOURCES, sources)
     monkeypatch.setattr(native, "SOURCES", sources)
@@ -943,7 +942,7 @@ def test_kernels_and_capture_are_selected_by_device_and_flags(monkeypatch):
 LINEAR_OR_FUSED = [f"_{name}" if name else "" for name in ACTIVATIONS]
 
 
-# The first capability is that of the oldest GPUs whose tensor cores Paddle 2.6 supports.
+# The lowest capability belongs to the oldest GPUs whose tensor cores Paddle 2.6 supports.
 @pytest.mark.soak
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)], ids=str)
 def test_kernels_compile_without_gpu(tmp_path, capability):

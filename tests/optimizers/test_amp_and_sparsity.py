@@ -18,8 +18,8 @@ from paddle_resnet.passes import all_reduces, fusion, updates
 
 @pytest.mark.parametrize(("algorithm", "channels"), [*((name, 3) for name in MASK_ALGORITHMS), ("mask_1d", 4)])
 def test_pruning_keeps_two_of_four_weights(parse, algorithm, channels):
-    """All layers except the classifier are pruned, as in NVIDIA's example. Filters with three input channels are not
-    pruned either, because Paddle does not support pruning of such filters."""
+    """As in NVIDIA's example, all layers except the classifier are pruned. Filters with three input channels remain
+    dense, because Paddle cannot prune them."""
     args = parse("--asp", "--prune-model", "--mask-algo", algorithm, "--image-shape", f"{channels},32,32")
     _, _, _, _, main = build(args)
     before = {p.name: variable(p.name) for p in main.all_parameters()}
@@ -40,8 +40,8 @@ def test_pruning_keeps_two_of_four_weights(parse, algorithm, channels):
 
 
 def test_dense_layers_are_listed(parse, capfd):
-    """Depthwise convolutions have only one input channel per group, so they remain dense. Paddle would log a warning
-    for each depthwise convolution."""
+    """Depthwise convolutions have only one input channel per group, so they remain dense. Paddle's own warnings about
+    them must not be logged."""
     args = parse("--asp", "--prune-model", "--model-arch-name", "TinyMobile")
     main = build(args)[-1]
     sparsity.prune(main, paddle.CPUPlace(), args.mask_algo)
@@ -69,8 +69,8 @@ def test_groups_of_linear_layers_consist_of_inputs():
 
 @pytest.fixture
 def gpu_lists(monkeypatch):
-    """Clear Paddle's list of operators that lack float16 kernels. In a CPU build, the list contains all operators, so
-    AMP would cast nothing."""
+    """Clear Paddle's list of operators without float16 kernels. In a CPU build, the list contains all operators, so AMP
+    would cast nothing."""
     lists = amp._amp_lists
 
     def all_supported(*args):
@@ -88,7 +88,7 @@ def gpu_lists(monkeypatch):
 def test_amp_casts_network_and_keeps_loss_head_in_float32(
     parse, monkeypatch, gpu_lists, level, dtype, is_train, kernels
 ):
-    """This test only checks the rewritten program. test_gpu.py executes programs with AMP."""
+    """This test only inspects the rewritten program. test_gpu.py executes programs with AMP."""
     half = getattr(paddle, dtype)
     # --report-html requires the logits.
     args = parse("--dali-output-fp16", "--data-layout", "NHWC", "--report-html", "page.html")
@@ -137,7 +137,7 @@ def test_amp_casts_network_and_keeps_loss_head_in_float32(
 
 @pytest.fixture
 def use_native():
-    """Return a function that changes settings so that the custom kernels are used."""
+    """Return a function that changes the settings to use the custom kernels."""
     if native.missing() is not None:
         pytest.skip(native.missing())
     native.load()
@@ -160,8 +160,8 @@ def use_native():
     ids=["float16-dynamic", "float16-static", "bfloat16", "LAMB"],
 )
 def test_fused_update_contains_all_parameters(parse, use_native, gpu_lists, dtype, level, is_dynamic, name):
-    """For each parameter, the operator receives the gradient, the state, the decay and, in half precision, the float32
-    master. Paddle's operators are removed from the program."""
+    """The operator receives the gradient, state and decay of each parameter and, in half precision, its float32 master.
+    Paddle's operators are removed from the program."""
     args = parse("--dali-output-fp16", *NHWC, "--weight-decay", "0.01", "--optimizer", name)
     use_native(args)
     # The test sets AMP directly, because the parser rejects --amp on a CPU.
@@ -198,7 +198,7 @@ def test_fused_update_contains_all_parameters(parse, use_native, gpu_lists, dtyp
 
 
 def test_bfloat16_parameters_follow_float32_masters(parse):
-    """The test compares only the update with float32, because the CPU has no bfloat16 kernels for the forward pass."""
+    """Only the update is compared with float32, because the CPU has no bfloat16 kernels for the forward pass."""
     result = {}
     for dtype in (paddle.float32, paddle.bfloat16):
         main, startup = static.Program(), static.Program()
@@ -233,8 +233,8 @@ START = np.linspace(-1, 1, 16, dtype="float32").reshape(4, 4)
 
 
 def pairs_first(*parameters):
-    """Yield the product of three lists of two values. By default, only four combinations run, which contain each pair
-    of values exactly once. The other four combinations run with -m soak."""
+    """Yield the product of three lists of two values. By default, only four combinations run, which cover each pair of
+    values exactly once. The other four run with -m soak."""
     for indices in itertools.product((0, 1), repeat=3):
         values = [values[i] for values, i in zip(parameters, indices, strict=True)]
         yield pytest.param(*values, marks=[pytest.mark.soak] if sum(indices) % 2 else [])
@@ -244,7 +244,7 @@ def pairs_first(*parameters):
     ("kernels", "level", "is_sparse"), pairs_first(["paddle", "native"], ["O1", "O2"], [False, True])
 )
 def test_overflow_does_not_change_parameters(request, parse, kernels, level, is_sparse):
-    """AMP is emulated on the CPU: the loss is scaled, but all values are float32."""
+    """On the CPU, the test emulates AMP: the loss is scaled, but all values are float32."""
     flags = ["--asp", "--prune-model"] if is_sparse else []
     is_native = kernels == "native"
     args = parse("--lr", "0.1", "--weight-decay", "0.01", *(NHWC if is_native else []), *flags)

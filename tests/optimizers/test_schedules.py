@@ -1,4 +1,4 @@
-"""Each learning rate schedule is compared with its closed-form formula in float64, at every step and after a resume."""
+"""Comparison of each learning rate schedule with its closed form in float64, at every step and after a resume."""
 
 import math
 

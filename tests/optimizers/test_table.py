@@ -1,4 +1,4 @@
-"""Every optimizer in a small program: weight decay groups, comparison of Paddle's operators with the custom operator,
+"""Every optimizer in a small program: weight decay groups, Paddle's operators compared with the custom operator,
 skipped steps, and resuming. tests/native/test_native.py tests the formulas."""
 
 import numpy as np
@@ -41,7 +41,7 @@ class Run:
             self._loss = paddle.mean(nn.Linear(6, 3, **last)(x) ** 2)
             self._rate = schedules.build_lr_scheduler(args, durations.uniform(args, 10))
             optimizer = table.build_optimizer(args, self._rate)
-            if scale:  # dynamic loss scaling also works in float32
+            if scale:  # dynamic loss scaling in float32
                 types = {op.type for op in self.main.global_block().ops}
                 lists = static.amp.AutoMixedPrecisionLists(custom_black_list=types)
                 optimizer = static.amp.decorate(optimizer, lists, 1024.0, decr_every_n_nan_or_inf=1)
@@ -108,7 +108,7 @@ def test_weight_decay_groups(name, with_bn):
 @pytest.mark.parametrize("scale", [False, True], ids=["unscaled", "scaled"])
 @pytest.mark.parametrize("name", table.OPTIMIZERS)
 def test_custom_operator_equals_paddle_operators(name, scale):
-    """Parameters and optimizer state have the same names and values, with and without dynamic loss scaling."""
+    """With and without dynamic loss scaling, parameters and optimizer state have the same names and values."""
     runs = [Run("--optimizer", name, fuse=fuse, scale=scale) for fuse in (False, True)]
     types = [op.type for op in runs[1].main.global_block().ops]
     assert types.count(table.OPTIMIZERS[name].native) == 1
@@ -129,8 +129,8 @@ def test_custom_operator_equals_paddle_operators(name, scale):
 @pytest.mark.parametrize("scale", [False, True], ids=["unscaled", "scaled"])
 @pytest.mark.parametrize("fuse", [False, True], ids=["paddle", "native"])
 def test_clipping_limits_global_norm(fuse, scale):
-    """Without momentum and weight decay, the change of a parameter is proportional to its gradient. The test compares
-    the changes in float64."""
+    """Without momentum and weight decay, parameters change in proportion to their gradients. The changes are compared
+    in float64."""
     flags = ["--weight-decay", "0", "--momentum", "0", "--clip-grad-norm"]
     plain, high, low = (Run(*flags, limit, fuse=fuse, scale=scale) for limit in ("None", "1e3", "0.05"))
     types = [op.type for op in low.main.global_block().ops]
@@ -183,8 +183,7 @@ def test_resume_is_bit_identical(name, fuse):
 
 @pytest.mark.parametrize("name", [name for name, rule in table.OPTIMIZERS.items() if rule.op != "momentum"])
 def test_sparse_weights_remain_sparse(parse, name):
-    """This test trains a complete network with each optimizer except Momentum, which test_amp_and_sparsity.py
-    covers."""
+    """Train a complete network with each optimizer except Momentum, which test_amp_and_sparsity.py covers."""
     args = parse("--optimizer", name, "--lr", "0.01", "--asp", "--prune-model", *NHWC)
     args.kernels = "native"
     compiled, exe, _, _, main = build(args)

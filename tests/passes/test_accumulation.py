@@ -1,4 +1,4 @@
-"""Runs with --accumulate-steps K, compared with a batch that is K times as large and with resumed runs."""
+"""Runs with --accumulate-steps K, compared with runs with K times the batch size and with resumed runs."""
 
 import numpy as np
 import paddle
@@ -19,7 +19,7 @@ FLAGS = ["--batch-size", "4", "--epochs", "2", "--print-interval", "1", "--accum
 
 @pytest.fixture
 def without_bn(monkeypatch):
-    """Remove BN layers, because BN statistics are computed per batch instead of per step."""
+    """Remove BN layers, because BN statistics are computed per batch, not per step."""
     monkeypatch.setattr(layers, "BatchNorm", lambda *arguments, **options: paddle.nn.Identity())
 
 
@@ -53,7 +53,7 @@ def test_accumulated_update_equals_update_of_large_batch(parse, without_bn, kern
         assert other.keys() == states[0].keys()
         for name, value in states[0].items():
             scale = np.abs(value).max()
-            # The tolerance is larger for AdamW, because AdamW divides small gradients by their magnitude.
+            # AdamW divides small gradients by their magnitude and therefore needs a larger tolerance.
             tolerance = 1e-5 if optimizer == "Momentum" else 1e-3
             np.testing.assert_allclose(other[name], value, rtol=1e-4, atol=tolerance * scale, err_msg=name)
 
@@ -80,8 +80,8 @@ def test_overflow_in_any_batch_skips_only_one_step(parse, without_bn, kernels):
 
 @pytest.mark.parametrize("stop", [1, pytest.param(2, marks=pytest.mark.soak), pytest.param(3, marks=pytest.mark.soak)])
 def test_resume_is_bit_identical(run_train, losses_with_a_stop, tmp_path, capsys, stop):
-    """An epoch has seven batches. The two steps of an epoch use three batches each, and the last batch is not used. A
-    stopped run ends at the end of a step."""
+    """An epoch has seven batches. Each of its two steps uses three, and the last batch is not used. A stopped run first
+    completes its step."""
     flags = [*FLAGS, "--resume", "--dropout", "0.5"]
     code, report = run_train(*flags)
     assert code == 0

@@ -1,4 +1,4 @@
-"""Programs whose all-reduces are rewritten. For complete jobs, see job/test_jobs.py."""
+"""Programs with rewritten all-reduces. job/test_jobs.py tests complete jobs."""
 
 import paddle
 import pytest
@@ -12,11 +12,11 @@ def append_all_reduce(block, name, role=1):
     compat.append_all_reduce(block, block.var(name))
     block.ops[-1]._set_attr("op_role", role)
     if compat.HAS_CALC_STREAM:
-        block.ops[-1]._set_attr("use_calc_stream", False)  # Fleet also sets use_calc_stream to False
+        block.ops[-1]._set_attr("use_calc_stream", False)  # as set by Fleet
 
 
 def test_fused_all_reduce_waits_for_every_gradient_in_its_buffer():
-    """This test checks the rewritten program. For the effect on two GPUs, see test_gpu.py."""
+    """This test inspects the rewritten program. test_gpu.py tests the effect on two GPUs."""
     main = static.Program()
     block = main.global_block()
     with static.program_guard(main):

@@ -1,4 +1,4 @@
-"""Programs with --ema: comparison of the averages with their formula, skipped steps, and the variables of evaluation
+"""Programs with --ema: EMA weights compared with their formula, skipped steps, and the variables of evaluation
 programs."""
 
 import numpy as np
@@ -65,16 +65,16 @@ def state(names):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_averages_match_formula(train, kernels):
-    """The test computes the averages in float64, from the initial weights on. There are averages of all trained
-    parameters and running statistics."""
+def test_ema_weights_match_formula(train, kernels):
+    """The reference is computed in float64, starting with the initial weights. Averages exist for all trained
+    parameters and for the running statistics."""
     step, main = train(kernels)
     names = averages.of(main)
     trained = {p.name for p in main.all_parameters() if p.trainable}
     assert names.keys() == trained | {*all_reduces.bn_statistics(main)}
     types = [op.type for op in main.global_block().ops]
     assert types.count("lerp") == len(names)
-    # The averages change only after the last batch of a training step.
+    # The averages are updated only after the last batch of a training step.
     assert "lerp" not in [op.type for op in accumulation.without_update(main).global_block().ops]
     expected = {name: value.astype("float64") for name, value in state(names).items()}
     for name, average in names.items():
@@ -89,7 +89,7 @@ def test_averages_match_formula(train, kernels):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_skipped_step_does_not_change_averages(train, scaled, kernels):
+def test_skipped_step_does_not_change_ema_weights(train, scaled, kernels):
     step, main = train(kernels, use_dynamic_loss_scaling=True)
     names = averages.of(main).values()
     before = state(names)

@@ -37,7 +37,7 @@ def test_folded_program_has_same_results(parse, flags):
     refold = folding.fold_batch_norms(program, exe, 1 if args.data_layout == "NCHW" else -1)
     assert not any(op.type == "batch_norm" for op in program.global_block().ops)
     np.testing.assert_allclose(losses(program), expected, rtol=2e-5, atol=1e-4)
-    # The program uses new parameters only after a refold.
+    # New parameters take effect only after a refold.
     randomize()
     changed = losses(plain)
     assert np.abs(np.subtract(changed, expected)).max() > 1e-3

@@ -1,5 +1,5 @@
-"""Programs with custom operators and with Paddle's operators have the same results. The tests run on the CPU in
-float32. For the types of GPUs, see test_gpu.py; for single operators, see native/test_native.py."""
+"""Programs with custom operators have the same results as programs with Paddle's operators. The tests run on the CPU in
+float32. test_gpu.py tests half precision on GPUs, and native/test_native.py tests single operators."""
 
 from collections import Counter
 from functools import partial
@@ -56,8 +56,8 @@ def train(args, batches, fuse):
 @pytest.mark.parametrize("block", BLOCKS)
 def test_fused_training_has_same_results(parse, monkeypatch, block):
     """Losses, parameters, velocities and running means are equal. The running variances differ: the custom operators
-    use the unbiased variance, as Paddle does on a GPU, but Paddle on a CPU uses the biased variance, which is smaller
-    by the factor (n - 1) / n."""
+    use the unbiased variance, like Paddle's GPU kernels, whereas Paddle's CPU kernels use the biased variance, which is
+    smaller by the factor (n - 1) / n."""
     monkeypatch.setitem(models.MODELS, "Tiny", BLOCKS[block])
     args = parse(*NHWC, "--image-shape", "4,48,32")
     batches = random_batches(2, (48, 32, 4))
@@ -71,8 +71,8 @@ def test_fused_training_has_same_results(parse, monkeypatch, block):
 
 
 def test_fused_training_with_depthwise_convolutions_has_same_results(parse, monkeypatch):
-    """Both runs use Paddle's BN kernels. If the BN kernels differed, rounding would decide for some pixels whether
-    ReLU6 propagates the gradient."""
+    """Both runs use Paddle's BN kernels. With different BN kernels, rounding would decide whether ReLU6 propagates the
+    gradient of some pixels."""
     monkeypatch.setattr(fusion, "_fuse_training", lambda graph, bn: None)
     args, batches = parse(*NHWC, "--model-arch-name", "TinyMobile"), random_batches(2, (32, 32, 4))
     (expected, plain), (result, fused) = (train(args, batches, fuse) for fuse in (False, True))
@@ -83,8 +83,7 @@ def test_fused_training_with_depthwise_convolutions_has_same_results(parse, monk
 
 @pytest.fixture
 def pointwise_kernels(monkeypatch):
-    """Also replace the operator for filter gradients in float32, the only type that the custom operator supports on the
-    CPU."""
+    """Also use the custom operator for filter gradients in float32, the only type that it supports on the CPU."""
     monkeypatch.setattr(fusion, "POINTWISE_TYPES", (paddle.float32,))
     monkeypatch.setattr(fusion, "POINTWISE_PIXELS", 1)
     monkeypatch.setattr(fusion, "_has_bfloat16_tensor_cores", lambda: True)
@@ -175,8 +174,8 @@ def test_unsupported_layouts_and_widths_are_not_fused(parse, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("channels, is_fused", [(12, True), (16, True), (100, True), (6, False), (10, False)])
 def test_channels_must_be_multiple_of_4_in_all_types(dtype, channels, is_fused):
-    """Programs in half precision run only on a GPU, so this test does not compare results. For results, see
-    test_depthwise_conv in native/test_native.py."""
+    """Half-precision programs require a GPU, so this test compares no results. test_depthwise_conv in
+    native/test_native.py does."""
     main = static.Program()
     with static.program_guard(main, static.Program()):
         x = static.data("x", [None, 6, 6, channels], dtype)
@@ -289,7 +288,7 @@ UNUSUAL = {
 
 @pytest.mark.parametrize("case", UNUSUAL)
 def test_unsupported_operators_are_not_fused(case):
-    """The programs are not residual networks. Only supported operators are fused, and the results do not change."""
+    """Only supported operators are fused, and the results do not change."""
     build, operators = UNUSUAL[case]
     result = []
     for fuse in (False, True):
@@ -318,7 +317,7 @@ def test_gradients_are_written_to_buffer_of_fused_all_reduce(
     parse, request, network, operator, made_before, unfused, place
 ):
     """Paddle stores the gradients of several parameters in one buffer. If an operator allocated its own memory, the
-    buffer would contain stale gradients. If an operator ran before the buffer exists, the operator would fail."""
+    buffer would contain stale gradients. If it ran before the buffer exists, it would fail."""
     if place == "gpu":
         native.load(paddle.device.cuda.get_device_capability(0))
     elif operator == "conv2d":

@@ -46,8 +46,8 @@ def test_weight_of_batch_yields_exponential_moving_average():
 
 
 def test_ranges_follow_largest_values_and_gradients_pass_through(parse):
-    """The images are the input of the first convolution. The ranges are not trained parameters, and the gradient of
-    rounding is 1."""
+    """The input of the first convolution consists of images. Ranges are not trained parameters, and rounding has the
+    gradient 1."""
     args = parse("--qat", "--kernels", "paddle", "--cuda-graph", "false")
     main, startup = static.Program(), static.Program()
     fetchs, lr_scheduler, _, _ = program.build(args, main, startup, 3)
@@ -72,7 +72,7 @@ def test_ranges_follow_largest_values_and_gradients_pass_through(parse):
         assert len(np.unique(levels)) > 50
 
 
-def test_qat_keeps_accuracy_of_float_network_and_exports_it(run_train, photos, tmp_path, capsys):
+def test_qat_keeps_accuracy_of_float_network_and_can_be_exported(run_train, photos, tmp_path, capsys):
     pytest.importorskip("onnxruntime")
     flags = ["--epochs", "8", "--save-interval", "8"]
     code, report = run_train(*flags)
@@ -130,7 +130,7 @@ def test_qat_resumes_bit_identically(checkpoint, run_train, stop_before, tmp_pat
     ids=["mixup", "asp", "stages"],
 )
 def test_evaluation_of_checkpoint_matches_that_of_training(trained, run_train, photos, tmp_path, flags):
-    """Training, evaluation and export assign the same numbers to activations."""
+    """Training, evaluation and export round activations in the same way."""
     pytest.importorskip("onnxruntime")
     checkpoint, report = trained(*flags)
     checkpoint = sorted(checkpoint.parent.glob("[0-9]"))[-1]
@@ -154,7 +154,7 @@ def test_captured_step_matches_uncaptured_step(run_train, tmp_path, fake):
 
 @pytest.mark.soak
 def test_two_processes_average_ranges(launch, tmp_path):
-    """Each process follows the ranges of its own images. Checkpoints contain the mean of the ranges."""
+    """Each process tracks the ranges of its own images. Checkpoints contain the mean over the processes."""
     launch(2, "--qat", "--batch-size", "4", "--parameters", tmp_path)
     first, second = (dict(np.load(tmp_path / f"epoch0_rank{rank}.npz")) for rank in range(2))
     assert len(ranges(first)) == 14 and ranges(first) == ranges(second) == ranges(read(tmp_path / "output/Tiny/0"))

@@ -24,7 +24,7 @@ from utils.errors import RunError, UsageError
 
 
 class Reader(html.parser.HTMLParser):
-    """An HTML parser that collects unclosed tags, the addresses of other files, and the text."""
+    """An HTML parser that collects unclosed tags, references to other files, and the text."""
 
     def __init__(self, text):
         super().__init__()
@@ -52,7 +52,7 @@ def trained(once, run_train, tmp_path):
     """Return a folder with the files of a two-epoch run and its page. All tests use the same run."""
 
     def make(folder):
-        flags = ["--epochs", "2", "--lr", "0.01"]  # a learning rate that is too low to classify all images correctly
+        flags = ["--epochs", "2", "--lr", "0.01"]  # too low to classify all images correctly
         flags += ["--print-interval", "1", "--report-html", tmp_path / "page.html"]
         assert run_train(*flags)[0] == 0
         for path in tmp_path.glob("*.*"):
@@ -96,7 +96,7 @@ def test_page_is_complete_and_self_contained(trained):
 def test_thumbnails_show_misclassified_images_per_class(trained, photos):
     rows = list(csv.DictReader((trained / "report.predictions.csv").read_text().splitlines()))
     wrong = [row for row in rows if row["label"] != row["prediction"]]
-    assert wrong  # without wrong predictions, there would be no thumbnails to check
+    assert wrong  # without wrong predictions, there are no thumbnails to check
     text = (trained / "page.html").read_text()
     shown = dict(
         re.findall(r'<figure title="([^"]+)"><img src="data:image/jpeg;base64,([^"]+)" alt="[^"]+" tabindex', text)
@@ -152,8 +152,7 @@ def test_thumbnails_are_read_from_record_files(run_train, checkpoint, converted,
 
 
 def test_page_escapes_names_and_limits_number_of_classes(trained, tmp_path):
-    """If there are 1,000 classes, the page shows only the classes with the most errors. Markup in class names is
-    escaped."""
+    """With 1,000 classes, the page shows only the classes with the most errors. Markup in class names is escaped."""
     for path in trained.iterdir():
         shutil.copy(path, tmp_path / path.name)
     names = [f"<b>class</b> & '{i}' 猫" for i in range(1000)]
@@ -199,7 +198,7 @@ def write_run(tmp_path):
     return write_run
 
 
-def test_reading_uses_later_of_two_entries_and_sums_starts(write_run):
+def test_later_of_two_entries_is_used_and_start_times_are_summed(write_run):
     path = write_run("a", [3.0, 2.0])
     report = reading.read(path)
     assert (report.total_s, report.start_s, report.best()) == (20, 1, (0, 0.0))
@@ -235,7 +234,7 @@ def test_comparison_lists_differing_flags_and_first_differing_step(write_run, ca
     assert comparison.main(runs) == 0
     output = capsys.readouterr().out
     assert re.search(r"│ lr +│ 0.1 +│ 0.2 +│ 0.1 +│ 0.1 +│", output)
-    assert "output_dir" not in output  # output_dir is not listed, because paths do not affect the results of a run
+    assert "output_dir" not in output  # output_dir is not listed, because paths do not affect results
     assert "b: first differs at epoch 1 step 0: loss 1.000000000000001 instead of 1.0; equal in the" in output
     assert "c: same losses in all 4 common steps" in output
     assert "d: no step in common with the first run" in output
@@ -287,8 +286,8 @@ def centers(svg, css):
 
 
 def test_chart_places_points_at_their_values():
-    """The y axis is logarithmic if the largest value exceeds the smallest by more than a factor of 30. The circle that
-    marks a point has the same position as the point."""
+    """The y axis is logarithmic if the largest value is more than 30 times the smallest. The circle that marks a point
+    is at the point's position."""
     for values, kind in (((1.0, 5.5, 10.0), {}), ((1.0, 10.0, 100.0), {}), ((0.0, 50.0, 100.0), {"from_zero": True})):
         points = list(enumerate(values, 1))
         svg = curves.chart([("a", "train", points)], mark=(*points[1], "<1>"), **kind)
@@ -300,8 +299,8 @@ def test_chart_places_points_at_their_values():
         assert "&lt;1&gt;</text>" in svg
 
 
-def test_labels_of_chart_are_inside_it():
-    """The style sheet enlarges the text to 14.5 px, with digits of about 8 px, on narrow screens."""
+def test_chart_labels_are_inside_the_chart():
+    """On narrow screens, the style sheet enlarges the text to 14.5 px, which makes digits about 8 px wide."""
     for values in ([0.00012345, 0.00054321], [1, 123456], [-99999, 0.5]):
         svg = curves.chart([("a", "train", list(zip((0, 100), values, strict=True)))])
         for x, anchor, text in re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="(\w+)">([^<]+)', svg):
@@ -311,7 +310,7 @@ def test_labels_of_chart_are_inside_it():
 
 
 def test_outlier_does_not_flatten_chart():
-    """A single loss of 300 leaves the chart at the top; the other losses use its height. A chart of a smooth curve is
+    """A single loss of 300 is above the chart, and the other losses fill its height. The chart of a smooth curve is
     unchanged."""
     losses_ = [2 - i / 100 for i in range(100)]
     [smooth, with_outlier] = (
@@ -337,8 +336,8 @@ def test_class_names_are_shown_without_wnid():
     ]
 
 
-def test_matrix_of_many_classes_has_the_worst_pairs():
-    """Class 40 has the most errors, but they are spread over many classes; the largest pair is (50, 51)."""
+def test_matrix_of_many_classes_shows_the_most_frequent_confusions():
+    """Class 40 has the most errors, but they are spread over many classes. The most frequent confusion is (50, 51)."""
     classes = [{"label": str(i), "class": f"c{i}", "images": "60", "correct": "55"} for i in range(100)]
     pairs = [(40, k, 1) for k in range(30)] + [(50, 51, 9), (60, 61, 8)] + [(i, i, 50) for i in range(100)]
     confusion = [{"label": str(a), "predicted": str(b), "images": str(n), "predicted_class": ""} for a, b, n in pairs]
@@ -403,7 +402,7 @@ NESTED = "[" * 900 + "]" * 900
 
 
 def mutated(text, generator):
-    """Replace or remove a value or one character in the text of a report."""
+    """Replace or remove a value or a character in the text of a report."""
     lines = text.splitlines(keepends=True)
     i = generator.randrange(len(lines))
     kind = generator.random()
@@ -438,8 +437,8 @@ def mutated_table(rows, generator):
 
 @pytest.mark.timeout(120)
 def test_damaged_reports_and_tables_are_rejected_or_harmless(trained, tmp_path, capsys, monkeypatch):
-    """The command must neither raise an exception nor hang. The command either writes a page, or exits with code 2 and
-    an error message that contains the path."""
+    """The command must neither raise an exception nor hang. It must either write a page, or exit with code 2 and an
+    error message that contains the path."""
     monkeypatch.setattr(page, "_images", lambda run: {})  # other tests cover thumbnails
     for path in trained.iterdir():
         shutil.copy(path, tmp_path / path.name)
@@ -508,8 +507,8 @@ def test_unusable_table_is_reported(trained, tmp_path, monkeypatch):
 
 
 def test_reports_of_earlier_versions_may_contain_non_finite_losses(trained, tmp_path):
-    """A non-finite loss in the last entry is read as None, like null in reports of this version. The loss of an earlier
-    epoch is not used instead."""
+    """A non-finite loss in the last entry is read as None, like null in reports of this version, and is not replaced by
+    the loss of an earlier epoch."""
     for text in ("Infinity", "NaN", "null"):
         lines = (trained / "report.json").read_text().splitlines()
         i = max(i for i, line in enumerate(lines) if '"step": [1]' in line and "val.loss" in line)
@@ -523,7 +522,7 @@ def test_reports_of_earlier_versions_may_contain_non_finite_losses(trained, tmp_
 
 
 def test_time_of_interrupted_epoch_is_sum_of_its_steps(tmp_path):
-    """The run is started twice, and each start takes 3 s. An epoch consists of 20 s of training, 10% of which is
+    """The run is started twice, and each start takes 3 s. An epoch consists of 20 s of training, 10% of which is spent
     waiting for images, and 5 s of evaluation. The first process stops in a training step of the second epoch, the
     second process in an evaluation."""
     start = entry("PARAMETER", 3).replace('"data": {}', '"data": {"lr": 1}')

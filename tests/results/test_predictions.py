@@ -1,4 +1,4 @@
-"""Predictions for each image of an evaluation."""
+"""Predictions for each evaluated image."""
 
 import csv
 import hashlib
@@ -70,7 +70,7 @@ def test_rows_list_images_in_order_and_match_evaluation(run_train, checkpoint, p
 
 
 def test_predictions_follow_image_content_in_every_format(predict, converted, tmp_path):
-    """Images with the same bytes have the same probabilities in every storage format, regardless of shards and the skip
+    """In every storage format, images with the same bytes have the same probabilities, regardless of shards and skip
     list."""
     expected = None
     for data_format, root in converted.items():
@@ -96,7 +96,7 @@ def test_predictions_follow_image_content_in_every_format(predict, converted, tm
             assert len(actual) == len(images)
             for key, probabilities in actual.items():
                 assert probabilities == pytest.approx(expected[key], abs=1e-6), data_format
-    # If images had equal probabilities, the comparison could not fail.
+    # If all images had equal probabilities, the comparison could not fail.
     assert len({tuple(p) for p in expected.values()}) == 23
 
 

@@ -1,4 +1,4 @@
-"""The events that --tensorboard-dir writes."""
+"""Events that --tensorboard-dir writes."""
 
 import struct
 import subprocess
@@ -16,7 +16,7 @@ tensorboard = pytest.importorskip("tensorboardX")
 
 
 def events(folder):
-    """Return all events in the order in which they were written. Omit events that TensorBoard discards because a
+    """Return all events in the order in which they were written, except those that TensorBoard discards because a
     resumed run started at an earlier step."""
     from tensorboardX.proto.event_pb2 import Event
 
@@ -59,8 +59,8 @@ def test_scalars_match_report(run_train, tmp_path):
 
 
 def test_loss_scale_is_written_and_non_finite_loss_is_null(run_train, tmp_path, monkeypatch):
-    """Both the report and the checkpoint contain null, and the run can be resumed from the checkpoint. The event files
-    contain no point for the non-finite loss."""
+    """For a non-finite loss, the report and the checkpoint contain null, and the event files contain no point. The run
+    can be resumed from the checkpoint."""
     from paddle_resnet import program
 
     run = program.run_and_save
@@ -108,7 +108,7 @@ def test_resumed_run_has_each_step_once(run_train, stop_before, tmp_path, capsys
     stop_before(train_step=5)  # stops before step 5
     assert run_train(*flags)[0] == 75
     with tensorboard.SummaryWriter(str(parts), filename_suffix=f".{time.time_ns()}") as killed:
-        killed.add_scalar("train/loss", 9.0, 5)  # simulates a run that is killed after it has written a checkpoint
+        killed.add_scalar("train/loss", 9.0, 5)  # simulates a run that was killed after it had written a checkpoint
     stop_before(eval_step=0)
     assert run_train(*flags)[0] == 75
     stop_before()
@@ -141,7 +141,7 @@ def test_full_disk_ends_events_but_not_run(run_train, tmp_path, monkeypatch, cap
         lambda path, *args, **more: real("/dev/full" if "tfevents" in str(path) else path, *args, **more),
     )
     flags = ["--epochs", "6", "--print-interval", "1", "--tensorboard-dir", tmp_path / "board"]
-    code, report = run_train(*flags)  # writes more events than the queue of tensorboardX can hold
+    code, report = run_train(*flags)  # writes more events than tensorboardX's queue can hold
     assert code == 0
     assert len(losses(report)) == 6 * 5
     err = capfd.readouterr().err

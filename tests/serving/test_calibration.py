@@ -15,14 +15,14 @@ def histogram(*arrays):
 
 
 def test_histogram_does_not_depend_on_order_of_batches():
-    """When a value exceeds the limit of a histogram, the limit is multiplied by a power of two. Each interval of the
-    new histogram is therefore a union of intervals of the old one."""
+    """When a value exceeds the limit of a histogram, the limit is multiplied by a power of two. Each bin of the new
+    histogram is therefore a union of old bins."""
     random = np.random.RandomState(0)
     small, large = random.uniform(-1, 1, 10000), random.uniform(-4, 4, 10000)
     small[0], large[0] = 1, 4
     growing, direct = histogram(small, large), histogram(large, small)
     assert growing.limit == direct.limit == 4
-    # Values at the end of an interval may be rounded differently.
+    # Values at the edge of a bin may be rounded differently.
     assert np.abs(growing.counts - direct.counts).sum() <= 10
     assert growing.counts.sum() == 20000
 
@@ -31,7 +31,7 @@ def test_zeros_do_not_affect_range():
     values = np.random.RandomState(0).randn(10000)
     for method in ("entropy", "percentile"):
         assert histogram(values, np.zeros(50000)).range(method) == histogram(values).range(method)
-        # The range must not be 0, because quantization divides by the range.
+        # The range must not be 0, because quantization divides by it.
         assert histogram(np.zeros(100)).range(method) == 1
 
 
@@ -51,8 +51,8 @@ def test_percentile_covers_most_values():
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_mean_error_is_that_of_the_convolution(groups):
-    """If the images are constant and there is no padding, all pixels of an output channel have the same error, the mean
-    error of the channel."""
+    """With constant images and no padding, all pixels of an output channel have the same error, which is the mean error
+    of the channel."""
     random = np.random.RandomState(0)
     weight, means = random.randn(8, 4 // groups, 3, 3), random.randn(4)
     levels, scales = quantization.quantized(weight, 0, 7)

@@ -1,4 +1,4 @@
-"""Translation of single operators to ONNX. tests/test_export.py tests networks."""
+"""Conversion of single operators to ONNX. tests/test_export.py tests networks."""
 
 import numpy as np
 import paddle
@@ -12,7 +12,7 @@ from utils.errors import UsageError
 
 
 def inference_program(layer, shape=(3, 8, 8)):
-    """Return (program, inputs, outputs, read, input array, output array) of a layer in evaluation mode."""
+    """Run a layer in evaluation mode and return (program, inputs, outputs, read, input array, output array)."""
     program, startup, scope = static.Program(), static.Program(), static.Scope()
     with static.program_guard(program, startup), paddle.utils.unique_name.guard(), static.scope_guard(scope):
         images = static.data("images", [None, *shape])
@@ -65,7 +65,7 @@ def test_unsupported_operator_is_an_error(layer, message):
         lambda: paddle.nn.AvgPool2D(3, 2, padding=1, exclusive=False),
         lambda: paddle.nn.MaxPool2D(3, 2, padding=[0, 1, 1, 0]),
         lambda: paddle.nn.MaxPool2D(3, 2, ceil_mode=True),
-        lambda: paddle.nn.AvgPool2D(3, stride=3, ceil_mode=True),  # the last windows have only two rows or columns
+        lambda: paddle.nn.AvgPool2D(3, stride=3, ceil_mode=True),  # the last windows contain only two rows or columns
         lambda: lambda x: sigmoid(x + x),
         lambda: lambda x: F.hardsigmoid(x + x),
         lambda: lambda x: F.hardswish(x + x),

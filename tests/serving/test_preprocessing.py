@@ -10,13 +10,13 @@ from paddle_resnet import dali
 from paddle_resnet.serving import preprocessing
 from utils.mode import Mode
 
-ORIENTATION = 0x112  # tag for the orientation in EXIF data
-PHOTO = (101, 142)  # height and width for which the margins of the crop are odd
+ORIENTATION = 0x112  # EXIF tag of the orientation
+PHOTO = (101, 142)  # height and width that lead to odd crop margins
 
 
 def photo(height, width):
-    """Create an image of noisy color blocks. The sharp edges of the blocks reveal the resize filter, and the noise
-    ensures that no area is uniform."""
+    """Create an image of noisy color blocks. Their sharp edges reveal the resize filter, and the noise ensures that no
+    area is uniform."""
     random = np.random.RandomState(0)
     blocks = random.randint(0, 200, (height // 7 + 1, width // 9 + 1, 3)).repeat(7, axis=0).repeat(9, axis=1)
     return Image.fromarray((blocks[:height, :width] + random.randint(0, 56, (height, width, 3))).astype(np.uint8))

@@ -1,4 +1,4 @@
-"""Capture of steps, emulated on the CPU. A captured step is executed only when its graph is replayed."""
+"""Capture of steps, emulated on the CPU. A captured step runs only when its graph is replayed."""
 
 import gc
 import pickle
@@ -38,7 +38,7 @@ def test_captured_run_has_same_results(run_train, tmp_path, fake):
     assert result[0] == expected[0] and result[1] == expected[1]
     for name, value in expected[2].items():
         np.testing.assert_array_equal(result[2][name], value, err_msg=name)
-    training, evaluation = fake.made  # the training graph is used in all epochs
+    training, evaluation = fake.made  # all epochs use one training graph
     assert training.launches == 3 * 3 - cuda_graph.STEPS_BEFORE
     assert evaluation.launches == 3 * 2 - cuda_graph.STEPS_BEFORE
 
@@ -50,8 +50,8 @@ def test_captured_step_draws_same_random_numbers(run_train, tmp_path, fake):
     assert fake.made[0].launches > 0
 
 
-def test_captured_steps_update_averages_for_evaluation(run_train, tmp_path, fake):
-    """With --ema, one graph is replayed in the training steps of all epochs, and a second graph in all evaluations."""
+def test_captured_steps_update_ema_weights_for_evaluation(run_train, tmp_path, fake):
+    """With --ema, the training steps of all epochs replay one graph, and all evaluations replay a second graph."""
     ema = ["--ema", "0.8"]
     expected = results(run_train, tmp_path / "plain", *ema, "--cuda-graph", "false")
     result = results(run_train, tmp_path / "recorded", *ema)
@@ -100,7 +100,7 @@ def test_loader_on_different_device_keeps_its_own_tensors(monkeypatch):
 
 
 def test_step_is_captured_again_if_tensor_moves(run_train, tmp_path, fake, monkeypatch):
-    """If the step were not captured again, the graph would use the old memory of the tensor."""
+    """Otherwise, the graph would use the old memory of the tensor."""
     expected = results(run_train, tmp_path / "plain", "--cuda-graph", "false")
     evaluate = averages.evaluate
 
@@ -112,7 +112,7 @@ def test_step_is_captured_again_if_tensor_moves(run_train, tmp_path, fake, monke
             name = program.all_parameters()[0].name
             tensor = static.global_scope().find_var(name).get_tensor()
             copy = paddle.base.core.LoDTensor()
-            # The copy has new memory, because the original still occupies the old memory.
+            # The copy has a different address, because the original still occupies its memory.
             copy.set(np.array(tensor), paddle.CPUPlace())
             tensor._share_data_with(copy)
 
@@ -125,7 +125,7 @@ def test_step_is_captured_again_if_tensor_moves(run_train, tmp_path, fake, monke
 
 
 def test_step_is_captured_again_if_tensor_of_other_process_moves(run_train, tmp_path, fake, monkeypatch):
-    """With NCCL, either all processes of a job must capture an all-reduce, or none may capture it."""
+    """With NCCL, either all processes of a job or none must capture an all-reduce."""
 
     def gather(values):
         return np.array([values, [True]]) if values in ([False], [True]) else np.array([values], np.float64)
@@ -170,7 +170,7 @@ def test_error_of_failed_capture_contains_reason_and_remedy(run_train, capsys, f
 
 
 def test_capture_ends_if_step_fails(run_train, capsys, fake, monkeypatch):
-    """The capture ends before its settings, such as the disabled garbage collection, are restored."""
+    """The capture ends before the previous settings, such as garbage collection, are restored."""
 
     def fail(self, *args, **kwargs):
         if fake.recording is not None:
@@ -207,13 +207,13 @@ def test_untested_operator_is_captured_if_results_agree(run_train, tmp_path, cap
     assert "operator leaky_relu, leaky_relu_grad is untested in a CUDA graph" in capsys.readouterr().out
     assert result[0] == expected[0] and result[1] == expected[1]
     training, _ = fake.made
-    # The additional launch is the replay whose results are compared.
+    # The additional launch is the replay for the comparison of results.
     assert training.launches == 1 + 3 * 3 - cuda_graph.STEPS_BEFORE
 
 
 @pytest.mark.parametrize("is_deterministic", [pytest.param(True, marks=pytest.mark.soak), False])
 def test_step_with_different_results_is_not_captured(run_train, tmp_path, capsys, fake, monkeypatch, is_deterministic):
-    """After the comparison, variables have the values of the uncaptured step. If kernels are deterministic, the results
+    """After the comparison, variables have the values of the uncaptured step. With deterministic kernels, the results
     must be bit-identical."""
 
     def replay(self):
@@ -253,7 +253,7 @@ def test_step_with_different_results_is_not_captured(run_train, tmp_path, capsys
 def test_step_with_nonreplayable_operator_is_not_captured(
     run_train, tmp_path, capsys, fake, monkeypatch, change, operator
 ):
-    """The error occurs before the run writes or deletes any file."""
+    """The error occurs before the run writes or deletes files."""
     monkeypatch.setitem(models.MODELS, "Tiny", network_with(change))
     assert run_train(*NATIVE, "--epochs", "1")[0] == 0
     assert f"--cuda-graph false: operator {operator} draws random numbers" in capsys.readouterr().out
@@ -264,8 +264,7 @@ def test_step_with_nonreplayable_operator_is_not_captured(
 
 
 def test_free_memory_of_pool_is_reserved(monkeypatch):
-    """The simulated memory pool allocates the smallest free block that is large enough, like the memory pool of
-    Paddle."""
+    """Like Paddle's memory pool, the simulated pool allocates the smallest free block that is large enough."""
     free, reserved = [3 * 2**20 + 768, 349_440, 1024, 256], [10**7]
     total = sum(free)
 
@@ -286,5 +285,5 @@ def test_free_memory_of_pool_is_reserved(monkeypatch):
     monkeypatch.setattr(paddle.device.cuda, "memory_reserved", lambda place: reserved[0])
     taken = cuda_graph._take_free_memory(paddle.CPUPlace())
     assert not free
-    assert sum(tensor.size for tensor in taken) == total  # memory that was added to the pool is not reserved
+    assert sum(tensor.size for tensor in taken) == total  # memory that the pool has added is not reserved
     assert reserved[0] < 10**7 + 2 * 2**20

@@ -1,4 +1,4 @@
-"""Metrics that are copied asynchronously have the same values as metrics that the Executor fetches."""
+"""Metrics that are copied asynchronously, compared with metrics that the Executor fetches."""
 
 import numpy as np
 import paddle
@@ -33,7 +33,7 @@ def build(args, is_train):
 
 @pytest.mark.parametrize("is_train", [True, False], ids=["train", "eval"])
 def test_copied_values_equal_fetched_values(parse, is_train):
-    """Values of all types and shapes are copied, for batches of different sizes, and read three steps later."""
+    """Values of all types and shapes are copied for batches of different sizes and read three steps later."""
     args = parse(*NATIVE, "--lr", "0")
     compiled, exe, variables = build(args, is_train)
     step = Dispatcher(exe, compiled, variables, is_native=True)
@@ -92,7 +92,7 @@ def test_step_error_is_data_error_only_if_a_label_is_out_of_range():
         dispatch._fetch(fail, 3, {"label": np.array([[0], [3]])})
     with pytest.raises(ValueError, match="of Paddle"):
         dispatch._fetch(fail, 3, {"label": np.array([[0], [2]])})
-    with pytest.raises(ValueError, match="of Paddle"):  # on a GPU, the number of classes is None
+    with pytest.raises(ValueError, match="of Paddle"):  # the number of classes is None on a GPU
         dispatch._fetch(fail, None, {"label": np.array([[0], [3]])})
 
 

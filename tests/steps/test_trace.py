@@ -13,8 +13,8 @@ BENCHMARK = ["--benchmark", "--benchmark-steps", "4", "--benchmark-warmup-steps"
 
 
 def events(path):
-    """Return how often each operator or step occurs in a trace. Paddle appends the duration to each name, and `events`
-    removes the duration."""
+    """Return how often each operator or step occurs in a trace. Paddle appends the duration to each name, and this
+    function removes it."""
     trace = json.loads(path.read_text())["traceEvents"]
     complete = [event for event in trace if event.get("ph") == "X"]
     # All operators run in one thread, because fleet.start sets FLAGS_new_executor_serial_run.
@@ -77,7 +77,7 @@ def test_steps_outside_run_are_rejected_before_first_step(run_train, tmp_path, c
 
 
 def test_command_resumed_in_evaluation_traces_next_epoch(run_train, stop_before, tmp_path):
-    """The trace contains steps of the next training epoch, but no steps of the evaluation."""
+    """The trace contains steps of the next training epoch, but none of the evaluation."""
     flags = ["--resume", "--profile-steps", "1:3", "--epochs", "2"]
     stop_before(eval_step=0)
     assert run_train(*flags)[0] == 75

@@ -92,7 +92,7 @@ def test_resize_short_shrinks_large_images_upright_and_keeps_small_ones(tmp_path
 
 @pytest.mark.parametrize("suffix", [".png", ".tif"])
 def test_resize_short_scales_16_bit_images(tmp_path, suffix):
-    """The values are scaled as DALI does, and not clipped at 255."""
+    """As in DALI, values are scaled instead of clipped at 255."""
     folder = tmp_path / "source" / "val" / "a"
     folder.mkdir(parents=True)
     values = np.tile(np.linspace(0, 65535, 100).astype(np.uint16), (100, 1))
@@ -120,8 +120,8 @@ def test_skipped_images_are_omitted(photos, tmp_path):
     assert contents(tmp_path / "x") == contents(photos)[1:]
 
 
-# LMDB is a single database, and RecordIO consists of two files. Record files of the other formats are written one after
-# the other.
+# LMDB is a single database, and RecordIO has one record file per split. The shards of the other formats are written one
+# after the other.
 OTHERS = [pytest.param(to, marks=pytest.mark.soak) for to in (*convert.SHARDED, "lmdb")]
 
 
@@ -173,7 +173,7 @@ def test_finished_files_are_not_rewritten(photos, tmp_path, to):
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()}
     convert.convert(photos, output, to, shards=shards, workers=1)
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()} == before
-    # Remove only the mark that the conversion is complete.
+    # Remove only the file that marks the conversion as complete.
     manifest = json.loads((output / "convert.json").read_text())
     (output / "convert.json").write_text(json.dumps({**manifest, "complete": False}))
     done = []
@@ -281,7 +281,7 @@ sys.stdin.read()
 
 
 def test_concurrent_conversion_to_same_output_is_rejected(photos, tmp_path, capsys):
-    """A second conversion would write every record twice. A rejected conversion must not leave any files."""
+    """Otherwise, a second conversion would write every record again. A rejected conversion must not leave any files."""
     (tmp_path / "x").mkdir()
     command = ["convert", "--from", str(photos), "--to", "recordio", "--unchecked", "--output"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -328,7 +328,7 @@ def test_missing_or_damaged_record_files_are_written_again(photos, converted, tm
     "entry", [{"../train-0.tar": 1}, {"train-000000.tar": "1"}, {"classes.txt": 1}, ["train-0.tar"]]
 )
 def test_invalid_names_and_sizes_in_convert_json_are_rejected(photos, converted, tmp_path, entry):
-    """The command removes damaged record files, so it must not accept any other name."""
+    """The command deletes damaged record files, so it must not accept other file names."""
     shutil.copytree(converted["webdataset"], tmp_path / "x")
     (tmp_path / "train-0.tar").touch()
     manifest = tmp_path / "x/convert.json"
@@ -375,8 +375,7 @@ def test_all_undecodable_images_are_reported_before_writing(photos, tmp_path, ca
 
 
 def test_recordio_payload_may_contain_magic_number(tmp_path):
-    """When an image contains the magic number, the writer splits the image at this number. The reader joins the parts
-    again."""
+    """The writer splits images at the magic number, and the reader joins the parts again."""
     magic = struct.pack("<I", records.RECORDIO_MAGIC)
     images = [magic, b"abcd" + magic + b"efgh" + magic, b"ab" + magic, 3 * magic + b"x", b"", b"1234567"]
     (tmp_path / "source" / "val" / "a").mkdir(parents=True)
@@ -384,7 +383,7 @@ def test_recordio_payload_may_contain_magic_number(tmp_path):
         (tmp_path / "source" / "val" / "a" / f"{i}.jpg").write_bytes(image)
     convert.convert(tmp_path / "source", tmp_path / "x", "recordio", workers=1)
     assert contents(tmp_path / "x") == [(image, 0) for image in images]
-    # Every magic number at a multiple of 4 bytes is the start of a record or of a part.
+    # Every magic number at a multiple of 4 bytes starts a record or a part.
     data = (tmp_path / "x" / "val.rec").read_bytes()
     places = [i for i in range(0, len(data), 4) if data[i : i + 4] == magic]
     assert all(struct.unpack_from("<I", data, i + 4)[0] & (1 << 29) - 1 <= len(data) for i in places)
@@ -411,7 +410,7 @@ def test_unwritable_index_exits_with_code_2(converted, tmp_path, capsys):
     shutil.copytree(converted["recordio"], tmp_path / "x")
     index = tmp_path / "x/train.idx"
     index.unlink()
-    files.partial_path(index).mkdir()  # a read-only folder would not stop root
+    files.partial_path(index).mkdir()  # root could write to a read-only folder
     assert dataset.main(["index", str(tmp_path / "x")]) == 2
     assert "the index cannot be written (Is a directory); make the folder writable" in capsys.readouterr().err
 
@@ -434,7 +433,7 @@ def test_skipping_every_image_of_a_split_exits_with_code_2(photos, tmp_path, cap
     assert f"{photos}: no val images to convert; add some, or shorten --skip-list" in capsys.readouterr().err
 
 
-# A program that converts in blocks of four images. After some images, the program prints the process IDs of its workers
+# A program that converts images in blocks of four. After some images, the program prints the process IDs of its workers
 # and kills itself.
 KILLED = """
 import multiprocessing, os, signal, sys
@@ -453,7 +452,7 @@ convert.convert(*sys.argv[1:], workers=2, progress=progress)
 @pytest.mark.parametrize("to", convert.SINGLE_FILE)
 def test_killed_conversion_stops_workers_and_keeps_images(photos, converted, tmp_path, to):
     output = tmp_path / "x"
-    output_file = tmp_path / "stdout"  # the output goes to a file, because surviving workers would keep a pipe open
+    output_file = tmp_path / "stdout"  # a file, because surviving workers would keep a pipe open
     with open(output_file, "w") as f:
         killed = subprocess.run([sys.executable, "-c", KILLED, str(photos), str(output), to], cwd=ROOT, stdout=f)
     assert killed.returncode == -signal.SIGKILL
@@ -481,8 +480,8 @@ def is_alive(pid):
 
 @pytest.mark.parametrize("to", ["lmdb", "recordio"])
 def test_full_disk_exits_with_code_2_and_resumes(photos, tmp_path, to):
-    """RLIMIT_FSIZE makes writes beyond a file size fail. When there is enough space, the same command resumes the
-    conversion."""
+    """RLIMIT_FSIZE limits the file size, so writes fail as on a full disk. Without the limit, the same command resumes
+    the conversion."""
     code = (
         "import resource, sys; limit = int(sys.argv.pop()); resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit));"
     )

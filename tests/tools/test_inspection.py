@@ -13,7 +13,7 @@ from utils.errors import UsageError
 
 @pytest.fixture
 def colors(tmp_path):
-    """Create ten training images. Each image has a single color and its own class."""
+    """Create ten training images, each of a single color and in its own class."""
     for i in range(10):
         folder = tmp_path / "colors" / "train" / f"c{i}"
         folder.mkdir(parents=True)
@@ -72,7 +72,7 @@ def test_info_is_equal_in_every_format(photos, converted, data_format):
 @pytest.mark.parametrize("data_format", ["recordio", "tfrecord", "lmdb", "webdataset"])
 def test_preview_of_every_format_has_class_names(converted, data_format):
     for _, versions, name in inspection.augmented(converted[data_format], 12, 1, TINY):
-        # Class k has a ramp in color channel k.
+        # The images of class k have a gradient in color channel k.
         assert np.argmax(versions[0].mean(axis=(0, 1))) == int(name.removeprefix("class"))
 
 
@@ -91,7 +91,7 @@ def test_info_counts_images_and_measures_sizes(colors, tmp_path, capsys):
 
 
 def test_info_distinguishes_classes_with_same_name(colors):
-    """ImageNet contains several classes with the same name, for example."""
+    """For example, some ImageNet classes have the same name."""
     (colors / "classes.txt").write_text("crane\ncrane\nwren\n")
     (colors / "train.txt").write_text("train/c0/x.png 0\ntrain/c1/x.png 1\ntrain/c2/x.png 1\ntrain/c3/x.png 2\n")
     (colors / "train").rename(colors / "images")

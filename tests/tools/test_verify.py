@@ -45,7 +45,7 @@ def deep():
 
 pytestmark = pytest.mark.usefixtures("verify_here")
 JPEG = encoded()
-# {name: (bytes of the file, whether training fails, unusual properties)}
+# {file name: (content, whether training fails, unusual properties)}
 FILES = {
     "good.jpg": (JPEG, False, []),
     "progressive.jpg": (encoded(progressive=True), False, []),
@@ -107,7 +107,7 @@ def test_training_and_evaluation_apply_exif_rotation(parse, tmp_path):
 
 @pytest.fixture
 def unusual(photos, tmp_path):
-    """Copy the photos, add unusual folders, and add all unusual files to train/class0."""
+    """Copy the photos, add unusual folders, and put all unusual files into train/class0."""
     root = tmp_path / "unusual"
     shutil.copytree(photos, root)
     for name, (data, _, _) in FILES.items():
@@ -164,7 +164,7 @@ def test_training_accepts_fix_list_as_skip_list(unusual, run_train, tmp_path, ca
 
 @pytest.fixture
 def unusual_data_sets(unusual, tmp_path, request):
-    """Convert the folder with unusual files to a file list and to the requested record formats, and return {format:
+    """Convert the folder with unusual files to a file list and to the requested record formats. Return {format:
     root}."""
     roots = {"filelist": tmp_path / "filelist"}
     roots["filelist"].mkdir()
@@ -333,5 +333,5 @@ def test_folder_without_splits_is_rejected(tmp_path, capsys):
     [(partial(os._exit, 3), "exit code 3"), (partial(signal.raise_signal, signal.SIGKILL), "SIGKILL")],
 )
 def test_crash_of_reader_process_is_reported(crash, message):
-    """DALI's readers crash when they read certain damaged record files."""
+    """Certain damaged record files crash DALI's readers."""
     assert verify._in_a_process(crash) == ([], f"its process exited with {message}")

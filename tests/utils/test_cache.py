@@ -12,7 +12,7 @@ OTHER_USER = 54321
 
 @pytest.fixture
 def home(monkeypatch, tmp_path):
-    """Return the path of the cache, and clear the memoized path of the private folder."""
+    """Clear the memoized path of the private folder, and return the path of the cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cache._private_folder.cache_clear()
     return tmp_path / "paddle_resnet"
@@ -67,7 +67,7 @@ def test_private_folder_is_deleted_at_exit(home):
 
 
 def test_cache_owned_by_root_is_used(home, monkeypatch):
-    """In a container image, root may have filled the cache before a different user runs the container."""
+    """Root may have filled the cache of a container image before a different user runs the container."""
     home.mkdir()
     home.chmod(0o555)
     if os.geteuid() == 0:

@@ -66,7 +66,7 @@ def test_unwritable_stdout_of_train_help_and_config_exits_with_code_1(monkeypatc
     ("name", "reason"), [("loop", "Too many levels of symbolic links"), ("x" * 300, "name too long")]
 )
 def test_inaccessible_path_exits_with_code_2(tmp_path, capsys, name, reason):
-    """Folders without permissions have the same effect, but not for root."""
+    """A folder without permissions has the same effect, except for root."""
     (tmp_path / "loop").symlink_to("loop")
     assert exit_codes.of("x", lambda: os.listdir(tmp_path / name)) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -104,8 +104,8 @@ def control_c(process):
 
 
 def start(*arguments):
-    """Start a command as a terminal does, with the default handler of SIGINT. A test that runs in the background of a
-    shell inherits an ignored SIGINT."""
+    """Start a command as a terminal does, with the default SIGINT handler. If the tests run in the background of a
+    shell, they inherit an ignored SIGINT."""
     command = [sys.executable, "-m", *map(str, arguments)]
     options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "start_new_session": True}
     as_default = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
@@ -129,7 +129,7 @@ def test_control_c_with_decoding_processes_exits_with_code_130(photos, tmp_path)
                 (tmp_path / name / path.parent.name / f"{i}_{path.name}").symlink_to(path)
     process = start("paddle_resnet.dataset", "verify", tmp_path)
     deadline = time.monotonic() + 30
-    # The first child is the resource tracker of Python.
+    # The first child is Python's resource tracker.
     while len(children(process)) < 2 and time.monotonic() < deadline:
         time.sleep(0.001)
     assert control_c(process) == "paddle_resnet.dataset: interrupted"

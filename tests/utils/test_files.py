@@ -1,4 +1,4 @@
-"""Opening and writing of files. Errors for unusable files are tested with each command."""
+"""Opening and writing of files. The tests of each command cover errors for unusable files."""
 
 import os
 
@@ -21,7 +21,7 @@ def test_open_regular_accepts_files_up_to_limit(tmp_path):
 
 @pytest.mark.parametrize("has_data", [True, False])
 def test_open_regular_rejects_file_of_unknown_size(monkeypatch, has_data):
-    """Files of /proc have the size 0, and reading them may block: /proc/kmsg, which only root can open."""
+    """Files in /proc have size 0, and reading them may block. An example is /proc/kmsg, which only root can open."""
     if not has_data:
         monkeypatch.setattr(os, "read", lambda *arguments: exec("raise BlockingIOError"))
     with pytest.raises(OSError, match="not a regular file"):

@@ -14,7 +14,7 @@ from utils.errors import RunError, UsageError
 
 @pytest.fixture(autouse=True)
 def own_log(monkeypatch):
-    """Give each test a logger that is open, on rank 0 and without a report, and restore the logger after the test."""
+    """Give each test an open logger of rank 0 without a report, and restore the previous logger after the test."""
     monkeypatch.setattr(logger, "_quiet", False)
     yield
     logger.close()
@@ -82,7 +82,7 @@ def test_existing_report_is_kept_until_begin(report, capsys):
     logger.log((0, 1), {"train.loss": 2.0})
     assert "loss 2" in capsys.readouterr().out
     logger.close()
-    logger.begin({"lr": 0.2})  # no report is written, because none has been set up
+    logger.begin({"lr": 0.2})  # writes no report, because none has been set up
     assert report.read_bytes() == before
 
 
@@ -102,8 +102,7 @@ def test_info_and_warnings_are_not_in_the_report(report, capsys):
 
 
 def test_each_line_is_one_write():
-    """A datagram socket preserves the boundaries of writes. The boundaries are important if several processes share a
-    log file."""
+    """A datagram socket preserves the boundaries between writes, which matter if several processes share a log file."""
     receiver, sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     program = "from utils import logger; logger.info('a'); logger.warn('b'); logger.log((0,), {'train.loss': 1.0})"
     with receiver, sender:
@@ -201,8 +200,8 @@ sys.stdin.read()
 
 
 def test_second_run_with_same_report_is_rejected(tmp_path):
-    """If the first run has begun its report, setup raises the error. If the first run has not begun its report, begin
-    raises the error. The path may also be a link."""
+    """The error is raised by setup if the first run has begun its report, otherwise by begin. The path may be a
+    link."""
     report, link = tmp_path / "report.json", tmp_path / "link.json"
     link.symlink_to(report)
     logger.setup(report)

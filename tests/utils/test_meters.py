@@ -140,8 +140,7 @@ def test_non_finite_values_are_counted_and_not_averaged():
 
 
 def test_confusion_omits_images_without_prediction():
-    """If logits are NaN, Paddle's top_k operator returns invalid class numbers. Invalid class numbers do not count as
-    predictions."""
+    """For NaN logits, Paddle's top_k operator returns invalid class numbers, which do not count as predictions."""
     meter = ConfusionMeter(10)
     meter.update(np.array([[3, -(2**32) + 7], [0, 2**32 + 9], [3, -1], [4, 10], [3, 4]]), 5)
     codes, counts = meter.counts()
@@ -201,7 +200,8 @@ def test_step_clock_measures_steps_without_pauses(monkeypatch):
 
 
 def test_precision_recall_and_f1_match_their_definitions():
-    """Class 1 is only predicted, class 4 does not occur; scikit-learn's averages include class 1, but not class 4."""
+    """Class 1 is predicted, but is not a label. Class 4 is neither. scikit-learn's averages include class 1, but not
+    class 4."""
     random = np.random.RandomState(0)
     labels, predictions = random.choice([0, 2, 3], 50), random.choice([0, 1, 2, 3], 50)
     pairs, counts = np.unique(np.stack([labels, predictions], axis=1), axis=0, return_counts=True)

@@ -84,7 +84,7 @@ def test_harmful_outputs_are_rejected(root, monkeypatch, files, folders, message
 
 
 def test_claim_does_not_close_pipe_of_reader(tmp_path):
-    """If `claim` opened and closed the write end, the reader would reach the end of the file."""
+    """If `claim` opened and closed the write end of the pipe, the reader would reach the end of the file."""
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     outputs.claim({"--csv": tmp_path / "pipe"})

@@ -1,4 +1,4 @@
-"""The live progress line, tested in a pseudo-terminal."""
+"""The progress line, tested in a pseudo-terminal."""
 
 import os
 import pty
@@ -20,7 +20,7 @@ def run_in_terminal(command, columns, **environment):
     """Run a command in a terminal and return (exit code, output including stderr)."""
     controller, terminal = pty.openpty()
     ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    # pytest-xdist sets COLUMNS in its workers. COLUMNS would override the width of the terminal.
+    # pytest-xdist sets COLUMNS in its workers, which would override the width of the terminal.
     environment = os.environ | {"TERM": "xterm", "PYTHONPATH": str(ROOT), "COLUMNS": ""} | environment
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=terminal, stderr=terminal)
     os.close(terminal)
@@ -62,7 +62,7 @@ def test_terminal_shows_phases_and_steps_and_report_is_unchanged(photos, tmp_pat
     assert re.fullmatch(r"loss [\d.]+  top1 [\d.]+  [\d,]+ images/s  lr [\d.e-]+", metrics), metrics
     assert re.fullmatch(r"  waiting for data \d+%", more), more
     assert "GPU memory" not in text
-    # The line of each epoch appears once, above the live line. Lines of steps appear only in the report.
+    # Each epoch has one line above the progress line. Step metrics appear only in the report.
     lines = re.split(r"[\r\n]+", text)
     assert len([line for line in lines if line.startswith("epoch 0 train  loss ") and "epoch_time" in line]) == 1
     assert not any(line.startswith("epoch 0 step ") for line in lines)
@@ -94,14 +94,14 @@ def test_closed_terminal_does_not_stop_the_run(tmp_path):
     assert (tmp_path / "done").exists()
 
 
-def test_error_is_printed_after_live_line(tmp_path):
+def test_error_is_printed_after_progress_line(tmp_path):
     program = "from utils import progress\nwith progress.shown():\n    raise ZeroDivisionError"
     code, received = run_in_terminal([sys.executable, "-c", program], 80)
     assert code == 1
     assert re.search(r"^ZeroDivisionError", plain(received), re.MULTILINE)
 
 
-def test_log_line_above_live_line_is_printed_unchanged(tmp_path):
+def test_log_line_above_progress_line_is_printed_unchanged(tmp_path):
     line = "[red] " + "a long command " * 20
     program = f"from utils import logger, progress\nwith progress.shown():\n    logger.info({line!r})"
     assert line in plain(run_in_terminal([sys.executable, "-c", program], 40)[1])
@@ -110,7 +110,7 @@ def test_log_line_above_live_line_is_printed_unchanged(tmp_path):
 @pytest.mark.parametrize(
     ("columns", "more"), [(80, ""), (96, "  step 123/5005"), (200, "  step 123/5005  run 5:20:00  a  b")]
 )
-def test_live_line_shows_what_fits(columns, more):
+def test_progress_line_omits_items_that_do_not_fit(columns, more):
     program = "from utils import progress\nwith progress.shown():\n    progress.phase('epoch 12 train')\n"
     program += "    metrics = ['loss 2.345', 'top1 0.457', '12,345 images/s', 'lr 2.1e-05']\n"
     program += "    progress.show(123, 5005, 754, 19200, metrics, ['a', 'b']); import time; time.sleep(0.6)"
@@ -119,7 +119,7 @@ def test_live_line_shows_what_fits(columns, more):
     assert line in [part.rstrip() for part in re.split(r"[\r\n]", received)]
 
 
-def test_live_line_is_truncated_to_one_row():
+def test_progress_line_is_truncated_to_one_row():
     program = "from utils import progress\nwith progress.shown():\n"
     program += "    progress.phase('p'); progress.show(1, 2, 3, 4, ['a figure'] * 20); import time; time.sleep(0.6)"
     received = plain(run_in_terminal([sys.executable, "-c", program], 40)[1])
@@ -128,7 +128,7 @@ def test_live_line_is_truncated_to_one_row():
 
 
 @pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"PADDLE_TRAINERS_NUM": "2"}], ids=str)
-def test_live_line_is_disabled_on_dumb_terminals_and_in_jobs(environment):
+def test_progress_line_is_disabled_on_dumb_terminals_and_in_jobs(environment):
     program = "from utils import logger, progress\nwith progress.shown():\n    logger.info(progress.is_shown())"
     assert run_in_terminal([sys.executable, "-c", program], 80, **environment) == (0, "False\r\n")
 

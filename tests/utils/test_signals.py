@@ -63,7 +63,7 @@ def test_handlers_are_restored_after_completed_run():
 
 
 def test_deferred_restores_sigterm_handler_of_c_code():
-    """Paddle installs a handler in C, which Python's signal module cannot see."""
+    """Paddle installs its handler in C, where Python's signal module does not find it."""
 
     def caught():
         with open("/proc/self/status") as f:
@@ -99,7 +99,7 @@ def test_sigterm_is_ignored_after_failure_only_in_launched_process(monkeypatch):
 
 
 def test_sigterm_after_last_line_does_not_change_exit_code(tmp_path):
-    """A launcher or a batch system may send SIGTERM while the process exits, because exiting takes Paddle some time."""
+    """A launcher or a batch system may send SIGTERM while the process exits, which takes some time with Paddle."""
     command = [sys.executable, "train.py", *TINY, "--model-arch-name", "ResNet18", "--data-format", "synthetic"]
     command += ["--dry-run", "--output-dir", tmp_path]
     with subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
