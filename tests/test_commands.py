@@ -83,7 +83,8 @@ WITHOUT_PADDLE = """
 import runpy
 import sys
 
-sys.modules |= dict.fromkeys(("paddle", "nvidia.dali")) # a module that is None raises ImportError try:
+sys.modules |= dict.fromkeys(("paddle", "nvidia.dali"))  # importing them raises ImportError
+try:
     runpy.run_module("paddle_resnet.report", run_name="__main__")
 except SystemExit as e:
     assert e.code == 0
