@@ -1,4 +1,4 @@
-"""The command line of train.py.
+"""Parse the command line of train.py.
 
 This module imports neither Paddle nor DALI, so that `--help` and flag errors appear immediately.
 """
@@ -13,8 +13,8 @@ def parse_args(argv=None):
     """Read the flags.
 
     Args:
-        argv: list of arguments, or None for the command line. Flags in argv override the flags in `--config FILE`, and
-            these override the defaults.
+        argv: list of arguments, or None for the command line. Flags in argv override the flags in `--config FILE`,
+            which override the defaults.
     Returns:
         Settings (paddle_resnet/settings/values.py), with one attribute per flag; run_scope is a RunScope. Flags that
         depend on the checkpoint, the data or the machine are resolved later (paddle_resnet/resolution.py).

@@ -1,11 +1,11 @@
-"""Train, evaluate or benchmark: `python train.py --help`; `paddle.distributed.launch` starts several processes."""
+"""Train, evaluate or benchmark a network; see `python train.py --help`. Paddle's launcher starts several processes."""
 
 import sys
 
 import yaml
 
 import config
-from paddle_resnet import report  # precedes Paddle, because it sets environment variables for Paddle
+from paddle_resnet import report  # before Paddle, because paddle_resnet sets variables for Paddle
 from paddle_resnet.data import listing
 from paddle_resnet.job.processes import check_environment, world_size
 from paddle_resnet.models import registered_name
@@ -38,7 +38,7 @@ def _run(args, argv):
     """Run the phases in order."""
     check_environment()
     args.resolve(args.origin("model_arch_name"), model_arch_name=registered_name(args.model_arch_name))
-    if args.data_format != "synthetic" and world_size() == 1:  # several processes check the folder after connecting
+    if args.data_format != "synthetic" and world_size() == 1:  # several processes check it after connecting
         listing.check_root(args.image_root)
     progress.phase("Paddle import")
     try:  # imports take seconds, so the flags are checked first
@@ -90,7 +90,7 @@ def _benchmark_training(args, argv, exe, checkpoint, training):
 
 
 def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
-    """Train up to each stop of durations.stops, evaluate and save there, and finally log the summary."""
+    """Train up to each stop in durations.stops, evaluate and save at the stop, and log a summary at the end."""
     from paddle_resnet import phases
     from paddle_resnet.checkpoints.saver import Saver
     from paddle_resnet.passes import all_reduces
@@ -99,7 +99,7 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
     training = phases.show_on_tensorboard(args, training, checkpoint)
     logger.begin(args.as_entry(), append=report.resumes(args, checkpoint))
     is_advised = False
-    resumed = checkpoint and checkpoint.trained  # if not None, only the evaluation at the first stop is pending
+    resumed = checkpoint and checkpoint.trained  # if not None, the first stop needs only its evaluation
     schedule = training.lr_scheduler
     for stop in durations.stops(args, schedule.timeline, schedule.done - (resumed is not None)):
         trained, resumed, evaluated = resumed, None, None
@@ -123,7 +123,7 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
 
 
 def _train(exe, training, stop, save=None):
-    """Train up to a stop, or for the steps of a benchmark, and return the result of program.run."""
+    """Train up to a stop, or run the benchmark steps, and return the result of program.run."""
     from paddle_resnet import program
 
     args, loader, compiled, fetchs = training.settings, training.loader, training.compiled, training.fetchs
@@ -136,7 +136,7 @@ def _train(exe, training, stop, save=None):
 
 
 def _evaluate(args, exe, evaluation, stop, is_best=lambda stop, result: True):
-    """Evaluate the current parameters, and return the result of program.run without its arrays."""
+    """Evaluate the current parameters, and return the metrics from program.run without the arrays."""
     from paddle_resnet import program
 
     evaluation.refresh()

@@ -17,19 +17,18 @@ from utils import logger
 from utils.errors import UsageError
 from utils.mode import Mode
 
-# --data-format synthetic simulates the size of ImageNet-1k.
+# Number of images that --data-format synthetic simulates: the size of ImageNet-1k.
 SYNTHETIC_SIZE = {Mode.TRAIN: 1281167, Mode.EVAL: 50000}
-# --interp: "linear" reads the four pixels around a point. "triangular", "cubic" and "lanczos3" widen their filters when
-# an image is shrunk, so that every pixel contributes (antialiasing).
+# Values of --interp. "linear" interpolates between the four nearest pixels. "triangular", "cubic" and "lanczos3" widen
+# their filters when an image is shrunk, so that every pixel contributes (antialiasing).
 INTERPOLATION = {
     "linear": {"interp_type": types.INTERP_LINEAR, "antialias": False},
     "triangular": {"interp_type": types.INTERP_LINEAR, "antialias": True},
     "cubic": {"interp_type": types.INTERP_CUBIC, "antialias": True},
     "lanczos3": {"interp_type": types.INTERP_LANCZOS3, "antialias": True},
 }
-# Eigenvectors (columns) and eigenvalues of ImageNet's RGB values, for pixel values from 0 to 255. The eigenvectors
-# define the lighting noise of Krizhevsky et al., "ImageNet Classification with Deep Convolutional Neural Networks",
-# NeurIPS 2012, section 4.1.
+# Eigenvectors (columns) and eigenvalues of ImageNet's RGB values (0 to 255), which define the lighting noise of
+# Krizhevsky et al., "ImageNet Classification with Deep Convolutional Neural Networks", NeurIPS 2012, section 4.1.
 PCA_VECTORS = np.array([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
 PCA_VALUES = np.array([55.46, 4.794, 1.148])
 # Size of the largest image in ImageNet's train/. nvJPEG preallocates buffers of this size, because each later
@@ -58,21 +57,22 @@ def build_dataloader(args, mode, state=None, trained=None):
         args: flags. If the device and the number of classes are unresolved, they are resolved in place.
         mode: Mode.TRAIN: images are shuffled and augmented, and the last partial batch is dropped. Mode.EVAL: every
             image of the data set once, in order; the last batch may be smaller.
-        state: the value that state() of this process's training loader returned; the loader resumes at the next batch.
-            If flags have changed, a warning lists them. If the state is from the end of an epoch, the order of the
-            images then continues, and the augmentation's random numbers restart. If the state is from within an epoch
-            or from a different data set, the loader restarts with the order of the first epoch.
-        trained: class name of each output of a trained network, to assign labels to class folders. If None, the data
-            set defines the labels.
+        state: return value of state() of this process's training loader; the new loader resumes at the next batch. If
+            flags have changed, a warning lists them. After such a change, a state from the end of an epoch continues
+            the image order but restarts the random numbers of the augmentation, and a state from within an epoch or
+            from a different data set restarts the loader with the image order of the first epoch.
+        trained: class names of a trained network in the order of its outputs, which determine the labels of class
+            folders. If None, the data set defines the labels.
     Returns:
         ShardIterator (a DALIGenericIterator), SyntheticIterator, or EmptyIterator for a process without validation
         images. `len()` is the number of steps per epoch; in training, all processes have the same number. Attributes:
-        `step`: number of steps done in the epoch; `data_set_size`: number of images in the split, over all processes;
-        `classes` and, for reports, `class_names`: names in label order; `digest`: readers.DataSet.digest, or None for
-        synthetic images; `class_images` (training only): number of images of each label, or None if it is unknown.
+        `step`: number of completed steps in the epoch; `data_set_size`: number of images in the split, over all
+        processes; `classes` and, for reports, `class_names`: names in label order; `digest`: readers.DataSet.digest, or
+        None for synthetic images; `class_images` (training only): number of images of each label, or None if it is
+        unknown.
     Raises:
         UsageError: the data set cannot be used with these flags.
-        DataError: an image of the first batches cannot be read or decoded.
+        DataError: an image in the first batches cannot be read or decoded.
         StateError: the state is damaged.
     """
     watchdog.phase(f"image listing ({mode.value})")
@@ -95,7 +95,7 @@ def build_dataloader(args, mode, state=None, trained=None):
             f"{args.image_root}; use {per_process} or less"
             if per_process
             else f"--image-root {args.image_root}: {data_set.size} training images are too few for {world_size} "
-            f"processes; start at most {data_set.size}"
+            f"processes; start at most {data_set.size} processes"
         )
     if mode is Mode.TRAIN and args.cpu_decoder_load and _decoded_by_cpu(args) == 0:
         raise UsageError(
@@ -112,7 +112,7 @@ def build_dataloader(args, mode, state=None, trained=None):
         sampler = readers.BalancedSampler(*data, rank, args.batch_size, steps, done, step)
         data_set = readers.balanced(data_set, sampler)
     if continues_order_alone and not data_set.has_reader:
-        checkpoint = None  # the sampler alone continues the order
+        checkpoint = None  # the sampler determines the image order, so the state of DALI's reader is not needed
     elif continues_order_alone:
         fresh = create_dali_pipeline(args, data_set, mode, rank, world_size)
         fresh.build()
@@ -126,11 +126,11 @@ def build_dataloader(args, mode, state=None, trained=None):
         if args.benchmark:
             raise UsageError(
                 f"--image-root {args.image_root}: {data_set.size} validation images are too few for a benchmark with "
-                f"{world_size} processes; start at most {data_set.size}"
+                f"{world_size} processes; start at most {data_set.size} processes"
             )
         if images == 0:
             return EmptyIterator(data_set)
-        # DALI does not support empty shards, so each process with an image reads one of `data_set.size` shards.
+        # DALI does not support empty shards, so each process that has an image reads a shard of one image.
         rank, world_size = rank * data_set.size // world_size, data_set.size
     pipeline = create_dali_pipeline(args, data_set, mode, rank, world_size, checkpoint)
     make = functools.partial(ShardIterator, pipeline, images, data_set, args.image_root, conditions, step, done)
@@ -138,7 +138,7 @@ def build_dataloader(args, mode, state=None, trained=None):
 
 
 def _check_labels(args, mode, data_format, labels):
-    """Raise UsageError if a training flag requires the labels of all images, and the labels are None."""
+    """Raise UsageError if a training flag requires the labels of all images, but the labels are unknown (None)."""
     flags = {
         "--class-weights balanced": args.class_weights == "balanced",
         "--balanced-sampling": args.balanced_sampling,
@@ -146,8 +146,8 @@ def _check_labels(args, mode, data_format, labels):
     for argument in (argument for argument, is_set in flags.items() if is_set):
         if mode is Mode.TRAIN and labels is None:
             raise UsageError(
-                f"{argument}: requires class folders or file lists, and the training images are {data_format} data; "
-                f"remove {argument.split()[0]}, or use such a data set"
+                f"{argument}: requires class folders or file lists, but the data format is {data_format}; remove "
+                f"{argument.split()[0]}, or use a data set of class folders or file lists"
             )
 
 
@@ -172,8 +172,8 @@ def _conditions(args, data_format, size, digest=None):
 
 
 def _restored(pipeline, make):
-    """Return the iterator of a pipeline that resumes from a DALI checkpoint. The pipeline is built separately, because
-    an error in the build indicates a damaged checkpoint instead of a damaged image.
+    """Return the iterator of a pipeline that resumes from a DALI checkpoint. The pipeline is built before the iterator,
+    because an error during the build indicates a damaged checkpoint, not a damaged image.
 
     Raises:
         StateError: the checkpoint is damaged.
@@ -218,9 +218,9 @@ def _usable(args, state, conditions, steps):
     if changes and state["step"] == 0 and not set(changes) & {*ORDER_CONDITIONS, LIST}:
         text = (
             f"{', '.join(changes.values())}: the order of the images continues, and the random numbers of the "
-            "augmentation start again"
+            "augmentation restart"
         )
-        (logger.info if args.sizes else logger.warn)(text)  # not a warning at a new stage of --sizes
+        (logger.info if args.sizes else logger.warn)(text)  # with --sizes, the change is intended
         return state, True
     if changes:
         logger.warn(
@@ -259,9 +259,9 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=
     Args:
         args: flags.
         data_set: readers.DataSet.
-        mode: Mode.TRAIN: random resized crop, color jitter, rotation, horizontal flip, PCA lighting noise. Mode.EVAL:
-            resize of the shorter side to --resize-short, center crop.
-        shard_id: number of the shard, counted from 0.
+        mode: determines the augmentation. Mode.TRAIN: random resized crop, color jitter, rotation, horizontal flip, PCA
+            lighting noise. Mode.EVAL: resize of the shorter side to --resize-short, center crop.
+        shard_id: index of the shard, from 0.
         num_shards: number of shards.
         checkpoint: DALI checkpoint (bytes) from which a training pipeline resumes, or None.
     Returns:
@@ -275,9 +275,9 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=
         # Each shard has its own seed, so that random crops differ between shards.
         seed=args.dali_random_seed + shard_id,
         prefetch_queue_depth=args.dali_prefetch,
-        # With the dynamic executor, DALI's default, the Paddle plugin releases batches while Paddle is still copying
-        # them. With the older executor, DALI copies the batches, and its stream waits for each copy before it reuses
-        # the buffer. Both executors are equally fast (benchmarks/log/loss_head_h200_2026-11-22.md).
+        # With the dynamic executor (DALI's default), the Paddle plugin releases a batch while Paddle is still copying
+        # it. With the older executor, DALI itself copies the batch, and DALI's stream waits for the copy before the
+        # buffer is reused. Both executors are equally fast (benchmarks/log/loss_head_h200_2026-11-22.md).
         exec_dynamic=False,
         enable_checkpointing=mode is Mode.TRAIN,
         checkpoint=checkpoint,
@@ -303,7 +303,7 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
     header = fn.peek_image_shape(encoded)
     encoded = fn.reshape(encoded, shape=encoded.shape() + 0 * header[0])
     resize = INTERPOLATION[args.interp]
-    # The operator computes (pixel - mean) / std, so mean and std are divided by the scale.
+    # crop_mirror_normalize computes (pixel - mean) / std, so mean and std are divided by the scale.
     mean = [m / args.normalize_scale for m in args.normalize_mean]
     std = [s / args.normalize_scale for s in args.normalize_std]
     if mode is Mode.TRAIN:
@@ -360,8 +360,8 @@ def _random_resized_crop(args, encoded, decoder, resize, seed):
         return resize(decode(encoded, **decoder))
     if on_cpu == args.batch_size:
         return resize(decode(encoded, device="cpu")).gpu()
-    # DALI evaluates the condition for each image. The number of images on the CPU is constant, so that neither branch
-    # is ever empty; DALI cannot checkpoint an operator whose batch was empty.
+    # DALI evaluates the condition for each image. The number of images that the CPU decodes is constant, so that
+    # neither branch is ever empty; DALI cannot checkpoint an operator whose batch was empty.
     if fn.batch_permutation(seed=seed) < on_cpu:
         images = resize(decode(encoded, device="cpu")).gpu()
     else:
@@ -370,7 +370,7 @@ def _random_resized_crop(args, encoded, decoder, resize, seed):
 
 
 def _jitter(images, strength, seeds):
-    """Scale saturation, contrast (about the level 128) and brightness, in this order, each by a random factor from
+    """Scale saturation, contrast (around the level 128) and brightness, in this order, each by a random factor from
     [max(0, 1 - strength), 1 + strength]. Values are rounded only once, at the end.
     """
     factors = (fn.random.uniform(range=[max(0, 1 - strength), 1 + strength], seed=seed) for seed in seeds)
@@ -379,8 +379,8 @@ def _jitter(images, strength, seeds):
 
 
 def _rotate(images, degrees, seed):
-    """Rotate images about the center by a random angle from [-degrees, degrees]. The size is unchanged, and the corners
-    are filled with black."""
+    """Rotate images about the center by a random angle from [-degrees, degrees]. The image size is unchanged, and
+    uncovered corners are black."""
     angle = fn.random.uniform(range=[-degrees, degrees], seed=seed)
     return fn.rotate(images, angle=angle, keep_size=True, fill_value=0, interp_type=types.INTERP_LINEAR)
 

@@ -25,9 +25,9 @@ from utils.affinity import bind_to_gpu
 from utils.errors import UsageError
 from utils.mode import Mode
 
-# Work is the training or the evaluation of a run: a loader and the program that it feeds, with their settings. Only
-# training has an lr_scheduler, an optimizer, and `later`, the list of later stages [(first epoch, Work without a
-# loader)]. Only evaluation has the function `refresh`, which recomputes values derived from the weights
+# A Work contains what a run needs for training or for evaluation: a loader, the program that it feeds, and their
+# settings. Only training has an lr_scheduler, an optimizer, and `later`, the list of later stages [(first epoch, Work
+# without a loader)]. Only evaluation has the function `refresh`, which recomputes values derived from the weights
 # (passes/averages.py, passes/folding.py). Call refresh() before each evaluation.
 Work = namedtuple(
     "Work", "settings loader program fetchs lr_scheduler optimizer compiled refresh later", defaults=[None] * 4 + [()]
@@ -94,12 +94,12 @@ def _claim(args, checkpoint, folder):
         protected=[("the data set's", path) for path in listing.occupied(args.image_root)],
         run_folder=folder,
     )
-    logger.setup(args.report_file)  # lock the report before check_replaced may suggest replacing it
+    logger.setup(args.report_file)  # lock the report before check_replaced examines it
     report.check_replaced(args, checkpoint, folder)
 
 
 def open_data(args, checkpoint):
-    """Return (training loader, evaluation loader). If the run does not need a loader, it is None.
+    """Return (training loader, evaluation loader). A loader that the run does not need is None.
 
     Args:
         args: Settings.
@@ -114,7 +114,7 @@ def open_data(args, checkpoint):
         state = checkpoint and checkpoint.loader_state
         train_loader = dali.build_dataloader(stage, Mode.TRAIN, state) if trains else None
     except dali.StateError as e:
-        raise UsageError(f"{checkpoint.folder}: {e}; move it away, or choose a different checkpoint") from e
+        raise UsageError(f"{checkpoint.folder}: {e}; move this checkpoint away, or choose a different one") from e
     folder, meta = restore.origin(args, checkpoint)
     trained = None if trains else restore.recorded_classes(meta)  # in training, the data set defines the classes
     eval_loader = dali.build_dataloader(args, Mode.EVAL, trained=trained) if evaluates else None
@@ -162,7 +162,7 @@ def _training(args, loader, startup_prog, lr_scheduler, class_images):
 
 
 def show_on_tensorboard(args, training, checkpoint):
-    """Return the training Work. If --tensorboard-dir is set, the loader of the Work also writes TensorBoard events."""
+    """Return the training Work. If --tensorboard-dir is set, its loader also writes TensorBoard events."""
     if args.tensorboard_dir is None:
         return training
     from paddle_resnet.results import tensorboard
@@ -172,19 +172,19 @@ def show_on_tensorboard(args, training, checkpoint):
 
 
 def enter_stage(training, epoch, saver):
-    """Return the training Work for an epoch. If the epoch starts a new stage (set by --sizes or --unfreeze-at) whose
-    batches have a different shape, build a new loader that continues the image order of the previous loader."""
+    """Return the training Work for an epoch. If the epoch starts a new stage (--sizes, --unfreeze-at) with a different
+    batch shape, build a new loader that continues the image order of the previous loader."""
     if not training.later or epoch < training.later[0][0]:
         return training
     (_, work), *later = training.later
     before, now = training.settings, work.settings
     if before.freeze and not now.freeze:
-        logger.info(f"epoch {epoch}: all layers train (--unfreeze-at)")
+        logger.info(f"epoch {epoch}: training all layers from now on (--unfreeze-at)")
     loader = training.loader
     if (before.image_shape, before.batch_size) != (now.image_shape, now.batch_size):
         factor = work.lr_scheduler.timeline.lr_factor(work.lr_scheduler.done)
         logger.info(
-            f"epoch {epoch}: trains on images of {text(now.image_shape)}, {now.batch_size} per batch and process, "
+            f"epoch {epoch}: training with --image-shape {text(now.image_shape)}, --batch-size {now.batch_size}, "
             f"learning rate x {factor:g} (--sizes)"
         )
         loader = dali.build_dataloader(now, Mode.TRAIN, training.loader.state())
@@ -226,7 +226,7 @@ def set_weights(args, checkpoint, training, evaluation):
 
 
 def compile_programs(args, exe, training, evaluation):
-    """Return (training, evaluation) with their compiled programs."""
+    """Compile the programs, and return (training, evaluation) with the compiled programs."""
     progress.phase("program compilation")
     if training:
         training = training._replace(compiled=program.compile_prog(training.settings, training.program))
@@ -258,8 +258,8 @@ def check_and_describe(args, exe, training, evaluation):
 
 
 def describe(settings):
-    """Return the settings as YAML with the origin of each value. The text contains all settings if --show-config is
-    explicit, and otherwise the settings that differ from the defaults or were chosen."""
+    """Return the settings as YAML with the origin of each value. If --show-config is explicit, include all settings;
+    otherwise, include only the settings that differ from the defaults or that the program has chosen."""
     values = settings.as_dict()
     if not settings.is_explicit("show_config"):
         differing = parsing.changed(values)

@@ -39,16 +39,16 @@ from utils.meters import (
 from utils.mode import Mode
 from utils.signals import Preempted
 
-# Attributes of BuildStrategy that enable fused operators for training on a GPU. Some Paddle versions lack some of these
-# attributes.
+# Attributes of BuildStrategy that enable fused operators for training on a GPU. Not every Paddle version has all of
+# these attributes.
 FUSED_OPERATORS = ("fuse_bn_act_ops", "fuse_bn_add_act_ops", "fuse_elewise_add_act_ops", "enable_addto")
 
 
 def start(args, mode=Mode.TRAIN):
     """Resolve and freeze the settings and start Fleet, unless Fleet is already running.
 
-    build and dist_optimizer call start(), so your own program does not need to call it. train.py calls the functions
-    inside start() itself, with other phases in between.
+    build and dist_optimizer call start(), so a custom program does not need to. train.py calls the individual functions
+    directly, because other phases run between them.
 
     Raises:
         UsageError: compat.check_version or resolution.resolve fails.
@@ -84,10 +84,10 @@ def create_fetchs(out, feeds, class_num, label_smoothing=0, mode=Mode.TRAIN):
         feeds: result of create_feeds. An optional entry "weights" (float32 [N, class_num], each row sums to 1) replaces
             the labels in the loss.
         class_num: number of classes.
-        label_smoothing: fraction of each label to spread evenly over all classes, in training only (Szegedy et al.,
-            arXiv:1512.00567, section 7).
+        label_smoothing: fraction of the target probability to spread evenly over all classes, in training only (Szegedy
+            et al., arXiv:1512.00567, section 7).
         mode: in Mode.TRAIN, the loss is the mean over the batch. In Mode.EVAL, the loss has one value per image [N, 1],
-            so that the host can sum the losses of the data set in float64.
+            so that the host can sum all losses in float64.
     Returns:
         {"loss", "top1", "top5": (variable, AverageMeter)}; if there are only C < 5 classes, top5 is the top-C accuracy.
         Mode.EVAL adds "confusion": (label and predicted class of each image [N, 2] int64, ConfusionMeter).
@@ -103,11 +103,11 @@ def create_fetchs(out, feeds, class_num, label_smoothing=0, mode=Mode.TRAIN):
 
 
 def create_strategy(args, is_train=True):
-    """Return the compilation options of a program.
+    """Return the compilation options for a program.
 
     Args:
         args: Settings.
-        is_train: whether to enable the fused operators of a training step.
+        is_train: whether to enable the fused operators for training.
     Returns:
         (BuildStrategy, None). The second element is None, because Paddle 2.5 and newer do not accept an
         ExecutionStrategy.
@@ -119,8 +119,8 @@ def create_strategy(args, is_train=True):
     if args.fuse_resunit:
         compat.fuse_residual_units(strategy)
     if args.device == "gpu" and is_train:
-        # The operator that fuses addition and activation has no bfloat16 kernel. The passes that fuse BN need no such
-        # exception, because they skip bfloat16.
+        # The operator that fuses addition and activation has no bfloat16 kernel. The BN fusion passes need no such
+        # exception, because they skip bfloat16 operators.
         is_bfloat16 = args.amp and args.amp_dtype == "bfloat16"
         for name in FUSED_OPERATORS:
             if hasattr(strategy, name) and not (is_bfloat16 and name == "fuse_elewise_add_act_ops"):
@@ -131,8 +131,8 @@ def create_strategy(args, is_train=True):
 def dist_optimizer(args, optimizer):
     """Wrap an optimizer for mixed precision, data parallelism and sparsity.
 
-    The wrappers work together only in this order: AMP, Fleet, ASP. If the strategy flags of Fleet enable AMP and ASP
-    instead, gradients are not reduced or the program remains in float32.
+    The wrappers work together only in this order: AMP, Fleet, ASP. If AMP and ASP are enabled through Fleet's strategy
+    flags instead, gradients are not reduced or the program remains in float32.
     """
     start(args)
     if args.amp:
@@ -144,15 +144,15 @@ def dist_optimizer(args, optimizer):
 
 
 def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_scheduler=None, class_images=None):
-    """Build the training or evaluation program. Parameters have the same names in both programs, so the programs share
-    the values in a scope.
+    """Build the training or evaluation program. Parameters have the same names in both programs, so both programs use
+    the same values in a scope.
 
     Args:
         args: Settings. If the settings are not frozen, build resolves the flags that depend on the machine or the data
             (such as the number of classes in --image-root) and freezes the settings.
         main_prog: empty static.Program to fill.
-        startup_prog: static.Program to fill with the initialization. Do not run this program if an evaluation program
-            shares the parameters of a training program.
+        startup_prog: static.Program to fill with the initialization operators. If an evaluation program shares the
+            parameters of a training program, do not run its startup program.
         step_each_epoch: training batches per epoch, for the learning rate.
         is_train: whether to build the training program, with backward pass and optimizer, or the evaluation program.
         lr_scheduler: result of schedules.build_lr_scheduler, to share a schedule between training programs; if None,
@@ -178,7 +178,7 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_sche
         frozen = parts.freeze(model, args.freeze) if is_train and args.freeze else []
         images, targets = feeds["data"], feeds
         if args.dali_output_fp16 and not (args.amp and args.amp_dtype == "float16"):
-            images = images.astype("float32")  # Paddle's layers reject bfloat16 input, so AMP casts later
+            images = images.astype("float32")  # Paddle's layers reject bfloat16, so AMP casts the images later
         if is_train:
             images, weights = _mix(args, images, feeds["label"], lr_scheduler)
             targets = _weigh_images(args, feeds | weights, class_images)
@@ -216,8 +216,8 @@ def _minimize(args, main_prog, startup_prog, model, loss, lr_scheduler, frozen):
         sparsity.exclude_classifier(main_prog, model)
     with contextlib.redirect_stdout(io.StringIO()):  # Fleet prints the names of its optimizers
         optimizer.minimize(loss, startup_prog)
-    # Create the optimizer state of frozen parameters too, so that the content of checkpoints does not depend on
-    # --freeze.
+    # Also create the optimizer state of frozen parameters, so that --freeze does not change which variables a
+    # checkpoint contains.
     own_optimizer._create_accumulators(main_prog.global_block(), frozen)
     if args.lr_decay_by_layer != 1 or args.classifier_lr_factor != 1:
         factors = parts.rate_factors(model, args.lr_decay_by_layer, args.classifier_lr_factor)
@@ -246,10 +246,10 @@ def _mix(args, images, label, lr_scheduler):
     if not alphas:
         return images, {}
     if args.batch_size < 2:
-        raise UsageError(f"--{next(iter(alphas))}: requires two images per batch; use --batch-size 2 or more")
+        raise UsageError(f"--{next(iter(alphas))}: requires at least two images per batch; use --batch-size 2 or more")
     _, height, width = args.image_shape
 
-    @functools.lru_cache(1)  # the three values must be from the same draw
+    @functools.lru_cache(1)  # rows, columns and fraction must be from the same draw
     def draw(step):
         generator = random_numbers.generator(args.seed, step, "mix", processes.rank())
         return mixing.draw(generator, alphas, height, width)
@@ -265,11 +265,11 @@ def _mix(args, images, label, lr_scheduler):
 
 
 def _weigh_images(args, targets, class_images):
-    """Return the targets of loss_head.add, with the image weights of --class-weights balanced if it is set."""
+    """Return the targets for loss_head.add. With --class-weights balanced, the targets include image weights."""
     if args.class_weights == "none":
         return targets
     if class_images is None:
-        raise UsageError("--class-weights balanced: requires class_images; pass those of the training loader to build")
+        raise UsageError("--class-weights balanced: requires class_images; pass the loader's class_images to build")
     images = np.zeros(args.num_of_class, np.int64)
     images[: len(class_images)] = class_images
     weights = loss_head.balanced_weights(images)
@@ -278,7 +278,7 @@ def _weigh_images(args, targets, class_images):
 
 
 def _drop_out(args, model, lr_scheduler):
-    """Add --dropout before the last layer of a network."""
+    """Insert dropout (--dropout) before the last layer of a network."""
     if not args.dropout:
         return
 
@@ -287,7 +287,7 @@ def _drop_out(args, model, lr_scheduler):
 
 
 def _drop_paths(args, model, lr_scheduler):
-    """Add --drop-path to the residual blocks of a network. The rate rises linearly with the depth of the block."""
+    """Set the rates (--drop-path) and seeds of a network's DropPath layers. The rate increases linearly with depth."""
     if not args.drop_path:
         return
     paths = [layer for layer in model.sublayers() if isinstance(layer, layers.DropPath)]
@@ -301,7 +301,7 @@ def _drop_paths(args, model, lr_scheduler):
 
 
 def _declare_seed(args, layer, lr_scheduler):
-    """Return an int32 variable [1] that contains the dropout seed of a layer in the current step."""
+    """Return an int32 variable [1] that contains the dropout seed of a layer for the current step."""
 
     def draw():
         generator = random_numbers.generator(args.seed, lr_scheduler.batches, layer, processes.rank())
@@ -315,9 +315,9 @@ def compile_prog(args, program, loss_name=None, is_train=True):
 
     Args:
         args: Settings.
-        program: the main_prog of build, which is not modified.
+        program: the main_prog that build has filled; not modified.
         loss_name: ignored; Paddle 2.5 and newer do not need it.
-        is_train: whether the program trains.
+        is_train: whether this is the training program.
     Returns:
         static.CompiledProgram with additional attributes:
         captured: cuda_graph.CapturedStep, or None if the step cannot be captured.
@@ -342,8 +342,8 @@ def _compile(args, program, is_train):
     program, host_scalars = program.clone(), scalars.of(program)
     program.host_scalars = host_scalars
     if args.device == "cpu" and args.data_layout == "NCHW":
-        # Convolutions of oneDNN are twice as fast as Paddle's, but in NHWC, their filter gradients are wrong. Only
-        # convolutions use oneDNN, because other operators of oneDNN fail, such as the gradient of `mean` for the scalar
+        # oneDNN convolutions are twice as fast as Paddle's, but their filter gradients are wrong in NHWC. Only
+        # convolutions use oneDNN, because other oneDNN operators fail, such as the gradient of `mean` for the scalar
         # loss.
         for op in program.global_block().ops:
             if op.type in ("conv2d", "conv2d_grad"):
@@ -373,9 +373,9 @@ def _compile(args, program, is_train):
 
 
 def _is_broadcast_addition(program, op):
-    """Return whether Paddle's operator that fuses addition and activation would compute a wrong result. If a summand is
-    broadcast over the batch, such as a convolution bias [1, C, 1, 1], this operator processes only one image and leaves
-    the results of the other images uninitialized."""
+    """Return whether Paddle's fused addition and activation would compute wrong results for an operator. If one operand
+    is broadcast over the batch, such as a convolution bias [1, C, 1, 1], the fused operator processes only one image
+    and leaves the results of all other images uninitialized."""
     if op.type != "elementwise_add":
         return False
     x, y = (program.global_block().var(op.input(name)[0]) for name in "XY")
@@ -386,14 +386,14 @@ def _is_broadcast_addition(program, op):
 def _warn_of_depthwise(kernels, paddle_layers):
     if not paddle_layers:
         return
-    effect = "Paddle's kernels in NHWC are very slow on a GPU and cannot be captured as a CUDA graph"
+    effect = "Paddle's NHWC kernels are very slow on a GPU and cannot be captured as a CUDA graph"
     if kernels == "paddle":
         logger.warn(f"--kernels paddle: the network has depthwise convolutions; {effect}; use --kernels native")
         return
     limits = "3x3 or 5x5, stride 1 or 2, no dilation, a multiple of 4 channels"
     logger.warn(
-        f"depthwise convolution ({'; '.join(paddle_layers)}): no custom kernel (these support {limits}), and {effect}; "
-        "change the layer, or use --data-layout NCHW"
+        f"depthwise convolution ({'; '.join(paddle_layers)}): not supported by the custom kernels (supported: "
+        f"{limits}), and {effect}; change the layer, or use --data-layout NCHW"
     )
 
 
@@ -404,7 +404,7 @@ def fused_operators(args, compiled):
         args: Settings.
         compiled: result of compile_prog; the Executor reuses the compilation.
     Returns:
-        {operator: count} of Paddle's fused operators (fused_...) and custom operators (native_...).
+        {operator: count} for Paddle's fused operators (fused_...) and custom operators (native_...).
     """
     compiled._compile(static.global_scope(), processes.place(args.device))
     types = Counter(node.name() for node in compiled._graph.nodes() if node.is_op())
@@ -412,11 +412,12 @@ def fused_operators(args, compiled):
 
 
 def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_scheduler=None):
-    """Run one epoch, the rest of an epoch if the run resumed inside it, or the steps of a benchmark.
+    """Run one epoch, the rest of an epoch after a resume, or a benchmark.
 
-    The host dispatches step n and then reads the metrics of step n-1; otherwise it never waits. In benchmark mode, the
-    loader restarts as often as needed; the restart and the wait for the next batch count as data_time. The first
-    --benchmark-warmup-steps steps are not measured. The device is idle when the measurement begins and when it ends.
+    The host dispatches step n and then waits for the metrics of step n-1. It does not wait for the device anywhere
+    else. In benchmark mode, the loader restarts as often as needed; the restart and the wait for the next batch count
+    as data_time. The first --benchmark-warmup-steps steps are not measured. The device is idle when the measurement
+    begins and when it ends.
 
     Args:
         args: Settings.
@@ -439,8 +440,8 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         data_time (wait for the loader), compute_time, batch_time: mean seconds per step.
         loss_scale: current loss scale, only with dynamic loss scaling.
         With --benchmark, all metrics cover only the measured steps, and there are two additional metrics:
-        latency_{mean,p50,p90,p95,p99}_ms: time between the dispatches of consecutive steps. From dispatch to result, a
-        batch takes longer on a GPU, because the host is one step ahead.
+        latency_{mean,p50,p90,p95,p99}_ms: time between the dispatches of consecutive steps. On a GPU, the time from the
+        dispatch of a batch to its result is longer, because the host is one step ahead.
         first_step_s: seconds from the start of the program until the host has the metrics of the first step.
         With Mode.EVAL: confusion (int64 [k, 3], one row per pair that occurred, sorted, with the columns label,
         predicted class, number of images) and class_top1 (float64 [C], NaN for a class without images).
@@ -457,8 +458,8 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
 
 
 def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save, end_step=None):
-    """Do the same as run, but call `save(epoch, step)` every --save-interval-steps, and stop before `end_step`. The
-    next call continues the epoch, and its metrics include the earlier steps of the epoch."""
+    """Do the same as run, but also call `save(epoch, step)` at the interval --save-interval-steps, and stop before step
+    `end_step`. The next call continues the epoch, and its metrics include the earlier steps of the epoch."""
     this = _Pass(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, end_step)
     with contextlib.closing(this):
         for step in range(this.first_step, this.end_step):
@@ -548,7 +549,7 @@ class _Pass:
         return interval > 0 and step > self.first_step and step % interval == 0
 
     def save(self, step, save):
-        """Save a checkpoint between two steps, and exclude the time of saving from the clock."""
+        """Save a checkpoint between two steps, and exclude the time for saving from the step times."""
         self._drain()
         self._clock.close_step()
         save(self._epoch, step)
@@ -556,11 +557,11 @@ class _Pass:
         self._clock.resume()
 
     def prepare(self, step):
-        """Start the trace or the measurement if it begins with this step."""
+        """Start the trace or the measurement if it begins with the step `step`."""
         if self._trace is not None:
             self._trace.before(step, self._drain, self._clock)
-        # Discard the metric sums of the previous epoch or of the warm-up. A run that resumes inside an epoch starts
-        # after this step, so its meters keep the sums from the checkpoint.
+        # Discard the metric sums of the previous epoch or of the warm-up. A run that resumes inside an epoch begins at
+        # a later step, so its meters keep the sums from the checkpoint.
         if step == self._measured_from:
             self._drain()
             for meter in self._meters.values():
@@ -634,7 +635,7 @@ class _Pass:
         watchdog.phase(f"epoch {self._epoch} {self._mode.value}")
 
     def _read(self):
-        """Wait for the metrics of the last dispatched step, if they have not been read, and log them every
+        """Wait for the metrics of the last dispatched step, unless they have already been read. Log step metrics every
         --print-interval steps."""
         if self._in_flight is None:
             return
@@ -652,7 +653,7 @@ class _Pass:
             self._show_progress(step + 1, images, lr)
 
     def _show_progress(self, step, images, lr):
-        """Display the mean metrics of this pass and the speed of its last steps."""
+        """Display the mean metrics of this pass and the current speed."""
         data_time, batch_time = self._clock.recent()
         if batch_time == 0:
             return
@@ -681,7 +682,7 @@ class _Pass:
 
 
 def log_info(step, metrics, mode):
-    """Log the metrics of a phase.
+    """Log the metrics of a step, an epoch or a run.
 
     Args:
         step: (epoch, step), (epoch,) or ().
@@ -754,14 +755,14 @@ def _confusion_over_all_processes(meter):
     codes, places = np.unique(all_ranks[:, :longest], return_inverse=True)
     counts = np.zeros(len(codes), np.int64)
     np.add.at(counts, places.reshape(-1), all_ranks[:, longest:].reshape(-1))
-    confusion = np.column_stack([*divmod(codes, meter.class_num), counts])[counts > 0]  # drops the padding
+    confusion = np.column_stack([*divmod(codes, meter.class_num), counts])[counts > 0]  # removes the padding
     metrics = class_metrics(confusion, meter.class_num)
     return {"confusion": confusion, "class_top1": np.where(metrics["images"] > 0, metrics["recall"], np.nan)}
 
 
 def _predictions_on_rank_0(labels, rows):
-    """On rank 0, return the predictions of all processes, in the order of the data set, because shards are assigned in
-    rank order."""
+    """On rank 0, return the predictions of all processes. They are in the order of the data set, because shards are
+    assigned in rank order."""
     own = np.column_stack([labels, rows])
     all_ranks = exchange.gather(own.tobytes())
     if all_ranks is None:

@@ -197,7 +197,7 @@ def test_frozen_phase_keeps_pretrained_weights(run_train, checkpoint, tmp_path, 
     assert run_train(*flags)[0] == 0
     output = capsys.readouterr()
     assert "--freeze all-but-classifier: 27 of 29 parameters are frozen" in output.out
-    assert "epoch 1: all layers train (--unfreeze-at)" in output.out
+    assert "epoch 1: training all layers from now on (--unfreeze-at)" in output.out
     assert "random initial weights" not in output.err
     start, *epochs = [
         pickle.loads((folder / "tiny.pdparams").read_bytes())

@@ -375,7 +375,7 @@ def test_damaged_loader_state_is_reported(run_train, stop_before, tmp_path, caps
         assert run_train("--resume")[0] == 2, damage
         message = [
             f"{folder}: the state of the loader is damaged (",
-            "); move it away, or choose a different checkpoint",
+            "); move this checkpoint away, or choose a different one",
         ]
         if "step" in DAMAGED_STATES.get(damage, ()):
             message = ["contains only damaged checkpoints"]

@@ -176,7 +176,7 @@ def test_random_numbers_depend_on_seed_step_layer_and_rank():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--mixup", "0.2", "--batch-size", "1"], "--mixup: requires two images per batch"),
+        (["--mixup", "0.2", "--batch-size", "1"], "--mixup: requires at least two images per batch"),
         (["--mixup", "1.7e308"], "--mixup: 1.7e308"),
         (["--drop-path", "1"], "--drop-path: 1: expected a number from 0 to below 1"),
         (["--dropout", "1"], "--dropout: 1: expected a number from 0 to below 1"),
