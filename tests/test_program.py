@@ -124,7 +124,11 @@ def test_feeds_have_default_dtype():
 @pytest.mark.parametrize(
     ("kernels", "start", "remedy"),
     [
-        ("native", "depthwise convolution (7x7, stride 2, 12 channels): not supported by the custom kernels", "use --data-layout NCHW"),
+        (
+            "native",
+            "depthwise convolution (7x7, stride 2, 12 channels): not supported by the custom kernels",
+            "use --data-layout NCHW",
+        ),
         ("paddle", "--kernels paddle: the network has depthwise convolutions", "use --kernels native"),
     ],
 )
