@@ -1,8 +1,8 @@
 """--budget-minutes: choose the number of epochs so that the run ends after a given time.
 
-Before step 1, the run measures training steps, an evaluation and a checkpoint. The measurement does not affect the
-results: it has its own loader, and all variables are restored. The run is therefore identical to a run with the chosen
-number as --epochs.
+Before step 1, the run measures how long training steps, an evaluation and writing a checkpoint take. The measurement
+does not affect the results, because it uses a separate loader and all variables are restored afterwards. The results
+are therefore identical to those of a run with the chosen number of --epochs.
 """
 
 import math
@@ -21,12 +21,12 @@ from utils.mode import Mode
 
 CHOSEN = ("epochs", "warmup_epochs")  # flags that choose() may set
 MEASURED = 0.02  # fraction of the budget for each measurement
-MOST_STEPS = 200  # steps to measure if they are short
+MOST_STEPS = 200  # maximum number of steps to measure
 TOLERANCE = 0.1  # maximum difference from the budget without a warning, as a fraction of the budget
 
 
 class Times(NamedTuple):
-    """Durations in seconds: of a training batch, an evaluation and a checkpoint."""
+    """Durations in seconds of a training batch, an evaluation and writing a checkpoint."""
 
     batch_s: float
     evaluation_s: float
@@ -40,7 +40,8 @@ def pending(args, checkpoint):
         args: Settings with the values inherited from the checkpoint.
         checkpoint: restore.StartCheckpoint or None.
     Raises:
-        UsageError: the run continues a run with a different --budget-minutes, or a checkpoint without meta.json.
+        UsageError: the run resumes a run with a different --budget-minutes, or continues a checkpoint without
+            meta.json.
     """
     if args.budget_minutes is None or args.benchmark or not args.run_scope.trains:
         return ()
@@ -55,8 +56,8 @@ def pending(args, checkpoint):
 
 
 def choose(args, exe, training, evaluation):
-    """Choose --epochs and, unless it is explicit, --warmup-epochs, adapt the learning-rate schedule, and freeze the
-    settings. Rank 0 chooses for all processes.
+    """Choose --epochs and, unless it is explicit, --warmup-epochs. Then adapt the learning-rate schedule, and freeze
+    the settings. Rank 0 chooses for all processes.
 
     Args:
         args: Settings that are frozen except for CHOSEN.
@@ -89,12 +90,12 @@ def choose(args, exe, training, evaluation):
     ends = f"{epochs} epochs end after about {end_s / 60:.3g} minutes, of which {start_s / 60:.3g} have passed"
     logger.info(f"--epochs {epochs}: chosen for {reason}; {ends}")
     if abs(end_s - budget_s) > TOLERANCE * budget_s:
-        logger.warn(f"--budget-minutes {args.budget_minutes:g}: {ends}; no number of epochs is closer")
+        logger.warn(f"--budget-minutes {args.budget_minutes:g}: {ends}; no other number of epochs is closer")
 
 
 def duration_s(args, epochs, batches, times):
-    """Return the predicted seconds of a number of epochs with `batches` batches each, with evaluations and
-    checkpoints."""
+    """Return the predicted duration in seconds of `epochs` epochs with `batches` batches each, including evaluations
+    and checkpoints."""
     checkpoints = math.ceil(epochs / args.save_interval)
     if args.save_interval_steps:
         checkpoints += epochs * (batches // args.accumulate_steps // args.save_interval_steps)
@@ -109,16 +110,17 @@ def epochs_within(args, seconds, batches, times):
 
 
 def _measure_training(args, exe, training, seconds):
-    """Return the seconds of a training batch, from about `seconds` of training or a few steps."""
+    """Return the seconds per training batch, measured for about `seconds` seconds or, if steps are slow, a few
+    steps."""
     count = args.accumulate_steps
     steps = cuda_graph.STEPS_BEFORE + 2 if training.compiled.captured else 1
-    warmup = max(steps * count, args.dali_prefetch + 1)  # the loader has prepared the first batches
+    warmup = max(steps * count, args.dali_prefetch + 1)  # the first batches are prefetched and thus too fast
     loader = dali.build_dataloader(args, Mode.TRAIN)
 
     def measure(warmup, batches):
         values = {"benchmark_warmup_steps": warmup, "benchmark_steps": batches, "max_bad_steps": 10**9}
         options = args.copy(benchmark=True, **values)
-        if loader.step == len(loader):  # the previous measurement ended with an epoch
+        if loader.step == len(loader):  # the previous measurement ended at the end of an epoch
             next(loader, None)
             loader.reset()
         return program.run(options, loader, exe, training.compiled, training.fetchs, 0, Mode.TRAIN)["batch_time"]
@@ -130,8 +132,8 @@ def _measure_training(args, exe, training, seconds):
 
 
 def _measure_evaluation(args, exe, evaluation, seconds):
-    """Return the seconds of an evaluation. If the evaluation is shorter than `seconds`, repeat it, because the first
-    steps are slow."""
+    """Return the duration of an evaluation in seconds. If the first evaluation is shorter than `seconds`, measure a
+    second evaluation, because the first steps are slow."""
     if evaluation is None:
         return 0.0
     for _ in range(2):
@@ -139,13 +141,13 @@ def _measure_evaluation(args, exe, evaluation, seconds):
         evaluation.refresh()
         result = program.run(args, evaluation.loader, exe, evaluation.compiled, evaluation.fetchs, 0, Mode.EVAL)
         elapsed_s = perf_counter() - start
-        if result["epoch_time"] > seconds:  # equal in all processes
+        if result["epoch_time"] > seconds:  # the same in all processes
             break
     return elapsed_s
 
 
 def _measure_checkpoint(args, train_prog):
-    """Return the seconds that writing a checkpoint takes."""
+    """Return the time to write a checkpoint, in seconds."""
     start, folder = perf_counter(), folders.run_folder(args)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:

@@ -23,7 +23,7 @@ def write_sample(output):
 
     The images are those of the UCI "Optical Recognition of Handwritten Digits" test set, 8x8 with 17 gray levels,
     enlarged to 64x64. Every fifth image goes to val/ (359 images), and the others go to train/ (1,438 images). The
-    folder is written atomically. A complete folder is not changed.
+    folder is written atomically. If the folder is already complete, it is not changed.
 
     Args:
         output: folder to create, with train/0 ... train/9 and val/0 ... val/9.
@@ -41,7 +41,7 @@ def write_sample(output):
     output = Path(output)
     if output.exists():
         if sorted(str(p.relative_to(output)) for p in output.rglob("*") if p.is_file()) != sorted(names):
-            raise UsageError(f"--output {output}: exists and is not the sample data set; remove it or choose a new one")
+            raise UsageError(f"--output {output}: exists and is not the sample data set; remove it or choose another")
         return len(names) - n_val, n_val
     output.parent.mkdir(parents=True, exist_ok=True)
     with locks.held(output.with_name(f".{output.name}.lock"), f"--output {output}", logger.warn):
@@ -105,7 +105,7 @@ def _run_sample(args):
 
 def _add_split(commands):
     command = _add(commands, "split", _run_split, "create train/ and val/ from a folder of class folders, using links")
-    command.add_argument("source", metavar="DIR", help="folder of class folders, which is not changed")
+    command.add_argument("source", metavar="DIR", help="folder of class folders; not modified")
     command.add_argument("--output", required=True, metavar="DIR", help="folder to create, an IMAGE_ROOT for train.py")
     command.add_argument(
         "--val", type=_fraction, default=0.2, metavar="F", help="fraction of each class that goes to val/ (default 0.2)"
@@ -158,7 +158,7 @@ def _add_convert(commands):
     command.add_argument("--workers", type=numbers.threads, metavar="N", help="processes (default: one per core)")
     command.add_argument("--skip-list", metavar="FILE", help="file that lists the images to omit, as for train.py")
     command.add_argument(
-        "--unchecked", action="store_true", help="skip decoding all images first, for a verified data set"
+        "--unchecked", action="store_true", help="skip the initial decoding of all images, for a verified data set"
     )
     _add_allow_outside(command)
 
@@ -228,7 +228,7 @@ def _inspection():
 
 
 def _add_preview(commands):
-    command = _add(commands, "preview", _run_preview, "draw training images next to augmented versions of them", True)
+    command = _add(commands, "preview", _run_preview, "draw training images next to their augmented versions", True)
     command.add_argument("root", metavar="DIR", help="folder of the data set")
     command.add_argument("--output", required=True, metavar="FILE", help="drawing to write: .png, .pdf or .svg")
     command.add_argument(
@@ -248,7 +248,7 @@ def _add_verify(commands):
     command = _add(commands, "verify", _run_verify, "decode every image; exit code 1 if training would fail")
     command.add_argument("root", metavar="DIR", help="folder of the data set")
     command.add_argument(
-        "--fix-list", metavar="FILE", help="file to write with the failing images, for train.py --skip-list"
+        "--fix-list", metavar="FILE", help="file to write, a list of the failing images for train.py --skip-list"
     )
     command.add_argument(
         "--num-of-class", type=numbers.num_of_class, metavar="N", help="number of outputs of the network (default: any)"
@@ -284,7 +284,7 @@ def _run_verify(args):
 
 
 def _claim_folder(args):
-    """Check that the output folder of a command does not replace the data set that it reads."""
+    """Check that the output folder of a command does not replace the data set that the command reads."""
     outputs.claim(folders={"--output": args.output}, protected=[("the data set", args.source)])
 
 
@@ -308,7 +308,7 @@ def _run_info(args):
 
 
 def _add_speed(commands):
-    command = _add(commands, "speed", _run_speed, "measure the speed of the loader alone", True)
+    command = _add(commands, "speed", _run_speed, "measure the speed of the loader without training", True)
     command.add_argument("root", metavar="DIR", help="folder of the data set")
     command.add_argument(
         "--threads",

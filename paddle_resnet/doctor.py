@@ -24,7 +24,7 @@ LEAST_MEMORY, LEAST_DISK, LEAST_SHARED_MEMORY = 4 * GIB, 2 * GIB, 1 * GIB
 LEAST_OPEN_FILES = 1024
 TIMEOUT_S = 300
 LIBRARIES = [("libcudnn.so", "cuDNN"), ("libcublas.so", "cuBLAS"), ("libnccl.so", "NCCL")]
-# Flags of train.py for a test with a tiny network. Four steps are enough for a GPU to capture and replay a step.
+# Flags of train.py for a test with a tiny network. On a GPU, four steps are enough to capture and replay a step.
 STEP = [
     *("--model-arch-name", "ResNet18", "--num-of-class", "8", "--image-shape", "4,32,32", "--crop-size", "32"),
     *("--resize-short", "36", "--batch-size", "8", "--data-layout", "NHWC", "--data-format", "synthetic"),
@@ -39,7 +39,7 @@ Row = namedtuple("Row", "what detail status remedy", defaults=["ok", ""])
 
 
 def examine(output_dir):
-    """Check this machine, then test the operations that training requires. Yield a Row for each result."""
+    """Check this machine, then test the operations that training requires, and yield a Row for each result."""
     facts, problem = _in_child(_library_facts)
     gpus = _nvidia_gpus()
     facts = facts or {}
@@ -56,7 +56,7 @@ def examine(output_dir):
 
 
 def _nvidia_gpus():
-    """Return [[name, memory, driver]] of all GPUs according to nvidia-smi, or [] without a driver."""
+    """Return [[name, memory, driver]] for all GPUs that nvidia-smi reports, or [] if there is no driver."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -96,7 +96,7 @@ def _library_facts():
     device = "gpu" if has_gpus else "cpu"
     if has_gpus:
         rows += [_library(libraries, name, what) for name, what in LIBRARIES]
-        # train.py also prints the messages of gpus.problem.
+        # The messages of gpus.problem are the same as those that train.py prints.
         problem = next(filter(None, (gpus.problem(i, several=count > 1) for i in range(max(1, count)))), None)
         rows.append(("test: kernel", problem or f"works on {count} GPU(s)", "no" if problem else "ok"))
     capability = paddle.device.cuda.get_device_capability(0) if count else None
@@ -191,7 +191,7 @@ def _machine(device, gpu_count):
     except OSError:
         size = 0
     is_enough = size >= LEAST_SHARED_MEMORY or gpu_count < 2
-    remedy = "" if is_enough else "NCCL needs it between GPUs; start the container with --shm-size=1g"
+    remedy = "" if is_enough else "NCCL needs shared memory between GPUs; start the container with --shm-size=1g"
     yield Row("/dev/shm", f"{size / GIB:.1f} GiB", "ok" if is_enough else "note", remedy)
     files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -289,13 +289,13 @@ def _run(arguments):
 
 
 def _reason(returncode, output):
-    """Return the last error message in the output of a run with one or several processes, or the signal that killed
-    it."""
+    """Return the last error message in the output of a run with one or several processes, or the signal that killed the
+    run."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if "rror: " in line] or lines[-1:]
     errors = [
         line for line in errors if " failed first: " not in line
-    ] or errors  # the failed rank has a detailed message
+    ] or errors  # the failed rank logs a more detailed message
     if returncode < 0:
         errors = [f"killed by {signal.Signals(-returncode).name} {' '.join(errors[-1:])}".strip()]
     return errors[-1] if errors else f"exit code {returncode}"

@@ -17,21 +17,22 @@ from utils import exit_codes, files, locks, logger, numbers, outputs, signals
 from utils.errors import RunError, UsageError, printable
 
 # Tolerances of --verify for differences between an engine and the checkpoint. If the two largest probabilities of an
-# image differ by less than TIE, rounding decides which class is first, so the predicted class of this image may differ.
-# Losses are computed from logits, because float32 probabilities below 1e-38 become zero and some engines clip even
-# larger probabilities.
-LOSS_TOLERANCE = 1e-4  # difference of the mean losses, relative if the loss exceeds 1
+# image differ by less than TIE, rounding determines which of them is larger, so the predicted class may differ between
+# engines. Losses are computed from logits, because float32 probabilities below 1e-38 become zero and some engines clip
+# even larger probabilities.
+LOSS_TOLERANCE = 1e-4  # maximum difference of the mean losses; relative if the loss exceeds 1
 TIE = 1e-4
 PROBABILITY_TOLERANCE = 1e-4
-PADDLE_CLIP = 64  # Paddle's CPU kernels raise logits to at least the maximum minus 64, so recorded losses can be lower
+PADDLE_CLIP = 64  # Paddle's CPU kernels clip logits at the maximum minus 64, so recorded losses can be lower
 TRITON_MAX_BATCH = 64
-# Tolerances for quantized networks. An engine may round a sum differently, which changes an activation by one level.
+# Tolerances for quantized networks. An engine may round a sum differently, which can change an activation by one
+# quantization level.
 INT8_TOP1_TOLERANCE = 0.005  # maximum decrease of top1
 INT8_PROBABILITY_TOLERANCE = 0.1
 
 
 class Calibration(NamedTuple):
-    """Images that determine the ranges of a quantized network's activations.
+    """The images and the method that determine the activation ranges of a quantized network.
 
     Attributes:
         image_root: folder of a data set, whose training images are used.
@@ -56,7 +57,7 @@ def export(
     int8=None,
     calibration=None,
 ):
-    """Write the inference network, with float32 parameters but without masks or optimizer state.
+    """Export a checkpoint as an inference network, with float32 parameters and without masks or optimizer state.
 
     The folder contains model.pdmodel and model.pdiparams for Paddle Inference, model.json (input, output,
     preprocessing, classes), labels.txt (one class per line) and preprocess.py (a copy of serving/preprocessing.py,
@@ -66,21 +67,23 @@ def export(
         checkpoint: see inference.load_checkpoint.
         output: folder to create. The folder appears only when all its files are complete.
         onnx: also write model.onnx, and compare it with the checkpoint on random images.
-        verify: folder of a data set, or None. All exported networks must match the checkpoint on its validation images.
+        verify: folder of a data set, or None. On the validation images of this data set, the results of all exported
+            networks must match those of the checkpoint.
         uint8: if True, the input "images" is uint8 [N, H, W, 3], and the network normalizes it. If False, the input is
-            normalized float32 [N, 3, H, W]. Output: probabilities [N, classes], float32. The layout of the network is
-            always NCHW, regardless of the layout in training.
+            normalized float32 [N, 3, H, W]. The output is float32 probabilities [N, classes]. The layout of the network
+            is always NCHW, regardless of the layout in training.
         triton: also write triton/, a model repository for Triton.
         model_arch_name: see inference.load_checkpoint.
         int8: engine for which model.onnx is quantized, "onnxruntime" or "tensorrt"; implies onnx. If None, model.onnx
-            is float32, except for a checkpoint trained with --qat, which is quantized for onnxruntime.
+            is float32, unless the checkpoint was trained with --qat: then model.onnx is quantized for onnxruntime.
         calibration: Calibration for int8, or None for a checkpoint trained with --qat.
     Returns:
         content of model.json.
     Raises:
         UsageError: the checkpoint does not exist, is damaged or was saved within an epoch; the output exists or cannot
             be written; or a package for ONNX is missing.
-        RunError: the results of an exported network differ from those of the checkpoint. All written files are removed.
+        RunError: the results of an exported network differ from those of the checkpoint. All written files are then
+            removed.
     """
     if model_arch_name is not None:
         model_arch_name = registered_name(model_arch_name)
@@ -149,7 +152,7 @@ def _partial_folder(output):
                 yield partial
             files.fsync(output.parent)
     finally:
-        with contextlib.suppress(OSError):  # not empty if another process is writing to it
+        with contextlib.suppress(OSError):  # fails if another process is writing to the folder
             temporary.rmdir()
 
 
@@ -165,7 +168,7 @@ def _write_paddle(network, folder):
         parameters = static.serialize_persistables(*ends, network.exe, program=network.program.clone())
     program = static.deserialize_program(static.serialize_program(*ends, program=network.program.clone()))
     block = program.global_block()
-    # Paddle 2.6 appends a multiplication by 1, so the output has a different name than the probabilities.
+    # Paddle 2.6 appends a multiplication by 1, so the name of the output differs from that of the probabilities.
     written, name = block.ops[-1].input("X")[0], network.probabilities.name
     if written != name:
         block._rename_var(name, "softmax")
@@ -174,7 +177,7 @@ def _write_paddle(network, folder):
     for op in program.global_block().ops:
         if op.has_attr("op_callstack"):  # op_callstack contains paths of the exporting machine
             op._remove_attr("op_callstack")
-    # Python writes the files, because Paddle's C++ function ignores a full disk.
+    # Python writes the files, because Paddle's C++ function does not report a full disk.
     model, weights = (folder / f"{inference.NAME}.{suffix}" for suffix in inference.SUFFIXES)
     return {
         model.name: folders.write_file(model, lambda file: file.write(program.desc.serialize_to_string())),
@@ -194,8 +197,8 @@ def _write_texts(description, folder):
 
 
 def _write_int8(network, folder, engine, calibration):
-    """Quantize a network with folded batch normalizations in place, and write model.onnx. A network trained with --qat
-    is already quantized, and the levels of its weights are unchanged."""
+    """Quantize a network in place, and write model.onnx. The batch normalizations of the network are already folded. A
+    network trained with --qat is already quantized, and its weight levels are unchanged."""
     from paddle_resnet.passes import quantization
     from paddle_resnet.serving.calibration import WEIGHT_BITS, quantize
 
@@ -257,8 +260,8 @@ def _verify(network, folder, image_root, is_int8=False):
         else:
             _check_agreement(model.engine, score, "the checkpoint's network", expected)
     recorded = network.meta["evaluated"]
-    # An evaluation on a GPU is not comparable, because it uses different decoders, and convolutions in TF32 or half
-    # precision.
+    # An evaluation on a GPU is not comparable, because a GPU uses different decoders and computes convolutions in TF32
+    # or half precision.
     is_comparable = recorded and network.meta["arguments"].get("device") == "cpu"
     is_comparable = is_comparable and not recorded.get("not_finite")  # the recorded mean excludes non-finite losses
     is_comparable = is_comparable and network.args.tta == "none"
@@ -306,8 +309,8 @@ def _score(network, model, image_root):
 
 
 def _log_softmax(logits, clip=np.inf):
-    """Return log probabilities, float64 [N, classes], computed without underflow. Logits below the row's maximum
-    minus `clip` are replaced by this limit."""
+    """Return log probabilities, float64 [N, classes], computed without underflow. Logits below the row's maximum minus
+    `clip` are raised to this limit."""
     logits = logits.astype(np.float64)
     logits = np.maximum(logits - logits.max(axis=1, keepdims=True), -clip)
     return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
@@ -374,11 +377,13 @@ def main(argv=None):
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint or run folder, such as output/ResNet50")
     parser.add_argument("output", metavar="OUT", help="folder to create")
     parser.add_argument("--onnx", action="store_true", help="also write model.onnx")
-    parser.add_argument("--verify", metavar="IMAGE_ROOT", help="data set on which to compare exports and checkpoint")
+    parser.add_argument(
+        "--verify", metavar="IMAGE_ROOT", help="data set on which to compare exports with the checkpoint"
+    )
     parser.add_argument("--uint8", action="store_true", help="uint8 input [N, H, W, 3], normalized by the network")
     parser.add_argument("--int8", action="store_true", help="quantize model.onnx; implies --onnx")
     parser.add_argument(
-        "--calibrate", metavar="IMAGE_ROOT", help="data set whose training images determine the activation ranges"
+        "--calibrate", metavar="IMAGE_ROOT", help="data set whose training images determine activation ranges"
     )
     defaults = Calibration._field_defaults
     parser.add_argument(
@@ -399,7 +404,7 @@ def main(argv=None):
     )
     parser.add_argument("--triton", action="store_true", help="also write triton/, a model repository")
     parser.add_argument(
-        "--model-arch-name", metavar="FILE.py:NAME", help="user file and name of the checkpoint's network"
+        "--model-arch-name", metavar="FILE.py:NAME", help="Python file and name of the checkpoint's network"
     )
     return exit_codes.of("paddle_resnet.export", lambda: _main(parser.parse_args(argv)))
 

@@ -24,7 +24,7 @@ from utils.meters import latency_percentiles
 
 TOP = 5
 BENCHMARK_COLUMNS = ("latency_p50_ms", "latency_p90_ms", "latency_p99_ms", "ips")
-BENCHMARK_S, BENCHMARK_STEPS = 2, 5  # minimum duration and steps of a measurement
+BENCHMARK_S, BENCHMARK_STEPS = 2, 5  # minimum duration and number of steps of a measurement
 MAX_LINE_BYTES = 4098  # maximum length of a path in Linux, plus a line break
 SHOWN_REASONS = 8  # maximum number of reasons in the warning about skipped files
 
@@ -39,8 +39,8 @@ def predict(model, paths, batch_size=32, device="cpu", threads=4, tta="none"):
         paths: image files.
         batch_size: images per batch.
         device: device on which DALI decodes, "cpu" or "gpu".
-        threads: number of DALI's CPU threads.
-        tta: "flip" averages the probabilities of each image and its mirror image; "none" uses only the image.
+        threads: number of CPU threads for DALI.
+        tta: "flip" averages the probabilities of each image and its mirror image; "none" uses only the image itself.
     Returns:
         iterator. `probabilities` is float32 [classes]. If a file cannot be decoded, `probabilities` is None and
         `problem` describes the error.
@@ -61,8 +61,8 @@ def _probabilities(model, images, tta):
 def _images(description, paths, batch_size, device, threads):
     """Yield ([(path, problem or None)], images of the files without a problem) for each batch.
 
-    DALI decodes a few batches in advance and stops at the first image that it cannot decode. The images of all batches
-    read so far are then decoded one by one."""
+    DALI decodes a few batches in advance and stops at the first image that it cannot decode. All images that were read
+    but not yielded are then decoded one by one."""
     remaining, ahead = iter(paths), deque()
 
     def batches():
@@ -121,7 +121,7 @@ def _read(path):
             data = file.read()
     except OSError as e:
         return None, f"cannot be read ({e.strerror})"
-    except ValueError as e:  # a NUL in the path
+    except ValueError as e:  # the path contains a NUL character
         return None, f"cannot be read ({e})"
     return np.frombuffer(data, np.uint8), bad_images.header_problem(data)
 
@@ -282,11 +282,11 @@ def main(argv=None):
     parser.add_argument("model", metavar="MODEL", help="folder of a checkpoint, run or export, or an ONNX file")
     parser.add_argument("images", nargs="*", metavar="IMAGE|FOLDER|-", help="images; - reads paths from stdin")
     parser.add_argument(
-        "--model-arch-name", metavar="FILE.py:NAME", help="user file and name of the checkpoint's network"
+        "--model-arch-name", metavar="FILE.py:NAME", help="Python file and name of the checkpoint's network"
     )
     parser.add_argument("--csv", metavar="FILE|-", help="CSV file to write, one line per image; - is stdout")
     parser.add_argument("--json", action="store_true", help="print a JSON object per image, one per line")
-    parser.add_argument("--device", choices=["auto", "gpu", "cpu"], default="auto", help="(default: auto)")
+    parser.add_argument("--device", choices=["auto", "gpu", "cpu"], default="auto", help="device (default: auto)")
     parser.add_argument(
         "--batch-size", type=numbers.batch_size, default=32, metavar="N", help="images per batch (default: 32)"
     )
@@ -299,7 +299,7 @@ def main(argv=None):
         default="none",
         help="flip: average the probabilities of each image and its mirror image (default: none)",
     )
-    parser.add_argument("--benchmark", action="store_true", help="measure the network alone, on random images")
+    parser.add_argument("--benchmark", action="store_true", help="measure only the network, on random images")
     parser.add_argument(
         "--benchmark-batches",
         type=numbers.list_of(numbers.batch_size),
@@ -322,7 +322,7 @@ def _main(args):
     paths = [] if args.benchmark else find_images(args.images, sys.stdin)
     _claim_csv(args, paths)
     with signals.deferred():
-        from paddle_resnet.machine import compat  # this imports Paddle, which takes seconds
+        from paddle_resnet.machine import compat  # imports Paddle, which takes seconds
 
         compat.check_version()
         from paddle_resnet.data import bad_images

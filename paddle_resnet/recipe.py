@@ -1,7 +1,7 @@
 """--choose-recipe: choose network, weights, recipe and precision from the data set and the machine.
 
-Only flags that are not explicit are chosen. The origin of each chosen value is the reason for it, which --show-config
-prints. A resumed run inherits the recorded values instead, because the data set may have changed.
+Values are chosen only for flags that are not explicit. --show-config prints the reason for each choice as the origin of
+the value. A resumed run inherits the recorded values instead, because the data set may have changed.
 """
 
 import math
@@ -20,11 +20,11 @@ from utils.errors import UsageError
 from utils.mode import Mode
 
 PRETRAINED = "efficientnet-lite0"  # key of published.PACKAGED
-MANY_IMAGES = 20_000  # number of training images from which augmentation and image size are those of ImageNet
+MANY_IMAGES = 20_000  # minimum number of training images for ImageNet's augmentation and image size
 BATCHES_PER_EPOCH = 16
 LARGEST_BATCH = 64  # images per step
-BYTES_PER_PIXEL = 4096  # of training memory per pixel of a batch; float32 EfficientNet-Lite0 used 2,800 on a CPU
-# Training images over all epochs, and smallest and largest number of epochs: {(is fine-tuned, is on a GPU): ...}
+BYTES_PER_PIXEL = 4096  # training memory per pixel of a batch; 2,800 measured for float32 EfficientNet-Lite0 on a CPU
+# {(is fine-tuned, is on a GPU): (training images over all epochs, minimum epochs, maximum epochs)}
 LENGTHS = {
     (True, True): (60_000, 10, 40),
     (True, False): (6_000, 5, 20),
@@ -32,21 +32,21 @@ LENGTHS = {
     (False, False): (30_000, 10, 60),
 }
 # Learning rates for 64 images per step: {--optimizer: (fine-tuning, from scratch)}. The rates of Momentum and Nesterov
-# are proportional to the images per step, the others to the square root.
+# scale with the number of images per step, the other rates with its square root.
 RATES = {"Momentum": (0.01, 0.05), "Nesterov": (0.01, 0.05), "AdamW": (1e-3, 1e-3), "LAMB": (5e-3, 5e-3)}
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the recipe depends on.
+    """The properties of the run, its data set and its machine that determine the recipe.
 
     Attributes:
         images: number of training images.
         processes: number of processes in the job.
         cores: number of CPU cores per process.
-        memory: bytes of memory per process, of the GPU if has_gpu is true.
+        memory: bytes of memory per process: GPU memory if has_gpu is true, otherwise host memory.
         has_gpu: whether the run is on GPUs.
-        weights: {network: key of published.PACKAGED} of the networks whose weights are installed or already converted.
+        weights: {network: key of published.PACKAGED} for the networks whose weights are installed or already converted.
         resumed: network of the run to resume, or None.
     """
 
@@ -63,7 +63,7 @@ def choose(settings):
     """If --choose-recipe is set and the run trains, choose values for all flags that the user has not set.
 
     Args:
-        settings: Settings with a resolved --device; changed.
+        settings: Settings with a resolved --device; modified in place.
     Raises:
         UsageError: the data set cannot be used or has a single class; or the pretrained weights cannot be converted.
     """
@@ -79,10 +79,10 @@ def choose_from(settings, facts):
     """Choose values for all flags that the user has not set.
 
     Args:
-        settings: Settings; changed.
+        settings: Settings; modified in place.
         facts: Facts.
     Returns:
-        key of published.PACKAGED whose weights --from-pretrained-params now refers to, or None.
+        key in published.PACKAGED of the weights that --from-pretrained-params now refers to, or None.
     """
     name = _choose_network(settings, facts)
     is_fine_tuned = settings.from_checkpoint is not None or settings.from_pretrained_params is not None
@@ -95,7 +95,7 @@ def choose_from(settings, facts):
 
 def _facts(settings):
     if settings.data_format == "synthetic":
-        raise UsageError("--choose-recipe: requires images; remove it or --data-format synthetic")
+        raise UsageError("--choose-recipe: requires images; remove --choose-recipe or --data-format synthetic")
     root, data_format = settings.image_root, settings.data_format
     images = {
         mode: len(listing.images(root, mode, None if data_format == "auto" else data_format, settings.allow_outside)[2])
@@ -216,7 +216,7 @@ def _choose_training(settings, facts, is_fine_tuned):
 
 
 def warmup_epochs(epochs):
-    """Return the number of warm-up epochs for a run of `epochs` epochs: a tenth, at most 5."""
+    """Return the number of warm-up epochs for a run of `epochs` epochs: a tenth of the epochs, but at most 5."""
     return min(5, math.ceil(epochs / 10), epochs - 1)
 
 

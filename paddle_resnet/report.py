@@ -21,19 +21,20 @@ from utils.mode import RunScope
 
 MIB = 2**20
 OF_TRAINING = ("--profile-steps", "--tensorboard-dir", "--report-html")  # omitted from the suggested evaluation command
-STARVED_FRACTION = 0.2  # maximum acceptable fraction of a step in which the GPU waits for images
+STARVED_FRACTION = 0.2  # acceptable fraction of a step that the GPU spends waiting for images
 
 
 def default_name(args):
-    """Return the name of the report in the run's folder, for runs without --report-file. Training and evaluation use
-    different names, so that an evaluation does not replace the training report."""
+    """Return the default file name of the report in the run folder. Training and evaluation use different names, so
+    that an evaluation does not replace the training report."""
     if args.benchmark:
         return "report.benchmark.json"
     return "report.json" if args.run_scope.trains else "report.eval.json"
 
 
 def outputs(args):
-    """Return {flag or description: path or None} for the report and for the files created from it or next to it."""
+    """Return {flag or description: path or None} for the report and all files that are created from it or next to
+    it."""
     tables = {f"{kind}.csv next to --report-file": path for kind, path in _tables(args).items()}
     if args.predictions is not None:
         tables.pop("predictions.csv next to --report-file", None)
@@ -58,7 +59,7 @@ def _tables(args):
 
 def resumes(args, checkpoint):
     """Return whether the run appends to an existing report, because --resume is set or because the run continues the
-    run of a checkpoint."""
+    run that wrote the checkpoint."""
     trains = args.run_scope.trains and not args.benchmark
     return trains and (args.resume or (checkpoint is not None and checkpoint.resumes))
 
@@ -78,8 +79,8 @@ def check_replaced(args, checkpoint, run_folder):
     if not path.is_file():
         if args.report_html is not None and path.exists():
             raise UsageError(
-                f"--report-html {args.report_html}: needs a report in a regular file, which {path} is not; choose a "
-                "different --report-file"
+                f"--report-html {args.report_html}: requires a report in a regular file, but {path} is not one; choose "
+                "a different --report-file"
             )
         return
     from paddle_resnet.results import reading
@@ -91,13 +92,13 @@ def check_replaced(args, checkpoint, run_folder):
         return
     if resumes(args, checkpoint):
         if kind != "training" or not _is_of_run(path, checkpoint, run_folder):
-            raise UsageError(f"--report-file {path}: the report of a different {kind} run; choose a different file")
+            raise UsageError(f"--report-file {path}: is the report of a different {kind} run; choose a different file")
         return
     if kind == "training" and not args.overwrite:
         remedy = ", continue that run with --resume," if args.run_scope.trains and not args.benchmark else ""
         raise UsageError(
-            f"--report-file {path}: the report of a training run; choose a different file{remedy} or replace it with "
-            "--overwrite"
+            f"--report-file {path}: is the report of a training run; choose a different file{remedy} or replace it "
+            "with --overwrite"
         )
     logger.info(f"--report-file {path}: replaces the report of an earlier {kind} run")
 
@@ -120,9 +121,10 @@ def start_line(args, train_loader, eval_loader, fused_operators, gradient_all_re
     Args:
         args: flags.
         train_loader, eval_loader: loaders, or None if the run does not use them.
-        fused_operators: {operator: count} of the program that the line describes.
+        fused_operators: {operator: count} of the training program or, if the run does not train, the evaluation
+            program.
         gradient_all_reduces: number of gradient all-reduces per training step.
-        is_captured: whether the steps of that program are captured as a CUDA graph.
+        is_captured: whether the program's steps are captured as a CUDA graph.
     """
     world_size = processes.world_size()
     precision = f"AMP {args.amp_level} in {args.amp_dtype}" if args.amp else "float32"
@@ -133,7 +135,7 @@ def start_line(args, train_loader, eval_loader, fused_operators, gradient_all_re
         sizes.append(f"{args.num_iter} steps in total")
     if train_loader is not None and args.accumulate_steps > 1:
         left = len(train_loader) % args.accumulate_steps
-        sizes.append(f"an update every {args.accumulate_steps} steps" + (f", without the last {left}" if left else ""))
+        sizes.append(f"an update every {args.accumulate_steps} steps" + (f" (last {left} unused)" if left else ""))
     if train_loader is not None and world_size > 1:
         sizes.append(f"{gradient_all_reduces} gradient all-reduces per step")
     return (
@@ -145,15 +147,16 @@ def start_line(args, train_loader, eval_loader, fused_operators, gradient_all_re
 
 
 def all_done(args, checkpoint):
-    """Log that no steps remain, or raise an error without --resume.
+    """Log that no steps remain if --resume is set. Otherwise, raise an error.
 
     Raises:
-        UsageError: --resume is not set. With --resume, all_done only logs a message, so that a command can be repeated
-            until all steps are done.
+        UsageError: --resume is not set. With --resume, completed training is not an error, so that the same command can
+            be repeated until all steps are done.
     """
     folder = checkpoint.folder
     if checkpoint.ended_early(args):
-        text = f"{folder} is {checkpoint.evaluations_since_best} evaluations after the best; use a larger number"
+        count = checkpoint.evaluations_since_best
+        text = f"{folder} is {count} evaluations after the best evaluation; use a larger number"
         if not args.resume:
             raise UsageError(f"--patience {args.patience}: {text}")
         return logger.info(f"--resume: ended by --patience {args.patience}: {text}")
@@ -168,7 +171,7 @@ def all_done(args, checkpoint):
 def advise_on_loader(args, epoch, trained):
     """Warn if a GPU waits for the loader for more than a fifth of an epoch, and suggest a flag. On a CPU, there is no
     warning: the network shares the cores with the loader, so waiting does not indicate a slow loader. A short first
-    epoch is ignored, because it is mostly startup.
+    epoch is ignored, because startup dominates it.
 
     Args:
         args: flags.
@@ -227,7 +230,7 @@ def conclude(args, argv, result, mode):
 
 def _peak_memory(device):
     """Return the peak memory of Paddle's GPU allocator in MiB as the maximum over all processes. On a CPU, return {},
-    because Paddle keeps no statistics there."""
+    because Paddle has no memory statistics for CPUs."""
     if device == "cpu":
         return {}
     import paddle
@@ -280,16 +283,16 @@ def _print_table(title, result, environment):
 
 
 def summarize(args, argv, program, stop, trained, evaluated, saver):
-    """Log the results of a training run, and print a command that evaluates the best checkpoint, or the last one of a
-    run without evaluation, and writes a separate report.
+    """Log the results of a training run. Also print a command that evaluates the best checkpoint (or the last, if the
+    run does not evaluate) and writes a separate report.
 
     Args:
         args: flags.
         argv: arguments of the command line.
         program: training Program.
         stop: the last durations.Stop.
-        trained, evaluated: results of the last epoch; evaluated is None without evaluation.
-        saver: saver.Saver, with the best evaluation and the folders of its checkpoint and of the last one.
+        trained, evaluated: results of the last epoch; evaluated is None if the run does not evaluate.
+        saver: saver.Saver, which contains the best evaluation and the folders of the best and the last checkpoint.
     """
     data = {f"train.{name}": trained[name] for name in ("loss", "top1", "top5", "ips")}
     best, folder = saver.best, saver.folder
@@ -330,7 +333,7 @@ def summarize(args, argv, program, stop, trained, evaluated, saver):
 
 
 def _without(argv, flags):
-    """Return the arguments of a command line without some flags and their values."""
+    """Remove flags and their values from the arguments of a command line."""
     kept, is_value = [], False
     for argument in argv:
         is_value = is_value and not argument.startswith("--")
@@ -366,9 +369,9 @@ def write_classes(args, result, classes, epoch, is_best=True):
     files, because a benchmark does not evaluate the entire data set.
 
     REPORT.classes.csv has one line per class: label, class, images, correct, top1, precision, recall, f1, epoch.
-    REPORT.averages.csv has a line for the macro average and one for the weighted average: average, precision, recall,
-    f1, epoch. REPORT.confusion.csv has one line per pair of label and prediction that occurred, the most frequent pair
-    first: label, predicted, images, class, predicted_class, epoch. REPORT.predictions.csv is written with
+    REPORT.averages.csv has one line for the macro average and one line for the weighted average: average, precision,
+    recall, f1, epoch. REPORT.confusion.csv has one line per pair of label and prediction that occurred, the most
+    frequent pair first: label, predicted, images, class, predicted_class, epoch. REPORT.predictions.csv is written with
     --report-html, unless --predictions specifies a file. The files describe the best evaluation of the run.
 
     Args:

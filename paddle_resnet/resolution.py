@@ -24,10 +24,10 @@ DEFAULT_CLASSES = 1000  # number of classes in ImageNet, used if the classes of 
 
 
 def resolve(settings, mode=Mode.TRAIN):
-    """Resolve and freeze settings that inherit nothing from a checkpoint, for programs built from Python.
+    """Resolve and freeze settings without inheriting values from a checkpoint, for programs that are built from Python.
 
     Args:
-        settings: Settings; changed if they are not frozen.
+        settings: Settings; modified in place if they are not frozen.
         mode: Mode.TRAIN or Mode.EVAL: the split that determines --num-of-class.
     Raises:
         UsageError: resolve_data or resolve_kernels fails.
@@ -61,7 +61,7 @@ def resolve_loader(settings):
     """Resolve --dali-device auto. If --image-shape is neither explicit nor inherited, choose its number of channels.
 
     Raises:
-        UsageError: the device does not support the precision or a flag of the loader.
+        UsageError: the device does not support the precision or a loader flag.
     """
     _check_precision(settings)
     if settings.dali_device == "gpu" and settings.device == "cpu":
@@ -117,7 +117,8 @@ def resolve_kernels(settings):
             logger.info(f"--kernels auto: custom kernels are unavailable ({e}); using the slower kernels of Paddle")
             settings.resolve("machine", kernels="paddle")
     # A run with --profile-steps does not capture steps, because a trace cannot attribute the kernels of a CUDA graph to
-    # operators. A run on several hosts does not capture steps, because capturing NCCL between hosts is untested.
+    # operators. A run on several hosts does not capture steps, because capturing NCCL communication between hosts is
+    # untested.
     can_capture = is_on_gpu and settings.kernels == "native" and processes.is_one_host()
     if not can_capture or settings.profile_steps is not None:
         settings.resolve("machine", cuda_graph=False)
@@ -127,7 +128,7 @@ def resolve_classes(settings, mode):
     """If --num-of-class is neither explicit nor inherited, set it to the number of classes in the data.
 
     Args:
-        settings: Settings; changed.
+        settings: Settings; modified in place.
         mode: Mode.TRAIN or Mode.EVAL: the split whose classes are counted.
     Raises:
         UsageError: the data set cannot be read.
@@ -144,6 +145,6 @@ def resolve_classes(settings, mode):
 
 
 def resolve_report(settings, folder, name):
-    """If --report-file is not explicit, set it to a file in the folder of the run."""
+    """If --report-file is not explicit, set it to the file `name` in the run folder."""
     if settings.report_file is None:
         settings.resolve("--output-dir", report_file=str(folder / name))

@@ -1,4 +1,4 @@
-"""Convert weights of other projects to a checkpoint: `python -m paddle_resnet.weights --help`."""
+"""Convert weights from other projects to a checkpoint: `python -m paddle_resnet.weights --help`."""
 
 import argparse
 import sys
@@ -27,7 +27,7 @@ def evaluate(checkpoint, image_root, device="auto", threads=4):
         image_root: folder of the data set (--image-root). If the checkpoint has class names, class folders are matched
             by name, and some classes may be missing. In other formats, the labels must be those of the checkpoint.
         device: "auto", "gpu" or "cpu".
-        threads: number of DALI's CPU threads.
+        threads: number of CPU threads for DALI.
     Returns:
         {"images", "classes" (number of classes with images), "top1", "top5"}.
     Raises:
@@ -67,7 +67,7 @@ def main(argv=None):
         allow_abbrev=False,
     )
     parser.add_argument("source", metavar="FILE|NAME", help=f".pth, .safetensors or .pdparams file, or one of {names}")
-    parser.add_argument("--arch", metavar="NAME", help="network of the weights, as for --model-arch-name")
+    parser.add_argument("--arch", metavar="NAME", help="name of the network, as for --model-arch-name")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to create")
     parser.add_argument("--verify", metavar="IMAGE_ROOT", help="data set on which to evaluate the checkpoint")
     parser.add_argument("--verbose", action="store_true", help="list all tensors that do not match the network")

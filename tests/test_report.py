@@ -106,11 +106,11 @@ def test_training_report_is_replaced_only_with_overwrite(run_train, tmp_path, ca
     for more in (evaluation, elsewhere, ["--benchmark", "--run-scope", "train_only"], [*evaluation, "--dry-run"]):
         capsys.readouterr()
         assert run_train(*flags, *more)[0] == 2
-        message = f"--report-file {kept}: the report of a training run; choose a different file"
+        message = f"--report-file {kept}: is the report of a training run; choose a different file"
         assert_one_error(capsys.readouterr().err, [message, "or replace it with --overwrite"])
         assert {path: path.read_bytes() for path in tmp_path.glob("kept*")} == tables
     assert run_train(*flags, *elsewhere, "--resume")[0] == 2  # --resume would append to the report
-    message = f"--report-file {kept}: the report of a different training run; choose a different file"
+    message = f"--report-file {kept}: is the report of a different training run; choose a different file"
     assert_one_error(capsys.readouterr().err, [message])
     assert run_train(*flags, *elsewhere, "--overwrite")[0] == 0
     assert f"--report-file {kept}: replaces the report of an earlier training run\n" in capsys.readouterr().out
@@ -140,7 +140,7 @@ def test_default_report_name_depends_on_kind_of_run(run_train, tmp_path, capsys)
     resume = [*default, "--output-dir", moved, "--resume", "--epochs", "2", "--dry-run"]
     assert run_train(*resume)[0] == 0
     assert run_train(*resume, "--report-file", moved / "Tiny/report.eval.json")[0] == 2
-    assert "report.eval.json: the report of a different evaluation run; choose" in capsys.readouterr().err
+    assert "report.eval.json: is the report of a different evaluation run; choose" in capsys.readouterr().err
     moved.rename(tmp_path / "output")
     assert sorted(path.name for path in folder.glob("*.csv")) == sorted(
         f"report.{prefix}{kind}.csv" for prefix in ("", "eval.") for kind in ("averages", "classes", "confusion")

@@ -85,7 +85,7 @@ def test_resume_is_bit_identical(run_train, losses_with_a_stop, tmp_path, capsys
     flags = [*FLAGS, "--resume", "--dropout", "0.5"]
     code, report = run_train(*flags)
     assert code == 0
-    assert "an update every 3 steps, without the last 1" in capsys.readouterr().out
+    assert "an update every 3 steps (last 1 unused)" in capsys.readouterr().out
     expected = losses(report)
     assert sorted(key for key in expected if isinstance(key[1], int)) == [(e, s) for e in (0, 1) for s in range(6)]
     assert phase(report, [0], "train.")["images"] == 24
