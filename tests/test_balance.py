@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import paddle
@@ -10,9 +11,10 @@ import pytest
 from paddle import static
 from PIL import Image
 
-from conftest import losses
+from conftest import frozen, losses
 from helpers import epoch, take
 from paddle_resnet import dali, program
+from paddle_resnet.data import readers
 from paddle_resnet.models import loss_head, mixing
 from paddle_resnet.native import build as native
 from utils.errors import UsageError
@@ -80,6 +82,25 @@ def test_weighted_loss_matches_numpy(name, smoothing, is_mixed):
     np.testing.assert_allclose(each[:, 0], -(mixed * log_softmax).sum(1), rtol=1e-5)  # evaluation uses no class weights
 
 
+def test_built_program_weighs_mixed_images_by_both_labels(parse, monkeypatch):
+    made = []
+    for name in ("weigh_images", "balanced_weights"):
+        function = getattr(loss_head, name)
+        monkeypatch.setattr(loss_head, name, lambda *args, f=function: made.append(f(*args)) or made[-1])
+    monkeypatch.setattr(program.mixing, "draw", lambda _, __, h, w: mixing.Mix(np.zeros(h), np.ones(w), 0.7))
+    args = frozen(parse("--class-weights", "balanced", "--mixup", "1"))
+    main, startup = static.Program(), static.Program()
+    program.build(args, main, startup, 3, class_images=np.array(IMAGES))
+    (class_weights, weights), labels = made, np.array([[0], [1], [2], [0]])
+    exe = static.Executor(paddle.CPUPlace())
+    exe.run(startup)
+    compiled = program.compile_prog(args, main)
+    compiled.write_scalars()
+    feed = {"data": np.zeros((4, 3, 32, 32), np.float32), "label": labels}
+    [actual] = exe.run(compiled, feed, [weights])
+    np.testing.assert_allclose(actual, 0.7 * class_weights[labels] + 0.3 * class_weights[labels[::-1]], rtol=1e-6)
+
+
 def test_build_without_class_counts_is_an_error(parse):
     args = parse("--class-weights", "balanced", "--num-of-class", "3")
     with pytest.raises(UsageError, match="--class-weights balanced: requires class_images"):
@@ -101,6 +122,14 @@ def test_balanced_sampling_draws_classes_equally(parse, imbalanced):
     assert len({tuple(labels) for labels in epochs}) == 20  # each epoch draws different images
     again = balanced_loader(parse, imbalanced, "--rand-crop-scale", "1,1")
     np.testing.assert_array_equal(np.concatenate(epoch(again)[1])[:, 0], epochs[0])
+
+
+def test_classes_of_an_unsorted_list_are_drawn_equally():
+    labels = np.random.RandomState(0).permutation(np.repeat([0, 1, 2], IMAGES))
+    data_set = SimpleNamespace(files=list(map(str, labels)), labels=labels)
+    paths, drawn = readers.BalancedSampler(data_set, "root", 0, 0, 480, 1)()
+    assert [bytes(path).decode() for path in paths] == [f"root/{label}" for label in drawn[:, 0]]
+    assert all(120 < count < 200 for count in np.bincount(drawn[:, 0]))  # 160 expected, standard deviation 10
 
 
 @pytest.mark.parametrize("done", [0, 2, 4, 5])

@@ -2,6 +2,7 @@
 --epochs."""
 
 import time
+from collections import UserList
 from types import SimpleNamespace
 
 import numpy as np
@@ -118,6 +119,25 @@ def test_run_is_identical_to_run_with_chosen_epochs(run, tmp_path, chooses_two):
     assert not list(tmp_path.rglob(".budget*"))  # the measured checkpoint is deleted
 
 
+def test_measurement_takes_about_the_given_seconds(monkeypatch):
+    """A batch takes 0.01 s, and a step has 4 batches."""
+    measured = []
+
+    def run_program(options, *_):
+        measured.append((options.benchmark_warmup_steps, options.benchmark_steps))
+        return {"batch_time": 0.01}
+
+    monkeypatch.setattr(budget.program, "run", run_program)
+    loader = UserList(range(99))
+    loader.step = 0
+    monkeypatch.setattr(budget.dali, "build_dataloader", lambda *_: loader)
+    args = settings(accumulate_steps=4, dali_prefetch=2, device="cpu")
+    args.copy = lambda **values: SimpleNamespace(**values)
+    training = SimpleNamespace(program=static.Program(), compiled=SimpleNamespace(captured=None), fetchs={})
+    assert budget._measure_training(args, None, training, 0.5) == 0.01
+    assert measured == [(4, 8), (4, 4 * 12)]
+
+
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 def test_captured_run_is_identical_to_run_with_chosen_epochs(run, fake, chooses_two):
     flags = [*NHWC, "--kernels", "native"]
@@ -188,8 +208,12 @@ def test_conflicts_are_errors(run, capsys, flags, message):
     assert message in capsys.readouterr().err
 
 
-def test_resumed_run_cannot_choose_again(run, unmeasured, chooses_two, capsys):
-    assert run("--budget-minutes", 1, "--run-scope", "train_only")[0] == 0
+@pytest.mark.parametrize("stop", [{}, {"train_step": 1}], ids=str)
+def test_resumed_run_cannot_choose_again(run, unmeasured, chooses_two, stop_before, capsys, stop):
+    stop_before(**stop)
+    assert run("--budget-minutes", 1, "--run-scope", "train_only")[0] == (75 if stop else 0)
+    stop_before()
+    capsys.readouterr()
     assert run("--budget-minutes", 2, "--run-scope", "train_only", "--resume")[0] == 2
     assert_one_error(
         capsys.readouterr().err, ["--budget-minutes 2: only a new run chooses its epochs, but this run continues "]

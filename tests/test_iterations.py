@@ -164,7 +164,8 @@ def test_schedule_counts_steps_of_each_stage(run_train, caplog):
 
 
 def test_num_iter_may_end_inside_a_stage(run_train):
-    flags = [*STEPS, "--sizes", "32:0,24:1:4", "--num-iter"]
+    """The second stage changes only the batch size."""
+    flags = [*STEPS, "--sizes", "32:0,32:1:4", "--num-iter"]
     code, report = run_train(*flags, "5")
     assert code == 0
     assert trained_steps(report) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]

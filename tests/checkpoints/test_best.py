@@ -102,9 +102,11 @@ def test_best_evaluation_inside_epoch_is_saved(run_train, scored, tmp_path):
 
 
 def test_checkpoints_inside_epochs_do_not_replace_epoch_checkpoints(run_train, scored, tmp_path):
-    scored(0.1, 0.2, 0.3, 0.4)
+    scored(0.2, 0.1, 0.3, 0.4)
     assert run_train("--epochs", "4", "--save-interval-steps", "1", "--keep-checkpoints", "2")[0] == 0
     assert sorted(path.name for path in (tmp_path / "output/Tiny").glob("[0-9]*")) == ["2", "3", "3_2"]
+    meta = json.loads((tmp_path / "output/Tiny/3/meta.json").read_text())
+    assert meta["evaluations_since_best"] == 0  # a new best evaluation resets the count
 
 
 def test_patience_without_evaluation_is_an_error(run_train, capsys):
