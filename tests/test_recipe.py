@@ -131,6 +131,14 @@ def test_run_with_config_file_and_its_resume(run_bare, tmp_path, capsys, monkeyp
     assert (meta["arguments"]["weight_decay"], meta["arguments"]["color_jitter"]) == (5e-4, 0.2)
 
 
+def test_processes_of_a_machine_share_its_memory(photos, monkeypatch):
+    monkeypatch.setattr(recipe.memory, "available", lambda: 3 * GIB)
+    monkeypatch.setenv("PADDLE_LOCAL_SIZE", "2")
+    settings = config.parse_args(["--choose-recipe", "--image-root", str(photos), "--device", "cpu"])
+    facts = recipe._facts(settings)
+    assert (facts.images, facts.memory) == (30, 3 * GIB // 2)
+
+
 def test_weights_are_converted_once(photos, monkeypatch, tmp_path):
     calls = []
     monkeypatch.setattr(conversion, "convert", lambda name, folder: (calls.append(name), folder.mkdir(parents=True)))
