@@ -196,7 +196,7 @@ def test_dry_run_does_not_measure(run, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--epochs", 3], "--budget-minutes 5: chooses --epochs, which is 3 (command line); remove one of"),
+        (["--epochs", 3], "--budget-minutes 5: conflicts with --epochs 3 (command line); remove one of"),
         (["--iter-unit", "batch", "--num-iter", 9], "--budget-minutes 5.0: not used by --iter-unit batch; remove it"),
         (["--sizes", "16:0,32:1"], "--budget-minutes 5: not supported with --sizes; remove one, or use --epochs"),
         (["--profile-steps", "1:2"], "--budget-minutes 5: not supported with --profile-steps; remove one, or use"),

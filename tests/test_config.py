@@ -330,7 +330,7 @@ def test_value_of_wrong_type_is_an_error(config_file, flag, value):
 @pytest.mark.parametrize("flag", ["--crop-size", "--output-dir", "--run-scope"])
 def test_two_dashes_are_not_a_value(flag):
     """argparse would interpret two dashes as an empty list."""
-    assert error_of(f"{flag}=--") == f"{flag} --: not a value; set one"
+    assert error_of(f"{flag}=--") == f"{flag} --: no value; set one"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Read the --config file, by converting YAML to command-line arguments."""
+"""Read the --config file and convert its YAML to command-line arguments."""
 
 import yaml
 

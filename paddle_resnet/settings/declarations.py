@@ -77,7 +77,7 @@ def _build_parser():
 
 
 def _start(add):
-    add("--config", metavar="FILE", help="YAML file of flags, written with underscores")
+    add("--config", metavar="FILE", help="YAML file whose keys are flags, written with underscores")
     add(
         "--run-scope",
         default="train_eval",
@@ -90,7 +90,11 @@ def _start(add):
         help="continue from the newest valid checkpoint in OUTPUT_DIR/ARCH/; if there is none, start from the "
         "beginning",
     )
-    add("--overwrite", **_switch(), help="delete the checkpoints of an earlier run in OUTPUT_DIR/ARCH/ first")
+    add(
+        "--overwrite",
+        **_switch(),
+        help="delete the checkpoints of an earlier run in OUTPUT_DIR/ARCH/ before training",
+    )
     add(
         "--from-checkpoint",
         metavar="DIR",
@@ -107,19 +111,20 @@ def _start(add):
         "--from-pretrained-params",
         type=_path,
         metavar="{None,DIR}",
-        help="start at epoch 0 from the parameters in DIR, a checkpoint folder or PREFIX.pdparams",
+        help="checkpoint folder, or file PREFIX.pdparams, from which to load only the parameters; training starts at "
+        "epoch 0; None: train from scratch",
     )
     add(
         "--pretrained-mismatch",
         default="error",
         choices=["error", "skip-classifier"],
-        help="action if the classifier of the pretrained parameters has a different shape; skip-classifier: keep the "
-        "initial values of the classifier, for fine-tuning",
+        help="action if the classifier of the pretrained parameters has a different shape; skip-classifier: do not "
+        "load the classifier, for fine-tuning",
     )
     add(
         "--choose-recipe",
         **_switch(),
-        help="choose the values of flags that are not set from the data set and the machine: network, pretrained "
+        help="choose values for flags that are not set, based on the data set and the machine: network, pretrained "
         "weights, image and batch size, epochs, optimizer, learning rate, augmentation, precision and loader threads; "
         "the log shows the reasons",
     )
@@ -136,13 +141,13 @@ def _network(add):
         default="ResNet50",
         metavar="ARCH",
         help=f"{', '.join(MODELS)}, or FILE.py:NAME for a network in your own file; python -m paddle_resnet.models "
-        "lists their sizes",
+        "lists the sizes of all networks",
     )
     add(
         "--num-of-class",
         type=numbers.num_of_class,
         default=argparse.SUPPRESS,
-        help="number of outputs of the network (default: the number of classes in the data, or 1000 if it is unknown)",
+        help="number of outputs of the network (default: the number of classes in the data, or 1000 if unknown)",
         before=1000,
     )
     add(
@@ -151,14 +156,14 @@ def _network(add):
         default=[4, 224, 224],
         metavar="C,H,W",
         help="shape of the network's input; C: 3 for RGB, or 4 with an additional zero channel, which is faster and "
-        "the default in NHWC on a GPU; H,W: size of the crop; unless set, --crop-size,--crop-size",
+        "the default in NHWC on a GPU; H,W: size of the crop; if not set, --crop-size,--crop-size",
         batches=True,
     )
 
     add(
         "--qat",
         **_switch(),
-        help="quantization-aware training: round weights and activations to INT8 in the forward pass, normally to "
+        help="quantization-aware training: round weights and activations to INT8 in the forward pass, typically to "
         "fine-tune a trained network (--from-pretrained-params)",
     )
 
@@ -168,15 +173,15 @@ def _preprocessing(add):
         "--crop-size",
         type=numbers.side,
         default=224,
-        help="shorter side of the crop, in pixels; unless set, that of --image-shape",
+        help="shorter side of the crop, in pixels; if not set, that of --image-shape",
         batches=True,
     )
     add(
         "--resize-short",
         type=numbers.side,
         default=256,
-        help="shorter side of an image before the square center crop in evaluation, in pixels; unless set, 256/224 of "
-        "--crop-size; before a crop of H,W, images are scaled to cover --resize-short / --crop-size times H,W",
+        help="shorter side of an image before the square center crop in evaluation, in pixels; if not set, 256/224 "
+        "times --crop-size; before a crop of H,W, images are scaled to cover --resize-short / --crop-size times H,W",
         depends_on=("crop_size", "image_shape"),
     )
     add(
@@ -200,7 +205,7 @@ def _preprocessing(add):
         type=numbers.number_list,
         default=[0.485, 0.456, 0.406],
         metavar="R,G,B",
-        help="mean per channel, subtracted after --normalize-scale",
+        help="mean per channel, subtracted after multiplication by --normalize-scale",
         batches=True,
     )
     add(
@@ -208,7 +213,7 @@ def _preprocessing(add):
         type=numbers.number_list,
         default=[0.229, 0.224, 0.225],
         metavar="R,G,B",
-        help="standard deviation per channel, the divisor after --normalize-mean",
+        help="standard deviation per channel, by which pixels are divided after subtraction of --normalize-mean",
         batches=True,
     )
 
@@ -216,7 +221,7 @@ def _preprocessing(add):
 def _batches(add):
     add("--batch-size", type=numbers.batch_size, default=256, help="images per process and batch", batches=True)
     add("--data-layout", default="NCHW", choices=["NCHW", "NHWC"], help="memory layout of the images")
-    add("--dali-output-fp16", **_switch(), help="output float16 images from the loader", batches=True)
+    add("--dali-output-fp16", **_switch(), help="make the loader output float16 images", batches=True)
     add(
         "--dali-random-seed",
         type=numbers.seed,
@@ -306,8 +311,8 @@ def _training(add):
         "--budget-minutes",
         type=_positive_or_none,
         metavar="{None,N}",
-        help="duration of the run, including start, evaluations and checkpoints, for which a new run chooses --epochs "
-        "before step 1",
+        help="duration of the run in minutes, including startup, evaluations and checkpoints; before step 1, a new run "
+        "chooses --epochs accordingly",
         depends_on=("epochs",),
         used_by=("iter_unit", ("epoch",)),
     )
@@ -318,7 +323,12 @@ def _training(add):
         metavar="K",
         help="batches per training step; averaging their gradients simulates a batch K times as large",
     )
-    add("--seed", type=numbers.seed, default=0, help="seed of the initial parameters")
+    add(
+        "--seed",
+        type=numbers.seed,
+        default=0,
+        help="seed of the initial parameters, --mixup, --cutmix, --dropout and --drop-path",
+    )
     add(
         "--label-smoothing",
         type=numbers.ratio,
@@ -342,14 +352,14 @@ def _training(add):
         "--freeze",
         type=_layers,
         metavar="{None,LAYER,...}",
-        help="layers that do not train, such as stem,stages.0; their batch normalization uses and keeps its running "
-        f"statistics; {parts.ALL_BUT_CLASSIFIER}: all except the last layer",
+        help="layers that are not trained, such as stem,stages.0; their batch normalization uses its running "
+        f"statistics without updating them; {parts.ALL_BUT_CLASSIFIER}: all except the last layer",
     )
     add(
         "--unfreeze-at",
         type=_positive_count_or_none,
         metavar="{None,EPOCH}",
-        help="epoch from which the layers of --freeze train",
+        help="first epoch in which the layers in --freeze are trained",
     )
     add(
         "--optimizer",
@@ -395,14 +405,14 @@ def _training(add):
         "--clip-grad-norm",
         type=_positive_or_none,
         metavar="{None,F}",
-        help="maximum global norm of the gradients, over all parameters and processes",
+        help="maximum global L2 norm of the gradients, over all parameters and processes",
     )
     add(
         "--sizes",
         type=stages.parse,
         metavar="{None,S:E[:B[:F]],...}",
-        help="stages of training: from epoch E on, images have S x S pixels, batches have B images per process (unless "
-        "set, --batch-size), and the learning rate is multiplied by F (unless set, 1), such as 128:0:512:2,160:20; "
+        help="training stages, such as 128:0:512:2,160:20: from epoch E on, images have S x S pixels, batches have B "
+        "images per process (if omitted, --batch-size), and the learning rate is multiplied by F (if omitted, 1); "
         "evaluation uses --crop-size",
     )
     add(
@@ -417,8 +427,8 @@ def _training(add):
         type=_alpha,
         default=0.0,
         metavar="A",
-        help="parameter of CutMix, which pastes a box from a second image; the relative area of the box is from "
-        "Beta(A, A); 0: off",
+        help="parameter of CutMix, which pastes a box from a second image; the relative area of the box is drawn "
+        "from Beta(A, A); 0: off",
     )
     add("--dropout", type=_below_one, default=0.0, metavar="P", help="dropout rate before the last layer; 0: off")
     add(
@@ -433,7 +443,7 @@ def _training(add):
         "--ema",
         type=_beta_or_none,
         metavar="{None,DECAY}",
-        help="decay per step of the exponential moving average of the weights, which evaluation uses; such as 0.9999",
+        help="decay per step, such as 0.9999, of the exponential moving average of the weights, which evaluation uses",
     )
     add("--bn-weight-decay", **_switch(), help="apply weight decay to scale and shift of batch normalization")
 
@@ -450,7 +460,7 @@ def _learning_rate(add):
         "--warmup-epochs",
         type=numbers.not_negative,
         default=5,
-        help="epochs of linear warm-up; with --iter-unit batch, steps, 0 unless set",
+        help="epochs of linear warm-up; with --iter-unit batch, number of steps, and 0 if not set",
         depends_on=("iter_unit",),
     )
     add(
@@ -458,7 +468,7 @@ def _learning_rate(add):
         type=_positive_ratio,
         default=1.0,
         metavar="F",
-        help="factor between the learning rates of a part of the network (stem, block, ...) and of the next part",
+        help="ratio of the learning rate of each part of the network (stem, block, ...) to that of the next part",
     )
     add(
         "--classifier-lr-factor",
@@ -467,7 +477,7 @@ def _learning_rate(add):
         metavar="F",
         help="factor of the learning rate of the last layer",
     )
-    add("--warmup-start-lr", type=_not_negative_number, default=0.0, help="learning rate of step 0")
+    add("--warmup-start-lr", type=_not_negative_number, default=0.0, help="learning rate at step 0")
     add(
         "--lr-scheduler",
         default="Cosine",
@@ -495,7 +505,7 @@ def _learning_rate(add):
         "--lr-decay-factor",
         type=_factor,
         default=0.1,
-        help="factor of Piecewise at each of --lr-decay-epochs",
+        help="factor by which Piecewise multiplies the learning rate at each of --lr-decay-epochs",
         used_by=("lr_scheduler", ("Piecewise",)),
     )
     add(
@@ -522,7 +532,7 @@ def _learning_rate(add):
 
 
 def _precision(add):
-    add("--amp", **_switch(), help="automatic mixed precision (GPU)")
+    add("--amp", **_switch(), help="automatic mixed precision (GPUs only)")
     add(
         "--amp-dtype",
         default="float16",
@@ -577,8 +587,8 @@ def _saving(add):
         "--save-interval",
         type=numbers.positive,
         default=1,
-        help="epochs between checkpoints; with --iter-unit batch, steps, --num-iter unless set; the end of the run is "
-        "always saved",
+        help="epochs between checkpoints; with --iter-unit batch, number of steps, and --num-iter if not set; the run "
+        "always ends with a checkpoint",
         depends_on=("iter_unit",),
     )
     add(
@@ -592,8 +602,8 @@ def _saving(add):
         "--keep-checkpoints",
         type=numbers.positive,
         default=3,
-        help="number of newest checkpoints to keep, and of newest checkpoints from the end of an epoch, in "
-        "addition to the best checkpoint",
+        help="number of newest checkpoints to keep; the same number of newest checkpoints from the end of an epoch, "
+        "and the best checkpoint, are also kept",
     )
     add(
         "--patience",
@@ -621,8 +631,8 @@ def _saving(add):
         "--eval-interval",
         type=numbers.positive,
         default=1,
-        help="epochs between evaluations; with --iter-unit batch, steps, --num-iter unless set; the end of the run is "
-        "always evaluated",
+        help="epochs between evaluations; with --iter-unit batch, number of steps, and --num-iter if not set; the run "
+        "always ends with an evaluation",
         depends_on=("iter_unit",),
     )
     add(
@@ -634,13 +644,12 @@ def _saving(add):
 
 
 def _loader(add):
-    add("--image-root", default="/imagenet", help="folder of the data set; see docs/data.md for its layouts")
+    add("--image-root", default="/imagenet", help="folder of the data set; see docs/data.md for supported layouts")
     add(
         "--data-format",
         default="auto",
         choices=["auto", "folder", "filelist", "recordio", "tfrecord", "lmdb", "webdataset", "synthetic"],
-        help="storage format of the data set; auto: detect in --image-root; synthetic: one random batch in device "
-        "memory",
+        help="storage format of the data set; auto: detect the format; synthetic: one random batch in device memory",
     )
     add(
         "--skip-list",
@@ -657,7 +666,7 @@ def _loader(add):
         "--dali-device",
         default="auto",
         choices=["auto", "gpu", "cpu"],
-        help="device that decodes and augments images; auto: the device of the program",
+        help="device that decodes and augments images; auto: the same as --device",
         batches=True,
     )
     add("--dali-num-threads", type=numbers.threads, default=4, help="loader threads per process")
@@ -680,7 +689,7 @@ def _machine(add):
         "--device",
         default="auto",
         choices=["auto", "gpu", "cpu"],
-        help="device of the program; auto: a GPU if Paddle finds one, otherwise the CPU",
+        help="device on which the program runs; auto: a GPU if Paddle finds one, otherwise the CPU",
     )
     add(
         "--kernels",
@@ -695,12 +704,12 @@ def _machine(add):
         help="capture a training step as a CUDA graph and replay it with one call; requires native kernels and GPUs "
         "of one host; not with --profile-steps",
     )
-    add("--enable-cpu-affinity", **_switch(True), help="bind each process to the cores next to its GPU")
+    add("--enable-cpu-affinity", **_switch(True), help="bind each process to the CPU cores closest to its GPU")
     add(
         "--comm-timeout-s",
         type=numbers.integer(1, 10**6),
         default=600,
-        help="number of seconds without progress of a process after which a job of several processes stops",
+        help="number of seconds after which a job of several processes stops if a process makes no progress",
     )
 
 
@@ -760,7 +769,7 @@ def _benchmark(add):
         "--profile-steps",
         type=_steps,
         metavar="{None,A:B}",
-        help="range of steps of the first epoch, A to B-1, to trace to OUTPUT_DIR/profile/",
+        help="steps A to B-1 of the first epoch, of which a trace is written to OUTPUT_DIR/profile/",
     )
 
 

@@ -1,5 +1,5 @@
-"""The length of a run, and the steps after which the run evaluates and saves. --iter-unit is the unit of all flags for
-durations."""
+"""Compute the length of a run, and the steps after which the run evaluates and saves. --iter-unit determines the unit
+of all flags for durations."""
 
 import math
 from typing import NamedTuple
@@ -52,8 +52,8 @@ class Timeline(NamedTuple):
         return self.steps(epoch) * self.accumulate_steps
 
     def steps_before(self, epoch):
-        """Return the number of training steps before an epoch. A fractional number, such as 2.5, is a position inside
-        an epoch."""
+        """Return the number of training steps before an epoch. The epoch can be fractional: 2.5 is the middle of
+        epoch 2."""
         ends = [*(part.first_epoch for part in self.parts[1:]), math.inf]
         passed = ((min(epoch, end) - part.first_epoch, part.steps) for part, end in zip(self.parts, ends, strict=True))
         return sum(epochs * steps for epochs, steps in passed if epochs > 0)
@@ -130,7 +130,8 @@ def total_steps(settings, timeline):
 
 
 def first_pass(settings, batches):
-    """Return the number of steps in the first pass of a run, if the loader has `batches` batches."""
+    """Return the number of steps before the run first evaluates, saves or ends an epoch, if the loader has `batches`
+    batches."""
     if settings.benchmark:
         return settings.benchmark_warmup_steps + settings.benchmark_steps
     return next(stops(settings, uniform(settings, batches))).step if settings.run_scope.trains else batches

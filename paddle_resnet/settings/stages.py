@@ -14,7 +14,7 @@ FORM = "SIZE:EPOCH[:BATCH[:FACTOR]],..."
 
 
 class Stage(NamedTuple):
-    """The settings of training from epoch `first_epoch` on, and the factor of the learning rate."""
+    """The settings for training from epoch `first_epoch` on, and the learning rate factor."""
 
     first_epoch: int
     settings: Settings

@@ -117,7 +117,7 @@ def _conflicts_of_budget(settings):
     flag_and_value = f"--budget-minutes {settings.budget_minutes:g}"
     if settings.is_explicit("epochs"):
         origin = settings.origin("epochs")
-        yield f"{flag_and_value}: chooses --epochs, which is {settings.epochs} ({origin}); remove one of them"
+        yield f"{flag_and_value}: conflicts with --epochs {settings.epochs} ({origin}); remove one of them"
     for name in ("sizes", "unfreeze_at", "profile_steps"):
         if getattr(settings, name) is not None:
             yield f"{flag_and_value}: not supported with {flag(name)}; remove one, or use --epochs"
@@ -258,7 +258,7 @@ def _conflicts_of_sizes(settings):
         yield f"--image-shape {shape}: expected C,H,W with 3 or 4 channels, such as 4,224,224"
     elif min(settings.image_shape[1:]) != crop:
         yield (
-            f"--image-shape {shape}: its shorter side is not --crop-size {crop}; use --image-shape "
+            f"--image-shape {shape}: its shorter side differs from --crop-size {crop}; use --image-shape "
             f"{settings.image_shape[0]},{crop},{crop} or --crop-size {min(settings.image_shape[1:])}"
         )
     elif settings.resize_short * max(settings.image_shape[1:]) > numbers.MAX_SIDE * crop:

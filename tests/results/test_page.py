@@ -79,7 +79,7 @@ def test_page_is_complete_and_self_contained(trained):
     ):
         assert part in html_page.text, part
     assert all(part in html_page.text for part in ("model_arch_name: Tiny", "paddle", "--report-html"))
-    flags_of_run = text.partition("<h3>Flags of this run</h3>")[2].partition("</table>")[0]
+    flags_of_run = text.partition("<h3>Flags set for this run</h3>")[2].partition("</table>")[0]
     names = re.findall("<th>(.+?)</th>", flags_of_run)
     assert {"epochs", "lr", "print_interval"} <= set(names)
     assert not {"kernels", "cuda_graph", "explicit_flags", "seed"} & set(names)  # not on the command line
@@ -170,7 +170,7 @@ def test_page_escapes_names_and_limits_number_of_classes(trained, tmp_path):
     text = (tmp_path / "many.html").read_text()
     html_page = Reader(text)
     assert html_page.open == [] and "b" not in html_page.tags[html_page.tags.index("h2") :]
-    assert "the 24 of 1000 classes in the most frequent confusions" in " ".join(html_page.text.split())
+    assert "the 24 of 1000 classes with the most frequent confusions" in " ".join(html_page.text.split())
     assert names[0] in html_page.text
     assert len(text) < 200_000
 
