@@ -23,13 +23,14 @@ from utils.errors import RunError, UsageError, printable
 from utils.meters import latency_percentiles
 
 TOP = 5
-BENCHMARK_COLUMNS = ("latency_p50_ms", "latency_p90_ms", "latency_p99_ms", "ips")
+BENCHMARK_COLUMNS = ("latency_p50_ms", "latency_p90_ms", "latency_p99_ms", "ips", "memory_mib")
 BENCHMARK_S, BENCHMARK_STEPS = 2, 5  # minimum duration and number of steps of a measurement
+BENCHMARK_WARMUP_STEPS = 5
 MAX_LINE_BYTES = 4098  # maximum length of a path in Linux, plus a line break
 SHOWN_REASONS = 8  # maximum number of reasons in the warning about skipped files
 
 
-def predict(model, paths, batch_size=32, device="cpu", threads=4, tta="none"):
+def predict(model, paths, batch_size=32, device="cpu", threads=4):
     """Yield (path, probabilities, problem) for each image file, in order.
 
     Images are decoded, resized and normalized as in an evaluation (dali.py, Mode.EVAL).
@@ -40,22 +41,24 @@ def predict(model, paths, batch_size=32, device="cpu", threads=4, tta="none"):
         batch_size: images per batch.
         device: device on which DALI decodes, "cpu" or "gpu".
         threads: number of CPU threads for DALI.
-        tta: "flip" averages the probabilities of each image and its mirror image; "none" uses only the image itself.
     Returns:
         iterator. `probabilities` is float32 [classes]. If a file cannot be decoded, `probabilities` is None and
         `problem` describes the error.
     """
+    running = None
     for files_read, images in _images(model.description, paths, batch_size, device, threads):
-        rows = iter(() if images is None else _probabilities(model, images, tta))
-        for path, problem in files_read:
-            yield path, next(rows) if problem is None else None, problem
+        submitted = files_read, None if images is None else model.submit(images)
+        if running is not None:  # while the device runs this batch, the host processes the previous batch
+            yield from _results(*running)
+        running = submitted
+    if running is not None:
+        yield from _results(*running)
 
 
-def _probabilities(model, images, tta):
-    if tta == "none":
-        return model.run(images)
-    mirrored = np.flip(images, 3 if model.description["input"]["layout"] == "NCHW" else 2)
-    return (model.run(images) + model.run(np.ascontiguousarray(mirrored))) / 2
+def _results(files_read, probabilities):
+    rows = iter(() if probabilities is None else np.asarray(probabilities))
+    for path, problem in files_read:
+        yield path, next(rows) if problem is None else None, problem
 
 
 def _images(description, paths, batch_size, device, threads):
@@ -86,7 +89,7 @@ def _images(description, paths, batch_size, device, threads):
                 yield ahead.popleft(), images
         except RuntimeError as error:
             for path, problem in chain.from_iterable(ahead):
-                yield _alone(description, path, problem, device, threads, error)
+                yield from _alone(description, path, problem, device, threads, error)
             ahead.clear()
         else:
             yield from ((files_read, None) for files_read in ahead)  # files after the last valid image
@@ -94,21 +97,23 @@ def _images(description, paths, batch_size, device, threads):
 
 
 def _alone(description, path, problem, device, threads, error):
-    """Decode a single image, after DALI failed to decode a batch. Return an item in the format that _images yields."""
+    """Decode a single image, after DALI failed to decode a batch. Yield one item in the format of _images."""
     from paddle_resnet.data import bad_images
 
     encoded, problem = (None, problem) if problem else _read(path)
     if problem is None:
+        decoded = _decoded(description, iter([[encoded]]), 1, device, threads)
         try:
-            (images,) = _decoded(description, iter([[encoded]]), 1, device, threads)
+            images = next(decoded)
         except RuntimeError:
             problem = bad_images.decode(encoded.tobytes())
             if problem is None:
                 reason = str(error).strip().splitlines()[-1]
                 raise RunError(f"{path}: DALI cannot load this image ({reason}); remove it") from error
         else:
-            return [(path, None)], images
-    return [(path, problem)], None
+            yield [(path, None)], images
+            return
+    yield [(path, problem)], None
 
 
 def _read(path):
@@ -127,8 +132,8 @@ def _read(path):
 
 
 def _decoded(description, batches, batch_size, device, threads):
-    """Decode batches of encoded images, and yield the network's input for each batch. DALI raises RuntimeError if it
-    cannot decode an image."""
+    """Decode batches of encoded images, and yield DALI's output for each batch, valid until the next batch is
+    requested. DALI raises RuntimeError if it cannot decode an image."""
     from paddle_resnet import dali
     from paddle_resnet.data import readers
     from paddle_resnet.serving import inference
@@ -142,7 +147,7 @@ def _decoded(description, batches, batch_size, device, threads):
             images, _ = pipeline.run()
         except StopIteration:
             return
-        yield np.array(images.as_cpu().as_tensor()).astype(description["input"]["dtype"])
+        yield images
 
 
 def find_images(arguments, stdin):
@@ -225,54 +230,79 @@ def top(probabilities, classes):
     return [(i, names[i], float(probabilities[i])) for i in np.argsort(-probabilities, kind="stable")[:TOP].tolist()]
 
 
-def benchmark(models, batch_sizes):
-    """Measure each inference.Model in a list on random images, including the copies from and to host memory. Yield
-    {"engine", "batch", "ips" (images/s), "latency_{mean,p50,p90,p95,p99}_ms"} for each batch size and model.
+def benchmark(models, batch_sizes, device):
+    """Measure each inference.Model of an iterable on random images in host memory, including the copies from and to
+    host memory. Yield {"engine", "precision", "batch", "ips" (images/s), "latency_{mean,p50,p90,p95,p99}_ms",
+    "memory_mib" (peak memory of the engine so far, see memory.Peak)} for each model and batch size.
+
+    Args:
+        models: iterable that opens each model when it is requested.
+        batch_sizes: images per batch.
+        device: "cpu" or "gpu".
     """
-    random = np.random.default_rng(0)
-    for batch in batch_sizes:
-        for model in models:
-            expected = model.description["input"]
-            images = 2 * random.random((batch, *expected["shape"][1:]), dtype=np.float32)
-            images = images.astype(expected["dtype"], copy=False)
-            model.run(images)
+    from paddle_resnet.machine import memory
+
+    random, models = np.random.default_rng(0), iter(models)
+    while True:
+        peak = memory.Peak(device)
+        if (model := next(models, None)) is None:
+            return
+        for batch in batch_sizes:
+            images = model.host_images(batch)
+            images[:] = 2 * random.random(images.shape, dtype=np.float32)
             times_s = []
+            # The first runs are not measured, because they select algorithms and capture the step.
+            for _ in range(BENCHMARK_WARMUP_STEPS):
+                model.run(images)
             while len(times_s) < BENCHMARK_STEPS or sum(times_s) < BENCHMARK_S:
                 start = perf_counter()
                 model.run(images)
                 times_s.append(perf_counter() - start)
-            ips = batch * len(times_s) / sum(times_s)
-            yield {"engine": model.engine, "batch": batch, "ips": ips, **latency_percentiles(times_s)}
+            entry = {"engine": model.engine, "precision": model.precision, "batch": batch}
+            entry |= {"ips": batch * len(times_s) / sum(times_s), **latency_percentiles(times_s)}
+            yield entry | {"memory_mib": peak.mib()}
+        del model
 
 
-@contextlib.contextmanager
-def engines(path, device, model_arch_name=None):
-    """Yield a list with one inference.Model for each engine that can run the model. A checkpoint is first exported to a
-    temporary folder. If onnx or onnxruntime is missing or broken, a warning is logged and onnxruntime is omitted."""
+def engines(path, device, model_arch_name=None, precision=None, sizes=(32,)):
+    """Yield an inference.Model for each engine that can run the model. Each model is opened when it is requested. A
+    checkpoint is first exported to a temporary folder. If onnx or onnxruntime is missing or broken, a warning is logged
+    and onnxruntime is omitted. For the arguments, see inference.open_model."""
     from paddle_resnet import export
     from paddle_resnet.serving import inference
 
-    models = [inference.open_model(path, device, model_arch_name)]
-    if models[0].engine == "onnxruntime":
-        yield models
-        return
+    folder = Path(path)
+    onnx_file = folder / f"{inference.NAME}.onnx"
+    problem = f"{path}: contains no {onnx_file.name}; export with --onnx"
     with tempfile.TemporaryDirectory() as temporary:
-        folder, problem = Path(path), f"{path}: contains no {inference.NAME}.onnx; export with --onnx"
-        if models[0].engine == "Executor":
+        if inference.is_export(folder):
+            model = inference.open_model(path, device, model_arch_name, precision, sizes)
+            yield model
+            if model.engine == "onnxruntime":
+                return
+            del model
+        else:
+            precisions = [precision] if precision else ["float32", inference.resolve_precision(None, device)]
+            for each in dict.fromkeys(precisions):
+                yield inference.open_checkpoint(path, device, model_arch_name, each, sizes, engine="Paddle")
+            if device == "gpu":
+                yield inference.load_checkpoint(path, device, model_arch_name=model_arch_name).model()
             folder = Path(temporary) / "export"
+            onnx_file = folder / onnx_file.name
             try:
                 export.export(path, folder, onnx=True, model_arch_name=model_arch_name)
             except (UsageError, RunError) as e:
                 problem = e
                 export.export(path, folder, model_arch_name=model_arch_name)
-            models.append(inference.open_paddle(folder, device))
+            yield inference.open_paddle(folder, device)
         try:
-            if not (file := folder / f"{inference.NAME}.onnx").is_file():
+            if not onnx_file.is_file():
                 raise UsageError(problem)
-            models.append(inference.open_onnx(file, device))
+            model = inference.open_onnx(onnx_file, device)
         except UsageError as e:
             logger.warn(f"skipping onnxruntime: {e}")
-        yield models
+        else:
+            yield model
 
 
 def main(argv=None):
@@ -298,6 +328,12 @@ def main(argv=None):
         choices=["none", "flip"],
         default="none",
         help="flip: average the probabilities of each image and its mirror image (default: none)",
+    )
+    parser.add_argument(
+        "--precision",
+        choices=["float32", "float16", "bfloat16", "int8"],
+        help="precision of the network (default: float16 on a GPU with Tensor Cores, otherwise float32; an export "
+        "runs in the precision in which it was exported)",
     )
     parser.add_argument("--benchmark", action="store_true", help="measure only the network, on random images")
     parser.add_argument(
@@ -331,11 +367,15 @@ def _main(args):
     device = inference.resolve_device(args.device)
     if args.benchmark:
         return _print_benchmark(args, device)
-    model = inference.open_model(args.model, device, args.model_arch_name)
+    options = args.precision, [args.batch_size], args.tta
+    model = inference.open_model(args.model, device, args.model_arch_name, *options)
+    logger.write_line(
+        printable(f"{args.model}: {model.engine}, {model.precision}, on the {device.upper()}"), sys.stderr
+    )
     bad = 0
     classes = model.description["output"]["shape"][1]
     with _csv_writer(args.csv, min(TOP, classes)) as write, bad_images.decoders_silenced():
-        for path, row, problem in predict(model, paths, args.batch_size, device, args.dali_num_threads, args.tta):
+        for path, row, problem in predict(model, paths, args.batch_size, device, args.dali_num_threads):
             if row is None:
                 bad += 1
                 logger.write_line(printable(f"{path} {problem}"), sys.stderr)
@@ -384,12 +424,15 @@ def _csv_writer(path, k):
 
 
 def _print_benchmark(args, device):
-    logger.info(f"{args.model} on {device}, random images in host memory, latency in ms")
-    logger.info(f"{'batch':>5}  {'engine':16}  {'p50':>9}  {'p90':>9}  {'p99':>9}  {'images/s':>9}")
-    with engines(args.model, device, args.model_arch_name) as models:
-        for result in benchmark(models, args.benchmark_batches):
+    logger.info(f"{args.model} on {device}, random images in host memory, latency in ms, peak memory in MiB")
+    names = "  ".join(f"{name:>9}" for name in ("p50", "p90", "p99", "images/s", "memory"))
+    logger.info(f"{'batch':>5}  {'engine':16}  {'precision':9}  {names}")
+    batches = args.benchmark_batches
+    models = engines(args.model, device, args.model_arch_name, args.precision, batches)
+    with contextlib.closing(models):
+        for result in benchmark(models, batches, device):
             metrics = "  ".join(f"{result[name]:9.2f}" for name in BENCHMARK_COLUMNS)
-            logger.info(f"{result['batch']:5}  {result['engine']:16}  {metrics}")
+            logger.info(f"{result['batch']:5}  {result['engine']:16}  {result['precision']:9}  {metrics}")
 
 
 if __name__ == "__main__":

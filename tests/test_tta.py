@@ -126,7 +126,7 @@ def test_training_evaluation_prediction_and_export(run_train, roots, tmp_path, c
         description = export.export(checkpoint, folder, uint8=uint8, verify=None if uint8 else root)
         assert description["evaluated"]["tta"] == "flip"
         for model in (checkpoint, folder):
-            actual = list(predict.predict(inference.open_model(model, "cpu"), paths, batch_size=4, tta="flip"))
+            actual = list(predict.predict(inference.open_model(model, "cpu", tta="flip"), paths, batch_size=4))
             np.testing.assert_allclose([row for _, row, _ in actual], mean, atol=1e-5)
     assert predict.main([str(checkpoint), *paths, "--csv", str(tmp_path / "p.csv"), "--tta", "flip"]) == 0
     np.testing.assert_allclose(table(tmp_path / "p.csv"), mean, atol=1e-5)

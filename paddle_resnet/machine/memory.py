@@ -1,6 +1,11 @@
-"""The memory that this process may use."""
+"""The memory that this process may use and uses."""
 
+import gc
 from pathlib import Path
+
+import paddle
+
+_CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
 def available():
@@ -12,3 +17,31 @@ def available():
         return min(available, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
     except (OSError, ValueError):  # without cgroup v2 or a memory limit
         return available
+
+
+class Peak:
+    """Measures the peak memory of a part of a program: the device memory that Paddle reserves, or the resident memory
+    of the process if the device is the CPU. The measurement starts when the object is created.
+
+    Args:
+        device: "cpu" or "gpu".
+    """
+
+    def __init__(self, device):
+        self._device = device
+        if device == "gpu":
+            gc.collect()
+            paddle.device.cuda.empty_cache()
+        else:
+            _CLEAR.write_text("5")  # resets the peak, see proc(5)
+        self._before = self._bytes()
+
+    def mib(self):
+        """Return the increase since the start of the measurement in MiB."""
+        return max(0, self._bytes() - self._before) / 2**20  # the kernel counts pages of a process inexactly
+
+    def _bytes(self):
+        if self._device == "gpu":
+            return paddle.device.cuda.memory_reserved()
+        status = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
+        return int(status["VmHWM"].split()[0]) * 1024

@@ -4,6 +4,7 @@ Images and probabilities are NumPy arrays. The input format is defined by the ne
 model.json.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -14,18 +15,23 @@ from pathlib import Path
 import numpy as np
 import paddle
 from paddle import static
+from paddle.base.data_feeder import convert_dtype
 
 from paddle_resnet import resolution
 from paddle_resnet.checkpoints import arrays, folders, restore, variables
 from paddle_resnet.job import processes
 from paddle_resnet.machine import gpus
-from paddle_resnet.models import MODELS, build_model, ends
+from paddle_resnet.models import MODELS, build_model, ends, loss_head
 from paddle_resnet.models import logits as network_logits
+from paddle_resnet.native import build as native
+from paddle_resnet.optimizers import amp
 from paddle_resnet.passes import folding, quantization
 from paddle_resnet.program import compile_prog
 from paddle_resnet.serving import onnx_writer, preprocessing
+from paddle_resnet.serving.fixed_sizes import Steps
 from paddle_resnet.settings import parsing
 from paddle_resnet.settings.values import network_name
+from paddle_resnet.steps import host_metrics
 from utils import errors, files, logger
 from utils.checks import is_number, is_table, is_text
 from utils.errors import UsageError
@@ -40,23 +46,50 @@ class Model:
     """An inference network that is ready to run.
 
     Attributes:
-        engine: "Executor", "paddle.inference" or "onnxruntime".
+        engine: "Executor", "captured step", "paddle.inference" or "onnxruntime".
         description: content of model.json.
         outputs: function that maps images, whose shape and type description["input"] defines, to [probabilities] or, if
             the network was opened with logits=True, to [probabilities, logits]. Both arrays are float32 [N, classes].
+        precision: "float32", "float16", "bfloat16" or "int8".
+        steps: fixed_sizes.Steps for the engine "captured step", otherwise None.
     """
 
     engine: str
     description: dict
     outputs: Callable
+    precision: str = "float32"
+    steps: Steps | None = None
 
     def run(self, images):
         return self.outputs(images)[0]
 
+    def submit(self, images):
+        """Start the inference of images, which may also be the output of a DALI pipeline for this model.
+
+        Returns:
+            a value that np.asarray converts to the probabilities. At most one other batch may be submitted before the
+            conversion.
+        """
+        return self.steps.submit(images) if self.steps else self.run(from_dali(self.description, images))
+
+    def host_images(self, images):
+        """Return an uninitialized array for a number of images, from which this engine copies fastest."""
+        expected = self.description["input"]
+        if self.steps:
+            return self.steps.host_images(images)
+        return np.empty([images, *expected["shape"][1:]], expected["dtype"])
+
+
+def from_dali(description, images):
+    """Return images as an array with the shape and type of description["input"]."""
+    if not isinstance(images, np.ndarray):
+        images = np.array(images.as_cpu().as_tensor())
+    return images.astype(description["input"]["dtype"], copy=False)
+
 
 @dataclass
 class Network:
-    """The inference network of a checkpoint: float32, NCHW, three channels, without masks or optimizer.
+    """The inference network of a checkpoint, without masks or optimizer. See load_checkpoint and load_half.
 
     Attributes:
         args: flags of the training run, with the device and layout replaced by those of this network.
@@ -113,39 +146,86 @@ def load_checkpoint(checkpoint, device="cpu", uint8=False, model_arch_name=None,
         UsageError: the checkpoint does not exist, is damaged or was saved within an epoch; or the file that defines its
             network does not exist or is not specified.
     """
+    checkpoint, meta, args = _recorded(checkpoint, device, model_arch_name)
+    args.set("Python", amp=False, kernels="paddle", data_layout="NCHW", dali_output_fp16=False)
+    network = _load(args, meta, checkpoint, 3, uint8=uint8, quantize=args.qat and not fold)
+    if fold:
+        with static.scope_guard(network.scope):
+            folding.fold_batch_norms(network.program, network.exe, 1)
+            if args.qat:
+                with static.program_guard(network.program, static.Program()):
+                    quantization.insert(network.program)
+    return network
+
+
+def load_fast(checkpoint, precision, device="gpu", model_arch_name=None, tta="none"):
+    """Load the inference network of a checkpoint as an evaluation would run it: with custom kernels, in NHWC, with four
+    channels and in half precision. Its program ends with an async copy of the probabilities.
+
+    Args:
+        checkpoint, device, model_arch_name: see load_checkpoint.
+        precision: "float32", "float16" or "bfloat16".
+        tta: "flip" averages the probabilities of each image and its mirror image.
+    Returns:
+        Network. Its input is normalized images [N, H, W, 4], in float16 if this is the precision, otherwise in float32.
+    Raises:
+        native.Unavailable: the custom kernels cannot be built.
+        UsageError: see load_checkpoint.
+    """
+    checkpoint, meta, args = _recorded(checkpoint, device, model_arch_name)
+    native.load(paddle.device.cuda.get_device_capability(processes.local_gpu()) if device == "gpu" else None)
+    half = {"amp": True, "amp_level": "O2", "amp_dtype": precision} if precision != "float32" else {"amp": False}
+    args.set("Python", **half, kernels="native", data_layout="NHWC", dali_output_fp16=precision == "float16")
+    args.set("machine", cuda_graph=device == "gpu")
+    network = _load(args, meta, checkpoint, 4, quantize=args.qat, mirror=tta == "flip")
+    with static.scope_guard(network.scope), static.program_guard(network.program, static.Program()):
+        if args.amp:
+            float32 = quantization.float32_variables(network.program)
+            place = processes.place(device)
+            amp.cast_evaluation_program(network.program, place, args.amp_dtype, args.amp_level, float32)
+        with loss_head.scope():
+            host_metrics.add_copy([network.probabilities])
+    return network
+
+
+def _recorded(checkpoint, device, model_arch_name):
+    """Return (folder of the checkpoint, its meta.json, the flags of its training run with the device replaced)."""
     checkpoint = resolve(checkpoint)
     meta = _read_meta(checkpoint)
     args = restore.recorded_flags(checkpoint, meta, model_arch_name)
     if model_arch_name is not None:
         args.set("Python", model_arch_name=model_arch_name)
-    overrides = {"amp": False, "kernels": "paddle", "fuse_resunit": False, "resume": False}
-    args.set("Python", **overrides, device=device, data_layout="NCHW")
+    args.set("Python", fuse_resunit=False, resume=False, profile_steps=None, device=device)
+    return checkpoint, meta, args
+
+
+def _load(args, meta, checkpoint, channels, **options):
+    """Return the Network of a checkpoint for images with three or four channels. For options, see _build."""
     paddle.enable_static()
     trained, startup, *_ = _build(args, quantize=args.qat)
-    channels, args.image_shape = args.image_shape[0], [3, *args.image_shape[1:]]
-    program, _, *outer = _build(args, uint8, args.qat and not fold)
+    before, args.image_shape = args.image_shape[0], [channels, *args.image_shape[1:]]
+    program, _, *outer = _build(args, **options)
     network = Network(args, meta, program, *outer, _describe(args, meta, *outer[:2]))
+    place = processes.place(args.device)
     with static.scope_guard(network.scope):
         network.exe.run(startup)
-        variables.load(args, checkpoint, trained, processes.place(args.device), log=_log)
-        if channels > 3:
-            # In training, the fourth channel of the images was zero, so removing its filters does not change the
-            # output.
+        variables.load(args, checkpoint, trained, place, log=_log)
+        if channels != before:
+            # The fourth channel of the images is zero, so removing or adding its filters does not change the output.
             stem = ends(program).first
-            network.scope.find_var(stem).get_tensor().set(
-                np.ascontiguousarray(network.parameter(stem)[:, :3]), processes.place(args.device)
-            )
-        if fold:
-            folding.fold_batch_norms(program, network.exe, 1)
-            if args.qat:
-                with static.program_guard(program, static.Program()):
-                    quantization.insert(program)
+            filters = network.parameter(stem)[:, :channels]
+            filters = np.pad(filters, [(0, 0), (0, channels - filters.shape[1]), (0, 0), (0, 0)])
+            network.scope.find_var(stem).get_tensor().set(filters, place)
     return network
 
 
 def resolve(folder):
     """Return the checkpoint to use for a folder, like folders.resolve."""
     return folders.resolve(folder, log=_log)
+
+
+def _warn(line):
+    _log(f"warning: {line}")
 
 
 def _log(line):
@@ -214,11 +294,19 @@ def _parameter_shapes(args):
     return {var.name: tuple(var.shape) for var in parameters}
 
 
-def _build(args, uint8=False, quantize=False):
-    """Return (program, startup program, images, probabilities, logits)."""
+def _build(args, uint8=False, quantize=False, mirror=False):
+    """Return (program, startup program, images, probabilities, logits).
+
+    Args:
+        args: Settings.
+        uint8: see load_checkpoint.
+        quantize: whether to insert the fake quantization of --qat.
+        mirror: whether to average the probabilities of each image and its mirror image.
+    """
     program, startup = static.Program(), static.Program()
     with static.program_guard(program, startup), paddle.utils.unique_name.guard():
         channels, *size = args.image_shape
+        is_nchw = args.data_layout == "NCHW"
         if uint8:
             images = static.data("images", [None, *size, channels], dtype="uint8")
             # Compute (level * scale - mean) / std as one multiplication and one addition.
@@ -227,20 +315,29 @@ def _build(args, uint8=False, quantize=False):
             factor, shift = (paddle.to_tensor(x.astype("float32").reshape(1, 3, 1, 1)) for x in (factor, shift))
             normalized = images.astype("float32").transpose([0, 3, 1, 2]) * factor + shift
         else:
-            images = normalized = static.data("images", [None, channels, *size], dtype="float32")
+            shape = [channels, *size] if is_nchw else [*size, channels]
+            dtype = "float16" if args.dali_output_fp16 else "float32"
+            images = normalized = static.data("images", [None, *shape], dtype=dtype)
+        if mirror:
+            normalized = paddle.concat([normalized, paddle.flip(normalized, [3 if is_nchw else 2])])
         model = build_model(args.model_arch_name, args.num_of_class, channels, args.data_layout)
         model.eval()
         logits = network_logits(model, normalized, args.model_arch_name, args.num_of_class)
         if quantize:
             quantization.insert(program, on_gpu=args.device == "gpu")
-        probabilities = paddle.nn.functional.softmax(logits)
+        with loss_head.scope():  # AMP must not change the precision of the probabilities
+            probabilities = paddle.nn.functional.softmax(logits)
+            if mirror:
+                pairs = paddle.reshape(probabilities, [2, -1, args.num_of_class])
+                probabilities = paddle.mean(pairs, axis=0)
         block = program.global_block()
         block._rename_var(probabilities.name, "probabilities")
     return program, startup, images, block.var("probabilities"), logits
 
 
 def _describe(args, meta, images, probabilities):
-    dtype, layout = ("float32", "NCHW") if images.shape[1] == 3 else ("uint8", "NHWC")
+    dtype = convert_dtype(images.dtype)
+    layout = "NHWC" if dtype == "uint8" else args.data_layout
     evaluated, crop = meta["evaluated"], args.image_shape[1:]
     if evaluated:
         evaluated = {name: evaluated[name] for name in ("top1", "top5", "loss")}
@@ -249,7 +346,7 @@ def _describe(args, meta, images, probabilities):
         "arch": network_name(args.model_arch_name),
         "input": {
             **{"name": images.name, "shape": [None, *images.shape[1:]], "dtype": dtype, "layout": layout},
-            **{"color": "RGB", "values": "normalized" if dtype == "float32" else "levels from 0 to 255"},
+            **{"color": "RGB", "values": "levels from 0 to 255" if dtype == "uint8" else "normalized"},
         },
         "output": {"name": probabilities.name, "shape": [None, args.num_of_class], "values": "probabilities"},
         "preprocessing": {
@@ -267,24 +364,127 @@ def _describe(args, meta, images, probabilities):
     }
 
 
-def open_model(path, device, model_arch_name=None):
-    """Open the folder of a checkpoint or an export, or an ONNX file, as a Model. For model_arch_name, see
-    load_checkpoint.
+def open_model(path, device, model_arch_name=None, precision=None, sizes=(32,), tta="none"):
+    """Open the folder of a checkpoint or an export, or an ONNX file, as a Model.
+
+    Args:
+        path: folder of a checkpoint, run or export, or an ONNX file.
+        device: "cpu" or "gpu".
+        model_arch_name: see load_checkpoint.
+        precision: "float32", "float16", "bfloat16" or "int8". If None, a checkpoint runs in float16 on a GPU with
+            Tensor Cores and otherwise in float32, and an export in the precision in which it was exported.
+        sizes: see fixed_sizes.Steps.
+        tta: "flip" averages the probabilities of each image and its mirror image.
+    Raises:
+        UsageError: the path does not contain a network, a file is damaged, the required engine is not installed, or the
+            precision is not supported.
+    """
+    return _mirrored(_open(Path(path), device, model_arch_name, precision, sizes, tta), tta)
+
+
+def _mirrored(model, tta):
+    """Return the model. If its engine does not average over mirror images, return a model that does."""
+    if tta == "none" or model.steps:
+        return model
+    axis = 3 if model.description["input"]["layout"] == "NCHW" else 2
+
+    def outputs(images):
+        return [(model.run(images) + model.run(np.ascontiguousarray(np.flip(images, axis)))) / 2]
+
+    return dataclasses.replace(model, outputs=outputs)
+
+
+def _open(path, device, model_arch_name, precision, sizes, tta):
+    if is_export(path):
+        if model_arch_name is not None:
+            raise UsageError(
+                f"--model-arch-name {model_arch_name}: not supported with the export {path}; remove the flag"
+            )
+        model = (open_onnx if path.suffix == ".onnx" else open_paddle)(path, device)
+        if precision not in (None, model.precision):
+            raise UsageError(
+                f"--precision {precision}: {path} was exported in {model.precision}; remove the flag, or export the "
+                "checkpoint in this precision"
+            )
+        return model
+    if path.is_dir():
+        return open_checkpoint(path, device, model_arch_name, precision, sizes, tta)
+    raise UsageError(f"{path}: does not exist; choose the folder of a checkpoint or export, or an ONNX file")
+
+
+def is_export(path):
+    return path.suffix == ".onnx" or os.path.lexists(path / f"{NAME}.json")
+
+
+def open_checkpoint(path, device, model_arch_name=None, precision=None, sizes=(32,), tta="none", engine="fastest"):
+    """Open a checkpoint as a Model with the engine that was the fastest in our measurements: on a GPU, captured steps
+    with custom kernels; on a CPU, onnxruntime, if it is installed.
+
+    Args:
+        path: folder of a checkpoint or a run.
+        device, model_arch_name, precision, sizes, tta: see open_model.
+        engine: "fastest", or "Paddle" for the fastest engine of Paddle.
+    Raises:
+        UsageError: see open_model.
+    """
+    precision = resolve_precision(precision, device)
+    if device == "gpu":
+        try:
+            network = load_fast(path, precision, device, model_arch_name, tta)
+        except native.Unavailable as e:
+            if precision != "float32":
+                _warn(f"--precision float32: custom kernels are unavailable ({e})")
+        else:
+            steps = Steps(network, sizes)
+            return Model("captured step", network.description, lambda images: [steps(images)], precision, steps)
+    elif engine == "fastest" and (model := _open_as_onnx(path, model_arch_name)) is not None:
+        return model
+    return load_checkpoint(path, device, model_arch_name=model_arch_name).model()
+
+
+def _open_as_onnx(path, model_arch_name):
+    """Convert a checkpoint to ONNX in memory, and open it with onnxruntime. If this is impossible, log the reason and
+    return None."""
+    try:
+        for package in ("onnx", "onnxruntime"):
+            onnx_writer.require(package)
+    except UsageError as e:
+        _log(f"using Paddle instead of onnxruntime, which is faster on a CPU: {e}")
+        return None
+    network = load_checkpoint(path, model_arch_name=model_arch_name, fold=True)
+    if network.args.qat:
+        _log("using Paddle, because folding the BN of a network trained with --qat changes its probabilities")
+        return None
+    ends, text = ([network.images], [network.probabilities]), json.dumps(network.description)
+    try:
+        data = onnx_writer.to_onnx(network.program, *ends, network.parameter, text).SerializeToString()
+    except UsageError as e:
+        _log(f"using Paddle instead of onnxruntime: {e}")
+        return None
+    return _onnx_model(data, path, "cpu")
+
+
+def resolve_precision(precision, device):
+    """Return the precision in which a checkpoint runs on a device. For `precision`, see open_model.
 
     Raises:
-        UsageError: the path does not contain a network, a file is damaged, or the required engine is not installed.
+        UsageError: the device does not support the precision.
     """
-    path = Path(path)
-    is_export = path.suffix == ".onnx" or os.path.lexists(path / f"{NAME}.json")
-    if is_export and model_arch_name is not None:
-        raise UsageError(f"--model-arch-name {model_arch_name}: not supported with the export {path}; remove the flag")
-    if path.suffix == ".onnx":
-        return open_onnx(path, device)
-    if os.path.lexists(path / f"{NAME}.json"):
-        return open_paddle(path, device)
-    if path.is_dir():
-        return load_checkpoint(path, device, model_arch_name=model_arch_name).model()
-    raise UsageError(f"{path}: does not exist; choose the folder of a checkpoint or export, or an ONNX file")
+    if precision == "int8":
+        raise UsageError(
+            "--precision int8: not supported with a checkpoint; export it with --int8, and use the exported model.onnx"
+        )
+    if device == "cpu":
+        if precision in ("float16", "bfloat16"):
+            raise UsageError(f"--precision {precision}: requires a GPU; use --precision float32")
+        return "float32"
+    major, minor = paddle.device.cuda.get_device_capability(processes.local_gpu())
+    if precision == "bfloat16" and major < 8:
+        raise UsageError(
+            f"--precision bfloat16: requires compute capability 8.0, and this GPU has {major}.{minor}; use --precision "
+            "float16"
+        )
+    return precision or ("float16" if major >= 7 else "float32")
 
 
 def open_paddle(folder, device, logits=False):
@@ -336,14 +536,17 @@ def _with_logits(serialized):
 
 def open_onnx(path, device, logits=False):
     """Open an ONNX file of an export with onnxruntime. For exceptions, see open_model."""
-    onnxruntime = onnx_writer.require("onnxruntime")
+    onnx_writer.require("onnxruntime")
     try:
         with files.open_regular(path, MAX_ONNX_BYTES) as file:
             data = file.read()
     except OSError as e:
         raise UsageError(f"{path}: cannot be read ({e.strerror}); use an ONNX file of an export") from e
-    if logits:
-        data = onnx_writer.with_logits(data)
+    return _onnx_model(onnx_writer.with_logits(data) if logits else data, path, device)
+
+
+def _onnx_model(data, path, device):
+    onnxruntime = onnx_writer.require("onnxruntime")
     preferred = ["CUDAExecutionProvider"] * (device == "gpu") + ["CPUExecutionProvider"]
     providers = [name for name in preferred if name in onnxruntime.get_available_providers()]
 
@@ -364,7 +567,9 @@ def open_onnx(path, device, logits=False):
         # x64quantprecision prevents overflows with 8-bit weights on x86 CPUs without VNNI instructions.
         session = open_session(x64quantprecision="1")
     name = description["input"]["name"]
-    return _checked_model(Model("onnxruntime", description, lambda images: session.run(None, {name: images})), path)
+    precision = "int8" if "int8" in description else "float32"
+    model = Model("onnxruntime", description, lambda images: session.run(None, {name: images}), precision)
+    return _checked_model(model, path)
 
 
 def _checked_model(model, path):
@@ -424,11 +629,14 @@ def loader_args(description, batch_size, device="cpu", threads=4):
         device: "cpu" or "gpu".
         threads: number of DALI's CPU threads.
     """
-    recorded, is_pixels = description["preprocessing"], description["input"]["dtype"] == "uint8"
+    recorded, expected = description["preprocessing"], description["input"]
+    is_pixels = expected["dtype"] == "uint8"
     crop = preprocessing.sides(recorded)
+    channels = expected["shape"][1 if expected["layout"] == "NCHW" else 3]
     values = {
-        **{"crop_size": min(crop), "image_shape": [3, *crop], "resize_short": recorded["resize_short"]},
-        **{"interp": recorded["interp"], "data_layout": description["input"]["layout"]},
+        **{"crop_size": min(crop), "image_shape": [channels, *crop], "resize_short": recorded["resize_short"]},
+        **{"interp": recorded["interp"], "data_layout": expected["layout"]},
+        **{"dali_output_fp16": expected["dtype"] == "float16"},
         **{"normalize_scale": 1 if is_pixels else recorded["scale"]},
         **{"normalize_mean": [0, 0, 0] if is_pixels else recorded["mean"]},
         **{"normalize_std": [1, 1, 1] if is_pixels else recorded["std"]},

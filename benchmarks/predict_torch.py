@@ -1,0 +1,65 @@
+"""Measure the inference of a timm network with PyTorch, in the rows of `python -m paddle_resnet.predict --benchmark`.
+
+    python benchmarks/predict_torch.py --arch ResNet50 --batches 1,8,64,256
+
+Each row is the latency from images in pinned host memory to probabilities in host memory, with random weights, channels
+last, and torch.compile(mode="reduce-overhead") on a GPU. On a CPU, the network runs in float32 with torch.compile. The
+networks come from timm. Images of float16 rows are float16, as those of the engine "captured step".
+"""
+
+import argparse
+import statistics
+import time
+
+import numpy as np
+import timm
+import torch
+from peers import TIMM
+
+SECONDS, STEPS, WARMUP_STEPS = 2, 5, 10
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", choices=TIMM, default="ResNet50")
+    parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 64, 256])
+    parser.add_argument("--crop-size", type=int, default=224)
+    parser.add_argument("--eager", action="store_true", help="do not compile")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    print(f"{args.arch}, torch {torch.__version__}, {name}, random images in host memory, latency in ms")
+    for dtype in [torch.float16, torch.float32] if device.type == "cuda" else [torch.float32]:
+        for batch in args.batches:
+            measure(args, device, dtype, batch)
+
+
+def measure(args, device, dtype, batch):
+    torch._dynamo.reset()
+    model = timm.create_model(TIMM[args.arch]).eval().to(device, dtype, memory_format=torch.channels_last)
+    mode = "reduce-overhead" if device.type == "cuda" else "default"
+    forward = model if args.eager else torch.compile(model, mode=mode)
+    images = torch.randn(batch, 3, args.crop_size, args.crop_size, dtype=torch.float32).to(dtype)
+    images = images.contiguous(memory_format=torch.channels_last)
+    images = images.pin_memory() if device.type == "cuda" else images
+
+    @torch.inference_mode()
+    def run():
+        return forward(images.to(device, non_blocking=True)).float().softmax(1).cpu()
+
+    for _ in range(WARMUP_STEPS):
+        run()
+    times_ms = []
+    while len(times_ms) < STEPS or sum(times_ms) < 1000 * SECONDS:
+        start = time.perf_counter()
+        run()
+        times_ms.append(1000 * (time.perf_counter() - start))
+    p50, p90, p99 = np.percentile(times_ms, [50, 90, 99])
+    ips = 1000 * batch / statistics.mean(times_ms)
+    label = "eager" if args.eager else "compile"
+    dtype = str(dtype).removeprefix("torch.")
+    print(f"{batch:5}  {'torch ' + label:16}  {dtype:9}  {p50:9.2f}  {p90:9.2f}  {p99:9.2f}  {ips:9.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

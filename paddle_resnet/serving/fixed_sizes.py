@@ -1,0 +1,112 @@
+"""Runs an inference network in batches of a few fixed sizes, like an evaluation: with custom kernels and, on a GPU, one
+captured step per size."""
+
+import ctypes
+import math
+
+import numpy as np
+import paddle
+from nvidia.dali.plugin.paddle import feed_ndarray
+from paddle import static
+
+from paddle_resnet.job import processes
+from paddle_resnet.program import compile_prog
+from paddle_resnet.steps.dispatch import Dispatcher
+
+
+class Steps:
+    """The steps of an inference network. A step is compiled when its size is needed for the first time.
+
+    Args:
+        network: inference.Network whose program contains an async copy of its probabilities.
+        sizes: batch sizes. A batch of a different size is padded to the next of these sizes, and a batch that is larger
+            than all of them is split.
+    """
+
+    def __init__(self, network, sizes):
+        self._network, self._sizes = network, sorted(set(sizes))
+        self._steps = {}
+
+    def __call__(self, images):
+        """Return the probabilities, float32 [N, classes], of an array of images."""
+        largest = self._sizes[-1]
+        parts = [images[i : i + largest] for i in range(0, len(images), largest)]
+        return np.concatenate([np.asarray(self.submit(part)) for part in parts])
+
+    def submit(self, images):
+        """Start the inference of at most max(sizes) images. See inference.Model.submit."""
+        with static.scope_guard(self._network.scope):
+            return self._step(len(images))(images)
+
+    def host_images(self, count):
+        """See inference.Model.host_images."""
+        with static.scope_guard(self._network.scope):
+            return self._step(count).host_images()[:count]
+
+    def _step(self, count):
+        size = next((size for size in self._sizes if size >= count), self._sizes[-1])
+        if size not in self._steps:
+            self._steps[size] = _Step(self._network, size)
+        return self._steps[size]
+
+
+class _Step:
+    """A step for one batch size, with its input on the device and a buffer for the input in host memory."""
+
+    def __init__(self, network, size):
+        args, images = network.args, network.images
+        self._place = processes.place(args.device)
+        compiled = compile_prog(args, network.program, is_train=False)
+        self._dispatch = Dispatcher(network.exe, compiled, [network.probabilities], True)
+        self._name, self._shape = images.name, [size, *images.shape[1:]]
+        self._dtype, self._host = np.float16 if images.dtype == paddle.float16 else np.float32, None
+        self._input = self._dispatch.inputs.get(images.name) or paddle.framework.core.LoDTensor()
+        self._input.set(np.zeros(self._shape, self._dtype), self._place)
+        self._last = None  # result of the latest batch
+
+    def __call__(self, images):
+        if isinstance(images, np.ndarray):
+            self._copy_from_host(images)
+        else:
+            self._copy_from_dali(images.as_tensor())
+        [handle] = self._dispatch({self._name: self._input})
+        self._last = _Rows(handle, len(images))
+        return self._last
+
+    def host_images(self):
+        """Return the buffer in host memory, which a GPU can read directly."""
+        if self._host is None:
+            on_gpu = isinstance(self._place, paddle.CUDAPlace)
+            place = paddle.CUDAPinnedPlace() if on_gpu else paddle.CPUPlace()
+            self._host = paddle.framework.core.LoDTensor()
+            self._host.set(np.zeros(self._shape, self._dtype), place)
+        size = math.prod(self._shape) * np.dtype(self._dtype).itemsize
+        memory = (ctypes.c_char * size).from_address(self._host._ptr())
+        return np.frombuffer(memory, self._dtype).reshape(self._shape)
+
+    def _copy_from_host(self, images):
+        buffer = self.host_images()
+        if images.ctypes.data != buffer.ctypes.data:
+            if self._last is not None:
+                np.asarray(self._last)  # the GPU may still be reading the buffer
+            buffer[: len(images)] = images
+        self._input._copy_from(self._host, self._place)
+
+    def _copy_from_dali(self, images):
+        """Copy the output of a DALI pipeline on the device of the network. The rest of the input keeps its values."""
+        on_gpu = isinstance(self._place, paddle.CUDAPlace)
+        stream = paddle.device.cuda.current_stream(self._place.get_device_id()).cuda_stream if on_gpu else None
+        feed_ndarray(images, self._input._ptr(), stream)
+
+
+class _Rows:
+    """The first rows of a result that is not yet available."""
+
+    def __init__(self, handle, count):
+        self._handle, self._count = handle, count
+        self._rows = None
+
+    def __array__(self, dtype=None, copy=None):
+        if self._rows is None:
+            self._rows = np.asarray(self._handle)[: self._count]
+        return self._rows

@@ -1,0 +1,41 @@
+import numpy as np
+import pytest
+
+from paddle_resnet import predict
+from paddle_resnet.serving import inference
+from paddle_resnet.serving.fixed_sizes import Steps
+
+
+@pytest.fixture
+def photo_paths(photos):
+    return sorted(map(str, (photos / "val").glob("*/*.jpg")))
+
+
+def fast_model(checkpoint, sizes, tta="none"):
+    network = inference.load_fast(checkpoint, "float32", "cpu", tta=tta)
+    steps = Steps(network, sizes)
+    return inference.Model("captured step", network.description, lambda images: [steps(images)], steps=steps)
+
+
+@pytest.mark.parametrize("tta", ["none", "flip"])
+@pytest.mark.parametrize("shape", ["3,32,32", "4,48,32"])
+def test_fast_network_matches_reference(run_train, tmp_path, photo_paths, shape, tta):
+    run_train("--image-shape", shape)
+    checkpoint = tmp_path / "output/Tiny/0"
+    expected = predict.predict(inference.open_model(checkpoint, "cpu", tta=tta), photo_paths)
+    actual = predict.predict(fast_model(checkpoint, [8], tta), photo_paths, batch_size=8)
+    for (path, probabilities, _), (other, reference, _) in zip(actual, expected, strict=True):
+        assert path == other
+        np.testing.assert_allclose(probabilities, reference, atol=1e-5)
+
+
+def test_batches_of_any_size_are_padded_or_split(checkpoint):
+    model = fast_model(checkpoint, [4, 2])
+    images = np.random.default_rng(0).normal(size=(11, *model.description["input"]["shape"][1:])).astype(np.float32)
+    images[..., 3] = 0
+    expected = np.concatenate([model.run(image[None]) for image in images])
+    for count in (11, 4, 3, 1):
+        np.testing.assert_allclose(model.run(images[:count]), expected[:count], atol=1e-6)
+    buffer = model.host_images(3)
+    buffer[:] = images[:3]
+    np.testing.assert_allclose(model.run(buffer), expected[:3], atol=1e-6)
