@@ -24,14 +24,15 @@ def main():
     parser.add_argument("--arch", choices=TIMM, default="ResNet50")
     parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 64, 256])
     parser.add_argument("--crop-size", type=int, default=224)
+    parser.add_argument("--precision", choices=["float16", "float32"], action="append", help="repeat it for more")
     parser.add_argument("--eager", action="store_true", help="do not compile")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     print(f"{args.arch}, torch {torch.__version__}, {name}, random images in host memory, latency in ms")
-    for dtype in [torch.float16, torch.float32] if device.type == "cuda" else [torch.float32]:
+    for precision in args.precision or (["float16", "float32"] if device.type == "cuda" else ["float32"]):
         for batch in args.batches:
-            measure(args, device, dtype, batch)
+            measure(args, device, getattr(torch, precision), batch)
 
 
 def measure(args, device, dtype, batch):
