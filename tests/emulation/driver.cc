@@ -1,8 +1,8 @@
-// A CUDA driver that runs kernels on the CPU. It provides the functions that native/gpu.h and native/async_copy.h call;
-// the host compiler compiles the project's kernels. The threads of a block are fibers that switch at barriers; blocks
-// run one after another, in a different order in each launch. The emulation detects wrong sums, indices and launches,
-// and barriers that not all threads reach. It does not detect errors that depend on the order of memory accesses, and
-// does not support float16, whose conversions are GPU assembly.
+// An emulated CUDA driver that runs kernels on the CPU. It provides the functions that native/gpu.h and
+// native/async_copy.h call; the host compiler compiles this project's kernels. The threads of a block are fibers that
+// switch at barriers, and blocks run one after another, in a different order in each launch. The emulation detects
+// wrong sums, indices and launches, and barriers that not all threads reach. It does not detect errors that depend on
+// the order of memory accesses, and does not support float16, because its conversions are written in GPU assembly.
 
 #include <ucontext.h>
 
@@ -29,12 +29,13 @@ struct Dim {
 };
 Dim threadIdx, blockIdx, blockDim, gridDim;
 
-// Error codes of CUDA.
+// CUDA error codes.
 constexpr int kInvalidValue = 1, kNotFound = 500, kLaunchFailed = 719;
 
 class Block {
  public:
-  // Runs `kernel` in all threads of blockIdx. Returns false if some threads wait at a barrier and others have ended.
+  // Runs `kernel` in all threads of block blockIdx. Returns false if some threads wait at a barrier that others have not
+  // reached before they ended.
   template <class Kernel>
   bool run(const Kernel &kernel) {
     const size_t count = blockDim.x * blockDim.y;
@@ -89,7 +90,7 @@ Block block;
 
 }  // namespace
 
-// The part of CUDA C++ that the kernels use.
+// The features of CUDA C++ that the kernels use.
 #define __device__
 #define __global__
 #define __forceinline__ inline
@@ -130,7 +131,8 @@ unsigned min(int a, unsigned b) { return std::min(static_cast<unsigned>(a), b); 
 int max(int a, int b) { return std::max(a, b); }
 void __syncthreads() { block.wait(); }
 
-// PTX's mma.m16n8k16 for bfloat16. All warps of a block must execute the instruction equally often.
+// PTX's mma.m16n8k16 for bfloat16. All warps of a block must execute the instruction the same
+// number of times.
 void emulated_multiply_add(const unsigned (&a)[4], unsigned b0, unsigned b1, float (&sums)[4]) {
   struct Registers {
     unsigned a[4], b[2];
@@ -260,12 +262,12 @@ int cuCtxGetCurrent(void **context) { return *context = nullptr, 0; }
 int cuCtxSetCurrent(void *) { return 0; }
 int cuCtxGetDevice(int *device) { return *device = 0; }
 int cuCtxSynchronize() { return 0; }
-int cuDeviceGetAttribute(int *value, int, int) { return *value = 20, 0; }  // enough blocks for a reduction in two steps
+int cuDeviceGetAttribute(int *value, int, int) { return *value = 20, 0; }  // so that reductions take two steps
 int cuEventCreate(void **event, unsigned) { return *event = event, 0; }
 int cuEventRecord(void *, void *) { return 0; }
 int cuEventSynchronize(void *) { return 0; }
 int cuGetErrorString(int error, const char **text) {
-  *text = error == kLaunchFailed ? "not all threads have come to a barrier" : "emulated";
+  *text = error == kLaunchFailed ? "not all threads of a block have reached a barrier" : "emulated";
   return 0;
 }
 

@@ -1,4 +1,4 @@
-// The project's operators under different names. They treat tensors on the CPU as tensors on a GPU (see driver.cc).
+// This project's operators under different names. They treat CPU tensors as GPU tensors (see driver.cc).
 
 #include "paddle/phi/api/all.h"
 
