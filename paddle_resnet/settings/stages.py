@@ -1,5 +1,5 @@
-"""The stages of a training run. Each entry of --sizes and the flag --unfreeze-at begin a stage. A stage has its own
-settings, and therefore its own program and captured step. All stages train the same variables.
+"""The stages of a training run. A stage begins at each entry of --sizes and at the epoch of --unfreeze-at. A stage has
+its own settings, and therefore its own program and captured step. All stages train the same variables.
 """
 
 import argparse

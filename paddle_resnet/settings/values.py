@@ -73,7 +73,7 @@ class Settings:
 
     @property
     def run(self):
-        """The settings of the entire run if these settings belong to a stage; otherwise these settings."""
+        """The settings of the entire run if these settings belong to a stage; otherwise, the settings themselves."""
         return self._run
 
     def stage(self):
