@@ -115,9 +115,9 @@ IMAGES, LABELS = np.zeros((8, 3, 32, 32), "float32"), np.zeros((8, 1), "int64")
 @pytest.mark.parametrize(
     ("batches", "message"),
     [
-        (iter(()), "the loader yields no batch"),
-        ([{"data": IMAGES, "label": LABELS}], r"yields a batch of a different form; yield \[{"),
-        ([[{"data": IMAGES}]], r"yields a batch of a different form; yield \[{"),
+        (iter(()), "the loader yielded no batches"),
+        ([{"data": IMAGES, "label": LABELS}], r"yielded a batch in an unexpected format; yield \[{"),
+        ([[{"data": IMAGES}]], r"yielded a batch in an unexpected format; yield \[{"),
         (
             [[{"data": IMAGES, "label": LABELS[:, 0]}]],
             r"yields label as int64 \['N'\], but the program takes int64 \['N', 1\]",

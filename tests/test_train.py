@@ -165,7 +165,7 @@ def flatten(split):
         (lambda root: shutil.rmtree(root / "train"), ["has no folder train/", "--run-scope eval_only"]),
         (lambda root: flatten(root / "train"), ["--image-root", "no class folders", "one folder per class"]),
         (lambda root: empty(root / "val"), ["--image-root", "val/ contains no images"]),
-        (lambda root: empty(root / "train/class0"), ["train has no images of 1 of 3", "--allow-empty-classes"]),
+        (lambda root: empty(root / "train/class0"), ["train has no images for 1 of 3", "--allow-empty-classes"]),
     ],
     ids=["missing", "empty", "no val", "no train", "no class folders", "no images", "empty class"],
 )

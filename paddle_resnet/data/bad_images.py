@@ -10,18 +10,18 @@ import numpy as np
 from nvidia import nvimgcodec
 from nvidia.dali import fn, pipeline_def, types
 
-# Patterns of DALI's source_info for records: in RecordIO and TFRecord files, in WebDataset files, and in an LMDB.
+# Patterns that match DALI's source_info of a record in a RecordIO or TFRecord file, a WebDataset file, or an LMDB.
 RECORD_PATTERNS = (r"(.+) at index (\d+)", r"(.+\.tar):(\d+):.*", r"(.+) at key (.+)")
 SEARCH_S = 40  # maximum duration of the search, so that a run stops within a minute
-MAX_PIXELS = 2**28  # maximum for a decoded image; paddle_resnet/__init__.py limits DALI's OpenCV equally
-MAX_BYTES = 2**28  # maximum size of an image file
+MAX_PIXELS = 2**28  # maximum for a decoded image; paddle_resnet/__init__.py sets this limit for DALI's OpenCV, too
+MAX_BYTES = 2**28  # maximum size of an image file in bytes
 _decoder = None
 
 
 @contextlib.contextmanager
 def decoders_silenced():
-    """Discard the output of C libraries to stderr, because decoders report damaged images there without file names.
-    Python's sys.stderr is not affected."""
+    """Discard what C libraries write to stderr, because the decoders' messages about damaged images lack file names.
+    Output to Python's sys.stderr is not affected."""
     stderr, descriptor = sys.stderr, os.dup(2)
     stderr.flush()
     try:
@@ -46,7 +46,7 @@ def _descriptor(stream):
 
 
 def decode(data):
-    """Check an image by decoding it with the CPU decoders of training and evaluation.
+    """Check an image by decoding it with the CPU decoders that training and evaluation use.
 
     Args:
         data: bytes of the image file.
@@ -80,7 +80,8 @@ def decode(data):
 
 
 def header_problem(data):
-    """Return why an image file cannot be decoded according to its header, or None if the header is valid."""
+    """Check the header of an image file. Return the reason why the image cannot be decoded, or None if the header is
+    valid."""
     if not len(data):
         return "is empty"
     try:
@@ -96,7 +97,8 @@ def header_problem(data):
 
 
 def reader_problem(message):
-    """Return the problem in an error message of a DALI reader, or None if the message is not from a reader."""
+    """Extract the reason from the error message of a DALI reader. Return None if the message is from a different
+    operator."""
     if "nvidia.dali.fn.readers." not in message:
         return None
     reason = message.partition("encountered:")[2].strip().partition("\n")[0]
@@ -106,9 +108,9 @@ def reader_problem(message):
 def bad_image(message, data_set, image_root):
     """Find the image that caused a DALI error.
 
-    DALI's message contains the path of an unreadable file and of most images that cannot be decoded, but not that of an
-    image with an invalid header. If the message contains no path, bad_image checks the headers of all images. If all
-    headers are valid, bad_image decodes images until an image fails or SEARCH_S seconds have passed.
+    DALI's message contains the path of an unreadable file, and usually the path of an image that cannot be decoded, but
+    never the path of an image with an invalid header. If the message contains no path, this function first checks the
+    headers of all images and then decodes all images. The search ends at the first bad image or after SEARCH_S seconds.
 
     Args:
         message: text of DALI's error.
@@ -140,8 +142,8 @@ def bad_image(message, data_set, image_root):
 
 
 def _whole_name(source, image_root):
-    """Convert DALI's source_info of an image to listing.Image.full_name. In source_info, the path of a record file is
-    as passed to DALI, whereas the path of an image file is relative to image_root."""
+    """Convert the source_info that DALI reports for an image to listing.Image.full_name. The source_info of a record
+    contains the path that was passed to DALI; the source_info of an image file is its path relative to image_root."""
     for pattern in RECORD_PATTERNS:
         place = re.fullmatch(pattern, source)
         if place:

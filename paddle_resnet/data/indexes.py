@@ -1,9 +1,9 @@
 """Locates, creates and checks the index files of record files.
 
-DALI requires an index for each TFRecord shard and RecordIO file. For a tar shard, the index avoids a scan at the start.
-Index files have DALI's formats, with offsets and sizes in bytes. TFRecord: one line `offset size` per record. RecordIO:
-one line `key offset` per record. WebDataset: a line `v1.1 COUNT`, then one line per sample with `extension offset size`
-for each of its files.
+DALI requires an index for each TFRecord shard and RecordIO file. DALI also reads tar shards without an index, but then
+scans them at startup. Index files use DALI's formats, with offsets and sizes in bytes. TFRecord: one line `offset size`
+per record. RecordIO: one line `key offset` per record. WebDataset: a line `v1.1 COUNT`, then one line per sample with
+`extension offset size` for each of its files.
 
 This module imports neither DALI nor Paddle, so that the tools' worker processes start quickly.
 """
@@ -214,10 +214,10 @@ def _is_sample_file(member):
 
 
 def check_index(shard, path, kind):
-    """Read an index, and compare the index with its shard.
+    """Read an index file, and compare it with its shard.
 
-    All rows are checked for records that are missing, repeated, out of order or outside the shard. For up to
-    CHECKED_RECORDS evenly spread records, the header must match the row.
+    All rows are checked: no record may be missing, repeated, out of order or outside the shard. In RecordIO files and
+    tar shards, the headers of some evenly spread records are also compared with their rows.
 
     Args:
         shard: path of the record file.
@@ -289,7 +289,7 @@ def _webdataset_rows(data, f, shard_size):
             extensions = b" and ".join(row[::width]).decode(errors="replace")
             raise UsageError(
                 f"{f.name}: the sample at byte {row[1].decode()} has {extensions}, not an image "
-                f"({', '.join(IMAGE_EXTENSIONS)}) and a .cls; write the shard again without it"
+                f"({', '.join(IMAGE_EXTENSIONS)}) and a .cls; write the shard again without this sample"
             )
         of_parts.append(places[of_part[first]])
     return of_parts
@@ -326,7 +326,8 @@ def _check_tar_places(f, places, shard_size):
 
 
 def _check_between(f, position, stop):
-    """Check that an archive has no sample file between two positions. If `stop` is None, check up to the end."""
+    """Check that an archive contains no sample file between two positions. If `stop` is None, check the archive up to
+    its end."""
     while position != stop:
         f.seek(position)
         if stop is None and f.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE):
@@ -347,8 +348,8 @@ def _tar_header(f, position):
 
 
 def _numbers(texts, limit):
-    """Parse texts of decimal digits to int64 [n]. Raise ValueError for other texts and for numbers above the limit, if
-    any."""
+    """Parse strings of decimal digits as int64 [n]. Raise ValueError if a string contains other characters or a number
+    exceeds `limit`."""
     if not all(map(bytes.isdigit, texts)) or len(max(texts, key=len, default=b"")) > 18:  # 19 digits may overflow
         raise ValueError
     numbers = np.array(texts, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Iterators that provide batches to Paddle, one epoch per pass.
+"""Iterators that provide batches to Paddle. One pass over an iterator is one epoch.
 
 Every iterator yields `[{"data": images, "label": labels}]`, Paddle tensors that the Executor accepts as a feed:
 images [N, C, H, W] or [N, H, W, C] in float32 or float16, labels [N, 1] in int64. After an epoch, `reset()` starts the
@@ -31,7 +31,8 @@ class StateError(UsageError):
 
 
 class _Steps:
-    """Counts the steps of an iterator. An epoch has `images` images, and `_left` images remain in the current epoch."""
+    """Counts the steps of an iterator. An epoch consists of `images` images, of which `_left` remain in the current
+    epoch."""
 
     def __len__(self):
         return -(-self.images // self.batch_size)
@@ -49,7 +50,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
     processes begin the next epoch together. The iterator yields the first `images` images and discards the rest.
 
     Args:
-        pipeline: DALI pipeline, built or not, with a reader that pads, and with the outputs images and labels.
+        pipeline: DALI pipeline, built or not, that pads the last batch and returns images and labels.
         images: number of images to yield per epoch. If the batch size does not divide this number, the last batch is
             smaller.
         data_set: readers.DataSet that the pipeline reads.
@@ -85,28 +86,29 @@ class ShardIterator(_Steps, DALIGenericIterator):
                 prepare_first_batch=False,
             )
             if not data_set.has_reader:
-                self._size = images  # in the constructor, DALI warns of a size
+                self._size = images  # if the size is passed to the constructor, DALI logs a warning
             self._schedule_runs(False)  # start decoding while the program is being built
 
     @property
     def class_images(self):
-        """Number of images of each class, or None if the labels are not read in advance. Invalid labels are omitted,
-        because they stop the run when their images are read."""
+        """Number of images in each class, or None if the labels are not read in advance. Invalid labels are not counted
+        here; they stop the run when their images are read."""
         labels = self._data_set.labels
         if labels is None:
             return None
         return np.bincount(labels[(labels >= 0) & (labels < len(self.classes))], minlength=len(self.classes))
 
     def state(self):
-        """Return the state of a training loader as JSON data, for dali.build_dataloader."""
+        """Return the state of a training loader as JSON-serializable data, to be passed to dali.build_dataloader."""
         pipeline = base64.b64encode(self.checkpoints()[0]).decode()
         return {"conditions": self._conditions, "epoch": self._epoch, "step": self.step, "pipeline": pipeline}
 
     def write_into(self, targets):
-        """From the next batch on, copy every full batch into `targets`. A smaller last batch gets new tensors.
+        """Copy every full batch into `targets`, starting with the next batch. A smaller last batch is returned in new
+        tensors.
 
         Args:
-            targets: {"data": Paddle tensor, "label": Paddle tensor}, or {} to create new tensors each step.
+            targets: {"data": Paddle tensor, "label": Paddle tensor}, or {} to create new tensors in each step.
         """
         self._targets = targets
 
@@ -118,12 +120,15 @@ class ShardIterator(_Steps, DALIGenericIterator):
         if self._left == 0:
             for _ in range(3):  # read the padding, at most two batches, until StopIteration
                 self._next_batch()
-            raise StateError("state of the loader: damaged (its epoch is too long); use a different checkpoint")
+            raise StateError(
+                "loader state in the checkpoint: damaged (the epoch is too long); use a different checkpoint"
+            )
         try:
             batch = self._next_batch()
         except StopIteration:
             raise StateError(
-                f"state of the loader: damaged (its epoch ends {self._left} images early); use a different checkpoint"
+                f"loader state in the checkpoint: damaged (the epoch ends {self._left} images early); use a "
+                "different checkpoint"
             ) from None
         if self._left < self.batch_size:
             batch = {name: lod_tensor_clip(tensor, self._left) for name, tensor in batch.items()}
@@ -181,24 +186,25 @@ class ShardIterator(_Steps, DALIGenericIterator):
 
 
 def feeds(program):
-    """Return {name: variable} of the inputs of a program, in the order of their declaration."""
+    """Return the input variables of a program as {name: variable}, in the order in which they were declared."""
     return {v.name: v for v in program.global_block().vars.values() if v.is_data}
 
 
 def adapted(loader, program):
-    """Return the loader if it has the interface of this module; otherwise, return an Adapter."""
+    """Return the loader itself if it has the interface that this module defines; otherwise, wrap the loader in an
+    Adapter."""
     return loader if hasattr(loader, "write_into") else Adapter(loader, program)
 
 
 class Adapter:
-    """Wraps an iterable of batches in the interface of this module. Each iteration over the iterable is an epoch.
+    """Gives an iterable of batches the interface that this module defines. Each pass over the iterable is one epoch.
 
     Args:
         loader: an iterable of `[{name: array or tensor}]`, with the names of feeds(program). The loader may reuse the
             memory of a tensor after the last reference to the tensor has been deleted.
-        program: compiled program to which the batches are fed.
+        program: compiled program that receives the batches.
     Raises:
-        UsageError: raised during iteration if the loader has no batches or if a batch does not match the program.
+        UsageError: raised during iteration if the loader yields no batches or a batch does not match the program.
     """
 
     step = 0
@@ -219,11 +225,11 @@ class Adapter:
         for batch in self._loader:
             if not isinstance(batch, list | tuple) or len(batch) != 1 or not {*self._inputs} <= {*batch[0]}:
                 names = ", ".join(f'"{name}": ...' for name in self._inputs)
-                raise UsageError(f"run: the loader yields a batch of a different form; yield [{{{names}}}]")
+                raise UsageError(f"run: the loader yielded a batch in an unexpected format; yield [{{{names}}}]")
             in_use.append({name: self._tensor(name, batch[0][name]) for name in self._inputs})
             yield [in_use[-1]]
         if not in_use:
-            raise UsageError("run: the loader yields no batch; pass an iterable that starts again for each epoch")
+            raise UsageError("run: the loader yielded no batches; pass an iterable that restarts for each epoch")
 
     def write_into(self, targets):
         """Do nothing, because the wrapped loader allocates its batches."""
@@ -232,7 +238,7 @@ class Adapter:
         """Do nothing, because each iteration begins a new epoch."""
 
     def _tensor(self, name, value):
-        """Convert an input of a batch to a Paddle tensor, and check shape and type, because the Executor does not check
+        """Convert one input of a batch to a Paddle tensor, and check its shape and type. The Executor does not check
         inputs when it replays captured steps."""
         if not isinstance(value, paddle.framework.core.LoDTensor):
             array, value = np.ascontiguousarray(value), paddle.framework.core.LoDTensor()
@@ -244,7 +250,7 @@ class Adapter:
 
 
 class EmptyIterator:
-    """Loader of a process whose shard has no validation images. An epoch has 0 steps."""
+    """Loader for a process whose shard contains no validation images. Each epoch has 0 steps."""
 
     step = 0
 
@@ -268,12 +274,13 @@ class EmptyIterator:
 
 
 class SyntheticIterator(_Steps):
-    """Yields the same random batch, in device memory, at every step to measure the program without a loader.
+    """Yields the same random batch from device memory at every step, to measure a program without the cost of data
+    loading.
 
     Args:
         args: flags that determine the shape and type of the images, the batch size and the number of classes.
-        images: number of images per epoch on this process.
-        mode: Mode.TRAIN drops the last partial batch.
+        images: number of images that this process reads per epoch.
+        mode: Mode.TRAIN drops a partial last batch.
         conditions: see ShardIterator.
         state: see dali.build_dataloader.
     Raises:

@@ -34,12 +34,12 @@ SHARD_NAMES = {
 }
 FILE_FORMATS = ("folder", "filelist")  # formats with one file per image
 STORAGE_FORMATS = (*FILE_FORMATS, *SHARD_NAMES)
-# Other common names of a split, in lower case; the most common name is first.
+# Common names of each split in lower case, most common first.
 OTHER_NAMES = {
     Mode.TRAIN: ("train", "training"),
     Mode.EVAL: ("val", "valid", "validation", "test", "testing", "eval", "dev"),
 }
-# Folders that operating systems and archives create. Like hidden folders, these folders are not classes.
+# Folders that operating systems and archive tools create. Like hidden folders, they are not classes.
 SYSTEM_FOLDERS = ("__MACOSX", "lost+found", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information")
 OUTSIDE = "image outside the class folders"  # kind of an ignored file, for warn_of_ignored
 _TEXT_LIMIT = 1 << 30  # maximum size in bytes of a file list, classes.txt or skip list
@@ -56,14 +56,13 @@ EXAMPLE_NAMES = {
 
 @dataclass(frozen=True)
 class Image:
-    """One image of a data set.
+    """One image in a data set.
 
     Attributes:
-        name: name in reports and skip lists. An image file has its path relative to image_root as name. A record has
-            the name FILE@PLACE, where PLACE is the byte offset that DALI reports for the record or, in an LMDB, the
-            key.
+        name: name in reports and skip lists. For an image file, the name is the path relative to image_root. For a
+            record, the name is FILE@PLACE, where PLACE is the byte offset that DALI reports or, in an LMDB, the key.
         path: the image file, or the record file.
-        label: the image's label, or None for a record, whose label records.read returns.
+        label: label of the image, or None for a record; records.read returns the label of a record.
         kind: None for an image file, otherwise the format of the record file.
         place: position for records.read: (offset, size, label offset, label size) in bytes, or the key in an LMDB.
     """
@@ -114,7 +113,7 @@ def detect(image_root, mode):
             f"--image-root {image_root}: contains the {mode.value} split as {' and '.join(formats)}; choose one with "
             "--data-format"
         )
-    # If no format is detected, the error message of the code that lists class folders states what is missing.
+    # If no format is detected, list_folder will raise an error that states what is missing.
     return formats[0] if formats else "folder"
 
 
@@ -148,7 +147,7 @@ def _has_split(image_root, mode):
 
 
 def _missing(image_root, mode):
-    """Return the UsageError for an image_root that contains the split in no format."""
+    """Return the UsageError for a split that image_root does not contain in any format."""
     other, scope = (Mode.EVAL, RunScope.EVAL_ONLY) if mode is Mode.TRAIN else (Mode.TRAIN, RunScope.TRAIN_ONLY)
     if not _has_split(image_root, other):
         return UsageError(f"--image-root {image_root}: has no folder {mode.value}/; {_splits_remedy(image_root)}")
@@ -198,7 +197,7 @@ def _similar(image_root, mode, data_format="folder"):
 
 
 def images(image_root, mode, data_format=None, allow_outside=False, classes=None):
-    """List all images of a split in stored order. Evaluations use the same order.
+    """List all images of a split in stored order, which is also the order of evaluation.
 
     Args:
         image_root: the folder that contains the split.
@@ -251,7 +250,7 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
         (paths relative to image_root, labels, names of the class folders)
     Raises:
         UsageError: a folder is missing, there are no class folders, there are more class folders than network outputs,
-            a class is only in val/ or not in `classes`, or an image is not a regular file.
+            a class exists only in val/ or is not in `classes`, or an image is not a regular file.
     """
     split = mode.value
     split_dir = os.path.join(image_root, split)
@@ -317,8 +316,8 @@ def ignored_files(image_root, mode):
 
 
 def own_classes(image_root, mode):
-    """Return the names of the class folders of a split, or None if the split has no folder. If images() gets these
-    names as classes, it ignores the labels that training uses."""
+    """Return the names of the class folders in a split, or None if the split is not a folder. If these names are passed
+    to images() as `classes`, the labels depend only on this split and may differ from those of training."""
     folder = os.path.join(image_root, mode.value)
     return class_folders(folder) if os.path.isdir(folder) else None
 
@@ -360,7 +359,8 @@ def entries(count):
 
 
 def check_classes(image_root, mode, data_format, labels, classes, allow_empty=False):
-    """Raise an error or warn if classes have no images, and warn if all training images have one class.
+    """Raise an error or log a warning if classes have no images. Log a warning if all training images belong to one
+    class.
 
     Args:
         image_root: the folder that contains the split.
@@ -376,7 +376,7 @@ def check_classes(image_root, mode, data_format, labels, classes, allow_empty=Fa
     empty = [name for label, name in enumerate(classes) if label not in there]
     if empty:
         message = (
-            f"--image-root {image_root}: {mode.value} has no images of {len(empty)} of {len(classes)} classes "
+            f"--image-root {image_root}: {mode.value} has no images for {len(empty)} of {len(classes)} classes "
             f"({_some(empty)})"
         )
         if mode is Mode.TRAIN and data_format == "folder" and not allow_empty:
@@ -386,13 +386,13 @@ def check_classes(image_root, mode, data_format, labels, classes, allow_empty=Fa
         _log_once(printable(message), logger.warn)
     if mode is Mode.TRAIN and len(there) == 1:
         _log_once(
-            printable(f"--image-root {image_root}: all images of {mode.value} have one class, {classes[min(there)]}"),
+            printable(f"--image-root {image_root}: all {mode.value} images belong to one class, {classes[min(there)]}"),
             logger.warn,
         )
 
 
 def _some(names, most=5):
-    """Return a text with the first names, separated by commas, and the number of remaining names."""
+    """Return a string that contains the first `most` names, separated by commas, and the number of remaining names."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
 
@@ -422,8 +422,8 @@ def count_classes(image_root, mode, data_format="auto", allow_outside=False):
         labels = [label for m in splits for label in list_filelist(image_root, m, None, allow_outside)[1]]
         if max(labels) >= len(labels):
             raise UsageError(
-                f"--image-root {image_root}: the file lists contain {len(labels)} images and label {max(labels)}; "
-                "number the classes from 0, or set --num-of-class"
+                f"--image-root {image_root}: the file lists contain only {len(labels)} images, but label "
+                f"{max(labels)}; number the classes from 0, or set --num-of-class"
             )
         return max(labels) + 1
     return names and len(names)
@@ -487,8 +487,8 @@ def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, trai
 
 
 def check_listed(image_root, mode, files):
-    """Check that a file list contains only regular files, because DALI would hang on a pipe. For speed, each folder is
-    listed once, instead of one system call per file.
+    """Check that a file list contains only regular files, because DALI would hang on a pipe. For speed, list each
+    folder once instead of making one system call per file.
 
     Args:
         image_root, mode: see list_filelist.
@@ -505,7 +505,7 @@ def check_listed(image_root, mode, files):
             listed -= {entry.name for entry in entries if entry.name in listed and _type(entry) == "file"}
         for name in sorted(listed):
             file = os.path.join(folder, name)
-            if not os.path.isfile(os.path.join(image_root, file)):  # a file system may ignore case
+            if not os.path.isfile(os.path.join(image_root, file)):  # the file system may ignore case
                 raise UsageError(
                     f"{os.path.join(image_root, mode.value)}.txt: {file} is missing or not a regular file; "
                     "remove the line"
@@ -554,7 +554,7 @@ def _log_once(message, log):
 
 
 def image_files(path):
-    """List the images of a class folder by their suffixes.
+    """List the images in a class folder. Images are recognized by their suffixes.
 
     Returns:
         (sorted names of the images; sorted names of images that are not regular files but broken links, FIFOs or
@@ -584,7 +584,7 @@ def images_at_the_top(path):
 
 
 def _type(entry):
-    """Return the type of an os.DirEntry after following links: "file", "folder", "link" (a broken link) or "other"."""
+    """Return the type of an os.DirEntry, following links: "file", "folder", "link" (a broken link) or "other"."""
     try:
         if entry.is_file():
             return "file"
@@ -647,8 +647,8 @@ def read_manifest(image_root):
 
     Returns:
         {"complete": bool, "format": str, "splits": {split: {"images": int, ...}}, "shards": {split: int}, ...}, or None
-        if there is no such file. A complete conversion also has "bytes", {name of a record file: int}, except those of
-        older versions.
+        if there is no such file. The manifest of a complete conversion also contains "bytes", {record file name: size},
+        unless an older version wrote the manifest.
     Raises:
         UsageError: the file cannot be read or is damaged.
     """
@@ -676,7 +676,7 @@ def read_manifest(image_root):
 
 
 def check_count(image_root, mode, data_format, count, what="images"):
-    """Raise UsageError if a split does not have the number of images or shards that convert.json states."""
+    """Raise UsageError if the number of images or shards in a split differs from the number in convert.json."""
     manifest = read_manifest(image_root)
     if manifest is None or manifest["format"] != data_format or mode.value not in manifest["splits"]:
         return
@@ -730,8 +730,8 @@ def class_names(image_root, num_of_class=None, trained=None):
 
 
 def report_names(image_root, data_format, classes):
-    """Return the class names to use in reports: the lines of classes.txt next to class folders or, without this file,
-    `classes`.
+    """Return the class names to use in reports: the lines of classes.txt if this file exists next to class folders,
+    otherwise `classes`.
 
     Raises:
         UsageError: the number of lines in classes.txt differs from the number of class folders, the lines are the
@@ -773,8 +773,8 @@ def check_labels(path, labels, num_of_class, classes):
 
 
 def is_class(label, limit=None):
-    """Return whether a number, possibly NaN, is a nonnegative integer below the limit, by default the limit of
-    int32."""
+    """Return whether a number, possibly NaN, is a nonnegative integer below `limit`, or without a limit, below
+    2**31."""
     return 0 <= label < (limit or 2**31) and label == int(label)
 
 

@@ -1,7 +1,7 @@
 """Check that every record of an LMDB is stored within data.mdb: `python lmdb_check.py DIR`.
 
 Reading a damaged LMDB can kill the process with SIGBUS or SIGABRT, so this script runs in its own process. The script
-imports nothing from this project, so that it starts quickly and can be run by its path.
+imports nothing from this project, so it starts quickly and can be run by its path.
 
 If the LMDB is damaged, the script prints the reason and the exit code is 2; otherwise, the exit code is 0.
 """
@@ -36,7 +36,7 @@ def problem(folder):
                     return f"record {key!r} is out of order"
                 last = key
         if count != entries:
-            return f"{count} of {entries} records can be found"
+            return f"only {count} of {entries} records were found"
     except (lmdb.Error, OSError, OverflowError, MemoryError, ValueError) as e:
         return str(e) or type(e).__name__
     return None

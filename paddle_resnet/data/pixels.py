@@ -4,7 +4,7 @@ import numpy as np
 
 
 def pictures(images, data_layout, scale, mean, std):
-    """Convert a batch of network input to RGB images by reversing layout and normalization.
+    """Convert a batch of network input to RGB images by reversing the layout and the normalization.
 
     Args:
         images: the "data" array of a batch, on the host, in any floating-point type.

@@ -3,12 +3,12 @@
 `DataSet.read` adds the DALI reader of the storage format to the pipeline under construction. docs/data.md describes the
 layout of each format.
 
-The readers disable mmap, because truncating a mapped file would kill the process with SIGBUS. Only DALI's LMDB reader
-always uses mmap.
+The readers disable mmap, because truncating a mapped file would kill the process with SIGBUS. The exception is DALI's
+LMDB reader, which always uses mmap.
 
 Order of the images: class folders and file lists are fully shuffled before each epoch. Record files are read in stored
-order through a buffer of SHUFFLE_BUFFER images, from which the next image is drawn at random. In addition, the shards
-of TFRecord and WebDataset are read in a new random order each epoch. All processes use the same order.
+order through a buffer of SHUFFLE_BUFFER images, from which the next image is drawn at random. In addition, TFRecord and
+WebDataset shards are read in a new random order in each epoch, which is the same for all processes.
 """
 
 import hashlib
@@ -43,13 +43,13 @@ class DataSet:
         size: number of images in the split, over all processes.
         classes: class names in label order; for class folders, the folder names.
         read: read(name, shard_id, num_shards, shuffle) -> (encoded images, uint8 [bytes]; labels, int64 [1]), called
-            while a DALI pipeline is being defined. Each shard repeats its last image to fill its last batch, so that
-            every process runs the same number of steps. ShardIterator removes the repeated images.
+            while a DALI pipeline is being defined. In each process, the reader repeats the last image to fill the last
+            batch, so that every process runs the same number of steps. ShardIterator removes the repeated images.
         digest: sha256 that identifies the images and their order. The hash covers the names and labels of image files.
             For record files, it covers the file names, the offsets of the records, and the labels that were read.
-        files, labels: file name below image_root and label (int64 array) of each image, in the order of the list; None
-            for record files, whose labels are not read in advance.
-        has_reader: whether `read` adds a DALI reader, which has the given name.
+        files, labels: file name below image_root and label (int64 array) of each image, in list order; None for record
+            files, whose labels are not read in advance.
+        has_reader: whether `read` adds a DALI reader with the given name.
     """
 
     data_format: str
@@ -144,7 +144,8 @@ def _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outsid
 
 
 def encoded_images(batches):
-    """Open encoded images without labels. `batches` yields each batch as a list of images, uint8 [size]."""
+    """Return a DataSet that reads encoded images without labels. `batches` yields each batch as a list of images, uint8
+    [size]."""
 
     def read(name, shard_id, num_shards, shuffle):
         encoded = fn.external_source(source=batches, name=name, dtype=types.UINT8, ndim=1)
@@ -154,7 +155,7 @@ def encoded_images(batches):
 
 
 class BalancedSampler:
-    """Draws the training images of a process for --balanced-sampling, an endless sequence of batches.
+    """Draws an endless sequence of training batches for one process (--balanced-sampling).
 
     For each image of an epoch, a class is drawn from all classes with images, and then an image of this class, both
     uniformly and with replacement. The draws depend only on seed, epoch, rank and the number of images per epoch.
@@ -195,7 +196,7 @@ class BalancedSampler:
 
 
 def balanced(data_set, sampler):
-    """Return the data set with a training order from `sampler`, a BalancedSampler."""
+    """Return a copy of the data set whose training images are drawn by `sampler`, a BalancedSampler."""
 
     def read(name, shard_id, num_shards, shuffle):
         if not shuffle:

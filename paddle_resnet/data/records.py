@@ -26,8 +26,8 @@ TFRECORD_IMAGE, TFRECORD_LABEL = "image/encoded", "image/class/label"
 
 @contextlib.contextmanager
 def readable(path):
-    """Convert an OSError in the block to a UsageError. Its message contains the file name of the OSError or, if there
-    is none, `path`."""
+    """Convert an OSError in the block to a UsageError. The message contains the file name from the OSError or, if it
+    has none, `path`."""
     try:
         yield
     except OSError as e:
@@ -169,7 +169,7 @@ def _read_example(example):
     try:
         features = example_pb2.Example.FromString(example).features.feature
     except DecodeError as e:
-        raise ValueError("no tf.train.Example") from e
+        raise ValueError("not a tf.train.Example") from e
     images, labels = features[TFRECORD_IMAGE].bytes_list.value, features[TFRECORD_LABEL].int64_list.value
     if not images or len(labels) != 1:
         raise ValueError(f"expected one image in {TFRECORD_IMAGE} and one number in {TFRECORD_LABEL}")
@@ -178,8 +178,8 @@ def _read_example(example):
 
 @functools.cache
 def datum_class():
-    """Return the protobuf message class for records of a Caffe LMDB, with the fields of caffe.proto that encoded images
-    use."""
+    """Return the protobuf message class for records in a Caffe LMDB. The class has only those fields of caffe.proto
+    that encoded images use."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     field = descriptor_pb2.FieldDescriptorProto
@@ -210,12 +210,12 @@ def _lmdb_environment(folder):
     import lmdb
 
     _check_lmdb(folder)
-    return lmdb.open(folder, readonly=True, lock=False)  # cached, since a process must not open it twice
+    return lmdb.open(folder, readonly=True, lock=False)  # cached, because a process must not open an LMDB twice
 
 
 def _check_lmdb(folder):
     """Raise UsageError if an LMDB is damaged. The check runs in a separate process, because reading a damaged LMDB can
-    crash."""
+    crash the process."""
     command = [sys.executable, os.path.join(os.path.dirname(__file__), "lmdb_check.py"), folder]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
     if done.returncode != 0:
@@ -228,7 +228,7 @@ def _outcome(code):
 
 
 def lmdb_keys(folder):
-    """Return the keys of all records of an LMDB in sorted order.
+    """Return the keys of all records in an LMDB, sorted.
 
     Raises:
         UsageError: the folder is not an LMDB.
@@ -238,7 +238,7 @@ def lmdb_keys(folder):
 
 
 def lmdb_labels(folder, count):
-    """Return the number of records of a Caffe LMDB, and the labels of about `count` evenly spread records.
+    """Return the number of records in a Caffe LMDB, and the labels of about `count` evenly spread records.
 
     Raises:
         UsageError: the folder is not an LMDB, or a record is not an encoded image with a label.

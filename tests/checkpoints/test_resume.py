@@ -561,7 +561,7 @@ def test_evaluation_uses_labels_of_checkpoint(run_train, checkpoint, photos, tmp
     capsys.readouterr()
     assert run_train(*flags, "--predictions", predictions, image_root=root)[0] == 0
     stderr = capsys.readouterr().err
-    assert f"--image-root {root}: val has no images of 1 of 3 classes (class0)" in stderr
+    assert f"--image-root {root}: val has no images for 1 of 3 classes (class0)" in stderr
     assert "other classes" not in stderr
     names = {"class0": "ant", "class1": "bee", "class2": "cat"}
     renamed = [[*row[:3], *(names.get(name, name) for name in row[3:])] for row in columns]

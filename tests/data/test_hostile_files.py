@@ -224,7 +224,7 @@ def change_record_order(data):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (increase_record_count, "23 of 24 records can be found"),
+        (increase_record_count, "only 23 of 24 records were found"),
         (change_record_order, "record b'00000004' is out of order"),
     ],
 )

@@ -95,7 +95,7 @@ def test_file_list_label_above_image_count_is_rejected(tmp_path, label):
     for name in ("a", "b"):
         (tmp_path / name).touch()
     (tmp_path / "train.txt").write_text(f"a 0\nb {label}\n")
-    with pytest.raises(UsageError, match=f"the file lists contain 2 images and label {label}; number the"):
+    with pytest.raises(UsageError, match=f"the file lists contain only 2 images, but label {label}; number the"):
         listing.count_classes(tmp_path, Mode.TRAIN)
     (tmp_path / "train.txt").write_text("a 0\nb 1\n")
     assert listing.count_classes(tmp_path, Mode.TRAIN) == 2
@@ -189,7 +189,7 @@ def test_empty_training_class_requires_allow_empty(root, capsys):
     for path in (root / "train/class1").iterdir():
         path.rename(path.with_suffix(".heic"))
     shutil.rmtree(root / "val/class2")
-    with pytest.raises(UsageError, match=r"train has no images of 1 of 3 classes \(class1\); .*--allow-empty-classes$"):
+    with pytest.raises(UsageError, match=r"train has no images for 1 of 3 classes \(class1\); .*--allow-empty-classes$"):
         readers.open_split(root, "auto", Mode.TRAIN, 3, 0)
     assert readers.open_split(root, "auto", Mode.TRAIN, 3, 0, allow_empty=True).size == 20
     assert readers.open_split(root, "auto", Mode.EVAL, 3, 0).size == 16
@@ -198,8 +198,8 @@ def test_empty_training_class_requires_allow_empty(root, capsys):
         f"warning: {root}/train: 10 entries ignored: 10 .heic (class1 10; for example class1/01.heic); "
     )
     assert warnings[1:] == [
-        f"warning: --image-root {root}: train has no images of 1 of 3 classes (class1)",
-        f"warning: --image-root {root}: val has no images of 1 of 3 classes (class2)",
+        f"warning: --image-root {root}: train has no images for 1 of 3 classes (class1)",
+        f"warning: --image-root {root}: val has no images for 1 of 3 classes (class2)",
     ]
 
 
@@ -207,7 +207,7 @@ def test_single_class_logs_a_warning(root, capsys):
     for name in ("class0", "class2"):
         shutil.rmtree(root / "train" / name)
     readers.open_split(root, "auto", Mode.TRAIN, 3, 0)
-    assert capsys.readouterr().err == f"warning: --image-root {root}: all images of train have one class, class1\n"
+    assert capsys.readouterr().err == f"warning: --image-root {root}: all train images belong to one class, class1\n"
 
 
 def test_ignored_files_are_counted_by_kind_and_class(root, capsys):

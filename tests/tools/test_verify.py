@@ -142,7 +142,7 @@ def test_report_on_folder_with_unusual_files(unusual, reports, tmp_path, capsys,
         assert part in printed
     assert f"{unusual}/val: 1 entry ignored: 1 .txt (class2 1; for example class2/notes.txt)" in warned
     for split in ("train", "val"):
-        assert f"{split} has no images of 1 of 4 classes (class3)" in warned
+        assert f"{split} has no images for 1 of 4 classes (class3)" in warned
     [report] = reports
     assert report.images == 53 + len(FILES) + 1
     assert sorted(report.failing) == sorted(failing)
@@ -154,7 +154,7 @@ def test_report_on_folder_with_unusual_files(unusual, reports, tmp_path, capsys,
 def test_training_accepts_fix_list_as_skip_list(unusual, run_train, tmp_path, capsys):
     flags = ["--num-of-class", "4", "--skip-list", tmp_path / "bad.txt"]
     assert dataset.main(["verify", str(unusual), "--fix-list", str(tmp_path / "bad.txt")]) == 1
-    error = f"--image-root {unusual}: train has no images of 1 of 4 classes (class3); add images"
+    error = f"--image-root {unusual}: train has no images for 1 of 4 classes (class3); add images"
     assert f"error: {error}" in capsys.readouterr().out
     assert run_train(*flags, image_root=unusual)[0] == 2
     assert f"train.py: error: {error}" in capsys.readouterr().err
