@@ -23,8 +23,8 @@ class Network:
         options: keyword arguments of the constructor that define the variant.
         image_size: side of the input images in pixels, the default of --crop-size.
         resize_ratio: default ratio of --resize-short to --crop-size.
-        preprocessing: {flag with underscores, such as normalize_mean: default} for the other preprocessing flags, if
-            this network has a different default than the general one.
+        preprocessing: {flag with underscores, such as normalize_mean: default} for other preprocessing flags whose
+            default for this network differs from the general default.
     """
 
     module: str
@@ -130,13 +130,11 @@ def _declared_ends(arch, model, channels):
         first, last = getattr(model, "first", None), getattr(model, "last", None)
     if not isinstance(first, nn.Conv2D) or first.weight.shape[1] != channels:
         raise UsageError(
-            f"{flag}: the network needs an attribute first that is a Conv2D with {channels} input channels; set it to "
-            "the convolution that reads the images"
+            f"{flag}: the network needs an attribute `first`, a Conv2D with {channels} input channels; set it to the "
+            "convolution that reads the images"
         )
     if not isinstance(last, nn.Linear) or last.bias is None:
-        raise UsageError(
-            f"{flag}: the network needs an attribute last that is a Linear with bias; set it to the classifier"
-        )
+        raise UsageError(f"{flag}: the network needs an attribute `last`, a Linear with bias; set it to the classifier")
     return first, last
 
 
@@ -161,7 +159,7 @@ def logits(model, images, arch, num_classes):
 
 
 def ends(program):
-    """Return the Ends of the network that build_model has built in a program."""
+    """Return the Ends of the network that build_model built in a program."""
     return program.network_ends
 
 

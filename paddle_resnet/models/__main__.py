@@ -25,8 +25,8 @@ def size(arch, side, num_classes=CLASSES):
     Returns:
         {"parameters": number of trainable parameters,
         "multiply_adds": number of multiply-adds of all convolutions and fully connected layers for one image,
-        "activation_bytes": bytes per image of the float16 tensors, except for the image, that the backward pass of
-        Paddle's operators reads}.
+        "activation_bytes": bytes per image of the float16 tensors that the backward pass of Paddle's operators reads,
+        excluding the image}.
     Raises:
         UsageError: build_model or logits raises UsageError.
     """
@@ -48,7 +48,7 @@ def size(arch, side, num_classes=CLASSES):
         if op.attr("op_role") & 1 and op.type not in SHAPE_ONLY:
             read.update(op.input_arg_names)
     made = {block.var(name) for op in forward for name in op.output_arg_names if name in read}
-    # Tensors without a fixed size, such as the reserve space of cuDNN for BN, are excluded.
+    # Tensors without a fixed size, such as cuDNN's reserve space for BN, are excluded.
     activations = [math.prod(v.shape) for v in made if not v.persistable and min(v.shape, default=1) >= 0]
     return {
         "parameters": sum(math.prod(p.shape) for p in main.all_parameters() if p.trainable),
@@ -94,9 +94,9 @@ def rows(archs):
 def _main(argv):
     parser = argparse.ArgumentParser(
         prog="python -m paddle_resnet.models",
-        description=f"Print the size of networks with {CLASSES:,} classes and {CHANNELS} channels: side of their "
-        "images in pixels, trainable parameters, multiply-adds and activations for one image. Activations are the "
-        "tensors that the backward pass of Paddle's operators reads, in float16. Speeds are images/s, from "
+        description=f"Print the size of networks with {CLASSES:,} classes and {CHANNELS} input channels: image side in "
+        "pixels, trainable parameters, and multiply-adds and activation memory per image. Activation memory counts the "
+        "float16 tensors that the backward pass of Paddle's operators reads. Speeds are in images/s and come from "
         "benchmarks/.",
     )
     parser.add_argument("network", nargs="*", help="names, or FILE.py:NAME for your own network (default: all)")

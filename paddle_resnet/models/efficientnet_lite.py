@@ -1,9 +1,10 @@
-"""EfficientNet-Lite: Tan and Le, "EfficientNet: Rethinking Model Scaling for Convolutional Neural Networks",
-arXiv:1905.11946, without squeeze-and-excitation, with ReLU6 instead of swish, and with a stem and a head that are not
-scaled (Renjie Liu, "Higher accuracy on vision models with EfficientNet-Lite", TensorFlow blog, March 2020).
+"""EfficientNet-Lite: EfficientNet (Tan and Le, "EfficientNet: Rethinking Model Scaling for Convolutional Neural
+Networks", arXiv:1905.11946) without squeeze-and-excitation, with ReLU6 instead of swish, and with a stem and a head
+that are not scaled (Renjie Liu, "Higher accuracy on vision models with EfficientNet-Lite", TensorFlow blog, March
+2020).
 
 Padding, initialization and batch normalization follow the authors' TensorFlow code. The authors train with dropout and
-drop connect, which are flags here: --dropout 0.2 (Lite2: 0.3) and --drop-path 0.2.
+drop connect; to use both, add --dropout 0.2 (Lite2: 0.3) and --drop-path 0.2.
 """
 
 import math
@@ -25,7 +26,7 @@ STEM, HEAD = 32, 1280
 
 
 class EfficientNetLite(nn.Layer):
-    """Image classifier, with the arguments, input and output of resnet.ResNet.
+    """Image classifier with the same arguments, input and output as resnet.ResNet.
 
     Args:
         width: factor for the number of channels in all stages.

@@ -1,7 +1,7 @@
 """GhostNet: Han et al., "GhostNet: More Features from Cheap Operations", arXiv:1911.11907, at width 1.0.
 
 Initialization follows the authors' code, which uses PyTorch's defaults, except that biases are initially 0. The authors
-train with dropout before the classifier, which is a flag here: --dropout 0.2.
+train with dropout before the classifier; to use dropout, add --dropout 0.2.
 """
 
 import paddle
@@ -78,7 +78,7 @@ class Block(nn.Layer):
 
 
 class GhostNet(nn.Layer):
-    """Image classifier, with the arguments, input and output of resnet.ResNet."""
+    """Image classifier with the same arguments, input and output as resnet.ResNet."""
 
     def __init__(self, num_classes=1000, in_channels=3, data_format="NCHW", blocks=BLOCKS):
         super().__init__()

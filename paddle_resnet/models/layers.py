@@ -29,7 +29,8 @@ def dropout(x, rate, seed):
 
 
 def sigmoid(x):
-    """Like paddle.nn.functional.sigmoid, but also accept variables of legacy programs, which Paddle 3.3 rejects."""
+    """Apply the sigmoid function. Unlike paddle.nn.functional.sigmoid in Paddle 3.3, this function accepts variables of
+    legacy programs."""
     block = static.default_main_program().global_block()
     out = block.create_var(name=unique_name.generate("sigmoid.out"), dtype=x.dtype)
     block.append_op(type="sigmoid", inputs={"X": x}, outputs={"Out": out})
@@ -37,8 +38,8 @@ def sigmoid(x):
 
 
 def rounded(channels, divisor):
-    """Round a number of channels to the nearest positive multiple of the divisor, or up if rounding would reduce it by
-    more than 10 %."""
+    """Round a number of channels to the nearest positive multiple of the divisor. If this would reduce the number by
+    more than 10 %, round up instead."""
     result = max(divisor, int(channels + divisor / 2) // divisor * divisor)
     return result + divisor if result < 0.9 * channels else result
 
@@ -63,8 +64,8 @@ class FanOutNormal(Initializer):
 
 
 class BatchNorm(nn.BatchNorm2D):
-    """Batch normalization. Because of the class name, its parameters have the names batch_norm_N, as in NVIDIA's
-    RN50v1.5 example."""
+    """Batch normalization. Paddle derives parameter names from the class name: batch_norm_N, as in NVIDIA's RN50v1.5
+    example."""
 
 
 class ConvBN(nn.Layer):
@@ -78,9 +79,9 @@ class ConvBN(nn.Layer):
         initializer: initializer of the filters.
         epsilon, momentum: arguments of the batch normalization; momentum is the weight of the previous running
             statistics.
-        padding: padding of the convolution, by default kernel_size // 2 on all sides. "SAME" pads like TensorFlow: at
-            stride 2 and an even size, with one more row at the bottom than at the top and one more column at the right
-            than at the left.
+        padding: padding of the convolution, by default kernel_size // 2 on all sides. "SAME" pads like TensorFlow: if
+            the stride is 2 and the size is even, with one more row at the bottom than at the top and one more column on
+            the right than on the left.
         scale: initial scale of the batch normalization.
     """
 
@@ -118,10 +119,11 @@ class ConvBN(nn.Layer):
 
 
 class DropPath(nn.Layer):
-    """Stochastic depth per image: Huang et al., arXiv:1603.09382. The input is the branch of a residual block [N, ...].
+    """Stochastic depth per image: Huang et al., arXiv:1603.09382. The input is the output of a residual block's branch,
+    [N, ...].
 
-    --drop-path sets the attributes rate and seed. With probability `rate`, the branch of an image is set to 0; the
-    branches of the other images are divided by 1 - rate. Without --drop-path, the layer returns its input.
+    --drop-path sets the attributes rate and seed. With probability `rate`, the values of an image are set to 0; the
+    values of all other images are divided by 1 - rate. Without --drop-path, the layer returns its input.
     """
 
     rate, seed = 0.0, None
@@ -142,8 +144,8 @@ class DropPath(nn.Layer):
 
 class BlurPool(nn.Layer):
     """Blur with the filter [1, 2, 1] / 4 in both directions, then halve height and width, rounding up: Zhang,
-    arXiv:1904.11486. At the border, edge pixels are repeated. The filter is implemented as two 2x2 average poolings,
-    the first of which ignores padding.
+    arXiv:1904.11486. At the border, edge pixels are repeated. The filter is implemented as two 2x2 average pooling
+    layers, the first of which ignores padding.
 
     Args:
         data_format: "NCHW" or "NHWC".

@@ -1,8 +1,8 @@
 """The loss head of all networks computes loss, accuracies and predictions from the logits.
 
-This module appends either Paddle's operators or the custom operator. Mixed precision recognizes the operators of the
-loss head by their name scope and keeps them in float32, because half precision would round the loss and the accuracies
-to 8 or 11 bits.
+The loss head consists either of Paddle's operators or of the custom operator native_loss. Mixed precision recognizes
+the operators of the loss head by their name scope and keeps them in float32, because half precision would round the
+loss and the accuracies to 8 or 11 bits.
 
 All accuracies, confusion counts and predictions follow the same rules. Classes are ranked by their logits. If logits
 are equal, the class with the lower number ranks first. NaN ranks last. If the logit of an image's label is NaN, the
@@ -30,7 +30,7 @@ def contains(op):
 
 
 def use_native(program):
-    """Mark a program so that add() uses the custom operator in the program."""
+    """Mark a program. In a marked program, add() uses the custom operator."""
     program.has_native_loss_head = True
 
 
@@ -89,8 +89,9 @@ def _nan_rows(logits):
 
 
 def weigh_images(targets, class_weights, class_num):
-    """Return the image weights of --class-weights, float32 [N, 1]: the weight of the image's label. If the image is
-    mixed, its weight is the mean of the weights of both labels, weighted by the fractions in its target.
+    """Return a weight for each image, float32 [N, 1] (--class-weights). The weight of an image is the weight of its
+    class. The weight of a mixed image is the mean of the weights of both classes, weighted by their fractions in the
+    target.
 
     Args:
         targets: {"label"} and optionally {"weights"}, as in add_paddle.
@@ -105,16 +106,15 @@ def weigh_images(targets, class_weights, class_num):
 
 
 def balanced_weights(images):
-    """Return the class weights of --class-weights balanced, n / (classes * images of the class), as scikit-learn's
-    compute_class_weight does. n is the number of training images, and `classes` is the number of classes with images;
-    the weight of a class without images is 0.
+    """Return the class weights for --class-weights balanced, n / (classes * images in the class), like scikit-learn's
+    compute_class_weight. n is the number of training images, and `classes` is the number of classes with images. The
+    weight of a class without images is 0.
 
-    The mean of the weights over all training images is 1. The sum of the weighted losses of a batch is therefore
-    divided by the number of its images, and not by the sum of their weights, which differs between batches and
-    processes.
+    The mean of the weights over all training images is 1. The loss of a batch is therefore the sum of the weighted
+    losses divided by the number of images, not by the sum of the weights, which differs between batches and processes.
 
     Args:
-        images: number of training images of each class, integers [class_num].
+        images: number of training images in each class, integers [class_num].
     """
     is_used = images > 0
     return np.divide(images.sum(), is_used.sum() * images, out=np.zeros(len(images)), where=is_used)
@@ -148,7 +148,8 @@ def mean_over_mirrored(logits):
         float32 [N, class_num], the logarithms of the average probabilities, which replace the logits in the loss head.
     """
     with scope():
-        # Logarithms avoid probabilities that are too small for float32. AMP would change float64 to float32.
+        # Compute with logarithms, because small probabilities underflow in float32. AMP would change float64 to
+        # float32.
         shifted = _op("elementwise_sub", {"X": logits, "Y": _largest(logits, 1)})
         sums = _op("reduce_sum", {"X": _op("exp", {"X": shifted})}, dim=[1], keep_dim=True)
         logs = _op("elementwise_sub", {"X": shifted, "Y": _op("log", {"X": sums})})
@@ -177,8 +178,8 @@ def _first_class(logits, order):
 
 
 def _op(op_type, inputs, dtype=None, stop_gradient=True, **attrs):
-    """Append an operator with one output, and return the output. Many functions of Paddle 3 cannot be used for this
-    purpose, because the functions reject legacy variables."""
+    """Append an operator that has one output, and return this output. Many functions of Paddle 3 cannot be used
+    instead, because they reject legacy variables."""
     block = static.default_main_program().global_block()
     name = unique_name.generate(f"{SCOPE}.{op_type}")
     out = block.create_var(name=name, dtype=dtype or inputs["X"].dtype, stop_gradient=stop_gradient)

@@ -1,4 +1,4 @@
-"""Mixes images and labels with mixup, Zhang et al., arXiv:1710.09412, or CutMix, Yun et al., arXiv:1905.04899.
+"""Mixes images and labels with mixup (Zhang et al., arXiv:1710.09412) or CutMix (Yun et al., arXiv:1905.04899).
 
 In a batch of N images, image i is mixed with its partner, image N - 1 - i. The mixing ratio is drawn once per batch.
 """
@@ -22,7 +22,7 @@ def mixup(generator, ratio, height, width):
 
 
 def cutmix(generator, ratio, height, width):
-    """Return a Mix that replaces a box of the image by the partner's pixels. Each side of the box is the side of the
+    """Return a Mix that replaces a box in the image with the partner's pixels. Each side of the box is the side of the
     image times the square root of 1 - ratio. The center of the box is drawn uniformly, and the box is clipped to the
     image."""
     sides = []
@@ -39,7 +39,7 @@ KINDS = {"mixup": mixup, "cutmix": cutmix}
 
 
 def draw(generator, alphas, height, width):
-    """Draw the mix of a batch.
+    """Draw a random Mix for one batch.
 
     Args:
         generator: np.random.Generator.
@@ -58,8 +58,8 @@ def mix_images(images, rows, columns):
 
     Args:
         images: variable [N, ...] of any floating-point type.
-        rows, columns: weights of the partner in float32 (Mix.rows, Mix.columns), with shapes that can be broadcast to
-            that of the images.
+        rows, columns: weights of the partner in float32 (Mix.rows, Mix.columns), with shapes that broadcast to the
+            shape of the images.
     """
     weight = rows * columns
     if images.dtype != weight.dtype:
@@ -75,7 +75,7 @@ def mix_labels(label, fraction, class_num):
         fraction: float32 [1], the mean weight of the image (Mix.fraction).
         class_num: number of classes.
     Returns:
-        weights of the classes, float32 [N, class_num]. Each row sums to 1.
+        class weights, float32 [N, class_num]. Each row sums to 1.
     """
     with loss_head.scope():
         own = F.one_hot(paddle.reshape(label, [-1]), class_num)

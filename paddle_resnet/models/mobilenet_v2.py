@@ -16,7 +16,7 @@ STAGES = (
 
 
 class MobileNetV2(nn.Layer):
-    """Image classifier of width 1.0, with the arguments, input and output of resnet.ResNet."""
+    """Image classifier of width 1.0 with the same arguments, input and output as resnet.ResNet."""
 
     def __init__(self, num_classes=1000, in_channels=3, data_format="NCHW", stages=STAGES):
         super().__init__()

@@ -1,7 +1,7 @@
 """MobileNetV3: Howard et al., "Searching for MobileNetV3", arXiv:1905.02244, at width 1.0.
 
 Initialization follows the authors' code (TF-slim); the batch normalization statistics follow section 6.1.1. Padding is
-symmetric, as in torchvision. The authors train with dropout before the classifier, which is a flag here: --dropout 0.2.
+symmetric, as in torchvision. The authors train with dropout before the classifier; to use dropout, add --dropout 0.2.
 """
 
 from functools import partial
@@ -32,7 +32,7 @@ STEM = 16
 
 
 class MobileNetV3(nn.Layer):
-    """Image classifier, with the arguments, input and output of resnet.ResNet.
+    """Image classifier with the same arguments, input and output as resnet.ResNet.
 
     Args:
         blocks: LARGE or SMALL.

@@ -1,6 +1,7 @@
-"""The parts of a network, in the order of their depth, for --freeze, --lr-decay-by-layer and --classifier-lr-factor.
+"""The parts of a network, ordered by depth, for --freeze, --lr-decay-by-layer and --classifier-lr-factor.
 
-A part is a layer that is an attribute of the network. A list of layers has a part per entry, except the stem.
+Each layer that is an attribute of the network is a part. If the attribute is a list of layers, each layer in the list
+is a part; only the stem is always a single part.
 """
 
 import re
@@ -13,14 +14,15 @@ ALL_BUT_CLASSIFIER = "all-but-classifier"
 
 def freeze(model, names):
     """Freeze layers of a network before its forward pass is built. The optimizer does not update the parameters of
-    frozen layers. Frozen batch normalizations normalize with their running statistics and do not update them.
+    frozen layers. Frozen batch normalization layers normalize with their running statistics and do not update these
+    statistics.
 
     Args:
         model: result of build_model.
         names: value of --freeze: paths of layers, such as "stem"; "stages.0" also selects "stages.0_0", "stages.0_1"
             and so on, the blocks of a stage. ALL_BUT_CLASSIFIER selects all layers outside the classifier.
     Returns:
-        the frozen parameters.
+        list of the frozen parameters.
     Raises:
         UsageError: a name matches no layer, or all parameters would be frozen.
     """
@@ -47,7 +49,7 @@ def freeze(model, names):
                 frozen.append(parameter)
     trained = sum(parameter.trainable for parameter in model.parameters())
     if not trained:
-        raise UsageError(f"{flag}: freezes all layers; remove one")
+        raise UsageError(f"{flag}: freezes all layers; remove at least one name")
     logger.info(f"{flag}: {len(frozen)} of {len(frozen) + trained} parameters are frozen")
     return frozen
 
@@ -64,7 +66,7 @@ def stop_gradients(program):
 
 def rate_factors(model, decay, classifier_factor):
     """Return {name of a trainable parameter: factor of its learning rate}. The factor of the last part, the classifier,
-    is classifier_factor; that of the part k parts before it is decay ** k."""
+    is classifier_factor. The factor of the k-th part before the classifier is decay ** k."""
     parts = _parts(model)
     classifier, last = _classifier(model), len(parts) - 1
     factors = {part: decay ** (last - i) for i, part in enumerate(parts)} | {classifier: classifier_factor}
@@ -89,8 +91,8 @@ def _classifier(model):
 
 
 def _matches(layers, name, path):
-    """Return whether --freeze NAME selects the layer at a path. A layer of that name takes precedence over the blocks
-    NAME_0, NAME_1 and so on."""
+    """Return whether --freeze NAME selects the layer at a path. A layer with exactly this name takes precedence over
+    the blocks NAME_0, NAME_1 and so on."""
     if name in layers:
         return _is_in(path, name)
     return re.match(rf"{re.escape(name)}_\d+(\.|$)", path) is not None

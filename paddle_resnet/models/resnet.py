@@ -1,6 +1,6 @@
-"""ResNet v1.5 and its variants: He et al., "Deep Residual Learning for Image Recognition", arXiv:1512.03385. Unlike in
-the paper, the stride of a bottleneck block is in the 3x3 convolution instead of the first 1x1 convolution. Version 1.5
-is 5 % slower and improves top1 by 0.5 percentage points.
+"""ResNet v1.5 and its variants: He et al., "Deep Residual Learning for Image Recognition", arXiv:1512.03385. In version
+1.5, the 3x3 convolution of a bottleneck block has the stride; in the paper, the first 1x1 convolution has the stride.
+Version 1.5 is 5 % slower than the original and improves top1 by 0.5 percentage points.
 
 The variants are options of ResNet; models/__init__.py lists the options for each name:
 - ..._vd: ResNet-D of He et al., arXiv:1812.01187, figure 2. The name comes from PaddleClas. As in PaddleClas, the
@@ -93,7 +93,7 @@ def _after(pool, conv_bn):
 
 
 class BasicBlock(Block):
-    """Two 3x3 convolutions (ResNet-18 and -34)."""
+    """A block with two 3x3 convolutions (ResNet-18 and -34)."""
 
     expansion = 1
 
@@ -104,8 +104,8 @@ class BasicBlock(Block):
 
 
 class BottleneckBlock(Block):
-    """A 1x1 convolution, a 3x3 convolution with the stride, and a 1x1 convolution to four times the width (ResNet-50
-    and deeper)."""
+    """A block with a 1x1 convolution, a 3x3 convolution that has the stride, and a 1x1 convolution that outputs four
+    times the width (ResNet-50 and deeper)."""
 
     expansion = 4
 

@@ -55,8 +55,8 @@ def sha256(arch):
 
 
 def load(arch):
-    """Return the object NAME of the file, and the file's sha256. The file is executed as a module. The file is executed
-    again only if its content has changed.
+    """Execute the file as a module, and return the object NAME and the file's sha256. The file is executed again only
+    if its content has changed.
 
     Raises:
         UsageError: check() raises UsageError, or the file raises an exception.

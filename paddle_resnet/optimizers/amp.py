@@ -20,7 +20,7 @@ def _amp_lists(program, dtype, float32):
 
 
 def decorate(optimizer, dtype, level, loss_scale, is_dynamic, float32=frozenset()):
-    """Wrap an optimizer for mixed precision of the current program.
+    """Wrap an optimizer so that the current program trains in mixed precision.
 
     Args:
         optimizer: one of Paddle's optimizers.

@@ -1,6 +1,6 @@
 """Learning-rate schedules for --lr-scheduler. A schedule is a function of the step, and begins after a linear warm-up.
 
-To add a schedule, write a function here, an entry in SCHEDULES, and a test with its formula in
+To add a schedule, add a function to this file, an entry to SCHEDULES, and a test of its formula to
 tests/optimizers/test_schedules.py.
 """
 
@@ -74,7 +74,7 @@ def flat_cosine(span, flat, step):
     return span.fall(max(step, flat := round(flat * span.steps)), begin=flat)
 
 
-SCHEDULES = {  # {name: (function, flags whose values are its arguments between span and step)}
+SCHEDULES = {  # {name: (function, flags whose values are passed between span and step)}
     "Cosine": (cosine, ()),
     "Piecewise": (piecewise, ("lr_decay_epochs", "lr_decay_factor")),
     "Poly": (polynomial, ("lr_power",)),
@@ -84,8 +84,8 @@ SCHEDULES = {  # {name: (function, flags whose values are its arguments between 
 
 
 class Schedule(paddle.optimizer.lr.LRScheduler):
-    """A linear warm-up followed by a schedule, advanced once per step. The learning rate depends only on the step, and
-    is multiplied by the factor of the stage to which the step belongs.
+    """A linear warm-up followed by a schedule, advanced once per step. The learning rate depends only on the step. It
+    includes the factor of the stage to which the step belongs.
 
     Args:
         rate: function that returns the learning rate, given the number of steps since the warm-up.
@@ -114,7 +114,7 @@ class Schedule(paddle.optimizer.lr.LRScheduler):
         return self.done * self.timeline.accumulate_steps + self.batch
 
     def adopt(self, other):
-        """Use the learning rates of a different schedule from the current step on."""
+        """Use the learning rates of a different schedule, starting with the current step."""
         self._rate, self._warmup_steps, self._warmup_start = other._rate, other._warmup_steps, other._warmup_start
         self.step(self.done)
 
@@ -146,7 +146,7 @@ def build_lr_scheduler(args, timeline):
     steps_of = functools.partial(durations.steps_of, args, timeline)
     total, warmup_steps = durations.total_steps(args, timeline), steps_of(args.warmup_epochs)
     if warmup_steps > total:
-        logger.warn(f"--warmup-epochs {args.warmup_epochs}: longer than the run, which consists of warm-up only")
+        logger.warn(f"--warmup-epochs {args.warmup_epochs}: longer than the run, so the run consists only of warm-up")
         warmup_steps = total
     # A run that consists only of warm-up never uses the span, but a span must have at least one step.
     span = Span(max(1, total - warmup_steps), peak, low, warmup_steps, steps_of)

@@ -7,7 +7,7 @@ from paddle.incubate import asp
 from paddle.incubate.asp.asp import ASPHelper, MaskAlgo
 
 MASK = ".asp_mask"  # suffix of the name of a pruned parameter's mask
-GROUP = 4  # number of consecutive input channels among which two weights are zero
+GROUP = 4  # number of consecutive input channels, of which two have zero weights
 
 
 def exclude_classifier(main_prog, model):
@@ -29,7 +29,8 @@ def prune(main_prog, place, algorithm):
     Returns:
         {parameter name: mask}.
     """
-    # Silence Paddle's warnings about each layer that remains dense; describe() lists all these layers in one line.
+    # Silence Paddle, which logs a warning for each layer that remains dense; describe() lists all these layers in one
+    # line.
     logging.getLogger("paddle.incubate.asp.supported_layer_list").setLevel(logging.ERROR)
     return ASPHelper.prune_model_by_program(place, main_program=main_prog, mask_algo=MaskAlgo[algorithm.upper()])
 

@@ -1,8 +1,8 @@
 """Table of the optimizers for --optimizer. An entry contains a function that builds Paddle's optimizer, and the custom
 operator that updates the parameters.
 
-To add an optimizer, write an entry in OPTIMIZERS, its name and flags in settings/declarations.py, an operator in
-native/update.h, and a test with its formula in tests/native/test_native.py.
+To add an optimizer, add an entry to OPTIMIZERS, its name and flags to settings/declarations.py, an operator to
+native/update.h, and a test of its formula to tests/native/test_native.py.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,8 @@ class Rule:
         native: name of the custom operator that updates all parameters. The operator with the suffix "_masters" updates
             float32 master weights and their half-precision copies.
         state: {input of the custom operator: input of Paddle's operator}. The custom operator takes a list with one
-            tensor per parameter. The output of Paddle's operator has the name of the input and the suffix "Out".
+            tensor per parameter. The corresponding output of Paddle's operator has the name of the input with the
+            suffix "Out".
         attrs: {attribute of the custom operator: attribute of Paddle's operator}. These attributes are the same for all
             parameters.
         decay: function that returns the weight decay of a parameter, given Paddle's operator.
@@ -137,5 +138,5 @@ def build_optimizer(args, lr_scheduler):
 
 
 def updates(program):
-    """Return the operators of Paddle that update the parameters of a training program."""
+    """Return Paddle's operators that update the parameters in a training program."""
     return [op for op in program.global_block().ops if {"Param", "Grad"} <= set(op.input_names)]

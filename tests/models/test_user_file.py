@@ -150,18 +150,18 @@ def test_changed_or_moved_file_resumes(run_train, own_run, file, trained, tmp_pa
         (
             "self.first, self.last = ",
             "self.begin, self.last = ",
-            ["needs an attribute first", "3 input channels; set it to"],
+            ["needs an attribute `first`", "3 input channels; set it to"],
         ),
-        ("self.first, self.last = self.stem", "self.first, self.last = self.body", ["needs an attribute first"]),
+        ("self.first, self.last = self.stem", "self.first, self.last = self.body", ["needs an attribute `first`"]),
         (
             "self.first, self.last = ",
             "self.first, self.end = ",
-            ["needs an attribute last", "set it to the classifier"],
+            ["needs an attribute `last`", "set it to the classifier"],
         ),
         (
             "(32, num_classes)",
             "(32, num_classes, bias_attr=False)",
-            ["needs an attribute last that is a Linear with bias"],
+            ["needs an attribute `last`, a Linear with bias"],
         ),
         (".flatten(1))", ".flatten(1)), images", ["has the shape []; return logits [N, 3]"]),
         ("(32, num_classes)", "(32, 5)", ["has the shape [-1, 5]; return logits [N, 3]"]),
