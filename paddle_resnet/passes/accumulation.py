@@ -2,8 +2,8 @@
 gradients of K - 1 batches to sums. The training program adds these sums to the gradients of the last batch and updates
 the parameters.
 
-Both programs have no conditional operators, so both can be captured as CUDA graphs. Gradients are all-reduced, checked,
-unscaled and clipped once per update.
+Neither program contains conditional operators, so both can be captured as CUDA graphs. Gradients are all-reduced,
+checked, unscaled and clipped once per update.
 """
 
 import paddle
@@ -13,7 +13,7 @@ from paddle_resnet.machine import compat
 from paddle_resnet.optimizers import table
 
 SCOPE = "accumulate"  # name scope of the operators that add_sums inserts
-PREFIX = "accumulated."  # prefix of the sums, which checkpoints do not contain, because they are 0 after each update
+PREFIX = "accumulated."  # prefix of the sums; checkpoints omit sums, because they are 0 after each update
 _COMMUNICATION = (compat.ALL_REDUCE, "c_sync_comm_stream", "c_sync_calc_stream", "depend")
 OpRole = paddle.base.core.op_proto_and_checker_maker.OpRole
 
@@ -55,8 +55,9 @@ def add_sums(main_prog, startup_prog, accumulate_steps):
 
 
 def without_update(program):
-    """Copy a training program to which add_sums has been applied, and return the accumulating program. This program
-    adds its gradients to the sums and updates only the BN statistics."""
+    """Create the accumulating program from a training program that add_sums has changed, and return it. The training
+    program is copied, not modified. The accumulating program adds its gradients to the sums and updates only the BN
+    statistics."""
     program = program.clone()
     block = program.global_block()
     for i in reversed(range(len(block.ops))):

@@ -27,10 +27,10 @@ def adapt_communication(main_prog, startup_prog, device):
 def _order_fused_all_reduces(block):
     """Make every fused all-reduce depend on all gradients in its buffer.
 
-    The all-reduce reads the buffer by a different name than the gradients, so the program does not state that it
-    depends on the operators that compute the gradients. The Executor infers these dependencies, but misses the BN
-    gradients if BN and ReLU are fused under AMP. Without the added dependencies, BN gradients would differ between the
-    processes, and the parameters would diverge.
+    A fused all-reduce refers to the buffer and not to the names of the gradients, so the program does not express that
+    the all-reduce depends on the operators that compute the gradients. The Executor infers these dependencies, but
+    misses the dependencies on BN gradients if BN and ReLU are fused under AMP. Without the added dependencies, BN
+    gradients would differ between the processes, and the parameters would diverge.
     """
     gradients = {op.output("FusedOutput")[0]: op.output("Output") for op in block.ops if op.type == "coalesce_tensor"}
     for i in reversed(range(len(block.ops))):
@@ -56,17 +56,17 @@ def _remove_nccl(block):
 
 
 def count_gradient_all_reduces(train_prog):
-    """Return the number of gradient all-reduces in a training step, after fusion."""
+    """Return the number of gradient all-reduces in a training step after all-reduces have been fused."""
     backward = int(paddle.base.core.op_proto_and_checker_maker.OpRole.Backward)
     ops = train_prog.global_block().ops
     return sum(op.type == compat.ALL_REDUCE and bool(op.attr("op_role") & backward) for op in ops)
 
 
 def average_bn(exe, train_prog):
-    """Replace the variables of own_statistics() with their means over the processes.
+    """Replace the variables that own_statistics() returns with their means over the processes.
 
-    Each process computes statistics from its own images. Call average_bn() before an evaluation or a checkpoint, so
-    that all processes evaluate the network that the checkpoint contains.
+    Each process computes these statistics from its own images. Call average_bn() before an evaluation or a checkpoint,
+    so that all processes evaluate the network that the checkpoint contains.
 
     Args:
         exe: static.Executor.
@@ -93,7 +93,7 @@ def _bn_average(train_prog):
 
 def own_statistics(train_prog):
     """Return the names of variables that differ between processes: the running means and variances of BN layers that
-    are not frozen, their moving averages (--ema), and the ranges of quantized activations (--qat)."""
+    are not frozen, their exponential moving averages (--ema), and the ranges of quantized activations (--qat)."""
     names, averaged = bn_statistics(train_prog, includes_frozen=False), averages.of(train_prog)
     return [*names, *(averaged[name] for name in names if name in averaged), *quantization.ranges(train_prog)]
 

@@ -1,9 +1,10 @@
-"""Exponential moving averages of the weights (--ema): Polyak and Juditsky, doi:10.1137/0330046.
+"""Exponential moving averages (EMA) of the weights (--ema): Polyak and Juditsky, doi:10.1137/0330046.
 
-A training program averages each parameter that its optimizer updates and each BN running statistic. The averages are
-persistable float32 variables with fixed addresses, so captured steps and evaluation programs can use them. With custom
-kernels, the operator native_ema computes all averages after the update. native_ema is separate from the update
-operator, so it works with all optimizers, and each kernel launch of the update can process more tensors.
+A training program contains an EMA variable for each parameter that its optimizer updates and for each BN running
+statistic. EMA variables are persistable, have the type float32 and keep their addresses, so captured steps and
+evaluation programs can use them. With custom kernels, the operator native_ema updates all EMA variables after the
+optimizer step. native_ema is separate from the update operator, so it works with all optimizers, and each kernel launch
+of the update can process more tensors.
 """
 
 import paddle
@@ -14,26 +15,26 @@ from paddle_resnet.optimizers import table
 from paddle_resnet.optimizers.sparsity import MASK
 from paddle_resnet.steps import scalars
 
-SUFFIX = ".ema"  # name of an average: name of its parameter and this suffix
-_SCOPE = "ema"  # name scope of the operators that add() inserts; Paddle numbers all scopes except the first
+SUFFIX = ".ema"  # the name of an EMA variable is the name of its parameter with this suffix
+_SCOPE = "ema"  # name scope of the operators that add() inserts; Paddle adds a number if the scope is used again
 
 
 def decay_at(step, limit):
-    """Return the decay in a step (counted from 0). The decay increases up to a limit. The low decay in the first steps
-    reduces the influence of the initial weights, as in TensorFlow's ExponentialMovingAverage with num_updates."""
+    """Return the EMA decay for a step (counted from 0). The decay increases up to `limit`. The low decay in the first
+    steps reduces the influence of the initial weights, as in TensorFlow's ExponentialMovingAverage with num_updates."""
     return min(limit, (1 + step) / (10 + step))
 
 
 def add(main_prog, startup_prog, lr_scheduler, constants, decay, is_native):
-    """Add the averages to a training program in place. Call add() after minimize. At the end of each step, the program
+    """Add EMA variables to a training program in place. Call add() after minimize. At the end of each step, the program
     computes average += (1 - decay) (value - average). For a parameter in half precision, `value` is its float32 master
-    weight. Steps that dynamic loss scaling skips do not change the averages.
+    weight. If dynamic loss scaling skips a step, the EMA variables do not change.
 
     Args:
         main_prog: the current Program.
-        startup_prog: startup Program, which initializes the averages with the weights.
+        startup_prog: startup Program, which initializes the EMA variables with the weights.
         lr_scheduler: schedules.Schedule, which counts the steps.
-        constants: {name: name of the float32 value} for the BN running statistics and the frozen parameters.
+        constants: {variable name: name of its float32 value} for the BN running statistics and the frozen parameters.
         decay: limit of the decay (decay_at).
         is_native: whether fusion.fuse will replace the added operators with a custom operator, which does nothing in
             skipped steps.
@@ -60,22 +61,22 @@ def add(main_prog, startup_prog, lr_scheduler, constants, decay, is_native):
 
 
 def contains(op):
-    """Return whether an operator of a training program belongs to the averages."""
+    """Return whether an operator in a training program was inserted by add()."""
     return op.attr("op_namescope").startswith(f"/{_SCOPE}")
 
 
 def of(program):
-    """Return {name of a parameter or BN statistic: name of its average} for a training program."""
+    """Return {name of a parameter or BN statistic: name of its EMA variable} for a training program."""
     names = [name for name in program.global_block().vars if name.endswith(SUFFIX)]
     return {name.removesuffix(SUFFIX): name for name in names}
 
 
 def evaluate(train_prog, eval_prog, exe):
-    """Rewrite an evaluation program in place to use the averages of a training program instead of its weights. Call
-    evaluate() after cast_evaluation_program.
+    """Rewrite an evaluation program in place to use the EMA weights of a training program. Call evaluate() after
+    cast_evaluation_program.
 
-    The program reads the averages directly if the weights are float32. If the weights have half precision, the program
-    reads converted copies of the averages.
+    If the weights are float32, the evaluation program reads the EMA variables directly. If the weights have half
+    precision, it reads converted copies of the EMA variables.
 
     Args:
         train_prog: training Program; its variables are in the global scope.
@@ -108,8 +109,8 @@ def evaluate(train_prog, eval_prog, exe):
 
 
 def _zero_in_skipped_steps(block, weight):
-    """Return a variable with the weight of the new value in the average, or 0 in a step that dynamic loss scaling
-    skips."""
+    """Return a variable that contains the weight of the new value in the average, or 0 if dynamic loss scaling skips
+    the step."""
     scalings = [op for op in block.ops if op.type == "update_loss_scaling"]
     if not scalings:
         return weight

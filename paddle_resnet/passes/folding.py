@@ -1,8 +1,8 @@
 """Fold batch normalization into the preceding convolutions, for evaluation on a GPU.
 
-In evaluation, the statistics of BN are fixed, so BN scales and shifts each channel. The pass multiplies the filters by
-the scale, and replaces BN with an addition of the shift. Without this pass, an evaluation in half precision spends more
-time on BN than on convolutions (benchmarks/log/step_h200_2026-11-21.md).
+In evaluation, BN statistics are fixed, so BN only scales and shifts each channel. The pass multiplies the filters by
+the scale, and replaces BN with an addition of the shift. Without this pass, half-precision evaluation spends more time
+on BN than on convolutions (benchmarks/log/step_h200_2026-11-21.md).
 """
 
 import paddle
@@ -19,8 +19,8 @@ def fold_batch_norms(program, exe, channel_axis):
         exe: static.Executor.
         channel_axis: channel axis of the images, 1 or -1.
     Returns:
-        a function without arguments that recomputes the folded filters from the parameters. Call this function before
-        each evaluation.
+        a function without arguments that recomputes the folded filters from the current parameters. Call this function
+        before each evaluation.
     """
     fold_prog = _fold(program, channel_axis)
 

@@ -1,7 +1,7 @@
-"""Replace Paddle's operators with custom operators (native/). In NHWC, custom operators compute BN with the next
-activation or with the residual addition and ReLU, max pooling, depthwise convolutions, and the filter gradient of 1x1
-convolutions with few channels. In all layouts, custom operators also check the gradients, unscale them, and update all
-parameters.
+"""Replace Paddle's operators with custom operators (native/). In NHWC, custom operators compute max pooling, depthwise
+convolutions, the filter gradient of 1x1 convolutions with few channels, and BN, which is fused with the next activation
+or with the residual addition and ReLU. In all layouts, custom operators also check the gradients, unscale them, and
+update all parameters.
 
 This pass runs after all of Paddle's passes (precision, gradients, all-reduces), so it does not change parameters,
 checkpoints or communication.
@@ -17,9 +17,9 @@ from paddle_resnet.passes import averages, updates
 TYPES = (paddle.float32, paddle.float16, paddle.bfloat16)
 # The number of channels must be a multiple of the narrowest vector that a kernel thread loads.
 CHANNELS = 4
-# Limits of 1x1 convolutions for which a custom kernel computes the filter gradient: data types, maximum number of input
-# or output channels (the smaller number counts), and minimum number of pixels per image. For smaller images, the
-# gradient takes little time.
+# A custom kernel computes the filter gradient of a 1x1 convolution if the data type is one of POINTWISE_TYPES, the
+# number of input or output channels is at most POINTWISE_CHANNELS, and the images have at least POINTWISE_PIXELS
+# pixels. For smaller images, the gradient takes little time.
 POINTWISE_TYPES = (paddle.float16, paddle.bfloat16)
 POINTWISE_CHANNELS, POINTWISE_PIXELS = 32, 14 * 14
 
@@ -32,17 +32,17 @@ ACTIVATIONS = {
     "swish": ({"beta": 1.0}, "silu"),
 }
 
-# The operators after a BN that are fused with the BN: nothing, an activation, or an addition and a ReLU. The fields are
-#     the operators, the name of their result, the name of the activation, and the variable that is added to the BN
-#     output (or None).
+# The operators after a BN that are fused with it: none, an activation, or an addition and a ReLU. The fields are these
+# operators, the name of their result, the name of the activation, and the variable that is added to the BN output (or
+# None).
 Tail = namedtuple("Tail", "ops out activation addend")
 
 
 def fuse(program):
-    """Replace operators of a program in place. Paddle's operators remain if the custom kernels do not support them:
-    layouts other than NHWC, numbers of channels that are not multiples of 4, gradients through BN with fixed
-    statistics, pooling and depthwise convolutions of images without a fixed size, and depthwise convolutions with
-    kernels other than 3x3 and 5x5.
+    """Replace operators in a program with custom operators, in place. Some operators are not replaced, because the
+    custom kernels do not support layouts other than NHWC, numbers of channels that are not multiples of 4, gradients
+    through BN with fixed statistics, pooling and depthwise convolutions of images without a fixed size, or depthwise
+    convolutions with kernels other than 3x3 and 5x5.
 
     Args:
         program: training Program after minimize, or evaluation Program after cast_evaluation_program.
@@ -84,7 +84,7 @@ def paddle_depthwise(program):
 
 
 class _Graph:
-    """A block with the producer and the readers of each variable, and the list of operators to replace."""
+    """A block, the producer and the readers of each of its variables, and the operators to replace."""
 
     def __init__(self, block):
         self.block = block
@@ -107,14 +107,14 @@ class _Graph:
         return x.dtype in TYPES and x.shape[-1] % CHANNELS == 0
 
     def only_reader(self, name, op_types):
-        """Return the only forward operator that reads a variable, or None if several operators read it or its type is
-        not in `op_types`."""
+        """Return the only forward operator that reads a variable. Return None if several operators read the variable or
+        the type of the operator is not in `op_types`."""
         readers = [op for op in self.readers.get(name, []) if not op.attr("op_role") & 1]
         return readers[0] if len(readers) == 1 and readers[0].type in op_types else None
 
     def gradient(self, op, is_complete=True):
         """Return the gradient operator of an operator, or None if the operator has no gradient. If is_complete is true,
-        also return None if the gradient operator omits some gradients, because layers are frozen."""
+        also return None if the gradient operator omits some gradients because layers are frozen."""
         out = op.output({"batch_norm": "Y", "conv2d": "Output", "depthwise_conv2d": "Output"}.get(op.type, "Out"))[0]
         grads = [reader for reader in self.readers.get(f"{out}@GRAD", []) if reader.type == f"{op.type}_grad"]
         if not grads or (is_complete and not all(map(grads[0].output, grads[0].output_names))):
@@ -192,7 +192,7 @@ def _fuse_training(graph, bn):
     dx, dscale, dbias = by_name.values()
     backward_inputs = {"X": parameters["X"], "Coefficients": coefficients}
     if buffer is not None:
-        backward_inputs["Into@VECTOR@OPTIONAL"] = [dscale, dbias]  # parts of the buffer of a fused all-reduce
+        backward_inputs["Into@VECTOR@OPTIONAL"] = [dscale, dbias]  # located in the buffer of a fused all-reduce
     gradient_outputs = {"DX": dx, "DScale": dscale, "DBias": dbias}
     out_gradient = f"{tail.out}@GRAD"
     if tail.addend is None:
@@ -262,11 +262,11 @@ def _has_depthwise_kernel(graph, op):
 
 
 def _square_padding(graph, op):
-    """Return the padding of a convolution as (rows at the top, rows at the bottom), or None if the padding of the
-    columns is different."""
+    """Return the padding of a convolution as (rows at the top, rows at the bottom), or None if the columns are padded
+    differently."""
     x, filters = graph.variables(op, "Input", "Filter").values()
     stride, padding, algorithm = op.attr("strides")[0], op.attr("paddings"), op.attr("padding_algorithm")
-    if algorithm == "SAME":  # the last window covers the last pixel; if the sum is odd, the bottom has one row more
+    if algorithm == "SAME":  # the last window covers the last pixel; if the sum is odd, the bottom gets the extra row
         sums = {max((-(-size // stride) - 1) * stride + filters.shape[2] - size, 0) for size in x.shape[1:3]}
         return (min(sums) // 2, -(-min(sums) // 2)) if len(sums) == 1 else None
     if algorithm != "EXPLICIT":
@@ -287,7 +287,7 @@ def _fuse_depthwise_conv(graph, op):
     inputs["DY"] = graph.variables(gradient, "Output@GRAD")["Output@GRAD"]
     dx, dfilter = (graph.output_or_unused(gradient, f"{n}@GRAD", v) for n, v in (("Input", x), ("Filter", filters)))
     if dfilter.name in graph.coalesced:
-        inputs["Into@VECTOR@OPTIONAL"] = [dfilter]  # part of the buffer of a fused all-reduce
+        inputs["Into@VECTOR@OPTIONAL"] = [dfilter]  # located in the buffer of a fused all-reduce
     outputs = {"DX": dx, "DFilter": dfilter}
     graph.replace([gradient], gradient, "native_depthwise_conv_backward", inputs, outputs, attrs)
 
@@ -319,7 +319,7 @@ def _split_pointwise_gradient(graph, op):
     inputs = graph.variables(op, "Input") | {"DY": dy}
     inputs["X"] = inputs.pop("Input")
     if dfilter.name in graph.coalesced:
-        inputs["Into@VECTOR@OPTIONAL"] = [dfilter]  # part of the buffer of a fused all-reduce
+        inputs["Into@VECTOR@OPTIONAL"] = [dfilter]  # located in the buffer of a fused all-reduce
     graph.replace([], gradient, "native_pointwise_conv_backward_filter", inputs, {"DFilter": dfilter}, {})
     gradient.desc.set_output("Filter@GRAD", [])
 
@@ -338,12 +338,12 @@ def _fuse_dropout(graph, op):
 
 
 def _fuse_updates(graph):
-    """Replace all updates with one operator per precision and learning rate. Another operator checks the gradients and
-    updates the loss scale.
+    """Replace all update operators with one operator per precision and learning rate. A separate operator checks the
+    gradients and updates the loss scale.
 
-    Gradients remain scaled until the update reads them in float32. Paddle's operators unscale gradients in float16, in
-    which small gradients underflow. A step that loss scaling skips changes neither the parameters nor the optimizer
-    state, but it does update the BN statistics.
+    Gradients remain scaled until the update reads them in float32. Paddle's operators would unscale the gradients in
+    float16, where small gradients underflow. If loss scaling skips a step, the parameters and the optimizer state do
+    not change, but the BN statistics do.
     """
     block = graph.block
     paddles = table.updates(block.program)
@@ -382,8 +382,8 @@ def _fuse_averages(graph, unscale):
 
 
 def _fuse_loss_scaling(graph):
-    """Replace the operators for loss scaling. Return a variable with the factor for the gradients, or None without loss
-    scaling. The factor is 0 if the step must be skipped."""
+    """Replace the operators for loss scaling. Return the variable that contains the factor for the gradients, or None
+    without loss scaling. The factor is 0 if the step must be skipped."""
     block = graph.block
     checks = [op for op in block.ops if op.type == "check_finite_and_unscale"]
     if not checks:

@@ -66,15 +66,16 @@ def insert(program, first=0, lr_scheduler=None, on_gpu=False):
     """Insert 8-bit fake-quantization operators into the forward pass of the current program, in place. In the backward
     pass, these operators pass gradients through unchanged (straight-through estimator; Bengio et al., arXiv:1308.3432).
 
-    The upper end of the range of activation i is the parameter range_name(i), which the startup program sets to 0. In
-    training, this parameter has no gradient; it follows the largest absolute value of each batch.
+    The parameter range_name(i) contains the upper end of the range of activation i. The startup program sets this
+    parameter to 0. It has no gradient; in training, it follows the largest absolute value in each batch.
 
     Args:
         program: the current Program, without a backward pass.
         first: number of operators that precede the network.
-        lr_scheduler: schedules.Schedule of a training program; None keeps the ranges.
-        on_gpu: whether the program runs on a GPU. On a GPU, weights with axis 1 are transposed to axis 0, because
-            Paddle's operator for axis 1 uses a different CUDA stream and cannot be captured.
+        lr_scheduler: schedules.Schedule of a training program, or None to keep the ranges unchanged.
+        on_gpu: whether the program runs on a GPU. On a GPU, weights whose output channels are on axis 1 are transposed
+            before and after quantization, because Paddle's operator for axis 1 uses a different CUDA stream and cannot
+            be captured.
     """
     block = program.global_block()
     if lr_scheduler is not None:
@@ -124,7 +125,7 @@ def weight_of_batch(batch):
 
 
 def ranges(program):
-    """Return the names of the ranges of a program's activations."""
+    """Return the names of the activation ranges in a program."""
     return [op.input("InScale")[0] for op in program.global_block().ops if op.type == ACTIVATION]
 
 
@@ -157,7 +158,7 @@ def bits(op):
 
 
 def quantized(weight, axis, bits):
-    """Quantize a weight to INT8. Returns (int8 levels with the shape of the weight, float32 scales that broadcast
+    """Quantize a weight to INT8. Return (int8 levels with the shape of the weight, float32 scales that broadcast
     against the weight)."""
     ranges = np.abs(weight).max(axis=tuple(i for i in range(weight.ndim) if i != axis), keepdims=True)
     scales = np.where(ranges > 0, ranges, 1) / np.float32(2 ** (bits - 1) - 1)
@@ -165,7 +166,7 @@ def quantized(weight, axis, bits):
 
 
 def use_levels_of(engine, program, weight_bits):
-    """Set the number of levels of a quantized inference program, in place.
+    """Set the number of quantization levels in an inference program, in place.
 
     For "tensorrt", all levels are int8 with zero point 0, as TensorRT requires; an activation after a ReLU uses only
     127 of these levels. For "onnxruntime", an activation after a ReLU has 255 levels, as uint8 with zero point 0:
@@ -193,14 +194,14 @@ def _is_not_negative(producers, name):
 
 
 def _slots(block, op):
-    """Return the inputs of an operator that are activations to quantize."""
+    """Return the input slots of an operator that receive activations to quantize."""
     slots, weight = _QUANTIZED.get(op.type, ([], None))
     if weight is not None and not block.var(op.input(weight[0])[0]).persistable:
         return []  # the second operand is not a weight, or is already quantized
     if op.type == "elementwise_add":
         x, y = (block.var(op.input(slot)[0]) for slot in slots)
         if x.shape != y.shape or x.persistable or y.persistable:
-            return []  # the addition of a bias
+            return []  # the operator adds a bias
     return slots
 
 

@@ -18,8 +18,8 @@ CLIPPING = "clip_grad_norm"  # name scope of the operators that clip_gradients i
 def clip_gradients(main_prog, maximum):
     """Change a training program in place to limit the global norm of the gradients (Pascanu et al., arXiv:1211.5063).
 
-    The clipping operators follow the all-reduce and the unscaling of the gradients. The clipping operators sum squares
-    in float32, whereas paddle.nn.ClipGradByGlobalNorm sums the squares of float16 gradients in float16.
+    The clipping operators run after the gradients have been all-reduced and unscaled. They sum squares in float32,
+    whereas paddle.nn.ClipGradByGlobalNorm sums the squares of float16 gradients in float16.
     """
     block, updates = main_prog.global_block(), table.updates(main_prog)
     at = itertools.count(block.ops.index(updates[0]))
@@ -48,8 +48,8 @@ def clip_gradients(main_prog, maximum):
 
 
 def fix_updates(main_prog, is_bfloat16, is_dynamic):
-    """Correct Paddle's update operators in a training program in place. Programs in which fusion.fuse replaces these
-    operators do not need the correction.
+    """Correct Paddle's update operators in a training program in place. The correction is not needed if fusion.fuse
+    replaces these operators.
 
     Args:
         main_prog: training Program after minimize.
@@ -63,7 +63,7 @@ def fix_updates(main_prog, is_bfloat16, is_dynamic):
 
 
 def scale_rates(main_prog, factors):
-    """Multiply the learning rates of parameters by factors, {name of the parameter: factor}, in place. Call
+    """Multiply the learning rate of each parameter by its factor, in place. `factors` is {parameter name: factor}. Call
     scale_rates() before fix_updates."""
     block, updates = main_prog.global_block(), table.updates(main_prog)
     at, rates = itertools.count(block.ops.index(updates[0])), {}
@@ -83,7 +83,7 @@ def place_state(startup_prog):
     """Change a startup program in place to create the entire optimizer state on the device of the program, for the
     custom update operators.
 
-    Paddle creates and updates the powers of Adam's betas on the CPU. The custom operators keep these powers on the GPU,
+    Paddle creates and updates the powers of Adam's betas on the CPU. The custom operators need these powers on the GPU,
     because a captured step must not read values from the host.
     """
     for op in startup_prog.global_block().ops:
@@ -115,11 +115,11 @@ def _update_masters_in_float32(program):
 
 
 def _keep_parameters_on_overflow(program):
-    """Set the learning rate to 0 in a step that dynamic loss scaling skips, for update operators that cannot skip the
-    step themselves.
+    """Set the learning rate to 0 in each step that dynamic loss scaling skips. The change affects only update operators
+    that cannot skip the step themselves.
 
     In a skipped step, Paddle only sets the gradients to 0, so momentum and weight decay would still change the
-    parameters. Even with a learning rate of 0, the velocity decays in a skipped step. The decay is acceptable, because
+    parameters. Even with a learning rate of 0, a skipped step decays the velocity. The decay is acceptable, because
     only one step in thousands is skipped, and preventing the decay would require an additional operator per parameter.
     """
     block = program.global_block()
@@ -148,8 +148,8 @@ def keep_statistics_finite(program):
     """Change a program in place, so that the running statistics of a channel remain unchanged if the batch mean or
     variance of the channel is not finite.
 
-    Paddle's batch_norm alone would make the running statistics of such a channel infinite or NaN for the rest of the
-    run, even if the output is finite. Dynamic loss scaling does not skip updates of running statistics. The added
+    Otherwise, Paddle's batch_norm would make the running statistics of such a channel infinite or NaN for the rest of
+    the run, even if the output is finite. Dynamic loss scaling does not skip updates of running statistics. The added
     operators process all layers together. Custom kernels include the check, so programs with custom kernels do not need
     this change.
     """

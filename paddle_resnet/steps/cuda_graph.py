@@ -25,7 +25,7 @@ from paddle_resnet.steps import host_metrics
 from utils import logger
 from utils.errors import RunError, UsageError, core
 
-# The first steps are not captured, because cuDNN chooses algorithms and creates its state during them.
+# Number of initial steps that run uncaptured, because cuDNN chooses algorithms and creates its state in these steps.
 STEPS_BEFORE = 2
 # The Executor requires FLAGS_sync_nccl_allreduce to be false if FLAGS_new_executor_use_cuda_graph is true.
 CAPTURE_FLAGS = {"FLAGS_new_executor_use_cuda_graph": True, "FLAGS_sync_nccl_allreduce": False}
@@ -52,8 +52,8 @@ ON_HOST = {
     *("check_finite_and_unscale", "update_loss_scaling", "assign_value", "memcpy", "memcpy_d2h", "memcpy_h2d"),
     *("print", "py_func", "where_index", "unique", "masked_select", "while", "conditional_block"),
 }
-# Tolerance for the comparison of a captured with an uncaptured step, relative to the largest change. Kernels that are
-# not deterministic sum in a varying order, so their rounding differs.
+# Tolerance for the comparison of a captured with an uncaptured step, relative to the largest change. Nondeterministic
+# kernels sum in a varying order, so their rounding errors differ.
 TOLERANCE = 0.02
 _numbers = itertools.count()
 _workspaces = []  # tensors that reserve memory used by captured steps; see _take_free_memory
@@ -64,11 +64,11 @@ def untested_operators(program, is_wanted, is_explicit):
 
     Args:
         program: Program for --kernels native.
-        is_wanted, is_explicit: value of --cuda-graph, and whether it is explicit.
+        is_wanted, is_explicit: value of --cuda-graph, and whether the user set the flag.
     Returns:
         sorted list of the operators that are untested in CUDA graphs; None if steps are not captured.
     Raises:
-        UsageError: --cuda-graph true is explicit, and an operator cannot be captured.
+        UsageError: the user set --cuda-graph true, but an operator cannot be captured.
     """
     if not is_wanted:
         return None
@@ -109,15 +109,14 @@ class CapturedStep:
     """Runs the steps of a program. The first STEPS_BEFORE steps run uncaptured, the next step is captured, and later
     steps are replays.
 
-    If the size of a batch differs from that of the first batch, as at the end of an evaluation, the step runs
-    uncaptured.
+    If a batch and the first batch differ in size, as at the end of an evaluation, the step runs uncaptured.
 
     Args:
         program: static.CompiledProgram with an async copy of its metrics (host_metrics.add_copy).
         place: device of the program.
         untested: result of untested_operators.
-        is_explicit: whether the user has set --cuda-graph true. An explicit flag makes the run fail if captured and
-            uncaptured results differ; otherwise, the run continues without capture.
+        is_explicit: whether the user has set --cuda-graph true. In this case, a difference between captured and
+            uncaptured results stops the run; otherwise, the run continues with uncaptured steps.
     """
 
     def __init__(self, program, place, untested=(), is_explicit=False):
@@ -149,7 +148,7 @@ class CapturedStep:
         self._exe.run(self._copy_program, fetch_list=[])
 
     def check(self):
-        """Discard the captured step if a different program has moved a tensor since the capture.
+        """Discard the captured step if another program has moved a tensor since the capture.
 
         If one process discards its captured step, all processes discard theirs, because NCCL requires that either all
         processes capture an all-reduce or no process does.
@@ -242,8 +241,8 @@ def _is_deterministic(place):
 
 
 def _differing(actual, expected, before, tolerance):
-    """Return the names of the arrays that differ by more than `tolerance` times the largest change in the step, or
-    whose NaNs are in different places."""
+    """Return the names of the arrays whose values differ by more than `tolerance` times the largest change in the step,
+    or whose NaNs are at different indices."""
     names = []
     for name, array in expected.items():
         scale = np.abs(array.astype(np.float64) - before[name]).max(initial=0)
@@ -255,7 +254,7 @@ def _differing(actual, expected, before, tolerance):
 def _take_free_memory(place):
     """Return tensors that occupy all free memory of Paddle's regular pool.
 
-    During a capture, Paddle allocates cuDNN's workspaces in this pool, not in the memory of the graph, and frees them
+    During a capture, Paddle allocates cuDNN's workspaces in this pool instead of the graph's memory, and frees them
     afterwards. Replays write to these workspaces, so no other tensor may use this memory.
     """
     taken, grown = [], []
@@ -305,8 +304,8 @@ def _split(program):
     metrics = [block.var(name) for name in async_copy.input_arg_names]
     feeds = list(iterators.feeds(copy))
     block._remove_op(at)
-    # Persistable variables of different programs share a tensor if they have the same name. A number in the names makes
-    # them unique to this program.
+    # Persistable variables of different programs share a tensor if they have the same name. Therefore, a number makes
+    # the names unique to this program.
     number = next(_numbers)
     names = {name: f"{name}@captured_{number}" for name in (*feeds, *(v.name for v in metrics))}
     for name in feeds:

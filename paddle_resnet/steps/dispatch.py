@@ -24,9 +24,9 @@ class Dispatcher:
         shares_inputs: whether loader and program use the same device.
 
     Attributes:
-        inputs: {name: tensor} that captured steps read. A loader can avoid a copy if it writes to these tensors
-            directly. The dictionary is empty if steps are not captured. The dictionary is also empty if the loader uses
-            a different device, because writing would move the tensors to that device.
+        inputs: {name: tensor} that captured steps read. A loader can avoid a copy by writing to these tensors directly.
+            The dictionary is empty if steps are not captured, or if the loader uses a different device, because writing
+            would move the tensors to that device.
     """
 
     def __init__(self, exe, program, variables, is_native, class_num=None, shares_inputs=True):

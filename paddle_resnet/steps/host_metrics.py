@@ -1,8 +1,8 @@
 """Asynchronous copies of step metrics to host memory.
 
-If the Executor fetches a value, the host waits until the GPU has computed the value. The GPU then sits idle until the
-host launches the next kernels. Therefore a custom operator enqueues a copy of each value after the kernel that computes
-the value, and the host reads the copy later.
+If the Executor fetched the metrics, the host would wait until the GPU has computed them, and the GPU would then sit
+idle until the host launches the next kernels. Therefore, a custom operator enqueues a copy of each metric after the
+kernel that computes it, and the host reads the copies later.
 """
 
 import ctypes

@@ -1,5 +1,5 @@
 """Random numbers for a step, from a counter-based generator. The numbers depend only on seed, step, layer and rank, so
-CUDA graphs and a resume do not change them.
+neither CUDA graphs nor resuming a run changes them.
 """
 
 import zlib

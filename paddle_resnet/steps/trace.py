@@ -27,7 +27,7 @@ def check(steps, last_step):
 
 
 def start(program, first_step, last_step, is_resume):
-    """Return the trace for the first pass of a program. Later calls return None.
+    """Return the trace for the first pass of a program. Later calls for the same program return None.
 
     Args:
         program: result of program.compile_prog.
@@ -85,7 +85,7 @@ class Trace:
         Args:
             step: number of the next step.
             drain: function that waits for all previous steps.
-            clock: meters.StepClock, which does not count the time to start and to write the trace.
+            clock: meters.StepClock, which excludes the time for starting and writing the trace.
         """
         if self._begin < step < self._end:
             self._profiler.step()
@@ -104,8 +104,8 @@ class Trace:
         clock.resume()
 
     def stop(self):
-        """Stop recording. Without stop(), Paddle would continue to record after a pass that ends within the traced
-        steps, and crash later because the recorder of Paddle is not thread-safe."""
+        """Stop recording. If a pass ends within the traced steps and stop() is not called, Paddle continues to record
+        and later crashes, because its recorder is not thread-safe."""
         if self._is_recording:
             self._is_recording = False
             self._profiler.stop()
