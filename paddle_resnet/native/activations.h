@@ -1,6 +1,6 @@
-// The activations that the kernels fuse with BN, and their gradients, in float32. passes/fusion.py uses the same names.
-// For an activation A, A::value(v) is its value at v, and A::gradient(g, v) is g times its derivative at v. The value
-// is NaN if v is NaN.
+// The activations that the kernels fuse with BN, and their gradients, computed in float32. passes/fusion.py uses the
+// same names. For an activation A, A::value(v) is its value at v, and A::gradient(g, v) is g times its derivative at v.
+// The value is NaN if v is NaN.
 
 #pragma once
 
@@ -44,5 +44,5 @@ struct silu {
 
 }  // namespace activation
 
-// All activations. The names of activations are suffixes of kernel names.
+// Calls DO for each activation. Kernel names contain the name of the activation as a suffix.
 #define FOR_EACH_ACTIVATION(DO) DO(relu) DO(relu6) DO(hard_swish) DO(silu)

@@ -11,9 +11,9 @@
 
 namespace {
 
-// A ring buffer with the last kSlots copies. A copy contains the values of one step. The values are copied to pinned
-// memory on the step's stream, and an event marks the end of the copy. Unlike the Executor's fetch, a copy does not
-// block the host until the GPU has finished the step.
+// A ring buffer that contains the last kSlots copies. Each copy contains the metrics of one step. The metrics are
+// copied to pinned memory on the step's stream, and an event marks the end of the copy. Enqueuing a copy does not block
+// the host, whereas the Executor's fetch waits until the GPU has finished the step.
 class AsyncCopies {
  public:
   static constexpr int kSlots = 4;
@@ -45,11 +45,12 @@ class AsyncCopies {
     ++count_;
   }
 
-  // Returns the number of copies so far. The number of the latest copy is count() - 1.
+  // Returns how many copies have been enqueued so far. Copies are numbered from 0, so the latest copy has the number
+  // count() - 1.
   uint64_t count() const { return count_; }
 
-  // Blocks until a copy is complete, then points `memory` at value i of the copy. Returns 0 on success, -1 if the ring
-  // buffer no longer contains the copy, or the driver's error code.
+  // Blocks until a copy is complete, then sets `memory` to the address of value i in the copy. Returns 0 on success, -1
+  // if the ring buffer no longer contains the copy, or the driver's error code.
   int wait(uint64_t number, int i, const char **memory, size_t *bytes) {
     if (number >= count_ || count_ - number > kSlots) return -1;
     const Slot &slot = slots_[number % kSlots];

@@ -1,9 +1,9 @@
-// Kernels for batch normalization of [rows, channels] = [N * H * W, C], fused with an activation, or with the residual
-// addition and a ReLU.
+// Kernels for batch normalization of tensors [rows, channels] = [N * H * W, C], fused with an activation, or with the
+// residual addition and a ReLU.
 //
 // The forward pass reads the input twice: first to sum over the rows, then to normalize. The backward pass also reads
-// input and gradient twice. The second read processes the rows in reverse order, because the rows that were read last
-// are still in the L2 cache. The order of summation is fixed, so the kernels are deterministic.
+// the input and the gradient twice. The second time, the rows are read in reverse order, because the rows that were
+// read last are still in the L2 cache. The order of summation is fixed, so the kernels are deterministic.
 //
 // A block has (lanes, height) threads. Each thread processes the vector of channels that threadIdx.x selects, and
 // iterates over rows. A grid has (channel groups, row groups) blocks.
@@ -11,10 +11,10 @@
 #include "activations.h"
 #include "vector.cuh"
 
-constexpr int kBranch = 16;  // number of blocks whose sums one block adds in the first level of a reduction
+constexpr int kBranch = 16;  // number of blocks whose sums one block adds on the first level of a reduction
 
-// The channels and rows that a thread processes. For each tile, a thread loads kUnroll rows before it processes them.
-// Registers limit kUnroll.
+// The channels and rows that a thread processes. A thread loads kUnroll rows of each tile before it processes them. The
+// number of registers limits kUnroll.
 template <class T, int kUnroll = 1>
 struct Position {
   static constexpr int V = T::kLanes;
@@ -26,13 +26,14 @@ struct Position {
   __device__ int tiles(int rows) const { return (rows + tile_rows - 1) / tile_rows; }
   __device__ int row(int tile, int step) const { return tile * tile_rows + step * blockDim.y + threadIdx.y; }
   __device__ size_t at(int row) const { return static_cast<size_t>(row) * vectors + vector; }
-  // Past the end, this function returns the last row to avoid branches between loads. Callers discard the values.
+  // Beyond the last row, this function returns the position of the last row, to avoid branches between loads. Callers
+  // discard the values that they load there.
   __device__ size_t load_at(int tile, int step, int rows) const { return at(min(row(tile, step), rows - 1)); }
 };
 
 // Adds `count` vectors of `sums` floats, which are `stride` vectors apart, and stores the result in shared memory. The
-// threads form n groups. Each group adds every n-th vector, with four sums per thread. Finally, one thread per sum adds
-// the results of all groups.
+// threads form n groups. Each group adds every n-th vector, and each thread computes four of the sums. Finally, one
+// thread per sum adds the results of all groups.
 __device__ void add_vectors(const float *vectors, int count, int stride, int sums, float *shared) {
   const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
   const int fours = sums / 4, groups = max(1, threads / fours);
@@ -56,8 +57,8 @@ __device__ void add_vectors(const float *vectors, int count, int stride, int sum
   __syncthreads();
 }
 
-// Returns whether this block is the last of `count` blocks that call this function. In the last block, everything that
-// the other blocks wrote before their calls is visible. The last block resets the counter to 0.
+// Returns whether this block is the last one of `count` blocks to call this function. The last block sees everything
+// that the other blocks wrote before their calls. Afterwards, the counter is 0 again.
 __device__ bool is_last_of(unsigned count, unsigned *arrivals) {
   __shared__ bool is_last;
   __threadfence();
@@ -69,8 +70,8 @@ __device__ bool is_last_of(unsigned count, unsigned *arrivals) {
 }
 
 // Sums `values` over all threads in the grid that process the same channel. Returns true only in the last block of each
-// channel group. In that block, `total` in shared memory contains the sums [2 V, lanes]. The reduction is a tree with
-// two levels, because a single block would take microseconds to read the sums of hundreds of blocks.
+// channel group. In that block, `total` in shared memory contains the sums [2 V, lanes]. The reduction has two levels,
+// because a single block would take microseconds to read the sums of hundreds of blocks.
 template <class T>
 __device__ bool sum_over_rows(const float (&values)[2 * T::kLanes], float *partial, unsigned *arrivals, float *&total) {
   constexpr int kValues = 2 * T::kLanes;
@@ -100,9 +101,9 @@ __device__ bool sum_over_rows(const float (&values)[2 * T::kLanes], float *parti
   return true;
 }
 
-// Computes the origin of a channel. The origin is subtracted before the summation, so that channels far from zero do
-// not lose precision. The origin is the mean of kRows rows, because a single row may be an outlier. All threads of a
-// channel compute an identical origin.
+// Computes an estimate of each channel's mean. The kernel for the statistics subtracts this estimate from all values
+// before it sums them, so that channels far from zero do not lose precision. The estimate is the mean of kRows rows,
+// because a single row may be an outlier. All threads that process a channel compute the same estimate.
 template <class T>
 __device__ void find_origin(const Vector<T> *x, int rows, int vectors, int vector, float (&origin)[T::kLanes]) {
   constexpr int V = T::kLanes, kRows = 8;
@@ -168,15 +169,15 @@ __device__ void statistics(const Vector<T> *x, int rows, const float *scale, con
     coefficients[2 * channels + channel] = mean;
     coefficients[3 * channels + channel] = inverse;
     const float unbiased = rows > 1 ? variance * (static_cast<float>(rows) / (rows - 1)) : variance;
-    // Skip channels with non-finite values, which would remain in the running statistics. Comparisons with NaN are
-    // false.
+    // Skip channels with non-finite statistics, because NaN and infinity would remain in the running statistics.
+    // Comparisons with NaN are false.
     if (!(fabsf(mean) <= kLargestFloat && unbiased <= kLargestFloat)) continue;
     running_mean[channel] = momentum * running_mean[channel] + (1 - momentum) * mean;
     running_variance[channel] = momentum * running_variance[channel] + (1 - momentum) * unbiased;
   }
 }
 
-// Computes y = A(a x + b [+ z]) with the activation A. If `mask` is not null, the kernel writes one byte per vector to
+// Computes y = A(a x + b [+ z]), where A is the activation. If `mask` is not null, writes one byte per vector to
 // `mask`; bit i is set if element i is positive before the ReLU.
 template <class T, bool kAdd, class A>
 __device__ void apply(const Vector<T> *x, const Vector<T> *z, int rows, const float (&a)[T::kLanes],
@@ -240,10 +241,10 @@ __device__ void apply_inference(const Vector<T> *x, const Vector<T> *z, int rows
   apply<T, kAdd, A>(x, z, rows, a, b, y, nullptr);
 }
 
-// Computes the gradients of scale and bias, and `applied` [2, C], the coefficients c and d of dx = a g + c x + d. The
-// variable g is the gradient with respect to the input of the activation A. If a residual addition follows BN,
-// kSummands is 1 or 2. With a residual addition, g is the masked sum of kSummands gradients, and the kernel writes g to
-// dz, the gradient of the shortcut.
+// Computes the gradients of scale and bias, and `applied` [2, C], the coefficients c and d of dx = a g + c x + d, where
+// g is the gradient with respect to the input of the activation A. If a residual addition follows BN, kSummands is 1 or
+// 2, g is the masked sum of kSummands gradients, and g is written to dz, the gradient of the shortcut. Otherwise,
+// kSummands is 0.
 template <class T, int kSummands, class A>
 __device__ void reduce_gradients(const Vector<T> *x, const Vector<T> *dy, const Vector<T> *dy2,
                                  const unsigned char *mask, int rows, const float *coefficients, Vector<T> *dz,

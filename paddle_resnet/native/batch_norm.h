@@ -1,6 +1,7 @@
 // Operators for batch normalization, fused with the next activation or the residual addition. The operators check
-// arguments and allocate results, then launch the kernels of batch_norm.cu, or call the reference on the CPU.
-// batch_norm.cu describes the method, and reference/batch_norm.h the layouts of the coefficients and the mask.
+// arguments and allocate results, and then launch the kernels in batch_norm.cu or, on the CPU, call the reference
+// implementation. batch_norm.cu describes the algorithm, and reference/batch_norm.h describes the layouts of the
+// coefficients and the mask.
 
 #pragma once
 
@@ -15,14 +16,14 @@
 
 namespace {
 
-// Returns the suffix of a kernel name for the operators that are fused with BN: an activation, or the residual addition
-// with a ReLU and, in the backward pass, one or two gradients to add.
+// Returns the kernel name suffix for what is fused with BN: an activation, or the residual addition and a ReLU. In the
+// backward pass of a residual addition, `summands` is the number of gradients to add, 1 or 2.
 std::string fused(int summands, const std::string &activation) {
   if (summands > 0) return summands == 1 ? "_add_relu" : "_add_relu_two";
   return activation.empty() ? "" : "_" + activation;
 }
 
-// Calls a function with the activation that has this name; "" means no activation.
+// Calls a function with the activation named `name`; an empty name means no activation.
 template <class Function>
 void with_activation(const std::string &name, Function call) {
   if (name.empty()) return call(activation::linear());
@@ -33,7 +34,7 @@ void with_activation(const std::string &name, Function call) {
   PD_THROW("unknown activation ", name);
 }
 
-// A grid that fills the GPU: each block processes a group of channels and iterates over rows.
+// A grid that fills the GPU. Each block processes one group of channels and iterates over rows.
 struct RowGrid {
   std::vector<unsigned> grid, block;
   explicit RowGrid(const Shape &shape) {
@@ -48,8 +49,8 @@ struct RowGrid {
   }
 };
 
-// Returns y = A(BN(x) [+ z]) for a training step. The activation A is ReLU if z is added. Updates the running `mean`
-// and `variance` in place. Allocates `coefficients`, and `mask` unless the pointer is null.
+// Returns y = A(BN(x) [+ z]) for a training step, where A is the activation. If z is added, A is ReLU. Updates the
+// running `mean` and `variance` in place. Allocates `coefficients` and, unless `mask` is null, the mask.
 Tensor bn_train(const Tensor &x, const Tensor *z, const Tensor &scale, const Tensor &bias, Tensor &mean,
                 Tensor &variance, float momentum, float epsilon, const std::string &activation, Tensor &coefficients,
                 Tensor *mask) {
@@ -98,9 +99,9 @@ std::vector<Tensor> BnAddRelu(const Tensor &x, const Tensor &z, const Tensor &sc
   return {y, coefficients, mask};
 }
 
-// Returns dx. `gradients` contains the gradient of the output, or two gradients to add. `mask` and `dz` are null
-// without a residual addition; otherwise, this function allocates dz. The gradients of scale and bias are written to
-// `dscale` and `dbias`, which the caller allocates.
+// Returns dx. `gradients` contains the gradient of the output, or two gradients whose sum is this gradient. Without a
+// residual addition, `mask` and `dz` are null; otherwise, this function allocates dz. The gradients of scale and bias
+// are written to `dscale` and `dbias`, which the caller allocates.
 Tensor bn_backward(const Tensor &x, const Tensors &gradients, const Tensor &coefficients, const Tensor *mask,
                    const std::string &activation, Tensor *dz, Tensor &dscale, Tensor &dbias) {
   const Shape shape(x);
@@ -137,8 +138,8 @@ Tensor bn_backward(const Tensor &x, const Tensors &gradients, const Tensor &coef
   return dx;
 }
 
-// Sets the tensors for the gradients of scale and bias: the tensors in `into`, which belong to the buffer of a fused
-// all-reduce, or new tensors if `into` is not set.
+// Sets the tensors to which the gradients of scale and bias will be written: the tensors in `into`, which are located
+// in the buffer of a fused all-reduce, or new tensors if `into` is not set.
 void gradient_targets(const paddle::optional<Tensors> &into, const Tensor &coefficients, Tensor &dscale,
                       Tensor &dbias) {
   const int64_t channels = coefficients.shape().back();
@@ -162,7 +163,7 @@ std::vector<Tensor> BnAddReluBackward(const Tensor &x, const Tensors &dy, const 
   return {dx, dz, dscale, dbias};
 }
 
-// Returns y = A(BN(x) [+ z]) with the running statistics. The activation A is ReLU if z is added.
+// Returns y = A(BN(x) [+ z]), computed with the running statistics. A is the activation. If z is added, A is ReLU.
 std::vector<Tensor> BnInference(const Tensor &x, const Tensor &scale, const Tensor &bias, const Tensor &mean,
                                 const Tensor &variance, const paddle::optional<Tensor> &z, float epsilon,
                                 const std::string &activation) {

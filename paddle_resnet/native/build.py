@@ -27,8 +27,8 @@ from utils import cache, files
 from utils.errors import UsageError
 
 SOURCES = Path(__file__).parent
-# With patterns, new files automatically become part of the cache key. NVRTC compiles the kernel files as one string, in
-# this order.
+# The patterns add new files to the cache key automatically. NVRTC compiles the kernel files as one string, in this
+# order.
 OPERATOR_FILES = ("operators.cc", "**/*.h")
 KERNEL_FILES = ("common.h", "activations.h", "vector.cuh", "*.cu")
 NVRTC_NAMES = ("libnvrtc.so.12", "libnvrtc.so.11.2", "libnvrtc.so")
@@ -52,7 +52,7 @@ class Unavailable(Exception):
 
 
 def missing(capability=None):
-    """Return what this machine lacks to build the operators.
+    """Return what this machine lacks for building the operators.
 
     Args:
         capability: (major, minor) compute capability of the GPU; None without a GPU.
@@ -83,7 +83,7 @@ def load(capability=None):
         if capability is None:
             register()
             return
-        with ThreadPoolExecutor(1) as executor:  # run both compilers in parallel; each takes 5 s
+        with ThreadPoolExecutor(1) as executor:  # run both compilers in parallel; each takes about 5 s
             compile_to = functools.partial(_compile_kernels, capability)
             kernels = executor.submit(_build, _kernels_file(capability), compile_to)
             library = register()
@@ -126,8 +126,8 @@ def _key(patterns, *others):
 
 
 def _build(path, compile_to):
-    """Build a file unless the cache contains a copy that only the current user can write. One process of a job builds
-    the file while the other processes wait."""
+    """Build a file unless the cache already contains a trusted copy (cache.is_trusted). If several processes need the
+    file, one of them builds it while the others wait."""
     if cache.is_trusted(path):
         return path
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -173,7 +173,7 @@ def _nvrtc():
 
 
 def _kernel_source():
-    """Return the source code of all kernels as one string, without #include lines."""
+    """Return the source code of all kernels as one string, without the #include and #pragma once lines."""
     text = "\n".join(path.read_text() for path in _sources(KERNEL_FILES))
     return re.sub(r'^#include ".*"$|^#pragma once$', "", text, flags=re.MULTILINE)
 

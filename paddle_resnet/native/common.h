@@ -1,4 +1,4 @@
-// Definitions shared by host code and kernels: launch constants, and structs that are kernel arguments.
+// Definitions shared by host code and kernels: launch constants, and structs that are passed to kernels.
 
 #pragma once
 
@@ -11,22 +11,24 @@ constexpr int kMaxThreads = 512, kBlocksPerProcessor = 2;  // launch bounds of B
 constexpr int kPoolThreads = 256;
 constexpr int kLossThreads = 256;  // a power of two
 constexpr int kDropoutThreads = 256;
-// Depthwise convolutions: launch bounds, and maximum number of bytes that a block reads per pixel.
+// Launch bounds for depthwise convolutions, and maximum number of bytes that a block reads per pixel.
 constexpr int kDepthwiseThreads = 256, kDepthwiseBlocksPerProcessor = 2, kMaxDepthwiseBytes = 256;
 constexpr int kDepthwisePixels = 4;                       // per thread, adjacent in a row
 constexpr int kFilterSumLanes = 32, kFilterSumRows = 16;  // block size of the kernel that adds partial sums
-// Filter gradient of 1x1 convolutions: threads per block, channels per block of the wider and of the narrower tensor,
-// and rows per matrix product.
+// Constants for the filter gradient of 1x1 convolutions: threads per block; channels of the wider and of the narrower
+// tensor per block; rows per matrix product.
 constexpr int kPointwiseThreads = 256, kWideChannels = 64, kNarrowChannels = 32, kChunkRows = 16;
 constexpr float kLargestFloat = 3.402823466e38f;
 
-// Geometry of a pooling or a depthwise convolution, in pixels. `vectors` is the number of channel vectors per pixel.
+// Geometry of a pooling layer or a depthwise convolution, in pixels. `vectors` is the number of channel vectors per
+// pixel.
 struct Window {
   int height, width, out_height, out_width, kernel, stride, padding, vectors;
 };
 
-// The tensors that one launch updates, each with kStates tensors of optimizer state. `size` contains the numbers of
-// elements. kTensors is limited, because kernel arguments must not exceed 4 KB.
+// The parameters that one launch updates, each with its gradient and kStates tensors of optimizer state. `size`
+// contains the number of elements of each parameter. kTensors is limited, because kernel arguments must not exceed 4
+// KB.
 template <int kStates>
 struct Updates {
   static constexpr int kTensors = 3840 / ((3 + kStates) * sizeof(void *) + sizeof(int) + sizeof(float));
@@ -39,7 +41,7 @@ struct Updates {
 using MomentumUpdates = Updates<1>;  // state: velocity
 using AdamUpdates = Updates<4>;      // state: two moments, then two tensors of one element: powers of beta1 and beta2
 
-// The tensors whose moving averages one launch updates.
+// The EMA variables that one launch updates, and the values that they follow.
 struct Averages {
   static constexpr int kTensors = 3840 / (2 * sizeof(void *) + sizeof(int));
   float *average[kTensors], *value[kTensors];
@@ -53,7 +55,7 @@ struct Averages {
 #define ON_BOTH
 #endif
 
-// Returns random word number `at` of stream `key` of the Philox 4x32-10 generator: Salmon et al., SC 2011.
+// Returns the random 32-bit word at index `at` in stream `key` of the Philox 4x32-10 generator: Salmon et al., SC 2011.
 ON_BOTH inline unsigned philox(unsigned key, unsigned at) {
   unsigned words[4] = {at / 4, 0, 0, 0}, keys[2] = {key, 0};
   for (int round = 0; round < 10; ++round) {
@@ -68,8 +70,8 @@ ON_BOTH inline unsigned philox(unsigned key, unsigned at) {
   return words[at % 4];
 }
 
-// Dropout: Srivastava et al., JMLR 15 (2014). Elements whose random word is below `threshold` become 0; all other
-// elements are multiplied by `factor`.
+// Dropout: Srivastava et al., JMLR 15 (2014). An element becomes 0 if its random word is below `threshold`; otherwise,
+// it is multiplied by `factor`.
 struct Dropout {
   unsigned threshold;
   float factor;

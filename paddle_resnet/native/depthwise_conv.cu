@@ -1,10 +1,10 @@
-// Kernels for the depthwise convolution of [N, H, W, C] and its gradients. The filter is [C, 1, K, K]; sums are
-// float32.
+// Kernels for the depthwise convolution of images [N, H, W, C] and its gradients. The filter is [C, 1, K, K]. Sums are
+// computed in float32.
 //
 // A block has (lanes, height) threads. threadIdx.x selects a vector of channels, so that a warp reads adjacent memory.
-// A task is a group of kDepthwisePixels adjacent pixels of a row. One thread computes a task, and loads each column
-// only once. A grid has (channel groups, slabs) blocks. Each block processes a slab of consecutive tasks, so that rows
-// that several tasks read stay in the L1 cache.
+// A task is a group of kDepthwisePixels adjacent pixels in a row. One thread processes all pixels of a task, so it
+// loads each column of the input only once. A grid has (channel groups, slabs) blocks. Each block processes a slab of
+// consecutive tasks, so that rows that several tasks read stay in the L1 cache.
 
 #include "vector.cuh"
 
@@ -29,7 +29,7 @@ struct Slab {
   }
 };
 
-// Loads the filters of the block's channels into shared memory, as float32 [K * K, channels of the block].
+// Loads the filters of the block's channels into shared memory as float32 [K * K, channels of the block].
 template <class T, int K>
 __device__ const float *load_filter(const void *filter) {
   __shared__ __align__(16) float taps[K * K * kMaxDepthwiseBytes / sizeof(Vector<T>) * T::kLanes];
@@ -41,7 +41,7 @@ __device__ const float *load_filter(const void *filter) {
   return taps;
 }
 
-// Loads one row of the filters of this thread's channels.
+// Loads one filter row for each of this thread's channels.
 template <class T, int K>
 __device__ __forceinline__ void load_taps(const float *taps, int row, float (&values)[K][T::kLanes]) {
   const int channels = blockDim.x * T::kLanes;
@@ -50,7 +50,7 @@ __device__ __forceinline__ void load_taps(const float *taps, int row, float (&va
 }
 
 // Loads kColumns vectors from row `row`, starting at column `first`. Rows are numbered consecutively across all images.
-// Columns outside the row are 0.
+// Vectors outside the row are 0.
 template <class Vec, int kColumns>
 __device__ __forceinline__ void load_columns(const Vec *x, int row, int first, int width, int vectors,
                                              Vec (&columns)[kColumns]) {
@@ -102,8 +102,8 @@ __device__ void depthwise_conv(const Vector<T> *x, const void *filter, int tasks
 }
 
 // The gradient of input pixel (h, w) is the sum of dy (oh, ow) times tap (i, j) over all pairs with h + padding = S oh
-// + i and w + padding = S ow + j. Each group of pixels begins at a column with (w + padding) % S = 0, so that the
-// compiler knows which taps j contribute to each pixel of the group.
+// + i and w + padding = S ow + j. Each task begins at a column w with (w + padding) % S = 0, so the compiler knows
+// which taps j contribute to each pixel of the task.
 template <class T, int K, int S>
 __device__ void depthwise_input_gradient(const Vector<T> *dy, const void *filter, int tasks, Window w, Vector<T> *dx) {
   constexpr int V = T::kLanes, P = kDepthwisePixels, kBefore = (K - 1) / S, kColumns = kBefore + (P - 1) / S + 1;
@@ -147,8 +147,8 @@ __device__ void depthwise_input_gradient(const Vector<T> *dy, const void *filter
   }
 }
 
-// Writes each slab's sums for the filter gradient to `partial` [slabs, K * K, channels]. K threads share a task, one
-// for each row of the filter, because the sums of an entire filter do not fit into registers.
+// Writes the contribution of each slab to the filter gradient to `partial` [slabs, K * K, channels]. K threads share a
+// task, one thread per filter row, because the sums for an entire filter do not fit into registers.
 template <class T, int K, int S>
 __device__ void depthwise_filter_gradient(const Vector<T> *x, const Vector<T> *dy, int tasks, Window w,
                                           float *partial) {

@@ -1,5 +1,5 @@
-// Operators for the depthwise convolution and its gradients. The operators check arguments and allocate results, then
-// launch the kernels of depthwise_conv.cu, or call the reference on the CPU.
+// Operators for the depthwise convolution and its gradients. The operators check arguments and allocate results, and
+// then launch the kernels in depthwise_conv.cu or, on the CPU, call the reference implementation.
 
 #pragma once
 
@@ -27,8 +27,8 @@ Window depthwise_window(const Tensor &x, const Shape &shape, const Tensor &filte
   return window_of(x.shape()[1], x.shape()[2], kernel, stride, padding, padding_end, shape.vectors);
 }
 
-// A grid that fills the GPU: each block processes a group of channels and a slab of tasks. `sharing` is the number of
-// threads that work on the same task and channels.
+// A grid that fills the GPU. Each block processes one group of channels and one slab of tasks. `sharing` is the number
+// of threads that share a task for the same channels.
 struct SlabGrid {
   std::vector<unsigned> grid, block;
   SlabGrid(const Shape &shape, int tasks, int sharing) {
@@ -41,7 +41,7 @@ struct SlabGrid {
   }
 };
 
-// Returns the number of tasks, which are groups of adjacent pixels in a row.
+// Returns the number of tasks. Each task is a group of adjacent pixels in a row.
 int depthwise_tasks(int batch, int height, int width) {
   return batch * height * ((width + kDepthwisePixels - 1) / kDepthwisePixels);
 }
@@ -69,7 +69,8 @@ std::vector<Tensor> DepthwiseConv(const Tensor &x, const Tensor &filter, int str
   return {y};
 }
 
-// Returns dx and dfilter. If `into` is set, dfilter is written to that tensor, in the buffer of a fused all-reduce.
+// Returns dx and dfilter. If `into` is set, dfilter is written to the tensor in `into`, which is located in the buffer
+// of a fused all-reduce.
 std::vector<Tensor> DepthwiseConvBackward(const Tensor &x, const Tensor &filter, const Tensor &dy,
                                           const paddle::optional<Tensors> &into, int stride, int padding,
                                           int padding_end) {
@@ -83,7 +84,7 @@ std::vector<Tensor> DepthwiseConvBackward(const Tensor &x, const Tensor &filter,
   if (into) require_like(filter, dfilter, "memory for the gradient of the filter");
   if (x.is_gpu()) {
     void *in = raw(x), *taps = raw(filter), *gradient = raw(dy), *out = raw(dx), *sums = raw(dfilter);
-    // The pixel groups of dx begin `padding % stride` pixels before the row; see depthwise_input_gradient.
+    // The first task of each row begins `padding % stride` pixels before the row; see depthwise_input_gradient.
     int tasks = depthwise_tasks(batch, window.height, window.width + padding % stride);
     const SlabGrid input_grid(shape, tasks, 1);
     Gpu::get().launch(depthwise_kernel("depthwise_input_gradient", window, shape), x, input_grid.grid, input_grid.block,

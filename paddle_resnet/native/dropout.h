@@ -1,4 +1,4 @@
-// The dropout operator, which is also its own gradient. On a GPU, the operator launches the kernel of dropout.cu; on
+// The dropout operator, which is also its own gradient. On a GPU, the operator launches the kernel in dropout.cu; on
 // the CPU, it runs a loop.
 
 #pragma once
@@ -11,8 +11,8 @@
 
 namespace {
 
-// Sets each element of x to 0 with probability `rate`, and divides the remaining elements by 1 - rate. The int32 `seed`
-// determines the mask.
+// Sets each element of x to 0 with probability `rate`, and divides all other elements by 1 - rate. The seed (int32)
+// determines which elements are set to 0.
 std::vector<Tensor> DropOut(const Tensor &x, const Tensor &seed, float rate) {
   if (x.numel() > INT32_MAX) PD_THROW("custom dropout requires less than 2^31 elements");
   if (seed.dtype() != DataType::INT32 || seed.numel() != 1 || seed.is_gpu() != x.is_gpu())

@@ -1,5 +1,6 @@
-// GPU access for the operators: the CUDA driver, the module with the kernels, and the scratch memory for reductions.
-// The driver is loaded with dlopen at the first launch, so the build needs neither CUDA's headers nor its compiler.
+// GPU access for the operators: the CUDA driver, the module that contains the kernels, and the scratch memory for
+// reductions. The driver library is loaded with dlopen at the first launch, so the build requires neither the CUDA
+// headers nor nvcc.
 
 #pragma once
 
@@ -20,12 +21,12 @@ namespace {
 // Limits of a BN launch: channel vectors per block, and channel groups per grid.
 constexpr int kMaxLanes = 32, kMaxChannelGroups = 4096;
 
-// paddle::Tensor::stream() const, declared by its mangled name, because Paddle's headers declare it only if CUDA's
-// headers are available. The symbol is weak, because the CPU build of Paddle lacks it.
+// paddle::Tensor::stream() const. The function is declared by its mangled name, because Paddle's headers declare it
+// only if the CUDA headers are available. The symbol is weak, because the CPU build of Paddle does not contain it.
 struct CUstream_st;
 extern "C" CUstream_st *tensor_stream(const Tensor *) __asm__("_ZNK6paddle6Tensor6streamEv") __attribute__((weak));
 
-// Returns a function of the CUDA driver. Throws if the driver or the function is missing.
+// Returns a function from the CUDA driver library. Throws if the library or the function is missing.
 template <class Function>
 Function driver(const char *name) {
   static void *library = dlopen("libcuda.so.1", RTLD_NOW);
@@ -34,7 +35,7 @@ Function driver(const char *name) {
   return reinterpret_cast<Function>(symbol);
 }
 
-// If `result` is an error code, throws an exception with `what` and the driver's message.
+// If `result` is an error code, throws an exception whose message contains `what` and the driver's error text.
 void check(int result, const std::string &what) {
   if (result == 0) return;
   const char *text = nullptr;
@@ -42,11 +43,11 @@ void check(int result, const std::string &what) {
   PD_THROW(what, ": ", text ? text : "unknown CUDA error");
 }
 
-// The kernels of this process's GPU, and their scratch memory. All launches must come from one thread and use one
+// The kernels for this process's GPU, and their scratch memory. All launches must come from one thread and use one
 // stream, as in the Executor, because concurrent kernels would overwrite each other's scratch memory.
 class Gpu {
  public:
-  // The cubin with all kernels. The caller must set the cubin before the first call of get().
+  // The cubin that contains all kernels. It must be set before get() is called for the first time.
   static std::vector<char> &image() {
     static std::vector<char> bytes;
     return bytes;
@@ -56,13 +57,13 @@ class Gpu {
     return gpu;
   }
 
-  void *partial() { return partial_; }    // float sums for each block
-  void *arrivals() { return arrivals_; }  // unsigned counters of finished blocks; 0 between launches
-  void *overflow() { return overflow_; }  // int; 0 between optimizer steps
-  int blocks() const { return blocks_; }  // fills the GPU at kBlocksPerProcessor
+  void *partial() { return partial_; }    // floats: the sums of each block
+  void *arrivals() { return arrivals_; }  // unsigned: counters of finished blocks; 0 between launches
+  void *overflow() { return overflow_; }  // int: whether a gradient is not finite; 0 between optimizer steps
+  int blocks() const { return blocks_; }  // number of blocks that fill the GPU
 
-  // Launches a kernel on the stream of tensor `on`. `grid` and `block` are {x, y}. `arguments` contains the addresses
-  // of the kernel's arguments.
+  // Launches a kernel on the stream of tensor `on`. `grid` and `block` contain the sizes {x, y}. `arguments` contains
+  // the addresses of the kernel's arguments.
   void launch(const std::string &name, const Tensor &on, std::vector<unsigned> grid, std::vector<unsigned> block,
               std::vector<void *> arguments) {
     using Launch = int (*)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream_st *,
@@ -100,7 +101,7 @@ class Gpu {
   void allocate(void **memory, size_t bytes) {
     check(driver<int (*)(void **, size_t)>("cuMemAlloc_v2")(memory, bytes), "cuMemAlloc");
     check(driver<int (*)(void *, unsigned char, size_t)>("cuMemsetD8_v2")(*memory, 0, bytes), "cuMemsetD8");
-    // The host waits here, because Paddle's stream does not wait for the null stream.
+    // Wait for the memset, because Paddle's stream does not wait for the null stream.
     check(driver<int (*)()>("cuCtxSynchronize")(), "cuCtxSynchronize");
   }
 

@@ -1,5 +1,5 @@
-// Kernels for the loss: softmax cross entropy with label smoothing, top-1 and top-k hits, the predicted class, and the
-// gradient. Logits are float32 [rows, classes], labels are 64-bit integers. Each block processes one row. The order of
+// Kernels for softmax cross entropy with label smoothing, its gradient, top-1 and top-k hits, and the predicted class.
+// Logits are float32 [rows, classes], and labels are 64-bit integers. Each block processes one row. The order of
 // summation is fixed.
 
 #include "common.h"
@@ -9,7 +9,8 @@ struct Largest {
   int at;
 };
 
-// Returns the larger of two values, or the first if they are equal. `a` is never NaN. If `b` is NaN, `a` is returned.
+// Returns the larger of two values; of equal values, the one with the lower index. `a` is never NaN. If `b` is NaN, `a`
+// is returned.
 struct FirstLargest {
   __device__ Largest operator()(const Largest &a, const Largest &b) const {
     return b.value > a.value || (b.value == a.value && b.at < a.at) ? b : a;
@@ -40,7 +41,7 @@ struct AddBatchSums {
 };
 
 // Reduces the values of all kLossThreads threads with `join`, and returns the result in all threads. `shared` has space
-// for kLossThreads values, and no other call may use it.
+// for kLossThreads values, and must not be used by any other call.
 template <class Value, class Join>
 __device__ Value join_all(const Value &value, Value *shared, const Join &join) {
   const int thread = threadIdx.x;
@@ -55,8 +56,8 @@ __device__ Value join_all(const Value &value, Value *shared, const Join &join) {
 
 // Computes for each row, with logits x:
 // losses[row] = log(sum(exp(x))) - (1 - smoothing) x[label] - smoothing mean(x), or NaN if a logit is NaN or the label
-// is out of range. If `weights` [rows, classes] is not null, sum(weights x) replaces x[label]. If `image_weights` [rows]
-// is not null, losses[row] is multiplied by image_weights[row].
+// is out of range. If `weights` [rows, classes] is not null, sum(weights x) replaces x[label]. If `image_weights`
+// [rows] is not null, losses[row] is multiplied by image_weights[row].
 // of_softmax[row] = {largest x, log(sum(exp(x - largest)))}, so that softmax(x) = exp(x - largest - log(sum)).
 // hits[row]: bit 0 is set if the label ranks first, bit 1 if the label ranks among the first k classes, bit 2 if the
 // label is out of range. pairs[row] = {label, class that ranks first}; the class is `classes` if all logits are NaN.
@@ -103,8 +104,8 @@ extern "C" __global__ void __launch_bounds__(kLossThreads)
   pairs[2 * row + 1] = largest.at;
 }
 
-// One block reduces the batch to the fractions of top-1 and top-k hits and, if `loss` is not null, the mean loss. top1
-// is -1 if a label is out of range.
+// Computes the fractions of top-1 and top-k hits in the batch and, if `loss` is not null, the mean loss. If a label is
+// out of range, top1 is -1. Launch a single block of this kernel.
 extern "C" __global__ void __launch_bounds__(kLossThreads)
     loss_means(const float *losses, const unsigned char *hits, int rows, float *loss, float *top1, float *topk) {
   __shared__ BatchSums sums_of[kLossThreads];
@@ -119,8 +120,8 @@ extern "C" __global__ void __launch_bounds__(kLossThreads)
   *topk = static_cast<float>(sums.among) / rows;
 }
 
-// Computes the gradient of the mean loss, times *dloss. If the label of a row is out of range, its gradient is NaN,
-// like its loss.
+// Computes the gradient of the mean loss, times *dloss. If the label of a row is out of range, the gradient and the
+// loss of this row are NaN.
 extern "C" __global__ void __launch_bounds__(kLossThreads)
     loss_gradient(const float *logits, const long long *labels, const float *weights, const float *image_weights,
                   const float *of_softmax, const float *dloss, int classes, float smoothing, float *dlogits) {

@@ -1,5 +1,6 @@
 // Operators for the loss: cross entropy and accuracies of a batch of logits, and the gradient of the mean loss. The
-// operators check arguments and allocate results, then launch the kernels of loss.cu, or call the reference on the CPU.
+// operators check arguments and allocate results, and then launch the kernels in loss.cu or, on the CPU, call the
+// reference implementation.
 
 #pragma once
 
@@ -51,7 +52,7 @@ const std::vector<unsigned> kLossBlock = {kLossThreads, 1};
 //   pairs [N, 2]: the label, and the predicted class, which is C if all logits are NaN
 // }.
 // If class weights [N, C] are passed, they replace the labels in the loss. If image weights [N] are passed, the loss of
-// each image is multiplied by its weight; the mean is still the sum divided by N.
+// each image is multiplied by the weight of the image; the mean loss is still the sum of all losses divided by N.
 std::vector<Tensor> Loss(const Tensor &logits, const Tensor &labels, const paddle::optional<Tensor> &given_weights,
                          const paddle::optional<Tensor> &given_image_weights, float smoothing, int k, bool mean) {
   LogitsShape shape(logits, labels);

@@ -1,10 +1,10 @@
-// Kernels for max pooling of [N, H, W, C]. For each output, the forward pass stores the position of the maximum within
-// the window as one byte, so that the backward pass reads neither input nor output. If several values are equal, the
-// first is the maximum. Each thread processes one vector.
+// Kernels for max pooling of images [N, H, W, C]. For each output element, the forward pass stores the position of the
+// maximum within the window as one byte, so that the backward pass reads neither the input nor the output. If several
+// values are equal, the first one is the maximum. Each thread processes one vector.
 
 #include "vector.cuh"
 
-// The coordinates of the vector with number `index` in an array [N, H, W, vectors].
+// The coordinates of vector number `index` in an array [N, H, W, vectors].
 struct Pixel {
   int vector, column, row, image;
   __device__ Pixel(unsigned index, int vectors, int height, int width) {
@@ -33,7 +33,7 @@ __device__ void max_pool(const Vector<T> *x, unsigned outputs, Window w, Vector<
       unpack_vector<T>(x[((out.image * w.height + row) * w.width + column) * w.vectors + out.vector], values);
 #pragma unroll
       for (int k = 0; k < V; ++k) {
-        if (is_first || values[k] > best[k] || values[k] != values[k]) {  // NaN counts as the maximum
+        if (is_first || values[k] > best[k] || values[k] != values[k]) {  // NaN is treated as the maximum
           best[k] = values[k];
           position[k] = i * w.kernel + j;
         }
@@ -49,8 +49,8 @@ __device__ void max_pool(const Vector<T> *x, unsigned outputs, Window w, Vector<
   }
 }
 
-// Sums, for each input element, the gradients of all windows whose maximum is this element. If `dy2` is not null, it is
-// added to dy.
+// Computes the gradient of each input element as the sum of the gradients of all windows whose maximum is this element.
+// If `dy2` is not null, it is added to `dy`.
 template <class T>
 __device__ void max_pool_gradient(const Vector<T> *dy, const Vector<T> *dy2, const unsigned *positions, unsigned inputs,
                                   Window w, Vector<T> *dx) {

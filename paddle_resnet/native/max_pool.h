@@ -1,5 +1,5 @@
-// Operators for max pooling and its gradient. The operators check arguments and allocate results, then launch the
-// kernels of max_pool.cu, or call the reference on the CPU.
+// Operators for max pooling and its gradient. The operators check arguments and allocate results, and then launch the
+// kernels in max_pool.cu or, on the CPU, call the reference implementation.
 
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace {
 
-// `padding` is the padding at the top and left, `padding_end` at the bottom and right.
+// Returns the Window for an image size. `padding` applies to the top and left, `padding_end` to the bottom and right.
 Window window_of(int height, int width, int kernel, int stride, int padding, int padding_end, int vectors) {
   const auto positions = [&](int size) { return (size + padding + padding_end - kernel) / stride + 1; };
   return {height, width, positions(height), positions(width), kernel, stride, padding, vectors};
@@ -28,7 +28,8 @@ unsigned pool_threads(const Tensor &x, const Shape &shape) {
 std::vector<unsigned> pool_grid(unsigned threads) { return {(threads + kPoolThreads - 1) / kPoolThreads, 1}; }
 const std::vector<unsigned> kPoolBlock = {kPoolThreads, 1};
 
-// Returns y and positions [N, H, W, C]. A position is the place of the maximum within the window, as one byte.
+// Returns y and positions, both [N, H, W, C]. A position is a byte that contains the index of the maximum within the
+// window.
 std::vector<Tensor> MaxPool(const Tensor &x, int kernel, int stride, int padding) {
   const Shape rows(x);
   const int batch = x.shape()[0], channels = rows.channels;
@@ -50,7 +51,8 @@ std::vector<Tensor> MaxPool(const Tensor &x, int kernel, int stride, int padding
   return {y, positions};
 }
 
-// Returns dx [N, height, width, C]. `dy` contains one gradient, or two gradients to add.
+// Returns dx [N, height, width, C]. `dy` contains the gradient of the output, or two gradients whose sum is this
+// gradient.
 std::vector<Tensor> MaxPoolBackward(const Tensors &dy, const Tensor &positions, int kernel, int stride, int padding,
                                     int height, int width) {
   const Shape rows(dy[0]);

@@ -1,7 +1,7 @@
-// The library of Paddle operators. This file defines the functions that Python calls, and the inputs, outputs,
-// attributes, shapes and types of all operators. The headers next to the .cu files implement the operators: they check
-// arguments and allocate results, then launch a kernel on Paddle's stream, or run a float32 loop of reference/ on the
-// CPU.
+// The library of custom Paddle operators. This file defines the functions that Python calls, and the inputs, outputs,
+// attributes, shapes and types of all operators. The headers in this folder implement the operators. An operator checks
+// its arguments and allocates its results, and then launches a kernel on Paddle's stream or, on the CPU, runs a float32
+// loop from reference/.
 
 #include <cstdint>
 #include <vector>
@@ -20,7 +20,7 @@
 
 // Functions that Python calls through ctypes.
 
-// Sets the cubin with the kernels for the GPU of this process.
+// Sets the cubin that contains the kernels for the GPU of this process.
 extern "C" void paddle_resnet_set_image(const char *bytes, size_t size) { Gpu::image().assign(bytes, bytes + size); }
 
 extern "C" uint64_t paddle_resnet_async_copies() { return AsyncCopies::get().count(); }
@@ -28,7 +28,7 @@ extern "C" int paddle_resnet_wait(uint64_t number, int i, const char **memory, s
   return AsyncCopies::get().wait(number, i, memory, bytes);
 }
 
-// Before each operator, there are functions that return the shapes and types of its outputs.
+// Each operator is preceded by functions that return the shapes and types of its outputs.
 
 using Dims = std::vector<int64_t>;
 using Shapes = std::vector<Dims>;
@@ -65,8 +65,8 @@ PD_BUILD_OP(native_bn_act_backward)
     .SetInferShapeFn(PD_INFER_SHAPE(BnActBackwardShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(BnActBackwardType));
 
-// The width of the mask depends on the data type, which Paddle does not pass to this function. Nothing uses the static
-// shape that this function returns for the mask.
+// The width of the mask depends on the data type, which Paddle does not pass to this function. The shape that this
+// function returns for the mask is not used.
 Shapes BnAddReluShape(const Dims &x, const Dims &, const Dims &, const Dims &, const Dims &, const Dims &, float,
                       float) {
   return {x, {4, x.back()}, x};
@@ -221,7 +221,7 @@ PD_BUILD_GRAD_OP(native_loss)
     .Attrs({"smoothing: float", "k: int", "mean: bool"})
     .SetKernelFn(PD_KERNEL(LossGradient));
 
-// Loss scale and optimizers, update.h. Operators that have only in-place outputs need no shape functions.
+// Loss scale and optimizers, update.h. Operators whose outputs are all in-place need no shape functions.
 
 Shapes CheckFiniteShape(const Shapes &, const Dims &, const Dims &, const Dims &, int, int, float, float) {
   return {{1}};

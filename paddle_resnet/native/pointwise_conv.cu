@@ -1,20 +1,20 @@
-// Kernel for the filter gradient of a 1x1 convolution of [rows, channels] = [N * H * W, C] in half precision whose
-// input or output has few channels. cuDNN may use only two blocks for this product of two tall matrices, because it
-// does not split the rows.
+// Kernel for the filter gradient of a 1x1 convolution in half precision whose input or output has few channels. Tensors
+// are [rows, channels] = [N * H * W, C]. cuDNN may use only two blocks for this product of two tall matrices, because
+// it does not split the rows.
 //
 // A block has (32, warps) threads. A grid has (groups of kWideChannels channels of the wider tensor, slabs of rows)
-// blocks. A warp multiplies chunks of 16 rows on the tensor cores. The layout of the fragments (PTX, mma.m16n8k16) does
-// not prescribe which row and channel an index of a fragment represents. Therefore, thread (group, quad) of a warp
-// loads rows 4 quad to 4 quad + 3, channels 8 group to 8 group + 7 of the wider tensor and channels 4 group to 4 group
-// + 3 of the narrower tensor, so that no thread needs values from other threads.
+// blocks. A warp multiplies chunks of 16 rows on the tensor cores. The fragment layout of PTX's mma.m16n8k16 does not
+// prescribe which row and channel a fragment index represents. Therefore, thread (group, quad) of a warp loads rows 4
+// quad to 4 quad + 3, channels 8 group to 8 group + 7 of the wider tensor and channels 4 group to 4 group + 3 of the
+// narrower tensor, so that no thread needs values from other threads.
 
 #include "vector.cuh"
 
-// Combine the same halves of two words from different rows. The half of the first word becomes the lower half.
+// Combine the lower (or upper) halves of two words into one word. The half of `a` becomes the lower half of the result.
 __device__ __forceinline__ unsigned lower_halves(unsigned a, unsigned b) { return (a & 0xffffu) | (b << 16); }
 __device__ __forceinline__ unsigned upper_halves(unsigned a, unsigned b) { return (a >> 16) | (b & 0xffff0000u); }
 
-// The elements of a chunk that a thread loads. Elements beyond the last row or channel are 0.
+// The part of a chunk that one thread loads. Elements beyond the last row or channel are 0.
 struct Chunk {
   unsigned wide[4][4], narrow[4][2];  // two channels per element
 
@@ -55,8 +55,8 @@ __device__ __forceinline__ void add_product(const Chunk &chunk, float (&sums)[4]
   }
 }
 
-// Writes the sums of each slab to `partial` [slabs, wide * narrow]. The sum for a pair of channels is at wide channel *
-// wide_stride + narrow channel * narrow_stride. `wide` and `narrow` are the numbers of channels.
+// Writes the sums of each slab to `partial` [slabs, wide * narrow]. The sum for a pair of channels has the index (wide
+// channel * wide_stride + narrow channel * narrow_stride). `wide` and `narrow` are the numbers of channels.
 template <class T>
 __device__ void pointwise_filter_gradient(const uint4 *wide_from, const uint2 *narrow_from, int rows, int wide,
                                           int narrow, int wide_stride, int narrow_stride, float *partial) {

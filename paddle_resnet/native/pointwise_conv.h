@@ -1,6 +1,6 @@
 // Operator for the filter gradient of a 1x1 convolution whose input or output has few channels. The operator checks
-// arguments and allocates the result, then launches the kernels of pointwise_conv.cu, or calls the reference on the
-// CPU.
+// arguments and allocates the result, and then launches the kernel in pointwise_conv.cu or, on the CPU, calls the
+// reference implementation.
 
 #pragma once
 
@@ -14,8 +14,8 @@
 
 namespace {
 
-// Returns the gradient [OC, C, 1, 1] of the filter. `x` is [N, H, W, C], `dy` is [N, H, W, OC]. If `into` is set, the
-// gradient is written to that tensor, in the buffer of a fused all-reduce.
+// Returns the gradient [OC, C, 1, 1] of the filter. `x` is [N, H, W, C], and `dy` is [N, H, W, OC]. If `into` is set,
+// the gradient is written to the tensor in `into`, which is located in the buffer of a fused all-reduce.
 std::vector<Tensor> PointwiseFilterGradient(const Tensor &x, const Tensor &dy, const paddle::optional<Tensors> &into) {
   int in = static_cast<int>(x.shape().back()), out = static_cast<int>(dy.shape().back());
   const int64_t all_rows = x.numel() / in;
@@ -32,7 +32,7 @@ std::vector<Tensor> PointwiseFilterGradient(const Tensor &x, const Tensor &dy, c
     if (narrow > kNarrowChannels || narrow % 4 != 0 || wide % 8 != 0 || x.dtype() == DataType::FLOAT32)
       PD_THROW("custom 1x1 convolution requires half precision, a multiple of 4 channels up to ", kNarrowChannels,
                " on one side and a multiple of 8 on the other");
-    int wide_stride = widens ? 1 : out, narrow_stride = widens ? out : 1;  // in the filter as [in, out]
+    int wide_stride = widens ? 1 : out, narrow_stride = widens ? out : 1;  // strides in the sums [in, out]
     const int warps = kPointwiseThreads / 32, chunks = (rows + kChunkRows - 1) / kChunkRows;
     const int groups = (wide + kWideChannels - 1) / kWideChannels;
     int slabs = std::min(std::max(1, Gpu::get().blocks() / groups), (chunks + warps - 1) / warps);

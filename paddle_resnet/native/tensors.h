@@ -1,4 +1,4 @@
-// Helpers for all operators: tensor checks, tensor allocation, and raw pointers.
+// Helpers that all operators use to check tensors, allocate tensors and get raw pointers.
 
 #pragma once
 
@@ -15,7 +15,7 @@ using Tensors = std::vector<Tensor>;
 
 namespace {
 
-// Returns the suffix of kernel names for the data type of a tensor.
+// Returns the kernel name suffix for the data type of a tensor.
 std::string suffix(const Tensor &x) {
   switch (x.dtype()) {
     case DataType::FLOAT32:
@@ -30,8 +30,9 @@ std::string suffix(const Tensor &x) {
 }
 
 // A tensor [N, H, W, C] viewed as [rows, channels] = [N * H * W, C], with contiguous channels. A row consists of
-// `vectors` vectors of `lanes` elements. A vector has 16 bytes, or 8 bytes if the type is half precision and the number
-// of channels is a multiple of 4, but not of 8. `suffix` is the kernel name's suffix for the data type and vector size.
+// `vectors` vectors of `lanes` elements. A vector has 16 bytes, or 8 bytes if the data type is half precision and the
+// number of channels is a multiple of 4, but not of 8. `suffix` is the kernel name suffix for the data type and vector
+// size.
 struct Shape {
   int rows, channels, lanes, vectors, vector_bytes;
   std::string suffix;
@@ -49,8 +50,7 @@ struct Shape {
   }
 };
 
-// Throws if the shape or type of a tensor differs from that of `x`, because kernels use the shape of `x` for all
-// tensors.
+// Throws if `other` and `x` differ in shape or type, because kernels use the shape and type of `x` for all tensors.
 void require_like(const Tensor &x, const Tensor &other, const char *what) {
   if (other.dtype() != x.dtype() || other.shape() != x.shape())
     PD_THROW("custom operator: the type or shape of the ", what, " differs from that of the main tensor");
@@ -61,14 +61,14 @@ void require_float32(const Tensor &x) {
   if (x.dtype() != DataType::FLOAT32) PD_THROW("custom operators support only float32 on the CPU");
 }
 
-// Return pointers to the elements of a tensor, in the memory of its device.
+// Return a pointer to the elements of a tensor in device memory (or in host memory for a CPU tensor).
 template <class T>
 T *data(const Tensor &x) {
   return const_cast<T *>(x.data<T>());
 }
 void *raw(const Tensor &x) { return const_cast<void *>(x.data()); }
 
-// Return new tensors on the device of an existing tensor.
+// Return a new, uninitialized tensor on the device of an existing tensor.
 Tensor empty_as(const Tensor &x) { return paddle::empty(x.shape(), x.dtype(), x.place()); }
 Tensor empty_floats(std::vector<int64_t> shape, const Tensor &on) {
   return paddle::empty(shape, DataType::FLOAT32, on.place());

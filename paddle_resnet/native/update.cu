@@ -1,11 +1,11 @@
-// Kernels that run after the backward pass and process many parameters per launch: the gradient check, the loss scale,
-// gradient clipping, the optimizers and moving averages.
+// Kernels that run after the backward pass and process many parameters per launch: gradient check, loss scale, gradient
+// clipping, optimizers and EMA.
 
 #include "vector.cuh"
 
 constexpr int kBlocksApart = 41;  // distance between the first blocks of consecutive tensors
 
-// Load or store `count` elements starting at element i: a full vector, or fewer at the end of an array.
+// Load or store `count` elements starting at element i: a full vector, or fewer elements at the end of an array.
 template <class T>
 __device__ __forceinline__ void load(const void *from, int i, int count, float (&values)[T::kLanes]) {
   if (count == T::kLanes) return unpack_vector<T>(static_cast<const uint4 *>(from)[i / T::kLanes], values);
@@ -20,7 +20,7 @@ __device__ __forceinline__ void store(const float (&values)[T::kLanes], void *to
   for (int k = 0; k < count; ++k) store_one(T(), values[k], to, i + k);
 }
 
-// Load and store float32 data, such as masters and state, in vectors of T::kLanes elements.
+// Load or store `count` elements of a float32 array, such as master weights or state, starting at element i.
 template <class T>
 __device__ __forceinline__ void load_some(const float *from, int i, int count, float (&values)[T::kLanes]) {
   if (count == T::kLanes) return load_floats<T>(from + i, values);
@@ -33,7 +33,7 @@ __device__ __forceinline__ void store_some(const float (&values)[T::kLanes], flo
 }
 
 // Returns the index of this block among the blocks that share tensor t. Most tensors are small and occupy few blocks.
-// The first block is different for each tensor, to distribute the tensors over all blocks.
+// Each tensor starts at a different block, so that the tensors are distributed over all blocks.
 __device__ __forceinline__ int block_of(int t) { return (blockIdx.x + t * kBlocksApart) % gridDim.x; }
 
 // Calls each(i, count) for each vector of tensor t that this thread processes: `count` elements starting at element i.
@@ -53,13 +53,14 @@ __device__ __forceinline__ void for_each_vector(const Table &updates, const Each
   }
 }
 
-// Returns the float32 values of parameter t: its master if there are masters, otherwise the parameter itself.
+// Returns the float32 values of parameter t: its master weight if there are master weights, otherwise the parameter
+// itself.
 template <bool kHasMasters, class Table>
 __device__ __forceinline__ float *exact(const Table &updates, int t) {
   return kHasMasters ? updates.master[t] : static_cast<float *>(updates.parameter[t]);
 }
 
-// Sets *overflow to 1 if an element is not finite. Otherwise, *overflow is unchanged.
+// Sets *overflow to 1 if a gradient has a non-finite element. Otherwise, *overflow does not change.
 template <class T>
 __device__ void check_gradients(const MomentumUpdates &updates, int *overflow) {
   constexpr unsigned kExponent = 0x7f800000u;
@@ -74,8 +75,8 @@ __device__ void check_gradients(const MomentumUpdates &updates, int *overflow) {
 }
 
 // Momentum: v = mu v + h, p -= rate v, or Nesterov's p -= rate (h + mu v), where h = unscale * gradient + decay p. A
-// null `unscale` means 1; if *unscale is 0, the step is skipped. With masters, p is the float32 master, and the
-// parameter is a rounded copy of the master.
+// null `unscale` means 1; if *unscale is 0, the step is skipped. If there are master weights, p is the float32 master
+// weight, and the parameter becomes a rounded copy of p.
 template <class T, bool kHasMasters>
 __device__ void momentum(const MomentumUpdates &updates, const float *rate, const float *unscale, float mu,
                          bool nesterov) {
@@ -147,8 +148,8 @@ __device__ void sum_over_block(float &a, float &b) {
   for (int k = 0; k < kGroups; ++k) a += of_groups[0][k], b += of_groups[1][k];
 }
 
-// Sums the squares of all unscaled gradients per block. The first launch sets `partial`, and later launches add to
-// `partial`.
+// Sums the squares of the unscaled gradients that each block processes. The first launch overwrites `partial`, and
+// later launches add to it.
 template <class T>
 __device__ void sum_squares(const MomentumUpdates &updates, const float *unscale, float *partial, bool is_first) {
   const float factor = unscale != nullptr ? *unscale : 1.f;
@@ -164,8 +165,8 @@ __device__ void sum_squares(const MomentumUpdates &updates, const float *unscale
 }
 
 // LAMB: You et al., arXiv:1904.00962, algorithm 2. p -= rate ratio (u + decay p), where u is Adam's direction and ratio
-// is |p| / |u + decay p|, or 1 without weight decay or if a norm is 0. The first kernel updates the moments. Each block
-// also writes the sums of the squares of p and of u + decay p to `partial`, for each tensor that it processes.
+// is |p| / |u + decay p|, or 1 without weight decay or if a norm is 0. The first kernel updates the moments. For each
+// tensor that a block processes, the block also writes the sums of the squares of p and of u + decay p to `partial`.
 template <class T, bool kHasMasters>
 __device__ void lamb_moments(const AdamUpdates &updates, Adam rule, const float *unscale, float *partial) {
   const float factor = unscale != nullptr ? *unscale : 1.f;
@@ -198,8 +199,8 @@ __device__ void lamb_moments(const AdamUpdates &updates, Adam rule, const float 
   }
 }
 
-// The second kernel of LAMB updates the parameters, with the grid of the first kernel. Launch advance_powers after this
-// kernel.
+// The second kernel of LAMB updates the parameters. Launch this kernel with the same grid as the first kernel, and
+// launch advance_powers after this kernel.
 template <class T, bool kHasMasters>
 __device__ void lamb(const AdamUpdates &updates, Adam rule, const float *rate, const float *unscale,
                      const float *partial) {
@@ -234,8 +235,8 @@ __device__ void lamb(const AdamUpdates &updates, Adam rule, const float *rate, c
   }
 }
 
-// Updates the powers of the betas for the next step, with one thread per tensor. If the step is skipped, the powers are
-// unchanged.
+// Updates the powers of the betas for the next step. Each thread processes one tensor. If the step is skipped, the
+// powers do not change.
 extern "C" __global__ void advance_powers(AdamUpdates updates, Adam rule, const float *unscale) {
   if ((unscale != nullptr && *unscale == 0.f) || threadIdx.x >= updates.count) return;
   *updates.state[2][threadIdx.x] *= rule.beta1;
@@ -270,7 +271,7 @@ UPDATE_KERNELS(f32)
 UPDATE_KERNELS(f16)
 UPDATE_KERNELS(bf16)
 
-// Computes average += weight (value - average). If the step is skipped, the averages are unchanged.
+// Computes average += weight (value - average). If the step is skipped, the averages do not change.
 extern "C" __global__ void __launch_bounds__(kMaxThreads, kBlocksPerProcessor)
     follow_averages(Averages averages, const float *weight, const float *unscale) {
   if (unscale != nullptr && *unscale == 0.f) return;
@@ -285,8 +286,8 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, kBlocksPerProcessor)
   });
 }
 
-// Updates the loss scale and its counters, and sets *overflow to 0. Launch a single thread of this kernel after the
-// checks of all gradients.
+// Updates the loss scale and its counters, and sets *overflow to 0. Launch a single thread of this kernel after all
+// gradients have been checked.
 extern "C" __global__ void follow_loss_scale(int *overflow, LossScaling rule, float *scale, int *good, int *bad,
                                              float *unscale) {
   *unscale = *overflow ? 0.f : 1.f / *scale;

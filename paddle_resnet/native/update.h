@@ -1,6 +1,6 @@
-// Operators that run after the backward pass: gradient check and loss scale, gradient clipping, optimizers and moving
-// averages. Each operator processes the tensors of all parameters. On a GPU, an operator launches the kernels of
-// update.cu once per table of tensors; on the CPU, it calls the reference.
+// Operators that run after the backward pass: gradient check and loss scale, gradient clipping, optimizers and EMA.
+// Each operator processes the tensors of all parameters. On a GPU, an operator launches its kernels in update.cu once
+// per table of tensors; on the CPU, it calls the reference implementation.
 
 #pragma once
 
@@ -15,7 +15,7 @@
 
 namespace {
 
-// Returns the address of a GPU tensor of `size` elements.
+// Returns the address of a GPU tensor with `size` elements.
 void *address(const Tensor &tensor, int64_t size) {
   void *data = const_cast<void *>(tensor.data());
   if (!tensor.is_gpu()) PD_THROW("custom update: a tensor is not on the GPU");
@@ -35,8 +35,8 @@ float *floats(const Tensor &tensor, int64_t size) {
 template <class Table>
 class Tables {
  public:
-  // `state` contains the tensors for Table::state. The first two tensors have the size of the parameter, and the others
-  // have one element.
+  // `state` contains the tensors for Table::state. The first two tensors have the size of the parameter, and all
+  // further tensors have one element.
   void add(const Tensor &gradient, const Tensor *parameter, const Tensor *master, std::vector<const Tensor *> state,
            float decay) {
     if (tables_.empty() || tables_.back().count == Table::kTensors) tables_.emplace_back();
@@ -60,7 +60,7 @@ class Tables {
   std::vector<Table> tables_;
 };
 
-// Returns the tables of all parameters, by kernel name suffix such as "_f16".
+// Returns the tables of all parameters, grouped by kernel name suffix, such as "_f16".
 template <class Table>
 std::map<std::string, Tables<Table>> tables_by_type(const Tensors &parameters, const Tensors &gradients,
                                                     const Tensors *masters, std::vector<const Tensors *> state,
@@ -91,7 +91,7 @@ std::vector<unsigned> update_grid() { return {static_cast<unsigned>(Gpu::get().b
 std::vector<unsigned> update_block() { return {kMaxThreads, 1}; }
 
 // Checks whether all gradients are finite, then updates the loss scale and its counters in place. Returns a tensor [1]
-// with the inverse of the loss scale before the update, or 0 if a gradient is not finite.
+// that contains the inverse of the previous loss scale, or 0 if a gradient is not finite.
 std::vector<Tensor> CheckFinite(const Tensors &gradients, Tensor &scale, Tensor &good_steps, Tensor &bad_steps,
                                 int raise_after_steps, int lower_after_steps, float raise_by, float lower_by) {
   LossScaling rule = {raise_after_steps, lower_after_steps, raise_by, lower_by};
@@ -121,9 +121,9 @@ std::vector<Tensor> CheckFinite(const Tensors &gradients, Tensor &scale, Tensor 
   return {unscale};
 }
 
-// Returns a tensor [1] with the factor that unscales the gradients and limits their global norm: unscale * min(1,
-// max_norm / |unscale gradients|). `unscale` is the result of CheckFinite. The factor is 0 if the step must be skipped.
-// If the step is not skipped and the norm is not finite, the factor is NaN.
+// Returns a tensor [1] that contains the factor that unscales the gradients and limits their global norm: unscale *
+// min(1, max_norm / |unscale gradients|). `unscale` is the result of CheckFinite. The factor is 0 if the step must be
+// skipped. If the step is not skipped and the norm is not finite, the factor is NaN.
 std::vector<Tensor> ClipFactor(const Tensors &gradients, const paddle::optional<Tensor> &unscale, float max_norm) {
   Tensor factor = paddle::empty({1}, DataType::FLOAT32, gradients.at(0).place());
   const float *u = unscale ? unscale->data<float>() : nullptr;
@@ -179,8 +179,8 @@ void Ema(Tensors &averages, const Tensors &values, const Tensor &weight, const p
   }
 }
 
-// Updates parameters in place with momentum. `masters` are the float32 masters of parameters in half precision; null
-// for float32 parameters. `unscale` is the result of CheckFinite or ClipFactor.
+// Updates parameters in place with momentum. `masters` contains the float32 master weights of parameters in half
+// precision, and is null for float32 parameters. `unscale` is the result of CheckFinite or ClipFactor.
 void momentum(Tensors &parameters, const Tensors &gradients, Tensors &velocities, Tensors *masters, const Tensor &rate,
               const paddle::optional<Tensor> &unscale, float mu, bool nesterov, const std::vector<float> &decays) {
   require_one_each(parameters, {&gradients, &velocities}, masters, decays);

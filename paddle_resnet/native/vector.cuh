@@ -1,11 +1,10 @@
-// Functions that load and store vectors of consecutive channels. All kernels access memory only through these
-// functions. In registers, values are float32. No kernel includes CUDA headers, so NVRTC needs only the files of this
-// folder.
+// Functions that convert between vectors of consecutive channels in memory and float32 values in registers. No kernel
+// includes CUDA headers, so NVRTC needs only the files in this folder.
 
 #include "common.h"
 
 // Data types and their vectors of kLanes elements. The x4 types are for layers whose channels occupy a multiple of 8
-// bytes, but not of 16 bytes (see Shape in tensors.h).
+// bytes, but not a multiple of 16 bytes (see Shape in tensors.h).
 struct f32 {
   using Vector = uint4;
   static constexpr int kLanes = 4;
@@ -85,7 +84,7 @@ __device__ __forceinline__ Vector<T> pack_vector(const float (&values)[T::kLanes
   return raw;
 }
 
-// Load or store T::kLanes floats of a float32 array. The address must be a multiple of 16 bytes.
+// Load or store T::kLanes elements of a float32 array. The address must be a multiple of 16 bytes.
 template <class T>
 __device__ __forceinline__ void load_floats(const float *source, float (&values)[T::kLanes]) {
 #pragma unroll
@@ -102,7 +101,7 @@ __device__ __forceinline__ void store_floats(const float (&values)[T::kLanes], f
   }
 }
 
-// Load or store only element i. These functions are for the last elements of an array that do not fill a vector.
+// Load or store only element i. These functions are for the last elements of an array, which may not fill a vector.
 __device__ __forceinline__ float load_one(f32, const void *from, int i) { return static_cast<const float *>(from)[i]; }
 __device__ __forceinline__ void store_one(f32, float value, void *to, int i) { static_cast<float *>(to)[i] = value; }
 template <class T>
@@ -117,8 +116,8 @@ __device__ __forceinline__ void store_one(T, float value, void *to, int i) {
   static_cast<unsigned short *>(to)[i] = static_cast<unsigned short>(pack(T(), pair));
 }
 
-// Adds the product of a 16x16 and a 16x8 matrix to `sums` with PTX's mma.m16n8k16. All threads of a warp must call this
-// function.
+// Adds the product of a 16x16 matrix and a 16x8 matrix to `sums` with PTX's mma.m16n8k16. All threads of a warp must
+// call this function.
 #ifdef __CUDACC_RTC__
 #define MULTIPLY_ADD(T, NAME) \
   __device__ __forceinline__ void multiply_add(T, const unsigned (&a)[4], unsigned b0, unsigned b1, \

@@ -1,5 +1,5 @@
-// Reference implementation of batch normalization with an activation and residual addition: float32 loops that sum in
-// float64. The operators call this implementation on the CPU.
+// Reference implementation of batch normalization with an activation and an optional residual addition: float32 loops
+// that sum in float64. The operators call this implementation on the CPU.
 //
 // Tensors are [rows, channels] = [N * H * W, C], with contiguous channels. The coefficients of a training step are
 // [4, C]: a and b of y = a x + b, the mean, and 1 / standard deviation. A mask has one byte per 16-byte vector of 4
@@ -19,7 +19,7 @@ namespace reference {
 
 constexpr int kMaskLanes = kVectorBytes / sizeof(float);  // channels per byte of a mask
 
-// Computes the coefficients of a batch. Updates the running mean and the running unbiased variance of the channels
+// Computes the coefficients for a batch. Updates the running mean and the running unbiased variance of the channels
 // whose batch statistics are finite in float32.
 inline void bn_statistics(const float *x, int rows, int channels, const float *scale, const float *bias,
                           float *running_mean, float *running_variance, float momentum, float epsilon,
@@ -45,7 +45,7 @@ inline void bn_statistics(const float *x, int rows, int channels, const float *s
   }
 }
 
-// Computes y = A(a x + b [+ z]) with the activation A. `z` and `mask` may be null.
+// Computes y = A(a x + b [+ z]), where A is the activation. `z` and `mask` may be null.
 template <class A>
 void bn_apply(A, const float *x, const float *z, int rows, int channels, const float *a, const float *b, float *y,
               uint8_t *mask) {
@@ -61,7 +61,7 @@ void bn_apply(A, const float *x, const float *z, int rows, int channels, const f
   }
 }
 
-// Like bn_apply, but with the running statistics.
+// Like bn_apply, but computes a and b from the running statistics.
 template <class A>
 void bn_infer(A activation, const float *x, const float *z, int rows, int channels, const float *scale,
               const float *bias, const float *mean, const float *variance, float epsilon, float *y) {
@@ -74,9 +74,9 @@ void bn_infer(A activation, const float *x, const float *z, int rows, int channe
 }
 
 // Computes the backward pass: Ioffe and Szegedy, arXiv:1502.03167, section 3. The gradient of the output is dy [+ dy2].
-// If `mask` is not null, it determines the gradient of the ReLU; otherwise, the input of the activation A is recomputed
-// as a x + b. The gradient with respect to the input of the ReLU is written to `dz`. `dy2`, `mask` and `dz` may be
-// null.
+// If `mask` is not null, the mask determines the gradient of the ReLU; otherwise, the input of the activation A is
+// recomputed as a x + b. If `dz` is not null, the gradient with respect to the input of the activation is written to
+// `dz`. `dy2` may be null.
 template <class A>
 void bn_gradient(A, const float *x, const float *dy, const float *dy2, const uint8_t *mask, int rows, int channels,
                  const float *coefficients, float *dz, float *dscale, float *dbias, float *dx) {

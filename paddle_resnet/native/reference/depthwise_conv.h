@@ -1,5 +1,5 @@
-// Reference implementation of the depthwise convolution of [N, H, W, C] and its gradients: float32 loops for the CPU.
-// The filter is [C, 1, kernel, kernel].
+// Reference implementation of the depthwise convolution of images [N, H, W, C] and its gradients: float32 loops for the
+// CPU. The filter is [C, 1, kernel, kernel].
 
 #pragma once
 
@@ -10,8 +10,8 @@
 
 namespace reference {
 
-// Calls each(x, y, tap) for every filter tap that connects an input pixel with an output pixel. x and y are the indices
-// of the first channels of these pixels, and tap is the position in the filter.
+// Calls each(x, y, tap) for each combination of an input pixel, an output pixel and the filter tap that connects them.
+// x and y are the array indices of the first channels of these pixels, and tap is the position in the filter.
 template <class Each>
 void for_each_tap(int batch, int channels, const Window &window, const Each &each) {
   const int64_t outputs = static_cast<int64_t>(batch) * window.out_height * window.out_width;

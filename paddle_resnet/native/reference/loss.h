@@ -1,5 +1,5 @@
-// Reference implementation of softmax cross entropy, accuracies and gradient: float32 loops that sum in float64. The
-// operators call this implementation on the CPU. Logits are [rows, classes], with contiguous classes.
+// Reference implementation of softmax cross entropy, its gradient, and accuracies: float32 loops that sum in float64.
+// The operators call this implementation on the CPU. Logits are [rows, classes], with contiguous classes.
 
 #pragma once
 
@@ -10,8 +10,8 @@
 
 namespace reference {
 
-// Computes losses, of_softmax [rows, 2] and pairs [rows, 2] for each row, as loss_rows in loss.cu does. Computes the
-// accuracies and, if `loss` is not null, the mean loss of the batch; top1 is -1 if a label is out of range. If
+// Computes losses [rows], of_softmax [rows, 2] and pairs [rows, 2], like loss_rows in loss.cu. Also computes the
+// accuracies and, if `loss` is not null, the mean loss of the batch. If a label is out of range, top1 is -1. If
 // `weights` [rows, classes] is not null, the weights replace the labels in the loss. If `image_weights` [rows] is not
 // null, it contains a factor for the loss of each row.
 inline void loss(const float *logits, const int64_t *labels, const float *weights, const float *image_weights,
@@ -31,7 +31,7 @@ inline void loss(const float *logits, const int64_t *labels, const float *weight
     }
     double exponentials = 0, differences = 0, target = static_cast<double>(own) - largest;
     if (weights && is_class) target = 0;
-    int ahead = 0;  // number of classes that rank above the label; of equal logits, the lower class ranks first
+    int ahead = 0;  // number of classes that rank above the label; of equal logits, the first ranks highest
     for (int i = 0; i < classes; ++i) {
       exponentials += std::exp(static_cast<double>(x[i]) - largest);
       differences += static_cast<double>(x[i]) - largest;

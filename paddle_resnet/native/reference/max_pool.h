@@ -1,4 +1,4 @@
-// Reference implementation of max pooling of [N, H, W, C] and its gradient: float32 loops for the CPU.
+// Reference implementation of max pooling of images [N, H, W, C] and its gradient: float32 loops for the CPU.
 //
 // Position p in a window is the pixel (p / kernel, p % kernel), counted from the window's upper left corner, including
 // padding.
@@ -13,8 +13,8 @@
 
 namespace reference {
 
-// Computes y and positions [batch, out_height, out_width, channels]. If several values are equal, the first is the
-// maximum. NaN counts as larger than all numbers.
+// Computes y and positions [batch, out_height, out_width, channels]. If several values are equal, the first one is the
+// maximum. NaN is treated as larger than all numbers.
 inline void max_pool(const float *x, int batch, int channels, const Window &window, float *y, uint8_t *positions) {
   const int64_t outputs = static_cast<int64_t>(batch) * window.out_height * window.out_width * channels;
   for (int64_t i = 0; i < outputs; ++i) {

@@ -1,5 +1,5 @@
-// Reference implementation of the updates: loops over one float32 tensor. The operators call this implementation on the
-// CPU.
+// Reference implementation of the operators in update.h: loops over one float32 tensor. The operators call this
+// implementation on the CPU.
 
 #pragma once
 
@@ -37,9 +37,9 @@ inline void momentum(const float *gradient, int64_t size, float rate, float unsc
   }
 }
 
-// AdamW and LAMB: p -= rate ratio (u + decay p), where u is Adam's direction. For AdamW, ratio is 1; for LAMB, it is
-// |p| / |u + decay p|, or 1 without weight decay or if a norm is 0: You et al., arXiv:1904.00962, algorithm 2. `power1`
-// and `power2`, the powers of the betas, are updated for the next step. The step is skipped if `unscale` is 0. If
+// AdamW and LAMB: p -= rate ratio (u + decay p), where u is Adam's direction. For AdamW, ratio is 1. For LAMB (You et
+// al., arXiv:1904.00962, algorithm 2), ratio is |p| / |u + decay p|, or 1 without weight decay or if a norm is 0. The
+// powers of the betas, `power1` and `power2`, are updated for the next step. The step is skipped if `unscale` is 0. If
 // `master` is not null, the new parameter is copied to it.
 inline void adam(const float *gradient, int64_t size, float rate, float unscale, const Adam &rule, bool is_lamb,
                  float decay, float *m, float *v, float *power1, float *power2, float *parameter, float *master) {
