@@ -452,7 +452,7 @@ def test_partial_output_is_removed_unless_an_export_is_running(checkpoint, tmp_p
     command = [sys.executable, "-c", lock, left / ".lock"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         other.stdout.readline()
-        with pytest.raises(UsageError, match=r"exported: another process \(.*\) writes there; wait until it ends"):
+        with pytest.raises(UsageError, match=r"exported: another process \(.*\) is writing to it; wait until it ends"):
             export.export(checkpoint, folder / "exported")
         assert (left / "exported/model.json").exists()
         other.kill()
@@ -501,7 +501,7 @@ def test_unusable_checkpoint_or_output_path_is_an_error(trained, tmp_path):
     with pytest.raises(UsageError, match=f"OUT {checkpoint}/x: would change CHECKPOINT {checkpoint}; choose a path"):
         export.export(checkpoint, checkpoint / "x")
     # The folder 7 is reserved for the checkpoint of a later epoch.
-    with pytest.raises(UsageError, match="/Tiny/7 is for a checkpoint; choose a path outside it"):
+    with pytest.raises(UsageError, match="/Tiny/7 is reserved for a checkpoint; choose a path outside it"):
         export.export(checkpoint, checkpoint.with_name("7"))
     (tmp_path / "taken").mkdir()
     with pytest.raises(UsageError, match="taken: already exists"):

@@ -218,7 +218,8 @@ def test_frozen_phase_keeps_pretrained_weights(run_train, checkpoint, tmp_path, 
     [
         (["--freeze", "body"], "--freeze body: body is not a layer of the network; use all-but-classifier, or layers "
          "from stem, stages.0, stages.1, classifier"),
-        (["--freeze", "stem,stages,classifier"], "--freeze stem,stages,classifier: freezes all layers; remove at least one name"),
+        (["--freeze", "stem,stages,classifier"], "--freeze stem,stages,classifier: freezes all layers; remove at least "
+         "one name"),
         (["--freeze", "stem,all-but-classifier"], "expected layers such as stem,stages.0, or only all-but-classifier"),
         (["--unfreeze-at", "1"], "--unfreeze-at 1: requires --freeze"),
         (["--freeze", "stem", "--unfreeze-at", "1"], "--unfreeze-at 1: must be below --epochs 1; use an earlier epoch"),

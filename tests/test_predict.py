@@ -247,7 +247,7 @@ def test_benchmark_skips_unusable_engine_with_a_warning(checkpoint, tmp_path, ca
         (["{run}/0", "{image}", "--benchmark"], "--benchmark: measures random images"),
         (["{run}/0", "{image}", "--csv", "{image}/x.csv"], "x.csv: cannot be written (Not a directory)"),
         (["{run}/0", "{image}", "--csv", "{image}"], "the same file as the image"),
-        (["{run}/0", "{image}", "--csv", "{run}/0/x.csv"], "/0 is for a checkpoint; choose a path outside it"),
+        (["{run}/0", "{image}", "--csv", "{run}/0/x.csv"], "/0 is reserved for a checkpoint; choose a path outside it"),
         (["{root}/broken", "{image}"], "model.json: not a valid description of a network (preprocessing.resize"),
     ],
 )
@@ -280,7 +280,7 @@ def test_interrupt_exits_with_code_130(checkpoint, val_images, capsys, monkeypat
         (lambda folder: (folder / "model.pdiparams").unlink(), ": damaged (model.pdiparams cannot be read"),
         (
             lambda folder: change(folder / "model.json", files={}),
-            "size or sha256 of model.* missing in files",
+            "`files` lacks the size or sha256 of model.*",
         ),
         (
             lambda folder: change_table(folder / "model.json", "output", shape=[None, 4]),

@@ -6,7 +6,7 @@ from utils import logger
 
 
 def bind_to_gpu(local_gpu):
-    """Restrict this process to the cores that are in the NUMA node of its GPU and that its affinity already allows.
+    """Restrict this process to those cores of its current CPU affinity that belong to the NUMA node of its GPU.
 
     If NVML or the operating system does not report these cores, the affinity remains unchanged and a warning states
     why. The affinity affects only speed.
@@ -15,7 +15,7 @@ def bind_to_gpu(local_gpu):
         local_gpu: Paddle's index of the GPU, which is its position in CUDA_VISIBLE_DEVICES.
     """
     try:
-        import pynvml  # may be missing: requirements for CPUs do not contain it
+        import pynvml  # may be missing, because the requirements for CPUs omit it
     except ImportError:
         logger.warn("--enable-cpu-affinity: nvidia-ml-py is not installed, so the affinity is unchanged; install it")
         return

@@ -21,7 +21,7 @@ def is_text(value):
 
 def is_table(value, /, **checks):
     """Return whether a value is a dictionary that contains every key of `checks`, with a value that passes the
-    check."""
+    corresponding check."""
     return isinstance(value, dict) and all(name in value and check(value[name]) for name, check in checks.items())
 
 

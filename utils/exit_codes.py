@@ -18,7 +18,8 @@ _NO_MEMORY = (
     *("ResourceExhaustedError", "bad_alloc", "Cannot allocate memory", "could not create a memory object"),
     *("could not create a primitive", "failed to map segment", *_NO_THREAD, _NO_FILE),
 )
-# Reasons why a path cannot be used that any access to it may raise, such as Path.exists() below an unreadable folder.
+# Error numbers that any access to an unusable path may raise, such as Path.exists() for a path below an unreadable
+# folder.
 _NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG)
 _NO_TEMPORARY_FOLDER = "No usable temporary directory"  # message of Python's tempfile
 DONE, FAILURE, USAGE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
@@ -40,7 +41,7 @@ def of(program, function, needs_stdout=True):
         KeyboardInterrupt. Other exceptions are not caught.
     """
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # paddle_resnet/__init__.py blocked it
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # paddle_resnet/__init__.py blocked SIGINT
         _check_address_space()
         _check_working_directory()
         with logger.result_on_stdout() if needs_stdout else contextlib.nullcontext():

@@ -40,7 +40,7 @@ def touch(path):
         raise
     kind = os.fstat(descriptor).st_mode
     if stat.S_ISFIFO(kind):
-        _pipes.append(descriptor)  # closing the pipe would send the end of the file to its reader
+        _pipes.append(descriptor)  # closing the pipe would signal end-of-file to its reader
         return
     os.close(descriptor)
     if stat.S_ISBLK(kind):
@@ -56,7 +56,7 @@ def open_regular(path, limit_bytes=None):
     Returns:
         a binary file.
     Raises:
-        OSError: the path cannot be opened, is a folder, pipe, device or file of /proc, or is too large. strerror states
+        OSError: the path cannot be opened, is a folder, pipe, device or file in /proc, or is too large. strerror states
             the problem.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -64,7 +64,7 @@ def open_regular(path, limit_bytes=None):
         status = os.fstat(descriptor)
         if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        # Files of /proc have the size 0; some are endless, and reading /proc/kmsg could block forever.
+        # Files in /proc have the size 0. Some of them are endless, and reading /proc/kmsg could block forever.
         if not stat.S_ISREG(status.st_mode) or (status.st_size == 0 and _has_content(descriptor)):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         if limit_bytes is not None and status.st_size > limit_bytes:

@@ -18,7 +18,7 @@ def acquire(path, warn):
         path: path of the lock file.
         warn: function to call with a message if the file system does not support locks.
     Returns:
-        the open lock file. The lock lasts until this process ends, or closes any file object of this path.
+        the open lock file. The lock lasts until this process ends or closes any file object for this path.
     Raises:
         BlockingIOError: another process holds the lock; strerror identifies that process.
         OSError: the lock file cannot be opened, is not a regular file, or is a link (the target would be overwritten).
@@ -40,7 +40,7 @@ def acquire(path, warn):
             raise BlockingIOError(e.errno, owner) from e
         if is_of(file, path):
             break
-        file.close()  # the owner has removed the file since it was opened
+        file.close()  # the owner of the lock has removed the file since it was opened
     file.truncate(0)
     file.write(f"process {os.getpid()} on {platform.node()}\n")
     file.flush()
@@ -62,7 +62,7 @@ def held(path, subject, warn):
         file = acquire(path, warn)
     except BlockingIOError as e:
         remedy = "wait until it ends, or choose a different path"
-        raise UsageError(f"{subject}: another process ({e.strerror}) writes there; {remedy}") from e
+        raise UsageError(f"{subject}: another process ({e.strerror}) is writing to it; {remedy}") from e
     except OSError as e:
         raise UsageError(f"{subject}: {path} cannot be locked ({e.strerror}); choose a different path") from e
     try:

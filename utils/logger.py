@@ -2,8 +2,8 @@
 
 The report has the format of NVIDIA's dllogger. Each line consists of `DLLL ` and a JSON object with timestamp,
 datetime, elapsedtime, type, step and data. `step` is "PARAMETER", [epoch, step], [epoch] or [] (the summary of the
-run). The first line of each start of the run is "PARAMETER", written after all checks have passed. If a resumed run
-repeats a step, the later line counts.
+run). Whenever a run starts or resumes, it first writes a "PARAMETER" line, after all checks have passed. If a resumed
+run repeats a step, the later line supersedes the earlier one.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ def begin(parameters, append=False):
         if _path.is_file():
             _lock = locks.acquire(_lock_file(_path), warn)
             os.truncate(_path, _size_of_complete_lines(_path) if append else 0)
-        # In append mode, this run overwrites nothing if another run writes to the same file.
+        # Append mode ensures that this run does not overwrite the lines of another run that writes to the same file.
         _report = open(_path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  open until the run ends
     report("PARAMETER", parameters)
 
@@ -95,7 +95,7 @@ def _size_of_complete_lines(path):
 
 
 def follow(follower):
-    """From now on, pass each entry of the report to follower.add(step, data). close() will call follower.close()."""
+    """Pass each report entry from now on to follower.add(step, data). close() calls follower.close()."""
     _followers.append(follower)
 
 
@@ -111,11 +111,11 @@ def close():
 
 
 def write_line(text, stream):
-    """Write a line and its newline in a single call. print() would write the newline separately under `python -u`,
-    which the launcher uses, so that other threads or processes could write to the same log file in between.
+    """Write a line and its newline in a single call. Under `python -u`, which the launcher uses, print() would write
+    the newline separately, and other threads or processes could write to the same log file in between.
 
     If the line cannot be written, because the reader of a pipe has exited or the disk is full, the run continues
-    without output. A command whose output is its result must use result_on_stdout instead."""
+    without output. A command whose result is its output must use result_on_stdout instead."""
     if progress.write_above(text, stream):
         return
     try:
@@ -226,7 +226,7 @@ def without_repeats():
 
 @contextlib.contextmanager
 def only_warnings():
-    """Print nothing except warnings, and report nothing, in the block."""
+    """In the block, print nothing except warnings, and write nothing to the report."""
     global _only_warns
     _only_warns = True
     try:
@@ -244,7 +244,7 @@ def _is_new(message):
 
 
 def log(step, data):
-    """Print and report metrics. Per-step metrics are not printed while the progress line shows them.
+    """Print metrics, and write them to the report. Step metrics are not printed while the progress line shows them.
 
     Args:
         step: (epoch, step), (epoch,) or () for the summary of the run.
@@ -258,7 +258,7 @@ def log(step, data):
 
 
 def report(step, data):
-    """Report metrics without printing them. report() has the same arguments as log().
+    """Write metrics to the report without printing them. report() has the same arguments as log().
 
     Raises:
         RunError: the report file can no longer be written.

@@ -26,8 +26,8 @@ class AverageMeter:
         sum: sum of the finite values.
         count: number of samples, including those with non-finite values.
         not_finite: number of samples whose value was not finite. If only the mean of a batch is known and the mean is
-            not finite, all samples of the batch count.
-        bad_updates: number of consecutive updates, up to the last update, with a value that was not finite. reset()
+            not finite, all samples in the batch are counted.
+        bad_updates: number of consecutive updates, including the last one, that contained a non-finite value. reset()
             does not change this number.
     """
 
@@ -57,8 +57,8 @@ class AverageMeter:
         is_finite = np.isfinite(value)
         not_finite = int(np.count_nonzero(~is_finite)) * n // value.size
         value = value[is_finite]
-        # Round values to multiples of 2^-24, which is finer than float32 near 1. float64 adds such values exactly up to
-        # a sum of half a billion. Therefore the sum does not depend on the order, the number of processes or the batch
+        # Round values to multiples of 2^-24, which is finer than float32 near 1. In float64, sums of such values are
+        # exact up to half a billion, so the sum does not depend on the order, the number of processes or the batch
         # size.
         is_each = is_finite.size == n
         total = float(np.rint(value * 2.0**24).sum() / 2**24) if is_each else float(value.sum()) * n
@@ -77,7 +77,7 @@ class AverageMeter:
         return mean(self.sum, self.count - self.not_finite)
 
     def state(self):
-        """Return the accumulated sum as plain data, for restore()."""
+        """Return the accumulated values as JSON-serializable data, to be passed to restore()."""
         return {"sum": self.sum, "count": self.count, "not_finite": self.not_finite}
 
     def restore(self, state):
@@ -106,7 +106,7 @@ class ConfusionMeter:
         self._pairs = []
 
     def update(self, pairs, n):
-        """Add a batch of pairs, integers [n, 2]. A row contains the label and the predicted class of an image."""
+        """Add a batch of pairs, integers [n, 2]. Each row contains the label and the predicted class of one image."""
         assert pairs.shape == (n, 2), f"confusion: {pairs.shape} for {n} images"
         self._pairs.append(np.array(pairs))  # copy, because Paddle may own the memory
 
@@ -150,8 +150,8 @@ class TopMeter:
         self._probabilities.append(np.take_along_axis(probabilities, classes, axis=1))
 
     def rows(self):
-        """Return float64 [images, 2 k]. A row contains the k most probable classes of an image in descending order, and
-        then their probabilities. All probabilities are NaN if a logit of the image is NaN or +inf."""
+        """Return float64 [images, 2 k]. Each row contains the k most probable classes of one image in descending order,
+        and then their probabilities. All probabilities are NaN if a logit of the image is NaN or +inf."""
         empty = np.empty((0, self._k))
         return np.hstack([np.concatenate([empty, *part]) for part in (self._classes, self._probabilities)])
 
@@ -234,8 +234,8 @@ AVERAGES = ("macro", "weighted")
 
 
 def class_metrics(confusion, class_num):
-    """Return the metrics of each class, arrays [class_num]: {"images", "correct", "precision", "recall", "f1"}. A ratio
-    without images in its denominator is 0.
+    """Return the metrics of each class, arrays [class_num]: {"images", "correct", "precision", "recall", "f1"}. If the
+    denominator of a ratio is 0, the ratio is 0.
 
     Args:
         confusion: rows (label, predicted class, number of images).
@@ -262,7 +262,7 @@ def class_metrics(confusion, class_num):
 
 def average_metrics(confusion, class_num):
     """Return {"precision_macro", ..., "f1_weighted"}, the averages of class_metrics. Macro averages are over classes
-    that occur as label or prediction; weighted averages use the number of images of each class as its weight. The
+    that occur as label or prediction; weighted averages use the number of images in each class as its weight. The
     definitions are those of scikit-learn with zero_division=0."""
     metrics = class_metrics(confusion, class_num)
     occurring = np.unique(confusion[:, :2])

@@ -1,7 +1,7 @@
-"""Types for argparse: numbers with limits, which train.py and the tools share.
+"""Types for argparse that parse numbers and check their limits, shared by train.py and the tools.
 
-Each type function raises ArgumentTypeError if the value is invalid. The message of this error becomes part of the error
-message of the flag.
+Each type function raises ArgumentTypeError if the value is invalid. argparse includes the message of this exception in
+the error message for the flag.
 """
 
 import argparse

@@ -66,7 +66,7 @@ def _has_content(path):
 
 
 def _identity(path):
-    """Return a value that is equal for two paths of the same file. For a device such as /dev/null, all values differ,
+    """Return a value that is equal for two paths to the same file. For a device such as /dev/null, all values differ,
     because several outputs may use the device."""
     try:
         status = os.stat(path)
@@ -84,7 +84,7 @@ def _check_place(subject, path, protected, run_folder):
     for place in places:
         is_of_run = place.parent == run_folder or (place.parent / ".lock").is_file()
         if _is_checkpoint(place) or (is_of_run and _RESERVED.fullmatch(place.name)):
-            raise UsageError(f"{subject}: {place} is for a checkpoint; choose a path outside it")
+            raise UsageError(f"{subject}: {place} is reserved for a checkpoint; choose a path outside it")
 
 
 def _is_checkpoint(folder):

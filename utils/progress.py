@@ -1,8 +1,8 @@
-"""The live line, which shows the current phase and the progress of a run on a terminal.
+"""The progress line, which shows the current phase and the progress of a run on a terminal.
 
-Without a terminal, the functions of this module do nothing. A thread of the library rich draws the line four times per
-second. The overhead per step is one comparison. Four times per second, metrics that are already on the host are also
-formatted.
+If stdout is not a terminal, the functions in this module do nothing. A thread of the library rich draws the line four
+times per second. The overhead per step is one comparison and, four times per second, the formatting of metrics that are
+already on the host.
 """
 
 import contextlib
@@ -18,9 +18,9 @@ _phase, _since_s, _metrics, _due_s = "startup", 0.0, None, 0.0
 
 @contextlib.contextmanager
 def shown():
-    """Show the live line while the block runs, if stdout is a terminal.
+    """Show the progress line while the block runs, if stdout is a terminal.
 
-    A job with several processes has no live line, because no rank knows the metrics of the entire job between two log
+    A job with several processes has no progress line, because no rank has the metrics of the entire job between two log
     lines, and because the launcher redirects stdout to files.
     """
     global _live
@@ -39,7 +39,7 @@ def shown():
         redirect_stderr=sys.stderr.isatty(),
     )
     live.start()
-    console.show_cursor(True)  # show the cursor, because the process may end inside this block
+    console.show_cursor(True)  # rich hides the cursor, but the process may end inside this block
     _live = live
     try:
         yield
@@ -65,28 +65,28 @@ def is_shown():
 
 
 def phase(name):
-    """Begin a phase. The live line then shows the name and the current duration of the phase."""
+    """Begin a phase. The progress line then shows the name and the current duration of the phase."""
     global _phase, _since_s, _metrics, _due_s
     _phase, _since_s, _metrics, _due_s = name, monotonic(), None, 0.0
     if _live is not None:
         with contextlib.suppress(OSError):  # the terminal is gone
-            _live.refresh()  # refresh now, because the phase may hold the GIL for seconds
+            _live.refresh()  # refresh now, because the new phase may hold the GIL for seconds
 
 
 def is_due():
-    """Return whether the live line needs new metrics."""
+    """Return whether the progress line needs new metrics."""
     return _live is not None and monotonic() >= _due_s
 
 
 def show(step, steps, left_s, run_left_s, metrics, more=()):
-    """Show the metrics of a step. Call show() only if is_due() is true.
+    """Show step metrics. Call show() only if is_due() returns True.
 
     Args:
         step, steps: number of completed steps in this phase, and number of all steps in this phase.
         left_s: estimated seconds until the end of the phase.
         run_left_s: estimated seconds for the remaining training steps of the run, or None.
-        metrics: texts to show, in total at most about 45 characters, so that they fit in 80 columns.
-        more: texts to show if the terminal is wide enough, in descending order of importance.
+        metrics: strings to show, with at most about 45 characters in total, so that the line fits in 80 columns.
+        more: strings to show if the terminal is wide enough, in descending order of importance.
     """
     global _metrics, _due_s
     shown = [*metrics, f"{_duration(left_s)} left"]
@@ -102,7 +102,7 @@ def show(step, steps, left_s, run_left_s, metrics, more=()):
 
 
 def write_above(line, stream):
-    """Write a line above the live line. Return False if the stream has no live line."""
+    """Write a line above the progress line. Return False if the stream has no progress line."""
     live = _live
     if live is None or not stream.isatty():
         return False

@@ -1,5 +1,5 @@
-"""Handle the signals that stop a run (SIGTERM, SIGINT, SIGHUP, SIGUSR1). After such a signal, the run saves a
-checkpoint at a step on which all processes agree."""
+"""Handle the signals that stop a run (SIGTERM, SIGINT, SIGHUP, SIGUSR1). After such a signal, all processes agree on a
+step, at which the run saves a checkpoint and stops."""
 
 import contextlib
 import ctypes
@@ -18,9 +18,9 @@ class Preempted(Exception):
 
 @contextlib.contextmanager
 def watched():
-    """While the block runs, a signal is only recorded and does not end the process. A second SIGINT raises
-    KeyboardInterrupt. All other repeated signals are ignored, because Paddle's launcher sends SIGTERM up to three
-    times. If SIGHUP is already ignored, as under nohup, it remains ignored."""
+    """While the block runs, record signals instead of ending the process. A second SIGINT raises KeyboardInterrupt. All
+    other repeated signals are ignored, because Paddle's launcher sends SIGTERM up to three times. If SIGHUP is already
+    ignored, as under nohup, it remains ignored."""
     global _received
     _received = None
     previous = {number: signal.getsignal(number) for number in NUMBERS}
@@ -29,7 +29,7 @@ def watched():
     try:
         yield
     except BaseException:
-        # The launcher terminates all processes when the first process ends.
+        # When the first process ends, the launcher terminates all other processes.
         is_leaving = "PADDLE_TRAINER_ID" in os.environ
         raise
     finally:
@@ -60,10 +60,10 @@ def blocked():
 
 @contextlib.contextmanager
 def deferred():
-    """Defer SIGINT to the end of the block, because the import of Paddle would convert SIGINT to a different error.
-    Processes that start in the block never receive SIGINT. Control-C would send SIGINT to these processes too, but this
-    process stops them itself. At the end of the block, restore the handler of SIGTERM, because Paddle installs a
-    handler that prints a trace."""
+    """Defer SIGINT to the end of the block, because a SIGINT during the import of Paddle would raise a misleading
+    error. Processes that are started in the block never receive SIGINT. Control-C would send SIGINT to these processes,
+    too, but this process stops them itself. At the end of the block, restore Python's SIGTERM handler, because Paddle
+    installs a handler that prints a trace."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

@@ -1,4 +1,4 @@
-"""Post-training quantization: determines the activation ranges of a network from training images."""
+"""Post-training quantization: determines activation ranges from training images."""
 
 import numpy as np
 from paddle import static
@@ -12,20 +12,20 @@ from paddle_resnet.program import compile_prog
 from paddle_resnet.serving import inference
 from utils.mode import Mode
 
-# Weights for onnxruntime are quantized to 7 bits: x86 CPUs without VNNI instructions add pairs of products in 16 bits,
-# which can overflow with 8-bit weights.
+# Number of bits for weights, by engine. For onnxruntime, the number is 7, because x86 CPUs without VNNI instructions
+# add pairs of products in 16 bits, which can overflow with 8-bit weights.
 WEIGHT_BITS = {"onnxruntime": 7, "tensorrt": 8}
 BATCH = 8
 BINS = 2048
-PERCENTILE = 99.99  # percentage of values that the method "percentile" does not clip
+PERCENTILE = 99.99  # percentage of values that the "percentile" method does not clip
 
 
 class Histogram:
     """Histogram of the absolute values of an activation. Zeros are omitted, because INT8 represents them exactly.
 
     Attributes:
-        counts: float64 [BINS], number of values in each interval.
-        limit: upper end of the last interval.
+        counts: float64 [BINS], number of values in each bin.
+        limit: upper end of the last bin.
     """
 
     def __init__(self):
@@ -37,14 +37,15 @@ class Histogram:
             return
         largest = float(values.max())
         self.limit = self.limit or largest
-        while largest > self.limit:  # double the width of each interval
+        while largest > self.limit:  # double the width of each bin
             self.counts = np.concatenate([self.counts.reshape(-1, 2).sum(axis=1), np.zeros(BINS // 2)])
             self.limit *= 2
         places = (values * np.float32(BINS / self.limit)).astype(np.int32)
         self.counts += np.bincount(np.minimum(places, BINS - 1), minlength=BINS)
 
     def range(self, method):
-        """Return the value that the highest INT8 level represents. Larger values are clipped."""
+        """Return the upper end of the activation range, which the highest INT8 level represents. Larger values are
+        clipped."""
         if self.limit == 0:
             return 1.0
         bins = {"entropy": _entropy_bins, "percentile": _percentile_bins}[method](self.counts)
@@ -56,16 +57,16 @@ def _percentile_bins(counts):
 
 
 def _entropy_bins(counts):
-    """Return the number of intervals not to clip, which minimizes the Kullback-Leibler divergence between the
-    distributions of the values and of the quantized values: Migacz, "8-bit Inference with TensorRT", GTC 2017."""
+    """Return the number of bins below the clipping threshold that minimizes the Kullback-Leibler divergence between the
+    distributions of the original and the quantized values: Migacz, "8-bit Inference with TensorRT", GTC 2017."""
     levels = 128
     used = int(np.flatnonzero(counts)[-1]) + 1
     best, best_divergence = used, np.inf
     for bins in range(levels, used + 1, 4):
         expected = counts[:bins].copy()
         expected[-1] += counts[bins:].sum()
-        # Clipped values are counted in the last bin. The values of a level are distributed evenly over its intervals
-        # that are not empty.
+        # Clipped values are counted in the last bin. The values that share a level are distributed evenly over the
+        # nonempty bins of this level.
         level_of = np.arange(bins) * levels // bins
         is_used = counts[:bins] > 0
         sums = np.bincount(level_of, counts[:bins], levels)
@@ -78,15 +79,15 @@ def _entropy_bins(counts):
 
 
 def _divergence(expected, actual):
-    """Return the Kullback-Leibler divergence. If a level contains only clipped values, its `actual` is 0. A lower limit
-    for `actual` keeps the divergence finite."""
+    """Return the Kullback-Leibler divergence. `actual` has a lower limit, so that the divergence remains finite if a
+    level contains only clipped values."""
     used = expected > 0
     return float(np.sum(expected[used] * np.log(expected[used] / np.maximum(actual[used], 1e-9))))
 
 
 def quantize(network, bits, image_root, method, images):
     """Quantize a network in place: insert fake-quantization operators, determine the activation ranges from training
-    images, and correct the biases. The images are preprocessed as in an evaluation.
+    images, and correct the biases. The images are preprocessed as in evaluation.
 
     Args:
         network: inference.Network on a CPU, with folded batch normalizations.
@@ -95,7 +96,7 @@ def quantize(network, bits, image_root, method, images):
         method: "percentile" or "entropy".
         images: maximum number of images to use.
     Returns:
-        number of images that were used.
+        number of images used.
     Raises:
         UsageError: the data set cannot be used.
     """
@@ -120,7 +121,7 @@ def quantize(network, bits, image_root, method, images):
 
 
 def _mean_error(layer, weight, means, bits):
-    """Return how much the quantization of the weights changes the mean of each output channel: Nagel et al.,
+    """Return the change in the mean of each output channel that weight quantization causes: Nagel et al.,
     arXiv:1906.04721, section 4.2. The padding of convolutions is ignored.
 
     Args:
@@ -142,7 +143,7 @@ def _set(network, name, values):
 
 
 def _batches(description, image_root, images):
-    """Yield batches of training images as input to the network. The order of image files is random."""
+    """Yield batches of training images in the network's input format. Image files are read in random order."""
     args = inference.loader_args(description, BATCH)
     args.image_root, args.num_of_class = str(image_root), None
     args.data_format = listing.detect(args.image_root, Mode.TRAIN)

@@ -48,8 +48,9 @@ class Model:
     Attributes:
         engine: "Executor", "captured step", "paddle.inference" or "onnxruntime".
         description: content of model.json.
-        outputs: function that maps images, whose shape and type description["input"] defines, to [probabilities] or, if
-            the network was opened with logits=True, to [probabilities, logits]. Both arrays are float32 [N, classes].
+        outputs: function from images to [probabilities] or, if the network was opened with logits=True, to
+            [probabilities, logits]. description["input"] defines the shape and type of the images. Both outputs are
+            float32 [N, classes].
         precision: "float32", "float16", "bfloat16" or "int8".
         steps: fixed_sizes.Steps for the engine "captured step", otherwise None.
     """
@@ -94,8 +95,8 @@ class Network:
     Attributes:
         args: flags of the training run, with the device and layout replaced by those of this network.
         meta: content of meta.json.
-        program, images, probabilities, logits: static.Program, its input Variable, its output Variable, and the input
-            Variable of its softmax.
+        program, images, probabilities, logits: static.Program, its input Variable, its output Variable, and the
+            Variable that its softmax reads.
         description: content of model.json.
         scope: scope that contains the parameters.
     """
@@ -117,7 +118,7 @@ class Network:
         return np.array(self.scope.find_var(name).get_tensor())
 
     def model(self, logits=False):
-        """Return a Model that runs in the Executor. Its program is compiled like that of an evaluation."""
+        """Return a Model that runs in the Executor. The program is compiled as for evaluation."""
         compiled, exe = compile_prog(self.args, self.program, is_train=False), self.exe
         fetched = [self.probabilities, self.logits] if logits else [self.probabilities]
 
@@ -131,20 +132,20 @@ def load_checkpoint(checkpoint, device="cpu", uint8=False, model_arch_name=None,
     """Load the inference network of a checkpoint.
 
     Args:
-        checkpoint: folder of a run, or of a checkpoint saved at the end of an epoch (folders.resolve). Its meta.json
-            contains the architecture, the classes, the image shape, the file names and the preprocessing. If meta.json
-            is missing, as in checkpoints of NVIDIA's example, the architecture is inferred from the shapes of the
-            parameters, and the preprocessing of the example is used.
+        checkpoint: folder of a run, or folder of a checkpoint saved at the end of an epoch (see folders.resolve). The
+            checkpoint's meta.json contains the architecture, the classes, the image shape, the file names and the
+            preprocessing. If meta.json is missing, as in checkpoints of NVIDIA's example, the architecture is inferred
+            from the parameter shapes, and the preprocessing of NVIDIA's example is used.
         device: "cpu" or "gpu".
-        uint8: if True, the input is uint8 pixels [N, H, W, 3], which the network normalizes. If False, the input is
-            normalized float32 images [N, 3, H, W].
+        uint8: if True, the input is uint8 pixels [N, H, W, 3], which the network normalizes; if False, normalized
+            float32 images [N, 3, H, W].
         model_arch_name: FILE.py:NAME, if the network is defined in a user's file.
         fold: whether to fold the batch normalizations into the convolutions.
     Returns:
         Network.
     Raises:
-        UsageError: the checkpoint does not exist, is damaged or was saved within an epoch; or the file that defines its
-            network does not exist or is not specified.
+        UsageError: the checkpoint does not exist, is damaged or was saved within an epoch; or the user's file that
+            defines the network does not exist or is not specified.
     """
     checkpoint, meta, args = _recorded(checkpoint, device, model_arch_name)
     args.set("Python", amp=False, kernels="paddle", data_layout="NCHW", dali_output_fp16=False)
@@ -220,7 +221,7 @@ def _load(args, meta, checkpoint, channels, **options):
 
 
 def resolve(folder):
-    """Return the checkpoint to use for a folder, like folders.resolve."""
+    """Return the checkpoint that folders.resolve selects for a folder, and log to stderr."""
     return folders.resolve(folder, log=_log)
 
 
@@ -256,7 +257,7 @@ def _read_meta(checkpoint):
 
 
 def _meta_of_example(checkpoint):
-    """Return the entries of meta.json that inference needs, for a checkpoint of NVIDIA's example, which has no
+    """Infer the entries of meta.json that inference needs for a checkpoint of NVIDIA's example, which has no
     meta.json."""
     args = parsing.from_dict({})
     prefix = folders.foreign_prefix(args, checkpoint)
@@ -269,7 +270,7 @@ def _meta_of_example(checkpoint):
     filters, outputs = shapes.get("conv2d_0.w_0", ()), shapes.get("linear_0.b_0", ())
     if len(filters) == 4 and filters[1] in (3, 4) and len(outputs) == 1 and outputs[0] > 0:
         flags = {"model_prefix": prefix, "num_of_class": outputs[0], "image_shape": [filters[1], 224, 224]}
-        flags |= {"interp": "triangular"}  # otherwise, the example's preprocessing uses the default flags
+        flags |= {"interp": "triangular"}  # all other preprocessing flags of NVIDIA's example have the default values
         for arch in MODELS:
             flags["model_arch_name"] = arch
             if _parameter_shapes(parsing.from_dict(flags)) == shapes:
@@ -287,7 +288,7 @@ def _meta_of_example(checkpoint):
 
 
 def _parameter_shapes(args):
-    """Return {name: shape} of a network's parameters and BN statistics."""
+    """Return the shapes of a network's parameters and BN statistics, {name: shape}."""
     paddle.enable_static()
     program, *_ = _build(args)
     parameters = (var for var in program.list_vars() if isinstance(var, paddle.base.framework.Parameter))
@@ -488,13 +489,13 @@ def resolve_precision(precision, device):
 
 
 def open_paddle(folder, device, logits=False):
-    """Open the network in the folder of an export with Paddle Inference. For exceptions, see open_model."""
+    """Open the network in an export folder with Paddle Inference. For exceptions, see open_model."""
     from paddle import inference
 
     description = _read_description(folder)
     paths = [Path(folder) / f"{NAME}.{suffix}" for suffix in SUFFIXES]
     if not is_table(description.get("files"), **{path.name: _is_file for path in paths}):
-        raise UsageError(f"{folder}/{NAME}.json: size or sha256 of {NAME}.* missing in files; export it again")
+        raise UsageError(f"{folder}/{NAME}.json: `files` lacks the size or sha256 of {NAME}.*; export it again")
     try:  # check sizes and hashes first, because Paddle crashes when it reads a damaged file
         for path in paths:
             folders.verify_file(path, description["files"][path.name], f"{NAME}.json")
@@ -525,7 +526,8 @@ def open_paddle(folder, device, logits=False):
 
 
 def _with_logits(serialized):
-    """Add the softmax's input as a second output to a serialized program of an export. Return the serialized result."""
+    """Add the input of the softmax as a second output to an exported, serialized program. Return the serialized
+    result."""
     program = static.deserialize_program(serialized)
     block = program.global_block()
     [logits] = [op.input("X")[0] for op in block.ops if op.type == "softmax"]
@@ -535,7 +537,7 @@ def _with_logits(serialized):
 
 
 def open_onnx(path, device, logits=False):
-    """Open an ONNX file of an export with onnxruntime. For exceptions, see open_model."""
+    """Open an exported ONNX file with onnxruntime. For exceptions, see open_model."""
     onnx_writer.require("onnxruntime")
     try:
         with files.open_regular(path, MAX_ONNX_BYTES) as file:
@@ -573,7 +575,7 @@ def _onnx_model(data, path, device):
 
 
 def _checked_model(model, path):
-    """Return a model after a test run on an image of zeros.
+    """Test a model on an image of zeros, and return the model.
 
     Raises:
         UsageError: the network does not match its description.
@@ -614,14 +616,14 @@ def _is_file(value):
 
 
 def resolve_device(device):
-    """Return "cpu" or "gpu" for "auto", "cpu" or "gpu". Raise UsageError if the device is "gpu" and Paddle cannot use a
-    GPU."""
+    """Resolve "auto" to "cpu" or "gpu", and return "cpu" and "gpu" unchanged. Raise UsageError if the device is "gpu"
+    and Paddle cannot use a GPU."""
     return gpus.resolve(device, processes.local_gpu(), processes.world_size() > 1)
 
 
 def loader_args(description, batch_size, device="cpu", threads=4):
-    """Return flags for dali.py to produce a network's input images. DALI returns pixels as float32 even if the
-    network's input is uint8.
+    """Return the flags with which dali.py loads images in a network's input format. DALI returns pixels as float32 even
+    if the network's input is uint8.
 
     Args:
         description: content of model.json.

@@ -10,7 +10,7 @@ from utils.errors import UsageError
 OPSET = 13  # released in 2020; supported by onnxruntime 1.7 and TensorRT 8 or later
 IR_VERSION = 7  # version of the file format in the ONNX release that introduced OPSET
 INSTALL = "pip install -r requirements-onnx.txt"
-METADATA = "paddle_resnet"  # metadata key that stores the content of model.json
+METADATA = "paddle_resnet"  # metadata key under which the content of model.json is stored
 
 
 def require(name):
@@ -30,13 +30,13 @@ def to_onnx(program, inputs, outputs, read, metadata, unsigned=False):
     """Translate an inference program to ONNX.
 
     Args:
-        program: static.Program of a network in models/ that computes outputs from inputs, in the layout NCHW.
+        program: static.Program of a network in models/, in the layout NCHW, that computes `outputs` from `inputs`.
         inputs: input Variables [None, ...] of the program. The batch size remains variable.
         outputs: output Variables [None, ...] of the program.
-        read: function that returns the array of a parameter, given its name.
+        read: function that maps a parameter name to the parameter's array.
         metadata: text to store in the file.
         unsigned: whether activations quantized by passes/quantization.py are stored as uint8 instead of int8. The
-            levels do not depend on the type: for uint8, signed activations have the zero point 128.
+            represented values are the same: with uint8, signed activations have the zero point 128.
     Returns:
         onnx.ModelProto that has passed ONNX's checker.
     Raises:
@@ -74,7 +74,8 @@ def to_onnx(program, inputs, outputs, read, metadata, unsigned=False):
 
 
 def with_logits(serialized):
-    """Add the softmax's input as a second output to a serialized model of to_onnx. Return the serialized result."""
+    """Add the input of the softmax as a second output to a serialized ONNX model written by to_onnx. Return the
+    serialized result."""
     onnx = require("onnx")
     model = onnx.load_from_string(serialized)
     [logits] = [node.input[0] for node in model.graph.node if node.op_type == "Softmax"]
@@ -88,7 +89,7 @@ def _append(onnx, op, translation, output, nodes, constants):
     """Append the ONNX node that computes `output`. `translation` describes the node: (ONNX operator, operands,
     attributes).
 
-    An operand is an input slot of `op`, a constant, or the translation of a different node, which is appended first.
+    An operand is an input slot of `op`, a constant, or a nested translation, whose node is appended first.
     """
     kind, operands, attributes = translation
     names = []
@@ -111,7 +112,7 @@ def _is_folded_shift(block, op):
 
 
 def _add_bias(onnx, op, nodes, constants, read):
-    """Replace an addition to the output of a convolution by a bias of this convolution."""
+    """Replace an addition to the output of a convolution with a bias of this convolution."""
     at, conv = next((i, node) for i, node in enumerate(nodes) if node.output[0] == op.input("X")[0])
     bias, output = op.input("Y")[0], op.output("Out")[0]
     constants[bias] = read(bias)
@@ -123,13 +124,14 @@ def _add_bias(onnx, op, nodes, constants, read):
 
 
 def _limit_bias(bias, activation, weight, constants):
-    """Increase the scales of nearly zero filters, so that engines can compute with the bias as int32 multiples of the
-    product of the scales. These filters have no visible effect on the output.
+    """Increase the scales of filters that are nearly zero, so that engines can represent the bias as an int32 multiple
+    of (activation scale * weight scale). Such filters have no visible effect on the output.
 
     Args:
         bias: float32 [channels].
-        activation, weight: names of the inputs of their DequantizeLinear nodes: values, scale, zero point.
-        constants: {name: array}, which is changed.
+        activation, weight: for the activation and the weight, input names of the DequantizeLinear node: values, scale,
+            zero point.
+        constants: {name: array}, modified in place.
     """
     levels, scales = (constants[name] for name in weight[:2])
     larger = np.maximum(scales, np.abs(bias) / (constants[activation[1]] * np.float32(2**30)))
@@ -215,7 +217,7 @@ def _flatten(op):
 _FLOAT = 5  # Paddle's VarType.FP32
 _WINDOW = {"data_format": ("NCHW", "AnyLayout"), "padding_algorithm": ("EXPLICIT",)}
 _CONV = _WINDOW | {"padding_algorithm": ("EXPLICIT", "SAME")}
-# {Paddle operator: {attribute: supported values}} for attributes that the translations below do not read.
+# {Paddle operator: {attribute: supported values}}, for attributes that the translations below ignore.
 _SUPPORTED = {
     "conv2d": _CONV,
     "depthwise_conv2d": _CONV,

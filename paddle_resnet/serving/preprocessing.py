@@ -1,8 +1,8 @@
 """Image preprocessing for an exported network, using only PIL and NumPy. The resulting pixels differ by at most one of
-255 levels from those of DALI on a CPU.
+255 levels from the pixels that DALI computes on a CPU.
 
-Each export contains a copy of this file, preprocess.py, which imports nothing from the project, so that the copy can
-run alone: `python preprocess.py IMAGE...`
+Each export contains a copy of this file, preprocess.py. The file imports nothing from this project, so the copy can be
+run on its own: `python preprocess.py IMAGE...`
 """
 
 import json
@@ -61,7 +61,7 @@ def _is_text(value):
 _is_side = _is_in(1, MAX_SIDE, (int,))
 _is_sides = _is_list_of(_is_side, 2)
 _is_scale = _is_in(1e-12, 1e12, (int, float))
-# Checks of model.json: {required entry: function}. The list of files is checked separately.
+# Checks for model.json: {required entry: function that checks its value}. The list of files is checked separately.
 SCHEMA = {
     "preprocessing.resize_short": _is_side,
     "preprocessing.center_crop": lambda value: _is_side(value) or _is_sides(value),
@@ -103,7 +103,7 @@ def problem(model):
 
 
 def sides(preprocessing):
-    """Return [H, W] of the crop. For a square, center_crop is a single number."""
+    """Return the crop size [H, W]. If the crop is square, center_crop is a single number."""
     crop = preprocessing["center_crop"]
     return crop if isinstance(crop, list) else [crop, crop]
 
@@ -127,7 +127,7 @@ def pixels(image, preprocessing):
     crop, interp = sides(preprocessing), preprocessing["interp"]
     covered = [int(preprocessing["resize_short"] * side / min(crop) + 0.5) for side in crop]
     scale = max(covered[0] / levels.shape[0], covered[1] / levels.shape[1])
-    for side in crop:  # first the height, from [H, W, 3] to [W, side, 3], then the width
+    for side in crop:  # first resize the height, from [H, W, 3] to [W, side, 3], then the width
         weights = _weights(levels.shape[0], scale, side, interp)
         levels = np.moveaxis(np.tensordot(levels, weights, axes=(0, 1)), 2, 1)
     return np.rint(levels).clip(0, 255).astype(np.uint8)
@@ -156,7 +156,7 @@ def preprocess(image, preprocessing):
 
 
 def model_input(image, model):
-    """Return an image as a batch of size 1, in the type and layout that `model`, the content of model.json,
+    """Return an image as a batch of size 1, with the type and layout that `model`, the content of model.json,
     specifies."""
     prepare = pixels if model["input"]["dtype"] == "uint8" else preprocess
     return prepare(image, model["preprocessing"])[None]
@@ -194,7 +194,7 @@ def main(paths):
         model = read_model(folder / "model.json")
     except ValueError as e:
         return _report(e, 2)
-    Image.MAX_IMAGE_PIXELS = None  # _checked_input applies the limit of training instead
+    Image.MAX_IMAGE_PIXELS = None  # _checked_input applies the limit that training uses
     session = None
     if (folder / "model.onnx").is_file():
         try:

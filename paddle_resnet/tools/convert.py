@@ -5,9 +5,9 @@ processes start quickly.
 
 If a conversion is interrupted, repeating the command resumes it. For TFRecord and WebDataset, each worker writes entire
 shards atomically, and complete shards are kept. For RecordIO and LMDB, which have one file per split, workers prepare
-the images and one process writes them in order; images that have been written are kept. If the size or modification
-time of a source file has changed since the conversion began, all images are written again.
-If a record file of a complete conversion is missing or has a different size, it is written again.
+the images and one process writes them in order; images that have already been written are kept. If the size or
+modification time of a source file has changed since the conversion began, all images are written again. If a record
+file of a complete conversion is missing or has a different size, this record file is written again.
 """
 
 import contextlib
@@ -32,13 +32,13 @@ from utils.mode import Mode
 
 RECORD_FORMATS = (*SHARDED, *SINGLE_FILE)
 IMAGES_PER_SHARD = 2000
-# Seed of the random order in which training images are written. With images in random order, a buffer suffices to
-# shuffle in training.
+# Seed of the random order in which training images are written. Because the stored order is random, a shuffle buffer
+# suffices in training.
 ORDER_SEED = 0
 INDEXED = ("recordio", "tfrecord", "webdataset")
 # {first bytes of a file: suffix} for all image formats except JPEG.
 MAGIC = ((b"\x89PNG", "png"), (b"BM", "bmp"), (b"II", "tif"), (b"MM", "tif"), (b"RIFF", "webp"))
-BLOCK = 64  # number of images per task of a worker, and per sync of a RecordIO file or LMDB
+BLOCK = 64  # number of images per worker task, and per sync of a RecordIO file or LMDB
 _LOCK = ".lock"
 NAMED = 10  # maximum number of undecodable images to list in a message
 
@@ -56,7 +56,7 @@ def convert(
     allow_outside=False,
     check=None,
 ):
-    """Write all splits of a data set in a record format.
+    """Convert all splits of a data set to a record format.
 
     The labels are those that training would use. The class names are written to output/classes.txt. Training images are
     written in random order, and validation images in stored order.
@@ -66,16 +66,16 @@ def convert(
         output: folder to create, which can then be used as --image-root.
         to: one of RECORD_FORMATS.
         shards: number of training shards, by default one per IMAGES_PER_SHARD images. Validation shards contain the
-            same number of images.
-        resize_short: number of pixels of the shorter side. Larger images are shrunk and stored upright as RGB JPEG. The
-            files of other images are copied unchanged.
+            same number of images per shard.
+        resize_short: maximum length of an image's shorter side in pixels. Larger images are shrunk and stored upright
+            as RGB JPEG files. All other image files are copied unchanged.
         quality: JPEG quality of the shrunk images, 1 to 100.
         workers: number of processes, by default the number of cores.
         progress: function to call with (number of converted images, total number of images).
         skip_list: file with the images to omit (--skip-list).
         allow_outside: whether file lists and skip_list may contain files outside source.
-        check: function to call like progress while all images are decoded, before any file is written, or None to skip
-            this check. A resumed conversion does not repeat the check.
+        check: progress function for the check that decodes all images before any file is written, or None to skip this
+            check. A resumed conversion does not repeat the check.
     Returns:
         {split: number of images}.
     Raises:
@@ -119,7 +119,8 @@ def convert(
         os.makedirs(output, exist_ok=True)
         if is_changed:
             logger.warn(
-                f"--output {output}: files in {source} have changed since the conversion began; all are converted again"
+                f"--output {output}: files in {source} have changed since the conversion began; all images are "
+                "converted again"
             )
             _remove_shards(output, to)
         indexes.write_file(os.path.join(output, listing.MANIFEST), _json({**manifest, "complete": False}))
@@ -234,8 +235,8 @@ def _is_changed(output, manifest):
     for split, recorded in listing.read_manifest(output)["splits"].items():
         if "files_sha256" not in recorded:
             logger.warn(
-                f"--output {output}: converted by an older version, which cannot detect file changes; if images have "
-                "changed, remove it and convert again"
+                f"--output {output}: converted by an older version, so file changes cannot be detected; if images "
+                "have changed, remove the folder and convert again"
             )
             return False
         if recorded["files_sha256"] != manifest["splits"][split]["files_sha256"]:
@@ -256,7 +257,7 @@ def _size(path):
 def _damaged(output):
     """Return the paths of the record files of a complete conversion that are missing or do not have their recorded
     sizes."""
-    sizes = listing.read_manifest(output).get("bytes", {})  # missing in conversions of older versions
+    sizes = listing.read_manifest(output).get("bytes", {})  # older versions did not store sizes
     return [path for name, size in sizes.items() if _size(path := os.path.join(output, name)) != size]
 
 
@@ -303,12 +304,12 @@ def _check_decodable(source, images, workers, progress):
 
 
 def _continued(output, manifest):
-    """Return whether the conversion to the output folder is complete, or None if the conversion has not begun."""
+    """Return whether the conversion in the output folder is complete, or None if it has not begun."""
     recorded = listing.read_manifest(output)
     if recorded is not None:
         for key, value in (manifest | {"splits": _images_of(manifest)}).items():
             if (_images_of(recorded) if key == "splits" else recorded.get(key)) != value:
-                what = "other images" if key == "splits" else f"{key} {recorded.get(key)}"
+                what = "different images" if key == "splits" else f"{key} {recorded.get(key)}"
                 raise UsageError(
                     f"--output {output}: contains a conversion with {what}; remove it, choose a different folder, or "
                     "repeat the command that wrote it"
@@ -410,8 +411,8 @@ def _in_rgb(picture):
 
 
 def _extension(image, data):
-    """Return an image's extension in a tar shard: the extension of its file if that is supported, or one that matches
-    the file's first bytes."""
+    """Return the extension for an image in a tar shard: the extension of the image file if it is supported, otherwise
+    the extension that matches the first bytes of the file."""
     own = os.path.splitext(image.path)[1][1:].lower()
     if image.kind is None and own in records.IMAGE_EXTENSIONS and own != "jfif":  # few tar readers support .jfif
         return own
@@ -459,7 +460,7 @@ def _write_single_file(to, output, split, images, pool, report):
             for _, i in zip(range(count), starts, strict=False):
                 blocks.append(pool.submit(_prepare_block, images[i : i + BLOCK]))
 
-        # Two queued blocks per worker keep all workers busy and limit memory use.
+        # Queue only two blocks per worker, which keeps all workers busy but limits memory use.
         submit(2 * pool.count)
         while blocks:
             writer.write(blocks.popleft().result())

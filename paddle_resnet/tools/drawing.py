@@ -12,7 +12,7 @@ from utils.errors import UsageError, printable
 matplotlib.use("Agg")
 FORMATS = (".png", ".pdf", ".svg")
 FONT = "DejaVu Sans"  # matplotlib includes this font
-MOST_BARS = 60  # for more classes, only the largest and smallest classes have bars, and a curve shows all classes
+MOST_BARS = 60  # if there are more classes, only the largest and smallest have bars, and a curve shows all classes
 EXTREMES = 15
 NAME_LENGTH = 40
 
@@ -24,7 +24,7 @@ def check_name(output):
 
 
 def save(figure, output):
-    """Write a figure in the format given by the suffix of its file name.
+    """Write a figure in the format that the suffix of the file name specifies.
 
     Raises:
         UsageError: the file cannot be written.
@@ -95,7 +95,8 @@ def balance(splits):
 
 def _size_limits(splits):
     """Return the upper limits for width and height in the drawing: the maxima over all splits or, if the maxima are
-    more than twice the 99th percentiles, these percentiles. A few huge images then do not compress the rest."""
+    more than twice the 99th percentiles, these percentiles. With percentiles, a few huge images do not compress the
+    rest of the drawing."""
     sizes = np.concatenate([content["sizes"] for content in splits.values()])
     if len(sizes) == 0:
         return np.ones(2)

@@ -48,7 +48,7 @@ def preview(root, output, images, arguments):
 
 
 def augmented(root, images, versions, arguments):
-    """Load training images, and apply the augmentation of training to each image several times.
+    """Load training images, and apply the training augmentation to each image several times.
 
     Returns:
         [(uint8 [H, W, 3] in RGB, [uint8 arrays [crop height, crop width, 3] without normalization], class name)]
@@ -94,7 +94,7 @@ def augmented(root, images, versions, arguments):
 
 
 def info(root, output=None, allow_outside=False):
-    """Count images and classes, measure the images, and print and draw the result.
+    """Count images and classes, determine image sizes, and print and draw the result.
 
     Args:
         root: folder of a data set in any format, with a train split, a val split or both.
@@ -118,7 +118,7 @@ def info(root, output=None, allow_outside=False):
             counts = Counter(label for label, _ in measured if label is not None)
             name_of = dict(enumerate(names or []))
             name_of |= {label: str(label) for label in sorted(counts) if label not in name_of}
-            # In ImageNet, several classes have the same name.
+            # Several classes may have the same name, as in ImageNet.
             repeated = {name for name, count in Counter(name_of.values()).items() if count > 1}
             result[mode.value] = {
                 "classes": {
@@ -155,19 +155,19 @@ def _statistics():
     return {
         "images": lambda classes, sizes: str(sum(classes.values())),
         "classes": lambda classes, sizes: str(len(classes)),
-        "images of the largest class": largest,
-        "images of the median class": lambda classes, sizes: f"{np.median(list(classes.values()) or [0]):g}",
-        "images of the smallest class": smallest,
+        "images in the largest class": largest,
+        "images in the median class": lambda classes, sizes: f"{np.median(list(classes.values()) or [0]):g}",
+        "images in the smallest class": smallest,
         "width: minimum / median / maximum": lambda classes, sizes: quantiles(sizes[:, 0]),
         "height": lambda classes, sizes: quantiles(sizes[:, 1]),
         "shorter side": lambda classes, sizes: quantiles(sizes.min(axis=1)),
         "kilopixels": lambda classes, sizes: quantiles(sizes.prod(axis=1) / 1000),
-        "header not readable": lambda classes, sizes: str(sum(classes.values()) - len(sizes)),
+        "unreadable header": lambda classes, sizes: str(sum(classes.values()) - len(sizes)),
     }
 
 
 def _measure(image):
-    """Return (label, (width, height)) of a listing.Image. A label or size that cannot be read is None."""
+    """Return (label, (width, height)) of a listing.Image. If the label or the size cannot be read, it is None."""
     label = image.label
     try:
         if image.kind is None:
@@ -182,13 +182,14 @@ def _measure(image):
 
 
 def speed(root, threads, loads, batches, repeats, arguments):
-    """Measure the loader alone in images/s and print a table.
+    """Measure the throughput of the loader without training in images/s, and print a table.
 
     Args:
         root: folder of the data set.
         threads: list of values for --dali-num-threads.
         loads: list of values for --hw-decoder-load, which applies to decoding on a GPU.
-        batches: number of batches per measurement. The same number of batches is read before as a warm-up.
+        batches: number of batches per measurement. Before each measurement, the same number of batches is read as a
+            warm-up.
         repeats: number of measurements per setting.
         arguments: flags of train.py.
     Returns:
@@ -216,7 +217,7 @@ def speed(root, threads, loads, batches, repeats, arguments):
                 rates.append(batches * args.batch_size / (perf_counter() - start))
                 del loader
             rows.append((decoder, n, load, rates))
-    title = f"{root}: images/s of the loader alone, n = {repeats}, {batches} batches of {args.batch_size}"
+    title = f"{root}: loader throughput in images/s, n = {repeats}, {batches} batches of {args.batch_size}"
     table = Table(title=Text(printable(title)))
     for column in ("decoder", "threads", "hw-decoder-load", "median", "lowest", "highest"):
         table.add_column(column, justify="right")
@@ -245,7 +246,7 @@ def _parse(root, arguments):
 
 
 def open_loader(root, arguments):
-    """Open the training loader of train.py, and return (loader, settings). The batch size is at most the size of the
+    """Open the training loader of train.py, and return (loader, settings). The batch size is limited to the size of the
     data set."""
     args = _parse(root, arguments)
     resolution.resolve_classes(args, Mode.TRAIN)

@@ -1,9 +1,9 @@
-"""`python -m paddle_resnet.dataset verify`: find all images on which training would fail, before a run.
+"""`python -m paddle_resnet.dataset verify`: find all images on which training would fail, before training starts.
 
 Worker processes import this module instead of dataset.py, because this module does not import Paddle.
 
-docs/data.md lists the types of files that training uses or rejects. The list was tested with DALI 2.4 on the CPU and
-850 files: test images from Pillow, libjpeg-turbo and DALI, and examples from recurser/exif-orientation-examples.
+docs/data.md lists the file types that training accepts or rejects. The list was tested with DALI 2.4 on the CPU on 850
+files: test images of Pillow, libjpeg-turbo and DALI, and images from recurser/exif-orientation-examples.
 """
 
 import contextlib
@@ -71,8 +71,8 @@ class Report:
 def verify(root, num_of_class=None, allow_outside=False, run_scope=RunScope.TRAIN_EVAL, allow_empty=False):
     """Decode every image of both splits on all cores, with the CPU decoders that training uses.
 
-    Record files are read twice: record by record to find damaged records, and by DALI in a separate process. DALI must
-    yield the same images and labels, in the same order, as the record-by-record reading.
+    Record files are read twice: record by record to find damaged records, and by DALI in a separate process. Both must
+    yield the same images and labels in the same order.
 
     Args:
         root: folder of a data set in any format, with a train split, a val split or both.
@@ -100,8 +100,8 @@ def verify(root, num_of_class=None, allow_outside=False, run_scope=RunScope.TRAI
         try:
             data_format, classes, images = listing.images(root, mode, allow_outside=allow_outside)
         except UsageError as e:
-            # Check the images despite the error, which may be, for example, a broken link or a class that is only in
-            # val.
+            # Check the images despite the error. For example, the error may be a broken link or a class that exists
+            # only in val.
             report.errors += [str(e)] if str(e) not in report.errors else []
             data_format, classes, images = "folder", None, _images_of_folders(root, mode)
             limit = None
@@ -186,7 +186,7 @@ def _compare_with_dali(root, mode, data_format, images, checked, report):
     """Read record files with DALI, and compare all images and labels, except failing images, with the results of
     check()."""
     if data_format == "lmdb" and any(failure for failure, *_ in checked):
-        return  # the reader of this format cannot skip failing images
+        return  # DALI's LMDB reader cannot skip failing images
     pairs = zip(images, checked, strict=True)
     kept = [(image.name, digest, label) for image, (failure, _, digest, label) in pairs if failure is None]
     skip = frozenset(image.name for image, (failure, *_) in zip(images, checked, strict=True) if failure is not None)
@@ -264,7 +264,7 @@ def _start_worker(parent):
 
 
 def _keep_quiet():
-    """Silence the decoders, which print a line for each damaged file, because the report contains these files."""
+    """Silence the decoders' messages about damaged files, because the report lists these files."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
@@ -281,7 +281,7 @@ def check(task):
     try:
         data, label = records.read(image)
     except OSError as e:
-        if e.errno == errno.EMFILE:  # too many open files, which is not the image's fault
+        if e.errno == errno.EMFILE:  # too many open files; the image itself may be valid
             raise
         return f"cannot be read ({e.strerror})", [], None, None
     except UsageError as e:
@@ -334,7 +334,7 @@ def write_fix_list(report, path):
 
 
 def show(report, console=None):
-    """Print the report."""
+    """Print a report."""
     console = console or Console()
     unusual = Table()
     unusual.add_column("unusual", no_wrap=True)

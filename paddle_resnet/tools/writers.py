@@ -1,7 +1,7 @@
 """Writers for all record formats, for convert.py.
 
-TFRecord, LMDB and WebDataset are written by libraries. Because RecordIO has no maintained library, this module contains
-a writer.
+Libraries write TFRecord, LMDB and WebDataset. RecordIO has no maintained library, so this module contains a RecordIO
+writer.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class _RecordIOWriter:
     """Appends images to SPLIT.rec.partial and SPLIT.idx.partial. If SPLIT.rec is already complete, the writer does
     nothing.
 
-    Records are synced to disk before their index lines are written, so that the index never contains a missing record.
+    Records are synced to disk before their index lines are written, so the index never refers to a missing record.
     """
 
     def __init__(self, output, split):
@@ -95,8 +95,8 @@ class _RecordIOWriter:
 def recordio_record(payload):
     """Encode a RecordIO record: magic number, flag and length, payload, padding to a multiple of 4 bytes.
 
-    If the payload contains the magic number at a multiple of 4 bytes, the record is split at this place. Without the
-    split, a reader that scans for the magic number would detect the start of a record inside the payload.
+    If the payload contains the magic number at a multiple of 4 bytes, the record is split at this position. Otherwise,
+    a reader that scans for the magic number would detect the start of a record inside the payload.
 
     Args:
         payload: fewer than 2**29 bytes.
@@ -164,8 +164,8 @@ class _LMDBWriter:
 
 @contextlib.contextmanager
 def _lmdb_errors(path):
-    """Convert LMDB's errors, such as a full disk, to OSError. The caller handles the error for a full map, which is not
-    converted."""
+    """Convert LMDB errors, such as a full disk, to OSError. MapFullError is not converted, because the caller handles
+    it."""
     import lmdb
 
     try:

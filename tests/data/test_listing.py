@@ -189,7 +189,9 @@ def test_empty_training_class_requires_allow_empty(root, capsys):
     for path in (root / "train/class1").iterdir():
         path.rename(path.with_suffix(".heic"))
     shutil.rmtree(root / "val/class2")
-    with pytest.raises(UsageError, match=r"train has no images for 1 of 3 classes \(class1\); .*--allow-empty-classes$"):
+    with pytest.raises(
+        UsageError, match=r"train has no images for 1 of 3 classes \(class1\); .*--allow-empty-classes$"
+    ):
         readers.open_split(root, "auto", Mode.TRAIN, 3, 0)
     assert readers.open_split(root, "auto", Mode.TRAIN, 3, 0, allow_empty=True).size == 20
     assert readers.open_split(root, "auto", Mode.EVAL, 3, 0).size == 16

@@ -204,7 +204,7 @@ def test_conversion_with_changed_image_list_is_rejected(photos, tmp_path):
     shutil.copytree(photos, tmp_path / "photos")
     convert.convert(tmp_path / "photos", tmp_path / "x", "recordio", workers=1)
     (tmp_path / "photos" / "train" / "class0" / "00.jpg").unlink()
-    with pytest.raises(UsageError, match="contains a conversion with other images"):
+    with pytest.raises(UsageError, match="contains a conversion with different images"):
         convert.convert(tmp_path / "photos", tmp_path / "x", "recordio", workers=1)
 
 
@@ -232,7 +232,7 @@ def test_conversion_of_older_version_is_kept_with_a_warning(photos, tmp_path, ca
     (tmp_path / "x/convert.json").write_text(json.dumps(manifest))
     before = tree(tmp_path / "x")
     convert.convert(photos, tmp_path / "x", "recordio", workers=1)
-    assert "converted by an older version, which cannot detect file changes" in capsys.readouterr().err
+    assert "converted by an older version, so file changes cannot be detected" in capsys.readouterr().err
     assert tree(tmp_path / "x") == before
 
 
