@@ -261,9 +261,9 @@ def class_metrics(confusion, class_num):
 
 
 def average_metrics(confusion, class_num):
-    """Return {"precision_macro", ..., "f1_weighted"}, the averages of class_metrics. Macro averages are over classes
-    that occur as label or prediction; weighted averages use the number of images in each class as its weight. The
-    definitions are those of scikit-learn with zero_division=0."""
+    """Return averages of the class_metrics over the classes: {"precision_macro", ..., "f1_weighted"}. Macro averages
+    are over classes that occur as label or prediction; weighted averages use the number of images in each class as its
+    weight. The definitions are those of scikit-learn with zero_division=0."""
     metrics = class_metrics(confusion, class_num)
     occurring = np.unique(confusion[:, :2])
     weights = {"macro": np.isin(np.arange(class_num), occurring), "weighted": metrics["images"]}

@@ -54,7 +54,7 @@ def ratio(text):
 
 
 def list_of(parse):
-    """Return the argparse type for values that are separated by commas and parsed by `parse`."""
+    """Return the argparse type for a comma-separated list of values, each of which is parsed with `parse`."""
 
     def parse_list(text):
         if len(text.split()) > 1 and "," not in text:

@@ -50,7 +50,7 @@ def claim(outputs=None, folders=None, inputs=(), protected=(), run_folder=None):
 
 @contextlib.contextmanager
 def writing(what, path):
-    """Convert errors in the block to a UsageError: an OSError, or the ValueError for an invalid path."""
+    """In the block, convert an OSError, or a ValueError for an invalid path, to a UsageError."""
     try:
         yield
     except OSError as e:

@@ -39,7 +39,7 @@ def shown():
         redirect_stderr=sys.stderr.isatty(),
     )
     live.start()
-    console.show_cursor(True)  # rich hides the cursor, but the process may end inside this block
+    console.show_cursor(True)  # show the cursor, which rich hides, because the process may end here
     _live = live
     try:
         yield

@@ -152,7 +152,7 @@ def _whole_name(source, image_root):
 
 
 def _undecoded(data_set):
-    """Yield (content of the image file, source_info) for all images of a data set."""
+    """Yield (content of the image file, source_info) for all images in a data set."""
 
     @pipeline_def(batch_size=64, num_threads=1, device_id=None)
     def undecoded(shard_id, num_shards):

@@ -57,7 +57,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
         image_root: folder of the data set.
         conditions: settings to store in state(). A loader that resumes from the state compares these settings with its
             own.
-        step: number of batches that the epoch had yielded when the pipeline's checkpoint was saved.
+        step: number of batches that had been yielded in the current epoch when the pipeline's checkpoint was saved.
         epoch: number of epochs that were complete at that time.
     Raises:
         DataError: an image in the first batches cannot be read or decoded. For images in later batches, `next` raises
@@ -167,7 +167,8 @@ class ShardIterator(_Steps, DALIGenericIterator):
             return self._decoded_batch()
 
     def _decoded_batch(self):
-        # This code replaces that of DALI's plugin, which requires a GPU and does not support preallocated tensors.
+        # This method replaces the code in DALI's plugin, which requires a GPU and does not support preallocated
+        # tensors.
         self._ever_consumed = True
         outputs = self._get_outputs()[0]
         gpu = self._pipes[0].device_id
@@ -197,7 +198,8 @@ def adapted(loader, program):
 
 
 class Adapter:
-    """Gives an iterable of batches the interface that this module defines. Each pass over the iterable is one epoch.
+    """Adapts an iterable of batches to the interface that this module defines. Each pass over the iterable is one
+    epoch.
 
     Args:
         loader: an iterable of `[{name: array or tensor}]`, with the names of feeds(program). The loader may reuse the

@@ -43,7 +43,7 @@ OTHER_NAMES = {
 SYSTEM_FOLDERS = ("__MACOSX", "lost+found", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information")
 OUTSIDE = "image outside the class folders"  # kind of an ignored file, for warn_of_ignored
 _TEXT_LIMIT = 1 << 30  # maximum size in bytes of a file list, classes.txt or skip list
-_NAME_LIMIT = 1000  # maximum number of characters of a class name; Python's CSV reader accepts 131,072
+_NAME_LIMIT = 1000  # maximum number of characters in a class name; Python's CSV reader accepts 131,072
 # File that describes a conversion; tools/convert.py writes it to the output folder.
 MANIFEST = "convert.json"
 EXAMPLE_NAMES = {
@@ -130,7 +130,7 @@ def occupied(image_root):
 
 
 def splits(image_root):
-    """Return the modes, Mode.TRAIN and Mode.EVAL, whose split exists under image_root.
+    """Return the modes (Mode.TRAIN, Mode.EVAL) whose split exists in image_root.
 
     Raises:
         UsageError: neither split exists, or image_root cannot be used.
@@ -204,7 +204,7 @@ def images(image_root, mode, data_format=None, allow_outside=False, classes=None
         mode: Mode.TRAIN or Mode.EVAL.
         data_format: one of STORAGE_FORMATS, or None to detect the format.
         allow_outside: whether a file list may contain files outside image_root.
-        classes: see list_folder, for class folders.
+        classes: for class folders, see list_folder.
     Returns:
         (storage format, classes or None, [Image])
     Raises:
@@ -235,17 +235,18 @@ def images(image_root, mode, data_format=None, allow_outside=False, classes=None
 def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=None):
     """List class folders: IMAGE_ROOT/train/CLASS/IMAGE and IMAGE_ROOT/val/CLASS/IMAGE.
 
-    The label of a class is the index of its folder in the sorted class folders of train/, or of val/ if train/ does not
-    exist. A class without validation images does not shift the labels of other classes. A single warning states how
+    The label of a class is the index of its folder among the sorted class folders of train/, or of val/ if train/ does
+    not exist. A class without validation images does not shift the labels of other classes. A single warning states how
     many files are ignored because of their name or folder.
 
     Args:
         image_root: the folder above train/ and val/.
         mode: Mode.TRAIN lists train/, Mode.EVAL lists val/.
-        num_of_class: number of outputs of the network, or None for any number.
+        num_of_class: number of network outputs, or None for any number.
         skip: names of images that need not be regular files, because the caller omits them.
-        classes: class name of each output of a trained network, to assign labels to the folders, or None if the folders
-            define the labels. Numbers, which represent classes without names, are ignored if they match no folder.
+        classes: class name of each output of a trained network, used to assign labels to the folders; None if the
+            folders define the labels. If all names are numbers, which represent unnamed classes, and match no folder,
+            they are ignored.
     Returns:
         (paths relative to image_root, labels, names of the class folders)
     Raises:
@@ -440,9 +441,9 @@ def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, trai
     Args:
         image_root: the folder that contains the list.
         mode: Mode.TRAIN reads train.txt, Mode.EVAL val.txt.
-        num_of_class: number of outputs of the network, or None for any number.
-        allow_outside: whether the list may contain paths outside image_root. Links in image_root may always point
-            outside.
+        num_of_class: number of network outputs, or None for any number.
+        allow_outside: whether the list may contain paths outside image_root. Symbolic links in image_root may always
+            point outside image_root.
         trained: see class_names.
     Returns:
         (paths relative to image_root, labels, class names or None)
@@ -693,7 +694,7 @@ def class_names(image_root, num_of_class=None, trained=None):
 
     Args:
         image_root: the folder that contains classes.txt.
-        num_of_class: number of outputs of the network, or None for any number.
+        num_of_class: number of network outputs, or None for any number.
         trained: class name of each output of a trained network, or None. A name must have the same label in the data
             set and the network.
     Raises:
@@ -757,7 +758,7 @@ def check_labels(path, labels, num_of_class, classes):
     Args:
         path: file that contains the labels, for the error message.
         labels: iterable of numbers.
-        num_of_class: number of outputs of the network, or None for any number.
+        num_of_class: number of network outputs, or None for any number.
         classes: class names, or None.
     Raises:
         UsageError: a label is out of range.

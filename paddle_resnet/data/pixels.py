@@ -8,7 +8,7 @@ def pictures(images, data_layout, scale, mean, std):
 
     Args:
         images: the "data" array of a batch, on the host, in any floating-point type.
-        data_layout: --data-layout of the images.
+        data_layout: value of --data-layout.
         scale, mean, std: values of the --normalize flags.
     Returns:
         uint8 [N, H, W, 3] in RGB.

@@ -40,7 +40,7 @@ class DataSet:
 
     Attributes:
         data_format: one of listing.STORAGE_FORMATS.
-        size: number of images in the split, over all processes.
+        size: number of images in the entire split, not per process.
         classes: class names in label order; for class folders, the folder names.
         read: read(name, shard_id, num_shards, shuffle) -> (encoded images, uint8 [bytes]; labels, int64 [1]), called
             while a DALI pipeline is being defined. In each process, the reader repeats the last image to fill the last
@@ -83,14 +83,14 @@ def open_split(
         image_root: the folder that contains both splits.
         data_format: one of listing.STORAGE_FORMATS, or "auto" to detect and log the format.
         mode: Mode.TRAIN or Mode.EVAL.
-        num_of_class: number of outputs of the network. If None, only classes.txt and class folders define the classes.
+        num_of_class: number of network outputs. If None, only classes.txt and class folders define the classes.
         seed: seed of the training order.
         skip: names (listing.Image.name) of images to omit. If a class becomes empty, the labels of the other classes do
             not change.
         allow_outside: whether a file list may contain files outside image_root.
         allow_empty: whether class folders in train/ may be empty.
-        trained: class name of each output of a trained network, to assign labels to class folders. If None, the data
-            set defines the labels.
+        trained: class name of each output of a trained network, used to assign labels to class folders. If None, the
+            data set defines the labels.
     Returns:
         DataSet.
     Raises:
@@ -157,8 +157,9 @@ def encoded_images(batches):
 class BalancedSampler:
     """Draws an endless sequence of training batches for one process (--balanced-sampling).
 
-    For each image of an epoch, a class is drawn from all classes with images, and then an image of this class, both
-    uniformly and with replacement. The draws depend only on seed, epoch, rank and the number of images per epoch.
+    Each image of an epoch is drawn in two steps: first a class from all classes that have images, then an image of this
+    class. Both are drawn uniformly and with replacement. The draws depend only on seed, epoch, rank and the number of
+    images per epoch.
 
     Args:
         data_set: DataSet with labels.
@@ -209,7 +210,7 @@ def balanced(data_set, sampler):
 
 
 def _digest(*parts):
-    """Return the sha256 of texts, numbers and arrays."""
+    """Return the sha256 of strings, numbers and arrays."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part.tobytes() if isinstance(part, np.ndarray) else str(part).encode(errors="surrogateescape"))
@@ -361,8 +362,7 @@ def _reader_arguments(name, shard_id, num_shards, shuffle, size, seed):
         return {**arguments, "stick_to_shard": True}
     return {
         **arguments,
-        # In each epoch, the reader processes the images of a different shard. Its shuffle buffer never mixes two
-        # epochs.
+        # In each epoch, the reader reads a different shard. The shuffle buffer never mixes images of two epochs.
         "stick_to_shard": False,
         "random_shuffle": True,
         "initial_fill": min(SHUFFLE_BUFFER, -(-size // num_shards)),
@@ -371,12 +371,12 @@ def _reader_arguments(name, shard_id, num_shards, shuffle, size, seed):
 
 
 def _shard_order(shuffle, seed):
-    # The seed is equal on all processes, so that all processes use the same order of the shards.
+    # All processes use the same seed, so that the shard order is the same for all processes.
     return {"shuffle_after_epoch": True, "shuffle_after_epoch_seed": seed} if shuffle else {}
 
 
 def _skipped(skip, shard):
-    """Return the offsets, as text, of the skipped records in a record file."""
+    """Return the offsets of the skipped records in a record file as strings."""
     named = (name.rpartition("@") for name in skip)
     return [place for name, _, place in named if name == os.path.basename(shard)]
 

@@ -36,7 +36,7 @@ def readable(path):
 
 
 def read(image):
-    """Read one image of a data set.
+    """Read one image from a data set.
 
     Args:
         image: listing.Image.

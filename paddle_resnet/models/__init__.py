@@ -14,7 +14,7 @@ RESIZE_RATIO = 256 / 224  # default ratio of --resize-short to --crop-size
 
 @dataclass(frozen=True)
 class Network:
-    """Registry entry for a network of this package. Calling the entry imports Paddle and constructs the network.
+    """Registry entry for a network in this package. Calling the entry imports Paddle and constructs the network.
 
     Attributes:
         module: name of a module in this package.
@@ -77,12 +77,12 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Ends:
-    """Names of the parameters of the first and last layer of a program's network.
+    """Parameter names of the first and last layer of the network in a program.
 
     Attributes:
-        first: name of the weight of the convolution that reads the images.
-        last: names of the bias and the weight of the classifier.
-        file_sha256: sha256 of the user's file that defines the network; None for a network of this package.
+        first: weight name of the convolution that reads the images.
+        last: bias name and weight name of the classifier.
+        file_sha256: sha256 of the user's file that defines the network; None for a network in this package.
     """
 
     first: str
@@ -99,7 +99,7 @@ def build_model(arch, num_classes, channels, data_format):
     Args:
         arch: --model-arch-name.
         num_classes: number of outputs.
-        channels: number of channels of the images.
+        channels: number of image channels.
         data_format: "NCHW" or "NHWC".
     Raises:
         UsageError: --model-arch-name is not in the registry, the user's file raises an exception, or its network lacks
@@ -164,7 +164,7 @@ def ends(program):
 
 
 def registered(arch):
-    """Return the Network for --model-arch-name, or None if it is not in the registry. Spellings are matched as in
+    """Return the Network for --model-arch-name, or None if it is not in the registry. Names are matched as in
     registered_name."""
     network = {_simplified(name): network for name, network in MODELS.items()}.get(_simplified(arch))
     return network if isinstance(network, Network) else None

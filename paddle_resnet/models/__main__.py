@@ -76,7 +76,7 @@ def speeds():
 
 
 def rows(archs):
-    """Yield the rows of the table as lists of texts: first the header, then one row per network."""
+    """Yield the rows of the table as lists of strings: first the header, then one row per network."""
     measured = speeds()
     yield ["network", "image", "parameters", "multiply-adds", "activations", "paper", "training", "evaluation", "on"]
     for arch in archs:

@@ -77,7 +77,7 @@ class ConvBN(nn.Layer):
         data_format: "NCHW" or "NHWC".
         groups: number of groups of the convolution; if it equals in_channels, the convolution is depthwise.
         initializer: initializer of the filters.
-        epsilon, momentum: arguments of the batch normalization; momentum is the weight of the previous running
+        epsilon, momentum: arguments of the batch normalization layer; momentum is the weight of the previous running
             statistics.
         padding: padding of the convolution, by default kernel_size // 2 on all sides. "SAME" pads like TensorFlow: if
             the stride is 2 and the size is even, with one more row at the bottom than at the top and one more column on
@@ -191,7 +191,8 @@ class SqueezeExcitation(nn.Layer):
 
 class InvertedResidual(nn.Layer):
     """Inverted residual block: a 1x1 convolution that expands the channels, a depthwise convolution, and a 1x1
-    projection without activation. If the shape is unchanged, the input is added: Sandler et al., arXiv:1801.04381.
+    projection without activation. If the shape is unchanged, the input is added to the output: Sandler et al.,
+    arXiv:1801.04381.
 
     Args:
         in_channels, hidden, channels: number of channels of the input, of the depthwise convolution and of the output.

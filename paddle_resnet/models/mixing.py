@@ -34,7 +34,7 @@ def cutmix(generator, ratio, height, width):
     return Mix(*sides, 1 - sides[0].mean() * sides[1].mean())
 
 
-# {name of the flag: function}. To add a kind of mixing, add a function like mixup, an entry here, and a flag.
+# {flag name: function}. To add a kind of mixing, add a function like mixup, an entry to this dictionary, and a flag.
 KINDS = {"mixup": mixup, "cutmix": cutmix}
 
 
@@ -43,8 +43,8 @@ def draw(generator, alphas, height, width):
 
     Args:
         generator: np.random.Generator.
-        alphas: {kind: alpha}, with alpha > 0. The ratio is drawn from Beta(alpha, alpha). If there are several kinds, a
-            kind is drawn for each batch with equal probability.
+        alphas: {kind: alpha}, with alpha > 0. The ratio is drawn from Beta(alpha, alpha). If there are several kinds,
+            one of them is drawn for each batch with equal probability.
         height, width: size of the images.
     Returns:
         Mix, in float64.

@@ -19,8 +19,8 @@ def freeze(model, names):
 
     Args:
         model: result of build_model.
-        names: value of --freeze: paths of layers, such as "stem"; "stages.0" also selects "stages.0_0", "stages.0_1"
-            and so on, the blocks of a stage. ALL_BUT_CLASSIFIER selects all layers outside the classifier.
+        names: layer paths from --freeze, such as "stem"; "stages.0" also selects "stages.0_0", "stages.0_1" and so on,
+            the blocks of a stage. ALL_BUT_CLASSIFIER selects all layers outside the classifier.
     Returns:
         list of the frozen parameters.
     Raises:
@@ -41,7 +41,7 @@ def freeze(model, names):
         chosen = [path for path in layers if any(_matches(layers, name, path) for name in names)]
     frozen = []
     for layer in map(layers.get, chosen):
-        if hasattr(layer, "_use_global_stats"):  # Paddle's attribute of batch normalization
+        if hasattr(layer, "_use_global_stats"):  # only batch normalization layers have this attribute
             layer._use_global_stats = True
         for parameter in layer.parameters(include_sublayers=False):
             if parameter.trainable:

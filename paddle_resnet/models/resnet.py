@@ -133,7 +133,8 @@ class ResNet(nn.Layer):
         classifier_std: standard deviation of the classifier's initial weights; 0.01 is from Goyal et al.,
             arXiv:1706.02677, section 5.1.
         activation: function that maps a variable to a variable, such as F.relu.
-        average_shortcut: whether shortcuts with stride 2 are 2x2 average pooling and a 1x1 convolution with stride 1.
+        average_shortcut: whether shortcuts with stride 2 consist of 2x2 average pooling and a 1x1 convolution with
+            stride 1.
         blur_pool: whether convolutions and max pooling with stride 2, except convolutions of the stem, have stride 1
             instead and are followed by BlurPool (Zhang, arXiv:1904.11486).
         se: whether each branch ends with squeeze-and-excitation.

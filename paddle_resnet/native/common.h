@@ -7,7 +7,7 @@
 #endif
 
 constexpr int kVectorBytes = 16;                           // size of a thread's load or store; the x4 types use half
-constexpr int kMaxThreads = 512, kBlocksPerProcessor = 2;  // launch bounds of BN and the updates
+constexpr int kMaxThreads = 512, kBlocksPerProcessor = 2;  // launch bounds of the BN and update kernels
 constexpr int kPoolThreads = 256;
 constexpr int kLossThreads = 256;  // a power of two
 constexpr int kDropoutThreads = 256;

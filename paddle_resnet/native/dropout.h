@@ -1,5 +1,5 @@
-// The dropout operator, which is also its own gradient. On a GPU, the operator launches the kernel in dropout.cu; on
-// the CPU, it runs a loop.
+// The dropout operator, which also computes its own gradient. On a GPU, the operator launches the kernel in dropout.cu;
+// on the CPU, it runs a loop.
 
 #pragma once
 

@@ -47,7 +47,7 @@ void check(int result, const std::string &what) {
 // stream, as in the Executor, because concurrent kernels would overwrite each other's scratch memory.
 class Gpu {
  public:
-  // The cubin that contains all kernels. It must be set before get() is called for the first time.
+  // The cubin that contains all kernels. The cubin must be set before get() is called for the first time.
   static std::vector<char> &image() {
     static std::vector<char> bytes;
     return bytes;

@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(kLossThreads)
   const float log_sum = logf(sums.exponentials);
   const float target = weights != nullptr && is_class ? sums.weighted : own - largest.value;
   float loss = log_sum - (1 - smoothing) * target;
-  // Without smoothing, skip this term, because for a logit of -inf, it would be 0 times infinity.
+  // If smoothing is 0, skip this term, because it would be 0 times infinity for a logit of -inf.
   if (smoothing != 0) loss -= smoothing / classes * sums.differences;
   losses[row] = image_weights != nullptr ? image_weights[row] * loss : loss;
   of_softmax[2 * row] = largest.value;

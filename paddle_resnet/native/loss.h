@@ -80,7 +80,7 @@ std::vector<Tensor> Loss(const Tensor &logits, const Tensor &labels, const paddl
   return {loss, top1, topk, of_softmax, pairs};
 }
 
-// Returns the gradient [N, C] of the mean loss times `dloss` (one element).
+// Returns the gradient [N, C] of the mean loss, multiplied by `dloss` (one element).
 std::vector<Tensor> LossGradient(const Tensor &logits, const Tensor &labels,
                                  const paddle::optional<Tensor> &given_weights,
                                  const paddle::optional<Tensor> &given_image_weights, const Tensor &of_softmax,

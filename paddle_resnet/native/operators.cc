@@ -221,7 +221,7 @@ PD_BUILD_GRAD_OP(native_loss)
     .Attrs({"smoothing: float", "k: int", "mean: bool"})
     .SetKernelFn(PD_KERNEL(LossGradient));
 
-// Loss scale and optimizers, update.h. Operators whose outputs are all in-place need no shape functions.
+// Loss scale and optimizers, update.h. Operators that have only in-place outputs need no shape functions.
 
 Shapes CheckFiniteShape(const Shapes &, const Dims &, const Dims &, const Dims &, int, int, float, float) {
   return {{1}};

@@ -214,7 +214,7 @@ void MomentumMasters(Tensors &parameters, const Tensors &gradients, Tensors &vel
   momentum(parameters, gradients, velocities, &masters, rate, unscale, mu, nesterov, decays);
 }
 
-// Updates parameters in place with AdamW or LAMB. The powers of the betas have one element per parameter; for the other
+// Updates parameters in place with AdamW or LAMB. Each tensor in `powers1` and `powers2` has one element. For the other
 // arguments, see momentum.
 void adam(bool is_lamb, Tensors &parameters, const Tensors &gradients, Tensors &moments1, Tensors &moments2,
           Tensors &powers1, Tensors &powers2, Tensors *masters, const Tensor &rate,

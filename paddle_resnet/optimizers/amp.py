@@ -9,8 +9,8 @@ from paddle_resnet.models import loss_head
 
 
 def _amp_lists(program, dtype, float32):
-    """Return Paddle's AMP lists for `dtype`. The lists exclude the loss head, and operators whose outputs are in
-    `float32`, from AMP.
+    """Return Paddle's AMP lists for `dtype`. The lists exclude from AMP the loss head and all operators whose outputs
+    are in `float32`.
 
     Operators are excluded by the names of their outputs, because level O2 ignores lists of operator types.
     """

@@ -84,8 +84,8 @@ SCHEDULES = {  # {name: (function, flags whose values are passed between span an
 
 
 class Schedule(paddle.optimizer.lr.LRScheduler):
-    """A linear warm-up followed by a schedule, advanced once per step. The learning rate depends only on the step. It
-    includes the factor of the stage to which the step belongs.
+    """A linear warm-up followed by a schedule, advanced once per step. The learning rate depends only on the step, and
+    includes the factor of the step's stage.
 
     Args:
         rate: function that returns the learning rate, given the number of steps since the warm-up.

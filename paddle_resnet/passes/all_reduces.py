@@ -99,7 +99,7 @@ def own_statistics(train_prog):
 
 
 def bn_statistics(train_prog, includes_frozen=True):
-    """Return the names of the running means and variances of a training program."""
+    """Return the names of the running means and variances in a training program."""
     ops = [op for op in train_prog.global_block().ops if "MeanOut" in op.output_names]
     if not includes_frozen:
         ops = [op for op in ops if not (op.has_attr("use_global_stats") and op.attr("use_global_stats"))]

@@ -129,7 +129,7 @@ class _Graph:
         return self.block.create_var(name=f"{like.name}@GRAD@unused", shape=like.shape, dtype=like.dtype)
 
     def has_gradient(self, ops):
-        """Return whether the backward pass includes one of the operators."""
+        """Return whether the backward pass includes the gradient of one of the operators."""
         return any(f"{name}@GRAD" in self.readers for op in ops for name in op.output_arg_names)
 
     def is_before(self, first, second):

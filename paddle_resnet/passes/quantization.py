@@ -67,7 +67,7 @@ def insert(program, first=0, lr_scheduler=None, on_gpu=False):
     pass, these operators pass gradients through unchanged (straight-through estimator; Bengio et al., arXiv:1308.3432).
 
     The parameter range_name(i) contains the upper end of the range of activation i. The startup program sets this
-    parameter to 0. It has no gradient; in training, it follows the largest absolute value in each batch.
+    parameter to 0. The parameter has no gradient; in training, it follows the largest absolute value in each batch.
 
     Args:
         program: the current Program, without a backward pass.
@@ -98,7 +98,7 @@ def insert(program, first=0, lr_scheduler=None, on_gpu=False):
 
 
 def _quantize_weight(block, reader, weight, axis, on_gpu):
-    """Insert the quantization of a weight before the operator that reads the weight, and return the quantized
+    """Insert operators that quantize a weight, before the operator that reads the weight. Return the quantized
     variable."""
 
     def add(kind, source, end, attrs, *extra):
@@ -175,7 +175,7 @@ def use_levels_of(engine, program, weight_bits):
     Args:
         engine: "onnxruntime" or "tensorrt".
         program: Program after insert().
-        weight_bits: number of bits of the weights.
+        weight_bits: number of bits per weight.
     """
     block = program.global_block()
     producers = {name: op for op in block.ops for name in op.output_arg_names}

@@ -91,7 +91,7 @@ def quantize(network, bits, image_root, method, images):
 
     Args:
         network: inference.Network on a CPU, with folded batch normalizations.
-        bits: number of bits of the weights.
+        bits: number of bits per weight.
         image_root: folder of the data set.
         method: "percentile" or "entropy".
         images: maximum number of images to use.
@@ -126,9 +126,9 @@ def _mean_error(layer, weight, means, bits):
 
     Args:
         layer: quantization.Layer.
-        weight: array with the weights of the layer.
+        weight: array that contains the weights of the layer.
         means: mean value of each input channel.
-        bits: number of bits of the weights.
+        bits: number of bits per weight.
     """
     levels, scales = quantization.quantized(weight, layer.axis, bits)
     errors = np.moveaxis(levels * scales - weight, layer.axis, 0)  # [output channels, input channels of a group, ...]

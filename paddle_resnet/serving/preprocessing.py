@@ -184,8 +184,7 @@ def main(paths):
     print the five most probable classes of each image.
 
     Returns:
-        exit code: 0 for success, 1 if some files are not images, 2 if there are no arguments or model.json is not
-            usable.
+        exit code: 0 for success, 1 if some files are not images, 2 if there are no arguments or model.json is unusable.
     """
     folder = Path(__file__).parent
     if not paths:

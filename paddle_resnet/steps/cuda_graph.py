@@ -109,7 +109,8 @@ class CapturedStep:
     """Runs the steps of a program. The first STEPS_BEFORE steps run uncaptured, the next step is captured, and later
     steps are replays.
 
-    If a batch and the first batch differ in size, as at the end of an evaluation, the step runs uncaptured.
+    If the size of a batch differs from the size of the first batch, as at the end of an evaluation, the step runs
+    uncaptured.
 
     Args:
         program: static.CompiledProgram with an async copy of its metrics (host_metrics.add_copy).

@@ -60,8 +60,8 @@ def _outside(steps, first_step, last_step):
 class Trace:
     """Records the steps of --profile-steps in this process: operators on the host, and kernels and copies on a GPU.
 
-    The host waits for all dispatched steps before recording starts and before it ends. In other steps, the only
-    overhead is a comparison of integers. If the trace includes the first step of a program, this step has no operator
+    The host waits for all dispatched steps before recording starts and before it ends. In all other steps, the only
+    overhead is an integer comparison. If the trace includes the first step of a program, this step has no operator
     names, because Paddle prepares the program during the step. A run that stops within the traced steps writes no trace
     file.
 

@@ -72,7 +72,7 @@ def convert(
         quality: JPEG quality of the shrunk images, 1 to 100.
         workers: number of processes, by default the number of cores.
         progress: function to call with (number of converted images, total number of images).
-        skip_list: file with the images to omit (--skip-list).
+        skip_list: file that lists the images to omit (--skip-list).
         allow_outside: whether file lists and skip_list may contain files outside source.
         check: progress function for the check that decodes all images before any file is written, or None to skip this
             check. A resumed conversion does not repeat the check.
@@ -285,7 +285,7 @@ def _json(manifest):
 
 
 def _check_decodable(source, images, workers, progress):
-    from paddle_resnet.tools import verify  # imported here, because it imports DALI
+    from paddle_resnet.tools import verify  # imported here, because verify imports DALI
 
     failing = []
     results = verify.check_all([(image, None) for image in images], workers)

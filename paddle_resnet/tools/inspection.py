@@ -238,7 +238,7 @@ def _take(loader, batches):
 
 
 def _parse(root, arguments):
-    """Return the settings for flags of train.py, with the devices resolved."""
+    """Parse flags of train.py, and return the settings with resolved devices."""
     args = config.parse_args([*arguments, "--image-root", str(root)])
     resolution.resolve_device(args)
     resolution.resolve_loader(args)

@@ -76,10 +76,10 @@ def verify(root, num_of_class=None, allow_outside=False, run_scope=RunScope.TRAI
 
     Args:
         root: folder of a data set in any format, with a train split, a val split or both.
-        num_of_class: number of outputs of the network, or None for any number.
+        num_of_class: number of network outputs, or None for any number.
         allow_outside: whether file lists may contain files outside root.
         run_scope: scope of the training run, which determines the required splits.
-        allow_empty: whether class folders of train/ may be empty.
+        allow_empty: whether class folders in train/ may be empty.
     Returns:
         Report.
     Raises:

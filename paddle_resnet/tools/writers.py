@@ -1,4 +1,4 @@
-"""Writers for all record formats, for convert.py.
+"""Writers for all record formats, used by convert.py.
 
 Libraries write TFRecord, LMDB and WebDataset. RecordIO has no maintained library, so this module contains a RecordIO
 writer.
