@@ -63,7 +63,7 @@ def run(*arguments):
 def test_weights_file_is_converted_to_checkpoint(file, tmp_path, capsys):
     assert run(file, "--arch", "small", "--output", tmp_path / "new/out") == 0
     out = capsys.readouterr().out
-    assert "47 parameters of Small, with the names of torchvision, timm, paddle.vision" in out
+    assert "47 parameters of Small, with tensor names as in torchvision, timm, paddle.vision" in out
     assert "out: Small, 1000 classes, license unknown" in out
     meta = folders.verify(tmp_path / "new/out")
     assert (meta["classes"][0], meta["class_names"][0], len(meta["classes"])) == ("n01440764", "tench", 1000)
@@ -176,21 +176,21 @@ def test_unreadable_or_unsuitable_file_is_an_error(small, tmp_path, capsys):
     path = tmp_path / "file.pth"
     path.write_bytes(b"<html>")
     assert error(capsys, path, *out) == (
-        f"{path}: cannot be read (not a file of torch.save); save only the network's state_dict in it"
+        f"{path}: cannot be read (not written by torch.save); save only the network's state_dict in it"
     )
     path = tmp_path / "file.pdparams"
     path.write_bytes(pickle.dumps(tensors() | {"extra.weight": np.zeros(1, np.float32)}, 4))
     assert error(capsys, path, *out).endswith(
-        "do not match the network (1 left over: extra.weight); set --arch to the network of the weights"
+        "do not match the network (1 unexpected: extra.weight); set --arch to the network of the weights"
     )
     path.write_bytes(pickle.dumps(tensors() | {f"x{i}.weight": np.zeros(1, np.float32) for i in range(9)}, 4))
     assert error(capsys, path, *out).endswith("(--verbose lists all tensors)")
     assert run(path, *out, "--verbose") == 2
-    assert "left over: x0.weight, x1.weight, x2.weight" in capsys.readouterr().err
+    assert "unexpected: x0.weight, x1.weight, x2.weight" in capsys.readouterr().err
     for claimed in ("f37072fd", hashlib.sha256(b"damaged").hexdigest()[8:16]):
         damaged = tmp_path / f"resnet18-{claimed}.pth"
         damaged.write_bytes(b"damaged")
-        assert f"instead of {claimed}, as in the file's name; download it again" in error(capsys, damaged, *out)
+        assert f", but the file name contains {claimed}; download the file again" in error(capsys, damaged, *out)
     assert not (tmp_path / "out").exists()
 
 

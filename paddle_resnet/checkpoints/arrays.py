@@ -1,8 +1,8 @@
 """Read named arrays from untrusted files: pickles of this project and of Paddle, and NumPy's .npz.
 
 `pickle.load` calls any function that a file specifies. `read_pickle` interprets the opcodes of pickled arrays itself,
-and never calls a function that the file specifies. The time and the memory of `read_pickle` are proportional to the
-file size, because no opcode can copy more bytes than the opcode occupies in the file.
+and never calls a function that the file specifies. The time and the memory that `read_pickle` needs are proportional to
+the file size, because no opcode can copy more bytes than the opcode occupies in the file.
 """
 
 import contextlib
@@ -88,13 +88,13 @@ def interpret(file, size, objects):
         file: binary file. After the call, the file position is the end of the pickle.
         size: size of the file in bytes.
         objects: object with the methods of NumPyObjects. The methods define which functions and classes the pickle may
-            specify, and which objects these functions and classes return.
+            specify, and which objects they return.
     Raises:
         UnreadableError: the file uses an opcode, function or class that a pickle of arrays does not need.
         Exception: the file is damaged; the type of the exception varies.
     """
     stack, marks, memo = [], [], {}
-    to_encode = size  # number of characters; a memoized text could be encoded any number of times
+    to_encode = size  # limit in characters, because a pickle could encode a memoized text many times
     for opcode, argument, _ in pickletools.genops(_Bounded(file, size)):
         match opcode.name:
             case "PROTO" | "FRAME":
@@ -149,7 +149,7 @@ def interpret(file, size, objects):
             case "STOP":
                 return stack.pop()
             case _:
-                raise UnreadableError(f"the opcode {opcode.name} is not supported; only arrays are")
+                raise UnreadableError(f"the opcode {opcode.name} is not supported; only arrays are supported")
 
 
 class _Bounded:
@@ -200,11 +200,11 @@ class NumPyObjects:
         `names`."""
         full_name = f"{module}.{name}".replace("numpy._core.", "numpy.core.")  # NumPy 2 renamed the module
         if full_name not in self.names:
-            raise UnreadableError(f"{full_name} is not supported; only arrays are")
+            raise UnreadableError(f"{full_name} is not supported; only arrays are supported")
         return Known(full_name)
 
     def call(self, function, arguments):
-        """Evaluate the REDUCE opcode, by returning the object that calling the function or class would create."""
+        """Evaluate the REDUCE opcode: return the object that a call of the function or class would create."""
         if isinstance(function, Known):
             match function, arguments:
                 case "numpy.core.multiarray._reconstruct", _:
@@ -228,5 +228,5 @@ class NumPyObjects:
                 raise UnreadableError("contains a state that an array of numbers does not have")
 
     def stored(self, identifier):
-        """Evaluate the BINPERSID opcode, by returning an object that is stored outside the pickle."""
+        """Evaluate the BINPERSID opcode: return an object that is stored outside the pickle."""
         raise UnreadableError("refers to an object outside the file")

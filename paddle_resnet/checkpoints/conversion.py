@@ -1,4 +1,4 @@
-"""Converts weights of other projects to a checkpoint."""
+"""Converts weights from other projects to a checkpoint."""
 
 import json
 import os
@@ -19,7 +19,7 @@ IMAGENET_CLASSES = 1000
 
 
 def convert(source, output, arch=None, preprocessing=None, verbose=False):
-    """Write a checkpoint with the weights from a file or from the installed package of a published model.
+    """Write a checkpoint with weights from a file, or from an installed package that contains a published model.
 
     Args:
         source: path of a file that foreign_files.read accepts, or a key of published.PACKAGED.
@@ -55,7 +55,7 @@ def convert(source, output, arch=None, preprocessing=None, verbose=False):
         hint = " (--verbose lists all tensors)" if e.lines and not verbose else ""
         message = f"{path}: {e}; set --arch to the network of the weights{hint}"
         raise UsageError(message, *(e.lines if verbose else [])) from e
-    logger.info(printable(f"{path}: {len(params)} parameters of {arch}, with the names of {projects}"))
+    logger.info(printable(f"{path}: {len(params)} parameters of {arch}, with tensor names as in {projects}"))
     values = {**(model.preprocessing if model else {}), **(preprocessing or {})}
     args = _settings(arch, classes, values)
     meta = _meta(args) | {
@@ -89,8 +89,8 @@ def _find(source):
     claimed = published.claimed_hash(path)
     if claimed and not digest.startswith(claimed):
         raise UsageError(
-            f"{path}: the sha256 begins with {digest[:8]} instead of {claimed}, as in the file's name; download "
-            "it again, or rename it if it was changed intentionally"
+            f"{path}: the sha256 begins with {digest[:8]}, but the file name contains {claimed}; download the file "
+            "again, or rename it if it was changed intentionally"
         )
     return path, digest, published.HASHED.get(digest[:8])
 

@@ -1,8 +1,8 @@
 """Write, verify, list and delete checkpoint folders on disk, independently of the network.
 
 Checkpoints are written atomically. The folder ROOT/NAME/, where NAME is EPOCH or EPOCH_STEP, is a checkpoint if its
-meta.json is valid, and every file that meta.json lists has the listed size and sha256. Hidden entries in ROOT are work
-in progress. If a run is killed, the next run removes these entries:
+meta.json is valid, and every file that meta.json lists has the listed size and sha256. Hidden entries in ROOT are
+temporary. If a run is killed, the next run cleans them up:
 
     .NAME.partial    a checkpoint that is being written
     .NAME.replaced   the older folder NAME, until a new folder has replaced it
@@ -12,7 +12,7 @@ Deletion removes meta.json first. Until the deletion is complete, the file .unfi
 that this program did not write are never deleted. Checkpoints of other programs, which have no meta.json, are also
 kept.
 
-There are two ways to write a checkpoint (--checkpoint-commit). "rename" writes the folder with a hidden name and then
+There are two ways to write a checkpoint (--checkpoint-commit). "rename" writes the folder under a hidden name and then
 renames it. "marker" is for storage without atomic renames, and writes to NAME/ directly: first NAME/.unfinished, and
 last meta.json.
 """
@@ -36,13 +36,13 @@ from utils.files import finite, fsync, open_regular, written
 
 META = "meta.json"
 FORMAT = 2
-META_LIMIT = 16 << 20  # bytes; with 1,000 classes and 1,000 processes, the file has 2 MB
+META_LIMIT = 16 << 20  # bytes; with 1,000 classes and 1,000 processes, the file size is 2 MB
 NVIDIAS_PREFIX = "resnet_50_paddle"
 MARKERS = ("latest", "best")
 _NAME = re.compile(r"(\d+)(?:_(\d+))?")
 _LOCK, _PARTIAL, _REPLACED, _UNFINISHED = ".lock", ".partial", ".replaced", ".unfinished"
-# Names of files that are part of a checkpoint, for a checkpoint that is damaged or from an older version, so that
-# neither meta.json nor .unfinished lists its files.
+# Names of checkpoint files. The pattern is used if neither meta.json nor .unfinished lists the files of a checkpoint,
+# because the checkpoint is damaged or from an older version.
 _USUAL_FILES = re.compile(rf"{re.escape(META)}|bn_rank\d+\.npz|.*\.(pdparams|pdopt|pdema)")
 
 
@@ -65,13 +65,13 @@ def hold(root):
         return lock(root)
     except BlockingIOError as e:
         raise UsageError(
-            f"--output-dir {root.parent}: another run ({e.strerror}) writes its checkpoints to {root}; wait until it "
-            "ends, or choose a different folder"
+            f"--output-dir {root.parent}: another run ({e.strerror}) is writing its checkpoints to {root}; wait until "
+            "it ends, or choose a different folder"
         ) from e
 
 
 def lock(root):
-    """Lock a folder, so that no other run writes below ROOT.
+    """Lock the folder ROOT, so that no other run writes to it.
 
     Returns:
         an open file. The lock lasts until this process exits or closes any file object for ROOT/.lock.
@@ -95,7 +95,7 @@ def keep(root, file):
 
 
 def unwritable(root, error):
-    """Return the UsageError to raise if an OSError at startup shows that the folder of a run is not writable."""
+    """Convert an OSError at startup to the UsageError for a run folder that is not writable."""
     return UsageError(f"--output-dir {root.parent}: cannot be written ({error.strerror}); choose a different folder")
 
 
@@ -104,8 +104,7 @@ def commit(root, name, files, meta, form="rename"):
 
     Args:
         root: folder of the run's checkpoints.
-        name: "EPOCH" or "EPOCH_STEP". A folder with this name that already exists belongs to a different run, and is
-            replaced.
+        name: "EPOCH" or "EPOCH_STEP". If a folder with this name exists, it belongs to a different run and is replaced.
         files: {file name: function that writes the content to a binary file}.
         meta: content of meta.json, as JSON types, without the keys format, files and checksum.
         form: "rename" or "marker".
@@ -191,7 +190,7 @@ def _remove_unmarked(folder):
             f"{', ...' if len(others) > 3 else ''}); move or delete these files"
         )
     elif own.isdisjoint(os.listdir(folder)):
-        _remove(folder / _UNFINISHED)  # last, so clean() detects the folder if the run is killed
+        _remove(folder / _UNFINISHED)  # removed last, so that clean() detects the folder if the run is killed
         _remove(folder, Path.rmdir)
 
 
@@ -240,7 +239,9 @@ def read_meta(folder):
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as e:
         raise DamagedError(f"{META} is damaged") from e
     if meta.get("format") != FORMAT:
-        raise DamagedError(f"{META} has format {reprlib.repr(meta.get('format'))}, but this version reads {FORMAT}")
+        raise DamagedError(
+            f"{META} has format {reprlib.repr(meta.get('format'))}, but this version reads format {FORMAT}"
+        )
     if not is_intact:
         raise DamagedError(f"{META} is damaged")
     if problem := schema.problem(meta):
@@ -324,7 +325,7 @@ def position(name):
 
 
 def below(root):
-    """List the folders below ROOT that have the name of a checkpoint, sorted by epoch and step."""
+    """List the folders below ROOT whose names are those of checkpoints, sorted by epoch and step."""
     if not Path(root).is_dir():
         return []
     matches = [p for p in Path(root).iterdir() if position(p.name) and p.is_dir()]
@@ -332,8 +333,8 @@ def below(root):
 
 
 def finished(root):
-    """List the folders below ROOT that contain a checkpoint, sorted. The list includes damaged checkpoints and
-    checkpoints of other programs. The list excludes folders that clean() removes, and folders that contain only other
+    """List the folders below ROOT that contain a checkpoint, sorted by epoch and step. The list includes damaged
+    checkpoints and checkpoints of other programs, but not folders that clean() removes or that contain only other
     files."""
     return [folder for folder in below(root) if _holds_checkpoint(folder)]
 
@@ -443,7 +444,7 @@ def clean(root):
                 _discard(path, path.parent / name)
             else:
                 path.rename(path.parent / name)
-        elif suffix in (_PARTIAL, ".deleted"):  # .deleted: suffix during deletion in older versions
+        elif suffix in (_PARTIAL, ".deleted"):  # .deleted: suffix that older versions used during deletion
             _remove(path)
     for folder in below(root):
         if _is_unfinished(folder) and not folder.is_symlink():

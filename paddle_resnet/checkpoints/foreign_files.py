@@ -1,4 +1,4 @@
-"""Read weights from other projects: .pth from PyTorch, .safetensors, and .pdparams from Paddle.
+"""Read weight files from other projects: .pth from PyTorch, .safetensors, and .pdparams from Paddle.
 
 No code in a file is executed. Memory use is proportional to the file size, because compressed archives and overlapping
 tensors are rejected.
@@ -25,7 +25,7 @@ _MAX_DIMENSIONS = 8
 _ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _LEGACY_PROTOCOL = 1001
 _NESTED = ("state_dict", "model")  # keys under which training scripts save the weights
-_BFLOAT16 = "bfloat16"  # not a NumPy type
+_BFLOAT16 = "bfloat16"  # NumPy has no such type
 _STORAGES = {
     **{"FloatStorage": "<f4", "DoubleStorage": "<f8", "HalfStorage": "<f2", "BFloat16Storage": _BFLOAT16},
     **{"LongStorage": "<i8", "IntStorage": "<i4", "ShortStorage": "<i2", "CharStorage": "i1"},
@@ -143,11 +143,11 @@ def _read_torch(path):
         start = file.read(len(_LEGACY))
         if start.startswith(_ZIP):
             file.seek(0)
-            # Read from memory, because ZipFile may allocate any size to read from a file.
+            # Read the archive from memory, because ZipFile may allocate any amount of memory when it reads from a file.
             return _read_zip(io.BytesIO(file.read()), _size(file))
         if start == _LEGACY:
             return _read_legacy(file)
-    raise UnreadableError("not a file of torch.save")
+    raise UnreadableError("not written by torch.save")
 
 
 def _read_zip(file, size):
@@ -159,7 +159,7 @@ def _read_zip(file, size):
         raise UnreadableError("the entries of its archive overlap")
     pickles = [entry.filename for entry in entries if entry.filename.endswith("/data.pkl")]
     if len(pickles) != 1:
-        raise UnreadableError(f"its archive has {len(pickles)} files data.pkl instead of 1")
+        raise UnreadableError(f"its archive has {len(pickles)} data.pkl files instead of 1")
     folder = pickles[0].removesuffix("data.pkl")
     if f"{folder}byteorder" in archive.namelist() and archive.read(f"{folder}byteorder") != b"little":
         raise UnreadableError("its byte order is not little-endian")
@@ -170,9 +170,9 @@ def _read_zip(file, size):
 
 
 def _read_legacy(file):
-    """Read the format of PyTorch before 1.6. The file contains five pickles: a magic number (already read), the
-    version, the platform, the object, and the keys of the object's storages. Then the storages follow, each preceded by
-    its length."""
+    """Read the format of PyTorch versions before 1.6. The file contains five pickles: a magic number (already read),
+    the version, the platform, the object, and the keys of the object's storages. Then the storages follow, each
+    preceded by its length."""
     size, objects = _size(file), _TorchObjects()
     version, platform, state, keys = (arrays.interpret(file, size, objects) for _ in range(4))
     if version != _LEGACY_PROTOCOL or not isinstance(platform, dict) or platform.get("little_endian") is not True:
@@ -195,7 +195,7 @@ class _Storage:
 
     dtype: str
     length: int
-    used: list = field(default_factory=list)  # (start, stop) of the values of each tensor
+    used: list = field(default_factory=list)  # (start, stop) of each tensor's values
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class _TorchObjects(arrays.NumPyObjects):
         raise UnreadableError("it contains a call that a table of tensors does not need")
 
     def set_content(self, target, state):
-        if not isinstance(target, dict):  # ignores the module versions, an attribute of a state_dict
+        if not isinstance(target, dict):  # the state of a dict, the module versions, is ignored
             raise UnreadableError("it contains a state that a table of tensors does not have")
 
     def stored(self, identifier):

@@ -1,9 +1,9 @@
 """Rename weights of torchvision, timm, PaddleClas, paddle.vision and efficientnet-lite-pytorch to the names of this
 project.
 
-A rule translates the name of a layer. The regular expression of the rule captures the numbers of the layer's block, and
-* in the replacement stands for the block in this project. Blocks are matched by their order: the n-th block in the
-order of the numbers is the n-th block of this project's network.
+A rule translates the name of a layer. The rule's regular expression captures the numbers that identify the layer's
+block, and * in the replacement stands for the corresponding block in this project. Blocks are matched by order: the
+block with the n-th lowest numbers corresponds to the n-th block of this project's network.
 """
 
 import re
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# {last part of a name in a different project: last part in this project}. The first line is for PyTorch, the second for
-# Paddle.
+# {last component of a tensor name in other projects: last component in this project}. The first line is for PyTorch,
+# the second for Paddle.
 _FIELDS = {
     **{"weight": "weight", "bias": "bias", "running_mean": "_mean", "running_var": "_variance"},
     **{"_mean": "_mean", "_variance": "_variance"},
@@ -147,7 +147,7 @@ def number_of_classes(family, tensors):
     _, found, _ = _translated(family, tensors)
     biases = [name for name, target in found.items() if target == ((), f"{_CLASSIFIER}.bias")]
     if len(biases) != 1 or tensors[biases[0]].ndim != 1:
-        raise MismatchError(f"it has no bias of the classifier with a known name ({_some(tensors)})")
+        raise MismatchError(f"it has no classifier bias with a known name ({_some(tensors)})")
     return len(tensors[biases[0]])
 
 
@@ -161,7 +161,7 @@ def convert(family, tensors, own):
     Returns:
         ({name of the variable: float32 array}, names of the projects whose layout matched).
     Raises:
-        MismatchError: a tensor is missing, is left over, or has a different shape or type.
+        MismatchError: a tensor is missing or unexpected, or has a different shape or type.
     """
     layout, found, leftover = _translated(family, tensors)
     blocks = dict(zip(_sorted_blocks(found), _own_blocks(own), strict=False))
@@ -186,7 +186,9 @@ def convert(family, tensors, own):
         if array.shape != own[name].shape
     ]
     retyped = [f"{of_own[name]} is {array.dtype}" for name, array in arrays.items() if array.dtype != np.float32]
-    _check(layout, {"left over": leftover, "missing": missing, "of a different shape": reshaped, "not floats": retyped})
+    _check(
+        layout, {"unexpected": leftover, "missing": missing, "of a different shape": reshaped, "not float32": retyped}
+    )
     _adapt_epsilon(arrays, own, layout.epsilon)
     return {own[name].variable: np.ascontiguousarray(array) for name, array in arrays.items()}, layout.projects
 
@@ -231,7 +233,9 @@ def _check(layout, problems):
         return
     counts = ", ".join(f"{len(names)} {what}: {_some(names)}" for what, names in problems.items() if names)
     lines = [f"{what}: {', '.join(names)}" for what, names in problems.items() if len(names) > _LISTED]
-    raise MismatchError(f"its tensors, read as those of {layout.projects}, do not match the network ({counts})", lines)
+    raise MismatchError(
+        f"its tensors, interpreted as weights of {layout.projects}, do not match the network ({counts})", lines
+    )
 
 
 def _some(names):

@@ -1,4 +1,4 @@
-"""Find and verify the checkpoint that the flags specify, and restore the state of a run from it.
+"""Find and verify the checkpoint that the flags specify, and restore the state of a run from this checkpoint.
 
 saver.py defines the content of a checkpoint, folders.py defines the layout of its folder, and variables.py loads its
 variables.
@@ -31,7 +31,7 @@ class StartCheckpoint:
     Attributes:
         folder: path of the checkpoint.
         epoch: epoch to continue with.
-        step: completed steps of that epoch.
+        step: number of completed steps in this epoch.
         meta: content of meta.json, or None for a checkpoint of a different program, which has no meta.json.
         resumes: whether this run continues the run that wrote the checkpoint, possibly from the beginning of the epoch.
             If False, this run loads only the variables.
@@ -58,7 +58,7 @@ class StartCheckpoint:
 
     @property
     def rank_state(self):
-        """The recorded state of this process, or of the last process if fewer processes wrote the checkpoint."""
+        """The recorded state of this process or, if fewer processes wrote the checkpoint, of the last process."""
         ranks = self.meta["ranks"]
         return ranks[min(processes.rank(), len(ranks) - 1)]
 
@@ -96,7 +96,7 @@ def find(args):
     are not set and --from-pretrained-params is the folder of a run, set --from-pretrained-params to a checkpoint of
     that run.
 
-    Rank 0 searches, and verifies all files by their checksums.
+    Rank 0 finds the checkpoint and verifies the checksums of all its files.
 
     Returns:
         StartCheckpoint, or None to start from scratch.
@@ -201,8 +201,8 @@ def _newest(args, root, resumes=False):
     Args:
         args: flags.
         root: folder that contains the checkpoints.
-        resumes: whether the search is for --resume. If the search is not for --resume and a different program wrote all
-            checkpoints, return the newest of these checkpoints.
+        resumes: whether the search is for --resume. If False and a different program wrote all checkpoints, the newest
+            of these checkpoints is returned.
     """
     valid, others = folders.newest_first(root)
     foreign = [folder for folder, _ in others if _is_foreign(args, folder)]
@@ -336,7 +336,7 @@ def inherit_flags(args, checkpoint):
         args: flags.
         checkpoint: result of find.
     Raises:
-        UsageError: the flags, including those of the checkpoint, are invalid or contradict each other.
+        UsageError: the flags, including the inherited flags, are invalid or contradict each other.
     """
     folder, meta = origin(args, checkpoint)
     if meta is not None:
@@ -393,7 +393,7 @@ def recorded_flags(folder, meta, arch):
         args = parsing.from_dict(meta["arguments"])
         recorded = args.model_arch_name
         if user_file.split(recorded) is None:
-            args.resolve("Python", model_arch_name=registered_name(recorded))  # also the folder name
+            args.resolve("Python", model_arch_name=registered_name(recorded))  # the run folder has the same name
     except UsageError as e:
         raise UsageError(f"{folder}: invalid arguments in {folders.META}: {e}") from e
     if user_file.split(recorded):
@@ -421,7 +421,7 @@ def compare_classes(folder, meta, loader, is_fine_tuning):
     Args:
         folder, meta: result of origin.
         loader: result of dali.build_dataloader.
-        is_fine_tuning: whether a different number of classes is intended.
+        is_fine_tuning: whether the run fine-tunes the network, so that a different number of classes is intended.
     """
     before, now = recorded_classes(meta) or [], list(loader.classes)
     if is_fine_tuning and len(before) != len(now):
@@ -435,7 +435,7 @@ def compare_classes(folder, meta, loader, is_fine_tuning):
 
 
 def restore(args, checkpoint, lr_scheduler, loader, fetchs, place):
-    """Restore the position, the learning rate and the random generators of a training run. Inside an epoch, also
+    """Restore the position, the learning rate and the random number generators of a training run. Inside an epoch, also
     restore the metric sums of the epoch and the BN statistics of this process.
 
     Args:

@@ -1,11 +1,11 @@
-"""Save checkpoints as OUTPUT_DIR/ARCH/EPOCH/ or, inside an epoch, EPOCH_STEP/. The links `latest` and `best` refer to
-two of the checkpoints.
+"""Save checkpoints as OUTPUT_DIR/ARCH/EPOCH/ or, inside an epoch, EPOCH_STEP/. The links `latest` and `best` point to
+the newest checkpoint and to the checkpoint with the best evaluation.
 
 PREFIX.pdparams contains the parameters and BN statistics; PREFIX.pdopt contains the momentum, the learning rate, the
-loss scale and float32 master weights. With --ema, PREFIX.pdema has the format of PREFIX.pdparams, but contains averages
-instead of weights. variables.py reads these files. meta.json contains the position of the run and the state of each
-process's loader. Inside an epoch, each process has its own BN statistics. bn_rankN.npz contains the BN statistics of
-rank N > 0. folders.py writes, verifies and deletes the folders.
+loss scale and float32 master weights. With --ema, PREFIX.pdema has the format of PREFIX.pdparams, but contains EMA
+weights instead of the weights. variables.py reads these files. meta.json contains the position of the run and the state
+of each process's loader. Inside an epoch, each process has its own BN statistics. bn_rankN.npz contains the BN
+statistics of rank N > 0. folders.py writes, verifies and deletes the folders.
 """
 
 import errno
@@ -65,8 +65,8 @@ def _check_content(args, checkpoint):
 
 
 def _check_no_other_run(args, checkpoint):
-    """Check that the run folder contains no checkpoints. If it contains checkpoints, the run must either continue from
-    the newest checkpoint or delete all checkpoints (--overwrite).
+    """Check that the run folder contains no checkpoints, unless the run continues from the newest checkpoint or deletes
+    all checkpoints (--overwrite).
 
     Raises:
         UsageError: the folder contains checkpoints of a different run.
@@ -263,11 +263,11 @@ class Saver:
 
     def save_on_error(self, error, epoch, step, trained):
         """Save the state after an error if a resumed run can continue from this state: if a stop was requested, or if
-        an evaluation failed in a single-process run. If an evaluation fails in a multi-process run, the other processes
-        may be dead or in a different phase.
+        an evaluation failed in a single-process run. In a multi-process run, nothing is saved after a failed
+        evaluation, because the other processes may be dead or in a different phase.
 
         Args:
-            error: the error.
+            error: the exception that ends the run.
             epoch: the epoch.
             step: steps of the epoch before the evaluation.
             trained: training metrics up to that step, or None if training is not complete.
@@ -320,8 +320,9 @@ class Saver:
         self._mark_and_delete(name, meta["best"] and _name_of(meta["best"]))
 
     def _mark_and_delete(self, newest, best):
-        """Set the links, and delete old checkpoints of this run except the best checkpoint. Checkpoints inside an epoch
-        never replace checkpoints at the end of an epoch. Checkpoints of other runs are kept."""
+        """Set the links, and delete old checkpoints of this run. The best checkpoint, the newest --keep-checkpoints
+        checkpoints, and the same number of checkpoints from the end of an epoch are kept. Checkpoints of other runs are
+        not deleted."""
         self._mark("latest", newest)
         if best is not None:
             self._mark("best", best)
@@ -334,7 +335,7 @@ class Saver:
                 folders.delete(folder)
 
     def _mark(self, marker, name):
-        """Set a link. If a link cannot be set, log only a warning, because --resume does not use the links."""
+        """Set a link. If the link cannot be set, log only a warning, because --resume does not use the links."""
         try:
             folders.mark(self._root, marker, name)
         except OSError as e:

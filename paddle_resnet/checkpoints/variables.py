@@ -2,7 +2,7 @@
 PREFIX.pdparams and PREFIX.pdopt are pickles of {name: array}, the format of `paddle.static.load`. Loading is strict:
 all names, shapes and types must match. Parameters are stored in float32, regardless of the training precision.
 
-With --ema, PREFIX.pdema contains averages in the format of PREFIX.pdparams. If this file exists, evaluation,
+With --ema, PREFIX.pdema contains the EMA weights in the format of PREFIX.pdparams. If this file exists, evaluation,
 prediction, export and --from-pretrained-params read it instead of PREFIX.pdparams.
 """
 
@@ -22,13 +22,13 @@ from utils import logger
 from utils.errors import UsageError
 
 LOSS_SCALE = "loss_scaling_0"  # Paddle's variable name
-MASTER = "_fp32_master_0"  # suffix of the master copy of a float16 parameter
-AVERAGED = ".pdema"  # suffix of the file with the averages of --ema
+MASTER = "_fp32_master_0"  # suffix of the float32 master copy of a float16 parameter
+AVERAGED = ".pdema"  # suffix of the file with the EMA weights (--ema)
 
 
 def load_start(args, checkpoint, program, place):
-    """Load the initial variables of a run from a checkpoint (restore.StartCheckpoint) or from pretrained parameters.
-    Without a checkpoint and pretrained parameters, the variables keep the values from the startup program.
+    """Load the initial variables of a run from a checkpoint (restore.StartCheckpoint) or from pretrained parameters. If
+    there is neither a checkpoint nor pretrained parameters, the variables keep their values from the startup program.
 
     Returns:
         whether the weights are already pruned.
@@ -50,7 +50,7 @@ def load(args, folder, program, place, log=logger.info):
         folder: folder with PREFIX.pdparams and, for a training program, PREFIX.pdopt. folders.prefix determines PREFIX.
         program: training or evaluation Program whose startup program has run.
         place: device of the program.
-        log: function that logs whether the averaged weights (--ema) are loaded.
+        log: function that logs a message if EMA weights are loaded.
     Returns:
         whether the weights are already pruned.
     Raises:
@@ -63,12 +63,12 @@ def load(args, folder, program, place, log=logger.info):
     _load_parameters(args, program, state, flag, place)
     if others:
         optimizer = _read(f"{prefix}.pdopt", flag)
-        if not optimizer:  # written by python -m paddle_resnet.weights
+        if not optimizer:  # python -m paddle_resnet.weights wrote the checkpoint
             raise UsageError(f"{flag}: has no optimizer state; use --from-pretrained-params {folder}")
         _load_strictly(others, optimizer, flag, place, "optimizer flags", args.verbose)
     if LOSS_SCALE in others and not args.use_dynamic_loss_scaling:
         before = read(LOSS_SCALE)
-        if before.item() != args.scale_loss:  # the flag determines a fixed scale, not the checkpoint
+        if before.item() != args.scale_loss:  # a fixed scale comes from the flag, not from the checkpoint
             logger.info(f"--scale-loss {args.scale_loss:g}: replaces the checkpoint's loss scale {before.item():g}")
             set_variable(LOSS_SCALE, np.full_like(before, args.scale_loss), place)
     return any(name.endswith(MASK) for name in state)
@@ -84,23 +84,23 @@ def _flag_and_prefix(args, folder):
 
 
 def _evaluated(prefix):
-    """Return the path of the weights to evaluate: the file of the averages if the checkpoint contains averages,
-    otherwise the file of the weights."""
+    """Return the path of the weights to evaluate: the EMA weights if the checkpoint contains them, otherwise the
+    weights."""
     path = Path(f"{prefix}{AVERAGED}")
     return path if path.is_file() else Path(f"{prefix}.pdparams")
 
 
 def _read_weights(path, flag, log=logger.info):
     if path.suffix == AVERAGED:
-        log(f"{flag}: loads the averages of --ema, {path.name}")
+        log(f"{flag}: loads the EMA weights, {path.name}")
     return _read(path, flag)
 
 
 def load_averages(args, checkpoint, program, place):
-    """Load the averages of a training program (--ema) from a checkpoint, if the checkpoint contains averages.
+    """Load the EMA weights of a training program (--ema) from a checkpoint, if the checkpoint contains EMA weights.
 
     Returns:
-        False if the program has averages but the checkpoint does not contain any, otherwise True.
+        False if the program has EMA weights but the checkpoint does not, otherwise True.
     Raises:
         UsageError: the file is damaged or does not match the model.
     """
@@ -121,17 +121,17 @@ def load_averages(args, checkpoint, program, place):
 
 
 def start_averages(checkpoint, program, place):
-    """Initialize the averages of a training program (--ema) with its weights and BN statistics."""
+    """Initialize the EMA weights of a training program (--ema) with its weights and BN statistics."""
     params, _ = snapshot(program)
     for name, average in averages.of(program).items():
         set_variable(average, params[name], place)
     if checkpoint is not None:
-        logger.info(f"--ema: averages initialized with the weights of {checkpoint.folder}")
+        logger.info(f"--ema: EMA weights initialized with the weights of {checkpoint.folder}")
 
 
 def averaged(program, params):
-    """Return the content of PREFIX.pdema, which is `params` from snapshot with averages instead of weights, or None
-    without --ema."""
+    """Return the content of PREFIX.pdema: `params` from snapshot with EMA weights instead of the weights. Return None
+    if the program has no EMA weights."""
     names = averages.of(program)
     return {**params, **{name: read(average) for name, average in names.items()}} if names else None
 
@@ -207,8 +207,8 @@ def load_statistics(path, place, is_averaged, is_verbose):
     Args:
         path: path of the file.
         place: device of the program.
-        is_averaged: whether the program has averages of the BN statistics (--ema). Without averages in the program,
-            averages in the file are ignored.
+        is_averaged: whether the program has moving averages of the BN statistics (--ema). If not, moving averages in
+            the file are ignored.
         is_verbose: whether error messages list the variables.
     Raises:
         UsageError: the file is damaged or does not match the model.
@@ -226,7 +226,7 @@ def snapshot(program):
     optimizer = {name: read(name) for name in others}
     for name in parameters:
         if name + MASTER in others:
-            if name + MASK in parameters:  # the optimizer masks the float16 parameter, but not the master
+            if name + MASK in parameters:  # the optimizer masks the float16 parameter, but not the master copy
                 optimizer[name + MASTER] = optimizer[name + MASTER] * params[name + MASK].astype(np.float32)
             params[name] = optimizer[name + MASTER]
     return params, optimizer
@@ -238,7 +238,7 @@ def _load_parameters(args, program, state, flag, place, skipped=()):
     parameters, state = _match_ranges(args, program, parameters, state, flag)
     is_sparse = any(name.endswith(MASK) for name in state)
     if not any(name.endswith(MASK) for name in parameters):
-        # A program without --asp loads sparse weights without their masks, so training would change the zeros.
+        # A program without --asp loads sparse weights without their masks, so training would make them dense.
         if is_sparse and others:
             _check_masks_may_be_dropped(args, flag)
         state = {name: array for name, array in state.items() if not name.endswith(MASK)}
@@ -313,7 +313,7 @@ def _load_strictly(variables, state, flag, place, remedy, is_verbose):
 
 def variables(program):
     """Return ({parameter: shape}, {optimizer variable: shape}). The parameters include BN statistics and ASP masks.
-    Neither dictionary includes averages (--ema)."""
+    Neither dictionary includes EMA weights (--ema)."""
     parameters, others = {}, {}
     for var in program.list_vars():
         is_other = var.name.startswith((scalars.PREFIX, accumulation.PREFIX)) or var.name.endswith(averages.SUFFIX)
@@ -344,7 +344,7 @@ def _tensor(name):
 
 @contextlib.contextmanager
 def restored(program, place):
-    """At the end of the block, reset all variables that persist after a step to their values before the block."""
+    """At the end of the block, reset all persistable variables of a program to their values before the block."""
     persistent = [variable.name for variable in program.list_vars() if variable.persistable]
     found = {name: static.global_scope().find_var(name) for name in persistent if name not in ("feed", "fetch")}
     before = {name: read(name) for name, v in found.items() if v is not None and v.get_tensor()._is_initialized()}

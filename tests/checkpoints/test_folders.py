@@ -96,7 +96,7 @@ def test_meta_json_with_unknown_format_is_rejected(tmp_path):
     folder = write_checkpoint(tmp_path, "3")
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps(meta | {"format": 99}))
-    with pytest.raises(folders.DamagedError, match="format 99, but this version reads 2"):
+    with pytest.raises(folders.DamagedError, match="format 99, but this version reads format 2"):
         folders.verify(folder)
 
 

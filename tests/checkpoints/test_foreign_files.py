@@ -131,8 +131,8 @@ NAN = np.float32([1, np.nan, 2, 3]).tobytes()
 SHARED = np.zeros(1000, np.float16)
 HOSTILE = {
     "name.npy": (b"", "its name does not end in .pdparams, .safetensors, .pth"),
-    "empty.pth": (b"", "not a file of torch.save"),
-    "text.pth": (b"<html>", "not a file of torch.save"),
+    "empty.pth": (b"", "not written by torch.save"),
+    "text.pth": (b"<html>", "not written by torch.save"),
     "truncated.pth": (one()[:-30], "BadZipFile"),
     "module.pth": (zipped({"w": Call(Global("os", "mkdir"), ("made",))}, {}), "os.mkdir is not supported"),
     "called storage.pth": (zipped({"w": Call(Global("torch", "FloatStorage"), (4,))}, {}), "contains a call"),
@@ -145,7 +145,7 @@ HOSTILE = {
         zipped({"w": tensor("0", (4,))}, {"0": bytes(16)}, zipfile.ZIP_DEFLATED),
         "compressed archives are not supported",
     ),
-    "no pickle.pth": (zipped({}, {}).replace(b"data.pkl", b"data.abc"), "0 files data.pkl instead of 1"),
+    "no pickle.pth": (zipped({}, {}).replace(b"data.pkl", b"data.abc"), "0 data.pkl files instead of 1"),
     "missing storage.pth": (zipped({"w": tensor("0", (4,))}, {}), "There is no item named"),
     "short storage.pth": (zipped({"w": tensor("0", (4,))}, {"0": bytes(12)}), "12 bytes, not 4 values"),
     "long storage.pth": (zipped({"w": tensor("0", (4,))}, {"0": bytes(20)}), "20 bytes, not 4 values"),

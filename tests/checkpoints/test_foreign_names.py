@@ -140,7 +140,7 @@ def test_names_of_other_projects_are_recognized(case):
     }
     with pytest.raises(MismatchError) as error:
         foreign_names.convert(family, state | blocks_of(case), parameters)
-    assert "left over" not in str(error.value)
+    assert "unexpected" not in str(error.value)
     missing = next(line for line in error.value.lines if line.startswith("missing: "))
     assert not {*NAMES[case].values()} & {*missing.removeprefix("missing: ").split(", ")}
 
@@ -174,15 +174,15 @@ def changed(state, **changes):
 
 
 MISMATCHES = {
-    "1 left over: layer1.0.conv3.weight": {"layer1__0__conv3__weight": np.zeros((64, 64, 1, 1), np.float32)},
-    "1 left over: aux.weight": {"aux__weight": np.zeros(3, np.float32)},
+    "1 unexpected: layer1.0.conv3.weight": {"layer1__0__conv3__weight": np.zeros((64, 64, 1, 1), np.float32)},
+    "1 unexpected: aux.weight": {"aux__weight": np.zeros(3, np.float32)},
     "1 left over: bn1.scale": {"bn1__scale": np.zeros(64, np.float32)},
     "1 left over: layer4.2.bn1.weight": {"layer4__2__bn1__weight": np.zeros(512, np.float32)},
     "1 missing: stages.1_0.shortcut.conv.weight": {"layer2__0__downsample__0__weight": None},
     "1 of a different shape: conv1.weight is [64, 4, 7, 7], not [64, 3, 7, 7]": {
         "conv1__weight": np.zeros((64, 4, 7, 7), np.float32)
     },
-    "1 not floats: fc.bias is int64": {"fc__bias": np.zeros(5, np.int64)},
+    "1 not float32: fc.bias is int64": {"fc__bias": np.zeros(5, np.int64)},
     "stem.0.bn has a negative variance": {"bn1___variance": np.full(64, -1, np.float32)},
 }
 
