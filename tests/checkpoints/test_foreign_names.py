@@ -176,8 +176,8 @@ def changed(state, **changes):
 MISMATCHES = {
     "1 unexpected: layer1.0.conv3.weight": {"layer1__0__conv3__weight": np.zeros((64, 64, 1, 1), np.float32)},
     "1 unexpected: aux.weight": {"aux__weight": np.zeros(3, np.float32)},
-    "1 left over: bn1.scale": {"bn1__scale": np.zeros(64, np.float32)},
-    "1 left over: layer4.2.bn1.weight": {"layer4__2__bn1__weight": np.zeros(512, np.float32)},
+    "1 unexpected: bn1.scale": {"bn1__scale": np.zeros(64, np.float32)},
+    "1 unexpected: layer4.2.bn1.weight": {"layer4__2__bn1__weight": np.zeros(512, np.float32)},
     "1 missing: stages.1_0.shortcut.conv.weight": {"layer2__0__downsample__0__weight": None},
     "1 of a different shape: conv1.weight is [64, 4, 7, 7], not [64, 3, 7, 7]": {
         "conv1__weight": np.zeros((64, 4, 7, 7), np.float32)
@@ -197,9 +197,9 @@ def test_mismatched_tensors_are_rejected(tiny, message):
 def test_error_lines_list_all_tensors(tiny):
     state, parameters = tiny
     extra = {f"extra{i}.weight": np.zeros(1, np.float32) for i in range(7)}
-    with pytest.raises(MismatchError, match=r"7 left over: extra0.weight.*extra4.weight, \.\.\.\)") as error:
+    with pytest.raises(MismatchError, match=r"7 unexpected: extra0.weight.*extra4.weight, \.\.\.\)") as error:
         foreign_names.convert("resnet", state | extra, parameters)
-    assert error.value.lines == [f"left over: {', '.join(extra)}"]
+    assert error.value.lines == [f"unexpected: {', '.join(extra)}"]
 
 
 def test_shortcut_missing_in_this_project_is_reported(tiny):
@@ -207,11 +207,11 @@ def test_shortcut_missing_in_this_project_is_reported(tiny):
     _, parameters = tiny
     state = {"blocks.0.short.conv.weight": np.zeros((64, 64, 1, 1), np.float32)}
     state |= {f"blocks.{n}.conv0.bn.bias": np.zeros(64, np.float32) for n in range(8)}
-    with pytest.raises(MismatchError, match=r"those of PaddleClas.*1 left over: blocks.0.short.conv.weight"):
+    with pytest.raises(MismatchError, match=r"weights of PaddleClas.*1 unexpected: blocks.0.short.conv.weight"):
         foreign_names.convert("resnet", state, parameters)
 
 
 @pytest.mark.parametrize("state", [{}, {"a": np.zeros(3, np.float32)}, {"fc.bias": np.float32(0)}])
 def test_file_without_classifier_is_rejected(state):
-    with pytest.raises(MismatchError, match="no bias of the classifier with a known name"):
+    with pytest.raises(MismatchError, match="no classifier bias with a known name"):
         foreign_names.number_of_classes("resnet", state)
