@@ -151,11 +151,18 @@ def test_int8_network_is_quantized_for_its_engine(run_train, photos, tmp_path, c
                 assert np.abs(levels).max() == (127 if engine == "tensorrt" else 63)
             if node.op_type != "Add" or len(operands) == 2:
                 assert {producers[name].op_type for name in operands} == {"DequantizeLinear"}
-    zeros = [constants[node.input[2]] for node in graph.node if node.op_type == "QuantizeLinear"]
+    keeps_sign = ("MaxPool", "GlobalAveragePool", "Flatten")
+    quantizations = [node for node in graph.node if node.op_type == "QuantizeLinear"]
+    zeros = [constants[node.input[2]] for node in quantizations]
     if engine == "tensorrt":
         assert {(zero.dtype.name, zero.item()) for zero in zeros} == {("int8", 0)}
     else:
         assert {(zero.dtype.name, zero.item()) for zero in zeros} == {("uint8", 0), ("uint8", 128)}
+        for node, zero in zip(quantizations, zeros, strict=True):
+            source = producers.get(node.input[0])
+            while source and source.op_type in (*keeps_sign, "QuantizeLinear", "DequantizeLinear"):
+                source = producers.get(source.input[0])
+            assert (zero == 0) == (source is not None and source.op_type in ("Relu", "Clip")), node.name
 
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "tensorrt"])

@@ -41,6 +41,11 @@ def test_outliers_are_clipped():
     values[0] = 100
     for method in ("entropy", "percentile"):
         assert 1 - 1e-3 <= histogram(values).range(method) <= 100 * 130 / BINS
+    # A fifth of the values are large, so they are not clipped.
+    values[0] = 1
+    values[::5] *= 10
+    for method in ("entropy", "percentile"):
+        assert histogram(values).range(method) > 9
 
 
 def test_percentile_covers_most_values():
