@@ -32,7 +32,7 @@ class Setup:
         gradient_bytes: bytes that each GPU all-reduces per step.
         buckets: number of all-reduces per step in a job of several nodes. Such all-reduces overlap with the backward
             pass. Within a node, a single all-reduce follows the backward pass.
-        gpus_per_node: GPUs that NVLink connects.
+        gpus_per_node: number of GPUs that are connected by NVLink.
         nvlink: bytes/s that a GPU sends over NVLink in an all-reduce.
         network: bytes/s that a node sends to other nodes, over all adapters.
         latency_s: seconds per hop of an all-reduce between nodes, regardless of the message size.

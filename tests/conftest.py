@@ -396,8 +396,8 @@ def assert_sparse(params, algorithm="mask_1d"):
 
 
 def gpu_labels(count):
-    """Return the launcher's names of the first COUNT visible GPUs. If $SHARE_GPU is set, return the name of the first
-    GPU COUNT times."""
+    """Return the names that the launcher uses for the first `count` visible GPUs. If $SHARE_GPU is set, return the name
+    of the first GPU `count` times."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     labels = visible.split(",") if visible else [str(i) for i in range(count)]
     return labels[:1] * count if "SHARE_GPU" in os.environ else labels[:count]

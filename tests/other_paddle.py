@@ -2,8 +2,8 @@
 exported model.
 
 `python tests/other_paddle.py write FOLDER` writes a checkpoint, losses and an exported model with the installed version
-of Paddle, and `python tests/other_paddle.py check FOLDER` compares the files with its own results. .ci/run checks both
-directions. The folders tests/goldens/paddle_* were also written by this script.
+of Paddle, and `python tests/other_paddle.py check FOLDER` compares the files with the results of the installed version.
+.ci/run checks both directions. The folders tests/goldens/paddle_* were also written by this script.
 """
 # ruff: noqa: I001
 

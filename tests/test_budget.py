@@ -82,7 +82,7 @@ def test_time_of_rare_evaluations_counts():
 
 
 def test_chosen_epochs_are_logged_recorded_and_resumed(run, tmp_path, stop_before, monkeypatch, capsys):
-    monkeypatch.setattr(budget, "_measure_checkpoint", lambda *_: 5.0)  # the run ends earlier
+    monkeypatch.setattr(budget, "_measure_checkpoint", lambda *_: 5.0)  # slow checkpoints reduce the number of epochs
     stop_before()
     measured = []
     epochs_within = budget.epochs_within

@@ -88,7 +88,7 @@ def test_frozen_layers_do_not_change_and_compute_no_gradients(parse, kernels, op
     args = parse(*kernels, "--optimizer", optimizer, *flags)
     shape = (32, 32, 4) if "native" in kernels else (3, 32, 32)
     main, compiled, before, after = built(args, random_batches(3, shape))
-    # The stem and the first block have the convolutions 0 to 4.
+    # Convolutions 0 to 4 belong to the stem and the first block.
     layers = [f"{kind}_{i}." for kind in ("conv2d", "batch_norm2d", "batch_norm") for i in range(5)]
     is_frozen = {name: name.startswith(tuple(layers)) for name in before}
     assert sum(is_frozen.values()) > 5 * 5

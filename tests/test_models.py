@@ -167,7 +167,7 @@ def test_stride_is_in_3x3_convolution():
     block = program.global_block()
     strided = [op for op in block.ops if op.type == "conv2d" and op.attr("strides") == [2, 2]]
     kernels = [block.var(op.input("Filter")[0]).shape[2] for op in strided]
-    # The stem, and the branches and projections of three stages contain strided convolutions.
+    # Strided convolutions are in the stem, and in the branches and projections of three stages.
     assert sorted(kernels) == [1, 1, 1, 3, 3, 3, 7]
 
 

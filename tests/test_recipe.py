@@ -124,7 +124,7 @@ def test_run_with_config_file_and_its_resume(run_bare, tmp_path, capsys, monkeyp
     flags += ["--resume", "--epochs", 2]
     meta = json.loads((tmp_path / "bare/Tiny/0/meta.json").read_text())
     assert meta["arguments"]["weight_decay"] == 5e-4
-    # A different recipe has no effect, because the checkpoint contains that of the run.
+    # A different recipe has no effect, because the resumed run inherits the recipe in its checkpoint.
     monkeypatch.setattr(recipe, "choose_from", lambda s, _: s.choose("test", weight_decay=0.3, color_jitter=0.5))
     assert run_bare(*flags)[0] == 0
     meta = json.loads((tmp_path / "bare/Tiny/1/meta.json").read_text())

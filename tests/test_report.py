@@ -161,7 +161,7 @@ def test_default_report_name_depends_on_kind_of_run(run_train, tmp_path, capsys)
         (["--report-file", "{}/tiny/tiny.pdparams"], ["--report-file", "tiny is reserved for a checkpoint"]),
         (["--report-file", "{}/pre.pdparams", "--from-pretrained-params", "{}/pre"], ["as --from-pretrained-params"]),
         (["--report-html", "{}/data/val/class0/page.html"], ["--report-html", "would change the data set's"]),
-        # A new file val.txt would be a file list.
+        # A new file called val.txt would be interpreted as a file list.
         (["--report-html", "{}/data/val.txt"], ["--report-html", "would change the data set's"]),
         (["--tensorboard-dir", "{}/data/train/board"], ["--tensorboard-dir", "would change the data set's"]),
         (["--output-dir", "{}/tiny/output"], ["--output-dir", "tiny is reserved for a checkpoint"]),
@@ -243,7 +243,7 @@ def test_start_line_lists_operators_learning_rate_and_steps(parse, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        # The suggested number is that of the cores per process, 8 of 16, minus two.
+        # The suggested number of threads is that of the cores per process (8 of 16) minus two.
         ({"dali_num_threads": 2}, "--dali-num-threads 6"),
         ({"dali_device": "cpu"}, "--dali-device gpu"),
         ({"hw_decoder_load": 0.5}, "--hw-decoder-load 0.9"),

@@ -155,7 +155,7 @@ def scale_losses(dist_optimizer):
     """Scale the loss as --amp does, but without float16 operators, which CPUs do not support."""
 
     def wrapped(args, optimizer):
-        # The flag is set directly, because --amp is not supported and the settings are frozen.
+        # The flag is set directly, because CPUs do not support --amp and the settings are frozen.
         vars(args)["use_dynamic_loss_scaling"] = True
         operators = {op.type for op in static.default_main_program().global_block().ops}
         lists = static.amp.AutoMixedPrecisionLists(custom_black_list=operators | {"scale", "sum", "elementwise_mul"})

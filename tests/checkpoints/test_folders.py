@@ -197,7 +197,7 @@ def test_failed_deletion_logs_warning_and_invalidates_checkpoint(tmp_path, capsy
     assert folders.newest_first(tmp_path)[0] == []
     monkeypatch.undo()
     folder = write_checkpoint(tmp_path, "4")
-    monkeypatch.setattr(folders, "_remove", lambda path: None)  # simulates SIGKILL after the first step
+    monkeypatch.setattr(folders, "_remove", lambda path: None)  # simulates SIGKILL before the files are removed
     folders.delete(folder)
     assert folders.newest_first(tmp_path)[0] == []
 

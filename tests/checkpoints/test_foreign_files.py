@@ -243,7 +243,7 @@ def test_archive_with_overlapping_entries_is_rejected(tmp_path, compress_size):
 
 @pytest.mark.parametrize("name", whole(STATE))
 def test_changed_bytes_raise_unreadable_error_or_change_values(tmp_path, name):
-    """Changed bytes cause neither other exceptions nor large memory allocations."""
+    """Changed bytes cause no exceptions other than UnreadableError, and no large memory allocations."""
     data, random = whole(STATE)[name], np.random.default_rng(0)
     tracemalloc.start()
     for _ in range(300):

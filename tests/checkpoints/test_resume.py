@@ -38,7 +38,7 @@ STOPS = [
     pytest.param({"train_step": 1}, "0_1", marks=pytest.mark.soak),
     pytest.param({"train_step": 4}, "1_1", marks=pytest.mark.soak),
     ({"train_step": 6}, "1"),  # stops between two epochs, after the checkpoint has been written
-    ({"eval_step": 1}, "1_3"),  # in the second epoch, because an evaluation of three batches polls once
+    ({"eval_step": 1}, "1_3"),  # stops in the second epoch, because each evaluation polls only once
     ({"train_step": 8}, "2_2"),
 ]
 
@@ -397,8 +397,8 @@ def test_resume_rejects_different_number_of_classes(run_train, capsys):
     [pytest.param("missing", marks=pytest.mark.soak), "wrong target", pytest.param("folder", marks=pytest.mark.soak)],
 )
 def test_best_is_kept_if_links_are_invalid(run_train, tmp_path, monkeypatch, capsys, link):
-    """The links are invalid if the run was killed after it wrote a checkpoint but before it updated the links, or if
-    the folder was copied with links followed."""
+    """The links are invalid if the run was killed after it wrote a checkpoint but before it updated the links, or if a
+    copy of the folder contains the targets instead of the links."""
     from paddle_resnet import program
 
     scores = iter([0.1, 0.9, 0.2, 0.3, 0.4])

@@ -390,7 +390,8 @@ REPLACED = {
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, loop])
 @pytest.mark.parametrize(("data_format", "name"), [(kind, name) for kind, names in REPLACED.items() for name in names])
 def test_unreadable_file_of_data_set_is_reported(copy, data_format, name, make):
-    """A folder, a pipe or a link loop simulates a file without read permission, because root could read such a file."""
+    """A folder, a pipe or a link loop takes the place of a file without read permission, which root could still
+    read."""
     root = copy(data_format)
     for path in root.glob("train*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -48,8 +48,8 @@ def test_index_is_written_next_to_shard_and_lists_every_record(tmp_path, kind):
 
 
 def block_index(shard):
-    """Put a folder in place of the temporary file, so that the next attempt to write an index fails. Root could write
-    to a read-only folder."""
+    """Put a folder in place of the temporary file, so that the next attempt to write an index fails. A read-only parent
+    folder would not suffice, because root could write to it."""
     files.partial_path(indexes.index_path(str(shard))).mkdir()
 
 

@@ -34,8 +34,7 @@ constexpr int kInvalidValue = 1, kNotFound = 500, kLaunchFailed = 719;
 
 class Block {
  public:
-  // Runs `kernel` in all threads of block blockIdx. Returns false if some threads wait at a barrier that others have not
-  // reached before they ended.
+  // Runs `kernel` in all threads of block blockIdx. Returns false if some threads wait at a barrier, but others ended.
   template <class Kernel>
   bool run(const Kernel &kernel) {
     const size_t count = blockDim.x * blockDim.y;
@@ -262,7 +261,7 @@ int cuCtxGetCurrent(void **context) { return *context = nullptr, 0; }
 int cuCtxSetCurrent(void *) { return 0; }
 int cuCtxGetDevice(int *device) { return *device = 0; }
 int cuCtxSynchronize() { return 0; }
-int cuDeviceGetAttribute(int *value, int, int) { return *value = 20, 0; }  // so that reductions take two steps
+int cuDeviceGetAttribute(int *value, int, int) { return *value = 20, 0; }  // reductions take two steps
 int cuEventCreate(void **event, unsigned) { return *event = event, 0; }
 int cuEventRecord(void *, void *) { return 0; }
 int cuEventSynchronize(void *) { return 0; }

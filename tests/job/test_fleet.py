@@ -41,7 +41,7 @@ def test_start_sets_strategy_for_device_and_layout(parse, monkeypatch, flags, is
 
 
 def test_occupied_launcher_port_raises(monkeypatch):
-    """Without this check, Paddle would wait in C code for a server that cannot start."""
+    """If train.py did not check the port, Paddle would wait in C code for a server that cannot start."""
     monkeypatch.setattr(os, "register_at_fork", lambda **hooks: None)
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]

@@ -111,7 +111,7 @@ def test_random_values_raise_or_are_usable(job_of_two, monkeypatch):
 
 
 def test_invalid_environment_is_rejected_before_paddle_import():
-    """Without a check, importing Paddle would fail with a traceback."""
+    """If train.py did not check the environment first, importing Paddle would fail with a traceback."""
     environment = {**os.environ, "PADDLE_TRAINER_ID": "x"}
     command = [sys.executable, "train.py", "--device", "cpu", "--data-format", "synthetic", "--epochs", "1"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)

@@ -46,7 +46,7 @@ def test_cutmix_draws_box_and_counts_pixels():
         assert ratio == pytest.approx(1 - box.mean())
         for side in (rows, columns):  # the ones form a single interval
             assert np.abs(np.diff(np.pad(side, 1))).sum() in (0, 2)
-            if side[0] == side[-1] == 0:  # not clipped; twice a whole number of pixels on either side of the center
+            if side[0] == side[-1] == 0:  # not clipped, with equal numbers of pixels on both sides of the center
                 assert side.sum() % 2 == 0
         ratios.append(ratio)
     # If the center is distributed uniformly, a clipped box with the sides r h and r w has the mean area (r - r^2 /

@@ -310,7 +310,7 @@ def test_max_pool(device, where, dtype, shape, kernel, stride, padding, summands
 @pytest.mark.parametrize(
     "where, dtype, shape",
     [("cpu", "float32", (2, 9, 8, 8)), ("emulated", "float32", (2, 9, 8, 8)), ("emulated", "bfloat16", (3, 17, 15, 40))]
-    + [("emulated", "float32", (2, 23, 26, 68))]  # a shape with several groups of channels and many tasks per slab
+    + [("emulated", "float32", (2, 23, 26, 68))]  # a shape with several channel groups and many tasks per slab
     + [("emulated", "bfloat16", (2, 9, 8, 12)), ("emulated", "bfloat16", (2, 9, 8, 100))]
     + [pytest.param("gpu", dtype, (3, 17, 15, c), marks=pytest.mark.gpu) for dtype in TOLERANCE for c in (12, 40, 100)]
     + [pytest.param("gpu", dtype, (32, 56, 56, 144), marks=pytest.mark.gpu) for dtype in TOLERANCE],
@@ -409,7 +409,7 @@ def philox(key, counter):
 
 
 def test_philox_matches_published_numbers():
-    """The expected numbers are the known-answer tests that the authors of Philox published (kat_vectors)."""
+    """The expected numbers are from the known-answer tests that the authors of Philox published (kat_vectors)."""
     assert philox(0, 0) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 

@@ -130,7 +130,7 @@ def test_amp_casts_network_and_keeps_loss_head_in_float32(
     assert {p.dtype for p in main.all_parameters() if "batch_norm" in p.name} == {paddle.float32}
     if level == "O2" and not is_train:
         assert cast == [weights]
-    for op in by_type.get("momentum", []) if kernels == "paddle" else []:  # types that Paddle's kernels support
+    for op in by_type.get("momentum", []) if kernels == "paddle" else []:  # Paddle's kernels support only these types
         allowed = {paddle.float32} if dtype == "bfloat16" else {paddle.float32, paddle.float16}
         assert dtypes(op, op.input_arg_names + op.output_arg_names) <= allowed
 

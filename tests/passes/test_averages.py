@@ -66,8 +66,8 @@ def state(names):
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_ema_weights_match_formula(train, kernels):
-    """The reference is computed in float64, starting with the initial weights. Averages exist for all trained
-    parameters and for the running statistics."""
+    """The reference is computed in float64, starting with the initial weights. All trained parameters and running
+    statistics have averages."""
     step, main = train(kernels)
     names = averages.of(main)
     trained = {p.name for p in main.all_parameters() if p.trainable}

@@ -175,7 +175,7 @@ def test_unsupported_layouts_and_widths_are_not_fused(parse, monkeypatch):
 @pytest.mark.parametrize("channels, is_fused", [(12, True), (16, True), (100, True), (6, False), (10, False)])
 def test_channels_must_be_multiple_of_4_in_all_types(dtype, channels, is_fused):
     """Half-precision programs require a GPU, so this test compares no results. test_depthwise_conv in
-    native/test_native.py does."""
+    native/test_native.py compares them."""
     main = static.Program()
     with static.program_guard(main, static.Program()):
         x = static.data("x", [None, 6, 6, channels], dtype)

@@ -281,7 +281,8 @@ sys.stdin.read()
 
 
 def test_concurrent_conversion_to_same_output_is_rejected(photos, tmp_path, capsys):
-    """Otherwise, a second conversion would write every record again. A rejected conversion must not leave any files."""
+    """A concurrent second conversion would write every record again, so it is rejected. A rejected conversion must not
+    leave any files."""
     (tmp_path / "x").mkdir()
     command = ["convert", "--from", str(photos), "--to", "recordio", "--unchecked", "--output"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

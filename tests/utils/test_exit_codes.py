@@ -66,7 +66,7 @@ def test_unwritable_stdout_of_train_help_and_config_exits_with_code_1(monkeypatc
     ("name", "reason"), [("loop", "Too many levels of symbolic links"), ("x" * 300, "name too long")]
 )
 def test_inaccessible_path_exits_with_code_2(tmp_path, capsys, name, reason):
-    """A folder without permissions has the same effect, except for root."""
+    """Unlike folders without permissions, these paths are also inaccessible for root."""
     (tmp_path / "loop").symlink_to("loop")
     assert exit_codes.of("x", lambda: os.listdir(tmp_path / name)) == 2
     (line,) = capsys.readouterr().err.splitlines()

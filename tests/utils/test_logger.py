@@ -200,7 +200,7 @@ sys.stdin.read()
 
 
 def test_second_run_with_same_report_is_rejected(tmp_path):
-    """The error is raised by setup if the first run has begun its report, otherwise by begin. The path may be a
+    """`setup` raises the error if the first run has begun its report; otherwise, `begin` raises it. The path may be a
     link."""
     report, link = tmp_path / "report.json", tmp_path / "link.json"
     link.symlink_to(report)
