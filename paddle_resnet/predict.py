@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 from collections import Counter, deque
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
@@ -27,10 +28,12 @@ BENCHMARK_COLUMNS = ("latency_p50_ms", "latency_p90_ms", "latency_p99_ms", "ips"
 BENCHMARK_S, BENCHMARK_STEPS = 2, 5  # minimum duration and number of steps of a measurement
 BENCHMARK_WARMUP_STEPS = 5
 MAX_LINE_BYTES = 4098  # maximum length of a path in Linux, plus a line break
+BATCH_SIZE = 32
+HOST, MAX_MB, MAX_IMAGES = "127.0.0.1", 20, 16  # defaults of --serve-host, --serve-max-mb and --serve-max-images
 SHOWN_REASONS = 8  # maximum number of reasons in the warning about skipped files
 
 
-def predict(model, paths, batch_size=32, device="cpu", threads=4):
+def predict(model, paths, batch_size=32, device="cpu", threads=4, read=None):
     """Yield (path, probabilities, problem) for each image file, in order.
 
     Images are decoded, resized and normalized as in an evaluation (dali.py, Mode.EVAL).
@@ -41,12 +44,14 @@ def predict(model, paths, batch_size=32, device="cpu", threads=4):
         batch_size: images per batch.
         device: device on which DALI decodes, "cpu" or "gpu".
         threads: number of CPU threads for DALI.
+        read: function that returns (content of the image file, None) or (None, problem) for a path. By default, the
+            path is that of a regular file. Another function can read images that are not files.
     Returns:
         iterator. `probabilities` is float32 [classes]. If a file cannot be decoded, `probabilities` is None and
         `problem` describes the error.
     """
-    running = None
-    for files_read, images in _images(model.description, paths, batch_size, device, threads):
+    running, read = None, _checked(read or _read_file, model.description)
+    for files_read, images in _images(model.description, paths, batch_size, device, threads, read):
         submitted = files_read, None if images is None else model.submit(images)
         if running is not None:  # while the device runs this batch, the host processes the previous batch
             yield from _results(*running)
@@ -61,7 +66,7 @@ def _results(files_read, probabilities):
         yield path, next(rows) if problem is None else None, problem
 
 
-def _images(description, paths, batch_size, device, threads):
+def _images(description, paths, batch_size, device, threads, read):
     """Yield ([(path, problem or None)], images of the files without a problem) for each batch.
 
     DALI decodes a few batches in advance and stops at the first image that it cannot decode. All images that were read
@@ -71,7 +76,7 @@ def _images(description, paths, batch_size, device, threads):
     def batches():
         files_read, batch = [], []
         for path in remaining:
-            encoded, problem = _read(path)
+            encoded, problem = read(path)
             files_read.append((path, problem))
             if problem is None:
                 batch.append(encoded)
@@ -89,18 +94,18 @@ def _images(description, paths, batch_size, device, threads):
                 yield ahead.popleft(), images
         except RuntimeError as error:
             for path, problem in chain.from_iterable(ahead):
-                yield from _alone(description, path, problem, device, threads, error)
+                yield from _alone(description, path, problem, device, threads, read, error)
             ahead.clear()
         else:
             yield from ((files_read, None) for files_read in ahead)  # files after the last valid image
             return
 
 
-def _alone(description, path, problem, device, threads, error):
+def _alone(description, path, problem, device, threads, read, error):
     """Decode a single image, after DALI failed to decode a batch. Yield one item in the format of _images."""
     from paddle_resnet.data import bad_images
 
-    encoded, problem = (None, problem) if problem else _read(path)
+    encoded, problem = (None, problem) if problem else read(path)
     if problem is None:
         decoded = _decoded(description, iter([[encoded]]), 1, device, threads)
         try:
@@ -116,19 +121,35 @@ def _alone(description, path, problem, device, threads, error):
     yield [(path, problem)], None
 
 
-def _read(path):
-    """Return (content of an image file as uint8 [size], None), or (None, problem) if the file cannot be used. DALI does
-    not open the files itself, because it would block on pipes and read devices endlessly."""
+def _checked(read, description):
+    """Return a function that returns (content of an image file as uint8 [size], None), or (None, problem) if the file
+    cannot be read or its header is invalid."""
+    from paddle_resnet.data import bad_images
+    from paddle_resnet.serving import preprocessing
+
+    crop = preprocessing.sides(description["preprocessing"])
+    shorter_side = description["preprocessing"]["resize_short"] * max(crop) / min(crop)
+
+    def read_and_check(path):
+        data, problem = read(path)
+        problem = problem or bad_images.header_problem(data, shorter_side)
+        return (None, problem) if problem else (np.frombuffer(data, np.uint8), None)
+
+    return read_and_check
+
+
+def _read_file(path):
+    """Return (content of a file, None), or (None, problem). DALI does not open the files itself, because it would block
+    on pipes and read devices endlessly."""
     from paddle_resnet.data import bad_images
 
     try:
         with files.open_regular(path, bad_images.MAX_BYTES) as file:
-            data = file.read()
+            return file.read(), None
     except OSError as e:
         return None, f"cannot be read ({e.strerror})"
     except ValueError as e:  # the path contains a NUL character
         return None, f"cannot be read ({e})"
-    return np.frombuffer(data, np.uint8), bad_images.header_problem(data)
 
 
 def _decoded(description, batches, batch_size, device, threads):
@@ -318,7 +339,7 @@ def main(argv=None):
     parser.add_argument("--json", action="store_true", help="print a JSON object per image, one per line")
     parser.add_argument("--device", choices=["auto", "gpu", "cpu"], default="auto", help="device (default: auto)")
     parser.add_argument(
-        "--batch-size", type=numbers.batch_size, default=32, metavar="N", help="images per batch (default: 32)"
+        "--batch-size", type=numbers.batch_size, metavar="N", help=f"images per batch (default: {BATCH_SIZE})"
     )
     parser.add_argument(
         "--dali-num-threads", type=numbers.threads, default=4, metavar="N", help="CPU threads (default: 4)"
@@ -343,6 +364,26 @@ def main(argv=None):
         metavar="N,...",
         help="batch sizes of --benchmark (default: 1,4,16,64,256)",
     )
+    parser.add_argument(
+        "--serve",
+        type=numbers.integer(0, 65535),
+        metavar="PORT",
+        help="serve a web page to try the model, and POST /predict in JSON, until Control-C or SIGTERM; 0 chooses a "
+        "free port",
+    )
+    parser.add_argument("--serve-host", metavar="ADDRESS", help=f"address of the web server (default: {HOST})")
+    parser.add_argument(
+        "--serve-max-mb",
+        type=numbers.integer(1, 256),
+        metavar="N",
+        help=f"maximum size of a request in MB (default: {MAX_MB})",
+    )
+    parser.add_argument(
+        "--serve-max-images",
+        type=numbers.integer(1, 1000),
+        metavar="N",
+        help=f"maximum number of images per request (default: {MAX_IMAGES})",
+    )
     return exit_codes.of("paddle_resnet.predict", lambda: _main(parser.parse_args(argv)))
 
 
@@ -353,9 +394,10 @@ def _main(args):
         raise UsageError(f"--tta {args.tta}: not supported with --benchmark; remove one of them")
     if args.benchmark and (args.images or args.json or args.csv):
         raise UsageError("--benchmark: measures random images; remove images, --csv and --json")
+    listener = _listen(args)
     if args.model_arch_name is not None:
         args.model_arch_name = registered_name(args.model_arch_name)
-    paths = [] if args.benchmark else find_images(args.images, sys.stdin)
+    paths = [] if args.benchmark or listener else find_images(args.images, sys.stdin)
     _claim_csv(args, paths)
     with signals.deferred():
         from paddle_resnet.machine import compat  # imports Paddle, which takes seconds
@@ -367,15 +409,18 @@ def _main(args):
     device = inference.resolve_device(args.device)
     if args.benchmark:
         return _print_benchmark(args, device)
-    options = args.precision, [args.batch_size], args.tta
+    batch_size = 1 if listener else args.batch_size or BATCH_SIZE
+    options = args.precision, [batch_size], args.tta
     model = inference.open_model(args.model, device, args.model_arch_name, *options)
     logger.write_line(
         printable(f"{args.model}: {model.engine}, {model.precision}, on the {device.upper()}"), sys.stderr
     )
+    if listener:
+        return _serve(args, model, device, listener)
     bad = 0
     classes = model.description["output"]["shape"][1]
     with _csv_writer(args.csv, min(TOP, classes)) as write, bad_images.decoders_silenced():
-        for path, row, problem in predict(model, paths, args.batch_size, device, args.dali_num_threads):
+        for path, row, problem in predict(model, paths, batch_size, device, args.dali_num_threads):
             if row is None:
                 bad += 1
                 logger.write_line(printable(f"{path} {problem}"), sys.stderr)
@@ -390,6 +435,47 @@ def _main(args):
                 line = f"{path}: " + ", ".join(f"{name} {p:.4f}" for _, name, p in best)
                 logger.write_line(printable(line), sys.stdout)
     return exit_codes.FAILURE if bad else exit_codes.DONE
+
+
+def _listen(args):
+    """Return the socket of the web server, or None if --serve is not set."""
+    if args.serve is None:
+        for name in ("serve_host", "serve_max_mb", "serve_max_images"):
+            flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+            if value is not None:
+                raise UsageError(f"{flag} {value}: requires --serve; add it or remove {flag}")
+        return None
+    if args.images or args.json or args.csv or args.benchmark or args.batch_size:
+        others = "images, --csv, --json, --benchmark and --batch-size"
+        raise UsageError(f"--serve {args.serve}: predicts each uploaded image; remove {others}")
+    from paddle_resnet.serving import web
+
+    return web.listen(_host(args), args.serve)
+
+
+def _host(args):
+    return HOST if args.serve_host is None else args.serve_host
+
+
+def _serve(args, model, device, listener):
+    """Answer requests until a signal stops the server, and return the exit code."""
+    from paddle_resnet.data import bad_images
+    from paddle_resnet.serving import web
+
+    def classify(upload):
+        [(_, row, problem)] = predict(model, [upload], 1, device, args.dali_num_threads, web.Upload.read)
+        return (None, problem) if row is None else (top(row, model.description["classes"]), None)
+
+    host, worker = _host(args), ThreadPoolExecutor(1)
+    worker.submit(classify, web.blank_image()).result()  # the first image takes longest
+    limits = 10**6 * (args.serve_max_mb or MAX_MB), args.serve_max_images or MAX_IMAGES
+    app = web.create_app(classify, worker, model.description, *limits, web.allowed_hosts(listener, host))
+    if not web.is_loopback(listener):
+        logger.warn(f"--serve-host {host}: other machines can use the model, without password and encryption")
+    logger.write_line(f"{web.url(listener)} shows a page to try {args.model}; Control-C stops it", sys.stdout)
+    with bad_images.decoders_silenced():
+        web.serve(app, listener)
+    return exit_codes.DONE
 
 
 def _claim_csv(args, paths):

@@ -25,6 +25,7 @@ NOT_RUN = {
     r" -m pip install ": "changes the environment of the tests",
     r"\bDIR\b|\.\.\.|\bVERSION\b": "contains a placeholder",
     r"--gpus|--nnodes": "requires several GPUs or machines",
+    r"--serve\b": "runs until it is stopped; tests/serving/test_web.py",
 }
 if importlib.util.find_spec("onnx") is None or importlib.util.find_spec("onnxruntime") is None:
     NOT_RUN[r"onnx|--int8"] = "requirements-onnx.txt is not installed"

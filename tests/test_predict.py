@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from conftest import NHWC, phase
 from paddle_resnet import export, predict
@@ -135,6 +136,18 @@ def test_invalid_image_files_are_reported_and_skipped(checkpoint, photos, tmp_pa
         "a\\x00b.jpg cannot be read (embedded null byte)",
         f"{tmp_path} cannot be read (Is a directory)",
     ]
+
+
+def test_image_with_too_many_pixels_after_resize_is_reported(checkpoint, tmp_path):
+    """Resizing 1 x 65,000 pixels to 256 x 16,640,000 pixels would need 13 GB."""
+    description = inference.load_checkpoint(checkpoint).description
+    description["preprocessing"]["resize_short"] = 256
+    for shape in ((65000, 1), (1, 65000), (6500, 20)):
+        Image.new("RGB", shape).save(tmp_path / "thin.png")
+        model = inference.Model("", description, lambda images: [np.zeros((1, 3), np.float32)])
+        [(_, row, problem)] = predict.predict(model, [str(tmp_path / "thin.png")])
+        expected = f"has {shape[0]} x {shape[1]} pixels, and after the resize more than the limit of 268,435,456"
+        assert (row is None, problem) == ((False, None) if 20 in shape else (True, expected))
 
 
 def test_folders_are_searched_like_in_training(photos, tmp_path, capsys):

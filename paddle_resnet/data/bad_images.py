@@ -79,9 +79,9 @@ def decode(data):
     return None
 
 
-def header_problem(data):
+def header_problem(data, shorter_side=None):
     """Check the header of an image file. Return the reason why the image cannot be decoded, or None if the header is
-    valid."""
+    valid. If shorter_side is set, the shorter side of the image will be resized to this number of pixels."""
     if not len(data):
         return "is empty"
     try:
@@ -93,6 +93,8 @@ def header_problem(data):
         return "is not in an image format that DALI supports"
     if width * height > MAX_PIXELS:
         return f"declares {width} x {height} pixels, more than the limit of {MAX_PIXELS:,}"
+    if shorter_side is not None and shorter_side**2 * max(width, height) > MAX_PIXELS * min(width, height):
+        return f"has {width} x {height} pixels, and after the resize more than the limit of {MAX_PIXELS:,}"
     return None
 
 

@@ -1,0 +1,251 @@
+"""Web application of `predict --serve`: a page to try a model, and predictions in JSON."""
+
+import asyncio
+import io
+import ipaddress
+import json
+import secrets
+import signal
+import socket
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+from PIL import Image
+
+from utils import files, logger
+from utils.errors import UsageError, printable
+
+INSTALL = "pip install -r requirements-serve.txt"
+try:
+    import python_multipart  # noqa: F401  Starlette needs it to read uploads, but imports it without an error message
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.middleware import Middleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import HTMLResponse, Response
+    from starlette.routing import Route
+except Exception as e:  # importing a broken package can raise any exception
+    reason = " ".join(str(e).split()) or type(e).__name__
+    raise UsageError(f"--serve: a required package cannot be imported ({reason}); run {INSTALL}") from e
+
+MAX_REQUESTS = 8  # maximum number of requests whose images are received or predicted at the same time
+MAX_CONNECTIONS = 100
+BODY_S = 60  # maximum time to receive the images of a request
+STOP_S = 5  # maximum time to answer the remaining requests after a signal
+FORM = "multipart/form-data"
+EXAMPLE = "such as with curl -F image=@FILE"
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+# The page loads nothing, and runs only its own script, even if a file or class name contains markup.
+POLICY = (
+    "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; img-src blob: data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+@dataclass
+class Upload:
+    """An image file that a client sent. The name is the client's, and is not a path on this machine."""
+
+    name: str
+    content: bytes
+
+    def __str__(self):
+        return self.name
+
+    def read(self):
+        """Return (content, problem), as predict.predict expects it of images that are not files."""
+        return self.content, None
+
+
+def blank_image():
+    """Return a small image, to test whether images can be predicted."""
+    file = io.BytesIO()
+    Image.new("RGB", (32, 32)).save(file, "png")
+    return Upload("blank.png", file.getvalue())
+
+
+def create_app(predict, worker, description, max_bytes, max_images, hosts=("*",)):
+    """Return the application: the page at /, and predictions at POST /predict.
+
+    Args:
+        predict: function that maps an Upload to ([(label, class name, probability)], None), or to (None, problem) if
+            the image cannot be decoded.
+        worker: ThreadPoolExecutor(1), in whose thread all calls of predict are made, one after the other.
+        description: content of model.json.
+        max_bytes: maximum size of the body of a request.
+        max_images: maximum number of images per request.
+        hosts: host names that the header Host of a request may contain; "*" allows any name. If the domain name of a
+            web site resolves to the address of this server (DNS rebinding), the header contains the name of the site.
+    """
+    slots = asyncio.Semaphore(MAX_REQUESTS)
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
+    template = environment.get_template("page.html.j2")
+
+    async def page(request):
+        nonce = secrets.token_urlsafe()
+        text = template.render(model=description, max_bytes=max_bytes, max_images=max_images, nonce=nonce)
+        return HTMLResponse(
+            text.encode(errors="replace"), headers=HEADERS | {"Content-Security-Policy": POLICY.format(nonce=nonce)}
+        )
+
+    async def answer(request):
+        if request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+            raise HTTPException(
+                403, "POST /predict: sent by a page of a different web site; open the page of this server"
+            )
+        if slots.locked():
+            retry = {"Retry-After": "5"}
+            raise HTTPException(503, f"POST /predict: {MAX_REQUESTS} requests are in progress; retry later", retry)
+        async with slots:
+            try:
+                uploads = await asyncio.wait_for(_receive_uploads(request, max_bytes, max_images), BODY_S)
+            except asyncio.TimeoutError as e:
+                raise HTTPException(408, f"POST /predict: not received within {BODY_S} s; send smaller images") from e
+            run = asyncio.get_running_loop().run_in_executor
+            images = [_entry(upload, *await run(worker, predict, upload)) for upload in uploads]
+        problems = [f"{entry['image']} {entry['error']}" for entry in images if "error" in entry]
+        if problems:
+            return _json({"error": problems[0], "images": images}, 422)
+        return _json({"images": images})
+
+    return Starlette(
+        routes=[Route("/", page), Route("/predict", answer, methods=["POST"])],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)],
+        exception_handlers={
+            HTTPException: lambda request, e: _json({"error": e.detail}, e.status_code, e.headers),
+            ClientDisconnect: lambda request, e: _json({"error": "the client closed the connection"}, 400),
+            Exception: _report_failure,
+        },
+    )
+
+
+def _entry(upload, top, problem):
+    """Return the JSON object of an image."""
+    if problem is not None:
+        return {"image": upload.name, "error": problem}
+    entries = [{"label": label, "class": name, "probability": p} for label, name, p in top]
+    return {"image": upload.name, "top": entries}
+
+
+def _json(content, status=200, headers=None):
+    """Return a response in ASCII, because class names may contain characters that UTF-8 cannot encode."""
+    text = json.dumps(files.finite(content))
+    return Response(text, status, headers=HEADERS | dict(headers or {}), media_type="application/json")
+
+
+def _report_failure(request, error):
+    for line in "".join(traceback.format_exception(error)).splitlines():
+        logger.write_line(printable(line), sys.stderr)
+    return _json({"error": f"POST /predict: failed ({type(error).__name__}); see stderr of the server"}, 500)
+
+
+async def _receive_uploads(request, max_bytes, max_images):
+    """Return [Upload] of a request. Raise HTTPException if the request is not a form with images or exceeds a limit."""
+    if not request.headers.get("content-type", "").lower().startswith(FORM):
+        raise HTTPException(415, f"POST /predict: not {FORM}; send a form with images, {EXAMPLE}")
+    too_large = HTTPException(
+        413,
+        f"POST /predict: exceeds {max_bytes / 1e6:g} MB; send less, or start the server with a larger --serve-max-mb",
+    )
+    if int(request.headers.get("content-length", 0)) > max_bytes:
+        raise too_large
+    received = 0
+
+    async def receive():
+        nonlocal received
+        message = await request.receive()
+        received += len(message.get("body", b""))
+        if received > max_bytes:
+            raise too_large
+        return message
+
+    try:
+        async with Request(request.scope, receive).form(max_files=max_images, max_fields=1) as form:
+            fields = form.multi_items()
+            texts = [name for name, value in fields if isinstance(value, str)]
+            if texts:
+                raise HTTPException(400, f"{texts[0]}: text instead of a file; send image files, {EXAMPLE}")
+            uploads = [Upload(file.filename, await file.read()) for _, file in fields]
+    except HTTPException as e:
+        if e.detail.startswith("Too many files"):  # message of Starlette
+            message = f"POST /predict: more than {max_images} images; send fewer, or start the server with a larger "
+            raise HTTPException(413, f"{message}--serve-max-images") from e
+        raise
+    except ValueError as e:  # the form declares a character set that cannot decode its names
+        raise HTTPException(400, f"POST /predict: not a valid form ({e}); send image files, {EXAMPLE}") from e
+    if not uploads:
+        raise HTTPException(400, f"POST /predict: contains no images; send image files, {EXAMPLE}")
+    return uploads
+
+
+def listen(host, port):
+    """Return a socket that listens on an address of this machine. If the port is 0, the system chooses a free port.
+
+    Raises:
+        UsageError: the address or the port cannot be used.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as e:
+        reason = e.strerror if isinstance(e, OSError) else "not a valid name"
+        raise UsageError(
+            f"--serve-host {host}: unknown address ({reason}); use an address of this machine, such as 127.0.0.1"
+        ) from e
+    try:
+        return socket.create_server(address, family=family)
+    except OSError as e:
+        remedy = "choose a different port, or 0 for a free one"
+        if address[0] != "127.0.0.1":
+            remedy += ", and an address of this machine"
+        raise UsageError(f"--serve {port}: cannot listen on {host} ({_reason(e)}); {remedy}") from e
+
+
+def _reason(error):
+    """Return the reason of an OSError of create_server without the address."""
+    return error.strerror.partition(" (while attempting")[0]
+
+
+def url(listener):
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+
+
+def allowed_hosts(listener, host):
+    """Return the host names that requests to a socket may contain, see create_app."""
+    address = listener.getsockname()[0]
+    if not is_loopback(listener):
+        return ["*"]
+    return sorted({"localhost", "127.0.0.1", "[::1]", host, f"[{address}]" if ":" in address else address})
+
+
+def is_loopback(listener):
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
+
+
+def create_server(app):
+    config = uvicorn.Config(
+        app,
+        **{"http": "h11", "ws": "none", "loop": "asyncio", "lifespan": "off"},
+        **{"log_config": None, "log_level": "critical", "access_log": False},
+        **{"proxy_headers": False, "server_header": False},
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_graceful_shutdown=STOP_S,
+    )
+    return uvicorn.Server(config)
+
+
+def serve(app, listener):
+    """Answer requests until a signal: return after SIGTERM, and raise KeyboardInterrupt after SIGINT."""
+    # When uvicorn has stopped, it restores the handlers that were set before, and raises the received signal again.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    create_server(app).run(sockets=[listener])

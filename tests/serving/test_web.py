@@ -1,0 +1,437 @@
+"""The web application of `predict --serve`."""
+
+import base64
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from time import sleep
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from conftest import strict_json, wait_until
+from paddle_resnet import predict, serving
+from paddle_resnet.serving import inference
+from utils.errors import UsageError
+
+for package in ("starlette", "uvicorn", "python_multipart"):
+    pytest.importorskip(package, reason="requirements-serve.txt is not installed")
+from paddle_resnet.serving import web  # noqa: E402
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DESCRIPTION = {"arch": "Net<b>", "output": {"shape": [None, 3]}, "epoch": 4, "evaluated": {"top1": 0.75}}
+BOUNDARY = "boundary"
+
+
+def classify(upload):
+    if not upload.content:
+        return None, "is empty"
+    return [(2, "c\udcff", 0.75), (0, "<i>a</i>", 0.25), (1, "b", float("nan"))], None
+
+
+@pytest.fixture
+def start():
+    """Return a function that starts a server in a thread and returns its port."""
+    running = []
+
+    def start(classify=classify, max_bytes=10**4, max_images=3, host="127.0.0.1"):
+        listener = web.listen(host, 0)
+        app = web.create_app(
+            classify, ThreadPoolExecutor(1), DESCRIPTION, max_bytes, max_images, web.allowed_hosts(listener, host)
+        )
+        server = web.create_server(app)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        running.append((server, thread))
+        return listener.getsockname()[1]
+
+    yield start
+    for server, thread in running:
+        server.should_exit = True
+        thread.join()
+
+
+def form(*files, boundary=BOUNDARY):
+    """Return the body of a form with (file name or None for a text field, content) pairs."""
+    parts = []
+    for name, content in files:
+        file = "" if name is None else f'; filename="{name}"'
+        parts += [
+            f'--{boundary}\r\nContent-Disposition: form-data; name="image"{file}\r\n\r\n'.encode(),
+            content,
+            b"\r\n",
+        ]
+    return b"".join([*parts, f"--{boundary}--\r\n".encode()])
+
+
+def request(port, method="POST", path="/predict", body=None, headers=(), host="127.0.0.1"):
+    """Return (status, headers, content) of a request."""
+    with closing(http.client.HTTPConnection(host, port, timeout=30)) as connection:
+        form = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"} if body is not None else {}
+        connection.request(method, path, body, form | dict(headers), encode_chunked=not isinstance(body, bytes))
+        answer = connection.getresponse()
+        content = answer.read()
+        is_json = answer.headers.get_content_type() == "application/json"
+        return answer.status, answer.headers, strict_json(content) if is_json else content.decode()
+
+
+def test_predictions_of_all_images_are_answered_in_order(start):
+    top = [
+        {"label": 2, "class": "c\udcff", "probability": 0.75},
+        {"label": 0, "class": "<i>a</i>", "probability": 0.25},
+    ]
+    top += [{"label": 1, "class": "b", "probability": None}]
+    status, headers, content = request(start(), body=form(("ä b.jpg", b"x"), ("../2.jpg", b"y")))
+    assert (status, headers["Access-Control-Allow-Origin"]) == (200, None)
+    assert content == {"images": [{"image": "ä b.jpg", "top": top}, {"image": "../2.jpg", "top": top}]}
+
+
+def test_images_that_cannot_be_decoded_are_answered_with_422(start):
+    status, _, content = request(start(), body=form(("a.jpg", b"x"), ("b.jpg", b"")))
+    assert (status, content["error"]) == (422, "b.jpg is empty")
+    assert "top" in content["images"][0]
+    assert content["images"][1] == {"image": "b.jpg", "error": "is empty"}
+
+
+def test_requests_above_limits_are_answered_with_413(start):
+    def endless():
+        for _ in range(100):
+            yield b"x" * 1000
+
+    port = start()
+    message = "POST /predict: exceeds 0.01 MB; send less, or start the server with a larger --serve-max-mb"
+    for body in (form(("a.jpg", b"x" * 10**4)), endless(), b"x" * 10**7):
+        status, _, content = request(port, body=body)
+        assert (status, content) == (413, {"error": message})
+    status, _, content = request(port, body=form(*[("a.jpg", b"x")] * 4))
+    assert status == 413 and content["error"].startswith("POST /predict: more than 3 images; send fewer, or start")
+    assert request(port, body=form(*[("a.jpg", b"x")] * 3))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type", "status", "message"),
+    [
+        (form((None, b"a.jpg")), None, 400, "image: text instead of a file; send image files, such as with curl -F"),
+        (form(), None, 400, "POST /predict: contains no images"),
+        (b"no form", None, 400, ""),
+        (form(("a.jpg", b"x")), "multipart/form-data", 400, "Missing boundary"),
+        (
+            form(("a.jpg", b"x")),
+            f"multipart/form-data; boundary={BOUNDARY}; charset=undefined",
+            400,
+            "POST /predict: not a",
+        ),
+        (b"a=b", "application/x-www-form-urlencoded", 415, "POST /predict: not multipart/form-data"),
+        (b"x", "image/jpeg", 415, "POST /predict: not multipart/form-data"),
+    ],
+)
+def test_body_without_images_is_an_error(start, body, content_type, status, message):
+    headers = {} if content_type is None else {"Content-Type": content_type}
+    actual, _, content = request(start(), body=body, headers=headers)
+    assert actual == status
+    assert content["error"].startswith(message) and content["error"]
+
+
+def test_unknown_paths_and_methods_are_errors(start):
+    port = start()
+    assert request(port, "GET")[0] == 405
+    assert request(port, "GET", "/page.html.j2")[::2] == (404, {"error": "Not Found"})
+    assert request(port, "GET", "/../web.py")[0] == 404
+
+
+def test_one_image_is_predicted_at_a_time_and_requests_beyond_queue_get_503(start, monkeypatch):
+    monkeypatch.setattr(web, "MAX_REQUESTS", 2)
+    released, active, most = threading.Event(), [], []
+
+    def wait(upload):
+        active.append(threading.get_ident())
+        most.append(len(active))
+        assert released.wait(30)
+        active.pop()
+        return [(0, "a", 1.0)], None
+
+    port, answers = start(wait), []
+    body = form(("a.jpg", b"x"), ("b.jpg", b"x"))
+    clients = [threading.Thread(target=lambda: answers.append(request(port, body=body)[0])) for _ in range(2)]
+    for client in clients:
+        client.start()
+    wait_until(lambda: active, 30)
+
+    def is_busy():
+        status, headers, content = request(port, body=body)
+        assert status == 200 or (headers["Retry-After"] and content["error"].endswith("in progress; retry later"))
+        return status == 503
+
+    first = threading.Thread(target=wait_until, args=(is_busy, 30))
+    first.start()
+    first.join(0.5)
+    released.set()
+    for thread in (first, *clients):
+        thread.join(30)
+    assert answers == [200, 200]
+    assert max(most) == 1
+    assert request(port, "GET", "/")[0] == 200
+
+
+def test_slow_body_is_answered_with_408(start, monkeypatch):
+    monkeypatch.setattr(web, "BODY_S", 0.2)
+
+    def slow():
+        yield form(("a.jpg", b"x"))[:50]
+        sleep(1)
+        yield b"x"
+
+    assert request(start(), body=slow())[0] == 408
+
+
+def test_other_host_names_and_other_sites_are_rejected(start):
+    port = start()
+    body = form(("a.jpg", b"x"))
+    for host in ("localhost", "127.0.0.1:1", "LOCALHOST", "[::1]:8000"):
+        assert request(port, body=body, headers={"Host": host})[0] == 200
+    for host in ("example.com", f"example.com:{port}", "localhost.example.com", "127.0.0.1.example.com", "", "[::2]"):
+        assert request(port, body=body, headers={"Host": host})[0] == 400
+        assert request(port, "GET", "/", headers={"Host": host})[0] == 400
+    for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)):
+        assert request(port, body=body, headers={"Sec-Fetch-Site": site})[0] == status
+        assert request(port, "GET", "/", headers={"Sec-Fetch-Site": site})[0] == 200
+
+
+def test_all_host_names_are_accepted_on_other_addresses():
+    with web.listen("0.0.0.0", 0) as listener:
+        assert web.allowed_hosts(listener, "0.0.0.0") == ["*"]
+        assert not web.is_loopback(listener)
+
+
+def test_ipv6_address(start):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6")
+    port = start(host="::1")
+    assert request(port, "GET", "/", host="::1")[0] == 200
+    with web.listen("::1", 0) as listener:
+        assert re.fullmatch(r"http://\[::1\]:\d+/", web.url(listener))
+
+
+def test_failed_prediction_is_answered_with_500_and_server_continues(start, capsys):
+    def fail(upload):
+        if upload.name == "a.jpg":
+            raise RuntimeError("no memory")
+        return classify(upload)
+
+    port = start(fail)
+    status, _, content = request(port, body=form(("a.jpg", b"x")))
+    assert status == 500
+    assert content == {"error": "POST /predict: failed (RuntimeError); see stderr of the server"}
+    assert "RuntimeError: no memory" in capsys.readouterr().err
+    assert request(port, body=form(("b.jpg", b"x")))[0] == 200
+
+
+def test_page_loads_no_resources_and_escapes_names(start):
+    status, headers, page = request(start(), "GET", "/")
+    assert status == 200
+    assert "<h1>Net&lt;b&gt;</h1>" in page and "3 classes · epoch 4 · top1 75.0 %" in page
+    assert not re.search(r"""https?://|@import|url\(|<(script|img|iframe)[^>]* src=""", page)
+    nonce = re.search(r"script-src 'nonce-([\w-]+)'", headers["Content-Security-Policy"])[1]
+    assert re.findall(r' nonce="([^"]*)"', page) == [nonce, nonce]
+
+
+def test_unusable_addresses_are_errors():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            UsageError, match=rf"--serve {port}: cannot listen on 127.0.0.1 \(Address already in use\); "
+        ):
+            web.listen("127.0.0.1", port)
+    with pytest.raises(
+        UsageError, match=r"--serve 0: cannot listen on 192.0.2.1 \(Cannot assign requested address\); "
+    ):
+        web.listen("192.0.2.1", 0)
+    for name in ("x" * 100, ""):
+        with pytest.raises(UsageError, match=f"--serve-host {name}: unknown address"):
+            web.listen(name, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["x.jpg", "--serve-host", "::1"], "--serve-host ::1: requires --serve; add it or remove --serve-host"),
+        (["x.jpg", "--serve-max-mb", "3"], "--serve-max-mb 3: requires --serve"),
+        (["x.jpg", "--serve", "0"], "--serve 0: predicts each uploaded image; remove images, --csv, --json"),
+        (["--serve", "0", "--batch-size", "4"], "--serve 0: predicts each uploaded image; remove"),
+        (["--serve", "0", "--benchmark"], "--serve 0: predicts each uploaded image; remove"),
+        (["--serve", "0"], "model: does not exist"),
+    ],
+)
+def test_invalid_command_exits_with_code_2_and_an_error(tmp_path, capsys, arguments, message):
+    assert predict.main([str(tmp_path / "model"), *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+@pytest.mark.parametrize("package", ["starlette", "uvicorn", "python_multipart"])
+def test_missing_package_is_an_error(capsys, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    if package == "starlette":
+        monkeypatch.setitem(sys.modules, "starlette.applications", None)
+    monkeypatch.delitem(sys.modules, "paddle_resnet.serving.web")
+    monkeypatch.delattr(serving, "web")
+    assert predict.main(["model", "--serve", "0"]) == 2
+    error = capsys.readouterr().err
+    assert "error: --serve: a required package cannot be imported (" in error
+    assert error.endswith("; run pip install -r requirements-serve.txt\n")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_server_predicts_like_the_command_and_stops_on_signal(checkpoint, photos, capfd, number, code):
+    paths = sorted(map(str, (photos / "val").glob("*/*.jpg")))[:2]
+    rows = [row for _, row, _ in predict.predict(inference.open_model(checkpoint, "cpu"), paths)]
+    contents = [open(path, "rb").read() for path in paths]  # noqa: SIM115
+    answers = []
+
+    def client():
+        try:
+            wait_until(lambda: "Control-C" in output(), 60)
+            port = int(re.search(r"http://127\.0\.0\.1:(\d+)/ shows a page", output())[1])
+            answers.append(request(port, body=form(("a.jpg", contents[0]), ("b.jpg", contents[1]))))
+            damaged = contents[0][: len(contents[0]) // 2]
+            answers.append(request(port, body=form(("cut.jpg", damaged), ("a.jpg", contents[0]), ("c.txt", b"text"))))
+        finally:
+            os.kill(os.getpid(), number)
+
+    seen = []
+
+    def output():
+        seen.append(capfd.readouterr().out)
+        return "".join(seen)
+
+    previous = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread = threading.Thread(target=client)
+    thread.start()
+    try:
+        assert predict.main([str(checkpoint), "--serve", "0", "--device", "cpu"]) == code
+    finally:
+        signal.signal(signal.SIGTERM, previous[0])
+        signal.signal(signal.SIGINT, previous[1])
+        thread.join()
+    (status, _, content), (bad_status, _, bad) = answers
+    assert (status, [entry["image"] for entry in content["images"]]) == (200, ["a.jpg", "b.jpg"])
+    for row, entry in zip(rows, content["images"], strict=True):
+        assert [e["label"] for e in entry["top"]] == np.argsort(-row, kind="stable").tolist()
+        np.testing.assert_allclose([e["probability"] for e in entry["top"]], -np.sort(-row), atol=1e-6)
+        assert entry["top"][0]["class"] == f"class{entry['top'][0]['label']}"
+    cut = "has damaged image data, or a variant of its format that DALI cannot decode"
+    assert (bad_status, bad["error"]) == (422, f"cut.jpg {cut}")
+    assert bad["images"][0]["error"] == cut
+    assert bad["images"][1] == content["images"][0]
+    assert bad["images"][2]["error"] == "is not in an image format that DALI supports"
+
+
+class Browser:
+    """A headless Chromium, controlled with the DevTools protocol over pipes."""
+
+    def __init__(self, folder):
+        (commands, to_browser), (from_browser, answers) = os.pipe(), os.pipe()
+        flags = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --remote-debugging-pipe"
+        command = f'exec "$0" {flags} --user-data-dir="$1" about:blank 3<&{commands} 4>&{answers}'
+        arguments = ["bash", "-c", command, CHROMIUM, folder]
+        null = subprocess.DEVNULL
+        self.process = subprocess.Popen(arguments, pass_fds=(commands, answers), stdout=null, stderr=null)
+        os.close(commands)
+        os.close(answers)
+        self._commands, self._answers = open(to_browser, "wb"), open(from_browser, "rb")  # noqa: SIM115
+        self._session, self._buffer, self._count, self.events = {}, b"", 0, []
+
+    def __enter__(self):
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = {"sessionId": self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
+        for domain in ("Page", "Runtime", "Log", "DOM"):
+            self.call(f"{domain}.enable")
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+        self._commands.close()
+        self._answers.close()
+
+    def call(self, method, **parameters):
+        """Send a command and return its result. Events that arrive before the result are appended to self.events."""
+        self._count += 1
+        message = {"id": self._count, "method": method, "params": parameters, **self._session}
+        self._commands.write(json.dumps(message).encode() + b"\0")
+        self._commands.flush()
+        while True:
+            while b"\0" not in self._buffer:
+                data = self._answers.read1()
+                assert data, "the browser has exited"
+                self._buffer += data
+            line, _, self._buffer = self._buffer.partition(b"\0")
+            answer = json.loads(line)
+            if answer.get("id") == self._count:
+                assert "error" not in answer, answer
+                return answer["result"]
+            self.events.append(answer)
+
+    def evaluate(self, expression):
+        return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
+
+    def text(self):
+        return self.evaluate("document.body.innerText")
+
+    def screenshot(self, path):
+        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_page_shows_predictions_in_chromium(start, tmp_path):
+    def classify(upload):
+        if upload.content[:2] != b"\xff\xd8":
+            return None, "is not in an image format that DALI supports"
+        return [(3, "<b>tench</b>", 0.875), (1, "cat", 0.1)], None
+
+    names = ["a.jpg", "<img src=x onerror=alert(1)>.jpg", "b.txt", "large.jpg", "fifth.jpg"]
+    paths = [str(tmp_path / name) for name in names]
+    for path in paths:
+        Image.new("RGB", (60, 40), "red").save(path, "jpeg")
+    (tmp_path / "b.txt").write_text("text")
+    (tmp_path / "large.jpg").write_bytes(b"x" * 10**5)
+    (tmp_path / "profile").mkdir()
+    port = start(classify, max_images=4)
+    with Browser(tmp_path / "profile") as browser:
+        browser.call("Page.navigate", url=f"http://127.0.0.1:{port}/")
+        wait_until(lambda: browser.evaluate("document.readyState === 'complete' && !!document.forms"), 30)
+        wait_until(lambda: "Drop photographs here" in browser.text(), 30)
+        document = browser.call("DOM.getDocument")["root"]["nodeId"]
+        field = browser.call("DOM.querySelector", nodeId=document, selector="input")["nodeId"]
+        browser.call("DOM.setFileInputFiles", nodeId=field, files=paths[:1])
+        wait_until(lambda: "1 predicted" in browser.text(), 30)
+        assert "<b>tench</b>\n87.5 %\ncat\n10.0 %" in browser.text()
+        assert browser.evaluate("document.images[0].naturalWidth") == 60
+        data = {"items": [], "files": paths, "dragOperationsMask": 1}
+        for kind in ("dragEnter", "dragOver", "drop"):
+            browser.call("Input.dispatchDragEvent", type=kind, x=300, y=200, data=data)
+        wait_until(lambda: "2 predicted, 2 failed, 1 skipped" in browser.text(), 30)
+        text = browser.text()
+        assert text.count("87.5 %") == 2 and names[1] in text
+        assert "b.txt\n\nThis file is not in an image format that DALI supports" in text
+        assert "large.jpg\n\nThis file is larger than the server accepts" in text
+        browser.screenshot(tmp_path / "page.png")
+        bars = "getComputedStyle(document.querySelector('li i'), '::before').width"
+        assert float(browser.evaluate(bars).removesuffix("px")) > 100
+        # There is neither a script error nor a violation of the security policy.
+        kinds = ("Runtime.exceptionThrown", "Log.entryAdded")
+        (failure,) = [event["params"] for event in browser.events if event["method"] in kinds]
+        assert "the server responded with a status of 422" in failure["entry"]["text"]
