@@ -405,7 +405,7 @@ def gpu_labels(count):
 
 def need_two_gpus():
     if paddle.device.cuda.device_count() < 2 and "SHARE_GPU" not in os.environ:
-        pytest.skip("needs two GPUs")
+        pytest.skip("requires two GPUs")
 
 
 @pytest.fixture

@@ -70,8 +70,8 @@ def test_first_losses_match_golden_values(parse, four_stages):
     actual = losses(parse(), random_batches(5, batch=32))
     for step, (loss, golden) in enumerate(zip(actual, json.loads(GOLDEN.read_text()), strict=True)):
         assert loss == pytest.approx(golden, rel=(1e-6, 1e-5, 2e-4, 5e-4, 5e-3)[step]), (
-            f"losses of the first 5 steps changed to {actual}: if this change is intended (network, "
-            f"initialization, loss, optimizer, schedule), write these to {GOLDEN.name} and say why in the commit"
+            f"losses of the first 5 steps changed to {actual}: if the change is intended (network, initialization, "
+            f"loss, optimizer, schedule), write them to {GOLDEN.name} and explain the change in the commit message"
         )
 
 

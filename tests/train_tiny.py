@@ -41,20 +41,20 @@ def parse_options():
     """Remove the options of this program from sys.argv, so that only flags of train.py remain."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     add = parser.add_argument
-    add("--parameters", help="folder to which each rank writes its state after each epoch and its final parameters")
+    add("--parameters", help="folder to which each rank writes its state after each epoch, and its final parameters")
     add("--shares", action="store_true", help="synthetic images that do not depend on the number of processes")
-    add("--overflow", default="", help="'RANK STEP STEP ...': steps in which --shares generates an infinite image")
+    add("--overflow", default="", help="'RANK STEP STEP ...': steps in which --shares generates an image of infinities")
     add("--scaling", action="store_true", help="dynamic loss scaling in float32")
     add("--stages", type=int, default=2, help="number of stages of the network")
-    add("--few-blocks", action="store_true", help="the networks of the registry have few blocks")
+    add("--few-blocks", action="store_true", help="reduce the networks of the registry to few blocks")
     add("--unfused", action="store_true", help="one all-reduce per gradient")
-    add("--fatal-change", type=int, help="kill -9 before the n-th change to the file system below --fatal-root")
+    add("--fatal-change", type=int, help="send SIGKILL before the n-th change to files below --fatal-root")
     add("--fatal-root")
     add("--slow-step", type=float, default=0, help="seconds added to each training step")
     add("--slow-evaluation", type=float, default=0, help="seconds added to some steps of an evaluation")
     add("--fault", default="", help="'RANK STEP KIND', comma-separated: fault of a rank before a step")
     add("--fault-after", default="/", help="path that must exist before a fault happens")
-    add("--differs", default="", help="'RANK FLAGS' or 'RANK version', comma-separated: differences of one rank")
+    add("--differs", default="", help="'RANK FLAGS' or 'RANK version', comma-separated: how a rank differs")
     options, sys.argv[1:] = parser.parse_known_args()
     return options
 

@@ -18,8 +18,8 @@ from conftest import ROOT, TINY
 from paddle_resnet.machine import compat
 from utils.errors import UsageError
 
-only_paddle_2 = pytest.mark.skipif(compat.IS_PADDLE_3, reason="a difference of Paddle 2.6")
-only_paddle_3 = pytest.mark.skipif(not compat.IS_PADDLE_3, reason="a difference of Paddle 3")
+only_paddle_2 = pytest.mark.skipif(compat.IS_PADDLE_3, reason="tests Paddle 2.6 only")
+only_paddle_3 = pytest.mark.skipif(not compat.IS_PADDLE_3, reason="tests Paddle 3 only")
 
 
 @pytest.mark.parametrize("version", ["2.6.2", "2.6.3", "3.3.1", "3.3.2", "3.3.1.post129"])

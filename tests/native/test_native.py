@@ -54,7 +54,7 @@ NARROW = [("cpu", "float32"), ("emulated", "float32"), ("emulated", "bfloat16")]
 def emulated_library(once):
     """Build the operators for the emulated GPU and return their library."""
     if paddle.is_compiled_with_cuda():
-        pytest.skip("the emulated driver would replace that of CUDA")
+        pytest.skip("the emulated driver would replace CUDA's driver")
 
     def make(folder):
         (folder / "kernels.cu").write_text(native._kernel_source())
