@@ -15,7 +15,7 @@ from paddle_resnet.settings.declarations import RESUMED, of_kinds
 from paddle_resnet.settings.values import flag
 from utils.errors import UsageError
 
-# Flags that may differ between machines: paths, flags of the output, and flags that affect only speed.
+# Flags that may differ between machines: paths, output flags, and flags that affect only speed.
 LOCAL_FLAGS = (
     *("image_root", "skip_list", "allow_outside", "report_file", "show_config", "verbose", "enable_cpu_affinity"),
     *("dali_num_threads", "dali_prefetch", "hw_decoder_load"),
@@ -67,7 +67,7 @@ def _compare(facts):
 
 
 def _check_equal(all_ranks):
-    """Raise UsageError if a fact differs between ranks; all_ranks: [{name: value} of each rank]."""
+    """Raise UsageError if a value differs between ranks. `all_ranks` is [{name: value}], with one entry per rank."""
     differences = []
     for name in dict.fromkeys(name for facts in all_ranks for name in facts):
         values = {}

@@ -1,13 +1,13 @@
 """Connections between the monitors of a job. A message is a line of JSON. No message is sent before both ends of a
 connection have proved that they belong to the job.
 
-Each rank draws a Diffie-Hellman key pair and publishes its public key in Paddle's TCP store. Rank 0 derives a common
-key with each other rank: both ranks combine their own private key with the public key of the other rank. The common key
-never leaves these two ranks and their monitors, which receive it over a socket pair. Over TCP, both ends prove that
-they have the common key (HMAC of random challenges).
+Each rank generates a Diffie-Hellman key pair and publishes its public key in Paddle's TCP store. Rank 0 derives a
+common key with each other rank: both ranks combine their own private key with the public key of the other rank. The
+common key never leaves these two ranks and their monitors, which receive it over a socket pair. Over TCP, both ends
+prove that they have the common key (HMAC of random challenges).
 
 A client that reads the store, the process list or the network, or connects to the port, cannot impersonate a rank. But
-Paddle does not protect the store against writing, so a client can replace public keys in the store. A client that can
+Paddle does not protect the store against writes, so a client can replace public keys in the store. A client that can
 alter packets can alter messages, because messages are neither encrypted nor signed. Such clients could end a job even
 without the monitors, so run jobs in a trusted network.
 """

@@ -107,7 +107,7 @@ class Stream:
 
 
 def from_rank_0(function):
-    """Call a function only on rank 0, for example because it reads files.
+    """Call a function on rank 0 only, and return its result on all ranks.
 
     Args:
         function: function without arguments that returns JSON data.
@@ -155,7 +155,7 @@ def _wait_for_all():
     all_gather([0])
     key = _next_exchange()
     if processes.rank() != 0:
-        watchdog.stop()  # before rank 0 leaves
+        watchdog.stop()  # must precede the exit of rank 0
         _store().set(f"{key}/{processes.rank()}", "00")
     else:
         for r in range(1, processes.world_size()):
@@ -182,16 +182,16 @@ def stop_agreed():
 
 
 def stop_asked():
-    """Return whether any rank has received a signal to stop. Different ranks may learn about the signal at different
-    steps, so the caller must let all ranks agree on a step."""
+    """Return whether any rank has received a signal to stop. Different ranks may detect the signal at different steps,
+    so the caller must let all ranks agree on a step."""
     if processes.world_size() == 1:
         return signals.received() is not None
     return _stop_step(0) is not None
 
 
 def _stop_step(proposal):
-    """Return the number of the step at which the job stops, or None if no rank has received a signal. The first
-    proposal counts."""
+    """Return the number of the step at which the job stops, or None if no rank has received a signal. If several ranks
+    propose a step, the first proposal is used."""
     global _stop_at, _has_proposed
     if _stop_at is None:
         store = _store()

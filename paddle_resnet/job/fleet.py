@@ -24,9 +24,10 @@ GPU_FLAGS = {
     "FLAGS_max_inplace_grad_add": 8,
 }
 # Number of gradients per fused all-reduce. With Fleet's default of 8, a step on two H200s took 3 to 8 % longer than
-# with 16 or more; differences between larger numbers were noise. With 32 gradients, most bytes overlap with the
-# backward pass, and few all-reduces follow it. Within a host, a single all-reduce after the backward pass is even
-# faster. All times are for ResNet-50 with O2 on two H200s (benchmarks/log/multi_gpu_h200_2026-11-22.md).
+# with 16 or more; differences between larger numbers were noise. With 32, most of the communication overlaps with the
+# backward pass, and few all-reduces remain after the backward pass. Within a host, a single all-reduce after the
+# backward pass is even faster. All times are for ResNet-50 with O2 on two H200s
+# (benchmarks/log/multi_gpu_h200_2026-11-22.md).
 _GRADIENTS_PER_ALL_REDUCE = 32
 _ALL_GRADIENTS = 10**6
 _started_with = None  # settings of the last call of start()
@@ -45,8 +46,8 @@ def connect(timeout_s):
 
 
 def start(args):
-    """Set Paddle's flags, seed the random generators of the host, and initialize Fleet, even for a single process. Call
-    start() after all flags are resolved and before a program is built."""
+    """Set Paddle's flags, seed the random number generators of the host, and initialize Fleet, even for a single
+    process. Call start() after all flags are resolved and before a program is built."""
     global _started_with
     _started_with = args
     random.seed(args.seed)
@@ -54,12 +55,12 @@ def start(args):
     if args.device == "gpu":
         paddle.set_flags(GPU_FLAGS)
     # In a serial run, the main thread runs all operators. A trace requires a serial run, because Paddle's profiler
-    # loses events or crashes if two executor threads record their first events at once (HostEventRecorder has no lock
-    # for its list of threads). A CUDA graph requires a serial run, because it captures only the operators of one
-    # thread. On a CPU, several executor threads were not faster and occasionally crashed.
+    # loses events or crashes if two executor threads record their first events at the same time (HostEventRecorder has
+    # no lock for its list of threads). A CUDA graph requires a serial run, because it captures only the operators of
+    # one thread. On a CPU, several executor threads were not faster and occasionally crashed.
     is_serial = args.device == "cpu" or args.profile_steps is not None or args.cuda_graph
     paddle.set_flags({"FLAGS_new_executor_serial_run": is_serial})
-    set_log_level("ERROR")  # must precede the strategy, which logs its creation
+    set_log_level("ERROR")  # must precede the creation of the strategy, which Fleet logs
     strategy = fleet.DistributedStrategy()
     # On a CPU with NCHW, all-reduces are not fused, because oneDNN writes gradients to its own memory instead of the
     # buffer of a fused all-reduce.

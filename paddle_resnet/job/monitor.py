@@ -61,7 +61,7 @@ def start(rank, world_size, timeout_s, master, process, position, listener=None)
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=descriptors,
-            start_new_session=True,  # to inform other monitors if the session of the rank is killed
+            start_new_session=True,  # the monitor survives if the rank's session is killed
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -81,7 +81,7 @@ def main(facts):
             await coordinator.finish()
 
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the coordinator has a connection to each rank
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the coordinator needs a descriptor for each rank
     asyncio.run(run())
 
 
@@ -104,7 +104,7 @@ class Monitor:
         )
         done, _ = await asyncio.wait({self._outcome, *work}, return_when=asyncio.FIRST_COMPLETED)
         for one in done:
-            one.result()  # raises unexpected exceptions
+            one.result()  # re-raises unexpected exceptions
         message, code, final_message = self._outcome.result()
         if message:
             _print(f"train.py: error: {message}")
@@ -193,7 +193,7 @@ class _Coordinator:
     def __init__(self, world_size, timeout_s, listener):
         self._world_size, self._timeout_s, self._listener = world_size, timeout_s, listener
         self._writers, self._has_connected = {}, set()  # {rank: writer}, ranks that have ever connected
-        self._seen = {}  # {rank: (position, since when)}
+        self._seen = {}  # {rank: (position, time of the last change)}
         self._stopped = set()  # ranks that SIGSTOP or a debugger has stopped
         self._end = None  # message to all monitors
 
@@ -273,7 +273,8 @@ def _is_stopped(pid):
 
 
 def _stat(pid):
-    """Return the fields of /proc/PID/stat (see proc(5)) from the state on, or None if the process has exited."""
+    """Return the fields of /proc/PID/stat (see proc(5)) starting with the process state, or None if the process has
+    exited."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -45,7 +45,7 @@ def describe_stall(positions, stopped=()):
     Args:
         positions: {rank: [number of the phase, place, name of the phase]}.
         stopped: ranks that SIGSTOP or a debugger has stopped. If the list is not empty, these ranks block the job,
-            whatever the positions are.
+            regardless of the positions.
     """
     if stopped:
         return f"{ranks(stopped)} stopped by SIGSTOP or a debugger in {where_is(positions[stopped[0]])}"
@@ -55,17 +55,17 @@ def describe_stall(positions, stopped=()):
     if first == last:
         return f"all ranks are in {where}"
     ahead = next(p for p in positions.values() if p[:2] == last)
-    return f"{ranks(behind)} {'is' if len(behind) == 1 else 'are'} in {where}, others wait in {where_is(ahead)}"
+    return f"{ranks(behind)} {'is' if len(behind) == 1 else 'are'} in {where}, others are waiting in {where_is(ahead)}"
 
 
 def ranks(numbers):
-    """Return a list of ranks as text, and shorten a long list."""
+    """Format a list of ranks as text. Only the first 8 ranks are included."""
     text = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
     return f"rank {text}" if len(numbers) == 1 else f"ranks {text}"
 
 
 def where_is(position):
-    """Return a position as text."""
+    """Format a position as text."""
     _, place, name = position
     if place == 0:
         return name

@@ -1,4 +1,4 @@
-"""Log single steps, with the metrics of all processes."""
+"""Log individual steps with metrics over all processes."""
 
 import math
 
@@ -7,7 +7,7 @@ from utils.meters import mean
 
 
 class StepLog:
-    """Logs single steps with the metrics of all processes.
+    """Logs individual steps with metrics over all processes.
 
     Rank 0 logs a step when it has received the metrics of all ranks, which is a few steps later. Ranks wait for each
     other only at the end of the epoch.
@@ -26,10 +26,10 @@ class StepLog:
 
         Args:
             step: number of the step.
-            images: number of images of this process.
+            images: number of images that this process used in the step.
             metrics: {name: value} of this process. Values are means over the images of the process, except ips and
                 times.
-            common: {name: value} for the metrics that are the same in all processes.
+            common: {name: value} of the metrics that are the same in all processes.
         """
         if self._stream is None:
             self._log(step, {**metrics, **common})

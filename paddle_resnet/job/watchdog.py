@@ -92,8 +92,8 @@ def stop():
 
 
 def report_failure(error):
-    """Report the error that ends this rank to all other ranks. If the error may be the consequence of a failure of a
-    different rank, first wait briefly for the report of that failure, which would end this process."""
+    """Report the error that ends this rank to all other ranks. If the failure of a different rank may have caused the
+    error, first wait briefly for the report of that failure, which would end this process."""
     if _monitor is None:
         return
     if not isinstance(error, (UsageError, RunError, KeyboardInterrupt)):
@@ -141,5 +141,5 @@ class _Monitor:
             if not code:
                 message = "monitor: the process that monitors this rank has exited: it was killed or crashed"
                 logger.write_line(f"train.py: error: {message}", sys.stderr)
-        finally:  # even if printing fails, because nothing else ends this process
+        finally:  # exit even if printing fails, because nothing else ends this process
             os._exit(code[0] if code else 1)

@@ -10,7 +10,7 @@ from paddle import static
 
 from utils.errors import UsageError
 
-# The versions with which the test suite passes. Newer patch releases of these minor versions are also accepted.
+# The test suite passes with these versions. Newer patch releases of the same minor versions are also accepted.
 LOWEST, HIGHEST = (2, 6, 2), (3, 3, 1)
 IS_PADDLE_3 = paddle.version.major == "3"
 _PIR = "FLAGS_enable_pir_api"
@@ -32,7 +32,7 @@ def check_version(version=paddle.__version__):
     if IS_PADDLE_3 and paddle.get_flags(_PIR)[_PIR]:
         raise UsageError(
             f"{_PIR}: Paddle {version} builds PIR programs, which lack Fleet's optimizer, mixed precision and "
-            "sparsity; unset it, and import paddle_resnet before Paddle (see docs/paddle3.md)"
+            f"sparsity; unset {_PIR}, and import paddle_resnet before Paddle (see docs/paddle3.md)"
         )
 
 
@@ -68,8 +68,8 @@ def start_gloo(prepare):
     """Connect the processes of a CPU job through Gloo.
 
     In Paddle 3, operators need a communicator that uses the launcher's store; otherwise, they fail with
-    "NCCLCommContext is nullptr". In Paddle 2.6, operators need the environment of init_parallel_env, which starts
-    processes.
+    "NCCLCommContext is nullptr". In Paddle 2.6, operators need the state that init_parallel_env sets up; this function
+    also starts processes.
 
     Args:
         prepare: function to call before the processes start. Its return value is kept alive until the processes have
@@ -87,13 +87,13 @@ def start_gloo(prepare):
 
 
 def sqrt(x):
-    """Like paddle.sqrt, but accept legacy variables, which Paddle 3.3 rejects: "sqrt(): argument (position 1) must be
-    Value"."""
+    """Do the same as paddle.sqrt, but accept legacy variables, which Paddle 3.3 rejects: "sqrt(): argument (position 1)
+    must be Value"."""
     return _append("sqrt", x)
 
 
 def accept_legacy_any():
-    """Patch paddle.any to accept legacy variables, which Paddle 3.3 rejects in the same way as for paddle.sqrt.
+    """Patch paddle.any to accept legacy variables, which Paddle 3.3 rejects.
 
     Paddle's mixed precision at level O2 calls paddle.any for the gradients of both precisions.
     """
@@ -120,8 +120,8 @@ def _append(op_type, x, **attrs):
 
 
 def assigned(op):
-    """Return the float32 array of an assign_value operator. Paddle 3 stores a list of Scalar, whereas Paddle 2.6 stores
-    one list per type."""
+    """Return the float32 array of an assign_value operator. Paddle 3 stores a list of Scalar objects, whereas Paddle
+    2.6 stores one list of numbers per type."""
     values = [value.value() for value in op.attr("values")] if IS_PADDLE_3 else op.attr("fp32_values")
     return np.array(values, np.float32).reshape(op.attr("shape"))
 

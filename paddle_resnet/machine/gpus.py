@@ -13,7 +13,7 @@ from utils import logger
 from utils.errors import UsageError, core
 
 INSTALL = 'install a different build with make venv PADDLE="REQUIREMENT -i INDEX", see docs/install.md'
-_FATBIN = b"\x50\xed\x55\xba"  # first bytes of each file of GPU code that a library contains
+_FATBIN = b"\x50\xed\x55\xba"  # first bytes of each fat binary (GPU code) in a library
 _CUBIN, _PTX = 2, 1
 
 
@@ -37,7 +37,7 @@ def resolve(device, index, several):
     if device == "gpu":
         raise UsageError(f"--device gpu: {reason}")
     if paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count():
-        logger.warn(f"--device auto: this run uses the CPU: {reason}")
+        logger.warn(f"--device auto: using the CPU instead of the GPU: {reason}")
     return "cpu"
 
 
@@ -83,10 +83,11 @@ def memory(index):
 
 
 def describe_build():
-    """Return a description of the installed Paddle, such as "Paddle 2.6.2 for CUDA 11.8, which has compute capability
-    8.0 9.0"."""
+    """Return a description of the installed Paddle, such as "Paddle 2.6.2 for CUDA 11.8, which supports compute
+    capability 8.0 9.0"."""
     capabilities = " ".join(build_capabilities()) or "unknown"
-    return f"Paddle {paddle.__version__} for CUDA {paddle.version.cuda()}, which has compute capability {capabilities}"
+    build = f"Paddle {paddle.__version__} for CUDA {paddle.version.cuda()}"
+    return f"{build}, which supports compute capability {capabilities}"
 
 
 def build_capabilities():
@@ -102,7 +103,7 @@ def build_capabilities():
 
 
 def _architectures(library, files=64):
-    """Return {(architecture, kind)} of the first files of GPU code in a library. All other files have the same
+    """Return {(architecture, kind)} of the first fat binaries in a library. All other fat binaries have the same
     architectures."""
     architectures, position = set(), 0
     with open(library, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as memory:

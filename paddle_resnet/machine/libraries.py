@@ -1,12 +1,13 @@
 """Enables Paddle to find the CUDA libraries of Python packages without LD_LIBRARY_PATH.
 
-Paddle 2.6 opens its CUDA libraries when it first needs them, by names without a version (libcudnn.so). The
-nvidia-*-cu11 packages contain names with a version (libcudnn.so.8), in folders that are not on any search path.
-libphi.so opens the libraries, so the linker searches, in this order, 1. LD_LIBRARY_PATH, 2. the folder that libphi.so
-was loaded from, 3. the system's folders (ldconfig), then /usr/local/cuda/lib64. Therefore, this module creates a folder
-of links to libphi.so and to the packages' libraries, and loads libphi.so from the folder of links before Paddle is
-imported. The user's setup takes precedence: if cuDNN and cuBLAS are on LD_LIBRARY_PATH or in the system's folders, the
-module does nothing. Paddle 3 and the CUDA 12 builds of Paddle find their packages without this module.
+Paddle 2.6 opens its CUDA libraries when it first needs them, by names without a version (libcudnn.so). In the
+nvidia-*-cu11 packages, the file names have a version (libcudnn.so.8), and the folders are not on any search path.
+Because libphi.so opens the libraries, the dynamic linker searches, in this order, 1. LD_LIBRARY_PATH, 2. the folder
+that libphi.so was loaded from, 3. the system's folders (ldconfig), then /usr/local/cuda/lib64. Therefore, this module
+creates a folder of links to libphi.so and to the packages' libraries, and loads libphi.so from the folder of links
+before Paddle is imported. The user's setup takes precedence: if cuDNN and cuBLAS are on LD_LIBRARY_PATH or in the
+system's folders, the module does nothing. Paddle 3 and the CUDA 12 builds of Paddle find their packages without this
+module.
 """
 
 import contextlib
@@ -23,9 +24,8 @@ from pathlib import Path
 from utils import cache, files
 from utils.errors import UsageError
 
-# {package folder: library version in file names that CUDA 11.8 and Paddle 2.6 need}. A package folder may also contain
-# a different version that a different package has installed. Paddle opens cuSOLVER when the capture of a CUDA graph
-# begins.
+# {package folder: version suffix of the library files that CUDA 11.8 and Paddle 2.6 need}. The folder may also contain
+# other versions, which other packages have installed. Paddle opens cuSOLVER when the capture of a CUDA graph begins.
 PACKAGES = {"cudnn": "8", "cublas": "11", "cusolver": "11", "nccl": "2", "cuda_cupti": "11.8"}
 PACKAGES |= {"cuda_nvrtc": "11.2", "nvtx": "1"}
 # Libraries that Paddle 2.6 needs for training: {name: (library, major version)}. cuDNN 8 opens sub-libraries, and

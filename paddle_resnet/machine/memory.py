@@ -15,7 +15,7 @@ def available():
     try:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
         return min(available, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
-    except (OSError, ValueError):  # without cgroup v2 or a memory limit
+    except (OSError, ValueError):  # no cgroup v2, or no memory limit
         return available
 
 

@@ -13,7 +13,7 @@ from utils import exit_codes, files, outputs
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVES = {"val.top1": "top1", "val.loss": "validation loss", "train.loss": "training loss", "train.ips": "images/s"}
-# Flags that affect only what a run writes and where, but not its computation.
+# Flags that affect only the output of a run, not its computation.
 PLACES = {"output_dir", "report_file", "report_html", "tensorboard_dir", "predictions", "show_config", "print_interval"}
 
 
@@ -26,7 +26,7 @@ def main(argv=None):
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a report, or a folder with report.json")
     parser.add_argument(
-        "--html", metavar="FILE", help="also write an HTML page; for a single run, it contains all details"
+        "--html", metavar="FILE", help="HTML page to write; for a single run, the page contains all details"
     )
     return exit_codes.of(parser.prog, lambda: _compare(**vars(parser.parse_args(argv))))
 
@@ -93,8 +93,8 @@ def metrics(runs):
 
 
 def flags(runs):
-    """Return [(flag, [value of each run])] for the flags that differ. If a report was written by a different version
-    and lacks a flag, its value is "-"."""
+    """Return [(flag, [value of each run])] for the flags that differ. If a report of a different version lacks a flag,
+    the value is "-"."""
     names = dict.fromkeys(name for run in runs.values() for name in run.parameters if name not in PLACES)
     rows = [(name, [str(run.parameters.get(name, "-")) for run in runs.values()]) for name in names]
     return [(name, values) for name, values in rows if len(set(values)) > 1]

@@ -74,7 +74,7 @@ def chart(series, xlabel="epochs done", mark=None, from_zero=False, last_x=0):
 
 def _without_outliers(values):
     """Return the upper end of the y axis: the largest value or, if the largest of at least 10 values is an outlier, the
-    98th percentile. Larger values are above the chart."""
+    98th percentile. Larger values are drawn at the upper edge of the chart."""
     values = sorted(values)
     limit = values[int(0.98 * (len(values) - 1))]
     return limit if len(values) >= 10 and 0 < OUTLIER * limit < values[-1] else values[-1]

@@ -29,7 +29,7 @@ def write(path, report_file, environment=None):
     Args:
         path: path of the page to write.
         report_file: path of a report. The CSV files next to the report are from the best evaluation of the run.
-        environment: {name: value} of the machine and the software to show, or None.
+        environment: {name: value} that describes the machine and the software, or None.
     Raises:
         UsageError: report_file or a table next to it does not match the schema.
         RunError: the page cannot be written.
@@ -56,7 +56,7 @@ def write(path, report_file, environment=None):
 
 
 def save(path, template, **content):
-    """Render a template of this folder and write the page."""
+    """Render a template in this folder and write the page."""
     try:
         files.touch(path)
         text = _templates().get_template(template).render(content)
@@ -75,7 +75,7 @@ def _templates():
 
 
 def _metrics(run):
-    """Return [(value, description)] of the metrics, the most important metric first."""
+    """Return [(value, description)] for the metrics, the most important metric first."""
     best, is_trained = run.best(), bool(run.curve("train.loss"))
     metrics = [(f"{best[1]:.2%}", f"best top1, epoch {best[0]}")] if best and is_trained else []
     last = (
@@ -85,7 +85,7 @@ def _metrics(run):
     )
     metrics += [(format(run.last(name), form), what) for name, form, what in last if run.last(name) is not None]
     ips = run.mean_ips("train" if is_trained else "val")
-    metrics += [(f"{ips:,.0f}", "images/s in training, mean" if is_trained else "images/s")] if ips else []
+    metrics += [(f"{ips:,.0f}", "mean images/s in training" if is_trained else "images/s")] if ips else []
     return [*metrics, (_duration(run.total_s), "total time")]
 
 
@@ -123,7 +123,7 @@ def _charts(run):
 
 
 def _times(run):
-    """Return how the run spent the time from its starts to its last entry: [(description, seconds, fraction)]."""
+    """Return the time that the run spent on each activity: [(description, seconds, fraction of the total)]."""
     waiting, training = run.spent_s["waiting"], run.spent_s["train"]
     parts = {"start": run.start_s, "waiting for images": waiting, "training steps": max(0.0, training - waiting)}
     parts["evaluation"] = run.spent_s["val"]
@@ -152,7 +152,7 @@ def _worst(run, classes, confusion, rows):
 
 def _per_class(run, classes):
     """Return the rows [(class, images, precision, recall, F1)] of the best evaluation, and its averages in the first
-    rows. Older tables lack these metrics; then there are no rows."""
+    rows. Return no rows for older tables, which lack these metrics."""
     best = run.best()
     metrics = run.epochs[best[0]] if best else {}
     averages = [

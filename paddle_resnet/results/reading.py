@@ -54,8 +54,7 @@ METRICS = {
     **dict.fromkeys(("images", "step", "steps", "not_finite"), is_count),
     **dict.fromkeys(("epoch_time", "data_time", "compute_time", "batch_time"), _is_duration),
 }
-# Required columns of each file. Columns of numbers have (type, check, whether a cell may be empty); columns of text
-# have None.
+# {file: {required column: (type, check, whether a cell may be empty), or None for a text column}}.
 COLUMNS = {
     "classes.csv": {
         **dict.fromkeys(("label", "images", "correct"), (int, is_count, False)),
@@ -113,12 +112,13 @@ class Run:
     epoch_s: float = 0.0
 
     def curve(self, name):
-        """Return [(epochs done, value)] of an epoch metric."""
+        """Return [(completed epochs, value)] for an epoch metric."""
         points = [(epoch + 1, data.get(name)) for epoch, data in sorted(self.epochs.items())]
         return [(x, y) for x, y in points if y is not None]
 
     def step_curve(self, name):
-        """Return [(epochs done, value)] of a step metric."""
+        """Return [(completed epochs, value)] for a step metric; the number of epochs includes the fraction of the
+        current epoch."""
         per_epoch = max((step for _, step in self.steps), default=0) + 1
         per_epoch = max(per_epoch, *(data.get("train.steps") or 0 for data in self.epochs.values()), 0)
         points = [(epoch + step / per_epoch, data.get(name)) for (epoch, step), data in sorted(self.steps.items())]
@@ -130,8 +130,8 @@ class Run:
         return (-max(results)[1] - 1, max(results)[0]) if results else None
 
     def last(self, name):
-        """Return the last value of an epoch metric. Without epochs, return its value in the summary. Return None if the
-        value is missing or not finite."""
+        """Return the last value of an epoch metric. If the report contains no epochs, return the value in the summary.
+        Return None if the value is missing or not finite."""
         values = [data[name] for _, data in sorted(self.epochs.items()) if name in data]
         return values[-1] if values else self.summary.get(name)
 
@@ -154,7 +154,7 @@ class Run:
         return {name: self.parameters[name] for name in self.explicit if name in self.parameters}
 
     def mean_ips(self, phase):
-        """Return the images/s of all epochs together in "train" or "val"; None if there are none."""
+        """Return the mean images/s over all epochs of "train" or "val", or None if the report contains none."""
         rates = [(data.get(f"{phase}.ips"), data.get(f"{phase}.epoch_time")) for data in self.epochs.values()]
         rates = [(ips, seconds) for ips, seconds in rates if ips and seconds]
         total_s = sum(seconds for _, seconds in rates)
@@ -171,7 +171,7 @@ def _rows(path, columns):
     except OSError as e:
         raise UsageError(f"{path}: cannot be read ({e.strerror}); make it readable or delete it") from e
     except (ValueError, csv.Error) as e:
-        raise UsageError(f"{path}: not a table of train.py ({e}); delete it, or evaluate again") from e
+        raise UsageError(f"{path}: not a table written by train.py ({e}); delete it, or evaluate again") from e
     return rows
 
 
@@ -211,10 +211,10 @@ def read(place):
         for number, line in enumerate(lines, 1):
             _add_line(run, number, line)
     except OSError as e:
-        raise UsageError(f"{path}: cannot be read ({e.strerror}); use a report or the folder of a report.json") from e
+        raise UsageError(f"{path}: cannot be read ({e.strerror}); use a report or a folder with report.json") from e
     except ValueError as e:
         reason = e if isinstance(e, _SchemaError) else "not UTF-8"
-        raise UsageError(f"{path}: not a report of train.py ({reason}); use the file of a --report-file") from e
+        raise UsageError(f"{path}: not a report written by train.py ({reason}); choose a different file") from e
     if not run.parameters:
         raise UsageError(f"{path}: contains no entries; use the report of a run that has started")
     _close_epoch(run)
@@ -338,8 +338,8 @@ def _metric(name, value, is_summary):
 
 
 def _spend(run, data):
-    """Add the time since the end of the last epoch. If the run is interrupted within an epoch, only the entries of
-    steps contain the time of this epoch."""
+    """Add the time since the end of the last epoch. If the run is interrupted within an epoch, only step entries
+    contain the time of this epoch."""
     phase = "val" if any(name.startswith("val.") for name in data) else "train"
     batch_times = run.open_s["batch_times"] + (data.get("train.batch_time") or 0)
     data_times = run.open_s["data_times"] + (data.get("train.data_time") or 0)

@@ -1,9 +1,9 @@
 """Writes TensorBoard events (--tensorboard-dir): the report's scalars, the first augmented batch, and the
 configuration.
 
-Per-step metrics are logged under tags that start with "train/", at the global step, counted from 0. The metrics of an
-epoch have the tag prefixes "train_epoch/" and "val/" and the global step number of the last step of the epoch. When a
-run resumes, TensorBoard hides events that the previous run wrote beyond the step from which the run resumes.
+Step metrics have the tag prefix "train/" and are logged at the global step, counted from 0. Epoch metrics have the tag
+prefixes "train_epoch/" and "val/" and are logged at the global step of the last step in the epoch. When a run resumes,
+TensorBoard hides events that the previous run wrote beyond the step from which the run resumes.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def follow(args, loader, timeline, checkpoint):
     if first_step == 0 and any(Path(args.tensorboard_dir).glob("events.out.tfevents.*")):
         logger.warn(
             f"--tensorboard-dir {args.tensorboard_dir}: contains events of an earlier run, which TensorBoard hides; "
-            "use a different folder for each run to see all of them"
+            "use a different folder for each run to see the events of all runs"
         )
     try:
         board = _Board(args.tensorboard_dir, timeline, first_step)
@@ -79,13 +79,13 @@ class _Board:
             before = self._timeline.batches_before(step[0])
             self._add(data, {"train": "train_epoch", "val": "val"}, before + done - 1)
             self._writer.flush()
-        elif len(step) == 2:  # steps of an evaluation are omitted, because they have no training step
+        elif len(step) == 2:  # evaluation steps are omitted, because they have no global step
             self._add(data, {"train": "train"}, self._timeline.batches_before(step[0]) + step[1])
 
     def _add(self, data, tags, step):
         for name, value in data.items():
             phase, _, metric = name.partition(".")
-            if phase in tags and math.isfinite(value):  # the report stores other values as null
+            if phase in tags and math.isfinite(value):  # the report stores non-finite values as null
                 self._writer.add_scalar(f"{tags[phase]}/{metric}", value, step)
 
     def show(self, args, batch):

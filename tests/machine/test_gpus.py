@@ -57,7 +57,7 @@ def test_gpu_without_kernels_is_reported(gpu, capsys):
     gpu[0] = NO_KERNEL
     problem = (
         "GPU 0 (NVIDIA H100, compute capability 9.0) cannot run the kernels of "
-        f"Paddle {paddle.__version__} for CUDA 11.8, which has compute capability 6.1 7.0 8.6 "
+        f"Paddle {paddle.__version__} for CUDA 11.8, which supports compute capability 6.1 7.0 8.6 "
         "(ExternalError: CUDA error(209), no kernel image is available for execution on the device); install "
     )
     assert gpus.problem(0).startswith(problem)
@@ -65,7 +65,7 @@ def test_gpu_without_kernels_is_reported(gpu, capsys):
         gpus.resolve("gpu", 0, False)
     assert str(e.value).startswith(f"--device gpu: {problem}")
     assert gpus.resolve("auto", 0, False) == "cpu"
-    assert capsys.readouterr().err.startswith(f"warning: --device auto: this run uses the CPU: {problem}")
+    assert capsys.readouterr().err.startswith(f"warning: --device auto: using the CPU instead of the GPU: {problem}")
 
 
 def test_gpu_with_wrong_results_is_reported(gpu):

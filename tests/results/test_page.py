@@ -484,7 +484,7 @@ def test_field_that_violates_schema_is_reported(trained, tmp_path, line, name, v
     (tmp_path / "report.json").write_text("\n".join(lines) + "\n")
     with pytest.raises(UsageError) as e:
         reading.read(tmp_path)
-    assert str(e.value).startswith(f"{tmp_path}/report.json: not a report of train.py ({message}")
+    assert str(e.value).startswith(f"{tmp_path}/report.json: not a report written by train.py ({message}")
 
 
 def test_unusable_table_is_reported(trained, tmp_path, monkeypatch):
@@ -492,7 +492,9 @@ def test_unusable_table_is_reported(trained, tmp_path, monkeypatch):
     table = tmp_path / "report.classes.csv"
     table.write_text("label,images,correct,top1\n0,1,1,1.0\n")
     run = reading.read(tmp_path)
-    with pytest.raises(UsageError, match=f"^{table}: not a table of train.py .column class is missing.; delete it"):
+    with pytest.raises(
+        UsageError, match=f"^{table}: not a table written by train.py .column class is missing.; delete it"
+    ):
         run.rows("classes.csv")
     table.write_text("label,class,images,correct,top1\n0,a,1,1,1.0\n1,b,-1,0,\n")
     with pytest.raises(UsageError, match="line 3, images is '-1'"):
