@@ -125,8 +125,11 @@ def test_resume_adds_or_removes_ema_weights(run_train, tmp_path, capsys):
     assert sorted(path.name for path in (output / "2").iterdir()) == ["meta.json", "tiny.pdopt", "tiny.pdparams"]
 
 
-def test_ema_weights_of_sparse_network_are_sparse(run_train, tmp_path):
-    assert run_train(*EMA, "--asp", "--prune-model")[0] == 0
+@pytest.mark.parametrize("is_pretrained", [False, True])
+def test_ema_weights_of_sparse_network_are_sparse(run_train, averaged, tmp_path, is_pretrained):
+    """The EMA weights of a dense checkpoint are replaced, because they would not be sparse."""
+    start = ["--from-checkpoint", averaged[0] / EPOCH] if is_pretrained else []
+    assert run_train(*EMA, "--asp", "--prune-model", *start)[0] == 0
     assert_sparse(weights(tmp_path / "output" / EPOCH))
 
 
