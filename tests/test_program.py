@@ -699,5 +699,5 @@ def test_batch_may_contain_additional_feeds(parse, monkeypatch):
         batch = [{"data": images, "label": labels, "weights": weights}]
         actual = program.run(args, [batch], exe, compiled, fetchs, 0)["loss"]
         assert actual == pytest.approx(expected[k], rel=1e-5)
-    with pytest.raises(UsageError, match='different form; yield .*"data": ..., "label": ..., "weights": ...'):
+    with pytest.raises(UsageError, match='unexpected format; yield .*"data": ..., "label": ..., "weights": ...'):
         program.run(args, [[{"data": images, "label": labels}]], exe, compiled, fetchs, 0)

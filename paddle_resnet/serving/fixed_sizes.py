@@ -1,5 +1,5 @@
-"""Runs an inference network in batches of a few fixed sizes, like an evaluation: with custom kernels and, on a GPU, one
-captured step per size."""
+"""Runs an inference network in batches of a few fixed sizes. As in evaluation, steps use custom kernels and, on a GPU,
+are captured, one per size."""
 
 import ctypes
 import math
@@ -15,12 +15,13 @@ from paddle_resnet.steps.dispatch import Dispatcher
 
 
 class Steps:
-    """The steps of an inference network. A step is compiled when its size is needed for the first time.
+    """The steps of an inference network. The step for a batch size is compiled when this size is used for the first
+    time.
 
     Args:
         network: inference.Network whose program contains an async copy of its probabilities.
-        sizes: batch sizes. A batch of a different size is padded to the next of these sizes, and a batch that is larger
-            than all of them is split.
+        sizes: batch sizes. A batch of a different size is padded to the next larger size, and a batch that is larger
+            than all sizes is split.
     """
 
     def __init__(self, network, sizes):
@@ -34,7 +35,7 @@ class Steps:
         return np.concatenate([np.asarray(self.submit(part)) for part in parts])
 
     def submit(self, images):
-        """Start the inference of at most max(sizes) images. See inference.Model.submit."""
+        """Start inference for at most max(sizes) images. See inference.Model.submit."""
         with static.scope_guard(self._network.scope):
             return self._step(len(images))(images)
 
@@ -51,7 +52,8 @@ class Steps:
 
 
 class _Step:
-    """A step for one batch size, with its input on the device and a buffer for the input in host memory."""
+    """A step for one batch size. Its input is on the device, and a buffer in host memory receives images before they
+    are copied."""
 
     def __init__(self, network, size):
         args, images = network.args, network.images
@@ -93,14 +95,15 @@ class _Step:
         self._input._copy_from(self._host, self._place)
 
     def _copy_from_dali(self, images):
-        """Copy the output of a DALI pipeline on the device of the network. The rest of the input keeps its values."""
+        """Copy the output of a DALI pipeline to the input of the step. If the output is smaller than the input, the
+        remaining values do not change."""
         on_gpu = isinstance(self._place, paddle.CUDAPlace)
         stream = paddle.device.cuda.current_stream(self._place.get_device_id()).cuda_stream if on_gpu else None
         feed_ndarray(images, self._input._ptr(), stream)
 
 
 class _Rows:
-    """The first rows of a result that is not yet available."""
+    """The first rows of a result that the device may still be computing."""
 
     def __init__(self, handle, count):
         self._handle, self._count = handle, count

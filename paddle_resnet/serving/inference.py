@@ -65,7 +65,7 @@ class Model:
         return self.outputs(images)[0]
 
     def submit(self, images):
-        """Start the inference of images, which may also be the output of a DALI pipeline for this model.
+        """Start inference for a batch of images, which may be an array or the output of a DALI pipeline for this model.
 
         Returns:
             a value that np.asarray converts to the probabilities. At most one other batch may be submitted before the
@@ -74,7 +74,7 @@ class Model:
         return self.steps.submit(images) if self.steps else self.run(from_dali(self.description, images))
 
     def host_images(self, images):
-        """Return an uninitialized array for a number of images, from which this engine copies fastest."""
+        """Return an uninitialized array for a number of images, in the memory from which this engine copies fastest."""
         expected = self.description["input"]
         if self.steps:
             return self.steps.host_images(images)
@@ -90,7 +90,7 @@ def from_dali(description, images):
 
 @dataclass
 class Network:
-    """The inference network of a checkpoint, without masks or optimizer. See load_checkpoint and load_half.
+    """The inference network of a checkpoint, without masks or optimizer. See load_checkpoint and load_fast.
 
     Attributes:
         args: flags of the training run, with the device and layout replaced by those of this network.
@@ -160,15 +160,16 @@ def load_checkpoint(checkpoint, device="cpu", uint8=False, model_arch_name=None,
 
 
 def load_fast(checkpoint, precision, device="gpu", model_arch_name=None, tta="none"):
-    """Load the inference network of a checkpoint as an evaluation would run it: with custom kernels, in NHWC, with four
-    channels and in half precision. Its program ends with an async copy of the probabilities.
+    """Load the inference network of a checkpoint in the form that an evaluation would run: with custom kernels, in
+    NHWC, with four channels and in the chosen precision. The program ends with an async copy of the probabilities.
 
     Args:
         checkpoint, device, model_arch_name: see load_checkpoint.
         precision: "float32", "float16" or "bfloat16".
         tta: "flip" averages the probabilities of each image and its mirror image.
     Returns:
-        Network. Its input is normalized images [N, H, W, 4], in float16 if this is the precision, otherwise in float32.
+        Network. The input is normalized images [N, H, W, 4] in float16 if the precision is float16, otherwise in
+        float32.
     Raises:
         native.Unavailable: the custom kernels cannot be built.
         UsageError: see load_checkpoint.
@@ -190,7 +191,7 @@ def load_fast(checkpoint, precision, device="gpu", model_arch_name=None, tta="no
 
 
 def _recorded(checkpoint, device, model_arch_name):
-    """Return (folder of the checkpoint, its meta.json, the flags of its training run with the device replaced)."""
+    """Return (checkpoint folder, content of meta.json, flags of the training run with the device replaced)."""
     checkpoint = resolve(checkpoint)
     meta = _read_meta(checkpoint)
     args = restore.recorded_flags(checkpoint, meta, model_arch_name)
@@ -212,7 +213,8 @@ def _load(args, meta, checkpoint, channels, **options):
         network.exe.run(startup)
         variables.load(args, checkpoint, trained, place, log=_log)
         if channels != before:
-            # The fourth channel of the images is zero, so removing or adding its filters does not change the output.
+            # The fourth channel of the images is zero, so removing or adding the weights for this channel does not
+            # change the output.
             stem = ends(program).first
             filters = network.parameter(stem)[:, :channels]
             filters = np.pad(filters, [(0, 0), (0, channels - filters.shape[1]), (0, 0), (0, 0)])
@@ -366,14 +368,14 @@ def _describe(args, meta, images, probabilities):
 
 
 def open_model(path, device, model_arch_name=None, precision=None, sizes=(32,), tta="none"):
-    """Open the folder of a checkpoint or an export, or an ONNX file, as a Model.
+    """Open a checkpoint folder, a run folder, an export folder or an ONNX file as a Model.
 
     Args:
-        path: folder of a checkpoint, run or export, or an ONNX file.
+        path: the folder or ONNX file.
         device: "cpu" or "gpu".
         model_arch_name: see load_checkpoint.
         precision: "float32", "float16", "bfloat16" or "int8". If None, a checkpoint runs in float16 on a GPU with
-            Tensor Cores and otherwise in float32, and an export in the precision in which it was exported.
+            Tensor Cores and otherwise in float32, and an export runs in the precision in which it was exported.
         sizes: see fixed_sizes.Steps.
         tta: "flip" averages the probabilities of each image and its mirror image.
     Raises:
@@ -384,7 +386,8 @@ def open_model(path, device, model_arch_name=None, precision=None, sizes=(32,), 
 
 
 def _mirrored(model, tta):
-    """Return the model. If its engine does not average over mirror images, return a model that does."""
+    """Return a model that averages the probabilities of each image and its mirror image if `tta` is "flip". If the
+    engine does this itself, return the model unchanged."""
     if tta == "none" or model.steps:
         return model
     axis = 3 if model.description["input"]["layout"] == "NCHW" else 2
@@ -418,13 +421,13 @@ def is_export(path):
 
 
 def open_checkpoint(path, device, model_arch_name=None, precision=None, sizes=(32,), tta="none", engine="fastest"):
-    """Open a checkpoint as a Model with the engine that was the fastest in our measurements: on a GPU, captured steps
-    with custom kernels; on a CPU, onnxruntime, if it is installed.
+    """Open a checkpoint as a Model with the engine that was fastest in benchmarks: on a GPU, captured steps with custom
+    kernels; on a CPU, onnxruntime if it is installed.
 
     Args:
         path: folder of a checkpoint or a run.
         device, model_arch_name, precision, sizes, tta: see open_model.
-        engine: "fastest", or "Paddle" for the fastest engine of Paddle.
+        engine: "fastest", or "Paddle" for Paddle's fastest engine.
     Raises:
         UsageError: see open_model.
     """
@@ -444,8 +447,8 @@ def open_checkpoint(path, device, model_arch_name=None, precision=None, sizes=(3
 
 
 def _open_as_onnx(path, model_arch_name):
-    """Convert a checkpoint to ONNX in memory, and open it with onnxruntime. If this is impossible, log the reason and
-    return None."""
+    """Convert a checkpoint to ONNX in memory, and open it with onnxruntime. If the conversion is impossible or a
+    package is missing, log the reason and return None."""
     try:
         for package in ("onnx", "onnxruntime"):
             onnx_writer.require(package)
