@@ -10,7 +10,7 @@ from paddle_resnet.settings.declarations import Parser
 
 
 def parse_args(argv=None):
-    """Read the flags.
+    """Parse and check the flags.
 
     Args:
         argv: list of arguments, or None for the command line. Flags in argv override the flags in `--config FILE`,

@@ -1,11 +1,12 @@
-"""Train, evaluate or benchmark a network; see `python train.py --help`. Paddle's launcher starts several processes."""
+"""Train, evaluate or benchmark a network; see `python train.py --help`. For several processes, use Paddle's
+launcher."""
 
 import sys
 
 import yaml
 
 import config
-from paddle_resnet import report  # before Paddle, because paddle_resnet sets variables for Paddle
+from paddle_resnet import report  # before Paddle: sets environment variables that Paddle reads
 from paddle_resnet.data import listing
 from paddle_resnet.job.processes import check_environment, world_size
 from paddle_resnet.models import registered_name
@@ -17,7 +18,7 @@ from utils.mode import Mode
 
 def main(argv=None):
     """Run train.py and return its exit code: 0 success, 1 failure, 2 error in usage, configuration or data, 75 stopped
-    by a signal after saving, 130 interrupted."""
+    by a signal with a checkpoint saved, 130 interrupted."""
     try:
         return exit_codes.of("train.py", lambda: _main(sys.argv[1:] if argv is None else argv), needs_stdout=False)
     finally:
@@ -38,7 +39,7 @@ def _run(args, argv):
     """Run the phases in order."""
     check_environment()
     args.resolve(args.origin("model_arch_name"), model_arch_name=registered_name(args.model_arch_name))
-    if args.data_format != "synthetic" and world_size() == 1:  # several processes check it after connecting
+    if args.data_format != "synthetic" and world_size() == 1:  # otherwise, rank 0 checks it later
         listing.check_root(args.image_root)
     progress.phase("Paddle import")
     try:  # imports take seconds, so the flags are checked first
@@ -99,7 +100,7 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
     training = phases.show_on_tensorboard(args, training, checkpoint)
     logger.begin(args.as_entry(), append=report.resumes(args, checkpoint))
     is_advised = False
-    resumed = checkpoint and checkpoint.trained  # if not None, the first stop needs only its evaluation
+    resumed = checkpoint and checkpoint.trained  # if not None, the first stop is trained but not evaluated
     schedule = training.lr_scheduler
     for stop in durations.stops(args, schedule.timeline, schedule.done - (resumed is not None)):
         trained, resumed, evaluated = resumed, None, None

@@ -152,7 +152,7 @@ def _check_labels(args, mode, data_format, labels):
 
 
 def open_data_set(args, mode, trained=None):
-    """Return the readers.DataSet of a split, without the images of --skip-list. Raise UsageError if the data set cannot
+    """Return the readers.DataSet of a split, without the images in --skip-list. Raise UsageError if the data set cannot
     be used."""
     skip = frozenset()
     if args.skip_list is not None:
@@ -164,7 +164,7 @@ def open_data_set(args, mode, trained=None):
 
 
 def _conditions(args, data_format, size, digest=None):
-    """Return the conditions that must be unchanged for a loader to resume from a state."""
+    """Return the conditions that must be unchanged so that a loader can resume from a state."""
     flags = {flag(name): getattr(args, name) for name, declaration in FLAGS.items() if declaration.batches}
     counts = {"number of images": size, "number of processes": processes.world_size()}
     files = {LIST: digest[:16]} if digest else {}
@@ -200,7 +200,7 @@ def _usable(args, state, conditions, steps):
     """Compare a loader state with the current conditions, and log the conditions that have changed.
 
     Returns:
-        (state, or None if it cannot be used; whether only the order of the images is resumed).
+        (state, or None if it cannot be used; whether the loader resumes only the image order).
     Raises:
         StateError: the step in the state exceeds the steps per epoch.
     """
@@ -265,7 +265,7 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=
         num_shards: number of shards.
         checkpoint: DALI checkpoint (bytes) from which a training pipeline resumes, or None.
     Returns:
-        nvidia.dali.Pipeline with the outputs images and labels, on the device of --dali-device.
+        nvidia.dali.Pipeline whose outputs are images and labels on the device --dali-device.
     """
     on_gpu = args.dali_device == "gpu"
     batch = pipeline_def(

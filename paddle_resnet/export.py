@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-import paddle_resnet  # noqa: F401  sets Paddle's environment, so it must precede any import of Paddle
+import paddle_resnet  # noqa: F401  precedes Paddle, because it sets environment variables for Paddle
 from paddle_resnet.models import registered_name
 from utils import exit_codes, files, locks, logger, numbers, outputs, signals
 from utils.errors import RunError, UsageError, printable
@@ -157,7 +157,7 @@ def _partial_folder(output):
 
 
 def _write_paddle(network, folder):
-    """Write the two files of Paddle Inference, and return their entries for model.json."""
+    """Write the two files for Paddle Inference, and return their entries for model.json."""
     from paddle import static
 
     from paddle_resnet.checkpoints import folders

@@ -35,7 +35,7 @@ Work = namedtuple(
 
 
 def start(args):
-    """Set up the log, resolve the device, and bind the process to the cores next to its GPU."""
+    """Set up the log, resolve the device, and bind the process to the CPU cores closest to its GPU."""
     logger.setup(rank=processes.rank())
     resolution.resolve_device(args)
     if args.enable_cpu_affinity and args.device == "gpu":

@@ -16,7 +16,7 @@ from time import perf_counter
 
 import numpy as np
 
-import paddle_resnet  # noqa: F401  sets Paddle's environment, so it must precede any import of Paddle
+import paddle_resnet  # noqa: F401  precedes Paddle, because it sets environment variables for Paddle
 from paddle_resnet.models import registered_name, user_file
 from paddle_resnet.results import predictions
 from utils import exit_codes, files, logger, numbers, outputs, signals

@@ -47,8 +47,8 @@ FUSED_OPERATORS = ("fuse_bn_act_ops", "fuse_bn_add_act_ops", "fuse_elewise_add_a
 def start(args, mode=Mode.TRAIN):
     """Resolve and freeze the settings and start Fleet, unless Fleet is already running.
 
-    build and dist_optimizer call start(), so a custom program does not need to. train.py calls the individual functions
-    directly, because other phases run between them.
+    build and dist_optimizer call start(), so a custom program does not need to. train.py instead calls the functions
+    that start() calls, because other phases run between these functions.
 
     Raises:
         UsageError: compat.check_version or resolution.resolve fails.
@@ -144,8 +144,8 @@ def dist_optimizer(args, optimizer):
 
 
 def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_scheduler=None, class_images=None):
-    """Build the training or evaluation program. Parameters have the same names in both programs, so both programs use
-    the same values in a scope.
+    """Build the training or evaluation program. Parameters have the same names in both programs, so programs that run
+    in the same scope share the parameter values.
 
     Args:
         args: Settings. If the settings are not frozen, build resolves the flags that depend on the machine or the data
@@ -241,7 +241,7 @@ def _minimize(args, main_prog, startup_prog, model, loss, lr_scheduler, frozen):
 
 
 def _mix(args, images, label, lr_scheduler):
-    """If a flag of mixing.KINDS is set, return (mixed images, {"weights": target weights}), otherwise (images, {})."""
+    """If a flag in mixing.KINDS is set, return (mixed images, {"weights": target weights}), otherwise (images, {})."""
     alphas = {kind: alpha for kind in mixing.KINDS if (alpha := getattr(args, kind))}
     if not alphas:
         return images, {}
@@ -428,7 +428,7 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         exe: static.Executor.
         program: result of compile_prog.
         fetchs: result of build.
-        epoch: number of the epoch, for the log.
+        epoch: epoch number, for the log.
         mode: Mode.TRAIN or Mode.EVAL.
         lr_scheduler: schedule to advance after each step, or None.
     Returns:
@@ -557,7 +557,7 @@ class _Pass:
         self._clock.resume()
 
     def prepare(self, step):
-        """Start the trace or the measurement if it begins with the step `step`."""
+        """Start the trace or the measurement if it begins at step `step`."""
         if self._trace is not None:
             self._trace.before(step, self._drain, self._clock)
         # Discard the metric sums of the previous epoch or of the warm-up. A run that resumes inside an epoch begins at
@@ -699,7 +699,7 @@ def _check_losses(args, loss, epoch, step, lr):
 
     If a loss is not finite, dynamic loss scaling skips the step and lowers the loss scale, to a minimum of 1. Skipped
     steps do not count towards --max-bad-steps while the loss scale is above 1. The loss scale is read only after a loss
-    that is not finite, because reading it waits for the device.
+    that is not finite, because reading the loss scale waits for the device.
     """
     if loss.bad_updates and args.use_dynamic_loss_scaling and _loss_scale() > 1:
         loss.excuse_update()
@@ -727,7 +727,7 @@ def _over_all_processes(meters, clock, stopped):
     own |= {"steps": len(clock.batch_times), "time": sum(clock.batch_times), "data_time": sum(clock.data_times)}
     all_ranks = exchange.all_gather(list(own.values()))
     sums = dict(zip(own, all_ranks.sum(axis=0), strict=True))
-    largest = dict(zip(own, all_ranks.max(axis=0), strict=True))  # a process may have no images
+    largest = dict(zip(own, all_ranks.max(axis=0), strict=True))  # a process without images has 0 steps
     if sums["stopped"]:
         raise Preempted
     result = {name: mean(sums[name, "sum"], sums[name, "finite"]) for name in meters}

@@ -175,7 +175,7 @@ def advise_on_loader(args, epoch, trained):
 
     Args:
         args: flags.
-        epoch: number of the epoch.
+        epoch: epoch number.
         trained: result of program.run.
     Returns:
         whether a warning was logged.
@@ -204,9 +204,9 @@ def _loader_flag(args):
 
 
 def conclude(args, argv, result, mode):
-    """Log the result of a benchmark or of an evaluation without training as the summary of the run.
+    """Log the result of a benchmark, or of an evaluation without training, as the summary of the run.
 
-    For a benchmark, peak memory, versions and the command are added, and a table is printed instead of a line.
+    For a benchmark, also log peak memory, versions and the command, and print a table instead of a line.
 
     Args:
         args: flags.
@@ -318,7 +318,7 @@ def summarize(args, argv, program, stop, trained, evaluated, saver):
     logger.log((), data)
     logger.info("\n".join([*lines, f"report: {args.report_file}"]))
     _write_page(args, argv)
-    if processes.rank() != 0:  # other ranks write no checkpoints
+    if processes.rank() != 0:  # only rank 0 writes checkpoints
         return
     if args.from_checkpoint is None and args.from_pretrained_params is None and not args.resume:
         flags = _without(argv, ("--run-scope", "--report-file", "--overwrite", *OF_TRAINING))

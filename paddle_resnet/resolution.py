@@ -20,7 +20,7 @@ from utils import logger
 from utils.errors import UsageError
 from utils.mode import Mode
 
-DEFAULT_CLASSES = 1000  # number of classes in ImageNet, used if the classes of the data are unknown
+DEFAULT_CLASSES = 1000  # number of classes in ImageNet, used if the data does not define classes
 
 
 def resolve(settings, mode=Mode.TRAIN):

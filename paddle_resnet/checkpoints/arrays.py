@@ -1,4 +1,4 @@
-"""Read named arrays from untrusted files: pickles of this project and of Paddle, and NumPy's .npz.
+"""Read named arrays from untrusted files: pickles written by this project or by Paddle, and NumPy's .npz files.
 
 `pickle.load` calls any function that a file specifies. `read_pickle` interprets the opcodes of pickled arrays itself,
 and never calls a function that the file specifies. The time and the memory that `read_pickle` needs are proportional to

@@ -26,7 +26,7 @@ def convert(source, output, arch=None, preprocessing=None, verbose=False):
         output: folder to create. The folder appears only when all its files are complete.
         arch: value for --model-arch-name, or None to use the network of the published model.
         preprocessing: {attribute of a preprocessing flag: value}, or None to use the values of the published model.
-            Unspecified flags have the network's defaults.
+            Unspecified flags have the network's default values.
         verbose: whether error messages list all tensors that do not match the network.
     Returns:
         content of meta.json, without the entries for format, files and checksum.

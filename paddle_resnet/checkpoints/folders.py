@@ -177,7 +177,7 @@ def _own_files(folder):
 
 
 def _remove_unmarked(folder):
-    """Delete the files that this program wrote to a folder after _unmark(). If no other files remain, delete the
+    """After _unmark(), delete the files that this program wrote to a folder. If no other files remain, delete the
     folder."""
     own = _own_files(folder)
     for path in folder.iterdir():
@@ -318,8 +318,8 @@ def verify_file(path, expected, source):
 
 
 def position(name):
-    """Parse the name of a checkpoint folder. Returns (epoch, completed steps), where steps is None at the end of the
-    epoch, or None if the name is not that of a checkpoint."""
+    """Parse the name of a checkpoint folder. Return (epoch, number of completed steps, or None for the end of the
+    epoch). If the name is not that of a checkpoint, return None."""
     match = _NAME.fullmatch(name)
     return match and (int(match[1]), match[2] and int(match[2]))
 
@@ -507,7 +507,7 @@ def _checksum(meta):
 
 
 class _HashingFile:
-    """A wrapper of a file that counts and hashes all written bytes."""
+    """A file wrapper that counts and hashes all written bytes."""
 
     def __init__(self, file):
         self._file = file

@@ -231,7 +231,7 @@ class _TorchObjects(arrays.NumPyObjects):
         raise UnreadableError("it contains a call that a table of tensors does not need")
 
     def set_content(self, target, state):
-        if not isinstance(target, dict):  # the state of a dict, the module versions, is ignored
+        if not isinstance(target, dict):  # the state of a dict is ignored; it contains module versions
             raise UnreadableError("it contains a state that a table of tensors does not have")
 
     def stored(self, identifier):

@@ -108,7 +108,7 @@ def best_before(root, checkpoint):
 
 
 def _result_at(epoch, step, evaluated):
-    """Return the metrics of an evaluation with its position; `step` is None at the end of an epoch."""
+    """Add the position of an evaluation to its metrics; `step` is None at the end of an epoch."""
     return {"epoch": epoch, **({} if step is None else {"step": step}), **evaluated}
 
 
@@ -211,7 +211,8 @@ class Saver:
         Args:
             epoch: the epoch.
             step: completed steps of the epoch, or None if all steps and the evaluation are complete.
-            trained: training metrics up to this step if an evaluation is pending or all steps are complete.
+            trained: training metrics up to this step if an evaluation is pending or all steps are complete, otherwise
+                None.
             evaluated: result of the evaluation, or None.
         Raises:
             RunError: the previous checkpoint could not be written.

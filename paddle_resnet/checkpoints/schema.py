@@ -74,7 +74,7 @@ def _is_meter(value):
 
 
 def _are_seeds(value):
-    """Return whether the random generators accept their recorded states."""
+    """Return whether the random number generators accept their recorded states."""
     try:
         random.Random().setstate(as_tuples(json.loads(value["python"])))
         name, keys, position, *rest = json.loads(value["numpy"])

@@ -220,7 +220,7 @@ def load_statistics(path, place, is_averaged, is_verbose):
 
 
 def snapshot(program):
-    """Return copies in host memory: ({parameter: float32 array}, {optimizer variable: array})."""
+    """Copy variables to host memory, and return ({parameter: float32 array}, {optimizer variable: array})."""
     parameters, others = variables(program)
     params = {name: read(name) for name in parameters}
     optimizer = {name: read(name) for name in others}

@@ -39,7 +39,7 @@ def all_gather(values):
 
 
 def gather(data):
-    """Collect bytes of every rank on rank 0.
+    """Collect bytes from every rank on rank 0.
 
     The store never frees memory, even if a shorter value replaces a longer value. Therefore each rank always writes to
     the same key, after rank 0 has read the previous value.

@@ -30,7 +30,7 @@ GPU_FLAGS = {
 # (benchmarks/log/multi_gpu_h200_2026-11-22.md).
 _GRADIENTS_PER_ALL_REDUCE = 32
 _ALL_GRADIENTS = 10**6
-_started_with = None  # settings of the last call of start()
+_started_with = None  # settings passed to the last call of start()
 
 
 def connect(timeout_s):
@@ -78,8 +78,8 @@ def start(args):
 
 
 def is_started(args):
-    """Return whether the last call of start() was for these settings or, if they belong to a stage, for the settings of
-    its run."""
+    """Return whether start() was last called with these settings or, if these are the settings of a stage, with the
+    settings of the run."""
     return _started_with is not None and _started_with in (args, args.run)
 
 

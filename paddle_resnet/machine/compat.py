@@ -37,7 +37,7 @@ def check_version(version=paddle.__version__):
 
 
 def leave_pir():
-    """Switch an imported Paddle 3 to legacy programs, like Paddle's OldIrGuard."""
+    """Switch an imported Paddle 3 to legacy programs, as Paddle's OldIrGuard does."""
     if IS_PADDLE_3 and paddle.get_flags(_PIR)[_PIR]:
         from paddle import pir_utils
 
@@ -45,8 +45,8 @@ def leave_pir():
         pir_utils._switch_to_old_ir_()
 
 
-# Type of the operator that Fleet inserts for a gradient. In Paddle 3, this operator has no attribute use_calc_stream
-# and always runs on the communication stream.
+# Type of the all-reduce operator that Fleet inserts for a gradient. In Paddle 3, this operator has no attribute
+# use_calc_stream and always runs on the communication stream.
 ALL_REDUCE = "all_reduce" if IS_PADDLE_3 else "c_allreduce_sum"
 HAS_CALC_STREAM = not IS_PADDLE_3
 

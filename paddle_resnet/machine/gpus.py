@@ -78,7 +78,7 @@ def describe(index):
 
 
 def memory(index):
-    """Return the number of bytes of a GPU's memory."""
+    """Return the memory size of a GPU in bytes."""
     return paddle.device.cuda.get_device_properties(index).total_memory
 
 

@@ -1,4 +1,4 @@
-"""Enables Paddle to find the CUDA libraries of Python packages without LD_LIBRARY_PATH.
+"""Enables Paddle to find CUDA libraries in Python packages without LD_LIBRARY_PATH.
 
 Paddle 2.6 opens its CUDA libraries when it first needs them, by names without a version (libcudnn.so). In the
 nvidia-*-cu11 packages, the file names have a version (libcudnn.so.8), and the folders are not on any search path.

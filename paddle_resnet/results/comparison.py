@@ -1,4 +1,4 @@
-"""`python -m paddle_resnet.report RUN...`: compare runs by their reports."""
+"""`python -m paddle_resnet.report RUN...`: compare runs based on their reports."""
 
 import argparse
 
@@ -108,7 +108,7 @@ def first_difference(first, other):
         if "train.loss" in a and "train.loss" in other.steps.get(step, {})
     ]
     for i, ((epoch, step), a, b) in enumerate(steps):
-        if repr(a) != repr(b):  # None for a loss that is not finite
+        if repr(a) != repr(b):  # a loss that is not finite is None
             before = f"; equal in the {i} logged steps before" if i else ", the first logged step"
             return f"first differs at epoch {epoch} step {step}: loss {b!r} instead of {a!r}{before}"
     return f"same losses in all {len(steps)} common steps" if steps else "no step in common with the first run"

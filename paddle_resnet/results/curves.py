@@ -18,8 +18,8 @@ def chart(series, xlabel="epochs done", mark=None, from_zero=False, last_x=0):
         series: [(name, CSS class, [(x, y)])]; values below TINY are drawn as 0.
         xlabel: label of the x axis.
         mark: (x, y, text) of a point to mark, or None.
-        from_zero: begin the y axis at 0. Otherwise, the axis is logarithmic if all values are positive and span more
-            than a factor of 30.
+        from_zero: whether the y axis begins at 0. Otherwise, the axis is logarithmic if all values are positive and
+            span more than a factor of 30.
         last_x: minimum for the end of the x axis, so that several charts can have the same axis.
     Returns:
         Markup of an <svg>, or "" if there are no points.
@@ -92,8 +92,8 @@ def ticks(low, high):
 
 
 def decades(low, high):
-    """Return powers of ten that span the range from low to high. If the range is short, 2 and 5 times the powers are
-    included."""
+    """Return powers of ten that span the range from low to high. If the range is short, also return 2 and 5 times these
+    powers."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     values = [m * 10.0**power for power in powers for m in ((1, 2, 5) if len(powers) < 4 else (1,))]
     first = max(i for i, y in enumerate(values) if y <= low)

@@ -94,12 +94,12 @@ def _duration(seconds):
 
 
 def _readable(name):
-    """Return a class name without a wnid in front of it, such as "tench" for "n01440764_tench"."""
+    """Remove a leading wnid from a class name: "tench" for "n01440764_tench"."""
     return re.sub(r"^n\d{8}[ _-]+(?=.)", "", name)
 
 
 def _charts(run):
-    """Return [(title, [(name, CSS class)], SVG)] of the curves in the report."""
+    """Return [(title, [(name, CSS class)], SVG)] for the curves in the report."""
     if not run.curve("train.loss"):
         return []
 

@@ -69,7 +69,7 @@ COLUMNS = {
         **{"probability_1": (float, is_ratio, True), **dict.fromkeys(("image", "predicted_class"))},
     },
 }
-PATHS = ("image_root", "data_format", "predictions")  # flags whose value must be text
+PATHS = ("image_root", "data_format", "predictions")  # flags whose value must be text or None
 
 
 class _SchemaError(ValueError):
@@ -154,7 +154,8 @@ class Run:
         return {name: self.parameters[name] for name in self.explicit if name in self.parameters}
 
     def mean_ips(self, phase):
-        """Return the mean images/s over all epochs of "train" or "val", or None if the report contains none."""
+        """Return the mean images/s over all epochs of "train" or "val". If the report contains no epochs, return the
+        value in the summary, or None if it is missing."""
         rates = [(data.get(f"{phase}.ips"), data.get(f"{phase}.epoch_time")) for data in self.epochs.values()]
         rates = [(ips, seconds) for ips, seconds in rates if ips and seconds]
         total_s = sum(seconds for _, seconds in rates)
