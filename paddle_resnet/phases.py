@@ -82,20 +82,25 @@ def claim_outputs(args, checkpoint):
 
 def _claim(args, checkpoint, folder):
     is_saving = args.run_scope.trains and not args.benchmark
-    starts = [(flag(name), getattr(args, name)) for name in ("from_checkpoint", "from_pretrained_params")]
-    read = [(flag(name), getattr(args, name)) for name in ("config", "skip_list")]
-    read += [("--model-arch-name", path) for path, _ in filter(None, [user_file.split(args.model_arch_name)])]
-    read += [(flag, f"{start}.{suffix}") for flag, start in starts if start for suffix in ("pdparams", "pdopt")]
-    read += [(flag, path) for flag, start in starts if start for path in Path(start).glob("*.pd*")]
     outputs.claim(
         report.outputs(args) | {"the trace of --profile-steps": trace.path(args.profile_steps, args.output_dir)},
         {"--output-dir": folder if is_saving else None, "--tensorboard-dir": args.tensorboard_dir},
-        inputs=[(flag, path) for flag, path in read if path is not None],
+        inputs=input_files(args),
         protected=[("the data set's", path) for path in listing.occupied(args.image_root)],
         run_folder=folder,
     )
     logger.setup(args.report_file)  # lock the report before check_replaced examines it
     report.check_replaced(args, checkpoint, folder)
+
+
+def input_files(args):
+    """Return [(flag, path)] of the files that the run reads, except those of the data set."""
+    starts = [(flag(name), getattr(args, name)) for name in ("from_checkpoint", "from_pretrained_params")]
+    read = [(flag(name), getattr(args, name)) for name in ("config", "skip_list")]
+    read += [("--model-arch-name", path) for path, _ in filter(None, [user_file.split(args.model_arch_name)])]
+    read += [(flag, f"{start}.{suffix}") for flag, start in starts if start for suffix in ("pdparams", "pdopt")]
+    read += [(flag, path) for flag, start in starts if start for path in Path(start).glob("*.pd*")]
+    return [(flag, path) for flag, path in read if path is not None]
 
 
 def open_data(args, checkpoint):

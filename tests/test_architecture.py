@@ -10,7 +10,7 @@ from conftest import ROOT
 # Layers from top to bottom. A layer may import from itself and from the layers below it.
 LAYERS = [
     ["train"],
-    [f"paddle_resnet.{name}" for name in ("dataset", "doctor", "export", "predict", "weights")],
+    [f"paddle_resnet.{name}" for name in ("dataset", "doctor", "export", "lr_find", "predict", "weights")],
     ["paddle_resnet.serving"],
     ["paddle_resnet.phases"],
     ["paddle_resnet.budget"],

@@ -15,6 +15,7 @@ PAGES = sorted(path for folder in (".", "docs", "tests", "benchmarks/**") for pa
 COMMANDS = (
     "paddle_resnet/dataset.py",
     "paddle_resnet/export.py",
+    "paddle_resnet/lr_find.py",
     "paddle_resnet/predict.py",
     "paddle_resnet/weights.py",
     "paddle_resnet/results/comparison.py",

@@ -23,7 +23,7 @@ from paddle import static
 
 import few_blocks
 import train
-from paddle_resnet import dali, models, program
+from paddle_resnet import dali, lr_find, models, program
 from paddle_resnet.checkpoints import variables
 from paddle_resnet.checkpoints.saver import Saver
 from paddle_resnet.job import exchange, fleet, processes
@@ -54,6 +54,7 @@ def parse_options():
     add("--slow-evaluation", type=float, default=0, help="seconds added to some steps of an evaluation")
     add("--fault", default="", help="'RANK STEP KIND', comma-separated: fault of a rank before a step")
     add("--fault-after", default="/", help="path that must exist before a fault happens")
+    add("--find-lr", action="store_true", help="run the learning-rate finder instead of train.py")
     add("--differs", default="", help="'RANK FLAGS' or 'RANK version', comma-separated: how a rank differs")
     options, sys.argv[1:] = parser.parse_known_args()
     return options
@@ -219,7 +220,7 @@ if __name__ == "__main__":
         rank, *arguments = difference.split()
         if rank == my_rank:
             apply_difference(arguments)
-    code = signals.leaving(train.main())
+    code = signals.leaving((lr_find if options.find_lr else train).main())
     print(f"captures: {len(captures)}")
     if code == 0 and options.parameters and "Plain" not in sys.argv and not options.few_blocks:
         count = 1 + 4 * options.stages

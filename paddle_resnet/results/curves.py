@@ -11,7 +11,7 @@ OUTLIER = 3  # the y axis ends at the 98th percentile if the largest value excee
 TINY = 1e-30  # for smaller values, the ticks would exceed the precision of float64
 
 
-def chart(series, xlabel="epochs done", mark=None, from_zero=False, last_x=0):
+def chart(series, xlabel="epochs done", mark=None, from_zero=False, last_x=0, has_log_x=False):
     """Draw lines with a common x axis.
 
     Args:
@@ -21,6 +21,7 @@ def chart(series, xlabel="epochs done", mark=None, from_zero=False, last_x=0):
         from_zero: whether the y axis begins at 0. Otherwise, the axis is logarithmic if all values are positive and
             span more than a factor of 30.
         last_x: minimum for the end of the x axis, so that several charts can have the same axis.
+        has_log_x: use a logarithmic x axis, for which all x must be positive. Otherwise, the x axis begins at 0.
     Returns:
         Markup of an <svg>, or "" if there are no points.
     """
@@ -29,7 +30,9 @@ def chart(series, xlabel="epochs done", mark=None, from_zero=False, last_x=0):
     if not points:
         return ""
     right = max(last_x, *(x for x, _ in points)) or 1
-    xs = ticks(0, right)
+    xs = decades(min(x for x, _ in points), right) if has_log_x else ticks(0, right)
+    right = xs[-1] if has_log_x else right
+    scale_x = math.log10 if has_log_x else float
     low, high = min(y for _, y in points), _without_outliers([y for _, y in points])
     is_log = not from_zero and 0 < 30 * low < high
     scale = math.log10 if is_log else float
@@ -37,7 +40,7 @@ def chart(series, xlabel="epochs done", mark=None, from_zero=False, last_x=0):
     left = 16 + CHARACTER * max(len(label(y)) for y in ys)
 
     def px(x):
-        return left + (x - xs[0]) / (right - xs[0]) * (WIDTH - left - RIGHT)
+        return left + (scale_x(x) - scale_x(xs[0])) / (scale_x(right) - scale_x(xs[0])) * (WIDTH - left - RIGHT)
 
     def py(y):
         fraction = (scale(min(y, ys[-1])) - scale(ys[0])) / (scale(ys[-1]) - scale(ys[0]))
@@ -96,8 +99,9 @@ def decades(low, high):
     powers."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     values = [m * 10.0**power for power in powers for m in ((1, 2, 5) if len(powers) < 4 else (1,))]
-    first = max(i for i, y in enumerate(values) if y <= low)
-    return values[first : 1 + min(i for i, y in enumerate(values) if y >= high)]
+    # The defaults are used if log10 rounds up a number just below a power of ten, or rounds down one just above it.
+    first = max((i for i, y in enumerate(values) if y <= low), default=0)
+    return values[first : 1 + min((i for i, y in enumerate(values) if y >= high), default=len(values) - 1)]
 
 
 def label(value):

@@ -12,9 +12,9 @@ import yaml
 from PIL import Image, ImageOps
 
 from paddle_resnet.data import listing, records
-from paddle_resnet.results import reading
+from paddle_resnet.results import lr_curve, reading
 from paddle_resnet.results.curves import chart
-from utils import files
+from utils import files, logger
 from utils.errors import RunError, UsageError
 from utils.meters import AVERAGES, CLASS_METRICS
 from utils.mode import Mode
@@ -113,13 +113,36 @@ def _charts(run):
     mark = best and (best[0] + 1, best[1], f"epoch {best[0]}")
     lr = [("", "train", run.step_curve("train.lr"))]
     last_x = max(x for _, _, points in [*loss, *of("top1"), *of("ips"), *lr] for x, _ in points)
+    curve, found = _lr_curve(run)
     charts = [
         ("loss", loss, chart(loss, last_x=last_x)),
         (title, of("top1"), chart(of("top1"), mark=mark, last_x=last_x)),
         ("images/s", of("ips"), chart(of("ips"), from_zero=True, last_x=last_x)),
         ("learning rate", [], chart(lr, from_zero=True, last_x=last_x)),
+        ("learning-rate finder", curve, chart(curve, xlabel="--lr", mark=found, has_log_x=True)),
     ]
     return [(title, [line[:2] for line in series], svg) for title, series, svg in charts if svg]
+
+
+def _lr_curve(run):
+    """Return (series, mark) for the chart of the learning-rate finder; ([], None) without its file in the folder of the
+    run. If the file is damaged, a warning is logged."""
+    try:
+        path = lr_curve.path(run.folders())
+        curve = path and lr_curve.read(path)
+    except UsageError as e:
+        logger.warn(f"the page omits the curve of lr_find: {e}")
+        curve = None
+    if curve is None:
+        return [], None
+    points = [(x, y) for x, y in zip(curve.lr, curve.loss, strict=True) if y is not None and y <= curve.limit()]
+    smoothed = list(zip(curve.lr, curve.smoothed, strict=False))  # only the last loss may be missing
+    if len(smoothed) < 2:
+        return [], None
+    series = [("steps", "faint", points), ("smoothed", "train", smoothed)]
+    if curve.steepest is None:
+        return series, None
+    return series, (*min(smoothed, key=lambda p: abs(p[0] - curve.steepest)), f"--lr {curve.steepest:g}")
 
 
 def _times(run):

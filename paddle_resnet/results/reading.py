@@ -146,6 +146,13 @@ class Run:
         """
         return _rows(path or files.companion(self.path, kind), COLUMNS[kind])
 
+    def folders(self):
+        """Return the folders that may be the folder of the run: the folder of the report, and the folder of the
+        checkpoints according to the flags of the last start."""
+        places = self.parameters.get("output_dir"), self.parameters.get("model_arch_name")
+        recorded = [Path(places[0]) / network_name(places[1])] if all(map(is_text, places)) else []
+        return [Path(self.path).parent, *recorded]
+
     def changed_flags(self):
         """Return {flag: value} of the explicit parameters of the last start. If a report of an older version does not
         list explicit flags, return the parameters that differ from the defaults."""

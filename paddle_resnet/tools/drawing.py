@@ -23,9 +23,13 @@ def check_name(output):
         raise UsageError(f"--output {output}: unknown file format; use a name that ends in {', '.join(FORMATS)}")
 
 
-def save(figure, output):
+def save(figure, output, what="--output"):
     """Write a figure in the format that the suffix of the file name specifies.
 
+    Args:
+        figure: figure, which is closed.
+        output: path of the file.
+        what: flag or description for the error message.
     Raises:
         UsageError: the file cannot be written.
     """
@@ -33,7 +37,7 @@ def save(figure, output):
         files.touch(output)
         figure.savefig(output, dpi=120, format=Path(output).suffix[1:].lower())
     except OSError as e:
-        raise UsageError(f"--output {output}: cannot be written ({e.strerror}); choose a different file") from e
+        raise UsageError(f"{what} {output}: cannot be written ({e.strerror}); choose a different file") from e
     finally:
         pyplot.close(figure)
 
@@ -102,6 +106,22 @@ def _size_limits(splits):
         return np.ones(2)
     high, most = np.quantile(sizes, 0.99, axis=0), sizes.max(axis=0)
     return np.where(most > 2 * high, high, most)
+
+
+def lr_curve(curve, title):
+    """Draw a results.lr_curve.Curve. Losses far above the curve before its minimum are outside the drawing."""
+    [title] = drawable([title])
+    figure, axis = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    axis.plot(curve.lr, [np.nan if loss is None else loss for loss in curve.loss], alpha=0.3, label="loss of a step")
+    axis.plot(curve.lr[: len(curve.smoothed)], curve.smoothed, color="C0", label="smoothed")
+    if curve.steepest is not None:
+        axis.axvline(curve.steepest, color="C1", label=f"steepest descent, --lr {curve.steepest:g}")
+        axis.axvline(curve.minimum, color="C1", linestyle=":", label=f"lowest loss, {curve.minimum:g}")
+    axis.set(xscale="log", xlabel="--lr", ylabel="training loss")
+    axis.set_ylim(top=curve.limit())
+    axis.set_title(title, parse_math=False)
+    axis.legend()
+    return figure
 
 
 def _bars(axis, counts, labels):

@@ -1,0 +1,275 @@
+"""Learning-rate finder: train for some steps with a rising learning rate, draw the loss, and suggest a value for --lr.
+
+`python -m paddle_resnet.lr_find --help`. The steps are those of train.py with the same flags, but no checkpoint and no
+report is read or written, so a run in the same folder is not affected.
+"""
+
+import argparse
+import contextlib
+import sys
+
+import numpy as np
+
+import config
+from paddle_resnet.data import listing
+from paddle_resnet.job import processes
+from paddle_resnet.models import registered_name
+from paddle_resnet.results import lr_curve
+from paddle_resnet.settings.declarations import Parser
+from paddle_resnet.settings.values import flag
+from utils import exit_codes, logger, meters, numbers, outputs, progress, signals
+from utils.errors import RunError, UsageError
+from utils.mode import Mode
+
+LOWEST, HIGHEST = 1e-10, 1e4  # limits of learning rates
+LEAST_STEPS = 20  # a shorter curve has no clear shape
+# Flags of train.py that contradict a search: (name, remedy).
+UNSUPPORTED = (
+    ("resume", "a search starts a new run; remove it"),
+    ("from_checkpoint", "a search starts a new run; use --from-pretrained-params"),
+    ("benchmark", "a search is not a benchmark; remove it"),
+    ("print_config", "not supported; use it with train.py"),
+)
+
+
+class Diverged(Exception):
+    """Raised to end a search early, because the loss diverges."""
+
+
+class LossRecorder(meters.AverageMeter):
+    """The meter of the training loss, which records the mean loss of each step over all processes.
+
+    Args:
+        steps: number of steps of the search.
+        batches: number of batches per step.
+
+    Attributes:
+        losses: loss of each step.
+    """
+
+    def __init__(self, steps, batches):
+        super().__init__("loss")
+        self.losses, self._of_step = [], []
+        self._batches, self._divergence = batches, lr_curve.Divergence(steps)
+
+    def update(self, value, n):
+        """Add one batch of `n` images.
+
+        Raises:
+            Diverged: the loss diverges. All processes raise this exception at the same step.
+        """
+        from paddle_resnet.job import exchange
+
+        super().update(value, n)
+        self._of_step.append(np.asarray(value, np.float64).mean())
+        if len(self._of_step) == self._batches:
+            own, self._of_step = sum(self._of_step) / self._batches, []
+            self.losses.append(float(exchange.all_gather([own]).mean()))
+            if self._divergence.add(self.losses[-1]):
+                raise Diverged
+
+
+def main(argv=None):
+    """Run the command and return the exit code: 0 for success, 1 for a failure or if the loss does not fall clearly, 2
+    for an error in usage, configuration or data, 75 if a signal stopped the search, 130 if interrupted."""
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        return exit_codes.of("paddle_resnet.lr_find", lambda: _main(arguments), needs_stdout=False)
+    finally:
+        logger.close()
+
+
+def _main(argv):
+    with signals.watched():
+        with logger.result_on_stdout():
+            search, args = parse(argv)
+        with progress.shown():
+            _run(search, args)
+
+
+def parse(argv):
+    """Read the flags.
+
+    Returns:
+        (Namespace of the flags of the finder, Settings of train.py).
+    Raises:
+        UsageError: a flag is unknown, has an invalid value, or is not supported.
+    """
+    parser = Parser(
+        prog="python -m paddle_resnet.lr_find",
+        description="Train for some steps with a learning rate that rises from step to step, draw the loss "
+        f"({lr_curve.DRAWING} and {lr_curve.DATA} in OUTPUT_DIR/ARCH/), and suggest a value for --lr.",
+        epilog="The flags of train.py are also supported, except "
+        f"{', '.join(flag(name) for name, _ in UNSUPPORTED)}. --overwrite replaces an earlier curve, and deletes no "
+        "checkpoints.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--from-lr", type=_rate, default=1e-6, metavar="LR", help="value of --lr in the first step")
+    parser.add_argument("--to-lr", type=_rate, default=10.0, metavar="LR", help="value of --lr in the last step")
+    steps = numbers.integer(LEAST_STEPS, 10_000)
+    parser.add_argument("--steps", type=steps, default=100, metavar="N", help="number of training steps")
+    search, of_train = parser.parse_known_args(argv)
+    args = config.parse_args(of_train)
+    if search.from_lr >= search.to_lr:
+        raise UsageError(f"--from-lr {search.from_lr:g}: not below --to-lr {search.to_lr:g}; use a lower rate")
+    if not args.run_scope.trains:
+        raise UsageError(f"--run-scope {args.run_scope.value}: a search trains; remove it")
+    for name, remedy in UNSUPPORTED:
+        value = getattr(args, name)
+        if value:
+            raise UsageError(f"{flag(name)}{'' if value is True else f' {value}'}: {remedy}")
+    # A benchmark neither evaluates nor saves, and repeats the data set if it has fewer batches than the search.
+    args.set("lr_find", benchmark=True, profile_steps=None)
+    return search, args
+
+
+def _rate(text):
+    value = numbers.positive_number(text)
+    if not LOWEST <= value <= HIGHEST:
+        raise argparse.ArgumentTypeError(f"{text} is out of range; use a rate from {LOWEST:g} to {HIGHEST:g}")
+    return value
+
+
+def _run(search, args):
+    """Run the phases of train.py before step 1, then the search.
+
+    Raises:
+        RunError: there is no suggestion.
+    """
+    processes.check_environment()
+    args.resolve(args.origin("model_arch_name"), model_arch_name=registered_name(args.model_arch_name))
+    if (
+        args.data_format != "synthetic" and processes.world_size() == 1
+    ):  # several processes check the folder after connecting
+        listing.check_root(args.image_root)
+    progress.phase("Paddle import")
+    try:
+        with signals.blocked():
+            from paddle import static
+        from paddle_resnet.machine import compat
+
+        compat.check_version()
+        from paddle_resnet import phases
+    except ImportError as e:
+        raise RunError(f"Paddle or DALI cannot be imported ({e}); run python -m paddle_resnet.doctor") from e
+    from paddle_resnet.checkpoints import folders
+    from paddle_resnet.job import exchange, fleet
+
+    phases.start(args)
+    with exchange.exit_barrier():
+        fleet.connect(args.comm_timeout_s)
+        search.from_lr, search.to_lr, search.steps = exchange.from_rank_0(
+            lambda: [search.from_lr, search.to_lr, search.steps]
+        )
+        phases.find_start(args)
+        folder = folders.run_folder(args)
+        exchange.from_rank_0(lambda: _claim(args, folder, phases.input_files(args)))
+        fleet.start(args)
+        exe = static.Executor(processes.place(args.device))
+        loader, _ = phases.open_data(args, None)
+        training, _ = phases.build_programs(args, exe, loader, None)
+        phases.set_weights(args, None, training, None)
+        training, _ = phases.compile_programs(args, exe, training, None)
+        training = _with_rising_rate(search, training)
+        phases.check_and_describe(args, exe, training, None)
+        if args.dry_run:
+            return logger.info("dry run: flags, data and programs are valid")
+        losses, ended_early = _search(search, exe, training)
+        problem = exchange.from_rank_0(lambda: _write(search, args, folder, losses, ended_early))
+    if problem is not None:  # raised outside the barrier, because no process has failed
+        raise RunError(f"no suggestion: {problem}")
+
+
+def _claim(args, folder, inputs):
+    """Check that the curve can be written.
+
+    Raises:
+        UsageError: outputs.claim fails; or the folder contains a curve, and --overwrite is not set.
+    """
+    names = (lr_curve.DATA, lr_curve.DRAWING)
+    existing = [name for name in names if (folder / name).exists()]
+    if existing and not args.overwrite:
+        raise UsageError(
+            f"--output-dir {args.output_dir}: {folder} contains {' and '.join(existing)}; choose a different folder, "
+            "or replace the curve with --overwrite"
+        )
+    outputs.claim(
+        {f"{name} in --output-dir": folder / name for name in names},
+        inputs=inputs,
+        protected=[("the data set's", path) for path in listing.occupied(args.image_root)],
+        run_folder=folder,
+    )
+
+
+def _with_rising_rate(search, training):
+    """Return the training Work with the learning rates and the number of steps of the search. If --sizes or
+    --unfreeze-at divides the run into stages, the search consists of the first stage."""
+    from paddle_resnet.optimizers.schedules import Schedule
+
+    schedule, count = training.lr_scheduler, training.settings.accumulate_steps
+    timeline = schedule.timeline._replace(parts=schedule.timeline.parts[:1])
+    factor = processes.world_size() * count
+    low, high = factor * search.from_lr, factor * search.to_lr
+    schedule.timeline = timeline
+    schedule.adopt(Schedule(lambda step: lr_curve.rate(low, high, search.steps, step), timeline))
+    settings = training.settings.copy(
+        lr=search.to_lr, benchmark_warmup_steps=0, benchmark_steps=search.steps * count, max_bad_steps=10**9
+    )
+    return training._replace(settings=settings)
+
+
+def _search(search, exe, training):
+    """Train with the rising learning rate, and return (loss of each step, whether the loss diverged)."""
+    import paddle
+
+    from paddle_resnet import program
+
+    settings, fetchs = training.settings, training.fetchs
+    recorder = LossRecorder(search.steps, settings.accumulate_steps)
+    fetchs = fetchs | {"loss": (fetchs["loss"][0], recorder)}
+    with contextlib.suppress(Diverged):
+        program.run(settings, training.loader, exe, training.compiled, fetchs, 0, Mode.TRAIN, training.lr_scheduler)
+        return recorder.losses, False
+    if settings.device == "gpu":
+        paddle.device.cuda.synchronize(processes.place(settings.device))
+    return recorder.losses, True
+
+
+def _write(search, args, folder, losses, ended_early):
+    """Write the curve and its drawing, and print the suggestion.
+
+    Returns:
+        None, or the reason why there is no suggestion.
+    Raises:
+        UsageError: a file cannot be written.
+    """
+    from paddle_resnet.tools import drawing
+
+    rates = [lr_curve.rate(search.from_lr, search.to_lr, search.steps, step) for step in range(len(losses))]
+    factor = processes.world_size() * args.accumulate_steps
+    curve = lr_curve.analyze(rates, losses, search.steps, factor, ended_early, args.as_dict())
+    path, title = folder / lr_curve.DRAWING, f"{args.model_arch_name} on {args.image_root}"
+    with outputs.writing(f"{lr_curve.DATA} in --output-dir", folder / lr_curve.DATA):
+        folder.mkdir(parents=True, exist_ok=True)
+        lr_curve.write(folder / lr_curve.DATA, curve)
+    drawing.save(drawing.lr_curve(curve, title), path, f"{lr_curve.DRAWING} in --output-dir")
+    logger.info(f"curve of {len(losses)} steps: {path}")
+    if curve.steepest is None:
+        return _problem(search, curve)
+    if not ended_early and curve.minimum > 0.8 * search.to_lr:
+        logger.warn(f"--to-lr {search.to_lr:g}: the loss still falls at this rate; use a higher rate")
+    times = f", times {factor} for processes and --accumulate-steps" if factor > 1 else ""
+    logger.info(f"lowest loss at {curve.minimum:g}, steepest descent at {curve.steepest:g}{times}")
+    logger.info(f"suggestion: --lr {curve.steepest:g}")
+    return None
+
+
+def _problem(search, curve):
+    if curve.ended_early and len(curve.smoothed) < lr_curve.SETTLING_STEPS:
+        return f"the loss diverged after {len(curve.smoothed)} steps; use a --from-lr below {search.from_lr:g}"
+    return "the loss does not fall clearly; use more --steps, a larger --batch-size or a higher --to-lr"
+
+
+if __name__ == "__main__":
+    sys.exit(signals.leaving(main()))

@@ -1,0 +1,203 @@
+"""The curve of the learning-rate finder (paddle_resnet/lr_find.py): its analysis, and the file that contains it."""
+
+import itertools
+import json
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from utils import files
+from utils.checks import is_list_of, is_none_or, is_number, is_table
+from utils.errors import UsageError
+
+DATA, DRAWING = "lr_find.json", "lr_find.png"  # file names in the folder of a run
+LIMIT_BYTES = 64 << 20
+# Distance at which the weights of the smoothing have fallen by a factor of e: a fraction of all steps, and at least 3
+WINDOW, LEAST_WINDOW = 0.05, 3
+DIVERGED = 4  # the search ends if the smoothed loss exceeds its minimum by this factor
+SETTLING_STEPS = 10  # number of first steps, whose losses determine the level from which the loss falls
+CLEAR_FALL = 8  # smallest fall of the smoothed loss that is not noise, in standard errors of the smoothed loss
+
+
+@dataclass
+class Curve:
+    """The losses of training steps whose learning rate rises.
+
+    Attributes:
+        lr: learning rates, as values of --lr. The optimizer used `factor` times these rates.
+        loss: loss of the batches of each step, before its update. Only the last loss may be infinite or NaN.
+        smoothed: result of smooth(loss), without a last loss that is not finite.
+        factor: number of processes times --accumulate-steps.
+        steepest: rate at which the smoothed loss falls fastest, rounded; the suggested value of --lr. None if the
+            smoothed loss does not fall clearly.
+        minimum: rate at which the smoothed loss is lowest, rounded; None if steepest is None.
+        ended_early: whether the search ended because the loss diverged.
+        arguments: {flag: value}.
+    """
+
+    lr: list
+    loss: list
+    smoothed: list
+    factor: int
+    steepest: float | None
+    minimum: float | None
+    ended_early: bool
+    arguments: dict
+
+    def limit(self):
+        """Return an upper limit for drawings, so that a diverging loss does not hide the shape of the curve."""
+        return 1.3 * max(self.smoothed, default=1.0)
+
+
+def rate(low, high, steps, step):
+    """Return the learning rate of a step: a geometric sequence from `low` in step 0 to `high` in step `steps` - 1."""
+    return low * (high / low) ** (min(step, steps - 1) / (steps - 1))
+
+
+def smooth(losses, steps):
+    """Smooth a curve. Each result is a weighted mean whose weights fall exponentially with the distance, so the
+    smoothed curve has no lag. Losses above those of the first steps count as the largest of these, because a diverging
+    loss would otherwise dominate the means of the steps before it.
+
+    Args:
+        losses: finite losses.
+        steps: number of steps from the lowest to the highest rate, of which WINDOW is a fraction.
+    """
+    losses, kept = np.minimum(losses, max(losses[:SETTLING_STEPS], default=0.0)), _kept(steps)
+    before, after = _decaying_sums(losses, kept), _decaying_sums(losses[::-1], kept)[::-1]
+    ones = np.ones_like(losses)
+    weights = _decaying_sums(ones, kept)
+    return (before + after - losses) / (weights + weights[::-1] - ones)
+
+
+def _window(steps):
+    return max(WINDOW * steps, LEAST_WINDOW)
+
+
+def _kept(steps):
+    """Return the factor between the weights of consecutive steps."""
+    return math.exp(-1 / _window(steps))
+
+
+def _decaying_sums(values, kept):
+    sums, total = np.empty_like(values), 0.0
+    for i, value in enumerate(values):
+        sums[i] = total = kept * total + value
+    return sums
+
+
+class Divergence:
+    """Detects during the search that the loss diverges: it is not finite, or its running mean exceeds DIVERGED times
+    the minimum of the running mean.
+
+    Args:
+        steps: number of steps from the lowest to the highest rate.
+    """
+
+    def __init__(self, steps):
+        self._kept, self._sum, self._weight, self._count, self._lowest = _kept(steps), 0.0, 0.0, 0, math.inf
+
+    def add(self, loss):
+        """Add the loss of a step, and return whether the loss diverges."""
+        if not math.isfinite(loss):
+            return True
+        self._sum, self._weight = self._kept * self._sum + loss, self._kept * self._weight + 1
+        self._count += 1
+        if self._count < SETTLING_STEPS:
+            return False
+        mean = self._sum / self._weight
+        self._lowest = min(self._lowest, mean)
+        return mean > DIVERGED * self._lowest
+
+
+def suggest(rates, losses, steps):
+    """Return (rate at which the smoothed loss falls fastest, rate at which it is lowest), or None if it does not fall
+    clearly. Rates above the second one are ignored.
+
+    The learning-rate range test is from Smith, arXiv:1506.01186, section 3.3. PyTorch Lightning's finder also suggests
+    the rate of the steepest descent.
+
+    Args:
+        rates: learning rates, which rise by a constant factor.
+        losses: finite losses.
+        steps: number of steps from the lowest to the highest rate.
+    """
+    if len(losses) < SETTLING_STEPS:
+        return None
+    smoothed = smooth(losses, steps)
+    lowest = int(np.argmin(smoothed))
+    # A robust estimate of the standard deviation of a single loss, from the differences of consecutive losses. The mean
+    # with the weights of smooth() has the standard error of a mean over four windows.
+    deviation = np.median(np.abs(np.diff(losses[: lowest + 1]))) / (math.sqrt(2) * 0.6745) if lowest else 0.0
+    error = deviation / math.sqrt(4 * _window(steps))
+    if lowest == 0 or smoothed[: lowest + 1].max() - smoothed[lowest] <= CLEAR_FALL * error:
+        return None
+    return rates[int(np.argmin(np.gradient(smoothed)[:lowest]))], rates[lowest]
+
+
+def analyze(rates, losses, steps, factor, ended_early, arguments):
+    """Return the Curve of a search. For the arguments, see Curve and suggest; the last loss may be infinite or NaN."""
+    finite = losses if math.isfinite(losses[-1]) else losses[:-1]
+    steepest, minimum = suggest(rates, finite, steps) or (None, None)
+    smoothed = smooth(finite, steps).tolist()
+    rounded = (value and float(f"{value:.2g}") for value in (steepest, minimum))
+    return Curve(rates, losses, smoothed, factor, *rounded, ended_early, arguments)
+
+
+def write(path, curve):
+    """Write a Curve as JSON, in which null replaces a loss that is not finite."""
+    text = json.dumps(files.finite(asdict(curve)))
+    with files.written(path) as partial:
+        partial.write_text(text + "\n", encoding="utf-8")
+
+
+def read(path):
+    """Read a file of write().
+
+    Returns:
+        Curve.
+    Raises:
+        UsageError: the file cannot be read or does not match the schema.
+    """
+    try:
+        with files.open_regular(path, LIMIT_BYTES) as f:
+            data = json.loads(f.read())
+    except OSError as e:
+        raise UsageError(f"{path}: cannot be read ({e.strerror}); make it readable, or delete it") from e
+    except (ValueError, RecursionError) as e:
+        raise UsageError(f"{path}: not a curve of lr_find; delete it, or run lr_find again") from e
+    if not _is_curve(data):
+        raise UsageError(f"{path}: not a curve of lr_find; delete it, or run lr_find again")
+    return Curve(**{name: data[name] for name in Curve.__dataclass_fields__})
+
+
+def _is_positive(value):
+    return is_number(value) and 1e-30 < value < 1e30
+
+
+def _is_loss(value):
+    return is_number(value) and abs(value) < 1e39  # the limit is slightly above the range of float32
+
+
+def _is_curve(data):
+    checks = {
+        "lr": is_list_of(_is_positive),
+        "loss": is_list_of(is_none_or(_is_loss)),
+        "smoothed": is_list_of(_is_loss),
+        **dict.fromkeys(("steepest", "minimum"), is_none_or(_is_positive)),
+        "factor": _is_positive,
+        "ended_early": lambda value: isinstance(value, bool),
+        "arguments": lambda value: isinstance(value, dict),
+    }
+    if not is_table(data, **checks) or None in data["loss"][:-1]:
+        return False
+    rises = all(a < b for a, b in itertools.pairwise(data["lr"]))
+    return rises and 0 < len(data["lr"]) == len(data["loss"]) == len(data["smoothed"]) + data["loss"].count(None)
+
+
+def path(folders):
+    """Return the path of the first curve in some folders, or None."""
+    return next((path for folder in folders if os.path.isfile(path := Path(folder) / DATA)), None)

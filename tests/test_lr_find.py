@@ -1,0 +1,359 @@
+"""The learning-rate finder: its steps are those of train.py, and it does not affect the run in the same folder."""
+
+import json
+import math
+import re
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from paddle import static
+
+from conftest import NHWC, TINY, losses, read_report, strict_json
+from paddle_resnet import lr_find
+from paddle_resnet.checkpoints import folders
+from paddle_resnet.job import processes
+from paddle_resnet.native import build as native
+from paddle_resnet.optimizers import schedules
+from paddle_resnet.results import comparison, lr_curve, page
+from paddle_resnet.settings import durations
+from utils.errors import UsageError
+
+STEPS = 20
+NAMES = {lr_curve.DATA, lr_curve.DRAWING}
+
+
+@pytest.fixture
+def find(photos, tmp_path):
+    """Call lr_find.main with the tiny network and return (exit code, Curve). The Curve is None if there is no file."""
+
+    def find(*flags, folder="search"):
+        places = ["--image-root", photos, "--output-dir", tmp_path / folder, "--steps", STEPS]
+        with static.scope_guard(static.Scope()):
+            code = lr_find.main([*TINY, *map(str, (*places, *flags))])
+        path = tmp_path / folder / "Tiny" / lr_curve.DATA
+        return code, lr_curve.read(path) if path.exists() else None
+
+    return find
+
+
+def rates(low=1e-6, high=10.0, steps=STEPS):
+    return [low * (high / low) ** (i / (steps - 1)) for i in range(steps)]
+
+
+def synthetic(steps=100, noise=0.0, seed=0):
+    """Return (rates, losses) of a curve that falls fastest at 0.01, is lowest near 0.1 and then diverges."""
+    x = np.log10(rates(steps=steps))
+    values = 2.3 - 1.3 / (1 + np.exp(-3 * (x + 2))) + np.exp(5 * (x + 0.2))
+    values += noise * np.random.RandomState(seed).standard_normal(steps)
+    values = values[: int(np.argmax(values > 20)) + 1]
+    return rates(steps=steps)[: len(values)], values.tolist()
+
+
+def contents(folder):
+    """Return {file: (content, time of the last change)} for all files and links, except those of the finder."""
+    paths = [path for path in folder.rglob("*") if path.name not in NAMES and not path.is_dir()]
+    return {path.relative_to(folder): (path.read_bytes(), path.lstat().st_mtime_ns) for path in paths}
+
+
+@pytest.mark.parametrize("steps", [20, 100, 1000])
+@pytest.mark.parametrize("noise", [0, 0.05])
+def test_suggestion_is_steepest_descent_of_smoothed_curve(steps, noise):
+    steepest, minimum = lr_curve.suggest(*synthetic(steps, noise), steps)
+    assert math.log10(steepest) == pytest.approx(-2, abs=0.5) and math.log10(minimum) == pytest.approx(-1, abs=0.25)
+
+
+@pytest.mark.parametrize("steps", [20, 100, 1000])
+def test_noise_and_rising_losses_have_no_suggestion(steps):
+    noise = 1 + 0.2 * np.random.RandomState(0).standard_normal(steps)
+    for curve in (noise.tolist(), [1.0] * steps, np.linspace(1, 3, steps).tolist(), [2.0, 1.0]):
+        assert lr_curve.suggest(rates(steps=steps)[: len(curve)], curve, steps) is None
+
+
+def test_size_of_divergence_does_not_change_suggestion():
+    x, y = synthetic()
+    assert lr_curve.suggest(x, [*y[:-1], 1e30], 100) == lr_curve.suggest(x, [*y[:-1], 50.0], 100)
+
+
+def test_smoothed_curve_is_weighted_mean():
+    values, weight = np.random.RandomState(0).uniform(1, 2, 60), math.exp(-1 / 3)
+    values[20] = 100  # counts as the largest of the first losses
+    clipped = np.minimum(values, values[:10].max())
+    weights = weight ** np.abs(np.subtract.outer(np.arange(60), np.arange(60)))
+    np.testing.assert_allclose(lr_curve.smooth(values.tolist(), 60), weights @ clipped / weights.sum(axis=1))
+
+
+def test_divergence_is_four_times_minimum_or_not_finite():
+    def steps_until(losses):
+        divergence = lr_curve.Divergence(STEPS)
+        return next((i for i, loss in enumerate(losses) if divergence.add(loss)), None)
+
+    assert steps_until([1.0] * 12 + [3.9] * 100) is None
+    assert 12 < steps_until([1.0] * 12 + [4.5] * 100) < 30
+    assert steps_until([0.01, *[1.0] * 50]) is None  # a single small loss at the start is not a minimum
+    for value in (math.nan, math.inf):
+        assert steps_until([1.0, 1.0, value]) == 2
+
+
+@pytest.mark.parametrize("more", [[], ["--accumulate-steps", "2", "--mixup", "0.4", "--dropout", "0.3"]], ids=str)
+def test_losses_are_those_of_training_with_same_rates(find, run_train, monkeypatch, tmp_path, more):
+    code, curve = find("--to-lr", 1, *more)
+    assert code == 0
+    count = 2 if more else 1
+    np.testing.assert_allclose(curve.lr, rates(high=1)[: len(curve.lr)], rtol=1e-12)
+    assert len(curve.lr) == STEPS and not curve.ended_early and curve.factor == count
+    monkeypatch.setitem(schedules.SCHEDULES, "Cosine", (lambda span, step: count * curve.lr[step], ()))
+    epochs = 1 if more else 4  # an epoch has a third batch, which only the finder uses for accumulation
+    code, report = run_train("--epochs", epochs, "--print-interval", 1, "--run-scope", "train_only", *more)
+    assert code == 0
+    trained = [loss for key, loss in losses(report).items() if key[1] != "train"]
+    trained = [sum(trained[i : i + count]) / count for i in range(0, len(trained), count)]
+    assert trained == curve.loss[: len(trained)] and len(trained) == epochs * 3 // count
+
+
+def test_files_precede_run_and_suggestion_is_printed(find, run_train, tmp_path, capsys):
+    code, curve = find("--to-lr", 1, "--print-interval", 5)
+    assert code == 0
+    folder = tmp_path / "search/Tiny"
+    assert {path.name for path in folder.iterdir()} == NAMES
+    assert {path.name for path in folder.parent.iterdir()} == {"Tiny"}
+    assert (folder / lr_curve.DRAWING).read_bytes().startswith(b"\x89PNG")
+    data = strict_json((folder / lr_curve.DATA).read_text())
+    assert data["arguments"]["model_arch_name"] == "Tiny" and data["arguments"]["lr"] == 0.05
+    output = capsys.readouterr().out
+    assert output.splitlines()[-1] == f"suggestion: --lr {curve.steepest:g}"
+    assert "epoch 0 step 15 train  loss " in output and "peak lr 1.0 x 1 = 1" in output
+    assert curve.lr[0] < curve.steepest < curve.minimum <= 1
+    assert run_train("--output-dir", tmp_path / "search", "--resume", "--run-scope", "train_only")[0] == 0
+    assert folders.newest(folder).name == "0" and {path.name for path in folder.iterdir()} > NAMES
+
+
+def test_search_ends_early_if_loss_diverges(find, capsys):
+    _, curve = find("--to-lr", 1e4, "--from-lr", 1e-4)
+    assert curve.ended_early and lr_curve.SETTLING_STEPS < len(curve.lr) == len(curve.loss) < STEPS
+    assert f"curve of {len(curve.lr)} steps" in capsys.readouterr().out
+
+
+def test_non_finite_loss_ends_search(find, monkeypatch, capsys):
+    class Failing(lr_find.LossRecorder):
+        def update(self, value, n):
+            super().update(math.nan if len(self.losses) == 4 else value, n)
+
+    monkeypatch.setattr(lr_find, "LossRecorder", Failing)
+    code, curve = find("--max-bad-steps", 1)
+    assert code == 1 and curve.ended_early and curve.steepest is None
+    assert len(curve.loss) == 5 and [loss is None for loss in curve.loss] == [False] * 4 + [True]
+    assert curve.smoothed == pytest.approx(lr_curve.smooth(curve.loss[:4], STEPS))
+    assert (
+        "error: no suggestion: the loss diverged after 4 steps; use a --from-lr below 1e-06" in capsys.readouterr().err
+    )
+
+
+def test_loss_without_fall_has_no_suggestion(find, capsys):
+    code, curve = find("--to-lr", 1e-8, "--from-lr", 1e-9)
+    assert code == 1 and curve.steepest is None and len(curve.loss) == STEPS
+    assert "error: no suggestion: the loss does not fall clearly; use more --steps" in capsys.readouterr().err
+
+
+def test_run_in_same_folder_is_not_affected(find, run_train, tmp_path):
+    flags = ["--print-interval", 1, "--ema", "0.9"]
+    assert run_train("--epochs", 1, *flags, "--output-dir", tmp_path / "search")[0] == 0
+    report = (tmp_path / "report.json").read_bytes()
+    shutil.copytree(tmp_path / "search", tmp_path / "control", symlinks=True)
+    before = contents(tmp_path / "search")
+    assert find(*flags, "--optimizer", "AdamW", "--overwrite")[0] == 0
+    assert contents(tmp_path / "search") == before
+    assert {path.name for path in (tmp_path / "search/Tiny").iterdir()} >= {*NAMES, "0", "latest", "best"}
+    results = []
+    for folder in ("search", "control"):
+        (tmp_path / "report.json").write_bytes(report)
+        places = {"--output-dir": tmp_path / folder, "--report-file": tmp_path / folder / "report.json"}
+        flags_of_run = [part for item in places.items() for part in item]
+        assert run_train("--epochs", 2, *flags, "--resume", *flags_of_run)[0] == 0
+        results.append(losses(read_report(tmp_path / folder / "report.json")))
+    assert results[0] == results[1] and (1, "val") in results[0]
+    for name in ("tiny.pdparams", "tiny.pdopt", "tiny.pdema"):
+        assert len({(tmp_path / folder / "Tiny/1" / name).read_bytes() for folder in ("search", "control")}) == 1
+
+
+def test_pretrained_and_frozen_network_is_searched(find, checkpoint):
+    start = ["--from-pretrained-params", checkpoint, "--freeze", "all-but-classifier"]
+    _, frozen = find(*start, "--overwrite")
+    _, scratch = find("--overwrite")
+    assert frozen.loss[0] < scratch.loss[0] - 0.05
+    assert frozen.arguments["from_pretrained_params"] == str(checkpoint)
+
+
+def test_recipe_is_chosen_as_in_training(find):
+    code, curve = find("--choose-recipe", "--dry-run")
+    assert (code, curve) == (0, None)
+    code, curve = find("--choose-recipe", "--optimizer", "AdamW", "--to-lr", 1)
+    assert curve.arguments["color_jitter"] == 0.2 and curve.arguments["weight_decay"] == 0.01
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+def test_steps_are_captured_as_in_training(find, fake):
+    flags = [*NHWC, "--kernels", "native", "--to-lr", 1]
+    _, captured = find(*flags, folder="captured")
+    [training] = fake.made
+    assert training.launches > STEPS // 2
+    assert captured.loss == find(*flags, "--cuda-graph", "false", folder="plain")[1].loss
+
+
+def test_first_stage_is_searched_beyond_its_end():
+    timeline = durations.Timeline(1, (durations.Part(0, 3, 2.0), durations.Part(1, 5, 1.0)))
+    schedule = schedules.Schedule(lambda step: 1.0, timeline)
+    settings = SimpleNamespace(accumulate_steps=1, copy=lambda **values: values)
+    training = SimpleNamespace(lr_scheduler=schedule, settings=settings, _replace=lambda **values: values)
+    search = SimpleNamespace(from_lr=1e-6, to_lr=10.0, steps=STEPS)
+    values = lr_find._with_rising_rate(search, training)["settings"]
+    assert (values["benchmark_steps"], values["lr"]) == (STEPS, 10)
+    actual = []
+    for _ in range(STEPS):
+        actual.append(schedule.last_lr)
+        schedule.step()
+    np.testing.assert_allclose(actual, [2 * rate for rate in rates()])  # the factor of the first stage
+
+
+def test_rates_of_several_processes_are_multiplied(shard):
+    shard(1, 4)
+    assert processes.world_size() == 4
+    search, settings = SimpleNamespace(from_lr=1e-6, to_lr=10.0, steps=STEPS), SimpleNamespace(accumulate_steps=2)
+    settings.copy = lambda **values: values
+    schedule = schedules.Schedule(lambda step: 1.0, durations.Timeline(2, (durations.Part(0, 3),)))
+    training = SimpleNamespace(lr_scheduler=schedule, settings=settings, _replace=lambda **values: values)
+    assert lr_find._with_rising_rate(search, training)["settings"]["benchmark_steps"] == 2 * STEPS
+    assert schedule.last_lr == pytest.approx(8e-6)
+
+
+def test_two_processes_write_one_curve_of_mean_losses(launch, tmp_path):
+    batch = ["--batch-size", 4, "--print-interval", 1]
+    launch(2, "--find-lr", *batch, "--to-lr", 1, "--steps", STEPS)
+    files = [path for path in (tmp_path / "output").rglob("*") if path.is_file()]
+    assert {path.name for path in files} == NAMES and len(files) == 2
+    curve = lr_curve.read(tmp_path / "output/Tiny" / lr_curve.DATA)
+    assert curve.factor == 2 and len(curve.loss) == STEPS
+    report, _ = launch(2, *batch, "--lr", 1e-6, "--run-scope", "train_only")
+    # The rates of the first steps are so low that they hardly change the losses.
+    trained = [loss for key, loss in losses(report).items() if key[1] != "train"]
+    np.testing.assert_allclose(curve.loss[:3], trained, atol=1e-4)
+    logs = [(tmp_path / f"job0/log/workerlog.{rank}").read_text() for rank in range(2)]
+    assert [f"suggestion: --lr {curve.steepest:g}" in log for log in logs] == [True, False]
+    assert ", times 2 for processes and --accumulate-steps" in logs[0] and "lr 2e-06" in logs[0]
+
+
+def test_stopped_search_writes_nothing(find, stop_before, tmp_path, capsys):
+    stop_before(train_step=5)
+    assert find() == (75, None)
+    assert not (tmp_path / "search").exists()
+    assert "stopped by" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_earlier_curve_is_replaced_only_with_overwrite(find, tmp_path, capsys, name):
+    (tmp_path / "search/Tiny").mkdir(parents=True)
+    (tmp_path / "search/Tiny" / name).write_text("{}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lr_curve, "read", lambda path: None)
+        assert find()[0] == 2
+        expected = f"{tmp_path}/search/Tiny contains {name}; choose a different folder, or replace the curve with"
+        assert expected in capsys.readouterr().err
+        assert find("--overwrite", "--dry-run")[0] == 0
+
+
+def test_unwritable_output_is_error_before_search(find, tmp_path, capsys):
+    (tmp_path / "search").write_text("")
+    assert find()[0] == 2
+    assert "lr_find.json in --output-dir " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--from-lr", "2", "--to-lr", "1"], "--from-lr 2: not below --to-lr 1; use a lower rate"),
+        (["--to-lr", "1e-6"], "--from-lr 1e-06: not below --to-lr 1e-06"),
+        (["--from-lr", "0"], "--from-lr: 0 is not positive; use a number above 0"),
+        (["--to-lr", "1e9"], "--to-lr: 1e9 is out of range; use a rate from 1e-10 to 10000"),
+        (["--to-lr", "x"], "--to-lr: 'x' is not a number"),
+        (["--steps", "5"], "--steps: 5 is too small; use a whole number from 20 to 10000"),
+        (["--resume"], "--resume: a search starts a new run; remove it"),
+        (["--from-checkpoint", "x"], "--from-checkpoint x: a search starts a new run; use --from-pretrained-params"),
+        (["--benchmark"], "--benchmark: a search is not a benchmark; remove it"),
+        (["--print-config"], "--print-config: not supported; use it with train.py"),
+        (["--run-scope", "eval_only", "--from-pretrained-params", "x"], "--run-scope eval_only: a search trains"),
+        (["--step", "30"], "unknown flag --step: did you mean"),
+        (["--image-root", "/nowhere"], "--image-root /nowhere"),
+        (["--batch-size", "1000"], "--batch-size 1000: exceeds the 30 training images"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_bad_input_is_error(find, tmp_path, capsys, flags, message):
+    assert find(*flags)[0] == 2
+    assert f"paddle_resnet.lr_find: error: {message}" in capsys.readouterr().err
+    assert not (tmp_path / "search").exists()
+
+
+def test_help_lists_flags_of_finder(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        lr_find.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--from-lr LR" in text and "(default: 100)" in text and "flags of train.py are also supported" in text
+
+
+def curve_file(path, **changes):
+    x, y = synthetic()
+    lr_curve.write(path, lr_curve.analyze(x, y, 100, 1, True, {}))
+    if changes:
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_page_shows_curve_of_run_folder(run_train, tmp_path, capsys):
+    """The curve is next to the report or, if the report is elsewhere, next to the checkpoints."""
+    assert run_train("--run-scope", "train_only")[0] == 0
+    shown = {}
+    for folder in (tmp_path, tmp_path / "output/Tiny"):
+        curve_file(folder / lr_curve.DATA)
+        assert comparison.main([str(tmp_path / "report.json"), "--html", str(tmp_path / "page.html")]) == 0
+        text = (tmp_path / "page.html").read_text()
+        chart = text.partition("<h3>learning-rate finder</h3>")[2].partition("</svg>")[0]
+        assert ">--lr</text>" in chart and re.search(r">--lr 0\.0\d+</text>", chart)
+        assert [f">{rate}</text>" in chart for rate in ("1e-06", "0.01", "1")] == [True] * 3
+        shown[folder] = chart
+        assert comparison.main([str(tmp_path / "report.json"), "--html", str(folder / lr_curve.DATA)]) == 2
+        (folder / lr_curve.DATA).unlink()
+    assert len(set(shown.values())) == 1
+    assert "which this command reads" in capsys.readouterr().err
+    page.write(tmp_path / "page.html", tmp_path / "report.json")
+    assert "learning-rate finder" not in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"lr": []}, {"lr": [1, 1]}, {"loss": None}, {"loss": ["x"]}, {"smoothed": []}, {"steepest": "x"}),
+        *({"steepest": -1}, {"minimum": 1e300}, {"factor": 0}, {"ended_early": 1}, {"arguments": []}),
+    ],
+    ids=str,
+)
+def test_damaged_curve_is_omitted_with_warning(tmp_path, capsys, changes):
+    path = tmp_path / lr_curve.DATA
+    curve_file(path, **changes)
+    with pytest.raises(UsageError, match="lr_find.json: not a curve of lr_find; delete it, or run lr_find again"):
+        lr_curve.read(path)
+    run = SimpleNamespace(folders=lambda: [tmp_path])
+    assert page._lr_curve(run) == ([], None)
+    assert "warning: the page omits the curve of lr_find: " in capsys.readouterr().err
+    path.write_text("[")
+    assert page._lr_curve(run) == ([], None)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    assert page._lr_curve(run) == ([], None)
+
+
+def test_curve_of_one_step_has_no_chart(tmp_path):
+    for values, smoothed in (([math.nan], []), ([2.0, math.inf], [2.0])):
+        curve = lr_curve.analyze(rates()[: len(values)], values, STEPS, 1, True, {})
+        assert curve.smoothed == smoothed and curve.steepest is None
+        lr_curve.write(tmp_path / lr_curve.DATA, curve)
+        assert page._lr_curve(SimpleNamespace(folders=lambda: [tmp_path])) == ([], None)
