@@ -197,7 +197,7 @@ def test_slow_body_is_answered_with_408(start, monkeypatch):
 def test_other_host_names_and_other_sites_are_rejected(start):
     port = start()
     body = form(("a.jpg", b"x"))
-    for host in ("localhost", "127.0.0.1:1", "LOCALHOST", "[::1]:8000"):
+    for host in ("localhost", "127.0.0.1:1", "[::1]:8000"):
         assert request(port, body=body, headers={"Host": host})[0] == 200
     for host in ("example.com", f"example.com:{port}", "localhost.example.com", "127.0.0.1.example.com", "", "[::2]"):
         assert request(port, body=body, headers={"Host": host})[0] == 400
