@@ -120,12 +120,12 @@ IMAGES, LABELS = np.zeros((8, 3, 32, 32), "float32"), np.zeros((8, 1), "int64")
         ([[{"data": IMAGES}]], r"yielded a batch in an unexpected format; yield \[{"),
         (
             [[{"data": IMAGES, "label": LABELS[:, 0]}]],
-            r"yields label as int64 \['N'\], but the program takes int64 \['N', 1\]",
+            r"yielded label as int64 \['N'\], but the program expects int64 \['N', 1\]",
         ),
         ([[{"data": IMAGES, "label": LABELS.astype("int32")}]], "yields label as int32 "),
         (
             [[{"data": IMAGES[:, :, :9], "label": LABELS}]],
-            r"yields data as float32 \['N', 3, 9, 32\], but the program takes",
+            r"yielded data as float32 \['N', 3, 9, 32\], but the program expects",
         ),
     ],
     ids=["no batch", "no list", "no label", "one dimension", "int32", "different size"],

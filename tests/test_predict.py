@@ -146,7 +146,7 @@ def test_image_with_too_many_pixels_after_resize_is_reported(checkpoint, tmp_pat
         Image.new("RGB", shape).save(tmp_path / "thin.png")
         model = inference.Model("", description, lambda images: [np.zeros((1, 3), np.float32)])
         [(_, row, problem)] = predict.predict(model, [str(tmp_path / "thin.png")])
-        expected = f"has {shape[0]} x {shape[1]} pixels, and after the resize more than the limit of 268,435,456"
+        expected = f"has {shape[0]} x {shape[1]} pixels and would exceed the limit of 268,435,456 after resizing"
         assert (row is None, problem) == ((False, None) if 20 in shape else (True, expected))
 
 

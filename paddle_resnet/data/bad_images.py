@@ -94,7 +94,7 @@ def header_problem(data, shorter_side=None):
     if width * height > MAX_PIXELS:
         return f"declares {width} x {height} pixels, more than the limit of {MAX_PIXELS:,}"
     if shorter_side is not None and shorter_side**2 * max(width, height) > MAX_PIXELS * min(width, height):
-        return f"has {width} x {height} pixels, and after the resize more than the limit of {MAX_PIXELS:,}"
+        return f"has {width} x {height} pixels and would exceed the limit of {MAX_PIXELS:,} after resizing"
     return None
 
 

@@ -192,7 +192,7 @@ def _scan_webdataset(shard):
                     folder, _, name = member.name.rpartition("/")
                     base, _, extension = name.partition(".")
                     if len(extension.split()) != 1:
-                        raise tarfile.ReadError(f"the extension of {member.name!r} contains a blank")
+                        raise tarfile.ReadError(f"the extension of {member.name!r} contains a space")
                     if (folder, base) != last_key:
                         samples.append([])
                         last_key = (folder, base)
@@ -288,7 +288,7 @@ def _webdataset_rows(data, f, shard_size):
             row = fields[int(np.setdiff1d(np.arange(len(lines)), rows)[0])]
             extensions = b" and ".join(row[::width]).decode(errors="replace")
             raise UsageError(
-                f"{f.name}: the sample at byte {row[1].decode()} has {extensions}, not an image "
+                f"{f.name}: the sample at byte {row[1].decode()} contains {extensions} instead of an image "
                 f"({', '.join(IMAGE_EXTENSIONS)}) and a .cls; write the shard again without this sample"
             )
         of_parts.append(places[of_part[first]])

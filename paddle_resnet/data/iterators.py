@@ -247,7 +247,9 @@ class Adapter:
             value.set(array, paddle.CPUPlace())
         expected, actual = self._inputs[name], f"{convert_dtype(value._dtype())} {['N', *value.shape()[1:]]}"
         if actual != expected:
-            raise UsageError(f"run: the loader yields {name} as {actual}, but the program takes {expected}; convert it")
+            raise UsageError(
+                f"run: the loader yielded {name} as {actual}, but the program expects {expected}; convert it"
+            )
         return value
 
 

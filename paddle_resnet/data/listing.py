@@ -724,8 +724,8 @@ def class_names(image_root, num_of_class=None, trained=None):
     for label, name in enumerate(classes):
         if labels_of[name] and label not in labels_of[name]:
             raise UsageError(
-                f"{path}: {name} is label {label}, but label {labels_of[name][0]} of the checkpoint; number the labels "
-                "of the data set as in training"
+                f"{path}: {name} has label {label}, but label {labels_of[name][0]} in the checkpoint; number the "
+                "labels in the data set as in training"
             )
     return classes
 

@@ -546,7 +546,7 @@ def open_onnx(path, device, logits=False):
         with files.open_regular(path, MAX_ONNX_BYTES) as file:
             data = file.read()
     except OSError as e:
-        raise UsageError(f"{path}: cannot be read ({e.strerror}); use an ONNX file of an export") from e
+        raise UsageError(f"{path}: cannot be read ({e.strerror}); use an exported ONNX file") from e
     return _onnx_model(onnx_writer.with_logits(data) if logits else data, path, device)
 
 
@@ -600,7 +600,7 @@ def _read_description(folder):
         with files.open_regular(path, preprocessing.MAX_JSON_BYTES) as f:
             return _checked_description(f.read(), path)
     except OSError as e:
-        raise UsageError(f"{path}: cannot be read ({e.strerror}); use the folder of an export") from e
+        raise UsageError(f"{path}: cannot be read ({e.strerror}); use an export folder") from e
 
 
 def _checked_description(text, path):

@@ -33,10 +33,10 @@ except Exception as e:  # importing a broken package can raise any exception
     reason = " ".join(str(e).split()) or type(e).__name__
     raise UsageError(f"--serve: a required package cannot be imported ({reason}); run {INSTALL}") from e
 
-MAX_REQUESTS = 8  # maximum number of requests whose images are received or predicted at the same time
+MAX_REQUESTS = 8  # maximum number of requests to process at the same time
 MAX_CONNECTIONS = 100
-BODY_S = 60  # maximum time to receive the images of a request
-STOP_S = 5  # maximum time to answer the remaining requests after a signal
+BODY_S = 60  # maximum time for receiving the images of a request
+STOP_S = 5  # maximum time for answering the remaining requests after a signal
 FORM = "multipart/form-data"
 EXAMPLE = "such as with curl -F image=@FILE"
 HEADERS = {
@@ -54,7 +54,7 @@ POLICY = (
 
 @dataclass
 class Upload:
-    """An image file that a client sent. The name is the client's, and is not a path on this machine."""
+    """An image file that a client has sent. The client chooses the name, which is not a path on this machine."""
 
     name: str
     content: bytes
@@ -63,12 +63,12 @@ class Upload:
         return self.name
 
     def read(self):
-        """Return (content, problem), as predict.predict expects it of images that are not files."""
+        """Return (content, problem), the interface that predict.predict expects from images that are not files."""
         return self.content, None
 
 
 def blank_image():
-    """Return a small image, to test whether images can be predicted."""
+    """Return a small image for testing whether predictions work."""
     file = io.BytesIO()
     Image.new("RGB", (32, 32)).save(file, "png")
     return Upload("blank.png", file.getvalue())
@@ -80,12 +80,13 @@ def create_app(predict, worker, description, max_bytes, max_images, hosts=("*",)
     Args:
         predict: function that maps an Upload to ([(label, class name, probability)], None), or to (None, problem) if
             the image cannot be decoded.
-        worker: ThreadPoolExecutor(1), in whose thread all calls of predict are made, one after the other.
+        worker: ThreadPoolExecutor(1), whose thread makes all calls of predict one after the other.
         description: content of model.json.
-        max_bytes: maximum size of the body of a request.
+        max_bytes: maximum size of a request body.
         max_images: maximum number of images per request.
-        hosts: host names that the header Host of a request may contain; "*" allows any name. If the domain name of a
-            web site resolves to the address of this server (DNS rebinding), the header contains the name of the site.
+        hosts: host names that the Host header of a request may contain; "*" allows any name. This check prevents DNS
+            rebinding, in which the domain name of a web site resolves to the address of this server; the header then
+            contains the name of the site.
     """
     slots = asyncio.Semaphore(MAX_REQUESTS)
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
@@ -130,7 +131,7 @@ def create_app(predict, worker, description, max_bytes, max_images, hosts=("*",)
 
 
 def _entry(upload, top, problem):
-    """Return the JSON object of an image."""
+    """Return the JSON object for an image."""
     if problem is not None:
         return {"image": upload.name, "error": problem}
     entries = [{"label": label, "class": name, "probability": p} for label, name, p in top]
@@ -150,7 +151,8 @@ def _report_failure(request, error):
 
 
 async def _receive_uploads(request, max_bytes, max_images):
-    """Return [Upload] of a request. Raise HTTPException if the request is not a form with images or exceeds a limit."""
+    """Return the uploads in a request as [Upload]. Raise HTTPException if the request is not a form with images or
+    exceeds a limit."""
     if not request.headers.get("content-type", "").lower().startswith(FORM):
         raise HTTPException(415, f"POST /predict: not {FORM}; send a form with images, {EXAMPLE}")
     too_large = HTTPException(
@@ -211,7 +213,7 @@ def listen(host, port):
 
 
 def _reason(error):
-    """Return the reason of an OSError of create_server without the address."""
+    """Return the reason for an OSError from create_server, without the address."""
     return error.strerror.partition(" (while attempting")[0]
 
 
@@ -221,7 +223,7 @@ def url(listener):
 
 
 def allowed_hosts(listener, host):
-    """Return the host names that requests to a socket may contain, see create_app."""
+    """Return the host names that requests to a socket may contain; see create_app."""
     address = listener.getsockname()[0]
     if not is_loopback(listener):
         return ["*"]
@@ -245,7 +247,7 @@ def create_server(app):
 
 
 def serve(app, listener):
-    """Answer requests until a signal: return after SIGTERM, and raise KeyboardInterrupt after SIGINT."""
+    """Answer requests until a signal arrives. Return after SIGTERM, and raise KeyboardInterrupt after SIGINT."""
     # When uvicorn has stopped, it restores the handlers that were set before, and raises the received signal again.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     create_server(app).run(sockets=[listener])

@@ -184,7 +184,7 @@ class CapturedStep:
             self._steps = -np.inf
             names = ", ".join(differing[:3]) or "in a different process"
             problem = (
-                f"a captured step has different results than an uncaptured step ({names}); one of the operators "
+                f"a captured step and an uncaptured step differ in their results ({names}); one of the operators "
                 f"{', '.join(self._untested)} cannot be captured"
             )
             if self._is_explicit:

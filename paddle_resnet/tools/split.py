@@ -32,7 +32,7 @@ def split(source, output, fraction, seed=0):
     source, output = Path(source), Path(output)
     images = _list_source(source)
     if os.path.lexists(output):
-        raise UsageError(f"--output {output}: exists; remove it or choose a different folder")
+        raise UsageError(f"--output {output}: already exists; remove it or choose a different folder")
     counts = {"train": 0, "val": 0}
     output.parent.mkdir(parents=True, exist_ok=True)
     with files.written(output, files.partial_path(output.with_name(f".{output.name}"))) as partial:
@@ -65,7 +65,7 @@ def _list_source(source):
         more = f" and {len(few) - 5} more" if len(few) > 5 else ""
         raise UsageError(
             f"{source}: classes need two images, one for train/ and one for val/, but some have fewer: "
-            f"{', '.join(few[:5])}{more}; add images or move the folders away"
+            f"{', '.join(few[:5])}{more}; add images, or move these folders elsewhere"
         )
     listing.warn_of_ignored(source, ignored)
     return images

@@ -166,8 +166,8 @@ def tar(path, names):
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["a.jpg"], "has jpg, not an image"),
-        (["a.cls"], "has cls"),
+        (["a.jpg"], "contains jpg instead of an image"),
+        (["a.cls"], "contains cls instead"),
         (["a.jpg", "a.cls", "b.txt", "b.cls"], "cls and txt"),
     ],
 )

@@ -233,7 +233,7 @@ def test_step_with_different_results_is_not_captured(run_train, tmp_path, capsys
     code, report = run_train(*NATIVE, *flags, "--overwrite")
     assert code == 0
     assert losses(report) == losses(expected)
-    problem = "a captured step has different results than an uncaptured step (conv2d_0.w_0)"
+    problem = "a captured step and an uncaptured step differ in their results (conv2d_0.w_0)"
     output = "".join(capsys.readouterr())
     assert problem in output and "leaky_relu" in output
     [graph] = fake.made

@@ -92,7 +92,7 @@ def test_invalid_source_or_output_exits_with_code_2(photos, source, tmp_path, ca
     flat = tmp_path / "flat"
     shutil.copytree(source / "class0", flat)
     for folder, output, expected in (
-        (source, tmp_path / "there", f"--output {tmp_path}/there: exists"),
+        (source, tmp_path / "there", f"--output {tmp_path}/there: already exists"),
         (few, tmp_path / "x", "one for train/ and one for val/, but some have fewer: none (0), one (1); add"),
         (flat, tmp_path / "x", "contains no class folders"),
         (photos, tmp_path / "x", f"{photos}: contains train/; use {photos}/train"),
