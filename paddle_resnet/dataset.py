@@ -122,7 +122,10 @@ def _run_split(args):
     try:
         counts, n_classes = split.split(args.source, args.output, args.val, args.seed)
     except OSError as e:
-        raise UsageError(f"--output {args.output}: cannot be written ({e.strerror}); choose a different folder") from e
+        name = f" {e.filename}" if e.filename else ""
+        raise UsageError(
+            f"--output {args.output}: cannot be written ({e.strerror}{name}); choose a different folder"
+        ) from e
     print(f"{args.output}: {counts['train']} training and {counts['val']} validation images in {n_classes} classes")
 
 
@@ -169,7 +172,8 @@ def _run_convert(args):
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     _claim_folder(args)
-    with Progress(*columns, console=Console(stderr=True)) as bar, convert.locked(args.output):
+    console = Console(file=logger.Expendable(sys.stderr))
+    with Progress(*columns, console=console) as bar, convert.locked(args.output):
 
         def progress(what):
             task = bar.add_task(what, total=None, start=False)

@@ -174,6 +174,29 @@ class _Result:
         raise RunError(f"stdout: cannot be written ({self._problem}); free disk space, or redirect stdout")
 
 
+class Expendable:
+    """A text stream for output that a command does not need, such as a progress bar. If the stream cannot be written,
+    the command continues without the output."""
+
+    def __init__(self, stream):
+        self._stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self._stream, name)
+
+    def write(self, text):
+        return self._call(self._stream.write, text)
+
+    def flush(self):
+        self._call(self._stream.flush)
+
+    def _call(self, function, *arguments):
+        try:
+            return function(*arguments)
+        except OSError:
+            _abandon(self._stream)
+
+
 def _abandon(stream):
     """Discard all further output to a stream. Python would otherwise try to flush the stream at exit, and exit with
     code 120."""

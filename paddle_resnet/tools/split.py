@@ -48,7 +48,7 @@ def split(source, output, fraction, seed=0):
 
 def _list_source(source):
     """Return {class: [names of its images]}."""
-    if not source.is_dir():
+    if not os.path.isdir(source):  # unlike Path.is_dir(), does not raise an error for a name that is too long
         raise UsageError(f"{source}: not a folder; use the folder that contains the class folders")
     images, ignored = {}, [(listing.OUTSIDE, "", name) for name in listing.images_at_the_top(source)]
     for label in listing.class_folders(source):

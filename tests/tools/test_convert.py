@@ -375,6 +375,14 @@ def test_all_undecodable_images_are_reported_before_writing(photos, tmp_path, ca
     assert "30 train and 23 val images" in capsys.readouterr().out
 
 
+def test_unwritable_progress_bar_does_not_fail_the_conversion(photos, tmp_path, monkeypatch, capsys):
+    command = ["convert", "--from", str(photos), "--to", "recordio", "--output", str(tmp_path / "x"), "--workers", "1"]
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", full)
+        assert dataset.main(command) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/x: 30 train and 23 val images as recordio\n"
+
+
 def test_recordio_payload_may_contain_magic_number(tmp_path):
     """The writer splits images at the magic number, and the reader joins the parts again."""
     magic = struct.pack("<I", records.RECORDIO_MAGIC)

@@ -113,3 +113,9 @@ def test_invalid_source_or_output_exits_with_code_2(photos, source, tmp_path, ca
     (few / "class0" / "nowhere.jpg").symlink_to("/nowhere")
     with pytest.raises(UsageError, match=r"few/class0/nowhere.jpg: a broken link"):
         split.split(few, tmp_path / "x", 0.2)
+
+
+def test_overlong_source_is_not_reported_as_output(tmp_path, capsys):
+    source = tmp_path / ("a" * 300)
+    assert dataset.main(["split", str(source), "--output", str(tmp_path / "x")]) == 2
+    assert f"error: {source}: not a folder; use" in capsys.readouterr().err
