@@ -12,9 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 import paddle_resnet  # noqa: F401  precedes Paddle, because it sets environment variables for Paddle
+from paddle_resnet.data import listing
 from paddle_resnet.models import registered_name
 from utils import exit_codes, files, locks, logger, numbers, outputs, signals
 from utils.errors import RunError, UsageError, printable
+from utils.mode import Mode
 
 # Tolerances of --verify for differences between an engine and the checkpoint. If the two largest probabilities of an
 # image differ by less than TIE, rounding determines which of them is larger, so the predicted class may differ between
@@ -88,6 +90,12 @@ def export(
     if model_arch_name is not None:
         model_arch_name = registered_name(model_arch_name)
     onnx = onnx or int8 is not None
+    for flag, root, mode in (
+        ("--verify", verify, Mode.EVAL),
+        ("--calibrate", calibration and calibration.image_root, Mode.TRAIN),
+    ):
+        if root is not None:
+            listing.check_split(flag, root, mode)
     output = Path(output)
     if os.path.lexists(output):
         raise UsageError(f"{output}: already exists; remove it or choose a different folder")
@@ -281,9 +289,7 @@ def _score(network, model, image_root):
     """
     from paddle_resnet import dali
     from paddle_resnet.checkpoints import restore
-    from paddle_resnet.data import listing
     from paddle_resnet.serving import inference
-    from utils.mode import Mode
 
     args = inference.loader_args(model.description, min(32, network.args.batch_size))
     args.image_root, args.num_of_class = str(image_root), network.args.num_of_class

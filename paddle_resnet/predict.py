@@ -176,10 +176,13 @@ def find_images(arguments, stdin):
     per line of stdin).
 
     Raises:
-        UsageError: a folder contains no images or cannot be listed, stdin cannot be read, or there is no path.
+        UsageError: a folder contains no images or cannot be listed, stdin cannot be read, a path is empty, or there is
+            no path.
     """
     paths = []
     for argument in arguments:
+        if argument == "":
+            raise UsageError("IMAGE '': an empty path; use files, folders, or - for paths on stdin")
         if argument == "-":
             paths += _paths_on(stdin)
         elif os.path.isdir(argument):

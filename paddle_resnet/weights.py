@@ -79,7 +79,7 @@ def _main(args, flags):
     if other := [flag(name) for name in preprocessing if name not in of_kinds("preprocessing")]:
         raise UsageError(f"{', '.join(other)}: not a flag for preprocessing; remove it")
     if args.verify is not None:
-        listing.check_root(args.verify)
+        listing.check_split("--verify", args.verify, Mode.EVAL)
     meta = convert(args.source, args.output, args.arch, preprocessing, args.verbose)
     classes, license = meta["arguments"]["num_of_class"], meta["license"] or "unknown"
     logger.info(f"{args.output}: {meta['arguments']['model_arch_name']}, {classes} classes, license {license}")

@@ -231,12 +231,13 @@ def test_int8_export_with_lower_accuracy_is_not_kept(checkpoint, photos, tmp_pat
         (["--calibrate", "DATA"], "--calibrate DATA: requires --int8; add it"),
         (["--int8-engine", "tensorrt"], "--int8-engine tensorrt: requires --int8; add it"),
         (["--int8", "--calibration-images", "9"], "--calibration-images 9: requires --calibrate IMAGE_ROOT; add it"),
-        (["--int8", "--calibrate", "nowhere"], "nowhere: "),
+        (["--int8", "--calibrate", "nowhere"], "--calibrate nowhere: not a folder"),
+        (["--int8", "--calibrate", "tests"], "--calibrate tests: has no train/; use"),
+        (["--verify", "nowhere"], "--verify nowhere: not a folder"),
+        (["--verify", "tests"], "--verify tests: has no val/; use"),
     ],
 )
-def test_unusable_int8_flags_are_an_error(checkpoint, tmp_path, capsys, flags, message):
-    if "nowhere" in flags:  # packages are checked before the data set is read
-        pytest.importorskip("onnx")
+def test_unusable_flags_are_an_error(checkpoint, tmp_path, capsys, flags, message):
     assert export.main([str(checkpoint), str(tmp_path / "exported"), *flags]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "exported").exists()

@@ -315,6 +315,22 @@ def test_damaged_export_exits_with_code_2_and_an_error(checkpoint, model_of, val
     assert message in err and "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [(os.mkfifo, "neither a folder nor an ONNX file"), (lambda path: path, "does not exist")],
+    ids=["pipe", "nothing"],
+)
+def test_model_that_is_not_a_folder_is_an_error(tmp_path, capsys, make, problem):
+    make(tmp_path / "model")
+    assert predict.main([str(tmp_path / "model"), "x.jpg", "--device", "cpu"]) == 2
+    assert f"{tmp_path}/model: {problem}; choose" in capsys.readouterr().err
+
+
+def test_empty_image_path_is_an_error(tmp_path, capsys):
+    assert predict.main([str(tmp_path), "", "--device", "cpu"]) == 2
+    assert "error: IMAGE '': an empty path; use" in capsys.readouterr().err
+
+
 def flip_a_bit(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

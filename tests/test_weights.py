@@ -165,9 +165,10 @@ def test_invalid_command_is_an_error(file, tmp_path, capsys):
     assert "--lr: not a flag for preprocessing" in error(capsys, file, *out, "--arch", "Small", "--lr", "1")
     assert "unknown flag --nothing" in error(capsys, file, *out, "--arch", "Small", "--nothing")
     assert "--arch Tiny: weights of this network cannot be converted" in error(capsys, file, *out, "--arch", "Tiny")
-    assert f"--image-root {tmp_path}/none" in error(
-        capsys, file, *out, "--arch", "Small", "--verify", tmp_path / "none"
-    )
+    (tmp_path / "train").mkdir()
+    for root, problem in ((tmp_path / "none", "not a folder"), (tmp_path, "has no val/")):
+        message = error(capsys, file, *out, "--arch", "Small", "--verify", root)
+        assert f"--verify {root}: {problem}; use" in message
     assert not (tmp_path / "out").exists()
 
 

@@ -79,12 +79,20 @@ class Image:
         return self.path if self.kind is None else f"{self.path}@{self.name.rpartition('@')[2]}"
 
 
-def check_root(image_root, content="train/ and val/"):
+def check_root(image_root, content="train/ and val/", flag="--image-root"):
     """Raise UsageError if --image-root is not a folder or if its path is not valid UTF-8, as DALI requires."""
     if not os.path.isdir(image_root):
-        raise UsageError(f"--image-root {image_root}: not a folder; use the folder that contains {content}")
+        raise UsageError(f"{flag} {image_root}: not a folder; use the folder that contains {content}")
     if not _is_utf8(os.path.abspath(image_root)):
-        raise UsageError(f"--image-root {image_root!a}: the path is not valid UTF-8; rename the folder")
+        raise UsageError(f"{flag} {image_root!a}: the path is not valid UTF-8; rename the folder")
+
+
+def check_split(flag, image_root, mode):
+    """Raise UsageError if the data set of a flag such as --verify does not contain a split. Commands that need the data
+    set only at their end call this function at their start."""
+    check_root(image_root, f"{mode.value}/", flag)
+    if not _has_split(image_root, mode):
+        raise UsageError(f"{flag} {image_root}: has no {mode.value}/; use the folder of a data set with this split")
 
 
 def _is_utf8(path):

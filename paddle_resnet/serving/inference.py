@@ -413,7 +413,8 @@ def _open(path, device, model_arch_name, precision, sizes, tta):
         return model
     if path.is_dir():
         return open_checkpoint(path, device, model_arch_name, precision, sizes, tta)
-    raise UsageError(f"{path}: does not exist; choose the folder of a checkpoint or export, or an ONNX file")
+    problem = "neither a folder nor an ONNX file" if os.path.lexists(path) else "does not exist"
+    raise UsageError(f"{path}: {problem}; choose the folder of a checkpoint or export, or an ONNX file")
 
 
 def is_export(path):
