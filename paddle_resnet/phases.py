@@ -16,6 +16,7 @@ from paddle_resnet.models import user_file
 from paddle_resnet.optimizers import amp, sparsity
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
 from paddle_resnet.passes import all_reduces, averages, folding, quantization
+from paddle_resnet.results import lr_curve
 from paddle_resnet.settings import durations, parsing, validation
 from paddle_resnet.settings.stages import stages_from
 from paddle_resnet.settings.values import flag, text
@@ -85,7 +86,7 @@ def _claim(args, checkpoint, folder):
     outputs.claim(
         report.outputs(args) | {"the trace of --profile-steps": trace.path(args.profile_steps, args.output_dir)},
         {"--output-dir": folder if is_saving else None, "--tensorboard-dir": args.tensorboard_dir},
-        inputs=input_files(args),
+        inputs=[*input_files(args), ("the curve", folder / lr_curve.DATA)],  # --report-html shows the curve
         protected=[("the data set's", path) for path in listing.occupied(args.image_root)],
         run_folder=folder,
     )

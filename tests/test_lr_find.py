@@ -201,6 +201,17 @@ def test_steps_are_captured_as_in_training(find, fake):
     assert captured.loss == find(*flags, "--cuda-graph", "false", folder="plain")[1].loss
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", [[], ["--amp", "--use-pure-fp16", "--dali-output-fp16", "--scale-loss", "128"]])
+def test_steps_are_captured_on_gpu(find, capsys, precision):
+    flags = ["--device", "gpu", "--hw-decoder-load", 0, *NHWC, *precision, "--to-lr", 1]
+    _, captured = find(*flags, folder="captured")
+    assert ", CUDA graph, " in capsys.readouterr().out
+    _, plain = find(*flags, "--cuda-graph", "false", folder="plain")
+    assert ", CUDA graph, " not in capsys.readouterr().out
+    assert captured.loss == plain.loss and len(captured.loss) > STEPS // 2
+
+
 def test_first_stage_is_searched_beyond_its_end():
     timeline = durations.Timeline(1, (durations.Part(0, 3, 2.0), durations.Part(1, 5, 1.0)))
     schedule = schedules.Schedule(lambda step: 1.0, timeline)
@@ -326,6 +337,14 @@ def test_page_shows_curve_of_run_folder(run_train, tmp_path, capsys):
     assert "which this command reads" in capsys.readouterr().err
     page.write(tmp_path / "page.html", tmp_path / "report.json")
     assert "learning-rate finder" not in (tmp_path / "page.html").read_text()
+
+
+def test_outputs_of_training_do_not_replace_curve(run_train, tmp_path, capsys):
+    (tmp_path / "output/Tiny").mkdir(parents=True)
+    curve_file(tmp_path / "output/Tiny" / lr_curve.DATA)
+    for flag in ("--report-html", "--predictions"):
+        assert run_train(flag, tmp_path / "output/Tiny" / lr_curve.DATA)[0] == 2
+        assert "the same file as the curve " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
