@@ -10,6 +10,7 @@ from paddle import static
 from conftest import NHWC, assert_one_error, frozen
 from helpers import random_batches
 from paddle_resnet import models, program
+from paddle_resnet.job import processes
 from paddle_resnet.models import layers, mixing
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.native import build as native
@@ -80,20 +81,22 @@ def losses_of(args, feeds):
 
 @pytest.mark.parametrize("kernels", KERNELS, ids=["paddle", "native"])
 @pytest.mark.parametrize("flag", ["--mixup", "--cutmix"])
-def test_loss_of_mixed_batch_matches_formula(parse, kernels, flag):
+def test_loss_of_mixed_batch_matches_formula(parse, monkeypatch, kernels, flag):
     """The reference computes the loss of each mixed batch twice, with the labels of the images and with the labels of
-    their partners, and combines the two losses. The learning rate is 0, so all losses use the same parameters."""
+    their partners, and combines the two losses. The learning rate is 0, so all losses use the same parameters. The
+    process has rank 1, and the random numbers depend on the rank."""
     if "native" in kernels:
         if native.missing() is not None:
             pytest.skip(native.missing())
         native.load()
+    monkeypatch.setattr(processes, "rank", lambda: 1)
     flags = [*kernels, "--lr", "0", "--seed", "5", "--label-smoothing", "0.1"]
     shape = (32, 32, 4) if "native" in kernels else (3, 32, 32)
     batches = random_batches(3, shape)
     result = losses_of(parse(*flags, flag, "0.5"), batches)
     mixed, ratios = [], []
     for step, (images, labels) in enumerate(batches):
-        random = random_numbers.generator(5, step, "mix", 0)
+        random = random_numbers.generator(5, step, "mix", 1)
         mix = mixing.draw(random, {flag.removeprefix("--"): 0.5}, 32, 32)
         weights = np.outer(mix.rows, mix.columns)[..., None] if "native" in kernels else np.outer(mix.rows, mix.columns)
         images = (1 - weights) * images + weights * images[::-1]
@@ -109,7 +112,7 @@ def test_loss_of_mixed_batch_matches_formula(parse, kernels, flag):
     ("flag", "rate"), [pytest.param("--dropout", "0.5", marks=pytest.mark.soak), ("--drop-path", "0.9")]
 )
 @pytest.mark.parametrize("kernels", KERNELS, ids=["paddle", "native"])
-def test_dropped_values_differ_in_each_step_and_are_deterministic(parse, kernels, flag, rate):
+def test_dropped_values_differ_in_each_step_and_are_deterministic(parse, monkeypatch, kernels, flag, rate):
     if "native" in kernels:
         if native.missing() is not None:
             pytest.skip(native.missing())
@@ -121,6 +124,8 @@ def test_dropped_values_differ_in_each_step_and_are_deterministic(parse, kernels
     assert losses_of(parse(*flags, flag, rate), [batch] * 3) == losses
     assert losses_of(parse(*flags, flag, rate, "--seed", "9"), [batch] * 3) != losses
     assert len(set(losses_of(parse(*flags), [batch] * 2))) == 1
+    monkeypatch.setattr(processes, "rank", lambda: 1)
+    assert losses_of(parse(*flags, flag, rate), [batch] * 3) != losses
 
 
 @pytest.mark.parametrize("kernels", KERNELS, ids=["paddle", "native"])

@@ -123,8 +123,9 @@ def test_resume_inside_step_with_different_step_size_is_rejected(run_train, stop
     assert_one_error(capsys.readouterr().err, ["--accumulate-steps 2", "after 3 batches"])
 
 
-def test_accumulated_gradients_are_not_in_checkpoints(run_train, tmp_path):
-    assert run_train(*FLAGS)[0] == 0
+def test_checkpoints_are_saved_after_steps_without_accumulated_gradients(run_train, tmp_path):
+    assert run_train(*FLAGS, "--save-interval-steps", "1", "--keep-checkpoints", "9")[0] == 0
+    assert sorted(path.name for path in (tmp_path / "output/Tiny").glob("[0-9]*")) == ["0", "0_3", "1", "1_3"]
     for ending in ("pdparams", "pdopt"):
         state = paddle.load(str(tmp_path / f"output/Tiny/1/tiny.{ending}"))
         assert not [name for name in state if name.startswith(accumulation.PREFIX)]
