@@ -116,6 +116,12 @@ def test_requests_above_limits_are_answered_with_413(start):
     status, _, content = request(port, body=form(*[("a.jpg", b"x")] * 4))
     assert status == 413 and content["error"].startswith("POST /predict: more than 3 images; send fewer, or start")
     assert request(port, body=form(*[("a.jpg", b"x")] * 3))[0] == 200
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+        connection.putrequest("POST", "/predict")
+        connection.putheader("Content-Type", f"multipart/form-data; boundary={BOUNDARY}")
+        connection.putheader("Content-Length", str(10**9))
+        connection.endheaders()
+        assert connection.getresponse().status == 413  # before the body is sent
 
 
 @pytest.mark.parametrize(
@@ -149,38 +155,42 @@ def test_unknown_paths_and_methods_are_errors(start):
     assert request(port, "GET", "/../web.py")[0] == 404
 
 
-def test_one_image_is_predicted_at_a_time_and_requests_beyond_queue_get_503(start, monkeypatch):
-    monkeypatch.setattr(web, "MAX_REQUESTS", 2)
-    released, active, most = threading.Event(), [], []
+def test_requests_beyond_queue_are_answered_with_503(start, monkeypatch):
+    monkeypatch.setattr(web, "MAX_REQUESTS", 1)
+    is_running, is_released = threading.Event(), threading.Event()
 
     def wait(upload):
-        active.append(threading.get_ident())
-        most.append(len(active))
-        assert released.wait(30)
-        active.pop()
-        return [(0, "a", 1.0)], None
+        is_running.set()
+        assert is_released.wait(30)
+        return classify(upload)
 
-    port, answers = start(wait), []
-    body = form(("a.jpg", b"x"), ("b.jpg", b"x"))
-    clients = [threading.Thread(target=lambda: answers.append(request(port, body=body)[0])) for _ in range(2)]
-    for client in clients:
-        client.start()
-    wait_until(lambda: active, 30)
-
-    def is_busy():
+    port, body = start(wait), form(("a.jpg", b"x"))
+    with ThreadPoolExecutor(1) as client:
+        first = client.submit(request, port, body=body)
+        assert is_running.wait(30)
         status, headers, content = request(port, body=body)
-        assert status == 200 or (headers["Retry-After"] and content["error"].endswith("in progress; retry later"))
-        return status == 503
+        assert (status, headers["Retry-After"]) == (503, "5")
+        assert content == {"error": "POST /predict: 1 requests are in progress; retry later"}
+        assert request(port, "GET", "/")[0] == 200
+        is_released.set()
+        assert first.result()[0] == 200
+    assert request(port, body=body)[0] == 200
 
-    first = threading.Thread(target=wait_until, args=(is_busy, 30))
-    first.start()
-    first.join(0.5)
-    released.set()
-    for thread in (first, *clients):
-        thread.join(30)
-    assert answers == [200, 200]
-    assert max(most) == 1
-    assert request(port, "GET", "/")[0] == 200
+
+def test_one_image_is_predicted_at_a_time(start):
+    running, threads = threading.Lock(), set()
+
+    def wait(upload):
+        assert running.acquire(blocking=False)
+        sleep(0.01)
+        running.release()
+        threads.add(threading.get_ident())
+        return classify(upload)
+
+    port, body = start(wait), form(("a.jpg", b"x"), ("b.jpg", b"x"))
+    with ThreadPoolExecutor(4) as clients:
+        assert [answer[0] for answer in clients.map(lambda _: request(port, body=body), range(8))] == [200] * 8
+    assert len(threads) == 1
 
 
 def test_slow_body_is_answered_with_408(start, monkeypatch):
