@@ -18,6 +18,7 @@ from paddle_resnet.native import build as native
 from paddle_resnet.optimizers import schedules
 from paddle_resnet.results import comparison, lr_curve, page
 from paddle_resnet.settings import durations
+from paddle_resnet.tools import drawing
 from utils.errors import UsageError
 
 STEPS = 20
@@ -370,9 +371,22 @@ def test_damaged_curve_is_omitted_with_warning(tmp_path, capsys, changes):
     assert page._lr_curve(run) == ([], None)
 
 
-def test_curve_of_one_step_has_no_chart(tmp_path):
+def test_drawing_shows_curve_before_divergence():
+    x, y = synthetic()
+    curve = lr_curve.analyze(x, [*y[:-1], math.inf], 100, 1, True, {})
+    figure = drawing.lr_curve(curve, "a$b")
+    [axis] = figure.axes
+    low, high = axis.get_ylim()
+    assert low < min(y) and max(y[:40]) < high == curve.limit() < 4 and axis.get_xscale() == "log"
+    labels = [text.get_text() for text in axis.get_legend().get_texts()]
+    assert f"steepest descent, --lr {curve.steepest:g}" in labels and f"lowest loss, {curve.minimum:g}" in labels
+    drawing.pyplot.close(figure)
+
+
+def test_curve_of_one_step_is_drawn_but_has_no_chart(tmp_path):
     for values, smoothed in (([math.nan], []), ([2.0, math.inf], [2.0])):
         curve = lr_curve.analyze(rates()[: len(values)], values, STEPS, 1, True, {})
         assert curve.smoothed == smoothed and curve.steepest is None
         lr_curve.write(tmp_path / lr_curve.DATA, curve)
+        drawing.save(drawing.lr_curve(curve, "a$b"), tmp_path / lr_curve.DRAWING)
         assert page._lr_curve(SimpleNamespace(folders=lambda: [tmp_path])) == ([], None)

@@ -7,6 +7,7 @@ from markupsafe import Markup, escape
 WIDTH, HEIGHT = 460, 270
 RIGHT, TOP, BOTTOM = 24, 12, 34
 CHARACTER = 8.2  # width of a digit on narrow screens, where the style sheet enlarges the text
+MOST_LABELS = 9  # maximum number of labels on the x axis
 OUTLIER = 3  # the y axis ends at the 98th percentile if the largest value exceeds it by this factor
 TINY = 1e-30  # for smaller values, the ticks would exceed the precision of float64
 
@@ -51,7 +52,8 @@ def chart(series, xlabel="epochs done", mark=None, from_zero=False, last_x=0, ha
     for y in ys:
         svg.append(f'<path class="grid" d="M{left:.1f} {py(y):.1f}H{WIDTH - RIGHT}"/>')
         svg.append(f'<text x="{left - 7:.1f}" y="{py(y) + 4:.1f}" text-anchor="end">{label(y)}</text>')
-    for x in xs:
+    step = -(-len(xs) // MOST_LABELS)
+    for x in xs[::step]:
         if x <= right:
             svg.append(f'<text x="{px(x):.1f}" y="{HEIGHT - 17}" text-anchor="middle">{label(x)}</text>')
     svg.append(

@@ -109,16 +109,19 @@ def _size_limits(splits):
 
 
 def lr_curve(curve, title):
-    """Draw a results.lr_curve.Curve. Losses far above the curve before its minimum are outside the drawing."""
+    """Draw a results.lr_curve.Curve. Losses above curve.limit() are outside the drawing."""
     [title] = drawable([title])
     figure, axis = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    axis.plot(curve.lr, [np.nan if loss is None else loss for loss in curve.loss], alpha=0.3, label="loss of a step")
+    steps = np.array(curve.loss, np.float64)  # NaN for None
+    axis.plot(curve.lr, steps, alpha=0.3, label="loss of a step")
     axis.plot(curve.lr[: len(curve.smoothed)], curve.smoothed, color="C0", label="smoothed")
     if curve.steepest is not None:
         axis.axvline(curve.steepest, color="C1", label=f"steepest descent, --lr {curve.steepest:g}")
         axis.axvline(curve.minimum, color="C1", linestyle=":", label=f"lowest loss, {curve.minimum:g}")
     axis.set(xscale="log", xlabel="--lr", ylabel="training loss")
-    axis.set_ylim(top=curve.limit())
+    lowest = min(steps[np.isfinite(steps)], default=0.0)
+    top = max(curve.limit(), lowest + 1e-9)
+    axis.set_ylim(lowest - 0.05 * (top - lowest), top)
     axis.set_title(title, parse_math=False)
     axis.legend()
     return figure

@@ -12,6 +12,7 @@ import re
 import shutil
 from collections import Counter
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -320,6 +321,19 @@ def test_outlier_does_not_flatten_chart():
     assert max(smooth) - min(smooth) > 180
     assert max(with_outlier) - min(with_outlier[1:]) > 180
     assert min(with_outlier) == curves.TOP
+
+
+def test_logarithmic_x_axis_has_few_labels_and_places_points():
+    points = [(1e-10, 1.0), (1e-3, 2.0), (1e4, 3.0)]
+    svg = curves.chart([("a", "train", points)], mark=(*points[1], "b"), has_log_x=True)
+    labels = re.findall(rf'y="{curves.HEIGHT - 17}" text-anchor="middle">([^<]+)', svg)
+    assert labels == ["1e-10", "1e-08", "1e-06", "0.0001", "0.01", "1", "100", "10k"]
+    begin, middle, end = re.findall(r"[ML]([\d.]+) [\d.]+", re.search('class="line train" d="([^"]+)"', svg)[1])
+    [(x, _)] = centers(svg, "mark")
+    assert x == float(middle) == pytest.approx((float(begin) + float(end)) / 2, abs=0.1)
+    assert float(end) == curves.WIDTH - curves.RIGHT
+    for low in (1e-3, np.nextafter(1e-3, 0), np.nextafter(1e-3, 1)):
+        assert "nan" not in curves.chart([("a", "train", [(low, 1.0), (low * 1.0001, 2.0)])], has_log_x=True)
 
 
 def test_charts_of_a_page_have_the_same_x_axis(trained):
