@@ -49,7 +49,7 @@ def fuse(program):
     Returns:
         the number of replaced operators.
     """
-    graph = _Graph(program.global_block())
+    graph = Graph(program.global_block())
     for op in list(graph.block.ops):
         if op.type == "batch_norm" and op.attr("data_layout") == "NHWC" and graph.fills_vectors(op):
             if op.attr("use_global_stats") or (op.attr("is_test") and not op.attr("trainable_statistics")):
@@ -83,7 +83,7 @@ def paddle_depthwise(program):
     return tuple(layers)
 
 
-class _Graph:
+class Graph:
     """A block, the producer and the readers of each of its variables, and the operators to replace."""
 
     def __init__(self, block):
@@ -157,7 +157,7 @@ class _Graph:
         return len(self.replaced)
 
 
-def _tail(graph, bn):
+def find_tail(graph, bn):
     y = bn.output("Y")[0]
     op = graph.only_reader(y, ACTIVATIONS)
     if op is not None:
@@ -175,7 +175,7 @@ def _tail(graph, bn):
 
 
 def _fuse_training(graph, bn):
-    block, tail = graph.block, _tail(graph, bn)
+    block, tail = graph.block, find_tail(graph, bn)
     ops = [bn, *tail.ops]
     gradients = [graph.gradient(op) for op in reversed(ops)]
     if None in gradients:
@@ -212,7 +212,7 @@ def _fuse_training(graph, bn):
 
 
 def _fuse_inference(graph, bn):
-    tail = _tail(graph, bn)
+    tail = find_tail(graph, bn)
     ops = [bn, *tail.ops]
     if graph.has_gradient(ops):
         return

@@ -12,6 +12,7 @@ from paddle import static
 from paddle_resnet.job import processes
 from paddle_resnet.program import compile_prog
 from paddle_resnet.steps.dispatch import Dispatcher
+from utils import logger
 
 
 class Steps:
@@ -36,7 +37,7 @@ class Steps:
 
     def submit(self, images):
         """Start inference for at most max(sizes) images. See inference.Model.submit."""
-        with static.scope_guard(self._network.scope):
+        with static.scope_guard(self._network.scope), logger.only_warnings():
             return self._step(len(images))(images)
 
     def host_images(self, count):

@@ -185,6 +185,8 @@ def load_fast(checkpoint, precision, device="gpu", model_arch_name=None, tta="no
             float32 = quantization.float32_variables(network.program)
             place = processes.place(device)
             amp.cast_evaluation_program(network.program, place, args.amp_dtype, args.amp_level, float32)
+        if device == "gpu" and not args.qat:
+            folding.fuse_convolutions(network.program, network.exe)
         with loss_head.scope():
             host_metrics.add_copy([network.probabilities])
     return network
@@ -318,9 +320,12 @@ def _build(args, uint8=False, quantize=False, mirror=False):
             factor, shift = (paddle.to_tensor(x.astype("float32").reshape(1, 3, 1, 1)) for x in (factor, shift))
             normalized = images.astype("float32").transpose([0, 3, 1, 2]) * factor + shift
         else:
-            shape = [channels, *size] if is_nchw else [*size, channels]
+            shape = [3, *size] if is_nchw else [*size, 3]
             dtype = "float16" if args.dali_output_fp16 else "float32"
             images = normalized = static.data("images", [None, *shape], dtype=dtype)
+        if channels == 4:
+            fourth = [0, 0, 0, 1, 0, 0, 0, 0] if is_nchw else [0, 0, 0, 0, 0, 0, 0, 1]
+            normalized = paddle.nn.functional.pad(normalized, fourth)
         if mirror:
             normalized = paddle.concat([normalized, paddle.flip(normalized, [3 if is_nchw else 2])])
         model = build_model(args.model_arch_name, args.num_of_class, channels, args.data_layout)
