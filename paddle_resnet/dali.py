@@ -224,8 +224,8 @@ def _usable(args, state, conditions, steps):
         return state, True
     if changes:
         logger.warn(
-            f"the loader cannot resume inside the epoch: {', '.join(changes.values())}; it starts at the beginning of "
-            "the epoch, in the order of the first epoch"
+            f"the loader cannot resume inside the epoch: {', '.join(changes.values())}; it restarts at the beginning "
+            "of the epoch, with the image order of the first epoch"
         )
         return None, False
     if state["step"] > steps:

@@ -41,7 +41,9 @@ def write_sample(output):
     output = Path(output)
     if output.exists():
         if sorted(str(p.relative_to(output)) for p in output.rglob("*") if p.is_file()) != sorted(names):
-            raise UsageError(f"--output {output}: exists and is not the sample data set; remove it or choose another")
+            raise UsageError(
+                f"--output {output}: exists and is not the sample data set; remove it or choose a different folder"
+            )
         return len(names) - n_val, n_val
     output.parent.mkdir(parents=True, exist_ok=True)
     with locks.held(output.with_name(f".{output.name}.lock"), f"--output {output}", logger.warn):
@@ -106,7 +108,7 @@ def _run_sample(args):
 def _add_split(commands):
     command = _add(commands, "split", _run_split, "create train/ and val/ from a folder of class folders, using links")
     command.add_argument("source", metavar="DIR", help="folder of class folders; not modified")
-    command.add_argument("--output", required=True, metavar="DIR", help="folder to create, an IMAGE_ROOT for train.py")
+    command.add_argument("--output", required=True, metavar="DIR", help="folder to create, the IMAGE_ROOT of train.py")
     command.add_argument(
         "--val", type=_fraction, default=0.2, metavar="F", help="fraction of each class that goes to val/ (default 0.2)"
     )
@@ -138,12 +140,12 @@ def _add_convert(commands):
     )
     command.add_argument("--from", required=True, metavar="DIR", dest="source", help="folder of the data set")
     command.add_argument("--to", required=True, choices=convert.RECORD_FORMATS, help="format to write")
-    command.add_argument("--output", required=True, metavar="DIR", help="folder to create, an IMAGE_ROOT for train.py")
+    command.add_argument("--output", required=True, metavar="DIR", help="folder to create, the IMAGE_ROOT of train.py")
     command.add_argument(
         "--shards",
         type=numbers.positive,
         metavar="N",
-        help=f"training shards of tfrecord and webdataset (default: one per {convert.IMAGES_PER_SHARD} images)",
+        help=f"training shards for tfrecord and webdataset (default: one per {convert.IMAGES_PER_SHARD} images)",
     )
     command.add_argument(
         "--resize-short",
@@ -158,7 +160,9 @@ def _add_convert(commands):
         metavar="Q",
         help="JPEG quality when shrinking (default 95)",
     )
-    command.add_argument("--workers", type=numbers.threads, metavar="N", help="processes (default: one per core)")
+    command.add_argument(
+        "--workers", type=numbers.threads, metavar="N", help="worker processes (default: one per core)"
+    )
     command.add_argument("--skip-list", metavar="FILE", help="file that lists the images to omit, as for train.py")
     command.add_argument(
         "--unchecked", action="store_true", help="skip the initial decoding of all images, for a verified data set"

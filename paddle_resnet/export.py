@@ -115,7 +115,8 @@ def export(
         int8 = int8 or "onnxruntime"
     if int8 and network.args.qat and calibration:
         raise UsageError(
-            f"--calibrate {calibration.image_root}: {checkpoint} already has ranges from --qat; remove --calibrate"
+            f"--calibrate {calibration.image_root}: {checkpoint} already has activation ranges from --qat; remove "
+            "--calibrate"
         )
     if int8 and not network.args.qat and not calibration:
         raise UsageError("--int8: requires training images to determine activation ranges; add --calibrate")

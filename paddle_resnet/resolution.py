@@ -65,7 +65,7 @@ def resolve_loader(settings):
     """
     _check_precision(settings)
     if settings.dali_device == "gpu" and settings.device == "cpu":
-        raise UsageError("--dali-device gpu: requires a GPU, and this run is on the CPU; use --dali-device cpu")
+        raise UsageError("--dali-device gpu: requires a GPU, but this run is on the CPU; use --dali-device cpu")
     if settings.dali_device == "auto":
         settings.resolve("--device", dali_device=settings.device)
     if not settings.is_explicit("image_shape") and not settings.is_inherited("image_shape"):
@@ -83,14 +83,14 @@ def resolve_loader(settings):
 def _check_precision(settings):
     if settings.amp and settings.device == "cpu":
         raise UsageError(
-            f"--amp: requires a GPU, and this run is on the CPU, which has no {settings.amp_dtype} kernels; use --amp "
+            f"--amp: requires a GPU, but this run is on the CPU, which has no {settings.amp_dtype} kernels; use --amp "
             "false"
         )
     if settings.amp and settings.amp_dtype == "bfloat16":
         major, minor = paddle.device.cuda.get_device_capability(processes.local_gpu())
         if major < 8:
             raise UsageError(
-                f"--amp-dtype bfloat16: requires compute capability 8.0, and this GPU has {major}.{minor}; use "
+                f"--amp-dtype bfloat16: requires compute capability 8.0, but this GPU has {major}.{minor}; use "
                 "--amp-dtype float16"
             )
 
@@ -113,7 +113,7 @@ def resolve_kernels(settings):
             native.load(paddle.device.cuda.get_device_capability(processes.local_gpu()) if is_on_gpu else None)
         except native.Unavailable as e:
             if requested == "native":
-                raise UsageError(f"--kernels native: {e}; fix that, or use --kernels paddle") from e
+                raise UsageError(f"--kernels native: {e}; fix this problem, or use --kernels paddle") from e
             logger.info(f"--kernels auto: custom kernels are unavailable ({e}); using the slower kernels of Paddle")
             settings.resolve("machine", kernels="paddle")
     # A run with --profile-steps does not capture steps, because a trace cannot attribute the kernels of a CUDA graph to

@@ -77,7 +77,7 @@ def main(argv=None):
 def _main(args, flags):
     preprocessing = parsing.parse(flags)
     if other := [flag(name) for name in preprocessing if name not in of_kinds("preprocessing")]:
-        raise UsageError(f"{', '.join(other)}: not a flag for preprocessing; remove it")
+        raise UsageError(f"{', '.join(other)}: not a preprocessing flag; remove it")
     if args.verify is not None:
         listing.check_split("--verify", args.verify, Mode.EVAL)
     meta = convert(args.source, args.output, args.arch, preprocessing, args.verbose)

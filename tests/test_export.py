@@ -538,7 +538,7 @@ def test_checkpoint_of_nvidia_example_is_exported(checkpoint, tmp_path, capsys, 
     capsys.readouterr()
     description = export.export(tmp_path / "run", tmp_path / "exported")
     stderr = capsys.readouterr().err
-    assert f"{tmp_path}/run: uses the checkpoint {checkpoint}" in stderr
+    assert f"{tmp_path}/run: using the checkpoint {checkpoint}" in stderr
     message = "contains no meta.json, so the architecture is inferred from the parameters (Tiny), the preprocessing"
     assert f"warning: {checkpoint}: {message}" in stderr
     assert description["input"]["shape"] == [None, 3, 224, 224] and description["output"]["shape"] == [None, 3]

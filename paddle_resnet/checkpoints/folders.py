@@ -407,7 +407,7 @@ def resolve(path, arch=None, log=logger.info):
     if checkpoint is None:  # all checkpoints are damaged
         return root
     link = f" ({checkpoint.resolve().name})" if checkpoint.is_symlink() else ""
-    log(f"{path}: uses the checkpoint {checkpoint}{link}")
+    log(f"{path}: using the checkpoint {checkpoint}{link}")
     return checkpoint
 
 

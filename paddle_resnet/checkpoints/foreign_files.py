@@ -96,7 +96,7 @@ def _read_safetensors(path):
     with files.open_regular(path, MAX_BYTES) as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(_MAX_HEADER_BYTES, _size(file) - 8):
-            raise UnreadableError(f"its header has {length} bytes")
+            raise UnreadableError(f"its header has an invalid length of {length} bytes")
         header = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
         data = file.read()
     if not isinstance(header, dict):
@@ -107,7 +107,7 @@ def _read_safetensors(path):
         start, stop = _offsets((name, entry))
         dtype, shape = _SAFETENSORS.get(entry.get("dtype")), entry.get("shape")
         if dtype is None:
-            raise UnreadableError(f"{name} has the type {str(entry.get('dtype'))[:20]}")
+            raise UnreadableError(f"{name} has the unsupported type {str(entry.get('dtype'))[:20]}")
         if not isinstance(shape, list) or not _are_counts(shape):
             raise UnreadableError(f"{name} has an invalid shape")
         if start != end or stop - start != math.prod(shape) * _item_size(dtype):

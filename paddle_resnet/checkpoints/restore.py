@@ -311,7 +311,7 @@ def log_evaluated(args, checkpoint):
     epoch = meta["epoch"] if meta else folder and _epoch_of(Path(folder))
     if epoch is not None:
         step = f" after {meta['step']} of {meta['steps_each_epoch']} steps" if meta and meta["step"] is not None else ""
-        logger.info(f"evaluates {folder}: epoch {epoch}{step}")
+        logger.info(f"evaluating {folder}: epoch {epoch}{step}")
     return epoch or 0
 
 
@@ -454,15 +454,15 @@ def restore(args, checkpoint, lr_scheduler, loader, fetchs, place):
         before, now = checkpoint.meta["steps_each_epoch"], timeline.batches(checkpoint.meta["epoch"])
         if before != now:
             raise UsageError(
-                f"--iter-unit batch: {checkpoint.folder} has {before} steps per epoch, and this run has {now}, so it "
+                f"--iter-unit batch: {checkpoint.folder} has {before} steps per epoch, but this run has {now}, so it "
                 "would not end after --num-iter; use the checkpoint's --batch-size, --accumulate-steps and number of "
                 "processes"
             )
     if checkpoint.is_inside and checkpoint.step % args.accumulate_steps:
         raise UsageError(
             f"--accumulate-steps {args.accumulate_steps}: {checkpoint.folder} was saved after {checkpoint.step} "
-            "batches of an epoch, which is not a multiple; use the checkpoint's --accumulate-steps, or a checkpoint "
-            "from the end of an epoch"
+            f"batches of an epoch, which is not a multiple of {args.accumulate_steps}; use the checkpoint's "
+            "--accumulate-steps, or a checkpoint from the end of an epoch"
         )
     if checkpoint.is_inside and loader.step != checkpoint.step:
         checkpoint = dataclasses.replace(checkpoint, step=0)
@@ -484,7 +484,7 @@ def restore(args, checkpoint, lr_scheduler, loader, fetchs, place):
             path = Path(checkpoint.folder) / statistics
             variables.load_statistics(path, place, is_averaged=args.ema is not None, is_verbose=args.verbose)
     where = f"epoch {checkpoint.epoch}" + (f" step {checkpoint.step}" if checkpoint.step else "")
-    logger.info(f"loaded {checkpoint.folder}: continues with {where}")
+    logger.info(f"loaded {checkpoint.folder}: continuing with {where}")
     return checkpoint
 
 
@@ -500,7 +500,9 @@ def _epoch_of(folder):
 def _log_environment_changes(meta):
     before = meta.get("paddle_version", paddle.__version__)  # older checkpoints lack this key
     if before != paddle.__version__:
-        logger.warn(f"the checkpoint is from Paddle {before}, but this is {paddle.__version__}; results may differ")
+        logger.warn(
+            f"the checkpoint is from Paddle {before}, but this run uses {paddle.__version__}; results may differ"
+        )
     if processes.world_size() != meta["world_size"]:
         logger.warn(
             f"the checkpoint is from a run of {meta['world_size']} processes, but this run has "

@@ -92,7 +92,7 @@ def _evaluated(prefix):
 
 def _read_weights(path, flag, log=logger.info):
     if path.suffix == AVERAGED:
-        log(f"{flag}: loads the EMA weights, {path.name}")
+        log(f"{flag}: loading the EMA weights, {path.name}")
     return _read(path, flag)
 
 

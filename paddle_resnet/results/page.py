@@ -79,8 +79,8 @@ def _metrics(run):
     best, is_trained = run.best(), bool(run.curve("train.loss"))
     metrics = [(f"{best[1]:.2%}", f"best top1, epoch {best[0]}")] if best and is_trained else []
     last = (
-        ("val.top1", ".2%", "top1 at the end"),
-        ("val.top5", ".2%", "top5 at the end"),
+        ("val.top1", ".2%", "final top1"),
+        ("val.top5", ".2%", "final top5"),
         ("val.loss", ".4g", "validation loss"),
     )
     metrics += [(format(run.last(name), form), what) for name, form, what in last if run.last(name) is not None]

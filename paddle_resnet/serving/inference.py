@@ -491,7 +491,7 @@ def resolve_precision(precision, device):
     major, minor = paddle.device.cuda.get_device_capability(processes.local_gpu())
     if precision == "bfloat16" and major < 8:
         raise UsageError(
-            f"--precision bfloat16: requires compute capability 8.0, and this GPU has {major}.{minor}; use --precision "
+            f"--precision bfloat16: requires compute capability 8.0, but this GPU has {major}.{minor}; use --precision "
             "float16"
         )
     return precision or ("float16" if major >= 7 else "float32")

@@ -45,7 +45,7 @@ def test_resume_restarts_epoch_if_image_changed_class(run_train, stop_before, ph
 def test_different_paddle_version_triggers_warning(capsys):
     meta = {"paddle_version": "2.5.1", "arguments": {}, "world_size": 1}
     restore._log_environment_changes(meta)
-    assert "the checkpoint is from Paddle 2.5.1, but this is " in capsys.readouterr().err
+    assert "the checkpoint is from Paddle 2.5.1, but this run uses " in capsys.readouterr().err
     del meta["paddle_version"]  # older versions did not write paddle_version
     restore._log_environment_changes(meta)
     assert capsys.readouterr().err == ""

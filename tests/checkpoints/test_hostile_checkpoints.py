@@ -462,7 +462,7 @@ def test_invalid_folders_stop_neither_run_nor_resume(run_train, tmp_path, capsys
     capsys.readouterr()
     assert run_train("--epochs", "3", *flags, "--resume")[0] == 0
     output = capsys.readouterr()
-    assert "Tiny/0: continues with epoch 1" in output.out
+    assert "Tiny/0: continuing with epoch 1" in output.out
     assert output.err.count("not a valid checkpoint: meta.json") == count
     assert "Traceback" not in output.err
     assert [p.name for p, _ in folders.newest_first(root)[0]][:2] == ["2", "1"]

@@ -290,7 +290,7 @@ def test_run_folder_selects_best_or_newest_checkpoint(args, run, tmp_path, capsy
     for below in ("", "Tiny"):
         capsys.readouterr()
         assert find(args, tmp_path / below).folder == str(root / "best")
-        assert f"uses the checkpoint {root}/best (4)" in capsys.readouterr().out
+        assert f"using the checkpoint {root}/best (4)" in capsys.readouterr().out
     assert find(args, tmp_path, "auto").folder == str(root / "8_2")
     assert find(args, tmp_path, 7).folder == str(root / "7")
     (root / "best").unlink()

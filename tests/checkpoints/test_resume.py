@@ -157,7 +157,7 @@ def test_checkpoints_inside_epoch_do_not_change_losses(run_train, uninterrupted,
         _, report = run_train("--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny" / name)
         assert phase(report, [1], "val.")["images"] == 23
         position = "epoch 1\n" if name == "1" else "epoch 1 after 2 of 3 steps\n"
-        assert f"evaluates {tmp_path}/output/Tiny/{name}: {position}" in capsys.readouterr().out
+        assert f"evaluating {tmp_path}/output/Tiny/{name}: {position}" in capsys.readouterr().out
 
 
 def test_different_batch_size_restarts_epoch_with_warning(run_train, stop_before, tmp_path, capsys):
@@ -253,7 +253,7 @@ def test_resume_prefers_own_checkpoint_to_pretrained_params(run_train, stop_befo
     stop_before()
     capsys.readouterr()
     assert run_train(*flags)[0] == 0
-    assert "Tiny/1_1: continues with epoch 1 step 1" in capsys.readouterr().out
+    assert "Tiny/1_1: continuing with epoch 1 step 1" in capsys.readouterr().out
 
 
 def test_resume_skips_damaged_newest_checkpoint(run_train, uninterrupted, tmp_path, capsys):

@@ -779,7 +779,7 @@ def flags(**changes):
 def test_missing_tools_are_reported(empty_cache, monkeypatch, capsys):
     monkeypatch.setenv("CXX", "no-such-compiler -x")
     assert native.missing() == "no C++ compiler (no-such-compiler)"
-    with pytest.raises(UsageError, match="--kernels native: no C.. compiler .no-such-compiler.; fix that, or use "):
+    with pytest.raises(UsageError, match="--kernels native: no C.. compiler .no-such-compiler.; fix this problem"):
         resolution.resolve_kernels(flags(kernels="native"))
     monkeypatch.setattr(native, "_nvrtc", lambda: None)
     monkeypatch.setenv("CXX", "true")
@@ -915,7 +915,7 @@ def test_library_writable_by_others_is_rebuilt(empty_cache, monkeypatch, capsys,
 
 def test_invalid_compiler_command_is_rejected(empty_cache, monkeypatch):
     monkeypatch.setenv("CXX", "g++ 'open")
-    with pytest.raises(UsageError, match="'open is not a command .No closing quotation.; fix that"):
+    with pytest.raises(UsageError, match="'open is not a command .No closing quotation.; fix this problem"):
         resolution.resolve_kernels(flags(kernels="native"))
 
 
