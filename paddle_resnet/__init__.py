@@ -22,7 +22,7 @@ os.environ.setdefault("GLOG_minloglevel", "2")
 # The decoder uses more streams than CUDA's 8 default queues. In a shared queue, training would wait for the decoder.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
-# Let Paddle find the CUDA libraries of installed Python packages.
+# Enable Paddle to find CUDA libraries in installed Python packages.
 libraries.prepare()
 # Limit the number of pixels in images that OpenCV decodes (PNG, BMP, WebP and others), because decoding a 100 kB file
 # can require 7 GB of memory.

@@ -1,4 +1,4 @@
-"""Rename weights of torchvision, timm, PaddleClas, paddle.vision and efficientnet-lite-pytorch to the names of this
+"""Rename weights from torchvision, timm, PaddleClas, paddle.vision and efficientnet-lite-pytorch to the names of this
 project.
 
 A rule translates the name of a layer. The rule's regular expression captures the numbers that identify the layer's
@@ -127,7 +127,7 @@ class Parameter:
 
 
 def parameters(model):
-    """Return {name in the model: Parameter} of a static-graph network, in the order of its layers."""
+    """Return {name in the model: Parameter} for a static-graph network, in the order of its layers."""
     layers = dict(model.named_sublayers())
     return {
         name: Parameter(p.name, tuple(p.shape), getattr(layers[name.rpartition(".")[0]], "_epsilon", None))
@@ -168,7 +168,7 @@ def convert(family, tensors, own):
     of_own = {}
     for name, (block, path) in found.items():
         target = path.replace("*", blocks.get(block, "*"))
-        if target not in own:  # in ResNet-D, pooling precedes the convolution of a shortcut
+        if target not in own:  # in ResNet-D, pooling precedes the shortcut convolution
             target = target.replace(".shortcut.", ".shortcut.1.")
         if target not in own or target in of_own:
             leftover.append(name)
@@ -224,7 +224,7 @@ def _sorted_blocks(found):
 
 
 def _own_blocks(own):
-    """Return the prefixes of the blocks in the order of the network."""
+    """Return the name prefixes of the blocks, in network order."""
     return list(dict.fromkeys(match[0] for match in map(_BLOCK.match, own) if match))
 
 

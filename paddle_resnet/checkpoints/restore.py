@@ -83,7 +83,7 @@ class StartCheckpoint:
         return 0 < args.patience <= self.evaluations_since_best
 
     def is_done(self, args):
-        """Return whether all steps of a run with these flags are complete."""
+        """Return whether a run with these flags has completed all its steps."""
         if self.ended_early(args):
             return True
         if args.iter_unit == "epoch":
@@ -93,8 +93,7 @@ class StartCheckpoint:
 
 def find(args):
     """Find the checkpoint that --resume, or --from-checkpoint with --last-epoch-of-checkpoint, requests. If these flags
-    are not set and --from-pretrained-params is the folder of a run, set --from-pretrained-params to a checkpoint of
-    that run.
+    are not set and --from-pretrained-params is a run folder, set --from-pretrained-params to a checkpoint of this run.
 
     Rank 0 finds the checkpoint and verifies the checksums of all its files.
 
@@ -211,7 +210,7 @@ def _newest(args, root, resumes=False):
             return _position(foreign[-1], None, args.iter_unit)
         if args.from_checkpoint is not None:
             return None
-        # The checkpoints may also be from this program, if their meta.json was deleted.
+        # This program may also have written the checkpoints, if their meta.json files were deleted.
         raise UsageError(
             f"--resume: the checkpoints in {root} ({', '.join(folder.name for folder in foreign[-3:])}) have no "
             f"{folders.META}; if they are from a different program, add --from-checkpoint {root} "
@@ -285,7 +284,8 @@ def origin(args, checkpoint):
         args: flags.
         checkpoint: result of find.
     Raises:
-        UsageError: the file of --from-pretrained-params does not exist, or the meta.json next to it is damaged.
+        UsageError: the file that --from-pretrained-params specifies does not exist, or the meta.json next to it is
+            damaged.
     """
     if checkpoint:
         return checkpoint.folder, checkpoint.meta
