@@ -11,6 +11,7 @@ import yaml
 from conftest import NHWC, ROOT, assert_one_error, assert_sparse, losses, phase
 from paddle_resnet import export
 from paddle_resnet.data import listing
+from paddle_resnet.passes import all_reduces
 from utils.mode import Mode
 
 
@@ -45,11 +46,15 @@ def test_evaluation_is_equal_in_every_format(run_train, converted, tmp_path, cap
                 assert actual[name] == expected[name]
 
 
-def test_last_epoch_is_saved_and_evaluated_regardless_of_intervals(run_train, tmp_path):
+def test_last_epoch_is_saved_and_evaluated_regardless_of_intervals(run_train, tmp_path, monkeypatch):
+    """BN statistics are averaged after every epoch, even without an evaluation."""
+    averages = []
+    monkeypatch.setattr(all_reduces, "average_bn", lambda *_: averages.append(1))
     code, report = run_train("--epochs", "3", "--save-interval", "2", "--eval-interval", "2")
     assert code == 0
     assert sorted(p.name for p in (tmp_path / "output" / "Tiny").glob("[0-9]*")) == ["1", "2"]
     assert [e["step"] for e in report if len(e["step"]) == 1 and "val.loss" in e["data"]] == [[1], [2]]
+    assert len(averages) == 3
 
 
 def test_train_only_requires_no_validation_images(run_train, photos, tmp_path):

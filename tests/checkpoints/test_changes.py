@@ -24,11 +24,12 @@ def test_resumed_run_writes_identical_files(run_train, tmp_path):
         assert (tmp_path / f"output/Tiny/1/tiny.{end}").read_bytes() == data, end
 
 
-def test_resume_restarts_epoch_if_image_changed_class(run_train, stop_before, photos, tmp_path, capsys):
+@pytest.mark.parametrize("train_step", [3, 4], ids=["after epoch", "inside epoch"])
+def test_resume_restarts_epoch_if_image_changed_class(run_train, stop_before, photos, tmp_path, capsys, train_step):
     root = tmp_path / "photos"
     shutil.copytree(photos, root)
     flags = ["--epochs", "2", "--print-interval", "1"]
-    stop_before(train_step=4)
+    stop_before(train_step=train_step)
     assert run_train(*flags, image_root=root)[0] == 75
     stop_before()
     image = sorted((root / "train/class0").iterdir())[0]
@@ -38,7 +39,7 @@ def test_resume_restarts_epoch_if_image_changed_class(run_train, stop_before, ph
     assert code == 0
     stderr = capsys.readouterr().err
     assert "the loader cannot resume inside the epoch: list of images and labels (hash) is " in stderr
-    assert "epoch 1 restarts with the parameters of " in stderr
+    assert ("epoch 1 restarts with the parameters of " in stderr) == (train_step == 4)
     assert (1, 0) in losses(report)
 
 
