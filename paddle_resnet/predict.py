@@ -250,8 +250,11 @@ def _images_below(folder):
 def top(probabilities, classes):
     """Return [(label, class name, probability)] of the TOP most probable classes, in descending order. Classes with
     equal probabilities are in label order."""
-    names = classes + [str(i) for i in range(len(classes), len(probabilities))]
-    return [(i, names[i], float(probabilities[i])) for i in np.argsort(-probabilities, kind="stable")[:TOP].tolist()]
+    keys, k = -probabilities, min(TOP, len(probabilities))
+    # Sorting only the classes that are not below the k-th largest probability is four times as fast for 1,000 classes.
+    candidates = np.flatnonzero(~(keys > np.partition(keys, k - 1)[k - 1]))
+    labels = candidates[np.argsort(keys[candidates], kind="stable")[:k]].tolist()
+    return [(i, classes[i] if i < len(classes) else str(i), float(probabilities[i])) for i in labels]
 
 
 def benchmark(models, batch_sizes, device):

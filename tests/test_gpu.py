@@ -749,12 +749,13 @@ def test_class_weights_and_balanced_sampling_are_captured(run_train, determinist
     assert losses(report) == losses(expected)
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 2e-3), ("float16", 0.02), ("bfloat16", 0.05)])
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 5e-3), ("float16", 0.05), ("bfloat16", 0.2)])
 @pytest.mark.parametrize("arch", ["Tiny", "TinyMobile"])
 def test_captured_predictions_match_reference(run_train, photos, tmp_path, arch, precision, tolerance):
     run_train(*FP32_NHWC, "--model-arch-name", arch, "--epochs", "3")
     checkpoint, paths = tmp_path / f"output/{arch}/2", sorted(map(str, (photos / "val").glob("*/*.jpg")))
-    reference = np.stack([row for _, row, _ in predict.predict(inference.open_model(checkpoint, "cpu"), paths)])
+    reference = inference.load_checkpoint(checkpoint, "gpu").model()
+    reference = np.stack([row for _, row, _ in predict.predict(reference, paths, device="gpu")])
     for tta in ("none", "flip"):
         model = inference.open_model(checkpoint, "gpu", None, precision, [4], tta)
         assert (model.engine, model.precision) == ("captured step", precision)

@@ -11,7 +11,7 @@ from paddle import static
 from paddle_resnet.machine import compat
 from paddle_resnet.passes import fusion
 
-FUSED_ACTIVATIONS = ("relu", "relu6")  # activations of Paddle's fused convolution
+FUSED_ACTIVATIONS = ("relu",)  # cuDNN fuses no other activation with a convolution
 
 
 def fold_batch_norms(program, exe, channel_axis):
@@ -72,7 +72,7 @@ def fuse_convolutions(program, exe):
     Paddle, in place. Compared with separate operators, the GPU reads and writes each activation once, and the filters
     are already in the layout of cuDNN.
 
-    Other convolutions and BN layers remain: those without an activation, with groups, or in bfloat16.
+    Other convolutions and BN layers remain: those without ReLU, with groups, or in bfloat16.
 
     Args:
         program: inference Program in NHWC for a GPU, after cast_evaluation_program, with its parameters in the scope.

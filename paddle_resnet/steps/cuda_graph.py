@@ -37,7 +37,7 @@ TESTED = {
     *("batch_norm", "batch_norm_grad", "relu", "relu_grad", "relu6", "relu6_grad", "sum", "grad_add"),
     *("elementwise_add", "elementwise_add_grad", "elementwise_mul", "elementwise_mul_grad"),
     *("flatten_contiguous_range", "flatten_contiguous_range_grad", "flip", "one_hot_v2", "reshape2"),
-    *("transpose2", "transpose2_grad", "lerp", "p_norm"),
+    *("transpose2", "transpose2_grad", "lerp", "p_norm", "fused_conv2d_add_act", "pad", "softmax"),
     *("fake_quantize_dequantize_moving_average_abs_max", "fake_channel_wise_quantize_dequantize_abs_max"),
     "stright_throuth_estimator_grad",  # Paddle's spelling
     *(compat.ALL_REDUCE, "c_sync_calc_stream", "c_sync_comm_stream", "coalesce_tensor", "depend"),
