@@ -139,9 +139,8 @@ def _run(search, args):
     """
     processes.check_environment()
     args.resolve(args.origin("model_arch_name"), model_arch_name=registered_name(args.model_arch_name))
-    if (
-        args.data_format != "synthetic" and processes.world_size() == 1
-    ):  # several processes check the folder after connecting
+    # Several processes check the folder after connecting.
+    if args.data_format != "synthetic" and processes.world_size() == 1:
         listing.check_root(args.image_root)
     progress.phase("Paddle import")
     try:
@@ -260,7 +259,8 @@ def _write(search, args, folder, losses, ended_early):
     if not ended_early and curve.minimum > 0.8 * search.to_lr:
         logger.warn(f"--to-lr {search.to_lr:g}: the loss still falls at this rate; use a higher rate")
     times = f", times {factor} for processes and --accumulate-steps" if factor > 1 else ""
-    logger.info(f"lowest loss at {curve.minimum:g}, steepest descent at {curve.steepest:g}{times}")
+    logger.info(f"steepest descent at {curve.steepest:g}, lowest loss at {curve.minimum:g}{times}")
+    logger.info("with a warm-up, rates up to that of the lowest loss may be better than the suggestion")
     logger.info(f"suggestion: --lr {curve.steepest:g}")
     return None
 

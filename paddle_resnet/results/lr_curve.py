@@ -118,7 +118,8 @@ def suggest(rates, losses, steps):
     clearly. Rates above the second one are ignored.
 
     The learning-rate range test is from Smith, arXiv:1506.01186, section 3.3. PyTorch Lightning's finder also suggests
-    the rate of the steepest descent.
+    the rate of the steepest descent. Runs with Momentum and a warm-up were better with the rate of
+    the lowest loss (benchmarks/log/lr_find_2cpu_2026-11-25.md).
 
     Args:
         rates: learning rates, which rise by a constant factor.
