@@ -6,7 +6,7 @@ import pytest
 
 from conftest import NHWC, assert_one_error, losses, phase
 from paddle_resnet.optimizers import schedules
-from paddle_resnet.settings import durations
+from paddle_resnet.settings import durations, stages
 
 STEPS = ["--epochs", "90", "--iter-unit", "batch", "--print-interval", "1"]
 SEVEN = [*STEPS, "--num-iter", "7", "--eval-interval", "2", "--save-interval", "4", "--keep-checkpoints", "9"]
@@ -161,6 +161,16 @@ def test_schedule_counts_steps_of_each_stage(run_train, caplog):
     expected = [0, 0.1 / 3, 0.2 / 3, *(rate / 2 for rate in cosine[:7]), *cosine[7:]]
     np.testing.assert_allclose(rates, expected, rtol=1e-6, atol=1e-9)
     assert not caplog.messages  # DALI logs a warning if it may return unexpected results
+
+
+def test_unfreezing_keeps_size_of_its_stage(parse):
+    flags = ["--epochs", "4", "--sizes", "32:0,24:1:4:0.5", "--freeze", "stem", "--unfreeze-at", "3"]
+    actual = [
+        (first_epoch, args.image_shape[1:], args.batch_size, args.freeze, lr_factor)
+        for first_epoch, args, lr_factor in stages.stages(parse(*flags))
+    ]
+    expected = [(0, [32, 32], 8, ["stem"], 1), (1, [24, 24], 4, ["stem"], 0.5), (3, [24, 24], 4, None, 0.5)]
+    assert actual == expected
 
 
 def test_num_iter_may_end_inside_a_stage(run_train):

@@ -208,7 +208,9 @@ def package(root, name, file, content):
 
 
 def test_published_model_is_read_from_its_package(small, monkeypatch, tmp_path, capsys):
-    model = published.Published("Small", "MIT", "https://example.org", "small-weights", {"crop_size": 40})
+    model = published.Published(
+        "Small", "MIT", "https://example.org", "small-weights", {"crop_size": 40, "resize_short": 60}
+    )
     monkeypatch.setitem(published.PACKAGED, "small", model)
     out = ["--output", tmp_path / "out"]
     assert error(capsys, "small", *out) == (
@@ -219,10 +221,10 @@ def test_published_model_is_read_from_its_package(small, monkeypatch, tmp_path, 
     digest = published.sha256(tmp_path / "site/small_weights/small.pth")
     monkeypatch.setitem(published.HASHED, digest[:8], model)
     assert "--arch ResNet18: small has weights of Small" in error(capsys, "small", *out, "--arch", "ResNet18")
-    assert run("small", *out) == 0
+    assert run("small", *out, "--resize-short", "50") == 0  # the flag takes precedence over the published value
     meta = folders.verify(tmp_path / "out")
     assert (meta["license"], meta["source"]["url"]) == ("MIT", "https://example.org")
-    assert (meta["arguments"]["crop_size"], meta["arguments"]["interp"]) == (40, "cubic")
+    assert [meta["arguments"][name] for name in ("crop_size", "resize_short", "interp")] == [40, 50, "cubic"]
 
 
 def test_imagenet_classes_have_names_and_wordnet_ids():

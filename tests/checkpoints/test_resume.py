@@ -342,10 +342,10 @@ def test_best_and_latest_are_links_and_best_is_kept(run_train, tmp_path, monkeyp
 
 def test_best_epoch_is_saved_and_belongs_to_current_history(run_train, tmp_path, monkeypatch, capsys):
     """The checkpoints of epochs 2 and 3 are damaged, so the run repeats these epochs, and the earlier accuracy of epoch
-    2 no longer counts."""
+    2 no longer counts. Of two equally good epochs, the first is the best."""
     from paddle_resnet import program
 
-    scores = iter([0.5, 0.1, 0.9, 0.8, 0.7])
+    scores = iter([0.5, 0.5, 0.9, 0.8, 0.7])
     run = program.run
     monkeypatch.setattr(program, "run", lambda *args, **kwargs: {**run(*args, **kwargs), "top1": next(scores)})
     flags = ["--keep-checkpoints", "9", "--save-interval", "2"]

@@ -219,6 +219,7 @@ def test_ignored_files_are_counted_by_kind_and_class(root, capsys):
         "class1/c.gif",
         "class1/notes",
         "top.jpg",
+        "._top.jpg",
         "README.txt",
         "class2/.x.gif",
     ):

@@ -72,6 +72,8 @@ def test_ema_weights_match_formula(train, kernels):
     names = averages.of(main)
     trained = {p.name for p in main.all_parameters() if p.trainable}
     assert names.keys() == trained | {*all_reduces.bn_statistics(main)}
+    statistics = {*all_reduces.bn_statistics(main)}
+    assert {*all_reduces.own_statistics(main)} == statistics | {names[name] for name in statistics}
     types = [op.type for op in main.global_block().ops]
     assert types.count("lerp") == len(names)
     # The averages are updated only after the last batch of a training step.

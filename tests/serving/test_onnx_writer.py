@@ -75,6 +75,7 @@ def test_unsupported_operator_is_an_error(layer, message):
         lambda: lambda x: paddle.concat([x, F.relu(x), x], axis=1),
         lambda: SqueezeExcitation(3, 2, "NCHW"),
         lambda: BlurPool("NCHW"),
+        lambda: paddle.nn.BatchNorm2D(3, epsilon=1e-3),
         lambda: paddle.nn.Dropout(0.5),
         lambda: lambda x: x.reshape([-1, 192]),
     ],
