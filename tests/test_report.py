@@ -238,6 +238,9 @@ def test_start_line_lists_operators_learning_rate_and_steps(parse, monkeypatch):
     assert "4 fused_a, 1 native_b" in line
     assert f"peak lr {args.lr} x 4 = {4 * args.lr:g}, " in line
     assert line.endswith("train 2 steps per epoch, 2 gradient all-reduces per step")
+    args = parse("--accumulate-steps", "2")
+    line = report.start_line(args, [1, 2], None, {}, 2, False)
+    assert f"peak lr {args.lr} x 8 = {8 * args.lr:g}, " in line
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import random
 import re
 import shutil
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -242,6 +243,13 @@ def test_comparison_lists_differing_flags_and_first_differing_step(write_run, ca
     assert re.search(r"│ epochs +│ 2 +│ 2, not finished +│", output)
     assert re.search(r"best top1 +│ 0.1000 \(epoch 1\)", output)
     assert "top1, 0 to 0.1\n  ▁█  a\n" in output
+
+
+def test_first_differing_step_does_not_depend_on_order_of_entries():
+    """After a resume with a smaller --print-interval, earlier steps can follow later ones."""
+    runs = [SimpleNamespace(steps={step: {"train.loss": loss} for step in [(1, 0), (0, 1)]}) for loss in (1.0, 2.0)]
+    expected = "first differs at epoch 0 step 1: loss 2.0 instead of 1.0, the first logged step"
+    assert comparison.first_difference(*runs) == expected
 
 
 def test_html_page_of_comparison_and_of_one_run(write_run, trained, tmp_path):

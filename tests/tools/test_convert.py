@@ -56,11 +56,12 @@ def test_conversion_of_file_list_writes_no_class_names(converted, tmp_path):
     assert contents(tmp_path / "x") == contents(converted["filelist"])
 
 
-@pytest.mark.parametrize(("to", "names"), [("tfrecord", "train-*-of-00007"), ("webdataset", "train-??????.tar")])
+@pytest.mark.parametrize(("to", "names"), [("tfrecord", "{}-*-of-0000?"), ("webdataset", "{}-??????.tar")])
 def test_shards_flag_sets_number_of_equal_shards(photos, tmp_path, to, names):
     convert.convert(photos, tmp_path / "x", to, shards=7, workers=2)
-    shards = sorted(path for path in (tmp_path / "x").glob(names))
+    shards = sorted(path for path in (tmp_path / "x").glob(names.format("train")))
     assert len(shards) == 7
+    assert len(list((tmp_path / "x").glob(names.format("val")))) == 6  # 23 images, at most 5 per shard
     sizes = [len(indexes.open_index(str(shard), to)) for shard in shards]
     assert sum(sizes) == 30
     assert max(sizes) - min(sizes) <= 1
