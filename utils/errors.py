@@ -5,6 +5,8 @@ import re
 
 def printable(text):
     """Escape characters that would end the line or control the terminal, such as \\n and \\x1b."""
+    if text.isprintable():  # much faster than the check of each character
+        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -138,8 +138,8 @@ def averaged(program, params):
 
 def load_pretrained(args, program, place):
     """Load the parameters of --from-pretrained-params. The optimizer keeps its initial state. With
-    --pretrained-mismatch skip-classifier, the classifier keeps its initial values if its shape is different; all other
-    parameters must match.
+    --pretrained-mismatch skip-classifier, the classifier becomes 0 if its shape is different (Kolesnikov et al.,
+    arXiv:1912.11370, section 3.3); all other parameters must match.
 
     Raises:
         UsageError: the file is missing, damaged or does not match the model.
@@ -153,8 +153,12 @@ def load_pretrained(args, program, place):
     else:
         skipped = differing
         state = {name: array for name, array in state.items() if name not in skipped}
-        logger.info(f"--pretrained-mismatch skip-classifier: skipped {', '.join(skipped) or 'nothing'}")
+        names = f"skipped {', '.join(skipped)}, which start at 0" if skipped else "skipped nothing"
+        logger.info(f"--pretrained-mismatch skip-classifier: {names}")
     _load_parameters(args, program, state, flag, place, skipped)
+    for name in skipped:
+        # Random logits would cause large gradients, which damage the pretrained layers in the first steps.
+        set_variable(name, np.zeros(parameters[name], np.float32), place)
 
 
 def pretrained_file(args):
