@@ -124,7 +124,7 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
 
 
 def _train(exe, training, stop, save=None):
-    """Train up to a stop, or run the benchmark steps, and return the result of program.run."""
+    """Train until the position `stop`, or run the benchmark steps, and return the result of program.run."""
     from paddle_resnet import program
 
     args, loader, compiled, fetchs = training.settings, training.loader, training.compiled, training.fetchs

@@ -9,8 +9,8 @@ the sum of these parts:
 - a constant if there are several nodes (Setup.several_nodes_s);
 - lost time that is fitted to measurements: either a constant overhead, or jitter, which arises because a job waits for
   its slowest GPU. On H200s, the lost time is constant: jobs of 2 and 4 GPUs both lose 0.9 ms, including the
-  all-reduces, because active NVLink draws 26 W of each GPU's power limit of 700 W
-  (benchmarks/log/multi_gpu_h200_2026-11-22.md).
+  all-reduces. The cause of the overhead is that active NVLink draws 26 W of each GPU's power limit of 700 W, which
+  lowers the clock of the GPU (benchmarks/log/multi_gpu_h200_2026-11-22.md).
 """
 
 import argparse
@@ -81,10 +81,10 @@ def exposed_s(setup, gpus, step_s):
 def fit(setup, measured):
     """Fit `step = step of one GPU + exposed + overhead + jitter sqrt(2 ln n)` to measurements within a node.
 
-    The overhead is independent of the number of GPUs, for example because NVLink draws power. The jitter is the
-    standard deviation of a GPU's step time; a job waits for the slowest of n GPUs. Neither overhead nor jitter can be
-    negative. If there is only one measurement with several GPUs, the lost time is attributed to overhead, which is the
-    best case.
+    The overhead is the same for any number of GPUs above one. On H200s, active NVLink causes it: NVLink draws power,
+    which lowers the clock of each GPU. The jitter is the standard deviation of a GPU's step time; a job waits for the
+    slowest of n GPUs. Neither overhead nor jitter can be negative. If there is only one measurement with several GPUs,
+    the lost time is attributed to overhead, which is the best case.
 
     Args:
         setup: Setup.

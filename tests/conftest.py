@@ -61,7 +61,7 @@ run_executor = static.Executor.run
 
 
 class FakeGraph:
-    """A fake CUDA graph. During a capture, FakeGraph stores the calls of the Executor, and replay() repeats them."""
+    """A fake CUDA graph. During a capture, FakeGraph stores the calls to the Executor, and replay() repeats them."""
 
     recording, made = None, []
 
@@ -342,8 +342,8 @@ def strict_json(text):
 
 
 def phase(report, step, prefix):
-    """Find the last report entry of a step that contains names with a prefix. Return these names without the prefix and
-    their values."""
+    """Find the last report entry of a step that contains names with a prefix. Return the values of these names, keyed
+    by the name without its prefix."""
     entries = [e["data"] for e in report if e["step"] == step and any(k.startswith(prefix) for k in e["data"])]
     return {k.removeprefix(prefix): v for k, v in entries[-1].items() if k.startswith(prefix)}
 

@@ -262,8 +262,8 @@ def prefix(args, folder):
 
 
 def foreign_prefix(args, folder):
-    """Return the file prefix in a checkpoint folder of a different program. The prefix is --model-prefix if this flag
-    is explicit; otherwise it is NVIDIA's prefix, the network's prefix, or the only prefix in the folder."""
+    """Return the file prefix in a checkpoint folder that a different program wrote. The prefix is --model-prefix if
+    this flag is explicit; otherwise it is NVIDIA's prefix, the network's prefix, or the only prefix in the folder."""
     if args.is_explicit("model_prefix"):
         return args.model_prefix
     names = [path.stem for path in Path(folder).glob("*.pdparams")]

@@ -38,7 +38,8 @@ class Peak:
 
     def mib(self):
         """Return the increase since the start of the measurement in MiB."""
-        return max(0, self._bytes() - self._before) / 2**20  # the kernel counts pages of a process inexactly
+        # The kernel's count of a process's pages is approximate, so the difference can be negative.
+        return max(0, self._bytes() - self._before) / 2**20
 
     def _bytes(self):
         if self._device == "gpu":

@@ -78,7 +78,7 @@ def _window(steps):
 
 
 def _kept(steps):
-    """Return the factor between the weights of consecutive steps."""
+    """Return the ratio of the weight of a step to that of the adjacent step with the larger weight."""
     return math.exp(-1 / _window(steps))
 
 

@@ -45,8 +45,8 @@ def _is_flag(value):
     return _is_scalar(value) or is_list_of(_is_scalar)(value)
 
 
-# {metric without the prefix "train." or "val.": check} for steps, epochs and the summary. All other metrics must be
-# numbers.
+# {metric name without its prefix "train." or "val.": check} for steps, epochs and the summary. All other metrics must
+# be numbers.
 METRICS = {
     **dict.fromkeys(("top1", "top5"), is_ratio),
     **{f"{name}_{average}": is_ratio for name in CLASS_METRICS for average in AVERAGES},

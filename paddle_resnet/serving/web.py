@@ -80,7 +80,7 @@ def create_app(predict, worker, description, max_bytes, max_images, hosts=("*",)
     Args:
         predict: function that maps an Upload to ([(label, class name, probability)], None), or to (None, problem) if
             the image cannot be decoded.
-        worker: ThreadPoolExecutor(1), whose thread makes all calls of predict one after the other.
+        worker: ThreadPoolExecutor(1), whose thread makes all calls to predict, one after the other.
         description: content of model.json.
         max_bytes: maximum size of a request body.
         max_images: maximum number of images per request.

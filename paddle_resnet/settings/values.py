@@ -112,7 +112,7 @@ class Settings:
         return values | {"run_scope": self.run_scope.value}
 
     def as_entry(self):
-        """Return the first entry of the report: the result of as_dict, and a list of the explicit flags with the key
+        """Return the first entry of the report: the result of as_dict, and a list of the explicit flags under the key
         EXPLICIT."""
         values = self.as_dict()
         return values | {EXPLICIT: [name for name in values if self.is_explicit(name)]}

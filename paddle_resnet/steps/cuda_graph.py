@@ -296,8 +296,8 @@ def _split(program):
     """Split a compiled program into a program to capture and a program that copies the metrics to the host.
 
     Returns:
-        ({name: persistent input tensor}, program with the async copy, compiled program to capture). The program to
-        capture reads the persistent inputs and copies the metrics to persistent variables.
+        ({name: persistent input tensor}, program with the async copy, compiled program to capture). The captured
+        program reads the persistent inputs and copies the metrics to persistent variables.
     """
     copy = program._program.clone()
     block = copy.global_block()
