@@ -8,6 +8,8 @@ import argparse
 import math
 from fractions import Fraction
 
+MAX_NUMBER = 1e38  # Paddle and DALI convert numbers to float32, whose largest value is 3.4e38
+
 
 def integer(least, most=2**31 - 1):
     """Return the argparse type for a whole number from least to most."""
@@ -36,6 +38,8 @@ def number(text):
         raise argparse.ArgumentTypeError(message) from e
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"{_short(text)} is not finite; use a number such as 0.1 or 1/255")
+    if abs(value) > MAX_NUMBER:
+        raise argparse.ArgumentTypeError(f"{_short(text)} is out of range; use a number up to {MAX_NUMBER:g}")
     return value
 
 

@@ -19,6 +19,7 @@ from utils.mode import RunScope
 KINDS = ("network", "preprocessing", "recipe", "saving", "loader", "machine", "output")
 EVALUATED = ("network", "preprocessing")
 RESUMED = (*EVALUATED, "recipe", "saving")
+MAX_BELOW_ONE = 0.9999999  # larger values are rounded to 1 in float32, in which optimizers divide by 1 minus the value
 
 # Attributes of a flag in addition to those of its argparse action:
 # kind: one of KINDS.
@@ -844,6 +845,8 @@ def _below_one(text):
     value = numbers.ratio(text)
     if value == 1:
         raise argparse.ArgumentTypeError(f"{text}: expected a number from 0 to below 1, such as 0.9")
+    if value > MAX_BELOW_ONE:
+        raise argparse.ArgumentTypeError(f"{text}: too close to 1 for float32; use {MAX_BELOW_ONE} or less")
     return value
 
 

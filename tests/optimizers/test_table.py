@@ -202,6 +202,7 @@ def test_sparse_weights_remain_sparse(parse, name):
         ("--beta1 0.8", "--beta1 0.8: not used by --optimizer Momentum; remove it, or use --optimizer AdamW or LAMB"),
         ("--optimizer AdamW --momentum 0.9", "--momentum 0.9: not used by --optimizer AdamW; remove it, or use"),
         ("--optimizer AdamW --beta2 1", "--beta2: 1: expected a number from 0 to below 1, such as 0.9"),
+        ("--optimizer LAMB --beta1 0.9999999999", "--beta1: 0.9999999999: too close to 1 for float32; use 0.9999999"),
         ("--optimizer AdamW --opt-epsilon 1e-40", "--opt-epsilon: 1e-40: too small for float32; use 1e-30 or more"),
         ("--clip-grad-norm 0", "--clip-grad-norm: 0 is not positive"),
         ("--optimizer Adam", "--optimizer: invalid choice: 'Adam'"),
