@@ -5,6 +5,7 @@ import pickle
 import shutil
 
 import numpy as np
+import paddle
 import pytest
 import yaml
 
@@ -30,6 +31,17 @@ def test_evaluation_of_checkpoint_matches_training_run(run_train, tmp_path):
             assert phase(evaluated, [], "val.")[name] == expected[name]
     code, evaluated = run_train("--run-scope", "eval_only", "--from-pretrained-params", tmp_path / "output/Tiny/1")
     assert phase(evaluated, [], "val.")["loss"] == last["loss"]
+
+
+def test_seed_determines_initial_weights(run_train, tmp_path):
+    weights = []
+    for name, seed in (("a", 5), ("b", 5), ("c", 6)):
+        paddle.seed(len(weights))  # the run must not depend on earlier random numbers
+        flags = ["--lr", "0", "--run-scope", "train_only", "--output-dir", tmp_path / name, "--overwrite"]
+        assert run_train(*flags, "--seed", seed)[0] == 0
+        weights.append(pickle.loads((tmp_path / name / "Tiny/0/tiny.pdparams").read_bytes())["conv2d_0.w_0"])
+    np.testing.assert_array_equal(weights[0], weights[1])
+    assert np.any(weights[0] != weights[2])
 
 
 def test_evaluation_is_equal_in_every_format(run_train, converted, tmp_path, capsys):

@@ -90,13 +90,14 @@ def test_unwritable_folder_and_cache_are_an_error(tmp_path, cache):
         indexes.open_index(str(shard), "tfrecord")
 
 
+@pytest.mark.parametrize("count", [2, 7])
 @pytest.mark.parametrize("kind", KINDS)
-def test_index_of_different_shard_is_rejected(tmp_path, kind):
+def test_index_of_different_shard_is_rejected(tmp_path, kind, count):
     shard = write(tmp_path, kind)
     index = Path(indexes.open_index(str(shard), kind).path)
     stale = index.read_bytes()
     shard.unlink()
-    write(tmp_path, kind, count=2)
+    write(tmp_path, kind, count=count)
     index.write_bytes(stale)
     with pytest.raises(UsageError, match="the index does not match .*; remove it"):
         indexes.open_index(str(shard), kind)
@@ -195,9 +196,9 @@ def test_index_for_skip_list_that_cannot_be_written_is_an_error(tmp_path, cache)
 def test_tar_may_contain_folders_long_names_hidden_files_and_other_members(tmp_path):
     long = "folder/" + "x" * 150
     names = ["dir/.hidden.jpg", "dir/a.b.json", "dir/a.JPG", "dir/a.cls", f"{long}.png", f"{long}.cls"]
-    path = tar(tmp_path / "train-0.tar", ["dir/a.json", *names[2:]])
+    path = tar(tmp_path / "train-0.tar", ["dir/a.json", *names[2:4], "other/a.jpg", "other/a.cls", *names[4:]])
     index = indexes.open_index(path, "webdataset")
-    assert [records.read_label(path, "webdataset", *record) for record in index.labels.tolist()] == [123, 123]
+    assert [records.read_label(path, "webdataset", *record) for record in index.labels.tolist()] == [123] * 3
 
 
 def test_recordio_index_in_different_order_is_sorted(tmp_path):
@@ -207,6 +208,16 @@ def test_recordio_index_in_different_order_is_sorted(tmp_path):
     Path(index.path).write_text("".join(reversed(lines)))
     again = indexes.open_index(str(shard), "recordio")
     assert again.images.tolist() == index.images.tolist()
+
+
+def test_recordio_index_without_a_row_is_rejected(tmp_path, monkeypatch):
+    monkeypatch.setattr(indexes, "CHECKED_RECORDS", 2)
+    shard = write(tmp_path, "recordio")
+    index = Path(indexes.open_index(str(shard), "recordio").path)
+    lines = index.read_text().splitlines(keepends=True)
+    index.write_text("".join([*lines[:2], *lines[3:]]))
+    with pytest.raises(UsageError, match="the index does not match"):
+        indexes.open_index(str(shard), "recordio")
 
 
 def test_write_file_is_atomic(tmp_path, monkeypatch):

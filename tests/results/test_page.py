@@ -127,7 +127,7 @@ def test_page_of_evaluation_uses_its_predictions(run_train, checkpoint, tmp_path
     assert len(html_page.addresses) > 0 and not list(tmp_path.glob("report.predictions.csv"))
 
 
-def test_classes_with_lowest_accuracy_come_first_with_wrong_predictions():
+def test_classes_with_lowest_accuracy_come_first_with_wrong_predictions(monkeypatch):
     """In the confusion matrix, rows are labels and columns are predictions."""
     accuracies = (("a", 4, 1, "0.25"), ("b", 4, 0, "0"), ("c", 4, 4, "1"), ("empty", 0, 0, ""))
     keys = ("label", "class", "images", "correct", "top1")
@@ -137,6 +137,12 @@ def test_classes_with_lowest_accuracy_come_first_with_wrong_predictions():
     confusion = [dict(zip(keys, map(str, pair), strict=True)) for pair in pairs]
     worst = page._worst(None, classes, confusion, [])
     assert [(row["class"], row["mistaken_for"]) for row in worst] == [("b", [("a", "4")]), ("a", [("c", "3")])]
+    monkeypatch.setattr(page, "_images", lambda run: {"right": "right", "wrong": "wrong"})
+    monkeypatch.setattr(page, "_thumbnail", lambda image: image)
+    keys = ("image", "label", "prediction", "predicted_class", "probability_1")
+    rows = [dict(zip(keys, row, strict=True)) for row in (("right", *"00a", "0.9"), ("wrong", *"02c", "0.6"))]
+    worst = page._worst(None, classes, confusion, rows)
+    assert [row["thumbnails"] for row in worst] == [[], [("wrong", "wrong", "c", 0.6)]]
     matrix = page._matrix(classes, confusion)
     assert matrix["names"] == ["a", "b", "c"]
     assert [(column, row, fraction) for column, row, _, fraction in matrix["cells"]] == [

@@ -3,11 +3,13 @@
 import json
 import shutil
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from paddle.profiler import Profiler
 
 from conftest import assert_one_error, phase
+from paddle_resnet.steps import trace
 
 BENCHMARK = ["--benchmark", "--benchmark-steps", "4", "--benchmark-warmup-steps", "2", "--data-format", "synthetic"]
 
@@ -15,8 +17,8 @@ BENCHMARK = ["--benchmark", "--benchmark-steps", "4", "--benchmark-warmup-steps"
 def events(path):
     """Return how often each operator or step occurs in a trace. Paddle appends the duration to each name, and this
     function removes it."""
-    trace = json.loads(path.read_text())["traceEvents"]
-    complete = [event for event in trace if event.get("ph") == "X"]
+    entries = json.loads(path.read_text())["traceEvents"]
+    complete = [event for event in entries if event.get("ph") == "X"]
     # All operators run in one thread, because fleet.start sets FLAGS_new_executor_serial_run.
     assert len({event["tid"] for event in complete if event["tid"].endswith("(C++)")}) == 1
     assert all(event["dur"] >= 0 and event["ts"] > 0 for event in complete)
@@ -45,6 +47,20 @@ def test_trace_includes_last_step_of_evaluation(run_train, tmp_path):
     counts = events(tmp_path / "output/profile/steps_5_6_rank0.json")
     assert counts["conv2d"] == 9
     assert counts["momentum"] == 0
+
+
+def test_time_of_starting_and_writing_is_excluded(tmp_path):
+    calls = []
+
+    def recorder(*names):
+        return SimpleNamespace(**{name: lambda *_, name=name: calls.append(name) for name in names})
+
+    traced, clock = trace.Trace((1, 3), tmp_path / "trace.json", "cpu"), recorder("close_step", "resume")
+    traced._profiler = recorder("start", "step", "stop", "export")
+    for step in range(4):
+        traced.before(step, lambda: calls.append("drain"), clock)
+    start = ["drain", "close_step", "start", "resume"]
+    assert calls == [*start, "step", "drain", "close_step", "stop", "export", "resume"]
 
 
 @pytest.mark.parametrize("flags", [[], ["--sizes", "24:0,32:1"]], ids=["one size", "stages"])
