@@ -384,6 +384,13 @@ def test_mean_speed_covers_all_epochs(tmp_path):
     assert reading.read(tmp_path).mean_ips("train") == pytest.approx(200 / 12)
 
 
+@pytest.mark.parametrize(("epochs", "expected"), [({}, [0, 1 / 3, 2 / 3]), ({0: {"train.steps": 4}}, [0, 0.25, 0.5])])
+def test_curve_of_steps_counts_epochs(epochs, expected):
+    steps = {(0, step): {"train.loss": 1.0} for step in range(3)}
+    run = reading.Run(None, steps=steps, epochs=epochs)
+    assert [x for x, _ in run.step_curve("train.loss")] == pytest.approx(expected)
+
+
 def test_documented_report_reader_runs(trained, monkeypatch):
     [code] = re.findall(r"```python\n(.+?)```", (ROOT / "docs/reports.md").read_text(), re.DOTALL)
     assert sum(line != "" for line in code.splitlines()) == 3
