@@ -121,6 +121,16 @@ def test_skipped_images_are_omitted(photos, tmp_path):
     assert contents(tmp_path / "x") == contents(photos)[1:]
 
 
+def test_skipped_images_may_have_different_paths_in_file_list(photos, tmp_path):
+    root = tmp_path / "list"
+    root.mkdir()
+    (root / "val").symlink_to(photos / "val")
+    (root / "val.txt").write_text("./val/class0/00.jpg 0\nval/class1/01.jpg 1\n")
+    (tmp_path / "bad.txt").write_text("val/class0/00.jpg\n")
+    skip_list = str(tmp_path / "bad.txt")
+    assert convert.convert(root, tmp_path / "x", "tfrecord", workers=1, skip_list=skip_list) == {"val": 1}
+
+
 # LMDB is a single database, and RecordIO has one record file per split. The shards of the other formats are written one
 # after the other.
 OTHERS = [pytest.param(to, marks=pytest.mark.soak) for to in (*convert.SHARDED, "lmdb")]
