@@ -5,6 +5,7 @@ does not affect the results, because it uses a separate loader and all variables
 are therefore identical to those of a run with the chosen number of --epochs.
 """
 
+import bisect
 import math
 import tempfile
 from time import perf_counter
@@ -22,6 +23,7 @@ from utils.mode import Mode
 CHOSEN = ("epochs", "warmup_epochs")  # flags that choose() may set
 MEASURED = 0.02  # fraction of the budget for each measurement
 MOST_STEPS = 200  # maximum number of steps to measure
+MOST_EPOCHS = 2**31 - 1  # maximum value of --epochs
 TOLERANCE = 0.1  # maximum difference from the budget without a warning, as a fraction of the budget
 
 
@@ -105,8 +107,14 @@ def duration_s(args, epochs, batches, times):
 
 def epochs_within(args, seconds, batches, times):
     """Return the number of epochs, at least 1, whose predicted duration is closest to `seconds`."""
-    most = max(0, int(seconds / (batches * times.batch_s))) + 1
-    return min(range(1, most + 1), key=lambda epochs: abs(duration_s(args, epochs, batches, times) - seconds))
+
+    def predicted_s(epochs):
+        return duration_s(args, epochs, batches, times)
+
+    most = min(MOST_EPOCHS, max(0, int(seconds / (batches * times.batch_s))) + 1)
+    count = bisect.bisect_right(range(1, most + 1), seconds, key=predicted_s)  # epochs that end within the budget
+    nearest = range(max(1, count), min(most, count + 1) + 1)
+    return min(nearest, key=lambda epochs: abs(predicted_s(epochs) - seconds))
 
 
 def _measure_training(args, exe, training, seconds):

@@ -76,6 +76,15 @@ def test_number_of_epochs_is_closest_to_budget(seconds, epochs):
     assert budget.epochs_within(settings(), seconds, 20, TIMES) == epochs
 
 
+def test_huge_number_of_epochs_is_chosen_quickly_and_is_a_valid_value():
+    times = budget.Times(batch_s=1e-4, evaluation_s=1e-4, checkpoint_s=1e-4)
+    year_s = 365 * 24 * 3600
+    start = time.monotonic()
+    assert budget.epochs_within(settings(), year_s, 1, times) == 2**31 - 1
+    assert budget.epochs_within(settings(eval_interval=3), year_s / 1000, 1, times) == pytest.approx(1.35e8, rel=0.01)
+    assert time.monotonic() - start < 1
+
+
 def test_time_of_rare_evaluations_counts():
     chosen = budget.epochs_within(settings(eval_interval=10), 200, 20, TIMES)
     assert budget.duration_s(settings(eval_interval=10), chosen, 20, TIMES) == pytest.approx(200, abs=8)
@@ -201,6 +210,7 @@ def test_dry_run_does_not_measure(run, monkeypatch):
         (["--sizes", "16:0,32:1"], "--budget-minutes 5: not supported with --sizes; remove one, or use --epochs"),
         (["--profile-steps", "1:2"], "--budget-minutes 5: not supported with --profile-steps; remove one, or use"),
         (["--budget-minutes", -1], "-1"),
+        (["--budget-minutes", "1e9"], "--budget-minutes: 1e9 is too large; use at most 527040, which is a year"),
     ],
 )
 def test_conflicts_are_errors(run, capsys, flags, message):

@@ -19,6 +19,7 @@ from utils.mode import RunScope
 KINDS = ("network", "preprocessing", "recipe", "saving", "loader", "machine", "output")
 EVALUATED = ("network", "preprocessing")
 RESUMED = (*EVALUATED, "recipe", "saving")
+MOST_MINUTES = 366 * 24 * 60  # maximum duration of a run
 MAX_BELOW_ONE = 0.9999999  # larger values are rounded to 1 in float32, in which optimizers divide by 1 minus the value
 
 # Attributes of a flag in addition to those of its argparse action:
@@ -310,7 +311,7 @@ def _training(add):
     )
     add(
         "--budget-minutes",
-        type=_positive_or_none,
+        type=_minutes_or_none,
         metavar="{None,N}",
         help="duration of the run in minutes, including startup, evaluations and checkpoints; before step 1, a new run "
         "chooses --epochs accordingly",
@@ -801,6 +802,13 @@ def _not_negative_number(text):
 def _positive_or_none(text):
     """Parse a positive number, or "None" to override a value in the configuration file."""
     return None if text == "None" else numbers.positive_number(text)
+
+
+def _minutes_or_none(text):
+    value = _positive_or_none(text)
+    if value is not None and value > MOST_MINUTES:
+        raise argparse.ArgumentTypeError(f"{text} is too large; use at most {MOST_MINUTES}, which is a year")
+    return value
 
 
 def _positive_count_or_none(text):
