@@ -158,8 +158,11 @@ def preprocess(image, preprocessing):
 def model_input(image, model):
     """Return an image as a batch of size 1, with the type and layout that `model`, the content of model.json,
     specifies."""
-    prepare = pixels if model["input"]["dtype"] == "uint8" else preprocess
-    return prepare(image, model["preprocessing"])[None]
+    dtype, layout = model["input"]["dtype"], model["input"]["layout"]
+    if dtype == "uint8":
+        return pixels(image, model["preprocessing"])[None]
+    normalized = preprocess(image, model["preprocessing"])
+    return np.ascontiguousarray(normalized if layout == "NCHW" else normalized.transpose(1, 2, 0), dtype)[None]
 
 
 def read_model(path):

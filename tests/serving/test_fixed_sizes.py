@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from paddle_resnet import predict
-from paddle_resnet.serving import inference
+from paddle_resnet.serving import inference, preprocessing
 from paddle_resnet.serving.fixed_sizes import Steps
 
 
@@ -27,6 +27,14 @@ def test_fast_network_matches_reference(run_train, tmp_path, photo_paths, shape,
     for (path, probabilities, _), (other, reference, _) in zip(actual, expected, strict=True):
         assert path == other
         np.testing.assert_allclose(probabilities, reference, atol=1e-5)
+
+
+def test_preprocessing_module_returns_input_of_network(checkpoint, photo_paths):
+    model, reference = fast_model(checkpoint, [1]), inference.open_model(checkpoint, "cpu")
+    image = preprocessing.model_input(photo_paths[0], model.description)
+    assert image.dtype == np.float32 and image.shape == (1, 32, 32, 3)
+    expected = reference.run(preprocessing.model_input(photo_paths[0], reference.description))
+    np.testing.assert_allclose(model.run(image), expected, atol=1e-5)
 
 
 def test_batches_of_any_size_are_padded_or_split(checkpoint):
