@@ -122,7 +122,7 @@ IMAGES, LABELS = np.zeros((8, 3, 32, 32), "float32"), np.zeros((8, 1), "int64")
             [[{"data": IMAGES, "label": LABELS[:, 0]}]],
             r"yielded label as int64 \['N'\], but the program expects int64 \['N', 1\]",
         ),
-        ([[{"data": IMAGES, "label": LABELS.astype("int32")}]], "yields label as int32 "),
+        ([[{"data": IMAGES, "label": LABELS.astype("int32")}]], "yielded label as int32 "),
         (
             [[{"data": IMAGES[:, :, :9], "label": LABELS}]],
             r"yielded data as float32 \['N', 3, 9, 32\], but the program expects",
