@@ -16,7 +16,6 @@ from paddle_resnet.models import user_file
 from paddle_resnet.optimizers import amp, sparsity
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
 from paddle_resnet.passes import all_reduces, averages, folding, quantization
-from paddle_resnet.results import lr_curve
 from paddle_resnet.settings import durations, parsing, validation
 from paddle_resnet.settings.stages import stages_from
 from paddle_resnet.settings.values import flag, text
@@ -82,6 +81,8 @@ def claim_outputs(args, checkpoint):
 
 
 def _claim(args, checkpoint, folder):
+    from paddle_resnet.results import lr_curve
+
     is_saving = args.run_scope.trains and not args.benchmark
     outputs.claim(
         report.outputs(args) | {"the trace of --profile-steps": trace.path(args.profile_steps, args.output_dir)},

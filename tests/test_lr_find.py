@@ -239,6 +239,7 @@ def test_rates_of_several_processes_are_multiplied(shard):
     assert schedule.last_lr == pytest.approx(8e-6)
 
 
+@pytest.mark.soak
 def test_two_processes_write_one_curve_of_mean_losses(launch, tmp_path):
     batch = ["--batch-size", 4, "--print-interval", 1]
     launch(2, "--find-lr", *batch, "--to-lr", 1, "--steps", STEPS)

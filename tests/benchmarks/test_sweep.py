@@ -47,6 +47,7 @@ def test_measurement_is_stopped_after_limit_s(capsys):
     assert "not finished after 0.1 s" in capsys.readouterr().out
 
 
+@pytest.mark.soak
 def test_rows_alternate_and_failures_are_counted(tmp_path, capsys):
     rows = ["--row", "plain:", "--row", "refused: --batch-size none"]
     output = tmp_path / "runs.jsonl"
@@ -63,6 +64,7 @@ def test_rows_alternate_and_failures_are_counted(tmp_path, capsys):
     assert plain[7] == f"{results[0]['loss']:.7g}"  # both rows report the same loss
 
 
+@pytest.mark.soak
 def test_evaluation_can_be_measured(capsys):
     assert sweep.main(["--repeats", "1", "--flags", FLAGS, "--row", "evaluation: --run-scope eval_only"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].split(" | ")[:2] == ["| evaluation", "1"]

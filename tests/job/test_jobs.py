@@ -75,6 +75,7 @@ def test_ranks_are_bit_identical(two_processes):
     assert max(e["data"]["train.lr"] for e in report if "train.lr" in e["data"]) == pytest.approx(0.1)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_processes_evaluate_and_predict_like_single_process(launch, two_processes, run_train, tmp_path, processes):
     report, _, checkpoints = two_processes
@@ -132,6 +133,7 @@ def test_processes_train_like_single_process_with_larger_batch(launch, tmp_path,
     assert change > 1e-3 * np.abs(expected[0]["conv2d_3.w_0"]).max()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("kernels", ONE_KERNELS)
 def test_gradient_norm_is_global(launch, tmp_path, kernels):
     """Two processes clip gradients like a single process with twice the batch size. The results would differ if each
@@ -180,6 +182,7 @@ def test_masks_are_identical_on_all_ranks_and_constant(launch, tmp_path, algorit
         assert_sparse(state, algorithm)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("kernels", ONE_KERNELS)
 def test_overflow_on_one_rank_skips_step_on_all_ranks(launch, tmp_path, kernels):
     """Two of the four steps of an epoch overflow. Each overflow skips the update and halves the loss scale."""
@@ -396,6 +399,7 @@ def processes_with(folder):
     return pids
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_without_peers_exits_after_timeout(photos, tmp_path, rank):
     """Simulate a job whose other ranks were not started, or whose PADDLE_MASTER is wrong. Without the timeout, Paddle

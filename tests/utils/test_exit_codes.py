@@ -120,6 +120,7 @@ def test_control_c_during_imports_exits_with_code_130():
     assert control_c(process) == "paddle_resnet.doctor: interrupted"
 
 
+@pytest.mark.soak
 def test_control_c_with_decoding_processes_exits_with_code_130(photos, tmp_path):
     """The test sends the signal when the first decoding process has started."""
     for name in ("train", "val"):
