@@ -3,6 +3,7 @@
 `python -m paddle_resnet.report RUN...` compares runs (results/comparison.py), without importing Paddle or DALI.
 """
 
+import contextlib
 import csv
 import io
 import os
@@ -85,13 +86,17 @@ def check_replaced(args, checkpoint, run_folder):
         return
     from paddle_resnet.results import reading
 
-    kind = reading.kind(path)
+    try:
+        kind = reading.kind(path)
+        is_of_run = resumes(args, checkpoint) and _is_of_run(path, checkpoint, run_folder)
+    except OSError as e:
+        raise UsageError(f"--report-file {path}: cannot be read ({e.strerror}); choose a different file") from e
     if kind is None:
         raise UsageError(f"--report-file {path}: exists and is not a report; choose a different file")
     if not kind:
         return
     if resumes(args, checkpoint):
-        if kind != "training" or not _is_of_run(path, checkpoint, run_folder):
+        if kind != "training" or not is_of_run:
             raise UsageError(f"--report-file {path}: is the report of a different {kind} run; choose a different file")
         return
     if kind == "training" and not args.overwrite:
@@ -110,8 +115,14 @@ def _is_of_run(path, checkpoint, run_folder):
 
     own = {run_folder, *([Path(checkpoint.folder).parent] if checkpoint else [])}
     recorded = reading.run_folders(path)
-    places = {folder.resolve() for folder in own}
-    return bool(path.resolve().parent in places or recorded & own or {folder.resolve() for folder in recorded} & places)
+    places = set(map(os.path.realpath, own))
+    if os.path.dirname(os.path.realpath(path)) in places or recorded & own:
+        return True
+    for folder in recorded:
+        with contextlib.suppress(ValueError):  # not a valid path, for example because of a null byte
+            if os.path.realpath(folder) in places:
+                return True
+    return False
 
 
 def start_line(args, train_loader, eval_loader, fused_operators, gradient_all_reduces, is_captured):

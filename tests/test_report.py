@@ -1,7 +1,9 @@
 import csv
+import json
 import pickle
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import paddle
@@ -13,7 +15,8 @@ from conftest import assert_one_error, losses, phase, read_report
 from paddle_resnet import program, report
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.results import reading
-from utils.errors import RunError
+from utils.errors import RunError, UsageError
+from utils.mode import RunScope
 
 
 def read(path):
@@ -118,6 +121,30 @@ def test_training_report_is_replaced_only_with_overwrite(run_train, tmp_path, ca
     assert run_train(*flags, *elsewhere, "--overwrite")[0] == 2
     assert_one_error(capsys.readouterr().err, [f"--report-file {kept}: exists and is not a report; choose a"])
     assert kept.read_text() == "my notes\n"
+
+
+def replaced(path, folder, resume=True):
+    scope = {"benchmark": False, "run_scope": RunScope.TRAIN_EVAL}
+    settings = SimpleNamespace(report_file=str(path), report_html=None, resume=resume, overwrite=False, **scope)
+    return report.check_replaced(settings, None, folder)
+
+
+@pytest.mark.parametrize("output_dir", ["a\0b", "loop", "a" * 300, "\ud800"])
+def test_resume_rejects_report_with_unusable_paths(tmp_path, output_dir):
+    (tmp_path / "loop").symlink_to("loop")
+    output_dir = str(tmp_path / "loop") if output_dir == "loop" else output_dir
+    start = {"step": "PARAMETER", "data": {"output_dir": output_dir, "model_arch_name": "Tiny"}}
+    path = tmp_path / "report.json"
+    path.write_text("".join(f"DLLL {json.dumps(entry)}\n" for entry in (start, {"step": [0], "data": {}})))
+    with pytest.raises(UsageError, match=f"--report-file {path}: is the report of a different training run"):
+        replaced(path, tmp_path / "output/Tiny")
+
+
+def test_unreadable_report_is_an_error():
+    with pytest.raises(
+        UsageError, match=r"--report-file /proc/self/mem: cannot be read \(Input/output error\); choose"
+    ):
+        replaced("/proc/self/mem", Path("output/Tiny"), resume=False)
 
 
 def test_default_report_name_depends_on_kind_of_run(run_train, tmp_path, capsys):

@@ -32,7 +32,7 @@ def touch(path):
         try:
             descriptor = os.open(path, flags, 0o666)
         except FileNotFoundError:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(os.path.realpath(path)).parent.mkdir(parents=True, exist_ok=True)  # the path may be a broken link
             descriptor = os.open(path, flags, 0o666)
     except OSError as e:
         if e.errno == errno.ENXIO:

@@ -1,5 +1,6 @@
 """Draws the figures of the data-set tools to files, without a display."""
 
+import io
 from pathlib import Path
 
 import matplotlib
@@ -33,9 +34,11 @@ def save(figure, output, what="--output"):
     Raises:
         UsageError: the file cannot be written.
     """
+    drawn = io.BytesIO()  # if a write fails, matplotlib's PDF writer raises errors other than OSError
     try:
+        figure.savefig(drawn, dpi=120, format=Path(output).suffix[1:].lower())
         files.touch(output)
-        figure.savefig(output, dpi=120, format=Path(output).suffix[1:].lower())
+        Path(output).write_bytes(drawn.getvalue())
     except OSError as e:
         raise UsageError(f"{what} {output}: cannot be written ({e.strerror}); choose a different file") from e
     finally:

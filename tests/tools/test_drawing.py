@@ -7,6 +7,7 @@ from matplotlib import font_manager, pyplot
 
 from paddle_resnet import dataset
 from paddle_resnet.tools import drawing
+from utils.errors import UsageError
 
 
 def splits(count):
@@ -97,3 +98,11 @@ def test_splits_share_axes_and_huge_images_are_counted():
     assert {(axes.get_xlim(), axes.get_ylim()) for axes in scatters} == {((0, 420), (0, 315))}
     titles = [axes.get_title() for axes in scatters]
     assert titles == ["train: image sizes (2 larger images not shown)", "val: image sizes"]
+
+
+@pytest.mark.parametrize("suffix", drawing.FORMATS)
+def test_full_disk_is_an_error_in_every_format(tmp_path, suffix):
+    path = tmp_path / f"x{suffix}"
+    path.symlink_to("/dev/full")
+    with pytest.raises(UsageError, match=f"--output {path}: cannot be written \\(No space left on device\\); choose a"):
+        drawing.save(drawing.balance(splits(2)), path)

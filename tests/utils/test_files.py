@@ -28,6 +28,12 @@ def test_open_regular_rejects_file_of_unknown_size(monkeypatch, has_data):
         files.open_regular("/proc/self/status")
 
 
+def test_touch_creates_target_of_broken_link(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "new/folder/file")
+    files.touch(tmp_path / "link")
+    assert (tmp_path / "new/folder/file").read_bytes() == b""
+
+
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_written_is_atomic(tmp_path, monkeypatch, kind):
     calls, fsync, replace = [], os.fsync, os.replace
