@@ -137,6 +137,7 @@ def test_commands_of_nvidia_example_parse(flags):
         ("--output-dir there", "output_dir", "there"),
         ("--data-layout NHWC", "data_layout", "NHWC"),
         ("--lr 1e-3", "lr", 1e-3),
+        ("--lr 0.1 --min-lr 0.1", "min_lr", 0.1),
         ("--crop-size 96", "image_shape", [4, 96, 96]),
         ("--image-shape 3,96,96", "crop_size", 96),
         ("--model-arch-name ResNet18", "model_prefix", "resnet_18_paddle"),

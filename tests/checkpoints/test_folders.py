@@ -118,6 +118,17 @@ def test_newest_first_sorts_by_sequence_number(tmp_path):
     assert [(folder.name, "meta.json" in problem) for folder, problem in damaged] == [("1", True)]
 
 
+def test_checkpoint_at_end_of_epoch_is_used_before_newer_one_inside_epoch(tmp_path):
+    ranks = [{"loader": {"step": 2, "conditions": {}}, "meters": {}}]
+    inside = write_checkpoint(tmp_path, "1_2", sequence=6, epoch=1, step=2, ranks=ranks)
+    assert folders.resolve(tmp_path) == inside
+    last = write_checkpoint(tmp_path, "0", sequence=5)
+    write_checkpoint(tmp_path, "3", sequence=4, epoch=3)
+    assert folders.resolve(tmp_path) == last
+    folders.mark(tmp_path, "best", "3")
+    assert folders.resolve(tmp_path) == tmp_path / "best"
+
+
 def test_mark_replaces_only_links(tmp_path):
     for name in ("1", "2"):
         write_checkpoint(tmp_path, name)

@@ -213,6 +213,16 @@ def test_float16_parameters_are_saved_from_float32_masters(args):
         np.testing.assert_array_equal(saved, master * mask)
 
 
+def test_averaged_statistics_of_rank_are_ignored_without_ema(args, tmp_path):
+    build(args)
+    path, value = tmp_path / "bn_rank1.npz", np.full_like(variable("batch_norm_0.w_1"), 0.25)
+    np.savez(path, **{"batch_norm_0.w_1": value, "batch_norm_0.w_1.ema": value})
+    variables.load_statistics(path, PLACE, is_averaged=False, is_verbose=False)
+    np.testing.assert_array_equal(variable("batch_norm_0.w_1"), value)
+    with pytest.raises(UsageError, match="1 unexpected"):
+        variables.load_statistics(path, PLACE, is_averaged=True, is_verbose=False)
+
+
 @pytest.mark.parametrize("is_dynamic", [True, False])
 def test_static_loss_scale_is_taken_from_flag(args, tmp_path, capsys, is_dynamic):
     args.amp, args.use_dynamic_loss_scaling, args.scale_loss = True, is_dynamic, 128.0
