@@ -42,6 +42,8 @@ from utils.signals import Preempted
 # Attributes of BuildStrategy that enable fused operators for training on a GPU. Not every Paddle version has all of
 # these attributes.
 FUSED_OPERATORS = ("fuse_bn_act_ops", "fuse_bn_add_act_ops", "fuse_elewise_add_act_ops", "enable_addto")
+# Operators that oneDNN computes on a CPU
+ONEDNN = ("conv2d", "conv2d_grad", "depthwise_conv2d", "depthwise_conv2d_grad")
 
 
 def start(args, mode=Mode.TRAIN):
@@ -346,7 +348,9 @@ def _compile(args, program, is_train):
         # convolutions use oneDNN, because other oneDNN operators fail, such as the gradient of `mean` for the scalar
         # loss.
         for op in program.global_block().ops:
-            if op.type in ("conv2d", "conv2d_grad"):
+            if op.type in ONEDNN:
+                # Paddle's depthwise convolution multiplies one small matrix per channel.
+                op.desc.set_type(op.type.removeprefix("depthwise_"))
                 op._set_attr("use_mkldnn", True)
     if args.kernels == "native":
         fusion.fuse(program)
