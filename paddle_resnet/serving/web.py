@@ -250,4 +250,6 @@ def serve(app, listener):
     """Answer requests until a signal arrives. Return after SIGTERM, and raise KeyboardInterrupt after SIGINT."""
     # When uvicorn has stopped, it restores the handlers that were set before, and raises the received signal again.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
+    # predict.py lets SIGPIPE end the process, but a client that closes its connection must not stop the server.
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     create_server(app).run(sockets=[listener])

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from conftest import strict_json, wait_until
+from conftest import ROOT, strict_json, wait_until
 from paddle_resnet import predict, serving
 from paddle_resnet.serving import inference
 from utils.errors import UsageError
@@ -301,6 +302,36 @@ def test_missing_package_is_an_error(capsys, monkeypatch, package):
     error = capsys.readouterr().err
     assert "error: --serve: a required package cannot be imported (" in error
     assert error.endswith("; run pip install -r requirements-serve.txt\n")
+
+
+# SIGPIPE has the same handler as in `python -m paddle_resnet.predict`.
+SERVER = """
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from paddle_resnet.serving import web
+
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+listener = web.listen("127.0.0.1", 0)
+print(listener.getsockname()[1], flush=True)
+description = {"arch": "Net", "output": {"shape": [None, 3]}}
+web.serve(web.create_app(None, ThreadPoolExecutor(1), description, 10**4, 3), listener)
+"""
+
+
+def test_clients_that_reset_the_connection_do_not_stop_the_server():
+    with subprocess.Popen([sys.executable, "-c", SERVER], cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            port = int(server.stdout.readline())
+            for _ in range(300):
+                with socket.create_connection(("127.0.0.1", port)) as client:
+                    client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                    client.shutdown(socket.SHUT_WR)
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            # The server answers 503 until it has processed all connections.
+            wait_until(lambda: request(port, "GET", "/none")[0] == 404, 60)
+        finally:
+            server.terminate()
+        assert server.wait() == 0
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
