@@ -20,6 +20,7 @@ from utils.errors import UsageError, printable
 
 INSTALL = "pip install -r requirements-serve.txt"
 try:
+    import h11
     import python_multipart  # noqa: F401  Starlette needs it to read uploads, but imports it without an error message
     import uvicorn
     from starlette.applications import Starlette
@@ -145,6 +146,8 @@ def _json(content, status=200, headers=None):
 
 
 def _report_failure(request, error):
+    if isinstance(error, h11.LocalProtocolError):  # the client violates HTTP, and uvicorn has already answered
+        return _json({"error": "not a valid HTTP request"}, 400)
     for line in "".join(traceback.format_exception(error)).splitlines():
         logger.write_line(printable(line), sys.stderr)
     return _json({"error": f"POST /predict: failed ({type(error).__name__}); see stderr of the server"}, 500)

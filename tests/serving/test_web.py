@@ -249,6 +249,16 @@ def test_failed_prediction_is_answered_with_500_and_server_continues(start, caps
     assert request(port, body=form(("b.jpg", b"x")))[0] == 200
 
 
+def test_invalid_http_request_is_answered_without_a_traceback(start, capsys):
+    port = start()
+    for path in (b"/", b"/none", b"/predict"):
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+            client.sendall(b"GET " + path + b" HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n")
+            assert client.recv(100).startswith(b"HTTP/1.1 400 ")
+    assert request(port, body=form(("a.jpg", b"1")))[0] == 200
+    assert capsys.readouterr().err == ""
+
+
 def test_page_loads_no_resources_and_escapes_names(start):
     status, headers, page = request(start(), "GET", "/")
     assert status == 200
