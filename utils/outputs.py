@@ -71,7 +71,9 @@ def _identity(path):
     try:
         status = os.stat(path)
     except (OSError, ValueError):
-        return os.path.realpath(path) if "\0" not in str(path) else path
+        with contextlib.suppress(ValueError):  # not a valid path, for example because of a null byte
+            return os.path.realpath(path)
+        return path
     return object() if stat.S_ISCHR(status.st_mode) else (status.st_dev, status.st_ino)
 
 

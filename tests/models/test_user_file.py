@@ -13,6 +13,7 @@ from paddle_resnet import export, models, predict
 from paddle_resnet.checkpoints import folders
 from paddle_resnet.job import agreement
 from paddle_resnet.models import user_file
+from utils.errors import UsageError
 
 # Source code of a network file. Executing it creates a file with the suffix .executed.
 MARKED = f"{NETWORK_EXAMPLE}\nfrom pathlib import Path\nPath(__file__).with_suffix('.executed').touch()\n"
@@ -212,3 +213,13 @@ def test_file_is_compared_between_processes(file, parse, monkeypatch):
     first, same, other = compared
     assert first == same
     assert [name for name in first if first[name] != other[name]] == ["file of --model-arch-name (hash)"]
+
+
+@pytest.mark.parametrize("source", ["-" * 100_000 + "1", "x" + ".a" * 50_000], ids=["parser", "compiler"])
+def test_deep_nesting_is_an_error(tmp_path, source):
+    path = tmp_path / "net.py"
+    path.write_text(source)
+    with pytest.raises(
+        UsageError, match=f"{path}:Net: its expressions are nested too deeply for Python; correct {path}"
+    ):
+        user_file.check(f"{path}:Net")

@@ -37,7 +37,8 @@ def test_valid_outputs_are_accepted_and_not_created(root, capsys):
         protected=[("the data set", root / "data")],
         run_folder=root / "run",
     )
-    outputs.claim({"--a": "/dev/null", "--b": "/dev/null"})
+    invalid = [("IN", "a\0b"), ("IN", "\ud800")]  # paths from a hostile report, for example
+    outputs.claim({"--a": "/dev/null", "--b": "/dev/null"}, inputs=invalid)
     assert content(root) == before
     assert capsys.readouterr().err == f"warning: --b {root}/file: replaces an existing file\n"
 
