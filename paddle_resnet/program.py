@@ -178,6 +178,8 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_sche
         if not is_train:
             model.eval()
         frozen = parts.freeze(model, args.freeze) if is_train and args.freeze else []
+        if is_train and args.bn_momentum is not None:
+            parts.set_bn_momentum(model, args.bn_momentum)
         images, targets = feeds["data"], feeds
         if args.dali_output_fp16 and not (args.amp and args.amp_dtype == "float16"):
             images = images.astype("float32")  # Paddle's layers reject bfloat16, so AMP casts the images later

@@ -204,6 +204,10 @@ def _choose_training(settings, facts, is_fine_tuned):
             warmup_epochs=warmup_epochs(settings.epochs),
         )
     _set(settings, kind, optimizer="AdamW" if is_fine_tuned else "Nesterov")
+    if is_fine_tuned:
+        # The statistics of the pretrained network must fade within the run. EfficientNet-Lite's momentum of 0.99 keeps
+        # half of them after 70 steps.
+        _set(settings, kind, bn_momentum=0.9)
     is_sgd = settings.optimizer in ("Momentum", "Nesterov")
     if is_sgd:
         _set(settings, f"--optimizer {settings.optimizer}", momentum=0.9)

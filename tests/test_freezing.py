@@ -250,3 +250,17 @@ def test_two_processes_train_the_same_network_with_frozen_layers(launch):
     assert parameters[0].files
     for name in parameters[0].files:
         np.testing.assert_array_equal(parameters[0][name], parameters[1][name], err_msg=name)
+
+
+@pytest.mark.parametrize("kernels", ["paddle", "native"])
+def test_bn_momentum_weighs_previous_statistics(run_train, tmp_path, kernels):
+    layout = NHWC if kernels == "native" else []
+    flags = ["--batch-size", "24", "--kernels", kernels, *layout]  # a single step
+    means = {}
+    for momentum in ("0", "0.75"):
+        code, _ = run_train(*flags, "--bn-momentum", momentum, "--output-dir", tmp_path / momentum)
+        assert code == 0
+        state = pickle.loads((tmp_path / momentum / "Tiny/0/tiny.pdparams").read_bytes())
+        means[momentum] = state["batch_norm_0.w_1"]  # initially 0
+    np.testing.assert_allclose(means["0.75"], 0.25 * means["0"], rtol=1e-5)
+    assert means["0"].any()

@@ -54,6 +54,13 @@ def freeze(model, names):
     return frozen
 
 
+def set_bn_momentum(model, momentum):
+    """Set the weight of the previous value in the moving averages of all batch normalization layers."""
+    for layer in model.sublayers():
+        if hasattr(layer, "_use_global_stats"):
+            layer._momentum = momentum
+
+
 def stop_gradients(program):
     """Mark the variables of a forward pass that do not depend on trainable parameters, so that the backward pass omits
     their gradients."""

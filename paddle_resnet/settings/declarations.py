@@ -442,6 +442,13 @@ def _training(add):
         "image; it rises linearly from the first block; 0: off",
     )
     add(
+        "--bn-momentum",
+        type=_beta_or_none,
+        metavar="{None,M}",
+        help="weight of the previous value in the moving averages of the BN statistics; in a run with few steps, 0.9 "
+        "keeps the statistics up to date (default: the value of the network)",
+    )
+    add(
         "--ema",
         type=_beta_or_none,
         metavar="{None,DECAY}",
