@@ -43,16 +43,16 @@ def evaluate(checkpoint, image_root, device="auto", threads=4):
     args = inference.loader_args(model.description, EVALUATION_BATCH, device, threads)
     args.image_root, args.num_of_class = str(image_root), network.args.num_of_class
     args.data_format = listing.detect(args.image_root, Mode.EVAL)
-    images, found, top1, top5 = 0, set(), 0, 0
+    images, classes_seen, top1, top5 = 0, set(), 0, 0
     loader = dali.build_dataloader(args, Mode.EVAL, trained=restore.recorded_classes(network.meta))
     for (batch,) in loader:
         labels = np.array(batch["label"])
         _, logits = model.outputs(np.array(batch["data"]))
         best = np.argsort(-logits, axis=1, kind="stable")[:, :5] == labels
         top1, top5 = top1 + best[:, 0].sum(), top5 + best.sum()
-        found.update(labels[:, 0].tolist())
+        classes_seen.update(labels[:, 0].tolist())
         images += len(labels)
-    return {"images": images, "classes": len(found), "top1": float(top1 / images), "top5": float(top5 / images)}
+    return {"images": images, "classes": len(classes_seen), "top1": float(top1 / images), "top5": float(top5 / images)}
 
 
 def main(argv=None):

@@ -236,8 +236,8 @@ TRUNCATED = 0.8796  # standard deviation of a normal distribution that is trunca
 def test_initialization_and_batch_normalization_match_reference_code(arch, norm, filters):
     paddle.seed(0)
     main, _, _ = build(MODELS[arch], (3, 32, 32))
-    found = {(round(op.attr("epsilon"), 8), round(op.attr("momentum"), 6)) for op in norms(main)}
-    assert found == {norm}
+    actual = {(round(op.attr("epsilon"), 8), round(op.attr("momentum"), 6)) for op in norms(main)}
+    assert actual == {norm}
     by_shape = {tuple(p.shape): p.name for p in main.all_parameters()}
     for shape, deviation in filters.items():
         values = np.array(static.global_scope().find_var(by_shape[shape]).get_tensor())

@@ -265,5 +265,5 @@ def test_logits_of_efficientnet_lite_equal_those_of_the_reference(number, tmp_pa
     with torch.no_grad():
         expected = network(torch.from_numpy(images)).numpy()
     paddle.enable_static()
-    found = inference.load_checkpoint(tmp_path / "out").model(logits=True).outputs(images)[1]
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+    actual = inference.load_checkpoint(tmp_path / "out").model(logits=True).outputs(images)[1]
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4)

@@ -53,8 +53,8 @@ def read(path):
     if suffix not in readers:
         raise UnreadableError(f"its name does not end in {', '.join(readers)}")
     with arrays.errors():
-        found = readers[suffix](path)
-        return {name: _checked(name, array) for name, array in found.items()}
+        state = readers[suffix](path)
+        return {name: _checked(name, array) for name, array in state.items()}
 
 
 def _checked(name, array):
@@ -85,10 +85,10 @@ def _size(file):
 def _read_pdparams(path):
     with files.open_regular(path, MAX_BYTES) as file:
         size = _size(file)
-    found = arrays.read_pickle(path)
-    if sum(array.nbytes for array in found.values()) > size:
+    state = arrays.read_pickle(path)
+    if sum(array.nbytes for array in state.values()) > size:
         raise UnreadableError("its arrays overlap")
-    return found
+    return state
 
 
 def _read_safetensors(path):
@@ -102,7 +102,7 @@ def _read_safetensors(path):
     if not isinstance(header, dict):
         raise UnreadableError("its header is not a table")
     header.pop("__metadata__", None)
-    found, end = {}, 0
+    state, end = {}, 0
     for name, entry in sorted(header.items(), key=lambda item: _offsets(item)[0]):
         start, stop = _offsets((name, entry))
         dtype, shape = _SAFETENSORS.get(entry.get("dtype")), entry.get("shape")
@@ -112,11 +112,11 @@ def _read_safetensors(path):
             raise UnreadableError(f"{name} has an invalid shape")
         if start != end or stop - start != math.prod(shape) * _item_size(dtype):
             raise UnreadableError(f"the offsets of {name} do not match its shape or the previous tensor")
-        found[name] = _array(data[start:stop], dtype).reshape(shape)
+        state[name] = _array(data[start:stop], dtype).reshape(shape)
         end = stop
     if end != len(data):
         raise UnreadableError(f"it has {len(data)} bytes of tensors instead of {end}")
-    return found
+    return state
 
 
 def _without_duplicates(pairs):

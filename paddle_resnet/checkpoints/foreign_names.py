@@ -144,8 +144,8 @@ def number_of_classes(family, tensors):
     Raises:
         MismatchError: the names are unknown.
     """
-    _, found, _ = _translated(family, tensors)
-    biases = [name for name, target in found.items() if target == ((), f"{_CLASSIFIER}.bias")]
+    _, targets, _ = _translated(family, tensors)
+    biases = [name for name, target in targets.items() if target == ((), f"{_CLASSIFIER}.bias")]
     if len(biases) != 1 or tensors[biases[0]].ndim != 1:
         raise MismatchError(f"it has no classifier bias with a known name ({_some(tensors)})")
     return len(tensors[biases[0]])
@@ -163,10 +163,10 @@ def convert(family, tensors, own):
     Raises:
         MismatchError: a tensor is missing or unexpected, or has a different shape or type.
     """
-    layout, found, leftover = _translated(family, tensors)
-    blocks = dict(zip(_sorted_blocks(found), _own_blocks(own), strict=False))
+    layout, targets, leftover = _translated(family, tensors)
+    blocks = dict(zip(_sorted_blocks(targets), _own_blocks(own), strict=False))
     of_own = {}
-    for name, (block, path) in found.items():
+    for name, (block, path) in targets.items():
         target = path.replace("*", blocks.get(block, "*"))
         if target not in own:  # in ResNet-D, pooling precedes the shortcut convolution
             target = target.replace(".shortcut.", ".shortcut.1.")
@@ -199,7 +199,7 @@ def _translated(family, tensors):
     prefix = "module." if all(name.startswith("module.") for name in tensors) else ""  # added by PyTorch's DataParallel
     results = []
     for layout in LAYOUTS[family]:
-        found, leftover = {}, []
+        targets, leftover = {}, []
         for name in tensors:
             layer, _, field = name.removeprefix(prefix).rpartition(".")
             target = _translate(layout, layer)
@@ -207,8 +207,8 @@ def _translated(family, tensors):
                 leftover.append(name)
             elif field != _COUNTER:
                 block, path = target
-                found[name] = block, f"{path}.{_FIELDS[field]}"
-        results.append((layout, found, leftover))
+                targets[name] = block, f"{path}.{_FIELDS[field]}"
+        results.append((layout, targets, leftover))
     return max(results, key=lambda result: len(result[1]))
 
 
@@ -219,8 +219,8 @@ def _translate(layout, layer):
     return None
 
 
-def _sorted_blocks(found):
-    return sorted({block for block, _ in found.values() if block})
+def _sorted_blocks(targets):
+    return sorted({block for block, _ in targets.values() if block})
 
 
 def _own_blocks(own):

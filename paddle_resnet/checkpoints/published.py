@@ -91,8 +91,8 @@ def sha256(path):
 
 def claimed_hash(path):
     """Return the sha256 digits that a file name contains, or None."""
-    found = _HASH.search(Path(path).name)
-    return found and found[1]
+    match = _HASH.search(Path(path).name)
+    return match and match[1]
 
 
 def imagenet_classes():

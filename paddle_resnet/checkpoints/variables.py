@@ -350,8 +350,8 @@ def _tensor(name):
 def restored(program, place):
     """At the end of the block, reset all persistable variables of a program to their values before the block."""
     persistent = [variable.name for variable in program.list_vars() if variable.persistable]
-    found = {name: static.global_scope().find_var(name) for name in persistent if name not in ("feed", "fetch")}
-    before = {name: read(name) for name, v in found.items() if v is not None and v.get_tensor()._is_initialized()}
+    present = {name: static.global_scope().find_var(name) for name in persistent if name not in ("feed", "fetch")}
+    before = {name: read(name) for name, v in present.items() if v is not None and v.get_tensor()._is_initialized()}
     try:
         yield
     finally:

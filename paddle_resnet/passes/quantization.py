@@ -52,14 +52,14 @@ def layers(program):
         for op in block.ops
         if op.type == "elementwise_add" and block.var(op.input("Y")[0]).persistable
     }
-    found = []
+    result = []
     for op in block.ops:
         if _slots(block, op) and _QUANTIZED[op.type][1]:
             [slot], (weight, axis) = _QUANTIZED[op.type]
             groups = op.attr("groups") if op.has_attr("groups") else 1
             bias = biases.get(op.output_arg_names[0])
-            found.append(Layer(op.input(slot)[0], op.input(weight)[0], bias, axis, groups))
-    return found
+            result.append(Layer(op.input(slot)[0], op.input(weight)[0], bias, axis, groups))
+    return result
 
 
 def insert(program, first=0, lr_scheduler=None, on_gpu=False):

@@ -113,13 +113,13 @@ def _charts(run):
     mark = best and (best[0] + 1, best[1], f"epoch {best[0]}")
     lr = [("", "train", run.step_curve("train.lr"))]
     last_x = max(x for _, _, points in [*loss, *of("top1"), *of("ips"), *lr] for x, _ in points)
-    curve, found = _lr_curve(run)
+    curve, suggestion = _lr_curve(run)
     charts = [
         ("loss", loss, chart(loss, last_x=last_x)),
         (title, of("top1"), chart(of("top1"), mark=mark, last_x=last_x)),
         ("images/s", of("ips"), chart(of("ips"), from_zero=True, last_x=last_x)),
         ("learning rate", [], chart(lr, from_zero=True, last_x=last_x)),
-        ("learning-rate finder", curve, chart(curve, xlabel="--lr", mark=found, has_log_x=True)),
+        ("learning-rate finder", curve, chart(curve, xlabel="--lr", mark=suggestion, has_log_x=True)),
     ]
     return [(title, [line[:2] for line in series], svg) for title, series, svg in charts if svg]
 

@@ -50,11 +50,11 @@ def read(tmp_path, name, data):
     return foreign_files.read(tmp_path / name)
 
 
-def assert_equal(found, state):
-    assert found.keys() == state.keys()
+def assert_equal(actual, state):
+    assert actual.keys() == state.keys()
     for name, array in state.items():
-        assert found[name].dtype == (np.float32 if array.dtype.kind == "f" else array.dtype)
-        np.testing.assert_array_equal(found[name], array)
+        assert actual[name].dtype == (np.float32 if array.dtype.kind == "f" else array.dtype)
+        np.testing.assert_array_equal(actual[name], array)
 
 
 @pytest.mark.parametrize("name", whole(STATE))
@@ -84,8 +84,8 @@ def test_tensors_may_be_permuted_and_share_a_storage(tmp_path):
         "b": tensor("0", (2, 1), (1, 99), 25, 27),  # the stride of a dimension of size 1 is irrelevant
     }
     data = np.arange(27, dtype=np.float32).tobytes()
-    found = read(tmp_path, "a.pth", zipped(value, {"0": data}))
-    assert_equal(found, {"a": channels_last, "b": np.float32([[25], [26]])})
+    actual = read(tmp_path, "a.pth", zipped(value, {"0": data}))
+    assert_equal(actual, {"a": channels_last, "b": np.float32([[25], [26]])})
 
 
 def test_state_dict_may_contain_parameters_and_attributes(tmp_path):
