@@ -1,5 +1,6 @@
 """Splits that are missing, have a wrong name or are inconsistent. test_readers.py tests valid splits."""
 
+import json
 import os
 import re
 import shlex
@@ -261,3 +262,16 @@ def test_lists_that_are_not_regular_files_are_rejected(root, tmp_path, name, kin
             listing.read_skip_list(path, root)
         else:
             readers.open_split(root, "filelist" if name == "val.txt" else "auto", Mode.EVAL, 3, 0)
+
+
+def test_counts_of_a_conversion_apply_only_to_its_format_and_splits(tmp_path):
+    manifest = {"complete": True, "format": "tfrecord", "splits": {"train": {"images": 5}}, "shards": {"train": 2}}
+    (tmp_path / "convert.json").write_text(json.dumps(manifest))
+    for mode, data_format, count in (
+        (Mode.TRAIN, "recordio", 7),
+        (Mode.EVAL, "tfrecord", 7),
+        (Mode.TRAIN, "tfrecord", 5),
+    ):
+        listing.check_count(tmp_path, mode, data_format, count)
+    with pytest.raises(UsageError, match=r"7 train images, .*5 .*convert\.json"):
+        listing.check_count(tmp_path, Mode.TRAIN, "tfrecord", 7)
