@@ -177,9 +177,7 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_sche
         model = build_model(args.model_arch_name, args.num_of_class, channels, args.data_layout)
         if not is_train:
             model.eval()
-        frozen = parts.freeze(model, args.freeze) if is_train and args.freeze else []
-        if is_train and args.bn_momentum is not None:
-            parts.set_bn_momentum(model, args.bn_momentum)
+        frozen = _set_up_layers(args, model) if is_train else []
         images, targets = feeds["data"], feeds
         if args.dali_output_fp16 and not (args.amp and args.amp_dtype == "float16"):
             images = images.astype("float32")  # Paddle's layers reject bfloat16, so AMP casts the images later
@@ -207,6 +205,13 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_sche
             with loss_head.scope():  # AMP must not change the precision of the metrics
                 host_metrics.add_copy(variable for variable, _ in fetchs.values())
     return fetchs, lr_scheduler, feeds, optimizer
+
+
+def _set_up_layers(args, model):
+    """Apply --bn-momentum and --freeze to a network, and return the frozen parameters."""
+    if args.bn_momentum is not None:
+        parts.set_bn_momentum(model, args.bn_momentum)
+    return parts.freeze(model, args.freeze) if args.freeze else []
 
 
 def _minimize(args, main_prog, startup_prog, model, loss, lr_scheduler, frozen):
