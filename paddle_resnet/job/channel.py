@@ -65,6 +65,12 @@ async def receive(reader):
     return message if message and isinstance(message, dict) else None
 
 
+def send(writer, message):
+    """Send a message, unless end() has been called for the connection."""
+    with contextlib.suppress(RuntimeError):  # asyncio raises RuntimeError after write_eof()
+        writer.write(encode(message))
+
+
 def end(writer):
     """Stop sending on a connection. The other end closes the connection after reading all messages."""
     with contextlib.suppress(OSError):

@@ -135,7 +135,7 @@ class Monitor:
 
     def _send(self, message):
         if self._to_coordinator:
-            self._to_coordinator.write(channel.encode(message))
+            channel.send(self._to_coordinator, message)
 
     async def _receive_from_rank(self, reader):
         while message := await channel.receive(reader):
@@ -216,7 +216,7 @@ class _Coordinator:
         self._has_connected.add(rank)
         self._writers[rank] = writer
         if self._end:
-            writer.write(channel.encode(self._end))
+            channel.send(writer, self._end)
         while message := await channel.receive(reader):
             self._receive(rank, message)
         if rank in self._seen:  # the rank has not sent "bye"
@@ -251,7 +251,7 @@ class _Coordinator:
 
     def _send(self, message):
         for writer in self._writers.values():
-            writer.write(channel.encode(message))
+            channel.send(writer, message)
 
 
 async def _until(condition):

@@ -63,6 +63,21 @@ def test_prime_is_safe():
     assert pow(2, channel._PRIME // 2, channel._PRIME) == 1
 
 
+def test_messages_after_end_are_dropped():
+    """A task may send its next message after a different task has ended the connection."""
+
+    async def scenario(address, received):
+        _, writer = await channel.connect(*address, "key 1", 1)
+        channel.send(writer, {"at": "home"})
+        channel.end(writer)
+        channel.send(writer, {"at": "late"})
+        while not received:
+            await asyncio.sleep(0.01)
+        return received
+
+    assert run(scenario) == [(1, {"at": "home"})]
+
+
 def test_message_of_rank_is_received():
     assert run(rank_is_served)
 
