@@ -174,7 +174,6 @@ OTHERS = ("training", "compilation")
 
 
 # test_train_py_stops_on_sigterm also covers a single signal during compilation and during training.
-@pytest.mark.soak
 @pytest.mark.parametrize("when", [*(pytest.param(when, marks=pytest.mark.soak) for when in OTHERS), "evaluation"])
 def test_three_sigterms_stop_run(runs, expected, when):
     text, options = WHEN[when]
@@ -237,7 +236,6 @@ def start_blocked(runs, step):
     return runs.start(*FLAGS, "--fault", f"0 {step} none", "--fault-after", path), path.touch
 
 
-@pytest.mark.soak
 def test_second_run_in_same_folder_is_rejected(runs, expected, photos):
     """The first run continues. A second run, with or without --resume, would delete or replace the checkpoints and the
     report of the first run."""
