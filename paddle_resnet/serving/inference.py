@@ -427,8 +427,8 @@ def is_export(path):
 
 
 def open_checkpoint(path, device, model_arch_name=None, precision=None, sizes=(32,), tta="none", engine="fastest"):
-    """Open a checkpoint as a Model with the engine that was fastest in benchmarks: on a GPU, captured steps with custom
-    kernels; on a CPU, onnxruntime if it is installed.
+    """Open a checkpoint as a Model. On a GPU, it runs in captured steps with custom kernels. On a CPU, it runs in
+    onnxruntime, if it is installed, because that was faster than the Executor in every measurement.
 
     Args:
         path: folder of a checkpoint or a run.
@@ -437,13 +437,15 @@ def open_checkpoint(path, device, model_arch_name=None, precision=None, sizes=(3
     Raises:
         UsageError: see open_model.
     """
-    precision = resolve_precision(precision, device)
+    requested, precision = precision, resolve_precision(precision, device)
     if device == "gpu":
         try:
             network = load_fast(path, precision, device, model_arch_name, tta)
         except native.Unavailable as e:
-            if precision != "float32":
-                _warn(f"--precision float32: custom kernels are unavailable ({e})")
+            problem = f"custom kernels are unavailable ({e})"
+            if requested not in (None, "float32"):
+                raise UsageError(f"--precision {requested}: {problem}; fix that, or use --precision float32") from e
+            _warn(f"--precision float32: {problem}, so the network runs with Paddle's slower kernels")
         else:
             steps = Steps(network, sizes)
             return Model("captured step", network.description, lambda images: [steps(images)], precision, steps)

@@ -2,8 +2,10 @@ import numpy as np
 import pytest
 
 from paddle_resnet import predict
+from paddle_resnet.native import build as native
 from paddle_resnet.serving import inference, preprocessing
 from paddle_resnet.serving.fixed_sizes import Steps
+from utils.errors import UsageError
 
 
 @pytest.fixture
@@ -35,6 +37,21 @@ def test_preprocessing_module_returns_input_of_network(checkpoint, photo_paths):
     assert image.dtype == np.float32 and image.shape == (1, 32, 32, 3)
     expected = reference.run(preprocessing.model_input(photo_paths[0], reference.description))
     np.testing.assert_allclose(model.run(image), expected, atol=1e-5)
+
+
+def test_missing_kernels_never_change_an_explicit_precision(checkpoint, monkeypatch, capsys):
+    def unavailable(*arguments):
+        raise native.Unavailable("no compiler")
+
+    reference = inference.load_checkpoint(checkpoint)
+    monkeypatch.setattr(inference, "resolve_precision", lambda precision, device: precision or "float16")
+    monkeypatch.setattr(inference, "load_fast", unavailable)
+    monkeypatch.setattr(inference, "load_checkpoint", lambda *arguments, **options: reference)
+    with pytest.raises(UsageError, match=r"--precision bfloat16: custom kernels are unavailable \(no compiler\); fix"):
+        inference.open_checkpoint(checkpoint, "gpu", precision="bfloat16")
+    model = inference.open_checkpoint(checkpoint, "gpu")
+    assert (model.engine, model.precision) == ("Executor", "float32")
+    assert "warning: --precision float32: custom kernels are unavailable (no compiler)" in capsys.readouterr().err
 
 
 def test_batches_of_any_size_are_padded_or_split(checkpoint):
