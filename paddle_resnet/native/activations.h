@@ -42,7 +42,21 @@ struct silu {
   static ON_BOTH float gradient(float g, float v) { return g * sigmoid(v) * (1.f + v * (1.f - sigmoid(v))); }
 };
 
+// v tanh(log(1 + e^v)): Misra, arXiv:1908.08681. With n = (1 + e^v)^2 - 1, the tanh is n / (n + 2). The limit prevents
+// overflow; above it, the tanh is 1 in float32.
+struct mish {
+  static ON_BOTH float limited(float v) { return v > 20.f ? 20.f : v; }
+  static ON_BOTH float value(float v) {
+    const float e = expf(limited(v)), n = e * (e + 2.f);
+    return v * (n / (n + 2.f));
+  }
+  static ON_BOTH float gradient(float g, float v) {
+    const float x = limited(v), e = expf(x), n = e * (e + 2.f), d = 1.f / (n + 2.f);
+    return g * (n * d + x * (4.f * e * (1.f + e)) * d * d);
+  }
+};
+
 }  // namespace activation
 
 // Calls DO for each activation. Kernel names contain the name of the activation as a suffix.
-#define FOR_EACH_ACTIVATION(DO) DO(relu) DO(relu6) DO(hard_swish) DO(silu)
+#define FOR_EACH_ACTIVATION(DO) DO(relu) DO(relu6) DO(hard_swish) DO(silu) DO(mish)

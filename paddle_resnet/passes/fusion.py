@@ -30,6 +30,7 @@ ACTIVATIONS = {
     "hard_swish": ({"threshold": 6.0, "scale": 6.0, "offset": 3.0}, "hard_swish"),
     "silu": ({}, "silu"),
     "swish": ({"beta": 1.0}, "silu"),
+    "mish": ({"threshold": 20.0}, "mish"),
 }
 
 # The operators after a BN that are fused with it: none, an activation, or an addition and a ReLU. The fields are these

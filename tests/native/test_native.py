@@ -157,6 +157,11 @@ ACTIVATIONS = {
         [-3, 3],
     ),
     "silu": (lambda v: v / (1 + np.exp(-v)), lambda v: (1 + np.exp(-v) + v * np.exp(-v)) / (1 + np.exp(-v)) ** 2, []),
+    "mish": (
+        lambda v: v * np.tanh(np.logaddexp(0, v)),
+        lambda v: np.tanh(np.logaddexp(0, v)) + v / np.cosh(np.logaddexp(0, v)) ** 2 / (1 + np.exp(-v)),
+        [],
+    ),
 }
 
 

@@ -259,6 +259,8 @@ UNUSUAL = {
     "ReLU6": (lambda x: F.relu6(9 * bn()(conv(x))) + F.relu6(bn()(conv(x))), 2),
     "hard-swish": (lambda x: F.hardswish(bn()(conv(x))), 1),
     "SiLU": (lambda x: F.silu(bn()(conv(x))), 1),
+    "Mish": (lambda x: F.mish(bn()(conv(x))), 1),
+    "Mish after an addition": (lambda x: F.mish(bn()(conv(x)) + x), 1),
     "activation without a kernel": (lambda x: F.leaky_relu(bn()(conv(x))), 1),
     "addend of one pixel": (lambda x: F.relu(bn()(conv(x)) + paddle.mean(conv(x), axis=[1, 2], keepdim=True)), 1),
     "depthwise 3x3": (lambda x: depthwise(conv(x), 3), 1),
