@@ -14,6 +14,7 @@ from paddle_resnet.data import listing
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.machine import gpus, memory
 from paddle_resnet.models import registered
+from paddle_resnet.optimizers.table import OPTIMIZERS
 from paddle_resnet.settings import inheritance
 from utils import logger
 from utils.errors import UsageError
@@ -31,9 +32,6 @@ LENGTHS = {
     (False, True): (200_000, 30, 100),
     (False, False): (30_000, 10, 60),
 }
-# Learning rates for 64 images per step: {--optimizer: (fine-tuning, from scratch)}. The rates of Momentum and Nesterov
-# scale with the number of images per step, the other rates with its square root.
-RATES = {"Momentum": (0.01, 0.05), "Nesterov": (0.01, 0.05), "AdamW": (1e-3, 1e-3), "LAMB": (5e-3, 5e-3)}
 
 
 @dataclass(frozen=True)
@@ -208,13 +206,13 @@ def _choose_training(settings, facts, is_fine_tuned):
         # The statistics of the pretrained network must fade within the run. EfficientNet-Lite's momentum of 0.99 keeps
         # half of them after 70 steps.
         _set(settings, kind, bn_momentum=0.9)
-    is_sgd = settings.optimizer in ("Momentum", "Nesterov")
-    if is_sgd:
+    rule = OPTIMIZERS[settings.optimizer]
+    if "momentum" in rule.flags:
         _set(settings, f"--optimizer {settings.optimizer}", momentum=0.9)
-    _set(settings, f"--optimizer {settings.optimizer}", weight_decay=5e-4 if is_sgd else 0.01)
+    _set(settings, f"--optimizer {settings.optimizer}", weight_decay=0.01 if rule.is_adaptive else 5e-4)
     factor = facts.processes * settings.accumulate_steps  # training multiplies --lr by this factor
     ratio = settings.batch_size * factor / 64
-    rate = RATES[settings.optimizer][not is_fine_tuned] * (ratio if is_sgd else math.sqrt(ratio))
+    rate = rule.rates[not is_fine_tuned] * (math.sqrt(ratio) if rule.is_adaptive else ratio)
     reason = f"{kind} with {settings.optimizer}, {settings.batch_size * factor} images per step"
     _set(settings, reason, lr=float(f"{rate / factor:.3g}"))
 

@@ -1,17 +1,13 @@
-"""Table of the optimizers for --optimizer. An entry contains a function that builds Paddle's optimizer, and the custom
-operator that updates the parameters.
+"""Table of the optimizers for --optimizer. An entry contains a function that builds Paddle's optimizer, the custom
+operator that updates the parameters, and the properties from which flags, warnings and --choose-recipe follow.
 
-To add an optimizer, add an entry to OPTIMIZERS, its name and flags to settings/declarations.py, an operator to
-native/update.h, and a test of its formula to tests/native/test_native.py.
+To add an optimizer, add an entry to OPTIMIZERS, an operator to native/update.h, and a test of its formula to
+tests/native/test_native.py. Importing this module does not import Paddle, because the flags are declared from it.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-
-import paddle
-from paddle import static
-from paddle.regularizer import L2Decay
 
 
 @dataclass(frozen=True)
@@ -21,7 +17,11 @@ class Rule:
     Attributes:
         build: function that returns Paddle's optimizer for the current program. The arguments of build are the
             settings, the learning rate (Schedule), and the set of names of parameters with weight decay.
-        decays_biases: whether weight decay applies to biases.
+        flags: settings that only some optimizers use, and that `build` reads.
+        is_adaptive: whether the size of a step hardly depends on the size of the gradients. Weight decay then does not
+            apply to biases, learning rates are low, and --choose-recipe scales them with the square root of the number
+            of images per step instead of that number.
+        rates: learning rates that --choose-recipe uses for 64 images per step: (fine-tuning, from scratch).
         op: type of Paddle's operator that updates a parameter.
         native: name of the custom operator that updates all parameters. The operator with the suffix "_masters" updates
             float32 master weights and their half-precision copies.
@@ -34,7 +34,9 @@ class Rule:
     """
 
     build: Callable
-    decays_biases: bool
+    flags: tuple
+    is_adaptive: bool
+    rates: tuple
     op: str
     native: str
     state: dict
@@ -43,6 +45,10 @@ class Rule:
 
 
 def _momentum(args, rate, decayed, nesterov):
+    import paddle
+    from paddle import static
+    from paddle.regularizer import L2Decay
+
     for parameter in static.default_main_program().all_parameters():
         if parameter.name not in decayed:
             parameter.regularizer = L2Decay(0.0)  # overrides the optimizer's regularizer
@@ -54,7 +60,9 @@ def _momentum(args, rate, decayed, nesterov):
 def _momentum_rule(nesterov):
     return Rule(
         build=partial(_momentum, nesterov=nesterov),
-        decays_biases=True,
+        flags=("momentum",),
+        is_adaptive=False,
+        rates=(0.01, 0.05),
         op="momentum",
         native="native_momentum",
         state={"Velocities": "Velocity"},
@@ -63,11 +71,14 @@ def _momentum_rule(nesterov):
     )
 
 
+_ADAM_FLAGS = ("beta1", "beta2", "opt_epsilon")
 _ADAM_STATE = {"Moments1": "Moment1", "Moments2": "Moment2", "Powers1": "Beta1Pow", "Powers2": "Beta2Pow"}
 _ADAM_ATTRS = {"beta1": "beta1", "beta2": "beta2", "epsilon": "epsilon"}
 
 
 def _adamw(args, rate, decayed):
+    import paddle
+
     return paddle.optimizer.AdamW(
         rate,
         args.beta1,
@@ -79,6 +90,8 @@ def _adamw(args, rate, decayed):
 
 
 def _lamb(args, rate, decayed):
+    import paddle
+
     return paddle.optimizer.Lamb(
         rate,
         args.weight_decay,
@@ -94,7 +107,9 @@ OPTIMIZERS = {
     "Nesterov": _momentum_rule(nesterov=True),
     "AdamW": Rule(
         build=_adamw,
-        decays_biases=False,
+        flags=_ADAM_FLAGS,
+        is_adaptive=True,
+        rates=(1e-3, 1e-3),
         op="adamw",
         native="native_adamw",
         state=_ADAM_STATE,
@@ -103,7 +118,9 @@ OPTIMIZERS = {
     ),
     "LAMB": Rule(
         build=_lamb,
-        decays_biases=False,
+        flags=_ADAM_FLAGS,
+        is_adaptive=True,
+        rates=(5e-3, 5e-3),
         op="lamb",
         native="native_lamb",
         state=_ADAM_STATE,
@@ -123,6 +140,8 @@ def build_optimizer(args, lr_scheduler):
         args: settings for the optimizer and weight decay.
         lr_scheduler: schedules.Schedule.
     """
+    from paddle import static
+
     rule, program = OPTIMIZERS[args.optimizer], static.default_main_program()
     layers = [op for op in program.global_block().ops if op.type == "batch_norm"]
     scales_and_shifts = {name for op in layers for kind in ("Scale", "Bias") for name in op.input(kind)}
@@ -131,7 +150,7 @@ def build_optimizer(args, lr_scheduler):
         if parameter.name in scales_and_shifts:
             has_decay = args.bn_weight_decay
         else:
-            has_decay = rule.decays_biases or len(parameter.shape) > 1
+            has_decay = not rule.is_adaptive or len(parameter.shape) > 1
         if has_decay:
             decayed.add(parameter.name)
     return rule.build(args, lr_scheduler, decayed)

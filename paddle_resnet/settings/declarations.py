@@ -11,6 +11,7 @@ from collections import namedtuple
 from functools import partial
 
 from paddle_resnet.models import MODELS, parts
+from paddle_resnet.optimizers.table import OPTIMIZERS
 from paddle_resnet.settings import stages
 from utils import numbers
 from utils.errors import UsageError
@@ -51,6 +52,12 @@ def _switch(default=False):
     """Return the argparse options of a boolean flag: `--flag` alone means true, `--flag false` overrides the
     configuration file."""
     return {"nargs": "?", "const": True, "default": default, "type": _truth, "metavar": "{true,false}"}
+
+
+def _of_optimizers(flag, text):
+    """Return the argparse options of a flag that only some optimizers use."""
+    users = tuple(name for name, rule in OPTIMIZERS.items() if flag in rule.flags)
+    return {"help": f"{text} ({', '.join(users)})", "used_by": ("optimizer", users)}
 
 
 def _build_parser():
@@ -366,42 +373,39 @@ def _training(add):
     add(
         "--optimizer",
         default="Momentum",
-        choices=["Momentum", "Nesterov", "AdamW", "LAMB"],
+        choices=list(OPTIMIZERS),
         help="update rule; see docs/training.md for the formulas",
     )
     add(
         "--momentum",
         type=numbers.ratio,
         default=0.875,
-        help="weight of the previous velocity (Momentum, Nesterov)",
-        used_by=("optimizer", ("Momentum", "Nesterov")),
+        **_of_optimizers("momentum", "weight of the previous velocity"),
     )
     add(
         "--beta1",
         type=_below_one,
         default=0.9,
-        help="weight of the previous first moment (AdamW, LAMB)",
-        used_by=("optimizer", ("AdamW", "LAMB")),
+        **_of_optimizers("beta1", "weight of the previous first moment"),
     )
     add(
         "--beta2",
         type=_below_one,
         default=0.999,
-        help="weight of the previous second moment (AdamW, LAMB)",
-        used_by=("optimizer", ("AdamW", "LAMB")),
+        **_of_optimizers("beta2", "weight of the previous second moment"),
     )
     add(
         "--opt-epsilon",
         type=_epsilon,
         default=1e-8,
-        help="term added to the square root of the second moment (AdamW, LAMB)",
-        used_by=("optimizer", ("AdamW", "LAMB")),
+        **_of_optimizers("opt_epsilon", "term added to the square root of the second moment"),
     )
+    adaptive = [name for name, rule in OPTIMIZERS.items() if rule.is_adaptive]
     add(
         "--weight-decay",
         type=_not_negative_number,
         default=3.0517578125e-05,
-        help="coefficient of L2 weight decay; decoupled from the gradient with AdamW and LAMB",
+        help=f"coefficient of L2 weight decay, decoupled from the gradient with {', '.join(adaptive)}",
     )
     add(
         "--clip-grad-norm",

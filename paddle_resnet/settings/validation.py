@@ -1,6 +1,7 @@
 """Check flags for invalid values and for conflicts."""
 
 from paddle_resnet.models import RESIZE_RATIO
+from paddle_resnet.optimizers.table import OPTIMIZERS
 from paddle_resnet.settings import stages
 from paddle_resnet.settings.declarations import DEFAULTS, FLAGS
 from paddle_resnet.settings.values import flag, text
@@ -59,7 +60,7 @@ def warnings(settings):
         yield "--freeze: frozen layers would keep random initial weights; add --from-pretrained-params"
     if settings.class_weights != "none" and settings.balanced_sampling and trains:
         yield "--class-weights balanced: --balanced-sampling already balances the classes; remove one of them"
-    if settings.optimizer in FLAGS["beta1"].used_by[1] and settings.lr > 0.03:
+    if OPTIMIZERS[settings.optimizer].is_adaptive and settings.lr > 0.03:
         yield f"--lr {settings.lr:g}: high for --optimizer {settings.optimizer}; use a lower rate, such as 0.001"
     if settings.device == "cpu" and settings.data_layout == "NHWC":
         yield "--data-layout NHWC: several times slower than NCHW on a CPU; use NCHW"
