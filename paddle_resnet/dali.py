@@ -2,10 +2,12 @@
 
 import base64
 import functools
+import math
 
 import numpy as np
 import nvidia.dali
 from nvidia.dali import fn, pipeline_def, types
+from nvidia.dali import math as dali_math
 
 from paddle_resnet import resolution
 from paddle_resnet.data import listing, readers
@@ -207,7 +209,7 @@ def _usable(args, state, conditions, steps):
     if state is None:
         return None, False
     # Older checkpoints lack the conditions in `older`.
-    older = {"--cpu-decoder-load": 0.0, "--balanced-sampling": False}
+    older = {"--cpu-decoder-load": 0.0, "--balanced-sampling": False, "--hue-degrees": 0.0, "--random-erasing": 0.0}
     older |= {"--interp": FLAGS["interp"].before, LIST: conditions.get(LIST)}
     before = older | state["conditions"]
     changes = {
@@ -259,8 +261,8 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=
     Args:
         args: flags.
         data_set: readers.DataSet.
-        mode: determines the augmentation. Mode.TRAIN: random resized crop, color jitter, rotation, horizontal flip, PCA
-            lighting noise. Mode.EVAL: resize of the shorter side to --resize-short, center crop.
+        mode: determines the augmentation. Mode.TRAIN: random resized crop, color jitter, rotation, random erasing,
+            horizontal flip, PCA lighting noise. Mode.EVAL: resize of the shorter side to --resize-short, center crop.
         shard_id: index of the shard, from 0.
         num_shards: number of shards.
         checkpoint: DALI checkpoint (bytes) from which a training pipeline resumes, or None.
@@ -309,13 +311,15 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
     if mode is Mode.TRAIN:
         # DALI assigns seeds in the order of the random operators in the graph. The optional augmentations have explicit
         # seeds, so that they do not change the random numbers of crop and flip.
-        seeds = np.random.SeedSequence([args.dali_random_seed, shard_id]).generate_state(6).tolist()
+        seeds = np.random.SeedSequence([args.dali_random_seed, shard_id]).generate_state(8).tolist()
         images = _random_resized_crop(args, encoded, decoder, resize, seeds[5])
         mirror = fn.random.coin_flip(probability=0.5)
-        if args.color_jitter:
-            images = _jitter(images, args.color_jitter, seeds[:3])
+        if args.color_jitter or args.hue_degrees:
+            images = _jitter(images, args.color_jitter, args.hue_degrees, [*seeds[:3], seeds[6]])
         if args.rotate_degrees:
             images = _rotate(images, args.rotate_degrees, seeds[3])
+        if args.random_erasing:
+            images = _erase(images, args.random_erasing, args.image_shape[1:], mean, seeds[7])
         if args.lighting:
             mean = types.Constant(np.float32(mean)) - _lighting(args.lighting, seeds[4])
     else:
@@ -369,13 +373,17 @@ def _random_resized_crop(args, encoded, decoder, resize, seed):
     return images
 
 
-def _jitter(images, strength, seeds):
-    """Scale saturation, contrast (around the level 128) and brightness, in this order, each by a random factor from
-    [max(0, 1 - strength), 1 + strength]. Values are rounded only once, at the end.
+def _jitter(images, strength, degrees, seeds):
+    """Rotate the hue by a random angle from [-degrees, degrees], and scale saturation, contrast (around the level 128)
+    and brightness, in this order, each by a random factor from [max(0, 1 - strength), 1 + strength]. Values are rounded
+    only once, at the end.
     """
-    factors = (fn.random.uniform(range=[max(0, 1 - strength), 1 + strength], seed=seed) for seed in seeds)
-    brightness, contrast, saturation = factors
-    return fn.color_twist(images, brightness=brightness, contrast=contrast, saturation=saturation)
+    factors = [max(0, 1 - strength), 1 + strength] if strength else None
+    ranges = {"brightness": factors, "contrast": factors, "saturation": factors}
+    ranges["hue"] = [-degrees, degrees] if degrees else None
+    seeded = zip(ranges.items(), seeds, strict=True)
+    changes = {name: fn.random.uniform(range=values, seed=seed) for (name, values), seed in seeded if values}
+    return fn.color_twist(images, **changes)
 
 
 def _rotate(images, degrees, seed):
@@ -383,6 +391,26 @@ def _rotate(images, degrees, seed):
     uncovered corners are black."""
     angle = fn.random.uniform(range=[-degrees, degrees], seed=seed)
     return fn.rotate(images, angle=angle, keep_size=True, fill_value=0, interp_type=types.INTERP_LINEAR)
+
+
+def _erase(images, probability, shape, mean, seed):
+    """Fill a random rectangle of an image with the mean color, rounded to 8 bits, so that it is almost 0 after
+    normalization. Area (2% to a third of the image) and aspect ratio (0.3 to 1/0.3, uniform on a logarithmic scale)
+    are the defaults of timm. A rectangle that would be longer than the image is cut off.
+    (Zhong et al., "Random Erasing Data Augmentation", arXiv:1708.04896)
+    """
+    height, width = shape
+    random = fn.random.uniform(range=[0, 1], shape=[5], seed=seed)
+    side = dali_math.sqrt((1 / 50 + random[0] * (1 / 3 - 1 / 50)) * (height * width))
+    stretch = dali_math.exp((random[1] - 0.5) * math.log(1 / 0.3))  # square root of the aspect ratio
+    size = fn.stack(dali_math.min(side * stretch, height), dali_math.min(side / stretch, width))
+    size = dali_math.floor(size + 0.5)
+    return fn.erase(
+        images,
+        anchor=random[3:5] * (types.Constant(np.float32(shape)) - size + 1),  # DALI rounds down
+        shape=size * (random[2] < probability),
+        fill_value=np.clip(np.round(mean), 0, 255).tolist(),
+    )
 
 
 def _lighting(std, seed):

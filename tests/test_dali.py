@@ -84,6 +84,8 @@ def test_loader_resumes_with_next_batch(parse, photos, shard, rank, done):
         (["--color-jitter", "0.4"], "--color-jitter is 0.4 and was 0.0"),
         (["--lighting", "0.1"], "--lighting is 0.1 and was 0.0"),
         (["--rotate-degrees", "10"], "--rotate-degrees is 10.0 and was 0.0"),
+        (["--hue-degrees", "10"], "--hue-degrees is 10.0 and was 0.0"),
+        (["--random-erasing", "0.2"], "--random-erasing is 0.2 and was 0.0"),
         (["--interp", "cubic"], "--interp is cubic and was linear"),
         (["--rand-crop-ratio", "1,1"], "--rand-crop-ratio is [1.0, 1.0] and was "),
         (["--normalize-scale", "1/256"], "--normalize-scale is 0.00390625 and was "),
@@ -109,11 +111,12 @@ def test_cpu_decoder_load_below_half_an_image_is_an_error(parse, photos):
     dali.build_dataloader(args, Mode.EVAL)
 
 
-def test_loader_resumes_from_checkpoint_without_newer_flag(parse, photos, capsys):
+@pytest.mark.parametrize("flag", ["--cpu-decoder-load", "--hue-degrees", "--random-erasing"])
+def test_loader_resumes_from_checkpoint_without_newer_flag(parse, photos, capsys, flag):
     loader = dali.build_dataloader(parse("--image-root", photos), Mode.TRAIN)
     take(loader, 2)
     state = loader.state()
-    del state["conditions"]["--cpu-decoder-load"]
+    del state["conditions"][flag]
     assert dali.build_dataloader(parse("--image-root", photos), Mode.TRAIN, state).step == 2
     assert capsys.readouterr().err == ""
 
@@ -492,6 +495,7 @@ def test_default_augmentation_matches_plain_dali_operators(parse, photos):
 
 
 AUGMENTATION = ["--color-jitter", "0.4", "--lighting", "0.1", "--rotate-degrees", "15", "--interp", "triangular"]
+AUGMENTATION = ["--hue-degrees", "20", "--random-erasing", "0.5", *AUGMENTATION]
 
 
 def test_augmentation_depends_on_seed_and_is_not_applied_in_evaluation(parse, photos):
@@ -505,12 +509,24 @@ def test_augmentation_depends_on_seed_and_is_not_applied_in_evaluation(parse, ph
     assert np.array_equal(images(1, Mode.EVAL, AUGMENTATION[:-2]), images(2, Mode.EVAL, []))
 
 
+def test_loader_with_all_augmentation_resumes_with_next_batch(parse, photos):
+    args = parse("--image-root", photos, "--batch-size", "3", *AUGMENTATION)
+    loader = dali.build_dataloader(args, Mode.TRAIN)
+    take(loader, 4)
+    state = json.loads(json.dumps(loader.state()))
+    resumed = take(dali.build_dataloader(args, Mode.TRAIN, state), 12)
+    for (images, _), (expected, _) in zip(resumed, take(loader, 12), strict=True):
+        np.testing.assert_array_equal(images, expected)
+
+
 @pytest.mark.parametrize(
-    "flags", [[], ["--color-jitter", "0.4"], ["--lighting", "0.1"]], ids=["crop", "jitter", "lighting"]
+    "flags",
+    [[], ["--color-jitter", "0.4"], ["--hue-degrees", "90"], ["--lighting", "0.1"], ["--random-erasing", "1"]],
+    ids=["crop", "jitter", "hue", "lighting", "erasing"],
 )
 def test_ranks_draw_different_random_numbers(parse, copies, shard, flags):
-    """For jitter and lighting, the images are uniform, so that crops and flips have no effect."""
-    root = copies(np.full((40, 40, 3), 100) if flags else random_image(40), 16)
+    """For all except crops, the images are uniform, so that crops and flips have no effect."""
+    root = copies(np.full((40, 40, 3), (90, 100, 110)) if flags else random_image(40), 16)
     images = []
     for rank in (0, 1):
         shard(rank, 2)
@@ -549,6 +565,45 @@ def test_color_jitter_scales_saturation_contrast_and_brightness(without_flips):
     np.testing.assert_allclose(factors.mean(axis=0), 1, atol=4 * 0.3 / np.sqrt(3 * len(images)))
     np.testing.assert_allclose(factors.std(axis=0), 0.3 / np.sqrt(3), rtol=0.3)
     assert np.abs(np.corrcoef(factors.T) - np.eye(3)).max() < 0.5
+
+
+def test_hue_rotation_preserves_luma_and_saturation(parse, copies):
+    pixels = np.full((32, 32, 3), (140, 100, 120))
+    root = copies(pixels)
+    chroma = np.array([[0.596, -0.275, -0.321], [0.212, -0.523, 0.311]])  # I and Q of YIQ
+    images = np.concatenate(epoch(load(parse, root, Mode.TRAIN, *RAW, "--hue-degrees", "60"))[0])[:, 0, 0]
+    np.testing.assert_allclose(images @ LUMA, pixels[0, 0] @ LUMA, atol=1)
+    (i, q), before = chroma @ images.T, complex(*(chroma @ pixels[0, 0]))
+    angles = np.rad2deg(np.angle((i + 1j * q) / before))
+    np.testing.assert_allclose(np.hypot(i, q), abs(before), atol=1.5)
+    assert -63 < angles.min() < -45 and 45 < angles.max() < 63
+    assert np.std(angles) == pytest.approx(60 / np.sqrt(3), rel=0.25)
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (24, 40)])
+def test_random_erasing_fills_rectangles_with_mean_color(parse, copies, shape):
+    root = copies(np.full((40, 40, 3), 250), 256)
+    flags = ["--image-shape", "4,{},{}".format(*shape), "--crop-size", min(shape), "--random-erasing", "0.7"]
+    images = np.concatenate(epoch(load(parse, root, Mode.TRAIN, *flags))[0])
+    white = images[:, :3].max(axis=(2, 3), keepdims=True)
+    boxes = []
+    for image, unchanged in zip(images[:, :3], white, strict=True):
+        erased = (image != unchanged).all(axis=0)
+        rows, columns = (np.flatnonzero(erased.any(axis=axis)) for axis in (1, 0))
+        assert np.abs(image[:, erased]).max(initial=0) < 0.5 / 255 / 0.224
+        if erased.any():
+            assert erased[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1].all()
+            boxes.append((rows[0], columns[0], len(rows), len(columns)))
+    assert 0.6 < len(boxes) / len(images) < 0.8
+    top, left, height, width = np.transpose(boxes)
+    area, ratio = height * width / np.prod(shape), height / width
+    for actual, low, high in ((area, 0.02, 1 / 3), (np.log(ratio), np.log(0.3), -np.log(0.3))):
+        margin = 0.1 * (high - low)
+        assert low - margin < actual.min() < low + margin and high - margin < actual.max() < high + margin
+        assert actual.mean() == pytest.approx((low + high) / 2, abs=margin)
+    for start, size, side in ((top, height, shape[0]), (left, width, shape[1])):
+        assert start.min() == 0 and (start + size).max() == side
+    assert not images[:, 3].any()
 
 
 def rotated(pixels, degrees):

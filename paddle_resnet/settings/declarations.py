@@ -277,6 +277,14 @@ def _batches(add):
         batches=True,
     )
     add(
+        "--hue-degrees",
+        type=_not_negative_number,
+        default=0.0,
+        metavar="D",
+        help="maximum angle of random hue rotations in either direction, in degrees",
+        batches=True,
+    )
+    add(
         "--lighting",
         type=_not_negative_number,
         default=0.0,
@@ -290,6 +298,14 @@ def _batches(add):
         default=0.0,
         metavar="D",
         help="maximum angle of random rotations in either direction, in degrees",
+        batches=True,
+    )
+    add(
+        "--random-erasing",
+        type=numbers.ratio,
+        default=0.0,
+        metavar="P",
+        help="probability of filling a random rectangle of an image (2%% to a third of its area) with the mean color",
         batches=True,
     )
 

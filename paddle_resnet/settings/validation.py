@@ -21,7 +21,7 @@ AUGMENTATION_RANGES = {
 }
 
 # Smaller values except 0 make DALI fail, because the range of its random numbers would be empty in float32.
-LEAST_AUGMENTATION = {"color_jitter": 1e-6, "rotate_degrees": 1e-6}
+LEAST_AUGMENTATION = {"color_jitter": 1e-6, "hue_degrees": 1e-6, "rotate_degrees": 1e-6}
 
 
 def check(settings):
@@ -159,8 +159,9 @@ def _conflicts_of_augmentation(settings):
             yield from _out_of_range(settings, name)
     for name in [name for name in AUGMENTATION_RANGES if name not in counts]:
         yield from _out_of_range(settings, name)
-    if settings.rotate_degrees > 180:
-        yield f"--rotate-degrees {settings.rotate_degrees:g}: exceeds half a turn; use 180 or less"
+    for name in ("rotate_degrees", "hue_degrees"):
+        if getattr(settings, name) > 180:
+            yield f"{flag(name)} {getattr(settings, name):g}: exceeds half a turn; use 180 or less"
     for name, least in LEAST_AUGMENTATION.items():
         if 0 < getattr(settings, name) < least:
             yield f"{flag(name)} {getattr(settings, name):g}: too small; use 0, or {least:g} or more"
