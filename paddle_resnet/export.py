@@ -66,7 +66,7 @@ def export(
     which runs standalone).
 
     Args:
-        checkpoint: see inference.load_checkpoint.
+        checkpoint: see networks.load_checkpoint.
         output: folder to create. The folder appears only when all its files are complete.
         onnx: also write model.onnx, and compare it with the checkpoint on random images.
         verify: folder of a data set, or None. On the validation images of this data set, the results of all exported
@@ -75,7 +75,7 @@ def export(
             normalized float32 [N, 3, H, W]. The output is float32 probabilities [N, classes]. The layout of the network
             is always NCHW, regardless of the layout in training.
         triton: also write triton/, a model repository for Triton.
-        model_arch_name: see inference.load_checkpoint.
+        model_arch_name: see networks.load_checkpoint.
         int8: engine for which model.onnx is quantized, "onnxruntime" or "tensorrt"; implies onnx. If None, model.onnx
             is float32, unless the checkpoint was trained with --qat: then model.onnx is quantized for onnxruntime.
         calibration: Calibration for int8, or None for a checkpoint trained with --qat.
@@ -103,14 +103,14 @@ def export(
         from paddle_resnet.machine import compat
 
         compat.check_version()
-        from paddle_resnet.serving import inference, onnx_writer
+        from paddle_resnet.serving import networks, onnx_writer
 
-    checkpoint = inference.resolve(checkpoint)
+    checkpoint = networks.resolve(checkpoint)
     # If the folder contains no parameters, `read` is empty and load_checkpoint raises an error.
     read = [("CHECKPOINT", path.parent) for path in Path(checkpoint).glob("*.pdparams")]
     read += [("the data set", root) for root in (verify, calibration and calibration.image_root) if root]
     outputs.claim(folders={"OUT": output}, protected=read)
-    network = inference.load_checkpoint(checkpoint, uint8=uint8, model_arch_name=model_arch_name)
+    network = networks.load_checkpoint(checkpoint, uint8=uint8, model_arch_name=model_arch_name)
     if onnx and network.args.qat:
         int8 = int8 or "onnxruntime"
     if int8 and network.args.qat and calibration:
@@ -127,12 +127,12 @@ def export(
             description = network.description | {"files": _write_paddle(network, partial)}
             _write_texts(description, partial)
             if int8:
-                folded = inference.load_checkpoint(checkpoint, "cpu", uint8, model_arch_name, fold=True)
+                folded = networks.load_checkpoint(checkpoint, "cpu", uint8, model_arch_name, fold=True)
                 _write_int8(folded, partial, int8, calibration)
             elif onnx:
                 _write_onnx(network, partial)
             if verify is not None:
-                float32 = inference.load_checkpoint(checkpoint, model_arch_name=model_arch_name)
+                float32 = networks.load_checkpoint(checkpoint, model_arch_name=model_arch_name)
                 _verify(float32, partial, verify, int8 is not None)
             if triton:
                 _write_triton(network.description, partial)

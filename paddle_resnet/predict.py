@@ -39,7 +39,7 @@ def predict(model, paths, batch_size=32, device="cpu", threads=4, read=None):
     Images are decoded, resized and normalized as in an evaluation (dali.py, Mode.EVAL).
 
     Args:
-        model: inference.Model.
+        model: serving.model.Model.
         paths: image files.
         batch_size: images per batch.
         device: device on which DALI decodes, "cpu" or "gpu".
@@ -258,9 +258,9 @@ def top(probabilities, classes):
 
 
 def benchmark(models, batch_sizes, device):
-    """Measure each inference.Model of an iterable on random images in host memory, including the copies from and to
-    host memory. Yield {"engine", "precision", "batch", "ips" (images/s), "latency_{mean,p50,p90,p95,p99}_ms",
-    "memory_mib" (peak memory of the engine so far, see memory.Peak)} for each model and batch size.
+    """Measure each Model of an iterable on random images in host memory, including the copies from and to host memory.
+    Yield {"engine", "precision", "batch", "ips" (images/s), "latency_{mean,p50,p90,p95,p99}_ms", "memory_mib" (peak
+    memory of the engine so far, see memory.Peak)} for each model and batch size.
 
     Args:
         models: iterable that opens each model when it is requested.
@@ -292,11 +292,11 @@ def benchmark(models, batch_sizes, device):
 
 
 def engines(path, device, model_arch_name=None, precision=None, sizes=(32,)):
-    """Yield an inference.Model for each engine that can run the model. Each model is opened when it is requested. A
-    checkpoint is first exported to a temporary folder. If onnx or onnxruntime is missing or broken, a warning is logged
-    and onnxruntime is omitted. For the arguments, see inference.open_model."""
+    """Yield a Model for each engine that can run the model. Each model is opened when it is requested. A checkpoint is
+    first exported to a temporary folder. If onnx or onnxruntime is missing or broken, a warning is logged and
+    onnxruntime is omitted. For the arguments, see inference.open_model."""
     from paddle_resnet import export
-    from paddle_resnet.serving import inference
+    from paddle_resnet.serving import inference, networks
 
     folder = Path(path)
     onnx_file = folder / f"{inference.NAME}.onnx"
@@ -313,7 +313,7 @@ def engines(path, device, model_arch_name=None, precision=None, sizes=(32,)):
             for each in dict.fromkeys(precisions):
                 yield inference.open_checkpoint(path, device, model_arch_name, each, sizes, engine="Paddle")
             if device == "gpu":
-                yield inference.load_checkpoint(path, device, model_arch_name=model_arch_name).model()
+                yield networks.load_checkpoint(path, device, model_arch_name=model_arch_name).model()
             folder = Path(temporary) / "export"
             onnx_file = folder / onnx_file.name
             try:

@@ -35,10 +35,10 @@ def evaluate(checkpoint, image_root, device="auto", threads=4):
     """
     from paddle_resnet import dali
     from paddle_resnet.checkpoints import restore
-    from paddle_resnet.serving import inference
+    from paddle_resnet.serving import inference, networks
 
     device = inference.resolve_device(device)
-    network = inference.load_checkpoint(checkpoint, device)
+    network = networks.load_checkpoint(checkpoint, device)
     model = network.model(logits=True)
     args = inference.loader_args(model.description, EVALUATION_BATCH, device, threads)
     args.image_root, args.num_of_class = str(image_root), network.args.num_of_class

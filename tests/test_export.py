@@ -19,7 +19,7 @@ from conftest import NHWC, ROOT, assert_sparse, assert_two_of_four, phase
 from helpers import predict
 from paddle_resnet import dali, export, models
 from paddle_resnet.passes import quantization
-from paddle_resnet.serving import calibration, inference, onnx_writer, preprocessing
+from paddle_resnet.serving import calibration, inference, networks, onnx_writer, preprocessing
 from utils.errors import RunError, UsageError
 from utils.mode import Mode
 
@@ -169,7 +169,7 @@ def test_int8_network_is_quantized_for_its_engine(run_train, photos, tmp_path, c
 def test_int8_network_matches_fake_quantized_program(checkpoint, photos, tmp_path, engine):
     """A different rounding of sums may change an activation by one quantization level."""
     pytest.importorskip("onnxruntime")
-    network = inference.load_checkpoint(checkpoint, fold=True)
+    network = networks.load_checkpoint(checkpoint, fold=True)
     images = np.concatenate(list(calibration._batches(network.description, photos, 30)))
     expected = network.model(logits=True).outputs(images)[1]
     export._write_int8(network, tmp_path, engine, export.Calibration(photos))
@@ -186,7 +186,7 @@ def test_int8_network_with_a_nearly_zero_filter(checkpoint, photos, tmp_path):
     """Regression test: the bias, an int32 multiple of weight scale times activation scale, overflowed in
     onnxruntime."""
     pytest.importorskip("onnxruntime")
-    network = inference.load_checkpoint(checkpoint, fold=True)
+    network = networks.load_checkpoint(checkpoint, fold=True)
     for layer in quantization.layers(network.program)[:-1]:
         weight = network.parameter(layer.weight)
         weight[::2] *= np.float32(1e-15)
@@ -471,8 +471,8 @@ def test_partial_output_is_removed_unless_an_export_is_running(checkpoint, tmp_p
 
 def test_class_names_may_contain_any_bytes(checkpoint, tmp_path, monkeypatch):
     classes = ["a\nb", os.fsdecode(b"\xff"), "ä"]
-    real = inference._describe
-    monkeypatch.setattr(inference, "_describe", lambda *ends: real(*ends) | {"classes": classes})
+    real = networks._describe
+    monkeypatch.setattr(networks, "_describe", lambda *ends: real(*ends) | {"classes": classes})
     export.export(checkpoint, tmp_path / "exported")
     assert (tmp_path / "exported/labels.txt").read_text().splitlines() == ["a\\nb", "\\udcff", "ä"]
     assert inference.open_paddle(tmp_path / "exported", "cpu").description["classes"] == classes
@@ -534,7 +534,7 @@ def test_checkpoint_of_nvidia_example_is_exported(checkpoint, tmp_path, capsys, 
         (checkpoint / f"tiny.{end}").rename(checkpoint / f"resnet_50_paddle.{end}")
     (tmp_path / "run").mkdir()
     checkpoint = checkpoint.rename(tmp_path / "run/89")
-    monkeypatch.setattr(inference, "MODELS", {name: models.MODELS[name] for name in ("ResNet18", "Tiny")})
+    monkeypatch.setattr(networks, "MODELS", {name: models.MODELS[name] for name in ("ResNet18", "Tiny")})
     capsys.readouterr()
     description = export.export(tmp_path / "run", tmp_path / "exported")
     stderr = capsys.readouterr().err
@@ -553,7 +553,7 @@ def test_checkpoint_of_nvidia_example_is_exported(checkpoint, tmp_path, capsys, 
     assert parameters[0] == parameters[1]
     images = np.zeros((1, 3, 224, 224), np.float32)
     assert inference.open_model(tmp_path / "run", "cpu").run(images).shape == (1, 3)
-    monkeypatch.setattr(inference, "MODELS", {})
+    monkeypatch.setattr(networks, "MODELS", {})
     with pytest.raises(UsageError, match=r"no meta.json, and its parameters match no supported network"):
         export.export(checkpoint, tmp_path / "none")
     with pytest.raises(UsageError, match="own: contains neither meta.json nor parameters; choose a checkpoint"):

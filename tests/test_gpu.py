@@ -32,7 +32,7 @@ from conftest import (
 from helpers import epoch, take
 from paddle_resnet import budget, dali, models, predict
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
-from paddle_resnet.serving import inference
+from paddle_resnet.serving import inference, networks
 from paddle_resnet.steps import cuda_graph
 from utils.mode import Mode
 
@@ -755,7 +755,7 @@ def test_class_weights_and_balanced_sampling_are_captured(run_train, determinist
 def test_captured_predictions_match_reference(run_train, photos, tmp_path, arch, precision, tolerance):
     run_train(*FP32_NHWC, "--model-arch-name", arch, "--epochs", "3")
     checkpoint, paths = tmp_path / f"output/{arch}/2", sorted(map(str, (photos / "val").glob("*/*.jpg")))
-    reference = inference.load_checkpoint(checkpoint, "gpu").model()
+    reference = networks.load_checkpoint(checkpoint, "gpu").model()
     reference = np.stack([row for _, row, _ in predict.predict(reference, paths, device="gpu")])
     for tta in ("none", "flip"):
         model = inference.open_model(checkpoint, "gpu", None, precision, [4], tta)

@@ -13,7 +13,8 @@ from PIL import Image
 from conftest import NHWC, phase
 from paddle_resnet import export, predict
 from paddle_resnet.data.records import IMAGE_SUFFIXES
-from paddle_resnet.serving import inference, preprocessing
+from paddle_resnet.serving import inference, networks, preprocessing
+from paddle_resnet.serving.model import Model
 from utils.errors import UsageError
 
 KINDS = ["checkpoint", "export", "uint8 export", "ONNX", "uint8 ONNX"]
@@ -140,11 +141,11 @@ def test_invalid_image_files_are_reported_and_skipped(checkpoint, photos, tmp_pa
 
 def test_image_with_too_many_pixels_after_resize_is_reported(checkpoint, tmp_path):
     """Resizing 1 x 65,000 pixels to 256 x 16,640,000 pixels would need 13 GB."""
-    description = inference.load_checkpoint(checkpoint).description
+    description = networks.load_checkpoint(checkpoint).description
     description["preprocessing"]["resize_short"] = 256
     for shape in ((65000, 1), (1, 65000), (6500, 20)):
         Image.new("RGB", shape).save(tmp_path / "thin.png")
-        model = inference.Model("", description, lambda images: [np.zeros((1, 3), np.float32)])
+        model = Model("", description, lambda images: [np.zeros((1, 3), np.float32)])
         [(_, row, problem)] = predict.predict(model, [str(tmp_path / "thin.png")])
         expected = f"has {shape[0]} x {shape[1]} pixels and would exceed the limit of 268,435,456 after resizing"
         assert (row is None, problem) == ((False, None) if 20 in shape else (True, expected))
@@ -352,7 +353,7 @@ def pipe(path):
 
 @pytest.mark.parametrize("uint8", [False, True], ids=["float32", "uint8"])
 def test_every_field_of_description_is_checked(checkpoint, tmp_path, uint8):
-    description = inference.load_checkpoint(checkpoint, uint8=uint8).description
+    description = networks.load_checkpoint(checkpoint, uint8=uint8).description
     assert preprocessing.problem(description) is None
     hostile = [None, True, -1, 0, 10**400, float("nan"), "object", "x" * 10**5, [], [[]], [None] * 4, {}, [10**400] * 3]
     for path in preprocessing.SCHEMA:

@@ -18,7 +18,7 @@ from conftest import assert_one_error, phase
 from paddle_resnet import export, models, predict, weights
 from paddle_resnet.checkpoints import conversion, folders, foreign_names, published
 from paddle_resnet.models.resnet import BottleneckBlock
-from paddle_resnet.serving import inference
+from paddle_resnet.serving import networks
 
 OPTIONS = {"block": BottleneckBlock, "depths": (1, 1), "width": 8}
 PREPROCESSING = {"interp": "cubic", "normalize_mean": [0.4, 0.5, 0.6]}
@@ -71,7 +71,7 @@ def test_weights_file_is_converted_to_checkpoint(file, tmp_path, capsys):
     assert (recorded["image_shape"], recorded["resize_short"], recorded["interp"]) == ([3, 32, 32], 40, "cubic")
     assert (meta["license"], meta["source"]["file"], meta["source"]["url"]) == (None, "small.pdparams", None)
     assert meta["source"]["sha256"] == published.sha256(file)
-    network = inference.load_checkpoint(tmp_path / "new/out")
+    network = networks.load_checkpoint(tmp_path / "new/out")
     np.testing.assert_array_equal(network.parameter("linear_0.w_0"), tensors()["fc.weight"])
 
 
@@ -265,5 +265,5 @@ def test_logits_of_efficientnet_lite_equal_those_of_the_reference(number, tmp_pa
     with torch.no_grad():
         expected = network(torch.from_numpy(images)).numpy()
     paddle.enable_static()
-    actual = inference.load_checkpoint(tmp_path / "out").model(logits=True).outputs(images)[1]
+    actual = networks.load_checkpoint(tmp_path / "out").model(logits=True).outputs(images)[1]
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4)

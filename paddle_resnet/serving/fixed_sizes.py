@@ -20,7 +20,7 @@ class Steps:
     time.
 
     Args:
-        network: inference.Network whose program contains an async copy of its probabilities.
+        network: networks.Network whose program contains an async copy of its probabilities.
         sizes: batch sizes. A batch of a different size is padded to the next larger size, and a batch that is larger
             than all sizes is split.
     """
@@ -36,12 +36,12 @@ class Steps:
         return np.concatenate([np.asarray(self.submit(part)) for part in parts])
 
     def submit(self, images):
-        """Start inference for at most max(sizes) images. See inference.Model.submit."""
+        """Start inference for at most max(sizes) images. See model.Model.submit."""
         with static.scope_guard(self._network.scope), logger.only_warnings():
             return self._step(len(images))(images)
 
     def host_images(self, count):
-        """See inference.Model.host_images."""
+        """See model.Model.host_images."""
         with static.scope_guard(self._network.scope):
             return self._step(count).host_images()[:count]
 

@@ -9,7 +9,7 @@ import pytest
 from conftest import NHWC, assert_one_error, assert_sparse, losses, phase
 from paddle_resnet import export
 from paddle_resnet.checkpoints import folders
-from paddle_resnet.serving import inference
+from paddle_resnet.serving import networks
 
 FLAGS = ["--epochs", "3", "--print-interval", "1", "--lr", "0.2"]
 EMA = [*FLAGS, "--ema", "0.8"]
@@ -73,7 +73,7 @@ def test_best_checkpoint_is_selected_by_accuracy_of_ema_weights(averaged):
 def test_prediction_and_export_use_ema_weights(averaged, photos, tmp_path, capsys):
     folder = averaged[0] / EPOCH
     expected = weights(folder)
-    network = inference.load_checkpoint(folder)
+    network = networks.load_checkpoint(folder)
     assert "loading the EMA weights" in capsys.readouterr().err
     for name in ("conv2d_3.w_0", "batch_norm_3.w_1", "linear_0.b_0"):
         np.testing.assert_array_equal(network.parameter(name), expected[name])

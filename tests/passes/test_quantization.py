@@ -10,7 +10,7 @@ from paddle import static
 from conftest import NHWC, assert_one_error, losses, phase
 from paddle_resnet import export, program
 from paddle_resnet.passes import quantization
-from paddle_resnet.serving import inference
+from paddle_resnet.serving import inference, networks
 
 THREE = ["--qat", "--epochs", "3", "--print-interval", "1"]
 
@@ -87,7 +87,7 @@ def test_qat_keeps_accuracy_of_float_network_and_can_be_exported(run_train, phot
         out = capsys.readouterr().out
         assert f"model.onnx: INT8 for {engine}, ranges from --qat" in out
         assert "onnxruntime: top1 1, " in out
-    network = inference.load_checkpoint(checkpoint)
+    network = networks.load_checkpoint(checkpoint)
     images = np.random.RandomState(0).uniform(-2, 2, (8, 3, 32, 32)).astype("float32")
     _, expected = network.model(logits=True).outputs(images)
     # If all values have int8 levels, the ONNX model differs from the evaluated program only in rounding.

@@ -3,8 +3,9 @@ import pytest
 
 from paddle_resnet import predict
 from paddle_resnet.native import build as native
-from paddle_resnet.serving import inference, preprocessing
+from paddle_resnet.serving import inference, networks, preprocessing
 from paddle_resnet.serving.fixed_sizes import Steps
+from paddle_resnet.serving.model import Model
 from utils.errors import UsageError
 
 
@@ -14,9 +15,9 @@ def photo_paths(photos):
 
 
 def fast_model(checkpoint, sizes, tta="none"):
-    network = inference.load_fast(checkpoint, "float32", "cpu", tta=tta)
+    network = networks.load_fast(checkpoint, "float32", "cpu", tta=tta)
     steps = Steps(network, sizes)
-    return inference.Model("captured step", network.description, lambda images: [steps(images)], steps=steps)
+    return Model("captured step", network.description, lambda images: [steps(images)], steps=steps)
 
 
 @pytest.mark.parametrize("tta", ["none", "flip"])
@@ -43,10 +44,10 @@ def test_missing_kernels_never_change_an_explicit_precision(checkpoint, monkeypa
     def unavailable(*arguments):
         raise native.Unavailable("no compiler")
 
-    reference = inference.load_checkpoint(checkpoint)
+    reference = networks.load_checkpoint(checkpoint)
     monkeypatch.setattr(inference, "resolve_precision", lambda precision, device: precision or "float16")
-    monkeypatch.setattr(inference, "load_fast", unavailable)
-    monkeypatch.setattr(inference, "load_checkpoint", lambda *arguments, **options: reference)
+    monkeypatch.setattr(networks, "load_fast", unavailable)
+    monkeypatch.setattr(networks, "load_checkpoint", lambda *arguments, **options: reference)
     with pytest.raises(UsageError, match=r"--precision bfloat16: custom kernels are unavailable \(no compiler\); fix"):
         inference.open_checkpoint(checkpoint, "gpu", precision="bfloat16")
     model = inference.open_checkpoint(checkpoint, "gpu")

@@ -1,0 +1,306 @@
+"""Loads checkpoints as inference networks: programs that compute class probabilities from images."""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import paddle
+from paddle import static
+from paddle.base.data_feeder import convert_dtype
+
+from paddle_resnet.checkpoints import arrays, folders, restore, variables
+from paddle_resnet.job import processes
+from paddle_resnet.models import MODELS, build_model, ends, loss_head
+from paddle_resnet.models import logits as network_logits
+from paddle_resnet.native import build as native
+from paddle_resnet.optimizers import amp
+from paddle_resnet.passes import folding, quantization
+from paddle_resnet.program import compile_prog
+from paddle_resnet.serving import preprocessing
+from paddle_resnet.serving.model import Model
+from paddle_resnet.settings import parsing
+from paddle_resnet.settings.values import network_name
+from paddle_resnet.steps import host_metrics
+from utils import logger
+from utils.errors import UsageError
+
+
+@dataclass
+class Network:
+    """The inference network of a checkpoint, without masks or optimizer. See load_checkpoint and load_fast.
+
+    Attributes:
+        args: flags of the training run, with the device and layout replaced by those of this network.
+        meta: content of meta.json.
+        program, images, probabilities, logits: static.Program, its input Variable, its output Variable, and the
+            Variable that its softmax reads.
+        description: content of model.json.
+        scope: scope that contains the parameters.
+    """
+
+    args: object
+    meta: dict
+    program: static.Program
+    images: object
+    probabilities: object
+    logits: object
+    description: dict
+    scope: static.Scope = field(default_factory=static.Scope)
+
+    @property
+    def exe(self):
+        return static.Executor(processes.place(self.args.device))
+
+    def parameter(self, name):
+        return np.array(self.scope.find_var(name).get_tensor())
+
+    def model(self, logits=False):
+        """Return a Model that runs in the Executor. The program is compiled as for evaluation."""
+        compiled, exe = compile_prog(self.args, self.program, is_train=False), self.exe
+        fetched = [self.probabilities, self.logits] if logits else [self.probabilities]
+
+        def outputs(images):
+            return exe.run(compiled, feed={self.images.name: images}, fetch_list=fetched, scope=self.scope)
+
+        return Model("Executor", self.description, outputs)
+
+
+def load_checkpoint(checkpoint, device="cpu", uint8=False, model_arch_name=None, fold=False):
+    """Load the inference network of a checkpoint.
+
+    Args:
+        checkpoint: folder of a run, or folder of a checkpoint saved at the end of an epoch (see folders.resolve). The
+            checkpoint's meta.json contains the architecture, the classes, the image shape, the file names and the
+            preprocessing. If meta.json is missing, as in checkpoints of NVIDIA's example, the architecture is inferred
+            from the parameter shapes, and the preprocessing of NVIDIA's example is used.
+        device: "cpu" or "gpu".
+        uint8: if True, the input is uint8 pixels [N, H, W, 3], which the network normalizes; if False, normalized
+            float32 images [N, 3, H, W].
+        model_arch_name: FILE.py:NAME, if the network is defined in a user's file.
+        fold: whether to fold the batch normalizations into the convolutions.
+    Returns:
+        Network.
+    Raises:
+        UsageError: the checkpoint does not exist, is damaged or was saved within an epoch; or the user's file that
+            defines the network does not exist or is not specified.
+    """
+    checkpoint, meta, args = _recorded(checkpoint, device, model_arch_name)
+    args.set("Python", amp=False, kernels="paddle", data_layout="NCHW", dali_output_fp16=False)
+    network = _load(args, meta, checkpoint, 3, uint8=uint8, quantize=args.qat and not fold)
+    if fold:
+        with static.scope_guard(network.scope):
+            folding.fold_batch_norms(network.program, network.exe, 1)
+            if args.qat:
+                with static.program_guard(network.program, static.Program()):
+                    quantization.insert(network.program)
+    return network
+
+
+def load_fast(checkpoint, precision, device="gpu", model_arch_name=None, tta="none"):
+    """Load the inference network of a checkpoint in the form that an evaluation would run: with custom kernels, in
+    NHWC, with four channels and in the chosen precision. The program ends with an async copy of the probabilities.
+
+    Args:
+        checkpoint, device, model_arch_name: see load_checkpoint.
+        precision: "float32", "float16" or "bfloat16".
+        tta: "flip" averages the probabilities of each image and its mirror image.
+    Returns:
+        Network. The input is normalized images [N, H, W, 4] in float16 if the precision is float16, otherwise in
+        float32.
+    Raises:
+        native.Unavailable: the custom kernels cannot be built.
+        UsageError: see load_checkpoint.
+    """
+    checkpoint, meta, args = _recorded(checkpoint, device, model_arch_name)
+    native.load(paddle.device.cuda.get_device_capability(processes.local_gpu()) if device == "gpu" else None)
+    half = {"amp": True, "amp_level": "O2", "amp_dtype": precision} if precision != "float32" else {"amp": False}
+    args.set("Python", **half, kernels="native", data_layout="NHWC", dali_output_fp16=precision == "float16")
+    args.set("machine", cuda_graph=device == "gpu")
+    network = _load(args, meta, checkpoint, 4, quantize=args.qat, mirror=tta == "flip")
+    with static.scope_guard(network.scope), static.program_guard(network.program, static.Program()):
+        if args.amp:
+            float32 = quantization.float32_variables(network.program)
+            place = processes.place(device)
+            amp.cast_evaluation_program(network.program, place, args.amp_dtype, args.amp_level, float32)
+        if device == "gpu" and not args.qat:
+            folding.fuse_convolutions(network.program, network.exe)
+        with loss_head.scope():
+            host_metrics.add_copy([network.probabilities])
+    return network
+
+
+def _recorded(checkpoint, device, model_arch_name):
+    """Return (checkpoint folder, content of meta.json, flags of the training run with the device replaced)."""
+    checkpoint = resolve(checkpoint)
+    meta = _read_meta(checkpoint)
+    args = restore.recorded_flags(checkpoint, meta, model_arch_name)
+    if model_arch_name is not None:
+        args.set("Python", model_arch_name=model_arch_name)
+    args.set("Python", fuse_resunit=False, resume=False, profile_steps=None, device=device)
+    return checkpoint, meta, args
+
+
+def _load(args, meta, checkpoint, channels, **options):
+    """Return the Network of a checkpoint for images with three or four channels. For options, see _build."""
+    paddle.enable_static()
+    trained, startup, *_ = _build(args, quantize=args.qat)
+    before, args.image_shape = args.image_shape[0], [channels, *args.image_shape[1:]]
+    program, _, *outer = _build(args, **options)
+    network = Network(args, meta, program, *outer, _describe(args, meta, *outer[:2]))
+    place = processes.place(args.device)
+    with static.scope_guard(network.scope):
+        network.exe.run(startup)
+        variables.load(args, checkpoint, trained, place, log=log)
+        if channels != before:
+            # The fourth channel of the images is zero, so removing or adding the weights for this channel does not
+            # change the output.
+            stem = ends(program).first
+            filters = network.parameter(stem)[:, :channels]
+            filters = np.pad(filters, [(0, 0), (0, channels - filters.shape[1]), (0, 0), (0, 0)])
+            network.scope.find_var(stem).get_tensor().set(filters, place)
+    return network
+
+
+def resolve(folder):
+    """Return the checkpoint that folders.resolve selects for a folder, and log to stderr."""
+    return folders.resolve(folder, log=log)
+
+
+def log(line):
+    """Print a line to stderr, because stdout is reserved for results."""
+    logger.write_line(line, sys.stderr)
+
+
+def _read_meta(checkpoint):
+    if not Path(checkpoint).is_dir():
+        raise UsageError(f"{checkpoint}: not a folder; choose a checkpoint, such as output/ResNet50/best")
+    if not folders.is_checkpoint(checkpoint):
+        raise UsageError(
+            f"{checkpoint}: contains neither {folders.META} nor parameters; choose a checkpoint, such as "
+            "output/ResNet50/best"
+        )
+    if folders.is_foreign(checkpoint):
+        return _meta_of_example(Path(checkpoint))
+    try:
+        meta = folders.verify(checkpoint)
+    except folders.DamagedError as e:
+        raise UsageError(f"{checkpoint}: damaged ({e}); choose a different checkpoint") from e
+    if meta["step"] is not None:
+        raise UsageError(
+            f"{checkpoint}: saved after {meta['step']} steps of epoch {meta['epoch']}, before the processes averaged "
+            "their BN statistics; choose a checkpoint saved at the end of an epoch"
+        )
+    return meta
+
+
+def _meta_of_example(checkpoint):
+    """Infer the entries of meta.json that inference needs for a checkpoint of NVIDIA's example, which has no
+    meta.json."""
+    args = parsing.from_dict({})
+    prefix = folders.foreign_prefix(args, checkpoint)
+    path = checkpoint / f"{prefix}.pdparams"
+    try:
+        state = arrays.read_pickle(path)
+    except arrays.UnreadableError as e:
+        raise UsageError(f"{path}: cannot be read ({e}); choose a different checkpoint") from e
+    shapes = {name: array.shape for name, array in state.items() if not name.endswith(variables.MASK)}
+    filters, outputs = shapes.get("conv2d_0.w_0", ()), shapes.get("linear_0.b_0", ())
+    if len(filters) == 4 and filters[1] in (3, 4) and len(outputs) == 1 and outputs[0] > 0:
+        flags = {"model_prefix": prefix, "num_of_class": outputs[0], "image_shape": [filters[1], 224, 224]}
+        flags |= {"interp": "triangular"}  # all other preprocessing flags of NVIDIA's example have the default values
+        for arch in MODELS:
+            flags["model_arch_name"] = arch
+            if _parameter_shapes(parsing.from_dict(flags)) == shapes:
+                logger.warn(
+                    f"{checkpoint}: contains no {folders.META}, so the architecture is inferred from the parameters "
+                    f"({arch}), the preprocessing is that of NVIDIA's example, and the classes have no names"
+                )
+                at = folders.position(checkpoint.resolve().name)
+                meta = {"epoch": at and at[0], "step": None, "classes": [], "evaluated": None}
+                return {**meta, "arguments": flags}
+    raise UsageError(
+        f"{checkpoint}: contains no {folders.META}, and its parameters match no supported network; use a checkpoint of "
+        f"one of {', '.join(MODELS)}"
+    )
+
+
+def _parameter_shapes(args):
+    """Return the shapes of a network's parameters and BN statistics, {name: shape}."""
+    paddle.enable_static()
+    program, *_ = _build(args)
+    parameters = (var for var in program.list_vars() if isinstance(var, paddle.base.framework.Parameter))
+    return {var.name: tuple(var.shape) for var in parameters}
+
+
+def _build(args, uint8=False, quantize=False, mirror=False):
+    """Return (program, startup program, images, probabilities, logits).
+
+    Args:
+        args: Settings.
+        uint8: see load_checkpoint.
+        quantize: whether to insert the fake quantization of --qat.
+        mirror: whether to average the probabilities of each image and its mirror image.
+    """
+    program, startup = static.Program(), static.Program()
+    with static.program_guard(program, startup), paddle.utils.unique_name.guard():
+        channels, *size = args.image_shape
+        is_nchw = args.data_layout == "NCHW"
+        if uint8:
+            images = static.data("images", [None, *size, channels], dtype="uint8")
+            # Compute (level * scale - mean) / std as one multiplication and one addition.
+            factor = np.float64(args.normalize_scale) / args.normalize_std
+            shift = -np.divide(args.normalize_mean, args.normalize_std)
+            factor, shift = (paddle.to_tensor(x.astype("float32").reshape(1, 3, 1, 1)) for x in (factor, shift))
+            normalized = images.astype("float32").transpose([0, 3, 1, 2]) * factor + shift
+        else:
+            shape = [3, *size] if is_nchw else [*size, 3]
+            dtype = "float16" if args.dali_output_fp16 else "float32"
+            images = normalized = static.data("images", [None, *shape], dtype=dtype)
+        if channels == 4:
+            fourth = [0, 0, 0, 1, 0, 0, 0, 0] if is_nchw else [0, 0, 0, 0, 0, 0, 0, 1]
+            normalized = paddle.nn.functional.pad(normalized, fourth)
+        if mirror:
+            normalized = paddle.concat([normalized, paddle.flip(normalized, [3 if is_nchw else 2])])
+        model = build_model(args.model_arch_name, args.num_of_class, channels, args.data_layout)
+        model.eval()
+        logits = network_logits(model, normalized, args.model_arch_name, args.num_of_class)
+        if quantize:
+            quantization.insert(program, on_gpu=args.device == "gpu")
+        with loss_head.scope():  # AMP must not change the precision of the probabilities
+            probabilities = paddle.nn.functional.softmax(logits)
+            if mirror:
+                pairs = paddle.reshape(probabilities, [2, -1, args.num_of_class])
+                probabilities = paddle.mean(pairs, axis=0)
+        block = program.global_block()
+        block._rename_var(probabilities.name, "probabilities")
+    return program, startup, images, block.var("probabilities"), logits
+
+
+def _describe(args, meta, images, probabilities):
+    dtype = convert_dtype(images.dtype)
+    layout = "NHWC" if dtype == "uint8" else args.data_layout
+    evaluated, crop = meta["evaluated"], args.image_shape[1:]
+    if evaluated:
+        evaluated = {name: evaluated[name] for name in ("top1", "top5", "loss")}
+        evaluated |= {"tta": args.tta} if args.tta != "none" else {}
+    return {
+        "arch": network_name(args.model_arch_name),
+        "input": {
+            **{"name": images.name, "shape": [None, *images.shape[1:]], "dtype": dtype, "layout": layout},
+            **{"color": "RGB", "values": "levels from 0 to 255" if dtype == "uint8" else "normalized"},
+        },
+        "output": {"name": probabilities.name, "shape": [None, args.num_of_class], "values": "probabilities"},
+        "preprocessing": {
+            "resize_short": args.resize_short,
+            "interp": args.interp,
+            "center_crop": crop if len(set(crop)) > 1 else crop[0],
+            "scale": args.normalize_scale,
+            "mean": args.normalize_mean,
+            "std": args.normalize_std,
+            "conventions": preprocessing.CONVENTIONS,
+        },
+        "classes": meta.get("class_names", meta["classes"]),
+        "epoch": meta["epoch"],
+        "evaluated": evaluated,
+    }
