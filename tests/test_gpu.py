@@ -569,7 +569,7 @@ FUSED = {
     "native": (
         "13 native_bn_act, 13 native_bn_act_backward, 4 native_bn_add_relu, 4 native_bn_add_relu_backward, "
         "1 native_check_finite, 1 native_loss, 1 native_loss_grad, 1 native_max_pool, "
-        "1 native_max_pool_backward, 1 native_momentum"
+        "1 native_max_pool_backward, "
     ),
     # Paddle fuses the last BN of each residual unit with the addition and ReLU, and every other BN with the ReLU that
     # follows it.
@@ -585,6 +585,8 @@ def test_start_line_counts_fused_operators(run_train, capsys, flags, kernels):
     assert run_train("--dry-run", *flags, "--kernels", kernels)[0] == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Tiny on 1 x gpu"))
     assert FUSED[kernels] in line
+    updates = 2 if flags is O2 else 1  # with and without master weights
+    assert (f"{updates} native_momentum" in line) == (kernels == "native")
     assert (", CUDA graph, " in line) == (kernels == "native")
 
 
