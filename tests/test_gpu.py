@@ -447,6 +447,12 @@ def test_losses_after_stop_in_either_phase_match_uninterrupted_run(
     assert losses_with_a_stop(train_step, *flags) == losses(report)
 
 
+def test_accumulating_steps_are_captured(run_train, deterministic, capsys):
+    """Float16 gradients are summed in float32."""
+    flags = [*O2, "--kernels", "native", "--epochs", "5", "--print-interval", "1", "--accumulate-steps", "2"]
+    assert_captured_losses_are_equal(run_train, capsys, *flags)
+
+
 @pytest.mark.parametrize("flags", [FP32_NHWC, O1, O2, BF16_O1, BF16_O2], ids=["fp32", "O1", "O2", "bf16 O1", "bf16 O2"])
 def test_quantization_aware_training_is_captured_in_every_precision(run_train, deterministic, capsys, flags):
     flags = ["--qat", "--epochs", "3", "--print-interval", "1", *flags, "--kernels", "native"]

@@ -1,5 +1,6 @@
 // The update rules of the optimizers, which the kernels and the reference share. To add an optimizer, add a rule, its
-// name in FOR_EACH_OPTIMIZER, an entry in optimizers/table.py, and a test of its formula in tests/native/test_native.py.
+// name in FOR_EACH_OPTIMIZER, an entry in optimizers/table.py, and a test of its formula in
+// tests/native/test_native.py.
 //
 // A rule updates one element p of a float32 parameter or master weight: p -= rate * direction. Its members are floats
 // in the order of `attrs` in optimizers/table.py. It defines:
