@@ -45,7 +45,9 @@ LITE = "1905.11946"
 # EfficientNet-Lite subtracts 127 from pixel values and divides by 128. At the published size, --resize-short is
 # --crop-size + 32.
 LITE_PREPROCESSING = {"interp": "cubic", "normalize_mean": [127 / 255] * 3, "normalize_std": [128 / 255] * 3}
-RESNET_D = {"stem": "deep", "average_shortcut": True}
+RESNET_D = {"stem": "deep", "shortcut_pool": "average"}
+XRESNET = RESNET_D | {"zero_init": True, "classifier_std": 2**-5}
+MISH = {"activation": "mish"}
 # {--model-arch-name: Network}. To add a network, add one line here and a constructor with the arguments num_classes,
 # in_channels and data_format.
 MODELS = {
@@ -58,7 +60,9 @@ MODELS = {
     "ResNet50_vd": Network("resnet", "ResNet50", "1812.01187", RESNET_D),
     "SE_ResNet50_vd": Network("resnet", "ResNet50", "1709.01507", RESNET_D | {"se": True}),
     "ResNeXt50_32x4d": Network("resnet", "ResNet50", "1611.05431", {"groups": 32, "group_width": 4}),
-    "XResNet50": Network("resnet", "ResNet50", "1812.01187", RESNET_D | {"zero_init": True, "classifier_std": 2**-5}),
+    "XResNet50": Network("resnet", "ResNet50", "1812.01187", XRESNET),
+    "XResNet50_Mish": Network("resnet", "ResNet50", "1908.08681", XRESNET | MISH),
+    "XResNet50_Mish_SA": Network("resnet", "ResNet50", "1908.08681", XRESNET | MISH | {"self_attention": True}),
     "MobileNetV2": Network("mobilenet_v2", "MobileNetV2", "1801.04381"),
     "MobileNetV3_Large": Network("mobilenet_v3", "Large", "1905.02244"),
     "MobileNetV3_Small": Network("mobilenet_v3", "Small", "1905.02244"),

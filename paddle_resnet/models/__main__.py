@@ -24,7 +24,7 @@ def size(arch, side, num_classes=CLASSES):
         num_classes: number of outputs.
     Returns:
         {"parameters": number of trainable parameters,
-        "multiply_adds": number of multiply-adds of all convolutions and fully connected layers for one image,
+        "multiply_adds": number of multiply-adds of all convolutions and matrix products for one image,
         "activation_bytes": bytes per image of the float16 tensors that the backward pass of Paddle's operators reads,
         excluding the image}.
     Raises:
@@ -34,6 +34,7 @@ def size(arch, side, num_classes=CLASSES):
     from paddle import static
 
     from paddle_resnet.models import build_model, logits
+    from paddle_resnet.models.layers import is_float32
 
     paddle.enable_static()
     main = static.Program()
@@ -52,7 +53,7 @@ def size(arch, side, num_classes=CLASSES):
     activations = [math.prod(v.shape) for v in made if not v.persistable and min(v.shape, default=1) >= 0]
     return {
         "parameters": sum(math.prod(p.shape) for p in main.all_parameters() if p.trainable),
-        "multiply_adds": sum(_multiply_adds(block, op) for op in forward),
+        "multiply_adds": sum(_multiply_adds(block, op) for op in forward if not is_float32(op)),
         "activation_bytes": BYTES * sum(activations),
     }
 
@@ -63,7 +64,8 @@ def _multiply_adds(block, op):
         each = math.prod(block.var(op.input("Filter")[0]).shape[1:])
         return each * math.prod(block.var(op.output("Output")[0]).shape)
     if op.type == "matmul_v2":
-        return block.var(op.input("X")[0]).shape[-1] * math.prod(block.var(op.output("Out")[0]).shape)
+        summed = block.var(op.input("X")[0]).shape[-2 if op.attr("trans_x") else -1]
+        return summed * math.prod(block.var(op.output("Out")[0]).shape)
     return 0
 
 

@@ -9,6 +9,8 @@ from paddle import nn, static
 from paddle.nn.initializer import Constant, Initializer, KaimingNormal, Normal, TruncatedNormal, Uniform
 from paddle.utils import unique_name
 
+FLOAT32_SCOPE = "float32"  # mixed precision computes operators in this name scope in float32
+
 
 def dropout(x, rate, seed):
     """Apply dropout: Srivastava et al., JMLR 15 (2014). Unlike paddle.nn.Dropout, this function does not use Paddle's
@@ -28,13 +30,28 @@ def dropout(x, rate, seed):
     return out
 
 
-def sigmoid(x):
-    """Apply the sigmoid function. Unlike paddle.nn.functional.sigmoid in Paddle 3.3, this function accepts variables of
-    legacy programs."""
+def _append(op_type, inputs, **attrs):
+    """Append an operator to the current program and return its output. Unlike functions of Paddle 3.3, this function
+    accepts variables of legacy programs."""
     block = static.default_main_program().global_block()
-    out = block.create_var(name=unique_name.generate("sigmoid.out"), dtype=x.dtype)
-    block.append_op(type="sigmoid", inputs={"X": x}, outputs={"Out": out})
+    out = block.create_var(name=unique_name.generate(f"{op_type}.out"), dtype=inputs["X"].dtype)
+    block.append_op(type=op_type, inputs=inputs, outputs={"Out": out}, attrs=attrs)
     return out
+
+
+def sigmoid(x):
+    """Apply the sigmoid function."""
+    return _append("sigmoid", {"X": x})
+
+
+def product(x, y, trans_x=False, trans_y=False):
+    """Return the matrix product of the last two axes, after transposing x or y."""
+    return _append("matmul_v2", {"X": x, "Y": y}, trans_x=trans_x, trans_y=trans_y)
+
+
+def is_float32(op):
+    """Return whether mixed precision must not change the precision of an operator."""
+    return op.attr("op_namescope").startswith(f"/{FLOAT32_SCOPE}")
 
 
 def rounded(channels, divisor):
@@ -187,6 +204,58 @@ class SqueezeExcitation(nn.Layer):
 
     def forward(self, x):
         return x * self.gate(self.expand(self.activation(self.reduce(self.pool(x)))))
+
+
+class SelfAttention(nn.Layer):
+    """Self-attention among channels: y = x + gamma * (x x^T / P) (W x), where x is the matrix [channels, P] of the P
+    pixels of an image. W is divided by its largest singular value: Miyato et al., arXiv:1802.05957. gamma is initially
+    0.
+
+    This is the SimpleSelfAttention of fastai with two changes. The division by P makes gamma independent of the image
+    size and prevents overflow in half precision. The singular value is recomputed in each step, so the layer has no
+    state.
+
+    Args:
+        channels: number of channels of the input and of the output.
+        data_format: "NCHW" or "NHWC".
+    """
+
+    SQUARINGS = 4  # each adds a factor of 4 to the exponent of W^T W
+
+    def __init__(self, channels, data_format):
+        super().__init__()
+        self.is_nchw = data_format == "NCHW"
+        # Three axes, like the filter of a Conv1D, so that --asp does not mistake the weight for that of a Linear.
+        attr = paddle.ParamAttr(initializer=Normal(std=(2 / channels) ** 0.5))
+        self.weight = self.create_parameter([channels, channels, 1], attr=attr)
+        self.gamma = self.create_parameter([1], default_initializer=Constant(0.0))
+
+    def forward(self, x):
+        channels, *size = x.shape[1:] if self.is_nchw else (x.shape[-1], *x.shape[1:-1])
+        scale = math.prod(size) ** -0.5
+        rows = paddle.reshape(x, [0, channels, -1] if self.is_nchw else [0, -1, channels])
+        scaled = rows * scale
+        # (x x^T) (W x) = ((x x^T) W) x requires fewer multiplications than the left-hand side.
+        covariance = product(rows, scaled, trans_x=not self.is_nchw, trans_y=self.is_nchw)
+        attention = product(covariance, self._scaled_weight(scale))
+        y = product(attention, rows) if self.is_nchw else product(rows, attention, trans_y=True)
+        return x + paddle.reshape(y, [0, *x.shape[1:]])
+
+    def _scaled_weight(self, scale):
+        """Return W * gamma * scale / (largest singular value of W)."""
+        # The operators that read the parameters and the one that returns the result are outside of the name scope, so
+        # that mixed precision casts the parameters and the result as usual.
+        weight, factor = paddle.reshape(self.weight, self.weight.shape[:2]), self.gamma * scale
+        with static.name_scope(FLOAT32_SCOPE):
+            # The power (W^T W)^(4^SQUARINGS) is proportional to the projection to the largest singular vector. Its
+            # trace is normalized to the number of elements of W.
+            power = product(weight, weight, trans_x=True) / paddle.mean(weight * weight)
+            for _ in range(self.SQUARINGS):
+                square = product(power, power)
+                power = product(square, square) / paddle.mean(square * square)
+            power.stop_gradient = True
+            factor = factor / _append("sqrt", {"X": paddle.mean(weight * product(weight, power))})
+        return weight * factor
 
 
 class InvertedResidual(nn.Layer):

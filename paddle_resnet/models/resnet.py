@@ -7,9 +7,9 @@ The variants are options of ResNet; models/__init__.py lists the options for eac
   shortcut of the first block of ResNet18_vd is a projection, although the shape is unchanged.
 - SE_...: squeeze-and-excitation, Hu et al., arXiv:1709.01507.
 - ResNeXt50_32x4d: 32 groups of 4 channels, Xie et al., arXiv:1611.05431.
-- XResNet50: fastai's xresnet50, the network of its Imagenette leaderboard. XResNet50 is a ResNet-D whose branches
-  initially output zero. The activation is ReLU, the default of xresnet50. To use Mish as in the leaderboard's training
-  script, set activation=F.mish.
+- XResNet50: fastai's xresnet50, a ResNet-D whose branches initially output zero.
+- ..._Mish: Mish (Misra, arXiv:1908.08681) instead of ReLU. ..._SA: SelfAttention. The networks of fastai's Imagenette
+  leaderboard have both.
 """
 
 from functools import partial
@@ -19,14 +19,28 @@ import paddle.nn.functional as F
 from paddle import nn
 from paddle.nn.initializer import Normal
 
-from paddle_resnet.models.layers import BlurPool, ConvBN, DropPath, SqueezeExcitation
+from paddle_resnet.models.layers import BlurPool, ConvBN, DropPath, SelfAttention, SqueezeExcitation
 
 # {stem: ([(fraction of the stem's output channels, kernel size, stride) of each convolution], whether max pooling
 # follows)}
 STEMS = {
     "7x7": ([(1, 7, 2)], True),
     "deep": ([(0.5, 3, 2), (0.5, 3, 1), (1, 3, 1)], True),
+    "deep-no-pool": ([(0.5, 3, 2), (0.5, 3, 1), (1, 3, 1)], False),
+    "deep-stride-1": ([(0.5, 3, 1), (0.5, 3, 1), (1, 3, 1)], True),
     "small": ([(1, 3, 1)], False),
+}
+
+
+def _max_blur_pool(data_format):
+    return nn.Sequential(nn.MaxPool2D(3, stride=1, padding=1, data_format=data_format), BlurPool(data_format))
+
+
+# {shortcut_pool: function that constructs a layer that halves height and width, rounding up}
+SHORTCUT_POOLS = {
+    "average": lambda data_format: nn.AvgPool2D(2, stride=2, ceil_mode=True, data_format=data_format),
+    "max": lambda data_format: nn.MaxPool2D(2, stride=2, ceil_mode=True, data_format=data_format),
+    "max-blur": _max_blur_pool,
 }
 SE_REDUCTION = 16  # channels / hidden channels: arXiv:1709.01507, section 6.4
 
@@ -38,7 +52,8 @@ class Block(nn.Layer):
         in_channels: number of input channels.
         convolutions: (output channels, kernel size, stride, groups) for each convolution of the branch.
         projects: whether the shortcut is a projection even if the shape is unchanged.
-        activation, average_shortcut, blur_pool, se, zero_init, data_format: as for ResNet.
+        self_attention: whether SelfAttention follows the branch.
+        activation, shortcut_pool, blur_pool, se, zero_init, data_format: as for ResNet.
     """
 
     def __init__(
@@ -46,8 +61,9 @@ class Block(nn.Layer):
         in_channels,
         convolutions,
         projects=False,
+        self_attention=False,
         activation=F.relu,
-        average_shortcut=False,
+        shortcut_pool=None,
         blur_pool=False,
         se=False,
         zero_init=False,
@@ -68,13 +84,14 @@ class Block(nn.Layer):
         self.shortcut = None
         if projects or reduction > 1 or in_channels != channels:
             pool = None
-            if reduction > 1 and average_shortcut:
-                pool = nn.AvgPool2D(2, stride=2, ceil_mode=True, data_format=data_format)
+            if reduction > 1 and shortcut_pool:
+                pool = SHORTCUT_POOLS[shortcut_pool](data_format)
             elif reduction > 1 and blur_pool:
                 pool = BlurPool(data_format)
             stride = reduction if pool is None else 1
             self.shortcut = _after(pool, ConvBN(in_channels, channels, 1, stride, data_format))
-        self.se = SqueezeExcitation(channels, channels // SE_REDUCTION, data_format) if se else None
+        self.se = SqueezeExcitation(channels, channels // SE_REDUCTION, data_format, activation) if se else None
+        self.self_attention = SelfAttention(channels, data_format) if self_attention else None
         self.drop_path = DropPath()
         self.activation = activation
 
@@ -83,7 +100,8 @@ class Block(nn.Layer):
         for conv_bn in self.branch[:-1]:
             y = self.activation(conv_bn(y))
         y = self.branch[-1](y)
-        y = self.drop_path(y if self.se is None else self.se(y))
+        y = y if self.se is None else self.se(y)
+        y = self.drop_path(y if self.self_attention is None else self.self_attention(y))
         # The pass that fuses BN, addition and ReLU recognizes only the form relu(a + b).
         return self.activation(y + (x if self.shortcut is None else self.shortcut(x)))
 
@@ -125,19 +143,21 @@ class ResNet(nn.Layer):
         in_channels: 3, or 4 if the loader adds a zero channel to RGB, which accelerates half-precision convolutions.
         data_format: layout of the input and of all activations, "NCHW" or "NHWC".
         width: number of channels of the stem and of the first stage.
-        stem: "7x7"; "deep" for three 3x3 convolutions; or "small" for one 3x3 convolution with stride 1 without max
+        stem: a key of STEMS: "7x7"; "deep" for three 3x3 convolutions; "deep-no-pool" or "deep-stride-1", which halve
+            height and width once instead of twice; or "small" for one 3x3 convolution with stride 1 without max
             pooling, which suits images of about 32 to 64 pixels.
         first_projection: whether the shortcut of the first block is a projection even if the shape is unchanged.
         groups, group_width: number of groups of the 3x3 convolutions, and number of channels per group in a stage of
             width 64; only for BottleneckBlock.
         classifier_std: standard deviation of the classifier's initial weights; 0.01 is from Goyal et al.,
             arXiv:1706.02677, section 5.1.
-        activation: function that maps a variable to a variable, such as F.relu.
-        average_shortcut: whether shortcuts with stride 2 consist of 2x2 average pooling and a 1x1 convolution with
-            stride 1.
+        activation: function that maps a variable to a variable, or its name in paddle.nn.functional, such as "mish".
+        shortcut_pool: if set, shortcuts with stride 2 consist of this pooling and a 1x1 convolution with stride 1: a
+            key of SHORTCUT_POOLS.
         blur_pool: whether convolutions and max pooling with stride 2, except convolutions of the stem, have stride 1
             instead and are followed by BlurPool (Zhang, arXiv:1904.11486).
         se: whether each branch ends with squeeze-and-excitation.
+        self_attention: whether the last branch of the first stage ends with SelfAttention.
         zero_init: whether to initialize the scale of the last batch normalization in each branch with 0:
             arXiv:1706.02677, section 5.1.
     The input is [N, C, H, W] or [N, H, W, C]; the output is logits [N, num_classes].
@@ -160,10 +180,11 @@ class ResNet(nn.Layer):
         classifier_std=0.01,
         activation=F.relu,
         blur_pool=False,
+        self_attention=False,
         **options,
     ):
         super().__init__()
-        self.activation = activation
+        self.activation = activation = getattr(F, activation) if isinstance(activation, str) else activation
         convolutions, has_pool = STEMS[stem]
         self.stem = nn.LayerList()
         channels = in_channels
@@ -172,16 +193,17 @@ class ResNet(nn.Layer):
             channels = int(width * fraction)
         self.pool = None
         if has_pool:
-            max_pool = nn.MaxPool2D(3, stride=1 if blur_pool else 2, padding=1, data_format=data_format)
-            self.pool = nn.Sequential(max_pool, BlurPool(data_format)) if blur_pool else max_pool
+            max_pool = nn.MaxPool2D(3, stride=2, padding=1, data_format=data_format)
+            self.pool = _max_blur_pool(data_format) if blur_pool else max_pool
         options |= {"activation": activation, "blur_pool": blur_pool, "data_format": data_format}
         options |= {"groups": groups, "group_width": group_width}
         self.stages = nn.Sequential()
         for stage, depth in enumerate(depths):
             for i in range(depth):
                 stride = 2 if i == 0 and stage > 0 else 1
-                projects = first_projection and stage == i == 0
-                layer = block(channels, width * 2**stage, stride, projects=projects, **options)
+                options["projects"] = first_projection and stage == i == 0
+                options["self_attention"] = self_attention and (stage, i) == (0, depth - 1)
+                layer = block(channels, width * 2**stage, stride, **options)
                 self.stages.add_sublayer(f"{stage}_{i}", layer)
                 channels = width * 2**stage * block.expansion
         self.global_pool = nn.AdaptiveAvgPool2D(1, data_format=data_format)

@@ -5,17 +5,17 @@ from paddle import static
 from paddle.static.amp import fp16_utils
 
 from paddle_resnet.machine import compat
-from paddle_resnet.models import loss_head
+from paddle_resnet.models import layers, loss_head
 
 
 def _amp_lists(program, dtype, float32):
-    """Return Paddle's AMP lists for `dtype`. The lists exclude from AMP the loss head and all operators whose outputs
-    are in `float32`.
+    """Return Paddle's AMP lists for `dtype`. The lists exclude from AMP the loss head, layers.is_float32, and all
+    operators whose outputs are in `float32`.
 
     Operators are excluded by the names of their outputs, because level O2 ignores lists of operator types.
     """
-    head = [op for op in program.global_block().ops if loss_head.contains(op)]
-    names = {name for op in head for name in op.output_arg_names} | float32
+    ops = [op for op in program.global_block().ops if loss_head.contains(op) or layers.is_float32(op)]
+    names = {name for op in ops for name in op.output_arg_names} | float32
     return static.amp.AutoMixedPrecisionLists(custom_black_varnames=names, dtype=dtype)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import paddle
 from paddle.nn.initializer import Constant
 
+from paddle_resnet.models.layers import is_float32
 from paddle_resnet.steps import scalars
 
 ACTIVATION = "fake_quantize_dequantize_moving_average_abs_max"
@@ -195,7 +196,7 @@ def _is_not_negative(producers, name):
 
 def _slots(block, op):
     """Return the input slots of an operator that receive activations to quantize."""
-    slots, weight = _QUANTIZED.get(op.type, ([], None))
+    slots, weight = ([], None) if is_float32(op) else _QUANTIZED.get(op.type, ([], None))
     if weight is not None and not block.var(op.input(weight[0])[0]).persistable:
         return []  # the second operand is not a weight, or is already quantized
     if op.type == "elementwise_add":

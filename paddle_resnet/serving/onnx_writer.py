@@ -214,6 +214,15 @@ def _flatten(op):
     return "Flatten", ["X"], "Out", {"axis": 1}
 
 
+def _matmul(op):
+    operands = []
+    for slot, transposes in (("X", op.attr("trans_x")), ("Y", op.attr("trans_y"))):
+        axes = [*range(len(op.block.var(op.input(slot)[0]).shape))]
+        perm = [*axes[:-2], *axes[:-3:-1]]
+        operands.append(("Transpose", [slot], {"perm": perm}) if transposes else slot)
+    return "MatMul", operands, "Out", {}
+
+
 _FLOAT = 5  # Paddle's VarType.FP32
 _WINDOW = {"data_format": ("NCHW", "AnyLayout"), "padding_algorithm": ("EXPLICIT",)}
 _CONV = _WINDOW | {"padding_algorithm": ("EXPLICIT", "SAME")}
@@ -227,8 +236,10 @@ _SUPPORTED = {
     "swish": {"beta": (1.0,)},
     "elementwise_add": {"axis": (-1,)},
     "elementwise_mul": {"axis": (-1,)},
+    "elementwise_div": {"axis": (-1,)},
+    "reduce_mean": {"reduce_all": (True,), "keep_dim": (False,)},
+    "scale": {"bias": (0.0,)},
     "flatten_contiguous_range": {"start_axis": (1,)},
-    "matmul_v2": {"trans_x": (False,), "trans_y": (False,)},
     "cast": {"out_dtype": (_FLOAT,)},
     "dropout": {"dropout_implementation": ("upscale_in_train",), "is_test": (True,)},
 }
@@ -254,7 +265,11 @@ _TRANSLATIONS = {
     "flatten_contiguous_range": _flatten,
     "reshape2": lambda op: ("Reshape", ["X", np.array(op.attr("shape"), np.int64)], "Out", {}),
     "dropout": lambda op: ("Identity", ["X"], "Out", {}),
-    "matmul_v2": lambda op: ("MatMul", ["X", "Y"], "Out", {}),
+    "elementwise_div": lambda op: ("Div", ["X", "Y"], "Out", {}),
+    "reduce_mean": lambda op: ("ReduceMean", ["X"], "Out", {"keepdims": 0}),
+    "sqrt": lambda op: ("Sqrt", ["X"], "Out", {}),
+    "scale": lambda op: ("Mul", ["X", np.float32(op.attr("scale"))], "Out", {}),
+    "matmul_v2": _matmul,
     "softmax": lambda op: ("Softmax", ["X"], "Out", {"axis": op.attr("axis")}),
     "transpose2": lambda op: ("Transpose", ["X"], "Out", {"perm": op.attr("axis")}),
     "cast": lambda op: ("Cast", ["X"], "Out", {"to": 1}),  # TensorProto.FLOAT

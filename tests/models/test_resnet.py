@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from paddle_resnet.models import layers
 from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
 
 DEPTHS = (1, 2, 1, 1)
-D = {"stem": "deep", "average_shortcut": True}
+D = {"stem": "deep", "shortcut_pool": "average"}
 # {case: (block, options, the first two logits)}. The logits were recorded when the network matched timm's network.
 VARIANTS = {
     "plain": (BasicBlock, {}, (8.99438685, 3.35155227)),
@@ -27,6 +28,16 @@ VARIANTS = {
     "groups": (BottleneckBlock, {"groups": 32, "group_width": 4}, (2.38648805, 2.24756167)),
     "blur pool": (BottleneckBlock, {"blur_pool": True}, (-6.24615551, 4.03649015)),
     "small stem, Mish": (BasicBlock, {"stem": "small", "activation": F.mish}, (-3.65511253, 0.812830967)),
+    "no pooling, max-blur": (
+        BottleneckBlock,
+        {"stem": "deep-no-pool", "shortcut_pool": "max-blur"},
+        (-1.58920891, 2.89822581),
+    ),
+    "SE, groups, Mish, self-attention": (
+        BottleneckBlock,
+        D | {"se": True, "groups": 32, "group_width": 4, "activation": "mish", "self_attention": True},
+        (-2.16692525, 2.90372794),
+    ),
 }
 
 
@@ -75,9 +86,10 @@ def test_logits_and_gradients_equal_those_of_timm(references, float64, case, lay
     found += exe.run(main, {"data": images, "slopes": arrays["slopes"]}, [out, *gradients])
     assert len(gradients) == sum(name.startswith("gradient.") for name in arrays)
     names = ["evaluation", "training", *(f"gradient.{i}" for i in range(len(gradients)))]
+    tolerance = 1e-5 if "self-attention" in case else 1e-7  # self-attention approximates a singular value
     for name, value in zip(names, found, strict=True):
         expected = arrays[name]
-        np.testing.assert_allclose(value, expected, atol=1e-7 * np.abs(expected).max(), rtol=0, err_msg=name)
+        np.testing.assert_allclose(value, expected, atol=tolerance * np.abs(expected).max(), rtol=0, err_msg=name)
 
 
 @pytest.mark.parametrize("case", VARIANTS)
@@ -95,6 +107,7 @@ def test_logits_equal_recorded_values(float64, case):
         ("SE_ResNet50_vd", 28_107_256),  # number of parameters of timm's ResNet with the same options
         ("ResNeXt50_32x4d", 25_028_904),  # torchvision's and timm's resnext50_32x4d
         ("XResNet50", 25_576_264),
+        ("XResNet50_Mish_SA", 25_576_264 + 256 * 256 + 1),
     ],
 )
 def test_parameter_counts_match_timm_and_torchvision(arch, parameters):
@@ -138,6 +151,75 @@ def test_blur_pool_is_the_filter_1_2_1_with_replicated_borders(layout, size):
     feed = images if layout == "NCHW" else images.transpose(0, 2, 3, 1)
     [found] = static.Executor(paddle.CPUPlace()).run(main, {"x": feed}, [y])
     np.testing.assert_allclose(found if layout == "NCHW" else found.transpose(0, 3, 1, 2), expected, atol=1e-6)
+
+
+def attention_with_gradients(images, weight, gamma, slopes):
+    """Return the output of self-attention [N, C, H, W] and the gradients of sum(slopes * output) with respect to image,
+    weight and gamma, computed in eager mode with the formula of fastai, with gamma divided by the number of pixels, and
+    with NumPy's singular vectors."""
+    left, _, right = np.linalg.svd(weight[..., 0])
+    with paddle.base.dygraph.guard(paddle.CPUPlace()):
+        images, weight, gamma = (paddle.to_tensor(array, stop_gradient=False) for array in (images, weight, gamma))
+        rows = images.flatten(2)
+        largest = paddle.to_tensor(left[:, :1].T) @ weight[:, :, 0] @ paddle.to_tensor(right[:1].T)
+        values = F.conv1d(rows, weight / largest)
+        y = rows + gamma / rows.shape[2] * paddle.bmm(paddle.bmm(rows, rows.transpose([0, 2, 1])), values)
+        (y.reshape(images.shape) * paddle.to_tensor(slopes)).sum().backward()
+        return [a.numpy() for a in (y.reshape(images.shape), images.grad, weight.grad, gamma.grad)]
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+def test_self_attention_equals_formula_of_fastai(float64, layout):
+    def in_layout(array):
+        return array if layout == "NCHW" else array.transpose(0, 2, 3, 1)
+
+    random = np.random.RandomState(0)
+    images, slopes = random.randn(2, 2, 32, 3, 5)
+    weight, gamma = random.randn(32, 32, 1), np.array([0.7])
+    expected = attention_with_gradients(images, weight, gamma, slopes)
+    main, startup = static.Program(), static.Program()
+    with static.program_guard(main, startup), paddle.utils.unique_name.guard():
+        x, s = (static.data(n, in_layout(images).shape, "float64") for n in "xs")
+        x.stop_gradient = False
+        layer = layers.SelfAttention(32, layout)
+        y = layer(x)
+        gradients = static.gradients(paddle.mean(y * s) * images.size, [x, layer.weight, layer.gamma])
+    exe = static.Executor(paddle.CPUPlace())
+    exe.run(startup)
+    for parameter, array in ((layer.weight, weight), (layer.gamma, gamma)):
+        static.global_scope().find_var(parameter.name).get_tensor().set(array, exe.place)
+    found = exe.run(main, {"x": in_layout(images), "s": in_layout(slopes)}, [y, *gradients])
+    for i, (ours, reference) in enumerate(zip(found, expected, strict=True)):
+        reference = in_layout(reference) if i < 2 else reference
+        np.testing.assert_allclose(ours, reference, atol=1e-5 * np.abs(reference).max(), rtol=0)
+
+
+def test_self_attention_follows_the_last_branch_of_the_first_stage():
+    model, values = initial("XResNet50_Mish_SA")
+    attentions = [(i, block.self_attention) for i, block in enumerate(model.stages) if block.self_attention]
+    assert [i for i, _ in attentions] == [2]
+    assert values[attentions[0][1].gamma.name] == 0  # the branch still initially outputs zero
+
+
+@pytest.mark.parametrize("pool", ["max", "max-blur"])
+@pytest.mark.parametrize("size", [7, 8])
+def test_pooled_shortcut_has_the_shape_of_the_branch(pool, size):
+    block = partial(BottleneckBlock, 8, 4, 2, shortcut_pool=pool)
+    main = static.Program()
+    with static.program_guard(main):
+        y = block()(static.data("x", [1, 8, size, size]))
+    assert tuple(y.shape) == (1, 16, 4, 4)
+
+
+@pytest.mark.parametrize(("stem", "side"), [("deep", 8), ("deep-no-pool", 16), ("deep-stride-1", 16), ("small", 32)])
+def test_stems_reduce_the_size(stem, side):
+    main = static.Program()
+    with static.program_guard(main):
+        model = ResNet(BasicBlock, (1,), stem=stem, width=8)
+        model.stages.register_forward_pre_hook(lambda layer, inputs: shapes.append(inputs[0].shape))
+        shapes = []
+        model(static.data("x", [1, 3, 32, 32]))
+    assert shapes == [(1, 8, side, side)]
 
 
 def test_basic_blocks_with_groups_are_an_error():

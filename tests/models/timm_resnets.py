@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from timm.layers import BlurPool2d
+from timm.layers import BlurPool2d, SEModule
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import nn
 
@@ -45,6 +45,38 @@ def first_projection():
     return net
 
 
+class SelfAttention(nn.Module):
+    """The formula of fastai's SimpleSelfAttention, with gamma divided by the number of pixels."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(channels, channels, 1))
+        self.bias = nn.Parameter(torch.full([1], 0.7))  # gamma
+
+    def forward(self, images):
+        x = images.flatten(2)
+        weight = self.weight / torch.linalg.matrix_norm(self.weight[:, :, 0], 2)
+        y = torch.bmm(torch.bmm(x, x.transpose(1, 2)), nn.functional.conv1d(x, weight))
+        return (x + self.bias / x.shape[2] * y).reshape(images.shape)
+
+
+def xse_resnext():
+    se = partial(SEModule, act_layer=nn.Mish)
+    groups = {"cardinality": 32, "base_width": 4, "act_layer": nn.Mish, "block_args": {"attn_layer": se}}
+    net = ResNet(Bottleneck, (1, 2, 1, 1), **groups, **D)
+    net.layer1[-1].se = nn.Sequential(net.layer1[-1].se, SelfAttention(256))
+    return net
+
+
+def no_pool():
+    net = ResNet(Bottleneck, (1, 2, 1, 1), **D)
+    net.maxpool = nn.Identity()
+    for stage in (net.layer2, net.layer3, net.layer4):
+        downsample = stage[0].downsample
+        downsample[0] = nn.Sequential(nn.MaxPool2d(3, 1, 1), EdgeBlur(downsample[1].in_channels, 2))
+    return net
+
+
 CASES = {
     "plain": partial(ResNet, BasicBlock, (1, 2, 1, 1)),
     "D": partial(ResNet, Bottleneck, (1, 2, 1, 1), **D),
@@ -53,14 +85,16 @@ CASES = {
     "groups": partial(ResNet, Bottleneck, (1, 2, 1, 1), cardinality=32, base_width=4),
     "blur pool": blur_pool,
     "small stem, Mish": small_stem,
+    "no pooling, max-blur": no_pool,
+    "SE, groups, Mish, self-attention": xse_resnext,
 }
 
 
 def layers(net):
-    """Return convolutions, batch normalizations and the classifier in the order of paddle_resnet.models.resnet."""
+    """Return all layers with parameters in the order of paddle_resnet.models.resnet."""
 
     def leaves(*modules):
-        kinds = (nn.Conv2d, nn.BatchNorm2d, nn.Linear)
+        kinds = (nn.Conv2d, nn.BatchNorm2d, nn.Linear, SelfAttention)
         return [leaf for module in modules if module for leaf in module.modules() if isinstance(leaf, kinds)]
 
     yield from leaves(net.conv1, net.bn1)

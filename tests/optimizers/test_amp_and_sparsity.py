@@ -1,6 +1,7 @@
 """Mixed precision, loss scaling and 2:4 sparsity in training programs."""
 
 import itertools
+from functools import partial
 
 import numpy as np
 import paddle
@@ -9,8 +10,9 @@ from paddle import static
 
 from conftest import MASK_ALGORITHMS, NHWC, assert_two_of_four, frozen
 from helpers import build, random_batches, variable
-from paddle_resnet import program
-from paddle_resnet.models import loss_head
+from paddle_resnet import models, program
+from paddle_resnet.models import layers, loss_head
+from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.native import build as native
 from paddle_resnet.optimizers import amp, sparsity, table
 from paddle_resnet.passes import all_reduces, fusion, updates
@@ -135,6 +137,25 @@ def test_amp_casts_network_and_keeps_loss_head_in_float32(
         assert dtypes(op, op.input_arg_names + op.output_arg_names) <= allowed
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_amp_normalizes_weight_of_self_attention_in_float32(parse, monkeypatch, gpu_lists, level):
+    network = partial(ResNet, BottleneckBlock, (1,), width=8, self_attention=True)
+    monkeypatch.setitem(models.MODELS, "Tiny", network)
+    args = parse("--dali-output-fp16", *NHWC)
+    args.amp, args.amp_dtype, args.amp_level, args.scale_loss = True, "float16", level, 128.0
+    main = static.Program()
+    program.build(frozen(args), main, static.Program(), 1)
+    block = main.global_block()
+    normalization = [op for op in block.ops if layers.is_float32(op) and not op.type.startswith("cast")]
+    names = {name for op in normalization for name in (*op.input_arg_names, *op.output_arg_names)}
+    assert len(normalization) > 2 * layers.SelfAttention.SQUARINGS
+    assert {block.var(name).dtype for name in names} == {paddle.float32}
+    products = [op for op in block.ops if op.type == "matmul_v2" and op not in normalization]
+    assert {block.var(name).dtype for op in products for name in op.input_arg_names} == {paddle.float16}
+    parameters = {p.dtype for p in main.all_parameters() if p.name.startswith("self_attention")}
+    assert parameters == {paddle.float16 if level == "O2" else paddle.float32}
+
+
 @pytest.fixture
 def use_native():
     """Return a function that changes the settings to use the custom kernels."""
@@ -172,19 +193,20 @@ def test_fused_update_contains_all_parameters(parse, use_native, gpu_lists, dtyp
     program.build(frozen(args), main, static.Program(), 1)
     expected, rule = {}, table.OPTIMIZERS[name]
     for op in table.updates(main):
-        others = [name for word in ("Grad", *rule.state, "MasterParam") for name in op.input(word)]
+        others = [name for word in ("Grad", *rule.state.values(), "MasterParam") for name in op.input(word)]
         expected[op.input("Param")[0]] = [*others, np.float32(rule.decay(op))]
     assert expected.keys() == {parameter.name for parameter in main.all_parameters() if parameter.trainable}
     fusion.fuse(main)
     by_type, result = {op.type: op for op in main.global_block().ops}, {}
-    fused = [op for op in main.global_block().ops if op.type == f"native_{rule.native}"]
-    for op in fused:
-        names, gradients, state = (op.input(f"{word}@VECTOR") for word in ("Parameters", "Gradients", "State"))
-        state = np.reshape(state, (-1, len(names))).tolist()
-        for parameter, *others, decay in zip(names, gradients, *state, op.attr("decays"), strict=True):
-            result[parameter] = [*others, np.float32(decay)]
+    for native_name, masters in ((rule.native, []), (f"{rule.native}_masters", ["Masters"])):
+        if native_name not in by_type:
+            continue
+        op = by_type[native_name]
+        lists = [op.input(f"{word}@VECTOR") for word in ("Parameters", "Gradients", *rule.state, *masters)]
+        for parameter, *others in zip(*lists, op.attr("decays"), strict=True):
+            result[parameter] = [*others[:-1], np.float32(others[-1])]
     assert result == expected
-    assert len(fused) == (2 if level == "O2" else 1)  # with and without masters
+    assert (f"{rule.native}_masters" in by_type) == (level == "O2")
     removed = {rule.op, "check_finite_and_unscale", "update_loss_scaling", "concat", "reduce_any", "memcpy"}
     assert not removed & by_type.keys()
     if dtype == "bfloat16":

@@ -5,8 +5,7 @@ import paddle
 import pytest
 from paddle import static
 
-from paddle_resnet.machine import compat
-from paddle_resnet.models.layers import BlurPool, SqueezeExcitation, sigmoid
+from paddle_resnet.models.layers import BlurPool, SelfAttention, SqueezeExcitation, product, sigmoid
 from paddle_resnet.serving import onnx_writer
 from utils.errors import UsageError
 
@@ -27,6 +26,12 @@ def inference_program(layer, shape=(3, 8, 8)):
     return program, [images], [out], lambda name: np.array(scope.find_var(name).get_tensor()), array, expected
 
 
+def attention():
+    layer = SelfAttention(3, "NCHW")
+    layer.gamma = layer.create_parameter([1], default_initializer=paddle.nn.initializer.Constant(0.5))
+    return layer
+
+
 F = paddle.nn.functional
 
 
@@ -39,11 +44,8 @@ F = paddle.nn.functional
         (lambda: paddle.nn.AdaptiveMaxPool2D(1), r"operator max_pool2d_with_index \(output"),
         (lambda: paddle.nn.Flatten(1, 2), r"operator flatten_contiguous_range with stop_axis 2 \(output"),
         (lambda: paddle.nn.Flatten(2), r"operator flatten_contiguous_range with start_axis 2 \(output"),
-        pytest.param(
-            lambda: lambda x: paddle.matmul(x, x, transpose_y=True),
-            r"operator matmul_v2 with trans_y True \(output",
-            marks=pytest.mark.skipif(compat.IS_PADDLE_3, reason="matmul of Paddle 3.3 rejects legacy variables"),
-        ),
+        (lambda: lambda x: x * 2 + 1, r"operator scale with bias 1.0 \(output"),
+        (lambda: lambda x: paddle.mean(x, 1), r"operator reduce_mean with reduce_all False \(output"),
         (lambda: lambda x: F.dropout(x, 0.5), r"operator dropout with is_test False \(output"),
         (lambda: lambda x: x.astype("float64"), r"operator cast with out_dtype 6 \(output"),
     ],
@@ -75,6 +77,8 @@ def test_unsupported_operator_is_an_error(layer, message):
         lambda: lambda x: paddle.concat([x, F.relu(x), x], axis=1),
         lambda: SqueezeExcitation(3, 2, "NCHW"),
         lambda: BlurPool("NCHW"),
+        attention,
+        lambda: lambda x: product(x + x, x, trans_x=True),
         lambda: paddle.nn.BatchNorm2D(3, epsilon=1e-3),
         lambda: paddle.nn.Dropout(0.5),
         lambda: lambda x: x.reshape([-1, 192]),
