@@ -1,5 +1,5 @@
-"""Rename weights from torchvision, timm, PaddleClas, paddle.vision and efficientnet-lite-pytorch to the names of this
-project.
+"""Rename weights from torchvision, timm, PaddleClas, paddle.vision, fastai and efficientnet-lite-pytorch to the names
+of this project.
 
 A rule translates the name of a layer. The rule's regular expression captures the numbers that identify the layer's
 block, and * in the replacement stands for the corresponding block in this project. Blocks are matched by order: the
@@ -68,6 +68,27 @@ _RESNET_OF_PADDLECLAS = (
     *((rf"blocks\.(\d+)\.conv{i}\.{part}", f"*.branch.{i}.{part}") for i in range(3) for part in ("conv", "bn")),
     *((rf"blocks\.(\d+)\.short\.{part}", f"*.shortcut.{part}") for part in ("conv", "bn")),
 )
+# PaddleClas's ResNeXt has the stem "conv", SE_ResNet_vd has three convolutions.
+_BLOCKS_OF_PADDLECLAS = (
+    *((r"conv\._conv", "stem.0.conv"), (r"conv\._batch_norm", "stem.0.bn"), ("out", "classifier")),
+    *((rf"conv1_{i + 1}\._conv", f"stem.{i}.conv") for i in range(3)),
+    *((rf"conv1_{i + 1}\._batch_norm", f"stem.{i}.bn") for i in range(3)),
+    *((rf"bb_(\d+)_(\d+)\.conv{i}\._conv", f"*.branch.{i}.conv") for i in range(3)),
+    *((rf"bb_(\d+)_(\d+)\.conv{i}\._batch_norm", f"*.branch.{i}.bn") for i in range(3)),
+    (r"bb_(\d+)_(\d+)\.short\._conv", "*.shortcut.conv"),
+    (r"bb_(\d+)_(\d+)\.short\._batch_norm", "*.shortcut.bn"),
+    (r"bb_(\d+)_(\d+)\.scale\.squeeze", "*.se.reduce"),
+    (r"bb_(\d+)_(\d+)\.scale\.excitation", "*.se.expand"),
+)
+# Pooling layers have numbers but no weights, so that only the convolution of a shortcut (idpath) has names.
+_XRESNET_OF_FASTAI = (
+    *((rf"{i}\.0", f"stem.{i}.conv") for i in range(3)),
+    *((rf"{i}\.1", f"stem.{i}.bn") for i in range(3)),
+    *((rf"(\d+)\.(\d+)\.convpath\.{i}\.0", f"*.branch.{i}.conv") for i in range(3)),
+    *((rf"(\d+)\.(\d+)\.convpath\.{i}\.1", f"*.branch.{i}.bn") for i in range(3)),
+    *((r"(\d+)\.(\d+)\.idpath\.[01]\.0", "*.shortcut.conv"), (r"(\d+)\.(\d+)\.idpath\.[01]\.1", "*.shortcut.bn")),
+    (r"\d+", "classifier"),
+)
 _MOBILENET_V2 = (
     *((r"features\.0\.0", "stem.conv"), (r"features\.0\.1", "stem.bn")),
     *((r"features\.\d+\.0", "head.conv"), (r"features\.\d+\.1", "head.bn"), (r"classifier\.1", "classifier")),
@@ -100,7 +121,9 @@ LAYOUTS = {
     "resnet": (
         Layout("torchvision, timm, paddle.vision", _RESNET),
         Layout("PaddleClas", _RESNET_OF_PADDLECLAS),
+        Layout("PaddleClas's ResNeXt and SE_ResNet_vd", _BLOCKS_OF_PADDLECLAS),
         Layout("timm's ResNet-D", _RESNET_D_OF_TIMM),
+        Layout("fastai's XResNet", _XRESNET_OF_FASTAI),
     ),
     "mobilenet_v2": (Layout("torchvision, paddle.vision", _MOBILENET_V2), Layout("timm", _TIMM)),
     # Weights of timm's networks without the prefix tf_ have the same names but require different padding.
@@ -176,10 +199,7 @@ def convert(family, tensors, own):
             of_own[target] = name
     is_torch = any(name.endswith(".running_mean") for name in tensors)
     missing = [name for name in own if name not in of_own]
-    arrays = {
-        target: tensors[name].T if is_torch and target == f"{_CLASSIFIER}.weight" else tensors[name]
-        for target, name in of_own.items()
-    }
+    arrays = {target: _reshaped(tensors[name], own[target].shape, is_torch) for target, name in of_own.items()}
     reshaped = [
         f"{of_own[name]} is {list(array.shape)}, not {list(own[name].shape)}"
         for name, array in arrays.items()
@@ -191,6 +211,17 @@ def convert(family, tensors, own):
     )
     _adapt_epsilon(arrays, own, layout.epsilon)
     return {own[name].variable: np.ascontiguousarray(array) for name, array in arrays.items()}, layout.projects
+
+
+def _reshaped(array, shape, is_torch):
+    """Return the weight of a fully connected layer in the layout of Paddle's Linear, [in, out], or of a 1x1
+    convolution, [out, in, 1, 1], depending on the number of dimensions of `shape`. Return other arrays unchanged."""
+    if array.ndim == 4 and array.shape[2:] == (1, 1) and len(shape) == 2:
+        return array[:, :, 0, 0].T
+    if array.ndim == 2:
+        array = array.T if is_torch else array
+        return array.T[:, :, None, None] if len(shape) == 4 else array
+    return array
 
 
 def _translated(family, tensors):

@@ -66,6 +66,8 @@ HASHED = {
     "f82ba261": _torchvision("ResNet152", 232),
     "b0353104": _torchvision("MobileNetV2"),
     "7ebf99e0": _torchvision("MobileNetV2", 232),
+    "7cdf4587": _torchvision("ResNeXt50_32x4d"),
+    "1a0047aa": _torchvision("ResNeXt50_32x4d", 232),
 }
 
 

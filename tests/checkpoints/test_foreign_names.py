@@ -2,9 +2,13 @@
 mismatches."""
 
 import contextlib
+import importlib.util
 import re
+import subprocess
+import sys
 
 import numpy as np
+import other_projects
 import paddle
 import pytest
 from paddle import static
@@ -53,16 +57,16 @@ def as_torch(state, classifier):
 
 
 def logits(arch, params, images):
-    exe, startup = static.Executor(), static.Program()
-    with static.program_guard(static.Program(), startup), paddle.utils.unique_name.guard():
+    main = static.Program()
+    with static.program_guard(main, static.Program()), paddle.utils.unique_name.guard():
         data = static.data("data", [None, *images.shape[1:]])
         model = build_model(arch, 5, 3, "NCHW")
         model.eval()
         out = model(data)
-        exe.run(startup)
+    with static.scope_guard(static.Scope()):
         for name, array in params.items():
-            static.global_scope().find_var(name).get_tensor().set(array, paddle.CPUPlace())
-        return exe.run(static.default_main_program(), {"data": images}, [out])[0]
+            static.global_scope().var(name).get_tensor().set(array, paddle.CPUPlace())
+        return static.Executor().run(main, {"data": images}, [out])[0]
 
 
 @pytest.mark.parametrize(
@@ -84,6 +88,51 @@ def test_logits_equal_those_of_paddle_vision(arch, vision, classifier):
         found, _ = foreign_names.convert(family, torch_state, own(arch))
         assert found.keys() == params.keys()
         assert all((found[name] == params[name]).all() for name in params)
+
+
+# Large networks with layer names that other tests also cover.
+SLOW = ("ResNet50_vd, timm", "ResNeXt50_32x4d, PaddleClas", "ResNeXt50_32x4d, torchvision")
+
+
+def converted(case):
+    """Convert the recorded network of a project with generated weights."""
+    arch, project = case.split(", ")
+    shapes, _ = other_projects.recorded()[case]
+    params, projects = foreign_names.convert(MODELS[arch].module, other_projects.weights(shapes), own(arch))
+    assert project in projects
+    return params
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.soak) if case in SLOW else case for case in other_projects.recorded()]
+)
+def test_logits_equal_those_recorded_with_other_projects(case):
+    expected = other_projects.recorded()[case][1]
+    found = logits(case.split(", ")[0], converted(case), other_projects.images())
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(found / scale, expected / scale, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["SE_ResNet50_vd, PaddleClas", "XResNet50, fastai"])
+def test_error_contains_missing_and_unexpected_tensors(case):
+    arch, shapes = case.split(", ")[0], other_projects.recorded()[case][0]
+    state = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    removed = next(name for name in state if name.endswith("bias"))
+    del state[removed]
+    with pytest.raises(MismatchError, match=r"\(1 unexpected: extra.weight, 1 missing: stem[.0]*\.bn\.bias\)"):
+        foreign_names.convert(MODELS[arch].module, state | {"extra.weight": np.zeros(3, np.float32)}, own(arch))
+
+
+@pytest.mark.parametrize("case", other_projects.PACKAGES)
+def test_installed_package_has_the_recorded_names_and_logits(case):
+    package = other_projects.PACKAGES[case]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    command = [sys.executable, other_projects.__file__, case]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    (_, (shapes, values)), (recorded_shapes, expected) = other_projects.parsed(output), other_projects.recorded()[case]
+    assert shapes == recorded_shapes
+    np.testing.assert_allclose(values, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
 
 
 NAMES = {

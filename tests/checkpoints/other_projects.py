@@ -1,0 +1,111 @@
+"""Networks of other projects: layer names, shapes and logits, recorded in other_projects.txt.
+
+As a program, `other_projects.py "NETWORK, PROJECT"` prints the section of a network from the installed package. Paddle
+is not imported, because importing PyTorch after Paddle may crash. The sections of PaddleClas were printed by
+`section` with its networks at the commit d178931fca43.
+"""
+
+import re
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+CLASSES = 5
+TIMM = {
+    "GhostNet, timm": "ghostnet_100",
+    "MobileNetV3_Small, timm": "mobilenetv3_small_100",
+    "ResNet50_vd, timm": "resnet50d",
+}
+TORCHVISION = {
+    "MobileNetV3_Large, torchvision": "mobilenet_v3_large",
+    "ResNeXt50_32x4d, torchvision": "resnext50_32x4d",
+}
+FASTAI = "XResNet50, fastai"
+PACKAGES = {**dict.fromkeys(TIMM, "timm"), **dict.fromkeys(TORCHVISION, "torchvision"), FASTAI: "fastai"}
+BN_OF_TORCH = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+BN_OF_PADDLE = ("weight", "bias", "_mean", "_variance")
+
+
+def recorded():
+    """Return {"NETWORK, PROJECT": ({tensor: shape}, logits [2, CLASSES])}."""
+    sections = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").split("\n\n")
+    return dict(map(parsed, sections))
+
+
+def parsed(section):
+    """Return ("NETWORK, PROJECT", ({tensor: shape}, logits)) from a section. Its first line is the name, the second has
+    the logits, and each further line has a tensor or, with .bn at the end, a batch normalization layer."""
+    case, numbers, *lines = section.strip().splitlines()
+    fields = BN_OF_PADDLE if case.endswith(("PaddleClas", "paddle.vision")) else BN_OF_TORCH
+    shapes = {}
+    for line in lines:
+        name, _, sizes = line.partition(" ")
+        shape = tuple(map(int, sizes.split(",")))
+        layer = name.removesuffix(":bn")
+        names = [name] if layer == name else [f"{layer}.{field}" for field in fields]
+        shapes |= {name: () if name.endswith("num_batches_tracked") else shape for name in names}
+    return case, (shapes, np.array(numbers.split(), float).reshape(2, CLASSES))
+
+
+def section(case, shapes, logits):
+    """Return the text from which `parsed` returns these arguments."""
+    lines = [case, " ".join(f"{value:.7g}" for value in logits.ravel())]
+    for name, shape in shapes.items():
+        layer, _, field = name.rpartition(".")
+        if f"{layer}.running_mean" not in shapes and f"{layer}._mean" not in shapes:
+            lines.append(f"{name} {','.join(map(str, shape))}")
+        elif field == "weight":
+            lines.append(f"{layer}:bn {shape[0]}")
+    return "\n".join(lines) + "\n"
+
+
+def weights(shapes):
+    """Return {tensor: array} with random values that depend only on the name and the shape."""
+    return {name: _weight(name, shape) for name, shape in shapes.items()}
+
+
+def _weight(name, shape):
+    random = np.random.RandomState(zlib.crc32(name.encode()))
+    if not shape:
+        return np.array(3)
+    if len(shape) == 1:
+        is_factor = re.search("weight$|_var", name)
+        return random.uniform(*((0.5, 1) if is_factor else (-0.5, 0.5)), shape).astype("float32")
+    fan_in = np.prod(shape[1:]) if len(shape) == 4 else max(shape)
+    return (random.randn(*shape) * (2 / fan_in) ** 0.5).astype("float32")
+
+
+def images():
+    """Return images [2, 3, 66, 66]. At this size, rounding of odd sizes matters."""
+    return np.random.RandomState(0).randn(2, 3, 66, 66).astype("float32")
+
+
+def _network(case):
+    if case in TIMM:
+        import timm
+
+        return timm.create_model(TIMM[case], num_classes=CLASSES)
+    if case in TORCHVISION:
+        import torchvision
+
+        return getattr(torchvision.models, TORCHVISION[case])(num_classes=CLASSES)
+    from fastai.vision.models.xresnet import xresnet50
+
+    return xresnet50(n_out=CLASSES)
+
+
+def _main(case):
+    import torch
+
+    network = _network(case).eval()
+    shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    network.load_state_dict({name: torch.tensor(array) for name, array in weights(shapes).items()})
+    with torch.no_grad():
+        logits = network(torch.from_numpy(images())).numpy()
+    print(section(case, shapes, logits))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
