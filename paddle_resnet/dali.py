@@ -378,11 +378,14 @@ def _jitter(images, strength, degrees, seeds):
     and brightness, in this order, each by a random factor from [max(0, 1 - strength), 1 + strength]. Values are rounded
     only once, at the end.
     """
-    factors = [max(0, 1 - strength), 1 + strength] if strength else None
-    ranges = {"brightness": factors, "contrast": factors, "saturation": factors}
-    ranges["hue"] = [-degrees, degrees] if degrees else None
-    seeded = zip(ranges.items(), seeds, strict=True)
-    changes = {name: fn.random.uniform(range=values, seed=seed) for (name, values), seed in seeded if values}
+    changes = {}
+    if strength:
+        factors = [max(0, 1 - strength), 1 + strength]
+        changes["brightness"] = fn.random.uniform(range=factors, seed=seeds[0])
+        changes["contrast"] = fn.random.uniform(range=factors, seed=seeds[1])
+        changes["saturation"] = fn.random.uniform(range=factors, seed=seeds[2])
+    if degrees:
+        changes["hue"] = fn.random.uniform(range=[-degrees, degrees], seed=seeds[3])
     return fn.color_twist(images, **changes)
 
 

@@ -447,6 +447,12 @@ def test_losses_after_stop_in_either_phase_match_uninterrupted_run(
     assert losses_with_a_stop(train_step, *flags) == losses(report)
 
 
+def test_accumulating_steps_are_captured(run_train, deterministic, capsys):
+    """Float16 gradients are summed in float32."""
+    flags = [*O2, "--kernels", "native", "--epochs", "5", "--print-interval", "1", "--accumulate-steps", "2"]
+    assert_captured_losses_are_equal(run_train, capsys, *flags)
+
+
 @pytest.mark.parametrize("flags", [FP32_NHWC, O1, O2, BF16_O1, BF16_O2], ids=["fp32", "O1", "O2", "bf16 O1", "bf16 O2"])
 def test_quantization_aware_training_is_captured_in_every_precision(run_train, deterministic, capsys, flags):
     flags = ["--qat", "--epochs", "3", "--print-interval", "1", *flags, "--kernels", "native"]
@@ -577,7 +583,7 @@ FUSED = {
     "native": (
         "13 native_bn_act, 13 native_bn_act_backward, 4 native_bn_add_relu, 4 native_bn_add_relu_backward, "
         "1 native_check_finite, 1 native_loss, 1 native_loss_grad, 1 native_max_pool, "
-        "1 native_max_pool_backward, 1 native_momentum"
+        "1 native_max_pool_backward, "
     ),
     # Paddle fuses the last BN of each residual unit with the addition and ReLU, and every other BN with the ReLU that
     # follows it.
@@ -593,6 +599,8 @@ def test_start_line_counts_fused_operators(run_train, capsys, flags, kernels):
     assert run_train("--dry-run", *flags, "--kernels", kernels)[0] == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Tiny on 1 x gpu"))
     assert FUSED[kernels] in line
+    updates = 2 if flags is O2 else 1  # with and without master weights
+    assert (f"{updates} native_momentum" in line) == (kernels == "native")
     assert (", CUDA graph, " in line) == (kernels == "native")
 
 

@@ -210,7 +210,9 @@ def test_steps_are_captured_on_gpu(find, capsys, precision):
     assert ", CUDA graph, " in capsys.readouterr().out
     _, plain = find(*flags, "--cuda-graph", "false", folder="plain")
     assert ", CUDA graph, " not in capsys.readouterr().out
-    assert captured.loss == plain.loss and len(captured.loss) > STEPS // 2
+    # Some float32 kernels of cuDNN sum in a varying order.
+    assert captured.loss == (plain.loss if precision else pytest.approx(plain.loss, rel=1e-3))
+    assert len(captured.loss) > STEPS // 2
 
 
 def test_first_stage_is_searched_beyond_its_end():

@@ -146,7 +146,7 @@ def load_pretrained(args, program, place):
     """
     flag = f"--from-pretrained-params {args.from_pretrained_params}"
     state = _read_weights(pretrained_file(args), flag)
-    skipped, (parameters, _) = [], variables(program)
+    skipped, (parameters, others) = [], variables(program)
     differing = [n for n in ends(program).last if n not in state or tuple(state[n].shape) != parameters[n]]
     if args.pretrained_mismatch == "error":
         _check_number_of_classes(args, state, parameters, ends(program).last, flag)
@@ -158,7 +158,9 @@ def load_pretrained(args, program, place):
     _load_parameters(args, program, state, flag, place, skipped)
     for name in skipped:
         # Random logits would cause large gradients, which damage the pretrained layers in the first steps.
-        set_variable(name, np.zeros(parameters[name], np.float32), place)
+        zeros = np.zeros(parameters[name], np.float32)
+        set_variable(name, zeros, place)
+        _set_master(name, zeros, others, place)
 
 
 def pretrained_file(args):
@@ -258,8 +260,14 @@ def _load_parameters(args, program, state, flag, place, skipped=()):
     remedy = f"--model-arch-name (now {args.model_arch_name}), --num-of-class, --image-shape and --asp"
     _load_strictly(parameters, state, flag, place, remedy, args.verbose)
     for name in parameters:
-        if name + MASTER in others:
-            set_variable(name + MASTER, state[name].astype(np.float32), place)
+        _set_master(name, state[name], others, place)
+
+
+def _set_master(name, array, others, place):
+    """Set the float32 master weight of a parameter, if there is one. The first update overwrites the parameter with the
+    master weight."""
+    if name + MASTER in others:
+        set_variable(name + MASTER, array.astype(np.float32), place)
 
 
 def _match_ranges(args, program, parameters, state, flag):

@@ -30,7 +30,7 @@ SOURCES = Path(__file__).parent
 # The patterns add new files to the cache key automatically. NVRTC compiles the kernel files as one string, in this
 # order.
 OPERATOR_FILES = ("operators.cc", "**/*.h")
-KERNEL_FILES = ("common.h", "activations.h", "vector.cuh", "*.cu")
+KERNEL_FILES = ("common.h", "activations.h", "optimizers.h", "vector.cuh", "*.cu")
 NVRTC_NAMES = ("libnvrtc.so.12", "libnvrtc.so.11.2", "libnvrtc.so")
 COMPILER_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-Wall")
 

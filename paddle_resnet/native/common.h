@@ -38,8 +38,7 @@ struct Updates {
   float decay[kTensors];
   int count;
 };
-using MomentumUpdates = Updates<1>;  // state: velocity
-using AdamUpdates = Updates<4>;      // state: two moments, then two tensors of one element: powers of beta1 and beta2
+using Gradients = Updates<1>;  // for kernels that only read gradients
 
 // The EMA variables that one launch updates, and the values that they follow.
 struct Averages {
@@ -78,20 +77,6 @@ struct Dropout {
 
   ON_BOTH float apply(float x, int seed, int at) const {
     return philox(static_cast<unsigned>(seed), static_cast<unsigned>(at)) < threshold ? 0.f : x * factor;
-  }
-};
-
-// The moments and the update direction of AdamW and LAMB: Kingma and Ba, arXiv:1412.6980, algorithm 1. `correction1`
-// and `correction2` are 1 - beta1^t and 1 - beta2^t in step t.
-struct Adam {
-  float beta1, beta2, epsilon;
-
-  ON_BOTH void follow(float gradient, float *m, float *v) const {
-    *m = beta1 * *m + (1 - beta1) * gradient;
-    *v = beta2 * *v + (1 - beta2) * gradient * gradient;
-  }
-  ON_BOTH float direction(float m, float v, float correction1, float correction2) const {
-    return m / correction1 / (sqrtf(v / correction2) + epsilon);
   }
 };
 

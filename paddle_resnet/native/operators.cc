@@ -248,49 +248,16 @@ PD_BUILD_OP(native_clip_factor)
     .SetInferShapeFn(PD_INFER_SHAPE(ClipFactorShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(ClipFactorType));
 
-PD_BUILD_OP(native_momentum)
-    .Inputs({paddle::Vec("Parameters"), paddle::Vec("Gradients"), paddle::Vec("Velocities"), "Rate",
-             paddle::Optional("Unscale")})
-    .Outputs({paddle::Vec("ParametersOut"), paddle::Vec("VelocitiesOut")})
-    .Attrs({"mu: float", "nesterov: bool", "decays: std::vector<float>"})
-    .SetInplaceMap({{paddle::Vec("Parameters"), paddle::Vec("ParametersOut")},
-                    {paddle::Vec("Velocities"), paddle::Vec("VelocitiesOut")}})
-    .SetKernelFn(PD_KERNEL(Momentum));
-
-PD_BUILD_OP(native_momentum_masters)
-    .Inputs({paddle::Vec("Parameters"), paddle::Vec("Gradients"), paddle::Vec("Velocities"), paddle::Vec("Masters"),
-             "Rate", paddle::Optional("Unscale")})
-    .Outputs({paddle::Vec("ParametersOut"), paddle::Vec("VelocitiesOut"), paddle::Vec("MastersOut")})
-    .Attrs({"mu: float", "nesterov: bool", "decays: std::vector<float>"})
-    .SetInplaceMap({{paddle::Vec("Parameters"), paddle::Vec("ParametersOut")},
-                    {paddle::Vec("Velocities"), paddle::Vec("VelocitiesOut")},
-                    {paddle::Vec("Masters"), paddle::Vec("MastersOut")}})
-    .SetKernelFn(PD_KERNEL(MomentumMasters));
-
-// AdamW and LAMB
-#define ADAM_STATE paddle::Vec("Moments1"), paddle::Vec("Moments2"), paddle::Vec("Powers1"), paddle::Vec("Powers2")
-#define ADAM_STATE_OUT \
-  paddle::Vec("Moments1Out"), paddle::Vec("Moments2Out"), paddle::Vec("Powers1Out"), paddle::Vec("Powers2Out")
-#define ADAM_IN_PLACE \
-  {paddle::Vec("Parameters"), paddle::Vec("ParametersOut")}, {paddle::Vec("Moments1"), paddle::Vec("Moments1Out")}, \
-      {paddle::Vec("Moments2"), paddle::Vec("Moments2Out")}, {paddle::Vec("Powers1"), paddle::Vec("Powers1Out")}, \
-      {paddle::Vec("Powers2"), paddle::Vec("Powers2Out")}
-#define ADAM_OPERATORS(NAME, IS_LAMB) \
-  PD_BUILD_OP(native_##NAME) \
-      .Inputs({paddle::Vec("Parameters"), paddle::Vec("Gradients"), ADAM_STATE, "Rate", paddle::Optional("Unscale")}) \
-      .Outputs({paddle::Vec("ParametersOut"), ADAM_STATE_OUT}) \
-      .Attrs({"beta1: float", "beta2: float", "epsilon: float", "decays: std::vector<float>"}) \
-      .SetInplaceMap({ADAM_IN_PLACE}) \
-      .SetKernelFn(PD_KERNEL(AdamPlain<IS_LAMB>)); \
-  PD_BUILD_OP(native_##NAME##_masters) \
-      .Inputs({paddle::Vec("Parameters"), paddle::Vec("Gradients"), ADAM_STATE, paddle::Vec("Masters"), "Rate", \
+#define OPTIMIZER_OPERATOR(RULE) \
+  PD_BUILD_OP(native_##RULE) \
+      .Inputs({paddle::Vec("Parameters"), paddle::Vec("Gradients"), paddle::Vec("State"), "Rate", \
                paddle::Optional("Unscale")}) \
-      .Outputs({paddle::Vec("ParametersOut"), ADAM_STATE_OUT, paddle::Vec("MastersOut")}) \
-      .Attrs({"beta1: float", "beta2: float", "epsilon: float", "decays: std::vector<float>"}) \
-      .SetInplaceMap({ADAM_IN_PLACE, {paddle::Vec("Masters"), paddle::Vec("MastersOut")}}) \
-      .SetKernelFn(PD_KERNEL(AdamMasters<IS_LAMB>));
-ADAM_OPERATORS(adamw, false)
-ADAM_OPERATORS(lamb, true)
+      .Outputs({paddle::Vec("ParametersOut"), paddle::Vec("StateOut")}) \
+      .Attrs({"hyperparameters: std::vector<float>", "decays: std::vector<float>"}) \
+      .SetInplaceMap({{paddle::Vec("Parameters"), paddle::Vec("ParametersOut")}, \
+                      {paddle::Vec("State"), paddle::Vec("StateOut")}}) \
+      .SetKernelFn(PD_KERNEL(Update<optimizer::RULE>));
+FOR_EACH_OPTIMIZER(OPTIMIZER_OPERATOR)
 
 PD_BUILD_OP(native_ema)
     .Inputs({paddle::Vec("Averages"), paddle::Vec("Values"), "Weight", paddle::Optional("Unscale")})

@@ -62,7 +62,7 @@ __device__ __forceinline__ float *exact(const Table &updates, int t) {
 
 // Sets *overflow to 1 if a gradient has a non-finite element. Otherwise, *overflow does not change.
 template <class T>
-__device__ void check_gradients(const MomentumUpdates &updates, int *overflow) {
+__device__ void check_gradients(const Gradients &updates, int *overflow) {
   constexpr unsigned kExponent = 0x7f800000u;
   bool is_finite = true;
   for_each_vector<T>(updates, [&](int t, int i, int count) {
@@ -72,56 +72,6 @@ __device__ void check_gradients(const MomentumUpdates &updates, int *overflow) {
     for (int k = 0; k < T::kLanes; ++k) is_finite &= (__float_as_uint(gradient[k]) & kExponent) != kExponent;
   });
   if (!is_finite) *overflow = 1;
-}
-
-// Momentum: v = mu v + h, p -= rate v, or Nesterov's p -= rate (h + mu v), where h = unscale * gradient + decay p. A
-// null `unscale` means 1; if *unscale is 0, the step is skipped. If there are master weights, p is the float32 master
-// weight, and the parameter becomes a rounded copy of p.
-template <class T, bool kHasMasters>
-__device__ void momentum(const MomentumUpdates &updates, const float *rate, const float *unscale, float mu,
-                         bool nesterov) {
-  const float factor = unscale != nullptr ? *unscale : 1.f, step = *rate;
-  if (factor == 0.f) return;
-  for_each_vector<T>(updates, [&](int t, int i, int count) {
-    float gradient[T::kLanes], velocity[T::kLanes], parameter[T::kLanes];
-    load<T>(updates.gradient[t], i, count, gradient);
-    load_some<T>(updates.state[0][t], i, count, velocity);
-    load_some<T>(exact<kHasMasters>(updates, t), i, count, parameter);
-#pragma unroll
-    for (int k = 0; k < T::kLanes; ++k) {
-      const float change = gradient[k] * factor + updates.decay[t] * parameter[k];
-      velocity[k] = mu * velocity[k] + change;
-      parameter[k] -= step * (nesterov ? change + mu * velocity[k] : velocity[k]);
-    }
-    store_some<T>(velocity, updates.state[0][t], i, count);
-    store_some<T>(parameter, exact<kHasMasters>(updates, t), i, count);
-    if (kHasMasters) store<T>(parameter, updates.parameter[t], i, count);
-  });
-}
-
-// AdamW: Loshchilov and Hutter, arXiv:1711.05101. p -= rate (u + decay p), where u is Adam's direction for unscale *
-// gradient. Launch advance_powers after this kernel.
-template <class T, bool kHasMasters>
-__device__ void adamw(const AdamUpdates &updates, Adam rule, const float *rate, const float *unscale) {
-  const float factor = unscale != nullptr ? *unscale : 1.f, step = *rate;
-  if (factor == 0.f) return;
-  for_each_vector<T>(updates, [&](int t, int i, int count) {
-    float gradient[T::kLanes], m[T::kLanes], v[T::kLanes], parameter[T::kLanes];
-    const float correction1 = 1 - *updates.state[2][t], correction2 = 1 - *updates.state[3][t];
-    load<T>(updates.gradient[t], i, count, gradient);
-    load_some<T>(updates.state[0][t], i, count, m);
-    load_some<T>(updates.state[1][t], i, count, v);
-    load_some<T>(exact<kHasMasters>(updates, t), i, count, parameter);
-#pragma unroll
-    for (int k = 0; k < T::kLanes; ++k) {
-      rule.follow(gradient[k] * factor, &m[k], &v[k]);
-      parameter[k] -= step * (rule.direction(m[k], v[k], correction1, correction2) + updates.decay[t] * parameter[k]);
-    }
-    store_some<T>(m, updates.state[0][t], i, count);
-    store_some<T>(v, updates.state[1][t], i, count);
-    store_some<T>(parameter, exact<kHasMasters>(updates, t), i, count);
-    if (kHasMasters) store<T>(parameter, updates.parameter[t], i, count);
-  });
 }
 
 // Returns the number of blocks that share a tensor.
@@ -151,7 +101,7 @@ __device__ void sum_over_block(float &a, float &b) {
 // Sums the squares of the unscaled gradients that each block processes. The first launch overwrites `partial`, and
 // later launches add to it.
 template <class T>
-__device__ void sum_squares(const MomentumUpdates &updates, const float *unscale, float *partial, bool is_first) {
+__device__ void sum_squares(const Gradients &updates, const float *unscale, float *partial, bool is_first) {
   const float factor = unscale != nullptr ? *unscale : 1.f;
   float sum = 0, none = 0;
   for_each_vector<T>(updates, [&](int t, int i, int count) {
@@ -164,112 +114,154 @@ __device__ void sum_squares(const MomentumUpdates &updates, const float *unscale
   if (threadIdx.x == 0) partial[blockIdx.x] = is_first ? sum : partial[blockIdx.x] + sum;
 }
 
-// LAMB: You et al., arXiv:1904.00962, algorithm 2. p -= rate ratio (u + decay p), where u is Adam's direction and ratio
-// is |p| / |u + decay p|, or 1 without weight decay or if a norm is 0. The first kernel updates the moments. For each
-// tensor that a block processes, the block also writes the sums of the squares of p and of u + decay p to `partial`.
-template <class T, bool kHasMasters>
-__device__ void lamb_moments(const AdamUpdates &updates, Adam rule, const float *unscale, float *partial) {
+// The unscaled gradients g, float32 values p and state of the elements that a thread processes at once.
+template <class Rule, class T, bool kHasMasters>
+struct Elements {
+  float g[T::kLanes] = {}, p[T::kLanes] = {}, state[T::kLanes][Rule::kStates];
+
+  // Loads `count` elements of parameter t, starting at element i.
+  __device__ __forceinline__ Elements(const Updates<Rule::kStates> &updates, int t, int i, int count, float factor) {
+    load<T>(updates.gradient[t], i, count, g);
+    load_some<T>(exact<kHasMasters>(updates, t), i, count, p);
+#pragma unroll
+    for (int k = 0; k < T::kLanes; ++k) g[k] *= factor;
+#pragma unroll
+    for (int s = 0; s < Rule::kStates; ++s) {
+      float values[T::kLanes] = {};
+      if (s < Rule::kVectors) load_some<T>(updates.state[s][t], i, count, values);
+#pragma unroll
+      for (int k = 0; k < T::kLanes; ++k) state[k][s] = s < Rule::kVectors ? values[k] : *updates.state[s][t];
+    }
+  }
+
+  __device__ __forceinline__ void store_state(const Updates<Rule::kStates> &updates, int t, int i, int count) const {
+#pragma unroll
+    for (int s = 0; s < Rule::kVectors; ++s) {
+      float values[T::kLanes];
+#pragma unroll
+      for (int k = 0; k < T::kLanes; ++k) values[k] = state[k][s];
+      store_some<T>(values, updates.state[s][t], i, count);
+    }
+  }
+};
+
+// For a rule with a trust ratio, updates the state. For each tensor that a block processes, the block also writes the
+// sums of the squares of the parameter and of its direction to `partial`. Launch update() with the same grid after this
+// kernel.
+template <class Rule, class T, bool kHasMasters>
+__device__ void norms(const Updates<Rule::kStates> &updates, Rule rule, const float *unscale, float *partial) {
   const float factor = unscale != nullptr ? *unscale : 1.f;
   if (factor == 0.f) return;
   for (int t = 0; t < updates.count; ++t) {
     const int size = updates.size[t], block = block_of(t);
+    const float decay = updates.decay[t];
     if (block >= blocks_of<T>(size)) continue;
-    const float correction1 = 1 - *updates.state[2][t], correction2 = 1 - *updates.state[3][t];
     float squares_p = 0, squares_u = 0;
     for_each_vector_of<T>(t, size, [&](int i, int count) {
-      float gradient[T::kLanes] = {}, m[T::kLanes] = {}, v[T::kLanes] = {}, parameter[T::kLanes] = {};
-      load<T>(updates.gradient[t], i, count, gradient);
-      load_some<T>(updates.state[0][t], i, count, m);
-      load_some<T>(updates.state[1][t], i, count, v);
-      load_some<T>(exact<kHasMasters>(updates, t), i, count, parameter);
+      Elements<Rule, T, kHasMasters> e(updates, t, i, count, factor);
 #pragma unroll
       for (int k = 0; k < T::kLanes; ++k) {
-        rule.follow(gradient[k] * factor, &m[k], &v[k]);
-        const float u = rule.direction(m[k], v[k], correction1, correction2) + updates.decay[t] * parameter[k];
-        squares_p += parameter[k] * parameter[k];
+        rule.follow(e.g[k], e.p[k], decay, e.state[k]);
+        const float u = rule.direction(e.g[k], e.p[k], decay, e.state[k]);
+        squares_p += e.p[k] * e.p[k];
         squares_u += u * u;
       }
-      store_some<T>(m, updates.state[0][t], i, count);
-      store_some<T>(v, updates.state[1][t], i, count);
+      e.store_state(updates, t, i, count);
     });
-    if (updates.decay[t] == 0.f) continue;
+    if (decay == 0.f) continue;
     sum_over_block(squares_p, squares_u);
     float *sums = partial + 2 * (t * gridDim.x + block);
     if (threadIdx.x == 0) sums[0] = squares_p, sums[1] = squares_u;
   }
 }
 
-// The second kernel of LAMB updates the parameters. Launch this kernel with the same grid as the first kernel, and
-// launch advance_powers after this kernel.
-template <class T, bool kHasMasters>
-__device__ void lamb(const AdamUpdates &updates, Adam rule, const float *rate, const float *unscale,
-                     const float *partial) {
-  if (unscale != nullptr && *unscale == 0.f) return;
+// Returns |p| / |direction| for tensor t, or 1 if a norm is 0. norms() has written the sums of `blocks` blocks.
+__device__ float trust_ratio(const float *partial, int t, int blocks) {
+  float squares_p = 0, squares_u = 0;
+  for (int i = threadIdx.x; i < blocks; i += kMaxThreads) {
+    const float *sums = partial + 2 * (t * gridDim.x + i);
+    squares_p += sums[0], squares_u += sums[1];
+  }
+  sum_over_block(squares_p, squares_u);
+  return squares_p > 0 && squares_u > 0 ? sqrtf(squares_p) / sqrtf(squares_u) : 1.f;
+}
+
+// Updates the parameters and, unless norms() has already done so, the state. A null `unscale` means 1; if *unscale is
+// 0, the step is skipped. If there are master weights, the kernel updates the master weight, and the parameter becomes
+// a rounded copy of it.
+template <class Rule, class T, bool kHasMasters>
+__device__ void update(const Updates<Rule::kStates> &updates, Rule rule, const float *rate, const float *unscale,
+                       const float *partial) {
+  const float factor = unscale != nullptr ? *unscale : 1.f, lr = *rate;
+  if (factor == 0.f) return;
   for (int t = 0; t < updates.count; ++t) {
-    const int size = updates.size[t], blocks = blocks_of<T>(size);
-    if (block_of(t) >= blocks) continue;
-    float step = *rate;
-    if (updates.decay[t] != 0.f) {
-      float squares_p = 0, squares_u = 0;
-      for (int i = threadIdx.x; i < blocks; i += kMaxThreads) {
-        const float *sums = partial + 2 * (t * gridDim.x + i);
-        squares_p += sums[0], squares_u += sums[1];
-      }
-      sum_over_block(squares_p, squares_u);
-      if (squares_p > 0 && squares_u > 0) step *= sqrtf(squares_p) / sqrtf(squares_u);
+    const int size = updates.size[t];
+    const float decay = updates.decay[t];
+    float step = lr;
+    if constexpr (Rule::kHasTrustRatio) {
+      const int blocks = blocks_of<T>(size);
+      if (block_of(t) >= blocks) continue;
+      if (decay != 0.f) step *= trust_ratio(partial, t, blocks);
     }
-    const float correction1 = 1 - *updates.state[2][t], correction2 = 1 - *updates.state[3][t];
     for_each_vector_of<T>(t, size, [&](int i, int count) {
-      float m[T::kLanes], v[T::kLanes], parameter[T::kLanes];
-      load_some<T>(updates.state[0][t], i, count, m);
-      load_some<T>(updates.state[1][t], i, count, v);
-      load_some<T>(exact<kHasMasters>(updates, t), i, count, parameter);
+      Elements<Rule, T, kHasMasters> e(updates, t, i, count, factor);
 #pragma unroll
       for (int k = 0; k < T::kLanes; ++k) {
-        const float u = rule.direction(m[k], v[k], correction1, correction2) + updates.decay[t] * parameter[k];
-        parameter[k] -= step * u;
+        if (!Rule::kHasTrustRatio) rule.follow(e.g[k], e.p[k], decay, e.state[k]);
+        e.p[k] -= step * rule.direction(e.g[k], e.p[k], decay, e.state[k]);
       }
-      store_some<T>(parameter, exact<kHasMasters>(updates, t), i, count);
-      if (kHasMasters) store<T>(parameter, updates.parameter[t], i, count);
+      if (!Rule::kHasTrustRatio) e.store_state(updates, t, i, count);
+      store_some<T>(e.p, exact<kHasMasters>(updates, t), i, count);
+      if (kHasMasters) store<T>(e.p, updates.parameter[t], i, count);
     });
   }
 }
 
-// Updates the powers of the betas for the next step. Each thread processes one tensor. If the step is skipped, the
-// powers do not change.
-extern "C" __global__ void advance_powers(AdamUpdates updates, Adam rule, const float *unscale) {
-  if ((unscale != nullptr && *unscale == 0.f) || threadIdx.x >= updates.count) return;
-  *updates.state[2][threadIdx.x] *= rule.beta1;
-  *updates.state[3][threadIdx.x] *= rule.beta2;
+// Updates the part of the state that has one element per parameter. Each thread processes one parameter. If the step is
+// skipped, the state does not change.
+template <class Rule>
+__device__ void advance(const Updates<Rule::kStates> &updates, Rule rule, const float *unscale) {
+  const int t = threadIdx.x;
+  if ((unscale != nullptr && *unscale == 0.f) || t >= updates.count) return;
+  float state[Rule::kStates] = {};
+  for (int s = Rule::kVectors; s < Rule::kStates; ++s) state[s] = *updates.state[s][t];
+  rule.advance(state);
+  for (int s = Rule::kVectors; s < Rule::kStates; ++s) *updates.state[s][t] = state[s];
 }
 
 #define UPDATE_KERNEL(NAME, T) extern "C" __global__ void __launch_bounds__(kMaxThreads, kBlocksPerProcessor) NAME##_##T
-#define UPDATE_KERNELS_OF(T, MASTERS, HAS_MASTERS) \
-  UPDATE_KERNEL(momentum##MASTERS, T)(MomentumUpdates updates, const float *rate, const float *unscale, float mu, \
-                                      bool nesterov) { \
-    momentum<T, HAS_MASTERS>(updates, rate, unscale, mu, nesterov); \
+#define UPDATE_KERNELS_OF(RULE, T, MASTERS, HAS_MASTERS) \
+  UPDATE_KERNEL(RULE##MASTERS, T)(Updates<optimizer::RULE::kStates> updates, optimizer::RULE rule, const float *rate, \
+                                  const float *unscale, const float *partial) { \
+    update<optimizer::RULE, T, HAS_MASTERS>(updates, rule, rate, unscale, partial); \
   } \
-  UPDATE_KERNEL(adamw##MASTERS, T)(AdamUpdates updates, Adam rule, const float *rate, const float *unscale) { \
-    adamw<T, HAS_MASTERS>(updates, rule, rate, unscale); \
-  } \
-  UPDATE_KERNEL(lamb_moments##MASTERS, T)(AdamUpdates updates, Adam rule, const float *unscale, float *partial) { \
-    lamb_moments<T, HAS_MASTERS>(updates, rule, unscale, partial); \
-  } \
-  UPDATE_KERNEL(lamb##MASTERS, T)(AdamUpdates updates, Adam rule, const float *rate, const float *unscale, \
-                                  const float *partial) { \
-    lamb<T, HAS_MASTERS>(updates, rule, rate, unscale, partial); \
+  UPDATE_KERNEL(RULE##_norms##MASTERS, T)(Updates<optimizer::RULE::kStates> updates, optimizer::RULE rule, \
+                                          const float *unscale, float *partial) { \
+    if constexpr (optimizer::RULE::kHasTrustRatio) { \
+      norms<optimizer::RULE, T, HAS_MASTERS>(updates, rule, unscale, partial); \
+    } \
   }
-#define UPDATE_KERNELS(T) \
-  UPDATE_KERNEL(check_gradients, T)(MomentumUpdates updates, int *overflow) { check_gradients<T>(updates, overflow); } \
-  UPDATE_KERNEL(sum_squares, T)(MomentumUpdates updates, const float *unscale, float *partial, bool is_first) { \
-    sum_squares<T>(updates, unscale, partial, is_first); \
-  } \
-  UPDATE_KERNELS_OF(T, , false) \
-  UPDATE_KERNELS_OF(T, _masters, true)
+#define UPDATE_KERNELS(RULE) \
+  UPDATE_KERNELS_OF(RULE, f32, , false) \
+  UPDATE_KERNELS_OF(RULE, f32, _masters, true) \
+  UPDATE_KERNELS_OF(RULE, f16, , false) \
+  UPDATE_KERNELS_OF(RULE, f16, _masters, true) \
+  UPDATE_KERNELS_OF(RULE, bf16, , false) \
+  UPDATE_KERNELS_OF(RULE, bf16, _masters, true) \
+  extern "C" __global__ void advance_##RULE(Updates<optimizer::RULE::kStates> updates, optimizer::RULE rule, \
+                                            const float *unscale) { \
+    advance(updates, rule, unscale); \
+  }
+FOR_EACH_OPTIMIZER(UPDATE_KERNELS)
 
-UPDATE_KERNELS(f32)
-UPDATE_KERNELS(f16)
-UPDATE_KERNELS(bf16)
+#define GRADIENT_KERNELS(T) \
+  UPDATE_KERNEL(check_gradients, T)(Gradients updates, int *overflow) { check_gradients<T>(updates, overflow); } \
+  UPDATE_KERNEL(sum_squares, T)(Gradients updates, const float *unscale, float *partial, bool is_first) { \
+    sum_squares<T>(updates, unscale, partial, is_first); \
+  }
+GRADIENT_KERNELS(f32)
+GRADIENT_KERNELS(f16)
+GRADIENT_KERNELS(bf16)
 
 // Computes average += weight (value - average). If the step is skipped, the averages do not change.
 extern "C" __global__ void __launch_bounds__(kMaxThreads, kBlocksPerProcessor)

@@ -5,11 +5,13 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <map>
 #include <string>
 #include <vector>
 
 #include "gpu.h"
+#include "optimizers.h"
 #include "reference/update.h"
 #include "tensors.h"
 
@@ -35,19 +37,14 @@ float *floats(const Tensor &tensor, int64_t size) {
 template <class Table>
 class Tables {
  public:
-  // `state` contains the tensors for Table::state. The first two tensors have the size of the parameter, and all
-  // further tensors have one element.
-  void add(const Tensor &gradient, const Tensor *parameter, const Tensor *master, std::vector<const Tensor *> state,
-           float decay) {
+  // Adds a gradient. Returns the table whose last tensor is the gradient.
+  Table &add(const Tensor &gradient) {
     if (tables_.empty() || tables_.back().count == Table::kTensors) tables_.emplace_back();
     Table &table = tables_.back();
     const int t = table.count++;
     table.gradient[t] = address(gradient, gradient.numel());
-    table.parameter[t] = parameter ? address(*parameter, gradient.numel()) : nullptr;
-    table.master[t] = master ? floats(*master, gradient.numel()) : nullptr;
-    for (size_t i = 0; i < state.size(); ++i) table.state[i][t] = floats(*state[i], i < 2 ? gradient.numel() : 1);
     table.size[t] = static_cast<int>(gradient.numel());
-    table.decay[t] = decay;
+    return table;
   }
 
   // Calls launch(table) for each table.
@@ -59,33 +56,6 @@ class Tables {
  private:
   std::vector<Table> tables_;
 };
-
-// Returns the tables of all parameters, grouped by kernel name suffix, such as "_f16".
-template <class Table>
-std::map<std::string, Tables<Table>> tables_by_type(const Tensors &parameters, const Tensors &gradients,
-                                                    const Tensors *masters, std::vector<const Tensors *> state,
-                                                    const std::vector<float> &decays) {
-  std::map<std::string, Tables<Table>> by_type;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    if (gradients[i].dtype() != parameters[i].dtype())
-      PD_THROW("custom update: the types of a gradient and its parameter differ");
-    if (!masters && parameters[i].dtype() != DataType::FLOAT32)
-      PD_THROW("custom update: a parameter in half precision has no float32 master");
-    std::vector<const Tensor *> of_parameter;
-    for (const Tensors *tensors : state) of_parameter.push_back(&tensors->at(i));
-    by_type[suffix(parameters[i])].add(gradients[i], &parameters[i], masters ? &masters->at(i) : nullptr, of_parameter,
-                                       decays.at(i));
-  }
-  return by_type;
-}
-
-void require_one_each(const Tensors &parameters, std::vector<const Tensors *> others, const Tensors *masters,
-                      const std::vector<float> &decays) {
-  if (masters) others.push_back(masters);
-  bool matches = decays.size() == parameters.size();
-  for (const Tensors *tensors : others) matches &= tensors->size() == parameters.size();
-  if (!matches) PD_THROW("custom update requires a gradient, state and decay for each parameter");
-}
 
 std::vector<unsigned> update_grid() { return {static_cast<unsigned>(Gpu::get().blocks()), 1}; }
 std::vector<unsigned> update_block() { return {kMaxThreads, 1}; }
@@ -99,12 +69,12 @@ std::vector<Tensor> CheckFinite(const Tensors &gradients, Tensor &scale, Tensor 
   float *s = scale.data<float>(), *u = unscale.data<float>();
   int *good = good_steps.data<int>(), *bad = bad_steps.data<int>();
   if (scale.is_gpu()) {
-    std::map<std::string, Tables<MomentumUpdates>> by_type;
-    for (const Tensor &gradient : gradients) by_type[suffix(gradient)].add(gradient, nullptr, nullptr, {}, 0);
+    std::map<std::string, Tables<Gradients>> by_type;
+    for (const Tensor &gradient : gradients) by_type[suffix(gradient)].add(gradient);
     void *overflow = Gpu::get().overflow();
     for (auto &[type, tables] : by_type) {
       const std::string name = "check_gradients" + type;
-      tables.launch([&](MomentumUpdates &updates) {
+      tables.launch([&](Gradients &updates) {
         Gpu::get().launch(name, scale, update_grid(), update_block(), {&updates, &overflow});
       });
     }
@@ -129,13 +99,13 @@ std::vector<Tensor> ClipFactor(const Tensors &gradients, const paddle::optional<
   const float *u = unscale ? unscale->data<float>() : nullptr;
   float *result = factor.data<float>();
   if (factor.is_gpu()) {
-    std::map<std::string, Tables<MomentumUpdates>> by_type;
-    for (const Tensor &gradient : gradients) by_type[suffix(gradient)].add(gradient, nullptr, nullptr, {}, 0);
+    std::map<std::string, Tables<Gradients>> by_type;
+    for (const Tensor &gradient : gradients) by_type[suffix(gradient)].add(gradient);
     void *partial = Gpu::get().partial();  // one sum per block
     bool is_first = true;
     for (auto &[type, tables] : by_type) {
       const std::string name = "sum_squares" + type;
-      tables.launch([&](MomentumUpdates &updates) {
+      tables.launch([&](Gradients &updates) {
         Gpu::get().launch(name, factor, update_grid(), update_block(), {&updates, &u, &partial, &is_first});
         is_first = false;
       });
@@ -179,92 +149,66 @@ void Ema(Tensors &averages, const Tensors &values, const Tensor &weight, const p
   }
 }
 
-// Updates parameters in place with momentum. `masters` contains the float32 master weights of parameters in half
-// precision, and is null for float32 parameters. `unscale` is the result of CheckFinite or ClipFactor.
-void momentum(Tensors &parameters, const Tensors &gradients, Tensors &velocities, Tensors *masters, const Tensor &rate,
-              const paddle::optional<Tensor> &unscale, float mu, bool nesterov, const std::vector<float> &decays) {
-  require_one_each(parameters, {&gradients, &velocities}, masters, decays);
+#define NAME_OF(RULE) \
+  std::string name_of(optimizer::RULE) { return #RULE; }
+FOR_EACH_OPTIMIZER(NAME_OF)
+
+// Updates parameters in place. `state` contains, for each state tensor of the rule, a tensor per parameter. For
+// parameters in half precision, their float32 master weights follow. `unscale` is the result of CheckFinite or
+// ClipFactor.
+template <class Rule>
+void Update(Tensors &parameters, const Tensors &gradients, Tensors &state, const Tensor &rate,
+            const paddle::optional<Tensor> &unscale, const std::vector<float> &hyperparameters,
+            const std::vector<float> &decays) {
+  const size_t count = parameters.size();
+  const bool has_masters = state.size() == (Rule::kStates + 1) * count;
+  if (gradients.size() != count || decays.size() != count || (!has_masters && state.size() != Rule::kStates * count))
+    PD_THROW("custom update requires a gradient, state and decay for each parameter");
+  Rule rule;
+  if (hyperparameters.size() * sizeof(float) != sizeof(rule)) PD_THROW("custom update: hyperparameters are missing");
+  std::memcpy(&rule, hyperparameters.data(), sizeof(rule));
   const float *lr = rate.data<float>(), *factor = unscale ? unscale->data<float>() : nullptr;
   if (rate.is_gpu()) {
-    for (auto &[type, tables] :
-         tables_by_type<MomentumUpdates>(parameters, gradients, masters, {&velocities}, decays)) {
-      const std::string name = (masters ? "momentum_masters" : "momentum") + type;
-      tables.launch([&](MomentumUpdates &updates) {
-        Gpu::get().launch(name, rate, update_grid(), update_block(), {&updates, &lr, &factor, &mu, &nesterov});
-      });
+    using Table = Updates<Rule::kStates>;
+    static_assert(!Rule::kHasTrustRatio || 2 * Table::kTensors <= kMaxLanes * kVectorBytes,
+                  "the sums of squares exceed the scratch memory");
+    std::map<std::string, Tables<Table>> by_type;
+    for (size_t i = 0; i < count; ++i) {
+      if (gradients[i].dtype() != parameters[i].dtype())
+        PD_THROW("custom update: the types of a gradient and its parameter differ");
+      if (!has_masters && parameters[i].dtype() != DataType::FLOAT32)
+        PD_THROW("custom update: a parameter in half precision has no float32 master");
+      Table &table = by_type[suffix(parameters[i])].add(gradients[i]);
+      const int t = table.count - 1, size = table.size[t];
+      table.parameter[t] = address(parameters[i], size);
+      table.master[t] = has_masters ? floats(state[Rule::kStates * count + i], size) : nullptr;
+      for (int s = 0; s < Rule::kStates; ++s)
+        table.state[s][t] = floats(state[s * count + i], s < Rule::kVectors ? size : 1);
+      table.decay[t] = decays[i];
     }
-    return;
-  }
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    require_float32(gradients[i]);
-    reference::momentum(data<float>(gradients[i]), parameters[i].numel(), *lr, factor ? *factor : 1, mu, nesterov,
-                        decays[i], velocities[i].data<float>(), parameters[i].data<float>(),
-                        masters ? masters->at(i).data<float>() : nullptr);
-  }
-}
-
-void Momentum(Tensors &parameters, const Tensors &gradients, Tensors &velocities, const Tensor &rate,
-              const paddle::optional<Tensor> &unscale, float mu, bool nesterov, const std::vector<float> &decays) {
-  momentum(parameters, gradients, velocities, nullptr, rate, unscale, mu, nesterov, decays);
-}
-
-void MomentumMasters(Tensors &parameters, const Tensors &gradients, Tensors &velocities, Tensors &masters,
-                     const Tensor &rate, const paddle::optional<Tensor> &unscale, float mu, bool nesterov,
-                     const std::vector<float> &decays) {
-  momentum(parameters, gradients, velocities, &masters, rate, unscale, mu, nesterov, decays);
-}
-
-// Updates parameters in place with AdamW or LAMB. Each tensor in `powers1` and `powers2` has one element. For the other
-// arguments, see momentum.
-void adam(bool is_lamb, Tensors &parameters, const Tensors &gradients, Tensors &moments1, Tensors &moments2,
-          Tensors &powers1, Tensors &powers2, Tensors *masters, const Tensor &rate,
-          const paddle::optional<Tensor> &unscale, Adam rule, const std::vector<float> &decays) {
-  require_one_each(parameters, {&gradients, &moments1, &moments2, &powers1, &powers2}, masters, decays);
-  const float *lr = rate.data<float>(), *factor = unscale ? unscale->data<float>() : nullptr;
-  if (rate.is_gpu()) {
     void *partial = Gpu::get().partial();  // kMaxLanes * kVectorBytes floats per block
-    static_assert(2 * AdamUpdates::kTensors <= kMaxLanes * kVectorBytes, "LAMB's sums exceed the scratch memory");
-    for (auto &[type, tables] : tables_by_type<AdamUpdates>(
-             parameters, gradients, masters, {&moments1, &moments2, &powers1, &powers2}, decays)) {
-      const std::string end = (masters ? "_masters" : "") + type;
-      tables.launch([&](AdamUpdates &updates) {
+    for (auto &[type, tables] : by_type) {
+      const std::string end = (has_masters ? "_masters" : "") + type;
+      tables.launch([&](Table &table) {
         const auto launch = [&](const std::string &name, std::vector<void *> arguments) {
           Gpu::get().launch(name, rate, update_grid(), update_block(), std::move(arguments));
         };
-        if (is_lamb) {
-          launch("lamb_moments" + end, {&updates, &rule, &factor, &partial});
-          launch("lamb" + end, {&updates, &rule, &lr, &factor, &partial});
-        } else {
-          launch("adamw" + end, {&updates, &rule, &lr, &factor});
-        }
-        Gpu::get().launch("advance_powers", rate, {1, 1}, {AdamUpdates::kTensors, 1}, {&updates, &rule, &factor});
+        if (Rule::kHasTrustRatio) launch(name_of(rule) + "_norms" + end, {&table, &rule, &factor, &partial});
+        launch(name_of(rule) + end, {&table, &rule, &lr, &factor, &partial});
+        if (Rule::kStates > Rule::kVectors)
+          Gpu::get().launch("advance_" + name_of(rule), rate, {1, 1}, {Table::kTensors, 1}, {&table, &rule, &factor});
       });
     }
     return;
   }
-  for (size_t i = 0; i < parameters.size(); ++i) {
+  for (size_t i = 0; i < count; ++i) {
     require_float32(gradients[i]);
-    reference::adam(data<float>(gradients[i]), parameters[i].numel(), *lr, factor ? *factor : 1, rule, is_lamb,
-                    decays[i], moments1[i].data<float>(), moments2[i].data<float>(), powers1[i].data<float>(),
-                    powers2[i].data<float>(), parameters[i].data<float>(),
-                    masters ? masters->at(i).data<float>() : nullptr);
+    float *of_parameter[Rule::kStates];
+    for (int s = 0; s < Rule::kStates; ++s) of_parameter[s] = state[s * count + i].template data<float>();
+    reference::update(data<float>(gradients[i]), parameters[i].numel(), *lr, factor ? *factor : 1, rule, decays[i],
+                      of_parameter, parameters[i].data<float>(),
+                      has_masters ? state[Rule::kStates * count + i].template data<float>() : nullptr);
   }
-}
-
-template <bool kIsLamb>
-void AdamPlain(Tensors &parameters, const Tensors &gradients, Tensors &moments1, Tensors &moments2, Tensors &powers1,
-               Tensors &powers2, const Tensor &rate, const paddle::optional<Tensor> &unscale, float beta1, float beta2,
-               float epsilon, const std::vector<float> &decays) {
-  adam(kIsLamb, parameters, gradients, moments1, moments2, powers1, powers2, nullptr, rate, unscale,
-       {beta1, beta2, epsilon}, decays);
-}
-
-template <bool kIsLamb>
-void AdamMasters(Tensors &parameters, const Tensors &gradients, Tensors &moments1, Tensors &moments2, Tensors &powers1,
-                 Tensors &powers2, Tensors &masters, const Tensor &rate, const paddle::optional<Tensor> &unscale,
-                 float beta1, float beta2, float epsilon, const std::vector<float> &decays) {
-  adam(kIsLamb, parameters, gradients, moments1, moments2, powers1, powers2, &masters, rate, unscale,
-       {beta1, beta2, epsilon}, decays);
 }
 
 }  // namespace

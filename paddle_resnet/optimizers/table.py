@@ -1,7 +1,7 @@
 """Table of the optimizers for --optimizer. An entry contains a function that builds Paddle's optimizer, the custom
 operator that updates the parameters, and the properties from which flags, warnings and --choose-recipe follow.
 
-To add an optimizer, add an entry to OPTIMIZERS, an operator to native/update.h, and a test of its formula to
+To add an optimizer, add an entry to OPTIMIZERS, its rule to native/optimizers.h, and a test of its formula to
 tests/native/test_native.py. Importing this module does not import Paddle, because the flags are declared from it.
 """
 
@@ -23,12 +23,9 @@ class Rule:
             of images per step instead of that number.
         rates: learning rates that --choose-recipe uses for 64 images per step: (fine-tuning, from scratch).
         op: type of Paddle's operator that updates a parameter.
-        native: name of the custom operator that updates all parameters. The operator with the suffix "_masters" updates
-            float32 master weights and their half-precision copies.
-        state: {input of the custom operator: input of Paddle's operator}. The custom operator takes a list with one
-            tensor per parameter. The corresponding output of Paddle's operator has the name of the input with the
-            suffix "Out".
-        attrs: {attribute of the custom operator: attribute of Paddle's operator}. These attributes are the same for all
+        native: name of the rule in native/optimizers.h. The custom operator native_NAME updates all parameters.
+        state: the inputs of Paddle's operator that contain the state of the rule.
+        attrs: the attributes of Paddle's operator that contain the members of the rule. They are the same for all
             parameters.
         decay: function that returns the weight decay of a parameter, given Paddle's operator.
     """
@@ -39,8 +36,8 @@ class Rule:
     rates: tuple
     op: str
     native: str
-    state: dict
-    attrs: dict
+    state: tuple
+    attrs: tuple
     decay: Callable
 
 
@@ -64,16 +61,16 @@ def _momentum_rule(nesterov):
         is_adaptive=False,
         rates=(0.01, 0.05),
         op="momentum",
-        native="native_momentum",
-        state={"Velocities": "Velocity"},
-        attrs={"mu": "mu", "nesterov": "use_nesterov"},
+        native="momentum",
+        state=("Velocity",),
+        attrs=("mu", "use_nesterov"),
         decay=lambda op: op.attr("regularization_coeff"),
     )
 
 
 _ADAM_FLAGS = ("beta1", "beta2", "opt_epsilon")
-_ADAM_STATE = {"Moments1": "Moment1", "Moments2": "Moment2", "Powers1": "Beta1Pow", "Powers2": "Beta2Pow"}
-_ADAM_ATTRS = {"beta1": "beta1", "beta2": "beta2", "epsilon": "epsilon"}
+_ADAM_STATE = ("Moment1", "Moment2", "Beta1Pow", "Beta2Pow")
+_ADAM_ATTRS = ("beta1", "beta2", "epsilon")
 
 
 def _adamw(args, rate, decayed):
@@ -111,7 +108,7 @@ OPTIMIZERS = {
         is_adaptive=True,
         rates=(1e-3, 1e-3),
         op="adamw",
-        native="native_adamw",
+        native="adamw",
         state=_ADAM_STATE,
         attrs=_ADAM_ATTRS,
         decay=lambda op: op.attr("coeff") if op.attr("with_decay") else 0.0,
@@ -122,7 +119,7 @@ OPTIMIZERS = {
         is_adaptive=True,
         rates=(5e-3, 5e-3),
         op="lamb",
-        native="native_lamb",
+        native="lamb",
         state=_ADAM_STATE,
         attrs=_ADAM_ATTRS,
         decay=lambda op: op.attr("weight_decay"),

@@ -1,10 +1,12 @@
 """Gradient accumulation (--accumulate-steps K). An accumulating program, which does not update the parameters, adds the
 gradients of K - 1 batches to sums. The training program adds these sums to the gradients of the last batch and updates
-the parameters.
+the parameters. The sums are float32, because small gradients would be lost in half-precision sums.
 
 Neither program contains conditional operators, so both can be captured as CUDA graphs. Gradients are all-reduced,
 checked, unscaled and clipped once per update.
 """
+
+import itertools
 
 import paddle
 from paddle import static
@@ -20,7 +22,7 @@ OpRole = paddle.base.core.op_proto_and_checker_maker.OpRole
 
 def add_sums(main_prog, startup_prog, accumulate_steps):
     """Change a training program in place, so that it adds the sums to its gradients and resets the sums. The resulting
-    gradients are means over `accumulate_steps` batches, and are then all-reduced."""
+    gradients are means over `accumulate_steps` batches. They are rounded to their type, and are then all-reduced."""
     if accumulate_steps == 1:
         return
     block = main_prog.global_block()
@@ -34,24 +36,33 @@ def add_sums(main_prog, startup_prog, accumulate_steps):
             last |= dict.fromkeys(gradients.intersection(op.output_arg_names), i)
     with static.name_scope(SCOPE):
         for name, i in sorted(last.items(), key=lambda item: -item[1]):
-            gradient = block.var(name)
-            total = block.create_var(
-                name=PREFIX + name, shape=gradient.shape, dtype=gradient.dtype, persistable=True, stop_gradient=True
-            )
-            zero = {"shape": gradient.shape, "value": 0.0, "dtype": gradient.dtype}
-            place = startup_prog.global_block()
-            place.create_var(name=total.name, shape=total.shape, dtype=total.dtype, persistable=True)
-            place.append_op(type="fill_constant", outputs={"Out": place.var(total.name)}, attrs=zero)
-            role = {"op_role": int(OpRole.Backward)}
-            block._insert_op_without_sync(
-                i + 1,
-                type="elementwise_add",
-                inputs={"X": gradient, "Y": total},
-                outputs={"Out": gradient},
-                attrs={"axis": -1} | role,
-            )
-            block._insert_op_without_sync(i + 2, type="fill_constant", outputs={"Out": total}, attrs=zero | role)
+            _add_sum(block, startup_prog.global_block(), block.var(name), i + 1)
     block._sync_with_cpp()
+
+
+def _add_sum(block, startup_block, gradient, i):
+    """Insert operators at position i that add a sum to a gradient and then reset the sum."""
+    for place in (block, startup_block):
+        total = _float32(place, PREFIX + gradient.name, gradient, persistable=True)
+    zero = {"shape": gradient.shape, "value": 0.0, "dtype": total.dtype}
+    startup_block.append_op(type="fill_constant", outputs={"Out": total}, attrs=zero)
+    wide, at = gradient, itertools.count(i)
+
+    def insert(op_type, inputs, out, **attrs):
+        attrs["op_role"] = int(OpRole.Backward)
+        block._insert_op_without_sync(next(at), type=op_type, inputs=inputs, outputs={"Out": out}, attrs=attrs)
+
+    if gradient.dtype != total.dtype:
+        wide = _float32(block, f"{gradient.name}.float32", gradient)
+        insert("cast", {"X": gradient}, wide, in_dtype=gradient.dtype, out_dtype=wide.dtype)
+    insert("elementwise_add", {"X": wide, "Y": total.name}, wide, axis=-1)
+    if wide is not gradient:
+        insert("cast", {"X": wide}, gradient, in_dtype=wide.dtype, out_dtype=gradient.dtype)
+    insert("fill_constant", {}, total.name, **zero)
+
+
+def _float32(block, name, like, persistable=False):
+    return block.create_var(name=name, shape=like.shape, dtype="float32", persistable=persistable, stop_gradient=True)
 
 
 def without_update(program):
@@ -64,9 +75,10 @@ def without_update(program):
         op = block.ops[i]
         is_sum = op.attr("op_namescope").startswith(f"/{SCOPE}")
         is_update = op.attr("op_role") & (int(OpRole.Optimize) | int(OpRole.LRSched))
-        if is_update or op.type in _COMMUNICATION or (is_sum and op.type == "fill_constant"):
+        is_result = is_sum and (op.type == "fill_constant" or block.var(op.output("Out")[0]).dtype != paddle.float32)
+        if is_update or op.type in _COMMUNICATION or is_result:
             block._remove_op(i, sync=False)
-        elif is_sum:
+        elif is_sum and op.type == "elementwise_add":
             op.desc.set_output("Out", op.input("Y"))
     block._sync_with_cpp()
     return program

@@ -356,17 +356,19 @@ def _fuse_updates(graph):
         groups.setdefault((op.type, op.input("LearningRate")[0], bool(op.input("MasterParam"))), []).append(op)
     for (op_type, rate, has_masters), ops in groups.items():
         rule = table.BY_OPERATOR[op_type]
-        tensors = {"Parameters": "Param", **rule.state} | ({"Masters": "MasterParam"} if has_masters else {})
-        tensors = {kind: [block.var(op.input(name)[0]) for op in ops] for kind, name in tensors.items()}
-        inputs = {f"{name}@VECTOR": variables for name, variables in tensors.items()}
-        inputs["Gradients@VECTOR"] = [block.var(op.input("Grad")[0]) for op in ops]
+        kinds = (*rule.state, *(["MasterParam"] if has_masters else []))
+        parameters, gradients, *state = (
+            [block.var(op.input(kind)[0]) for op in ops] for kind in ("Param", "Grad", *kinds)
+        )
+        state = [variable for variables in state for variable in variables]
+        inputs = {"Parameters@VECTOR": parameters, "Gradients@VECTOR": gradients, "State@VECTOR": state}
         inputs["Rate"] = block.var(rate)
         if unscale is not None:
             inputs["Unscale@OPTIONAL"] = unscale
-        outputs = {f"{name}Out@VECTOR": variables for name, variables in tensors.items()}
-        attrs = {attr: ops[0].attr(name) for attr, name in rule.attrs.items()}
+        outputs = {"ParametersOut@VECTOR": parameters, "StateOut@VECTOR": state}
+        attrs = {"hyperparameters": [float(ops[0].attr(name)) for name in rule.attrs]}
         attrs["decays"] = [rule.decay(op) for op in ops]
-        graph.replace(ops, ops[0], rule.native + ("_masters" if has_masters else ""), inputs, outputs, attrs)
+        graph.replace(ops, ops[0], f"native_{rule.native}", inputs, outputs, attrs)
     _fuse_averages(graph, unscale)
 
 

@@ -187,14 +187,33 @@ def test_skip_classifier_skips_only_classifier(args, saved, capsys):
             variables.load_pretrained(args, main, PLACE)
 
 
+def add_master(program, name):
+    """Create the float32 master weight of a parameter, as AMP level O2 does on a GPU, and return its value."""
+    value = variable(name)
+    master = f"{name}_fp32_master_0"
+    program.global_block().create_var(name=master, shape=value.shape, dtype="float32", persistable=True)
+    static.global_scope().var(master).get_tensor().set(value, PLACE)
+    return value
+
+
+def test_pretrained_parameters_replace_master_weights(args, saved):
+    folder, expected = saved
+    args.from_pretrained_params, args.num_of_class = str(folder), 5
+    args.pretrained_mismatch = "skip-classifier"
+    _, _, _, _, main = build(args, seed=7)
+    for name in ("conv2d_5.w_0", "linear_0.w_0"):
+        assert add_master(main, name).any()
+    variables.load_pretrained(args, main, PLACE)
+    np.testing.assert_array_equal(variable("conv2d_5.w_0_fp32_master_0"), expected["conv2d_5.w_0"])
+    assert not variable("linear_0.w_0_fp32_master_0").any()
+
+
 def test_float16_parameters_are_saved_from_float32_masters(args):
     """Training with --use-pure-fp16 requires a GPU, so the test creates the variables of such a run itself. An
     evaluation in float32 loads the saved file."""
     _, _, _, _, main = build(args)
     name = "conv2d_0.w_0"
-    master = variable(name)
-    main.global_block().create_var(name=name + "_fp32_master_0", shape=master.shape, dtype="float32", persistable=True)
-    static.global_scope().var(name + "_fp32_master_0").get_tensor().set(master, PLACE)
+    master = add_master(main, name)
     static.global_scope().find_var(name).get_tensor().set(master.astype("float16"), PLACE)
     saved = variables.snapshot(main)[0][name]
     assert saved.dtype == np.float32

@@ -203,16 +203,15 @@ struct Unpack<kKernel> {
   VECTOR_ENTRIES(T) \
   ENTRY(depthwise_filter_sum_##T) \
   ENTRY(dropout_##T) \
-  ENTRY(check_gradients_##T) ENTRY(sum_squares_##T) \
-  ENTRY(momentum_##T) \
-  ENTRY(momentum_masters_##T) \
-  ENTRY(adamw_##T) \
-  ENTRY(adamw_masters_##T) \
-  ENTRY(lamb_moments_##T) \
-  ENTRY(lamb_moments_masters_##T) \
-  ENTRY(lamb_##T) \
-  ENTRY(lamb_masters_##T)
+  ENTRY(check_gradients_##T) \
+  ENTRY(sum_squares_##T)
 
+#define UPDATE_ENTRIES(T, R) \
+  ENTRY(R##_##T) \
+  ENTRY(R##_masters_##T) \
+  ENTRY(R##_norms_##T) \
+  ENTRY(R##_norms_masters_##T)
+#define UPDATES_IN_ALL_TYPES(R) UPDATE_ENTRIES(f32, R) UPDATE_ENTRIES(bf16, R) ENTRY(advance_##R)
 #define ACTIVATED_ENTRIES(T, A) \
   ENTRY(bn_apply_##A##_##T) \
   ENTRY(bn_infer_##A##_##T) \
@@ -220,8 +219,8 @@ struct Unpack<kKernel> {
   ENTRY(bn_gradient_##A##_##T)
 #define ACTIVATED_IN_ALL_TYPES(A) ACTIVATED_ENTRIES(f32, A) ACTIVATED_ENTRIES(bf16, A) ACTIVATED_ENTRIES(bf16x4, A)
 
-const std::map<std::string, Call> kernels = {ENTRIES(f32) ENTRIES(bf16) VECTOR_ENTRIES(bf16x4) FOR_EACH_ACTIVATION(ACTIVATED_IN_ALL_TYPES) ENTRY(pointwise_filter_gradient_bf16)
-                                             ENTRY(follow_loss_scale) ENTRY(clip_factor) ENTRY(advance_powers) ENTRY(follow_averages)
+const std::map<std::string, Call> kernels = {ENTRIES(f32) ENTRIES(bf16) VECTOR_ENTRIES(bf16x4) FOR_EACH_ACTIVATION(ACTIVATED_IN_ALL_TYPES) FOR_EACH_OPTIMIZER(UPDATES_IN_ALL_TYPES) ENTRY(pointwise_filter_gradient_bf16)
+                                             ENTRY(follow_loss_scale) ENTRY(clip_factor) ENTRY(follow_averages)
                                           ENTRY(loss_rows) ENTRY(loss_means) ENTRY(loss_gradient)};
 
 }  // namespace

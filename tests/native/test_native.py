@@ -459,11 +459,10 @@ def test_momentum(device, where, dtype, unscale, nesterov):
     gradients = [(g / (unscale or 1)).astype(dtype) for g in gradients]
     has_masters = dtype != "float32"
     parameters = [p.astype(dtype) for p in exact] if has_masters else exact
-    masters = [exact] if has_masters else []
+    masters = exact if has_masters else []
     before = [[wide(t) for t in tensors] for tensors in (exact, gradients, velocities)]
     factor = None if unscale is None else paddle.to_tensor([unscale], "float32")
-    name = "native_momentum_masters" if has_masters else "native_momentum"
-    run(name, parameters, gradients, velocities, *masters, rate, factor, mu, nesterov, decays)
+    run("native_momentum", parameters, gradients, [*velocities, *masters], rate, factor, [mu, nesterov], decays)
     for i, (p, g, v) in enumerate(zip(*before, strict=True)):
         if unscale != 0:
             change = g * (unscale or 1) + decays[i] * p
@@ -511,9 +510,9 @@ def test_lamb_updates_zero_parameters(device, where):
     0."""
     for gradient, step in ((3.0, 1.0), (0.0, 0.0)):
         parameter = paddle.zeros([8])
-        state = [[paddle.zeros([8])], [paddle.zeros([8])], [paddle.to_tensor([0.9])], [paddle.to_tensor([0.999])]]
-        tensors = [[parameter], [paddle.full([8], gradient)], *state, paddle.to_tensor([0.25])]
-        run("native_lamb", *tensors, None, 0.9, 0.999, 1e-8, [0.01])
+        state = [paddle.zeros([8]), paddle.zeros([8]), paddle.to_tensor([0.9]), paddle.to_tensor([0.999])]
+        tensors = [[parameter], [paddle.full([8], gradient)], state, paddle.to_tensor([0.25])]
+        run("native_lamb", *tensors, None, [0.9, 0.999, 1e-8], [0.01])
         np.testing.assert_allclose(wide(parameter), -0.25 * step, rtol=1e-5)
 
 
@@ -529,12 +528,12 @@ def check_adam(name, where, dtype, unscale, adapt):
     powers = [[paddle.to_tensor([beta**step], "float32") for _ in sizes] for beta in (BETA1, BETA2)]
     has_masters = dtype != "float32"
     parameters = [p.astype(dtype) for p in exact] if has_masters else exact
-    masters = [exact] if has_masters else []
+    masters = exact if has_masters else []
     before = [[wide(t) for t in tensors] for tensors in (exact, gradients, moments1, moments2)]
     factor = None if unscale is None else paddle.to_tensor([unscale], "float32")
-    tensors = [parameters, gradients, moments1, moments2, *powers, *masters]
-    name += "_masters" if has_masters else ""
-    run(name, *tensors, paddle.to_tensor([rate]), factor, BETA1, BETA2, EPSILON, decays)
+    state = [*moments1, *moments2, *powers[0], *powers[1], *masters]
+    rule = [BETA1, BETA2, EPSILON]
+    run(name, parameters, gradients, state, paddle.to_tensor([rate]), factor, rule, decays)
     for i, (p, g, m, v) in enumerate(zip(*before, strict=True)):
         if unscale != 0:
             change, m, v = adam(p, g * (unscale or 1), m, v, step, decays[i])
@@ -965,8 +964,8 @@ def test_kernels_compile_without_gpu(tmp_path, capability):
     for name in names:
         for dtype in ("f16x4", "bf16x4"):
             assert f"\0{name}_{dtype}\0".encode() in image, name
-    names += ["check_gradients", "sum_squares", "momentum", "momentum_masters", "adamw", "adamw_masters"]
-    names += ["lamb_moments", "lamb_moments_masters", "lamb", "lamb_masters"]
+    names += ["check_gradients", "sum_squares", "lamb_norms", "lamb_norms_masters"]
+    names += [name for rule in ("momentum", "adamw", "lamb") for name in (rule, f"{rule}_masters")]
     names += ["depthwise_filter_sum"]
     for name in names:
         for dtype in ("f32", "f16", "bf16"):

@@ -58,6 +58,39 @@ def test_accumulated_update_equals_update_of_large_batch(parse, without_bn, kern
             np.testing.assert_allclose(other[name], value, rtol=1e-4, atol=tolerance * scale, err_msg=name)
 
 
+def test_float16_gradients_are_summed_in_float32():
+    """The gradient of each batch is too small to change a float16 sum of the others."""
+    role, count = accumulation.OpRole, 64
+    main, startup = static.Program(), static.Program()
+    with static.program_guard(main, startup):
+        block = main.global_block()
+        data = static.data("data", [3])
+        names = {name: block.create_var(name=name, shape=[3], dtype="float16") for name in ("p@GRAD", "p")}
+        loss = block.create_var(name="loss@GRAD", shape=[1], dtype="float32")
+        attrs = {"shape": [1], "value": 1.0, "dtype": loss.dtype, "op_role": int(role.Backward) | int(role.Loss)}
+        block.append_op(type="fill_constant", outputs={"Out": loss}, attrs=attrs)
+        types = {"in_dtype": data.dtype, "out_dtype": paddle.float16, "op_role": int(role.Backward)}
+        block.append_op(type="cast", inputs={"X": data}, outputs={"Out": names["p@GRAD"]}, attrs=types)
+        inputs = {"Param": names["p"], "Grad": names["p@GRAD"], "LearningRate": loss}
+        attrs = {"op_role": int(role.Optimize)}
+        block.append_op(type="sgd", inputs=inputs, outputs={"ParamOut": names["p"]}, attrs=attrs)
+        accumulation.add_sums(main, startup, count)
+    accumulating = accumulation.without_update(main)
+    block._remove_op(len(block.ops) - 1)  # the CPU cannot update float16 parameters
+    exe = static.Executor(paddle.CPUPlace())
+    gradients = np.full((count, 3), [1, 3e-4, -9e-4], np.float16)
+    gradients[0] = 2048, 1, 4
+    exe.run(startup)
+    for _ in range(2):  # the sums start at 0 again
+        for gradient in gradients[:-1]:
+            exe.run(accumulating, {"data": gradient.astype("float32")})
+        [result] = exe.run(main, {"data": gradients[-1].astype("float32")}, [names["p@GRAD"]])
+        assert result.dtype == np.float16
+        # The CPU truncates the sum to float16.
+        np.testing.assert_allclose(result, np.cumsum(gradients.astype("float32"), 0)[-1], rtol=2**-10)
+        assert np.all(result != gradients[0])
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_overflow_in_any_batch_skips_only_one_step(parse, without_bn, kernels):
     if kernels == "native":

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "../common.h"
+#include "../optimizers.h"
 
 namespace reference {
 
@@ -24,43 +25,34 @@ inline double sum_squares(const float *values, int64_t size, float unscale) {
   return sum;
 }
 
-// Momentum: v = mu v + h, p -= rate v, or Nesterov's p -= rate (h + mu v), where h = unscale * gradient + decay p. The
-// step is skipped if `unscale` is 0. If `master` is not null, the new parameter is copied to it.
-inline void momentum(const float *gradient, int64_t size, float rate, float unscale, float mu, bool nesterov,
-                     float decay, float *velocity, float *parameter, float *master) {
+// Updates a parameter with a rule of optimizers.h. The step is skipped if `unscale` is 0. If `master` is not null, the
+// new parameter is copied to it.
+template <class Rule>
+void update(const float *gradient, int64_t size, float rate, float unscale, const Rule &rule, float decay,
+            float *const (&state)[Rule::kStates], float *parameter, float *master) {
   if (unscale == 0) return;
-  for (int64_t i = 0; i < size; ++i) {
-    const float change = gradient[i] * unscale + decay * parameter[i];
-    velocity[i] = mu * velocity[i] + change;
-    parameter[i] -= rate * (nesterov ? change + mu * velocity[i] : velocity[i]);
-    if (master) master[i] = parameter[i];
-  }
-}
-
-// AdamW and LAMB: p -= rate ratio (u + decay p), where u is Adam's direction. For AdamW, ratio is 1. For LAMB (You et
-// al., arXiv:1904.00962, algorithm 2), ratio is |p| / |u + decay p|, or 1 without weight decay or if a norm is 0. The
-// powers of the betas, `power1` and `power2`, are updated for the next step. The step is skipped if `unscale` is 0. If
-// `master` is not null, the new parameter is copied to it.
-inline void adam(const float *gradient, int64_t size, float rate, float unscale, const Adam &rule, bool is_lamb,
-                 float decay, float *m, float *v, float *power1, float *power2, float *parameter, float *master) {
-  if (unscale == 0) return;
-  const float correction1 = 1 - *power1, correction2 = 1 - *power2;
-  const auto direction = [&](int64_t i) {
-    return rule.direction(m[i], v[i], correction1, correction2) + decay * parameter[i];
+  float values[Rule::kStates];
+  const auto load = [&](int64_t i) {
+    for (int s = 0; s < Rule::kStates; ++s) values[s] = state[s][s < Rule::kVectors ? i : 0];
   };
   double squares_p = 0, squares_u = 0;
   for (int64_t i = 0; i < size; ++i) {
-    rule.follow(gradient[i] * unscale, &m[i], &v[i]);
-    const double p = parameter[i], u = direction(i);
+    load(i);
+    rule.follow(gradient[i] * unscale, parameter[i], decay, values);
+    for (int s = 0; s < Rule::kVectors; ++s) state[s][i] = values[s];
+    const double p = parameter[i], u = rule.direction(gradient[i] * unscale, parameter[i], decay, values);
     squares_p += p * p, squares_u += u * u;
   }
-  const bool adapts = is_lamb && decay != 0 && squares_p > 0 && squares_u > 0;
+  const bool adapts = Rule::kHasTrustRatio && decay != 0 && squares_p > 0 && squares_u > 0;
   const float step = adapts ? rate * static_cast<float>(std::sqrt(squares_p / squares_u)) : rate;
   for (int64_t i = 0; i < size; ++i) {
-    parameter[i] -= step * direction(i);
+    load(i);
+    parameter[i] -= step * rule.direction(gradient[i] * unscale, parameter[i], decay, values);
     if (master) master[i] = parameter[i];
   }
-  *power1 *= rule.beta1, *power2 *= rule.beta2;
+  load(0);
+  rule.advance(values);
+  for (int s = Rule::kVectors; s < Rule::kStates; ++s) *state[s] = values[s];
 }
 
 // Computes average += weight (value - average).
