@@ -3,17 +3,21 @@
 import base64
 import functools
 import math
+import warnings
 
 import numpy as np
 import nvidia.dali
 from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali import math as dali_math
+from nvidia.dali.auto_aug import rand_augment, trivial_augment
+from nvidia.dali.auto_aug.core import signed_bin
+from nvidia.dali.pipeline import do_not_convert
 
 from paddle_resnet import resolution
 from paddle_resnet.data import listing, readers
 from paddle_resnet.data.iterators import READER, EmptyIterator, ShardIterator, StateError, SyntheticIterator
 from paddle_resnet.job import processes, watchdog
-from paddle_resnet.settings.declarations import FLAGS
+from paddle_resnet.settings.declarations import DEFAULTS, FLAGS
 from paddle_resnet.settings.values import flag
 from utils import logger
 from utils.errors import UsageError
@@ -36,6 +40,8 @@ PCA_VALUES = np.array([55.46, 4.794, 1.148])
 # Size of the largest image in ImageNet's train/. nvJPEG preallocates buffers of this size, because each later
 # reallocation would stall the GPU.
 PREALLOCATE_WIDTH, PREALLOCATE_HEIGHT = 5980, 6430
+# Number of magnitudes of each operation of --auto-augment, as in torchvision.
+MAGNITUDES = 31
 # Conditions that determine the order of the training images. The order does not depend on the number of processes.
 ORDER_CONDITIONS = ("--data-format", "--dali-random-seed", "--balanced-sampling", "number of images", "DALI version")
 
@@ -208,9 +214,10 @@ def _usable(args, state, conditions, steps):
     """
     if state is None:
         return None, False
-    # Older checkpoints lack the conditions in `older`.
-    older = {"--cpu-decoder-load": 0.0, "--balanced-sampling": False, "--hue-degrees": 0.0, "--random-erasing": 0.0}
-    older |= {"--interp": FLAGS["interp"].before, LIST: conditions.get(LIST)}
+    # Older checkpoints lack the conditions of newer flags, and the hash of the list.
+    batches = {name: declaration.before for name, declaration in FLAGS.items() if declaration.batches}
+    older = {flag(name): DEFAULTS[name] if before is None else before for name, before in batches.items()}
+    older[LIST] = conditions.get(LIST)
     before = older | state["conditions"]
     changes = {
         name: f"{name} is {now} and was {before.get(name)}"
@@ -261,8 +268,9 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=
     Args:
         args: flags.
         data_set: readers.DataSet.
-        mode: determines the augmentation. Mode.TRAIN: random resized crop, color jitter, rotation, random erasing,
-            horizontal flip, PCA lighting noise. Mode.EVAL: resize of the shorter side to --resize-short, center crop.
+        mode: determines the augmentation. Mode.TRAIN: random resized crop, TrivialAugment or RandAugment, color
+            jitter, rotation, random erasing, horizontal flip, PCA lighting noise. Mode.EVAL: resize of the shorter side
+            to --resize-short, center crop.
         shard_id: index of the shard, from 0.
         num_shards: number of shards.
         checkpoint: DALI checkpoint (bytes) from which a training pipeline resumes, or None.
@@ -283,7 +291,7 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=
         exec_dynamic=False,
         enable_checkpointing=mode is Mode.TRAIN,
         checkpoint=checkpoint,
-        enable_conditionals=mode is Mode.TRAIN and args.cpu_decoder_load > 0,
+        enable_conditionals=mode is Mode.TRAIN and (args.cpu_decoder_load > 0 or args.auto_augment != "none"),
     )(_define)
     return batch(args, data_set, mode, shard_id, num_shards, on_gpu)
 
@@ -311,9 +319,11 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
     if mode is Mode.TRAIN:
         # DALI assigns seeds in the order of the random operators in the graph. The optional augmentations have explicit
         # seeds, so that they do not change the random numbers of crop and flip.
-        seeds = np.random.SeedSequence([args.dali_random_seed, shard_id]).generate_state(8).tolist()
+        seeds = np.random.SeedSequence([args.dali_random_seed, shard_id]).generate_state(11).tolist()
         images = _random_resized_crop(args, encoded, decoder, resize, seeds[5])
         mirror = fn.random.coin_flip(probability=0.5)
+        if args.auto_augment != "none":
+            images = _auto_augment(images, args, seeds[8:])
         if args.color_jitter or args.hue_degrees:
             images = _jitter(images, args.color_jitter, args.hue_degrees, [*seeds[:3], seeds[6]])
         if args.rotate_degrees:
@@ -370,6 +380,42 @@ def _random_resized_crop(args, encoded, decoder, resize, seed):
         images = resize(decode(encoded, device="cpu")).gpu()
     else:
         images = resize(decode(encoded, **decoder))
+    return images
+
+
+def _auto_augment(images, args, seeds):
+    """Apply random operations of DALI's suites to each image. trivial: one operation with a random magnitude (Müller
+    and Hutter, "TrivialAugment", arXiv:2103.10158). randaug: two operations with the magnitude --auto-augment-magnitude
+    (Cubuk et al., "RandAugment", arXiv:1909.13719). Signs are random.
+
+    DALI's functions that select the operations pass the same seed to several random operators, which then draw the same
+    numbers. Each operation would always have the same magnitude or sign.
+    """
+    if args.auto_augment == "trivial":
+        count, operations = 1, trivial_augment.get_trivial_augment_wide_suite()
+        magnitude = fn.random.uniform(values=list(range(MAGNITUDES)), dtype=types.INT32, seed=seeds[2])
+    else:
+        count, operations = 2, rand_augment.get_rand_augment_suite(use_shape=True)
+        magnitude = args.auto_augment_magnitude
+    choice = fn.random.uniform(values=list(range(len(operations))), shape=[count], dtype=types.INT32, seed=seeds[0])
+    sign = fn.random.uniform(values=[0, 1], shape=[count], dtype=types.INT32, seed=seeds[1])
+    with warnings.catch_warnings(record=True):  # DALI's suites use operators under deprecated names
+        for i in range(count):
+            options = {"magnitude_bin": signed_bin(magnitude, sign[i]), "num_magnitude_bins": MAGNITUDES}
+            images = _apply(operations, choice[i], images, {**options, "shape": args.image_shape[1:]})
+    return images
+
+
+def _apply(operations, choice, images, options):
+    """Apply one of the operations to each image. DALI evaluates the condition for each image."""
+    if len(operations) == 1:
+        # The operations contain no conditions, and converting their code would take seconds.
+        return do_not_convert(operations[0].__call__)(images, **options)
+    half = len(operations) // 2
+    if choice < half:
+        images = _apply(operations[:half], choice, images, options)
+    else:
+        images = _apply(operations[half:], choice - half, images, options)
     return images
 
 

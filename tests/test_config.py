@@ -314,6 +314,8 @@ def test_missing_value_is_an_error(name):
         ("--lighting", "much"),
         ("--rotate-degrees", "-5"),
         ("--hue-degrees", "-5"),
+        ("--auto-augment", "autoaugment"),
+        ("--auto-augment-magnitude", "31"),
         ("--random-erasing", "1.5"),
         ("--interp", "nearest"),
         ("--optimizer", "Adam"),
@@ -379,6 +381,10 @@ def test_list_element_of_wrong_type_is_an_error(flag, value, part):
         ),
         ("--image-shape 4,224,192 --crop-size 224", ["--image-shape 4,224,192", "--crop-size 224", "--crop-size 192"]),
         ("--rotate-degrees 181", ["--rotate-degrees 181", "180"]),
+        (
+            "--auto-augment trivial --auto-augment-magnitude 5",
+            ["--auto-augment-magnitude 5: not used by --auto-augment trivial", "use --auto-augment randaug"],
+        ),
         ("--hue-degrees 181", ["--hue-degrees 181", "180"]),
         ("--rand-crop-ratio 1e-6,1e6", ["--rand-crop-ratio 1e-06,1e+06: out of range", "0.001 to 1000"]),
         ("--rand-crop-scale 1e-40,1", ["--rand-crop-scale 1e-40,1: out of range"]),
@@ -428,7 +434,7 @@ def test_conflicting_flags_are_errors(flags, expected):
         "--last-epoch-of-checkpoint None",
         "--image-shape 3,32,32 --crop-size 32 --resize-short 32",
         "--rand-crop-ratio 0.001,1000 --rand-crop-scale 1e-6,1 --color-jitter 100 --lighting 100 --resize-short 8192 "
-        "--hue-degrees 180 --random-erasing 1",
+        "--hue-degrees 180 --random-erasing 1 --auto-augment randaug --auto-augment-magnitude 30",
         "--normalize-scale 1e12 --normalize-mean=-1e12,0,1e12 --normalize-std 1e-12,1,1e12",
     ],
 )

@@ -1,10 +1,13 @@
 import itertools
 import json
 import shutil
+import warnings
 
 import numpy as np
 import pytest
 from nvidia.dali import fn, pipeline_def, types
+from nvidia.dali.auto_aug import rand_augment, trivial_augment
+from nvidia.dali.auto_aug.core import signed_bin
 from nvidia.dali.plugin.paddle import DALIGenericIterator
 from PIL import Image
 
@@ -84,6 +87,7 @@ def test_loader_resumes_with_next_batch(parse, photos, shard, rank, done):
         (["--color-jitter", "0.4"], "--color-jitter is 0.4 and was 0.0"),
         (["--lighting", "0.1"], "--lighting is 0.1 and was 0.0"),
         (["--rotate-degrees", "10"], "--rotate-degrees is 10.0 and was 0.0"),
+        (["--auto-augment", "trivial"], "--auto-augment is trivial and was none"),
         (["--hue-degrees", "10"], "--hue-degrees is 10.0 and was 0.0"),
         (["--random-erasing", "0.2"], "--random-erasing is 0.2 and was 0.0"),
         (["--interp", "cubic"], "--interp is cubic and was linear"),
@@ -111,7 +115,9 @@ def test_cpu_decoder_load_below_half_an_image_is_an_error(parse, photos):
     dali.build_dataloader(args, Mode.EVAL)
 
 
-@pytest.mark.parametrize("flag", ["--cpu-decoder-load", "--hue-degrees", "--random-erasing"])
+@pytest.mark.parametrize(
+    "flag", ["--cpu-decoder-load", "--auto-augment", "--auto-augment-magnitude", "--random-erasing"]
+)
 def test_loader_resumes_from_checkpoint_without_newer_flag(parse, photos, capsys, flag):
     loader = dali.build_dataloader(parse("--image-root", photos), Mode.TRAIN)
     take(loader, 2)
@@ -495,7 +501,7 @@ def test_default_augmentation_matches_plain_dali_operators(parse, photos):
 
 
 AUGMENTATION = ["--color-jitter", "0.4", "--lighting", "0.1", "--rotate-degrees", "15", "--interp", "triangular"]
-AUGMENTATION = ["--hue-degrees", "20", "--random-erasing", "0.5", *AUGMENTATION]
+AUGMENTATION = ["--auto-augment", "trivial", "--hue-degrees", "20", "--random-erasing", "0.5", *AUGMENTATION]
 
 
 def test_augmentation_depends_on_seed_and_is_not_applied_in_evaluation(parse, photos):
@@ -509,8 +515,10 @@ def test_augmentation_depends_on_seed_and_is_not_applied_in_evaluation(parse, ph
     assert np.array_equal(images(1, Mode.EVAL, AUGMENTATION[:-2]), images(2, Mode.EVAL, []))
 
 
-def test_loader_with_all_augmentation_resumes_with_next_batch(parse, photos):
-    args = parse("--image-root", photos, "--batch-size", "3", *AUGMENTATION)
+@pytest.mark.parametrize("flags", [AUGMENTATION, ["--auto-augment", "randaug"]], ids=["all", "randaug"])
+def test_loader_with_augmentation_resumes_with_next_batch(parse, photos, flags):
+    """Batches of three images leave most operations of --auto-augment without an image."""
+    args = parse("--image-root", photos, "--batch-size", "3", *flags)
     loader = dali.build_dataloader(args, Mode.TRAIN)
     take(loader, 4)
     state = json.loads(json.dumps(loader.state()))
@@ -521,8 +529,15 @@ def test_loader_with_all_augmentation_resumes_with_next_batch(parse, photos):
 
 @pytest.mark.parametrize(
     "flags",
-    [[], ["--color-jitter", "0.4"], ["--hue-degrees", "90"], ["--lighting", "0.1"], ["--random-erasing", "1"]],
-    ids=["crop", "jitter", "hue", "lighting", "erasing"],
+    [
+        [],
+        ["--auto-augment", "trivial"],
+        ["--color-jitter", "0.4"],
+        ["--hue-degrees", "90"],
+        ["--lighting", "0.1"],
+        ["--random-erasing", "1"],
+    ],
+    ids=["crop", "trivial", "jitter", "hue", "lighting", "erasing"],
 )
 def test_ranks_draw_different_random_numbers(parse, copies, shard, flags):
     """For all except crops, the images are uniform, so that crops and flips have no effect."""
@@ -565,6 +580,64 @@ def test_color_jitter_scales_saturation_contrast_and_brightness(without_flips):
     np.testing.assert_allclose(factors.mean(axis=0), 1, atol=4 * 0.3 / np.sqrt(3 * len(images)))
     np.testing.assert_allclose(factors.std(axis=0), 0.3 / np.sqrt(3), rtol=0.3)
     assert np.abs(np.corrcoef(factors.T) - np.eye(3)).max() < 0.5
+
+
+@pytest.fixture
+def augmented():
+    """Return a function that applies every operation to every image with every magnitude and sign, and returns {(index
+    of the image, name, magnitude, sign): uint8 array [32, 32, 3]}."""
+
+    def augmented(operations, images, magnitudes):
+        inputs = list(itertools.product(range(len(images)), magnitudes, (0, 1)))
+        arrays = [images[i] for i, *_ in inputs], *(np.int32([[x[k]] for x in inputs]) for k in (1, 2))
+
+        @pipeline_def(batch_size=len(inputs), num_threads=2, device_id=None)
+        def pipeline():
+            pixels, magnitude, sign = fn.external_source(lambda: arrays, 3, layout=["HWC", None, None])
+            options = {"magnitude_bin": signed_bin(magnitude[0], sign[0]), "num_magnitude_bins": 31}
+            return tuple(operation(pixels, **options, shape=(32, 32)) for operation in operations)
+
+        with warnings.catch_warnings(record=True):  # DALI's suites use operators under deprecated names
+            built = pipeline()
+        built.build()
+        outputs = zip(operations, built.run(), strict=True)
+        return {(i, o.name, *x): p for o, out in outputs for (i, *x), p in zip(inputs, out.as_array(), strict=True)}
+
+    return augmented
+
+
+def test_trivial_augment_draws_operation_magnitude_and_sign_independently(without_flips, augmented):
+    pixels = random_image(32, 20, 230)
+    suite = trivial_augment.get_trivial_augment_wide_suite()
+    outcomes = {}  # images that several draws produce belong to the first draw
+    for (_, *draw), image in augmented(suite, [np.uint8(pixels)], range(31)).items():
+        outcomes.setdefault(image.tobytes(), draw)
+    outcomes[np.uint8(pixels).tobytes()] = ["identity", 0, 0]
+    draws = {operation.name: [] for operation in suite}
+    for image in without_flips(pixels, "--auto-augment", "trivial", count=400):
+        name, *draw = outcomes[np.uint8(np.round(image)).tobytes()]
+        draws[name].append(draw)
+    for operation in suite:
+        assert 8 < len(draws[operation.name]) < 70
+        magnitudes, signs = zip(*draws[operation.name], strict=True)
+        if operation.mag_range is not None:
+            assert min(magnitudes) < 10 and max(magnitudes) > 20
+        assert set(signs) == ({0, 1} if operation.randomly_negate else {0})
+
+
+def test_rand_augment_applies_two_operations_of_the_magnitude(without_flips, augmented):
+    pixels = random_image(32, 20, 230)
+    suite = rand_augment.get_rand_augment_suite(use_shape=True)
+    once = augmented(suite, [np.uint8(pixels)], [20])
+    outcomes, draws = {}, list(once)
+    for (i, name, _, sign), image in augmented(suite, list(once.values()), [20]).items():
+        outcomes.setdefault(image.tobytes(), (*draws[i][1::2], name, sign))
+    flags = ["--auto-augment", "randaug", "--auto-augment-magnitude", "20"]
+    drawn = {outcomes[np.uint8(np.round(image)).tobytes()] for image in without_flips(pixels, *flags, count=200)}
+    names = {operation.name for operation in suite}
+    assert {first for first, *_ in drawn} | {second for *_, second, _ in drawn} == names
+    assert len({(first, second) for first, _, second, _ in drawn}) > 80
+    assert {(sign, next_sign) for _, sign, _, next_sign in drawn} == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
 def test_hue_rotation_preserves_luma_and_saturation(parse, copies):

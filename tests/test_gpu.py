@@ -87,9 +87,10 @@ AUGMENTATION = ["--color-jitter", "0.4", "--lighting", "0.1", "--rotate-degrees"
 AUGMENTATION = ["--hue-degrees", "20", "--random-erasing", "0.5", *AUGMENTATION]
 
 
-def test_gpu_loader_augmentation_matches_cpu_loader(parse, photos):
+@pytest.mark.parametrize("augmentation", [AUGMENTATION, ["--auto-augment", "trivial"]], ids=["flags", "trivial"])
+def test_gpu_loader_augmentation_matches_cpu_loader(parse, photos, augmentation):
     images, plain = [], None
-    for device, flags in (("cpu", AUGMENTATION), ("gpu", AUGMENTATION), ("cpu", [])):
+    for device, flags in (("cpu", augmentation), ("gpu", augmentation), ("cpu", [])):
         args = parse("--image-root", photos, *FP32, "--dali-device", device, *flags)
         images.append(np.concatenate(epoch(dali.build_dataloader(args, Mode.TRAIN))[0]))
     on_cpu, on_gpu, plain = images
@@ -118,7 +119,8 @@ def test_cpu_decodes_its_fraction_of_each_training_batch(parse, tmp_path):
 
 
 def test_loader_decoding_on_cpu_and_gpu_resumes_with_next_batch(parse, photos, capsys):
-    flags = ["--image-root", photos, *FP32, "--batch-size", "3", "--cpu-decoder-load"]
+    flags = ["--image-root", photos, *FP32, "--batch-size", "3", *AUGMENTATION, "--auto-augment", "randaug"]
+    flags.append("--cpu-decoder-load")
     loader = dali.build_dataloader(parse(*flags, "0.4"), Mode.TRAIN)
     take(loader, 4)
     state = json.loads(json.dumps(loader.state()))

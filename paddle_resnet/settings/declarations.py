@@ -269,6 +269,23 @@ def _batches(add):
         batches=True,
     )
     add(
+        "--auto-augment",
+        default="none",
+        choices=["none", "trivial", "randaug"],
+        help="trivial: apply one random operation of TrivialAugment (wide) to each image, with random magnitude; "
+        "randaug: apply two random operations of RandAugment, with --auto-augment-magnitude",
+        batches=True,
+    )
+    add(
+        "--auto-augment-magnitude",
+        type=numbers.integer(0, 30),
+        default=9,
+        metavar="M",
+        help="magnitude of RandAugment's operations, from 0 to 30; three times timm's m",
+        used_by=("auto_augment", ("randaug",)),
+        batches=True,
+    )
+    add(
         "--color-jitter",
         type=_not_negative_number,
         default=0.0,
