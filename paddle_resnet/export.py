@@ -31,6 +31,11 @@ TRITON_MAX_BATCH = 64
 # quantization level.
 INT8_TOP1_TOLERANCE = 0.005  # maximum decrease of top1
 INT8_PROBABILITY_TOLERANCE = 0.1
+# Tolerances for networks in float16. If the two largest probabilities differ by less than HALF_TIE, rounding may
+# change the predicted class.
+HALF_TOP1_TOLERANCE = 0.001
+HALF_TIE = 0.02
+HALF_PROBABILITY_TOLERANCE = 0.02
 
 
 class Calibration(NamedTuple):
@@ -58,8 +63,9 @@ def export(
     model_arch_name=None,
     int8=None,
     calibration=None,
+    precision="float32",
 ):
-    """Export a checkpoint as an inference network, with float32 parameters and without masks or optimizer state.
+    """Export a checkpoint as an inference network, without masks or optimizer state.
 
     The folder contains model.pdmodel and model.pdiparams for Paddle Inference, model.json (input, output,
     preprocessing, classes), labels.txt (one class per line) and preprocess.py (a copy of serving/preprocessing.py,
@@ -79,6 +85,8 @@ def export(
         int8: engine for which model.onnx is quantized, "onnxruntime" or "tensorrt"; implies onnx. If None, model.onnx
             is float32, unless the checkpoint was trained with --qat: then model.onnx is quantized for onnxruntime.
         calibration: Calibration for int8, or None for a checkpoint trained with --qat.
+        precision: "float32" or "float16". In float16, input, output and softmax remain float32, and Paddle runs the
+            network only on a GPU.
     Returns:
         content of model.json.
     Raises:
@@ -103,16 +111,24 @@ def export(
         from paddle_resnet.machine import compat
 
         compat.check_version()
-        from paddle_resnet.serving import networks, onnx_writer
+        from paddle_resnet.serving import inference, networks, onnx_writer
+    if verify is not None and precision == "float16" and inference.resolve_device("auto") == "cpu":
+        raise UsageError(
+            f"--verify {verify}: --precision float16 requires a GPU, and Paddle cannot use one; remove --verify, or "
+            "export on a machine with a GPU"
+        )
 
     checkpoint = networks.resolve(checkpoint)
     # If the folder contains no parameters, `read` is empty and load_checkpoint raises an error.
     read = [("CHECKPOINT", path.parent) for path in Path(checkpoint).glob("*.pdparams")]
     read += [("the data set", root) for root in (verify, calibration and calibration.image_root) if root]
     outputs.claim(folders={"OUT": output}, protected=read)
-    network = networks.load_checkpoint(checkpoint, uint8=uint8, model_arch_name=model_arch_name)
+    network = networks.load_checkpoint(checkpoint, "cpu", uint8, model_arch_name, precision=precision)
     if onnx and network.args.qat:
         int8 = int8 or "onnxruntime"
+    if int8 and precision == "float16":
+        cause = "--onnx with a checkpoint of --qat" if network.args.qat else "--int8"
+        raise UsageError(f"--precision float16: not supported with {cause}; remove one of them")
     if int8 and network.args.qat and calibration:
         raise UsageError(
             f"--calibrate {calibration.image_root}: {checkpoint} already has activation ranges from --qat; remove "
@@ -126,14 +142,18 @@ def export(
         with _partial_folder(output) as partial:
             description = network.description | {"files": _write_paddle(network, partial)}
             _write_texts(description, partial)
-            if int8:
+            if int8 or (onnx and precision == "float16"):
                 folded = networks.load_checkpoint(checkpoint, "cpu", uint8, model_arch_name, fold=True)
-                _write_int8(folded, partial, int8, calibration)
+                if int8:
+                    _write_int8(folded, partial, int8, calibration)
+                else:
+                    folded.description["precision"] = precision
+                    _write_onnx(folded, partial, tolerance=HALF_PROBABILITY_TOLERANCE)
             elif onnx:
                 _write_onnx(network, partial)
             if verify is not None:
                 float32 = networks.load_checkpoint(checkpoint, model_arch_name=model_arch_name)
-                _verify(float32, partial, verify, int8 is not None)
+                _verify(float32, partial, verify, "gpu" if precision == "float16" else "cpu")
             if triton:
                 _write_triton(network.description, partial)
     except OSError as e:
@@ -227,6 +247,8 @@ def _write_onnx(network, folder, unsigned=False, tolerance=PROBABILITY_TOLERANCE
 
     ends, text = ([network.images], [network.probabilities]), json.dumps(network.description)
     proto = onnx_writer.to_onnx(network.program, *ends, network.parameter, text, unsigned)
+    if network.description["precision"] == "float16":
+        proto = onnx_writer.to_float16(proto)
     path = folder / f"{inference.NAME}.onnx"
     path.write_bytes(proto.SerializeToString())
     image = network.description["input"]
@@ -241,20 +263,21 @@ def _write_onnx(network, folder, unsigned=False, tolerance=PROBABILITY_TOLERANCE
         )
 
 
-def _verify(network, folder, image_root, is_int8=False):
-    """Evaluate the checkpoint and the exported networks on the CPU with all validation images, and compare the results.
+def _verify(network, folder, image_root, device):
+    """Evaluate the checkpoint and the exported networks with all validation images, and compare the results. The
+    checkpoint and model.onnx run on the CPU.
 
     Args:
         network: the checkpoint's Network, which takes normalized images as input.
         folder: folder with the exported networks.
         image_root: folder of the data set.
-        is_int8: whether model.onnx is quantized.
+        device: device that runs Paddle's network, "cpu" or "gpu".
     Raises:
         RunError: the networks disagree with each other or with the recorded evaluation.
     """
     from paddle_resnet.serving import inference
 
-    models = [network.model(logits=True), inference.open_paddle(folder, "cpu", logits=True)]
+    models = [network.model(logits=True), inference.open_paddle(folder, device, logits=True)]
     if (file := folder / f"{inference.NAME}.onnx").exists():
         models.append(inference.open_onnx(file, "cpu", logits=True))
     expected, *others = (_score(network, model, image_root) for model in models)
@@ -264,10 +287,10 @@ def _verify(network, folder, image_root, is_int8=False):
             f"{score['images']} images"
         )
     for model, score in zip(models[1:], others, strict=True):
-        if is_int8 and model.engine == "onnxruntime":
-            _check_quantized(score, expected)
-        else:
+        if model.precision == "float32":
             _check_agreement(model.engine, score, "the checkpoint's network", expected)
+        else:
+            _check_top1(model.precision, score, expected)
     recorded = network.meta["evaluated"]
     # An evaluation on a GPU is not comparable, because a GPU uses different decoders and computes convolutions in TF32
     # or half precision.
@@ -283,7 +306,8 @@ def _verify(network, folder, image_root, is_int8=False):
 
 def _score(network, model, image_root):
     """Evaluate a Model that also returns logits. Return {"images", "correct", "ties" (images whose two largest
-    probabilities differ by less than TIE), "loss", "clipped_loss" (loss as Paddle computes it on a CPU)}.
+    probabilities differ by less than TIE or, in float16, HALF_TIE), "loss", "clipped_loss" (loss as Paddle computes it
+    on a CPU)}.
 
     Raises:
         RunError: the model's probabilities are not the softmax of its logits.
@@ -310,7 +334,7 @@ def _score(network, model, image_root):
             )
         correct += np.count_nonzero(logits.argmax(axis=1) == labels[:, 0])
         second, first = np.sort(expected, axis=1)[:, -2:].T
-        ties += np.count_nonzero(first - second < TIE)
+        ties += np.count_nonzero(first - second < (HALF_TIE if model.precision == "float16" else TIE))
     loss, clipped_loss = losses.mean(axis=0)
     return {"images": len(losses), "correct": correct, "ties": ties, "loss": loss, "clipped_loss": clipped_loss}
 
@@ -336,13 +360,19 @@ def _check_agreement(name, score, reference_name, reference):
         )
 
 
-def _check_quantized(score, reference):
+def _check_top1(precision, score, reference):
+    """Compare a network in reduced precision with the float32 network."""
     lost, images = reference["correct"] - score["correct"], score["images"]
-    if lost > INT8_TOP1_TOLERANCE * images:
+    if precision == "int8":
+        tolerance, allowed = INT8_TOP1_TOLERANCE, INT8_TOP1_TOLERANCE * images
+        remedy = "use a different --calibration-method or more --calibration-images"
+    else:
+        tolerance, allowed = HALF_TOP1_TOLERANCE, HALF_TOP1_TOLERANCE * images + score["ties"]
+        remedy = "use --precision float32"
+    if lost > allowed:
         raise RunError(
-            f"--verify: INT8 classifies {score['correct']} of {images} images correctly, and float32 "
-            f"{reference['correct']} (tolerance {INT8_TOP1_TOLERANCE:.1%} of the images), and nothing was written; use "
-            "a different --calibration-method or more --calibration-images"
+            f"--verify: {precision} classifies {score['correct']} of {images} images correctly, and float32 "
+            f"{reference['correct']} (tolerance {tolerance:.1%} of the images), and nothing was written; {remedy}"
         )
 
 
@@ -388,6 +418,13 @@ def main(argv=None):
         "--verify", metavar="IMAGE_ROOT", help="data set on which to compare exports with the checkpoint"
     )
     parser.add_argument("--uint8", action="store_true", help="uint8 input [N, H, W, 3], normalized by the network")
+    parser.add_argument(
+        "--precision",
+        choices=["float32", "float16"],
+        default="float32",
+        help="precision of the network, whose input and output remain float32; float16 requires a GPU to run "
+        "(default: float32)",
+    )
     parser.add_argument("--int8", action="store_true", help="quantize model.onnx; implies --onnx")
     parser.add_argument(
         "--calibrate", metavar="IMAGE_ROOT", help="data set whose training images determine activation ranges"
@@ -426,7 +463,9 @@ def _main(args):
         name, value = next(iter(chosen.items()))
         raise UsageError(f"--calibration-{name} {value}: requires --calibrate IMAGE_ROOT; add it")
     calibration = None if args.calibrate is None else Calibration(args.calibrate, **chosen)
-    flags = {name: getattr(args, name) for name in ("onnx", "verify", "uint8", "triton", "model_arch_name")}
+    flags = {
+        name: getattr(args, name) for name in ("onnx", "verify", "uint8", "triton", "model_arch_name", "precision")
+    }
     int8 = (args.int8_engine or "onnxruntime") if args.int8 else None
     description = export(args.checkpoint, args.output, **flags, int8=int8, calibration=calibration)
     outputs, named = description["output"]["shape"][1], len(description["classes"])

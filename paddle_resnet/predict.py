@@ -322,6 +322,10 @@ def engines(path, device, model_arch_name=None, precision=None, sizes=(32,)):
                 problem = e
                 export.export(path, folder, model_arch_name=model_arch_name)
             yield inference.open_paddle(folder, device)
+            if "float16" in precisions:
+                half = Path(temporary) / "float16"
+                export.export(path, half, model_arch_name=model_arch_name, precision="float16")
+                yield inference.open_paddle(half, device)
         try:
             if not onnx_file.is_file():
                 raise UsageError(problem)

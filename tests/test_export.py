@@ -18,6 +18,7 @@ from PIL import Image
 from conftest import NHWC, ROOT, assert_sparse, assert_two_of_four, phase
 from helpers import predict
 from paddle_resnet import dali, export, models
+from paddle_resnet import predict as predict_command
 from paddle_resnet.passes import quantization
 from paddle_resnet.serving import calibration, inference, networks, onnx_writer, preprocessing
 from utils.errors import RunError, UsageError
@@ -203,18 +204,18 @@ def test_int8_network_with_a_nearly_zero_filter(checkpoint, photos, tmp_path):
 def test_int8_export_with_lower_accuracy_is_not_kept(checkpoint, photos, tmp_path, monkeypatch):
     pytest.importorskip("onnxruntime")
     score = {"correct": 1000, "images": 1000}
-    export._check_quantized(score | {"correct": 995}, score)
+    export._check_top1("int8", score | {"correct": 995}, score)
     with pytest.raises(
-        RunError, match=r"INT8 classifies 994 of 1000 images correctly, and float32 1000 \(tolerance 0.5"
+        RunError, match=r"int8 classifies 994 of 1000 images correctly, and float32 1000 \(tolerance 0.5"
     ):
-        export._check_quantized(score | {"correct": 994}, score)
+        export._check_top1("int8", score | {"correct": 994}, score)
     real = export._score
     monkeypatch.setattr(
         export,
         "_score",
         lambda network, model, root: real(network, model, root) | {"correct": 10 - (model.engine == "onnxruntime")},
     )
-    with pytest.raises(RunError, match="--verify: INT8 classifies 9 of 23 images correctly, and float32 10"):
+    with pytest.raises(RunError, match="--verify: int8 classifies 9 of 23 images correctly, and float32 10"):
         export.export(
             *(checkpoint, tmp_path / "exported"),
             verify=photos,
@@ -222,6 +223,79 @@ def test_int8_export_with_lower_accuracy_is_not_kept(checkpoint, photos, tmp_pat
             calibration=export.Calibration(photos, images=8),
         )
     assert not list(tmp_path.glob("*exported*"))
+
+
+def run_in_float32(folder, images):
+    """Return the probabilities of an exported network whose float16 variables are converted to float32, because Paddle
+    has no float16 kernels on a CPU."""
+    half, single = paddle.float16, paddle.float32
+    program = static.deserialize_program((folder / "model.pdmodel").read_bytes())
+    exe, scope = static.Executor(paddle.CPUPlace()), static.Scope()
+    with static.scope_guard(scope):
+        static.deserialize_persistables(program, (folder / "model.pdiparams").read_bytes(), exe)
+        for variable in program.list_vars():
+            if variable.name in ("feed", "fetch") or variable.dtype != half:
+                continue
+            variable.desc.set_dtype(single)
+            if variable.persistable:
+                tensor = scope.find_var(variable.name).get_tensor()
+                tensor.set(np.array(tensor).astype("float32"), paddle.CPUPlace())
+        for op in program.global_block().ops:
+            for name in ("in_dtype", "out_dtype"):
+                if op.has_attr(name) and op.attr(name) == half:
+                    op._set_attr(name, single)
+        return exe.run(program, feed={"images": images}, fetch_list=["probabilities"])[0]
+
+
+@pytest.mark.parametrize("arch", ["Tiny", "TinyMobile"])
+@pytest.mark.parametrize("uint8", [False, True], ids=["normalized", "uint8"])
+def test_float16_export(run_train, photos, tmp_path, capsys, arch, uint8):
+    onnx = pytest.importorskip("onnx")
+    assert run_train("--model-arch-name", arch, "--run-scope", "train_only")[0] == 0
+    checkpoint, folder = tmp_path / f"output/{arch}/0", tmp_path / "half"
+    flags = ["--precision", "float16", "--onnx", *(["--uint8"] if uint8 else [])]
+    assert export.main([str(checkpoint), str(folder), *flags]) == 0
+    description = json.loads((folder / "model.json").read_text())
+    assert description["precision"] == "float16"
+    assert description["input"]["dtype"] == ("uint8" if uint8 else "float32")
+    float32 = export.export(checkpoint, tmp_path / "single", uint8=uint8)
+    assert float32["precision"] == "float32"
+    assert description["files"]["model.pdiparams"]["size"] < 0.7 * float32["files"]["model.pdiparams"]["size"]
+    images = np.random.default_rng(0).integers(0, 256, (5, 32, 32, 3), np.uint8)
+    if not uint8:
+        images = (images.transpose(0, 3, 1, 2) / np.float32(64) - 2).astype("float32")
+    expected = inference.open_paddle(tmp_path / "single", "cpu").run(images)
+    np.testing.assert_allclose(run_in_float32(folder, images), expected, atol=5e-3)
+    constants = onnx.load(folder / "model.onnx").graph.initializer
+    assert onnx.TensorProto.FLOAT not in {constant.data_type for constant in constants}
+    model = inference.open_model(folder / "model.onnx", "cpu", precision="float16")
+    assert (model.engine, model.precision) == ("onnxruntime", "float16")
+    np.testing.assert_allclose(model.run(images), expected, atol=5e-3)
+
+
+def test_float16_network_of_paddle_requires_a_gpu(checkpoint, photos, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(inference, "resolve_device", lambda device: "cpu")
+    half = tmp_path / "half"
+    assert export.main([str(checkpoint), str(half), "--precision", "float16", "--verify", str(photos)]) == 2
+    problem = "--precision float16 requires a GPU, and Paddle cannot use one; remove --verify, or export on a machine"
+    assert f"--verify {photos}: {problem}" in capsys.readouterr().err
+    flags = ["--precision", "float16", "--int8", "--calibrate", str(photos)]
+    assert export.main([str(checkpoint), str(half), *flags]) == 2
+    assert "--precision float16: not supported with --int8; remove one of them" in capsys.readouterr().err
+    assert not half.exists()
+    assert export.main([str(checkpoint), str(half), "--precision", "float16"]) == 0
+    for flags in (["x.jpg"], ["--benchmark"], ["x.jpg", "--precision", "float32"]):
+        assert predict_command.main([str(half), *flags]) == 2
+        message = f"{half}: Paddle Inference runs this float16 model only on a GPU; use a machine with a GPU, or export"
+        assert message in capsys.readouterr().err
+
+
+def test_float16_export_with_lower_accuracy_is_not_kept():
+    score = {"correct": 1000, "images": 1000, "ties": 2}
+    export._check_top1("float16", score | {"correct": 997}, score)
+    message = r"float16 classifies 996 of 1000 images correctly, and float32 1000 \(tolerance 0.1% of the images\)"
+    with pytest.raises(RunError, match=message):
+        export._check_top1("float16", score | {"correct": 996}, score)
 
 
 @pytest.mark.parametrize(

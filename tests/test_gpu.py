@@ -30,7 +30,7 @@ from conftest import (
     read_report,
 )
 from helpers import epoch, take
-from paddle_resnet import budget, dali, models, predict
+from paddle_resnet import budget, dali, export, models, predict
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.serving import inference, networks
 from paddle_resnet.steps import cuda_graph
@@ -766,6 +766,18 @@ def test_class_weights_and_balanced_sampling_are_captured(run_train, determinist
     assert code == 0
     assert "CUDA graph, batch" in capsys.readouterr().out
     assert losses(report) == losses(expected)
+
+
+@pytest.mark.parametrize("arch", ["Tiny", "TinyMobile"])
+def test_float16_export_runs_in_paddle_inference(run_train, photos, tmp_path, arch):
+    run_train(*FP32_NHWC, "--model-arch-name", arch, "--epochs", "3")
+    checkpoint = tmp_path / f"output/{arch}/2"
+    export.export(checkpoint, tmp_path / "half", precision="float16", verify=photos)
+    model = inference.open_model(tmp_path / "half", "gpu")
+    assert (model.engine, model.precision) == ("paddle.inference", "float16")
+    images = np.random.default_rng(0).normal(size=(5, 3, 32, 32)).astype(np.float32)
+    expected = networks.load_checkpoint(checkpoint, "gpu").model().run(images)
+    np.testing.assert_allclose(model.run(images), expected, atol=0.05)
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 5e-3), ("float16", 0.05), ("bfloat16", 0.2)])

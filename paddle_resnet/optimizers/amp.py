@@ -1,5 +1,7 @@
 """Mixed precision (AMP): wrap the optimizer, and convert the evaluation program to the precision of training."""
 
+import logging
+
 import paddle
 from paddle import static
 from paddle.static.amp import fp16_utils
@@ -41,18 +43,23 @@ def decorate(optimizer, dtype, level, loss_scale, is_dynamic, float32=frozenset(
     )
 
 
-def cast_evaluation_program(program, place, dtype, level, float32=frozenset()):
+def cast_evaluation_program(program, place, dtype, level, float32=frozenset(), for_gpu=False):
     """Convert an evaluation program in place to the precision of training. Call this function after the parameters have
     values in the scope.
 
     Level O1 casts the inputs of each operator and leaves the parameters in float32. Level O2 casts the parameters in
     the scope, except parameters that were already cast for a training program. The variables named in `float32` remain
-    float32.
+    float32. If `for_gpu` is True, the program will run on the GPU of a different machine, so all its operators are
+    converted, even if this build of Paddle has no half-precision kernels.
     """
     dest_type, scope = getattr(paddle, dtype), static.global_scope()
-    names = fp16_utils.cast_model_to_fp16(
-        program, _amp_lists(program, dtype, float32), use_fp16_guard=False, dest_type=dest_type, level=level
-    )
+    if for_gpu and not paddle.is_compiled_with_cuda():
+        logging.getLogger("paddle.static.amp.fp16_lists").setLevel(logging.ERROR)  # warns of the missing kernels
+        lists = _amp_lists(program, dtype, float32)
+        lists.unsupported_list = set()
+    else:
+        lists = _amp_lists(program, dtype, float32)
+    names = fp16_utils.cast_model_to_fp16(program, lists, use_fp16_guard=False, dest_type=dest_type, level=level)
     if level == "O2":
         to_cast = {
             p.name

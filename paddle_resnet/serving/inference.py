@@ -7,6 +7,7 @@ model.json.
 import dataclasses
 import json
 import os
+import reprlib
 from pathlib import Path
 
 import numpy as np
@@ -158,11 +159,21 @@ def resolve_precision(precision, device):
     return precision or ("float16" if major >= 7 else "float32")
 
 
+def _precision(description):
+    return description.get("precision", "float32")  # exports of earlier versions are in float32
+
+
 def open_paddle(folder, device, logits=False):
     """Open the network in an export folder with Paddle Inference. For exceptions, see open_model."""
     from paddle import inference
 
     description = _read_description(folder)
+    precision = _precision(description)
+    if precision == "float16" and device == "cpu":
+        raise UsageError(
+            f"{folder}: Paddle Inference runs this float16 model only on a GPU; use a machine with a GPU, or export "
+            "the checkpoint in float32"
+        )
     paths = [Path(folder) / f"{NAME}.{suffix}" for suffix in SUFFIXES]
     if not is_table(description.get("files"), **{path.name: _is_file for path in paths}):
         raise UsageError(f"{folder}/{NAME}.json: `files` lacks the size or sha256 of {NAME}.*; export it again")
@@ -192,7 +203,7 @@ def open_paddle(folder, device, logits=False):
         predictor.run()
         return [predictor.get_output_handle(name).copy_to_cpu() for name in predictor.get_output_names()]
 
-    return _checked_model(Model("paddle.inference", description, outputs), folder)
+    return _checked_model(Model("paddle.inference", description, outputs, precision), folder)
 
 
 def _with_logits(serialized):
@@ -239,7 +250,7 @@ def _onnx_model(data, path, device):
         # x64quantprecision prevents overflows with 8-bit weights on x86 CPUs without VNNI instructions.
         session = open_session(x64quantprecision="1")
     name = description["input"]["name"]
-    precision = "int8" if "int8" in description else "float32"
+    precision = "int8" if "int8" in description else _precision(description)
     model = Model("onnxruntime", description, lambda images: session.run(None, {name: images}), precision)
     return _checked_model(model, path)
 
@@ -274,6 +285,8 @@ def _checked_description(text, path):
     try:
         description = json.loads(text)
         problem = preprocessing.problem(description)
+        if not problem and _precision(description) not in ("float32", "float16"):
+            problem = f"precision is {reprlib.repr(description['precision'])[:100]}"
     except (ValueError, RecursionError) as e:
         problem = str(e)
     if problem:

@@ -66,7 +66,7 @@ class Network:
         return Model("Executor", self.description, outputs)
 
 
-def load_checkpoint(checkpoint, device="cpu", uint8=False, model_arch_name=None, fold=False):
+def load_checkpoint(checkpoint, device="cpu", uint8=False, model_arch_name=None, fold=False, precision="float32"):
     """Load the inference network of a checkpoint.
 
     Args:
@@ -79,6 +79,8 @@ def load_checkpoint(checkpoint, device="cpu", uint8=False, model_arch_name=None,
             float32 images [N, 3, H, W].
         model_arch_name: FILE.py:NAME, if the network is defined in a user's file.
         fold: whether to fold the batch normalizations into the convolutions.
+        precision: "float32", or "float16" for a network that runs only on a GPU: its input and output remain the same,
+            and the parameters of its BN layers and its softmax remain float32.
     Returns:
         Network.
     Raises:
@@ -94,6 +96,9 @@ def load_checkpoint(checkpoint, device="cpu", uint8=False, model_arch_name=None,
             if args.qat:
                 with static.program_guard(network.program, static.Program()):
                     quantization.insert(network.program)
+    if precision == "float16":
+        _cast(network, precision, "O2", for_gpu=True)
+    network.description["precision"] = precision
     return network
 
 
@@ -118,16 +123,22 @@ def load_fast(checkpoint, precision, device="gpu", model_arch_name=None, tta="no
     args.set("Python", **half, kernels="native", data_layout="NHWC", dali_output_fp16=precision == "float16")
     args.set("machine", cuda_graph=device == "gpu")
     network = _load(args, meta, checkpoint, 4, quantize=args.qat, mirror=tta == "flip")
+    if args.amp:
+        _cast(network, args.amp_dtype, args.amp_level)
     with static.scope_guard(network.scope), static.program_guard(network.program, static.Program()):
-        if args.amp:
-            float32 = quantization.float32_variables(network.program)
-            place = processes.place(device)
-            amp.cast_evaluation_program(network.program, place, args.amp_dtype, args.amp_level, float32)
         if device == "gpu" and not args.qat:
             folding.fuse_convolutions(network.program, network.exe)
         with loss_head.scope():
             host_metrics.add_copy([network.probabilities])
     return network
+
+
+def _cast(network, dtype, level, for_gpu=False):
+    """Convert a network in place to half precision. See amp.cast_evaluation_program."""
+    program, place = network.program, processes.place(network.args.device)
+    float32 = quantization.float32_variables(program)
+    with static.scope_guard(network.scope), static.program_guard(program, static.Program()):
+        amp.cast_evaluation_program(program, place, dtype, level, float32, for_gpu)
 
 
 def _recorded(checkpoint, device, model_arch_name):

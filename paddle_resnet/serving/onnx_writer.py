@@ -73,6 +73,36 @@ def to_onnx(program, inputs, outputs, read, metadata, unsigned=False):
     return model
 
 
+def to_float16(model):
+    """Convert a model written by to_onnx to float16 in place, and return it. Input, output and softmax do not
+    change."""
+    onnx = require("onnx")
+    graph, nodes = model.graph, []
+    half, single = onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT
+
+    def cast(name, dtype, suffix):
+        nodes.append(onnx.helper.make_node("Cast", [name], [f"{name}.{suffix}"], name=f"{name}.{suffix}", to=dtype))
+        return nodes[-1].output[0]
+
+    for constant in graph.initializer:
+        if constant.data_type == single:
+            array = onnx.numpy_helper.to_array(constant).astype(np.float16)
+            constant.CopyFrom(onnx.numpy_helper.from_array(array, constant.name))
+    casts = {v.name: cast(v.name, half, "half") for v in graph.input if v.type.tensor_type.elem_type == single}
+    for node in graph.node:
+        node.input[:] = [casts.get(name, name) for name in node.input]
+        if node.op_type == "Softmax":
+            node.input[0] = cast(node.input[0], single, "single")
+        if node.op_type == "Cast" and node.attribute[0].i == single:  # pixels in uint8
+            node.attribute[0].i = half
+        nodes.append(node)
+    nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del graph.node[:]
+    graph.node.extend(nodes)
+    onnx.checker.check_model(model, full_check=True)
+    return model
+
+
 def with_logits(serialized):
     """Add the input of the softmax as a second output to a serialized ONNX model written by to_onnx. Return the
     serialized result."""
