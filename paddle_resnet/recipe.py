@@ -22,6 +22,7 @@ from utils.mode import Mode
 
 PRETRAINED = "efficientnet-lite0"  # key of published.PACKAGED
 MANY_IMAGES = 20_000  # minimum number of training images for ImageNet's augmentation and image size
+FEW_IMAGES = 1_000  # below this number of training images, fine-tuning uses stronger augmentation and dropout
 BATCHES_PER_EPOCH = 16
 LARGEST_BATCH = 64  # images per step
 BYTES_PER_PIXEL = 4096  # training memory per pixel of a batch; 2,800 measured for float32 EfficientNet-Lite0 on a CPU
@@ -86,6 +87,7 @@ def choose_from(settings, facts):
     is_fine_tuned = settings.from_checkpoint is not None or settings.from_pretrained_params is not None
     _choose_machine(settings, facts)
     _choose_batches(settings, facts, is_fine_tuned)
+    _choose_augmentation(settings, facts, is_fine_tuned)
     _choose_training(settings, facts, is_fine_tuned)
     inheritance.follow(settings)
     return name
@@ -182,11 +184,18 @@ def _choose_batches(settings, facts, is_fine_tuned):
     batch_size = max(2 ** int(math.log2(most)), min(2, facts.images // facts.processes))
     reason = f"half of {facts.memory / 2**30:.1f} GiB of memory" if most == in_memory < in_split else images
     _set(settings, reason, batch_size=max(1, batch_size))
+
+
+def _choose_augmentation(settings, facts, is_fine_tuned):
+    """Choose the augmentation by the number of images. See benchmarks/log/finetune_h200_2026-11-26.md."""
+    images = f"{facts.images} training images"
+    has_many, has_few = facts.images >= MANY_IMAGES, is_fine_tuned and facts.images < FEW_IMAGES
     _set(
         settings,
         images,
-        rand_crop_scale=[0.08, 1.0] if has_many else [0.35, 1.0],
-        color_jitter=0.0 if has_many else 0.2,
+        rand_crop_scale=[0.08, 1.0] if has_many or has_few else [0.35, 1.0],
+        color_jitter=0.0 if has_many else 0.4 if has_few else 0.2,
+        dropout=0.2 if has_few else 0.0,
     )
 
 
@@ -209,7 +218,9 @@ def _choose_training(settings, facts, is_fine_tuned):
     rule = OPTIMIZERS[settings.optimizer]
     if "momentum" in rule.flags:
         _set(settings, f"--optimizer {settings.optimizer}", momentum=0.9)
-    _set(settings, f"--optimizer {settings.optimizer}", weight_decay=0.01 if rule.is_adaptive else 5e-4)
+    has_few = is_fine_tuned and facts.images < FEW_IMAGES
+    decay = 5e-4 if not rule.is_adaptive else 0.05 if has_few else 0.01
+    _set(settings, f"--optimizer {settings.optimizer}", weight_decay=decay)
     factor = facts.processes * settings.accumulate_steps  # training multiplies --lr by this factor
     ratio = settings.batch_size * factor / 64
     rate = rule.rates[not is_fine_tuned] * (math.sqrt(ratio) if rule.is_adaptive else ratio)

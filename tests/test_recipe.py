@@ -97,9 +97,23 @@ def test_explicit_flags_take_precedence(flags):
 
 
 def test_learning_rate_follows_explicit_batch_size_and_optimizer():
-    assert choose(294, "--batch-size", "64").lr == 1e-3
+    assert choose(294, "--batch-size", "64").lr == 5e-4
     assert choose(294, "--optimizer", "Nesterov", "--batch-size", "32").lr == 0.005
-    assert choose(294, "--accumulate-steps", "4").lr == 2.5e-4
+    assert choose(294, "--accumulate-steps", "4").lr == 1.25e-4
+
+
+@pytest.mark.parametrize(
+    ("images", "weights", "expected"),
+    [
+        (294, LITE, ([0.08, 1.0], 0.4, 0.2, 0.05)),
+        (2934, LITE, ([0.35, 1.0], 0.2, 0.0, 0.01)),
+        (294, {}, ([0.35, 1.0], 0.2, 0.0, 5e-4)),
+        (50_000, LITE, ([0.08, 1.0], 0.0, 0.0, 0.01)),
+    ],
+)
+def test_regularization_depends_on_number_of_images(images, weights, expected):
+    s = choose(images, weights=weights)
+    assert (s.rand_crop_scale, s.color_jitter, s.dropout, s.weight_decay) == expected
 
 
 def test_other_packages_and_training_from_scratch_can_be_requested():
