@@ -81,7 +81,7 @@ def _evaluate_only(args, argv, exe, checkpoint, evaluation):
     from paddle_resnet.checkpoints import restore
 
     logger.begin(args.as_entry())
-    epoch = restore.log_evaluated(args, checkpoint)
+    epoch = restore.log_evaluated(*restore.origin(args, checkpoint))
     report.conclude(args, argv, _evaluate(args, exe, evaluation, durations.Stop(epoch)), Mode.EVAL)
 
 

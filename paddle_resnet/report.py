@@ -165,7 +165,7 @@ def all_done(args, checkpoint):
             be repeated until all steps are done.
     """
     folder = checkpoint.folder
-    if checkpoint.ended_early(args):
+    if checkpoint.ended_early(args.patience):
         count = checkpoint.evaluations_since_best
         text = f"{folder} is {count} evaluations after the best evaluation; use a larger number"
         if not args.resume:
@@ -423,7 +423,9 @@ def write_classes(args, result, classes, epoch, is_best=True):
     if "predictions" in result:
         from paddle_resnet.results import predictions as table
 
-        table.write(tables["predictions"], args, result["predictions"], names)
+        place = args.image_root, args.data_format, args.skip_list, args.allow_outside
+        images = table.list_images(*place, count=len(result["predictions"]))
+        table.write(tables["predictions"], images, result["predictions"], names)
     return numbers
 
 

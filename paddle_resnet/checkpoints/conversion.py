@@ -58,7 +58,7 @@ def convert(source, output, arch=None, preprocessing=None, verbose=False):
     logger.info(printable(f"{path}: {len(params)} parameters of {arch}, with tensor names as in {projects}"))
     values = {**(model.preprocessing if model else {}), **(preprocessing or {})}
     args = _settings(arch, classes, values)
-    meta = _meta(args) | {
+    meta = _meta(args.as_dict()) | {
         "license": model and model.license,
         "source": {"file": path.name, "sha256": digest, "url": model and model.source},
     }
@@ -139,15 +139,15 @@ def _settings(arch, classes, preprocessing):
     return parsing.settings(parsed, dict.fromkeys(parsed, "Python"))
 
 
-def _meta(args):
+def _meta(arguments):
     """Return the content of meta.json (see checkpoints/schema.py) for a checkpoint before the first step."""
-    pairs = published.imagenet_classes() if args.num_of_class == IMAGENET_CLASSES else []
+    pairs = published.imagenet_classes() if arguments["num_of_class"] == IMAGENET_CLASSES else []
     name, keys, *rest = np.random.RandomState(0).get_state()
     return {
         **{"sequence": 0, "run": "weights", "epoch": 0, "step": None, "steps_each_epoch": 0, "world_size": 1},
         "classes": [wnid for wnid, _ in pairs],
         "class_names": [name for _, name in pairs],
-        "arguments": args.as_dict(),
+        "arguments": arguments,
         **{"trained": None, "evaluated": None, "best": None, "lr_scheduler": {"last_epoch": 0}},
         "seeds": {
             "python": json.dumps(random.Random(0).getstate()),

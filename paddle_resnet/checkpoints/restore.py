@@ -78,13 +78,13 @@ class StartCheckpoint:
         """The number of evaluations after the best evaluation of the resumed run."""
         return self.meta.get("evaluations_since_best", 0) if self.resumes else 0
 
-    def ended_early(self, args):
+    def ended_early(self, patience):
         """Return whether --patience has ended the run."""
-        return 0 < args.patience <= self.evaluations_since_best
+        return 0 < patience <= self.evaluations_since_best
 
     def is_done(self, args):
         """Return whether a run with these flags has completed all its steps."""
-        if self.ended_early(args):
+        if self.ended_early(args.patience):
             return True
         if args.iter_unit == "epoch":
             return self.epoch >= args.epochs
@@ -305,9 +305,8 @@ def _origin_of_pretrained(args):
     return str(path.parent), meta if meta and path.name in meta["files"] else None
 
 
-def log_evaluated(args, checkpoint):
-    """Log which checkpoint is evaluated, and return its epoch, or 0 if the epoch is unknown."""
-    folder, meta = origin(args, checkpoint)
+def log_evaluated(folder, meta):
+    """Log which checkpoint (see origin) is evaluated, and return its epoch, or 0 if the epoch is unknown."""
     epoch = meta["epoch"] if meta else folder and _epoch_of(Path(folder))
     if epoch is not None:
         step = f" after {meta['step']} of {meta['steps_each_epoch']} steps" if meta and meta["step"] is not None else ""

@@ -145,22 +145,22 @@ class Saver:
         self._last = (checkpoint.epoch, checkpoint.step) if checkpoint else (0, 0)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending = None
-        self.best = exchange.from_rank_0(lambda: self._prepare(args, checkpoint))
+        self.best = exchange.from_rank_0(lambda: self._prepare(checkpoint))
         self._evaluations_since_best = checkpoint.evaluations_since_best if checkpoint else 0
         self.folder = checkpoint and checkpoint.folder
 
-    def _prepare(self, args, checkpoint):
+    def _prepare(self, checkpoint):
         """Create the checkpoint folder, lock it, and remove the unfinished files of a killed run. With --overwrite,
         also remove all checkpoints. Returns the best evaluation so far."""
-        folder = folders.run_folder(args)
+        folder = self._root
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
                 pass
             self._lock = folders.hold(folder)
             folders.clean(folder)
-            _check_no_other_run(args, checkpoint)  # check again, because a run may have ended since check_folder
-            if args.overwrite:
+            _check_no_other_run(self._args, checkpoint)  # check again, because a run may have ended since check_folder
+            if self._args.overwrite:
                 folders.remove_all(folder)
             return best_before(folder, checkpoint) if checkpoint and checkpoint.resumes else None
         except OSError as e:

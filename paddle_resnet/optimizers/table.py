@@ -16,8 +16,9 @@ class Rule:
 
     Attributes:
         build: function that returns Paddle's optimizer for the current program. The arguments of build are the
-            settings, the learning rate (Schedule), and the set of names of parameters with weight decay.
-        flags: settings that only some optimizers use, and that `build` reads.
+            learning rate (Schedule), --weight-decay, the set of names of parameters with weight decay, and the values
+            of `flags`.
+        flags: settings that only some optimizers use.
         is_adaptive: whether the size of a step hardly depends on the size of the gradients. Weight decay then does not
             apply to biases, learning rates are low, and --choose-recipe scales them with the square root of the number
             of images per step instead of that number.
@@ -41,7 +42,7 @@ class Rule:
     decay: Callable
 
 
-def _momentum(args, rate, decayed, nesterov):
+def _momentum(rate, decay, decayed, momentum, nesterov):
     import paddle
     from paddle import static
     from paddle.regularizer import L2Decay
@@ -49,9 +50,7 @@ def _momentum(args, rate, decayed, nesterov):
     for parameter in static.default_main_program().all_parameters():
         if parameter.name not in decayed:
             parameter.regularizer = L2Decay(0.0)  # overrides the optimizer's regularizer
-    return paddle.optimizer.Momentum(
-        rate, args.momentum, use_nesterov=nesterov, weight_decay=L2Decay(args.weight_decay)
-    )
+    return paddle.optimizer.Momentum(rate, momentum, use_nesterov=nesterov, weight_decay=L2Decay(decay))
 
 
 def _momentum_rule(nesterov):
@@ -73,28 +72,21 @@ _ADAM_STATE = ("Moment1", "Moment2", "Beta1Pow", "Beta2Pow")
 _ADAM_ATTRS = ("beta1", "beta2", "epsilon")
 
 
-def _adamw(args, rate, decayed):
+def _adamw(rate, decay, decayed, *betas_and_epsilon):
     import paddle
 
     return paddle.optimizer.AdamW(
-        rate,
-        args.beta1,
-        args.beta2,
-        args.opt_epsilon,
-        weight_decay=args.weight_decay,
-        apply_decay_param_fun=lambda name: name in decayed,
+        rate, *betas_and_epsilon, weight_decay=decay, apply_decay_param_fun=lambda name: name in decayed
     )
 
 
-def _lamb(args, rate, decayed):
+def _lamb(rate, decay, decayed, *betas_and_epsilon):
     import paddle
 
     return paddle.optimizer.Lamb(
         rate,
-        args.weight_decay,
-        args.beta1,
-        args.beta2,
-        args.opt_epsilon,
+        decay,
+        *betas_and_epsilon,
         exclude_from_weight_decay_fn=lambda parameter: parameter.name not in decayed,
     )
 
@@ -150,7 +142,7 @@ def build_optimizer(args, lr_scheduler):
             has_decay = not rule.is_adaptive or len(parameter.shape) > 1
         if has_decay:
             decayed.add(parameter.name)
-    return rule.build(args, lr_scheduler, decayed)
+    return rule.build(lr_scheduler, args.weight_decay, decayed, *(getattr(args, flag) for flag in rule.flags))
 
 
 def updates(program):

@@ -17,23 +17,17 @@ from utils.errors import RunError
 from utils.mode import Mode
 
 
-def write(path, args, predictions, names):
+def write(path, images, predictions, names):
     """Write the CSV file atomically.
 
     Args:
         path: path of the file.
-        args: flags that specify the data set.
+        images: result of list_images.
         predictions: result of program.run.
         names: class names of all outputs of the network.
     Raises:
-        RunError: the data set has changed since the start of the run, or the file cannot be written.
+        RunError: the file cannot be written.
     """
-    images = _images(args)
-    if len(images) != len(predictions):
-        raise RunError(
-            f"--image-root {args.image_root}: had {len(predictions)} validation images at the start and has "
-            f"{len(images)} now; evaluate again"
-        )
     k = predictions.shape[1] // 2
     header = ["image", "label", "prediction", "class", "predicted_class"]
     header += top_columns(k)
@@ -64,14 +58,23 @@ def top_cells(top):
     return [cell for label, name, p in top for cell in (label, name, f"{p:.7g}" if math.isfinite(p) else "")]
 
 
-def _images(args):
-    """List the validation images in the order in which the loader reads them."""
-    skip = (
-        listing.read_skip_list(args.skip_list, args.image_root, args.allow_outside)
-        if args.skip_list is not None
-        else ()
-    )
-    data_format = None if args.data_format == "auto" else args.data_format
-    own = listing.own_classes(args.image_root, Mode.EVAL)
-    images = listing.images(args.image_root, Mode.EVAL, data_format, args.allow_outside, own)[2]
-    return [image for image in images if os.path.normpath(image.name) not in skip]
+def list_images(image_root, data_format, skip_list, allow_outside, count):
+    """List the validation images in the order in which the loader reads them.
+
+    Args:
+        image_root, data_format, skip_list, allow_outside: values of the flags with these names.
+        count: expected number of images.
+    Raises:
+        RunError: the data set has changed since the start of the run.
+    """
+    skip = listing.read_skip_list(skip_list, image_root, allow_outside) if skip_list is not None else ()
+    data_format = None if data_format == "auto" else data_format
+    own = listing.own_classes(image_root, Mode.EVAL)
+    images = listing.images(image_root, Mode.EVAL, data_format, allow_outside, own)[2]
+    images = [image for image in images if os.path.normpath(image.name) not in skip]
+    if len(images) != count:
+        raise RunError(
+            f"--image-root {image_root}: had {count} validation images at the start and has {len(images)} now; "
+            "evaluate again"
+        )
+    return images

@@ -166,17 +166,17 @@ def test_incompatible_flags_exit_with_code_2(run_train, checkpoint, capsys, flag
     assert message in capsys.readouterr().err
 
 
-def test_changed_data_or_unwritable_path_is_an_error(parse, photos, tmp_path):
-    args = parse("--image-root", photos)
+def test_changed_data_or_unwritable_path_is_an_error(photos, tmp_path):
+    images = predictions.list_images(photos, "auto", None, [], 23)
     rows_of_top = np.tile(np.array([0, 0, 1, 2, 0.5, 0.3, 0.2]), (23, 1))
     with pytest.raises(RunError, match="had 22 validation images at the start and has 23 now; evaluate again"):
-        predictions.write(str(tmp_path / "p.csv"), args, rows_of_top[:22], list("abc"))
+        predictions.list_images(photos, "auto", None, [], 22)
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"file/p.csv: cannot be written \(Not a directory\); free disk space"):
-        predictions.write(str(tmp_path / "file/p.csv"), args, rows_of_top, list("abc"))
+        predictions.write(str(tmp_path / "file/p.csv"), images, rows_of_top, list("abc"))
     rows_of_top[1] = [2, 1, 3, 3, *[np.nan] * 3]  # the logits of two classes are NaN
     rows_of_top[2] = [2, 3, 3, 3, *[np.nan] * 3]
-    predictions.write(str(tmp_path / "p.csv"), args, rows_of_top, list("abc"))
+    predictions.write(str(tmp_path / "p.csv"), images, rows_of_top, list("abc"))
     rows = [list(row.values())[1:] for row in read(tmp_path / "p.csv")]
     assert len(rows) == 23
     assert rows[:3] == [
@@ -186,11 +186,10 @@ def test_changed_data_or_unwritable_path_is_an_error(parse, photos, tmp_path):
     ]
 
 
-def test_skip_list_paths_are_normalized_like_in_loader(parse, photos, tmp_path):
+def test_skip_list_paths_are_normalized_like_in_loader(photos, tmp_path):
     """The file list and the skip list may contain different spellings of the same path."""
     (tmp_path / "val").symlink_to(photos / "val")
     (tmp_path / "val.txt").write_text("./val/class0/00.jpg 0\n./val/class1/01.jpg 1\n")
     (tmp_path / "skip.txt").write_text("val/./class0/00.jpg\n")
-    args = parse("--image-root", tmp_path, "--skip-list", tmp_path / "skip.txt")
-    predictions.write(str(tmp_path / "p.csv"), args, np.array([[1, 1, 0, 0.7, 0.3]]), list("ab"))
-    assert [row["image"] for row in read(tmp_path / "p.csv")] == ["./val/class1/01.jpg"]
+    images = predictions.list_images(tmp_path, "auto", tmp_path / "skip.txt", [], 1)
+    assert [image.name for image in images] == ["./val/class1/01.jpg"]
