@@ -222,6 +222,8 @@ def set_weights(args, checkpoint, training, evaluation):
         if args.prune_model and not is_sparse:
             sparsity.prune(training.program, place, args.mask_algo)
             has_averages = False
+        if checkpoint is None or (args.prune_model and not is_sparse):
+            variables.start_lookahead(training.program, place)
         if args.asp:
             logger.info(sparsity.describe(training.program))
         if not has_averages:

@@ -20,7 +20,7 @@ from paddle_resnet.models import build_model, layers, logits, loss_head, mixing,
 from paddle_resnet.optimizers import amp, sparsity
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
 from paddle_resnet.optimizers.table import build_optimizer
-from paddle_resnet.passes import accumulation, all_reduces, averages, fusion, quantization, updates
+from paddle_resnet.passes import accumulation, all_reduces, averages, fusion, lookahead, quantization, updates
 from paddle_resnet.settings import durations
 from paddle_resnet.steps import cuda_graph, host_metrics, random_numbers, scalars, trace
 from paddle_resnet.steps.dispatch import Dispatcher
@@ -232,13 +232,17 @@ def _minimize(args, main_prog, startup_prog, model, loss, lr_scheduler, frozen):
         factors = parts.rate_factors(model, args.lr_decay_by_layer, args.classifier_lr_factor)
         updates.scale_rates(main_prog, factors)
     scalars.register(main_prog, lr_scheduler._var_name, lr_scheduler)
+    if args.optimizer == "RAdam":
+        updates.rectify(main_prog, lr_scheduler)
     accumulation.add_sums(main_prog, startup_prog, args.accumulate_steps)
     if args.clip_grad_norm is not None:
         updates.clip_gradients(main_prog, args.clip_grad_norm)
+    masters = main_prog.global_block().vars
+    frozen_values = {p.name: p.name + MASTER if p.name + MASTER in masters else p.name for p in frozen}
+    if args.lookahead is not None:
+        lookahead.add(main_prog, startup_prog, lr_scheduler, frozen_values, *args.lookahead)
     if args.ema is not None:
-        constants = {name: name for name in all_reduces.bn_statistics(main_prog)}
-        masters = main_prog.global_block().vars
-        constants |= {p.name: p.name + MASTER if p.name + MASTER in masters else p.name for p in frozen}
+        constants = frozen_values | {name: name for name in all_reduces.bn_statistics(main_prog)}
         averages.add(main_prog, startup_prog, lr_scheduler, constants, args.ema, is_native)
     if is_native:
         updates.place_state(startup_prog)

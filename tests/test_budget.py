@@ -118,7 +118,8 @@ def test_chosen_epochs_are_logged_recorded_and_resumed(run, tmp_path, stop_befor
 
 def test_run_is_identical_to_run_with_chosen_epochs(run, tmp_path, chooses_two):
     """The measurement must not change variables, random numbers, image order or learning rate."""
-    flags = ["--ema", "0.9", "--dropout", "0.3", "--mixup", "0.2", "--accumulate-steps", "2", "--optimizer", "AdamW"]
+    flags = ["--ema", "0.9", "--dropout", "0.3", "--mixup", "0.2", "--accumulate-steps", "2"]
+    flags += ["--optimizer", "RAdam", "--lookahead", "2,0.5"]
     results = [run(*length, *flags, folder=length[0]) for length in (["--budget-minutes", 1], ["--epochs", 2])]
     assert [code for code, _ in results] == [0, 0]
     assert losses(results[0][1]) == losses(results[1][1]) and (1, "val") in losses(results[0][1])

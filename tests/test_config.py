@@ -63,6 +63,7 @@ NVIDIA = {
     "beta1": 0.9,
     "beta2": 0.999,
     "opt-epsilon": 1e-8,
+    "lookahead": None,
     "weight-decay": 3.0517578125e-05,
     "lr-scheduler": "Cosine",
     "lr": 0.256,

@@ -57,7 +57,8 @@ EXACT = {"fp32": FP32, "fp32 NHWC": FP32_NHWC, "O1": O1, "O2": O2, "O2 ASP": SPA
 KINDS = {**EXACT, "bf16 O1": BF16_O1, "bf16 O2": BF16_O2}
 STOPS = {f"{name} inside an epoch": (flags, 4) for name, flags in EXACT.items()}
 STOPS |= {"O2 ASP between epochs": (SPARSE, 6), "O2 ASP in the last epoch": (SPARSE, 8)}
-STOPS |= {"O2 EMA inside an epoch": ([*O2, "--ema", "0.9"], 4)}
+RANGER = ["--optimizer", "RAdam", "--lr", "0.01", "--lookahead", "2,0.5"]
+STOPS |= {"O2 EMA Ranger inside an epoch": ([*O2, "--ema", "0.9", *RANGER], 4)}
 
 
 @pytest.mark.parametrize("hardware_load", [0, 0.9])
@@ -318,7 +319,7 @@ def test_first_losses_match_cpu(run_train, tmp_path):
 
 
 CAPTURED = {name: KINDS[name] for name in ("fp32 NHWC", "O2", "O2 ASP", "bf16 O2")}
-CAPTURED |= {"O2 ASP EMA": [*SPARSE, "--ema", "0.9"]}
+CAPTURED |= {"O2 ASP EMA": [*SPARSE, "--ema", "0.9"], "O2 Ranger": [*O2, *RANGER]}
 CAPTURED |= {f"O2 {name}": [*O2, "--optimizer", name, "--lr", "0.01"] for name in ("AdamW", "LAMB")}
 CAPTURED |= {f"{name} MobileNetV2": [*KINDS[name], "--model-arch-name", "TinyMobile"] for name in ("fp32 NHWC", "O2")}
 

@@ -16,7 +16,7 @@ from paddle import static
 from paddle_resnet.checkpoints import arrays, folders
 from paddle_resnet.models import ends
 from paddle_resnet.optimizers.sparsity import MASK
-from paddle_resnet.passes import accumulation, averages, quantization
+from paddle_resnet.passes import accumulation, averages, lookahead, quantization
 from paddle_resnet.steps import scalars
 from utils import logger
 from utils.errors import UsageError
@@ -127,6 +127,13 @@ def start_averages(checkpoint, program, place):
         set_variable(average, params[name], place)
     if checkpoint is not None:
         logger.info(f"--ema: EMA weights initialized with the weights of {checkpoint.folder}")
+
+
+def start_lookahead(program, place):
+    """Initialize the slow weights of a training program (--lookahead) with its weights."""
+    params, _ = snapshot(program)
+    for name, slow in lookahead.of(program).items():
+        set_variable(slow, params[name], place)
 
 
 def averaged(program, params):

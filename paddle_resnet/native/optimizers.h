@@ -6,11 +6,12 @@
 // in the order of `attrs` in optimizers/table.py. It defines:
 //   kStates: number of tensors of optimizer state per parameter, in the order of `state` in optimizers/table.py.
 //   kVectors: number of these tensors that have the size of the parameter. The remaining tensors have one element.
+//   kSharesRest: whether all parameters share the remaining tensors, which the host then writes before each step.
 //   kHasTrustRatio: whether the rate of a parameter with weight decay is multiplied by |p| / |direction|, unless a norm
 //     is 0.
 //   follow(g, p, decay, state): updates the first kVectors values of the state of an element; g is its gradient.
 //   direction(g, p, decay, state): returns the direction after follow().
-//   advance(state): updates the remaining values of the state for the next step.
+//   advance(state): updates the remaining values of the state for the next step, unless they are shared.
 
 #pragma once
 
@@ -21,7 +22,7 @@ namespace optimizer {
 // Momentum: v = mu v + h, direction v, or Nesterov's h + mu v, where h = g + decay p.
 struct momentum {
   static constexpr int kStates = 1, kVectors = 1;
-  static constexpr bool kHasTrustRatio = false;
+  static constexpr bool kSharesRest = false, kHasTrustRatio = false;
   float mu, nesterov;
 
   ON_BOTH void follow(float g, float p, float decay, float *v) const { *v = mu * *v + (g + decay * p); }
@@ -35,7 +36,7 @@ struct momentum {
 // arXiv:1711.05101. The state contains both moments and, for step t, beta1^t and beta2^t.
 struct adamw {
   static constexpr int kStates = 4, kVectors = 2;
-  static constexpr bool kHasTrustRatio = false;
+  static constexpr bool kSharesRest = false, kHasTrustRatio = false;
   float beta1, beta2, epsilon;
 
   ON_BOTH void follow(float g, float, float, float *state) const {
@@ -49,12 +50,32 @@ struct adamw {
   ON_BOTH void advance(float *state) const { state[2] *= beta1, state[3] *= beta2; }
 };
 
+// RAdam: Liu et al., arXiv:1908.03265, algorithm 2. radam_powers() in passes/updates.py computes values of beta1^t and
+// beta2^t for which AdamW's direction is that of RAdam.
+struct radam : adamw {
+  static constexpr bool kSharesRest = true;
+
+  ON_BOTH void advance(float *) const {}
+};
+
 // LAMB: You et al., arXiv:1904.00962, algorithm 2.
 struct lamb : adamw {
   static constexpr bool kHasTrustRatio = true;
 };
 
+// Lookahead: Zhang et al., arXiv:1907.08610, algorithm 1. The state is the slow weight. The direction is p - slow, so a
+// rate of 1 sets p to the slow weight. The operator skips the steps in which lookahead is not due.
+struct lookahead {
+  static constexpr int kStates = 1, kVectors = 1;
+  static constexpr bool kSharesRest = false, kHasTrustRatio = false;
+  float alpha;
+
+  ON_BOTH void follow(float, float p, float, float *slow) const { *slow += alpha * (p - *slow); }
+  ON_BOTH float direction(float, float p, float, const float *slow) const { return p - *slow; }
+  ON_BOTH void advance(float *) const {}
+};
+
 }  // namespace optimizer
 
 // Calls DO for each optimizer. The name is part of the names of its operator and kernels.
-#define FOR_EACH_OPTIMIZER(DO) DO(momentum) DO(adamw) DO(lamb)
+#define FOR_EACH_OPTIMIZER(DO) DO(momentum) DO(adamw) DO(radam) DO(lamb) DO(lookahead)

@@ -1,6 +1,6 @@
-// Operators that run after the backward pass: gradient check and loss scale, gradient clipping, optimizers and EMA.
-// Each operator processes the tensors of all parameters. On a GPU, an operator launches its kernels in update.cu once
-// per table of tensors; on the CPU, it calls the reference implementation.
+// Operators that run after the backward pass: gradient check and loss scale, gradient clipping, optimizers, lookahead
+// and EMA. Each operator processes the tensors of all parameters. On a GPU, an operator launches its kernels in
+// update.cu once per table of tensors; on the CPU, it calls the reference implementation.
 
 #pragma once
 
@@ -153,16 +153,22 @@ void Ema(Tensors &averages, const Tensors &values, const Tensor &weight, const p
   std::string name_of(optimizer::RULE) { return #RULE; }
 FOR_EACH_OPTIMIZER(NAME_OF)
 
-// Updates parameters in place. `state` contains, for each state tensor of the rule, a tensor per parameter. For
-// parameters in half precision, their float32 master weights follow. `unscale` is the result of CheckFinite or
-// ClipFactor.
+// Updates parameters in place. `state` contains, for each state tensor of the rule, a tensor per parameter or, if the
+// parameters share it, a single tensor. For parameters in half precision, their float32 master weights follow.
+// `unscale` is the result of CheckFinite or ClipFactor.
 template <class Rule>
 void Update(Tensors &parameters, const Tensors &gradients, Tensors &state, const Tensor &rate,
             const paddle::optional<Tensor> &unscale, const std::vector<float> &hyperparameters,
             const std::vector<float> &decays) {
   const size_t count = parameters.size();
-  const bool has_masters = state.size() == (Rule::kStates + 1) * count;
-  if (gradients.size() != count || decays.size() != count || (!has_masters && state.size() != Rule::kStates * count))
+  const size_t copies = Rule::kSharesRest ? 1 : count;  // number of tensors for each state tensor of one element
+  const size_t masters = Rule::kVectors * count + (Rule::kStates - Rule::kVectors) * copies;
+  const auto state_of = [&](int s, size_t i) -> Tensor & {
+    if (s < Rule::kVectors) return state[s * count + i];
+    return state[Rule::kVectors * count + (s - Rule::kVectors) * copies + (Rule::kSharesRest ? 0 : i)];
+  };
+  const bool has_masters = state.size() == masters + count;
+  if (gradients.size() != count || decays.size() != count || (!has_masters && state.size() != masters))
     PD_THROW("custom update requires a gradient, state and decay for each parameter");
   Rule rule;
   if (hyperparameters.size() * sizeof(float) != sizeof(rule)) PD_THROW("custom update: hyperparameters are missing");
@@ -181,9 +187,9 @@ void Update(Tensors &parameters, const Tensors &gradients, Tensors &state, const
       Table &table = by_type[suffix(parameters[i])].add(gradients[i]);
       const int t = table.count - 1, size = table.size[t];
       table.parameter[t] = address(parameters[i], size);
-      table.master[t] = has_masters ? floats(state[Rule::kStates * count + i], size) : nullptr;
+      table.master[t] = has_masters ? floats(state[masters + i], size) : nullptr;
       for (int s = 0; s < Rule::kStates; ++s)
-        table.state[s][t] = floats(state[s * count + i], s < Rule::kVectors ? size : 1);
+        table.state[s][t] = floats(state_of(s, i), s < Rule::kVectors ? size : 1);
       table.decay[t] = decays[i];
     }
     void *partial = Gpu::get().partial();  // kMaxLanes * kVectorBytes floats per block
@@ -195,7 +201,7 @@ void Update(Tensors &parameters, const Tensors &gradients, Tensors &state, const
         };
         if (Rule::kHasTrustRatio) launch(name_of(rule) + "_norms" + end, {&table, &rule, &factor, &partial});
         launch(name_of(rule) + end, {&table, &rule, &lr, &factor, &partial});
-        if (Rule::kStates > Rule::kVectors)
+        if (Rule::kStates > Rule::kVectors && !Rule::kSharesRest)
           Gpu::get().launch("advance_" + name_of(rule), rate, {1, 1}, {Table::kTensors, 1}, {&table, &rule, &factor});
       });
     }
@@ -204,10 +210,10 @@ void Update(Tensors &parameters, const Tensors &gradients, Tensors &state, const
   for (size_t i = 0; i < count; ++i) {
     require_float32(gradients[i]);
     float *of_parameter[Rule::kStates];
-    for (int s = 0; s < Rule::kStates; ++s) of_parameter[s] = state[s * count + i].template data<float>();
+    for (int s = 0; s < Rule::kStates; ++s) of_parameter[s] = state_of(s, i).template data<float>();
     reference::update(data<float>(gradients[i]), parameters[i].numel(), *lr, factor ? *factor : 1, rule, decays[i],
                       of_parameter, parameters[i].data<float>(),
-                      has_masters ? state[Rule::kStates * count + i].template data<float>() : nullptr);
+                      has_masters ? state[masters + i].template data<float>() : nullptr);
   }
 }
 

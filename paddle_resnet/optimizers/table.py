@@ -6,7 +6,7 @@ tests/native/test_native.py. Importing this module does not import Paddle, becau
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 
@@ -25,7 +25,8 @@ class Rule:
         rates: learning rates that --choose-recipe uses for 64 images per step: (fine-tuning, from scratch).
         op: type of Paddle's operator that updates a parameter.
         native: name of the rule in native/optimizers.h. The custom operator native_NAME updates all parameters.
-        state: the inputs of Paddle's operator that contain the state of the rule.
+        state: the inputs of Paddle's operator that contain the state of the rule. Several parameters may share a
+            variable.
         attrs: the attributes of Paddle's operator that contain the members of the rule. They are the same for all
             parameters.
         decay: function that returns the weight decay of a parameter, given Paddle's operator.
@@ -91,20 +92,22 @@ def _lamb(rate, decay, decayed, *betas_and_epsilon):
     )
 
 
+_ADAMW = Rule(
+    build=_adamw,
+    flags=_ADAM_FLAGS,
+    is_adaptive=True,
+    rates=(5e-4, 1e-3),
+    op="adamw",
+    native="adamw",
+    state=_ADAM_STATE,
+    attrs=_ADAM_ATTRS,
+    decay=lambda op: op.attr("coeff") if op.attr("with_decay") else 0.0,
+)
 OPTIMIZERS = {
     "Momentum": _momentum_rule(nesterov=False),
     "Nesterov": _momentum_rule(nesterov=True),
-    "AdamW": Rule(
-        build=_adamw,
-        flags=_ADAM_FLAGS,
-        is_adaptive=True,
-        rates=(5e-4, 1e-3),
-        op="adamw",
-        native="adamw",
-        state=_ADAM_STATE,
-        attrs=_ADAM_ATTRS,
-        decay=lambda op: op.attr("coeff") if op.attr("with_decay") else 0.0,
-    ),
+    "AdamW": _ADAMW,
+    "RAdam": replace(_ADAMW, native="radam"),  # rectify() in passes/updates.py changes Paddle's operators
     "LAMB": Rule(
         build=_lamb,
         flags=_ADAM_FLAGS,
@@ -117,7 +120,12 @@ OPTIMIZERS = {
         decay=lambda op: op.attr("weight_decay"),
     ),
 }
-BY_OPERATOR = {rule.op: rule for rule in OPTIMIZERS.values()}
+
+
+def rule_of(op):
+    """Return the optimizer to which one of Paddle's operators belongs, or None."""
+    native = "radam" if op.type == "adamw" and op.attr("use_global_beta_pow") else op.type
+    return next((rule for rule in OPTIMIZERS.values() if rule.native == native), None)
 
 
 def build_optimizer(args, lr_scheduler):

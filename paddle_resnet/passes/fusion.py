@@ -12,7 +12,7 @@ from collections import namedtuple
 import paddle
 
 from paddle_resnet.optimizers import table
-from paddle_resnet.passes import averages, updates
+from paddle_resnet.passes import averages, lookahead, updates
 
 TYPES = (paddle.float32, paddle.float16, paddle.bfloat16)
 # The number of channels must be a multiple of the narrowest vector that a kernel thread loads.
@@ -348,17 +348,18 @@ def _fuse_updates(graph):
     """
     block = graph.block
     paddles = table.updates(block.program)
-    if not paddles or any(op.type not in table.BY_OPERATOR for op in paddles):
+    if not paddles or any(table.rule_of(op) is None for op in paddles):
         return  # Paddle's update operators cannot read the factor `unscale`
     unscale = _fuse_clipping(graph, _fuse_loss_scaling(graph))
     groups = {}
     for op in paddles:
         groups.setdefault((op.type, op.input("LearningRate")[0], bool(op.input("MasterParam"))), []).append(op)
-    for (op_type, rate, has_masters), ops in groups.items():
-        rule = table.BY_OPERATOR[op_type]
+    for (_, rate, has_masters), ops in groups.items():
+        rule = table.rule_of(ops[0])
         kinds = (*rule.state, *(["MasterParam"] if has_masters else []))
         parameters, gradients, *state = (
-            [block.var(op.input(kind)[0]) for op in ops] for kind in ("Param", "Grad", *kinds)
+            [block.var(name) for name in dict.fromkeys(op.input(kind)[0] for op in ops)]
+            for kind in ("Param", "Grad", *kinds)
         )
         state = [variable for variables in state for variable in variables]
         inputs = {"Parameters@VECTOR": parameters, "Gradients@VECTOR": gradients, "State@VECTOR": state}
@@ -369,7 +370,32 @@ def _fuse_updates(graph):
         attrs = {"hyperparameters": [float(ops[0].attr(name)) for name in rule.attrs]}
         attrs["decays"] = [rule.decay(op) for op in ops]
         graph.replace(ops, ops[0], f"native_{rule.native}", inputs, outputs, attrs)
+    _fuse_lookahead(graph)
     _fuse_averages(graph, unscale)
+
+
+def _fuse_lookahead(graph):
+    """Replace all operators for --lookahead with one operator per precision."""
+    block, ops = graph.block, lookahead.operators(graph.block)
+    if not ops:
+        return
+    [scale] = [op for op in ops if op.type == "scale"]
+    is_due = graph.variables(scale, "X")["X"]
+    copies = {op.input("X")[0]: op.output("Out")[0] for op in ops if op.type == "cast"}
+    slow = {op.input("Y")[0]: op.input("X")[0] for op in ops if op.input("X")[0].endswith(lookahead.SUFFIX)}
+    for has_masters in (False, True):
+        exact = [name for name in slow if (name in copies) == has_masters]
+        if not exact:
+            continue
+        parameters = [block.var(copies.get(name, name)) for name in exact]
+        state = [block.var(name) for name in [*(slow[name] for name in exact), *(exact if has_masters else [])]]
+        # The rule does not use the gradients. The step is skipped if lookahead is not due.
+        inputs = {"Parameters@VECTOR": parameters, "Gradients@VECTOR": parameters, "State@VECTOR": state}
+        inputs |= {"Rate": is_due, "Unscale@OPTIONAL": is_due}
+        outputs = {"ParametersOut@VECTOR": parameters, "StateOut@VECTOR": state}
+        attrs = {"hyperparameters": [scale.attr("scale")], "decays": [0.0] * len(parameters)}
+        graph.replace([], ops[0], "native_lookahead", inputs, outputs, attrs)
+    graph.replaced += ops
 
 
 def _fuse_averages(graph, unscale):

@@ -1,6 +1,7 @@
-"""Gradient clipping, and corrections to Paddle's operators that update parameters and BN statistics."""
+"""RAdam, gradient clipping, and corrections to Paddle's operators that update parameters and BN statistics."""
 
 import itertools
+import math
 
 import numpy as np
 import paddle
@@ -8,11 +9,52 @@ from paddle import static
 from paddle.utils import unique_name
 
 from paddle_resnet.optimizers import table
+from paddle_resnet.steps import scalars
 
 OpRole = paddle.base.core.op_proto_and_checker_maker.OpRole
 
 
 CLIPPING = "clip_grad_norm"  # name scope of the operators that clip_gradients inserts
+_HUGE = 1e36  # a second moment divided by this number is negligible
+
+
+def radam_powers(step, beta1, beta2, epsilon):
+    """Return the powers of the betas with which AdamW's direction m / (1 - power1) / (sqrt(s / (1 - power2)) + epsilon)
+    is the direction of RAdam: Liu et al., arXiv:1908.03265, algorithm 2, with the threshold 5 of its authors' code.
+
+    RAdam multiplies the direction by a factor that depends on the step. In the first steps, which have too few
+    gradients for the second moment, RAdam's direction is m / (1 - beta1^step).
+
+    Args:
+        step: number of the step, counted from 1.
+        beta1, beta2, epsilon: as in AdamW. The result is accurate for an epsilon of at least 1e-12.
+    """
+    correction1, correction2 = 1 - beta1**step, 1 - beta2**step
+    longest = 2 / (1 - beta2) - 1
+    length = longest - 2 * step * (1 - correction2) / correction2
+    if length <= 5:
+        return 1 - correction1 / epsilon, 1 - _HUGE
+    factor = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
+    return 1 - correction1 / math.sqrt(factor), 1 - correction2
+
+
+def rectify(main_prog, lr_scheduler):
+    """Change a training program in place from AdamW to RAdam. All parameters share two powers of the betas, which the
+    host writes before each step. The step includes the steps that loss scaling skips.
+
+    Args:
+        main_prog: the current Program, after minimize.
+        lr_scheduler: schedules.Schedule, which counts the steps.
+    """
+    ops = table.updates(main_prog)
+    betas_and_epsilon = [ops[0].attr(name) for name in ("beta1", "beta2", "epsilon")]
+    for i, name in enumerate(("Beta1Pow", "Beta2Pow")):
+        power = scalars.declare(f"radam_{name}", lambda i=i: radam_powers(lr_scheduler.done + 1, *betas_and_epsilon)[i])
+        for op in ops:
+            op.desc.set_input(name, [power.name])
+            op.desc.set_output(f"{name}Out", [power.name])
+    for op in ops:
+        op.desc._set_bool_attr("use_global_beta_pow", True)  # the operator does not update the powers
 
 
 def clip_gradients(main_prog, maximum):

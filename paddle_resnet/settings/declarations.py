@@ -433,6 +433,13 @@ def _training(add):
         default=1e-8,
         **_of_optimizers("opt_epsilon", "term added to the square root of the second moment"),
     )
+    add(
+        "--lookahead",
+        type=_lookahead,
+        metavar="{None,K,A}",
+        help="every K steps, slow weights move by the fraction A towards the weights, which continue from the slow "
+        "weights; such as 6,0.5",
+    )
     adaptive = [name for name, rule in OPTIMIZERS.items() if rule.is_adaptive]
     add(
         "--weight-decay",
@@ -904,6 +911,19 @@ def _below_one(text):
 
 def _beta_or_none(text):
     return None if text == "None" else _below_one(text)
+
+
+def _lookahead(text):
+    """Parse --lookahead, or "None" to override a value in the configuration file."""
+    if text == "None":
+        return None
+    try:
+        interval, fraction = text.split(",")
+        return [numbers.positive(interval.strip()), _positive_ratio(fraction)]
+    except (ValueError, argparse.ArgumentTypeError) as e:
+        raise argparse.ArgumentTypeError(
+            f"'{text}': expected K,A with a whole number K above 0 and a fraction A above 0, up to 1, such as 6,0.5"
+        ) from e
 
 
 def _epsilon(text):

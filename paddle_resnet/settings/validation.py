@@ -76,6 +76,7 @@ def _conflicts_of_settings(settings):
     yield from _conflicts_of_sparsity(settings)
     yield from _conflicts_of_amp(settings)
     yield from _conflicts_of_sizes(settings)
+    yield from _conflicts_of_radam(settings)
     if settings.patience and settings.run_scope is RunScope.TRAIN_ONLY:
         yield f"--patience {settings.patience}: requires evaluations; use 0, or remove --run-scope train_only"
 
@@ -194,6 +195,18 @@ def _conflicts_of_schedule(settings):
         yield "--iter-unit batch: --lr-scheduler Piecewise has no default steps; set --lr-decay-epochs to steps"
     if settings.min_lr > settings.lr:
         yield f"--min-lr {settings.min_lr:g}: exceeds --lr {settings.lr:g}; use a smaller value"
+
+
+def _conflicts_of_radam(settings):
+    if settings.optimizer != "RAdam":
+        return
+    if settings.freeze:
+        yield (
+            "--optimizer RAdam: its formula requires that all layers are trained from step 1 on; remove --freeze, or "
+            "use --optimizer AdamW"
+        )
+    if settings.opt_epsilon < 1e-12:
+        yield f"--opt-epsilon {settings.opt_epsilon:g}: too small for --optimizer RAdam; use 1e-12 or more"
 
 
 def _conflicts_of_stages(settings):

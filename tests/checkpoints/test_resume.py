@@ -607,4 +607,5 @@ def test_stages_share_all_variables(run_train, uninterrupted, monkeypatch, kerne
     """Synthetic images are the same in every step, so stages of the same size train like a run without stages."""
     monkeypatch.setattr("paddle_resnet.dali.SYNTHETIC_SIZE", dict.fromkeys(_modes(), 26))
     flags = ["--data-format", "synthetic", "--ema", "0.9", "--epochs", "3", "--mixup", "0.2", *kernels]
+    flags += ["--lookahead", "2,0.5"]
     assert uninterrupted(*flags, "--sizes", "32:0,32:1,32:2") == uninterrupted(*flags)

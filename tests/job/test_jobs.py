@@ -200,10 +200,10 @@ def test_overflow_on_one_rank_skips_step_on_all_ranks(launch, tmp_path, kernels)
 def test_ema_weights_and_stages_are_identical_on_all_ranks_and_after_resume(launch, tmp_path):
     """The second job resumes inside an epoch, where the processes have different batch normalization statistics."""
     flags = ["--batch-size", "4", "--epochs", "2", "--lr", "0.1", "--ema", "0.9", "--save-interval-steps", "2"]
-    flags += ["--keep-checkpoints", "9", "--sizes", "24:0,32:1"]
+    flags += ["--keep-checkpoints", "9", "--sizes", "24:0,32:1", "--optimizer", "RAdam", "--lookahead", "2,0.5"]
     launch(2, *flags)
     expected = states(tmp_path / "job0", 2, 2)
-    assert {"conv2d_3.w_0.ema", "batch_norm_0.w_1.ema"} <= {*expected[0].files}
+    assert {"conv2d_3.w_0.slow", "conv2d_3.w_0.ema", "batch_norm_0.w_1.ema"} <= {*expected[0].files}
     shutil.move(tmp_path / "output", tmp_path / "uninterrupted")
     launch(2, *flags, "--from-checkpoint", tmp_path / "uninterrupted/Tiny/1_2", "--last-epoch-of-checkpoint", "auto")
     for rank in range(2):

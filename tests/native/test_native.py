@@ -492,6 +492,12 @@ def test_adamw(device, where, dtype, unscale):
     check_adam("native_adamw", where, dtype, unscale, lambda p, change, decay: change)
 
 
+@pytest.mark.parametrize("where, dtype", UPDATED)
+def test_radam(device, where, dtype):
+    """RAdam is AdamW with powers of the betas that all parameters share and that do not change."""
+    check_adam("native_radam", where, dtype, None, lambda p, change, decay: change, shares_powers=True)
+
+
 @pytest.mark.parametrize("unscale", [1 / 128, 0])
 @pytest.mark.parametrize("where, dtype", UPDATED)
 def test_lamb(device, where, dtype, unscale):
@@ -516,7 +522,7 @@ def test_lamb_updates_zero_parameters(device, where):
         np.testing.assert_allclose(wide(parameter), -0.25 * step, rtol=1e-5)
 
 
-def check_adam(name, where, dtype, unscale, adapt):
+def check_adam(name, where, dtype, unscale, adapt, shares_powers=False):
     sizes = SIZES if where == "gpu" else [min(size, 200_001) for size in SIZES]
     random, step, rate = np.random.RandomState(0), 3, 0.25
     decays = [0.01 * (i % 3) for i in range(len(sizes))]
@@ -526,6 +532,7 @@ def check_adam(name, where, dtype, unscale, adapt):
     moments2 = [v.abs() for v in moments2]
     gradients = [(g / (unscale or 1)).astype(dtype) for g in gradients]
     powers = [[paddle.to_tensor([beta**step], "float32") for _ in sizes] for beta in (BETA1, BETA2)]
+    powers = [tensors[:1] if shares_powers else tensors for tensors in powers]
     has_masters = dtype != "float32"
     parameters = [p.astype(dtype) for p in exact] if has_masters else exact
     masters = exact if has_masters else []
@@ -542,8 +549,9 @@ def check_adam(name, where, dtype, unscale, adapt):
         close(moments2[i], v, "float32")
         np.testing.assert_allclose(wide(exact[i]), p, rtol=0, atol=1e-4 * max(1, np.abs(p).max()))
         np.testing.assert_allclose(wide(parameters[i]), wide(exact[i]), rtol=UNIT[dtype], atol=1e-7)
-        reached = [wide(power[i]).item() for power in powers]
-        np.testing.assert_allclose(reached, [beta ** (step + (unscale != 0)) for beta in (BETA1, BETA2)], rtol=1e-6)
+        reached = [wide(power[0 if shares_powers else i]).item() for power in powers]
+        next_step = step + (unscale != 0 and not shares_powers)
+        np.testing.assert_allclose(reached, [beta**next_step for beta in (BETA1, BETA2)], rtol=1e-6)
 
 
 @pytest.mark.parametrize("bad", [None, np.inf, -np.inf, np.nan])
@@ -590,6 +598,24 @@ def test_ema(device, where, unscale):
     weight = 0 if unscale == 0 else 0.125
     for average, old, value in zip(averages, before, values, strict=True):
         np.testing.assert_allclose(wide(average), (1 - weight) * old + weight * wide(value), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_due", [1, 0])
+@pytest.mark.parametrize("where, dtype", UPDATED)
+def test_lookahead(device, where, dtype, is_due):
+    """The reference is computed in float64. If lookahead is not due, parameters and slow weights do not change."""
+    random = np.random.RandomState(0)
+    slow, exact = ([paddle.to_tensor(random.randn(size).astype("float32")) for size in SIZES] for _ in range(2))
+    has_masters = dtype != "float32"
+    parameters = [p.astype(dtype) for p in exact] if has_masters else exact
+    before = [[wide(t) for t in tensors] for tensors in (slow, exact)]
+    state, due = [*slow, *(exact if has_masters else [])], paddle.to_tensor([is_due], "float32")
+    run("native_lookahead", parameters, parameters, state, due, due, [0.25], [0.0] * len(SIZES))
+    for i, (old, p) in enumerate(zip(*before, strict=True)):
+        new = old + 0.25 * (p - old) if is_due else old
+        np.testing.assert_allclose(wide(slow[i]), new, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(wide(exact[i]), new if is_due else p, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(wide(parameters[i]), wide(exact[i]), rtol=UNIT[dtype], atol=1e-7)
 
 
 @pytest.mark.parametrize(("unscale", "expected"), [(None, np.nan), (0, 0)])
@@ -965,7 +991,8 @@ def test_kernels_compile_without_gpu(tmp_path, capability):
         for dtype in ("f16x4", "bf16x4"):
             assert f"\0{name}_{dtype}\0".encode() in image, name
     names += ["check_gradients", "sum_squares", "lamb_norms", "lamb_norms_masters"]
-    names += [name for rule in ("momentum", "adamw", "lamb") for name in (rule, f"{rule}_masters")]
+    rules = ("momentum", "adamw", "radam", "lamb", "lookahead")
+    names += [name for rule in rules for name in (rule, f"{rule}_masters")]
     names += ["depthwise_filter_sum"]
     for name in names:
         for dtype in ("f32", "f16", "bf16"):

@@ -16,6 +16,7 @@ from paddle_resnet.optimizers import schedules, sparsity, table
 from paddle_resnet.passes import fusion, updates
 from paddle_resnet.settings import durations, validation
 from paddle_resnet.settings.declarations import FLAGS
+from paddle_resnet.steps import scalars
 from utils.errors import UsageError
 
 PLACE = paddle.CPUPlace()
@@ -46,6 +47,8 @@ class Run:
                 lists = static.amp.AutoMixedPrecisionLists(custom_black_list=types)
                 optimizer = static.amp.decorate(optimizer, lists, 1024.0, decr_every_n_nan_or_inf=1)
             optimizer.minimize(self._loss, startup)
+            if args.optimizer == "RAdam":
+                updates.rectify(self.main, self._rate)
             if args.clip_grad_norm is not None:
                 updates.clip_gradients(self.main, args.clip_grad_norm)
             self.paddle_updates = table.updates(self.main)
@@ -58,11 +61,13 @@ class Run:
                 fusion.fuse(self.main)
             self._exe = static.Executor(PLACE)
             self._exe.run(startup)
+            self._write_scalars = scalars.Writer(self.main, PLACE)
 
     def step(self, i, overflows=False):
         x = np.random.RandomState(i).randn(16, 8).astype("float32")
         x[0] = np.inf if overflows else x[0]
         with static.scope_guard(self._scope):
+            self._write_scalars()
             self._exe.run(self.main, {"x": x}, [self._loss])
         self._rate.step()
 
@@ -123,6 +128,54 @@ def test_custom_operator_equals_paddle_operators(name, scale):
     assert expected.keys() == result.keys()
     for key, value in expected.items():
         np.testing.assert_allclose(result[key], value, rtol=1e-4, atol=1e-6, err_msg=key)
+
+
+def radam(p, gradients, beta1, beta2, epsilon, rate, decay):
+    """Yield the parameter after each step of fastai's RAdam with decoupled weight decay, in float64."""
+    m = v = np.zeros_like(p)
+    for step, g in enumerate(gradients, 1):
+        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+        direction = m / (1 - beta1**step)
+        limit = 2 / (1 - beta2) - 1
+        rho = limit - 2 * step * beta2**step / (1 - beta2**step)
+        if rho > 5:
+            rectification = np.sqrt((rho - 4) * (rho - 2) * limit / ((limit - 4) * (limit - 2) * rho))
+            direction *= rectification / (np.sqrt(v / (1 - beta2**step)) + epsilon)
+        p = p - rate * (direction + decay * p)
+        yield p
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["paddle", "native"])
+@pytest.mark.parametrize(("beta1", "beta2", "epsilon"), [(0.95, 0.99, 1e-6), (0.9, 0.999, 1e-12), (0.5, 0.6, 1e-3)])
+def test_radam_matches_formula(beta1, beta2, epsilon, fuse):
+    """The loss is the product of the parameters and the input, so the gradient is the input. With a beta2 of 0.6, no
+    step uses the second moment."""
+    flags = ["--beta1", str(beta1), "--beta2", str(beta2), "--opt-epsilon", str(epsilon), "--weight-decay", "0.1"]
+    args = config.parse_args(["--optimizer", "RAdam", *flags, "--lr", "0.1", "--lr-scheduler", "FlatCosine"])
+    args.set("Python", warmup_epochs=0)
+    main, startup = static.Program(), static.Program()
+    gradients = np.random.RandomState(0).randn(40, 3, 7).astype("float32")
+    gradients[:, :, 0] = 0
+    with static.scope_guard(static.Scope()), static.program_guard(main, startup), paddle.utils.unique_name.guard():
+        weights = [static.create_parameter([3, 7], "float32", name=f"weight_{i}") for i in range(2)]
+        x = static.data("x", [3, 7])
+        loss = sum(paddle.sum(weight * x) for weight in weights)
+        rate = schedules.build_lr_scheduler(args, durations.uniform(args, 1000))
+        table.build_optimizer(args, rate).minimize(loss, startup)
+        updates.rectify(main, rate)
+        if fuse:
+            fusion.fuse(main)
+        exe = static.Executor(PLACE)
+        exe.run(startup)
+        write_scalars = scalars.Writer(main, PLACE)
+        before = [variables.read(weight.name).astype("float64") for weight in weights]
+        expected = [radam(p, gradients, beta1, beta2, epsilon, 0.1, 0.1) for p in before]
+        for g in gradients:
+            write_scalars()
+            exe.run(main, {"x": g})
+            rate.step()
+            for weight, values in zip(weights, expected, strict=True):
+                np.testing.assert_allclose(variables.read(weight.name), next(values), rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("scale", [False, True], ids=["unscaled", "scaled"])
@@ -198,11 +251,16 @@ def test_sparse_weights_remain_sparse(parse, name):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--beta1 0.8", "--beta1 0.8: not used by --optimizer Momentum; remove it, or use --optimizer AdamW or LAMB"),
+        (
+            "--beta1 0.8",
+            "--beta1 0.8: not used by --optimizer Momentum; remove it, or use --optimizer AdamW or RAdam or LAMB",
+        ),
         ("--optimizer AdamW --momentum 0.9", "--momentum 0.9: not used by --optimizer AdamW; remove it, or use"),
         ("--optimizer AdamW --beta2 1", "--beta2: 1: expected a number from 0 to below 1, such as 0.9"),
         ("--optimizer LAMB --beta1 0.9999999999", "--beta1: 0.9999999999: too close to 1 for float32; use 0.9999999"),
         ("--optimizer AdamW --opt-epsilon 1e-40", "--opt-epsilon: 1e-40: too small for float32; use 1e-30 or more"),
+        ("--optimizer RAdam --freeze stem", "--optimizer RAdam: its formula requires that all layers are trained"),
+        ("--optimizer RAdam --opt-epsilon 1e-13", "--opt-epsilon 1e-13: too small for --optimizer RAdam; use 1e-12"),
         ("--clip-grad-norm 0", "--clip-grad-norm: 0 is not positive"),
         ("--optimizer Adam", "--optimizer: invalid choice: 'Adam'"),
     ],
