@@ -177,12 +177,12 @@ def _append(target, items):
 
 
 def _set_items(target, keys, values):
-    if not isinstance(target, dict) or not all(map(_is_name, keys)):
+    if not isinstance(target, dict) or not all(map(is_name, keys)):
         raise UnreadableError("the keys are not variable names")
     target.update(zip(keys, values, strict=True))
 
 
-def _is_name(key):
+def is_name(key):
     return isinstance(key, str) and len(key) <= _NAME_LIMIT and key.isprintable()
 
 

@@ -102,6 +102,8 @@ def _read_safetensors(path):
     if not isinstance(header, dict):
         raise UnreadableError("its header is not a table")
     header.pop("__metadata__", None)
+    if not all(map(arrays.is_name, header)):
+        raise UnreadableError("the keys of its header are not variable names")
     state, end = {}, 0
     for name, entry in sorted(header.items(), key=lambda item: _offsets(item)[0]):
         start, stop = _offsets((name, entry))

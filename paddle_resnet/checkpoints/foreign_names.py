@@ -165,11 +165,11 @@ def number_of_classes(family, tensors):
         family: a key of LAYOUTS.
         tensors: {name: array}.
     Raises:
-        MismatchError: the names are unknown.
+        MismatchError: the names are unknown, or the classifier has no outputs.
     """
     _, targets, _ = _translated(family, tensors)
     biases = [name for name, target in targets.items() if target == ((), f"{_CLASSIFIER}.bias")]
-    if len(biases) != 1 or tensors[biases[0]].ndim != 1:
+    if len(biases) != 1 or tensors[biases[0]].ndim != 1 or not tensors[biases[0]].size:
         raise MismatchError(f"it has no classifier bias with a known name ({_some(tensors)})")
     return len(tensors[biases[0]])
 

@@ -188,6 +188,7 @@ HOSTILE = {
     "syntax.safetensors": (safetensors(b"{:", b""), "JSONDecodeError"),
     "deep.safetensors": (safetensors(b"[" * 100000, b""), "RecursionError"),
     "list.safetensors": (safetensors([], b""), "its header is not a table"),
+    "long name.safetensors": (safetensors({"9" * 5000: 3}, b""), "the keys of its header are not variable names"),
     "entry.safetensors": (safetensors({"w": 3}, b""), "w has no valid data_offsets"),
     "twice.safetensors": (safetensors(b'{"w": 1, "w": 2}', b""), "a name occurs twice"),
     "type.safetensors": (entry(dtype="F8_E4M3"), "w has the unsupported type F8_E4M3"),

@@ -260,7 +260,10 @@ def test_shortcut_missing_in_this_project_is_reported(tiny):
         foreign_names.convert("resnet", state, parameters)
 
 
-@pytest.mark.parametrize("state", [{}, {"a": np.zeros(3, np.float32)}, {"fc.bias": np.float32(0)}])
+BIAS = np.zeros(3, np.float32)
+
+
+@pytest.mark.parametrize("state", [{}, {"a": BIAS}, {"fc.bias": BIAS[0]}, {"fc.bias": BIAS[:0]}])
 def test_file_without_classifier_is_rejected(state):
     with pytest.raises(MismatchError, match="no classifier bias with a known name"):
         foreign_names.number_of_classes("resnet", state)
