@@ -12,6 +12,7 @@ from PIL import Image
 
 from conftest import NHWC, phase
 from paddle_resnet import export, predict
+from paddle_resnet.checkpoints import folders
 from paddle_resnet.data.records import IMAGE_SUFFIXES
 from paddle_resnet.serving import inference, networks, preprocessing
 from paddle_resnet.serving.model import Model
@@ -314,6 +315,20 @@ def test_damaged_export_exits_with_code_2_and_an_error(checkpoint, model_of, val
     assert predict.main([str(folder), val_images[0][0], "--device", "cpu"]) == 2
     err = capsys.readouterr().err
     assert message in err and "Traceback" not in err
+
+
+def test_files_of_an_export_are_read_only_once(checkpoint, model_of, val_images, monkeypatch):
+    """A file that changes after the check of its sha256 would cause a crash of Paddle."""
+    folder, open_regular = model_of("export", checkpoint), folders.open_regular
+
+    def open_and_remove(path):
+        file = open_regular(path)
+        os.unlink(path)
+        return file
+
+    monkeypatch.setattr(folders, "open_regular", open_and_remove)
+    assert predict.main([str(folder), val_images[0][0], "--device", "cpu"]) == 0
+    assert not (folder / "model.pdiparams").exists()
 
 
 @pytest.mark.parametrize(

@@ -303,6 +303,17 @@ def verify_file(path, expected, source):
     Raises:
         DamagedError: the file is missing or was changed after it was written.
     """
+    for _ in _verified_blocks(path, expected, source):
+        pass
+
+
+def read_file(path, expected, source):
+    """Return the content of a file as bytes. The file is read only once, so that it cannot change after the check. For
+    arguments and exceptions, see verify_file."""
+    return b"".join(_verified_blocks(path, expected, source))
+
+
+def _verified_blocks(path, expected, source):
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -311,6 +322,7 @@ def verify_file(path, expected, source):
             digest = hashlib.sha256()
             while block := file.read(1 << 20):
                 digest.update(block)
+                yield block
     except OSError as e:
         raise DamagedError(f"{path.name} cannot be read ({e.strerror})") from e
     if digest.hexdigest() != expected["sha256"]:

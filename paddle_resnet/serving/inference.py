@@ -177,12 +177,13 @@ def open_paddle(folder, device, logits=False):
     paths = [Path(folder) / f"{NAME}.{suffix}" for suffix in SUFFIXES]
     if not is_table(description.get("files"), **{path.name: _is_file for path in paths}):
         raise UsageError(f"{folder}/{NAME}.json: `files` lacks the size or sha256 of {NAME}.*; export it again")
-    try:  # check sizes and hashes first, because Paddle crashes when it reads a damaged file
-        for path in paths:
-            folders.verify_file(path, description["files"][path.name], f"{NAME}.json")
+    # Python checks sizes and hashes, because Paddle crashes when it reads a damaged file, and reads the files, because
+    # Paddle cannot open paths that are not valid UTF-8.
+    entries = description["files"]
+    try:
+        program, parameters = (folders.read_file(path, entries[path.name], f"{NAME}.json") for path in paths)
     except folders.DamagedError as e:
         raise UsageError(f"{folder}: damaged ({e}); export it again") from e
-    program, parameters = (path.read_bytes() for path in paths)  # Paddle cannot open paths that are not valid UTF-8
     program = _with_logits(program) if logits else program
     settings = inference.Config()
     settings.set_model_buffer(program, len(program), parameters, len(parameters))
