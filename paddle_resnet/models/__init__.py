@@ -47,7 +47,8 @@ LITE = "1905.11946"
 LITE_PREPROCESSING = {"interp": "cubic", "normalize_mean": [127 / 255] * 3, "normalize_std": [128 / 255] * 3}
 RESNET_D = {"stem": "deep", "shortcut_pool": "average"}
 XRESNET = RESNET_D | {"zero_init": True, "classifier_std": 2**-5}
-MISH = {"activation": "mish"}
+RESNEXT = {"groups": 32, "group_width": 4}
+MISH, SA = {"activation": "mish"}, {"self_attention": True}
 # {--model-arch-name: Network}. To add a network, add one line here and a constructor with the arguments num_classes,
 # in_channels and data_format.
 MODELS = {
@@ -59,10 +60,14 @@ MODELS = {
     "ResNet18_vd": Network("resnet", "ResNet18", "1812.01187", RESNET_D | {"first_projection": True}),
     "ResNet50_vd": Network("resnet", "ResNet50", "1812.01187", RESNET_D),
     "SE_ResNet50_vd": Network("resnet", "ResNet50", "1709.01507", RESNET_D | {"se": True}),
-    "ResNeXt50_32x4d": Network("resnet", "ResNet50", "1611.05431", {"groups": 32, "group_width": 4}),
+    "ResNeXt50_32x4d": Network("resnet", "ResNet50", "1611.05431", RESNEXT),
     "XResNet50": Network("resnet", "ResNet50", "1812.01187", XRESNET),
     "XResNet50_Mish": Network("resnet", "ResNet50", "1908.08681", XRESNET | MISH),
-    "XResNet50_Mish_SA": Network("resnet", "ResNet50", "1908.08681", XRESNET | MISH | {"self_attention": True}),
+    "XResNet50_Mish_SA": Network("resnet", "ResNet50", "1908.08681", XRESNET | MISH | SA),
+    "XResNet50_Mish_SA_S16": Network(
+        "resnet", "ResNet50", "1908.08681", XRESNET | MISH | SA | {"stem": "deep-no-pool"}
+    ),
+    "XSEResNeXt50_Mish_SA": Network("resnet", "ResNet50", "1908.08681", XRESNET | MISH | SA | RESNEXT | {"se": True}),
     "MobileNetV2": Network("mobilenet_v2", "MobileNetV2", "1801.04381"),
     "MobileNetV3_Large": Network("mobilenet_v3", "Large", "1905.02244"),
     "MobileNetV3_Small": Network("mobilenet_v3", "Small", "1905.02244"),

@@ -7,9 +7,10 @@ The variants are options of ResNet; models/__init__.py lists the options for eac
   shortcut of the first block of ResNet18_vd is a projection, although the shape is unchanged.
 - SE_...: squeeze-and-excitation, Hu et al., arXiv:1709.01507.
 - ResNeXt50_32x4d: 32 groups of 4 channels, Xie et al., arXiv:1611.05431.
-- XResNet50: fastai's xresnet50, a ResNet-D whose branches initially output zero.
-- ..._Mish: Mish (Misra, arXiv:1908.08681) instead of ReLU. ..._SA: SelfAttention. The networks of fastai's Imagenette
-  leaderboard have both.
+- XResNet50: fastai's xresnet50, a ResNet-D whose branches initially output zero. XSEResNeXt50_Mish_SA: fastai's
+  xse_resnext50 with the options of its Imagenette leaderboard, except the pooling of the shortcuts.
+- ..._Mish: Mish (Misra, arXiv:1908.08681) instead of ReLU. ..._SA: SelfAttention. ..._S16: without max pooling, so that
+  the last feature map has 1/16 of the height and width of the image instead of 1/32, for small images.
 """
 
 from functools import partial

@@ -229,11 +229,13 @@ def _is_plain_max_pool(graph, op):
         return False
     kernel, stride, padding = (op.attr(name) for name in ("ksize", "strides", "paddings"))
     is_square = all(len(set(values)) == 1 for values in (kernel, stride, padding))
-    is_plain = not any(op.attr(name) for name in ("global_pooling", "adaptive", "ceil_mode"))
+    is_plain = not any(op.attr(name) for name in ("global_pooling", "adaptive"))
     fits_a_byte = max(kernel) <= 15  # the kernel stores positions in the window as bytes
     overlaps_the_image = max(padding) < min(kernel)  # every window contains a pixel
-    has_fixed_size = min(graph.variables(op, "X")["X"].shape[1:]) > 0
-    is_known = is_square and is_plain and fits_a_byte and overlaps_the_image and has_fixed_size
+    size = graph.variables(op, "X")["X"].shape[1:3]
+    has_fixed_size = min(size) > 0
+    rounds_up = op.attr("ceil_mode") and any((n + 2 * padding[0] - kernel[0]) % stride[0] for n in size)
+    is_known = is_square and is_plain and fits_a_byte and overlaps_the_image and has_fixed_size and not rounds_up
     return is_known and op.attr("padding_algorithm") == "EXPLICIT"
 
 

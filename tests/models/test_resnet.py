@@ -108,6 +108,11 @@ def test_logits_equal_recorded_values(float64, case):
         ("ResNeXt50_32x4d", 25_028_904),  # torchvision's and timm's resnext50_32x4d
         ("XResNet50", 25_576_264),
         ("XResNet50_Mish_SA", 25_576_264 + 256 * 256 + 1),
+        # timm's resnext50_32x4d, and what a deep stem, squeeze-and-excitation and self-attention add to ResNet50.
+        (
+            "XSEResNeXt50_Mish_SA",
+            25_028_904 + (25_576_264 - 25_557_032) + (28_107_256 - 25_576_264) + 256 * 256 + 1,
+        ),
     ],
 )
 def test_parameter_counts_match_timm_and_torchvision(arch, parameters):
@@ -132,6 +137,14 @@ def test_residual_branches_of_xresnet50_are_initially_zero():
     assert [[scale.min() == scale.max() == 1 for scale in block] for block in scales] == [[True, True, False]] * 16
     assert all((block[-1] == 0).all() for block in scales)
     assert values[model.last.weight.name].std() == pytest.approx((2 / 2048) ** 0.5, rel=0.02)
+
+
+@pytest.mark.parametrize("arch", ["XResNet50_Mish_SA_S16", "XSEResNeXt50_Mish_SA"])
+def test_networks_for_imagenette_have_at_most_26_million_parameters(arch):
+    main = static.Program()
+    with static.program_guard(main, static.Program()), paddle.utils.unique_name.guard():
+        models.MODELS[arch](num_classes=10)
+    assert sum(int(np.prod(p.shape)) for p in main.all_parameters() if p.trainable) <= 26_000_000
 
 
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])

@@ -284,6 +284,7 @@ UNUSUAL = {
     "large pool": (lambda x: max_pool(conv(x), 17), 0),
     "pool with windows of padding": (lambda x: F.max_pool2d(conv(x), 2, 1, 2, data_format="NHWC"), 0),
     "pool that rounds up": (lambda x: F.max_pool2d(conv(x), 3, 2, ceil_mode=True, data_format="NHWC"), 0),
+    "pool that would round up": (lambda x: F.max_pool2d(conv(x), 2, 2, ceil_mode=True, data_format="NHWC"), 2),
     "pool of any size": (lambda x: max_pool(paddle.reshape(conv(x), [0, -1, 6, 8]), 3), 0),
 }
 
