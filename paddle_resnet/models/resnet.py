@@ -103,7 +103,7 @@ class Block(nn.Layer):
         y = self.branch[-1](y)
         y = y if self.se is None else self.se(y)
         y = self.drop_path(y if self.self_attention is None else self.self_attention(y))
-        # The pass that fuses BN, addition and ReLU recognizes only the form relu(a + b).
+        # The pass that fuses BN, addition and activation recognizes only the form activation(a + b).
         return self.activation(y + (x if self.shortcut is None else self.shortcut(x)))
 
 

@@ -1,5 +1,5 @@
 // Kernels for batch normalization of tensors [rows, channels] = [N * H * W, C], fused with an activation, or with the
-// residual addition and a ReLU.
+// residual addition and an activation.
 //
 // The forward pass reads the input twice: first to sum over the rows, then to normalize. The backward pass also reads
 // the input and the gradient twice. The second time, the rows are read in reverse order, because the rows that were
@@ -243,12 +243,13 @@ __device__ void apply_inference(const Vector<T> *x, const Vector<T> *z, int rows
 
 // Computes the gradients of scale and bias, and `applied` [2, C], the coefficients c and d of dx = a g + c x + d, where
 // g is the gradient with respect to the input of the activation A. If a residual addition follows BN, kSummands is 1 or
-// 2, g is the masked sum of kSummands gradients, and g is written to dz, the gradient of the shortcut. Otherwise,
-// kSummands is 0.
-template <class T, int kSummands, class A>
+// 2, g is computed from the sum of kSummands gradients, and g is written to dz, the gradient of the shortcut. For this,
+// ReLU reads the mask, and other activations read z, the addend. Without a residual addition, kSummands is 0.
+template <class T, int kSummands, bool kMasked, class A>
 __device__ void reduce_gradients(const Vector<T> *x, const Vector<T> *dy, const Vector<T> *dy2,
-                                 const unsigned char *mask, int rows, const float *coefficients, Vector<T> *dz,
-                                 float *dscale, float *dbias, float *applied, float *partial, unsigned *arrivals) {
+                                 const unsigned char *mask, const Vector<T> *z, int rows, const float *coefficients,
+                                 Vector<T> *dz, float *dscale, float *dbias, float *applied, float *partial,
+                                 unsigned *arrivals) {
   constexpr int V = T::kLanes, kUnroll = 2;
   const Position<T, kUnroll> at;
   const int channels = at.vectors * V;
@@ -257,7 +258,7 @@ __device__ void reduce_gradients(const Vector<T> *x, const Vector<T> *dy, const 
   load_floats<T>(coefficients + channels + at.channel, b);
   load_floats<T>(coefficients + 2 * channels + at.channel, mean);
   for (int tile = blockIdx.y; tile < at.tiles(rows); tile += gridDim.y) {
-    Vector<T> raw[kUnroll], gradient[kUnroll], gradient2[kUnroll];
+    Vector<T> raw[kUnroll], gradient[kUnroll], gradient2[kUnroll], addend[kUnroll];
     unsigned bits[kUnroll];
 #pragma unroll
     for (int step = 0; step < kUnroll; ++step) {
@@ -265,7 +266,8 @@ __device__ void reduce_gradients(const Vector<T> *x, const Vector<T> *dy, const 
       raw[step] = x[from];
       gradient[step] = kSummands > 0 ? __ldcs(dy + from) : dy[from];
       if (kSummands > 1) gradient2[step] = __ldcs(dy2 + from);
-      if (kSummands > 0) bits[step] = mask[from];
+      if (kSummands > 0 && kMasked) bits[step] = mask[from];
+      if (kSummands > 0 && !kMasked) addend[step] = __ldcs(z + from);
     }
 #pragma unroll
     for (int step = 0; step < kUnroll; ++step) {
@@ -280,8 +282,13 @@ __device__ void reduce_gradients(const Vector<T> *x, const Vector<T> *dy, const 
         for (int i = 0; i < V; ++i) g[i] += second[i];
       }
       if (kSummands > 0) {
+        float added[V];
+        if (!kMasked) unpack_vector<T>(addend[step], added);
 #pragma unroll
-        for (int i = 0; i < V; ++i) g[i] = bits[step] >> i & 1 ? g[i] : 0.f;
+        for (int i = 0; i < V; ++i) {
+          if (kMasked) g[i] = bits[step] >> i & 1 ? g[i] : 0.f;
+          if (!kMasked) g[i] = A::gradient(g[i], fmaf(a[i], values[i], b[i]) + added[i]);
+        }
         const Vector<T> rounded = pack_vector<T>(g);
         if (row < rows) dz[at.at(row)] = rounded;
         unpack_vector<T>(rounded, g);  // the sums must use the rounded values that the second pass reads
@@ -359,12 +366,13 @@ __device__ void apply_gradients(const Vector<T> *x, const Vector<T> *dy, int row
     apply_inference<T, ADD, activation::A>(x, z, rows, scale, bias, mean, variance, epsilon, y); \
   }
 
-#define REDUCE(T, NAME, SUMMANDS, A) \
+#define REDUCE(T, NAME, SUMMANDS, MASKED, A) \
   KERNEL bn_reduce##NAME##_##T(const Vector<T> *x, const Vector<T> *dy, const Vector<T> *dy2, \
-                               const unsigned char *mask, int rows, const float *coefficients, Vector<T> *dz, \
-                               float *dscale, float *dbias, float *applied, float *partial, unsigned *arrivals) { \
-    reduce_gradients<T, SUMMANDS, activation::A>(x, dy, dy2, mask, rows, coefficients, dz, dscale, dbias, applied, \
-                                                 partial, arrivals); \
+                               const unsigned char *mask, const Vector<T> *z, int rows, const float *coefficients, \
+                               Vector<T> *dz, float *dscale, float *dbias, float *applied, float *partial, \
+                               unsigned *arrivals) { \
+    reduce_gradients<T, SUMMANDS, MASKED, activation::A>(x, dy, dy2, mask, z, rows, coefficients, dz, dscale, dbias, \
+                                                         applied, partial, arrivals); \
   }
 
 #define GRADIENT(T, NAME, A) \
@@ -382,17 +390,23 @@ __device__ void apply_gradients(const Vector<T> *x, const Vector<T> *dy, int row
   } \
   APPLY(T, , false, linear) \
   APPLY(T, _add_relu, true, relu) \
-  REDUCE(T, , 0, linear) \
-  REDUCE(T, _add_relu, 1, relu) \
-  REDUCE(T, _add_relu_two, 2, relu) \
+  REDUCE(T, , 0, false, linear) \
+  REDUCE(T, _add_relu, 1, true, relu) \
+  REDUCE(T, _add_relu_two, 2, true, relu) \
   GRADIENT(T, , linear)
 
 #define ACTIVATED(T, A) \
   APPLY(T, _##A, false, A) \
-  REDUCE(T, _##A, 0, A) \
+  REDUCE(T, _##A, 0, false, A) \
   GRADIENT(T, _##A, A)
 
+#define ADDED(T, A) \
+  APPLY(T, _add_##A, true, A) \
+  REDUCE(T, _add_##A, 1, false, A) \
+  REDUCE(T, _add_##A##_two, 2, false, A)
+
 #define IN_EVERY_TYPE(A) ACTIVATED(f32, A) ACTIVATED(f16, A) ACTIVATED(bf16, A) ACTIVATED(f16x4, A) ACTIVATED(bf16x4, A)
+#define ADDED_IN_EVERY_TYPE(A) ADDED(f32, A) ADDED(f16, A) ADDED(bf16, A) ADDED(f16x4, A) ADDED(bf16x4, A)
 
 KERNELS(f32)
 KERNELS(f16)
@@ -400,3 +414,4 @@ KERNELS(bf16)
 KERNELS(f16x4)
 KERNELS(bf16x4)
 FOR_EACH_ACTIVATION(IN_EVERY_TYPE)
+FOR_EACH_ADDED_ACTIVATION(ADDED_IN_EVERY_TYPE)

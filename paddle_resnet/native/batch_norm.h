@@ -16,10 +16,10 @@
 
 namespace {
 
-// Returns the kernel name suffix for what is fused with BN: an activation, or the residual addition and a ReLU. In the
-// backward pass of a residual addition, `summands` is the number of gradients to add, 1 or 2.
+// Returns the kernel name suffix for what is fused with BN: an activation, or the residual addition and an activation.
+// In the backward pass of a residual addition, `summands` is the number of gradients to add, 1 or 2.
 std::string fused(int summands, const std::string &activation) {
-  if (summands > 0) return summands == 1 ? "_add_relu" : "_add_relu_two";
+  if (summands > 0) return "_add_" + activation + (summands == 1 ? "" : "_two");
   return activation.empty() ? "" : "_" + activation;
 }
 
@@ -32,6 +32,16 @@ void with_activation(const std::string &name, Function call) {
   FOR_EACH_ACTIVATION(CALL)
 #undef CALL
   PD_THROW("unknown activation ", name);
+}
+
+// Throws an exception if the kernels do not fuse the residual addition with an activation.
+void require_added(const std::string &activation) {
+#define RETURN(A) \
+  if (activation == #A) return;
+  RETURN(relu)
+  FOR_EACH_ADDED_ACTIVATION(RETURN)
+#undef RETURN
+  PD_THROW("custom BN: no kernel for the residual addition with activation ", activation);
 }
 
 // A grid that fills the GPU. Each block processes one group of channels and iterates over rows.
@@ -49,7 +59,7 @@ struct RowGrid {
   }
 };
 
-// Returns y = A(BN(x) [+ z]) for a training step, where A is the activation. If z is added, A is ReLU. Updates the
+// Returns y = A(BN(x) [+ z]) for a training step, where A is the activation. Updates the
 // running `mean` and `variance` in place. Allocates `coefficients` and, unless `mask` is null, the mask.
 Tensor bn_train(const Tensor &x, const Tensor *z, const Tensor &scale, const Tensor &bias, Tensor &mean,
                 Tensor &variance, float momentum, float epsilon, const std::string &activation, Tensor &coefficients,
@@ -99,11 +109,20 @@ std::vector<Tensor> BnAddRelu(const Tensor &x, const Tensor &z, const Tensor &sc
   return {y, coefficients, mask};
 }
 
+std::vector<Tensor> BnAddAct(const Tensor &x, const Tensor &z, const Tensor &scale, const Tensor &bias, Tensor &mean,
+                             Tensor &variance, float momentum, float epsilon, const std::string &activation) {
+  require_added(activation);
+  Tensor coefficients;
+  Tensor y = bn_train(x, &z, scale, bias, mean, variance, momentum, epsilon, activation, coefficients, nullptr);
+  return {y, coefficients};
+}
+
 // Returns dx. `gradients` contains the gradient of the output, or two gradients whose sum is this gradient. Without a
-// residual addition, `mask` and `dz` are null; otherwise, this function allocates dz. The gradients of scale and bias
+// residual addition, `mask`, `z` and `dz` are null; otherwise, ReLU requires `mask`, other activations require `z`, the
+// addend, and this function allocates dz. The gradients of scale and bias
 // are written to `dscale` and `dbias`, which the caller allocates.
 Tensor bn_backward(const Tensor &x, const Tensors &gradients, const Tensor &coefficients, const Tensor *mask,
-                   const std::string &activation, Tensor *dz, Tensor &dscale, Tensor &dbias) {
+                   const Tensor *z, const std::string &activation, Tensor *dz, Tensor &dscale, Tensor &dbias) {
   const Shape shape(x);
   Tensor dx = empty_as(x);
   if (dz) *dz = empty_as(x);
@@ -112,19 +131,21 @@ Tensor bn_backward(const Tensor &x, const Tensors &gradients, const Tensor &coef
   for (const Tensor &gradient : gradients) require_like(x, gradient, "gradient");
   if (mask && mask->numel() != x.numel() / shape.lanes)
     PD_THROW("custom BN gradient: the size of the mask does not match");
+  if (z) require_like(x, *z, "addend");
   float *c = data<float>(coefficients), *ds = data<float>(dscale), *db = data<float>(dbias);
   const bool has_two = gradients.size() > 1;
   if (x.is_gpu()) {
     const RowGrid grid(shape);
     Tensor applied = empty_floats({2, shape.channels}, x);
     void *in = raw(x), *first = raw(gradients[0]), *second = has_two ? raw(gradients[1]) : nullptr;
-    void *bits = mask ? raw(*mask) : nullptr, *masked = dz ? raw(*dz) : nullptr, *out = raw(dx);
+    void *bits = mask ? raw(*mask) : nullptr, *added = z ? raw(*z) : nullptr;
+    void *masked = dz ? raw(*dz) : nullptr, *out = raw(dx);
     void *partial = Gpu::get().partial(), *arrivals = Gpu::get().arrivals();
     float *ap = data<float>(applied);
     int rows = shape.rows;
     const int summands = dz ? gradients.size() : 0;
     Gpu::get().launch("bn_reduce" + fused(summands, activation) + shape.suffix, x, grid.grid, grid.block,
-                      {&in, &first, &second, &bits, &rows, &c, &masked, &ds, &db, &ap, &partial, &arrivals});
+                      {&in, &first, &second, &bits, &added, &rows, &c, &masked, &ds, &db, &ap, &partial, &arrivals});
     Gpu::get().launch("bn_gradient" + fused(0, dz ? "" : activation) + shape.suffix, x, grid.grid, grid.block,
                       {&in, dz ? &masked : &first, &rows, &c, &ap, &out});
     return dx;
@@ -133,7 +154,8 @@ Tensor bn_backward(const Tensor &x, const Tensors &gradients, const Tensor &coef
   with_activation(activation, [&](auto a) {
     reference::bn_gradient(a, data<float>(x), data<float>(gradients[0]),
                            has_two ? data<float>(gradients[1]) : nullptr, mask ? data<uint8_t>(*mask) : nullptr,
-                           shape.rows, shape.channels, c, dz ? data<float>(*dz) : nullptr, ds, db, data<float>(dx));
+                           z ? data<float>(*z) : nullptr, shape.rows, shape.channels, c,
+                           dz ? data<float>(*dz) : nullptr, ds, db, data<float>(dx));
   });
   return dx;
 }
@@ -151,7 +173,7 @@ std::vector<Tensor> BnActBackward(const Tensor &x, const Tensor &dy, const Tenso
                                   const paddle::optional<Tensors> &into, const std::string &activation) {
   Tensor dscale, dbias;
   gradient_targets(into, coefficients, dscale, dbias);
-  Tensor dx = bn_backward(x, {dy}, coefficients, nullptr, activation, nullptr, dscale, dbias);
+  Tensor dx = bn_backward(x, {dy}, coefficients, nullptr, nullptr, activation, nullptr, dscale, dbias);
   return {dx, dscale, dbias};
 }
 
@@ -159,17 +181,25 @@ std::vector<Tensor> BnAddReluBackward(const Tensor &x, const Tensors &dy, const 
                                       const Tensor &mask, const paddle::optional<Tensors> &into) {
   Tensor dz, dscale, dbias;
   gradient_targets(into, coefficients, dscale, dbias);
-  Tensor dx = bn_backward(x, dy, coefficients, &mask, "relu", &dz, dscale, dbias);
+  Tensor dx = bn_backward(x, dy, coefficients, &mask, nullptr, "relu", &dz, dscale, dbias);
   return {dx, dz, dscale, dbias};
 }
 
-// Returns y = A(BN(x) [+ z]), computed with the running statistics. A is the activation. If z is added, A is ReLU.
+std::vector<Tensor> BnAddActBackward(const Tensor &x, const Tensor &z, const Tensors &dy, const Tensor &coefficients,
+                                     const paddle::optional<Tensors> &into, const std::string &activation) {
+  require_added(activation);
+  Tensor dz, dscale, dbias;
+  gradient_targets(into, coefficients, dscale, dbias);
+  Tensor dx = bn_backward(x, dy, coefficients, nullptr, &z, activation, &dz, dscale, dbias);
+  return {dx, dz, dscale, dbias};
+}
+
+// Returns y = A(BN(x) [+ z]), computed with the running statistics. A is the activation.
 std::vector<Tensor> BnInference(const Tensor &x, const Tensor &scale, const Tensor &bias, const Tensor &mean,
                                 const Tensor &variance, const paddle::optional<Tensor> &z, float epsilon,
                                 const std::string &activation) {
   const Shape shape(x);
-  if (z && activation != "relu") PD_THROW("custom BN: the residual addition requires a ReLU");
-  if (z) require_like(x, *z, "addend");
+  if (z) require_added(activation), require_like(x, *z, "addend");
   Tensor y = empty_as(x);
   float *s = data<float>(scale), *b = data<float>(bias), *m = data<float>(mean), *v = data<float>(variance);
   if (x.is_gpu()) {

@@ -97,6 +97,35 @@ PD_BUILD_OP(native_bn_add_relu_backward)
     .SetInferShapeFn(PD_INFER_SHAPE(BnAddReluBackwardShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(BnAddReluBackwardType));
 
+Shapes BnAddActShape(const Dims &x, const Dims &, const Dims &, const Dims &, const Dims &, const Dims &, float, float,
+                     const std::string &) {
+  return {x, {4, x.back()}};
+}
+Types BnAddActType(DataType x, DataType, DataType, DataType, DataType, DataType) { return {x, DataType::FLOAT32}; }
+PD_BUILD_OP(native_bn_add_act)
+    .Inputs({"X", "Z", "Scale", "Bias", "Mean", "Variance"})
+    .Outputs({"Y", "Coefficients", "MeanOut", "VarianceOut"})
+    .Attrs({"momentum: float", "epsilon: float", "activation: std::string"})
+    .SetInplaceMap({{"Mean", "MeanOut"}, {"Variance", "VarianceOut"}})
+    .SetKernelFn(PD_KERNEL(BnAddAct))
+    .SetInferShapeFn(PD_INFER_SHAPE(BnAddActShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(BnAddActType));
+
+Shapes BnAddActBackwardShape(const Dims &x, const Dims &, const Shapes &, const Dims &,
+                             const paddle::optional<Shapes> &, const std::string &) {
+  return {x, x, {x.back()}, {x.back()}};
+}
+Types BnAddActBackwardType(DataType x, DataType, const Types &, DataType, const paddle::optional<Types> &) {
+  return {x, x, DataType::FLOAT32, DataType::FLOAT32};
+}
+PD_BUILD_OP(native_bn_add_act_backward)
+    .Inputs({"X", "Z", paddle::Vec("DY"), "Coefficients", paddle::Optional(paddle::Vec("Into"))})
+    .Outputs({"DX", "DZ", "DScale", "DBias"})
+    .Attrs({"activation: std::string"})
+    .SetKernelFn(PD_KERNEL(BnAddActBackward))
+    .SetInferShapeFn(PD_INFER_SHAPE(BnAddActBackwardShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(BnAddActBackwardType));
+
 Shapes BnInferenceShape(const Dims &x, const Dims &, const Dims &, const Dims &, const Dims &,
                         const paddle::optional<Dims> &, float, const std::string &) {
   return {x};

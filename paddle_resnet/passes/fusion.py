@@ -1,7 +1,7 @@
 """Replace Paddle's operators with custom operators (native/). In NHWC, custom operators compute max pooling, depthwise
 convolutions, the filter gradient of 1x1 convolutions with few channels, and BN, which is fused with the next activation
-or with the residual addition and ReLU. In all layouts, custom operators also check the gradients, unscale them, and
-update all parameters.
+or with the residual addition and ReLU or Mish. In all layouts, custom operators also check the gradients, unscale them,
+and update all parameters.
 
 This pass runs after all of Paddle's passes (precision, gradients, all-reduces), so it does not change parameters,
 checkpoints or communication.
@@ -33,9 +33,12 @@ ACTIVATIONS = {
     "mish": ({"threshold": 20.0}, "mish"),
 }
 
-# The operators after a BN that are fused with it: none, an activation, or an addition and a ReLU. The fields are these
-# operators, the name of their result, the name of the activation, and the variable that is added to the BN output (or
-# None).
+# Activations that the kernels fuse with BN and a residual addition.
+ADDED = ("relu", "mish")
+
+# The operators after a BN that are fused with it: none, an activation, or an addition and an activation. The fields are
+# these operators, the name of their result, the name of the activation, and the variable that is added to the BN output
+# (or None).
 Tail = namedtuple("Tail", "ops out activation addend")
 
 
@@ -160,19 +163,27 @@ class Graph:
 
 def find_tail(graph, bn):
     y = bn.output("Y")[0]
-    op = graph.only_reader(y, ACTIVATIONS)
-    if op is not None:
-        attributes, name = ACTIVATIONS[op.type]
-        if all(op.attr(key) == value for key, value in attributes.items()):
-            return Tail([op], op.output("Out")[0], name, None)
+    if activation := _activation(graph, y):
+        op, name = activation
+        return Tail([op], op.output("Out")[0], name, None)
     add = graph.only_reader(y, ["elementwise_add"])
-    relu = add and graph.only_reader(add.output("Out")[0], ["relu"])
+    op, name = (add and _activation(graph, add.output("Out")[0])) or (None, "")
     # If both summands come from a BN, the addition is fused with the BN of the first summand.
-    if relu and add.input("X")[0] == y:
+    if name in ADDED and add.input("X")[0] == y:
         addend, normalized = graph.variables(add, "Y")["Y"], graph.block.var(y)
         if addend.name != y and addend.shape == normalized.shape and addend.dtype == normalized.dtype:
-            return Tail([add, relu], relu.output("Out")[0], "relu", addend)
+            return Tail([add, op], op.output("Out")[0], name, addend)
     return Tail([], y, "", None)
+
+
+def _activation(graph, name):
+    """Return (operator, its name in ACTIVATIONS) if the only reader of a variable is an activation with a kernel;
+    otherwise None."""
+    op = graph.only_reader(name, ACTIVATIONS)
+    if op is None:
+        return None
+    attributes, activation = ACTIVATIONS[op.type]
+    return (op, activation) if all(op.attr(key) == value for key, value in attributes.items()) else None
 
 
 def _fuse_training(graph, bn):
@@ -203,13 +214,17 @@ def _fuse_training(graph, bn):
             gradients, gradients[0], "native_bn_act_backward", inputs, gradient_outputs, {"activation": tail.activation}
         )
         return
-    mask = block.create_var(name=f"{tail.out}.mask", dtype=paddle.uint8, stop_gradient=True)
     summands, sums = graph.summands(out_gradient)
-    add_gradient = gradients[1]
-    inputs = backward_inputs | {"DY@VECTOR": summands, "Mask": mask}
-    gradient_outputs |= {"DZ": graph.variables(add_gradient, "Y@GRAD")["Y@GRAD"]}
-    graph.replace(ops, ops[-1], "native_bn_add_relu", parameters | {"Z": tail.addend}, outputs | {"Mask": mask}, attrs)
-    graph.replace([*sums, *gradients], gradients[0], "native_bn_add_relu_backward", inputs, gradient_outputs, {})
+    parameters |= {"Z": tail.addend}
+    inputs = backward_inputs | {"DY@VECTOR": summands}
+    gradient_outputs |= {"DZ": graph.variables(gradients[1], "Y@GRAD")["Y@GRAD"]}
+    if tail.activation == "relu":
+        mask = block.create_var(name=f"{tail.out}.mask", dtype=paddle.uint8, stop_gradient=True)
+        name, outputs["Mask"], inputs["Mask"], activation = "native_bn_add_relu", mask, mask, {}
+    else:
+        name, inputs["Z"], activation = "native_bn_add_act", tail.addend, {"activation": tail.activation}
+    graph.replace(ops, ops[-1], name, parameters, outputs, attrs | activation)
+    graph.replace([*sums, *gradients], gradients[0], f"{name}_backward", inputs, gradient_outputs, activation)
 
 
 def _fuse_inference(graph, bn):

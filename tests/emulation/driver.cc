@@ -217,9 +217,15 @@ struct Unpack<kKernel> {
   ENTRY(bn_infer_##A##_##T) \
   ENTRY(bn_reduce_##A##_##T) \
   ENTRY(bn_gradient_##A##_##T)
+#define ADDED_ENTRIES(T, A) \
+  ENTRY(bn_apply_add_##A##_##T) \
+  ENTRY(bn_infer_add_##A##_##T) \
+  ENTRY(bn_reduce_add_##A##_##T) \
+  ENTRY(bn_reduce_add_##A##_two_##T)
+#define ADDED_IN_ALL_TYPES(A) ADDED_ENTRIES(f32, A) ADDED_ENTRIES(bf16, A) ADDED_ENTRIES(bf16x4, A)
 #define ACTIVATED_IN_ALL_TYPES(A) ACTIVATED_ENTRIES(f32, A) ACTIVATED_ENTRIES(bf16, A) ACTIVATED_ENTRIES(bf16x4, A)
 
-const std::map<std::string, Call> kernels = {ENTRIES(f32) ENTRIES(bf16) VECTOR_ENTRIES(bf16x4) FOR_EACH_ACTIVATION(ACTIVATED_IN_ALL_TYPES) FOR_EACH_OPTIMIZER(UPDATES_IN_ALL_TYPES) ENTRY(pointwise_filter_gradient_bf16)
+const std::map<std::string, Call> kernels = {ENTRIES(f32) ENTRIES(bf16) VECTOR_ENTRIES(bf16x4) FOR_EACH_ACTIVATION(ACTIVATED_IN_ALL_TYPES) FOR_EACH_ADDED_ACTIVATION(ADDED_IN_ALL_TYPES) FOR_EACH_OPTIMIZER(UPDATES_IN_ALL_TYPES) ENTRY(pointwise_filter_gradient_bf16)
                                              ENTRY(follow_loss_scale) ENTRY(clip_factor) ENTRY(follow_averages)
                                           ENTRY(loss_rows) ENTRY(loss_means) ENTRY(loss_gradient)};
 

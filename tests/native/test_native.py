@@ -217,6 +217,23 @@ def test_bn_add_relu(device, where, dtype, shape, summands):
     assert same(results, run("native_bn_add_relu_backward", x, dy, coefficients, mask, None))
 
 
+@pytest.mark.parametrize("summands", [1, 2])
+@pytest.mark.parametrize("where, dtype, shape", CASES)
+def test_bn_add_mish(device, where, dtype, shape, summands):
+    random, channels = Random(dtype), shape[-1]
+    x, z, *dy = (random.images(shape) for _ in range(2 + summands))
+    scale, bias, mean, variance = (random.channels(channels) for _ in range(4))
+    function, derivative, _ = ACTIVATIONS["mish"]
+    y, coefficients = run("native_bn_add_act", x, z, scale, bias, mean, variance, 0.9, EPSILON, "mish")[:2]
+    expected, _, batch_variance, normalized = normalize(wide(x), wide(scale), wide(bias))
+    value, size = expected + wide(z), 1 / EPSILON**0.5 if x.size == channels else 1
+    close(y, function(value), dtype, size=size)
+    results = run("native_bn_add_act_backward", x, z, dy, coefficients, None, "mish")
+    close(results[1], sum(wide(d) for d in dy) * derivative(value), dtype, size=size)
+    check_gradients(results, wide(results[1]), normalized, batch_variance, wide(scale), dtype)
+    assert same(results, run("native_bn_add_act_backward", x, z, dy, coefficients, None, "mish"))
+
+
 @pytest.mark.parametrize("where, dtype, shape", IN_FLOAT32)
 def test_variance_of_channel_far_from_zero_is_accurate(device, where, dtype, shape):
     """In float32, rounding errors dominate E[x^2] - E[x]^2 if the mean is 1000 standard deviations away from zero."""
@@ -272,9 +289,9 @@ def test_async_copies(device, request, where):
         assert np.array_equal(np.asarray(handle), value.numpy())
 
 
-@pytest.mark.parametrize("activation, where, dtype, shape", with_activations("add_relu"))
+@pytest.mark.parametrize("activation, where, dtype, shape", with_activations("add_relu", "add_mish"))
 def test_bn_inference(device, where, dtype, shape, activation):
-    activation, with_addition = ("relu", True) if activation == "add_relu" else (activation, False)
+    with_addition, activation = activation.startswith("add_"), activation.removeprefix("add_")
     random = Random(dtype)
     x, z = random.images(shape), random.images(shape) if with_addition else None
     scale, bias, mean, variance = (random.channels(shape[-1]) for _ in range(4))
@@ -1008,8 +1025,8 @@ def test_kernels_compile_without_gpu(tmp_path, capability):
     native._compile_kernels(capability, tmp_path / "kernels")
     image = (tmp_path / "kernels").read_bytes()
     assert image.startswith(b"\x7fELF")
-    kinds = {kind: [*LINEAR_OR_FUSED, "_add_relu"] for kind in ("apply", "infer", "reduce")}
-    kinds |= {"gradient": LINEAR_OR_FUSED, "reduce": [*kinds["reduce"], "_add_relu_two"]}
+    kinds = {kind: [*LINEAR_OR_FUSED, "_add_relu", "_add_mish"] for kind in ("apply", "infer", "reduce")}
+    kinds |= {"gradient": LINEAR_OR_FUSED, "reduce": [*kinds["reduce"], "_add_relu_two", "_add_mish_two"]}
     names = [f"bn_{kind}{fused}" for kind, all_fused in kinds.items() for fused in all_fused]
     names += ["bn_statistics", "max_pool", "max_pool_gradient"]
     kinds = ("conv", "input_gradient", "filter_gradient")

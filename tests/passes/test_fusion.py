@@ -22,6 +22,7 @@ from paddle_resnet.passes import all_reduces, fusion
 BLOCKS = {
     "bottleneck": partial(ResNet, BottleneckBlock, (1, 2, 1, 1), width=8),
     "basic": partial(ResNet, BasicBlock, (2, 1, 1, 1), width=8),
+    "Mish": partial(ResNet, BottleneckBlock, (1, 2, 1, 1), width=8, activation="mish"),
 }
 
 
@@ -260,7 +261,8 @@ UNUSUAL = {
     "hard-swish": (lambda x: F.hardswish(bn()(conv(x))), 1),
     "SiLU": (lambda x: F.silu(bn()(conv(x))), 1),
     "Mish": (lambda x: F.mish(bn()(conv(x))), 1),
-    "Mish after an addition": (lambda x: F.mish(bn()(conv(x)) + x), 1),
+    "Mish after an addition": (lambda x: F.mish(bn()(conv(x)) + conv(x)), 1),
+    "hard-swish after an addition": (lambda x: F.hardswish(bn()(conv(x)) + conv(x)), 1),
     "activation without a kernel": (lambda x: F.leaky_relu(bn()(conv(x))), 1),
     "addend of one pixel": (lambda x: F.relu(bn()(conv(x)) + paddle.mean(conv(x), axis=[1, 2], keepdim=True)), 1),
     "depthwise 3x3": (lambda x: depthwise(conv(x), 3), 1),

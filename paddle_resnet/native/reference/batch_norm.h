@@ -75,11 +75,11 @@ void bn_infer(A activation, const float *x, const float *z, int rows, int channe
 
 // Computes the backward pass: Ioffe and Szegedy, arXiv:1502.03167, section 3. The gradient of the output is dy [+ dy2].
 // If `mask` is not null, the mask determines the gradient of the ReLU; otherwise, the input of the activation A is
-// recomputed as a x + b. If `dz` is not null, the gradient with respect to the input of the activation is written to
-// `dz`. `dy2` may be null.
+// recomputed as a x + b [+ z]. If `dz` is not null, the gradient with respect to the input of the activation is written
+// to `dz`. `dy2` and `z` may be null.
 template <class A>
-void bn_gradient(A, const float *x, const float *dy, const float *dy2, const uint8_t *mask, int rows, int channels,
-                 const float *coefficients, float *dz, float *dscale, float *dbias, float *dx) {
+void bn_gradient(A, const float *x, const float *dy, const float *dy2, const uint8_t *mask, const float *z,
+                 int rows, int channels, const float *coefficients, float *dz, float *dscale, float *dbias, float *dx) {
   const float *a = coefficients, *b = a + channels, *mean = b + channels, *inverses = mean + channels;
   const int64_t size = static_cast<int64_t>(rows) * channels;
   std::vector<float> g(size);
@@ -89,7 +89,7 @@ void bn_gradient(A, const float *x, const float *dy, const float *dy2, const uin
     g[i] += dy[i];
     if (dy2) g[i] += dy2[i];
     if (!mask) {
-      g[i] = A::gradient(g[i], std::fma(a[channel], x[i], b[channel]));
+      g[i] = A::gradient(g[i], std::fma(a[channel], x[i], b[channel]) + (z ? z[i] : 0));
     } else if (!(mask[i / kMaskLanes] >> i % kMaskLanes & 1)) {
       g[i] = 0;
     }
