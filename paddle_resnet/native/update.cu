@@ -114,17 +114,16 @@ __device__ void sum_squares(const Gradients &updates, const float *unscale, floa
   if (threadIdx.x == 0) partial[blockIdx.x] = is_first ? sum : partial[blockIdx.x] + sum;
 }
 
-// The unscaled gradients g, float32 values p and state of the elements that a thread processes at once.
+// The gradients g, float32 values p and state of the elements that a thread processes at once. All of them are loaded
+// before any arithmetic, so that the thread waits for memory only once.
 template <class Rule, class T, bool kHasMasters>
 struct Elements {
   float g[T::kLanes] = {}, p[T::kLanes] = {}, state[T::kLanes][Rule::kStates];
 
   // Loads `count` elements of parameter t, starting at element i.
-  __device__ __forceinline__ Elements(const Updates<Rule::kStates> &updates, int t, int i, int count, float factor) {
+  __device__ __forceinline__ Elements(const Updates<Rule::kStates> &updates, int t, int i, int count) {
     load<T>(updates.gradient[t], i, count, g);
     load_some<T>(exact<kHasMasters>(updates, t), i, count, p);
-#pragma unroll
-    for (int k = 0; k < T::kLanes; ++k) g[k] *= factor;
 #pragma unroll
     for (int s = 0; s < Rule::kStates; ++s) {
       float values[T::kLanes] = {};
@@ -158,11 +157,12 @@ __device__ void norms(const Updates<Rule::kStates> &updates, Rule rule, const fl
     if (block >= blocks_of<T>(size)) continue;
     float squares_p = 0, squares_u = 0;
     for_each_vector_of<T>(t, size, [&](int i, int count) {
-      Elements<Rule, T, kHasMasters> e(updates, t, i, count, factor);
+      Elements<Rule, T, kHasMasters> e(updates, t, i, count);
 #pragma unroll
       for (int k = 0; k < T::kLanes; ++k) {
-        rule.follow(e.g[k], e.p[k], decay, e.state[k]);
-        const float u = rule.direction(e.g[k], e.p[k], decay, e.state[k]);
+        const float g = e.g[k] * factor;
+        rule.follow(g, e.p[k], decay, e.state[k]);
+        const float u = rule.direction(g, e.p[k], decay, e.state[k]);
         squares_p += e.p[k] * e.p[k];
         squares_u += u * u;
       }
@@ -204,11 +204,12 @@ __device__ void update(const Updates<Rule::kStates> &updates, Rule rule, const f
       if (decay != 0.f) step *= trust_ratio(partial, t, blocks);
     }
     for_each_vector_of<T>(t, size, [&](int i, int count) {
-      Elements<Rule, T, kHasMasters> e(updates, t, i, count, factor);
+      Elements<Rule, T, kHasMasters> e(updates, t, i, count);
 #pragma unroll
       for (int k = 0; k < T::kLanes; ++k) {
-        if (!Rule::kHasTrustRatio) rule.follow(e.g[k], e.p[k], decay, e.state[k]);
-        e.p[k] -= step * rule.direction(e.g[k], e.p[k], decay, e.state[k]);
+        const float g = e.g[k] * factor;
+        if (!Rule::kHasTrustRatio) rule.follow(g, e.p[k], decay, e.state[k]);
+        e.p[k] -= step * rule.direction(g, e.p[k], decay, e.state[k]);
       }
       if (!Rule::kHasTrustRatio) e.store_state(updates, t, i, count);
       store_some<T>(e.p, exact<kHasMasters>(updates, t), i, count);
