@@ -193,6 +193,8 @@ def open_paddle(folder, device, logits=False):
         settings.enable_use_gpu(100, processes.local_gpu())
     else:
         settings.disable_gpu()
+        # On a GPU, this option has not been measured. See benchmarks/log/prediction_2cpu_2026-11-26.md.
+        settings.enable_memory_optim()
     try:
         predictor = inference.create_predictor(settings)
     except (RuntimeError, ValueError) as e:

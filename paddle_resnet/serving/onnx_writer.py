@@ -88,10 +88,11 @@ def to_float16(model):
         if constant.data_type == single:
             array = onnx.numpy_helper.to_array(constant).astype(np.float16)
             constant.CopyFrom(onnx.numpy_helper.from_array(array, constant.name))
+    outputs = {v.name for v in graph.output}
     casts = {v.name: cast(v.name, half, "half") for v in graph.input if v.type.tensor_type.elem_type == single}
     for node in graph.node:
         node.input[:] = [casts.get(name, name) for name in node.input]
-        if node.op_type == "Softmax":
+        if node.op_type == "Softmax" and node.output[0] in outputs:
             node.input[0] = cast(node.input[0], single, "single")
         if node.op_type == "Cast" and node.attribute[0].i == single:  # pixels in uint8
             node.attribute[0].i = half
