@@ -148,8 +148,8 @@ def radam(p, gradients, beta1, beta2, epsilon, rate, decay):
 @pytest.mark.parametrize("fuse", [False, True], ids=["paddle", "native"])
 @pytest.mark.parametrize(("beta1", "beta2", "epsilon"), [(0.95, 0.99, 1e-6), (0.9, 0.999, 1e-12), (0.5, 0.6, 1e-3)])
 def test_radam_matches_formula(beta1, beta2, epsilon, fuse):
-    """The loss is the product of the parameters and the input, so the gradient is the input. With a beta2 of 0.6, no
-    step uses the second moment."""
+    """The loss is the dot product of the parameters and the input, so the gradient is the input. With a beta2 of 0.6,
+    no step uses the second moment."""
     flags = ["--beta1", str(beta1), "--beta2", str(beta2), "--opt-epsilon", str(epsilon), "--weight-decay", "0.1"]
     args = config.parse_args(["--optimizer", "RAdam", *flags, "--lr", "0.1", "--lr-scheduler", "FlatCosine"])
     args.set("Python", warmup_epochs=0)
@@ -159,7 +159,7 @@ def test_radam_matches_formula(beta1, beta2, epsilon, fuse):
     with static.scope_guard(static.Scope()), static.program_guard(main, startup), paddle.utils.unique_name.guard():
         weights = [static.create_parameter([3, 7], "float32", name=f"weight_{i}") for i in range(2)]
         x = static.data("x", [3, 7])
-        loss = sum(paddle.sum(weight * x) for weight in weights)
+        loss = sum(paddle.mean(weight * x) for weight in weights) * 21
         rate = schedules.build_lr_scheduler(args, durations.uniform(args, 1000))
         table.build_optimizer(args, rate).minimize(loss, startup)
         updates.rectify(main, rate)
