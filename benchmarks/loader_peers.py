@@ -3,8 +3,8 @@ batches in memory.
 
 Both loaders apply the augmentation of ImageNet training (random-resized crop to 224, flip, normalization, float32 NCHW)
 with batches of 32 and two threads or worker processes. The script alternates between the loaders. Each run is a new
-process that measures 40 batches after 20 warm-up batches. The table also reports images per second of processor time,
-which other programs on the machine hardly affect.
+process that measures 40 batches after 20 warm-up batches. The table also reports images per second of CPU time, which
+other programs on the machine hardly affect.
 
     python benchmarks/loader_peers.py compare DIR --torch-python PYTHON
 
@@ -26,7 +26,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def measure(batches):
-    """Read batches from an endless iterator and return (images/s, images per second of processor time)."""
+    """Read batches from an endless iterator and return (images/s, images per second of CPU time)."""
     for _ in range(WARMUP):
         next(batches)
     start, cpu_start = perf_counter(), cpu_time()
@@ -37,11 +37,11 @@ def measure(batches):
 
 
 def cpu_time():
-    """Return the seconds of processor time that this process and its workers have used so far."""
+    """Return the CPU time in seconds that this process and its workers have used so far."""
     ticks = 0
     for worker in multiprocessing.active_children():
         fields = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])  # user and system
+        ticks += int(fields[11]) + int(fields[12])  # user and system time
     return process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
@@ -102,7 +102,7 @@ def compare(root, torch_python, repeats):
             done = subprocess.run(command, check=True, capture_output=True, text=True)
             rates[name].append([float(number) for number in done.stdout.split()[-2:]])
     own = [statistics.median(column) for column in zip(*rates["DALI (paddle_resnet)"], strict=True)]
-    for i, what in enumerate(("images/s", "images per second of processor time")):
+    for i, what in enumerate(("images/s", "images per second of CPU time")):
         print(f"\n| loader | n | median {what} | lowest to highest | speedup of DALI |\n|---|---|---|---|---|")
         for name, rows in rates.items():
             column = [row[i] for row in rows]
@@ -116,7 +116,7 @@ if __name__ == "__main__":
     parser.add_argument("command", choices=["compare", "one"])
     parser.add_argument("root", metavar="DIR")
     parser.add_argument("--torch-python", default=sys.executable, metavar="PYTHON")
-    parser.add_argument("--loader", choices=list(LOADERS), help="loader that `one` measures")
+    parser.add_argument("--loader", choices=list(LOADERS), help="loader to measure (command `one`)")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     if args.command == "one":

@@ -353,14 +353,21 @@ def parse_args():
     both.add_argument("--warmup-steps", type=int, default=50)
 
     run = commands.add_parser("run", parents=[both])
-    run.add_argument("--rows", action="append", metavar="TEXT", help=f"rows whose names contain TEXT: {list(ROWS)}")
+    run.add_argument(
+        "--rows",
+        action="append",
+        metavar="TEXT",
+        help=f"text in the names of the rows to measure; all rows: {list(ROWS)}",
+    )
     run.add_argument("--arch", action="append", choices=TIMM, help="network (default: ResNet50); may be repeated")
     run.add_argument("--repeats", type=int, default=3)
     run.add_argument("--output", default="peers.jsonl", metavar="FILE", help="file to which JSON lines are appended")
     run.add_argument("--paddle-python", default=sys.executable, metavar="PYTHON")
     run.add_argument("--torch-python", default=sys.executable, metavar="PYTHON")
     run.add_argument("--torch-pythonpath", metavar="DIR", help="PYTHONPATH for --torch-python, with nvidia-dali")
-    run.add_argument("--torch-env-clear", action="store_true", help="unset PYTHONPATH and LD_LIBRARY_PATH for PyTorch")
+    run.add_argument(
+        "--torch-env-clear", action="store_true", help="whether to unset PYTHONPATH and LD_LIBRARY_PATH for PyTorch"
+    )
     worker = commands.add_parser("worker", parents=[both])
     worker.add_argument("task", choices=sorted({task for task, _, _ in ROWS.values()}))
     worker.add_argument("--arch", choices=TIMM, default="ResNet50")
@@ -368,7 +375,7 @@ def parse_args():
     commands.add_parser("table").add_argument("files", nargs="+", metavar="FILE")
     args = parser.parse_args()
     if getattr(args, "warmup_steps", 1) < 1:
-        parser.error("--warmup-steps: must be at least 1 to exclude compilation; use a larger number")
+        parser.error(f"--warmup-steps {args.warmup_steps}: does not exclude compilation; use 1 or more")
     return args
 
 

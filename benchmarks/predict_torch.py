@@ -25,8 +25,10 @@ def main():
     parser.add_argument("--arch", choices=TIMM, default="ResNet50")
     parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 64, 256])
     parser.add_argument("--crop-size", type=int, default=224)
-    parser.add_argument("--precision", choices=["float16", "float32"], action="append", help="repeat it for more")
-    parser.add_argument("--eager", action="store_true", help="do not compile")
+    parser.add_argument(
+        "--precision", choices=["float16", "float32"], action="append", help="precision to measure; may be repeated"
+    )
+    parser.add_argument("--eager", action="store_true", help="eager mode, without torch.compile")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"

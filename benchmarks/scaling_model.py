@@ -1,5 +1,4 @@
-"""Predict the speed of data-parallel training on many GPUs. The predictions come from a formula that is fitted to
-measurements on a few GPUs.
+"""Predict the speed of data-parallel training on many GPUs, with a formula fitted to measurements on a few GPUs.
 
 See `python benchmarks/scaling_model.py --help`; docs/scaling.md contains the resulting table. The step time of a job is
 the sum of these parts:
@@ -8,9 +7,9 @@ the sum of these parts:
   exposed. Between nodes, buckets overlap with the backward pass, and at least one bucket is exposed;
 - a constant if there are several nodes (Setup.several_nodes_s);
 - lost time that is fitted to measurements: either a constant overhead, or jitter, which arises because a job waits for
-  its slowest GPU. On H200s, the lost time is constant: jobs of 2 and 4 GPUs both lose 0.9 ms, including the
-  all-reduces. The cause of the overhead is that active NVLink draws 26 W of each GPU's power limit of 700 W, which
-  lowers the clock of the GPU (benchmarks/log/multi_gpu_h200_2026-11-22.md).
+  its slowest GPU. On H200s, the lost time is constant: jobs with 2 and 4 GPUs both lose 0.9 ms, including the
+  all-reduces. Active NVLink causes this overhead: it draws 26 W of each GPU's 700 W power limit, which lowers the GPU's
+  clock (benchmarks/log/multi_gpu_h200_2026-11-22.md).
 """
 
 import argparse
@@ -30,16 +29,16 @@ class Setup:
     Attributes:
         batch: images per GPU and step.
         gradient_bytes: bytes that each GPU all-reduces per step.
-        buckets: number of all-reduces per step in a job of several nodes. Such all-reduces overlap with the backward
+        buckets: number of all-reduces per step in a job on several nodes. Such all-reduces overlap with the backward
             pass. Within a node, a single all-reduce follows the backward pass.
         gpus_per_node: number of GPUs that are connected by NVLink.
         nvlink: bytes/s that a GPU sends over NVLink in an all-reduce.
         network: bytes/s that a node sends to other nodes, over all adapters.
         latency_s: seconds per hop of an all-reduce between nodes, regardless of the message size.
         backward: fraction of a one-GPU step spent in the backward pass, which can overlap with transfers between nodes.
-        several_nodes_s: additional seconds per step on several nodes, because a step is not a CUDA graph and NCCL's
-            kernels take multiprocessors from the backward pass. On two GPUs of one node, a step took 32.10 ms with
-            0.03 ms of exposed communication, instead of 31.59 ms with 0.17 ms.
+        several_nodes_s: additional seconds per step on several nodes, where steps are not CUDA graphs and NCCL's
+            kernels occupy multiprocessors that the backward pass needs. On two GPUs of one node, these conditions
+            increased the step time from 31.59 ms (0.17 ms of which was exposed communication) to 32.10 ms (0.03 ms).
     """
 
     batch: int = 256
@@ -81,10 +80,10 @@ def exposed_s(setup, gpus, step_s):
 def fit(setup, measured):
     """Fit `step = step of one GPU + exposed + overhead + jitter sqrt(2 ln n)` to measurements within a node.
 
-    The overhead is the same for any number of GPUs above one. On H200s, active NVLink causes it: NVLink draws power,
-    which lowers the clock of each GPU. The jitter is the standard deviation of a GPU's step time; a job waits for the
-    slowest of n GPUs. Neither overhead nor jitter can be negative. If there is only one measurement with several GPUs,
-    the lost time is attributed to overhead, which is the best case.
+    The overhead is the same for any number of GPUs above one. On H200s, active NVLink causes the overhead: NVLink draws
+    power, which lowers the clock of each GPU. The jitter is the standard deviation of a GPU's step time; a job waits
+    for the slowest of n GPUs. Neither overhead nor jitter can be negative. If there is only one measurement with
+    several GPUs, the lost time is attributed to overhead, which is the best case.
 
     Args:
         setup: Setup.
@@ -112,7 +111,9 @@ def fit_jitter(setup, measured):
 def _losses(setup, measured):
     """Return (step time of one GPU in seconds, [(sqrt(2 ln n), additional seconds per step on n GPUs)])."""
     if 1 not in measured or len(measured) < 2:
-        raise ValueError("--measured: requires one GPU and at least one larger number; add a measurement")
+        raise ValueError(
+            "--measured: requires measurements of 1 GPU and of a larger number of GPUs; add the missing one"
+        )
     if max(measured) > setup.gpus_per_node:
         raise ValueError(
             f"--measured: {max(measured)} GPUs are more than the {setup.gpus_per_node} of a node; remove them"
@@ -170,7 +171,12 @@ def main(argv=None):
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument(
-        "--measured", type=_measurement, nargs="+", default=list(MEASURED.items()), metavar="GPUS:IPS", help="images/s"
+        "--measured",
+        type=_measurement,
+        nargs="+",
+        default=list(MEASURED.items()),
+        metavar="GPUS:IPS",
+        help="measured speed in images/s",
     )
     setup = Setup()
     parser.add_argument("--batch", type=int, default=setup.batch, help="images per GPU")
@@ -179,12 +185,19 @@ def main(argv=None):
     )
     parser.add_argument("--buckets", type=int, default=setup.buckets, help="all-reduces per step between nodes")
     parser.add_argument("--gpus-per-node", type=int, default=setup.gpus_per_node, help="GPUs per node")
-    parser.add_argument("--nvlink-gb-s", type=float, default=setup.nvlink / 1e9, help="GB/s per GPU in an all-reduce")
-    parser.add_argument("--network-gb-s", type=float, default=setup.network / 1e9, help="GB/s per node, all adapters")
     parser.add_argument(
-        "--latency-us", type=float, default=setup.latency_s * 1e6, help="latency of a hop between nodes"
+        "--nvlink-gb-s", type=float, default=setup.nvlink / 1e9, help="NVLink speed of an all-reduce in GB/s per GPU"
     )
-    parser.add_argument("--file-kb", type=float, default=110.0, help="mean size of an image file")
+    parser.add_argument(
+        "--network-gb-s",
+        type=float,
+        default=setup.network / 1e9,
+        help="network speed in GB/s per node, over all adapters",
+    )
+    parser.add_argument(
+        "--latency-us", type=float, default=setup.latency_s * 1e6, help="latency of a hop between nodes in microseconds"
+    )
+    parser.add_argument("--file-kb", type=float, default=110.0, help="mean size of an image file in kB")
     args = parser.parse_args(argv)
     setup = Setup(
         batch=args.batch,

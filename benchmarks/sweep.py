@@ -30,7 +30,7 @@ def parse_row(text):
     """Parse "NAME: VARIABLE=VALUE ... --flag ...". Return (name, {variable: value}, flags)."""
     name, colon, rest = text.partition(":")
     if not colon:
-        raise argparse.ArgumentTypeError(f"{text!r} has no colon after the name; use 'NAME: FLAGS'")
+        raise argparse.ArgumentTypeError(f"{text!r} has no colon after the name; write 'NAME: FLAGS'")
     arguments = shlex.split(rest)
     count = next((i for i, argument in enumerate(arguments) if not re.match(r"\w+=", argument)), len(arguments))
     return name.strip(), dict(argument.split("=", 1) for argument in arguments[:count]), arguments[count:]
@@ -51,7 +51,7 @@ def command(row, common, python, folder):
 
 
 def measure(row, common, python, limit_s):
-    """Run a measurement. Return its metrics, or {"error": the last line that its first process printed}."""
+    """Run a measurement. Return the metrics, or {"error": the last line that the first process printed}."""
     with tempfile.TemporaryDirectory() as folder:
         arguments, environment = command(row, common, python, folder)
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -59,7 +59,7 @@ def measure(row, common, python, limit_s):
         try:
             output, errors = process.communicate(timeout=limit_s)
         except BaseException as e:
-            os.killpg(process.pid, signal.SIGKILL)  # kills the launcher and all processes that it has started
+            os.killpg(process.pid, signal.SIGKILL)  # kill the launcher and all processes that it has started
             process.wait()
             if isinstance(e, subprocess.TimeoutExpired):
                 return {"error": f"not finished after {limit_s:g} s", "command": arguments}
@@ -99,7 +99,9 @@ def table(names, results):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--row", action="append", required=True, type=parse_row, metavar="'NAME: FLAGS'", help="a row")
+    parser.add_argument(
+        "--row", action="append", required=True, type=parse_row, metavar="'NAME: FLAGS'", help="row of the table"
+    )
     parser.add_argument("--flags", default="", type=shlex.split, metavar="FLAGS", help="flags of train.py for all rows")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", metavar="FILE", help="file to which a JSON line per measurement is appended")
@@ -108,7 +110,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     names = [name for name, _, _ in args.row]
     if len(set(names)) < len(names):
-        parser.error(f"--row: names must differ, but are {', '.join(names)}; rename one")
+        parser.error(f"--row: names are not unique ({', '.join(names)}); rename one")
     results = []
     for repetition in range(args.repeats):
         for row in args.row:

@@ -42,8 +42,8 @@ def pending(args, checkpoint):
         args: Settings with the values inherited from the checkpoint.
         checkpoint: restore.StartCheckpoint or None.
     Raises:
-        UsageError: the run resumes a run with a different --budget-minutes, or continues a checkpoint without
-            meta.json.
+        UsageError: the run resumes a run with a different --budget-minutes, or continues from a checkpoint without
+        meta.json.
     """
     if args.budget_minutes is None or args.benchmark or not args.run_scope.trains:
         return ()
@@ -52,7 +52,7 @@ def pending(args, checkpoint):
     if not checkpoint.resumes or checkpoint.meta["arguments"].get("budget_minutes") != args.budget_minutes:
         raise UsageError(
             f"--budget-minutes {args.budget_minutes:g}: only a new run chooses its epochs, but this run continues "
-            f"{checkpoint.folder}; use --epochs instead"
+            f"from {checkpoint.folder}; use --epochs instead"
         )
     return ()
 
@@ -92,7 +92,10 @@ def choose(args, exe, training, evaluation):
     ends = f"{epochs} epochs end after about {end_s / 60:.3g} minutes, of which {start_s / 60:.3g} have passed"
     logger.info(f"--epochs {epochs}: chosen for {reason}; {ends}")
     if abs(end_s - budget_s) > TOLERANCE * budget_s:
-        logger.warn(f"--budget-minutes {args.budget_minutes:g}: {ends}; no other number of epochs is closer")
+        logger.warn(
+            f"--budget-minutes {args.budget_minutes:g}: {ends}, and no other number of epochs is closer; "
+            "change the budget, or use --epochs"
+        )
 
 
 def duration_s(args, epochs, batches, times):
@@ -112,13 +115,14 @@ def epochs_within(args, seconds, batches, times):
         return duration_s(args, epochs, batches, times)
 
     most = min(MOST_EPOCHS, max(0, int(seconds / (batches * times.batch_s))) + 1)
-    count = bisect.bisect_right(range(1, most + 1), seconds, key=predicted_s)  # epochs that end within the budget
+    # Number of epochs that end within the budget.
+    count = bisect.bisect_right(range(1, most + 1), seconds, key=predicted_s)
     nearest = range(max(1, count), min(most, count + 1) + 1)
     return min(nearest, key=lambda epochs: abs(predicted_s(epochs) - seconds))
 
 
 def _measure_training(args, exe, training, seconds):
-    """Return the seconds per training batch, measured for about `seconds` seconds or, if steps are slow, a few
+    """Return the seconds per training batch, measured for about `seconds` seconds or, if steps are slow, for a few
     steps."""
     count = args.accumulate_steps
     steps = cuda_graph.STEPS_BEFORE + 2 if training.compiled.captured else 1
@@ -149,7 +153,7 @@ def _measure_evaluation(args, exe, evaluation, seconds):
         evaluation.refresh()
         result = program.run(args, evaluation.loader, exe, evaluation.compiled, evaluation.fetchs, 0, Mode.EVAL)
         elapsed_s = perf_counter() - start
-        if result["epoch_time"] > seconds:  # the same in all processes
+        if result["epoch_time"] > seconds:  # all processes have the same epoch_time
             break
     return elapsed_s
 

@@ -53,8 +53,8 @@ def warn_of_unused_outputs(args, loader):
     classes = len(loader.classes)
     if args.num_of_class > classes > 0:
         logger.warn(
-            f"--num-of-class {args.num_of_class}: {args.image_root} has only {classes} classes; no image "
-            "has a larger label"
+            f"--num-of-class {args.num_of_class}: exceeds the {classes} classes in {args.image_root}; reduce it, "
+            "unless the unused outputs are intended"
         )
 
 
@@ -74,7 +74,7 @@ def build_dataloader(args, mode, state=None, trained=None):
     Returns:
         ShardIterator (a DALIGenericIterator), SyntheticIterator, or EmptyIterator for a process without validation
         images. `len()` is the number of steps per epoch; in training, all processes have the same number. Attributes:
-        `step`: number of completed steps in the epoch; `data_set_size`: number of images in the split, over all
+        `step`: number of completed steps in the epoch; `data_set_size`: number of images in the split, summed over all
         processes; `classes` and, for reports, `class_names`: names in label order; `digest`: readers.DataSet.digest, or
         None for synthetic images; `class_images` (training only): number of images of each label, or None if it is
         unknown.
@@ -201,7 +201,7 @@ def _restored(pipeline, make):
 
 
 def _state_error(reason):
-    return StateError(f"the state of the loader is damaged ({' '.join(reason.split())[:200]})")
+    return StateError(f"the loader state is damaged ({' '.join(reason.split())[:200]})")
 
 
 def _usable(args, state, conditions, steps):
@@ -226,19 +226,19 @@ def _usable(args, state, conditions, steps):
     }
     if changes and state["step"] == 0 and not set(changes) & {*ORDER_CONDITIONS, LIST}:
         text = (
-            f"{', '.join(changes.values())}: the order of the images continues, and the random numbers of the "
-            "augmentation restart"
+            f"loader state in the checkpoint: {', '.join(changes.values())}, so the random numbers of the "
+            "augmentation restart, but the image order continues; restore these values to continue both"
         )
         (logger.info if args.sizes else logger.warn)(text)  # with --sizes, the change is intended
         return state, True
     if changes:
         logger.warn(
-            f"the loader cannot resume inside the epoch: {', '.join(changes.values())}; it restarts at the beginning "
-            "of the epoch, with the image order of the first epoch"
+            f"loader state in the checkpoint: {', '.join(changes.values())}, so the loader restarts at the beginning "
+            "of the epoch, with the image order of the first epoch; restore these values to continue inside the epoch"
         )
         return None, False
     if state["step"] > steps:
-        raise StateError(f"the state of the loader is damaged (step {state['step']} of {steps})")
+        raise StateError(f"the loader state is damaged (step {state['step']} of {steps})")
     return state, False
 
 
@@ -255,7 +255,7 @@ def _first_operator(checkpoint):
     while True:
         byte = checkpoint[place : place + 1]
         if checkpoint[:1] != b"\n" or not byte or place > 5:
-            raise StateError("the state of the loader is damaged (it has no reader)")
+            raise StateError("the loader state is damaged (it has no reader)")
         length |= (byte[0] & 0x7F) << 7 * (place - 1)
         place += 1
         if byte[0] < 0x80:

@@ -139,7 +139,7 @@ def _add_convert(commands):
         "convert a data set to a record format; repeat the command to resume",
     )
     command.add_argument("--from", required=True, metavar="DIR", dest="source", help="folder of the data set")
-    command.add_argument("--to", required=True, choices=convert.RECORD_FORMATS, help="format to write")
+    command.add_argument("--to", required=True, choices=convert.RECORD_FORMATS, help="record format to write")
     command.add_argument("--output", required=True, metavar="DIR", help="folder to create, the IMAGE_ROOT of train.py")
     command.add_argument(
         "--shards",
@@ -151,7 +151,7 @@ def _add_convert(commands):
         "--resize-short",
         type=numbers.side,
         metavar="N",
-        help="shrink images to a shorter side of N pixels (default: copy files unchanged)",
+        help="maximum shorter side in pixels; larger images are shrunk (default: no limit)",
     )
     command.add_argument(
         "--quality",
@@ -165,7 +165,9 @@ def _add_convert(commands):
     )
     command.add_argument("--skip-list", metavar="FILE", help="file that lists the images to omit, as for train.py")
     command.add_argument(
-        "--unchecked", action="store_true", help="skip the initial decoding of all images, for a verified data set"
+        "--unchecked",
+        action="store_true",
+        help="whether to skip the initial decoding of all images, for a verified data set",
     )
     _add_allow_outside(command)
 
@@ -205,7 +207,8 @@ def _run_convert(args):
             )
         except BrokenProcessPool as e:
             raise UsageError(
-                "a worker process was killed, possibly out of memory; repeat the command with fewer --workers"
+                "--workers: a worker process was killed, possibly because memory ran out; repeat the command with "
+                "fewer workers"
             ) from e
         except OSError as e:
             name = f" {e.filename}" if e.filename else ""
@@ -256,7 +259,7 @@ def _add_verify(commands):
     command = _add(commands, "verify", _run_verify, "decode every image; exit code 1 if training would fail")
     command.add_argument("root", metavar="DIR", help="folder of the data set")
     command.add_argument(
-        "--fix-list", metavar="FILE", help="file to write, a list of the failing images for train.py --skip-list"
+        "--fix-list", metavar="FILE", help="file for the list of failing images, for train.py --skip-list"
     )
     command.add_argument(
         "--num-of-class", type=numbers.num_of_class, metavar="N", help="number of outputs of the network (default: any)"
@@ -267,7 +270,9 @@ def _add_verify(commands):
         default=RunScope.TRAIN_EVAL.value,
         help="scope of the training run, which determines the required splits (default: train_eval)",
     )
-    command.add_argument("--allow-empty-classes", action="store_true", help="allow empty class folders in train/")
+    command.add_argument(
+        "--allow-empty-classes", action="store_true", help="whether class folders in train/ may be empty"
+    )
     _add_allow_outside(command)
 
 
@@ -280,8 +285,8 @@ def _run_verify(args):
         report = verify.verify(args.root, args.num_of_class, args.allow_outside, scope, args.allow_empty_classes)
     except BrokenProcessPool as e:
         raise UsageError(
-            "a worker process was killed, possibly out of memory, before all images were checked; repeat the command "
-            "with more free memory"
+            "verify: a worker process was killed, possibly because memory ran out, before all images were checked; "
+            "free memory, and repeat the command"
         ) from e
     verify.show(report)
     if args.fix_list is not None:
@@ -304,7 +309,9 @@ def _claim_file(flag, path, root):
 def _add_info(commands):
     command = _add(commands, "info", _run_info, "count images and classes, and measure image sizes")
     command.add_argument("root", metavar="DIR", help="folder of the data set")
-    command.add_argument("--output", metavar="FILE", help="draw class balance and image sizes: .png, .pdf or .svg")
+    command.add_argument(
+        "--output", metavar="FILE", help="drawing of class balance and image sizes to write: .png, .pdf or .svg"
+    )
     _add_allow_outside(command)
 
 
@@ -343,7 +350,9 @@ def _run_speed(args):
 
 
 def _add_allow_outside(command):
-    command.add_argument("--allow-outside", action="store_true", help="accept file lists with files outside DIR")
+    command.add_argument(
+        "--allow-outside", action="store_true", help="whether file lists may contain files outside DIR"
+    )
 
 
 def _fraction(text):

@@ -328,7 +328,7 @@ def main(argv=None):
         default=config.parse_args([]).output_dir,
         help="folder for checkpoints, to check disk space (default: %(default)s)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument("--json", action="store_true", help="JSON output instead of the table")
     return exit_codes.of("paddle_resnet.doctor", lambda: _main(parser.parse_args(argv)))
 
 

@@ -181,7 +181,7 @@ def _partial_folder(output):
                 yield partial
             files.fsync(output.parent)
     finally:
-        with contextlib.suppress(OSError):  # fails if another process is writing to the folder
+        with contextlib.suppress(OSError):  # removal fails if another process is writing to the folder
             temporary.rmdir()
 
 
@@ -413,7 +413,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m paddle_resnet.export", description=__doc__, allow_abbrev=False)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint or run folder, such as output/ResNet50")
     parser.add_argument("output", metavar="OUT", help="folder to create")
-    parser.add_argument("--onnx", action="store_true", help="also write model.onnx")
+    parser.add_argument("--onnx", action="store_true", help="whether to also write model.onnx")
     parser.add_argument(
         "--verify", metavar="IMAGE_ROOT", help="data set on which to compare exports with the checkpoint"
     )
@@ -425,7 +425,7 @@ def main(argv=None):
         help="precision of the network, whose input and output remain float32; float16 requires a GPU to run "
         "(default: float32)",
     )
-    parser.add_argument("--int8", action="store_true", help="quantize model.onnx; implies --onnx")
+    parser.add_argument("--int8", action="store_true", help="whether to quantize model.onnx; implies --onnx")
     parser.add_argument(
         "--calibrate", metavar="IMAGE_ROOT", help="data set whose training images determine activation ranges"
     )
@@ -446,7 +446,7 @@ def main(argv=None):
         choices=["onnxruntime", "tensorrt"],
         help="engine that runs the INT8 model; tensorrt requires zero point 0 (default: onnxruntime)",
     )
-    parser.add_argument("--triton", action="store_true", help="also write triton/, a model repository")
+    parser.add_argument("--triton", action="store_true", help="whether to also write triton/, a model repository")
     parser.add_argument(
         "--model-arch-name", metavar="FILE.py:NAME", help="Python file and name of the checkpoint's network"
     )

@@ -25,10 +25,10 @@ LOWEST, HIGHEST = 1e-10, 1e4  # limits of learning rates
 LEAST_STEPS = 20  # a shorter curve has no clear shape
 # Flags of train.py that contradict a search: (name, remedy).
 UNSUPPORTED = (
-    ("resume", "a search starts a new run; remove it"),
-    ("from_checkpoint", "a search starts a new run; use --from-pretrained-params"),
-    ("benchmark", "a search is not a benchmark; remove it"),
-    ("print_config", "not supported; use it with train.py"),
+    ("resume", "not supported by a search, which starts a new run; remove it"),
+    ("from_checkpoint", "not supported by a search, which starts a new run; use --from-pretrained-params"),
+    ("benchmark", "not supported by a search; remove it"),
+    ("print_config", "not supported by a search; use it with train.py"),
 )
 
 
@@ -37,7 +37,7 @@ class Diverged(Exception):
 
 
 class LossRecorder(meters.AverageMeter):
-    """The meter of the training loss, which records the mean loss of each step over all processes.
+    """A meter that records the mean training loss of each step over all processes.
 
     Args:
         steps: number of steps of the search.
@@ -114,7 +114,7 @@ def parse(argv):
     if search.from_lr >= search.to_lr:
         raise UsageError(f"--from-lr {search.from_lr:g}: not below --to-lr {search.to_lr:g}; use a lower rate")
     if not args.run_scope.trains:
-        raise UsageError(f"--run-scope {args.run_scope.value}: a search trains; remove it")
+        raise UsageError(f"--run-scope {args.run_scope.value}: a search requires training; remove it")
     for name, remedy in UNSUPPORTED:
         value = getattr(args, name)
         if value:
@@ -151,7 +151,7 @@ def _run(search, args):
         compat.check_version()
         from paddle_resnet import phases
     except ImportError as e:
-        raise RunError(f"Paddle or DALI cannot be imported ({e}); run python -m paddle_resnet.doctor") from e
+        raise RunError(f"Paddle or DALI: cannot be imported ({e}); run python -m paddle_resnet.doctor") from e
     from paddle_resnet.checkpoints import folders
     from paddle_resnet.job import exchange, fleet
 
@@ -177,7 +177,7 @@ def _run(search, args):
         losses, ended_early = _search(search, exe, training)
         problem = exchange.from_rank_0(lambda: _write(search, args, folder, losses, ended_early))
     if problem is not None:  # raised outside the barrier, because no process has failed
-        raise RunError(f"no suggestion: {problem}")
+        raise RunError(f"--lr: no suggestion, because {problem}")
 
 
 def _claim(args, folder, inputs):

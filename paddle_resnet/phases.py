@@ -74,7 +74,7 @@ def claim_outputs(args, checkpoint):
     """Check that the run can write all its files.
 
     Raises:
-        UsageError: outputs.claim fails, or a file contains the report of a different run.
+        UsageError: outputs.claim fails, or a file contains the report of another run.
     """
     folder = folders.run_folder(args)
     exchange.from_rank_0(lambda: _claim(args, checkpoint, folder))

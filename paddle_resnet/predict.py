@@ -97,7 +97,7 @@ def _images(description, paths, batch_size, device, threads, read):
                 yield from _alone(description, path, problem, device, threads, read, error)
             ahead.clear()
         else:
-            yield from ((files_read, None) for files_read in ahead)  # files after the last valid image
+            yield from ((files_read, None) for files_read in ahead)  # the files after the last valid image
             return
 
 
@@ -243,7 +243,7 @@ def _images_below(folder):
         skips = f"; skipped: {counts}" if counts else ""
         raise UsageError(f"{folder}: contains no images ({suffixes}){skips}; choose a different folder")
     if counts:
-        logger.warn(printable(f"{folder}: skipped {counts} (images end in {suffixes})"))
+        logger.warn(printable(f"{folder}: skipped {counts}; rename images so that they end in {suffixes}"))
     return sorted(paths)
 
 
@@ -331,7 +331,7 @@ def engines(path, device, model_arch_name=None, precision=None, sizes=(32,)):
                 raise UsageError(problem)
             model = inference.open_onnx(onnx_file, device)
         except UsageError as e:
-            logger.warn(f"skipping onnxruntime: {e}")
+            logger.warn(f"onnxruntime: not measured: {e}")
         else:
             yield model
 
@@ -346,7 +346,7 @@ def main(argv=None):
         "--model-arch-name", metavar="FILE.py:NAME", help="Python file and name of the checkpoint's network"
     )
     parser.add_argument("--csv", metavar="FILE|-", help="CSV file to write, one line per image; - is stdout")
-    parser.add_argument("--json", action="store_true", help="print a JSON object per image, one per line")
+    parser.add_argument("--json", action="store_true", help="JSON output, one object per line and image")
     parser.add_argument("--device", choices=["auto", "gpu", "cpu"], default="auto", help="device (default: auto)")
     parser.add_argument(
         "--batch-size", type=numbers.batch_size, metavar="N", help=f"images per batch (default: {BATCH_SIZE})"
@@ -358,7 +358,8 @@ def main(argv=None):
         "--tta",
         choices=["none", "flip"],
         default="none",
-        help="flip: average the probabilities of each image and its mirror image (default: none)",
+        help="test-time augmentation; flip: average the probabilities of each image and its mirror image (default: "
+        "none)",
     )
     parser.add_argument(
         "--precision",
@@ -366,7 +367,9 @@ def main(argv=None):
         help="precision of the network (default: float16 on a GPU with Tensor Cores, otherwise float32; an export "
         "runs in the precision in which it was exported)",
     )
-    parser.add_argument("--benchmark", action="store_true", help="measure only the network, on random images")
+    parser.add_argument(
+        "--benchmark", action="store_true", help="whether to only measure the network, on random images"
+    )
     parser.add_argument(
         "--benchmark-batches",
         type=numbers.list_of(numbers.batch_size),
@@ -378,8 +381,8 @@ def main(argv=None):
         "--serve",
         type=numbers.integer(0, 65535),
         metavar="PORT",
-        help="serve a web page to try the model, and POST /predict in JSON, until Control-C or SIGTERM; 0 chooses a "
-        "free port",
+        help="port of a web server with a page to try the model and POST /predict in JSON, until Control-C or "
+        "SIGTERM; 0: a free port",
     )
     parser.add_argument("--serve-host", metavar="ADDRESS", help=f"address of the web server (default: {HOST})")
     parser.add_argument(
@@ -410,7 +413,7 @@ def _main(args):
     paths = [] if args.benchmark or listener else find_images(args.images, sys.stdin)
     _claim_csv(args, paths)
     with signals.deferred():
-        from paddle_resnet.machine import compat  # imports Paddle, which takes seconds
+        from paddle_resnet.machine import compat  # importing Paddle takes seconds
 
         compat.check_version()
         from paddle_resnet.data import bad_images
@@ -456,8 +459,8 @@ def _listen(args):
                 raise UsageError(f"{flag} {value}: requires --serve; add it or remove {flag}")
         return None
     if args.images or args.json or args.csv or args.benchmark or args.batch_size:
-        others = "images, --csv, --json, --benchmark and --batch-size"
-        raise UsageError(f"--serve {args.serve}: predicts each uploaded image; remove {others}")
+        others = "images, --csv, --json, --benchmark or --batch-size"
+        raise UsageError(f"--serve {args.serve}: not supported with {others}; remove them")
     from paddle_resnet.serving import web
 
     return web.listen(_host(args), args.serve)
@@ -481,7 +484,10 @@ def _serve(args, model, device, listener):
     limits = 10**6 * (args.serve_max_mb or MAX_MB), args.serve_max_images or MAX_IMAGES
     app = web.create_app(classify, worker, model.description, *limits, web.allowed_hosts(listener, host))
     if not web.is_loopback(listener):
-        logger.warn(f"--serve-host {host}: other machines can use the model, without password and encryption")
+        logger.warn(
+            f"--serve-host {host}: other machines can use the model, without password or encryption; restrict "
+            "access with a firewall"
+        )
     logger.write_line(f"{web.url(listener)} shows a page to try {args.model}; Control-C stops it", sys.stdout)
     with bad_images.decoders_silenced():
         web.serve(app, listener)

@@ -42,7 +42,7 @@ from utils.signals import Preempted
 # Attributes of BuildStrategy that enable fused operators for training on a GPU. Not every Paddle version has all of
 # these attributes.
 FUSED_OPERATORS = ("fuse_bn_act_ops", "fuse_bn_add_act_ops", "fuse_elewise_add_act_ops", "enable_addto")
-# Operators that oneDNN computes on a CPU
+# Operators for which Paddle uses oneDNN on a CPU.
 ONEDNN = ("conv2d", "conv2d_grad", "depthwise_conv2d", "depthwise_conv2d_grad")
 
 
@@ -431,10 +431,10 @@ def fused_operators(args, compiled):
 def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_scheduler=None):
     """Run one epoch, the rest of an epoch after a resume, or a benchmark.
 
-    The host dispatches step n and then waits for the metrics of step n-1. It does not wait for the device anywhere
-    else. In benchmark mode, the loader restarts as often as needed; the restart and the wait for the next batch count
-    as data_time. The first --benchmark-warmup-steps steps are not measured. The device is idle when the measurement
-    begins and when it ends.
+    The host dispatches step n and then waits for the metrics of step n-1. The host does not wait for the device
+    anywhere else. In benchmark mode, the loader restarts as often as needed; the restart and the wait for the next
+    batch count as data_time. The first --benchmark-warmup-steps steps are not measured. The device is idle when the
+    measurement begins and when it ends.
 
     Args:
         args: Settings.
@@ -449,7 +449,7 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         mode: Mode.TRAIN or Mode.EVAL.
         lr_scheduler: schedule to advance after each step, or None.
     Returns:
-        dict of metrics over all processes:
+        dict of metrics, aggregated over all processes:
         loss, top1, top5: means over images. The loss is the mean of the finite losses, or NaN if no loss is finite.
         not_finite: number of images whose loss is NaN or infinite, if there are any.
         images, steps, epoch_time (seconds), ips (images/s). After a resume inside an epoch, steps and times cover only
@@ -733,7 +733,7 @@ def _loss_scale():
 
 
 def _over_all_processes(meters, clock, stopped):
-    """Return the metrics and times over all processes, reduced on the host in float64. Each process returns the same
+    """Return metrics and times, aggregated over all processes on the host in float64. Each process returns the same
     values."""
     watchdog.phase("metric reduction")
     loss = meters["loss"]
@@ -763,8 +763,8 @@ def _over_all_processes(meters, clock, stopped):
 
 
 def _confusion_over_all_processes(meter):
-    """Return the confusion counts over all processes and top1 per class. Processes exchange only positive counts, at
-    most two numbers per image."""
+    """Return the confusion counts, summed over all processes, and top1 per class. Processes exchange only positive
+    counts, at most two numbers per image."""
     codes, counts = meter.counts()
     longest = int(exchange.all_gather([len(codes)]).max())
     padding = (0, longest - len(codes))
@@ -772,14 +772,14 @@ def _confusion_over_all_processes(meter):
     codes, places = np.unique(all_ranks[:, :longest], return_inverse=True)
     counts = np.zeros(len(codes), np.int64)
     np.add.at(counts, places.reshape(-1), all_ranks[:, longest:].reshape(-1))
-    confusion = np.column_stack([*divmod(codes, meter.class_num), counts])[counts > 0]  # removes the padding
+    confusion = np.column_stack([*divmod(codes, meter.class_num), counts])[counts > 0]  # remove the padding
     metrics = class_metrics(confusion, meter.class_num)
     return {"confusion": confusion, "class_top1": np.where(metrics["images"] > 0, metrics["recall"], np.nan)}
 
 
 def _predictions_on_rank_0(labels, rows):
-    """On rank 0, return the predictions of all processes. They are in the order of the data set, because shards are
-    assigned in rank order."""
+    """On rank 0, return the predictions of all processes in the order of the data set, because shards are assigned in
+    rank order."""
     own = np.column_stack([labels, rows])
     all_ranks = exchange.gather(own.tobytes())
     if all_ranks is None:

@@ -212,8 +212,8 @@ def _choose_training(settings, facts, is_fine_tuned):
         )
     _set(settings, kind, optimizer="AdamW" if is_fine_tuned else "Nesterov")
     if is_fine_tuned:
-        # The statistics of the pretrained network must fade within the run. EfficientNet-Lite's momentum of 0.99 keeps
-        # half of them after 70 steps.
+        # The statistics of the pretrained network must fade within the run. With EfficientNet-Lite's momentum of 0.99,
+        # the old statistics still have a weight of one half after 70 steps.
         _set(settings, kind, bn_momentum=0.9)
     rule = OPTIMIZERS[settings.optimizer]
     if "momentum" in rule.flags:

@@ -21,7 +21,8 @@ from utils.errors import RunError, UsageError
 from utils.mode import RunScope
 
 MIB = 2**20
-OF_TRAINING = ("--profile-steps", "--tensorboard-dir", "--report-html")  # omitted from the suggested evaluation command
+# Flags that the suggested evaluation command omits.
+OF_TRAINING = ("--profile-steps", "--tensorboard-dir", "--report-html")
 STARVED_FRACTION = 0.2  # acceptable fraction of a step that the GPU spends waiting for images
 
 
@@ -74,7 +75,7 @@ def check_replaced(args, checkpoint, run_folder):
         run_folder: folder of the run's checkpoints.
     Raises:
         UsageError: the file is not a report; it is the report of a training run and --overwrite is not set; or the run
-            would append to the report of a different run.
+            would append to the report of another run.
     """
     path = Path(args.report_file)
     if not path.is_file():
@@ -119,7 +120,7 @@ def _is_of_run(path, checkpoint, run_folder):
     if os.path.dirname(os.path.realpath(path)) in places or recorded & own:
         return True
     for folder in recorded:
-        with contextlib.suppress(ValueError):  # not a valid path, for example because of a null byte
+        with contextlib.suppress(ValueError):  # the path is not valid, for example because of a null byte
             if os.path.realpath(folder) in places:
                 return True
     return False
@@ -240,7 +241,7 @@ def conclude(args, argv, result, mode):
 
 
 def _peak_memory(device):
-    """Return the peak memory of Paddle's GPU allocator in MiB as the maximum over all processes. On a CPU, return {},
+    """Return the peak memory of Paddle's GPU allocator in MiB, the maximum over all processes. On a CPU, return {},
     because Paddle has no memory statistics for CPUs."""
     if device == "cpu":
         return {}
@@ -399,8 +400,9 @@ def write_classes(args, result, classes, epoch, is_best=True):
         return numbers
     if "not_finite" in numbers:
         logger.warn(
-            f"the loss of {numbers['not_finite']} of {numbers['images']} images is not finite; the mean loss omits "
-            "these images; class accuracies and confusion counts omit images whose logits are all NaN"
+            f"loss: not finite for {numbers['not_finite']} of {numbers['images']} images, which the mean loss omits; "
+            "class accuracies and confusion counts omit images whose logits are all NaN; check the images and the "
+            "learning rate"
         )
     if not is_best:
         return numbers

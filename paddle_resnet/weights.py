@@ -70,7 +70,9 @@ def main(argv=None):
     parser.add_argument("--arch", metavar="NAME", help="name of the network, as for --model-arch-name")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to create")
     parser.add_argument("--verify", metavar="IMAGE_ROOT", help="data set on which to evaluate the checkpoint")
-    parser.add_argument("--verbose", action="store_true", help="list all tensors that do not match the network")
+    parser.add_argument(
+        "--verbose", action="store_true", help="whether errors list all tensors that do not match the network"
+    )
     return exit_codes.of("paddle_resnet.weights", lambda: _main(*parser.parse_known_args(argv)))
 
 

@@ -52,8 +52,8 @@ NHWC = ["--data-layout", "NHWC", "--image-shape", "4,32,32"]
 paddle.base.framework.traceback = SimpleNamespace(extract_stack=partial(traceback.extract_stack, limit=4))
 math_op_patch.inspect = SimpleNamespace(stack=lambda: [None, (None, "a test", 0)])
 
-# Ports for the launcher. Its default range overlaps with the ephemeral ports of the system, so another program could
-# take a port before the processes of a job listen on it.
+# Ports for the launcher. The launcher's default range overlaps with the ephemeral ports of the system, so another
+# program could take a port before the processes of a job listen on it.
 os.environ["PORT_RANGE"] = "12000:32000"
 
 
@@ -150,7 +150,7 @@ def four_stages(monkeypatch):
 @pytest.fixture(scope="session")
 def once(tmp_path_factory, worker_id):
     """Return a function once(name, make), which returns a folder that all worker processes of pytest-xdist share. One
-    of the processes fills the folder by calling make(folder). Tests must not change the folder."""
+    process fills the folder by calling make(folder). Tests must not change the folder."""
     root = tmp_path_factory.getbasetemp()
     if worker_id != "master":
         root = root.parent

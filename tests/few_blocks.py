@@ -1,4 +1,4 @@
-"""Networks of the registry with fewer blocks. Each of them still contains all kinds of layers of the full network."""
+"""Networks of the registry with fewer blocks. Each network still contains all kinds of layers of the full network."""
 
 import importlib
 from dataclasses import replace

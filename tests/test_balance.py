@@ -118,7 +118,8 @@ def test_balanced_sampling_draws_classes_equally(parse, imbalanced):
     epochs = [np.concatenate(epoch(loader)[1])[:, 0] for _ in range(20)]
     counts = Counter(np.concatenate(epochs).tolist())
     assert sum(counts.values()) == 20 * 24
-    assert all(120 < counts[label] < 200 for label in range(3))  # 160 expected, standard deviation 10
+    # The expected count is 160, with a standard deviation of 10.
+    assert all(120 < counts[label] < 200 for label in range(3))
     assert len({tuple(labels) for labels in epochs}) == 20  # each epoch draws different images
     again = balanced_loader(parse, imbalanced, "--rand-crop-scale", "1,1")
     np.testing.assert_array_equal(np.concatenate(epoch(again)[1])[:, 0], epochs[0])
@@ -129,7 +130,8 @@ def test_classes_of_an_unsorted_list_are_drawn_equally():
     data_set = SimpleNamespace(files=list(map(str, labels)), labels=labels)
     paths, drawn = readers.BalancedSampler(data_set, "root", 0, 0, 480, 1)()
     assert [bytes(path).decode() for path in paths] == [f"root/{label}" for label in drawn[:, 0]]
-    assert all(120 < count < 200 for count in np.bincount(drawn[:, 0]))  # 160 expected, standard deviation 10
+    # The expected count is 160, with a standard deviation of 10.
+    assert all(120 < count < 200 for count in np.bincount(drawn[:, 0]))
 
 
 @pytest.mark.parametrize("done", [0, 2, 4, 5])
@@ -158,7 +160,7 @@ def test_balanced_order_continues_after_epoch_with_changed_flag(parse, imbalance
     loader = balanced_loader(parse, imbalanced)
     epoch(loader)
     changed = balanced_loader(parse, imbalanced, "--color-jitter", "0.4", state=loader.state())
-    assert "the order of the images continues" in capsys.readouterr().err
+    assert "but the image order continues" in capsys.readouterr().err
     assert [labels.tolist() for _, labels in take(changed, 16)] == expected
 
 
@@ -192,7 +194,8 @@ def test_balanced_run_resumes_exactly_within_epoch(run_train, losses_with_a_stop
     assert code == 0
     parameters = report[0]["data"]
     assert (parameters["class_weights"], parameters["balanced_sampling"]) == ("balanced", True)
-    assert losses_with_a_stop(9, *flags, image_root=imbalanced) == losses(report)  # stops within the second epoch
+    # The run stops within the second epoch.
+    assert losses_with_a_stop(9, *flags, image_root=imbalanced) == losses(report)
 
 
 @pytest.mark.soak

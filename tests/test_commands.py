@@ -108,5 +108,5 @@ def test_reports_and_name_errors_need_neither_paddle_nor_dali(tmp_path):
     assert done.returncode == 0, done.stderr
     errors = [line.partition(" error: ")[2] for line in done.stderr.splitlines()]
     starts = ["--model-arch-name ResNet5: unknown", "--model-arch-name nowhere.py:Net: nowhere.py cannot be read"]
-    starts += ["--image-root /nowhere: ", "Paddle or DALI cannot be imported"]
+    starts += ["--image-root /nowhere: ", "Paddle or DALI: cannot be imported"]
     assert [error.startswith(start) for error, start in zip(errors, starts, strict=True)] == [True] * 4, errors

@@ -253,21 +253,21 @@ def test_as_dict_excludes_config_and_print_config(config_file):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("--bach-size 3", "unknown flag --bach-size: did you mean --batch-size?"),
-        ("--bach-size=3", "unknown flag --bach-size: did you mean --batch-size?"),
-        ("--benchmark_steps 3", "unknown flag --benchmark_steps: did you mean --benchmark-steps?"),
-        ("--foo 3", "unknown flag --foo: see --help"),
-        ("--learning-rate 3", "unknown flag --learning-rate: did you mean --lr?"),
-        ("--num_classes=3", "unknown flag --num_classes: did you mean --num-of-class?"),
-        ("--data-dir d", "unknown flag --data-dir: did you mean --image-root?"),
-        ("--inference-dir d", "unknown flag --inference-dir: run python -m paddle_resnet.export CHECKPOINT DIR after"),
-        ("--eval", "unknown flag --eval: did you mean --run-scope eval_only?"),
+        ("--bach-size 3", "--bach-size: unknown flag; use --batch-size"),
+        ("--bach-size=3", "--bach-size: unknown flag; use --batch-size"),
+        ("--benchmark_steps 3", "--benchmark_steps: unknown flag; use --benchmark-steps"),
+        ("--foo 3", "--foo: unknown flag; see --help"),
+        ("--learning-rate 3", "--learning-rate: unknown flag; use --lr"),
+        ("--num_classes=3", "--num_classes: unknown flag; use --num-of-class"),
+        ("--data-dir d", "--data-dir: unknown flag; use --image-root"),
+        ("--inference-dir d", "--inference-dir: unknown flag; run python -m paddle_resnet.export CHECKPOINT DIR after"),
+        ("--eval", "--eval: unknown flag; use --run-scope eval_only"),
         (
             "--model-prefix a/b",
-            "--model-prefix: 'a/b' is not a valid file name; use one without / and without a leading dot",
+            "--model-prefix: 'a/b' is not a valid file name; use at most 240 bytes without / and without a leading dot",
         ),
         ("--model-prefix=", "--model-prefix: '' is not a valid file name"),
-        (f"--model-prefix {'é' * 121}", "leading dot, of at most 240 bytes, such as"),
+        (f"--model-prefix {'é' * 121}", "leading dot, such as"),
         ("--lr-decay-factor 1e30", "--lr-decay-factor: 1e30 is too large; use a number up to 1000, such as 0.1"),
         ("stray", "'stray'"),
         ("--epochs 3 stray", "'stray'"),
@@ -279,7 +279,7 @@ def test_unknown_argument_is_an_error(text, expected):
 
 @pytest.mark.parametrize("flag", ["--epoch", "--output", "--conf", "--normalize-m"])
 def test_abbreviation_is_an_error(flag):
-    assert f"unknown flag {flag}: did you mean {flag}" in error_of(f"{flag} 3")
+    assert f"{flag}: unknown flag; use {flag}" in error_of(f"{flag} 3")
 
 
 @pytest.mark.parametrize("name", [name for name, action in ACTIONS.items() if action.nargs not in (0, "?")])
@@ -447,10 +447,10 @@ def test_flags_at_the_limits_are_accepted(flags):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("bach_size: 3", "unknown key bach_size: did you mean batch_size?"),
-        ("batch-size: 3", "unknown key batch-size: did you mean batch_size?"),
-        ("5: 3", "unknown key 5"),
-        ("config: other.yaml", "unknown key config"),
+        ("bach_size: 3", "bach_size: unknown key; use batch_size, or see --help"),
+        ("batch-size: 3", "batch-size: unknown key; use batch_size, or see --help"),
+        ("5: 3", "5: unknown key"),
+        ("config: other.yaml", "config: unknown key"),
         ("- epochs", ": not a mapping; write lines of the form `flag: value`"),
         ("epochs 3", ": not a mapping; write lines of the form `flag: value`"),
         ("normalize_mean: [0, 0", "not valid YAML"),
@@ -495,8 +495,8 @@ def test_parsing_imports_neither_paddle_nor_dali():
         (["--profile-steps", "4:3"], "4:3 contains no step"),
         (["--profile-steps=-1:3"], "-1 is too small"),
         (["--profile-steps", "a:3"], "'a' is not a whole number"),
-        (["--profile-steps", "3"], "'3': expected two steps A:B"),
-        (["--profile-steps", "1:2:3"], "'1:2:3': expected two steps A:B"),
+        (["--profile-steps", "3"], "'3' is not a range of steps; use A:B"),
+        (["--profile-steps", "1:2:3"], "'1:2:3' is not a range of steps; use A:B"),
     ],
 )
 def test_numbers_out_of_range_are_errors(flags, expected):
@@ -548,8 +548,8 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (BOMB, "not valid YAML (an alias"),
-        ("epochs: &e 3\nwarmup_epochs: *e\n", "replace the alias with its value"),
+        (BOMB, "not valid YAML (alias"),
+        ("epochs: &e 3\nwarmup_epochs: *e\n", "not supported; replace it with its value"),
         ("epochs: " + "[" * 30_000, "maximum recursion depth exceeded"),
         ("a: " * 20_000, "not valid YAML"),
         ("epochs: " + "9" * 5000, "is not a whole number; use"),
@@ -586,8 +586,8 @@ def test_all_conflicts_are_reported_together(config_file):
     with pytest.raises(UsageError) as error:
         parse("--learning-rate 1 --epochs 3 --workers 4")
     assert str(error.value).splitlines() == [
-        "unknown flag --learning-rate: did you mean --lr?",
-        "unknown flag --workers: did you mean --dali-num-threads?",
+        "--learning-rate: unknown flag; use --lr",
+        "--workers: unknown flag; use --dali-num-threads",
     ]
 
 
@@ -611,8 +611,8 @@ def test_aliases_refer_to_existing_flags():
 
 
 def test_alias_as_yaml_key_suggests_the_key(config_file):
-    assert "unknown key learning_rate: did you mean lr?" in error_of(f"--config {config_file('learning_rate: 1')}")
-    assert "did you mean image_root?" in error_of(f"--config {config_file('data-dir: x')}")
+    assert "learning_rate: unknown key; use lr" in error_of(f"--config {config_file('learning_rate: 1')}")
+    assert "data-dir: unknown key; use image_root" in error_of(f"--config {config_file('data-dir: x')}")
 
 
 def test_settings_record_the_origin_of_each_value(config_file):
@@ -782,12 +782,12 @@ def test_flags_missing_in_old_checkpoint_have_their_old_defaults():
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        ("128", "'128': expected SIZE:EPOCH[:BATCH[:FACTOR]],..."),
-        ("128:0:8:1:1", "expected SIZE:EPOCH[:BATCH[:FACTOR]],..."),
+        ("128", "'128' is not a stage; use SIZE:EPOCH[:BATCH[:FACTOR]],..."),
+        ("128:0:8:1:1", "is not a stage; use SIZE:EPOCH[:BATCH[:FACTOR]],..."),
         ("128:0:0", "--sizes: 0 is too small"),
         ("128:0:8:0", "--sizes: 0 is not positive"),
-        ("128:1", "the epochs do not increase from 0"),
-        ("128:0,160:0", "the epochs do not increase from 0"),
+        ("128:1", "has epochs that do not increase from 0"),
+        ("128:0,160:0", "has epochs that do not increase from 0"),
         ("128:0,0:2", "--sizes"),
         ("128:0,160:3", "--sizes 128:0,160:3: the last stage begins in epoch 3, but --epochs is 3"),
     ],

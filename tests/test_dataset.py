@@ -156,7 +156,7 @@ def test_killed_workers_exit_with_code_2_and_a_remedy(tmp_path, capsys, monkeypa
     monkeypatch.setattr(convert, "convert", killed)
     monkeypatch.setattr(verify, "verify", killed)
     arguments = ["convert", "--from", str(tmp_path / "data"), "--to", "lmdb", "--output", str(tmp_path / "x")]
-    for argv, message in ((arguments, "with fewer --workers"), (["verify", str(tmp_path)], "with more free memory")):
+    for argv, message in ((arguments, "with fewer workers"), (["verify", str(tmp_path)], "free memory, and repeat")):
         assert dataset.main(argv) == 2
         err = capsys.readouterr().err
-        assert "a worker process was killed, possibly out of memory" in err and message in err
+        assert "a worker process was killed, possibly because memory ran out" in err and message in err

@@ -34,8 +34,8 @@ def test_doctor_passes_on_healthy_machine(tmp_path):
 
 @pytest.fixture
 def facts(once, monkeypatch):
-    """Query the library versions only once, because importing the libraries takes seconds. Tests that are not about
-    libraries use the stored versions."""
+    """Query the library versions only once, because importing the libraries takes seconds. Tests of other checks use
+    the stored versions."""
 
     def make(folder):
         (folder / "facts.json").write_text(json.dumps(doctor._in_child(doctor._library_facts)))

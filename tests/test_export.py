@@ -482,8 +482,8 @@ def test_preprocess_script_predicts_with_onnx_model(checkpoint, photos, tmp_path
     assert lines[0].startswith(f"{image}: uint8 [1, 32, 32, 3], from ")
     assert len(lines) == 4
     assert sum(float(line.split()[0]) for line in lines[1:]) == pytest.approx(1, abs=1e-5)
-    # The module prints the same result as its copy in the export. Without onnxruntime, it prints only the shape of the
-    # image.
+    # The module prints the same result as its copy in the export. Without onnxruntime, the module prints only the shape
+    # of the image.
     monkeypatch.setattr(preprocessing, "__file__", str(tmp_path / "exported/preprocess.py"))
     capsys.readouterr()
     preprocessing.main([str(image)])
@@ -613,7 +613,7 @@ def test_checkpoint_of_nvidia_example_is_exported(checkpoint, tmp_path, capsys, 
     description = export.export(tmp_path / "run", tmp_path / "exported")
     stderr = capsys.readouterr().err
     assert f"{tmp_path}/run: using the checkpoint {checkpoint}" in stderr
-    message = "contains no meta.json, so the architecture is inferred from the parameters (Tiny), the preprocessing"
+    message = "contains no meta.json, so the network (Tiny) is inferred from the parameters, the preprocessing"
     assert f"warning: {checkpoint}: {message}" in stderr
     assert description["input"]["shape"] == [None, 3, 224, 224] and description["output"]["shape"] == [None, 3]
     assert (description["classes"], description["epoch"], description["evaluated"]) == ([], 89, None)

@@ -188,7 +188,7 @@ def test_resume_in_either_phase_is_bit_identical(run_train, losses_with_a_stop, 
     flags = [*common, *UNFREEZE, "--resume"]
     code, report = run_train(*flags)
     assert code == 0
-    assert len(fake.made) == 3  # one for each phase, one for the evaluation
+    assert len(fake.made) == 3  # one graph per phase, and one for the evaluation
     assert losses_with_a_stop(train_step, *flags) == losses(report)
 
 
@@ -220,10 +220,10 @@ def test_frozen_phase_keeps_pretrained_weights(run_train, checkpoint, tmp_path, 
          "from stem, stages.0, stages.1, classifier"),
         (["--freeze", "stem,stages,classifier"], "--freeze stem,stages,classifier: freezes all layers; remove at least "
          "one name"),
-        (["--freeze", "stem,all-but-classifier"], "expected layers such as stem,stages.0, or only all-but-classifier"),
+        (["--freeze", "stem,all-but-classifier"], "is not a list of layers; use layers such as stem,stages.0, or"),
         (["--unfreeze-at", "1"], "--unfreeze-at 1: requires --freeze"),
         (["--freeze", "stem", "--unfreeze-at", "1"], "--unfreeze-at 1: must be below --epochs 1; use an earlier epoch"),
-        (["--lr-decay-by-layer", "0"], "expected a number above 0, up to 1"),
+        (["--lr-decay-by-layer", "0"], "0 is not positive; use a number above 0 and up to 1"),
     ],
 )  # fmt: skip
 def test_invalid_flags_exit_with_code_2(run_train, capsys, flags, message):
@@ -255,12 +255,12 @@ def test_two_processes_train_the_same_network_with_frozen_layers(launch):
 @pytest.mark.parametrize("kernels", ["paddle", "native"])
 def test_bn_momentum_weighs_previous_statistics(run_train, tmp_path, kernels):
     layout = NHWC if kernels == "native" else []
-    flags = ["--batch-size", "24", "--kernels", kernels, *layout]  # a single step
+    flags = ["--batch-size", "24", "--kernels", kernels, *layout]  # one step
     means = {}
     for momentum in ("0", "0.75"):
         code, _ = run_train(*flags, "--bn-momentum", momentum, "--output-dir", tmp_path / momentum)
         assert code == 0
         state = pickle.loads((tmp_path / momentum / "Tiny/0/tiny.pdparams").read_bytes())
-        means[momentum] = state["batch_norm_0.w_1"]  # initially 0
+        means[momentum] = state["batch_norm_0.w_1"]  # the initial value is 0
     np.testing.assert_allclose(means["0.75"], 0.25 * means["0"], rtol=1e-5)
     assert means["0"].any()

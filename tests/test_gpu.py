@@ -1,4 +1,4 @@
-"""Tests that require a GPU. They are skipped on machines without a GPU."""
+"""Tests that require a GPU. The tests are skipped on machines without a GPU."""
 
 import json
 import os
@@ -208,7 +208,7 @@ def test_evaluation_with_mirror_images_matches_cpu(run_train, tmp_path, capsys, 
         assert code == 0
         results.append(phase(report, [], "val.")["loss"])
     assert results[1] == pytest.approx(results[0], rel=0.01)
-    assert "captured step has different results" not in capsys.readouterr().err
+    assert "uncaptured step have different results" not in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -267,7 +267,7 @@ def test_overflow_steps_leave_parameters_unchanged(run_train, tmp_path, flags):
         assert scale == pytest.approx(3e38 / 2**3 if name == "overflows" else 128)
     overflows, unchanged = results
     for name in unchanged:
-        if not name.endswith(("w_1", "w_2")):  # excludes BN statistics
+        if not name.endswith(("w_1", "w_2")):  # skip BN statistics
             np.testing.assert_array_equal(overflows[name], unchanged[name], err_msg=name)
 
 
@@ -303,7 +303,7 @@ def test_first_losses_match_cpu(run_train, tmp_path):
     start += ["--overwrite"]
     start += ["--lr", "0.01", "--run-scope", "train_only", "--dali-device", "cpu", "--print-interval", "1"]
     on_cpu = losses(run_train(*start)[1])
-    assert len(on_cpu) == 4  # three steps and their mean
+    assert len(on_cpu) == 4  # losses of three steps, and their mean
     for name, (first, later) in CLOSE_TO_CPU.items():
         for kernels in ("paddle", "native") if "NHWC" in KINDS[name] else ("paddle",):
             code, report = run_train(*start, *KINDS[name], "--kernels", kernels)
@@ -471,7 +471,7 @@ def test_mish_and_self_attention_are_captured_in_every_precision(run_train, dete
 
 
 def test_graph_replay_writes_only_to_allocated_memory(run_train, monkeypatch):
-    """Regression test: graph replays wrote to freed cuDNN workspaces. They must not change memory that is free after
+    """Regression test: graph replays wrote to freed cuDNN workspaces. Replays must not change memory that is free after
     the capture."""
 
     class Watched(cuda_graph.CUDAGraph):
@@ -793,7 +793,7 @@ def test_captured_predictions_match_reference(run_train, photos, tmp_path, arch,
         assert (model.engine, model.precision) == ("captured step", precision)
         actual = predict.predict(model, paths * 2, batch_size=4, device="gpu")
         actual = np.stack([row for _, row, _ in actual])
-        first, second = np.split(actual, 2)  # captured from the third batch on
+        first, second = np.split(actual, 2)  # steps are captured from the third batch on
         if tta == "none":
             np.testing.assert_allclose(second, reference, atol=tolerance)
         np.testing.assert_allclose(first, second, atol=tolerance / 10)

@@ -11,7 +11,7 @@ NOT_INSTALLED = {"paddle_resnet/native/.clang-format"}
 
 
 def test_package_installs_all_its_files():
-    tomllib = pytest.importorskip("tomllib")  # requires Python 3.11
+    tomllib = pytest.importorskip("tomllib")  # part of Python since 3.11
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     packages = find_packages(ROOT, include=settings["packages"]["find"]["include"])
     installed = {ROOT / f"{module}.py" for module in settings["py-modules"]}

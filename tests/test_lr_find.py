@@ -79,7 +79,7 @@ def test_size_of_divergence_does_not_change_suggestion():
 
 def test_smoothed_curve_is_weighted_mean():
     values, weight = np.random.RandomState(0).uniform(1, 2, 60), math.exp(-1 / 3)
-    values[20] = 100  # counts as the largest of the first losses
+    values[20] = 100  # an outlier is limited to the largest of the initial losses
     clipped = np.minimum(values, values[:10].max())
     weights = weight ** np.abs(np.subtract.outer(np.arange(60), np.arange(60)))
     np.testing.assert_allclose(lr_curve.smooth(values.tolist(), 60), weights @ clipped / weights.sum(axis=1))
@@ -147,14 +147,18 @@ def test_non_finite_loss_ends_search(find, monkeypatch, capsys):
     assert len(curve.loss) == 5 and [loss is None for loss in curve.loss] == [False] * 4 + [True]
     assert curve.smoothed == pytest.approx(lr_curve.smooth(curve.loss[:4], STEPS))
     assert (
-        "error: no suggestion: the loss diverged after 4 steps; use a --from-lr below 1e-06" in capsys.readouterr().err
+        "error: --lr: no suggestion, because the loss diverged after 4 steps; use a --from-lr below 1e-06"
+        in capsys.readouterr().err
     )
 
 
 def test_loss_without_fall_has_no_suggestion(find, capsys):
     code, curve = find("--to-lr", 1e-8, "--from-lr", 1e-9)
     assert code == 1 and curve.steepest is None and len(curve.loss) == STEPS
-    assert "error: no suggestion: the loss does not fall clearly; use more --steps" in capsys.readouterr().err
+    assert (
+        "error: --lr: no suggestion, because the loss does not fall clearly; use more --steps"
+        in capsys.readouterr().err
+    )
 
 
 def test_run_in_same_folder_is_not_affected(find, run_train, tmp_path):
@@ -227,7 +231,7 @@ def test_first_stage_is_searched_beyond_its_end():
     for _ in range(STEPS):
         actual.append(schedule.last_lr)
         schedule.step()
-    np.testing.assert_allclose(actual, [2 * rate for rate in rates()])  # the factor of the first stage
+    np.testing.assert_allclose(actual, [2 * rate for rate in rates()])  # 2 is the factor of the first stage
 
 
 def test_rates_of_several_processes_are_multiplied(shard):
@@ -292,12 +296,18 @@ def test_unwritable_output_is_error_before_search(find, tmp_path, capsys):
         (["--to-lr", "1e9"], "--to-lr: 1e9 is out of range; use a rate from 1e-10 to 10000"),
         (["--to-lr", "x"], "--to-lr: 'x' is not a number"),
         (["--steps", "5"], "--steps: 5 is too small; use a whole number from 20 to 10000"),
-        (["--resume"], "--resume: a search starts a new run; remove it"),
-        (["--from-checkpoint", "x"], "--from-checkpoint x: a search starts a new run; use --from-pretrained-params"),
-        (["--benchmark"], "--benchmark: a search is not a benchmark; remove it"),
-        (["--print-config"], "--print-config: not supported; use it with train.py"),
-        (["--run-scope", "eval_only", "--from-pretrained-params", "x"], "--run-scope eval_only: a search trains"),
-        (["--step", "30"], "unknown flag --step: did you mean"),
+        (["--resume"], "--resume: not supported by a search, which starts a new run; remove it"),
+        (
+            ["--from-checkpoint", "x"],
+            "--from-checkpoint x: not supported by a search, which starts a new run; use --from-pretrained-params",
+        ),
+        (["--benchmark"], "--benchmark: not supported by a search; remove it"),
+        (["--print-config"], "--print-config: not supported by a search; use it with train.py"),
+        (
+            ["--run-scope", "eval_only", "--from-pretrained-params", "x"],
+            "--run-scope eval_only: a search requires training",
+        ),
+        (["--step", "30"], "--step: unknown flag; use"),
         (["--image-root", "/nowhere"], "--image-root /nowhere"),
         (["--batch-size", "1000"], "--batch-size 1000: exceeds the 30 training images"),
     ],
@@ -366,7 +376,7 @@ def test_damaged_curve_is_omitted_with_warning(tmp_path, capsys, changes):
         lr_curve.read(path)
     run = SimpleNamespace(folders=lambda: [tmp_path])
     assert page._lr_curve(run) == ([], None)
-    assert "warning: the page omits the curve of lr_find: " in capsys.readouterr().err
+    assert "warning: --report-html: the page omits the curve of lr_find: " in capsys.readouterr().err
     path.write_text("[")
     assert page._lr_curve(run) == ([], None)
     path.unlink()

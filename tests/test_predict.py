@@ -120,13 +120,14 @@ def test_invalid_image_files_are_reported_and_skipped(checkpoint, photos, tmp_pa
     out, err = capfd.readouterr()
     assert [line.split(":")[0] for line in out.splitlines()] == [str(folder / f"{i}.jpg") for i in range(9)]
     unknown = "is not in an image format that DALI supports"
-    lines = [line for line in err.splitlines() if not line.startswith("using Paddle instead of onnxruntime")]
+    lines = [line for line in err.splitlines() if not line.startswith("onnxruntime: not used")]
     assert lines.pop(1).removeprefix(f"{checkpoint}: ") in (
         "onnxruntime, float32, on the CPU",
         "Executor, float32, on the CPU",
     )
+    suffixes = ", ".join(IMAGE_SUFFIXES)
     assert lines == [
-        f"warning: {folder}: skipped 2 hidden or system files, 1 .txt (images end in {', '.join(IMAGE_SUFFIXES)})",
+        f"warning: {folder}: skipped 2 hidden or system files, 1 .txt; rename images so that they end in {suffixes}",
         f"{folder / '0text.jpg'} {unknown}",
         f"{folder / '5empty.jpg'} is empty",
         f"{folder / '6pipe.jpg'} cannot be read (not a regular file)",
@@ -164,7 +165,9 @@ def test_folders_are_searched_like_in_training(photos, tmp_path, capsys):
     names = sorted(path.name for path in (photos / "val/class1").iterdir())
     assert predict.find_images([str(folder)], None) == [str(folder / "link" / name) for name in names]
     skipped = "2 .gif, 2 repeated through links, 1 .heic, 1 hidden or system files, 1 without suffix"
-    assert capsys.readouterr().err.startswith(f"warning: {folder}: skipped {skipped} (images end in .jpg, ")
+    assert capsys.readouterr().err.startswith(
+        f"warning: {folder}: skipped {skipped}; rename images so that they end in .jpg, "
+    )
     (folder / "below/loop").unlink()
     with pytest.raises(UsageError, match=r"copy: contains no images \(\.jpg, .*\); skipped: 2 \.gif, "):
         predict.find_images([str(folder / "copy")], None)
@@ -229,7 +232,7 @@ def test_benchmark_measures_every_available_engine(checkpoint, model_of, capsys,
     assert predict.main([str(model_of("export", checkpoint)), *command]) == 0
     out, err = capsys.readouterr()
     assert "paddle.inference" in out and "Executor" not in out
-    assert "warning: skipping onnxruntime: " in err and "contains no model.onnx; export with --onnx" in err
+    assert "warning: onnxruntime: not measured: " in err and "contains no model.onnx; export with --onnx" in err
 
 
 @pytest.mark.parametrize("package", ["onnx", "onnxruntime", "session"])
@@ -248,7 +251,7 @@ def test_benchmark_skips_unusable_engine_with_a_warning(checkpoint, tmp_path, ca
     out, err = capsys.readouterr()
     rows = [line.split()[1] for line in out.splitlines()[2:]]
     assert rows == ["Executor", "paddle.inference"]
-    assert err.startswith("warning: skipping onnxruntime: ") and "has no attribute 'gone'" in err
+    assert err.startswith("warning: onnxruntime: not measured: ") and "has no attribute 'gone'" in err
 
 
 @pytest.mark.parametrize(

@@ -497,7 +497,7 @@ def on_two_ranks(monkeypatch, function, *arguments):
 
 
 def test_metrics_are_combined_over_ranks(monkeypatch):
-    """Losses are summed over all images, and times are those of the slower rank. Rank 1 runs one step less than rank
+    """Losses are summed over all images, and times are those of the slower rank. Rank 1 runs one step fewer than rank
     0."""
     ranks = []
     for losses, times in (([2.0, 4.0], [1.0, 3.0]), ([9.0], [8.0])):

@@ -143,7 +143,8 @@ def test_captured_step_has_same_results(run_train, checkpoint, fake):
     expected = phase(run_train(*scope, *flags, "--cuda-graph", "false")[1], [], "val.")
     actual = phase(run_train(*scope, *flags)[1], [], "val.")
     [graph] = fake.made
-    assert graph.launches == 5 - cuda_graph.STEPS_BEFORE + 1  # once more, to compare results of untested operators
+    # One more launch compares the results of untested operators.
+    assert graph.launches == 5 - cuda_graph.STEPS_BEFORE + 1
     assert {name: actual[name] for name in ("loss", "top1", "top5")} == {
         name: expected[name] for name in ("loss", "top1", "top5")
     }

@@ -163,7 +163,7 @@ def test_invalid_command_is_an_error(file, tmp_path, capsys):
         f"--output {tmp_path}: already exists; remove it or choose a different folder"
     )
     assert "--lr: not a preprocessing flag" in error(capsys, file, *out, "--arch", "Small", "--lr", "1")
-    assert "unknown flag --nothing" in error(capsys, file, *out, "--arch", "Small", "--nothing")
+    assert "--nothing: unknown flag" in error(capsys, file, *out, "--arch", "Small", "--nothing")
     assert "--arch Tiny: weights of this network cannot be converted" in error(capsys, file, *out, "--arch", "Tiny")
     (tmp_path / "train").mkdir()
     for root, problem in ((tmp_path / "none", "not a folder"), (tmp_path, "has no val/")):

@@ -46,16 +46,20 @@ def parse_options():
     add("--overflow", default="", help="'RANK STEP STEP ...': steps in which --shares generates an image of infinities")
     add("--scaling", action="store_true", help="dynamic loss scaling in float32")
     add("--stages", type=int, default=2, help="number of stages of the network")
-    add("--few-blocks", action="store_true", help="reduce the networks of the registry to few blocks")
+    add("--few-blocks", action="store_true", help="whether to reduce the networks of the registry to few blocks")
     add("--unfused", action="store_true", help="one all-reduce per gradient")
-    add("--fatal-change", type=int, help="send SIGKILL before the n-th change to files below --fatal-root")
+    add(
+        "--fatal-change",
+        type=int,
+        help="number of the change to files below --fatal-root before which the process kills itself",
+    )
     add("--fatal-root")
     add("--slow-step", type=float, default=0, help="seconds added to each training step")
     add("--slow-evaluation", type=float, default=0, help="seconds added to some steps of an evaluation")
     add("--fault", default="", help="'RANK STEP KIND', comma-separated: fault of a rank before a step")
     add("--fault-after", default="/", help="path that must exist before a fault happens")
-    add("--find-lr", action="store_true", help="run the learning-rate finder instead of train.py")
-    add("--differs", default="", help="'RANK FLAGS' or 'RANK version', comma-separated: how a rank differs")
+    add("--find-lr", action="store_true", help="whether to run the learning-rate finder instead of train.py")
+    add("--differs", default="", help="'RANK FLAGS' or 'RANK version', comma-separated: differences of a rank")
     options, sys.argv[1:] = parser.parse_known_args()
     return options
 
@@ -228,8 +232,8 @@ if __name__ == "__main__":
         names += [f"batch_norm_{i}.{part}" for i in range(count) for part in ("w_0", "b_0", "w_1", "w_2")]
         arrays = {name: np.array(static.global_scope().find_var(name).get_tensor()) for name in names}
         np.savez(f"{options.parameters}/rank{processes.rank()}.npz", **arrays)
-    if "gpu" in sys.argv:  # exits normally, because test_gpu.py also tests how the process exits
+    if "gpu" in sys.argv:  # exit normally, because test_gpu.py also tests how the process exits
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # skips the destructors of Paddle's libraries, which take half a second on a CPU
+    os._exit(code)  # skip the destructors of Paddle's libraries, which take half a second on a CPU

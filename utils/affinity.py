@@ -17,12 +17,16 @@ def bind_to_gpu(local_gpu):
     try:
         import pynvml  # may be missing, because the requirements for CPUs omit it
     except ImportError:
-        logger.warn("--enable-cpu-affinity: nvidia-ml-py is not installed, so the affinity is unchanged; install it")
+        logger.warn(
+            "--enable-cpu-affinity: the affinity is unchanged, because nvidia-ml-py is not installed; install it"
+        )
         return
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as e:
-        logger.warn(f"--enable-cpu-affinity: NVML is not available ({e}), so the affinity is unchanged")
+        logger.warn(
+            f"--enable-cpu-affinity: the affinity is unchanged, because NVML is not available ({e}); check nvidia-smi"
+        )
         return
     try:
         handle = _device_handle(pynvml, local_gpu)
@@ -35,11 +39,13 @@ def bind_to_gpu(local_gpu):
             os.sched_setaffinity(0, cores)
         else:
             logger.warn(
-                f"--enable-cpu-affinity: no allowed core is local to GPU {local_gpu}, so the affinity is unchanged"
+                f"--enable-cpu-affinity: the affinity is unchanged, because no allowed core is local to GPU "
+                f"{local_gpu}; allow other cores"
             )
     except (pynvml.NVMLError, OSError, IndexError, ValueError) as e:
         logger.warn(
-            f"--enable-cpu-affinity: NVML reports no cores of GPU {local_gpu} ({e}), so the affinity is unchanged"
+            f"--enable-cpu-affinity: the affinity is unchanged, because NVML reports no cores of GPU {local_gpu} "
+            f"({e}); check nvidia-smi"
         )
     finally:
         pynvml.nvmlShutdown()

@@ -5,7 +5,7 @@ import re
 
 def printable(text):
     """Escape characters that would end the line or control the terminal, such as \\n and \\x1b."""
-    if text.isprintable():  # much faster than the check of each character
+    if text.isprintable():  # much faster than checking each character
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
@@ -18,7 +18,8 @@ def core(error):
 
 
 NO_CLASS = (
-    "an image has a label that is not a class of the network; use a larger --num-of-class or number classes from 0"
+    "--num-of-class: an image has a label that is not a class of the network; use a larger number, or number classes "
+    "from 0"
 )
 
 

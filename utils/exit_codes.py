@@ -103,5 +103,5 @@ def _no_memory(error):
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return f"ulimit -n: {limit} open files are too few{reason}; raise the limit, such as with ulimit -n 1024"
     if any(name in reason for name in _NO_THREAD):
-        return f"no more threads can be started{reason}; add memory, or allow more processes (ulimit -u)"
-    return f"too little memory{reason}; use a smaller --batch-size, or add memory"
+        return f"ulimit -u: no more threads can be started{reason}; allow more processes, or add memory"
+    return f"memory: insufficient{reason}; use a smaller --batch-size, or add memory"

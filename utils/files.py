@@ -64,7 +64,7 @@ def open_regular(path, limit_bytes=None):
         status = os.fstat(descriptor)
         if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        # Files in /proc have the size 0. Some of them are endless, and reading /proc/kmsg could block forever.
+        # Files in /proc have the size 0. Some files in /proc are endless, and reading /proc/kmsg could block forever.
         if not stat.S_ISREG(status.st_mode) or (status.st_size == 0 and _has_content(descriptor)):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         if limit_bytes is not None and status.st_size > limit_bytes:
@@ -78,7 +78,7 @@ def open_regular(path, limit_bytes=None):
 def _has_content(descriptor):
     try:
         return os.read(descriptor, 1) != b""
-    except BlockingIOError:  # no content yet
+    except BlockingIOError:  # the pipe is still empty
         return True
 
 

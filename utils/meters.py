@@ -142,7 +142,7 @@ class TopMeter:
         logits = np.asarray(logits, dtype=np.float64)
         assert len(logits) == n, f"{len(logits)} rows of logits for {n} images"
         classes = np.argsort(-logits, axis=1, kind="stable")[:, : self._k]
-        with np.errstate(invalid="ignore"):  # logits that are not finite
+        with np.errstate(invalid="ignore"):  # logits may not be finite
             probabilities = np.exp(logits - logits.max(axis=1, keepdims=True))
         probabilities /= probabilities.sum(axis=1, keepdims=True)
         is_number = ~np.isnan(np.take_along_axis(logits, classes, axis=1))

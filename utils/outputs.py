@@ -10,7 +10,7 @@ from pathlib import Path
 from utils import files, logger
 from utils.errors import UsageError
 
-# Names in the folder of a run that are reserved for complete and incomplete checkpoints (checkpoints/folders.py).
+# Names that are reserved for checkpoints, complete or incomplete, in a run folder (checkpoints/folders.py).
 _RESERVED = re.compile(r"\d+(_\d+)?|latest|best|\..*")
 
 
@@ -43,8 +43,9 @@ def claim(outputs=None, folders=None, inputs=(), protected=(), run_folder=None):
                 raise UsageError(f"{what} {path}: the same file as {taken[identity]}; choose a different file")
             if what in outputs:
                 taken[identity] = f"{what} {path}"
+            # report.py logs this warning for a report.
             if what in outputs and what.startswith("--") and what != "--report-file" and _has_content(path):
-                logger.warn(f"{what} {path}: replaces an existing file")  # report.py logs this warning for a report
+                logger.warn(f"{what} {path}: replaces an existing file; choose a different path to keep it")
             _probe(Path(os.path.realpath(path)), is_folder=what in folders)
 
 
@@ -71,7 +72,7 @@ def _identity(path):
     try:
         status = os.stat(path)
     except (OSError, ValueError):
-        with contextlib.suppress(ValueError):  # not a valid path, for example because of a null byte
+        with contextlib.suppress(ValueError):  # the path is not valid, for example because of a null byte
             return os.path.realpath(path)
         return path
     return object() if stat.S_ISCHR(status.st_mode) else (status.st_dev, status.st_ino)

@@ -140,7 +140,7 @@ def interpret(file, size, objects):
                 if isinstance(stack[-1], bytes):
                     to_encode -= len(stack[-1])
                     if to_encode < 0:
-                        raise UnreadableError("encodes more text than it contains")
+                        raise UnreadableError("contains text that expands to more than the file size")
             case "BUILD":
                 state = stack.pop()
                 objects.set_content(stack[-1], state)

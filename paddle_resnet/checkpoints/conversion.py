@@ -1,4 +1,4 @@
-"""Converts weights from other projects to a checkpoint."""
+"""Convert weights from other projects to checkpoints."""
 
 import json
 import os

@@ -90,7 +90,10 @@ def keep(root, file):
     """
     if locks.is_of(file, Path(root) / _LOCK):
         return file
-    logger.warn(f"{root}/.lock: was deleted or replaced during the run, so another run may have written to the folder")
+    logger.warn(
+        f"{root}/.lock: was deleted or replaced during the run, so another run may have written to the folder; make "
+        "sure that no other run uses it"
+    )
     return lock(root)
 
 
@@ -104,7 +107,7 @@ def commit(root, name, files, meta, form="rename"):
 
     Args:
         root: folder of the run's checkpoints.
-        name: "EPOCH" or "EPOCH_STEP". If a folder with this name exists, it belongs to a different run and is replaced.
+        name: "EPOCH" or "EPOCH_STEP". If a folder with this name exists, it belongs to another run and is replaced.
         files: {file name: function that writes the content to a binary file}.
         meta: content of meta.json, as JSON types, without the keys format, files and checksum.
         form: "rename" or "marker".
@@ -141,7 +144,9 @@ def _set_aside(folder):
     names = (f"{folder.name}.old{n or ''}" for n in itertools.count())
     kept = next(path for path in map(folder.with_name, names) if not os.path.lexists(path))
     folder.rename(kept)
-    logger.warn(f"{folder}: has parameters but no {META}, so this program did not write it; renamed to {kept.name}")
+    logger.warn(
+        f"{folder}: not written by this program (no {META}), so it is renamed to {kept.name}; move it elsewhere"
+    )
 
 
 def _write_files(folder, files, meta):
@@ -262,7 +267,7 @@ def prefix(args, folder):
 
 
 def foreign_prefix(args, folder):
-    """Return the file prefix in a checkpoint folder that a different program wrote. The prefix is --model-prefix if
+    """Return the file prefix in a checkpoint folder that another program wrote. The prefix is --model-prefix if
     this flag is explicit; otherwise it is NVIDIA's prefix, the network's prefix, or the only prefix in the folder."""
     if args.is_explicit("model_prefix"):
         return args.model_prefix
@@ -476,7 +481,9 @@ def remove_all(root):
     if names := [path.name for path in checkpoints + links]:
         logger.info(f"--overwrite: deleting {', '.join(names)} in {root}")
     if kept := [folder.name for folder in finished(root) if folder not in checkpoints]:
-        logger.warn(f"--overwrite: keeping {', '.join(kept)} in {root}, because this program did not write them")
+        logger.warn(
+            f"--overwrite: keeps {', '.join(kept)} in {root}, which this program did not write; move them elsewhere"
+        )
     for path in links + checkpoints:
         if path.is_symlink():
             path.unlink()

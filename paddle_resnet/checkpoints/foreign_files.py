@@ -51,7 +51,7 @@ def read(path):
     readers |= dict.fromkeys((".pth", ".pt", ".tar", ".bin"), _read_torch)
     suffix = Path(path).suffix.lower()
     if suffix not in readers:
-        raise UnreadableError(f"its name does not end in {', '.join(readers)}")
+        raise UnreadableError(f"the name does not end in {', '.join(readers)}")
     with arrays.errors():
         state = readers[suffix](path)
         return {name: _checked(name, array) for name, array in state.items()}
@@ -87,7 +87,7 @@ def _read_pdparams(path):
         size = _size(file)
     state = arrays.read_pickle(path)
     if sum(array.nbytes for array in state.values()) > size:
-        raise UnreadableError("its arrays overlap")
+        raise UnreadableError("the arrays overlap")
     return state
 
 
@@ -96,14 +96,14 @@ def _read_safetensors(path):
     with files.open_regular(path, MAX_BYTES) as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(_MAX_HEADER_BYTES, _size(file) - 8):
-            raise UnreadableError(f"its header has an invalid length of {length} bytes")
+            raise UnreadableError(f"the header has an invalid length of {length} bytes")
         header = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
         data = file.read()
     if not isinstance(header, dict):
-        raise UnreadableError("its header is not a table")
+        raise UnreadableError("the header is not a table")
     header.pop("__metadata__", None)
     if not all(map(arrays.is_name, header)):
-        raise UnreadableError("the keys of its header are not variable names")
+        raise UnreadableError("the keys of the header are not variable names")
     state, end = {}, 0
     for name, entry in sorted(header.items(), key=lambda item: _offsets(item)[0]):
         start, stop = _offsets((name, entry))
@@ -117,14 +117,14 @@ def _read_safetensors(path):
         state[name] = _array(data[start:stop], dtype).reshape(shape)
         end = stop
     if end != len(data):
-        raise UnreadableError(f"it has {len(data)} bytes of tensors instead of {end}")
+        raise UnreadableError(f"contains {len(data)} bytes of tensors instead of {end}")
     return state
 
 
 def _without_duplicates(pairs):
     table = dict(pairs)
     if len(table) != len(pairs):
-        raise UnreadableError("a name occurs twice in its header")
+        raise UnreadableError("a name occurs twice in the header")
     return table
 
 
@@ -158,13 +158,13 @@ def _read_zip(file, size):
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise UnreadableError("compressed archives are not supported")
     if sum(entry.file_size for entry in entries) > size:
-        raise UnreadableError("the entries of its archive overlap")
+        raise UnreadableError("the entries of the archive overlap")
     pickles = [entry.filename for entry in entries if entry.filename.endswith("/data.pkl")]
     if len(pickles) != 1:
-        raise UnreadableError(f"its archive has {len(pickles)} data.pkl files instead of 1")
+        raise UnreadableError(f"the archive has {len(pickles)} data.pkl files instead of 1")
     folder = pickles[0].removesuffix("data.pkl")
     if f"{folder}byteorder" in archive.namelist() and archive.read(f"{folder}byteorder") != b"little":
-        raise UnreadableError("its byte order is not little-endian")
+        raise UnreadableError("the byte order is not little-endian")
     objects = _TorchObjects()
     tensors = _tensors(arrays.interpret(io.BytesIO(archive.read(pickles[0])), size, objects))
     raw = {key: archive.read(f"{folder}data/{key}") for key in objects.storages}
@@ -178,10 +178,10 @@ def _read_legacy(file):
     size, objects = _size(file), _TorchObjects()
     version, platform, state, keys = (arrays.interpret(file, size, objects) for _ in range(4))
     if version != _LEGACY_PROTOCOL or not isinstance(platform, dict) or platform.get("little_endian") is not True:
-        raise UnreadableError("its version or byte order is not supported")
+        raise UnreadableError("the version or byte order is not supported")
     tensors = _tensors(state)
     if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(objects.storages):
-        raise UnreadableError("its list of storages does not match its tensors")
+        raise UnreadableError("the list of storages does not match its tensors")
     raw = {}
     for key in keys:
         storage, length = objects.storages[key], int.from_bytes(file.read(8), "little")
@@ -230,11 +230,11 @@ class _TorchObjects(arrays.NumPyObjects):
                         return _Tensor(key, offset, shape, strides)
                 case "torch._utils._rebuild_parameter", (_Tensor() as tensor, *_):
                     return tensor
-        raise UnreadableError("it contains a call that a table of tensors does not need")
+        raise UnreadableError("contains a call that a table of tensors does not need")
 
     def set_content(self, target, state):
         if not isinstance(target, dict):  # the state of a dict is ignored; it contains module versions
-            raise UnreadableError("it contains a state that a table of tensors does not have")
+            raise UnreadableError("contains a state that a table of tensors does not have")
 
     def stored(self, identifier):
         match identifier:
@@ -242,7 +242,7 @@ class _TorchObjects(arrays.NumPyObjects):
                 storage = _Storage(_STORAGES.get(kind.removeprefix("torch.")), length)
                 if storage.dtype and self.storages.setdefault(key, storage) == storage:
                     return key
-        raise UnreadableError("it contains an invalid reference to a storage")
+        raise UnreadableError("contains an invalid reference to a storage")
 
 
 def _tensors(state):
@@ -267,7 +267,7 @@ def _torch_arrays(tensors, storages, raw):
     for storage in storages.values():
         ends = [0, *(end for limits in sorted(storage.used) for end in limits), storage.length]
         if ends != sorted(ends):
-            raise UnreadableError("its tensors overlap or exceed their storage")
+            raise UnreadableError("the tensors overlap or exceed their storage")
     values = {key: _array(data, storages[key].dtype) for key, data in raw.items()}
     return {name: _view(name, tensor, values[tensor.key]) for name, tensor in tensors.items()}
 

@@ -170,7 +170,7 @@ def number_of_classes(family, tensors):
     _, targets, _ = _translated(family, tensors)
     biases = [name for name, target in targets.items() if target == ((), f"{_CLASSIFIER}.bias")]
     if len(biases) != 1 or tensors[biases[0]].ndim != 1 or not tensors[biases[0]].size:
-        raise MismatchError(f"it has no classifier bias with a known name ({_some(tensors)})")
+        raise MismatchError(f"no classifier bias with a known name ({_some(tensors)})")
     return len(tensors[biases[0]])
 
 
@@ -265,7 +265,7 @@ def _check(layout, problems):
     counts = ", ".join(f"{len(names)} {what}: {_some(names)}" for what, names in problems.items() if names)
     lines = [f"{what}: {', '.join(names)}" for what, names in problems.items() if len(names) > _LISTED]
     raise MismatchError(
-        f"its tensors, interpreted as weights of {layout.projects}, do not match the network ({counts})", lines
+        f"the tensors, interpreted as weights of {layout.projects}, do not match the network ({counts})", lines
     )
 
 

@@ -30,9 +30,9 @@ class StartCheckpoint:
 
     Attributes:
         folder: path of the checkpoint.
-        epoch: epoch to continue with.
+        epoch: epoch in which training continues.
         step: number of completed steps in this epoch.
-        meta: content of meta.json, or None for a checkpoint of a different program, which has no meta.json.
+        meta: content of meta.json, or None for a checkpoint of another program, which has no meta.json.
         resumes: whether this run continues the run that wrote the checkpoint, possibly from the beginning of the epoch.
             If False, this run loads only the variables.
     """
@@ -44,8 +44,8 @@ class StartCheckpoint:
     resumes: bool = False
 
     def continues(self, root):
-        """Return whether this run continues the newest checkpoint below the folder `root`. A run that continues an
-        older checkpoint would overwrite the newer checkpoints."""
+        """Return whether this run continues from the newest checkpoint below the folder `root`. A run that continues
+        from an older checkpoint would overwrite the newer checkpoints."""
         newest = folders.newest(root)
         return self.epoch + self.step > 0 and newest is not None and Path(self.folder).resolve() == newest.resolve()
 
@@ -200,7 +200,7 @@ def _newest(args, root, resumes=False):
     Args:
         args: flags.
         root: folder that contains the checkpoints.
-        resumes: whether the search is for --resume. If False and a different program wrote all checkpoints, the newest
+        resumes: whether the search is for --resume. If False and another program wrote all checkpoints, the newest
             of these checkpoints is returned.
     """
     valid, others = folders.newest_first(root)
@@ -213,16 +213,16 @@ def _newest(args, root, resumes=False):
         # This program may also have written the checkpoints, if their meta.json files were deleted.
         raise UsageError(
             f"--resume: the checkpoints in {root} ({', '.join(folder.name for folder in foreign[-3:])}) have no "
-            f"{folders.META}; if they are from a different program, add --from-checkpoint {root} "
+            f"{folders.META}; if they are from another program, add --from-checkpoint {root} "
             "--last-epoch-of-checkpoint auto"
         )
     for folder, problem in others:
-        logger.warn(f"{folder}: not a valid checkpoint: {problem}")
+        logger.warn(f"{folder}: skipped, because it is not a valid checkpoint ({problem}); move it away")
     for folder, _ in valid:
         try:
             return _position(folder, folders.verify(folder), args.iter_unit)
         except folders.DamagedError as e:
-            logger.warn(f"{folder}: damaged: {e}; trying the previous checkpoint")
+            logger.warn(f"{folder}: skipped, because it is damaged ({e}); move it away")
     if valid or others:
         raise UsageError(f"{root}: contains only damaged checkpoints; move them away to start a new run")
     return None
@@ -232,7 +232,7 @@ def _position(folder, meta, iter_unit):
     """Return the fields of StartCheckpoint for a checkpoint, including the position at which training continues.
 
     Raises:
-        UsageError: the checkpoint is from a different program and does not contain its position.
+        UsageError: the checkpoint is from another program and does not contain its position.
     """
     if meta is None:
         if iter_unit == "batch":
@@ -246,7 +246,8 @@ def _position(folder, meta, iter_unit):
             )
         logger.warn(
             f"{folder}: has no {folders.META}, and therefore no checksums, loader state or best result; training "
-            f"continues with epoch {epoch + 1}, its learning rate, and the image order of the first epoch"
+            f"continues with epoch {epoch + 1}, its learning rate, and the image order of the first epoch; check the "
+            "epoch"
         )
         return {"folder": str(folder), "epoch": epoch + 1}
     epoch, step = (meta["epoch"] + 1, 0) if meta["step"] is None else (meta["epoch"], meta["step"])
@@ -271,7 +272,7 @@ def _is_foreign(args, folder):
 
 
 def _has_files(args, folder):
-    """Return whether a folder contains a meta.json, valid or damaged, or the parameters of a different program."""
+    """Return whether a folder contains a meta.json, valid or damaged, or the parameters of another program."""
     foreign = folder / f"{folders.foreign_prefix(args, folder)}.pdparams"
     return os.path.lexists(folder / folders.META) or os.path.isfile(foreign)
 
@@ -373,8 +374,10 @@ def _log_differences(folder, differing, resumes):
     if harmless := [change for name, change in changes.items() if name in saving]:
         logger.info(f"{folder}: resumed with {', '.join(harmless)}")
     if others := [change for name, change in changes.items() if name not in saving]:
-        effect = "; the losses will differ from those of an uninterrupted run" if resumes else ""
-        logger.warn(f"{folder}: the flags differ from those of its training: {', '.join(others)}{effect}")
+        effect = ", so the losses will differ from those of an uninterrupted run" if resumes else ""
+        logger.warn(
+            f"{folder}: trained with different flags: {', '.join(others)}{effect}; remove the flags to use its values"
+        )
 
 
 def recorded_flags(folder, meta, arch):
@@ -404,7 +407,9 @@ def recorded_flags(folder, meta, arch):
         if user_file.split(arch) and network_name(arch) == network_name(recorded):
             args.resolve("Python", model_arch_name=arch)  # the file may have moved
             if user_file.sha256(arch) != meta.get("network_sha256"):
-                logger.warn(f"--model-arch-name {arch}: the file differs from the one that {folder} was trained with")
+                logger.warn(
+                    f"--model-arch-name {arch}: the file has changed since the training of {folder}; check the changes"
+                )
     return args
 
 
@@ -428,8 +433,8 @@ def compare_classes(folder, meta, loader, is_fine_tuning):
     if before and now and before != now:
         i = next(i for i in range(max(len(before), len(now))) if before[i : i + 1] != now[i : i + 1])
         logger.warn(
-            f"{folder}: trained on different classes: label {i} was {before[i : i + 1] or 'none'} and is "
-            f"{now[i : i + 1] or 'none'}"
+            f"{folder}: trained on different classes (label {i} was {before[i : i + 1] or 'none'} and is "
+            f"{now[i : i + 1] or 'none'}); check --image-root"
         )
 
 
@@ -465,13 +470,16 @@ def restore(args, checkpoint, lr_scheduler, loader, fetchs, place):
         )
     if checkpoint.is_inside and loader.step != checkpoint.step:
         checkpoint = dataclasses.replace(checkpoint, step=0)
-        logger.warn(f"epoch {checkpoint.epoch} restarts with the parameters of {checkpoint.folder}")
+        logger.warn(
+            f"{checkpoint.folder}: cannot continue inside epoch {checkpoint.epoch}, which restarts with these "
+            "parameters; use the original data and flags to continue inside it"
+        )
     is_evaluating = bool(checkpoint.step) and not checkpoint.is_inside  # all steps of the epoch are done
     done = timeline.batches(checkpoint.epoch) if is_evaluating else checkpoint.step
     done += timeline.batches_before(checkpoint.epoch)
     lr_scheduler.step(done // args.accumulate_steps)
     if checkpoint.resumes:
-        _log_environment_changes(checkpoint.meta)
+        _log_environment_changes(checkpoint.folder, checkpoint.meta)
         random.setstate(schema.as_tuples(json.loads(checkpoint.meta["seeds"]["python"])))
         np.random.set_state(schema.as_tuples(json.loads(checkpoint.meta["seeds"]["numpy"])))
     if checkpoint.is_inside:
@@ -496,14 +504,16 @@ def _epoch_of(folder):
         return at[0] if at and at[1] is None else None
 
 
-def _log_environment_changes(meta):
+def _log_environment_changes(folder, meta):
     before = meta.get("paddle_version", paddle.__version__)  # older checkpoints lack this key
     if before != paddle.__version__:
         logger.warn(
-            f"the checkpoint is from Paddle {before}, but this run uses {paddle.__version__}; results may differ"
+            f"{folder}: written with Paddle {before}, but this run uses {paddle.__version__}, so results may differ; "
+            "use the same version to reproduce them"
         )
     if processes.world_size() != meta["world_size"]:
         logger.warn(
-            f"the checkpoint is from a run of {meta['world_size']} processes, but this run has "
-            f"{processes.world_size()}; the global batch size and the peak learning rate change in proportion"
+            f"{folder}: written by {meta['world_size']} processes, but this run has "
+            f"{processes.world_size()}, so the global batch size and the peak learning rate change in proportion; "
+            "start the same number of processes to keep them"
         )

@@ -33,14 +33,14 @@ from utils.errors import RunError, UsageError
 
 
 def check_folder(args, checkpoint):
-    """If the run saves checkpoints, check that its output folder can be created and written, and does not contain a
-    different run. The folder is not created yet.
+    """If the run saves checkpoints, check that its output folder can be created and written, and does not contain
+    checkpoints of another run. The folder is not created yet.
 
     Args:
         args: flags.
         checkpoint: the checkpoint that the run starts from (restore.StartCheckpoint), or None.
     Raises:
-        UsageError: the folder cannot be created or written, or contains a different run.
+        UsageError: the folder cannot be created or written, or contains checkpoints of another run.
     """
     if args.benchmark or not args.run_scope.trains:
         return
@@ -58,7 +58,7 @@ def _check_content(args, checkpoint):
     folder = folders.run_folder(args)
     try:
         if folders.finished(folder):
-            with folders.hold(folder):  # fails if a different run is still writing to the folder
+            with folders.hold(folder):  # hold() fails if another run is still writing to the folder
                 _check_no_other_run(args, checkpoint)
     except OSError as e:
         raise folders.unwritable(folder, e) from e
@@ -69,7 +69,7 @@ def _check_no_other_run(args, checkpoint):
     all checkpoints (--overwrite).
 
     Raises:
-        UsageError: the folder contains checkpoints of a different run.
+        UsageError: the folder contains checkpoints of another run.
     """
     folder = folders.run_folder(args)
     names = [path.name for path in folders.finished(folder)]
@@ -81,7 +81,7 @@ def _check_no_other_run(args, checkpoint):
         is_foreign = all(map(folders.is_foreign, folders.finished(folder)))
         resume = f"--from-checkpoint {folder} --last-epoch-of-checkpoint auto" if is_foreign else "--resume"
         raise UsageError(
-            f"{folder}: contains checkpoints of {'a different program' if is_foreign else 'an earlier run'} "
+            f"{folder}: contains checkpoints of {'another program' if is_foreign else 'an earlier run'} "
             f"({', '.join(names[:3])}{', ...' * (len(names) > 3)}); continue the newest with {resume}, or choose a "
             "different --output-dir" + ("" if within or is_foreign else ", or replace them with --overwrite")
         )
@@ -133,7 +133,7 @@ class Saver:
         fetchs: result of program.build, with the meters that sum the metrics of an epoch.
         checkpoint: the checkpoint that the run started from, or None.
     Raises:
-        UsageError: the output folder cannot be created or written, or contains a different run.
+        UsageError: the output folder cannot be created or written, or contains checkpoints of another run.
     """
 
     def __init__(self, args, program, lr_scheduler, loader, fetchs, checkpoint=None):
@@ -284,11 +284,11 @@ class Saver:
         except Exception as e:
             if is_stop:
                 raise
-            logger.warn(f"epoch {epoch} is trained, but cannot be saved: {' '.join(str(e).split())}")
+            logger.warn(f"epoch {epoch}: trained, but not saved: {' '.join(str(e).split())}")
             return
         if is_stop:
-            raise signals.Preempted("; the same command with --resume continues") from None
-        logger.info(f"epoch {epoch} is trained and saved; resume with --resume to evaluate it")
+            raise signals.Preempted("; continue with the same command and --resume") from None
+        logger.info(f"epoch {epoch}: trained and saved, but not evaluated; repeat the command with --resume")
 
     def finish(self):
         """Wait until the last checkpoint is on disk. Only rank 0 writes checkpoints.

@@ -299,7 +299,7 @@ def _check_masks_may_be_dropped(args, flag):
             f"{flag}: has 2:4 sparse weights, which training without --asp makes dense; use {keep} to keep them "
             "sparse, or --asp false"
         )
-    logger.warn(f"{flag}: has 2:4 sparse weights, which --asp false makes dense")
+    logger.warn(f"{flag}: has 2:4 sparse weights, which --asp false makes dense; remove it to keep them sparse")
 
 
 def _load_strictly(variables, state, flag, place, remedy, is_verbose):

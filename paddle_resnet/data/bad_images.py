@@ -1,4 +1,4 @@
-"""Checks whether images can be decoded, and finds the image that caused a loader's error."""
+"""Check whether images can be decoded, and find the image that caused a loader's error."""
 
 import contextlib
 import os
@@ -13,7 +13,8 @@ from nvidia.dali import fn, pipeline_def, types
 # Patterns that match DALI's source_info of a record in a RecordIO or TFRecord file, a WebDataset file, or an LMDB.
 RECORD_PATTERNS = (r"(.+) at index (\d+)", r"(.+\.tar):(\d+):.*", r"(.+) at key (.+)")
 SEARCH_S = 40  # maximum duration of the search, so that a run stops within a minute
-MAX_PIXELS = 2**28  # maximum for a decoded image; paddle_resnet/__init__.py sets this limit for DALI's OpenCV, too
+# Maximum number of pixels in a decoded image; paddle_resnet/__init__.py also sets this limit for DALI's OpenCV.
+MAX_PIXELS = 2**28
 MAX_BYTES = 2**28  # maximum size of an image file in bytes
 _decoder = None
 
@@ -74,7 +75,7 @@ def decode(data):
     except RuntimeError as e:
         _decoder = None  # a pipeline that has failed cannot be reused
         if "bad_alloc" in str(e):
-            return "declares more pixels than fit into memory"
+            return "declares more pixels than fit in memory"
         return "has damaged image data, or a variant of its format that DALI cannot decode"
     return None
 

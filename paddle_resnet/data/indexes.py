@@ -1,4 +1,4 @@
-"""Locates, creates and checks the index files of record files.
+"""Locate, create and check the index files of record files.
 
 DALI requires an index for each TFRecord shard and RecordIO file. DALI also reads tar shards without an index, but then
 scans them at startup. Index files use DALI's formats, with offsets and sizes in bytes. TFRecord: one line `offset size`

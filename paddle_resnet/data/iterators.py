@@ -39,7 +39,7 @@ class _Steps:
 
     @property
     def step(self):
-        """Return the number of batches that this epoch has yielded."""
+        """Return the number of batches that have been yielded in this epoch."""
         return -(-(self.images - self._left) // self.batch_size)
 
 

@@ -1,4 +1,4 @@
-"""Lists the contents of --image-root: storage formats (see docs/data.md), files, classes and images.
+"""List the contents of --image-root: storage formats (see docs/data.md), files, classes and images.
 
 This module imports neither DALI nor Paddle, so that the worker processes of the data-set tools start quickly.
 """
@@ -39,7 +39,7 @@ OTHER_NAMES = {
     Mode.TRAIN: ("train", "training"),
     Mode.EVAL: ("val", "valid", "validation", "test", "testing", "eval", "dev"),
 }
-# Folders that operating systems and archive tools create. Like hidden folders, they are not classes.
+# Folders that operating systems and archive tools create. Like hidden folders, these folders are not classes.
 SYSTEM_FOLDERS = ("__MACOSX", "lost+found", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information")
 OUTSIDE = "image outside the class folders"  # kind of an ignored file, for warn_of_ignored
 _TEXT_LIMIT = 1 << 30  # maximum size in bytes of a file list, classes.txt or skip list
@@ -281,7 +281,7 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
             )
     if num_of_class is not None and len(classes) > num_of_class:
         raise UsageError(
-            f"--num-of-class {num_of_class}: less than the {len(classes)} class folders in {image_root}; "
+            f"--num-of-class {num_of_class}: fewer than the {len(classes)} class folders in {image_root}; "
             f"use --num-of-class {len(classes)}"
         )
     files, labels = [], []
@@ -392,10 +392,13 @@ def check_classes(image_root, mode, data_format, labels, classes, allow_empty=Fa
             raise UsageError(
                 f"{message}; add images ({', '.join(IMAGE_SUFFIXES)}), remove the folders, or use --allow-empty-classes"
             )
-        _log_once(printable(message), logger.warn)
+        _log_once(printable(f"{message}; add images"), logger.warn)
     if mode is Mode.TRAIN and len(there) == 1:
         _log_once(
-            printable(f"--image-root {image_root}: all {mode.value} images belong to one class, {classes[min(there)]}"),
+            printable(
+                f"--image-root {image_root}: all {mode.value} images belong to one class, "
+                f"{classes[min(there)]}; add other classes"
+            ),
             logger.warn,
         )
 
@@ -723,7 +726,7 @@ def class_names(image_root, num_of_class=None, trained=None):
         raise UsageError(f"{path}: cannot be read ({reason}); write one class name per line, or remove it") from e
     if num_of_class is not None and len(classes) > num_of_class:
         raise UsageError(
-            f"--num-of-class {num_of_class}: less than the {len(classes)} classes in {path}; "
+            f"--num-of-class {num_of_class}: fewer than the {len(classes)} classes in {path}; "
             f"use --num-of-class {len(classes)}"
         )
     labels_of = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Converts the network's input to images for display."""
+"""Convert the network's input to images for display."""
 
 import numpy as np
 

@@ -46,7 +46,7 @@ class DataSet:
             while a DALI pipeline is being defined. In each process, the reader repeats the last image to fill the last
             batch, so that every process runs the same number of steps. ShardIterator removes the repeated images.
         digest: sha256 that identifies the images and their order. The hash covers the names and labels of image files.
-            For record files, it covers the file names, the offsets of the records, and the labels that were read.
+            For record files, the hash covers the file names, the offsets of the records, and the labels that were read.
         files, labels: file name below image_root and label (int64 array) of each image, in list order; None for record
             files, whose labels are not read in advance.
         has_reader: whether `read` adds a DALI reader with the given name.
@@ -127,7 +127,7 @@ def _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outsid
         kept = [i for i, name in enumerate(files) if os.path.normpath(name) not in skip]
         files, labels = [files[i] for i in kept], [labels[i] for i in kept]
         if not files:
-            raise UsageError(f"--skip-list: leaves no {mode.value} images in {image_root}; shorten it")
+            raise UsageError(f"--image-root {image_root}: --skip-list leaves no {mode.value} images; shorten the list")
         listing.check_classes(image_root, mode, data_format, labels, classes, allow_empty=True)
     if data_format == "filelist":
         listing.check_listed(image_root, mode, files)
@@ -158,8 +158,8 @@ class BalancedSampler:
     """Draws an endless sequence of training batches for one process (--balanced-sampling).
 
     Each image of an epoch is drawn in two steps: first a class from all classes that have images, then an image of this
-    class. Both are drawn uniformly and with replacement. The draws depend only on seed, epoch, rank and the number of
-    images per epoch.
+    class. Class and image are drawn uniformly and with replacement. The draws depend only on seed, epoch, rank and the
+    number of images per epoch.
 
     Args:
         data_set: DataSet with labels.
@@ -286,8 +286,8 @@ def lmdb(image_root, mode, num_of_class, seed, skip, trained=None):
     [path] = listing.shards(image_root, mode, "lmdb")
     if _skipped(skip, path):
         raise UsageError(
-            f"--skip-list: contains records of {path}, but the LMDB reader cannot skip records; convert the source "
-            "again with `python -m paddle_resnet.dataset convert --skip-list`"
+            f"{path}: the LMDB reader cannot skip records in --skip-list; convert the source again with `python -m "
+            "paddle_resnet.dataset convert --skip-list`"
         )
     classes = listing.class_names(image_root, num_of_class, trained)
     size, labels = records.lmdb_labels(path, CHECKED_LABELS)
@@ -390,7 +390,7 @@ def _open_shards(image_root, mode, data_format, num_of_class, skip, trained):
         places = _skipped(skip, shard)
         for place in places:
             if not re.fullmatch("[0-9]{1,18}", place):
-                raise UsageError(f"--skip-list: {os.path.basename(shard)}@{place} has no offset after @; remove it")
+                raise UsageError(f"{shard}@{place}: no offset after @; remove the line from --skip-list")
         places = frozenset(map(int, places))
         index = open_index(shard, data_format, places)
         total += len(index) + len(places)
@@ -398,7 +398,7 @@ def _open_shards(image_root, mode, data_format, num_of_class, skip, trained):
             shards.append(shard)
             indexes.append(index)
     if not shards:
-        raise UsageError(f"--skip-list: leaves no {mode.value} images in {image_root}; shorten it")
+        raise UsageError(f"--image-root {image_root}: --skip-list leaves no {mode.value} images; shorten the list")
     listing.check_count(image_root, mode, data_format, total)
     ends = np.cumsum([len(index) for index in indexes])
     size = int(ends[-1])

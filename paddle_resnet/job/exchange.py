@@ -1,5 +1,5 @@
 """Exchange data between the ranks of a job through Paddle's TCP store, from host memory to host memory. All ranks get
-exactly the same bytes. (Fleet, not this module, reduces gradients.)"""
+exactly the same bytes. Fleet, not this module, reduces gradients."""
 
 import contextlib
 import functools
@@ -68,9 +68,9 @@ def gather(data):
 class Stream:
     """Collects items from all ranks on rank 0. Ranks wait for each other only in finish().
 
-    Each rank writes its items in batches to a key of its own. When all ranks have written a batch, rank 0 reads the
-    batches. A rank writes its next batch after rank 0 has read the previous batch. All ranks must create and finish
-    streams in the same order.
+    Each rank writes batches of items to its own key. When all ranks have written a batch, rank 0 reads the batches. A
+    rank writes its next batch after rank 0 has read the previous batch. All ranks must create and finish streams in the
+    same order.
     """
 
     def __init__(self):
@@ -155,7 +155,7 @@ def _wait_for_all():
     all_gather([0])
     key = _next_exchange()
     if processes.rank() != 0:
-        watchdog.stop()  # must precede the exit of rank 0
+        watchdog.stop()  # this rank must leave before rank 0 exits
         _store().set(f"{key}/{processes.rank()}", "00")
     else:
         for r in range(1, processes.world_size()):

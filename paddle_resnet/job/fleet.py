@@ -60,7 +60,7 @@ def start(args):
     # one thread. On a CPU, several executor threads were not faster and occasionally crashed.
     is_serial = args.device == "cpu" or args.profile_steps is not None or args.cuda_graph
     paddle.set_flags({"FLAGS_new_executor_serial_run": is_serial})
-    set_log_level("ERROR")  # must precede the creation of the strategy, which Fleet logs
+    set_log_level("ERROR")  # set before the strategy is created, which Fleet logs
     strategy = fleet.DistributedStrategy()
     # On a CPU with NCHW, all-reduces are not fused, because oneDNN writes gradients to its own memory instead of the
     # buffer of a fused all-reduce.
@@ -92,7 +92,7 @@ def reduces_at_the_end(device):
 def _prepare_for_gloo():
     """Reserve the port of Paddle's Gloo server, and ensure that processes that Paddle forks exit with this process.
 
-    The launcher chose the port when the job started. If a different program has taken the port since then, Paddle would
+    The launcher chose the port when the job started. If another program has taken the port since then, Paddle would
     wait indefinitely.
 
     Returns:

@@ -2,7 +2,7 @@
 the part that runs in the rank.
 
 The monitor is a separate process, because no thread of the rank can run while C code holds the GIL. Paddle holds the
-GIL while it sets up communication, and sometimes while it copies a batch and the GPU waits for a different rank.
+GIL while it sets up communication, and sometimes while it copies a batch and the GPU waits for another rank.
 
 All monitors connect to the coordinator, which runs in the monitor of rank 0. The coordinator determines the first cause
 of a failure and sends the cause to all monitors. Each monitor prints the cause and ends its rank with the exit code of
@@ -32,7 +32,7 @@ POLL_S = 0.05
 # Signals that end a process or that job schedulers send. Monitors may also receive these signals, and must survive
 # them.
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_GONE = "its process exited without an error message{}: it was killed (out of memory?) or crashed; see its own log"
+_GONE = "its process was killed (out of memory?) or crashed{} without an error message; see its own log"
 
 
 def start(rank, world_size, timeout_s, master, process, position, listener=None):
@@ -97,14 +97,14 @@ class Monitor:
     async def run(self):
         reader, writer = await asyncio.open_unix_connection(
             sock=self._process, limit=1 << 30
-        )  # bytes; a message with all keys must fit
+        )  # limit in bytes, sufficient for a message with all keys
         work = map(
             asyncio.create_task,
             (self._receive_from_rank(reader), self._send_positions(), self._receive_from_coordinator()),
         )
         done, _ = await asyncio.wait({self._outcome, *work}, return_when=asyncio.FIRST_COMPLETED)
         for one in done:
-            one.result()  # re-raises unexpected exceptions
+            one.result()  # re-raise unexpected exceptions
         message, code, final_message = self._outcome.result()
         if message:
             _print(f"train.py: error: {message}")
@@ -192,7 +192,7 @@ class _Coordinator:
 
     def __init__(self, world_size, timeout_s, listener):
         self._world_size, self._timeout_s, self._listener = world_size, timeout_s, listener
-        self._writers, self._has_connected = {}, set()  # {rank: writer}, ranks that have ever connected
+        self._writers, self._has_connected = {}, set()  # {rank: writer}, and all ranks that have connected so far
         self._seen = {}  # {rank: (position, time of the last change)}
         self._stopped = set()  # ranks that SIGSTOP or a debugger has stopped
         self._end = None  # message to all monitors
@@ -224,7 +224,7 @@ class _Coordinator:
         del self._writers[rank]
 
     def _receive(self, rank, message):
-        match message:  # ignores all other messages
+        match message:  # all other messages are ignored
             case {"at": [int(), int(), str()] as position} if rank in self._seen:
                 if position != self._seen[rank][0]:
                     self._seen[rank] = (position, time.monotonic())

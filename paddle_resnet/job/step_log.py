@@ -1,4 +1,4 @@
-"""Log individual steps with metrics over all processes."""
+"""Log individual steps with metrics aggregated over all processes."""
 
 import math
 
@@ -7,7 +7,7 @@ from utils.meters import mean
 
 
 class StepLog:
-    """Logs individual steps with metrics over all processes.
+    """Logs individual steps with metrics aggregated over all processes.
 
     Rank 0 logs a step when it has received the metrics of all ranks, which is a few steps later. Ranks wait for each
     other only at the end of the epoch.
@@ -54,8 +54,8 @@ class StepLog:
 
 
 def over_all(all_ranks):
-    """Combine the metrics of a step over all processes. `all_ranks` is [(number of images, {name: value}, {name: common
-    value})]."""
+    """Aggregate the metrics of a step over all processes. `all_ranks` is [(number of images, {name: value}, {name:
+    common value})]."""
     counts = [images for images, _, _ in all_ranks]
     result = {}
     for name in all_ranks[0][1]:

@@ -1,7 +1,7 @@
 """The part of the monitor (monitor.py) that runs in the rank: store the position of the rank, leave the job, and report
 a failure.
 
-While a rank waits in a collective operation, it cannot detect that a different rank has died, because it waits in C
+While a rank waits in a collective operation, it cannot detect that another rank has died, because it waits in C
 code (indefinitely in the case of NCCL). Therefore each rank has a separate process that monitors the job. The overhead
 per step is one integer store.
 """
@@ -51,8 +51,8 @@ def start(rank, world_size, timeout_s, master, gather, from_rank_0):
         rank, world_size: rank of this process, and number of processes.
         timeout_s: seconds without progress after which the job ends.
         master: PADDLE_MASTER, "host:port" on rank 0's machine.
-        gather, from_rank_0: functions of exchange.py. Both may wait indefinitely for other ranks, because the monitor
-            is already running.
+        gather, from_rank_0: functions of exchange.py. Both functions may wait indefinitely for other ranks, because the
+        monitor is already running.
     Raises:
         UsageError: `master` is not an address of the machine of rank 0.
     """
@@ -92,7 +92,7 @@ def stop():
 
 
 def report_failure(error):
-    """Report the error that ends this rank to all other ranks. If the failure of a different rank may have caused the
+    """Report to all other ranks the error that ends this rank. If the failure of another rank may have caused the
     error, first wait briefly for the report of that failure, which would end this process."""
     if _monitor is None:
         return
@@ -139,7 +139,7 @@ class _Monitor:
             return
         try:
             if not code:
-                message = "monitor: the process that monitors this rank has exited: it was killed or crashed"
+                message = "monitor: the process that monitors this rank was killed or crashed; start the job again"
                 logger.write_line(f"train.py: error: {message}", sys.stderr)
         finally:  # exit even if printing fails, because nothing else ends this process
             os._exit(code[0] if code else 1)

@@ -1,4 +1,4 @@
-"""Hides differences between Paddle 2.6 and Paddle 3. If a difference disappears, tests/machine/test_compat.py fails.
+"""Hide differences between Paddle 2.6 and Paddle 3. If a difference disappears, tests/machine/test_compat.py fails.
 
 With both versions, the project builds legacy Programs (paddle_resnet/__init__.py sets `FLAGS_enable_pir_api=0`).
 Functions import internal modules of Paddle only when needed, because an unsupported version may lack these modules.

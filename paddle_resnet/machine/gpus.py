@@ -1,4 +1,4 @@
-"""Checks whether the installed Paddle can use this machine's GPUs."""
+"""Check whether the installed Paddle can use this machine's GPUs."""
 
 import mmap
 import struct

@@ -1,4 +1,4 @@
-"""Enables Paddle to find CUDA libraries in Python packages without LD_LIBRARY_PATH.
+"""Enable Paddle to find CUDA libraries in Python packages without LD_LIBRARY_PATH.
 
 Paddle 2.6 opens its CUDA libraries when it first needs them, by names without a version (libcudnn.so). In the
 nvidia-*-cu11 packages, the file names have a version (libcudnn.so.8), and the folders are not on any search path.
@@ -117,7 +117,7 @@ def _make_folder(links):
                     part.mkdir(mode=0o700)
                     _fill(part, links)
             except OSError:
-                if not folder.exists():  # otherwise, a different process has created it
+                if not folder.exists():  # otherwise, another process has created it
                     raise
         return folder
     except (OSError, UsageError):  # without a cache folder, create the links for this process only

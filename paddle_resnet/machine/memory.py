@@ -1,4 +1,4 @@
-"""The memory that this process may use and uses."""
+"""Available memory, and memory used by this process."""
 
 import gc
 from pathlib import Path
@@ -33,7 +33,7 @@ class Peak:
             gc.collect()
             paddle.device.cuda.empty_cache()
         else:
-            _CLEAR.write_text("5")  # resets the peak, see proc(5)
+            _CLEAR.write_text("5")  # reset the peak, see proc(5)
         self._before = self._bytes()
 
     def mib(self):

@@ -1,4 +1,4 @@
-"""Prints the size and speed of the networks; see `python -m paddle_resnet.models --help`."""
+"""Print the size and speed of the networks; see `python -m paddle_resnet.models --help`."""
 
 import argparse
 import csv
@@ -9,7 +9,7 @@ from pathlib import Path
 from paddle_resnet.models import MODELS, registered, registered_name
 from utils import exit_codes, signals
 
-SPEEDS = Path(__file__).parents[2] / "benchmarks" / "networks.csv"  # does not exist in an installed package
+SPEEDS = Path(__file__).parents[2] / "benchmarks" / "networks.csv"  # an installed package does not contain this file
 BYTES = 2  # size of a float16 element
 SHAPE_ONLY = ("elementwise_add_grad", "reduce_mean_grad")  # operators that read only the shapes of their inputs
 CHANNELS, CLASSES = 3, 1000

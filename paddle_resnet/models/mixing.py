@@ -1,4 +1,4 @@
-"""Mixes images and labels with mixup (Zhang et al., arXiv:1710.09412) or CutMix (Yun et al., arXiv:1905.04899).
+"""Mix images and labels with mixup (Zhang et al., arXiv:1710.09412) or CutMix (Yun et al., arXiv:1905.04899).
 
 In a batch of N images, image i is mixed with its partner, image N - 1 - i. The mixing ratio is drawn once per batch.
 """

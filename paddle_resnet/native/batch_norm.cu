@@ -18,7 +18,7 @@ constexpr int kBranch = 16;  // number of blocks whose sums one block adds on th
 template <class T, int kUnroll = 1>
 struct Position {
   static constexpr int V = T::kLanes;
-  const int vectors = gridDim.x * blockDim.x;  // in a row
+  const int vectors = gridDim.x * blockDim.x;  // number of channel vectors in a row
   const int vector = blockIdx.x * blockDim.x + threadIdx.x;
   const int channel = vector * V;
   const int tile_rows = blockDim.y * kUnroll;

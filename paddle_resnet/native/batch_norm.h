@@ -31,7 +31,7 @@ void with_activation(const std::string &name, Function call) {
   if (name == #A) return call(activation::A());
   FOR_EACH_ACTIVATION(CALL)
 #undef CALL
-  PD_THROW("unknown activation ", name);
+  PD_THROW("custom operator: unknown activation ", name);
 }
 
 // Throws an exception if the kernels do not fuse the residual addition with an activation.
@@ -51,7 +51,7 @@ struct RowGrid {
     int lanes = std::min(shape.vectors, kMaxLanes);
     while (shape.vectors % lanes != 0) --lanes;
     const int groups = shape.vectors / lanes, height = kMaxThreads / lanes;
-    if (groups > kMaxChannelGroups) PD_THROW("custom operators do not support ", shape.channels, " channels");
+    if (groups > kMaxChannelGroups) PD_THROW("custom operator: ", shape.channels, " channels are not supported");
     const int row_groups = std::max(1, Gpu::get().blocks() / groups);
     block = {static_cast<unsigned>(lanes), static_cast<unsigned>(height)};
     grid = {static_cast<unsigned>(groups),

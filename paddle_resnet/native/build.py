@@ -1,4 +1,4 @@
-"""Builds, caches and loads the custom Paddle operators. The first run on a machine compiles the operators.
+"""Build, cache and load the custom Paddle operators. The first run on a machine compiles the operators.
 
 The machine's C++ compiler compiles `operators.cc` with Paddle's headers. NVRTC compiles the CUDA kernels for the
 machine's GPU, and requires neither nvcc nor the CUDA headers.
@@ -136,7 +136,7 @@ def _build(path, compile_to):
         if not cache.is_trusted(path):
             with files.written(path) as partial:
                 compile_to(partial)
-                partial.chmod(0o755)  # regardless of the umask
+                partial.chmod(0o755)  # set the mode regardless of the umask
     return path
 
 

@@ -13,7 +13,7 @@ constexpr int kLossThreads = 256;  // a power of two
 constexpr int kDropoutThreads = 256;
 // Launch bounds for depthwise convolutions, and maximum number of bytes that a block reads per pixel.
 constexpr int kDepthwiseThreads = 256, kDepthwiseBlocksPerProcessor = 2, kMaxDepthwiseBytes = 256;
-constexpr int kDepthwisePixels = 4;                       // per thread, adjacent in a row
+constexpr int kDepthwisePixels = 4;                       // adjacent pixels of a row that one thread computes
 constexpr int kFilterSumLanes = 32, kFilterSumRows = 16;  // block size of the kernel that adds partial sums
 // Constants for the filter gradient of 1x1 convolutions: threads per block; channels of the wider and of the narrower
 // tensor per block; rows per matrix product.
@@ -32,7 +32,7 @@ struct Window {
 template <int kStates>
 struct Updates {
   static constexpr int kTensors = 3840 / ((3 + kStates) * sizeof(void *) + sizeof(int) + sizeof(float));
-  void *gradient[kTensors], *parameter[kTensors];  // in the data type of the kernel
+  void *gradient[kTensors], *parameter[kTensors];  // arrays in the data type of the kernel
   float *master[kTensors], *state[kStates][kTensors];
   int size[kTensors];
   float decay[kTensors];

@@ -19,11 +19,11 @@ Window depthwise_window(const Tensor &x, const Shape &shape, const Tensor &filte
                         int padding_end) {
   const int channels = shape.channels, kernel = filter.shape()[2];
   if (filter.dtype() != x.dtype() || filter.shape() != std::vector<int64_t>{channels, 1, kernel, kernel})
-    PD_THROW("custom depthwise convolution requires a filter [C, 1, K, K] of the input's type");
+    PD_THROW("custom depthwise convolution: requires a filter [C, 1, K, K] of the input's type");
   if ((kernel != 3 && kernel != 5) || (stride != 1 && stride != 2) || padding < 0 || padding_end < 0)
-    PD_THROW("custom depthwise convolution requires kernel 3 or 5, stride 1 or 2, and padding of 0 or more");
+    PD_THROW("custom depthwise convolution: requires kernel 3 or 5, stride 1 or 2, and padding of 0 or more");
   if (x.numel() / shape.lanes > INT32_MAX)
-    PD_THROW("custom depthwise convolution requires less than 2^31 vectors of channels");
+    PD_THROW("custom depthwise convolution: requires fewer than 2^31 vectors of channels");
   return window_of(x.shape()[1], x.shape()[2], kernel, stride, padding, padding_end, shape.vectors);
 }
 
@@ -79,7 +79,7 @@ std::vector<Tensor> DepthwiseConvBackward(const Tensor &x, const Tensor &filter,
   const int batch = x.shape()[0], channels = shape.channels;
   if (dy.dtype() != x.dtype() ||
       dy.shape() != std::vector<int64_t>{batch, window.out_height, window.out_width, channels})
-    PD_THROW("custom depthwise convolution requires a gradient with the type and shape of its output");
+    PD_THROW("custom depthwise convolution: requires a gradient with the type and shape of its output");
   Tensor dx = empty_as(x), dfilter = into ? into->at(0) : empty_as(filter);
   if (into) require_like(filter, dfilter, "memory for the gradient of the filter");
   if (x.is_gpu()) {

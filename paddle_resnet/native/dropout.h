@@ -14,9 +14,9 @@ namespace {
 // Sets each element of x to 0 with probability `rate`, and divides all other elements by 1 - rate. The seed (int32)
 // determines which elements are set to 0.
 std::vector<Tensor> DropOut(const Tensor &x, const Tensor &seed, float rate) {
-  if (x.numel() > INT32_MAX) PD_THROW("custom dropout requires less than 2^31 elements");
+  if (x.numel() > INT32_MAX) PD_THROW("custom dropout: requires fewer than 2^31 elements");
   if (seed.dtype() != DataType::INT32 || seed.numel() != 1 || seed.is_gpu() != x.is_gpu())
-    PD_THROW("custom dropout requires one int32 seed on the device of its input");
+    PD_THROW("custom dropout: requires one int32 seed on the device of its input");
   Dropout rule = {static_cast<unsigned>(rate * 4294967296.), 1 / (1 - rate)};
   int size = static_cast<int>(x.numel());
   Tensor y = empty_as(x);

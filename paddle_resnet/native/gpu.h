@@ -31,7 +31,7 @@ template <class Function>
 Function driver(const char *name) {
   static void *library = dlopen("libcuda.so.1", RTLD_NOW);
   void *symbol = library ? dlsym(library, name) : nullptr;
-  if (symbol == nullptr) PD_THROW("the CUDA driver (libcuda.so.1) lacks ", name);
+  if (symbol == nullptr) PD_THROW("CUDA driver (libcuda.so.1): lacks ", name, "; use --kernels paddle");
   return reinterpret_cast<Function>(symbol);
 }
 
@@ -84,9 +84,9 @@ class Gpu {
  private:
   Gpu() {
     if (image().empty())
-      PD_THROW("the kernels are not loaded; call paddle_resnet.native.build.load with the capability of the GPU");
+      PD_THROW("custom kernels: not loaded; call paddle_resnet.native.build.load with the capability of the GPU");
     check(driver<int (*)(void **, const void *)>("cuModuleLoadData")(&module_, image().data()),
-          "the CUDA driver cannot load the custom kernels; use --kernels paddle");
+          "custom kernels: the CUDA driver cannot load them; use --kernels paddle");
     int device, processors;
     check(driver<int (*)(int *)>("cuCtxGetDevice")(&device), "cuCtxGetDevice");
     constexpr int kMultiprocessorCount = 16;

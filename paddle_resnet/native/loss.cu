@@ -9,8 +9,8 @@ struct Largest {
   int at;
 };
 
-// Returns the larger of two values; of equal values, the one with the lower index. `a` is never NaN. If `b` is NaN, `a`
-// is returned.
+// Returns the larger of two values, or the value with the lower index if they are equal. `a` is never NaN. If `b` is
+// NaN, `a` is returned.
 struct FirstLargest {
   __device__ Largest operator()(const Largest &a, const Largest &b) const {
     return b.value > a.value || (b.value == a.value && b.at < a.at) ? b : a;

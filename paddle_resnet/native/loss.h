@@ -16,12 +16,12 @@ namespace {
 struct LogitsShape {
   int rows, classes;
   LogitsShape(const Tensor &logits, const Tensor &labels) {
-    if (logits.dtype() != DataType::FLOAT32) PD_THROW("custom loss requires float32 logits");
+    if (logits.dtype() != DataType::FLOAT32) PD_THROW("custom loss: requires float32 logits");
     if (logits.shape().size() != 2 || labels.dtype() != DataType::INT64 || labels.numel() != logits.shape()[0])
-      PD_THROW("custom loss requires logits [N, C] and N int64 labels");
-    if (logits.is_gpu() != labels.is_gpu()) PD_THROW("custom loss requires logits and labels on one device");
+      PD_THROW("custom loss: requires logits [N, C] and N int64 labels");
+    if (logits.is_gpu() != labels.is_gpu()) PD_THROW("custom loss: requires logits and labels on one device");
     if (logits.shape()[0] > INT32_MAX / 2 || logits.shape()[1] > INT32_MAX / 2)
-      PD_THROW("custom loss requires less than 2^30 images and classes");
+      PD_THROW("custom loss: requires fewer than 2^30 images and classes");
     rows = static_cast<int>(logits.shape()[0]);
     classes = static_cast<int>(logits.shape()[1]);
   }
@@ -29,14 +29,14 @@ struct LogitsShape {
   float *weights(const paddle::optional<Tensor> &weights) const {
     if (!weights) return nullptr;
     if (weights->dtype() != DataType::FLOAT32 || weights->numel() != static_cast<int64_t>(rows) * classes)
-      PD_THROW("custom loss requires float32 weights [N, C]");
+      PD_THROW("custom loss: requires float32 weights [N, C]");
     return data<float>(*weights);
   }
   // Returns the address of the image weights [rows], or null without image weights.
   float *image_weights(const paddle::optional<Tensor> &weights) const {
     if (!weights) return nullptr;
     if (weights->dtype() != DataType::FLOAT32 || weights->numel() != rows)
-      PD_THROW("custom loss requires N float32 image weights");
+      PD_THROW("custom loss: requires N float32 image weights");
     return data<float>(*weights);
   }
   std::vector<unsigned> grid() const { return {static_cast<unsigned>(rows), 1}; }
@@ -89,7 +89,7 @@ std::vector<Tensor> LossGradient(const Tensor &logits, const Tensor &labels,
                                  const Tensor &dloss, float smoothing, bool is_binary, int, bool mean) {
   LogitsShape shape(logits, labels);
   if (!mean || of_softmax.numel() != 2 * shape.rows || dloss.numel() != 1)
-    PD_THROW("custom loss has a gradient only for mean=true");
+    PD_THROW("custom loss: has a gradient only for mean=true");
   Tensor dlogits = empty_as(logits);
   float *norms = data<float>(of_softmax), *above = data<float>(dloss), *out = data<float>(dlogits);
   float *weights = shape.weights(given_weights), *image_weights = shape.image_weights(given_image_weights);

@@ -20,8 +20,8 @@ std::vector<Tensor> PointwiseFilterGradient(const Tensor &x, const Tensor &dy, c
   int in = static_cast<int>(x.shape().back()), out = static_cast<int>(dy.shape().back());
   const int64_t all_rows = x.numel() / in;
   if (dy.dtype() != x.dtype() || dy.numel() / out != all_rows)
-    PD_THROW("custom 1x1 convolution: the gradient differs from the input in type, or in number of pixels");
-  if (all_rows > INT32_MAX / 2) PD_THROW("custom 1x1 convolution requires less than 2^30 pixels");
+    PD_THROW("custom 1x1 convolution: the gradient differs from the input in type or number of pixels");
+  if (all_rows > INT32_MAX / 2) PD_THROW("custom 1x1 convolution: requires fewer than 2^30 pixels");
   int rows = static_cast<int>(all_rows);
   Tensor dfilter = into ? into->at(0) : paddle::empty({out, in, 1, 1}, x.dtype(), x.place());
   if (dfilter.dtype() != x.dtype() || dfilter.numel() != static_cast<int64_t>(in) * out)
@@ -30,7 +30,7 @@ std::vector<Tensor> PointwiseFilterGradient(const Tensor &x, const Tensor &dy, c
     const bool widens = out >= in;
     int wide = widens ? out : in, narrow = widens ? in : out;
     if (narrow > kNarrowChannels || narrow % 4 != 0 || wide % 8 != 0 || x.dtype() == DataType::FLOAT32)
-      PD_THROW("custom 1x1 convolution requires half precision, a multiple of 4 channels up to ", kNarrowChannels,
+      PD_THROW("custom 1x1 convolution: requires half precision, a multiple of 4 channels up to ", kNarrowChannels,
                " on one side and a multiple of 8 on the other");
     int wide_stride = widens ? 1 : out, narrow_stride = widens ? out : 1;  // strides in the sums [in, out]
     const int warps = kPointwiseThreads / 32, chunks = (rows + kChunkRows - 1) / kChunkRows;

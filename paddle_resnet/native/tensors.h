@@ -25,7 +25,7 @@ std::string suffix(const Tensor &x) {
     case DataType::BFLOAT16:
       return "_bf16";
     default:
-      PD_THROW("custom operators require float32, float16 or bfloat16");
+      PD_THROW("custom operator: requires float32, float16 or bfloat16");
   }
 }
 
@@ -41,11 +41,11 @@ struct Shape {
     const int64_t all_rows = x.numel() / channels;
     const int element_bytes = static_cast<int>(phi::SizeOf(x.dtype()));
     lanes = kVectorBytes / element_bytes;
-    if (channels % 4 != 0) PD_THROW("custom operators require a multiple of 4 channels");
+    if (channels % 4 != 0) PD_THROW("custom operator: requires a multiple of 4 channels");
     if (channels % lanes != 0) lanes = 4, suffix += "x4";
     vectors = channels / lanes;
     vector_bytes = lanes * element_bytes;
-    if (all_rows > INT32_MAX / 2) PD_THROW("custom operators require less than 2^30 rows");
+    if (all_rows > INT32_MAX / 2) PD_THROW("custom operator: requires fewer than 2^30 rows");
     rows = static_cast<int>(all_rows);
   }
 };
@@ -58,7 +58,7 @@ void require_like(const Tensor &x, const Tensor &other, const char *what) {
 
 // Throws if a tensor is not float32, because the reference loops support only float32.
 void require_float32(const Tensor &x) {
-  if (x.dtype() != DataType::FLOAT32) PD_THROW("custom operators support only float32 on the CPU");
+  if (x.dtype() != DataType::FLOAT32) PD_THROW("custom operator: supports only float32 on the CPU");
 }
 
 // Return a pointer to the elements of a tensor in device memory (or in host memory for a CPU tensor).

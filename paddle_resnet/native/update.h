@@ -22,14 +22,14 @@ void *address(const Tensor &tensor, int64_t size) {
   void *data = const_cast<void *>(tensor.data());
   if (!tensor.is_gpu()) PD_THROW("custom update: a tensor is not on the GPU");
   if (tensor.numel() != size) PD_THROW("custom update: the sizes of the tensors differ");
-  if (size >= 1 << 30) PD_THROW("custom update requires parameters with less than 2^30 elements");
+  if (size >= 1 << 30) PD_THROW("custom update: requires parameters with fewer than 2^30 elements");
   if (reinterpret_cast<uintptr_t>(data) % kVectorBytes)
     PD_THROW("custom update: the address of a tensor is not a multiple of 16 bytes");
   return data;
 }
 
 float *floats(const Tensor &tensor, int64_t size) {
-  if (tensor.dtype() != DataType::FLOAT32) PD_THROW("custom update requires float32 state, masters and averages");
+  if (tensor.dtype() != DataType::FLOAT32) PD_THROW("custom update: requires float32 state, masters and averages");
   return static_cast<float *>(address(tensor, size));
 }
 
@@ -126,7 +126,7 @@ std::vector<Tensor> ClipFactor(const Tensors &gradients, const paddle::optional<
 // Updates exponential moving averages in place: average += weight (value - average). `unscale` is the result of
 // CheckFinite or ClipFactor. If `unscale` is 0, the step is skipped.
 void Ema(Tensors &averages, const Tensors &values, const Tensor &weight, const paddle::optional<Tensor> &unscale) {
-  if (values.size() != averages.size()) PD_THROW("custom average requires a value for each average");
+  if (values.size() != averages.size()) PD_THROW("custom average: requires a value for each average");
   const float *w = weight.data<float>(), *factor = unscale ? unscale->data<float>() : nullptr;
   if (weight.is_gpu()) {
     for (size_t begin = 0; begin < averages.size(); begin += Averages::kTensors) {
@@ -169,7 +169,7 @@ void Update(Tensors &parameters, const Tensors &gradients, Tensors &state, const
   };
   const bool has_masters = state.size() == masters + count;
   if (gradients.size() != count || decays.size() != count || (!has_masters && state.size() != masters))
-    PD_THROW("custom update requires a gradient, state and decay for each parameter");
+    PD_THROW("custom update: requires a gradient, state and decay for each parameter");
   Rule rule;
   if (hyperparameters.size() * sizeof(float) != sizeof(rule)) PD_THROW("custom update: hyperparameters are missing");
   std::memcpy(&rule, hyperparameters.data(), sizeof(rule));

@@ -53,7 +53,7 @@ __device__ __forceinline__ void unpack(bf16, unsigned bits, float *values) {
 __device__ __forceinline__ unsigned round_to_bf16(float value) {
   unsigned bits = __float_as_uint(value);
   if (value != value) return 0x7fffu;
-  return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // rounds to nearest, ties to even
+  return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // round to nearest, ties to even
 }
 __device__ __forceinline__ unsigned pack(bf16, const float *values) {
   return round_to_bf16(values[0]) | round_to_bf16(values[1]) << 16;
@@ -136,7 +136,7 @@ __device__ void multiply_add(T, const unsigned (&)[4], unsigned, unsigned, float
   asm("trap;");
 }
 #endif
-#else  // the tests emulate a GPU
+#else  // for the GPU that the tests emulate
 template <class T>
 void multiply_add(T, const unsigned (&a)[4], unsigned b0, unsigned b1, float (&sums)[4]) {
   emulated_multiply_add(a, b0, b1, sums);

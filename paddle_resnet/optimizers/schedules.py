@@ -74,7 +74,7 @@ def flat_cosine(span, flat, step):
     return span.fall(max(step, flat := round(flat * span.steps)), begin=flat)
 
 
-SCHEDULES = {  # {name: (function, flags whose values are passed between span and step)}
+SCHEDULES = {  # {name: (function, flags whose values are the arguments between span and step)}
     "Cosine": (cosine, ()),
     "Piecewise": (piecewise, ("lr_decay_epochs", "lr_decay_factor")),
     "Poly": (polynomial, ("lr_power",)),
@@ -146,7 +146,9 @@ def build_lr_scheduler(args, timeline):
     steps_of = functools.partial(durations.steps_of, args, timeline)
     total, warmup_steps = durations.total_steps(args, timeline), steps_of(args.warmup_epochs)
     if warmup_steps > total:
-        logger.warn(f"--warmup-epochs {args.warmup_epochs}: longer than the run, so the run consists only of warm-up")
+        logger.warn(
+            f"--warmup-epochs {args.warmup_epochs}: longer than the run, which consists only of warm-up; reduce it"
+        )
         warmup_steps = total
     # A run that consists only of warm-up never uses the span, but a span must have at least one step.
     span = Span(max(1, total - warmup_steps), peak, low, warmup_steps, steps_of)

@@ -21,14 +21,14 @@ class Rule:
         flags: settings that only some optimizers use.
         is_adaptive: whether the size of a step hardly depends on the size of the gradients. Weight decay then does not
             apply to biases, learning rates are low, and --choose-recipe scales them with the square root of the number
-            of images per step instead of that number.
+            of images per step, not with the number itself.
         rates: learning rates that --choose-recipe uses for 64 images per step: (fine-tuning, from scratch).
         op: type of Paddle's operator that updates a parameter.
         native: name of the rule in native/optimizers.h. The custom operator native_NAME updates all parameters.
         state: the inputs of Paddle's operator that contain the state of the rule. Several parameters may share a
             variable.
-        attrs: the attributes of Paddle's operator that contain the members of the rule. They are the same for all
-            parameters.
+        attrs: the attributes of Paddle's operator that contain the members of the rule. These attributes are the same
+            for all parameters.
         decay: function that returns the weight decay of a parameter, given Paddle's operator.
     """
 

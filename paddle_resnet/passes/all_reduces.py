@@ -11,7 +11,8 @@ _NCCL_OPERATORS = ("c_sync_comm_stream", "c_sync_calc_stream", "c_comm_init", "c
 
 
 def adapt_communication(main_prog, startup_prog, device):
-    """Correct, in place, the operators that Fleet inserts into the programs of a multi-process run."""
+    """Correct the operators that Fleet inserts into the programs of a multi-process run. The programs are modified in
+    place."""
     if processes.world_size() == 1:
         return
     _order_fused_all_reduces(main_prog.global_block())

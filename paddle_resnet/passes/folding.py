@@ -69,8 +69,8 @@ def _fold(program, channel_axis):
 
 def fuse_convolutions(program, exe):
     """Replace each convolution, its BN, its activation and, if there is one, the residual addition with one operator of
-    Paddle, in place. Compared with separate operators, the GPU reads and writes each activation once, and the filters
-    are already in the layout of cuDNN.
+    Paddle, in place. A single operator reads and writes each activation only once, and its filters are already in the
+    layout of cuDNN.
 
     Other convolutions and BN layers remain: those without ReLU, with groups, or in bfloat16.
 

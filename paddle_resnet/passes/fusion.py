@@ -78,7 +78,7 @@ def paddle_depthwise(program):
     Each convolution is described by a string such as "7x7, stride 2, 12 channels".
     """
     block = program.global_block()
-    layers = {}  # an ordered set
+    layers = {}  # used as an ordered set
     for op in block.ops:
         if op.type == "depthwise_conv2d" and op.attr("data_format") == "NHWC":
             size = "x".join(str(n) for n in block.var(op.input("Filter")[0]).shape[2:])
@@ -204,7 +204,8 @@ def _fuse_training(graph, bn):
     dx, dscale, dbias = by_name.values()
     backward_inputs = {"X": parameters["X"], "Coefficients": coefficients}
     if buffer is not None:
-        backward_inputs["Into@VECTOR@OPTIONAL"] = [dscale, dbias]  # located in the buffer of a fused all-reduce
+        # These gradients are located in the buffer of a fused all-reduce.
+        backward_inputs["Into@VECTOR@OPTIONAL"] = [dscale, dbias]
     gradient_outputs = {"DX": dx, "DScale": dscale, "DBias": dbias}
     out_gradient = f"{tail.out}@GRAD"
     if tail.addend is None:
@@ -305,7 +306,7 @@ def _fuse_depthwise_conv(graph, op):
     inputs["DY"] = graph.variables(gradient, "Output@GRAD")["Output@GRAD"]
     dx, dfilter = (graph.output_or_unused(gradient, f"{n}@GRAD", v) for n, v in (("Input", x), ("Filter", filters)))
     if dfilter.name in graph.coalesced:
-        inputs["Into@VECTOR@OPTIONAL"] = [dfilter]  # located in the buffer of a fused all-reduce
+        inputs["Into@VECTOR@OPTIONAL"] = [dfilter]  # dfilter is located in the buffer of a fused all-reduce
     outputs = {"DX": dx, "DFilter": dfilter}
     graph.replace([gradient], gradient, "native_depthwise_conv_backward", inputs, outputs, attrs)
 
@@ -337,7 +338,7 @@ def _split_pointwise_gradient(graph, op):
     inputs = graph.variables(op, "Input") | {"DY": dy}
     inputs["X"] = inputs.pop("Input")
     if dfilter.name in graph.coalesced:
-        inputs["Into@VECTOR@OPTIONAL"] = [dfilter]  # located in the buffer of a fused all-reduce
+        inputs["Into@VECTOR@OPTIONAL"] = [dfilter]  # dfilter is located in the buffer of a fused all-reduce
     graph.replace([], gradient, "native_pointwise_conv_backward_filter", inputs, {"DFilter": dfilter}, {})
     gradient.desc.set_output("Filter@GRAD", [])
 

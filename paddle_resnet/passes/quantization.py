@@ -17,7 +17,7 @@ from paddle_resnet.steps import scalars
 
 ACTIVATION = "fake_quantize_dequantize_moving_average_abs_max"
 WEIGHT = "fake_channel_wise_quantize_dequantize_abs_max"
-_LEVELS = {"bit_length": 8, "round_type": 0}  # rounds ties to even, as ONNX does
+_LEVELS = {"bit_length": 8, "round_type": 0}  # round ties to even, as ONNX does
 _SUFFIX = ".range"
 # A convolution or fully connected layer in a program before insert(): the names of its input, its weight and its bias
 # [channels] (None if there is no bias), the axis of the output channels in the weight, and the number of groups.
@@ -99,11 +99,10 @@ def insert(program, first=0, lr_scheduler=None, on_gpu=False):
 
 
 def _quantize_weight(block, reader, weight, axis, on_gpu):
-    """Insert operators that quantize a weight, before the operator that reads the weight. Return the quantized
-    variable."""
+    """Insert operators that quantize a weight before the operator that reads it, and return the quantized variable."""
 
     def add(kind, source, end, attrs, *extra):
-        """Insert an operator before `reader`. The names of its outputs begin with the name of the weight."""
+        """Insert an operator before `reader`. The names of the operator's outputs begin with the name of the weight."""
         outputs = {name: block.create_var(name=f"{weight.name}.{e}", dtype=weight.dtype) for name, e in [end, *extra]}
         for name, _ in extra:
             outputs[name].stop_gradient = True

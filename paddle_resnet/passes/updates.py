@@ -60,8 +60,8 @@ def rectify(main_prog, lr_scheduler):
 def clip_gradients(main_prog, maximum):
     """Change a training program in place to limit the global norm of the gradients (Pascanu et al., arXiv:1211.5063).
 
-    The clipping operators run after the gradients have been all-reduced and unscaled. They sum squares in float32,
-    whereas paddle.nn.ClipGradByGlobalNorm sums the squares of float16 gradients in float16.
+    The clipping operators run after the gradients have been all-reduced and unscaled. These operators sum squares in
+    float32, whereas paddle.nn.ClipGradByGlobalNorm sums the squares of float16 gradients in float16.
     """
     block, updates = main_prog.global_block(), table.updates(main_prog)
     at = itertools.count(block.ops.index(updates[0]))

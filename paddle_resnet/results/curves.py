@@ -1,4 +1,4 @@
-"""Draws line charts as SVG. The style sheet of the page defines the colors."""
+"""Draw line charts as SVG. The style sheet of the page defines the colors."""
 
 import math
 

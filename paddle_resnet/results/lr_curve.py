@@ -1,4 +1,4 @@
-"""The curve of the learning-rate finder (paddle_resnet/lr_find.py): its analysis, and the file that contains it."""
+"""Analyze, write and read the curve of the learning-rate finder (paddle_resnet/lr_find.py)."""
 
 import itertools
 import json
@@ -15,10 +15,10 @@ from utils.errors import UsageError
 
 DATA, DRAWING = "lr_find.json", "lr_find.png"  # file names in the folder of a run
 LIMIT_BYTES = 64 << 20
-# Distance at which the weights of the smoothing have fallen by a factor of e: a fraction of all steps, and at least 3
+# Distance at which the smoothing weights have fallen by a factor of e: a fraction of all steps, and at least 3
 WINDOW, LEAST_WINDOW = 0.05, 3
 DIVERGED = 4  # the search ends if the smoothed loss exceeds its minimum by this factor
-SETTLING_STEPS = 10  # number of first steps, whose losses determine the level from which the loss falls
+SETTLING_STEPS = 10  # number of initial steps, whose losses determine the initial level of the loss
 CLEAR_FALL = 8  # smallest fall of the smoothed loss that is not noise, in standard errors of the smoothed loss
 
 
@@ -59,12 +59,12 @@ def rate(low, high, steps, step):
 
 def smooth(losses, steps):
     """Smooth a curve. Each result is a weighted mean whose weights fall exponentially with the distance, so the
-    smoothed curve has no lag. Losses above those of the first steps count as the largest of these, because a diverging
-    loss would otherwise dominate the means of the steps before it.
+    smoothed curve has no lag. Losses above those of the initial steps are limited to the largest loss of the initial
+    steps, because a diverging loss would otherwise dominate the means of the preceding steps.
 
     Args:
         losses: finite losses.
-        steps: number of steps from the lowest to the highest rate, of which WINDOW is a fraction.
+        steps: number of steps from the lowest to the highest rate. WINDOW is a fraction of this number.
     """
     losses, kept = np.minimum(losses, max(losses[:SETTLING_STEPS], default=0.0)), _kept(steps)
     before, after = _decaying_sums(losses, kept), _decaying_sums(losses[::-1], kept)[::-1]

@@ -1,4 +1,4 @@
-"""Writes the HTML page of a run (--report-html): one self-contained file, created from the report and its tables."""
+"""Write the HTML page of a run (--report-html): one self-contained file, created from the report and its tables."""
 
 import base64
 import functools
@@ -19,7 +19,8 @@ from utils.errors import RunError, UsageError
 from utils.meters import AVERAGES, CLASS_METRICS
 from utils.mode import Mode
 
-WORST_CLASSES, WRONG_IMAGES, THUMBNAIL = 8, 6, 288  # number of classes, images per class, longer side in pixels
+# Number of classes, images per class, and longer side of an image in pixels.
+WORST_CLASSES, WRONG_IMAGES, THUMBNAIL = 8, 6, 288
 MATRIX = 24  # maximum number of classes in the confusion matrix
 
 
@@ -60,7 +61,8 @@ def save(path, template, **content):
     try:
         files.touch(path)
         text = _templates().get_template(template).render(content)
-        Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")  # for lone surrogates in file names
+        # File names may contain lone surrogates.
+        Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as e:
         raise RunError(f"{path}: cannot be written ({e.strerror}); free disk space or choose a different file") from e
 
@@ -125,13 +127,13 @@ def _charts(run):
 
 
 def _lr_curve(run):
-    """Return (series, mark) for the chart of the learning-rate finder; ([], None) without its file in the folder of the
-    run. If the file is damaged, a warning is logged."""
+    """Return (series, mark) for the chart of the learning-rate finder, or ([], None) if the run folder does not contain
+    its file. If the file is damaged, log a warning."""
     try:
         path = lr_curve.path(run.folders())
         curve = path and lr_curve.read(path)
     except UsageError as e:
-        logger.warn(f"the page omits the curve of lr_find: {e}")
+        logger.warn(f"--report-html: the page omits the curve of lr_find: {e}")
         curve = None
     if curve is None:
         return [], None

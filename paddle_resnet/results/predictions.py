@@ -1,4 +1,4 @@
-"""Writes the predictions of an evaluation to a CSV file (--predictions).
+"""Write the predictions of an evaluation to a CSV file (--predictions).
 
 The file contains one row per image, in the order of the data set: image (listing.Image.name), label, prediction, class
 and predicted_class (the names of label and prediction), then label_1, class_1, probability_1 and so on for the five
@@ -54,7 +54,7 @@ def top_columns(k):
 
 
 def top_cells(top):
-    """Return the cells of an image for top_columns. `top` is [(label, class name, probability)]."""
+    """Return the cells of an image in the columns of top_columns. `top` is [(label, class name, probability)]."""
     return [cell for label, name, p in top for cell in (label, name, f"{p:.7g}" if math.isfinite(p) else "")]
 
 

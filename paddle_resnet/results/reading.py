@@ -1,4 +1,4 @@
-"""Reads and validates a run's report and the tables next to the report.
+"""Read and validate a run's report and the tables next to the report.
 
 docs/reports.md describes the format of the files.
 """
@@ -90,7 +90,7 @@ class Run:
         start_s: seconds from each start of the run to its first entry, summed over all starts.
         total_s: seconds from each start of the run to its last entry, summed over all starts.
         when: date and time of the first entry.
-        before_s: part of total_s from before the last start.
+        before_s: part of total_s that precedes the last start.
         spent_s: {"train", "val": seconds spent, including incomplete epochs; "waiting": part of "train" spent waiting
             for images}.
         open_s: like spent_s, but only for the epoch that is not complete yet.
@@ -337,7 +337,7 @@ def _metric(name, value, is_summary):
     phase, _, metric = name.partition(".")
     is_known = phase in ("train", "val") and (metric in METRICS or metric == "loss")
     if is_summary and not is_known:
-        return value  # may be text, such as a version
+        return value  # the value may be text, such as a version
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return None
     if not METRICS.get(metric, _is_loss)(value):

@@ -1,5 +1,4 @@
-"""Writes TensorBoard events (--tensorboard-dir): the report's scalars, the first augmented batch, and the
-configuration.
+"""Write TensorBoard events (--tensorboard-dir): the report's scalars, the first augmented batch, and the configuration.
 
 Step metrics have the tag prefix "train/" and are logged at the global step, counted from 0. Epoch metrics have the tag
 prefixes "train_epoch/" and "val/" and are logged at the global step of the last step in the epoch. When a run resumes,
@@ -133,7 +132,10 @@ class _EventFile:
             failed, self._file = self._file, None
             with contextlib.suppress(OSError):  # closing flushes the same data again
                 failed.close()
-            logger.warn(f"{self._path}: can no longer be written ({e.strerror}), so the run continues without it")
+            logger.warn(
+                f"{self._path}: can no longer be written ({e.strerror}), so the run continues without it; "
+                "free disk space before the next run"
+            )
 
 
 class _Shown:

@@ -1,4 +1,4 @@
-"""Post-training quantization: determines activation ranges from training images."""
+"""Post-training quantization: determine activation ranges from training images."""
 
 import numpy as np
 from paddle import static
@@ -12,8 +12,8 @@ from paddle_resnet.program import compile_prog
 from paddle_resnet.serving import inference
 from utils.mode import Mode
 
-# Number of bits for weights, by engine. For onnxruntime, the number is 7, because x86 CPUs without VNNI instructions
-# add pairs of products in 16 bits, which can overflow with 8-bit weights.
+# Number of bits per weight for each engine. For onnxruntime, the number is 7, because x86 CPUs without VNNI
+# instructions add pairs of products in 16 bits, which can overflow with 8-bit weights.
 WEIGHT_BITS = {"onnxruntime": 7, "tensorrt": 8}
 BATCH = 8
 BINS = 2048

@@ -1,4 +1,4 @@
-"""Runs an inference network in batches of a few fixed sizes. As in evaluation, steps use custom kernels and, on a GPU,
+"""Run an inference network in batches of a few fixed sizes. As in evaluation, steps use custom kernels and, on a GPU,
 are captured, one per size."""
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Opens checkpoints, exports and ONNX files as models with a common interface.
+"""Open checkpoints, exports and ONNX files as models with a common interface.
 
 Images and probabilities are NumPy arrays. The input format is defined by the model's `description`, the content of
 model.json.
@@ -104,8 +104,8 @@ def open_checkpoint(path, device, model_arch_name=None, precision=None, sizes=(3
         except native.Unavailable as e:
             problem = f"custom kernels are unavailable ({e})"
             if requested not in (None, "float32"):
-                raise UsageError(f"--precision {requested}: {problem}; fix that, or use --precision float32") from e
-            networks.log(f"warning: --precision float32: {problem}, so the network runs with Paddle's slower kernels")
+                raise UsageError(f"--precision {requested}: {problem}; fix it, or use --precision float32") from e
+            networks.log(f"warning: --precision float32: {problem}, so Paddle's slower kernels are used; fix it")
         else:
             steps = Steps(network, sizes)
             return Model("captured step", network.description, lambda images: [steps(images)], precision, steps)
@@ -121,17 +121,19 @@ def _open_as_onnx(path, model_arch_name):
         for package in ("onnx", "onnxruntime"):
             onnx_writer.require(package)
     except UsageError as e:
-        networks.log(f"using Paddle instead of onnxruntime, which is faster on a CPU: {e}")
+        networks.log(f"onnxruntime: not used, although it is faster than Paddle on a CPU: {e}")
         return None
     network = networks.load_checkpoint(path, model_arch_name=model_arch_name, fold=True)
     if network.args.qat:
-        networks.log("using Paddle, because folding the BN of a network trained with --qat changes its probabilities")
+        networks.log(
+            "onnxruntime: not used, because folding the BN of a network trained with --qat changes its probabilities"
+        )
         return None
     ends, text = ([network.images], [network.probabilities]), json.dumps(network.description)
     try:
         data = onnx_writer.to_onnx(network.program, *ends, network.parameter, text).SerializeToString()
     except UsageError as e:
-        networks.log(f"using Paddle instead of onnxruntime: {e}")
+        networks.log(f"onnxruntime: not used: {e}")
         return None
     return _onnx_model(data, path, "cpu")
 

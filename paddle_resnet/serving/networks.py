@@ -224,8 +224,9 @@ def _meta_of_example(checkpoint):
             flags["model_arch_name"] = arch
             if _parameter_shapes(parsing.from_dict(flags)) == shapes:
                 logger.warn(
-                    f"{checkpoint}: contains no {folders.META}, so the architecture is inferred from the parameters "
-                    f"({arch}), the preprocessing is that of NVIDIA's example, and the classes have no names"
+                    f"{checkpoint}: contains no {folders.META}, so the network ({arch}) is inferred from the "
+                    "parameters, the preprocessing is that of NVIDIA's example, and the classes have no names; check "
+                    "them"
                 )
                 at = folders.position(checkpoint.resolve().name)
                 meta = {"epoch": at and at[0], "step": None, "classes": [], "evaluated": None}

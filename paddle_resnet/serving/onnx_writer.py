@@ -1,4 +1,4 @@
-"""Translates an inference network to ONNX, operator by operator."""
+"""Translate an inference network to ONNX, operator by operator."""
 
 import numpy as np
 from paddle.base.data_feeder import convert_dtype

@@ -203,7 +203,7 @@ def main(paths):
             import onnxruntime
 
             options = onnxruntime.SessionOptions()
-            options.add_session_config_entry("session.x64quantprecision", "1")  # prevents overflows of INT8 sums
+            options.add_session_config_entry("session.x64quantprecision", "1")  # prevent overflows of INT8 sums
             session = onnxruntime.InferenceSession(folder / "model.onnx", options)
         except ImportError:
             _report("onnxruntime: not installed; to print predictions, run `pip install onnxruntime`")
@@ -243,5 +243,5 @@ def _report(message, code=0):
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")  # for file names that are not valid UTF-8
+    sys.stdout.reconfigure(errors="backslashreplace")  # file names may not be valid UTF-8
     sys.exit(main(sys.argv[1:]))

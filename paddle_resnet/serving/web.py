@@ -64,7 +64,7 @@ class Upload:
         return self.name
 
     def read(self):
-        """Return (content, problem), the interface that predict.predict expects from images that are not files."""
+        """Return (content, problem), as predict.predict expects for images that are not files."""
         return self.content, None
 
 
@@ -86,8 +86,8 @@ def create_app(predict, worker, description, max_bytes, max_images, hosts=("*",)
         max_bytes: maximum size of a request body.
         max_images: maximum number of images per request.
         hosts: host names that the Host header of a request may contain; "*" allows any name. This check prevents DNS
-            rebinding, in which the domain name of a web site resolves to the address of this server; the header then
-            contains the name of the site.
+            rebinding, in which the domain name of a website resolves to the address of this server; the header then
+            contains the name of the website.
     """
     slots = asyncio.Semaphore(MAX_REQUESTS)
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
@@ -102,9 +102,7 @@ def create_app(predict, worker, description, max_bytes, max_images, hosts=("*",)
 
     async def answer(request):
         if request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
-            raise HTTPException(
-                403, "POST /predict: sent by a page of a different web site; open the page of this server"
-            )
+            raise HTTPException(403, "POST /predict: sent by a page of another website; open the page of this server")
         if slots.locked():
             retry = {"Retry-After": "5"}
             raise HTTPException(503, f"POST /predict: {MAX_REQUESTS} requests are in progress; retry later", retry)

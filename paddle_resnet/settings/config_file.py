@@ -29,7 +29,7 @@ def _read_yaml(path):
     try:
         with files.open_regular(path, limit_bytes=64 << 10) as f:
             values = yaml.load(f.read().decode(), _YamlLoader)
-        str(values)  # raises an error for an integer with too many digits
+        str(values)  # str() raises an error for an integer with too many digits
     except OSError as e:
         raise UsageError(f"--config {path}: cannot be read ({e.strerror}); use a readable YAML file") from e
     except Exception as e:  # PyYAML also raises built-in errors, such as RecursionError
@@ -46,7 +46,7 @@ class _YamlLoader(yaml.SafeLoader):
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError(f"an alias {self.peek_event().start_mark}: replace the alias with its value")
+            raise yaml.YAMLError(f"alias {self.peek_event().start_mark}: not supported; replace it with its value")
         return super().compose_node(parent, index)
 
 

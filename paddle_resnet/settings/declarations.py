@@ -91,56 +91,56 @@ def _start(add):
         "--run-scope",
         default="train_eval",
         choices=[s.value for s in RunScope],
-        help="train and evaluate, only train, or only evaluate",
+        help="phases of the run: training and evaluation, only training, or only evaluation",
     )
     add(
         "--resume",
         **_switch(),
-        help="continue from the newest valid checkpoint in OUTPUT_DIR/ARCH/; if there is none, start from the "
-        "beginning",
+        help="whether to continue from the newest valid checkpoint in OUTPUT_DIR/ARCH/, if there is one",
     )
     add(
         "--overwrite",
         **_switch(),
-        help="delete the checkpoints of an earlier run in OUTPUT_DIR/ARCH/ before training",
+        help="whether to delete the checkpoints of an earlier run in OUTPUT_DIR/ARCH/ before training",
     )
     add(
         "--from-checkpoint",
         metavar="DIR",
-        help="load parameters and optimizer state from DIR or one of its epoch folders",
+        help="folder, or parent of epoch folders, from which to load parameters and optimizer state",
     )
     add(
         "--last-epoch-of-checkpoint",
         type=_epoch,
         metavar="{None,auto,N}",
-        help="epoch of --from-checkpoint after which to continue; auto: the newest; None: load DIR itself and start "
-        "at epoch 0",
+        help="epoch of --from-checkpoint after which to continue; auto: the newest; None: epoch 0, with the "
+        "parameters in DIR itself",
     )
     add(
         "--from-pretrained-params",
         type=_path,
         metavar="{None,DIR}",
-        help="checkpoint folder, or file PREFIX.pdparams, from which to load only the parameters; training starts at "
-        "epoch 0; None: train from scratch",
+        help="checkpoint folder, or file PREFIX.pdparams, from which to load only the parameters before epoch 0; "
+        "None: training from scratch",
     )
     add(
         "--pretrained-mismatch",
         default="error",
         choices=["error", "skip-classifier"],
-        help="action if the classifier of the pretrained parameters has a different shape; skip-classifier: do not "
-        "load the classifier, for fine-tuning",
+        help="action if the classifier of the pretrained parameters has a different shape; skip-classifier: a new "
+        "classifier, for fine-tuning",
     )
     add(
         "--choose-recipe",
         **_switch(),
-        help="choose values for flags that are not set, based on the data set and the machine: network, pretrained "
-        "weights, image and batch size, epochs, optimizer, learning rate, augmentation, precision and loader threads; "
-        "the log shows the reasons",
+        help="whether to choose values for flags that are not set, based on the data set and the machine: network, "
+        "pretrained weights, image and batch size, epochs, optimizer, learning rate, augmentation, precision and "
+        "loader threads",
     )
     add(
         "--dry-run",
         **_switch(),
-        help="check flags, data and output folder, build the programs, load the checkpoint, and stop",
+        help="whether to stop before training, after checking flags and data, building the programs and loading the "
+        "checkpoint",
     )
 
 
@@ -172,8 +172,8 @@ def _network(add):
     add(
         "--qat",
         **_switch(),
-        help="quantization-aware training: round weights and activations to INT8 in the forward pass, typically to "
-        "fine-tune a trained network (--from-pretrained-params)",
+        help="quantization-aware training, which rounds weights and activations to INT8 in the forward pass; "
+        "typically used to fine-tune a trained network (--from-pretrained-params)",
     )
 
 
@@ -230,7 +230,7 @@ def _preprocessing(add):
 def _batches(add):
     add("--batch-size", type=numbers.batch_size, default=256, help="images per process and batch", batches=True)
     add("--data-layout", default="NCHW", choices=["NCHW", "NHWC"], help="memory layout of the images")
-    add("--dali-output-fp16", **_switch(), help="make the loader output float16 images", batches=True)
+    add("--dali-output-fp16", **_switch(), help="whether the loader outputs float16 images", batches=True)
     add(
         "--dali-random-seed",
         type=numbers.seed,
@@ -241,8 +241,8 @@ def _batches(add):
     add(
         "--balanced-sampling",
         **_switch(),
-        help="draw the training images of an epoch with replacement, from all classes with equal probability; the "
-        "length of an epoch does not change",
+        help="whether to draw the training images of an epoch with replacement, from all classes with equal "
+        "probability; the length of an epoch does not change",
         batches=True,
     )
     add(
@@ -505,7 +505,11 @@ def _training(add):
         metavar="{None,DECAY}",
         help="decay per step, such as 0.9999, of the exponential moving average of the weights, which evaluation uses",
     )
-    add("--bn-weight-decay", **_switch(), help="apply weight decay to scale and shift of batch normalization")
+    add(
+        "--bn-weight-decay",
+        **_switch(),
+        help="whether weight decay applies to the scale and shift of batch normalization",
+    )
 
 
 def _learning_rate(add):
@@ -528,7 +532,7 @@ def _learning_rate(add):
         type=_positive_ratio,
         default=1.0,
         metavar="F",
-        help="ratio of the learning rate of each part of the network (stem, block, ...) to that of the next part",
+        help="ratio of the learning rate of each network part (stem, block, ...) to that of the next part",
     )
     add(
         "--classifier-lr-factor",
@@ -604,7 +608,8 @@ def _precision(add):
         "--amp-level",
         default=argparse.SUPPRESS,
         choices=["O1", "O2"],
-        help="O1: float32 parameters; O2: parameters in --amp-dtype with float32 master copies (default: O1)",
+        help="level of mixed precision; O1: float32 parameters; O2: parameters in --amp-dtype with float32 master "
+        "copies (default: O1)",
         depends_on=("amp",),
     )
     add(
@@ -617,17 +622,22 @@ def _precision(add):
     add(
         "--use-dynamic-loss-scaling",
         **_switch(),
-        help="adjust the loss scale during training",
+        help="whether to adjust the loss scale during training",
         depends_on=("amp", "amp_dtype"),
     )
     add(
         "--use-pure-fp16",
         **_switch(),
-        help="equivalent to --amp-dtype float16 --amp-level O2",
+        help="shorthand for --amp-dtype float16 --amp-level O2",
         depends_on=("amp", "amp_dtype", "amp_level"),
     )
-    add("--asp", **_switch(), help="train with 2:4 sparsity")
-    add("--prune-model", **_switch(), help="prune the weights to 2:4 before training (with --asp)", depends_on=("asp",))
+    add("--asp", **_switch(), help="training with 2:4 sparsity")
+    add(
+        "--prune-model",
+        **_switch(),
+        help="whether to prune the weights to 2:4 sparsity before training (with --asp)",
+        depends_on=("asp",),
+    )
     add(
         "--mask-algo",
         default="mask_1d",
@@ -638,7 +648,7 @@ def _precision(add):
     add(
         "--fuse-resunit",
         **_switch(),
-        help="use Paddle's fused residual unit, which some versions, such as 2.6.2, lack",
+        help="whether to use Paddle's fused residual unit, which some versions, such as 2.6.2, lack",
     )
 
 
@@ -676,7 +686,7 @@ def _saving(add):
         "--checkpoint-commit",
         default="rename",
         choices=["rename", "marker"],
-        help="how a checkpoint is completed; rename: rename its folder; marker: write meta.json last, for storage "
+        help="method of completing a checkpoint; rename: rename its folder; marker: write meta.json last, for storage "
         "without atomic renames, such as object stores",
     )
     add(
@@ -719,9 +729,9 @@ def _loader(add):
     add(
         "--allow-empty-classes",
         **_switch(),
-        help="log a warning instead of an error for class folders of train/ without images",
+        help="whether class folders of train/ without images cause a warning instead of an error",
     )
-    add("--allow-outside", **_switch(), help="allow file lists and --skip-list to contain files outside IMAGE_ROOT")
+    add("--allow-outside", **_switch(), help="whether file lists and --skip-list may contain files outside IMAGE_ROOT")
     add(
         "--dali-device",
         default="auto",
@@ -755,21 +765,26 @@ def _machine(add):
         "--kernels",
         default="auto",
         choices=["auto", "native", "paddle"],
-        help="native: custom kernels for BN, ReLU, addition, max pooling, loss and optimizer, in NHWC only; paddle: "
-        "Paddle's kernels; auto: native on a GPU in NHWC if they can be built, otherwise paddle",
+        help="kernels of the training step; native: custom kernels for BN, ReLU, addition, max pooling, loss and "
+        "optimizer, in NHWC only; paddle: Paddle's kernels; auto: native on a GPU in NHWC if they can be built, "
+        "otherwise paddle",
     )
     add(
         "--cuda-graph",
         **_switch(True),
-        help="capture a training step as a CUDA graph and replay it with one call; requires native kernels and GPUs "
-        "of one host; not with --profile-steps",
+        help="whether to capture a training step as a CUDA graph and replay it with one call; requires native kernels "
+        "and GPUs of one host; not with --profile-steps",
     )
-    add("--enable-cpu-affinity", **_switch(True), help="bind each process to the CPU cores closest to its GPU")
+    add(
+        "--enable-cpu-affinity",
+        **_switch(True),
+        help="whether to bind each process to the CPU cores closest to its GPU",
+    )
     add(
         "--comm-timeout-s",
         type=numbers.integer(1, 10**6),
         default=600,
-        help="number of seconds after which a job of several processes stops if a process makes no progress",
+        help="number of seconds without progress after which a job of several processes stops",
     )
 
 
@@ -805,18 +820,22 @@ def _output(add):
     add(
         "--show-config",
         **_switch(True),
-        help="print flags before the first step: all if this flag is set explicitly, otherwise those that differ from "
-        "their defaults",
+        help="whether to print flags before the first step: all if this flag is set explicitly, otherwise those that "
+        "differ from their defaults",
     )
-    add("--verbose", **_switch(), help="list all variables in which a checkpoint does not match the network")
-    add("--print-config", **_switch(), help="print the flags as YAML and stop")
+    add(
+        "--verbose",
+        **_switch(),
+        help="whether errors list all variables in which a checkpoint does not match the network",
+    )
+    add("--print-config", **_switch(), help="whether to print the flags as YAML and stop")
 
 
 def _benchmark(add):
     add(
         "--benchmark",
         **_switch(),
-        help="measure the speed of training, or of evaluation with --run-scope eval_only, and stop",
+        help="whether to measure the speed of training, or of evaluation with --run-scope eval_only, and stop",
     )
     add("--benchmark-steps", type=numbers.positive, default=100, help="number of steps to measure")
     add(
@@ -829,14 +848,14 @@ def _benchmark(add):
         "--profile-steps",
         type=_steps,
         metavar="{None,A:B}",
-        help="steps A to B-1 of the first epoch, of which a trace is written to OUTPUT_DIR/profile/",
+        help="steps A to B-1 of the first epoch, a trace of which is written to OUTPUT_DIR/profile/",
     )
 
 
 def _truth(text):
     values = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
     if text.lower() not in values:
-        raise argparse.ArgumentTypeError(f"'{text}': expected true or false")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a boolean; use true or false")
     return values[text.lower()]
 
 
@@ -844,8 +863,8 @@ def _file_name(text):
     # File systems limit a name to 255 bytes, including the suffix.
     if not text or "/" in text or text.startswith(".") or len(os.fsencode(text)) > 240:
         raise argparse.ArgumentTypeError(
-            f"'{text}' is not a valid file name; use one without / and without a leading dot, of at most 240 bytes, "
-            "such as resnet50"
+            f"'{text}' is not a valid file name; use at most 240 bytes without / and without a leading dot, such as "
+            "resnet50"
         )
     return text
 
@@ -891,7 +910,7 @@ def _factor(text):
 def _positive_ratio(text):
     value = numbers.ratio(text)
     if value == 0:
-        raise argparse.ArgumentTypeError(f"{text}: expected a number above 0, up to 1, such as 0.8")
+        raise argparse.ArgumentTypeError(f"{text} is not positive; use a number above 0 and up to 1, such as 0.8")
     return value
 
 
@@ -902,7 +921,7 @@ def _layers(text):
     names = [name.strip() for name in text.split(",")]
     if "" in names or (parts.ALL_BUT_CLASSIFIER in names and len(names) > 1):
         raise argparse.ArgumentTypeError(
-            f"'{text}': expected layers such as stem,stages.0, or only {parts.ALL_BUT_CLASSIFIER}"
+            f"'{text}' is not a list of layers; use layers such as stem,stages.0, or only {parts.ALL_BUT_CLASSIFIER}"
         )
     return names
 
@@ -910,9 +929,9 @@ def _layers(text):
 def _below_one(text):
     value = numbers.ratio(text)
     if value == 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected a number from 0 to below 1, such as 0.9")
+        raise argparse.ArgumentTypeError(f"{text} is not below 1; use a number from 0 to below 1, such as 0.9")
     if value > MAX_BELOW_ONE:
-        raise argparse.ArgumentTypeError(f"{text}: too close to 1 for float32; use {MAX_BELOW_ONE} or less")
+        raise argparse.ArgumentTypeError(f"{text} is too close to 1 for float32; use {MAX_BELOW_ONE} or less")
     return value
 
 
@@ -936,7 +955,7 @@ def _lookahead(text):
 def _epsilon(text):
     value = numbers.number(text)
     if value < 1e-30:
-        raise argparse.ArgumentTypeError(f"{text}: too small for float32; use 1e-30 or more, such as 1e-8")
+        raise argparse.ArgumentTypeError(f"{text} is too small for float32; use 1e-30 or more, such as 1e-8")
     return value
 
 
@@ -946,7 +965,7 @@ def _steps(text):
         return None
     parts = text.replace(",", ":").split(":")
     if len(parts) != 2:
-        raise argparse.ArgumentTypeError(f"'{text}': expected two steps A:B, such as 100:110")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a range of steps; use A:B, such as 100:110")
     begin, end = (numbers.not_negative(part) for part in parts)
     if begin >= end:
         raise argparse.ArgumentTypeError(f"{begin}:{end} contains no step; use A:B with A less than B")

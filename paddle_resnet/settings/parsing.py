@@ -112,7 +112,7 @@ def _unknown_arguments(arguments):
     flags = [option for action in PARSER._actions for option in action.option_strings]
     unknown = [argument.split("=")[0] for argument in arguments if argument.startswith("-")]
     if not unknown:
-        return [f"unexpected argument '{arguments[0]}'; write each value after its --flag"]
+        return [f"'{arguments[0]}': unexpected argument; write each value after its --flag"]
     return [_unknown("flag", name, flags) for name in unknown]
 
 
@@ -123,8 +123,8 @@ def _unknown(kind, argument, known):
         meant = (
             f"--{ALIASES[normalized]}" if kind == "flag" else ALIASES[normalized].replace("-", "_").replace(" ", ": ")
         )
-        return f"unknown {kind} {argument}: did you mean {meant}?"
+        return f"{argument}: unknown {kind}; use {meant}"
     if normalized in ELSEWHERE:
-        return f"unknown {kind} {argument}: {ELSEWHERE[normalized]}"
+        return f"{argument}: unknown {kind}; {ELSEWHERE[normalized]}"
     near = difflib.get_close_matches(normalized if kind == "flag" else normalized.replace("-", "_"), bare, n=1)
-    return f"unknown {kind} {argument}: " + (f"did you mean {bare[near[0]]}?" if near else "see --help")
+    return f"{argument}: unknown {kind}; " + (f"use {bare[near[0]]}, or see --help" if near else "see --help")

@@ -28,7 +28,9 @@ def parse(text):
     entries = [entry.strip() for entry in text.split(",")]
     epochs = [_parse_entry(entry)["first_epoch"] for entry in entries]
     if epochs[0] != 0 or any(later <= earlier for earlier, later in itertools.pairwise(epochs)):
-        raise argparse.ArgumentTypeError(f"'{text}': the epochs do not increase from 0; use a value such as {EXAMPLE}")
+        raise argparse.ArgumentTypeError(
+            f"'{text}' has epochs that do not increase from 0; use a value such as {EXAMPLE}"
+        )
     return entries
 
 
@@ -42,7 +44,7 @@ def _parse_entry(entry):
     }
     values = entry.split(":")
     if not 2 <= len(values) <= len(fields):
-        raise argparse.ArgumentTypeError(f"'{entry}': expected {FORM}, such as {EXAMPLE}")
+        raise argparse.ArgumentTypeError(f"'{entry}' is not a stage; use {FORM}, such as {EXAMPLE}")
     return {name: parse(value) for (name, parse), value in zip(fields.items(), values, strict=False)}
 
 

@@ -77,7 +77,7 @@ def untested_operators(program, is_wanted, is_explicit):
         reason = _obstacle(op)
         if reason is None:
             continue
-        problem = f"operator {op.type} {reason}, so steps cannot be captured as a CUDA graph"
+        problem = f"operator {op.type} {reason}, so steps cannot be captured"
         if is_explicit:
             raise UsageError(f"--cuda-graph true: {problem}; use --cuda-graph false")
         logger.info(f"--cuda-graph false: {problem}")
@@ -85,8 +85,8 @@ def untested_operators(program, is_wanted, is_explicit):
     untested = sorted({op.type for op in ops if not op.type.startswith("native_")} - TESTED)
     if untested:
         logger.info(
-            f"operator {', '.join(untested)} is untested in a CUDA graph: comparing the first captured step with an "
-            "uncaptured step"
+            f"--cuda-graph true: operator {', '.join(untested)} is untested in CUDA graphs, so the first captured "
+            "step is compared with an uncaptured step"
         )
     return untested
 
@@ -182,9 +182,9 @@ class CapturedStep:
         if exchange.all_gather([bool(differing)]).any():
             self._discard()
             self._steps = -np.inf
-            names = ", ".join(differing[:3]) or "in a different process"
+            names = ", ".join(differing[:3]) or "in another process"
             problem = (
-                f"a captured step and an uncaptured step differ in their results ({names}); one of the operators "
+                f"a captured and an uncaptured step have different results ({names}), because one of the operators "
                 f"{', '.join(self._untested)} cannot be captured"
             )
             if self._is_explicit:
@@ -219,7 +219,7 @@ class CapturedStep:
                     raise
                 graph.capture_end()
         except Exception as e:
-            raise RunError(f"the step cannot be captured as a CUDA graph ({core(e)}); use --cuda-graph false") from e
+            raise RunError(f"--cuda-graph true: the step cannot be captured ({core(e)}); use --cuda-graph false") from e
         finally:
             _workspaces.extend(_take_free_memory(self._place))
         self._graph, self._captured_at = graph, self._addresses()

@@ -37,7 +37,7 @@ class Dispatcher:
             self._run = functools.partial(_fetch, run, class_num)
             return
         if not any(op.type == host_metrics.OPERATOR for op in program._program.global_block().ops):
-            raise RuntimeError("the program has no async copy of its metrics; build the program with --kernels native")
+            raise RuntimeError("program: has no async copy of its metrics; build it with --kernels native")
         run = functools.partial(exe.run, program, fetch_list=[])
         if program.captured is not None:
             program.captured.check()

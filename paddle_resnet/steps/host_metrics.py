@@ -33,8 +33,10 @@ class AsyncCopy:
         memory, size = ctypes.c_void_p(), ctypes.c_size_t()
         error = self._wait(*self._key, ctypes.byref(memory), ctypes.byref(size))
         if error == -1:
-            raise RuntimeError("metrics were read more than three steps late")
+            raise RuntimeError("metrics: read more than three steps late; read them within three steps")
         if error:
-            raise RuntimeError(f"the GPU failed in this step or an earlier one: CUDA error {error}")
+            raise RuntimeError(
+                f"GPU: failed in this step or an earlier one (CUDA error {error}); run python -m paddle_resnet.doctor"
+            )
         array = np.frombuffer(ctypes.string_at(memory, size.value), self._dtype).reshape(self._shape)
         return array if dtype is None else array.astype(dtype)

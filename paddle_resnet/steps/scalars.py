@@ -62,4 +62,4 @@ class Writer:
             value = paddle.base.core.LoDTensor()
             dtype, shape = self._types[name]
             value.set(np.asarray(value_of(), dtype).reshape(shape), paddle.CPUPlace())
-            tensor._copy_from(value, self._places[name])  # unlike `set`, does not wait for the GPU
+            tensor._copy_from(value, self._places[name])  # unlike `set`, this method does not wait for the GPU

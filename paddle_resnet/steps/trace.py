@@ -43,7 +43,10 @@ def start(program, first_step, last_step, is_resume):
         return None
     begin, end = trace.steps
     if is_resume and begin < first_step:  # repeating the command with --resume must not fail
-        logger.warn(f"--profile-steps {begin}:{end}: no trace, because --resume continues at step {first_step}")
+        logger.warn(
+            f"--profile-steps {begin}:{end}: not traced, because --resume continues at step {first_step}; use "
+            "later steps"
+        )
         return None
     if begin < first_step or end > last_step:
         raise _outside(trace.steps, first_step, last_step)

@@ -119,14 +119,16 @@ def convert(
         os.makedirs(output, exist_ok=True)
         if is_changed:
             logger.warn(
-                f"--output {output}: files in {source} have changed since the conversion began; all images are "
-                "converted again"
+                f"--output {output}: files in {source} have changed since the conversion began, so all images are "
+                "converted again; do not change files during a conversion"
             )
             _remove_shards(output, to)
         indexes.write_file(os.path.join(output, listing.MANIFEST), _json({**manifest, "complete": False}))
     if damaged:
         names = ", ".join(map(os.path.basename, damaged[:NAMED]))
-        logger.warn(f"--output {output}: missing or damaged record files ({names}); writing them again")
+        logger.warn(
+            f"--output {output}: record files that are missing or damaged ({names}) are written again; check the disk"
+        )
         _remove(output, damaged, to)
     if classes is not None:
         indexes.write_file(os.path.join(output, "classes.txt"), "".join(f"{name}\n" for name in classes).encode())

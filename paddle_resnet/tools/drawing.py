@@ -1,4 +1,4 @@
-"""Draws the figures of the data-set tools to files, without a display."""
+"""Draw the figures of the data-set tools to files, without a display."""
 
 import io
 from pathlib import Path
@@ -28,7 +28,7 @@ def save(figure, output, what="--output"):
     """Write a figure in the format that the suffix of the file name specifies.
 
     Args:
-        figure: figure, which is closed.
+        figure: figure to write and close.
         output: path of the file.
         what: flag or description for the error message.
     Raises:
@@ -115,7 +115,7 @@ def lr_curve(curve, title):
     """Draw a results.lr_curve.Curve. Losses above curve.limit() are outside the drawing."""
     [title] = drawable([title])
     figure, axis = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    steps = np.array(curve.loss, np.float64)  # NaN for None
+    steps = np.array(curve.loss, np.float64)  # None becomes NaN
     axis.plot(curve.lr, steps, alpha=0.3, label="loss of a step")
     axis.plot(curve.lr[: len(curve.smoothed)], curve.smoothed, color="C0", label="smoothed")
     if curve.steepest is not None:
@@ -164,7 +164,7 @@ def drawable(names):
 
 
 def _characters(family, wanted):
-    """Return the wanted characters that the regular font of a family contains."""
+    """Return those characters in `wanted` that the regular font of a family contains."""
     try:
         properties = font_manager.FontProperties(family=[family])
         font = font_manager.get_font(font_manager.findfont(properties, fallback_to_default=False))

@@ -47,8 +47,8 @@ def split(source, output, fraction, seed=0):
 
 
 def _list_source(source):
-    """Return {class: [names of its images]}."""
-    if not os.path.isdir(source):  # unlike Path.is_dir(), does not raise an error for a name that is too long
+    """Return {class: [image names]}."""
+    if not os.path.isdir(source):  # Path.is_dir() would raise an error for a name that is too long
         raise UsageError(f"{source}: not a folder; use the folder that contains the class folders")
     images, ignored = {}, [(listing.OUTSIDE, "", name) for name in listing.images_at_the_top(source)]
     for label in listing.class_folders(source):

@@ -2,8 +2,8 @@
 
 Worker processes import this module instead of dataset.py, because this module does not import Paddle.
 
-docs/data.md lists the file types that training accepts or rejects. The list was tested with DALI 2.4 on the CPU on 850
-files: test images of Pillow, libjpeg-turbo and DALI, and images from recurser/exif-orientation-examples.
+docs/data.md lists the file types that training accepts or rejects. The list was tested with DALI 2.4 on the CPU, using
+850 files: test images of Pillow, libjpeg-turbo and DALI, and images from recurser/exif-orientation-examples.
 """
 
 import contextlib
@@ -71,8 +71,8 @@ class Report:
 def verify(root, num_of_class=None, allow_outside=False, run_scope=RunScope.TRAIN_EVAL, allow_empty=False):
     """Decode every image of both splits on all cores, with the CPU decoders that training uses.
 
-    Record files are read twice: record by record to find damaged records, and by DALI in a separate process. Both must
-    yield the same images and labels in the same order.
+    Record files are read twice: record by record to find damaged records, and by DALI in a separate process. Both
+    passes must yield the same images and labels in the same order.
 
     Args:
         root: folder of a data set in any format, with a train split, a val split or both.

@@ -19,7 +19,7 @@ def test_all_reduce_time_within_and_between_nodes():
     assert model.all_reduce_s(setup, 1, 1e9) == 0
     assert model.all_reduce_s(setup, 2, 1e9) == pytest.approx(0.01)
     assert model.all_reduce_s(setup, 8, 1e9) == pytest.approx(2 * 7 / 8 * 0.01)
-    # In a job of two nodes, the bytes also cross the network, in two hops.
+    # In a job on two nodes, the bytes also cross the network, in two hops.
     assert model.all_reduce_s(setup, 16, 1e9) == pytest.approx(2 * 7 / 8 * 0.01 + 0.1 + 2 * 1e-3)
     assert model.all_reduce_s(setup, 1024, 1e9) == pytest.approx(0.0175 + 2 * 127 / 128 * 0.1 + 2 * 7 * 1e-3)
 

@@ -39,7 +39,7 @@ def test_row_without_name_is_an_error(capsys):
 def test_duplicate_row_name_is_an_error(capsys):
     with pytest.raises(SystemExit):
         sweep.main(["--row", "a: --seed 1", "--row", "a: --seed 2"])
-    assert "names must differ" in capsys.readouterr().err
+    assert "names are not unique" in capsys.readouterr().err
 
 
 def test_measurement_is_stopped_after_limit_s(capsys):

@@ -80,7 +80,7 @@ def test_resumed_run_continues_the_count(run_train, scored, tmp_path, capsys):
     meta = json.loads((tmp_path / "output/Tiny/1/meta.json").read_text())
     assert (meta["best"]["epoch"], meta["evaluations_since_best"]) == (0, 1)
     scored(0.3)
-    code, report = run_train("--epochs", "9", "--resume")  # inherits the patience
+    code, report = run_train("--epochs", "9", "--resume")  # the run inherits --patience
     assert (code, evaluated(report)) == (0, [2])
     assert report[-1]["data"]["best.epoch"] == 0
     # A new run that starts from this checkpoint counts its own evaluations from zero.

@@ -38,17 +38,17 @@ def test_resume_restarts_epoch_if_image_changed_class(run_train, stop_before, ph
     code, report = run_train(*flags, "--resume", image_root=root)
     assert code == 0
     stderr = capsys.readouterr().err
-    assert "the loader cannot resume inside the epoch: list of images and labels (hash) is " in stderr
-    assert ("epoch 1 restarts with the parameters of " in stderr) == (train_step == 4)
+    assert "loader state in the checkpoint: list of images and labels (hash) is " in stderr
+    assert ("cannot continue inside epoch 1, which restarts with these parameters" in stderr) == (train_step == 4)
     assert (1, 0) in losses(report)
 
 
 def test_different_paddle_version_triggers_warning(capsys):
     meta = {"paddle_version": "2.5.1", "arguments": {}, "world_size": 1}
-    restore._log_environment_changes(meta)
-    assert "the checkpoint is from Paddle 2.5.1, but this run uses " in capsys.readouterr().err
+    restore._log_environment_changes("run/1", meta)
+    assert "run/1: written with Paddle 2.5.1, but this run uses " in capsys.readouterr().err
     del meta["paddle_version"]  # older versions did not write paddle_version
-    restore._log_environment_changes(meta)
+    restore._log_environment_changes("run/1", meta)
     assert capsys.readouterr().err == ""
 
 

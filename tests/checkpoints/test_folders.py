@@ -187,7 +187,7 @@ def test_checkpoint_of_other_program_is_never_deleted(tmp_path, capsys, form):
     folders.remove_all(tmp_path)
     output = capsys.readouterr()
     assert f"--overwrite: deleting 4 in {tmp_path}" in output.out
-    assert f"--overwrite: keeping 3, 5 in {tmp_path}, because this program did not write them" in output.err
+    assert f"--overwrite: keeps 3, 5 in {tmp_path}, which this program did not write; move them" in output.err
     (tmp_path / "3.old").mkdir()
     files = {"a.pdparams": lambda f: f.write(b"abc"), "a.pdopt": lambda f: f.write(b"x")}
     folders.verify(folders.commit(tmp_path, "3", files, META, form))
@@ -208,7 +208,7 @@ def test_failed_deletion_logs_warning_and_invalidates_checkpoint(tmp_path, capsy
     assert folders.newest_first(tmp_path)[0] == []
     monkeypatch.undo()
     folder = write_checkpoint(tmp_path, "4")
-    monkeypatch.setattr(folders, "_remove", lambda path: None)  # simulates SIGKILL before the files are removed
+    monkeypatch.setattr(folders, "_remove", lambda path: None)  # simulate SIGKILL before the files are removed
     folders.delete(folder)
     assert folders.newest_first(tmp_path)[0] == []
 
@@ -231,7 +231,7 @@ def commit_in_a_child(root, form, fatal):
                 os.kill(os.getpid(), signal.SIGKILL)
             changes += 1
 
-    pid = os.fork()  # os.fork is used because starting a Python process would dominate the test time
+    pid = os.fork()  # fork, because starting a Python process would dominate the test time
     if pid == 0:
         try:
             sys.addaudithook(audit)

@@ -130,7 +130,7 @@ def pdparams(state):
 NAN = np.float32([1, np.nan, 2, 3]).tobytes()
 SHARED = np.zeros(1000, np.float16)
 HOSTILE = {
-    "name.npy": (b"", "its name does not end in .pdparams, .safetensors, .pth"),
+    "name.npy": (b"", "the name does not end in .pdparams, .safetensors, .pth"),
     "empty.pth": (b"", "not written by torch.save"),
     "text.pth": (b"<html>", "not written by torch.save"),
     "truncated.pth": (one()[:-30], "BadZipFile"),
@@ -159,9 +159,9 @@ HOSTILE = {
     "no stride.pth": (one(strides=()), "contains a call"),
     "overlap.pth": (
         zipped({"a": tensor("0", (4,)), "b": tensor("0", (2,), offset=3, length=4)}, {"0": bytes(16)}),
-        "its tensors overlap",
+        "the tensors overlap",
     ),
-    "twice.pth": (zipped({"a": tensor("0", (4,)), "b": tensor("0", (4,))}, {"0": bytes(16)}), "its tensors overlap"),
+    "twice.pth": (zipped({"a": tensor("0", (4,)), "b": tensor("0", (4,))}, {"0": bytes(16)}), "the tensors overlap"),
     "two types.pth": (
         zipped({"a": tensor("0", (4,)), "b": tensor("0", (2,), kind="DoubleStorage")}, {"0": bytes(16)}),
         "invalid reference to a storage",
@@ -178,17 +178,17 @@ HOSTILE = {
     "legacy keys.pth": (legacy({"w": tensor("0", (4,))}, {"1": (4, bytes(16))}), "list of storages does not match"),
     "legacy version.pth": (
         b"".join(map(pickled, (0x1950A86A20F9469CFC6C, 1002, {"little_endian": True}, {}, []))),
-        "its version or byte order is not supported",
+        "the version or byte order is not supported",
     ),
-    "empty.safetensors": (b"", "its header has an invalid length of 0 bytes"),
+    "empty.safetensors": (b"", "the header has an invalid length of 0 bytes"),
     "header.safetensors": (
         struct.pack("<Q", 1 << 60) + b"{}",
-        "its header has an invalid length of 1152921504606846976 bytes",
+        "the header has an invalid length of 1152921504606846976 bytes",
     ),
     "syntax.safetensors": (safetensors(b"{:", b""), "JSONDecodeError"),
     "deep.safetensors": (safetensors(b"[" * 100000, b""), "RecursionError"),
-    "list.safetensors": (safetensors([], b""), "its header is not a table"),
-    "long name.safetensors": (safetensors({"9" * 5000: 3}, b""), "the keys of its header are not variable names"),
+    "list.safetensors": (safetensors([], b""), "the header is not a table"),
+    "long name.safetensors": (safetensors({"9" * 5000: 3}, b""), "the keys of the header are not variable names"),
     "entry.safetensors": (safetensors({"w": 3}, b""), "w has no valid data_offsets"),
     "twice.safetensors": (safetensors(b'{"w": 1, "w": 2}', b""), "a name occurs twice"),
     "type.safetensors": (entry(dtype="F8_E4M3"), "w has the unsupported type F8_E4M3"),
@@ -206,7 +206,7 @@ HOSTILE = {
     ),
     "infinite.pdparams": (pdparams({"w": np.float64([1e300])}), "w has values that are not finite in float32"),
     "objects.pdparams": (pdparams({"w": np.array([print])}), "a call that an array of numbers does not need"),
-    "shared.pdparams": (pdparams({str(i): SHARED for i in range(50)}), "its arrays overlap"),
+    "shared.pdparams": (pdparams({str(i): SHARED for i in range(50)}), "the arrays overlap"),
 }
 
 
@@ -241,7 +241,7 @@ def test_archive_with_overlapping_entries_is_rejected(tmp_path, compress_size):
             copy.header_offset, copy.CRC = last.header_offset, last.CRC
             copy.file_size, copy.compress_size = 4000, compress_size
             archive.filelist.append(copy)
-    with pytest.raises(UnreadableError, match="entries of its archive overlap"):
+    with pytest.raises(UnreadableError, match="entries of the archive overlap"):
         foreign_files.read(tmp_path / "a.pth")
 
 

@@ -169,7 +169,7 @@ def test_memory_is_bounded_by_file_size(tmp_path):
     data = hostile_pickles()["text encoded 1,500 times"]
     tracemalloc.start()
     try:
-        with pytest.raises(UnreadableError, match="encodes more text than it contains"):
+        with pytest.raises(UnreadableError, match="contains text that expands to more than the file size"):
             read(tmp_path, data)
         assert tracemalloc.get_traced_memory()[1] < 10 * len(data)
     finally:
@@ -374,7 +374,7 @@ def test_damaged_loader_state_is_reported(run_train, stop_before, tmp_path, caps
         capsys.readouterr()
         assert run_train("--resume")[0] == 2, damage
         message = [
-            f"{folder}: the state of the loader is damaged (",
+            f"{folder}: the loader state is damaged (",
             "); move this checkpoint away, or choose a different one",
         ]
         if "step" in DAMAGED_STATES.get(damage, ()):
@@ -451,7 +451,7 @@ def stray(root, valid):
     # NVIDIA's example writes these two files without meta.json; --resume must ignore them.
     for end in ("pdparams", "pdopt"):
         (folder / f"tiny.{end}").write_bytes((root / "0" / f"tiny.{end}").read_bytes())
-    return next(name) - 1002  # excludes the dangling link and the file, which are not folders
+    return next(name) - 1002  # exclude the dangling link and the file, which are not folders
 
 
 def test_invalid_folders_stop_neither_run_nor_resume(run_train, tmp_path, capsys):
@@ -463,7 +463,7 @@ def test_invalid_folders_stop_neither_run_nor_resume(run_train, tmp_path, capsys
     assert run_train("--epochs", "3", *flags, "--resume")[0] == 0
     output = capsys.readouterr()
     assert "Tiny/0: continuing with epoch 1" in output.out
-    assert output.err.count("not a valid checkpoint: meta.json") == count
+    assert output.err.count("it is not a valid checkpoint (meta.json") == count
     assert "Traceback" not in output.err
     assert [p.name for p, _ in folders.newest_first(root)[0]][:2] == ["2", "1"]
     assert folders.verify(root / "2")["epoch"] == 2
@@ -476,14 +476,14 @@ def test_unreadable_folder_does_not_stop_resume(run_train, tmp_path, monkeypatch
     (root / "99/notes").write_text("of the user")
     real = os.open
 
-    def deny(path, *arguments, **options):  # simulates the error, because root can read files without permission
+    def deny(path, *arguments, **options):  # simulate the error, because root can read files without permission
         if "/99" in str(path):
             raise PermissionError(13, "Permission denied", str(path))
         return real(path, *arguments, **options)
 
     monkeypatch.setattr(os, "open", deny)
     assert run_train("--epochs", "2", "--resume")[0] == 0
-    assert "Tiny/99: not a valid checkpoint: meta.json cannot be read (Permission denied)" in capsys.readouterr().err
+    assert "Tiny/99: skipped, because it is not a valid checkpoint (meta.json cannot" in capsys.readouterr().err
 
 
 def test_resume_rejects_checkpoint_without_meta_json(run_train, tmp_path, capsys):
@@ -491,7 +491,7 @@ def test_resume_rejects_checkpoint_without_meta_json(run_train, tmp_path, capsys
     (tmp_path / "output/Tiny/0/meta.json").unlink()
     assert run_train("--epochs", "2", "--resume")[0] == 2
     message = [
-        "Tiny (0) have no meta.json; if they are from a different program",
+        "Tiny (0) have no meta.json; if they are from another program",
         "--last-epoch-of-checkpoint auto",
     ]
     assert_one_error(capsys.readouterr().err, message)

@@ -60,12 +60,12 @@ def test_evaluation_inherits_flags_of_training_run(run_train, run_bare, tmp_path
         "--resize-short 40",
     ):
         assert flag_and_value in line
-    assert "flags differ" not in output.err
+    assert "trained with different flags" not in output.err
 
     code, report = run_bare("--run-scope", "eval_only", flag, folder, "--interp", "triangular", "--num-of-class", "3")
     assert code == 0
     assert evaluation(report)["loss"] != recorded(folder)["loss"]
-    warning = f"warning: {folder}: the flags differ from those of its training: --interp triangular (was cubic)\n"
+    warning = f"warning: {folder}: trained with different flags: --interp triangular (was cubic); remove the flags"
     assert warning in capsys.readouterr().err
 
 
@@ -80,8 +80,7 @@ def test_fine_tuning_inherits_preprocessing(run_train, run_bare, tmp_path, capsy
     output = capsys.readouterr()
     assert "--crop-size 32, --resize-short 40, --interp cubic" in output.out
     assert (
-        f"{folder}: the flags differ from those of its training: --normalize-mean 0.0,0.0,0.0 (was 0.5,0.4,0.3)\n"
-        in output.err
+        f"{folder}: trained with different flags: --normalize-mean 0.0,0.0,0.0 (was 0.5,0.4,0.3); remove" in output.err
     )
 
 
@@ -219,14 +218,17 @@ def test_different_class_names_trigger_warning(run_bare, checkpoint, photos, tmp
         (root / split / "class1").rename(root / split / "cats")
     flags = ["--from-pretrained-params", checkpoint, "--crop-size", "32", "--resize-short", "36", "--dry-run"]
     assert run_bare(*flags, image_root=root)[0] == 0
-    assert "trained on different classes: label 0 was ['class0'] and is ['cats']" in capsys.readouterr().err
+    assert (
+        "trained on different classes (label 0 was ['class0'] and is ['cats']); check --image-root"
+        in capsys.readouterr().err
+    )
 
 
 def test_error_counts_or_lists_mismatched_parameters(run_bare, checkpoint, capsys):
     flags = ["--from-checkpoint", checkpoint, "--model-arch-name", "ResNet18", "--dry-run"]
     assert run_bare(*flags)[0] == 2
     stderr = capsys.readouterr().err
-    assert "the flags differ from those of its training: --model-arch-name ResNet18 (was Tiny)" in stderr
+    assert "trained with different flags: --model-arch-name ResNet18 (was Tiny)" in stderr
     assert_one_error(stderr, ["does not match the model (", " missing, ", "use the --model-arch-name", "--verbose"])
     assert "conv2d_" not in stderr
     assert run_bare(*flags, "--verbose")[0] == 2
@@ -267,9 +269,9 @@ def test_training_counts_classes_and_warns_about_unused_outputs(run_bare, four_c
     assert output_count(tmp_path / "bare/Tiny/0") == 4
     assert "--num-of-class" not in capsys.readouterr().err
     assert run_bare(*flags, "--dry-run", "--overwrite", "--num-of-class", "5", image_root=four_classes)[0] == 0
-    assert " has only 4 classes; no image" in capsys.readouterr().err
+    assert "--num-of-class 5: exceeds the 4 classes in " in capsys.readouterr().err
     assert run_bare(*flags, "--dry-run", "--overwrite", "--num-of-class", "3", image_root=four_classes)[0] == 2
-    assert_one_error(capsys.readouterr().err, ["--num-of-class 3: less than the 4 class folders"])
+    assert_one_error(capsys.readouterr().err, ["--num-of-class 3: fewer than the 4 class folders"])
 
 
 def test_flags_are_printed_after_checks(run_bare, capsys):

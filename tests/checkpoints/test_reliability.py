@@ -63,7 +63,8 @@ class Runs:
         return "".join(path.read_text() for path in sorted((self.folder / "log").glob("workerlog.*")))
 
     def check(self):
-        """Verify all checkpoints and return (names of valid ones, names of damaged ones), newest first."""
+        """Verify all checkpoints and return (names of valid checkpoints, names of damaged checkpoints), newest
+        first."""
         valid, damaged = folders.newest_first(self.root)
         for folder, _ in valid:
             folders.verify(folder)
@@ -182,7 +183,7 @@ def test_three_sigterms_stop_run(runs, expected, when):
     runs.wait_for(process, text)
     code, output = stop(runs, process)
     assert code == 75, output
-    assert "stopped by SIGTERM; the same command with --resume continues" in output
+    assert "stopped by SIGTERM; continue with the same command and --resume" in output
     if when == "compilation":
         assert not runs.losses  # before the first step, there is nothing to save
     else:
@@ -243,7 +244,7 @@ def test_second_run_in_same_folder_is_rejected(runs, expected, photos):
     runs.wait_for(process, '"step": [0, 0]')
     places = ["--image-root", photos, "--output-dir", runs.folder / "output", "--report-file", runs.report]
     flags = [flag for flag in FLAGS if flag != "--resume"]
-    (runs.root / ".9.partial").mkdir()  # represents a checkpoint that the first run is writing
+    (runs.root / ".9.partial").mkdir()  # a checkpoint that the first run seems to be writing
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     others = []
@@ -268,8 +269,8 @@ def test_second_run_in_same_folder_is_rejected(runs, expected, photos):
 def test_failed_checkpoint_write_stops_run(runs, expected, fault):
     """RLIMIT_FSIZE limits the file size, so writes fail as on a full disk. A file in place of the checkpoint folder
     simulates a read-only folder, because root could write to a read-only folder."""
-    process, unblock = start_blocked(runs, 4)  # waits before the second step of the second epoch
-    wait_until((runs.root / "0").exists, 120)  # checkpoints are written asynchronously, so the test waits
+    process, unblock = start_blocked(runs, 4)  # block the run before the second step of the second epoch
+    wait_until((runs.root / "0").exists, 120)  # wait, because checkpoints are written asynchronously
     if fault == "full disk":
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
     else:
@@ -294,12 +295,12 @@ def test_stopped_or_killed_job_resumes_bit_identically(runs, two_processes, is_k
     process = runs.start(*flags, "--slow-step", "0.5", processes=2)
     runs.wait_for(process, '"step": [0, 0]')
     code, output = stop(runs, process, times=1)
-    assert code == signal.SIGTERM, output  # the launcher exits with SIGTERM's number, its workers with 75
+    assert code == signal.SIGTERM, output  # the launcher exits with the number of SIGTERM, and its workers with 75
     assert all_have_exited(runs)
-    assert "stopped by SIGTERM; the same command with --resume continues" in runs.logs()
+    assert "stopped by SIGTERM; continue with the same command and --resume" in runs.logs()
     assert folders.position(runs.check()[0][0])[1]  # the newest checkpoint was saved inside an epoch
 
-    if is_killed:  # kills rank 0 in the second epoch, as soon as the checkpoint of the first epoch exists
+    if is_killed:  # kill rank 0 in the second epoch, as soon as the checkpoint of the first epoch exists
         fault = ["--fault", "0 2 killed", "--fault-after", runs.root / "0"]
         start = time.monotonic()
         code, output = runs.run(*flags, *fault, processes=2)

@@ -164,15 +164,15 @@ def test_different_number_of_processes_triggers_warning(args, run, monkeypatch, 
     assert "learning rate" not in capsys.readouterr().err
     monkeypatch.setattr(processes, "world_size", lambda: 2)
     restore.restore(args, checkpoint, schedule, Loader(), fetchs, PLACE)
-    warning = "a run of 1 processes, but this run has 2; the global batch size and the peak learning rate change"
+    warning = "written by 1 processes, but this run has 2, so the global batch size and the peak learning rate change"
     assert warning in capsys.readouterr().err
 
 
 def test_same_position_is_saved_once(args, run, tmp_path):
     saver, _, _ = run
-    saver.save(0, 0)  # saves nothing, because no step has run
+    saver.save(0, 0)  # nothing is saved, because no step has run
     saver.save(1)
-    saver.save(2, 0)  # saves nothing, because the position at the end of epoch 1 is already saved
+    saver.save(2, 0)  # nothing is saved, because the end of epoch 1 is already saved
     saver.finish()
     assert sorted(p.name for p in (tmp_path / "Tiny").iterdir() if p.name.isdigit() or "_" in p.name) == ["1"]
 

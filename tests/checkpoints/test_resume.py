@@ -37,8 +37,8 @@ STOPS = [
     ({"train_step": 0}, None),
     pytest.param({"train_step": 1}, "0_1", marks=pytest.mark.soak),
     pytest.param({"train_step": 4}, "1_1", marks=pytest.mark.soak),
-    ({"train_step": 6}, "1"),  # stops between two epochs, after the checkpoint has been written
-    ({"eval_step": 1}, "1_3"),  # stops in the second epoch, because each evaluation polls only once
+    ({"train_step": 6}, "1"),  # the run stops between two epochs, after writing the checkpoint
+    ({"eval_step": 1}, "1_3"),  # the run stops in the second epoch, because each evaluation polls only once
     ({"train_step": 8}, "2_2"),
 ]
 
@@ -169,8 +169,8 @@ def test_different_batch_size_restarts_epoch_with_warning(run_train, stop_before
     assert code == 0
     stderr = capsys.readouterr().err
     assert "--batch-size is 6 and was 8" in stderr
-    assert "epoch 1 restarts with the parameters of " in stderr
-    assert "training: --batch-size 6 (was 8); the losses will differ from those of an uninterrupted run" in stderr
+    assert "cannot continue inside epoch 1, which restarts with these parameters" in stderr
+    assert "trained with different flags: --batch-size 6 (was 8), so the losses will differ" in stderr
     steps = [e["step"] for e in report if len(e["step"]) == 2 and "train.loss" in e["data"]]
     assert steps == [[epoch, step] for epoch in (1, 2) for step in range(5)]
     rates = [e["data"]["train.lr"] for e in report if e["step"] == [1, 0] and "train.lr" in e["data"]]
@@ -182,7 +182,7 @@ def test_different_batch_size_in_first_epoch_continues_same_run(run_train, stop_
     assert run_train(*FLAGS)[0] == 75
     stop_before()
     assert run_train(*FLAGS, "--resume", "--batch-size", "6", "--keep-checkpoints", "1")[0] == 0
-    assert "training: --batch-size 6 (was 8); the losses will differ" in capsys.readouterr().err
+    assert "trained with different flags: --batch-size 6 (was 8), so the losses will differ" in capsys.readouterr().err
     assert not (tmp_path / "output/Tiny/0_1").exists()
 
 
@@ -192,7 +192,7 @@ def test_resume_with_more_epochs_uses_new_schedule(run_train, tmp_path, capsys):
     assert capsys.readouterr().err == ""
     code, report = run_train("--epochs", "2", *flags)
     assert code == 0
-    assert "training: --epochs 2 (was 1); the losses will differ" in capsys.readouterr().err
+    assert "trained with different flags: --epochs 2 (was 1), so the losses will differ" in capsys.readouterr().err
     rates = [e["data"]["train.lr"] for e in report if e["step"] == [1, 0] and "train.lr" in e["data"]]
     assert rates == [pytest.approx(0.025)]
 
@@ -212,11 +212,11 @@ def test_failed_evaluation_saves_trained_epoch(run_train, uninterrupted, photos,
         assert run_train(*FLAGS, image_root=root)[0] == 2
     output = capsys.readouterr()
     assert f"{image}: cannot be decoded" in output.err
-    assert "epoch 0 is trained, but cannot be saved: " in output.out + output.err
+    assert "epoch 0: trained, but not saved: " in output.out + output.err
     assert run_train(*FLAGS, image_root=root)[0] == 2
     output = capsys.readouterr()
     assert f"{image}: cannot be decoded" in output.err
-    assert "epoch 0 is trained and saved; resume with --resume to evaluate it" in output.out
+    assert "epoch 0: trained and saved, but not evaluated; repeat the command with --resume" in output.out
     image.write_bytes(data)
     code, report = run_train(*FLAGS, "--resume", image_root=root)
     assert code == 0
@@ -266,7 +266,9 @@ def test_resume_skips_damaged_newest_checkpoint(run_train, uninterrupted, tmp_pa
     capsys.readouterr()
     code, report = run_train(*FLAGS, "--resume")
     assert code == 0
-    assert "output/Tiny/2: damaged: tiny.pdopt does not match its sha256" in capsys.readouterr().err
+    assert (
+        "output/Tiny/2: skipped, because it is damaged (tiny.pdopt does not match its sha256" in capsys.readouterr().err
+    )
     assert losses(report) == {key: value for key, value in expected.items() if key[0] == 2}
 
     path.write_bytes(data)
@@ -342,7 +344,7 @@ def test_best_and_latest_are_links_and_best_is_kept(run_train, tmp_path, monkeyp
 
 def test_best_epoch_is_saved_and_belongs_to_current_history(run_train, tmp_path, monkeypatch, capsys):
     """The checkpoints of epochs 2 and 3 are damaged, so the run repeats these epochs, and the earlier accuracy of epoch
-    2 no longer counts. Of two equally good epochs, the first is the best."""
+    2 no longer counts. If two epochs are equally good, the first is the best."""
     from paddle_resnet import program
 
     scores = iter([0.5, 0.5, 0.9, 0.8, 0.7])
@@ -357,7 +359,7 @@ def test_best_epoch_is_saved_and_belongs_to_current_history(run_train, tmp_path,
         (root / name / "tiny.pdopt").write_bytes(b"")
     code, report = run_train("--epochs", "4", *flags, "--resume", "--eval-interval", "4")
     assert code == 0
-    assert "Tiny/3: damaged: tiny.pdopt has" in capsys.readouterr().err
+    assert "Tiny/3: skipped, because it is damaged (tiny.pdopt has" in capsys.readouterr().err
     assert (phase(report, [], "best.")["epoch"], (root / "best").resolve().name) == (3, "3")
     assert phase(report, [], "best.")["val.top1"] == 0.7
     meta = folders.read_meta(root / "1")
@@ -486,7 +488,7 @@ def test_overwrite_rejects_deleting_start_checkpoint(run_train, tmp_path, capsys
 
 
 def test_check_folder_ignores_unfinished_checkpoints(parse, tmp_path):
-    """A new run replaces unfinished checkpoints of a killed run, but not files of a different program."""
+    """A new run replaces unfinished checkpoints of a killed run, but not files of another program."""
     args, root = parse("--output-dir", tmp_path), tmp_path / "Tiny"
     (root / "3").mkdir(parents=True)
     (root / "4").mkdir()
@@ -494,14 +496,12 @@ def test_check_folder_ignores_unfinished_checkpoints(parse, tmp_path):
     (root / "4/tiny.pdparams").touch()
     saver.check_folder(args, None)
     (root / "4/.unfinished").unlink()
-    message = (
-        r"contains checkpoints of a different program \(4\); continue the newest with --from-checkpoint .*Tiny --last"
-    )
+    message = r"contains checkpoints of another program \(4\); continue the newest with --from-checkpoint .*Tiny --last"
     with pytest.raises(UsageError, match=message):
         saver.check_folder(args, None)
     # Checkpoints in the folder are allowed, because the run resumes from one of them.
     saver.check_folder(args, restore.StartCheckpoint(str(root / "4"), 5))
-    with pytest.raises(UsageError, match="different program"):
+    with pytest.raises(UsageError, match="another program"):
         saver.check_folder(args, restore.StartCheckpoint(str(root / "4"), 0))
 
 
@@ -542,7 +542,7 @@ def test_different_classes_warn_in_training_and_fail_in_evaluation(run_train, ch
     assert run_train(*start, "--dry-run")[0] == 0
     assert "trained on different classes" not in capsys.readouterr().err
     assert run_train(*start, "--dry-run", image_root=root)[0] == 0
-    assert "trained on different classes: label 1 was ['class1'] and is ['class2']" in capsys.readouterr().err
+    assert "trained on different classes (label 1 was ['class1'] and is ['class2'])" in capsys.readouterr().err
     assert run_train(*start, "--run-scope", "eval_only", image_root=root)[0] == 2
     assert_one_error(capsys.readouterr().err, [f"{root}: val/other is not one of the 3 classes of the checkpoint"])
 
@@ -562,7 +562,7 @@ def test_evaluation_uses_labels_of_checkpoint(run_train, checkpoint, photos, tmp
     assert run_train(*flags, "--predictions", predictions, image_root=root)[0] == 0
     stderr = capsys.readouterr().err
     assert f"--image-root {root}: val has no images for 1 of 3 classes (class0)" in stderr
-    assert "other classes" not in stderr
+    assert "different classes" not in stderr
     names = {"class0": "ant", "class1": "bee", "class2": "cat"}
     renamed = [[*row[:3], *(names.get(name, name) for name in row[3:])] for row in columns]
     assert [row.split(",")[:5] for row in predictions.read_text().splitlines()] == renamed
@@ -593,7 +593,7 @@ def test_run_with_stages_resumes_in_each_stage(run_train, uninterrupted, stop_be
     assert (tmp_path / "output/Tiny/latest").resolve().name == newest
     first = losses(report)
     stop_before()
-    code, report = run_train(*FLAGS, "--resume")  # inherits --sizes from the checkpoint
+    code, report = run_train(*FLAGS, "--resume")  # the run inherits --sizes from the checkpoint
     assert code == 0
     assert first | losses(report) == expected
 

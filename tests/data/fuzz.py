@@ -31,7 +31,7 @@ if __name__ == "__main__":  # the worker processes of convert also import this f
     from utils.mode import Mode
 
 LIMIT_S = 60
-IMAGES = 12  # in each split
+IMAGES = 12  # number of images in each split
 FLAGS = "--num-of-class 3 --image-shape 3,16,16 --crop-size 16 --resize-short 16 --device cpu --batch-size 1 "
 FLAGS += "--dali-num-threads 1 --dali-prefetch 1 --show-config false"
 INTEGERS = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1]

@@ -41,7 +41,7 @@ def test_undecodable_image_is_reported_with_full_relative_path(
 @pytest.mark.parametrize("root", ["data/z", "./data/z"])
 def test_deleted_file_of_file_list_is_reported_with_path(photos, parse, tmp_path, monkeypatch, root):
     monkeypatch.chdir(tmp_path)
-    # Simulates a file that is deleted right after the check.
+    # Simulate a file that is deleted right after the check.
     monkeypatch.setattr(listing, "check_listed", lambda *args: None)
     shutil.copytree(photos, "data/z")
     (tmp_path / "data/z/train.txt").write_text("".join(f"train/class0/{i:02d}.jpg 0\n" for i in (0, 3, 6, 9, 99)))

@@ -1,4 +1,5 @@
-"""Damaged and malicious files and folders. Each of them must cause an error message, both in training and in verify."""
+"""Damaged and malicious files and folders. Each damaged or malicious file must cause an error message, both in training
+and in verify."""
 
 import io
 import json

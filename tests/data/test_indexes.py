@@ -119,7 +119,7 @@ def test_truncated_shard_is_rejected(tmp_path, kind, keep):
     shard = write(tmp_path, kind)
     data = shard.read_bytes()
     if kind == "webdataset":
-        data = data[: data.rindex(b"4") + 1]  # removes the trailing zeros
+        data = data[: data.rindex(b"4") + 1]  # remove the trailing zeros
     shard.write_bytes(data[: int(len(data) * keep)])
     with pytest.raises(UsageError, match=f"{shard}: damaged"):
         indexes.open_index(str(shard), kind)

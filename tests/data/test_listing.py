@@ -201,8 +201,8 @@ def test_empty_training_class_requires_allow_empty(root, capsys):
         f"warning: {root}/train: 10 entries ignored: 10 .heic (class1 10; for example class1/01.heic); "
     )
     assert warnings[1:] == [
-        f"warning: --image-root {root}: train has no images for 1 of 3 classes (class1)",
-        f"warning: --image-root {root}: val has no images for 1 of 3 classes (class2)",
+        f"warning: --image-root {root}: train has no images for 1 of 3 classes (class1); add images",
+        f"warning: --image-root {root}: val has no images for 1 of 3 classes (class2); add images",
     ]
 
 
@@ -210,7 +210,10 @@ def test_single_class_logs_a_warning(root, capsys):
     for name in ("class0", "class2"):
         shutil.rmtree(root / "train" / name)
     readers.open_split(root, "auto", Mode.TRAIN, 3, 0)
-    assert capsys.readouterr().err == f"warning: --image-root {root}: all train images belong to one class, class1\n"
+    assert (
+        capsys.readouterr().err
+        == f"warning: --image-root {root}: all train images belong to one class, class1; add other classes\n"
+    )
 
 
 def test_ignored_files_are_counted_by_kind_and_class(root, capsys):

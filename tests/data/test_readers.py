@@ -216,7 +216,7 @@ def test_unreadable_skip_list_is_rejected(tmp_path):
 
 def test_skipping_every_image_is_rejected(make, tmp_path):
     root = make("val/a/0.jpg")
-    with pytest.raises(UsageError, match="--skip-list: leaves no val images"):
+    with pytest.raises(UsageError, match="--skip-list leaves no val images"):
         open_folder(root, Mode.EVAL, 10, 0, frozenset({"val/a/0.jpg"}))
 
 
@@ -273,7 +273,7 @@ def test_more_class_names_than_outputs_are_rejected(converted, tmp_path, data_fo
             (tmp_path / path.name).symlink_to(path)
     (tmp_path / "classes.txt").write_text("a\nb\nc\n")
     message = error_of(tmp_path, Mode.EVAL, num_of_class=2, data_format=data_format)
-    assert f"--num-of-class 2: less than the 3 classes in {tmp_path}/classes.txt" in message
+    assert f"--num-of-class 2: fewer than the 3 classes in {tmp_path}/classes.txt" in message
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_skipped_images_are_omitted(make, data_format):
     data_set = readers.open_split(root, data_format, Mode.EVAL, 10, 0, skip)
     assert contents(data_set) == [("val/a/1.jpg", 0), ("val/b/0.jpg", 1)]
     all_names = frozenset({"val/a/0.jpg", "val/a/1.jpg", "val/b/0.jpg"})
-    assert "--skip-list: leaves no val images" in error_of(root, Mode.EVAL, data_format=data_format, skip=all_names)
+    assert "--skip-list leaves no val images" in error_of(root, Mode.EVAL, data_format=data_format, skip=all_names)
 
 
 @pytest.mark.parametrize("data_format", ["recordio", "tfrecord", "webdataset"])
@@ -374,7 +374,7 @@ def test_skipped_records_are_omitted(converted, tmp_path, monkeypatch, data_form
         expected = [records.read(image) for image in images if image not in skipped]
         assert raw_contents(data_set) == expected
     all_names = frozenset(image.name for image in images)
-    assert "--skip-list: leaves no val images" in error_of(root, Mode.EVAL, data_format=data_format, skip=all_names)
+    assert "--skip-list leaves no val images" in error_of(root, Mode.EVAL, data_format=data_format, skip=all_names)
 
 
 @pytest.mark.parametrize("data_format", ["recordio", "tfrecord", "webdataset"])

@@ -1,8 +1,9 @@
-// An emulated CUDA driver that runs kernels on the CPU. It provides the functions that native/gpu.h and
+// An emulated CUDA driver that runs kernels on the CPU. This file provides the functions that native/gpu.h and
 // native/async_copy.h call; the host compiler compiles this project's kernels. The threads of a block are fibers that
 // switch at barriers, and blocks run one after another, in a different order in each launch. The emulation detects
-// wrong sums, indices and launches, and barriers that not all threads reach. It does not detect errors that depend on
-// the order of memory accesses, and does not support float16, because its conversions are written in GPU assembly.
+// wrong sums, indices and launches, and barriers that not all threads reach. The emulation does not detect errors that
+// depend on the order of memory accesses, and does not support float16, because float16 conversions are written in GPU
+// assembly.
 
 #include <ucontext.h>
 
@@ -34,7 +35,8 @@ constexpr int kInvalidValue = 1, kNotFound = 500, kLaunchFailed = 719;
 
 class Block {
  public:
-  // Runs `kernel` in all threads of block blockIdx. Returns false if some threads wait at a barrier, but others ended.
+  // Runs `kernel` in all threads of block blockIdx. Returns false if some threads wait at a barrier, but others have
+  // ended.
   template <class Kernel>
   bool run(const Kernel &kernel) {
     const size_t count = blockDim.x * blockDim.y;
@@ -266,7 +268,7 @@ int cuCtxGetCurrent(void **context) { return *context = nullptr, 0; }
 int cuCtxSetCurrent(void *) { return 0; }
 int cuCtxGetDevice(int *device) { return *device = 0; }
 int cuCtxSynchronize() { return 0; }
-int cuDeviceGetAttribute(int *value, int, int) { return *value = 20, 0; }  // reductions take two steps
+int cuDeviceGetAttribute(int *value, int, int) { return *value = 20, 0; }  // so that reductions take two steps
 int cuEventCreate(void **event, unsigned) { return *event = event, 0; }
 int cuEventRecord(void *, void *) { return 0; }
 int cuEventSynchronize(void *) { return 0; }

@@ -1,4 +1,4 @@
-// This project's operators under different names. They treat CPU tensors as GPU tensors (see driver.cc).
+// This project's operators under different names. The operators treat CPU tensors as GPU tensors (see driver.cc).
 
 #include "paddle/phi/api/all.h"
 

@@ -100,7 +100,7 @@ def test_invalid_data_of_unauthenticated_client_closes_only_this_connection(line
     async def scenario(address, received):
         reader, writer = await asyncio.open_connection(*address)
         writer.write(line + channel.encode({"failed": "ha", "code": 1}))
-        await reader.readline()  # reads the challenge
+        await reader.readline()  # skip the challenge
         with contextlib.suppress(ConnectionError):
             assert await reader.read() == b""
         writer.close()

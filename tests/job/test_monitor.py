@@ -140,7 +140,7 @@ def test_lost_rank_is_reported_with_position(capsys, rank):
         assert await asyncio.gather(*map(exit_code, others)) == [1, 1]
 
     run(scenario)
-    message = f"rank {rank} failed first: its process exited without an error message in epoch 7 train, step 2, "
+    message = f"rank {rank} failed first: its process was killed (out of memory?) or crashed in epoch 7 train, step 2, "
     assert capsys.readouterr().err.count(f"train.py: error: {message}") == 2
 
 
@@ -207,7 +207,7 @@ def test_progress_of_other_ranks_does_not_reset_timeout():
 
 def test_stopped_rank_is_reported_at_any_position_of_others(capsys, monkeypatch):
     # The test process simulates the rank, and the stopped process only provides the PID. The test therefore replaces
-    # the check whether the rank has exited.
+    # the function that checks whether the rank has exited.
     monkeypatch.setattr(monitor.Monitor, "_has_rank_ended", lambda self: self._is_rank_gone)
 
     async def scenario(job, pid):
@@ -262,7 +262,9 @@ def test_rank_exits_if_rank_0_is_lost(capsys):
         assert await exit_code(await job.start(1)) == 1
 
     run(scenario)
-    assert "rank 0 failed first: its process exited without an error message:" in capsys.readouterr().err
+    assert (
+        "rank 0 failed first: its process was killed (out of memory?) or crashed without an" in capsys.readouterr().err
+    )
 
 
 def test_unreachable_rank_0_is_reported(capsys, monkeypatch):
@@ -279,7 +281,7 @@ def test_unreachable_rank_0_is_reported(capsys, monkeypatch):
 
 @pytest.mark.parametrize("is_pid_reused", [False, True])
 def test_rank_that_does_not_exit_is_killed(capsys, monkeypatch, killed, is_pid_reused):
-    """A rank cannot exit while C code holds the GIL, so the monitor kills the rank. If a different process has reused
+    """A rank cannot exit while C code holds the GIL, so the monitor kills the rank. If another process has reused
     the PID, the monitor does not kill that process."""
     monkeypatch.setattr(monitor, "GRACE_S", 0.1)
 
@@ -371,7 +373,7 @@ def test_invalid_messages_of_rank_are_ignored(capsys):
 def test_coordinator_accepts_each_authenticated_rank_once(key):
     async def scenario(job):
         ranks = await job.start_all()
-        # A second client that claims to be rank 2 gets no reply, and rank 2 cannot use the key of a different rank.
+        # A second client that claims to be rank 2 gets no reply, and rank 2 cannot use the key of another rank.
         with contextlib.suppress(ConnectionError):
             reader, writer = await channel._prove(**job.address, key=key, rank=2)
             writer.write(channel.encode(NO_ROOM))
@@ -393,8 +395,8 @@ def start(listener):
 
 @pytest.mark.parametrize("sends_bye", [False, True])
 def test_monitor_exits_with_its_rank(capfd, tmp_path, monkeypatch, sends_bye):
-    """The monitor ignores signals. It also ignores modules in the working directory that have the same names as its
-    imports, such as socket.py."""
+    """The monitor ignores signals. The monitor also ignores modules in the working directory that have the same names
+    as its imports, such as socket.py."""
     (tmp_path / "socket.py").write_text("raise SystemExit(9)")
     monkeypatch.chdir(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as listener:

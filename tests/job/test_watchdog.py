@@ -64,7 +64,9 @@ def test_process_exits_if_monitor_exits(pair, ended, capsys):
     monitor.close()
     wait_until(lambda: ended, 10)
     assert ended == [1]
-    message = "train.py: error: monitor: the process that monitors this rank has exited: it was killed or crashed\n"
+    message = (
+        "train.py: error: monitor: the process that monitors this rank was killed or crashed; start the job again\n"
+    )
     assert capsys.readouterr().err == message
 
 

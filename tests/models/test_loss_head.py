@@ -130,7 +130,7 @@ def test_ties_and_nan_have_same_order_everywhere(add_head):
     if add_head is loss_head.add_native:
         native.load()
     random = np.random.RandomState(1)
-    x = random.randint(-2, 3, (400, 7)).astype("float32")  # contains equal logits
+    x = random.randint(-2, 3, (400, 7)).astype("float32")  # some logits are equal
     x[random.rand(*x.shape) < 0.1] = np.nan
     x[:20], x[20:40], x[40:60, 1:] = np.nan, 1, -np.inf
     y = random.randint(0, 7, (400, 1))

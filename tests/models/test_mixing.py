@@ -47,7 +47,8 @@ def test_cutmix_draws_box_and_counts_pixels():
         assert ratio == pytest.approx(1 - box.mean())
         for side in (rows, columns):  # the ones form a single interval
             assert np.abs(np.diff(np.pad(side, 1))).sum() in (0, 2)
-            if side[0] == side[-1] == 0:  # not clipped, with equal numbers of pixels on both sides of the center
+            # The box is not clipped and has equal numbers of pixels on both sides of the center.
+            if side[0] == side[-1] == 0:
                 assert side.sum() % 2 == 0
         ratios.append(ratio)
     # If the center is distributed uniformly, a clipped box with the sides r h and r w has the mean area (r - r^2 /
@@ -183,8 +184,8 @@ def test_random_numbers_depend_on_seed_step_layer_and_rank():
     [
         (["--mixup", "0.2", "--batch-size", "1"], "--mixup: requires at least two images per batch"),
         (["--mixup", "1.7e308"], "--mixup: 1.7e308"),
-        (["--drop-path", "1"], "--drop-path: 1: expected a number from 0 to below 1"),
-        (["--dropout", "1"], "--dropout: 1: expected a number from 0 to below 1"),
+        (["--drop-path", "1"], "--drop-path: 1 is not below 1; use a number from 0 to below 1"),
+        (["--dropout", "1"], "--dropout: 1 is not below 1; use a number from 0 to below 1"),
         (["--cutmix", "-1"], "--cutmix: -1 is negative"),
     ],
 )

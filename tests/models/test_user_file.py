@@ -15,7 +15,7 @@ from paddle_resnet.job import agreement
 from paddle_resnet.models import user_file
 from utils.errors import UsageError
 
-# Source code of a network file. Executing it creates a file with the suffix .executed.
+# Source code of a network file. Executing the code creates a file with the suffix .executed.
 MARKED = f"{NETWORK_EXAMPLE}\nfrom pathlib import Path\nPath(__file__).with_suffix('.executed').touch()\n"
 
 
@@ -49,7 +49,7 @@ def test_example_supports_resume_evaluation_export_and_prediction(own_run, file,
     assert own_run("--resume", "--epochs", "2")[0] == 0
     assert (trained / "1").is_dir()
     assert own_run("--run-scope", "eval_only", "--from-checkpoint", trained)[0] == 0
-    assert "the file differs from the one" not in capsys.readouterr().out
+    assert "the file has changed" not in capsys.readouterr().out
 
     onnx = ["--onnx"] * (importlib.util.find_spec("onnxruntime") is not None)
     flags = ["--model-arch-name", "net.py:Net", "--verify", str(photos), "--triton", *onnx]
@@ -123,11 +123,11 @@ def test_changed_or_moved_file_resumes(run_train, own_run, file, trained, tmp_pa
     capsys.readouterr()
     assert run_train("--model-arch-name", f"{moved}:Net", "--resume", "--epochs", "2")[0] == 0
     output = capsys.readouterr()
-    assert "--model-arch-name" not in output.err and "the file differs from the one" not in output.out + output.err
+    assert "--model-arch-name" not in output.err and "the file has changed" not in output.out + output.err
     moved.write_text(MARKED + "# a comment\n")
     assert run_train("--model-arch-name", f"{moved}:Net", "--resume", "--epochs", "3")[0] == 0
     output = capsys.readouterr()
-    assert f"elsewhere.py:Net: the file differs from the one that {trained}/1 was trained" in output.out + output.err
+    assert f"elsewhere.py:Net: the file has changed since the training of {trained}/1" in output.out + output.err
     moved.write_text(MARKED.replace("32", "48"))
     assert run_train("--model-arch-name", f"{moved}:Net", "--resume", "--epochs", "4")[0] == 2
     assert_one_error(capsys.readouterr().err, ["does not match the model"])

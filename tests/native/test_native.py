@@ -137,8 +137,8 @@ def gradients(dy, normalized, variance, scale):
 
 
 def check_gradients(results, g, normalized, variance, scale, dtype):
-    """Compare gradients with their formulas. `g` is the gradient with respect to the activation's input. It is rounded
-    as in the kernels, so that the sums agree in all types."""
+    """Compare gradients with their formulas. `g` is the gradient with respect to the activation's input. The reference
+    rounds `g` as the kernels do, so that the sums agree in all types."""
     dx, dscale, dbias = gradients(g, normalized, variance, scale)
     close(results[0], dx, dtype, size=np.abs(g).max() * (scale / np.sqrt(variance + EPSILON)).max())
     rows = g[..., 0].size
@@ -697,7 +697,7 @@ def test_loss(device, where, rows, classes, k, smoothing):
     x[all_equal], labels[all_equal] = 300, all_equal % min(classes, 8)
     logits, targets = paddle.to_tensor(x.astype("float32")), paddle.to_tensor(labels[:, None])
     losses, gradient = cross_entropy(x, labels, smoothing)
-    order = np.argsort(-x, axis=1, kind="stable")  # of two equal logits, the lower class ranks first
+    order = np.argsort(-x, axis=1, kind="stable")  # equal logits rank in class order
     for mean in (True, False):
         loss, top1, topk, _, pairs = run("native_loss", logits, targets, None, None, smoothing, False, k, mean)
         assert loss.shape == ([] if mean else [rows, 1])
@@ -883,7 +883,8 @@ def test_unavailable_kernels_are_reported(tmp_path, monkeypatch, capsys, kernels
     capability, problem = (9, 0), ""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native, "register", native.register.__wrapped__)
-    if fault in ("compiler", "library"):  # the operators fail to build or load, although kernels are built concurrently
+    # Replace the kernel build, which runs concurrently with the faulty operator build.
+    if fault in ("compiler", "library"):
         monkeypatch.setattr(native, "_compile_kernels", lambda capability, target: target.write_bytes(b"kernels"))
     if fault == "compiler":
         monkeypatch.setenv("CXX", "false")

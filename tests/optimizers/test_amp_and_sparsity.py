@@ -43,7 +43,7 @@ def test_pruning_keeps_two_of_four_weights(parse, algorithm, channels):
 
 def test_dense_layers_are_listed(parse, capfd):
     """Depthwise convolutions have only one input channel per group, so they remain dense. Paddle's own warnings about
-    them must not be logged."""
+    depthwise convolutions must not be logged."""
     args = parse("--asp", "--prune-model", "--model-arch-name", "TinyMobile")
     main = build(args)[-1]
     sparsity.prune(main, paddle.CPUPlace(), args.mask_algo)

@@ -113,8 +113,8 @@ def test_overflow_in_any_batch_skips_only_one_step(parse, without_bn, kernels):
 
 @pytest.mark.parametrize("stop", [1, pytest.param(2, marks=pytest.mark.soak), pytest.param(3, marks=pytest.mark.soak)])
 def test_resume_is_bit_identical(run_train, losses_with_a_stop, tmp_path, capsys, stop):
-    """An epoch has seven batches. Each of its two steps uses three, and the last batch is not used. A stopped run first
-    completes its step."""
+    """An epoch has seven batches. Each of the two steps uses three batches, and the last batch is not used. A stopped
+    run first completes its step."""
     flags = [*FLAGS, "--resume", "--dropout", "0.5"]
     code, report = run_train(*flags)
     assert code == 0

@@ -147,7 +147,7 @@ def test_half_precision_evaluation_reads_copies_at_constant_addresses(train, par
     step()
     step()
     for name, value in state(halves).items():
-        np.testing.assert_array_equal(value, before[name])  # unchanged until the next evaluation
+        np.testing.assert_array_equal(value, before[name])  # the copies do not change until the next evaluation
     update()
     assert addresses() == expected
     for name, value in state(halves).items():

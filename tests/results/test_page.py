@@ -84,7 +84,8 @@ def test_page_is_complete_and_self_contained(trained):
     flags_of_run = text.partition("<h3>Flags set for this run</h3>")[2].partition("</table>")[0]
     names = re.findall("<th>(.+?)</th>", flags_of_run)
     assert {"epochs", "lr", "print_interval"} <= set(names)
-    assert not {"kernels", "cuda_graph", "explicit_flags", "seed"} & set(names)  # not on the command line
+    # These flags were not on the command line.
+    assert not {"kernels", "cuda_graph", "explicit_flags", "seed"} & set(names)
     table = text.partition("<h2>Precision, recall and F1</h2>")[2].partition("</table>")[0]
     rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in table.split("<tr>")[2:]]
     assert rows[0][2:] == [f"{summary[f'best.val.{name}_macro']:.4f}" for name in ("precision", "recall", "f1")]
@@ -92,7 +93,7 @@ def test_page_is_complete_and_self_contained(trained):
     assert rows[2:] == [
         [row["class"], row["images"], *(row[n][:6] for n in ("precision", "recall", "f1"))] for row in classes
     ]
-    assert html_page.tags.count("svg") == 5  # charts of loss, top1, images/s and lr; confusion matrix
+    assert html_page.tags.count("svg") == 5  # charts of loss, top1, images/s and lr, and the confusion matrix
 
 
 def test_thumbnails_show_misclassified_images_per_class(trained, photos):
@@ -472,8 +473,8 @@ def mutated_table(rows, generator):
 
 @pytest.mark.timeout(120)
 def test_damaged_reports_and_tables_are_rejected_or_harmless(trained, tmp_path, capsys, monkeypatch):
-    """The command must neither raise an exception nor hang. It must either write a page, or exit with code 2 and an
-    error message that contains the path."""
+    """The command must neither raise an exception nor hang. The command must either write a page, or exit with code 2
+    and an error message that contains the path."""
     monkeypatch.setattr(page, "_images", lambda run: {})  # other tests cover thumbnails
     for path in trained.iterdir():
         shutil.copy(path, tmp_path / path.name)

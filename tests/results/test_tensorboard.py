@@ -105,10 +105,10 @@ def test_resumed_run_has_each_step_once(run_train, stop_before, tmp_path, capsys
     flags = ["--epochs", "3", "--print-interval", "1"]
     assert run_train(*flags, "--output-dir", tmp_path / "a", "--tensorboard-dir", uninterrupted)[0] == 0
     flags += ["--output-dir", tmp_path / "b", "--tensorboard-dir", parts, "--resume"]
-    stop_before(train_step=5)  # stops before step 5
+    stop_before(train_step=5)  # stop the run before step 5
     assert run_train(*flags)[0] == 75
     with tensorboard.SummaryWriter(str(parts), filename_suffix=f".{time.time_ns()}") as killed:
-        killed.add_scalar("train/loss", 9.0, 5)  # simulates a run that was killed after it had written a checkpoint
+        killed.add_scalar("train/loss", 9.0, 5)  # simulate a run that was killed after it had written a checkpoint
     stop_before(eval_step=0)
     assert run_train(*flags)[0] == 75
     stop_before()
@@ -141,7 +141,7 @@ def test_full_disk_ends_events_but_not_run(run_train, tmp_path, monkeypatch, cap
         lambda path, *args, **more: real("/dev/full" if "tfevents" in str(path) else path, *args, **more),
     )
     flags = ["--epochs", "6", "--print-interval", "1", "--tensorboard-dir", tmp_path / "board"]
-    code, report = run_train(*flags)  # writes more events than tensorboardX's queue can hold
+    code, report = run_train(*flags)  # the run writes more events than fit in tensorboardX's queue
     assert code == 0
     assert len(losses(report)) == 6 * 5
     err = capfd.readouterr().err

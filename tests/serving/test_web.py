@@ -122,7 +122,7 @@ def test_requests_above_limits_are_answered_with_413(start):
         connection.putheader("Content-Type", f"multipart/form-data; boundary={BOUNDARY}")
         connection.putheader("Content-Length", str(10**9))
         connection.endheaders()
-        assert connection.getresponse().status == 413  # before the body is sent
+        assert connection.getresponse().status == 413  # the response arrives before the body is sent
 
 
 @pytest.mark.parametrize(
@@ -289,9 +289,9 @@ def test_unusable_addresses_are_errors():
     [
         (["x.jpg", "--serve-host", "::1"], "--serve-host ::1: requires --serve; add it or remove --serve-host"),
         (["x.jpg", "--serve-max-mb", "3"], "--serve-max-mb 3: requires --serve"),
-        (["x.jpg", "--serve", "0"], "--serve 0: predicts each uploaded image; remove images, --csv, --json"),
-        (["--serve", "0", "--batch-size", "4"], "--serve 0: predicts each uploaded image; remove"),
-        (["--serve", "0", "--benchmark"], "--serve 0: predicts each uploaded image; remove"),
+        (["x.jpg", "--serve", "0"], "--serve 0: not supported with images, --csv, --json"),
+        (["--serve", "0", "--batch-size", "4"], "--serve 0: not supported with"),
+        (["--serve", "0", "--benchmark"], "--serve 0: not supported with"),
         (["--serve", "0"], "model: does not exist"),
     ],
 )

@@ -165,7 +165,9 @@ def test_error_of_failed_capture_contains_reason_and_remedy(run_train, capsys, f
 
     monkeypatch.setattr(fake, "capture_begin", fail)
     assert run_train(*NATIVE)[0] == 1
-    assert_one_error(capsys.readouterr().err, [f"as a CUDA graph ({reason}); use --cuda-graph false"])
+    assert_one_error(
+        capsys.readouterr().err, [f"--cuda-graph true: the step cannot be captured ({reason}); use --cuda-graph false"]
+    )
     assert gc.isenabled()
 
 
@@ -186,7 +188,9 @@ def test_capture_ends_if_step_fails(run_train, capsys, fake, monkeypatch):
     monkeypatch.setattr(static.Executor, "run", fail)
     monkeypatch.setattr(fake, "capture_end", end)
     assert run_train(*NATIVE)[0] == 1
-    assert_one_error(capsys.readouterr().err, ["as a CUDA graph (first); use --cuda-graph false"])
+    assert_one_error(
+        capsys.readouterr().err, ["--cuda-graph true: the step cannot be captured (first); use --cuda-graph false"]
+    )
     assert ended == [False]
 
 
@@ -204,7 +208,7 @@ def test_untested_operator_is_captured_if_results_agree(run_train, tmp_path, cap
     expected = results(run_train, tmp_path / "plain", "--cuda-graph", "false")
     capsys.readouterr()
     result = results(run_train, tmp_path / "captured")
-    assert "operator leaky_relu, leaky_relu_grad is untested in a CUDA graph" in capsys.readouterr().out
+    assert "operator leaky_relu, leaky_relu_grad is untested in CUDA graphs" in capsys.readouterr().out
     assert result[0] == expected[0] and result[1] == expected[1]
     training, _ = fake.made
     # The additional launch is the replay for the comparison of results.
@@ -233,7 +237,7 @@ def test_step_with_different_results_is_not_captured(run_train, tmp_path, capsys
     code, report = run_train(*NATIVE, *flags, "--overwrite")
     assert code == 0
     assert losses(report) == losses(expected)
-    problem = "a captured step and an uncaptured step differ in their results (conv2d_0.w_0)"
+    problem = "a captured and an uncaptured step have different results (conv2d_0.w_0)"
     output = "".join(capsys.readouterr())
     assert problem in output and "leaky_relu" in output
     [graph] = fake.made

@@ -114,5 +114,5 @@ def test_command_resumed_inside_traced_steps_logs_warning(run_train, stop_before
     assert calls == ["start", "stop"]
     stop_before()
     assert run_train(*flags)[0] == 0
-    assert "--profile-steps 0:3: no trace, because --resume continues at step 2" in capsys.readouterr().err
+    assert "--profile-steps 0:3: not traced, because --resume continues at step 2" in capsys.readouterr().err
     assert not (tmp_path / "output/profile").exists()

@@ -330,7 +330,7 @@ def test_missing_or_damaged_record_files_are_written_again(photos, converted, tm
         if damage == "pipe":
             os.mkfifo(record)
     convert.convert(*arguments, workers=1)
-    assert f"warning: --output {root}: missing or damaged record files ({name})" in capsys.readouterr().err
+    assert f"warning: --output {root}: record files that are missing or damaged ({name})" in capsys.readouterr().err
     assert sorted(contents(root, Mode.TRAIN)) == sorted(contents(photos, Mode.TRAIN))
     assert contents(root) == contents(converted[to])
     convert.convert(*arguments, workers=1)

@@ -131,7 +131,7 @@ def test_speed_on_gpu_measures_decoder_loads(monkeypatch):
     [
         (["preview", "/nowhere", "--output", "x.png"], "--image-root /nowhere: not a folder"),
         (["preview", "{photos}", "--output", "/proc/no.png", *TINY], "--output /proc/no.png: cannot be written"),
-        (["preview", "{photos}", "--output", "x.png", "--colour-jitter", "1"], "did you mean --color-jitter?"),
+        (["preview", "{photos}", "--output", "x.png", "--colour-jitter", "1"], "use --color-jitter, or see --help"),
         (["info", "{photos}/train"], "neither train/ nor val/"),
         (["info", "{photos}", "--output", "{photos}/train/class0/x.png"], "x.png: would change the data set's /"),
         (["info", "{photos}", "--output", "/proc/no.png"], "--output /proc/no.png: cannot be written"),

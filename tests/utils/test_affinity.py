@@ -89,7 +89,10 @@ def test_gpu_index_is_relative_to_cuda_visible_devices(machine, monkeypatch, vis
 def test_process_without_local_cores_logs_a_warning(machine, capsys):
     affinity.bind_to_gpu(2)
     assert machine == []
-    assert "warning: --enable-cpu-affinity: no allowed core is local to GPU 2" in capsys.readouterr().err
+    assert (
+        "warning: --enable-cpu-affinity: the affinity is unchanged, because no allowed core is local to GPU 2"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(("visible", "local_gpu"), [("", 3), ("0", 1), ("7", 0), ("GPU-none", 0), ("-1", 0)], ids=str)
@@ -97,14 +100,17 @@ def test_unknown_gpu_logs_a_warning(machine, monkeypatch, capsys, visible, local
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     affinity.bind_to_gpu(local_gpu)
     assert machine == []
-    assert f"warning: --enable-cpu-affinity: NVML reports no cores of GPU {local_gpu}" in capsys.readouterr().err
+    assert f"the affinity is unchanged, because NVML reports no cores of GPU {local_gpu}" in capsys.readouterr().err
 
 
 def test_missing_pynvml_logs_a_warning(machine, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     affinity.bind_to_gpu(0)
     assert machine == []
-    assert "warning: --enable-cpu-affinity: nvidia-ml-py is not installed" in capsys.readouterr().err
+    assert (
+        "warning: --enable-cpu-affinity: the affinity is unchanged, because nvidia-ml-py is not installed"
+        in capsys.readouterr().err
+    )
 
 
 def test_missing_driver_logs_a_warning(machine, nvml, capsys):

@@ -67,7 +67,7 @@ def test_private_folder_is_deleted_at_exit(home):
 
 
 def test_cache_owned_by_root_is_used(home, monkeypatch):
-    """Root may have filled the cache of a container image before a different user runs the container."""
+    """Root may have filled the cache of a container image before another user runs the container."""
     home.mkdir()
     home.chmod(0o555)
     if os.geteuid() == 0:

@@ -165,7 +165,7 @@ def test_out_of_memory_exits_with_code_1_and_an_error(capsys, error, message):
         raise error
 
     assert exit_codes.of("x", fail) == 1
-    message = f"x: error: too little memory{message}; use a smaller --batch-size, or add memory\n"
+    message = f"x: error: memory: insufficient{message}; use a smaller --batch-size, or add memory\n"
     assert capsys.readouterr().err == message
 
 
@@ -188,7 +188,9 @@ def test_thread_limit_exits_with_code_1_and_an_error(capsys):
         raise RuntimeError("can't start new thread")
 
     assert exit_codes.of("x", fail) == 1
-    assert "no more threads can be started (can't start new thread); add memory, or" in capsys.readouterr().err
+    assert (
+        "no more threads can be started (can't start new thread); allow more processes, or" in capsys.readouterr().err
+    )
 
 
 def test_other_errors_are_raised():

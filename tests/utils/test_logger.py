@@ -82,7 +82,7 @@ def test_existing_report_is_kept_until_begin(report, capsys):
     logger.log((0, 1), {"train.loss": 2.0})
     assert "loss 2" in capsys.readouterr().out
     logger.close()
-    logger.begin({"lr": 0.2})  # writes no report, because none has been set up
+    logger.begin({"lr": 0.2})  # no report is written, because none has been set up
     assert report.read_bytes() == before
 
 

@@ -186,7 +186,7 @@ def test_step_clock_measures_steps_without_pauses(monkeypatch):
     assert clock.recent() == pytest.approx((4 / 3, 14 / 3))
     now[0] += 1
     clock.close_step()  # the metrics of the last step are available now
-    now[0] += 100  # simulates writing a checkpoint
+    now[0] += 100  # simulate writing a checkpoint
     clock.resume()
     step(1, 1, 8)
     assert clock.batch_times == [3, 7, 5, 2]

@@ -40,7 +40,10 @@ def test_valid_outputs_are_accepted_and_not_created(root, capsys):
     invalid = [("IN", "a\0b"), ("IN", "\ud800")]  # paths from a hostile report, for example
     outputs.claim({"--a": "/dev/null", "--b": "/dev/null"}, inputs=invalid)
     assert content(root) == before
-    assert capsys.readouterr().err == f"warning: --b {root}/file: replaces an existing file\n"
+    assert (
+        capsys.readouterr().err
+        == f"warning: --b {root}/file: replaces an existing file; choose a different path to keep it\n"
+    )
 
 
 @pytest.mark.parametrize(

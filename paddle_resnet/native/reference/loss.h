@@ -33,11 +33,11 @@ inline void loss(const float *logits, const int64_t *labels, const float *weight
     float largest = -std::numeric_limits<float>::infinity();
     int first = classes;
     for (int i = classes - 1; i >= 0; --i) {
-      if (x[i] >= largest) largest = x[i], first = i;  // false for NaN
+      if (x[i] >= largest) largest = x[i], first = i;  // the comparison is false for NaN
     }
     double exponentials = 0, differences = 0, binary = 0, target = static_cast<double>(own) - largest;
     if (weights && is_class) target = 0;
-    int ahead = 0;  // number of classes that rank above the label; of equal logits, the first ranks highest
+    int ahead = 0;  // number of classes that rank above the label; equal logits rank in class order
     for (int i = 0; i < classes; ++i) {
       exponentials += std::exp(static_cast<double>(x[i]) - largest);
       differences += static_cast<double>(x[i]) - largest;
