@@ -388,8 +388,8 @@ def _auto_augment(images, args, seeds):
     and Hutter, "TrivialAugment", arXiv:2103.10158). randaug: two operations with the magnitude --auto-augment-magnitude
     (Cubuk et al., "RandAugment", arXiv:1909.13719). Signs are random.
 
-    DALI's functions that select the operations pass the same seed to several random operators, which then draw the same
-    numbers. Each operation would always have the same magnitude or sign.
+    DALI's own functions that select operations are not used, because they pass the same seed to several random
+    operators, which then draw the same numbers, so that each operation would always have the same magnitude or sign.
     """
     if args.auto_augment == "trivial":
         count, operations = 1, trivial_augment.get_trivial_augment_wide_suite()

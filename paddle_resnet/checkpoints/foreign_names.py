@@ -68,7 +68,7 @@ _RESNET_OF_PADDLECLAS = (
     *((rf"blocks\.(\d+)\.conv{i}\.{part}", f"*.branch.{i}.{part}") for i in range(3) for part in ("conv", "bn")),
     *((rf"blocks\.(\d+)\.short\.{part}", f"*.shortcut.{part}") for part in ("conv", "bn")),
 )
-# PaddleClas's ResNeXt has the stem "conv", SE_ResNet_vd has three convolutions.
+# In PaddleClas, the stem of ResNeXt is called "conv", and the stem of SE_ResNet_vd has three convolutions.
 _BLOCKS_OF_PADDLECLAS = (
     *((r"conv\._conv", "stem.0.conv"), (r"conv\._batch_norm", "stem.0.bn"), ("out", "classifier")),
     *((rf"conv1_{i + 1}\._conv", f"stem.{i}.conv") for i in range(3)),

@@ -50,7 +50,7 @@ def _momentum(rate, decay, decayed, momentum, nesterov):
 
     for parameter in static.default_main_program().all_parameters():
         if parameter.name not in decayed:
-            parameter.regularizer = L2Decay(0.0)  # overrides the optimizer's regularizer
+            parameter.regularizer = L2Decay(0.0)  # override the optimizer's regularizer
     return paddle.optimizer.Momentum(rate, momentum, use_nesterov=nesterov, weight_decay=L2Decay(decay))
 
 

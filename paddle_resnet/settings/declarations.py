@@ -272,8 +272,8 @@ def _batches(add):
         "--auto-augment",
         default="none",
         choices=["none", "trivial", "randaug"],
-        help="trivial: apply one random operation of TrivialAugment (wide) to each image, with random magnitude; "
-        "randaug: apply two random operations of RandAugment, with --auto-augment-magnitude",
+        help="random operations on each image; trivial: one operation of TrivialAugment (wide), with random "
+        "magnitude; randaug: two operations of RandAugment, with --auto-augment-magnitude",
         batches=True,
     )
     add(
@@ -444,8 +444,8 @@ def _training(add):
         "--lookahead",
         type=_lookahead,
         metavar="{None,K,A}",
-        help="every K steps, slow weights move by the fraction A towards the weights, which continue from the slow "
-        "weights; such as 6,0.5",
+        help="interval K in steps and fraction A of lookahead, such as 6,0.5: every K steps, slow weights move by the "
+        "fraction A towards the weights, which continue from the slow weights",
     )
     adaptive = [name for name, rule in OPTIMIZERS.items() if rule.is_adaptive]
     add(
@@ -948,7 +948,8 @@ def _lookahead(text):
         return [numbers.positive(interval.strip()), _positive_ratio(fraction)]
     except (ValueError, argparse.ArgumentTypeError) as e:
         raise argparse.ArgumentTypeError(
-            f"'{text}': expected K,A with a whole number K above 0 and a fraction A above 0, up to 1, such as 6,0.5"
+            f"'{text}' is not of the form K,A; use a whole number K above 0 and a fraction A above 0, up to 1, such "
+            "as 6,0.5"
         ) from e
 
 
