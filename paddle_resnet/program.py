@@ -157,8 +157,7 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_sche
             parameters of a training program, do not run its startup program.
         step_each_epoch: training batches per epoch, for the learning rate.
         is_train: whether to build the training program, with backward pass and optimizer, or the evaluation program.
-        lr_scheduler: result of schedules.build_lr_scheduler, to share a schedule between training programs; if None,
-            build creates a schedule.
+        lr_scheduler: schedule to share between training programs; if None, build creates a schedule.
         class_images: number of training images of each class, from the loader; required by --class-weights balanced.
     Returns:
         (fetchs, lr_scheduler, feeds, optimizer); lr_scheduler and optimizer are None for evaluation.
