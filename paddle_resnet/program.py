@@ -153,8 +153,7 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_sche
         args: Settings. If the settings are not frozen, build resolves the flags that depend on the machine or the data
             (such as the number of classes in --image-root) and freezes the settings.
         main_prog: empty static.Program to fill.
-        startup_prog: static.Program to fill with the initialization operators. If an evaluation program shares the
-            parameters of a training program, do not run its startup program.
+        startup_prog: static.Program to fill; not to be run for an evaluation program that shares parameters.
         step_each_epoch: training batches per epoch, for the learning rate.
         is_train: whether to build the training program, with backward pass and optimizer, or the evaluation program.
         lr_scheduler: schedule to share between training programs; if None, build creates a schedule.
