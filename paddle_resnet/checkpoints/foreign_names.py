@@ -17,6 +17,7 @@ _FIELDS = {
     **{"weight": "weight", "bias": "bias", "running_mean": "_mean", "running_var": "_variance"},
     **{"_mean": "_mean", "_variance": "_variance"},
 }
+_BN = ("weight", "bias", "_mean", "_variance")
 _COUNTER = "num_batches_tracked"  # counter of PyTorch's BN layers, which this project ignores
 _CLASSIFIER = "classifier"
 _BLOCK = re.compile(r"(?:stages|blocks)\.([0-9_]+)(?=\.)")
@@ -40,11 +41,20 @@ class Layout:
         projects: names of the projects.
         rules: ((regular expression, replacement), ...) for layer names; the first matching rule applies.
         epsilon: epsilon of batch normalization in these projects.
+        gate: (slope, offset) of the clipped linear function in squeeze-and-excitation, if it differs from this project.
+        folded: layers with a bias in this project that have a batch normalization instead in these projects.
     """
 
     projects: str
     rules: tuple
     epsilon: float = 1e-5
+    gate: tuple | None = None
+    folded: tuple = ()
+
+
+def _conv_bn(layer, target, conv=r"\.0", bn=r"\.1"):
+    """Return the rules for a convolution and its batch normalization."""
+    return (layer + conv, f"{target}.conv"), (layer + bn, f"{target}.bn")
 
 
 _RESNET = (
@@ -116,6 +126,70 @@ _LITE = (
     *((r"_blocks\.(\d+)\._depthwise_conv", "*.depthwise.conv"), (r"_blocks\.(\d+)\._bn1", "*.depthwise.bn")),
     *((r"_blocks\.(\d+)\._project_conv", "*.project.conv"), (r"_blocks\.(\d+)\._bn2", "*.project.bn")),
 )
+_MOBILENET_V3_OF_TORCHVISION = (
+    *_conv_bn(r"features\.0", "stem"),
+    # The first block of these networks has no expansion convolution.
+    *_conv_bn(r"features\.(1)\.block\.0", "*.depthwise"),
+    *_conv_bn(r"features\.(1)\.block\.[12]", "*.project"),
+    *_conv_bn(r"features\.(\d+)\.block\.0", "*.expand"),
+    *_conv_bn(r"features\.(\d+)\.block\.1", "*.depthwise"),
+    *_conv_bn(r"features\.(\d+)\.block\.[23]", "*.project"),
+    (r"features\.(\d+)\.block\.[12]\.fc1", "*.se.reduce"),
+    (r"features\.(\d+)\.block\.[12]\.fc2", "*.se.expand"),
+    *_conv_bn(r"features\.\d+", "expand"),
+    *((r"classifier\.0", "head"), (r"classifier\.3", "classifier")),
+)
+_MOBILENET_V3_OF_PADDLE_VISION = (
+    *(*_conv_bn("conv", "stem"), *_conv_bn("lastconv", "expand")),
+    *_conv_bn(r"blocks\.(\d+)\.expand_conv", "*.expand"),
+    *_conv_bn(r"blocks\.(\d+)\.bottleneck_conv", "*.depthwise"),
+    *_conv_bn(r"blocks\.(\d+)\.linear_conv", "*.project"),
+    *((r"blocks\.(\d+)\.mid_se\.fc1", "*.se.reduce"), (r"blocks\.(\d+)\.mid_se\.fc2", "*.se.expand")),
+    *((r"classifier\.0", "head"), (r"classifier\.3", "classifier")),
+)
+_SE_OF_TIMM = (
+    (r"blocks\.(\d+)\.(\d+)\.se\.conv_reduce", "*.se.reduce"),
+    (r"blocks\.(\d+)\.(\d+)\.se\.conv_expand", "*.se.expand"),
+)
+
+
+def _mobilenet_v3_of_timm(last):
+    """Return the rules for a network in which the stage `last` consists of the convolution after the blocks."""
+    ends = *_conv_bn(rf"blocks\.{last}\.0", "expand", r"\.conv", r"\.bn1"), ("conv_head", "head")
+    return *ends, *_SE_OF_TIMM, *_TIMM
+
+
+_GHOSTNET_OF_TIMM = (
+    *_conv_bn("", "stem", "conv_stem", "bn1"),
+    *_conv_bn(r"blocks\.(\d+)\.(\d+)\.ghost1\.primary_conv", "*.expand.primary"),
+    *_conv_bn(r"blocks\.(\d+)\.(\d+)\.ghost1\.cheap_operation", "*.expand.cheap"),
+    *_conv_bn(r"blocks\.(\d+)\.(\d+)\.ghost2\.primary_conv", "*.project.primary"),
+    *_conv_bn(r"blocks\.(\d+)\.(\d+)\.ghost2\.cheap_operation", "*.project.cheap"),
+    *_conv_bn(r"blocks\.(\d+)\.(\d+)", "*.depthwise", r"\.conv_dw", r"\.bn_dw"),
+    *_conv_bn(r"blocks\.(\d+)\.(\d+)\.shortcut", "*.shortcut.0"),
+    *_conv_bn(r"blocks\.(\d+)\.(\d+)\.shortcut", "*.shortcut.1", r"\.2", r"\.3"),
+    *_SE_OF_TIMM,
+    *_conv_bn(r"blocks\.\d+\.\d+", "expand", r"\.conv", r"\.bn1"),
+    *(("conv_head", "head"), ("classifier", "classifier")),
+)
+_GHOSTNET_OF_PADDLECLAS = (
+    *_conv_bn("conv1", "stem", r"\._conv", r"\._batch_norm"),
+    *(
+        rule
+        for layer, target in {
+            "ghost_module_1.primary_conv": "expand.primary",
+            "ghost_module_1.cheap_operation": "expand.cheap",
+            "ghost_module_2.primary_conv": "project.primary",
+            "ghost_module_2.cheap_operation": "project.cheap",
+            **{"depthwise_conv": "depthwise", "shortcut_depthwise": "shortcut.0", "shortcut_conv": "shortcut.1"},
+        }.items()
+        for rule in _conv_bn(rf"_ghostbottleneck_(\d+)\.{layer}", f"*.{target}", r"\._conv", r"\._batch_norm")
+    ),
+    (r"_ghostbottleneck_(\d+)\.se_block\.squeeze", "*.se.reduce"),
+    (r"_ghostbottleneck_(\d+)\.se_block\.excitation", "*.se.expand"),
+    *_conv_bn("conv_last", "expand", r"\._conv", r"\._batch_norm"),
+    *((r"fc_0\._conv", "head"), (r"fc_0\._batch_norm", "head.bn"), ("fc_1", "classifier")),
+)
 # The keys are the modules in models/ that define the networks.
 LAYOUTS = {
     "resnet": (
@@ -130,6 +204,17 @@ LAYOUTS = {
     "efficientnet_lite": (
         Layout("efficientnet-lite-pytorch", _LITE, epsilon=1e-3),
         Layout("timm's tf_efficientnet_lite", _TIMM, epsilon=1e-3),
+    ),
+    # timm's networks with the prefix tf_ have the same names but require different padding.
+    "mobilenet_v3": (
+        Layout("torchvision", _MOBILENET_V3_OF_TORCHVISION, epsilon=1e-3),
+        Layout("timm", _mobilenet_v3_of_timm(last=6)),
+        Layout("timm", _mobilenet_v3_of_timm(last=5)),
+        Layout("paddle.vision", _MOBILENET_V3_OF_PADDLE_VISION, epsilon=1e-3),
+    ),
+    "ghostnet": (
+        Layout("timm", _GHOSTNET_OF_TIMM),
+        Layout("PaddleClas", _GHOSTNET_OF_PADDLECLAS, gate=(1, 0), folded=("head",)),
     ),
 }
 
@@ -187,30 +272,49 @@ def convert(family, tensors, own):
         MismatchError: a tensor is missing or unexpected, or has a different shape or type.
     """
     layout, targets, leftover = _translated(family, tensors)
+    shapes = _shapes(layout, own)
     blocks = dict(zip(_sorted_blocks(targets), _own_blocks(own), strict=False))
-    of_own = {}
+    sources = {}
     for name, (block, path) in targets.items():
         target = path.replace("*", blocks.get(block, "*"))
-        if target not in own:  # in ResNet-D, pooling precedes the shortcut convolution
+        if target not in shapes:  # in ResNet-D, pooling precedes the shortcut convolution
             target = target.replace(".shortcut.", ".shortcut.1.")
-        if target not in own or target in of_own:
+        if target not in shapes or target in sources:
             leftover.append(name)
         else:
-            of_own[target] = name
+            sources[target] = name
     is_torch = any(name.endswith(".running_mean") for name in tensors)
-    missing = [name for name in own if name not in of_own]
-    arrays = {target: _reshaped(tensors[name], own[target].shape, is_torch) for target, name in of_own.items()}
+    missing = [name for name in shapes if name not in sources]
+    arrays = {target: _reshaped(tensors[name], shapes[target], is_torch) for target, name in sources.items()}
+    if layout.gate:
+        _adapt_squeeze_excitation(arrays, shapes, *layout.gate)
     reshaped = [
-        f"{of_own[name]} is {list(array.shape)}, not {list(own[name].shape)}"
+        f"{sources[name]} is {list(array.shape)}, not {list(shapes[name])}"
         for name, array in arrays.items()
-        if array.shape != own[name].shape
+        if array.shape != shapes[name]
     ]
-    retyped = [f"{of_own[name]} is {array.dtype}" for name, array in arrays.items() if array.dtype != np.float32]
+    retyped = [f"{sources[name]} is {array.dtype}" for name, array in arrays.items() if array.dtype != np.float32]
     _check(
         layout, {"unexpected": leftover, "missing": missing, "of a different shape": reshaped, "not float32": retyped}
     )
+    for name, array in arrays.items():
+        if name.endswith("._variance") and (array < 0).any():
+            raise MismatchError(f"{name.removesuffix('._variance')} has a negative variance")
+    for layer in layout.folded:
+        _fold(arrays, layer, layout.epsilon)
     _adapt_epsilon(arrays, own, layout.epsilon)
+    for name, array in arrays.items():
+        if not np.isfinite(array).all():
+            raise MismatchError(f"{name} is not finite in float32 after the conversion")
     return {own[name].variable: np.ascontiguousarray(array) for name, array in arrays.items()}, layout.projects
+
+
+def _shapes(layout, own):
+    """Return {name in this project: shape} for the tensors of a layout."""
+    shapes = {name: parameter.shape for name, parameter in own.items()}
+    for layer in layout.folded:
+        shapes |= dict.fromkeys((f"{layer}.bn.{field}" for field in _BN), shapes.pop(f"{layer}.bias"))
+    return shapes
 
 
 def _reshaped(array, shape, is_torch):
@@ -274,15 +378,37 @@ def _some(names):
     return ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
 
 
+def _adapt_squeeze_excitation(arrays, shapes, slope, offset):
+    """Scale the second layer of squeeze-and-excitation, so that clip(x / 6 + 0.5, 0, 1) has the same output as
+    clip(slope * x + offset, 0, 1) in the other project. If that project does not round up the number of hidden
+    channels, add channels with zero weights."""
+    for layer in (name.removesuffix(".reduce.weight") for name in shapes if name.endswith(".se.reduce.weight")):
+        weight, bias = f"{layer}.expand.weight", f"{layer}.expand.bias"
+        if weight in arrays and bias in arrays:
+            arrays[weight], arrays[bias] = arrays[weight] * (6 * slope), arrays[bias] * (6 * slope) + (6 * offset - 3)
+        hidden, channels = shapes[f"{layer}.reduce.weight"][:2]
+        axes = {f"{layer}.reduce.weight": 0, f"{layer}.reduce.bias": 0, weight: 1}
+        if all(
+            name in arrays and arrays[name].shape[axis : axis + 1] == (channels // 4,) for name, axis in axes.items()
+        ):
+            for name, axis in axes.items():
+                padding = [(0, hidden - channels // 4 if i == axis else 0) for i in range(arrays[name].ndim)]
+                arrays[name] = np.pad(arrays[name], padding)
+
+
+def _fold(arrays, layer, epsilon):
+    """Replace the batch normalization after a convolution by a bias and a factor of the filters."""
+    scale, shift, mean, variance = (arrays.pop(f"{layer}.bn.{field}").astype(np.float64) for field in _BN)
+    factor = scale / np.sqrt(variance + epsilon)
+    arrays[f"{layer}.weight"] = (arrays[f"{layer}.weight"] * factor[:, None, None, None]).astype(np.float32)
+    arrays[f"{layer}.bias"] = (shift - mean * factor).astype(np.float32)
+
+
 def _adapt_epsilon(arrays, own, epsilon):
     """Scale the BN weights, so that BN with this project's epsilon has the same output as the original BN with
     `epsilon`."""
     for name, variance in list(arrays.items()):
         layer, _, field = name.rpartition(".")
-        if field != "_variance":
-            continue
-        if (variance < 0).any():
-            raise MismatchError(f"{layer} has a negative variance")
-        if own[name].epsilon != epsilon:
+        if field == "_variance" and own[name].epsilon != epsilon:
             factor = np.sqrt((variance.astype(np.float64) + own[name].epsilon) / (variance + np.float64(epsilon)))
             arrays[f"{layer}.weight"] = (arrays[f"{layer}.weight"] * factor).astype(np.float32)

@@ -66,6 +66,9 @@ HASHED = {
     "f82ba261": _torchvision("ResNet152", 232),
     "b0353104": _torchvision("MobileNetV2"),
     "7ebf99e0": _torchvision("MobileNetV2", 232),
+    "8738ca79": _torchvision("MobileNetV3_Large"),
+    "5c1a4163": _torchvision("MobileNetV3_Large", 232),
+    "047dcff4": _torchvision("MobileNetV3_Small"),
     "7cdf4587": _torchvision("ResNeXt50_32x4d"),
     "1a0047aa": _torchvision("ResNeXt50_32x4d", 232),
 }

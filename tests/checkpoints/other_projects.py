@@ -1,4 +1,4 @@
-"""Networks of other projects: layer names, shapes and logits, recorded in other_projects.txt.
+"""Networks of other projects: layer names, shapes and logits in float64, recorded in other_projects.txt.
 
 As a program, `other_projects.py "NETWORK, PROJECT"` prints the section of a network from the installed package. Paddle
 is not imported, because importing PyTorch after Paddle may crash. The sections of PaddleClas were printed by
@@ -78,7 +78,7 @@ def _weight(name, shape):
 
 
 def images():
-    """Return images [2, 3, 66, 66]. At this size, rounding of odd sizes matters."""
+    """Return float32 images [2, 3, 66, 66]. At this size, rounding of odd sizes matters."""
     return np.random.RandomState(0).randn(2, 3, 66, 66).astype("float32")
 
 
@@ -99,11 +99,11 @@ def _network(case):
 def _main(case):
     import torch
 
-    network = _network(case).eval()
+    network = _network(case).double().eval()
     shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     network.load_state_dict({name: torch.tensor(array) for name, array in weights(shapes).items()})
     with torch.no_grad():
-        logits = network(torch.from_numpy(images())).numpy()
+        logits = network(torch.from_numpy(images()).double()).numpy()
     print(section(case, shapes, logits))
 
 
