@@ -464,7 +464,7 @@ def test_quantization_aware_training_is_captured_in_every_precision(run_train, d
 
 @pytest.mark.parametrize("flags", [FP32_NHWC, O1, O2, BF16_O2], ids=["fp32", "O1", "O2", "bf16 O2"])
 def test_mish_and_self_attention_are_captured_in_every_precision(run_train, deterministic, monkeypatch, capsys, flags):
-    options = {"stem": "deep-no-pool", "shortcut_pool": "max-blur", "se": True, "self_attention": True}
+    options = {"stem": "deep", "shortcut_pool": "max-blur", "se": True, "self_attention": True}
     network = partial(ResNet, BottleneckBlock, (1, 1, 1, 1), width=8, activation="mish", **options)
     monkeypatch.setitem(models.MODELS, "Tiny", network)
     assert_captured_losses_are_equal(run_train, capsys, "--epochs", "3", *flags, "--kernels", "native")

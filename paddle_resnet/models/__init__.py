@@ -48,7 +48,7 @@ LITE_PREPROCESSING = {"interp": "cubic", "normalize_mean": [127 / 255] * 3, "nor
 RESNET_D = {"stem": "deep", "shortcut_pool": "average"}
 XRESNET = RESNET_D | {"zero_init": True, "classifier_std": 2**-5}
 RESNEXT = {"groups": 32, "group_width": 4}
-MISH, SA = {"activation": "mish"}, {"self_attention": True}
+MISH, SA = {"activation": "mish", "shortcut_pool": "max-blur"}, {"self_attention": True}
 # {--model-arch-name: Network}. To add a network, add one line here and a constructor with the arguments num_classes,
 # in_channels and data_format.
 MODELS = {
@@ -64,9 +64,6 @@ MODELS = {
     "XResNet50": Network("resnet", "ResNet50", "1812.01187", XRESNET),
     "XResNet50_Mish": Network("resnet", "ResNet50", "1908.08681", XRESNET | MISH),
     "XResNet50_Mish_SA": Network("resnet", "ResNet50", "1908.08681", XRESNET | MISH | SA),
-    "XResNet50_Mish_SA_S16": Network(
-        "resnet", "ResNet50", "1908.08681", XRESNET | MISH | SA | {"stem": "deep-no-pool"}
-    ),
     "XSEResNeXt50_Mish_SA": Network("resnet", "ResNet50", "1908.08681", XRESNET | MISH | SA | RESNEXT | {"se": True}),
     "MobileNetV2": Network("mobilenet_v2", "MobileNetV2", "1801.04381"),
     "MobileNetV3_Large": Network("mobilenet_v3", "Large", "1905.02244"),

@@ -8,9 +8,9 @@ The variants are options of ResNet; models/__init__.py lists the options for eac
 - SE_...: squeeze-and-excitation, Hu et al., arXiv:1709.01507.
 - ResNeXt50_32x4d: 32 groups of 4 channels, Xie et al., arXiv:1611.05431.
 - XResNet50: fastai's xresnet50, a ResNet-D whose branches initially output zero. XSEResNeXt50_Mish_SA: fastai's
-  xse_resnext50 with the options of its Imagenette leaderboard, except the pooling of the shortcuts.
-- ..._Mish: Mish (Misra, arXiv:1908.08681) instead of ReLU. ..._SA: SelfAttention. ..._S16: without max pooling, so that
-  the last feature map has 1/16 of the height and width of the image instead of 1/32, for small images.
+  xse_resnext50 with the options of its Imagenette leaderboard.
+- ..._Mish: Mish (Misra, arXiv:1908.08681) instead of ReLU, and shortcuts that reduce the image by max pooling with
+  BlurPool. ..._SA: SelfAttention.
 """
 
 from functools import partial
@@ -27,8 +27,6 @@ from paddle_resnet.models.layers import BlurPool, ConvBN, DropPath, SelfAttentio
 STEMS = {
     "7x7": ([(1, 7, 2)], True),
     "deep": ([(0.5, 3, 2), (0.5, 3, 1), (1, 3, 1)], True),
-    "deep-no-pool": ([(0.5, 3, 2), (0.5, 3, 1), (1, 3, 1)], False),
-    "deep-stride-1": ([(0.5, 3, 1), (0.5, 3, 1), (1, 3, 1)], True),
     "small": ([(1, 3, 1)], False),
 }
 
@@ -144,9 +142,8 @@ class ResNet(nn.Layer):
         in_channels: 3, or 4 if the loader adds a zero channel to RGB, which accelerates half-precision convolutions.
         data_format: layout of the input and of all activations, "NCHW" or "NHWC".
         width: number of channels of the stem and of the first stage.
-        stem: a key of STEMS: "7x7"; "deep" for three 3x3 convolutions; "deep-no-pool" or "deep-stride-1", which halve
-            height and width once instead of twice; or "small" for one 3x3 convolution with stride 1 without max
-            pooling, which suits images of about 32 to 64 pixels.
+        stem: a key of STEMS: "7x7"; "deep" for three 3x3 convolutions; or "small" for one 3x3 convolution with stride 1
+            without max pooling, which suits images of about 32 to 64 pixels.
         first_projection: whether the shortcut of the first block is a projection even if the shape is unchanged.
         groups, group_width: number of groups of the 3x3 convolutions, and number of channels per group in a stage of
             width 64; only for BottleneckBlock.

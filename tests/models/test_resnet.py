@@ -28,11 +28,7 @@ VARIANTS = {
     "groups": (BottleneckBlock, {"groups": 32, "group_width": 4}, (2.38648805, 2.24756167)),
     "blur pool": (BottleneckBlock, {"blur_pool": True}, (-6.24615551, 4.03649015)),
     "small stem, Mish": (BasicBlock, {"stem": "small", "activation": F.mish}, (-3.65511253, 0.812830967)),
-    "no pooling, max-blur": (
-        BottleneckBlock,
-        {"stem": "deep-no-pool", "shortcut_pool": "max-blur"},
-        (-1.58920891, 2.89822581),
-    ),
+    "max-blur": (BottleneckBlock, {"stem": "deep", "shortcut_pool": "max-blur"}, (-1.86742869, 2.35004197)),
     "SE, groups, Mish, self-attention": (
         BottleneckBlock,
         D | {"se": True, "groups": 32, "group_width": 4, "activation": "mish", "self_attention": True},
@@ -139,11 +135,10 @@ def test_residual_branches_of_xresnet50_are_initially_zero():
     assert values[model.last.weight.name].std() == pytest.approx((2 / 2048) ** 0.5, rel=0.02)
 
 
-@pytest.mark.parametrize("arch", ["XResNet50_Mish_SA_S16", "XSEResNeXt50_Mish_SA"])
-def test_networks_for_imagenette_have_at_most_26_million_parameters(arch):
+def test_network_for_imagenette_has_at_most_26_million_parameters():
     main = static.Program()
     with static.program_guard(main, static.Program()), paddle.utils.unique_name.guard():
-        models.MODELS[arch](num_classes=10)
+        models.MODELS["XSEResNeXt50_Mish_SA"](num_classes=10)
     assert sum(int(np.prod(p.shape)) for p in main.all_parameters() if p.trainable) <= 26_000_000
 
 
@@ -224,7 +219,7 @@ def test_pooled_shortcut_has_the_shape_of_the_branch(pool, size):
     assert tuple(y.shape) == (1, 16, 4, 4)
 
 
-@pytest.mark.parametrize(("stem", "side"), [("deep", 8), ("deep-no-pool", 16), ("deep-stride-1", 16), ("small", 32)])
+@pytest.mark.parametrize(("stem", "side"), [("deep", 8), ("small", 32)])
 def test_stems_reduce_the_size(stem, side):
     main = static.Program()
     with static.program_guard(main):

@@ -68,9 +68,8 @@ def xse_resnext():
     return net
 
 
-def no_pool():
+def max_blur():
     net = ResNet(Bottleneck, (1, 2, 1, 1), **D)
-    net.maxpool = nn.Identity()
     for stage in (net.layer2, net.layer3, net.layer4):
         downsample = stage[0].downsample
         downsample[0] = nn.Sequential(nn.MaxPool2d(3, 1, 1), EdgeBlur(downsample[1].in_channels, 2))
@@ -85,7 +84,7 @@ CASES = {
     "groups": partial(ResNet, Bottleneck, (1, 2, 1, 1), cardinality=32, base_width=4),
     "blur pool": blur_pool,
     "small stem, Mish": small_stem,
-    "no pooling, max-blur": no_pool,
+    "max-blur": max_blur,
     "SE, groups, Mish, self-attention": xse_resnext,
 }
 
