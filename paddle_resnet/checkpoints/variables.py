@@ -76,7 +76,8 @@ def load(args, folder, program, place, log=logger.info):
 
 def _flag_and_prefix(args, folder):
     resumed = args.resume and Path(folder).parent == folders.run_folder(args)
-    flag = f"--resume: {folder}" if resumed else f"--from-checkpoint {folder}"
+    option = "--resume: " if resumed else "--from-checkpoint " if args.from_checkpoint is not None else ""
+    flag = f"{option}{folder}"  # without the option, the folder is the argument of a tool
     try:
         return flag, folders.prefix(args, folder)
     except folders.DamagedError as e:
