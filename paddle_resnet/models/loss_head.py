@@ -29,15 +29,16 @@ def contains(op):
     return op.attr("op_namescope").startswith(f"/{SCOPE}")
 
 
-def use_native(program):
-    """Mark a program. In a marked program, add() uses the custom operator."""
-    program.has_native_loss_head = True
+def configure(program, is_native=False, is_binary=False):
+    """Configure the loss head that add() adds to a program.
 
-
-def use_binary(program):
-    """Mark a program. In a marked program, the training loss is the binary cross entropy, averaged over all classes
-    (--loss bce; Wightman et al., arXiv:2110.00476). The targets are the same as without the mark."""
-    program.has_binary_loss = True
+    Args:
+        program: the Program.
+        is_native: whether to use the custom operator instead of Paddle's operators.
+        is_binary: whether the training loss is the binary cross entropy, averaged over all classes (--loss bce;
+            Wightman et al., arXiv:2110.00476). The targets are the same as for the cross entropy of the softmax.
+    """
+    program.has_native_loss_head, program.has_binary_loss = is_native, is_binary
 
 
 def _is_binary(is_train):
@@ -45,8 +46,8 @@ def _is_binary(is_train):
 
 
 def add(logits, targets, class_num, label_smoothing, is_train):
-    """Add the loss head to the current program. If use_native has marked the program, use add_native; otherwise, use
-    add_paddle."""
+    """Add the loss head to the current program. If configure has chosen the custom operator, use add_native;
+    otherwise, use add_paddle."""
     is_native = getattr(static.default_main_program(), "has_native_loss_head", False)
     return (add_native if is_native else add_paddle)(logits, targets, class_num, label_smoothing, is_train)
 

@@ -21,8 +21,7 @@ def run(add_head, classes, smoothing, is_train, feed=None, is_weighted=False, is
         logits.
     """
     main = static.Program()
-    if is_binary:
-        loss_head.use_binary(main)
+    loss_head.configure(main, is_binary=is_binary)
     random = np.random.RandomState(0)
     feed = feed or {"x": random.randn(6, classes).astype("float32") * 3, "y": random.randint(0, classes, (6, 1))}
     with static.program_guard(main):
