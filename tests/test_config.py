@@ -340,6 +340,13 @@ def test_two_dashes_are_not_a_value(flag):
     assert error_of(f"{flag}=--") == f"{flag} --: no value; set one"
 
 
+@pytest.mark.parametrize("name", ["--lookahead", "--auto-augment", "--resume", "--sizes"])
+def test_long_values_are_shortened_in_messages(name):
+    with pytest.raises(UsageError, match=name) as error:
+        config.parse_args([f"{name}={'x' * 100_000}"])
+    assert len(str(error.value)) < 1000
+
+
 @pytest.mark.parametrize(
     ("flag", "value"),
     [

@@ -19,11 +19,11 @@ def integer(least, most=2**31 - 1):
         try:
             value = int(text)
         except ValueError as e:  # also raised for numbers with more than 4,300 digits
-            raise argparse.ArgumentTypeError(f"'{_short(text)}' is not a whole number; {allowed}") from e
+            raise argparse.ArgumentTypeError(f"'{short(text)}' is not a whole number; {allowed}") from e
         if value < least:
-            raise argparse.ArgumentTypeError(f"{_short(text)} is too small; {allowed}")
+            raise argparse.ArgumentTypeError(f"{short(text)} is too small; {allowed}")
         if value > most:
-            raise argparse.ArgumentTypeError(f"{_short(text)} is too large; {allowed}")
+            raise argparse.ArgumentTypeError(f"{short(text)} is too large; {allowed}")
         return value
 
     return parse
@@ -34,26 +34,26 @@ def number(text):
     try:
         value = float(Fraction(text)) if "/" in text else float(text)
     except (ValueError, ZeroDivisionError, OverflowError) as e:
-        message = f"'{_short(text)}' is not a number; use a number such as 0.1 or 1/255"
+        message = f"'{short(text)}' is not a number; use a number such as 0.1 or 1/255"
         raise argparse.ArgumentTypeError(message) from e
     if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{_short(text)} is not finite; use a number such as 0.1 or 1/255")
+        raise argparse.ArgumentTypeError(f"{short(text)} is not finite; use a number such as 0.1 or 1/255")
     if abs(value) > MAX_NUMBER:
-        raise argparse.ArgumentTypeError(f"{_short(text)} is out of range; use a number up to {MAX_NUMBER:g}")
+        raise argparse.ArgumentTypeError(f"{short(text)} is out of range; use a number up to {MAX_NUMBER:g}")
     return value
 
 
 def positive_number(text):
     value = number(text)
     if value <= 0:
-        raise argparse.ArgumentTypeError(f"{_short(text)} is not positive; use a number above 0")
+        raise argparse.ArgumentTypeError(f"{short(text)} is not positive; use a number above 0")
     return value
 
 
 def ratio(text):
     value = number(text)
     if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{_short(text)} is not between 0 and 1; use a fraction such as 0.5")
+        raise argparse.ArgumentTypeError(f"{short(text)} is not between 0 and 1; use a fraction such as 0.5")
     return value
 
 
@@ -62,14 +62,14 @@ def list_of(parse):
 
     def parse_list(text):
         if len(text.split()) > 1 and "," not in text:
-            with_commas = _short(",".join(text.split()))
-            raise argparse.ArgumentTypeError(f"'{_short(text)}' has no commas; use {with_commas}")
+            with_commas = short(",".join(text.split()))
+            raise argparse.ArgumentTypeError(f"'{short(text)}' has no commas; use {with_commas}")
         return [parse(part) for part in text.split(",")]
 
     return parse_list
 
 
-def _short(text):
+def short(text):
     return text if len(text) <= 40 else f"{text[:30]}... ({len(text)} characters)"
 
 

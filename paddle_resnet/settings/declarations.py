@@ -21,6 +21,7 @@ KINDS = ("network", "preprocessing", "recipe", "saving", "loader", "machine", "o
 EVALUATED = ("network", "preprocessing")
 RESUMED = (*EVALUATED, "recipe", "saving")
 MOST_MINUTES = 366 * 24 * 60  # maximum duration of a run
+LONGEST_WORD = 500  # of an error message; longer values of flags are shortened
 MAX_BELOW_ONE = 0.9999999  # larger values are rounded to 1 in float32, in which optimizers divide by 1 minus the value
 
 # Attributes of a flag in addition to those of its argparse action:
@@ -38,7 +39,8 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises UsageError."""
 
     def error(self, message):
-        raise UsageError(" ".join(message.removeprefix("argument ").split()))
+        words = message.removeprefix("argument ").split()
+        raise UsageError(" ".join(w if len(w) <= LONGEST_WORD else numbers.short(w) for w in words))
 
 
 def _flag(group, kind, name, batches=False, depends_on=(), used_by=None, before=None, **options):
