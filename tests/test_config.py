@@ -340,6 +340,11 @@ def test_two_dashes_are_not_a_value(flag):
     assert error_of(f"{flag}=--") == f"{flag} --: no value; set one"
 
 
+def test_fraction_of_lookahead_that_is_0_in_float32_is_an_error():
+    assert error_of("--lookahead 5,1e-320").startswith("--lookahead: '5,1e-320' is not of the form K,A; use a whole")
+    assert parse("--lookahead 5,1e-6").lookahead == [5, 1e-6]
+
+
 @pytest.mark.parametrize("name", ["--lookahead", "--auto-augment", "--resume", "--sizes"])
 def test_long_values_are_shortened_in_messages(name):
     with pytest.raises(UsageError, match=name) as error:

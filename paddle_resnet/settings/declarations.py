@@ -21,6 +21,7 @@ KINDS = ("network", "preprocessing", "recipe", "saving", "loader", "machine", "o
 EVALUATED = ("network", "preprocessing")
 RESUMED = (*EVALUATED, "recipe", "saving")
 MOST_MINUTES = 366 * 24 * 60  # maximum duration of a run
+LEAST_FRACTION = 1e-6  # of --lookahead; much smaller values are 0 in float32, so that the weights would not change
 LONGEST_WORD = 500  # of an error message; longer values of flags are shortened
 MAX_BELOW_ONE = 0.9999999  # larger values are rounded to 1 in float32, in which optimizers divide by 1 minus the value
 
@@ -947,11 +948,14 @@ def _lookahead(text):
         return None
     try:
         interval, fraction = text.split(",")
-        return [numbers.positive(interval.strip()), _positive_ratio(fraction)]
+        values = [numbers.positive(interval.strip()), numbers.ratio(fraction)]
+        if values[1] < LEAST_FRACTION:
+            raise ValueError
+        return values
     except (ValueError, argparse.ArgumentTypeError) as e:
         raise argparse.ArgumentTypeError(
-            f"'{text}' is not of the form K,A; use a whole number K above 0 and a fraction A above 0, up to 1, such "
-            "as 6,0.5"
+            f"'{text}' is not of the form K,A; use a whole number K above 0 and a fraction A from "
+            f"{LEAST_FRACTION:g} to 1, such as 6,0.5"
         ) from e
 
 
