@@ -6,7 +6,7 @@ import sys
 import yaml
 
 import config
-from paddle_resnet import report  # first, because it sets environment variables that Paddle reads
+from paddle_resnet import report  # before the next imports, because it sets variables that Paddle reads
 from paddle_resnet.data import listing
 from paddle_resnet.job.processes import check_environment, world_size
 from paddle_resnet.models import registered_name

@@ -211,7 +211,7 @@ def _run_convert(args):
                 "fewer workers"
             ) from e
         except OSError as e:
-            name = f" {e.filename}" if e.filename else ""
+            name = f": {e.filename}" if e.filename else ""
             raise UsageError(
                 f"--output {args.output}: cannot be written ({e.strerror}{name}); fix the cause and repeat the command"
             ) from e
@@ -241,7 +241,7 @@ def _inspection():
 def _add_preview(commands):
     command = _add(commands, "preview", _run_preview, "draw training images next to their augmented versions", True)
     command.add_argument("root", metavar="DIR", help="folder of the data set")
-    command.add_argument("--output", required=True, metavar="FILE", help="drawing to write: .png, .pdf or .svg")
+    command.add_argument("--output", required=True, metavar="FILE", help="figure to write: .png, .pdf or .svg")
     command.add_argument(
         "--images", type=numbers.integer(1, 1000), default=12, metavar="N", help="maximum number of images (default 12)"
     )

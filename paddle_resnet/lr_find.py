@@ -258,8 +258,8 @@ def _write(search, args, folder, losses, ended_early):
         return _problem(search, curve)
     if not ended_early and curve.minimum > 0.8 * search.to_lr:
         logger.warn(f"--to-lr {search.to_lr:g}: the loss still falls at this rate; use a higher rate")
-    times = f", times {factor} for processes and --accumulate-steps" if factor > 1 else ""
-    logger.info(f"steepest descent at {curve.steepest:g}, lowest loss at {curve.minimum:g}{times}")
+    factors = f" (training multiplies --lr by {factor}: processes times --accumulate-steps)" if factor > 1 else ""
+    logger.info(f"steepest descent at --lr {curve.steepest:g}, lowest loss at --lr {curve.minimum:g}{factors}")
     logger.info("with a warm-up, rates up to that of the lowest loss may be better than the suggestion")
     logger.info(f"suggestion: --lr {curve.steepest:g}")
     return None

@@ -218,7 +218,8 @@ def _choose_training(settings, facts, is_fine_tuned):
     rule = OPTIMIZERS[settings.optimizer]
     if "momentum" in rule.flags:
         _set(settings, f"--optimizer {settings.optimizer}", momentum=0.9)
-    decay = 5e-4 if not rule.is_adaptive else 0.05 if facts.images < FEW_IMAGES else 0.01
+    has_few = is_fine_tuned and facts.images < FEW_IMAGES
+    decay = 5e-4 if not rule.is_adaptive else 0.05 if has_few else 0.01
     _set(settings, f"--optimizer {settings.optimizer}, {facts.images} training images", weight_decay=decay)
     factor = facts.processes * settings.accumulate_steps  # training multiplies --lr by this factor
     ratio = settings.batch_size * factor / 64

@@ -259,7 +259,7 @@ def test_two_processes_write_one_curve_of_mean_losses(launch, tmp_path):
     np.testing.assert_allclose(curve.loss[:3], trained, atol=1e-4)
     logs = [(tmp_path / f"job0/log/workerlog.{rank}").read_text() for rank in range(2)]
     assert [f"suggestion: --lr {curve.steepest:g}" in log for log in logs] == [True, False]
-    assert ", times 2 for processes and --accumulate-steps" in logs[0] and "lr 2e-06" in logs[0]
+    assert " (training multiplies --lr by 2: processes times --accumulate-steps)" in logs[0] and "lr 2e-06" in logs[0]
 
 
 def test_stopped_search_writes_nothing(find, stop_before, tmp_path, capsys):

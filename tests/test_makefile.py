@@ -38,7 +38,7 @@ def make(tmp_path):
         calls = tmp_path / "calls"
         calls.unlink(missing_ok=True)
         command = ["make", "--no-print-directory", f"PYTHON={python}", "HAS_GPU=", *arguments]
-        # The tested make must not inherit variables of the make process that runs the tests.
+        # The make under test must not inherit variables from the make process that runs the tests.
         of_make = ("PADDLE", "PADDLE_WORDS", "VENV", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")
         environment = {name: value for name, value in os.environ.items() if name not in of_make}
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)

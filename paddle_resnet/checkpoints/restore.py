@@ -471,8 +471,8 @@ def restore(args, checkpoint, lr_scheduler, loader, fetchs, place):
     if checkpoint.is_inside and loader.step != checkpoint.step:
         checkpoint = dataclasses.replace(checkpoint, step=0)
         logger.warn(
-            f"{checkpoint.folder}: cannot continue inside epoch {checkpoint.epoch}, which restarts with these "
-            "parameters; use the original data and flags to continue inside it"
+            f"{checkpoint.folder}: cannot continue inside epoch {checkpoint.epoch}, so the epoch restarts with the "
+            "checkpoint's parameters; to continue where it stopped, use the original data and flags"
         )
     is_evaluating = bool(checkpoint.step) and not checkpoint.is_inside  # all steps of the epoch are done
     done = timeline.batches(checkpoint.epoch) if is_evaluating else checkpoint.step

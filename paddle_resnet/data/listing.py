@@ -434,8 +434,8 @@ def count_classes(image_root, mode, data_format="auto", allow_outside=False):
         labels = [label for m in splits for label in list_filelist(image_root, m, None, allow_outside)[1]]
         if max(labels) >= len(labels):
             raise UsageError(
-                f"--image-root {image_root}: the file lists contain only {len(labels)} images, but label "
-                f"{max(labels)}; number the classes from 0, or set --num-of-class"
+                f"--image-root {image_root}: the file lists contain only {len(labels)} images, but an image "
+                f"has label {max(labels)}; number the classes from 0, or set --num-of-class"
             )
         return max(labels) + 1
     return names and len(names)

@@ -39,7 +39,9 @@ def test_resume_restarts_epoch_if_image_changed_class(run_train, stop_before, ph
     assert code == 0
     stderr = capsys.readouterr().err
     assert "loader state in the checkpoint: list of images and labels (hash) is " in stderr
-    assert ("cannot continue inside epoch 1, which restarts with these parameters" in stderr) == (train_step == 4)
+    assert ("cannot continue inside epoch 1, so the epoch restarts with the checkpoint's parameters" in stderr) == (
+        train_step == 4
+    )
     assert (1, 0) in losses(report)
 
 

@@ -169,7 +169,7 @@ def test_different_batch_size_restarts_epoch_with_warning(run_train, stop_before
     assert code == 0
     stderr = capsys.readouterr().err
     assert "--batch-size is 6 and was 8" in stderr
-    assert "cannot continue inside epoch 1, which restarts with these parameters" in stderr
+    assert "cannot continue inside epoch 1, so the epoch restarts with the checkpoint's parameters" in stderr
     assert "trained with different flags: --batch-size 6 (was 8), so the losses will differ" in stderr
     steps = [e["step"] for e in report if len(e["step"]) == 2 and "train.loss" in e["data"]]
     assert steps == [[epoch, step] for epoch in (1, 2) for step in range(5)]

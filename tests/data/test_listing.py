@@ -96,7 +96,9 @@ def test_file_list_label_above_image_count_is_rejected(tmp_path, label):
     for name in ("a", "b"):
         (tmp_path / name).touch()
     (tmp_path / "train.txt").write_text(f"a 0\nb {label}\n")
-    with pytest.raises(UsageError, match=f"the file lists contain only 2 images, but label {label}; number the"):
+    with pytest.raises(
+        UsageError, match=f"the file lists contain only 2 images, but an image has label {label}; number the"
+    ):
         listing.count_classes(tmp_path, Mode.TRAIN)
     (tmp_path / "train.txt").write_text("a 0\nb 1\n")
     assert listing.count_classes(tmp_path, Mode.TRAIN) == 2
