@@ -58,8 +58,8 @@ def as_torch(state, classifier):
 
 @pytest.fixture
 def float64():
-    """Build networks in float64. In float32, a different order of summation can change the sign of some ReLU inputs, and
-    later layers amplify the difference."""
+    """Build networks in float64. In float32, a different order of summation can change the sign of some ReLU inputs,
+    and later layers amplify the difference."""
     paddle.set_default_dtype("float64")
     yield
     paddle.set_default_dtype("float32")
