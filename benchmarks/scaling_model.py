@@ -142,7 +142,8 @@ def table(setup, measured, gpus=GPUS, file_bytes=110e3):
     columns = ["GPUs", "all-reduces ms", "exposed ms", "step ms", "images/s", "efficiency", "jitter only"]
     columns += ["GB/s per node"]
     lines = [
-        f"Step of one GPU {alone}, overhead {overhead}, jitter {jitter}; jitter only: {worst[2] * 1e3:.2f} ms",
+        f"One-GPU step: {alone}; efficiency: overhead {overhead}, jitter {jitter}; "
+        f"jitter only: jitter {worst[2] * 1e3:.2f} ms",
         "",
         f"| {' | '.join(columns)} |",
         "|---" * len(columns) + "|",

@@ -24,7 +24,8 @@ DEFAULT_CLASSES = 1000  # number of classes in ImageNet, used if the data does n
 
 
 def resolve(settings, mode=Mode.TRAIN):
-    """Resolve and freeze settings without inheriting values from a checkpoint, for programs that are built from Python.
+    """Resolve and freeze settings without inheriting values from a checkpoint, for programs that use the
+    Python API (docs/api.md).
 
     Args:
         settings: Settings; modified in place if they are not frozen.

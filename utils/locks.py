@@ -64,7 +64,9 @@ def held(path, subject, warn):
         remedy = "wait until it ends, or choose a different path"
         raise UsageError(f"{subject}: another process ({e.strerror}) is writing to it; {remedy}") from e
     except OSError as e:
-        raise UsageError(f"{subject}: {path} cannot be locked ({e.strerror}); choose a different path") from e
+        raise UsageError(
+            f"{subject}: {path} cannot be locked ({e.strerror}); remove it, or choose a different path"
+        ) from e
     try:
         yield
     finally:
@@ -91,11 +93,11 @@ def release(file):
 def _open(path):
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     if path.is_symlink():
-        raise OSError(errno.EEXIST, f"{path} is a link; remove it", str(path))
+        raise OSError(errno.EEXIST, f"{path} is a link", str(path))
     descriptor = os.open(path, flags, 0o666)
     status = os.fstat(descriptor)
     if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
         return open(path, "r+", encoding="utf-8", opener=lambda *_: descriptor)
     os.close(descriptor)
     what = "a link" if stat.S_ISREG(status.st_mode) else "not a regular file"
-    raise OSError(errno.EEXIST, f"{path} is {what}; remove it", str(path))
+    raise OSError(errno.EEXIST, f"{path} is {what}", str(path))

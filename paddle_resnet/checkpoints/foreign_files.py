@@ -44,7 +44,7 @@ def read(path):
         {name: array}. Floating-point values of all widths are converted to float32; integers and booleans keep their
         types.
     Raises:
-        UnreadableError: the file is damaged, has an unknown format, contains anything other than a table of tensors, or
+        UnreadableError: the file is damaged, has an unknown format, contains anything other than a dict of tensors, or
             contains a value that is not finite.
     """
     readers = {".pdparams": _read_pdparams, ".safetensors": _read_safetensors}
@@ -230,11 +230,11 @@ class _TorchObjects(arrays.NumPyObjects):
                         return _Tensor(key, offset, shape, strides)
                 case "torch._utils._rebuild_parameter", (_Tensor() as tensor, *_):
                     return tensor
-        raise UnreadableError("contains a call that a table of tensors does not need")
+        raise UnreadableError("contains a call that a state_dict does not need")
 
     def set_content(self, target, state):
         if not isinstance(target, dict):  # the state of a dict is ignored; it contains module versions
-            raise UnreadableError("contains a state that a table of tensors does not have")
+            raise UnreadableError("contains a state that a state_dict does not have")
 
     def stored(self, identifier):
         match identifier:
@@ -251,7 +251,7 @@ def _tensors(state):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
     if not isinstance(state, dict) or not state:
-        raise UnreadableError("not a table of tensors")
+        raise UnreadableError("the object is not a state_dict, or is empty")
     for name, value in state.items():
         if not isinstance(value, _Tensor):
             raise UnreadableError(f"{name} is not a tensor")

@@ -101,7 +101,8 @@ class Stream:
         return []
 
     def finish(self):
-        """Send the remaining items, and return the same as add(). Rank 0 waits for the items of all ranks."""
+        """Send the remaining items. The return value has the same form as that of add(). Rank 0 waits for the items of
+        all ranks."""
         batches = gather(json.dumps(self._items).encode())
         return [json.loads(batch) for batch in batches] if processes.rank() == 0 else []
 

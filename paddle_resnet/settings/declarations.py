@@ -798,7 +798,7 @@ def _output(add):
         type=_path,
         metavar="FILE",
         default=argparse.SUPPRESS,
-        help="file for the metrics, in dllogger's JSON lines; --resume appends to it (default: "
+        help="file for the metrics, in dllogger's format; --resume appends to it (default: "
         "OUTPUT_DIR/ARCH/report.json, report.eval.json for an evaluation, report.benchmark.json for a benchmark)",
     )
     add(

@@ -139,8 +139,8 @@ HOSTILE = {
     "model.pth": (zipped(Call(Global("torch.nn.modules.linear", "Linear"), ()), {}), "Linear is not supported"),
     "nested pickle.pth": (zipped({"w": Call(Global("pickle", "loads"), ("x",))}, {}), "pickle.loads is not supported"),
     "number.pth": (zipped({"w": 3}, {}), "w is not a tensor"),
-    "table.pth": (zipped({}, {}), "not a table of tensors"),
-    "list.pth": (zipped([tensor("0", (4,))], {"0": bytes(16)}), "not a table of tensors"),
+    "table.pth": (zipped({}, {}), "is not a state_dict, or is empty"),
+    "list.pth": (zipped([tensor("0", (4,))], {"0": bytes(16)}), "is not a state_dict, or is empty"),
     "compressed.pth": (
         zipped({"w": tensor("0", (4,))}, {"0": bytes(16)}, zipfile.ZIP_DEFLATED),
         "compressed archives are not supported",

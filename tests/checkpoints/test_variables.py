@@ -134,6 +134,7 @@ def test_damaged_file_is_rejected(args, saved, damage):
 def test_files_with_damaged_meta_json_are_rejected(args, tmp_path):
     (tmp_path / folders.META).write_text("{")
     (tmp_path / "tiny.pdparams").write_bytes(b"")
+    args.from_checkpoint = str(tmp_path)
     with pytest.raises(UsageError, match=f"--from-checkpoint {tmp_path}: damaged: .*; choose a different checkpoint"):
         variables.load(args, tmp_path, None, PLACE)
     for path in (tmp_path, tmp_path / "tiny.pdparams"):
