@@ -51,7 +51,7 @@ def command(row, common, python, folder):
 
 
 def measure(row, common, python, limit_s):
-    """Run a measurement. Return the metrics, or {"error": the last line that the first process printed}."""
+    """Run a measurement. Return the metrics or, if the run failed, {"error": the last line that rank 0 printed}."""
     with tempfile.TemporaryDirectory() as folder:
         arguments, environment = command(row, common, python, folder)
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

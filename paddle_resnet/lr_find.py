@@ -1,4 +1,4 @@
-"""Learning-rate finder: train for some steps with a rising learning rate, draw the loss, and suggest a value for --lr.
+"""Learning-rate finder: train for some steps with a rising learning rate, plot the loss, and suggest a value for --lr.
 
 `python -m paddle_resnet.lr_find --help`. The steps are those of train.py with the same flags, but no checkpoint and no
 report is read or written, so a run in the same folder is not affected.
@@ -97,7 +97,7 @@ def parse(argv):
     """
     parser = Parser(
         prog="python -m paddle_resnet.lr_find",
-        description="Train for some steps with a learning rate that rises from step to step, draw the loss "
+        description="Train for some steps with a learning rate that rises from step to step, plot the loss "
         f"({lr_curve.DRAWING} and {lr_curve.DATA} in OUTPUT_DIR/ARCH/), and suggest a value for --lr.",
         epilog="The flags of train.py are also supported, except "
         f"{', '.join(flag(name) for name, _ in UNSUPPORTED)}. --overwrite replaces an earlier curve, and deletes no "

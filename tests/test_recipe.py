@@ -165,7 +165,7 @@ def test_weights_are_converted_once(photos, monkeypatch, tmp_path):
     assert calls == ["efficientnet-lite0"]
     settings = config.parse_args([*flags, "--run-scope", "eval_only", "--from-checkpoint", "DIR"])
     recipe.choose(settings)
-    assert settings.batch_size == 256  # an evaluation chooses nothing
+    assert settings.batch_size == 256  # --choose-recipe has no effect in an evaluation
     assert folders.runs_below(tmp_path / "out") == []
 
 

@@ -330,7 +330,7 @@ def _reshaped(array, shape, is_torch):
 
 def _translated(family, tensors):
     """Translate names with the layout that matches most names. Returns (Layout, {name: (numbers of the block, path)},
-    names that match no rule). Counters are omitted."""
+    names that match no rule). PyTorch's num_batches_tracked is omitted."""
     prefix = "module." if all(name.startswith("module.") for name in tensors) else ""  # added by PyTorch's DataParallel
     results = []
     for layout in LAYOUTS[family]:

@@ -485,7 +485,7 @@ def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, trai
         reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
         raise UsageError(f"--image-root {image_root}: {path} cannot be read ({reason}); write or correct it") from e
     if not files:
-        raise UsageError(f"--image-root {image_root}: {path} contains no images; add lines `PATH LABEL`")
+        raise UsageError(f"--image-root {image_root}: {path} contains no images; add lines of the form `PATH LABEL`")
     check_labels(path, [max(labels)], num_of_class, classes)
     label_of = {}
     for name, label in zip(files, labels, strict=True):

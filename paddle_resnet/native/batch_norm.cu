@@ -11,7 +11,7 @@
 #include "activations.h"
 #include "vector.cuh"
 
-constexpr int kBranch = 16;  // number of blocks whose sums one block adds on the first level of a reduction
+constexpr int kBranch = 16;  // at the first level of a reduction, one block adds the sums of this many blocks
 
 // The channels and rows that a thread processes. A thread loads kUnroll rows of each tile before it processes them. The
 // number of registers limits kUnroll.

@@ -187,7 +187,7 @@ def _compile_kernels(capability, target):
     def call(name, *arguments):
         function = getattr(nvrtc, f"nvrtc{name}", None)
         if function is None:
-            raise Unavailable(f"NVRTC is too old: nvrtc{name} requires CUDA 11.1")
+            raise Unavailable(f"NVRTC is too old: nvrtc{name} requires CUDA 11.1 or higher")
         error = function(*arguments)
         if error:
             raise Unavailable(f"NVRTC failed: {name} returned {error} for {options[0].decode()}")

@@ -21,7 +21,7 @@ KINDS = ("network", "preprocessing", "recipe", "saving", "loader", "machine", "o
 EVALUATED = ("network", "preprocessing")
 RESUMED = (*EVALUATED, "recipe", "saving")
 MOST_MINUTES = 366 * 24 * 60  # maximum duration of a run
-LEAST_FRACTION = 1e-6  # of --lookahead; much smaller values are 0 in float32, so that the weights would not change
+LEAST_FRACTION = 1e-6  # minimum A of --lookahead K,A; far smaller values are 0 in float32
 LONGEST_WORD = 500  # of an error message; longer values of flags are shortened
 MAX_BELOW_ONE = 0.9999999  # larger values are rounded to 1 in float32, in which optimizers divide by 1 minus the value
 

@@ -48,7 +48,7 @@ def _prefix(arch):
 
 
 def inherit(settings, recorded, names, folder):
-    """Set the flags that are not explicit to the values of an earlier run.
+    """Give each flag that is not set explicitly its value from an earlier run.
 
     Args:
         settings: Settings; changed.

@@ -22,7 +22,8 @@ class Stage(NamedTuple):
 
 
 def parse(text):
-    """Parse --sizes into a list of its entries, or "None" to override a value in the configuration file."""
+    """Return the entries of --sizes as a list, or None for the text "None", which overrides a value in the
+    configuration file."""
     if text == "None":
         return None
     entries = [entry.strip() for entry in text.split(",")]

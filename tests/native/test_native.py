@@ -901,7 +901,7 @@ def test_unavailable_kernels_are_reported(tmp_path, monkeypatch, capsys, kernels
     elif fault == "old NVRTC":
         monkeypatch.setattr(native, "register", lambda: None)
         monkeypatch.setattr(native, "_nvrtc", lambda: SimpleNamespace())
-        problem = "NVRTC is too old: nvrtcCreateProgram requires CUDA 11.1"
+        problem = "NVRTC is too old: nvrtcCreateProgram requires CUDA 11.1 or higher"
     elif fault == "home folder":
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.delenv("HOME")
