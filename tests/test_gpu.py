@@ -657,7 +657,7 @@ def two_gpus(photos, tmp_path):
     ("fault", "message"),
     [
         ("1 4 raises", "rank 1 failed first: ZeroDivisionError"),
-        ("1 4 killed", "rank 1 failed first: its process exited"),
+        ("1 4 killed", "rank 1 failed first: its process was killed"),
         ("1 4 hangs", "--comm-timeout-s 20: no progress for 20 s; rank 1 is in epoch 1 train, step"),
     ],
     ids=["raises", "killed", "hangs"],

@@ -308,7 +308,7 @@ def test_stopped_or_killed_job_resumes_bit_identically(runs, two_processes, is_k
         assert code != 0
         assert all_have_exited(runs)
         log = (runs.folder / "log/workerlog.1").read_text()
-        assert_one_error(log, ["rank 0 failed first: its process exited"])
+        assert_one_error(log, ["rank 0 failed first: its process was killed"])
         assert runs.check()[0][0] == "0"
 
     code, output = runs.run(*flags, processes=2)

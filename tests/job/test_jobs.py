@@ -260,11 +260,11 @@ FAULTS = {
 # see test_monitor.py).
 MORE_FAULTS = {
     "0 4 stopped": STOPPED.format(0),
-    "0 4 killed": "rank 0 failed first: its process exited",
+    "0 4 killed": "rank 0 failed first: its process was killed",
     "1 4 locks": STALL.format(1),
     "1 4 hangs": STALL.format(1) + " epoch 1 train, step 0, others are waiting",
     "0 4 raises": "rank 0 failed first: ZeroDivisionError of the test",
-    "1 4 killed": "rank 1 failed first: its process exited",
+    "1 4 killed": "rank 1 failed first: its process was killed",
     "1 4 stopped": STOPPED.format(1),
 }
 
@@ -388,7 +388,7 @@ def test_lost_node_stops_other_node(launch_nodes, lost):
         os.kill(pid, signal.SIGKILL)
     assert nodes[1 - lost].wait(60) != 0
     log = (folder / f"log{1 - lost}/workerlog.0").read_text()
-    assert_one_error(log, [f"rank {lost} failed first: its process exited"])
+    assert_one_error(log, [f"rank {lost} failed first: its process was killed"])
 
 
 def processes_with(folder):
