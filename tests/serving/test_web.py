@@ -105,7 +105,8 @@ def test_images_that_cannot_be_decoded_are_answered_with_422(start):
 
 
 def test_requests_above_limits_are_answered_with_413(start):
-    def endless():
+    def endless():  # without Content-Length, so the limit applies to the received bytes
+        yield form(("a.jpg", b"")).partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
         for _ in range(100):
             yield b"x" * 1000
 
