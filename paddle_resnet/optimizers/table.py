@@ -68,11 +68,6 @@ def _momentum_rule(nesterov):
     )
 
 
-_ADAM_FLAGS = ("beta1", "beta2", "opt_epsilon")
-_ADAM_STATE = ("Moment1", "Moment2", "Beta1Pow", "Beta2Pow")
-_ADAM_ATTRS = ("beta1", "beta2", "epsilon")
-
-
 def _adamw(rate, decay, decayed, *betas_and_epsilon):
     import paddle
 
@@ -94,13 +89,13 @@ def _lamb(rate, decay, decayed, *betas_and_epsilon):
 
 _ADAMW = Rule(
     build=_adamw,
-    flags=_ADAM_FLAGS,
+    flags=("beta1", "beta2", "opt_epsilon"),
     is_adaptive=True,
     rates=(5e-4, 1e-3),
     op="adamw",
     native="adamw",
-    state=_ADAM_STATE,
-    attrs=_ADAM_ATTRS,
+    state=("Moment1", "Moment2", "Beta1Pow", "Beta2Pow"),
+    attrs=("beta1", "beta2", "epsilon"),
     decay=lambda op: op.attr("coeff") if op.attr("with_decay") else 0.0,
 )
 OPTIMIZERS = {
@@ -108,16 +103,8 @@ OPTIMIZERS = {
     "Nesterov": _momentum_rule(nesterov=True),
     "AdamW": _ADAMW,
     "RAdam": replace(_ADAMW, native="radam"),  # rectify() in passes/updates.py changes Paddle's operators
-    "LAMB": Rule(
-        build=_lamb,
-        flags=_ADAM_FLAGS,
-        is_adaptive=True,
-        rates=(5e-3, 5e-3),
-        op="lamb",
-        native="lamb",
-        state=_ADAM_STATE,
-        attrs=_ADAM_ATTRS,
-        decay=lambda op: op.attr("weight_decay"),
+    "LAMB": replace(
+        _ADAMW, build=_lamb, rates=(5e-3, 5e-3), op="lamb", native="lamb", decay=lambda op: op.attr("weight_decay")
     ),
 }
 

@@ -69,20 +69,6 @@ def test_groups_of_linear_layers_consist_of_inputs():
     assert sparsity.layers(main) == ([wide], [narrow], [])
 
 
-@pytest.fixture
-def gpu_lists(monkeypatch):
-    """Clear Paddle's list of operators without float16 kernels. In a CPU build, the list contains all operators, so AMP
-    would cast nothing."""
-    lists = amp._amp_lists
-
-    def all_supported(*args):
-        result = lists(*args)
-        result.unsupported_list = set()
-        return result
-
-    monkeypatch.setattr(amp, "_amp_lists", all_supported)
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("is_train", [True, False])

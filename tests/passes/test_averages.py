@@ -107,16 +107,8 @@ def test_skipped_step_does_not_change_ema_weights(train, scaled, kernels):
     assert all(np.any(variable(name) != after[name]) for name in names)
 
 
-def half_program(args, monkeypatch):
-    """Return an evaluation program for AMP level O2 in float16, as on a GPU."""
-    lists = amp._amp_lists
-
-    def all_supported(*arguments):  # Paddle's CPU build has no float16 kernels, so AMP would cast nothing
-        result = lists(*arguments)
-        result.unsupported_list = set()
-        return result
-
-    monkeypatch.setattr(amp, "_amp_lists", all_supported)
+def half_program(args):
+    """Return an evaluation program for AMP level O2 in float16. The test must use the fixture gpu_lists."""
     main = static.Program()
     args = args.copy(amp=True, amp_dtype="float16", amp_level="O2")
     program.build(frozen(args), main, static.Program(), 1, is_train=False)
@@ -128,10 +120,10 @@ def half_program(args, monkeypatch):
     return main
 
 
-def test_half_precision_evaluation_reads_copies_at_constant_addresses(train, parse, monkeypatch):
+def test_half_precision_evaluation_reads_copies_at_constant_addresses(train, parse, gpu_lists):
     step, main = train("paddle")
     args = parse("--ema", "0.5", *NHWC)
-    evaluated = half_program(args, monkeypatch)
+    evaluated = half_program(args)
     update = averages.evaluate(main, evaluated, static.Executor(PLACE))
     names = {p.name: p.dtype for p in evaluated.all_parameters()}
     halves = [name for name, dtype in names.items() if dtype == paddle.float16]
@@ -156,16 +148,8 @@ def test_half_precision_evaluation_reads_copies_at_constant_addresses(train, par
         assert np.any(value != before[name])
 
 
-def test_float32_masters_are_averaged_and_masked(parse, monkeypatch):
+def test_float32_masters_are_averaged_and_masked(parse, gpu_lists):
     """ASP masks the half-precision parameters, but not their float32 masters."""
-    lists = amp._amp_lists
-
-    def all_supported(*arguments):
-        result = lists(*arguments)
-        result.unsupported_list = set()
-        return result
-
-    monkeypatch.setattr(amp, "_amp_lists", all_supported)
     args = parse("--ema", "0.9", "--asp", "--prune-model", *NHWC)
     args.set("Python", amp=True, amp_dtype="float16", amp_level="O2", use_dynamic_loss_scaling=True)
     main = static.Program()
