@@ -98,6 +98,7 @@ def open_checkpoint(path, device, model_arch_name=None, precision=None, sizes=(3
         UsageError: see open_model.
     """
     requested, precision = precision, resolve_precision(precision, device)
+    reason = None
     if device == "gpu":
         try:
             network = networks.load_fast(path, precision, device, model_arch_name, tta)
@@ -109,33 +110,33 @@ def open_checkpoint(path, device, model_arch_name=None, precision=None, sizes=(3
         else:
             steps = Steps(network, sizes)
             return Model("captured step", network.description, lambda images: [steps(images)], precision, steps)
-    elif engine == "fastest" and (model := _open_as_onnx(path, model_arch_name)) is not None:
-        return model
-    return networks.load_checkpoint(path, device, model_arch_name=model_arch_name).model()
+    elif engine == "fastest":
+        model, reason = _open_as_onnx(path, model_arch_name)
+        if model is not None:
+            return model
+    model = networks.load_checkpoint(path, device, model_arch_name=model_arch_name).model()
+    if reason is not None:
+        networks.log(f"onnxruntime: not used{reason}")
+    return model
 
 
 def _open_as_onnx(path, model_arch_name):
-    """Convert a checkpoint to ONNX in memory, and open it with onnxruntime. If the conversion is impossible or a
-    package is missing, log the reason and return None."""
+    """Convert a checkpoint to ONNX in memory, and open it with onnxruntime. Return (Model, None) or, if the conversion
+    is impossible or a package is missing, (None, the reason)."""
     try:
         for package in ("onnx", "onnxruntime"):
             onnx_writer.require(package)
     except UsageError as e:
-        networks.log(f"onnxruntime: not used, although it is faster than Paddle on a CPU: {e}")
-        return None
+        return None, f", although it is faster than Paddle on a CPU: {e}"
     network = networks.load_checkpoint(path, model_arch_name=model_arch_name, fold=True)
     if network.args.qat:
-        networks.log(
-            "onnxruntime: not used, because folding the BN of a network trained with --qat changes its probabilities"
-        )
-        return None
+        return None, ", because folding the BN of a network trained with --qat changes its probabilities"
     ends, text = ([network.images], [network.probabilities]), json.dumps(network.description)
     try:
         data = onnx_writer.to_onnx(network.program, *ends, network.parameter, text).SerializeToString()
     except UsageError as e:
-        networks.log(f"onnxruntime: not used: {e}")
-        return None
-    return _onnx_model(data, path, "cpu")
+        return None, f": {e}"
+    return _onnx_model(data, path, "cpu"), None
 
 
 def resolve_precision(precision, device):
