@@ -1,8 +1,8 @@
 """Networks of other projects: layer names, shapes and logits in float64, recorded in other_projects.txt.
 
 As a program, `other_projects.py "NETWORK, PROJECT"` prints the section of a network from the installed package. Paddle
-is not imported, because importing PyTorch after Paddle may crash. The sections of PaddleClas were printed by
-`section` with its networks at the commit d178931fca43.
+is not imported, because importing PyTorch after Paddle may crash. The PaddleClas sections were generated with `section`
+and PaddleClas commit d178931fca43.
 """
 
 import re
@@ -35,8 +35,8 @@ def recorded():
 
 
 def parsed(section):
-    """Return ("NETWORK, PROJECT", ({tensor: shape}, logits)) from a section. Its first line is the name, the second has
-    the logits, and each further line has a tensor or, with .bn at the end, a batch normalization layer."""
+    """Parse a section into ("NETWORK, PROJECT", ({tensor: shape}, logits)). The first line of a section contains the
+    name, the second the logits, and each further line a tensor or, with the suffix :bn, a batch normalization layer."""
     case, numbers, *lines = section.strip().splitlines()
     fields = BN_OF_PADDLE if case.endswith(("PaddleClas", "paddle.vision")) else BN_OF_TORCH
     shapes = {}
@@ -50,7 +50,7 @@ def parsed(section):
 
 
 def section(case, shapes, logits):
-    """Return the text from which `parsed` returns these arguments."""
+    """Format a section. `parsed` is the inverse function."""
     lines = [case, " ".join(f"{value:.7g}" for value in logits.ravel())]
     for name, shape in shapes.items():
         layer, _, field = name.rpartition(".")
@@ -78,7 +78,8 @@ def _weight(name, shape):
 
 
 def images():
-    """Return float32 images [2, 3, 66, 66]. At this size, rounding of odd sizes matters."""
+    """Return float32 images [2, 3, 66, 66]. This size leads to feature maps of odd sizes, so differences in padding and
+    rounding affect the logits."""
     return np.random.RandomState(0).randn(2, 3, 66, 66).astype("float32")
 
 

@@ -73,7 +73,7 @@ def test_patience_ends_run_and_all_outputs_describe_best_epoch(run_train, scored
     assert (code, evaluated(report)) == (0, [4])
 
 
-def test_resumed_run_continues_the_count(run_train, scored, tmp_path, capsys):
+def test_resumed_run_keeps_count_of_evaluations_since_best(run_train, scored, tmp_path, capsys):
     flags = ["--patience", "2", "--resume"]
     scored(0.5, 0.4)
     assert run_train("--epochs", "2", *flags)[0] == 0
@@ -115,7 +115,7 @@ def test_patience_without_evaluation_is_an_error(run_train, capsys):
 
 
 @pytest.mark.soak
-def test_two_processes_end_in_the_same_epoch(launch, tmp_path):
+def test_patience_stops_two_processes_in_same_epoch(launch, tmp_path):
     """The learning rate is 0, so no evaluation has a higher top1 than the first."""
     entries, parameters = launch(2, "--epochs", "5", "--batch-size", "4", "--lr", "0", "--patience", "1")
     assert evaluated(entries) == [0, 1]

@@ -104,7 +104,7 @@ def test_deleted_lock_is_acquired_again(tmp_path, capsys):
         file = new
 
 
-def test_run_stops_writing_if_other_run_has_lock(run_train, tmp_path, monkeypatch, capsys):
+def test_run_stops_writing_if_second_run_holds_lock(run_train, tmp_path, monkeypatch, capsys):
     """Delete .lock, so that a second run can start in the same folder while the first run continues."""
     from paddle_resnet import program
 

@@ -99,14 +99,14 @@ def test_logits_equal_those_of_paddle_vision(arch, vision, classifier):
     assert "paddle.vision" in projects
     scale = np.abs(expected).max()
     np.testing.assert_allclose(logits(arch, params, images) / scale, expected / scale, rtol=0, atol=1e-4)
-    for prefix in ("", "module.") if classifier else ():  # torchvision's MobileNetV3 has other names
+    for prefix in ("", "module.") if classifier else ():  # torchvision's MobileNetV3 uses different names
         torch_state = {prefix + key: value for key, value in as_torch(state, classifier).items()}
         found, _ = foreign_names.convert(family, torch_state, own(arch))
         assert found.keys() == params.keys()
         assert all((found[name] == params[name]).all() for name in params)
 
 
-# Large networks with layer names that other tests also cover.
+# These networks are large, and other tests cover the same layer names.
 SLOW = ("ResNet18_vd, PaddleClas", "ResNet50_vd, timm", "ResNeXt50_32x4d, PaddleClas", "ResNeXt50_32x4d, torchvision")
 
 
@@ -195,8 +195,8 @@ NAMES = {
 
 @pytest.mark.parametrize("case", NAMES)
 def test_names_of_other_projects_are_recognized(case):
-    """The state contains only the tensors of the case and one tensor per block. The error message therefore lists
-    missing tensors, but no unexpected ones."""
+    """The state contains only the tensors of the test case and one tensor per block, so the error message lists missing
+    tensors but no unexpected ones."""
     parameters = own(case.split(", ")[0])
     family = registered(case.split(", ")[0]).module
     state = {
@@ -211,7 +211,7 @@ def test_names_of_other_projects_are_recognized(case):
 
 
 def blocks_of(case):
-    """Return one tensor per block, named as in the project that the case belongs to."""
+    """Return one tensor per block, with the tensor names of the project in the test case."""
     depths = {"ResN": (3, 4, 6, 3), "Mobi": (1, 2, 3, 4, 3, 3, 1), "Effi": (1, 2, 2, 3, 3, 4, 1)}[case[:4]]
     each = [(stage, i) for stage, depth in enumerate(depths) for i in range(depth)]
     if case.endswith("PaddleClas"):

@@ -217,7 +217,7 @@ def test_mutated_pickles_are_numeric_arrays_or_rejected(tmp_path, protocol, coun
         for name, array in result.items():
             assert isinstance(name, str) and array.dtype.kind in "biuf"
             assert array.nbytes <= len(damaged)
-    assert count / 3 < rejected < count  # a changed array value cannot be detected
+    assert count / 3 < rejected < count  # mutations that only change array values are not detected
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(3000, marks=[pytest.mark.soak, pytest.mark.timeout(600)])])
@@ -427,8 +427,8 @@ def test_checkpoint_file_that_is_not_regular_is_rejected_quickly(tmp_path, valid
 
 
 def stray(root, valid):
-    """Create invalid folders with checkpoint names that are newer than all checkpoints: invalid meta.json files, pipes
-    and links.
+    """Create invalid checkpoint folders that appear newer than all checkpoints. Their meta.json files are invalid, or
+    are missing, pipes, devices or links.
 
     Returns:
         The number of created folders.
@@ -452,7 +452,7 @@ def stray(root, valid):
     # NVIDIA's example writes these two files without meta.json; --resume must ignore them.
     for end in ("pdparams", "pdopt"):
         (folder / f"tiny.{end}").write_bytes((root / "0" / f"tiny.{end}").read_bytes())
-    return next(name) - 1002  # exclude the dangling link and the file, which are not folders
+    return next(name) - 1002  # subtract the dangling link and the file, which are not folders
 
 
 def test_invalid_folders_stop_neither_run_nor_resume(run_train, tmp_path, capsys):

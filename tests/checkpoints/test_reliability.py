@@ -88,7 +88,7 @@ def expected(photos, once):
 
 
 def all_have_exited(runs):
-    """Return whether no running process has the folder of these runs in its arguments."""
+    """Return True if no running process has the output folder of these runs in its arguments."""
     pids = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -244,7 +244,7 @@ def test_second_run_in_same_folder_is_rejected(runs, expected, photos):
     runs.wait_for(process, '"step": [0, 0]')
     places = ["--image-root", photos, "--output-dir", runs.folder / "output", "--report-file", runs.report]
     flags = [flag for flag in FLAGS if flag != "--resume"]
-    (runs.root / ".9.partial").mkdir()  # a checkpoint that the first run seems to be writing
+    (runs.root / ".9.partial").mkdir()  # looks like a checkpoint that the first run is still writing
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     others = []

@@ -148,7 +148,7 @@ def test_schedule_is_restored_exactly(args, run):
     restore.restore(args, find(args, saver.folder.parent, "auto"), schedule, Loader(), fetchs, PLACE)
     assert schedule.state_dict() == lr_scheduler.state_dict()
     checkpoint = find(args, saver.folder.parent, "auto")
-    # A damaged meta.json may contain an epoch this large.
+    # A damaged meta.json may contain such a large epoch number.
     checkpoint = dataclasses.replace(checkpoint, epoch=2**31 - 1)
     restore.restore(args, checkpoint, schedule, Loader(), fetchs, PLACE)
     assert schedule.last_epoch == (2**31 - 1) * 10 + 2

@@ -38,7 +38,7 @@ STOPS = [
     pytest.param({"train_step": 1}, "0_1", marks=pytest.mark.soak),
     pytest.param({"train_step": 4}, "1_1", marks=pytest.mark.soak),
     ({"train_step": 6}, "1"),  # the run stops between two epochs, after writing the checkpoint
-    ({"eval_step": 1}, "1_3"),  # the run stops in the second epoch, because each evaluation polls only once
+    ({"eval_step": 1}, "1_3"),  # the run stops in the second epoch, because each evaluation polls for signals only once
     ({"train_step": 8}, "2_2"),
 ]
 
@@ -533,7 +533,7 @@ def test_consecutive_non_finite_losses_stop_run(run_train, tmp_path, capsys):
     assert_one_error(error, ["--max-bad-steps 4", "4 consecutive losses", "learning rate", "lower --lr"])
 
 
-def test_different_classes_warn_in_training_and_fail_in_evaluation(run_train, checkpoint, photos, tmp_path, capsys):
+def test_class_mismatch_is_warning_in_training_and_error_in_evaluation(run_train, checkpoint, photos, tmp_path, capsys):
     root = tmp_path / "renamed"
     shutil.copytree(photos, root)
     for split in ("train", "val"):
