@@ -1,12 +1,12 @@
-"""Train, evaluate or benchmark a network; see `python train.py --help`. For several processes, use Paddle's
-launcher."""
+"""Train, evaluate or benchmark a network; see `python train.py --help`. To use several processes, start train.py with
+Paddle's launcher."""
 
 import sys
 
 import yaml
 
 import config
-from paddle_resnet import report  # before the next imports, because it sets variables that Paddle reads
+from paddle_resnet import report  # imported first, because this package sets environment variables for Paddle
 from paddle_resnet.data import listing
 from paddle_resnet.job.processes import check_environment, world_size
 from paddle_resnet.models import registered_name
@@ -39,10 +39,10 @@ def _run(args, argv):
     """Run the phases in order."""
     check_environment()
     args.resolve(args.origin("model_arch_name"), model_arch_name=registered_name(args.model_arch_name))
-    if args.data_format != "synthetic" and world_size() == 1:  # otherwise, rank 0 checks it later
+    if args.data_format != "synthetic" and world_size() == 1:  # with several processes, rank 0 checks the folder later
         listing.check_root(args.image_root)
     progress.phase("Paddle import")
-    try:  # imports take seconds, so the flags are checked first
+    try:  # this import takes seconds, so the flags have been checked before
         with signals.blocked():
             from paddle import static
         from paddle_resnet.machine import compat
@@ -91,7 +91,7 @@ def _benchmark_training(args, argv, exe, checkpoint, training):
 
 
 def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
-    """Train up to each stop in durations.stops, evaluate and save at the stop, and log a summary at the end."""
+    """Train up to each position in durations.stops, evaluate and save a checkpoint there, and finally log a summary."""
     from paddle_resnet import phases
     from paddle_resnet.checkpoints.saver import Saver
     from paddle_resnet.passes import all_reduces
@@ -100,7 +100,7 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
     training = phases.show_on_tensorboard(args, training, checkpoint)
     logger.begin(args.as_entry(), append=report.resumes(args, checkpoint))
     is_advised = False
-    resumed = checkpoint and checkpoint.trained  # metrics of the first stop if it is trained but not evaluated
+    resumed = checkpoint and checkpoint.trained  # metrics, if only the evaluation is missing
     schedule = training.lr_scheduler
     for stop in durations.stops(args, schedule.timeline, schedule.done - (resumed is not None)):
         trained, resumed, evaluated = resumed, None, None
@@ -124,7 +124,7 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
 
 
 def _train(exe, training, stop, save=None):
-    """Train until the position `stop`, or run the benchmark steps, and return the result of program.run."""
+    """Train up to the position `stop`, or run the benchmark steps. Return the result of program.run."""
     from paddle_resnet import program
 
     args, loader, compiled, fetchs = training.settings, training.loader, training.compiled, training.fetchs
@@ -137,7 +137,7 @@ def _train(exe, training, stop, save=None):
 
 
 def _evaluate(args, exe, evaluation, stop, is_best=lambda stop, result: True):
-    """Evaluate the current parameters, and return the metrics from program.run without the arrays."""
+    """Evaluate the current parameters. Return the metrics from program.run without the arrays."""
     from paddle_resnet import program
 
     evaluation.refresh()

@@ -534,7 +534,7 @@ def test_partial_output_is_removed_unless_an_export_is_running(checkpoint, tmp_p
     command = [sys.executable, "-c", lock, left / ".lock"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         other.stdout.readline()
-        with pytest.raises(UsageError, match=r"exported: another process \(.*\) is writing to it; wait until it ends"):
+        with pytest.raises(UsageError, match=r"exported: in use by another process \(.*\); wait until that"):
             export.export(checkpoint, folder / "exported")
         assert (left / "exported/model.json").exists()
         other.kill()

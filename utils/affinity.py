@@ -6,7 +6,7 @@ from utils import logger
 
 
 def bind_to_gpu(local_gpu):
-    """Restrict this process to those cores of its current CPU affinity that belong to the NUMA node of its GPU.
+    """Remove the CPU cores outside the GPU's NUMA node from the CPU affinity of this process.
 
     If NVML or the operating system does not report these cores, the affinity remains unchanged and a warning states
     why. The affinity affects only speed.
@@ -15,7 +15,7 @@ def bind_to_gpu(local_gpu):
         local_gpu: Paddle's index of the GPU, which is its position in CUDA_VISIBLE_DEVICES.
     """
     try:
-        import pynvml  # may be missing, because the requirements for CPUs omit it
+        import pynvml  # may be missing, because the requirements for machines without a GPU omit it
     except ImportError:
         logger.warn(
             "--enable-cpu-affinity: the affinity is unchanged, because nvidia-ml-py is not installed; install it"
@@ -39,8 +39,8 @@ def bind_to_gpu(local_gpu):
             os.sched_setaffinity(0, cores)
         else:
             logger.warn(
-                f"--enable-cpu-affinity: the affinity is unchanged, because no allowed core is local to GPU "
-                f"{local_gpu}; allow other cores"
+                f"--enable-cpu-affinity: the affinity is unchanged, because none of the allowed cores is near GPU "
+                f"{local_gpu}; allow more cores"
             )
     except (pynvml.NVMLError, OSError, IndexError, ValueError) as e:
         logger.warn(

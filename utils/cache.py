@@ -53,7 +53,7 @@ def _private_folder(path):
     private = tempfile.mkdtemp(prefix="paddle_resnet-")
     atexit.register(shutil.rmtree, private, ignore_errors=True)
     logger.warn(
-        f"cache {path}: belongs to another user or is writable by others, so this run uses {private}; change its "
-        "owner and mode (chown, chmod 755), or set XDG_CACHE_HOME"
+        f"cache {path}: belongs to another user or is writable by others, so this run uses {private}; change the "
+        "owner and mode of the cache (chown, chmod 755), or set XDG_CACHE_HOME"
     )
     return Path(private)

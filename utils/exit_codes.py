@@ -18,8 +18,8 @@ _NO_MEMORY = (
     *("ResourceExhaustedError", "bad_alloc", "Cannot allocate memory", "could not create a memory object"),
     *("could not create a primitive", "failed to map segment", *_NO_THREAD, _NO_FILE),
 )
-# Error numbers that any access to an unusable path may raise, such as Path.exists() for a path below an unreadable
-# folder.
+# Error numbers of paths that cannot be used. Even Path.exists() may raise such an error, for example if a parent folder
+# is unreadable.
 _NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG)
 _NO_TEMPORARY_FOLDER = "No usable temporary directory"  # message of Python's tempfile
 DONE, FAILURE, USAGE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
@@ -68,7 +68,7 @@ def of(program, function, needs_stdout=True):
         if not isinstance(e, MemoryError) and not any(name in str(e) for name in _NO_MEMORY):
             raise
         logger.write_line(f"{program}: error: {_no_memory(e)}", sys.stderr)
-        if "paddle" not in sys.modules:  # a normal exit would hang if Paddle is partly imported
+        if "paddle" not in sys.modules:  # a normal exit would hang after a failed import of Paddle
             sys.stdout.flush()
             os._exit(FAILURE)
         return FAILURE
@@ -78,7 +78,7 @@ def _check_address_space():
     if _address_space() < LEAST_ADDRESS_SPACE:
         raise RunError(
             f"ulimit -v: {_address_space() >> 20:,} MiB of address space, but Paddle and DALI need up to "
-            f"{LEAST_ADDRESS_SPACE >> 20:,} MiB for a small job; raise the limit, such as with ulimit -v unlimited"
+            f"{LEAST_ADDRESS_SPACE >> 20:,} MiB for a small job; raise the limit, for example with ulimit -v unlimited"
         )
 
 
@@ -86,7 +86,7 @@ def _check_working_directory():
     try:
         os.getcwd()
     except OSError as e:  # importing Paddle would also fail
-        raise RunError(f"working directory: cannot be used ({e.strerror}); change to a different one") from e
+        raise RunError(f"working directory: cannot be used ({e.strerror}); change to a different folder") from e
 
 
 def _address_space():
@@ -101,7 +101,7 @@ def _no_memory(error):
     reason = f" ({reason})" if reason else ""
     if _NO_FILE in reason:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return f"ulimit -n: {limit} open files are too few{reason}; raise the limit, such as with ulimit -n 1024"
+        return f"ulimit -n: {limit} open files are too few{reason}; raise the limit, for example with ulimit -n 1024"
     if any(name in reason for name in _NO_THREAD):
         return f"ulimit -u: no more threads can be started{reason}; allow more processes, or add memory"
     return f"memory: insufficient{reason}; use a smaller --batch-size, or add memory"

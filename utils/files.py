@@ -10,7 +10,7 @@ import shutil
 import stat
 from pathlib import Path
 
-_pipes = []  # descriptors of pipes, open until the process ends
+_pipes = []  # file descriptors of pipes that remain open until the process ends
 
 
 def companion(path, ending):
@@ -64,7 +64,8 @@ def open_regular(path, limit_bytes=None):
         status = os.fstat(descriptor)
         if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        # Files in /proc have the size 0. Some files in /proc are endless, and reading /proc/kmsg could block forever.
+        # The size of a file in /proc is reported as 0. Some of these files are endless, and reading /proc/kmsg could
+        # block forever.
         if not stat.S_ISREG(status.st_mode) or (status.st_size == 0 and _has_content(descriptor)):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         if limit_bytes is not None and status.st_size > limit_bytes:

@@ -61,8 +61,8 @@ def held(path, subject, warn):
     try:
         file = acquire(path, warn)
     except BlockingIOError as e:
-        remedy = "wait until it ends, or choose a different path"
-        raise UsageError(f"{subject}: another process ({e.strerror}) is writing to it; {remedy}") from e
+        remedy = "wait until that process ends, or choose a different path"
+        raise UsageError(f"{subject}: in use by another process ({e.strerror}); {remedy}") from e
     except OSError as e:
         raise UsageError(
             f"{subject}: {path} cannot be locked ({e.strerror}); remove it, or choose a different path"
@@ -74,8 +74,8 @@ def held(path, subject, warn):
 
 
 def is_of(file, path):
-    """Return whether an open lock file still exists at its path, and was not deleted or replaced by a different
-    process."""
+    """Return whether an open lock file still exists at its path. A different process may have deleted or replaced the
+    file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
     except FileNotFoundError:

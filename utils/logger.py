@@ -34,7 +34,7 @@ def setup(report_file=None, rank=0):
         report_file: path, or None to only print the log.
         rank: rank of this process.
     Raises:
-        UsageError: another run is writing the report file.
+        UsageError: another run is writing to the report file.
     """
     global _path, _quiet
     close()
@@ -56,7 +56,7 @@ def begin(parameters, append=False):
         parameters: {flag: value} to write in the first line.
         append: whether to append to the file instead of replacing it.
     Raises:
-        UsageError: the report file cannot be opened, or another run is writing it.
+        UsageError: the report file cannot be opened, or another run is writing to it.
         RunError: the first line cannot be written.
     """
     global _report, _lock
@@ -77,8 +77,8 @@ def _writing(path):
     try:
         yield
     except BlockingIOError as e:
-        remedy = "wait until it ends, or choose a different file"
-        raise UsageError(f"--report-file {path}: another run ({e.strerror}) is writing it; {remedy}") from e
+        remedy = "wait until that run ends, or choose a different file"
+        raise UsageError(f"--report-file {path}: in use by another run ({e.strerror}); {remedy}") from e
     except OSError as e:
         raise UsageError(f"--report-file {path}: cannot be written ({e.strerror}); choose a different file") from e
 
@@ -95,7 +95,7 @@ def _size_of_complete_lines(path):
 
 
 def follow(follower):
-    """Pass each report entry from now on to follower.add(step, data). close() calls follower.close()."""
+    """Pass each future report entry to follower.add(step, data). close() calls follower.close()."""
     _followers.append(follower)
 
 
@@ -220,7 +220,7 @@ sys.stdout, sys.stderr = _prepare(sys.stdout), _prepare(sys.stderr)
 
 
 def elapsed_s():
-    """Return the number of seconds since the program started, which is elapsedtime in the report."""
+    """Return the number of seconds since the program started, which the report contains as elapsedtime."""
     return time.time() - _start_s
 
 

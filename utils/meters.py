@@ -92,7 +92,7 @@ class AverageMeter:
 class ConfusionMeter:
     """Counts of (label, predicted class) pairs.
 
-    Images without a predicted class, whose prediction is class_num, are not counted.
+    Images for which the network predicts no class (prediction class_num) are not counted.
 
     Args:
         class_num: number of classes.
@@ -115,8 +115,8 @@ class ConfusionMeter:
         return np.concatenate([np.empty((0, 2), np.int64), *self._pairs])[:, 0]
 
     def counts(self):
-        """Return the k pairs that occurred, as sorted numbers label * class_num + prediction [k], and their counts
-        [k]."""
+        """Return two arrays [k] for the k pairs that occurred: the pairs, encoded as label * class_num + prediction and
+        sorted, and their counts."""
         pairs = np.concatenate([np.empty((0, 2), np.int64), *self._pairs])
         labels, predictions = pairs[(pairs[:, 1] >= 0) & (pairs[:, 1] < self.class_num)].T
         return np.unique(labels * self.class_num + predictions, return_counts=True)
@@ -138,7 +138,7 @@ class TopMeter:
 
     def update(self, logits, n):
         """Add a batch of logits [n, C]. Classes with equal logits are sorted by their number. Classes whose logit is
-        NaN come last, and are replaced with C."""
+        NaN come last, and their number is replaced with C."""
         logits = np.asarray(logits, dtype=np.float64)
         assert len(logits) == n, f"{len(logits)} rows of logits for {n} images"
         classes = np.argsort(-logits, axis=1, kind="stable")[:, : self._k]

@@ -1,8 +1,7 @@
 """The progress line, which shows the current phase and the progress of a run on a terminal.
 
 If stdout is not a terminal, the functions in this module do nothing. A thread of the library rich draws the line four
-times per second. The overhead per step is one comparison and, four times per second, the formatting of metrics that are
-already on the host.
+times per second. The overhead is one comparison per step, and formatting metrics on the host four times per second.
 """
 
 import contextlib
@@ -39,7 +38,7 @@ def shown():
         redirect_stderr=sys.stderr.isatty(),
     )
     live.start()
-    console.show_cursor(True)  # show the cursor, which rich hides, because the process may end here
+    console.show_cursor(True)  # rich hides the cursor, which would remain hidden if the process is killed
     _live = live
     try:
         yield
@@ -82,7 +81,7 @@ def show(step, steps, left_s, run_left_s, metrics, more=()):
     """Show step metrics. Call show() only if is_due() returns True.
 
     Args:
-        step, steps: number of completed steps in this phase, and number of all steps in this phase.
+        step, steps: completed steps and total steps in this phase.
         left_s: estimated seconds until the end of the phase.
         run_left_s: estimated seconds for the remaining training steps of the run, or None.
         metrics: strings to show, with at most about 45 characters in total, so that the line fits in 80 columns.

@@ -13,7 +13,7 @@ _received = None
 
 
 class Preempted(Exception):
-    """A signal stops the run, and train.py exits with code 75."""
+    """A signal stopped the run. train.py exits with code 75."""
 
 
 @contextlib.contextmanager

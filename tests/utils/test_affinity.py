@@ -90,7 +90,7 @@ def test_process_without_local_cores_logs_a_warning(machine, capsys):
     affinity.bind_to_gpu(2)
     assert machine == []
     assert (
-        "warning: --enable-cpu-affinity: the affinity is unchanged, because no allowed core is local to GPU 2"
+        "warning: --enable-cpu-affinity: the affinity is unchanged, because none of the allowed cores is near GPU 2"
         in capsys.readouterr().err
     )
 

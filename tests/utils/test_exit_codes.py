@@ -180,7 +180,7 @@ def test_open_file_limit_exits_with_code_1_and_an_error(photos, monkeypatch, ver
     assert dataset.main(["verify", str(photos)]) == 1
     stderr = capsys.readouterr().err
     assert "error: ulimit -n: " in stderr
-    assert stderr.endswith("/00.jpg'); raise the limit, such as with ulimit -n 1024\n")
+    assert stderr.endswith("/00.jpg'); raise the limit, for example with ulimit -n 1024\n")
 
 
 def test_thread_limit_exits_with_code_1_and_an_error(capsys):
@@ -210,7 +210,7 @@ def test_address_space_limit_below_need_of_paddle_exits_with_code_1():
     assert done.returncode == 1
     assert done.stderr == (
         "train.py: error: ulimit -v: 500 MiB of address space, but Paddle and DALI need up to 4,096 MiB for a "
-        "small job; raise the limit, such as with ulimit -v unlimited\n"
+        "small job; raise the limit, for example with ulimit -v unlimited\n"
     )
 
 
@@ -221,7 +221,7 @@ def test_deleted_working_directory_exits_with_code_1(tmp_path, monkeypatch, caps
     for name, (main, arguments, _) in TOOLS.items():
         assert main(arguments) == 1
         expected = f"paddle_resnet.{name}: error: working directory: cannot be used (No such file or directory); "
-        assert capsys.readouterr().err.endswith(f"{expected}change to a different one\n")
+        assert capsys.readouterr().err.endswith(f"{expected}change to a different folder\n")
 
 
 def test_missing_temporary_folder_exits_with_code_1(monkeypatch, capsys):

@@ -210,7 +210,7 @@ def test_second_run_with_same_report_is_rejected(tmp_path):
     with subprocess.Popen(command, cwd=ROOT, **pipes) as holder:
         assert holder.stdout.readline() == "begun\n"
         message = (
-            rf"^--report-file {report}: another run \(process {holder.pid} on .*\) is writing it; wait until it ends"
+            rf"^--report-file {report}: in use by another run \(process {holder.pid} on .*\); wait until that run ends"
         )
         with pytest.raises(UsageError, match=message):
             logger.begin({"lr": 0.1})
