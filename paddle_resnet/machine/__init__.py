@@ -1,1 +1,1 @@
-"""Adapters for Paddle versions, GPU checks, and access to CUDA libraries from Python packages."""
+"""Compatibility with Paddle 2.6 and 3, GPU checks, and loading of CUDA libraries from Python packages."""

@@ -1,7 +1,7 @@
 """Hide differences between Paddle 2.6 and Paddle 3. If a difference disappears, tests/machine/test_compat.py fails.
 
 With both versions, the project builds legacy Programs (paddle_resnet/__init__.py sets `FLAGS_enable_pir_api=0`).
-Functions import internal modules of Paddle only when needed, because an unsupported version may lack these modules.
+Paddle's internal modules are imported inside functions, because an unsupported version may lack them.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ _PIR = "FLAGS_enable_pir_api"
 
 
 def check_version(version=paddle.__version__):
-    """Raise UsageError unless Paddle's minor version is that of LOWEST or HIGHEST, and Paddle builds legacy programs.
+    """Check that the version of Paddle is supported and that Paddle builds legacy programs.
 
     Raises:
         UsageError: the version is not supported, or Paddle builds PIR programs.
@@ -37,7 +37,7 @@ def check_version(version=paddle.__version__):
 
 
 def leave_pir():
-    """Switch an imported Paddle 3 to legacy programs, as Paddle's OldIrGuard does."""
+    """Switch Paddle 3 to legacy programs after it has been imported, like Paddle's OldIrGuard."""
     if IS_PADDLE_3 and paddle.get_flags(_PIR)[_PIR]:
         from paddle import pir_utils
 
@@ -45,7 +45,7 @@ def leave_pir():
         pir_utils._switch_to_old_ir_()
 
 
-# Type of the all-reduce operator that Fleet inserts for a gradient. In Paddle 3, this operator has no attribute
+# Type of the all-reduce operator that Fleet inserts for gradients. In Paddle 3, this operator has no attribute
 # use_calc_stream and always runs on the communication stream.
 ALL_REDUCE = "all_reduce" if IS_PADDLE_3 else "c_allreduce_sum"
 HAS_CALC_STREAM = not IS_PADDLE_3
@@ -68,8 +68,8 @@ def start_gloo(prepare):
     """Connect the processes of a CPU job through Gloo.
 
     In Paddle 3, operators need a communicator that uses the launcher's store; otherwise, they fail with
-    "NCCLCommContext is nullptr". In Paddle 2.6, operators need the state that init_parallel_env sets up; this function
-    also starts processes.
+    "NCCLCommContext is nullptr". In Paddle 2.6, operators need state from init_parallel_env, which also starts helper
+    processes.
 
     Args:
         prepare: function to call before the processes start. Its return value is kept alive until the processes have
@@ -87,7 +87,7 @@ def start_gloo(prepare):
 
 
 def sqrt(x):
-    """Do the same as paddle.sqrt, but accept legacy variables, which Paddle 3.3 rejects: "sqrt(): argument (position 1)
+    """Like paddle.sqrt, but also accepts legacy variables, which Paddle 3.3 rejects: "sqrt(): argument (position 1)
     must be Value"."""
     return _append("sqrt", x)
 
@@ -138,5 +138,6 @@ def fuse_residual_units(strategy):
         strategy.fuse_resunit = True
     except RuntimeError as e:
         raise UsageError(
-            f"--fuse-resunit: this build of Paddle {paddle.__version__} has no fused residual unit; remove the flag"
+            f"--fuse-resunit: this build of Paddle {paddle.__version__} does not support fused residual units; remove "
+            "the flag"
         ) from e

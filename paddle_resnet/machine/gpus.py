@@ -18,7 +18,7 @@ _CUBIN, _PTX = 2, 1
 
 
 def resolve(device, index, several):
-    """Return the device for --device auto, and check whether --device gpu is possible.
+    """Resolve --device auto, and check that --device gpu is possible.
 
     Args:
         device: "auto", "gpu" or "cpu".
@@ -48,7 +48,7 @@ def problem(index, several=False):
         index: Paddle's index of the GPU.
         several: whether the job has several GPUs.
     Returns:
-        text with the problem and its remedy, or None.
+        description of the problem and its remedy, or None if there is no problem.
     """
     if not paddle.is_compiled_with_cuda():
         return f"Paddle {paddle.__version__} is a CPU build; use --device cpu, or {INSTALL}"
@@ -92,7 +92,7 @@ def describe_build():
 
 def build_capabilities():
     """Return the compute capabilities for which the installed Paddle has kernels, such as ["8.0", "9.0"]. "9.0+" means
-    that PTX also supports newer compute capabilities."""
+    that the build also contains PTX, which runs on newer GPUs."""
     if hasattr(paddle.version, "cuda_archs"):  # Paddle 3.0 or later
         architectures = {(int(arch), _CUBIN) for arch in paddle.version.cuda_archs()}
     else:
@@ -103,7 +103,7 @@ def build_capabilities():
 
 
 def _architectures(library, files=64):
-    """Return {(architecture, kind)} of the first fat binaries in a library. All other fat binaries have the same
+    """Return {(architecture, kind)} for the first fat binaries in a library. All other fat binaries have the same
     architectures."""
     architectures, position = set(), 0
     with open(library, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as memory:

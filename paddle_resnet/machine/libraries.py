@@ -1,13 +1,12 @@
 """Enable Paddle to find CUDA libraries in Python packages without LD_LIBRARY_PATH.
 
 Paddle 2.6 opens its CUDA libraries when it first needs them, by names without a version (libcudnn.so). In the
-nvidia-*-cu11 packages, the file names have a version (libcudnn.so.8), and the folders are not on any search path.
-Because libphi.so opens the libraries, the dynamic linker searches, in this order, 1. LD_LIBRARY_PATH, 2. the folder
-that libphi.so was loaded from, 3. the system's folders (ldconfig), then /usr/local/cuda/lib64. Therefore, this module
-creates a folder of links to libphi.so and to the packages' libraries, and loads libphi.so from the folder of links
-before Paddle is imported. The user's setup takes precedence: if cuDNN and cuBLAS are on LD_LIBRARY_PATH or in the
-system's folders, the module does nothing. Paddle 3 and the CUDA 12 builds of Paddle find their packages without this
-module.
+nvidia-*-cu11 packages, the file names include a version (libcudnn.so.8), and the folders are not on any search path.
+The libraries are opened by libphi.so and searched in this order: LD_LIBRARY_PATH, the folder from which libphi.so was
+loaded, the system's folders (ldconfig), /usr/local/cuda/lib64. Therefore, this module creates a folder of links to
+libphi.so and to the packages' libraries, and loads libphi.so from the folder of links before Paddle is imported. The
+user's setup takes precedence: if cuDNN and cuBLAS are on LD_LIBRARY_PATH or in the system's folders, the module does
+nothing. Paddle 3 and the CUDA 12 builds of Paddle find their packages without this module.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ from utils import cache, files
 from utils.errors import UsageError
 
 # {package folder: version suffix of the library files that CUDA 11.8 and Paddle 2.6 need}. The folder may also contain
-# other versions, which other packages have installed. Paddle opens cuSOLVER when the capture of a CUDA graph begins.
+# other versions, installed by other packages. Paddle opens cuSOLVER when the capture of a CUDA graph begins.
 PACKAGES = {"cudnn": "8", "cublas": "11", "cusolver": "11", "nccl": "2", "cuda_cupti": "11.8"}
 PACKAGES |= {"cuda_nvrtc": "11.2", "nvtx": "1"}
 # Libraries that Paddle 2.6 needs for training: {name: (library, major version)}. cuDNN 8 opens sub-libraries, and
@@ -48,7 +47,7 @@ class _BeforePaddle:
 
 
 def prepare():
-    """Prepare a later import of Paddle, which then loads libphi.so from the folder of links."""
+    """Make a later import of Paddle load libphi.so from the folder of links."""
     global _is_late
     _is_late = "paddle" in sys.modules
     if not _is_late:
@@ -137,7 +136,7 @@ def problem(several_gpus=False):
     Args:
         several_gpus: whether to check NCCL, which is needed for several GPUs.
     Returns:
-        the problem and its remedy as text, or None.
+        description of the problem and its remedy, or None if there is no problem.
     """
     import paddle
 
@@ -161,8 +160,7 @@ def problem(several_gpus=False):
 
 
 def find(name):
-    """Open a library in the way that Paddle does. Return the path of the library's file, or None if the library is not
-    found."""
+    """Open a library like Paddle does. Return the path of its file, or None if the library is not found."""
     folders = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
     folders += [str(_folder)] if _folder else []
     for candidate in (*[f"{folder}/{name}" for folder in folders], name, f"/usr/local/cuda/lib64/{name}"):

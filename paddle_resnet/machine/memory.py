@@ -9,7 +9,7 @@ _CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
 def available():
-    """Return the number of bytes of memory that are available, within the container's memory limit."""
+    """Return the available memory in bytes, taking the container's memory limit into account."""
     meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(meminfo["MemAvailable"].split()[0]) * 1024
     try:
@@ -20,8 +20,8 @@ def available():
 
 
 class Peak:
-    """Measures the peak memory of a part of a program: the device memory that Paddle reserves, or the resident memory
-    of the process if the device is the CPU. The measurement starts when the object is created.
+    """Measures peak memory: on a GPU, the device memory that Paddle reserves; on the CPU, the resident memory of the
+    process. The measurement starts when the object is created.
 
     Args:
         device: "cpu" or "gpu".

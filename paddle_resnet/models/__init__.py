@@ -1,6 +1,6 @@
 """The model registry: the networks for --model-arch-name, and functions to build and inspect a network.
 
-Importing this package does not import Paddle, so that an unknown name is reported immediately.
+Importing this package does not import Paddle, so an unknown name is reported without delay.
 """
 
 import importlib
@@ -23,8 +23,8 @@ class Network:
         options: keyword arguments of the constructor that define the variant.
         image_size: side of the input images in pixels, the default of --crop-size.
         resize_ratio: default ratio of --resize-short to --crop-size.
-        preprocessing: {flag with underscores, such as normalize_mean: default} for other preprocessing flags whose
-            default for this network differs from the general default.
+        preprocessing: {flag with underscores, such as normalize_mean: default} for other preprocessing flags with a
+            default that is specific to this network.
     """
 
     module: str
@@ -99,7 +99,7 @@ class Ends:
 def build_model(arch, num_classes, channels, data_format):
     """Build a network in the current program, and return the network.
 
-    The first and last layer of a network are its attributes `first`, a Conv2D, and `last`, a Linear. ends(program)
+    The network's attributes `first` (a Conv2D) and `last` (a Linear) are its first and last layers. ends(program)
     returns the names of their parameters.
 
     Args:
@@ -131,7 +131,7 @@ def _declared_ends(arch, model, channels):
 
     flag = f"--model-arch-name {arch}"
     if not isinstance(model, nn.Layer):
-        raise UsageError(f"{flag}: returns {type(model).__name__}; return a paddle.nn.Layer")
+        raise UsageError(f"{flag}: the constructor returns {type(model).__name__}; return a paddle.nn.Layer")
     with user_file.errors(arch):
         first, last = getattr(model, "first", None), getattr(model, "last", None)
     if not isinstance(first, nn.Conv2D) or first.weight.shape[1] != channels:

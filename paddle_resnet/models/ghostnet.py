@@ -20,7 +20,7 @@ BLOCKS = (
     *((5, 960, 160, False, 1), (5, 960, 160, True, 1), (5, 960, 160, False, 1), (5, 960, 160, True, 1)),
 )
 STEM, HEAD = 16, 1280
-# Uniform between -fan_in**-0.5 and fan_in**-0.5.
+# Uniform distribution between -fan_in**-0.5 and fan_in**-0.5.
 INITIALIZER = KaimingUniform(negative_slope=5**0.5, nonlinearity="leaky_relu")
 
 

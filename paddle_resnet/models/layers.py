@@ -45,12 +45,12 @@ def sigmoid(x):
 
 
 def product(x, y, trans_x=False, trans_y=False):
-    """Return the matrix product of the last two axes, after transposing x or y."""
+    """Return the batched matrix product of x and y; trans_x and trans_y transpose the last two axes first."""
     return _append("matmul_v2", {"X": x, "Y": y}, trans_x=trans_x, trans_y=trans_y)
 
 
 def is_float32(op):
-    """Return whether mixed precision must not change the precision of an operator."""
+    """Return whether mixed precision must keep an operator in float32."""
     return op.attr("op_namescope").startswith(f"/{FLOAT32_SCOPE}")
 
 
@@ -81,8 +81,8 @@ class FanOutNormal(Initializer):
 
 
 class BatchNorm(nn.BatchNorm2D):
-    """Batch normalization. Paddle derives parameter names from the class name: batch_norm_N, as in NVIDIA's RN50v1.5
-    example."""
+    """Batch normalization. Paddle derives the parameter names batch_norm_N from the class name; NVIDIA's RN50v1.5
+    example has the same names."""
 
 
 class ConvBN(nn.Layer):
@@ -96,9 +96,9 @@ class ConvBN(nn.Layer):
         initializer: initializer of the filters.
         epsilon, momentum: arguments of the batch normalization layer; momentum is the weight of the previous running
             statistics.
-        padding: padding of the convolution, by default kernel_size // 2 on all sides. "SAME" pads like TensorFlow: if
-            the stride is 2 and the size is even, with one more row at the bottom than at the top and one more column on
-            the right than on the left.
+        padding: padding of the convolution, by default kernel_size // 2 on all sides. "SAME" pads like TensorFlow: for
+            stride 2 and an even size, the bottom gets one more row than the top, and the right one more column than the
+            left.
         scale: initial scale of the batch normalization.
     """
 
@@ -162,7 +162,7 @@ class DropPath(nn.Layer):
 class BlurPool(nn.Layer):
     """Blur with the filter [1, 2, 1] / 4 in both directions, then halve height and width, rounding up: Zhang,
     arXiv:1904.11486. At the border, edge pixels are repeated. The filter is implemented as two 2x2 average pooling
-    layers, the first of which ignores padding.
+    layers; the first excludes padding from its averages.
 
     Args:
         data_format: "NCHW" or "NHWC".
@@ -211,21 +211,20 @@ class SelfAttention(nn.Layer):
     pixels of an image. W is divided by its largest singular value: Miyato et al., arXiv:1802.05957. gamma is initially
     0.
 
-    This is the SimpleSelfAttention of fastai with two changes. The division by P makes gamma independent of the image
-    size and prevents overflow in half precision. The singular value is recomputed in each step, so the layer has no
-    state.
+    This is fastai's SimpleSelfAttention with two changes. The division by P makes gamma independent of the image size
+    and prevents overflow in half precision. The singular value is recomputed in each step, so the layer has no state.
 
     Args:
         channels: number of channels of the input and of the output.
         data_format: "NCHW" or "NHWC".
     """
 
-    SQUARINGS = 4  # each adds a factor of 4 to the exponent of W^T W
+    SQUARINGS = 4  # each multiplies the exponent of W^T W by 4
 
     def __init__(self, channels, data_format):
         super().__init__()
         self.is_nchw = data_format == "NCHW"
-        # Three axes, like the filter of a Conv1D, so that --asp does not mistake the weight for that of a Linear.
+        # The weight has three axes, like a Conv1D filter, so that --asp does not mistake it for the weight of a Linear.
         attr = paddle.ParamAttr(initializer=Normal(std=(2 / channels) ** 0.5))
         self.weight = self.create_parameter([channels, channels, 1], attr=attr)
         self.gamma = self.create_parameter([1], default_initializer=Constant(0.0))
@@ -235,7 +234,7 @@ class SelfAttention(nn.Layer):
         scale = math.prod(size) ** -0.5
         rows = paddle.reshape(x, [0, channels, -1] if self.is_nchw else [0, -1, channels])
         scaled = rows * scale
-        # (x x^T) (W x) = ((x x^T) W) x requires fewer multiplications than the left-hand side.
+        # Compute (x x^T) (W x) as ((x x^T) W) x, which requires fewer multiplications.
         covariance = product(rows, scaled, trans_x=not self.is_nchw, trans_y=self.is_nchw)
         attention = product(covariance, self._scaled_weight(scale))
         y = product(attention, rows) if self.is_nchw else product(rows, attention, trans_y=True)
@@ -243,12 +242,12 @@ class SelfAttention(nn.Layer):
 
     def _scaled_weight(self, scale):
         """Return W * gamma * scale / (largest singular value of W)."""
-        # The operators that read the parameters and the one that returns the result are outside of the name scope, so
-        # that mixed precision casts the parameters and the result as usual.
+        # The parameters are read and the result is computed outside the name scope, so that mixed precision casts them
+        # as usual.
         weight, factor = paddle.reshape(self.weight, self.weight.shape[:2]), self.gamma * scale
         with static.name_scope(FLOAT32_SCOPE):
-            # The power (W^T W)^(4^SQUARINGS) is proportional to the projection to the largest singular vector. Its
-            # trace is normalized to the number of elements of W.
+            # The power (W^T W)^(4^SQUARINGS) is approximately proportional to the projection onto the singular vector
+            # of the largest singular value. Its trace is normalized to the number of elements of W.
             power = product(weight, weight, trans_x=True) / paddle.mean(weight * weight)
             for _ in range(self.SQUARINGS):
                 square = product(power, power)

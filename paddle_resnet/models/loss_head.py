@@ -1,4 +1,4 @@
-"""The loss head of all networks computes loss, accuracies and predictions from the logits.
+"""The loss head, which all networks share. It computes loss, accuracies and predictions from the logits.
 
 The loss head consists either of Paddle's operators or of the custom operator native_loss. Mixed precision recognizes
 the operators of the loss head by their name scope and keeps them in float32, because half precision would round the
@@ -58,7 +58,7 @@ def add_paddle(logits, targets, class_num, label_smoothing, is_train):
     Args:
         logits: [N, class_num].
         targets: {"label": int64 [N, 1]}, and optionally "weights": float32 [N, class_num], whose rows sum to 1, and
-            "image_weights": float32 [N, 1]. The weights replace the labels in the loss, but not in the accuracies. In
+            "image_weights": float32 [N, 1]. "weights" replaces the labels in the loss, but not in the accuracies. In
             training, the loss of each image is multiplied by its image weight.
         class_num: number of classes.
         label_smoothing: in training, fraction of each label that is distributed evenly over all classes.
@@ -66,7 +66,7 @@ def add_paddle(logits, targets, class_num, label_smoothing, is_train):
             otherwise, return the loss of each image [N, 1], and "confusion".
     Returns:
         {"loss", "top1" [], "top5" [] (top-C for C < 5 classes), in float32; "confusion": label and predicted class,
-        int64 [N, 2]; class_num represents no predicted class}.
+        int64 [N, 2]; the predicted class is class_num if all logits of the image are NaN}.
     """
     label, weights = targets["label"], targets.get("weights")
     with scope():
@@ -96,8 +96,8 @@ def add_paddle(logits, targets, class_num, label_smoothing, is_train):
 
 
 def _nan_rows(logits):
-    """Return the logits. If a logit of an image is NaN or +inf, set all logits of this image to NaN, because Paddle's
-    cross entropy on the CPU can be finite for such an image."""
+    """Return the logits. If any logit of an image is NaN or +inf, all its logits are NaN in the result: Paddle's cross
+    entropy on the CPU can otherwise be finite."""
     is_finite = _op("less_than", {"X": logits, "Y": _full([1], float("inf"), "float32")}, "bool")
     factor = _op("reduce_min", {"X": _cast(is_finite, "float32")}, dim=[1], keep_dim=True)
     factor = _op("elementwise_div", {"X": factor, "Y": factor})  # 1 or NaN

@@ -17,7 +17,7 @@ Mix = namedtuple("Mix", "rows columns fraction")
 
 
 def mixup(generator, ratio, height, width):
-    """Return a Mix with equal weights at all pixels."""
+    """Return a Mix with the same weight at all pixels."""
     return Mix(np.full(height, 1 - ratio), np.ones(width), ratio)
 
 
@@ -34,7 +34,7 @@ def cutmix(generator, ratio, height, width):
     return Mix(*sides, 1 - sides[0].mean() * sides[1].mean())
 
 
-# {flag name: function}. To add a kind of mixing, add a function like mixup, an entry to this dictionary, and a flag.
+# {flag name: function}. To add a kind of mixing, add a function like mixup, an entry in this dictionary, and a flag.
 KINDS = {"mixup": mixup, "cutmix": cutmix}
 
 

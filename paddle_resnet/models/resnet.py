@@ -1,5 +1,5 @@
 """ResNet v1.5 and its variants: He et al., "Deep Residual Learning for Image Recognition", arXiv:1512.03385. In version
-1.5, the 3x3 convolution of a bottleneck block has the stride; in the paper, the first 1x1 convolution has the stride.
+1.5, bottleneck blocks have their stride in the 3x3 convolution; in the paper, it is in the first 1x1 convolution.
 Version 1.5 is 5 % slower than the original and improves top1 by 0.5 percentage points.
 
 The variants are options of ResNet; models/__init__.py lists the options for each name:
@@ -9,8 +9,8 @@ The variants are options of ResNet; models/__init__.py lists the options for eac
 - ResNeXt50_32x4d: 32 groups of 4 channels, Xie et al., arXiv:1611.05431.
 - XResNet50: fastai's xresnet50, a ResNet-D whose branches initially output zero. XSEResNeXt50_Mish_SA: fastai's
   xse_resnext50 with the options of its Imagenette leaderboard.
-- ..._Mish: Mish (Misra, arXiv:1908.08681) instead of ReLU, and shortcuts that reduce the image by max pooling with
-  BlurPool. ..._SA: SelfAttention.
+- ..._Mish: Mish (Misra, arXiv:1908.08681) instead of ReLU, and shortcuts that downsample by max pooling with BlurPool.
+  ..._SA: SelfAttention.
 """
 
 from functools import partial
@@ -116,13 +116,13 @@ class BasicBlock(Block):
 
     def __init__(self, in_channels, width, stride, groups=1, group_width=64, **options):
         if groups > 1:
-            raise ValueError(f"groups={groups}: a block of two convolutions has no groups; use BottleneckBlock")
+            raise ValueError(f"groups={groups}: BasicBlock does not support groups; use BottleneckBlock")
         super().__init__(in_channels, [(width, 3, stride, 1), (width, 3, 1, 1)], **options)
 
 
 class BottleneckBlock(Block):
-    """A block with a 1x1 convolution, a 3x3 convolution that has the stride, and a 1x1 convolution that outputs four
-    times the width (ResNet-50 and deeper)."""
+    """A block with a 1x1 convolution, a 3x3 convolution with the block's stride, and a 1x1 convolution that outputs
+    four times the width (ResNet-50 and deeper)."""
 
     expansion = 4
 
@@ -150,10 +150,10 @@ class ResNet(nn.Layer):
         classifier_std: standard deviation of the classifier's initial weights; 0.01 is from Goyal et al.,
             arXiv:1706.02677, section 5.1.
         activation: function that maps a variable to a variable, or its name in paddle.nn.functional, such as "mish".
-        shortcut_pool: if set, shortcuts with stride 2 consist of this pooling and a 1x1 convolution with stride 1: a
-            key of SHORTCUT_POOLS.
-        blur_pool: whether convolutions and max pooling with stride 2, except convolutions of the stem, have stride 1
-            instead and are followed by BlurPool (Zhang, arXiv:1904.11486).
+        shortcut_pool: a key of SHORTCUT_POOLS, or None. If set, shortcuts with stride 2 consist of this pooling and a
+            1x1 convolution with stride 1.
+        blur_pool: whether to replace stride 2 with stride 1 and BlurPool (Zhang, arXiv:1904.11486) in max pooling and
+            in all convolutions outside the stem.
         se: whether each branch ends with squeeze-and-excitation.
         self_attention: whether the last branch of the first stage ends with SelfAttention.
         zero_init: whether to initialize the scale of the last batch normalization in each branch with 0:

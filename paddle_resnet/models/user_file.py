@@ -40,7 +40,7 @@ def check(arch):
         line = f"line {e.lineno}: " if getattr(e, "lineno", None) else ""
         raise UsageError(f"{flag}: {line}{getattr(e, 'msg', e)}; correct {path}") from e
     except (RecursionError, MemoryError) as e:  # Python's parser raises MemoryError if its stack is full
-        raise UsageError(f"{flag}: its expressions are nested too deeply for Python; correct {path}") from e
+        raise UsageError(f"{flag}: expressions are nested too deeply for Python; correct {path}") from e
     symbols = table.get_symbols()
     if name not in [s.get_name() for s in symbols if s.is_assigned() or s.is_imported()]:
         defined = ", ".join(s.get_name() for s in symbols if s.is_namespace()) or "no function or class"

@@ -219,7 +219,5 @@ def test_file_is_compared_between_processes(file, parse, monkeypatch):
 def test_deep_nesting_is_an_error(tmp_path, source):
     path = tmp_path / "net.py"
     path.write_text(source)
-    with pytest.raises(
-        UsageError, match=f"{path}:Net: its expressions are nested too deeply for Python; correct {path}"
-    ):
+    with pytest.raises(UsageError, match=f"{path}:Net: expressions are nested too deeply for Python; correct {path}"):
         user_file.check(f"{path}:Net")
