@@ -19,8 +19,8 @@ EPOCH = "Tiny/2"
 
 @pytest.fixture
 def averaged(once, run_train, tmp_path):
-    """Copy the output folder of a run with --ema; return the copy and the report entries. All tests use the same
-    run."""
+    """Copy the output folder of a run with --ema; return the copy and the report entries. The run is trained once for
+    all tests."""
 
     def make(folder):
         code, report = run_train(*EMA, "--output-dir", folder / "output")

@@ -202,7 +202,7 @@ def handles_sigterm(process):
 
 
 def test_train_py_stops_on_sigterm(tmp_path):
-    """Importing Paddle replaces the SIGTERM handler that train.py has already installed."""
+    """Importing Paddle replaces the SIGTERM handler of train.py, so train.py must restore it."""
     report, output = tmp_path / "report.json", tmp_path / "output"
     flags = ["--data-format", "synthetic", "--model-arch-name", "ResNet18", "--print-interval", "1", "--epochs", "1"]
     places = ["--output-dir", output, "--report-file", report, "--run-scope", "train_only"]
@@ -238,8 +238,8 @@ def start_blocked(runs, step):
 
 
 def test_second_run_in_same_folder_is_rejected(runs, expected, photos):
-    """The first run continues. A second run, with or without --resume, would delete or replace the checkpoints and the
-    report of the first run."""
+    """A second run, even with --resume, would delete or replace the checkpoints and the report of the first run, so it
+    is rejected. The first run continues."""
     process, unblock = start_blocked(runs, 2)
     runs.wait_for(process, '"step": [0, 0]')
     places = ["--image-root", photos, "--output-dir", runs.folder / "output", "--report-file", runs.report]

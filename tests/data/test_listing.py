@@ -126,7 +126,7 @@ def root(photos, tmp_path):
 TRAINED = ["class0", "class1", "class2"]
 
 
-@pytest.mark.parametrize("with_train", [False, True], ids=["val alone", "train/ disagrees"])
+@pytest.mark.parametrize("with_train", [False, True], ids=["only val/", "class missing from train/"])
 def test_labels_of_class_folders_come_from_trained_network(root, with_train):
     shutil.rmtree(root / "val/class0")
     shutil.rmtree(root / "train/class1" if with_train else root / "train")

@@ -15,8 +15,8 @@ from utils.mode import Mode
 
 @pytest.fixture
 def make(tmp_path):
-    """Create files that contain their own path. Readers do not decode images, so any content will do. A name that ends
-    in / creates a folder."""
+    """Create files that contain their own path. Readers do not decode images, so the content is arbitrary. A name that
+    ends in / creates a folder."""
 
     def make(*names):
         for name in names:
@@ -52,7 +52,7 @@ def raw_contents(data_set, batch_size=None, **shard):
 
 
 def contents(data_set, batch_size=None, **shard):
-    """Read one batch of files that `make` created with the DALI operator, and return [(path, label)]."""
+    """Use the DALI operator to read one batch of files that `make` created, and return [(path, label)]."""
     return [(content.decode(), label) for content, label in raw_contents(data_set, batch_size, **shard)]
 
 

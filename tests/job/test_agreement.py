@@ -62,7 +62,7 @@ def test_source_code_is_compared(facts, parse, monkeypatch):
     assert {name for name in first if first[name] != other[name]} == {"source code of this program (hash)"}
 
 
-def test_sizes_lists_classes_and_shapes_are_compared(facts, parse, photos, tmp_path):
+def test_image_lists_classes_and_parameter_shapes_are_compared(facts, parse, photos, tmp_path):
     from paddle import static
 
     def work(*flags, classes=None):

@@ -14,8 +14,8 @@ KEYS = [(0, "key 0"), (1, "key 1")]
 
 
 def run(scenario):
-    """Start a server and run the coroutine function `scenario`. Its arguments are the server address and the list of
-    received messages, each of the form (rank, message)."""
+    """Start a server and run the coroutine function `scenario` with the server address and the list of received
+    messages. Each item of the list is (rank, message)."""
 
     async def run():
         received = []

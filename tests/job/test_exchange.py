@@ -23,7 +23,7 @@ def test_exchanges_with_one_process():
 
 
 class Store:
-    """An in-memory store that replaces Paddle's TCP store if several ranks run in one process."""
+    """An in-memory replacement for Paddle's TCP store, for tests that run several ranks in one process."""
 
     def __init__(self):
         self.values, self.counts = {}, {}
@@ -68,7 +68,8 @@ def test_gather_does_not_overwrite_unread_value(monkeypatch):
 
 @pytest.fixture
 def as_rank(monkeypatch):
-    """Return a function that makes this process act as one of three ranks and returns their common in-memory store."""
+    """Return a function that makes this process act as one of three ranks and returns the in-memory store of all
+    three."""
     store = Store()
     monkeypatch.setattr(exchange, "_store", lambda: store)
     monkeypatch.setattr(processes, "world_size", lambda: 3)
@@ -136,7 +137,7 @@ def test_stream_stores_one_batch_per_rank(streams, as_rank):
 
 
 def test_wait_for_store_releases_gil():
-    """Paddle's store client would wait for the server in C code that holds the GIL."""
+    """Ranks wait for the server in Python, because Paddle's store client would wait in C code that holds the GIL."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
     thread = threading.Thread(target=exchange._wait_for_server, args=address, daemon=True)

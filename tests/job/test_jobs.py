@@ -32,7 +32,7 @@ from paddle_resnet.checkpoints import folders
 from paddle_resnet.native import build as native
 
 KERNELS = ["paddle", *(["native"] if native.missing() is None else [])]
-# If both kernel sets do the same work in a test, the test uses only one of them by default, because jobs are slow.
+# Jobs are slow, so by default a test runs with only one set of kernels if both sets do the same work.
 ONE_KERNELS = [*(pytest.param(kernels, marks=pytest.mark.soak) for kernels in KERNELS[:-1]), KERNELS[-1]]
 
 
@@ -46,7 +46,7 @@ def test_fused_all_reduces_reach_every_gradient(launch, tmp_path, kernels):
     flags += ["--shares", "--stages", "4"]
     single, (reference, _) = launch(2, *flags, "--unfused")
     report, (first, second) = launch(2, *flags, "--kernels", kernels)
-    # One all-reduce for 53 gradients.
+    # All gradients are in two buffers, so a step has only two all-reduces.
     assert "2 gradient all-reduces per step" in (tmp_path / "job1/log/workerlog.0").read_text()
     assert losses(report) == pytest.approx(losses(single), rel=1e-3)
     for name in reference.files:
@@ -72,7 +72,7 @@ def test_ranks_are_bit_identical(two_processes):
     steps = [phase(report, [1, step], "train.") for step in range(3)]
     assert sum(step["loss"] for step in steps) / 3 == pytest.approx(trained["loss"], rel=1e-12)
     assert sum(step["top1"] for step in steps) / 3 == pytest.approx(trained["top1"], rel=1e-12)
-    # Two processes double the learning rate.
+    # With two processes, the learning rate is doubled.
     assert max(e["data"]["train.lr"] for e in report if "train.lr" in e["data"]) == pytest.approx(0.1)
 
 

@@ -1,4 +1,4 @@
-"""Positions of ranks in shared memory, and their text form."""
+"""Positions of ranks in shared memory, and the text in which they are reported."""
 
 import multiprocessing
 import os
@@ -45,7 +45,7 @@ def test_concurrent_reads_are_consistent():
     assert reader.read()[0] == 100_000
 
 
-def test_positions_as_text():
+def test_positions_are_formatted_as_text():
     assert position.where_is([1, 0, "epoch 0 train"]) == "epoch 0 train"
     assert position.where_is([1, 1, "epoch 0 train"]) == "epoch 0 train, step 0, waiting for images"
     assert position.where_is([1, 2, "epoch 0 train"]) == "epoch 0 train, step 0"
@@ -63,7 +63,7 @@ def test_stall_lists_ranks_that_are_behind():
     assert position.describe_stall(positions) == message
 
 
-def test_stall_lists_stopped_ranks_instead():
+def test_stall_lists_only_stopped_ranks_if_there_are_any():
     positions = {rank: [1, 5, "epoch 0 val"] for rank in range(4)}
     message = "ranks 2, 3 stopped by SIGSTOP or a debugger in epoch 0 val, step 2, waiting for images"
     assert position.describe_stall(positions, [2, 3]) == message

@@ -127,7 +127,7 @@ def test_ld_library_path_takes_precedence(site):
 
 
 @pytest.mark.parametrize(("version", "cuda"), [("3.3.1", "11.8"), ("2.6.2", "12.0"), ("2.6.2", "False")])
-def test_other_builds_get_no_links(site, version, cuda):
+def test_unsupported_paddle_builds_get_no_links(site, version, cuda):
     text = f"full_version    = '{version}'\ncuda_version     = '{cuda}'\n"
     (site / "paddle/version/__init__.py").write_text(text)
     assert opened(site) == "none"
