@@ -61,6 +61,6 @@ struct mish {
 // Calls DO for each activation. Kernel names contain the name of the activation as a suffix.
 #define FOR_EACH_ACTIVATION(DO) DO(relu) DO(relu6) DO(hard_swish) DO(silu) DO(mish)
 
-// Calls DO for each activation, except ReLU, that the kernels fuse with BN and a residual addition. The backward pass
+// Calls DO for each activation other than ReLU that the kernels fuse with BN and a residual addition. The backward pass
 // recomputes the input of the activation. For ReLU, the forward pass stores a mask instead.
 #define FOR_EACH_ADDED_ACTIVATION(DO) DO(mish)

@@ -49,8 +49,8 @@ class AsyncCopies {
   // count() - 1.
   uint64_t count() const { return count_; }
 
-  // Blocks until a copy is complete, then sets `memory` to the address of value i in the copy. Returns 0 on success, -1
-  // if the ring buffer no longer contains the copy, or the driver's error code.
+  // Blocks until a copy is complete, then sets `memory` and `bytes` to the address and size of value i in the copy.
+  // Returns 0 on success, -1 if the ring buffer does not contain the copy, or the driver's error code.
   int wait(uint64_t number, int i, const char **memory, size_t *bytes) {
     if (number >= count_ || count_ - number > kSlots) return -1;
     const Slot &slot = slots_[number % kSlots];

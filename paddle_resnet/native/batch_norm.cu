@@ -57,8 +57,8 @@ __device__ void add_vectors(const float *vectors, int count, int stride, int sum
   __syncthreads();
 }
 
-// Returns whether this block is the last one of `count` blocks to call this function. The last block sees everything
-// that the other blocks wrote before their calls. Afterwards, the counter is 0 again.
+// Returns whether this block is the last of `count` blocks to call this function. The last block sees everything that
+// the other blocks wrote before their calls. Afterwards, the counter is 0 again.
 __device__ bool is_last_of(unsigned count, unsigned *arrivals) {
   __shared__ bool is_last;
   __threadfence();
@@ -101,9 +101,9 @@ __device__ bool sum_over_rows(const float (&values)[2 * T::kLanes], float *parti
   return true;
 }
 
-// Computes an estimate of each channel's mean. The kernel for the statistics subtracts this estimate from all values
-// before it sums them, so that channels far from zero do not lose precision. The estimate is the mean of kRows rows,
-// because a single row may be an outlier. All threads that process a channel compute the same estimate.
+// Computes an estimate of each channel's mean. The statistics kernel subtracts this estimate from all values before it
+// sums them, so that channels with a large mean do not lose precision. The estimate is the mean of kRows rows, because
+// a single row may be an outlier. All threads that process a channel compute the same estimate.
 template <class T>
 __device__ void find_origin(const Vector<T> *x, int rows, int vectors, int vector, float (&origin)[T::kLanes]) {
   constexpr int V = T::kLanes, kRows = 8;
@@ -241,10 +241,10 @@ __device__ void apply_inference(const Vector<T> *x, const Vector<T> *z, int rows
   apply<T, kAdd, A>(x, z, rows, a, b, y, nullptr);
 }
 
-// Computes the gradients of scale and bias, and `applied` [2, C], the coefficients c and d of dx = a g + c x + d, where
-// g is the gradient with respect to the input of the activation A. If a residual addition follows BN, kSummands is 1 or
-// 2, g is computed from the sum of kSummands gradients, and g is written to dz, the gradient of the shortcut. For this,
-// ReLU reads the mask, and other activations read z, the addend. Without a residual addition, kSummands is 0.
+// Computes the gradients of scale and bias. Also computes `applied` [2, C]: the coefficients c and d of dx = a g + c x
+// + d, where g is the gradient with respect to the input of the activation A. If no residual addition follows BN,
+// kSummands is 0. Otherwise, kSummands is the number of output gradients to add, 1 or 2, and g is also written to dz,
+// the gradient of the shortcut; ReLU then requires `mask`, and other activations require the addend z.
 template <class T, int kSummands, bool kMasked, class A>
 __device__ void reduce_gradients(const Vector<T> *x, const Vector<T> *dy, const Vector<T> *dy2,
                                  const unsigned char *mask, const Vector<T> *z, int rows, const float *coefficients,

@@ -16,8 +16,8 @@
 
 namespace {
 
-// Returns the kernel name suffix for what is fused with BN: an activation, or the residual addition and an activation.
-// In the backward pass of a residual addition, `summands` is the number of gradients to add, 1 or 2.
+// Returns the kernel name suffix for the operations that are fused with BN: an activation, or the residual addition and
+// an activation. In the backward pass of a residual addition, `summands` is the number of gradients to add, 1 or 2.
 std::string fused(int summands, const std::string &activation) {
   if (summands > 0) return "_add_" + activation + (summands == 1 ? "" : "_two");
   return activation.empty() ? "" : "_" + activation;
@@ -34,7 +34,7 @@ void with_activation(const std::string &name, Function call) {
   PD_THROW("custom operator: unknown activation ", name);
 }
 
-// Throws an exception if the kernels do not fuse the residual addition with an activation.
+// Throws an exception unless there is a kernel that fuses the residual addition with this activation.
 void require_added(const std::string &activation) {
 #define RETURN(A) \
   if (activation == #A) return;
@@ -59,8 +59,8 @@ struct RowGrid {
   }
 };
 
-// Returns y = A(BN(x) [+ z]) for a training step, where A is the activation. Updates the
-// running `mean` and `variance` in place. Allocates `coefficients` and, unless `mask` is null, the mask.
+// Returns y = A(BN(x) [+ z]) for a training step, where A is the activation. Updates the running `mean` and `variance`
+// in place. Allocates `coefficients` and, unless `mask` is null, the mask.
 Tensor bn_train(const Tensor &x, const Tensor *z, const Tensor &scale, const Tensor &bias, Tensor &mean,
                 Tensor &variance, float momentum, float epsilon, const std::string &activation, Tensor &coefficients,
                 Tensor *mask) {
@@ -118,19 +118,19 @@ std::vector<Tensor> BnAddAct(const Tensor &x, const Tensor &z, const Tensor &sca
 }
 
 // Returns dx. `gradients` contains the gradient of the output, or two gradients whose sum is this gradient. Without a
-// residual addition, `mask`, `z` and `dz` are null; otherwise, ReLU requires `mask`, other activations require `z`, the
-// addend, and this function allocates dz. The gradients of scale and bias
-// are written to `dscale` and `dbias`, which the caller allocates.
+// residual addition, `mask`, `z` and `dz` are null. With a residual addition, this function allocates `dz`, ReLU
+// requires `mask`, and other activations require the addend `z`. The gradients of scale and bias are written to
+// `dscale` and `dbias`, which the caller allocates.
 Tensor bn_backward(const Tensor &x, const Tensors &gradients, const Tensor &coefficients, const Tensor *mask,
                    const Tensor *z, const std::string &activation, Tensor *dz, Tensor &dscale, Tensor &dbias) {
   const Shape shape(x);
   Tensor dx = empty_as(x);
   if (dz) *dz = empty_as(x);
   if (gradients.empty() || gradients.size() > (dz ? 2 : 1))
-    PD_THROW("custom BN gradient: expected one gradient, or two to add after a residual addition");
+    PD_THROW("custom BN gradient: expected one gradient, or up to two after a residual addition");
   for (const Tensor &gradient : gradients) require_like(x, gradient, "gradient");
   if (mask && mask->numel() != x.numel() / shape.lanes)
-    PD_THROW("custom BN gradient: the size of the mask does not match");
+    PD_THROW("custom BN gradient: the size of the mask does not match the input");
   if (z) require_like(x, *z, "addend");
   float *c = data<float>(coefficients), *ds = data<float>(dscale), *db = data<float>(dbias);
   const bool has_two = gradients.size() > 1;

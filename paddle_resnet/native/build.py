@@ -102,7 +102,7 @@ def register():
         load_op_meta_info_and_register_op(str(path))
         return ctypes.CDLL(str(path))
     except (RuntimeError, OSError) as e:
-        # Paddle's message contains the reason from the linker, followed by general advice.
+        # Paddle's message contains the linker's reason, followed by general advice.
         reason = re.search(r"error code is (.*)\)", str(e)) or re.search(r"(.*)", str(e).strip())
         raise Unavailable(f"Paddle cannot load {path} ({reason[1]})") from e
 
@@ -202,7 +202,7 @@ def _compile_kernels(capability, target):
     call("CreateProgram", ctypes.byref(program), _kernel_source().encode(), b"kernels.cu", 0, None, None)
     try:
         call("Version", ctypes.byref(major), ctypes.byref(minor))
-        if (major.value, minor.value) >= (12, 4):  # oldest version for which this option is tested
+        if (major.value, minor.value) >= (12, 4):  # this option is untested with older versions
             options.append(b"--split-compile=0")  # compile on all CPU cores
         if nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options)):
             log = result("ProgramLog").value.decode().strip().splitlines()

@@ -6,7 +6,7 @@
 #include <cmath>
 #endif
 
-constexpr int kVectorBytes = 16;                           // size of a thread's load or store; the x4 types use half
+constexpr int kVectorBytes = 16;                           // size of a thread's load or store; half for the x4 types
 constexpr int kMaxThreads = 512, kBlocksPerProcessor = 2;  // launch bounds of the BN and update kernels
 constexpr int kPoolThreads = 256;
 constexpr int kLossThreads = 256;  // a power of two
@@ -40,7 +40,7 @@ struct Updates {
 };
 using Gradients = Updates<1>;  // for kernels that only read gradients
 
-// The EMA variables that one launch updates, and the values that they follow.
+// The EMA variables that one launch updates, and the values that they average.
 struct Averages {
   static constexpr int kTensors = 3840 / (2 * sizeof(void *) + sizeof(int));
   float *average[kTensors], *value[kTensors];

@@ -4,11 +4,11 @@
 // A block has (lanes, height) threads. threadIdx.x selects a vector of channels, so that a warp reads adjacent memory.
 // A task is a group of kDepthwisePixels adjacent pixels in a row. One thread processes all pixels of a task, so it
 // loads each column of the input only once. A grid has (channel groups, slabs) blocks. Each block processes a slab of
-// consecutive tasks, so that rows that several tasks read stay in the L1 cache.
+// consecutive tasks, so that rows shared by several tasks stay in the L1 cache.
 
 #include "vector.cuh"
 
-// The image, the row and the group of columns (counted from the left) that a task computes.
+// The image, the row, and the group of columns (counted from the left) of a task.
 struct Task {
   int group, row, image;
   __device__ Task(int task, int height, int width) {
@@ -147,8 +147,8 @@ __device__ void depthwise_input_gradient(const Vector<T> *dy, const void *filter
   }
 }
 
-// Writes the contribution of each slab to the filter gradient to `partial` [slabs, K * K, channels]. K threads share a
-// task, one thread per filter row, because the sums for an entire filter do not fit into registers.
+// Stores each slab's contribution to the filter gradient in `partial` [slabs, K * K, channels]. K threads share a task,
+// one thread per filter row, because the sums for an entire filter do not fit into registers.
 template <class T, int K, int S>
 __device__ void depthwise_filter_gradient(const Vector<T> *x, const Vector<T> *dy, int tasks, Window w,
                                           float *partial) {

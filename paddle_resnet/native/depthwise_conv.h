@@ -28,7 +28,7 @@ Window depthwise_window(const Tensor &x, const Shape &shape, const Tensor &filte
 }
 
 // A grid that fills the GPU. Each block processes one group of channels and one slab of tasks. `sharing` is the number
-// of threads that share a task for the same channels.
+// of threads that process the same task and the same channels.
 struct SlabGrid {
   std::vector<unsigned> grid, block;
   SlabGrid(const Shape &shape, int tasks, int sharing) {
@@ -79,12 +79,12 @@ std::vector<Tensor> DepthwiseConvBackward(const Tensor &x, const Tensor &filter,
   const int batch = x.shape()[0], channels = shape.channels;
   if (dy.dtype() != x.dtype() ||
       dy.shape() != std::vector<int64_t>{batch, window.out_height, window.out_width, channels})
-    PD_THROW("custom depthwise convolution: requires a gradient with the type and shape of its output");
+    PD_THROW("custom depthwise convolution: requires a gradient with the type and shape of the output");
   Tensor dx = empty_as(x), dfilter = into ? into->at(0) : empty_as(filter);
   if (into) require_like(filter, dfilter, "memory for the gradient of the filter");
   if (x.is_gpu()) {
     void *in = raw(x), *taps = raw(filter), *gradient = raw(dy), *out = raw(dx), *sums = raw(dfilter);
-    // The first task of each row begins `padding % stride` pixels before the row; see depthwise_input_gradient.
+    // The first task of each row begins `padding % stride` pixels to the left of the row; see depthwise_input_gradient.
     int tasks = depthwise_tasks(batch, window.height, window.width + padding % stride);
     const SlabGrid input_grid(shape, tasks, 1);
     Gpu::get().launch(depthwise_kernel("depthwise_input_gradient", window, shape), x, input_grid.grid, input_grid.block,

@@ -44,7 +44,7 @@ void check(int result, const std::string &what) {
 }
 
 // The kernels for this process's GPU, and their scratch memory. All launches must come from one thread and use one
-// stream, as in the Executor, because concurrent kernels would overwrite each other's scratch memory.
+// stream, like those of the Executor, because concurrent kernels would overwrite each other's scratch memory.
 class Gpu {
  public:
   // The cubin that contains all kernels. The cubin must be set before get() is called for the first time.

@@ -89,7 +89,7 @@ std::vector<Tensor> LossGradient(const Tensor &logits, const Tensor &labels,
                                  const Tensor &dloss, float smoothing, bool is_binary, int, bool mean) {
   LogitsShape shape(logits, labels);
   if (!mean || of_softmax.numel() != 2 * shape.rows || dloss.numel() != 1)
-    PD_THROW("custom loss: has a gradient only for mean=true");
+    PD_THROW("custom loss: the gradient requires mean=true and matching sizes");
   Tensor dlogits = empty_as(logits);
   float *norms = data<float>(of_softmax), *above = data<float>(dloss), *out = data<float>(dlogits);
   float *weights = shape.weights(given_weights), *image_weights = shape.image_weights(given_image_weights);

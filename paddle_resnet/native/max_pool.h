@@ -63,7 +63,7 @@ std::vector<Tensor> MaxPoolBackward(const Tensors &dy, const Tensor &positions, 
   const bool has_two = dy.size() > 1;
   if (has_two) require_like(dy[0], dy[1], "second gradient");
   if (positions.numel() != dy[0].numel())
-    PD_THROW("custom max pooling gradient: the size of the positions does not match");
+    PD_THROW("custom max pooling gradient: the number of positions does not match the gradient");
   if (dx.is_gpu()) {
     unsigned inputs = pool_threads(dx, rows);
     void *first = raw(dy[0]), *second = has_two ? raw(dy[1]) : nullptr, *bytes = raw(positions), *out = raw(dx);

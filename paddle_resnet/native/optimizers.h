@@ -1,5 +1,5 @@
-// The update rules of the optimizers, which the kernels and the reference share. To add an optimizer, add a rule, its
-// name in FOR_EACH_OPTIMIZER, an entry in optimizers/table.py, and a test of its formula in
+// Update rules of the optimizers, shared by the kernels and the reference implementation. To add an optimizer, add a
+// rule, its name in FOR_EACH_OPTIMIZER, an entry in optimizers/table.py, and a test of its formula in
 // tests/native/test_native.py.
 //
 // A rule updates one element p of a float32 parameter or master weight: p -= rate * direction. Its members are floats
@@ -9,8 +9,8 @@
 //   kSharesRest: whether all parameters share the remaining tensors, which the host then writes before each step.
 //   kHasTrustRatio: whether the rate of a parameter with weight decay is multiplied by |p| / |direction|, unless a norm
 //     is 0.
-//   follow(g, p, decay, state): updates the first kVectors values of the state of an element; g is its gradient.
-//   direction(g, p, decay, state): returns the direction after follow().
+//   follow(g, p, decay, state): updates the first kVectors values of the element's state; g is the element's gradient.
+//   direction(g, p, decay, state): returns the direction; called after follow().
 //   advance(state): updates the remaining values of the state for the next step, unless they are shared.
 
 #pragma once
@@ -19,7 +19,7 @@
 
 namespace optimizer {
 
-// Momentum: v = mu v + h, direction v, or Nesterov's h + mu v, where h = g + decay p.
+// Momentum: v = mu v + h, where h = g + decay p. The direction is v, or h + mu v for Nesterov momentum.
 struct momentum {
   static constexpr int kStates = 1, kVectors = 1;
   static constexpr bool kSharesRest = false, kHasTrustRatio = false;
@@ -50,8 +50,8 @@ struct adamw {
   ON_BOTH void advance(float *state) const { state[2] *= beta1, state[3] *= beta2; }
 };
 
-// RAdam: Liu et al., arXiv:1908.03265, algorithm 2. radam_powers() in passes/updates.py computes values of beta1^t and
-// beta2^t for which AdamW's direction is that of RAdam.
+// RAdam: Liu et al., arXiv:1908.03265, algorithm 2. radam_powers() in passes/updates.py computes replacements
+// for beta1^t and beta2^t with which AdamW's direction equals RAdam's.
 struct radam : adamw {
   static constexpr bool kSharesRest = true;
 
@@ -64,7 +64,7 @@ struct lamb : adamw {
 };
 
 // Lookahead: Zhang et al., arXiv:1907.08610, algorithm 1. The state is the slow weight. The direction is p - slow, so a
-// rate of 1 sets p to the slow weight. The operator skips the steps in which lookahead is not due.
+// rate of 1 sets p to the slow weight. The operator skips all steps except every K-th.
 struct lookahead {
   static constexpr int kStates = 1, kVectors = 1;
   static constexpr bool kSharesRest = false, kHasTrustRatio = false;

@@ -25,7 +25,7 @@ std::vector<Tensor> PointwiseFilterGradient(const Tensor &x, const Tensor &dy, c
   int rows = static_cast<int>(all_rows);
   Tensor dfilter = into ? into->at(0) : paddle::empty({out, in, 1, 1}, x.dtype(), x.place());
   if (dfilter.dtype() != x.dtype() || dfilter.numel() != static_cast<int64_t>(in) * out)
-    PD_THROW("custom 1x1 convolution: the type or shape of the gradient's memory does not match");
+    PD_THROW("custom 1x1 convolution: the type or shape of the gradient's memory does not match the filter");
   if (x.is_gpu()) {
     const bool widens = out >= in;
     int wide = widens ? out : in, narrow = widens ? in : out;

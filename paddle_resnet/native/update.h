@@ -29,7 +29,8 @@ void *address(const Tensor &tensor, int64_t size) {
 }
 
 float *floats(const Tensor &tensor, int64_t size) {
-  if (tensor.dtype() != DataType::FLOAT32) PD_THROW("custom update: requires float32 state, masters and averages");
+  if (tensor.dtype() != DataType::FLOAT32)
+    PD_THROW("custom update: requires float32 state, master weights and averages");
   return static_cast<float *>(address(tensor, size));
 }
 
@@ -126,7 +127,7 @@ std::vector<Tensor> ClipFactor(const Tensors &gradients, const paddle::optional<
 // Updates exponential moving averages in place: average += weight (value - average). `unscale` is the result of
 // CheckFinite or ClipFactor. If `unscale` is 0, the step is skipped.
 void Ema(Tensors &averages, const Tensors &values, const Tensor &weight, const paddle::optional<Tensor> &unscale) {
-  if (values.size() != averages.size()) PD_THROW("custom average: requires a value for each average");
+  if (values.size() != averages.size()) PD_THROW("custom EMA: requires one value per average");
   const float *w = weight.data<float>(), *factor = unscale ? unscale->data<float>() : nullptr;
   if (weight.is_gpu()) {
     for (size_t begin = 0; begin < averages.size(); begin += Averages::kTensors) {
@@ -153,9 +154,9 @@ void Ema(Tensors &averages, const Tensors &values, const Tensor &weight, const p
   std::string name_of(optimizer::RULE) { return #RULE; }
 FOR_EACH_OPTIMIZER(NAME_OF)
 
-// Updates parameters in place. `state` contains, for each state tensor of the rule, a tensor per parameter or, if the
-// parameters share it, a single tensor. For parameters in half precision, their float32 master weights follow.
-// `unscale` is the result of CheckFinite or ClipFactor.
+// Updates parameters in place. `state` contains, for each state tensor of the rule, one tensor per parameter or, if the
+// parameters share it, a single tensor. The float32 master weights of half-precision parameters come last. `unscale` is
+// the result of CheckFinite or ClipFactor.
 template <class Rule>
 void Update(Tensors &parameters, const Tensors &gradients, Tensors &state, const Tensor &rate,
             const paddle::optional<Tensor> &unscale, const std::vector<float> &hyperparameters,
@@ -183,7 +184,7 @@ void Update(Tensors &parameters, const Tensors &gradients, Tensors &state, const
       if (gradients[i].dtype() != parameters[i].dtype())
         PD_THROW("custom update: the types of a gradient and its parameter differ");
       if (!has_masters && parameters[i].dtype() != DataType::FLOAT32)
-        PD_THROW("custom update: a parameter in half precision has no float32 master");
+        PD_THROW("custom update: parameters in half precision require float32 master weights");
       Table &table = by_type[suffix(parameters[i])].add(gradients[i]);
       const int t = table.count - 1, size = table.size[t];
       table.parameter[t] = address(parameters[i], size);

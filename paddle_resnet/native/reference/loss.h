@@ -72,7 +72,8 @@ inline void loss(const float *logits, const int64_t *labels, const float *weight
   *topk = static_cast<float>(hits_k) / rows;
 }
 
-// Computes the gradient of the mean loss, times `dloss`. If the label of a row is out of range, its gradient is NaN.
+// Computes the gradient of the mean loss, times `dloss`. If the label of a row is out of range, the gradient of this
+// row is NaN.
 inline void loss_gradient(const float *logits, const int64_t *labels, const float *weights,
                           const float *image_weights, const float *of_softmax, float dloss, int rows, int classes,
                           float smoothing, bool is_binary, float *dlogits) {
