@@ -1,8 +1,8 @@
 """--budget-minutes: choose the number of epochs so that the run ends after a given time.
 
-Before step 1, the run measures how long training steps, an evaluation and writing a checkpoint take. The measurement
-does not affect the results, because it uses a separate loader and all variables are restored afterwards. The results
-are therefore identical to those of a run with the chosen number of --epochs.
+Before step 1, the run measures the duration of a training step, of an evaluation, and of writing a checkpoint. The
+measurement does not affect the results, because it uses a separate loader and all variables are restored afterwards.
+A run with --epochs set to the chosen number therefore gives identical results.
 """
 
 import bisect
@@ -24,7 +24,7 @@ CHOSEN = ("epochs", "warmup_epochs")  # flags that choose() may set
 MEASURED = 0.02  # fraction of the budget for each measurement
 MOST_STEPS = 200  # maximum number of steps to measure
 MOST_EPOCHS = 2**31 - 1  # maximum value of --epochs
-TOLERANCE = 0.1  # maximum difference from the budget without a warning, as a fraction of the budget
+TOLERANCE = 0.1  # a larger difference from the budget, as a fraction of the budget, triggers a warning
 
 
 class Times(NamedTuple):
@@ -36,14 +36,14 @@ class Times(NamedTuple):
 
 
 def pending(args, checkpoint):
-    """Return the names of the flags that choose() will set, or () if the run does not choose its epochs.
+    """Return the names of the flags that choose() will set, or () if the number of epochs is already known.
 
     Args:
         args: Settings with the values inherited from the checkpoint.
         checkpoint: restore.StartCheckpoint or None.
     Raises:
-        UsageError: the run resumes a run with a different --budget-minutes, or continues from a checkpoint without
-        meta.json.
+        UsageError: the run continues from a checkpoint that has no meta.json or was written with a different
+            --budget-minutes.
     """
     if args.budget_minutes is None or args.benchmark or not args.run_scope.trains:
         return ()
@@ -51,8 +51,8 @@ def pending(args, checkpoint):
         return CHOSEN
     if not checkpoint.resumes or checkpoint.meta["arguments"].get("budget_minutes") != args.budget_minutes:
         raise UsageError(
-            f"--budget-minutes {args.budget_minutes:g}: only a new run chooses its epochs, but this run continues "
-            f"from {checkpoint.folder}; use --epochs instead"
+            f"--budget-minutes {args.budget_minutes:g}: applies only to new runs, but this run continues from "
+            f"{checkpoint.folder}; use --epochs instead"
         )
     return ()
 
@@ -115,15 +115,15 @@ def epochs_within(args, seconds, batches, times):
         return duration_s(args, epochs, batches, times)
 
     most = min(MOST_EPOCHS, max(0, int(seconds / (batches * times.batch_s))) + 1)
-    # Number of epochs that end within the budget.
+    # number of epochs that fit into the budget
     count = bisect.bisect_right(range(1, most + 1), seconds, key=predicted_s)
     nearest = range(max(1, count), min(most, count + 1) + 1)
     return min(nearest, key=lambda epochs: abs(predicted_s(epochs) - seconds))
 
 
 def _measure_training(args, exe, training, seconds):
-    """Return the seconds per training batch, measured for about `seconds` seconds or, if steps are slow, for a few
-    steps."""
+    """Return the duration of a training batch in seconds. The measurement takes about `seconds` seconds or, if steps
+    are slow, a few steps."""
     count = args.accumulate_steps
     steps = cuda_graph.STEPS_BEFORE + 2 if training.compiled.captured else 1
     warmup = max(steps * count, args.dali_prefetch + 1)  # the first batches are prefetched and thus too fast

@@ -66,9 +66,10 @@ def build_dataloader(args, mode, state=None, trained=None):
         mode: Mode.TRAIN: images are shuffled and augmented, and the last partial batch is dropped. Mode.EVAL: every
             image of the data set once, in order; the last batch may be smaller.
         state: return value of state() of this process's training loader; the new loader resumes at the next batch. If
-            flags have changed, a warning lists them. After such a change, a state from the end of an epoch continues
-            the image order but restarts the random numbers of the augmentation, and a state from within an epoch or
-            from a different data set restarts the loader with the image order of the first epoch.
+            flags have changed since then, a warning lists the changes. If the state was saved at the end of an epoch,
+            the image order then continues, but the random numbers of the augmentation restart. If the state was saved
+            within an epoch, or if the data set has changed, the loader restarts with the image order of the first
+            epoch.
         trained: class names of a trained network in the order of its outputs, which determine the labels of class
             folders. If None, the data set defines the labels.
     Returns:
@@ -172,7 +173,7 @@ def open_data_set(args, mode, trained=None):
 
 
 def _conditions(args, data_format, size, digest=None):
-    """Return the conditions that must be unchanged so that a loader can resume from a state."""
+    """Return the conditions that must not change between saving a loader state and resuming from it."""
     flags = {flag(name): getattr(args, name) for name, declaration in FLAGS.items() if declaration.batches}
     counts = {"number of images": size, "number of processes": processes.world_size()}
     files = {LIST: digest[:16]} if digest else {}
@@ -214,7 +215,7 @@ def _usable(args, state, conditions, steps):
     """
     if state is None:
         return None, False
-    # Older checkpoints lack the conditions of newer flags, and the hash of the list.
+    # Older checkpoints contain neither the conditions of newer flags nor the hash of the image list.
     batches = {name: declaration.before for name, declaration in FLAGS.items() if declaration.batches}
     older = {flag(name): DEFAULTS[name] if before is None else before for name, before in batches.items()}
     older[LIST] = conditions.get(LIST)
@@ -227,14 +228,15 @@ def _usable(args, state, conditions, steps):
     if changes and state["step"] == 0 and not set(changes) & {*ORDER_CONDITIONS, LIST}:
         text = (
             f"loader state in the checkpoint: {', '.join(changes.values())}, so the random numbers of the "
-            "augmentation restart, but the image order continues; restore these values to continue both"
+            "augmentation restart, but the image order continues; restore the previous values to continue both"
         )
         (logger.info if args.sizes else logger.warn)(text)  # with --sizes, the change is intended
         return state, True
     if changes:
         logger.warn(
             f"loader state in the checkpoint: {', '.join(changes.values())}, so the loader restarts at the beginning "
-            "of the epoch, with the image order of the first epoch; restore these values to continue inside the epoch"
+            "of the epoch, with the image order of the first epoch; restore the previous values to continue within "
+            "the epoch"
         )
         return None, False
     if state["step"] > steps:
@@ -255,7 +257,7 @@ def _first_operator(checkpoint):
     while True:
         byte = checkpoint[place : place + 1]
         if checkpoint[:1] != b"\n" or not byte or place > 5:
-            raise StateError("the loader state is damaged (it has no reader)")
+            raise StateError("the loader state is damaged (no reader position)")
         length |= (byte[0] & 0x7F) << 7 * (place - 1)
         place += 1
         if byte[0] < 0x80:
@@ -388,8 +390,8 @@ def _auto_augment(images, args, seeds):
     and Hutter, "TrivialAugment", arXiv:2103.10158). randaug: two operations with the magnitude --auto-augment-magnitude
     (Cubuk et al., "RandAugment", arXiv:1909.13719). Signs are random.
 
-    DALI's own functions that select operations are not used, because they pass the same seed to several random
-    operators, which then draw the same numbers, so that each operation would always have the same magnitude or sign.
+    DALI's own functions for selecting operations are not used. They pass the same seed to several random operators,
+    which then draw the same numbers, so each operation would always have the same magnitude or sign.
     """
     if args.auto_augment == "trivial":
         count, operations = 1, trivial_augment.get_trivial_augment_wide_suite()
@@ -399,7 +401,7 @@ def _auto_augment(images, args, seeds):
         magnitude = args.auto_augment_magnitude
     choice = fn.random.uniform(values=list(range(len(operations))), shape=[count], dtype=types.INT32, seed=seeds[0])
     sign = fn.random.uniform(values=[0, 1], shape=[count], dtype=types.INT32, seed=seeds[1])
-    with warnings.catch_warnings(record=True):  # DALI's suites use operators under deprecated names
+    with warnings.catch_warnings(record=True):  # DALI's suites use deprecated operator names
         for i in range(count):
             options = {"magnitude_bin": signed_bin(magnitude, sign[i]), "num_magnitude_bins": MAGNITUDES}
             images = _apply(operations, choice[i], images, {**options, "shape": args.image_shape[1:]})
@@ -409,7 +411,7 @@ def _auto_augment(images, args, seeds):
 def _apply(operations, choice, images, options):
     """Apply one of the operations to each image. DALI evaluates the condition for each image."""
     if len(operations) == 1:
-        # The operations contain no conditions, and converting their code would take seconds.
+        # The operations contain no conditional statements, so their code needs no conversion, which would take seconds.
         return do_not_convert(operations[0].__call__)(images, **options)
     half = len(operations) // 2
     if choice < half:

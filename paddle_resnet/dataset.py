@@ -19,7 +19,7 @@ SIDE = 64  # width and height of a sample image in pixels
 
 
 def write_sample(output):
-    """Write scikit-learn's 1,797 handwritten digits as JPEG class folders.
+    """Write scikit-learn's 1,797 handwritten digits as JPEG files in class folders.
 
     The images are those of the UCI "Optical Recognition of Handwritten Digits" test set, 8x8 with 17 gray levels,
     enlarged to 64x64. Every fifth image goes to val/ (359 images), and the others go to train/ (1,438 images). The
@@ -106,9 +106,9 @@ def _run_sample(args):
 
 
 def _add_split(commands):
-    command = _add(commands, "split", _run_split, "create train/ and val/ from a folder of class folders, using links")
+    command = _add(commands, "split", _run_split, "divide class folders into train/ and val/, using links")
     command.add_argument("source", metavar="DIR", help="folder of class folders; not modified")
-    command.add_argument("--output", required=True, metavar="DIR", help="folder to create, the IMAGE_ROOT of train.py")
+    command.add_argument("--output", required=True, metavar="DIR", help="folder to create, for train.py --image-root")
     command.add_argument(
         "--val", type=_fraction, default=0.2, metavar="F", help="fraction of each class that goes to val/ (default 0.2)"
     )
@@ -140,12 +140,13 @@ def _add_convert(commands):
     )
     command.add_argument("--from", required=True, metavar="DIR", dest="source", help="folder of the data set")
     command.add_argument("--to", required=True, choices=convert.RECORD_FORMATS, help="record format to write")
-    command.add_argument("--output", required=True, metavar="DIR", help="folder to create, the IMAGE_ROOT of train.py")
+    command.add_argument("--output", required=True, metavar="DIR", help="folder to create, for train.py --image-root")
     command.add_argument(
         "--shards",
         type=numbers.positive,
         metavar="N",
-        help=f"training shards for tfrecord and webdataset (default: one per {convert.IMAGES_PER_SHARD} images)",
+        help="number of training shards for tfrecord and webdataset (default: one per "
+        f"{convert.IMAGES_PER_SHARD} images)",
     )
     command.add_argument(
         "--resize-short",
@@ -158,16 +159,16 @@ def _add_convert(commands):
         type=numbers.integer(1, 100),
         default=95,
         metavar="Q",
-        help="JPEG quality when shrinking (default 95)",
+        help="JPEG quality of images that are shrunk (default 95)",
     )
     command.add_argument(
-        "--workers", type=numbers.threads, metavar="N", help="worker processes (default: one per core)"
+        "--workers", type=numbers.threads, metavar="N", help="number of worker processes (default: one per core)"
     )
     command.add_argument("--skip-list", metavar="FILE", help="file that lists the images to omit, as for train.py")
     command.add_argument(
         "--unchecked",
         action="store_true",
-        help="whether to skip the initial decoding of all images, for a verified data set",
+        help="whether to skip the initial check of all images; use only after `verify`",
     )
     _add_allow_outside(command)
 
@@ -228,7 +229,7 @@ def _run_index(args):
         created, existing = convert.build_indexes(args.root)
     except OSError as e:
         raise UsageError(f"{e.filename}: the index cannot be written ({e.strerror}); make the folder writable") from e
-    print(f"{args.root}: {created} index files created, {existing} existed")
+    print(f"{args.root}: {created} index files created, {existing} already existed")
 
 
 def _inspection():
@@ -262,7 +263,7 @@ def _add_verify(commands):
         "--fix-list", metavar="FILE", help="file for the list of failing images, for train.py --skip-list"
     )
     command.add_argument(
-        "--num-of-class", type=numbers.num_of_class, metavar="N", help="number of outputs of the network (default: any)"
+        "--num-of-class", type=numbers.num_of_class, metavar="N", help="number of network outputs (default: any)"
     )
     command.add_argument(
         "--run-scope",
@@ -310,7 +311,7 @@ def _add_info(commands):
     command = _add(commands, "info", _run_info, "count images and classes, and measure image sizes")
     command.add_argument("root", metavar="DIR", help="folder of the data set")
     command.add_argument(
-        "--output", metavar="FILE", help="drawing of class balance and image sizes to write: .png, .pdf or .svg"
+        "--output", metavar="FILE", help="figure to write, with class balance and image sizes: .png, .pdf or .svg"
     )
     _add_allow_outside(command)
 

@@ -170,7 +170,7 @@ def _compiler():
     command = os.environ.get("CXX", "").split() or ["g++"]
     path = shutil.which(command[0])
     if path is None:
-        remedy = "install it, or set CXX; without a compiler, training uses Paddle's kernels, which are slower"
+        remedy = "install a compiler, or set CXX; otherwise, training uses Paddle's kernels, which are slower"
         return Row("C++ compiler", f"{command[0]}: not found", "note", remedy)
     done = subprocess.run([path, "--version"], capture_output=True, text=True)
     return Row("C++ compiler", (done.stdout.splitlines() or [path])[0])
@@ -214,7 +214,7 @@ def _disk(folder):
         return Row("disk", f"{folder} cannot be written ({e.strerror})", "no", "choose a different --output-dir")
     free = shutil.disk_usage(existing).free
     is_enough = free >= LEAST_DISK
-    remedy = "" if is_enough else f"free space: checkpoints of a ResNet-50 run take about {LEAST_DISK // GIB} GiB"
+    remedy = "" if is_enough else f"free disk space; checkpoints of a ResNet-50 run take about {LEAST_DISK // GIB} GiB"
     return Row("disk", f"{free / GIB:.1f} GiB free for {folder}", "ok" if is_enough else "note", remedy)
 
 
@@ -248,7 +248,7 @@ def _decode_image(device):
     (images,) = pipeline.run()
     pixels = np.asarray((images.as_cpu() if device == "gpu" else images)[0])
     if pixels.shape != (48, 64, 3) or np.abs(pixels.astype(int) - (200, 100, 50)).max() > 8:
-        raise ValueError(f"DALI decodes incorrect pixels: {pixels.shape}, {pixels[0, 0]}")
+        raise ValueError(f"DALI decoded a test image incorrectly: shape {pixels.shape}, first pixel {pixels[0, 0]}")
 
 
 def _test_training(what, launcher, flags, missing):
@@ -326,7 +326,7 @@ def main(argv=None):
     parser.add_argument(
         "--output-dir",
         default=config.parse_args([]).output_dir,
-        help="folder for checkpoints, to check disk space (default: %(default)s)",
+        help="folder for checkpoints, whose free disk space is checked (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="JSON output instead of the table")
     return exit_codes.of("paddle_resnet.doctor", lambda: _main(parser.parse_args(argv)))

@@ -85,7 +85,7 @@ def export(
         int8: engine for which model.onnx is quantized, "onnxruntime" or "tensorrt"; implies onnx. If None, model.onnx
             is float32, unless the checkpoint was trained with --qat: then model.onnx is quantized for onnxruntime.
         calibration: Calibration for int8, or None for a checkpoint trained with --qat.
-        precision: "float32" or "float16". In float16, input, output and softmax remain float32, and Paddle runs the
+        precision: "float32" or "float16". In float16, input, output and softmax remain float32, and Paddle can run the
             network only on a GPU.
     Returns:
         content of model.json.
@@ -127,15 +127,15 @@ def export(
     if onnx and network.args.qat:
         int8 = int8 or "onnxruntime"
     if int8 and precision == "float16":
-        cause = "--onnx with a checkpoint of --qat" if network.args.qat else "--int8"
-        raise UsageError(f"--precision float16: not supported with {cause}; remove one of them")
+        cause = "--onnx for a checkpoint trained with --qat" if network.args.qat else "--int8"
+        raise UsageError(f"--precision float16: not supported with {cause}; remove one of the flags")
     if int8 and network.args.qat and calibration:
         raise UsageError(
             f"--calibrate {calibration.image_root}: {checkpoint} already has activation ranges from --qat; remove "
             "--calibrate"
         )
     if int8 and not network.args.qat and not calibration:
-        raise UsageError("--int8: requires training images to determine activation ranges; add --calibrate")
+        raise UsageError("--int8: requires training images to determine activation ranges; add --calibrate IMAGE_ROOT")
     for package in ("onnx", "onnxruntime") if onnx else ():
         onnx_writer.require(package)
     try:
@@ -163,9 +163,9 @@ def export(
 
 @contextlib.contextmanager
 def _partial_folder(output):
-    """Create the folder .NAME.partial/NAME next to the output for incomplete files. After the last file, rename the
-    folder to the output. If an export is killed, the next export to the same output removes its folder. A lock prevents
-    concurrent exports to the same output.
+    """Create the folder .NAME.partial/NAME next to the output for incomplete files, and rename the folder when the
+    export is complete. If an export is killed, the next export to the same output removes the incomplete files. A lock
+    prevents concurrent exports to the same output.
 
     Raises:
         UsageError: another export is writing to the same output.
@@ -197,7 +197,7 @@ def _write_paddle(network, folder):
         parameters = static.serialize_persistables(*ends, network.exe, program=network.program.clone())
     program = static.deserialize_program(static.serialize_program(*ends, program=network.program.clone()))
     block = program.global_block()
-    # Paddle 2.6 appends a multiplication by 1, so the name of the output differs from that of the probabilities.
+    # Paddle 2.6 appends a multiplication by 1, so the output variable is not named after the probabilities.
     written, name = block.ops[-1].input("X")[0], network.probabilities.name
     if written != name:
         block._rename_var(name, "softmax")
@@ -371,7 +371,7 @@ def _check_top1(precision, score, reference):
         remedy = "use --precision float32"
     if lost > allowed:
         raise RunError(
-            f"--verify: {precision} classifies {score['correct']} of {images} images correctly, and float32 "
+            f"--verify: {precision} classifies {score['correct']} of {images} images correctly, but float32 "
             f"{reference['correct']} (tolerance {tolerance:.1%} of the images), and nothing was written; {remedy}"
         )
 
@@ -422,7 +422,7 @@ def main(argv=None):
         "--precision",
         choices=["float32", "float16"],
         default="float32",
-        help="precision of the network, whose input and output remain float32; float16 requires a GPU to run "
+        help="precision of the network; input and output remain float32, and float16 networks run only on a GPU "
         "(default: float32)",
     )
     parser.add_argument("--int8", action="store_true", help="whether to quantize model.onnx; implies --onnx")
@@ -446,7 +446,9 @@ def main(argv=None):
         choices=["onnxruntime", "tensorrt"],
         help="engine that runs the INT8 model; tensorrt requires zero point 0 (default: onnxruntime)",
     )
-    parser.add_argument("--triton", action="store_true", help="whether to also write triton/, a model repository")
+    parser.add_argument(
+        "--triton", action="store_true", help="whether to also write triton/, a Triton model repository"
+    )
     parser.add_argument(
         "--model-arch-name", metavar="FILE.py:NAME", help="Python file and name of the checkpoint's network"
     )

@@ -23,7 +23,7 @@ from utils.mode import Mode
 
 LOWEST, HIGHEST = 1e-10, 1e4  # limits of learning rates
 LEAST_STEPS = 20  # a shorter curve has no clear shape
-# Flags of train.py that contradict a search: (name, remedy).
+# Flags of train.py that a search does not support: (name, problem and remedy).
 UNSUPPORTED = (
     ("resume", "not supported by a search, which starts a new run; remove it"),
     ("from_checkpoint", "not supported by a search, which starts a new run; use --from-pretrained-params"),
@@ -33,7 +33,7 @@ UNSUPPORTED = (
 
 
 class Diverged(Exception):
-    """Raised to end a search early, because the loss diverges."""
+    """The loss diverges, so the search ends early."""
 
 
 class LossRecorder(meters.AverageMeter):
@@ -100,8 +100,8 @@ def parse(argv):
         description="Train for some steps with a learning rate that rises from step to step, plot the loss "
         f"({lr_curve.DRAWING} and {lr_curve.DATA} in OUTPUT_DIR/ARCH/), and suggest a value for --lr.",
         epilog="The flags of train.py are also supported, except "
-        f"{', '.join(flag(name) for name, _ in UNSUPPORTED)}. --overwrite replaces an earlier curve, and deletes no "
-        "checkpoints.",
+        f"{', '.join(flag(name) for name, _ in UNSUPPORTED)}. --overwrite replaces an earlier curve, but does not "
+        "delete checkpoints.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
@@ -112,9 +112,9 @@ def parse(argv):
     search, of_train = parser.parse_known_args(argv)
     args = config.parse_args(of_train)
     if search.from_lr >= search.to_lr:
-        raise UsageError(f"--from-lr {search.from_lr:g}: not below --to-lr {search.to_lr:g}; use a lower rate")
+        raise UsageError(f"--from-lr {search.from_lr:g}: must be below --to-lr {search.to_lr:g}; use a lower rate")
     if not args.run_scope.trains:
-        raise UsageError(f"--run-scope {args.run_scope.value}: a search requires training; remove it")
+        raise UsageError(f"--run-scope {args.run_scope.value}: a search requires training; remove the flag")
     for name, remedy in UNSUPPORTED:
         value = getattr(args, name)
         if value:
@@ -139,7 +139,7 @@ def _run(search, args):
     """
     processes.check_environment()
     args.resolve(args.origin("model_arch_name"), model_arch_name=registered_name(args.model_arch_name))
-    # Several processes check the folder after connecting.
+    # With several processes, rank 0 checks the folder later.
     if args.data_format != "synthetic" and processes.world_size() == 1:
         listing.check_root(args.image_root)
     progress.phase("Paddle import")
@@ -258,9 +258,13 @@ def _write(search, args, folder, losses, ended_early):
         return _problem(search, curve)
     if not ended_early and curve.minimum > 0.8 * search.to_lr:
         logger.warn(f"--to-lr {search.to_lr:g}: the loss still falls at this rate; use a higher rate")
-    factors = f" (training multiplies --lr by {factor}: processes times --accumulate-steps)" if factor > 1 else ""
+    factors = (
+        f" (training multiplies --lr by {factor}, the number of processes times --accumulate-steps)"
+        if factor > 1
+        else ""
+    )
     logger.info(f"steepest descent at --lr {curve.steepest:g}, lowest loss at --lr {curve.minimum:g}{factors}")
-    logger.info("with a warm-up, rates up to that of the lowest loss may be better than the suggestion")
+    logger.info("with a warm-up, higher rates may be better, up to the rate with the lowest loss")
     logger.info(f"suggestion: --lr {curve.steepest:g}")
     return None
 

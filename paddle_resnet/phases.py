@@ -241,7 +241,7 @@ def compile_programs(args, exe, training, evaluation):
         training = training._replace(compiled=program.compile_prog(training.settings, training.program))
     if evaluation:
         updates = [averages.evaluate(training.program, evaluation.program, exe)] if training else []
-        # In float32, BN is not folded, because an evaluation in float32 is the exact reference. With QAT, BN cannot be
+        # In float32, BN is not folded, because float32 evaluations serve as the exact reference. With QAT, BN cannot be
         # folded into the quantized filters.
         if args.amp and args.kernels != "native" and not args.qat:
             axis = 1 if args.data_layout == "NCHW" else -1

@@ -44,8 +44,8 @@ def predict(model, paths, batch_size=32, device="cpu", threads=4, read=None):
         batch_size: images per batch.
         device: device on which DALI decodes, "cpu" or "gpu".
         threads: number of CPU threads for DALI.
-        read: function that returns (content of the image file, None) or (None, problem) for a path. By default, the
-            path is that of a regular file. Another function can read images that are not files.
+        read: function that returns (content of the image file, None) or (None, problem) for a path. By default, each
+            path must refer to a regular file. A custom function can read images from other sources.
     Returns:
         iterator. `probabilities` is float32 [classes]. If a file cannot be decoded, `probabilities` is None and
         `problem` describes the error.
@@ -221,7 +221,7 @@ def _images_below(folder):
     for parent, folders, names in os.walk(folder, followlinks=True, onerror=stop):
         status = os.stat(parent)
         if (status.st_dev, status.st_ino) in read:
-            skipped["repeated through links"] += 1
+            skipped["folders already read (links)"] += 1
             folders.clear()
             continue
         read.add((status.st_dev, status.st_ino))
@@ -352,7 +352,7 @@ def main(argv=None):
         "--batch-size", type=numbers.batch_size, metavar="N", help=f"images per batch (default: {BATCH_SIZE})"
     )
     parser.add_argument(
-        "--dali-num-threads", type=numbers.threads, default=4, metavar="N", help="CPU threads (default: 4)"
+        "--dali-num-threads", type=numbers.threads, default=4, metavar="N", help="number of CPU threads (default: 4)"
     )
     parser.add_argument(
         "--tta",
@@ -368,7 +368,7 @@ def main(argv=None):
         "runs in the precision in which it was exported)",
     )
     parser.add_argument(
-        "--benchmark", action="store_true", help="whether to only measure the network, on random images"
+        "--benchmark", action="store_true", help="whether to measure the speed on random images instead of predicting"
     )
     parser.add_argument(
         "--benchmark-batches",
@@ -381,8 +381,8 @@ def main(argv=None):
         "--serve",
         type=numbers.integer(0, 65535),
         metavar="PORT",
-        help="port of a web server with a page to try the model and POST /predict in JSON, until Control-C or "
-        "SIGTERM; 0: a free port",
+        help="port of a web server that provides a page to try the model, and POST /predict with JSON output, until "
+        "Control-C or SIGTERM; 0: any free port",
     )
     parser.add_argument("--serve-host", metavar="ADDRESS", help=f"address of the web server (default: {HOST})")
     parser.add_argument(
@@ -402,7 +402,7 @@ def main(argv=None):
 
 def _main(args):
     if args.json and args.csv == "-":
-        raise UsageError("--json: --csv - also writes to stdout; remove one, or set --csv to a file")
+        raise UsageError("--json: --csv - also writes to stdout; remove one of them, or set --csv to a file")
     if args.benchmark and args.tta != "none":
         raise UsageError(f"--tta {args.tta}: not supported with --benchmark; remove one of them")
     if args.benchmark and (args.images or args.json or args.csv):
@@ -485,10 +485,10 @@ def _serve(args, model, device, listener):
     app = web.create_app(classify, worker, model.description, *limits, web.allowed_hosts(listener, host))
     if not web.is_loopback(listener):
         logger.warn(
-            f"--serve-host {host}: other machines can use the model, without password or encryption; restrict "
+            f"--serve-host {host}: other machines can access the model without password or encryption; restrict "
             "access with a firewall"
         )
-    logger.write_line(f"{web.url(listener)} shows a page to try {args.model}; Control-C stops it", sys.stdout)
+    logger.write_line(f"{web.url(listener)}: page to try {args.model}; press Control-C to stop the server", sys.stdout)
     with bad_images.decoders_silenced():
         web.serve(app, listener)
     return exit_codes.DONE

@@ -49,8 +49,8 @@ ONEDNN = ("conv2d", "conv2d_grad", "depthwise_conv2d", "depthwise_conv2d_grad")
 def start(args, mode=Mode.TRAIN):
     """Resolve and freeze the settings and start Fleet, unless Fleet is already running.
 
-    build and dist_optimizer call start(), so a custom program does not need to. train.py instead calls the functions
-    that start() calls, because other phases run between these functions.
+    build and dist_optimizer call start(), so a custom program does not need to. train.py does not use start(), but
+    calls the same functions itself, because other phases run between them.
 
     Raises:
         UsageError: compat.check_version or resolution.resolve fails.
@@ -153,7 +153,8 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_sche
         args: Settings. If the settings are not frozen, build resolves the flags that depend on the machine or the data
             (such as the number of classes in --image-root) and freezes the settings.
         main_prog: empty static.Program to fill.
-        startup_prog: static.Program to fill; not to be run for an evaluation program that shares parameters.
+        startup_prog: static.Program to fill. Do not run the startup program of an evaluation program that shares the
+            parameters of a training program.
         step_each_epoch: training batches per epoch, for the learning rate.
         is_train: whether to build the training program, with backward pass and optimizer, or the evaluation program.
         lr_scheduler: schedule to share between training programs; if None, build creates a schedule.
@@ -357,7 +358,7 @@ def _compile(args, program, is_train):
         # loss.
         for op in program.global_block().ops:
             if op.type in ONEDNN:
-                # Paddle's depthwise convolution multiplies one small matrix per channel.
+                # Use conv2d instead of Paddle's depthwise operator, which multiplies one small matrix per channel.
                 op.desc.set_type(op.type.removeprefix("depthwise_"))
                 op._set_attr("use_mkldnn", True)
     if args.kernels == "native":
@@ -424,7 +425,7 @@ def fused_operators(args, compiled):
 
 
 def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_scheduler=None):
-    """Run one epoch, the rest of an epoch after a resume, or a benchmark.
+    """Run one epoch, the rest of a resumed epoch, or a benchmark.
 
     The host dispatches step n and then waits for the metrics of step n-1. The host does not wait for the device
     anywhere else. In benchmark mode, the loader restarts as often as needed; the restart and the wait for the next
@@ -447,8 +448,8 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         dict of metrics, aggregated over all processes:
         loss, top1, top5: means over images. The loss is the mean of the finite losses, or NaN if no loss is finite.
         not_finite: number of images whose loss is NaN or infinite, if there are any.
-        images, steps, epoch_time (seconds), ips (images/s). After a resume inside an epoch, steps and times cover only
-        the rest of the epoch.
+        images, steps, epoch_time (seconds), ips (images/s). If a run resumes inside an epoch, steps and times cover
+        only the rest of the epoch.
         data_time (wait for the loader), compute_time, batch_time: mean seconds per step.
         loss_scale: current loss scale, only with dynamic loss scaling.
         With --benchmark, all metrics cover only the measured steps, and there are two additional metrics:
@@ -470,8 +471,8 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
 
 
 def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save, end_step=None):
-    """Do the same as run, but also call `save(epoch, step)` at the interval --save-interval-steps, and stop before step
-    `end_step`. The next call continues the epoch, and its metrics include the earlier steps of the epoch."""
+    """Like run(), but also call `save(epoch, step)` every --save-interval-steps steps, and stop before step `end_step`.
+    The next call continues the epoch, and returns metrics that include the earlier steps of the epoch."""
     this = _Pass(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, end_step)
     with contextlib.closing(this):
         for step in range(this.first_step, this.end_step):
@@ -613,8 +614,8 @@ class _Pass:
         self._clock.step_done(images)
 
     def finish(self):
-        """Read the last metrics, end the loader's epoch, reduce the metrics over all processes, and return the result
-        of run."""
+        """Read the last metrics, complete the loader's epoch, reduce the metrics over all processes, and return the
+        result of run."""
         args = self._args
         self._drain()
         self._clock.close_step()
@@ -773,8 +774,8 @@ def _confusion_over_all_processes(meter):
 
 
 def _predictions_on_rank_0(labels, rows):
-    """On rank 0, return the predictions of all processes in the order of the data set, because shards are assigned in
-    rank order."""
+    """On rank 0, return the predictions of all processes. Shards are assigned in rank order, so the predictions are in
+    the order of the data set."""
     own = np.column_stack([labels, rows])
     all_ranks = exchange.gather(own.tobytes())
     if all_ranks is None:

@@ -44,7 +44,7 @@ class Facts:
         processes: number of processes in the job.
         cores: number of CPU cores per process.
         memory: bytes of memory per process: GPU memory if has_gpu is true, otherwise host memory.
-        has_gpu: whether the run is on GPUs.
+        has_gpu: whether the run uses GPUs.
         weights: {network: key of published.PACKAGED} for the networks whose weights are installed or already converted.
         resumed: network of the run to resume, or None.
     """
@@ -64,7 +64,7 @@ def choose(settings):
     Args:
         settings: Settings with a resolved --device; modified in place.
     Raises:
-        UsageError: the data set cannot be used or has a single class; or the pretrained weights cannot be converted.
+        UsageError: the data set cannot be used or has only one class; or the pretrained weights cannot be converted.
     """
     if not (settings.choose_recipe and settings.run_scope.trains):
         return
@@ -103,7 +103,7 @@ def _facts(settings):
         if is_needed
     }
     if listing.count_classes(root, Mode.TRAIN, data_format, settings.allow_outside) == 1:
-        raise UsageError(f"--image-root {root}: has a single class; add a folder for each other class")
+        raise UsageError(f"--image-root {root}: contains only one class; add a folder for each additional class")
     has_gpu, output_dir = settings.device == "gpu", settings.output_dir
     runs = [run.name for run in folders.runs_below(output_dir)] if Path(output_dir).is_dir() else []
     return Facts(

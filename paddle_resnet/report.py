@@ -23,7 +23,7 @@ from utils.mode import RunScope
 MIB = 2**20
 # Flags that the suggested evaluation command omits.
 OF_TRAINING = ("--profile-steps", "--tensorboard-dir", "--report-html")
-STARVED_FRACTION = 0.2  # acceptable fraction of a step that the GPU spends waiting for images
+STARVED_FRACTION = 0.2  # maximum acceptable fraction of a step that the GPU spends waiting for images
 
 
 def default_name(args):
@@ -81,8 +81,8 @@ def check_replaced(args, checkpoint, run_folder):
     if not path.is_file():
         if args.report_html is not None and path.exists():
             raise UsageError(
-                f"--report-html {args.report_html}: requires a report in a regular file, but {path} is not one; choose "
-                "a different --report-file"
+                f"--report-html {args.report_html}: requires that --report-file is a regular file, but {path} is not; "
+                "choose a different --report-file"
             )
         return
     from paddle_resnet.results import reading
@@ -400,9 +400,9 @@ def write_classes(args, result, classes, epoch, is_best=True):
         return numbers
     if "not_finite" in numbers:
         logger.warn(
-            f"loss: not finite for {numbers['not_finite']} of {numbers['images']} images, which the mean loss omits; "
-            "class accuracies and confusion counts omit images whose logits are all NaN; check the images and the "
-            "learning rate"
+            f"loss: not finite for {numbers['not_finite']} of {numbers['images']} images; the mean loss excludes "
+            "these images, and class accuracies and confusion counts exclude images whose logits are all NaN; check "
+            "the images and the learning rate"
         )
     if not is_best:
         return numbers

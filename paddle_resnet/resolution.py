@@ -91,8 +91,8 @@ def _check_precision(settings):
         major, minor = paddle.device.cuda.get_device_capability(processes.local_gpu())
         if major < 8:
             raise UsageError(
-                f"--amp-dtype bfloat16: requires compute capability 8.0, but this GPU has {major}.{minor}; use "
-                "--amp-dtype float16"
+                f"--amp-dtype bfloat16: requires compute capability 8.0 or higher, but this GPU has {major}.{minor}; "
+                "use --amp-dtype float16"
             )
 
 
@@ -115,7 +115,7 @@ def resolve_kernels(settings):
         except native.Unavailable as e:
             if requested == "native":
                 raise UsageError(f"--kernels native: {e}; fix this problem, or use --kernels paddle") from e
-            logger.info(f"--kernels auto: custom kernels are unavailable ({e}); using the slower kernels of Paddle")
+            logger.info(f"--kernels auto: custom kernels are unavailable ({e}); using Paddle's slower kernels")
             settings.resolve("machine", kernels="paddle")
     # A run with --profile-steps does not capture steps, because a trace cannot attribute the kernels of a CUDA graph to
     # operators. A run on several hosts does not capture steps, because capturing NCCL communication between hosts is

@@ -227,7 +227,7 @@ def test_resumed_run_cannot_choose_again(run, unmeasured, chooses_two, stop_befo
     capsys.readouterr()
     assert run("--budget-minutes", 2, "--run-scope", "train_only", "--resume")[0] == 2
     assert_one_error(
-        capsys.readouterr().err, ["--budget-minutes 2: only a new run chooses its epochs, but this run continues "]
+        capsys.readouterr().err, ["--budget-minutes 2: applies only to new runs, but this run continues from "]
     )
     code, report = run("--resume", "--epochs", 3, "--run-scope", "train_only")
     assert code == 0 and (2, "train") in losses(report)

@@ -259,7 +259,10 @@ def test_two_processes_write_one_curve_of_mean_losses(launch, tmp_path):
     np.testing.assert_allclose(curve.loss[:3], trained, atol=1e-4)
     logs = [(tmp_path / f"job0/log/workerlog.{rank}").read_text() for rank in range(2)]
     assert [f"suggestion: --lr {curve.steepest:g}" in log for log in logs] == [True, False]
-    assert " (training multiplies --lr by 2: processes times --accumulate-steps)" in logs[0] and "lr 2e-06" in logs[0]
+    assert (
+        " (training multiplies --lr by 2, the number of processes times --accumulate-steps)" in logs[0]
+        and "lr 2e-06" in logs[0]
+    )
 
 
 def test_stopped_search_writes_nothing(find, stop_before, tmp_path, capsys):
@@ -290,8 +293,8 @@ def test_unwritable_output_is_error_before_search(find, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--from-lr", "2", "--to-lr", "1"], "--from-lr 2: not below --to-lr 1; use a lower rate"),
-        (["--to-lr", "1e-6"], "--from-lr 1e-06: not below --to-lr 1e-06"),
+        (["--from-lr", "2", "--to-lr", "1"], "--from-lr 2: must be below --to-lr 1; use a lower rate"),
+        (["--to-lr", "1e-6"], "--from-lr 1e-06: must be below --to-lr 1e-06"),
         (["--from-lr", "0"], "--from-lr: 0 is not positive; use a number above 0"),
         (["--to-lr", "1e9"], "--to-lr: 1e9 is out of range; use a rate from 1e-10 to 10000"),
         (["--to-lr", "x"], "--to-lr: 'x' is not a number"),

@@ -164,7 +164,7 @@ def test_folders_are_searched_like_in_training(photos, tmp_path, capsys):
         (folder / "below" / name).write_text("")
     names = sorted(path.name for path in (photos / "val/class1").iterdir())
     assert predict.find_images([str(folder)], None) == [str(folder / "link" / name) for name in names]
-    skipped = "2 .gif, 2 repeated through links, 1 .heic, 1 hidden or system files, 1 without suffix"
+    skipped = "2 .gif, 2 folders already read (links), 1 .heic, 1 hidden or system files, 1 without suffix"
     assert capsys.readouterr().err.startswith(
         f"warning: {folder}: skipped {skipped}; rename images so that they end in .jpg, "
     )

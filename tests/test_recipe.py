@@ -171,7 +171,11 @@ def test_weights_are_converted_once(photos, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("missing", "parts"),
-    [("root", ["not a folder"]), ("val", ["has no folder val/", "dataset split"]), ("classes", ["has a single class"])],
+    [
+        ("root", ["not a folder"]),
+        ("val", ["has no folder val/", "dataset split"]),
+        ("classes", ["contains only one class"]),
+    ],
 )
 def test_unusable_data_sets_are_errors(photos, run_bare, tmp_path, capsys, missing, parts):
     root = tmp_path / "data"

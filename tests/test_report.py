@@ -81,7 +81,7 @@ def test_non_finite_losses_are_counted(run_train, checkpoint, tmp_path, capsys):
     code, entries = run_train("--run-scope", "eval_only", "--from-pretrained-params", folder)
     assert code == 0
     assert phase(entries, [], "val.")["not_finite"] == 23
-    assert "loss: not finite for 23 of 23 images, which the mean loss omits" in capsys.readouterr().err
+    assert "loss: not finite for 23 of 23 images; the mean loss excludes these images" in capsys.readouterr().err
 
 
 def test_printed_command_evaluates_best_checkpoint_and_keeps_report(run_train, tmp_path, capsys, monkeypatch):

@@ -419,7 +419,7 @@ def test_index_command_creates_missing_indexes(converted, tmp_path, capsys):
         for path in kept[1:]:
             path.unlink()
         assert dataset.main(["index", str(root)]) == 0
-        assert f"{root}: {len(kept) - 1} index files created, 1 existed" in capsys.readouterr().out
+        assert f"{root}: {len(kept) - 1} index files created, 1 already existed" in capsys.readouterr().out
         assert {path: path.read_bytes() for path in sorted(root.glob("*.idx"))} == expected
     assert dataset.main(["index", str(converted["folder"])]) == 2
     assert "contains no RecordIO, TFRecord or tar files" in capsys.readouterr().err
