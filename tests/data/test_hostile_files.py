@@ -57,12 +57,12 @@ def shifted(rows):
 
 
 ROWS = {
-    "first missing": lambda rows: rows[1:],
-    "one missing": lambda rows: [*rows[:3], *rows[4:]],
-    "last missing": lambda rows: rows[:-1],
-    "one repeated": lambda rows: [*rows[:3], rows[2], *rows[3:]],
-    "one replaced by previous": lambda rows: [*rows[:3], rows[2], *rows[4:]],
-    "one for all": lambda rows: [rows[0]] * len(rows),
+    "first row missing": lambda rows: rows[1:],
+    "fourth row missing": lambda rows: [*rows[:3], *rows[4:]],
+    "last row missing": lambda rows: rows[:-1],
+    "row repeated": lambda rows: [*rows[:3], rows[2], *rows[3:]],
+    "row replaced by previous row": lambda rows: [*rows[:3], rows[2], *rows[4:]],
+    "all rows equal": lambda rows: [rows[0]] * len(rows),
     "negative": negative,
     "not at a record header": shifted,
     "huge": lambda rows: [*rows[:-1], rows[-1] + "0" * 5000],

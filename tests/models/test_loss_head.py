@@ -106,8 +106,8 @@ def test_binary_loss_with_class_and_image_weights(name, smoothing):
 
 
 def test_training_with_bce(run_train):
-    """The initial training loss of an image is log(2), and evaluation reports the cross entropy of the softmax. Both
-    kinds of kernels compute the same losses."""
+    """The initial training loss of an image is log(2), and evaluation reports the cross entropy of the softmax.
+    Paddle's and the custom kernels compute the same losses."""
     flags = ["--loss", "bce", "--mixup", "0.2", "--class-weights", "balanced", "--print-interval", "1", "--lr", "0.01"]
     results = []
     for kernels in ["paddle", *(["native"] if native.missing() is None else [])]:
@@ -123,7 +123,7 @@ HEADS = [loss_head.add_paddle, *([loss_head.add_native] if native.missing() is N
 
 
 @pytest.mark.parametrize("add_head", HEADS, ids=["paddle", "native"][: len(HEADS)])
-def test_ties_and_nan_have_same_order_everywhere(add_head):
+def test_equal_and_nan_logits_are_sorted_consistently(add_head):
     """Both loss heads, the confusion counts and the predictions sort classes in the same way: by logit, with equal
     logits in class order and NaN last. An image is misclassified if the logit of its label is NaN."""
     if add_head is loss_head.add_native:
@@ -156,7 +156,7 @@ def test_ties_and_nan_have_same_order_everywhere(add_head):
 
 
 @pytest.mark.parametrize("is_train", [True, False])
-def test_scope_contains_only_head(is_train):
+def test_contains_recognizes_operators_of_head(is_train):
     main = static.Program()
     with static.program_guard(main):
         logits = paddle.mean(static.data("x", [None, 4, 3]), axis=1)

@@ -158,7 +158,7 @@ def test_drop_path_omits_or_scales_the_branch_of_each_image(parse, kernels):
     assert kept.mean() == pytest.approx(0.75, abs=0.03)
 
 
-def test_drop_path_rises_with_depth_and_does_not_change_evaluation(parse, four_stages):
+def test_drop_path_rate_increases_with_depth_and_is_zero_in_evaluation(parse, four_stages):
     main = static.Program()
     program.build(frozen(parse("--drop-path", "0.2")), main, static.Program(), 10)
     rates = [op.attr("dropout_prob") for op in main.global_block().ops if op.type == "dropout"]

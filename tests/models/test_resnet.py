@@ -98,13 +98,14 @@ def test_logits_equal_recorded_values(float64, case):
 @pytest.mark.parametrize(
     ("arch", "parameters"),
     [
-        ("ResNet18_vd", 11_708_744 + 64 * 64 + 2 * 64),  # timm's resnet18d and the additional projection of PaddleClas
+        ("ResNet18_vd", 11_708_744 + 64 * 64 + 2 * 64),  # timm's resnet18d plus PaddleClas's projection
         ("ResNet50_vd", 25_576_264),  # timm's resnet50d
         ("SE_ResNet50_vd", 28_107_256),  # number of parameters of timm's ResNet with the same options
         ("ResNeXt50_32x4d", 25_028_904),  # torchvision's and timm's resnext50_32x4d
         ("XResNet50", 25_576_264),
         ("XResNet50_Mish_SA", 25_576_264 + 256 * 256 + 1),
-        # timm's resnext50_32x4d, and what a deep stem, squeeze-and-excitation and self-attention add to ResNet50.
+        # Parameters of timm's resnext50_32x4d, plus those that a deep stem, squeeze-and-excitation and self-attention
+        # add to ResNet50.
         (
             "XSEResNeXt50_Mish_SA",
             25_028_904 + (25_576_264 - 25_557_032) + (28_107_256 - 25_576_264) + 256 * 256 + 1,
@@ -144,7 +145,7 @@ def test_network_for_imagenette_has_at_most_26_million_parameters():
 
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 @pytest.mark.parametrize("size", [(6, 8), (7, 5)])
-def test_blur_pool_is_the_filter_1_2_1_with_replicated_borders(layout, size):
+def test_blur_pool_applies_filter_1_2_1_with_replicated_borders(layout, size):
     images = np.random.RandomState(0).randn(2, 3, *size).astype("float32")
     padded = np.pad(images, [(0, 0), (0, 0), (1, 1), (1, 1)], mode="edge")
     for axis in (2, 3):
@@ -206,12 +207,12 @@ def test_self_attention_follows_the_last_branch_of_the_first_stage():
     model, values = initial("XResNet50_Mish_SA")
     attentions = [(i, block.self_attention) for i, block in enumerate(model.stages) if block.self_attention]
     assert [i for i, _ in attentions] == [2]
-    assert values[attentions[0][1].gamma.name] == 0  # the branch still initially outputs zero
+    assert values[attentions[0][1].gamma.name] == 0  # the output of the branch is initially still zero
 
 
 @pytest.mark.parametrize("pool", ["max", "max-blur"])
 @pytest.mark.parametrize("size", [7, 8])
-def test_pooled_shortcut_has_the_shape_of_the_branch(pool, size):
+def test_pooled_shortcut_has_same_shape_as_branch(pool, size):
     block = partial(BottleneckBlock, 8, 4, 2, shortcut_pool=pool)
     main = static.Program()
     with static.program_guard(main):
@@ -220,7 +221,7 @@ def test_pooled_shortcut_has_the_shape_of_the_branch(pool, size):
 
 
 @pytest.mark.parametrize(("stem", "side"), [("deep", 8), ("small", 32)])
-def test_stems_reduce_the_size(stem, side):
+def test_deep_stem_reduces_size_and_small_stem_keeps_it(stem, side):
     main = static.Program()
     with static.program_guard(main):
         model = ResNet(BasicBlock, (1,), stem=stem, width=8)

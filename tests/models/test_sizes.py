@@ -82,7 +82,7 @@ def test_page_lists_all_networks_with_their_sizes():
         assert listed[arch] == expected, arch
 
 
-def test_options_example_of_the_page_is_a_network(tmp_path):
+def test_documented_example_of_options_is_a_valid_network(tmp_path):
     path = tmp_path / "net.py"
     path.write_text(OPTIONS_EXAMPLE)
     size = __main__.size(f"{path}:Small", 32, 10)

@@ -34,7 +34,8 @@ EMULATED_SHAPE = (2, 25, 25, 96)
 # In half precision, these channels can be divided into 8-byte vectors, but not into 16-byte vectors.
 NARROW_SHAPES = [(4, 7, 7, 12), (2, 5, 3, 36)]
 GPU_SHAPES = [*SHAPES, *NARROW_SHAPES, (8, 28, 28, 100), (16, 7, 7, 2048), (32, 28, 28, 128)]
-# Half a unit in the last place for results between 1 and 16, plus a margin for rounding errors in sums.
+# Each tolerance is half a unit in the last place for results between 1 and 16, plus a margin for rounding errors in
+# sums.
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 UNIT = {"float32": 0, "float16": 2**-10, "bfloat16": 2**-7}  # unit in the last place of 1
 IN_FLOAT32 = [(where, "float32", shape) for where in ("cpu", "emulated") for shape in SHAPES]
@@ -107,8 +108,8 @@ def wide(tensor):
 
 
 def close(actual, expected, dtype, size=1.0):
-    """Compare results with a tolerance that depends on `size`. For a difference of much larger values, `size` is their
-    magnitude."""
+    """Compare results with a tolerance proportional to the largest expected value, or to `size` if it is larger. If the
+    results are small differences of large values, `size` is the magnitude of these values."""
     tolerance = TOLERANCE[dtype] * max(size, np.abs(expected).max())
     np.testing.assert_allclose(wide(actual), expected, rtol=0, atol=tolerance)
 
@@ -189,7 +190,7 @@ def test_bn_act(device, where, dtype, shape, activation):
     y, coefficients = run("native_bn_act", x, scale, bias, mean, variance, 0.9, EPSILON, activation)[:2]
     expected, batch_mean, batch_variance, normalized = normalize(wide(x), wide(scale), wide(bias))
     rows = x.size // channels
-    # The variance of a single row is 0, so two large summands cancel.
+    # With a single row, the variance is 0, so the output is a small difference of large values.
     close(y, function(expected), dtype, size=4 / EPSILON**0.5 if rows == 1 else 1)
     close(mean, 0.9 * old_mean + 0.1 * batch_mean, "float32")
     close(variance, 0.9 * old_variance + 0.1 * batch_variance * rows / max(1, rows - 1), "float32")
@@ -332,7 +333,7 @@ def test_max_pool(device, where, dtype, shape, kernel, stride, padding, summands
 @pytest.mark.parametrize(
     "where, dtype, shape",
     [("cpu", "float32", (2, 9, 8, 8)), ("emulated", "float32", (2, 9, 8, 8)), ("emulated", "bfloat16", (3, 17, 15, 40))]
-    + [("emulated", "float32", (2, 23, 26, 68))]  # a shape with several channel groups and many tasks per slab
+    + [("emulated", "float32", (2, 23, 26, 68))]  # a shape with several channel groups and many tasks per block
     + [("emulated", "bfloat16", (2, 9, 8, 12)), ("emulated", "bfloat16", (2, 9, 8, 100))]
     + [pytest.param("gpu", dtype, (3, 17, 15, c), marks=pytest.mark.gpu) for dtype in TOLERANCE for c in (12, 40, 100)]
     + [pytest.param("gpu", dtype, (32, 56, 56, 144), marks=pytest.mark.gpu) for dtype in TOLERANCE],
@@ -511,7 +512,8 @@ def test_adamw(device, where, dtype, unscale):
 
 @pytest.mark.parametrize("where, dtype", UPDATED)
 def test_radam(device, where, dtype):
-    """RAdam is AdamW with powers of the betas that all parameters share and that do not change."""
+    """Unlike AdamW's operator, RAdam's operator receives one power of each beta for all parameters, and does not change
+    it."""
     check_adam("native_radam", where, dtype, None, lambda p, change, decay: change, shares_powers=True)
 
 
@@ -529,8 +531,8 @@ def test_lamb(device, where, dtype, unscale):
 
 @pytest.mark.parametrize("where", ALL_PLACES)
 def test_lamb_updates_zero_parameters(device, where):
-    """The trust ratio is 1 for parameters that are 0, even if the gradient is also 0, for which the formula yields 0 /
-    0."""
+    """If all values of a parameter are 0, the trust ratio is 1. This includes a gradient of 0, for which the formula
+    yields 0 / 0."""
     for gradient, step in ((3.0, 1.0), (0.0, 0.0)):
         parameter = paddle.zeros([8])
         state = [paddle.zeros([8]), paddle.zeros([8]), paddle.to_tensor([0.9]), paddle.to_tensor([0.999])]

@@ -46,8 +46,8 @@ def test_weight_of_batch_yields_exponential_moving_average():
 
 
 def test_ranges_follow_largest_values_and_gradients_pass_through(parse):
-    """The input of the first convolution consists of images. Ranges are not trained parameters, and rounding has the
-    gradient 1."""
+    """The expected range of the first convolution's input is computed from the images. Ranges are not trained, and the
+    gradient of rounding is defined as 1."""
     args = parse("--qat", "--kernels", "paddle", "--cuda-graph", "false")
     main, startup = static.Program(), static.Program()
     fetchs, lr_scheduler, _, _ = program.build(args, main, startup, 3)
