@@ -66,7 +66,7 @@ class Job:
 
 
 def run(scenario, *args, **kwargs):
-    """Run the coroutine function `scenario` with Job(**kwargs) and args."""
+    """Run the coroutine function `scenario`, passing a Job(**kwargs) and *args."""
 
     async def run():
         job = Job(**kwargs)

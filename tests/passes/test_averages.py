@@ -67,7 +67,7 @@ def state(names):
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_ema_weights_match_formula(train, kernels):
     """The reference is computed in float64, starting with the initial weights. All trained parameters and running
-    statistics have averages. The decay depends on the number of training steps, not on the number of batches."""
+    statistics are averaged. The decay depends on the number of training steps, not on the number of batches."""
     step, main = train(kernels, "--accumulate-steps", "2", "--lr", "1")
     names = averages.of(main)
     trained = {p.name for p in main.all_parameters() if p.trainable}
@@ -76,7 +76,7 @@ def test_ema_weights_match_formula(train, kernels):
     assert {*all_reduces.own_statistics(main)} == statistics | {names[name] for name in statistics}
     types = [op.type for op in main.global_block().ops]
     assert types.count("lerp") == len(names)
-    # The averages are updated only after the last batch of a training step.
+    # The EMA weights are updated only after the last batch of a training step.
     assert "lerp" not in [op.type for op in accumulation.without_update(main).global_block().ops]
     expected = {name: value.astype("float64") for name, value in state(names).items()}
     for name, average in names.items():
@@ -148,7 +148,7 @@ def test_half_precision_evaluation_reads_copies_at_constant_addresses(train, par
         assert np.any(value != before[name])
 
 
-def test_float32_masters_are_averaged_and_masked(parse, gpu_lists):
+def test_ema_weights_are_computed_from_float32_masters_and_masked(parse, gpu_lists):
     """ASP masks the half-precision parameters, but not their float32 masters."""
     args = parse("--ema", "0.9", "--asp", "--prune-model", *NHWC)
     args.set("Python", amp=True, amp_dtype="float16", amp_level="O2", use_dynamic_loss_scaling=True)

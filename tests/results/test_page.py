@@ -54,7 +54,7 @@ def trained(once, run_train, tmp_path):
     """Return a folder with the files of a two-epoch run and its page. All tests use the same run."""
 
     def make(folder):
-        flags = ["--epochs", "2", "--lr", "0.01"]  # too low to classify all images correctly
+        flags = ["--epochs", "2", "--lr", "0.01"]  # too low a learning rate to classify all images correctly
         flags += ["--print-interval", "1", "--report-html", tmp_path / "page.html"]
         assert run_train(*flags)[0] == 0
         for path in tmp_path.glob("*.*"):
@@ -207,7 +207,7 @@ def write_run(tmp_path):
     return write_run
 
 
-def test_later_of_two_entries_is_used_and_start_times_are_summed(write_run):
+def test_last_entry_of_step_is_used_and_startup_times_are_summed(write_run):
     path = write_run("a", [3.0, 2.0])
     report = reading.read(path)
     assert (report.total_s, report.start_s, report.best()) == (20, 1, (0, 0.0))
@@ -302,8 +302,8 @@ def centers(svg, css):
 
 
 def test_chart_places_points_at_their_values():
-    """The y axis is logarithmic if the largest value is more than 30 times the smallest. The circle that marks a point
-    is at the point's position."""
+    """The y axis is logarithmic if the largest value is more than 30 times the smallest. The circle of a marked point
+    has the same center as the point."""
     for values, kind in (((1.0, 5.5, 10.0), {}), ((1.0, 10.0, 100.0), {}), ((0.0, 50.0, 100.0), {"from_zero": True})):
         points = list(enumerate(values, 1))
         svg = curves.chart([("a", "train", points)], mark=(*points[1], "<1>"), **kind)
@@ -326,8 +326,8 @@ def test_chart_labels_are_inside_the_chart():
 
 
 def test_outlier_does_not_flatten_chart():
-    """A single loss of 300 is above the chart, and the other losses fill its height. The chart of a smooth curve is
-    unchanged."""
+    """A single loss of 300 is drawn at the upper edge, and the other losses fill the height of the chart, as they do
+    without the outlier."""
     losses_ = [2 - i / 100 for i in range(100)]
     [smooth, with_outlier] = (
         [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", curves.chart([("a", "train", list(enumerate(line)))]))]

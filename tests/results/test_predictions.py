@@ -96,7 +96,7 @@ def test_predictions_follow_image_content_in_every_format(predict, converted, tm
             assert len(actual) == len(images)
             for key, probabilities in actual.items():
                 assert probabilities == pytest.approx(expected[key], abs=1e-6), data_format
-    # If all images had equal probabilities, the comparison could not fail.
+    # The probabilities differ between images. Otherwise, the comparison could not fail.
     assert len({tuple(p) for p in expected.values()}) == 23
 
 

@@ -55,9 +55,9 @@ def test_percentile_covers_most_values():
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_mean_error_is_that_of_the_convolution(groups):
-    """With constant images and no padding, all pixels of an output channel have the same error, which is the mean error
-    of the channel."""
+def test_mean_error_equals_error_of_quantized_layer(groups):
+    """With constant images and no padding, all pixels of an output channel have the same error, so the reference
+    computes the mean error from a single pixel."""
     random = np.random.RandomState(0)
     weight, means = random.randn(8, 4 // groups, 3, 3), random.randn(4)
     levels, scales = quantization.quantized(weight, 0, 7)

@@ -63,7 +63,7 @@ def start():
 
 
 def form(*files, boundary=BOUNDARY):
-    """Return the body of a form with (file name or None for a text field, content) pairs."""
+    """Return the body of a form with the given (file name, content) pairs. The file name of a text field is None."""
     parts = []
     for name, content in files:
         file = "" if name is None else f'; filename="{name}"'
@@ -76,7 +76,7 @@ def form(*files, boundary=BOUNDARY):
 
 
 def request(port, method="POST", path="/predict", body=None, headers=(), host="127.0.0.1"):
-    """Return (status, headers, content) of a request."""
+    """Send a request and return (status, headers, content) of the response."""
     with closing(http.client.HTTPConnection(host, port, timeout=30)) as connection:
         form = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"} if body is not None else {}
         connection.request(method, path, body, form | dict(headers), encode_chunked=not isinstance(body, bytes))
@@ -219,13 +219,13 @@ def test_other_host_names_and_other_sites_are_rejected(start):
         assert request(port, "GET", "/", headers={"Sec-Fetch-Site": site})[0] == 200
 
 
-def test_all_host_names_are_accepted_on_other_addresses():
+def test_all_host_names_are_accepted_unless_address_is_loopback():
     with web.listen("0.0.0.0", 0) as listener:
         assert web.allowed_hosts(listener, "0.0.0.0") == ["*"]
         assert not web.is_loopback(listener)
 
 
-def test_ipv6_address(start):
+def test_server_listens_on_ipv6_address(start):
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:

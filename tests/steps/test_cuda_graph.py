@@ -211,7 +211,7 @@ def test_untested_operator_is_captured_if_results_agree(run_train, tmp_path, cap
     assert "operator leaky_relu, leaky_relu_grad is untested in CUDA graphs" in capsys.readouterr().out
     assert result[0] == expected[0] and result[1] == expected[1]
     training, _ = fake.made
-    # The additional launch is the replay for the comparison of results.
+    # The comparison of results requires one additional replay.
     assert training.launches == 1 + 3 * 3 - cuda_graph.STEPS_BEFORE
 
 

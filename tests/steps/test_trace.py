@@ -15,8 +15,8 @@ BENCHMARK = ["--benchmark", "--benchmark-steps", "4", "--benchmark-warmup-steps"
 
 
 def events(path):
-    """Return how often each operator or step occurs in a trace. Paddle appends the duration to each name, and this
-    function removes it."""
+    """Count the occurrences of each operator and step in a trace. The counted names do not include the durations that
+    Paddle appends."""
     entries = json.loads(path.read_text())["traceEvents"]
     complete = [event for event in entries if event.get("ph") == "X"]
     # All operators run in one thread, because fleet.start sets FLAGS_new_executor_serial_run.

@@ -181,7 +181,7 @@ def test_close_may_be_called_twice(report):
     assert len(entries(report)) == 1
 
 
-@pytest.mark.parametrize("name", ["", "file/report.json"], ids=["a folder", "below a file"])
+@pytest.mark.parametrize("name", ["", "file/report.json"], ids=["path is a folder", "parent is a file"])
 def test_unwritable_report_is_an_error(tmp_path, name):
     (tmp_path / "file").write_text("")
     logger.setup(tmp_path / name)
