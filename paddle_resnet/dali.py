@@ -147,7 +147,7 @@ def build_dataloader(args, mode, state=None, trained=None):
 
 
 def _check_labels(args, mode, data_format, labels):
-    """Raise UsageError if a training flag requires the labels of all images, but the labels are unknown (None)."""
+    """Raise UsageError if a flag requires the labels of all training images, but the labels are unknown (None)."""
     flags = {
         "--class-weights balanced": args.class_weights == "balanced",
         "--balanced-sampling": args.balanced_sampling,

@@ -1,4 +1,4 @@
-"""Check whether images can be decoded, and find the image that caused a loader's error."""
+"""Check whether images can be decoded, and find the image that caused a loader error."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ import numpy as np
 from nvidia import nvimgcodec
 from nvidia.dali import fn, pipeline_def, types
 
-# Patterns that match DALI's source_info of a record in a RecordIO or TFRecord file, a WebDataset file, or an LMDB.
+# Patterns of the source_info that DALI reports for a record: RecordIO or TFRecord, WebDataset, LMDB.
 RECORD_PATTERNS = (r"(.+) at index (\d+)", r"(.+\.tar):(\d+):.*", r"(.+) at key (.+)")
 SEARCH_S = 40  # maximum duration of the search, so that a run stops within a minute
 # Maximum number of pixels in a decoded image; paddle_resnet/__init__.py also sets this limit for DALI's OpenCV.
@@ -120,8 +120,8 @@ def bad_image(message, data_set, image_root):
         data_set: readers.DataSet that the loader reads.
         image_root: folder of the data set.
     Returns:
-        Path or FILE@PLACE of the image, including image_root; "an image in IMAGE_ROOT" if the search found no bad
-        image; None if no image caused the error.
+        Path or FILE@PLACE of the image, including image_root; "an image in IMAGE_ROOT" if the search
+        timed out; None if no bad image was found.
     """
     unopened = re.search(r"(?:File mapping failed: |Could not open file )(.+?)(?:: [A-Z][a-z ]+)?$", message, re.M)
     if unopened:

@@ -91,7 +91,8 @@ def _reduced_index(index, shard, kind, skip):
     starts = index.images[:, 0]
     unknown = sorted(skip.difference(starts.tolist()))
     if unknown:
-        raise UsageError(f"{shard}: no record at byte {unknown[0]}; remove {os.path.basename(shard)}@{unknown[0]}")
+        entry = f"{os.path.basename(shard)}@{unknown[0]}"
+        raise UsageError(f"{shard}: no record at byte {unknown[0]}; remove {entry} from --skip-list")
     kept = ~np.isin(starts, list(skip))
     if kind == "webdataset":
         with open(index.path, encoding="utf-8") as f:
@@ -217,7 +218,7 @@ def check_index(shard, path, kind):
     """Read an index file, and compare it with its shard.
 
     All rows are checked: no record may be missing, repeated, out of order or outside the shard. In RecordIO files and
-    tar shards, the headers of some evenly spread records are also compared with their rows.
+    tar shards, the headers of some evenly spaced records are also compared with the index.
 
     Args:
         shard: path of the record file.
@@ -236,7 +237,7 @@ def check_index(shard, path, kind):
         if isinstance(e, UsageError):
             raise
         raise UsageError(
-            f"{path}: the index does not match {shard}; remove it and run `python -m paddle_resnet.dataset index`"
+            f"{path}: does not match {shard}; remove this index and run `python -m paddle_resnet.dataset index`"
         ) from e
     return Index(path, images, labels)
 
@@ -289,7 +290,7 @@ def _webdataset_rows(data, f, shard_size):
             extensions = b" and ".join(row[::width]).decode(errors="replace")
             raise UsageError(
                 f"{f.name}: the sample at byte {row[1].decode()} contains {extensions} instead of an image "
-                f"({', '.join(IMAGE_EXTENSIONS)}) and a .cls; write the shard again without this sample"
+                f"({', '.join(IMAGE_EXTENSIONS)}) and a .cls file; write the shard again without this sample"
             )
         of_parts.append(places[of_part[first]])
     return of_parts
@@ -359,5 +360,5 @@ def _numbers(texts, limit):
 
 
 def _spread(count, at_most):
-    """Return up to `at_most` evenly spread indices from 0 to `count` - 1, including 0 and `count` - 1."""
+    """Return up to `at_most` evenly spaced indices from 0 to `count` - 1, including 0 and `count` - 1."""
     return np.unique(np.linspace(0, count - 1, min(count, at_most)).astype(int)).tolist()

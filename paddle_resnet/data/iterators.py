@@ -1,6 +1,6 @@
 """Iterators that provide batches to Paddle. One pass over an iterator is one epoch.
 
-Every iterator yields `[{"data": images, "label": labels}]`, Paddle tensors that the Executor accepts as a feed:
+Every iterator yields `[{"data": images, "label": labels}]`, with Paddle tensors that the Executor accepts as inputs:
 images [N, C, H, W] or [N, H, W, C] in float32 or float16, labels [N, 1] in int64. After an epoch, `reset()` starts the
 next epoch. After `write_into({name: tensor})`, ShardIterator copies each full batch into the tensors; the other classes
 ignore the call. adapted() wraps any other iterable in this interface.
@@ -44,7 +44,8 @@ class _Steps:
 
 
 class ShardIterator(_Steps, DALIGenericIterator):
-    """DALI's Paddle iterator for GPU and CPU pipelines, but without padding at the end of an epoch.
+    """A version of DALI's Paddle iterator that also supports CPU pipelines and removes the padding at the end of an
+    epoch.
 
     In each epoch, every process reads ceil(ceil(size / num_shards) / batch) batches, including padding, so that all
     processes begin the next epoch together. The iterator yields the first `images` images and discards the rest.
@@ -231,7 +232,7 @@ class Adapter:
             in_use.append({name: self._tensor(name, batch[0][name]) for name in self._inputs})
             yield [in_use[-1]]
         if not in_use:
-            raise UsageError("run: the loader yielded no batches; pass an iterable that restarts for each epoch")
+            raise UsageError("run: the loader yielded no batches; pass an iterable that can be iterated repeatedly")
 
     def write_into(self, targets):
         """Do nothing, because the wrapped loader allocates its batches."""

@@ -80,7 +80,7 @@ class Image:
 
 
 def check_root(image_root, content="train/ and val/", flag="--image-root"):
-    """Raise UsageError if --image-root is not a folder or if its path is not valid UTF-8, as DALI requires."""
+    """Raise UsageError if --image-root is not a folder, or if its path is not valid UTF-8, which DALI requires."""
     if not os.path.isdir(image_root):
         raise UsageError(f"{flag} {image_root}: not a folder; use the folder that contains {content}")
     if not _is_utf8(os.path.abspath(image_root)):
@@ -88,15 +88,15 @@ def check_root(image_root, content="train/ and val/", flag="--image-root"):
 
 
 def check_split(flag, image_root, mode):
-    """Raise UsageError if the data set of a flag such as --verify does not contain a split. Commands that need the data
-    set only at their end call this function at their start."""
+    """Raise UsageError if the data set of a flag such as --verify does not contain a split. Commands that read the
+    data set late call this function at startup, so that they fail early."""
     check_root(image_root, f"{mode.value}/", flag)
     if not _has_split(image_root, mode):
         raise UsageError(f"{flag} {image_root}: has no {mode.value}/; use the folder of a data set with this split")
 
 
 def _is_utf8(path):
-    """Return whether a path is valid UTF-8, as DALI requires."""
+    """Return whether a path is valid UTF-8, which DALI requires."""
     return os.fsencode(path) == str(path).encode(errors="replace")
 
 
@@ -194,8 +194,8 @@ def _split_command(source, image_root):
 
 
 def _similar(image_root, mode, data_format="folder"):
-    """Return the name of a folder or file list that may be the split under a similar name, or None if there is no such
-    name."""
+    """Return the name of a folder or file list that probably contains the split under a different name, such as
+    training/ instead of train/, or None."""
     ending = {"folder": "/", "filelist": ".txt"}.get(data_format)
     if ending is None or not os.path.isdir(image_root):
         return None
@@ -357,7 +357,7 @@ def warn_of_ignored(folder, ignored):
     _log_once(
         printable(
             f"{folder}: {entries(len(ignored))} ignored: {_some(parts, 10)}; images must be in a class "
-            f"folder and end in {', '.join(IMAGE_SUFFIXES)}"
+            f"folder and have a name that ends in {', '.join(IMAGE_SUFFIXES)}"
         ),
         logger.warn,
     )
@@ -556,7 +556,7 @@ def class_folders(path):
 
 
 def is_system_name(name):
-    """Return whether a folder is hidden or one of SYSTEM_FOLDERS."""
+    """Return whether a name is that of a hidden folder or one of SYSTEM_FOLDERS."""
     return name.startswith(".") or name in SYSTEM_FOLDERS
 
 
@@ -642,7 +642,8 @@ def shards(image_root, mode, data_format):
     paths = find_shards(image_root, data_format, mode)
     if not paths:
         example = EXAMPLE_NAMES[data_format].format(mode.value)
-        raise UsageError(f"--image-root {image_root}: has no {example}; use the folder of the {data_format} files")
+        remedy = f"use the folder that contains the {data_format} files"
+        raise UsageError(f"--image-root {image_root}: has no {example}; {remedy}")
     if data_format == "tfrecord":
         pattern = SHARD_NAMES[data_format][mode]
         total = max(int(pattern.fullmatch(os.path.basename(shard))["total"]) for shard in paths)
@@ -696,7 +697,7 @@ def check_count(image_root, mode, data_format, count, what="images"):
     if count != wanted:
         raise UsageError(
             f"--image-root {image_root}: has {count} {mode.value} {what}, but {wanted} according to {MANIFEST}; copy "
-            "the folder or convert the data set again"
+            "the folder again, or convert the data set again"
         )
 
 
@@ -753,12 +754,12 @@ def report_names(image_root, data_format, classes):
     if names is not None and len(names) != len(classes):
         raise UsageError(
             f"{os.path.join(image_root, 'classes.txt')}: has {len(names)} lines for {len(classes)} classes; write one "
-            "name per class, in the order of the labels, or remove it"
+            "name per class, in label order, or remove the file"
         )
     if names is not None and names != list(classes) and sorted(names) == sorted(classes):
         raise UsageError(
             f"{os.path.join(image_root, 'classes.txt')}: has the names of the class folders in a different order; "
-            "write them in the order of the labels, or remove it"
+            "write them in label order, or remove the file"
         )
     return classes if names is None else names
 
@@ -785,7 +786,7 @@ def check_labels(path, labels, num_of_class, classes):
 
 
 def is_class(label, limit=None):
-    """Return whether a number, possibly NaN, is a nonnegative integer below `limit`, or without a limit, below
+    """Return whether a number, possibly NaN, is a nonnegative integer below `limit`, or, without a limit, below
     2**31."""
     return 0 <= label < (limit or 2**31) and label == int(label)
 

@@ -8,7 +8,7 @@ LMDB reader, which always uses mmap.
 
 Order of the images: class folders and file lists are fully shuffled before each epoch. Record files are read in stored
 order through a buffer of SHUFFLE_BUFFER images, from which the next image is drawn at random. In addition, TFRecord and
-WebDataset shards are read in a new random order in each epoch, which is the same for all processes.
+WebDataset shards are read in a different random order in each epoch. All processes use the same order.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from utils.mode import Mode
 # Number of images in the shuffle buffer of each process, about 450 MB for ImageNet. A small buffer suffices, because
 # `dataset convert` writes images in random order.
 SHUFFLE_BUFFER = 4096
-# Number of labels checked before step 1, evenly spread over the split.
+# Number of labels to check before step 1, evenly spaced over the split.
 CHECKED_LABELS = 256
 
 
@@ -119,7 +119,7 @@ def _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outsid
         files, labels, classes = listing.list_filelist(image_root, mode, num_of_class, allow_outside, trained)
     if not files:
         suffixes = ", ".join(records.IMAGE_SUFFIXES)
-        raise UsageError(f"--image-root {image_root}: {mode.value}/ contains no images ({suffixes}); add some")
+        raise UsageError(f"--image-root {image_root}: {mode.value}/ contains no images ({suffixes}); add images")
     if classes is None:
         classes = listing.numbers(None if num_of_class is None else max(labels) + 1)
     listing.check_classes(image_root, mode, data_format, labels, classes, allow_empty)
@@ -286,7 +286,7 @@ def lmdb(image_root, mode, num_of_class, seed, skip, trained=None):
     [path] = listing.shards(image_root, mode, "lmdb")
     if _skipped(skip, path):
         raise UsageError(
-            f"{path}: the LMDB reader cannot skip records in --skip-list; convert the source again with `python -m "
+            f"{path}: LMDBs do not support --skip-list; convert the original data set again with `python -m "
             "paddle_resnet.dataset convert --skip-list`"
         )
     classes = listing.class_names(image_root, num_of_class, trained)

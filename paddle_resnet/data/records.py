@@ -238,7 +238,7 @@ def lmdb_keys(folder):
 
 
 def lmdb_labels(folder, count):
-    """Return the number of records in a Caffe LMDB, and the labels of about `count` evenly spread records.
+    """Return the number of records in a Caffe LMDB, and the labels of about `count` evenly spaced records.
 
     Raises:
         UsageError: the folder is not an LMDB, or a record is not an encoded image with a label.

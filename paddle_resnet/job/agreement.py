@@ -47,7 +47,7 @@ def check_work(kernels, train_loader, eval_loader, program):
         program: training program, or evaluation program if the run does not train.
     """
     # The kernels of the ranks differ if only some machines have a compiler.
-    facts = {"--kernels (auto depends on the machine, paddle runs on all)": kernels}
+    facts = {"--kernels (auto depends on the machine, paddle runs on every machine)": kernels}
     if train_loader is not None:
         facts["number of steps per epoch"] = len(train_loader)
     for name, loader in (("training", train_loader), ("validation", eval_loader)):

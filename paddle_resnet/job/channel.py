@@ -83,7 +83,7 @@ async def connect(host, port, key, rank):
     Returns:
         reader, writer.
     Raises:
-        OSError: the coordinator does not answer or has not proved that it belongs to the job.
+        OSError: the coordinator does not answer, or does not prove that it belongs to the job.
     """
     deadline = time.monotonic() + CONNECT_S
     while True:

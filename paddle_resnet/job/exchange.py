@@ -156,7 +156,7 @@ def _wait_for_all():
     all_gather([0])
     key = _next_exchange()
     if processes.rank() != 0:
-        watchdog.stop()  # this rank must leave before rank 0 exits
+        watchdog.stop()  # this rank must leave the job before rank 0 exits
         _store().set(f"{key}/{processes.rank()}", "00")
     else:
         for r in range(1, processes.world_size()):

@@ -60,7 +60,7 @@ def start(args):
     # one thread. On a CPU, several executor threads were not faster and occasionally crashed.
     is_serial = args.device == "cpu" or args.profile_steps is not None or args.cuda_graph
     paddle.set_flags({"FLAGS_new_executor_serial_run": is_serial})
-    set_log_level("ERROR")  # set before the strategy is created, which Fleet logs
+    set_log_level("ERROR")  # Fleet would log each strategy that is created
     strategy = fleet.DistributedStrategy()
     # On a CPU with NCHW, all-reduces are not fused, because oneDNN writes gradients to its own memory instead of the
     # buffer of a fused all-reduce.

@@ -32,7 +32,7 @@ POLL_S = 0.05
 # Signals that end a process or that job schedulers send. Monitors may also receive these signals, and must survive
 # them.
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_GONE = "its process was killed (out of memory?) or crashed{} without an error message; see its own log"
+_GONE = "its process was killed (out of memory?) or crashed{} without an error message; see the log of that rank"
 
 
 def start(rank, world_size, timeout_s, master, process, position, listener=None):

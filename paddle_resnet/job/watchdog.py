@@ -52,9 +52,9 @@ def start(rank, world_size, timeout_s, master, gather, from_rank_0):
         timeout_s: seconds without progress after which the job ends.
         master: PADDLE_MASTER, "host:port" on rank 0's machine.
         gather, from_rank_0: functions of exchange.py. Both functions may wait indefinitely for other ranks, because the
-        monitor is already running.
+            monitor is already running.
     Raises:
-        UsageError: `master` is not an address of the machine of rank 0.
+        UsageError: `master` is not an address of rank 0's machine.
     """
     global _monitor
     stop()

@@ -81,7 +81,7 @@ def test_damaged_index_is_rejected(copy, data_format, damage):
     rows = path.read_text().splitlines()
     head = [] if data_format != "webdataset" else [f"v1.1 {len(ROWS[damage](rows[1:]))}"]
     path.write_text("\n".join([*head, *ROWS[damage](rows[len(head) :])]) + "\n")
-    with pytest.raises(UsageError, match="the index does not match .*; remove it and run"):
+    with pytest.raises(UsageError, match="does not match .*; remove this index and run"):
         open_split(root)
 
 

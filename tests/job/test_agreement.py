@@ -49,7 +49,9 @@ def test_kernels_missing_on_one_machine_raise_with_remedy(facts):
 
     main = static.Program()
     all_ranks = [facts(agreement.check_work, kernels, None, None, main) for kernels in ("native", "paddle")]
-    with pytest.raises(UsageError, match="paddle runs on all. is native on rank 0 and paddle on rank 1; start"):
+    with pytest.raises(
+        UsageError, match="paddle runs on every machine. is native on rank 0 and paddle on rank 1; start"
+    ):
         agreement._check_equal(all_ranks)
 
 
