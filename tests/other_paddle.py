@@ -96,7 +96,7 @@ def write(folder):
 
 def check(folder, rtol):
     """Compare four results: the losses of training from the same seed, the loaded parameters, the losses of training
-    from them, and the probabilities.
+    that starts with these parameters, and the probabilities.
 
     Args:
         folder: folder that `write` has filled.

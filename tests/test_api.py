@@ -128,7 +128,7 @@ IMAGES, LABELS = np.zeros((8, 3, 32, 32), "float32"), np.zeros((8, 1), "int64")
             r"yielded data as float32 \['N', 3, 9, 32\], but the program expects",
         ),
     ],
-    ids=["no batch", "no list", "no label", "one dimension", "int32", "different size"],
+    ids=["no batch", "not a list", "no label", "one dimension", "int32", "different size"],
 )
 def test_incompatible_batches_raise_errors(batches, message):
     main = static.Program()
@@ -139,7 +139,8 @@ def test_incompatible_batches_raise_errors(batches, message):
 
 
 def test_adapter_keeps_batches_until_gpu_has_read_them():
-    """The loader may reuse memory without references, and the GPU may be up to two steps behind the host."""
+    """The loader may reuse the memory of a batch that is no longer referenced, but the GPU may be up to two steps
+    behind the host."""
 
     class Counted(np.ndarray):
         alive = 0

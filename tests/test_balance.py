@@ -38,7 +38,8 @@ def imbalanced(tmp_path_factory):
 
 
 def test_balanced_weights_are_those_of_scikit_learn():
-    """The formula of sklearn.utils.class_weight.compute_class_weight is n / (number of nonempty classes * n_c)."""
+    """According to sklearn.utils.class_weight.compute_class_weight, the weight of a class is the number of all images
+    divided by (number of nonempty classes * images of the class)."""
     labels = np.repeat([0, 1, 3], IMAGES)
     weights = loss_head.balanced_weights(np.bincount(labels, minlength=5))
     np.testing.assert_allclose(weights, [24 / (3 * 20), 24 / (3 * 3), 0, 24 / (3 * 1), 0])
@@ -82,7 +83,7 @@ def test_weighted_loss_matches_numpy(name, smoothing, is_mixed):
     np.testing.assert_allclose(each[:, 0], -(mixed * log_softmax).sum(1), rtol=1e-5)  # evaluation uses no class weights
 
 
-def test_built_program_weighs_mixed_images_by_both_labels(parse, monkeypatch):
+def test_built_program_weights_mixed_images_by_both_labels(parse, monkeypatch):
     made = []
     for name in ("weigh_images", "balanced_weights"):
         function = getattr(loss_head, name)

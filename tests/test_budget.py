@@ -61,7 +61,7 @@ def settings(**values):
     ("values", "expected"),
     [
         ({}, 10 * (20 * 0.5 + 4 + 1)),
-        ({"eval_interval": 4, "save_interval": 3}, 10 * 20 * 0.5 + 3 * 4 + 4 * 1),  # the last epoch counts, too
+        ({"eval_interval": 4, "save_interval": 3}, 10 * 20 * 0.5 + 3 * 4 + 4 * 1),  # including the last epoch
         ({"save_interval_steps": 3, "accumulate_steps": 2}, 10 * (20 * 0.5 + 4 + 1 + 3 * 1)),
     ],
 )
@@ -85,7 +85,7 @@ def test_huge_number_of_epochs_is_chosen_quickly_and_is_a_valid_value():
     assert time.monotonic() - start < 1
 
 
-def test_time_of_rare_evaluations_counts():
+def test_budget_includes_time_of_rare_evaluations():
     chosen = budget.epochs_within(settings(eval_interval=10), 200, 20, TIMES)
     assert budget.duration_s(settings(eval_interval=10), chosen, 20, TIMES) == pytest.approx(200, abs=8)
 
@@ -129,7 +129,7 @@ def test_run_is_identical_to_run_with_chosen_epochs(run, tmp_path, chooses_two):
     assert not list(tmp_path.rglob(".budget*"))  # the measured checkpoint is deleted
 
 
-def test_measurement_takes_about_the_given_seconds(monkeypatch):
+def test_measurement_takes_about_the_requested_time(monkeypatch):
     """A batch takes 0.01 s, and a step has 4 batches."""
     measured = []
 

@@ -313,7 +313,7 @@ def test_evaluation_yields_each_image_once(parse, numbered, shard, world_size, b
         assert len(loader) == len(epoch(loader)[1])
 
 
-def test_synthetic_batches_are_constant_and_as_many_as_for_imagenet(parse):
+def test_synthetic_batches_are_constant_and_epoch_has_size_of_imagenet(parse):
     args = parse("--data-format", "synthetic", "--batch-size", "64")
     loader = dali.build_dataloader(args, Mode.TRAIN)
     assert len(loader) == 1281167 // 64
@@ -382,7 +382,8 @@ LARGE_BATCHES = [
 @pytest.mark.parametrize(("scope", "damage"), LARGE_BATCHES)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_undecodable_image_in_large_batch_stops_the_run(train_process, tmp_path, damage, scope, device):
-    """The run uses a separate process, because DALI's decoders have crashed on large batches of damaged images."""
+    """The run takes place in a separate process, because DALI's decoders have crashed on large batches of damaged
+    images."""
     for i in range(64):
         folder = tmp_path / f"{'train' if scope == 'train_only' else 'val'}/class{i % 2}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -540,7 +541,7 @@ def test_loader_with_augmentation_resumes_with_next_batch(parse, photos, flags):
     ids=["crop", "trivial", "jitter", "hue", "lighting", "erasing"],
 )
 def test_ranks_draw_different_random_numbers(parse, copies, shard, flags):
-    """For all except crops, the images are uniform, so that crops and flips have no effect."""
+    """Except in the test of crops, the images are uniform, so that crops and flips have no effect."""
     root = copies(np.full((40, 40, 3), (90, 100, 110)) if flags else random_image(40), 16)
     images = []
     for rank in (0, 1):
@@ -609,7 +610,7 @@ def augmented():
 def test_trivial_augment_draws_operation_magnitude_and_sign_independently(without_flips, augmented):
     pixels = random_image(32, 20, 230)
     suite = trivial_augment.get_trivial_augment_wide_suite()
-    outcomes = {}  # images that several draws produce belong to the first draw
+    outcomes = {}  # an image that several draws produce is assigned to the first of them
     for (_, *draw), image in augmented(suite, [np.uint8(pixels)], range(31)).items():
         outcomes.setdefault(image.tobytes(), draw)
     outcomes[np.uint8(pixels).tobytes()] = ["identity", 0, 0]
@@ -625,7 +626,7 @@ def test_trivial_augment_draws_operation_magnitude_and_sign_independently(withou
         assert set(signs) == ({0, 1} if operation.randomly_negate else {0})
 
 
-def test_rand_augment_applies_two_operations_of_the_magnitude(without_flips, augmented):
+def test_rand_augment_applies_two_operations_with_the_requested_magnitude(without_flips, augmented):
     pixels = random_image(32, 20, 230)
     suite = rand_augment.get_rand_augment_suite(use_shape=True)
     once = augmented(suite, [np.uint8(pixels)], [20])

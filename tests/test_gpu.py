@@ -137,11 +137,12 @@ def test_loader_decoding_on_cpu_and_gpu_resumes_with_next_batch(parse, photos, c
 @pytest.mark.parametrize(
     ("damage", "fraction"),
     [
-        pytest.param(lambda data: data[:300], 0, id="header"),
+        pytest.param(lambda data: data[:300], 0, id="truncated header"),
         pytest.param(lambda data: b"no image", 0, id="garbage"),
-        pytest.param(lambda data: b"no image", 0.5, id="garbage, both decode"),
-        # The GPU decoder fills in missing pixels, but in one of the epochs, the CPU decodes the damaged image.
-        pytest.param(lambda data: data[: len(data) // 2], 0.8, id="half, both decode"),
+        pytest.param(lambda data: b"no image", 0.5, id="garbage, CPU and GPU decode"),
+        # The GPU decoder fills in missing pixels. The error occurs in an epoch in which the CPU decodes the damaged
+        # image.
+        pytest.param(lambda data: data[: len(data) // 2], 0.8, id="truncated image, CPU and GPU decode"),
     ],
 )
 def test_undecodable_image_stops_the_run_with_its_path(run_train, photos, tmp_path, capsys, damage, fraction):
@@ -496,8 +497,8 @@ def test_graph_replay_writes_only_to_allocated_memory(run_train, monkeypatch):
 
 
 def test_processes_with_captured_steps_exit_cleanly(photos, tmp_path):
-    """At exit, graphs are freed before variables, so no variable may use memory that a graph owns. When variables did,
-    three of five processes crashed at exit."""
+    """At exit, graphs are freed before variables, so no variable may use memory that a graph owns. In an earlier
+    version, variables used such memory, and three of five processes crashed at exit."""
     flags = [*TINY, *O2, "--image-root", photos, "--batch-size", "5", "--epochs", "2", "--kernels", "native"]
     flags += ["--stages", "4"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
@@ -663,7 +664,7 @@ def two_gpus(photos, tmp_path):
     ids=["raises", "killed", "hangs"],
 )
 def test_failed_rank_stops_job_on_two_gpus(two_gpus, fault, message):
-    """Rank 0 waits for NCCL in a CUDA graph and would wait forever."""
+    """Without the monitor, rank 0 would wait forever for NCCL in a CUDA graph."""
     logs = two_gpus("--epochs", "3", "--comm-timeout-s", "20", *O2, fault=fault)
     assert_one_error(logs[0], [message])
 

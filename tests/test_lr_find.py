@@ -113,7 +113,7 @@ def test_losses_are_those_of_training_with_same_rates(find, run_train, monkeypat
     assert trained == curve.loss[: len(trained)] and len(trained) == epochs * 3 // count
 
 
-def test_files_precede_run_and_suggestion_is_printed(find, run_train, tmp_path, capsys):
+def test_files_are_written_before_any_run_and_suggestion_is_printed(find, run_train, tmp_path, capsys):
     code, curve = find("--to-lr", 1, "--print-interval", 5)
     assert code == 0
     folder = tmp_path / "search/Tiny"
@@ -152,7 +152,7 @@ def test_non_finite_loss_ends_search(find, monkeypatch, capsys):
     )
 
 
-def test_loss_without_fall_has_no_suggestion(find, capsys):
+def test_curve_that_does_not_fall_has_no_suggestion(find, capsys):
     code, curve = find("--to-lr", 1e-8, "--from-lr", 1e-9)
     assert code == 1 and curve.steepest is None and len(curve.loss) == STEPS
     assert (
@@ -214,12 +214,12 @@ def test_steps_are_captured_on_gpu(find, capsys, precision):
     assert ", CUDA graph, " in capsys.readouterr().out
     _, plain = find(*flags, "--cuda-graph", "false", folder="plain")
     assert ", CUDA graph, " not in capsys.readouterr().out
-    # Some float32 kernels of cuDNN sum in a varying order.
+    # Some of cuDNN's float32 kernels sum in a different order in each run.
     assert captured.loss == (plain.loss if precision else pytest.approx(plain.loss, rel=1e-3))
     assert len(captured.loss) > STEPS // 2
 
 
-def test_first_stage_is_searched_beyond_its_end():
+def test_search_continues_first_stage_beyond_its_end():
     timeline = durations.Timeline(1, (durations.Part(0, 3, 2.0), durations.Part(1, 5, 1.0)))
     schedule = schedules.Schedule(lambda step: 1.0, timeline)
     settings = SimpleNamespace(accumulate_steps=1, copy=lambda **values: values)

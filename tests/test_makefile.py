@@ -103,7 +103,7 @@ def test_paddle_installed_by_user_is_kept(make, tmp_path):
     assert (tmp_path / ".venv/bin/packages").read_text() == "paddlepaddle-gpu==3.3.1\n"
 
 
-def test_chosen_paddle_is_kept_by_later_makes(make):
+def test_chosen_paddle_is_kept_by_later_make_commands(make):
     chosen = "paddlepaddle-gpu==3.3.1 -i https://index.example/cu126/"
     assert make("venv", f"PADDLE={chosen}")[0] == ["requirements", f"install {chosen}"]
     assert make("venv")[0] == []

@@ -135,8 +135,8 @@ def test_mobilenet_logits_and_gradients_match_paddle_vision(float64, layout, arc
 
 
 def test_resnet50_parameter_names_match_nvidia_example():
-    """Checkpoints are loaded by parameter name. The parameters belong to 53 convolutions with BN, where projections
-    follow the branch, and to the classifier."""
+    """Checkpoints are loaded by parameter name. The network has a classifier and 53 convolutions with BN. A projection
+    comes after the branch of its block."""
     program, _, _ = describe(MODELS["ResNet50"], (3, 64, 64))
     names = [p.name for p in program.all_parameters()]
     expected = []

@@ -321,7 +321,7 @@ def test_damaged_export_exits_with_code_2_and_an_error(checkpoint, model_of, val
 
 
 def test_files_of_an_export_are_read_only_once(checkpoint, model_of, val_images, monkeypatch):
-    """A file that changes after the check of its sha256 would cause a crash of Paddle."""
+    """Paddle would crash if it read a file that changed after the check of its sha256."""
     folder, open_regular = model_of("export", checkpoint), folders.open_regular
 
     def open_and_remove(path):

@@ -57,7 +57,7 @@ def test_log_contains_install_command_if_weights_are_missing(capsys):
     assert choose(294, weights={}, has_gpu=True).model_arch_name == "ResNet50"
 
 
-def test_precision_on_a_gpu():
+def test_precision_is_chosen_on_a_gpu():
     s = choose(2934, has_gpu=True, cores=16)
     assert (s.amp_level, s.use_dynamic_loss_scaling, s.scale_loss, s.dali_num_threads) == ("O2", True, 128, 14)
     s = choose(2934, "--amp", "false", has_gpu=True)

@@ -273,7 +273,7 @@ def test_start_line_lists_operators_learning_rate_and_steps(parse, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        # The suggested number of threads is that of the cores per process (8 of 16) minus two.
+        # The suggested number of threads is the number of cores per process (8 of 16) minus two.
         ({"dali_num_threads": 2}, "--dali-num-threads 6"),
         ({"dali_device": "cpu"}, "--dali-device gpu"),
         ({"hw_decoder_load": 0.5}, "--hw-decoder-load 0.9"),

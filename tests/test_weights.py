@@ -238,7 +238,7 @@ def test_imagenet_classes_have_names_and_wordnet_ids():
 
 
 @pytest.mark.parametrize("published_model", [*published.PACKAGED.values(), *published.HASHED.values()])
-def test_published_models_name_networks_and_flags(published_model):
+def test_published_models_have_valid_networks_and_flags(published_model):
     assert published_model.arch in models.MODELS
     settings = conversion._settings(published_model.arch, 1000, published_model.preprocessing)
     assert settings.resize_short > settings.crop_size == settings.image_shape[1]

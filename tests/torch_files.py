@@ -28,7 +28,7 @@ class Stored:
 
 
 def opcodes(value):
-    """Return the opcodes with which PyTorch's pickles push an object."""
+    """Return the opcodes that PyTorch's pickles use to push an object onto the stack."""
     match value:
         case None | True | False:
             return {None: b"N", True: b"\x88", False: b"\x89"}[value]
