@@ -375,11 +375,13 @@ def test_outputs_of_training_do_not_replace_curve(run_train, tmp_path, capsys):
 def test_damaged_curve_is_omitted_with_warning(tmp_path, capsys, changes):
     path = tmp_path / lr_curve.DATA
     curve_file(path, **changes)
-    with pytest.raises(UsageError, match="lr_find.json: not a curve of lr_find; delete it, or run lr_find again"):
+    with pytest.raises(
+        UsageError, match="lr_find.json: not a curve written by lr_find; delete it, or run lr_find again"
+    ):
         lr_curve.read(path)
     run = SimpleNamespace(folders=lambda: [tmp_path])
     assert page._lr_curve(run) == ([], None)
-    assert "warning: --report-html: the page omits the curve of lr_find: " in capsys.readouterr().err
+    assert "warning: --report-html: the page omits the lr_find curve: " in capsys.readouterr().err
     path.write_text("[")
     assert page._lr_curve(run) == ([], None)
     path.unlink()

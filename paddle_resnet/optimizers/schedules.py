@@ -48,7 +48,7 @@ def cosine(span, step):
 
 
 def piecewise(span, begins, factor, step):
-    """Begin at the peak, and multiply the rate by --lr-decay-factor at each of --lr-decay-epochs."""
+    """Begin at the peak, and multiply the rate by --lr-decay-factor at each epoch in --lr-decay-epochs."""
     return span.peak * factor ** sum(span.first_step + step >= span.steps_of(begin) for begin in begins)
 
 
@@ -59,8 +59,8 @@ def polynomial(span, power, step):
 
 
 def one_cycle(span, rise, step):
-    """Rise to the peak on a cosine until the fraction of completed steps reaches --lr-rise, then fall to --min-lr on a
-    cosine. The method is from Smith and Topin, arXiv:1708.07120; the cosines are from fastai."""
+    """Rise to the peak along a cosine until the fraction of completed steps reaches --lr-rise, then fall to --min-lr
+    along a cosine: Smith and Topin, arXiv:1708.07120, with fastai's cosines instead of lines."""
     rise = round(rise * span.steps)
     if step >= rise:
         return span.fall(step, begin=rise)
@@ -69,8 +69,8 @@ def one_cycle(span, rise, step):
 
 
 def flat_cosine(span, flat, step):
-    """Stay at the peak until the fraction of completed steps reaches --lr-flat, then fall to --min-lr on a cosine, like
-    fastai's fit_flat_cos."""
+    """Stay at the peak until the fraction of completed steps reaches --lr-flat, then fall to --min-lr along a cosine,
+    like fastai's fit_flat_cos."""
     return span.fall(max(step, flat := round(flat * span.steps)), begin=flat)
 
 
@@ -85,12 +85,12 @@ SCHEDULES = {  # {name: (function, flags whose values are the arguments between 
 
 class Schedule(paddle.optimizer.lr.LRScheduler):
     """A linear warm-up followed by a schedule, advanced once per step. The learning rate depends only on the step, and
-    includes the factor of the step's stage.
+    includes the factor from the step's stage (--sizes).
 
     Args:
         rate: function that returns the learning rate, given the number of steps since the warm-up.
         timeline: durations.Timeline.
-        warmup_steps: number of steps of the warm-up, which ends at the learning rate rate(0).
+        warmup_steps: number of warm-up steps; the warm-up ends at the learning rate rate(0).
         warmup_start: learning rate of step 0 if warmup_steps is positive.
 
     Attributes:
@@ -147,7 +147,7 @@ def build_lr_scheduler(args, timeline):
     total, warmup_steps = durations.total_steps(args, timeline), steps_of(args.warmup_epochs)
     if warmup_steps > total:
         logger.warn(
-            f"--warmup-epochs {args.warmup_epochs}: longer than the run, which consists only of warm-up; reduce it"
+            f"--warmup-epochs {args.warmup_epochs}: longer than the run, so the whole run is warm-up; use a lower value"
         )
         warmup_steps = total
     # A run that consists only of warm-up never uses the span, but a span must have at least one step.

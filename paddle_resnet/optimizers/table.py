@@ -1,5 +1,6 @@
 """Table of the optimizers for --optimizer. An entry contains a function that builds Paddle's optimizer, the custom
-operator that updates the parameters, and the properties from which flags, warnings and --choose-recipe follow.
+operator that updates the parameters, and the properties that determine flags, warnings and the choices of
+--choose-recipe.
 
 To add an optimizer, add an entry to OPTIMIZERS, its rule to native/optimizers.h, and a test of its formula to
 tests/native/test_native.py. Importing this module does not import Paddle, because the flags are declared from it.
@@ -19,9 +20,9 @@ class Rule:
             learning rate (Schedule), --weight-decay, the set of names of parameters with weight decay, and the values
             of `flags`.
         flags: settings that only some optimizers use.
-        is_adaptive: whether the size of a step hardly depends on the size of the gradients. Weight decay then does not
-            apply to biases, learning rates are low, and --choose-recipe scales them with the square root of the number
-            of images per step, not with the number itself.
+        is_adaptive: whether the step size is nearly independent of the gradient norm. If so, weight decay does not
+            apply to biases, and --choose-recipe scales the learning rate with the square root of the number of images
+            per step instead of linearly.
         rates: learning rates that --choose-recipe uses for 64 images per step: (fine-tuning, from scratch).
         op: type of Paddle's operator that updates a parameter.
         native: name of the rule in native/optimizers.h. The custom operator native_NAME updates all parameters.
@@ -110,7 +111,7 @@ OPTIMIZERS = {
 
 
 def rule_of(op):
-    """Return the optimizer to which one of Paddle's operators belongs, or None."""
+    """Return the Rule that one of Paddle's update operators implements, or None."""
     native = "radam" if op.type == "adamw" and op.attr("use_global_beta_pow") else op.type
     return next((rule for rule in OPTIMIZERS.values() if rule.native == native), None)
 

@@ -22,7 +22,7 @@ OpRole = paddle.base.core.op_proto_and_checker_maker.OpRole
 
 def add_sums(main_prog, startup_prog, accumulate_steps):
     """Change a training program in place, so that it adds the sums to its gradients and resets the sums. The resulting
-    gradients are means over `accumulate_steps` batches. They are rounded to their type, and are then all-reduced."""
+    gradients are means over `accumulate_steps` batches. They are rounded to their data type before the all-reduce."""
     if accumulate_steps == 1:
         return
     block = main_prog.global_block()

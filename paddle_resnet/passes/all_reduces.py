@@ -28,10 +28,10 @@ def adapt_communication(main_prog, startup_prog, device):
 def _order_fused_all_reduces(block):
     """Make every fused all-reduce depend on all gradients in its buffer.
 
-    A fused all-reduce refers to the buffer and not to the names of the gradients, so the program does not express that
-    the all-reduce depends on the operators that compute the gradients. The Executor infers these dependencies, but
-    misses the dependencies on BN gradients if BN and ReLU are fused under AMP. Without the added dependencies, BN
-    gradients would differ between the processes, and the parameters would diverge.
+    A fused all-reduce reads only the buffer, so the program does not express that the all-reduce depends on the
+    operators that compute the gradients. The Executor infers these dependencies, but misses the dependencies on BN
+    gradients if BN and ReLU are fused under AMP. Without the added dependencies, BN gradients would differ between the
+    processes, and the parameters would diverge.
     """
     gradients = {op.output("FusedOutput")[0]: op.output("Output") for op in block.ops if op.type == "coalesce_tensor"}
     for i in reversed(range(len(block.ops))):

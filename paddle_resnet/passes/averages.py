@@ -3,8 +3,8 @@
 A training program contains an EMA variable for each parameter that its optimizer updates and for each BN running
 statistic. EMA variables are persistable, have the type float32 and keep their addresses, so captured steps and
 evaluation programs can use them. With custom kernels, the operator native_ema updates all EMA variables after the
-optimizer step. native_ema is separate from the update operator, because averages must follow the values that ASP has
-masked after the update, and include BN statistics. It takes 0.3 % of a step of ResNet-50 on an H100
+optimizer step. native_ema is separate from the update operator, because it runs after ASP has masked the updated
+weights, and also averages BN statistics. native_ema takes 0.3 % of a ResNet-50 step on an H100
 (benchmarks/log/networks_h100_2026-11-25.md).
 """
 
@@ -76,7 +76,7 @@ def evaluate(train_prog, eval_prog, exe):
     """Rewrite an evaluation program in place to use the EMA weights of a training program. Call evaluate() after
     cast_evaluation_program.
 
-    If the weights are float32, the evaluation program reads the EMA variables directly. If the weights have half
+    If the weights are float32, the evaluation program reads the EMA variables directly. If the weights are in half
     precision, it reads converted copies of the EMA variables.
 
     Args:

@@ -68,11 +68,11 @@ def _fold(program, channel_axis):
 
 
 def fuse_convolutions(program, exe):
-    """Replace each convolution, its BN, its activation and, if there is one, the residual addition with one operator of
-    Paddle, in place. A single operator reads and writes each activation only once, and its filters are already in the
-    layout of cuDNN.
+    """Replace each convolution, its BN, its residual addition (if any) and its activation with one of Paddle's
+    operators, in place. A single operator reads and writes each activation only once, and its filters are already in
+    cuDNN's layout.
 
-    Other convolutions and BN layers remain: those without ReLU, with groups, or in bfloat16.
+    Convolutions without ReLU, with groups, or in bfloat16 are not fused.
 
     Args:
         program: inference Program in NHWC for a GPU, after cast_evaluation_program, with its parameters in the scope.
@@ -117,7 +117,7 @@ def _can_fuse(graph, conv, tail):
 
 
 def _compute(fold_block, block, bn, filters, folded, shift, order=(0, 1, 2, 3)):
-    """Append the computation of the folded filters, with their axes in a different order, and of the shift."""
+    """Append operators that compute the shift and the folded filters, whose axes are transposed to `order`."""
     scale, bias, mean, variance, filters = (
         _persistable(fold_block, variable.name, variable.shape, variable.dtype)
         for variable in (*(block.var(bn.input(name)[0]) for name in ("Scale", "Bias", "Mean", "Variance")), filters)

@@ -111,8 +111,8 @@ class Graph:
         return x.dtype in TYPES and x.shape[-1] % CHANNELS == 0
 
     def only_reader(self, name, op_types):
-        """Return the only forward operator that reads a variable. Return None if several operators read the variable or
-        the type of the operator is not in `op_types`."""
+        """Return the forward operator that reads a variable, or None if there is not exactly one such operator or its
+        type is not in `op_types`."""
         readers = [op for op in self.readers.get(name, []) if not op.attr("op_role") & 1]
         return readers[0] if len(readers) == 1 and readers[0].type in op_types else None
 
@@ -407,7 +407,7 @@ def _fuse_lookahead(graph):
             continue
         parameters = [block.var(copies.get(name, name)) for name in exact]
         state = [block.var(name) for name in [*(slow[name] for name in exact), *(exact if has_masters else [])]]
-        # The rule does not use the gradients. The step is skipped if lookahead is not due.
+        # The rule does not use the gradients. If is_due is 0, the operator skips the step.
         inputs = {"Parameters@VECTOR": parameters, "Gradients@VECTOR": parameters, "State@VECTOR": state}
         inputs |= {"Rate": is_due, "Unscale@OPTIONAL": is_due}
         outputs = {"ParametersOut@VECTOR": parameters, "StateOut@VECTOR": state}

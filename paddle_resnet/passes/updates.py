@@ -19,11 +19,12 @@ _HUGE = 1e36  # a second moment divided by this number is negligible
 
 
 def radam_powers(step, beta1, beta2, epsilon):
-    """Return the powers of the betas with which AdamW's direction m / (1 - power1) / (sqrt(s / (1 - power2)) + epsilon)
-    is the direction of RAdam: Liu et al., arXiv:1908.03265, algorithm 2, with the threshold 5 of its authors' code.
+    """Return values for the powers of the betas with which AdamW's direction m / (1 - power1) / (sqrt(s / (1 - power2))
+    + epsilon) equals RAdam's direction: Liu et al., arXiv:1908.03265, algorithm 2, with the threshold 5 of its authors'
+    code.
 
-    RAdam multiplies the direction by a factor that depends on the step. In the first steps, which have too few
-    gradients for the second moment, RAdam's direction is m / (1 - beta1^step).
+    RAdam multiplies the direction by a factor that depends on the step. In the first steps, there are too few gradients
+    to estimate the second moment, so RAdam's direction is m / (1 - beta1^step).
 
     Args:
         step: number of the step, counted from 1.
@@ -40,7 +41,7 @@ def radam_powers(step, beta1, beta2, epsilon):
 
 def rectify(main_prog, lr_scheduler):
     """Change a training program in place from AdamW to RAdam. All parameters share two powers of the betas, which the
-    host writes before each step. The step includes the steps that loss scaling skips.
+    host writes before each step. The step count includes the steps that loss scaling skips.
 
     Args:
         main_prog: the current Program, after minimize.

@@ -64,7 +64,8 @@ def _claim_page(html, runs):
 
 
 def _names(places):
-    """Return a name for each run: its path without the common prefix of all paths. A repeated path gets a number."""
+    """Return a name for each run: its path without the common prefix of all paths. A repeated path gets a numeric
+    suffix."""
     parts = [place.rstrip("/").removesuffix("/report.json").split("/") for place in places]
     while len(places) > 1 and all(len(p) > 1 for p in parts) and len({p[0] for p in parts}) == 1:
         parts = [p[1:] for p in parts]

@@ -15,16 +15,16 @@ from utils.errors import UsageError
 
 DATA, DRAWING = "lr_find.json", "lr_find.png"  # file names in the folder of a run
 LIMIT_BYTES = 64 << 20
-# Distance at which the smoothing weights have fallen by a factor of e: a fraction of all steps, and at least 3
+# Decay length of the smoothing weights: a fraction of all steps, but at least LEAST_WINDOW steps.
 WINDOW, LEAST_WINDOW = 0.05, 3
 DIVERGED = 4  # the search ends if the smoothed loss exceeds its minimum by this factor
-SETTLING_STEPS = 10  # number of initial steps, whose losses determine the initial level of the loss
+SETTLING_STEPS = 10  # number of initial steps that determine the initial level of the loss
 CLEAR_FALL = 8  # smallest fall of the smoothed loss that is not noise, in standard errors of the smoothed loss
 
 
 @dataclass
 class Curve:
-    """The losses of training steps whose learning rate rises.
+    """Losses of training steps with an increasing learning rate.
 
     Attributes:
         lr: learning rates, as values of --lr. The optimizer used `factor` times these rates.
@@ -48,7 +48,8 @@ class Curve:
     arguments: dict
 
     def limit(self):
-        """Return an upper limit for drawings, so that a diverging loss does not hide the shape of the curve."""
+        """Return an upper limit for plots of the loss, so that a diverging loss does not hide the shape of the
+        curve."""
         return 1.3 * max(self.smoothed, default=1.0)
 
 
@@ -59,8 +60,8 @@ def rate(low, high, steps, step):
 
 def smooth(losses, steps):
     """Smooth a curve. Each result is a weighted mean whose weights fall exponentially with the distance, so the
-    smoothed curve has no lag. Losses above those of the initial steps are limited to the largest loss of the initial
-    steps, because a diverging loss would otherwise dominate the means of the preceding steps.
+    smoothed curve has no lag. Losses are clipped to the largest loss of the initial steps, because a diverging loss
+    would otherwise dominate the means of the preceding steps.
 
     Args:
         losses: finite losses.
@@ -78,7 +79,7 @@ def _window(steps):
 
 
 def _kept(steps):
-    """Return the ratio of the weight of a step to that of the adjacent step with the larger weight."""
+    """Return the factor by which the smoothing weight falls from one step to the next."""
     return math.exp(-1 / _window(steps))
 
 
@@ -114,12 +115,12 @@ class Divergence:
 
 
 def suggest(rates, losses, steps):
-    """Return (rate at which the smoothed loss falls fastest, rate at which it is lowest), or None if it does not fall
-    clearly. Rates above the second one are ignored.
+    """Return (rate at which the smoothed loss falls fastest, rate at which it is lowest), or None if the smoothed loss
+    does not fall clearly. Both rates are from the steps up to the lowest smoothed loss.
 
     The learning-rate range test is from Smith, arXiv:1506.01186, section 3.3. PyTorch Lightning's finder also suggests
-    the rate of the steepest descent. Runs with Momentum and a warm-up were better with the rate of
-    the lowest loss (benchmarks/log/lr_find_2cpu_2026-11-25.md).
+    the rate of the steepest descent. Runs with Momentum and a warm-up reached better results with the rate of the
+    lowest loss (benchmarks/log/lr_find_2cpu_2026-11-25.md).
 
     Args:
         rates: learning rates, which rise by a constant factor.
@@ -130,8 +131,8 @@ def suggest(rates, losses, steps):
         return None
     smoothed = smooth(losses, steps)
     lowest = int(np.argmin(smoothed))
-    # A robust estimate of the standard deviation of a single loss, from the differences of consecutive losses. The mean
-    # with the weights of smooth() has the standard error of a mean over four windows.
+    # A robust estimate of the standard deviation of a single loss, from the differences of consecutive losses. A mean
+    # with the weights of smooth() has the same standard error as an unweighted mean over four windows.
     deviation = np.median(np.abs(np.diff(losses[: lowest + 1]))) / (math.sqrt(2) * 0.6745) if lowest else 0.0
     error = deviation / math.sqrt(4 * _window(steps))
     if lowest == 0 or smoothed[: lowest + 1].max() - smoothed[lowest] <= CLEAR_FALL * error:
@@ -156,7 +157,7 @@ def write(path, curve):
 
 
 def read(path):
-    """Read a file of write().
+    """Read a file written by write().
 
     Returns:
         Curve.
@@ -169,9 +170,9 @@ def read(path):
     except OSError as e:
         raise UsageError(f"{path}: cannot be read ({e.strerror}); make it readable, or delete it") from e
     except (ValueError, RecursionError) as e:
-        raise UsageError(f"{path}: not a curve of lr_find; delete it, or run lr_find again") from e
+        raise UsageError(f"{path}: not a curve written by lr_find; delete it, or run lr_find again") from e
     if not _is_curve(data):
-        raise UsageError(f"{path}: not a curve of lr_find; delete it, or run lr_find again")
+        raise UsageError(f"{path}: not a curve written by lr_find; delete it, or run lr_find again")
     return Curve(**{name: data[name] for name in Curve.__dataclass_fields__})
 
 

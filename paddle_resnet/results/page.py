@@ -133,7 +133,7 @@ def _lr_curve(run):
         path = lr_curve.path(run.folders())
         curve = path and lr_curve.read(path)
     except UsageError as e:
-        logger.warn(f"--report-html: the page omits the curve of lr_find: {e}")
+        logger.warn(f"--report-html: the page omits the lr_find curve: {e}")
         curve = None
     if curve is None:
         return [], None
@@ -176,8 +176,8 @@ def _worst(run, classes, confusion, rows):
 
 
 def _per_class(run, classes):
-    """Return the rows [(class, images, precision, recall, F1)] of the best evaluation, and its averages in the first
-    rows. Return no rows for older tables, which lack these metrics."""
+    """Return the rows [(class, images, precision, recall, F1)] of the best evaluation, preceded by its averages. Return
+    no rows for older tables, which lack these metrics."""
     best = run.best()
     metrics = run.epochs[best[0]] if best else {}
     averages = [

@@ -1,9 +1,9 @@
 """Write the predictions of an evaluation to a CSV file (--predictions).
 
-The file contains one row per image, in the order of the data set: image (listing.Image.name), label, prediction, class
-and predicted_class (the names of label and prediction), then label_1, class_1, probability_1 and so on for the five
-most probable classes. `python -m paddle_resnet.predict --csv` writes the same columns, except for label and class.
-Fields are empty for classes with a NaN logit and for probabilities that are not finite.
+The file contains one row per image, in the order of the data set. The columns are image (listing.Image.name), label,
+prediction, class and predicted_class (the names of label and prediction), then label_1, class_1, probability_1 and so
+on for the five most probable classes. `python -m paddle_resnet.predict --csv` writes the same columns, except for label
+and class. Fields are empty for classes with a NaN logit and for probabilities that are not finite.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """Write TensorBoard events (--tensorboard-dir): the report's scalars, the first augmented batch, and the configuration.
 
 Step metrics have the tag prefix "train/" and are logged at the global step, counted from 0. Epoch metrics have the tag
-prefixes "train_epoch/" and "val/" and are logged at the global step of the last step in the epoch. When a run resumes,
-TensorBoard hides events that the previous run wrote beyond the step from which the run resumes.
+prefixes "train_epoch/" and "val/" and are logged at the global step of the last step in the epoch. When a run resumes
+at a step, TensorBoard hides the events that earlier starts wrote for this step and later steps.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ def follow(args, loader, timeline, checkpoint):
     """Write events from now until logger.close(), on rank 0 only.
 
     Args:
-        args: flags that specify --tensorboard-dir, --device and the preprocessing.
+        args: values of --tensorboard-dir, --device and the preprocessing flags.
         loader: training loader.
         timeline: durations.Timeline.
         checkpoint: restore.StartCheckpoint or None.

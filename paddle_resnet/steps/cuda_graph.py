@@ -85,8 +85,8 @@ def untested_operators(program, is_wanted, is_explicit):
     untested = sorted({op.type for op in ops if not op.type.startswith("native_")} - TESTED)
     if untested:
         logger.info(
-            f"--cuda-graph true: operator {', '.join(untested)} is untested in CUDA graphs, so the first captured "
-            "step is compared with an uncaptured step"
+            f"--cuda-graph true: operators untested in CUDA graphs ({', '.join(untested)}); the first captured step "
+            "will be compared with an uncaptured step"
         )
     return untested
 

@@ -36,7 +36,7 @@ class AsyncCopy:
             raise RuntimeError("metrics: read more than three steps late; read them within three steps")
         if error:
             raise RuntimeError(
-                f"GPU: failed in this step or an earlier one (CUDA error {error}); run python -m paddle_resnet.doctor"
+                f"GPU: this step or an earlier one failed (CUDA error {error}); run python -m paddle_resnet.doctor"
             )
         array = np.frombuffer(ctypes.string_at(memory, size.value), self._dtype).reshape(self._shape)
         return array if dtype is None else array.astype(dtype)
