@@ -337,7 +337,7 @@ def test_value_of_wrong_type_is_an_error(config_file, flag, value):
 @pytest.mark.parametrize("flag", ["--crop-size", "--output-dir", "--run-scope"])
 def test_two_dashes_are_not_a_value(flag):
     """argparse would interpret two dashes as an empty list."""
-    assert error_of(f"{flag}=--") == f"{flag} --: no value; set one"
+    assert error_of(f"{flag}=--") == f"{flag} --: no value; add a value"
 
 
 def test_fraction_of_lookahead_that_is_0_in_float32_is_an_error():

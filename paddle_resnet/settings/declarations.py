@@ -21,9 +21,9 @@ KINDS = ("network", "preprocessing", "recipe", "saving", "loader", "machine", "o
 EVALUATED = ("network", "preprocessing")
 RESUMED = (*EVALUATED, "recipe", "saving")
 MOST_MINUTES = 366 * 24 * 60  # maximum duration of a run
-LEAST_FRACTION = 1e-6  # minimum A of --lookahead K,A; far smaller values are 0 in float32
-LONGEST_WORD = 500  # of an error message; longer values of flags are shortened
-MAX_BELOW_ONE = 0.9999999  # larger values are rounded to 1 in float32, in which optimizers divide by 1 minus the value
+LEAST_FRACTION = 1e-6  # minimum A in --lookahead K,A; much smaller values would be 0 in float32
+LONGEST_WORD = 500  # maximum number of characters of a word in an error message; longer flag values are shortened
+MAX_BELOW_ONE = 0.9999999  # float32 would round larger values to 1, and optimizers divide by 1 minus the value
 
 # Attributes of a flag in addition to those of its argparse action:
 # kind: one of KINDS.
@@ -89,7 +89,7 @@ def _build_parser():
 
 
 def _start(add):
-    add("--config", metavar="FILE", help="YAML file whose keys are flags, written with underscores")
+    add("--config", metavar="FILE", help="YAML file that sets flags; each key is a flag name with underscores")
     add(
         "--run-scope",
         default="train_eval",
@@ -115,8 +115,8 @@ def _start(add):
         "--last-epoch-of-checkpoint",
         type=_epoch,
         metavar="{None,auto,N}",
-        help="epoch of --from-checkpoint after which to continue; auto: the newest; None: epoch 0, with the "
-        "parameters in DIR itself",
+        help="epoch in --from-checkpoint DIR after which to continue; auto: the newest epoch; None: start with epoch "
+        "0 and the parameters in DIR itself",
     )
     add(
         "--from-pretrained-params",
@@ -152,14 +152,14 @@ def _network(add):
         "--model-arch-name",
         default="ResNet50",
         metavar="ARCH",
-        help=f"{', '.join(MODELS)}, or FILE.py:NAME for a network in your own file; python -m paddle_resnet.models "
-        "lists the sizes of all networks",
+        help=f"network: {', '.join(MODELS)}, or FILE.py:NAME for a network in your own file; python -m "
+        "paddle_resnet.models lists the sizes of all networks",
     )
     add(
         "--num-of-class",
         type=numbers.num_of_class,
         default=argparse.SUPPRESS,
-        help="number of outputs of the network (default: the number of classes in the data, or 1000 if unknown)",
+        help="number of network outputs (default: the number of classes in the data, or 1000 if unknown)",
         before=1000,
     )
     add(
@@ -167,8 +167,8 @@ def _network(add):
         type=numbers.shape,
         default=[4, 224, 224],
         metavar="C,H,W",
-        help="shape of the network's input; C: 3 for RGB, or 4 with an additional zero channel, which is faster and "
-        "the default in NHWC on a GPU; H,W: size of the crop; if not set, --crop-size,--crop-size",
+        help="shape of the network input; C: 3 for RGB, or 4 with an additional zero channel, which is faster and "
+        "the default in NHWC on a GPU; H,W: size of the crop; if not set, both are --crop-size",
         batches=True,
     )
 
@@ -185,15 +185,15 @@ def _preprocessing(add):
         "--crop-size",
         type=numbers.side,
         default=224,
-        help="shorter side of the crop, in pixels; if not set, that of --image-shape",
+        help="shorter side of the crop, in pixels; if not set, the shorter side in --image-shape",
         batches=True,
     )
     add(
         "--resize-short",
         type=numbers.side,
         default=256,
-        help="shorter side of an image before the square center crop in evaluation, in pixels; if not set, 256/224 "
-        "times --crop-size; before a crop of H,W, images are scaled to cover --resize-short / --crop-size times H,W",
+        help="in evaluation, shorter side of an image before the center crop, in pixels; if not set, 256/224 times "
+        "--crop-size; if the crop is not square, images are scaled to cover H,W times --resize-short / --crop-size",
         depends_on=("crop_size", "image_shape"),
     )
     add(
@@ -378,7 +378,7 @@ def _training(add):
         "--label-smoothing",
         type=numbers.ratio,
         default=0.1,
-        help="fraction of the label spread evenly over all classes",
+        help="fraction of each label that is spread evenly over all classes",
     )
     add(
         "--loss",
@@ -391,8 +391,8 @@ def _training(add):
         "--class-weights",
         default="none",
         choices=["none", "balanced"],
-        help="weights of the classes in the training loss; balanced: inversely proportional to the number of training "
-        "images of the class, 1 on average over the images",
+        help="class weights in the training loss; balanced: inversely proportional to the number of training images "
+        "of the class, with a mean of 1 over all images",
     )
     add(
         "--max-bad-steps",
@@ -404,8 +404,8 @@ def _training(add):
         "--freeze",
         type=_layers,
         metavar="{None,LAYER,...}",
-        help="layers that are not trained, such as stem,stages.0; their batch normalization uses its running "
-        f"statistics without updating them; {parts.ALL_BUT_CLASSIFIER}: all except the last layer",
+        help="layers that are not trained, such as stem,stages.0; their batch normalization uses the running "
+        f"statistics without updating them; {parts.ALL_BUT_CLASSIFIER}: all layers except the last",
     )
     add(
         "--unfreeze-at",
@@ -447,8 +447,8 @@ def _training(add):
         "--lookahead",
         type=_lookahead,
         metavar="{None,K,A}",
-        help="interval K in steps and fraction A of lookahead, such as 6,0.5: every K steps, slow weights move by the "
-        "fraction A towards the weights, which continue from the slow weights",
+        help="interval K in steps and fraction A of lookahead, such as 6,0.5: every K steps, the slow weights move "
+        "towards the weights by the fraction A of the difference, and the weights are set to the slow weights",
     )
     adaptive = [name for name, rule in OPTIMIZERS.items() if rule.is_adaptive]
     add(
@@ -527,7 +527,7 @@ def _learning_rate(add):
         "--warmup-epochs",
         type=numbers.not_negative,
         default=5,
-        help="epochs of linear warm-up; with --iter-unit batch, number of steps, and 0 if not set",
+        help="number of epochs of linear warm-up; with --iter-unit batch, number of steps, which is 0 if not set",
         depends_on=("iter_unit",),
     )
     add(
@@ -579,7 +579,7 @@ def _learning_rate(add):
         "--lr-power",
         type=numbers.positive_number,
         default=2.0,
-        help="exponent of Poly",
+        help="exponent of the Poly schedule",
         used_by=("lr_scheduler", ("Poly",)),
     )
     add(
@@ -660,23 +660,23 @@ def _saving(add):
         "--save-interval",
         type=numbers.positive,
         default=1,
-        help="epochs between checkpoints; with --iter-unit batch, number of steps, and --num-iter if not set; the run "
-        "always ends with a checkpoint",
+        help="number of epochs between checkpoints; with --iter-unit batch, number of steps, which is --num-iter if "
+        "not set; the run always ends with a checkpoint",
         depends_on=("iter_unit",),
     )
     add(
         "--save-interval-steps",
         type=numbers.not_negative,
         default=0,
-        help="steps between additional checkpoints within an epoch; 0: none",
+        help="number of steps between additional checkpoints within an epoch; 0: no additional checkpoints",
         used_by=("iter_unit", ("epoch",)),
     )
     add(
         "--keep-checkpoints",
         type=numbers.positive,
         default=3,
-        help="number of newest checkpoints to keep; the same number of newest checkpoints from the end of an epoch, "
-        "and the best checkpoint, are also kept",
+        help="number of newest checkpoints to keep, in addition to the best checkpoint and the same number of newest "
+        "end-of-epoch checkpoints",
     )
     add(
         "--patience",
@@ -696,16 +696,16 @@ def _saving(add):
         "--model-prefix",
         type=_file_name,
         default=argparse.SUPPRESS,
-        help="prefix of the file names in new checkpoints (default: from ARCH, such as resnet_50_paddle), and in "
-        "checkpoints without meta.json that a run loads (default: resnet_50_paddle)",
+        help="prefix of the file names in new checkpoints (default: derived from ARCH, such as resnet_50_paddle), and "
+        "in checkpoints without meta.json that a run loads (default: resnet_50_paddle)",
         depends_on=("model_arch_name",),
     )
     add(
         "--eval-interval",
         type=numbers.positive,
         default=1,
-        help="epochs between evaluations; with --iter-unit batch, number of steps, and --num-iter if not set; the run "
-        "always ends with an evaluation",
+        help="number of epochs between evaluations; with --iter-unit batch, number of steps, which is --num-iter if "
+        "not set; the run always ends with an evaluation",
         depends_on=("iter_unit",),
     )
     add(
@@ -732,7 +732,7 @@ def _loader(add):
     add(
         "--allow-empty-classes",
         **_switch(),
-        help="whether class folders of train/ without images cause a warning instead of an error",
+        help="whether empty class folders in train/ cause a warning instead of an error",
     )
     add("--allow-outside", **_switch(), help="whether file lists and --skip-list may contain files outside IMAGE_ROOT")
     add(
@@ -742,7 +742,7 @@ def _loader(add):
         help="device that decodes and augments images; auto: the same as --device",
         batches=True,
     )
-    add("--dali-num-threads", type=numbers.threads, default=4, help="loader threads per process")
+    add("--dali-num-threads", type=numbers.threads, default=4, help="number of loader threads per process")
     add(
         "--dali-prefetch",
         type=numbers.integer(1, 100),
@@ -753,7 +753,7 @@ def _loader(add):
         "--hw-decoder-load",
         type=numbers.ratio,
         default=0.9,
-        help="fraction of each batch for the hardware JPEG decoder of the GPU, if it has one",
+        help="fraction of each batch that the GPU's hardware JPEG decoder decodes, if the GPU has such a decoder",
     )
 
 
@@ -776,7 +776,7 @@ def _machine(add):
         "--cuda-graph",
         **_switch(True),
         help="whether to capture a training step as a CUDA graph and replay it with one call; requires native kernels "
-        "and GPUs of one host; not with --profile-steps",
+        "and a single host; not supported with --profile-steps",
     )
     add(
         "--enable-cpu-affinity",
@@ -805,7 +805,7 @@ def _output(add):
         "--tensorboard-dir",
         type=_path,
         metavar="DIR",
-        help="folder for TensorBoard: the metrics of the report, the first training batch and the flags",
+        help="folder for TensorBoard events: the metrics of the report, the first training batch and the flags",
     )
     add(
         "--report-html",
@@ -817,7 +817,7 @@ def _output(add):
         "--predictions",
         type=_path,
         metavar="FILE",
-        help="CSV file for the five most probable classes of each validation image, in the best evaluation of the run",
+        help="CSV file for the five most probable classes of each validation image in the best evaluation of the run",
     )
     add("--print-interval", type=numbers.positive, default=10, help="number of steps between log lines")
     add(

@@ -48,10 +48,10 @@ def _prefix(arch):
 
 
 def inherit(settings, recorded, names, folder):
-    """Give each flag that is not set explicitly its value from an earlier run.
+    """Set each flag that is not explicit to its value from an earlier run.
 
     Args:
-        settings: Settings; changed.
+        settings: Settings; modified in place.
         recorded: Settings of the earlier run.
         names: names of the flags to inherit.
         folder: path of the checkpoint, which is recorded as the origin of the values.

@@ -50,7 +50,7 @@ def parse(arguments):
         raise UsageError(*_unknown_arguments(unknown))
     values = {name: value for name, value in vars(args).items() if value is not unset}
     if empty := [name for name, value in values.items() if value == []]:  # argparse accepts --flag=--
-        raise UsageError(*(f"{flag(name)} --: no value; set one" for name in empty))
+        raise UsageError(*(f"{flag(name)} --: no value; add a value" for name in empty))
     return values
 
 

@@ -66,7 +66,7 @@ def warnings(settings):
     if settings.device == "cpu" and settings.data_layout == "NHWC":
         yield "--data-layout NHWC: several times slower than NCHW on a CPU; use NCHW"
     if settings.device == "cpu" and settings.dali_output_fp16:
-        yield "--dali-output-fp16: rounds images to half precision without a gain on a CPU; remove the flag"
+        yield "--dali-output-fp16: rounds images to half precision, which has no benefit on a CPU; remove the flag"
 
 
 def _conflicts_of_settings(settings):
@@ -126,7 +126,7 @@ def _conflicts_of_budget(settings):
         yield f"{flag_and_value}: conflicts with --epochs {settings.epochs} ({origin}); remove one of them"
     for name in ("sizes", "unfreeze_at", "profile_steps"):
         if getattr(settings, name) is not None:
-            yield f"{flag_and_value}: not supported with {flag(name)}; remove one, or use --epochs"
+            yield f"{flag_and_value}: not supported with {flag(name)}; remove one of them, or use --epochs"
 
 
 def _conflicts_of_output(settings):
@@ -144,7 +144,7 @@ def _conflicts_of_output(settings):
         yield f"--tta {settings.tta}: requires an evaluation; remove it or {obstacle}"
     for name in ("predictions", "report_html"):
         if getattr(settings, name) is not None and settings.data_format == "synthetic":
-            yield f"{flag(name)} {getattr(settings, name)}: not supported with --data-format synthetic; remove one"
+            yield f"{flag(name)} {getattr(settings, name)}: not supported with --data-format synthetic; remove it"
 
 
 def _conflicts_of_augmentation(settings):
@@ -163,7 +163,7 @@ def _conflicts_of_augmentation(settings):
         yield from _out_of_range(settings, name)
     for name in ("rotate_degrees", "hue_degrees"):
         if getattr(settings, name) > 180:
-            yield f"{flag(name)} {getattr(settings, name):g}: exceeds half a turn; use 180 or less"
+            yield f"{flag(name)} {getattr(settings, name):g}: exceeds 180 degrees; use 180 or less"
     for name, least in LEAST_AUGMENTATION.items():
         if 0 < getattr(settings, name) < least:
             yield f"{flag(name)} {getattr(settings, name):g}: too small; use 0, or {least:g} or more"

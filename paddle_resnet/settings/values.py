@@ -40,8 +40,8 @@ class Settings:
         """
         if self._is_frozen and not values.keys() <= set(self._pending):
             raise dataclasses.FrozenInstanceError(
-                f"settings.{next(iter(values))}: settings are frozen when a program is built; set it before, or use "
-                "settings.copy()"
+                f"settings.{next(iter(values))}: settings are frozen when a program is built; set the value earlier, "
+                "or use settings.copy()"
             )
         if unknown := values.keys() - vars(self).keys():
             raise AttributeError(f"settings.{min(unknown)}: not a flag; see train.py --help")
@@ -54,11 +54,11 @@ class Settings:
             self.set(origin, **changes)
 
     def choose(self, reason, **values):
-        """Set values that --choose-recipe has chosen. Values derived from other flags do not replace them."""
+        """Set values that --choose-recipe has chosen. Values derived from other flags never replace chosen values."""
         self.set(f"{_CHOSEN}{reason}", **values)
 
     def finalize(self, pending=()):
-        """Prevent further changes of the settings. The flags in `pending` can still change until the next call."""
+        """Prevent further changes to the settings. The flags in `pending` can still change until the next call."""
         object.__setattr__(self, "_is_frozen", True)
         object.__setattr__(self, "_pending", pending)
 

@@ -172,7 +172,7 @@ def build_indexes(image_root):
     """Create missing index files next to the TFRecord, RecordIO and WebDataset files of a folder.
 
     Returns:
-        (number of index files created, number of index files that existed).
+        (number of index files created, number of index files that already existed).
     Raises:
         UsageError: the folder contains no such record files, a file is damaged, or an index does not match its record
             file.
@@ -191,7 +191,7 @@ def build_indexes(image_root):
                     created += 1
                 indexes.check_index(shard, path, kind)
     if created + existing == 0:
-        raise UsageError(f"{image_root}: contains no RecordIO, TFRecord or tar files; use their folder")
+        raise UsageError(f"{image_root}: contains no RecordIO, TFRecord or tar files; use a folder with such files")
     return created, existing
 
 
@@ -204,7 +204,7 @@ def _list_source(source, skip_list, allow_outside):
         classes = classes or names
         images = [image for image in images if os.path.normpath(image.name) not in skip]
         if not images:
-            raise UsageError(f"{source}: no {mode.value} images to convert; add some, or shorten --skip-list")
+            raise UsageError(f"{source}: no {mode.value} images to convert; add images, or shorten --skip-list")
         if data_format == "folder":
             labels = [image.label for image in images]
             listing.check_classes(source, mode, data_format, labels, names, allow_empty=True)
@@ -313,8 +313,8 @@ def _continued(output, manifest):
             if (_images_of(recorded) if key == "splits" else recorded.get(key)) != value:
                 what = "different images" if key == "splits" else f"{key} {recorded.get(key)}"
                 raise UsageError(
-                    f"--output {output}: contains a conversion with {what}; remove it, choose a different folder, or "
-                    "repeat the command that wrote it"
+                    f"--output {output}: contains a conversion with {what}; remove the folder, choose a different "
+                    "folder, or repeat the original command"
                 )
         return recorded["complete"]
     if os.path.exists(output) and (not os.path.isdir(output) or set(os.listdir(output)) - {_LOCK, *_partial(output)}):

@@ -116,7 +116,7 @@ def lr_curve(curve, title):
     [title] = drawable([title])
     figure, axis = pyplot.subplots(figsize=(8, 5), layout="constrained")
     steps = np.array(curve.loss, np.float64)  # None becomes NaN
-    axis.plot(curve.lr, steps, alpha=0.3, label="loss of a step")
+    axis.plot(curve.lr, steps, alpha=0.3, label="loss per step")
     axis.plot(curve.lr[: len(curve.smoothed)], curve.smoothed, color="C0", label="smoothed")
     if curve.steepest is not None:
         axis.axvline(curve.steepest, color="C1", label=f"steepest descent, --lr {curve.steepest:g}")

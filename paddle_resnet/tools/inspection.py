@@ -31,7 +31,7 @@ def preview(root, output, images, arguments):
     Args:
         root: folder of the data set.
         output: file to write, in one of drawing.FORMATS.
-        images: maximum number of images, which are selected evenly from the training split.
+        images: maximum number of images, which are evenly spaced in the training split.
         arguments: flags of train.py.
     Returns:
         number of images in the drawing.
@@ -167,7 +167,7 @@ def _statistics():
 
 
 def _measure(image):
-    """Return (label, (width, height)) of a listing.Image. If the label or the size cannot be read, it is None."""
+    """Return (label, (width, height)) of a listing.Image. A label or a size that cannot be read is None."""
     label = image.label
     try:
         if image.kind is None:

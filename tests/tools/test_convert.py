@@ -451,7 +451,7 @@ def test_skipping_every_image_of_a_split_exits_with_code_2(photos, tmp_path, cap
         str(skip),
     ]
     assert dataset.main(command) == 2
-    assert f"{photos}: no val images to convert; add some, or shorten --skip-list" in capsys.readouterr().err
+    assert f"{photos}: no val images to convert; add images, or shorten --skip-list" in capsys.readouterr().err
 
 
 # A program that converts images in blocks of four. After some images, the program prints the process IDs of its workers
