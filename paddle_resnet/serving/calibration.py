@@ -121,8 +121,8 @@ def quantize(network, bits, image_root, method, images):
 
 
 def _mean_error(layer, weight, means, bits):
-    """Return the change in the mean of each output channel that weight quantization causes: Nagel et al.,
-    arXiv:1906.04721, section 4.2. The padding of convolutions is ignored.
+    """Return how much weight quantization changes the mean of each output channel: Nagel et al., arXiv:1906.04721,
+    section 4.2. The padding of convolutions is ignored.
 
     Args:
         layer: quantization.Layer.

@@ -1,5 +1,5 @@
-"""Run an inference network in batches of a few fixed sizes. As in evaluation, steps use custom kernels and, on a GPU,
-are captured, one per size."""
+"""Run an inference network in batches of a few fixed sizes. As in evaluation, steps use custom kernels. On a GPU, one
+step per size is captured."""
 
 import ctypes
 import math

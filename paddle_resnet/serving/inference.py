@@ -88,7 +88,7 @@ def is_export(path):
 
 def open_checkpoint(path, device, model_arch_name=None, precision=None, sizes=(32,), tta="none", engine="fastest"):
     """Open a checkpoint as a Model. On a GPU, it runs in captured steps with custom kernels. On a CPU, it runs in
-    onnxruntime, if it is installed, because that was faster than the Executor in every measurement.
+    onnxruntime if that is installed, because onnxruntime was faster than the Executor in every measurement.
 
     Args:
         path: folder of a checkpoint or a run.
@@ -106,7 +106,9 @@ def open_checkpoint(path, device, model_arch_name=None, precision=None, sizes=(3
             problem = f"custom kernels are unavailable ({e})"
             if requested not in (None, "float32"):
                 raise UsageError(f"--precision {requested}: {problem}; fix it, or use --precision float32") from e
-            networks.log(f"warning: --precision float32: {problem}, so Paddle's slower kernels are used; fix it")
+            networks.log(
+                f"warning: --precision float32: {problem}, so Paddle's slower kernels are used; fix the problem"
+            )
         else:
             steps = Steps(network, sizes)
             return Model("captured step", network.description, lambda images: [steps(images)], precision, steps)
@@ -180,8 +182,8 @@ def open_paddle(folder, device, logits=False):
     paths = [Path(folder) / f"{NAME}.{suffix}" for suffix in SUFFIXES]
     if not is_table(description.get("files"), **{path.name: _is_file for path in paths}):
         raise UsageError(f"{folder}/{NAME}.json: `files` lacks the size or sha256 of {NAME}.*; export it again")
-    # Python checks sizes and hashes, because Paddle crashes when it reads a damaged file, and reads the files, because
-    # Paddle cannot open paths that are not valid UTF-8.
+    # The files are read in Python, because Paddle cannot open paths that are not valid UTF-8. Their sizes and hashes
+    # are checked, because Paddle crashes on damaged files.
     entries = description["files"]
     try:
         program, parameters = (folders.read_file(path, entries[path.name], f"{NAME}.json") for path in paths)
@@ -196,7 +198,7 @@ def open_paddle(folder, device, logits=False):
         settings.enable_use_gpu(100, processes.local_gpu())
     else:
         settings.disable_gpu()
-        # On a GPU, this option has not been measured. See benchmarks/log/prediction_2cpu_2026-11-26.md.
+        # This option has been measured only on a CPU (benchmarks/log/prediction_2cpu_2026-11-26.md).
         settings.enable_memory_optim()
     try:
         predictor = inference.create_predictor(settings)

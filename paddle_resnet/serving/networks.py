@@ -1,4 +1,4 @@
-"""Loads checkpoints as inference networks: programs that compute class probabilities from images."""
+"""Load checkpoints as inference networks: programs that compute class probabilities from images."""
 
 import sys
 from dataclasses import dataclass, field
@@ -79,8 +79,8 @@ def load_checkpoint(checkpoint, device="cpu", uint8=False, model_arch_name=None,
             float32 images [N, 3, H, W].
         model_arch_name: FILE.py:NAME, if the network is defined in a user's file.
         fold: whether to fold the batch normalizations into the convolutions.
-        precision: "float32", or "float16" for a network that runs only on a GPU: its input and output remain the same,
-            and the parameters of its BN layers and its softmax remain float32.
+        precision: "float32", or "float16" for a network that runs only on a GPU. With float16, the types of input and
+            output do not change, and the BN parameters and the softmax remain float32.
     Returns:
         Network.
     Raises:
@@ -103,8 +103,8 @@ def load_checkpoint(checkpoint, device="cpu", uint8=False, model_arch_name=None,
 
 
 def load_fast(checkpoint, precision, device="gpu", model_arch_name=None, tta="none"):
-    """Load the inference network of a checkpoint in the form that an evaluation would run: with custom kernels, in
-    NHWC, with four channels and in the chosen precision. The program ends with an async copy of the probabilities.
+    """Load the inference network of a checkpoint in the form that evaluation uses: with custom kernels, in NHWC, with
+    four channels and in the chosen precision. The program ends with an async copy of the probabilities.
 
     Args:
         checkpoint, device, model_arch_name: see load_checkpoint.
@@ -226,7 +226,7 @@ def _meta_of_example(checkpoint):
                 logger.warn(
                     f"{checkpoint}: contains no {folders.META}, so the network ({arch}) is inferred from the "
                     "parameters, the preprocessing is that of NVIDIA's example, and the classes have no names; check "
-                    "them"
+                    "network and preprocessing"
                 )
                 at = folders.position(checkpoint.resolve().name)
                 meta = {"epoch": at and at[0], "step": None, "classes": [], "evaluated": None}

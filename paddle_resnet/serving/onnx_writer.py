@@ -94,7 +94,7 @@ def to_float16(model):
         node.input[:] = [casts.get(name, name) for name in node.input]
         if node.op_type == "Softmax" and node.output[0] in outputs:
             node.input[0] = cast(node.input[0], single, "single")
-        if node.op_type == "Cast" and node.attribute[0].i == single:  # pixels in uint8
+        if node.op_type == "Cast" and node.attribute[0].i == single:  # the cast of uint8 pixels
             node.attribute[0].i = half
         nodes.append(node)
     nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
@@ -160,8 +160,8 @@ def _limit_bias(bias, activation, weight, constants):
 
     Args:
         bias: float32 [channels].
-        activation, weight: for the activation and the weight, input names of the DequantizeLinear node: values, scale,
-            zero point.
+        activation, weight: input names of the DequantizeLinear nodes of the activation and the weight: (values, scale,
+            zero point).
         constants: {name: array}, modified in place.
     """
     levels, scales = (constants[name] for name in weight[:2])

@@ -176,9 +176,9 @@ def read_model(path):
             raise ValueError(f"not a file of up to {MAX_JSON_BYTES} bytes")
         model = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as e:
-        raise ValueError(f"{path}: cannot be read ({_reason(e)}); copy the folder of the export again") from e
+        raise ValueError(f"{path}: cannot be read ({_reason(e)}); copy the export folder again") from e
     if reason := problem(model):
-        raise ValueError(f"{path}: not a valid description of a network ({reason}); copy the export's folder again")
+        raise ValueError(f"{path}: not a valid description of a network ({reason}); copy the export folder again")
     return model
 
 

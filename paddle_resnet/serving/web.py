@@ -1,4 +1,4 @@
-"""Web application of `predict --serve`: a page to try a model, and predictions in JSON."""
+"""Web application of `predict --serve`: a page for trying a model, and predictions in JSON."""
 
 import asyncio
 import io
@@ -21,7 +21,7 @@ from utils.errors import UsageError, printable
 INSTALL = "pip install -r requirements-serve.txt"
 try:
     import h11
-    import python_multipart  # noqa: F401  Starlette needs it to read uploads, but imports it without an error message
+    import python_multipart  # noqa: F401  Starlette needs it for uploads, but does not report if it is missing
     import uvicorn
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
@@ -39,7 +39,7 @@ MAX_CONNECTIONS = 100
 BODY_S = 60  # maximum time for receiving the images of a request
 STOP_S = 5  # maximum time for answering the remaining requests after a signal
 FORM = "multipart/form-data"
-EXAMPLE = "such as with curl -F image=@FILE"
+EXAMPLE = "for example with curl -F image=@FILE"
 HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -148,7 +148,7 @@ def _report_failure(request, error):
         return _json({"error": "not a valid HTTP request"}, 400)
     for line in "".join(traceback.format_exception(error)).splitlines():
         logger.write_line(printable(line), sys.stderr)
-    return _json({"error": f"POST /predict: failed ({type(error).__name__}); see stderr of the server"}, 500)
+    return _json({"error": f"POST /predict: failed ({type(error).__name__}); see the server's stderr"}, 500)
 
 
 async def _receive_uploads(request, max_bytes, max_images):

@@ -129,7 +129,7 @@ def test_requests_above_limits_are_answered_with_413(start):
 @pytest.mark.parametrize(
     ("body", "content_type", "status", "message"),
     [
-        (form((None, b"a.jpg")), None, 400, "image: text instead of a file; send image files, such as with curl -F"),
+        (form((None, b"a.jpg")), None, 400, "image: text instead of a file; send image files, for example with"),
         (form(), None, 400, "POST /predict: contains no images"),
         (b"no form", None, 400, ""),
         (form(("a.jpg", b"x")), "multipart/form-data", 400, "Missing boundary"),
@@ -245,7 +245,7 @@ def test_failed_prediction_is_answered_with_500_and_server_continues(start, caps
     port = start(fail)
     status, _, content = request(port, body=form(("a.jpg", b"x")))
     assert status == 500
-    assert content == {"error": "POST /predict: failed (RuntimeError); see stderr of the server"}
+    assert content == {"error": "POST /predict: failed (RuntimeError); see the server's stderr"}
     assert "RuntimeError: no memory" in capsys.readouterr().err
     assert request(port, body=form(("b.jpg", b"x")))[0] == 200
 
