@@ -6,8 +6,8 @@ from functools import partial
 
 from paddle_resnet import models
 
-# For each module, a function that turns the constructor of the full network into the constructor of a network with few
-# blocks.
+# {module: function that takes the constructor of a full network and returns the constructor of the network with few
+# blocks}.
 CONSTRUCTORS = {
     "resnet": lambda full: partial(full.func, full.args[0], (1, 1), width=32),
     "mobilenet_v2": lambda full: partial(full, stages=((1, 16, 1, 1), (6, 24, 2, 2))),

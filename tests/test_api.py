@@ -20,7 +20,7 @@ from paddle_resnet.serving import inference, preprocessing
 from utils.errors import UsageError
 from utils.mode import Mode
 
-# The flags omit --num-of-class and --device, so that their values depend on the data and the machine.
+# FLAGS do not include --num-of-class and --device, so both are derived from the data and the machine.
 FLAGS = [flag for flag in TINY if flag not in ("--num-of-class", "3", "--device", "cpu")]
 
 

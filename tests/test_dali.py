@@ -518,7 +518,7 @@ def test_augmentation_depends_on_seed_and_is_not_applied_in_evaluation(parse, ph
 
 @pytest.mark.parametrize("flags", [AUGMENTATION, ["--auto-augment", "randaug"]], ids=["all", "randaug"])
 def test_loader_with_augmentation_resumes_with_next_batch(parse, photos, flags):
-    """Batches of three images leave most operations of --auto-augment without an image."""
+    """With batches of three images, most operations of --auto-augment receive no image."""
     args = parse("--image-root", photos, "--batch-size", "3", *flags)
     loader = dali.build_dataloader(args, Mode.TRAIN)
     take(loader, 4)

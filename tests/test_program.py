@@ -247,7 +247,7 @@ def test_confusion_matrix_matches_numpy(parse):
     args = parse("--num-of-class", "7")
     compiled, exe, fetchs, _, main = build(args, is_train=False)
     logits = next(op for op in reversed(main.global_block().ops) if op.type == "elementwise_add").output("Out")[0]
-    batches = random_batches(4, classes=6)  # there are no images of class 6
+    batches = random_batches(4, classes=6)  # no image has the label 6
     expected = np.zeros((7, 7), int)
     for images, labels in batches:
         [out] = exe.run(main, {"data": images, "label": labels}, [logits])

@@ -119,8 +119,8 @@ def test_training_evaluation_prediction_and_export(run_train, roots, tmp_path, c
     assert trained["top1"] == pytest.approx(np.mean(mean.argmax(1) == labels))
 
     paths = list(map(str, sorted(root.glob("val/*/*"))))
-    # The recorded metrics of the training run are averages over mirror images, so --verify does not compare them with
-    # the metrics of a single pass.
+    # The training run recorded averages over images and mirror images, so --verify does not compare them with the
+    # metrics of a single pass.
     for uint8 in (False, True):
         folder = tmp_path / f"exported{uint8}"
         description = export.export(checkpoint, folder, uint8=uint8, verify=None if uint8 else root)

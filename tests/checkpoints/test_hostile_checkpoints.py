@@ -262,7 +262,7 @@ def test_parameter_path_that_is_not_a_file_is_rejected(tmp_path, kind):
 
 
 def put(path, kind):
-    """Create a file that is not a regular file and return the expected error."""
+    """Make the path a pipe, a device, a folder or a link loop, or leave it missing, and return the expected error."""
     if kind == "pipe":
         os.mkfifo(path)
         return "not a regular file"

@@ -104,7 +104,7 @@ def kill_and_resume(runs, fatal):
     """Run a command, kill the process before change number `fatal` of the output folder, and run the command again.
 
     Returns:
-        False if the run makes too few changes to be killed.
+        False if the run finished before change number `fatal`.
     """
     code, output = runs.run(*FLAGS, "--fatal-change", fatal, "--fatal-root", runs.root)
     if code == 0:
@@ -295,7 +295,7 @@ def test_stopped_or_killed_job_resumes_bit_identically(runs, two_processes, is_k
     process = runs.start(*flags, "--slow-step", "0.5", processes=2)
     runs.wait_for(process, '"step": [0, 0]')
     code, output = stop(runs, process, times=1)
-    assert code == signal.SIGTERM, output  # the launcher exits with the number of SIGTERM, and its workers with 75
+    assert code == signal.SIGTERM, output  # the launcher exits with the signal number, the workers with 75
     assert all_have_exited(runs)
     assert "stopped by SIGTERM; continue with the same command and --resume" in runs.logs()
     assert folders.position(runs.check()[0][0])[1]  # the newest checkpoint was saved inside an epoch

@@ -226,7 +226,7 @@ def test_write_file_is_atomic(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda file: calls.append(os.fstat(file).st_size) or fsync(file))
     monkeypatch.setattr(os, "replace", lambda *names: calls.append("replace") or replace(*names))
     indexes.write_file(str(path), b"data")
-    assert calls == [4, "replace"]  # the file is renamed after all its bytes are on the disk
+    assert calls == [4, "replace"]  # all bytes are flushed before the file is renamed
     assert path.read_bytes() == b"data"
     assert stat.S_ISREG(path.stat().st_mode)
     with pytest.raises(TypeError):

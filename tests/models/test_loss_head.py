@@ -1,4 +1,4 @@
-"""Comparison of the custom loss head with the one built from Paddle's operators."""
+"""Comparison of the custom loss head with the loss head that is built from Paddle's operators."""
 
 import numpy as np
 import paddle
@@ -135,7 +135,7 @@ def test_equal_and_nan_logits_are_sorted_consistently(add_head):
     y = random.randint(0, 7, (400, 1))
     rows = np.arange(len(x))
     order = np.argsort(-x, axis=1, kind="stable")
-    order[np.isnan(x)[rows[:, None], order]] = 7  # a class that does not exist, because the classes are 0 to 6
+    order[np.isnan(x)[rows[:, None], order]] = 7  # 7 is not a class; the classes are 0 to 6
     result = {is_train: run(add_head, 7, 0, is_train, {"x": x, "y": y})[0] for is_train in (True, False)}
     for head in result.values():
         assert head["top1"] == np.float32((order[:, :1] == y).mean())

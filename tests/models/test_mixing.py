@@ -45,14 +45,14 @@ def test_cutmix_draws_box_and_counts_pixels():
         box = np.outer(rows, columns)
         assert set(np.unique(box)) <= {0, 1}
         assert ratio == pytest.approx(1 - box.mean())
-        for side in (rows, columns):  # the ones form a single interval
+        for side in (rows, columns):  # the box covers consecutive rows and columns
             assert np.abs(np.diff(np.pad(side, 1))).sum() in (0, 2)
-            # The box is not clipped and has equal numbers of pixels on both sides of the center.
+            # A box that is not clipped has equal numbers of pixels on both sides of its center.
             if side[0] == side[-1] == 0:
                 assert side.sum() % 2 == 0
         ratios.append(ratio)
-    # If the center is distributed uniformly, a clipped box with the sides r h and r w has the mean area (r - r^2 /
-    # 4)^2, where r^2 = 1 - ratio.
+    # A box with the height r * H and the width r * W and a uniformly distributed center covers, after clipping, the
+    # fraction (r - r^2 / 4)^2 of the image on average, where r^2 = 1 - ratio.
     areas = [(r - r**2 / 4) ** 2 for r in np.sqrt(np.linspace(0, 1, 10001))]
     assert 1 - np.mean(ratios) == pytest.approx(np.mean(areas), abs=0.03)
 

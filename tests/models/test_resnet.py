@@ -163,9 +163,9 @@ def test_blur_pool_applies_filter_1_2_1_with_replicated_borders(layout, size):
 
 
 def attention_with_gradients(images, weight, gamma, slopes):
-    """Return the output of self-attention [N, C, H, W] and the gradients of sum(slopes * output) with respect to image,
-    weight and gamma, computed in eager mode with the formula of fastai, with gamma divided by the number of pixels, and
-    with NumPy's singular vectors."""
+    """Compute self-attention in eager mode with fastai's formula, but with gamma divided by the number of pixels, and
+    with NumPy's singular vectors. Return the output [N, C, H, W] and the gradients of sum(slopes * output) with respect
+    to image, weight and gamma."""
     left, _, right = np.linalg.svd(weight[..., 0])
     with paddle.base.dygraph.guard(paddle.CPUPlace()):
         images, weight, gamma = (paddle.to_tensor(array, stop_gradient=False) for array in (images, weight, gamma))

@@ -29,7 +29,7 @@ EMULATION = ROOT / "tests/emulation"
 PREFIX = ""  # prefix of the operator names
 EPSILON = 1e-5
 SHAPES = [(4, 7, 7, 64), (2, 5, 3, 24), (3, 1, 1, 8), (1, 1, 1, 8), (2, 3, 5, 296)]
-# This shape has so many rows that the sum over all blocks takes two steps.
+# This shape has so many rows that the sum over all blocks requires two steps.
 EMULATED_SHAPE = (2, 25, 25, 96)
 # In half precision, these channels can be divided into 8-byte vectors, but not into 16-byte vectors.
 NARROW_SHAPES = [(4, 7, 7, 12), (2, 5, 3, 36)]
@@ -531,8 +531,8 @@ def test_lamb(device, where, dtype, unscale):
 
 @pytest.mark.parametrize("where", ALL_PLACES)
 def test_lamb_updates_zero_parameters(device, where):
-    """If all values of a parameter are 0, the trust ratio is 1. This includes a gradient of 0, for which the formula
-    yields 0 / 0."""
+    """If all values of a parameter are 0, the trust ratio is 1. This also holds for a gradient of 0, for which the
+    formula yields 0 / 0."""
     for gradient, step in ((3.0, 1.0), (0.0, 0.0)):
         parameter = paddle.zeros([8])
         state = [paddle.zeros([8]), paddle.zeros([8]), paddle.to_tensor([0.9]), paddle.to_tensor([0.999])]
@@ -592,8 +592,8 @@ def test_check_finite_updates_loss_scale(device, where, dtype, bad):
 @pytest.mark.parametrize("unscale", [None, 1 / 128])
 @pytest.mark.parametrize("where, dtype", UPDATED)
 def test_clip_factor(device, where, dtype, unscale):
-    """The reference is computed in float64. The gradients have several types, and their norm is either above or below
-    the limit."""
+    """The reference is computed in float64. The gradients have different data types, and their norm is either above or
+    below the limit."""
     random = np.random.RandomState(0)
     gradients = [paddle.to_tensor((random.randn(size) / (unscale or 1)).astype("float32")) for size in SIZES]
     gradients = [g if i % 5 == 4 else g.astype(dtype) for i, g in enumerate(gradients)]

@@ -55,6 +55,6 @@ def test_count_gradient_all_reduces():
     backward = int(paddle.base.core.op_proto_and_checker_maker.OpRole.Backward)
     with static.program_guard(main):
         main.global_block().create_var(name="g", shape=[2], dtype="float32")
-        for role in (backward, backward, 0):  # the last all-reduce reduces no gradient
+        for role in (backward, backward, 0):  # the last all-reduce does not reduce a gradient
             append_all_reduce(main.global_block(), "g", role)
     assert all_reduces.count_gradient_all_reduces(main) == 2

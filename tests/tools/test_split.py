@@ -62,7 +62,7 @@ def test_split_copies_only_without_hard_and_symbolic_links(source, tmp_path, mon
         raise OSError
 
     monkeypatch.setattr(os, "link", fail)
-    # os.link fails, as it does if the destination is on a different disk.
+    # Simulate a destination on a different disk, for which os.link fails.
     split.split(os.path.relpath(source), tmp_path / "soft", 0.2)
     assert (tmp_path / "soft" / "train" / name).readlink() == source / name
     monkeypatch.setattr(os, "symlink", fail)

@@ -63,7 +63,7 @@ def test_handlers_are_restored_after_completed_run():
 
 
 def test_deferred_restores_sigterm_handler_of_c_code():
-    """Paddle installs its handler in C, so Python's signal module does not know it."""
+    """Paddle installs its handler in C, so signal.getsignal() cannot return it."""
 
     def caught():
         with open("/proc/self/status") as f:
