@@ -48,7 +48,7 @@ NHWC = ["--data-layout", "NHWC", "--image-shape", "4,32,32"]
 
 # Paddle stores the Python call stack in each operator that it appends. For each addition, Paddle also reads the stack
 # for a possible warning. Under pytest, the stack has about 50 frames, and reading all of them would take half of the
-# test time in this process. These patches keep only the innermost frames.
+# test time of this process. These patches keep only the innermost frames.
 paddle.base.framework.traceback = SimpleNamespace(extract_stack=partial(traceback.extract_stack, limit=4))
 math_op_patch.inspect = SimpleNamespace(stack=lambda: [None, (None, "a test", 0)])
 
@@ -95,7 +95,7 @@ class FakeGraph:
 
 
 def pytest_collection_modifyitems(config, items):
-    if "soak" not in config.option.markexpr:  # -m gpu excludes soak tests, too
+    if "soak" not in config.option.markexpr:  # -m gpu also excludes soak tests
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("soak")])
         items[:] = [item for item in items if not item.get_closest_marker("soak")]
     if paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0:
@@ -275,7 +275,7 @@ def run_bare(photos, tmp_path):
 
 @pytest.fixture
 def checkpoint(once, run_train, tmp_path):
-    """Return a copy of a checkpoint that was saved after one epoch. All tests use the same run."""
+    """Return a copy of a checkpoint that was saved after one epoch. The run is trained once for all tests."""
 
     def make(folder):
         assert run_train("--output-dir", folder)[0] == 0
@@ -342,8 +342,8 @@ def strict_json(text):
 
 
 def phase(report, step, prefix):
-    """Find the last report entry of a step that contains names with a prefix. Return the values of these names, keyed
-    by the name without its prefix."""
+    """Find the last report entry of a step that contains metrics whose names begin with the prefix, and return {name
+    without the prefix: value}."""
     entries = [e["data"] for e in report if e["step"] == step and any(k.startswith(prefix) for k in e["data"])]
     return {k.removeprefix(prefix): v for k, v in entries[-1].items() if k.startswith(prefix)}
 
@@ -472,7 +472,7 @@ def launch(photos, tmp_path):
 @pytest.fixture
 def two_processes(once, launch, tmp_path):
     """Run TWO_EPOCHS as a job of two processes and return (report entries, [parameters of each rank], folder of the
-    checkpoints). All tests use the same job."""
+    checkpoints). The job runs once for all tests."""
 
     def make(folder):
         launch(2, *TWO_EPOCHS, "--output-dir", folder / "output")

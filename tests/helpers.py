@@ -78,8 +78,7 @@ def build(args, is_train=True, steps=10, seed=0):
 
 
 def logits_with_generated_weights(network):
-    """Return the logits [2, classes] of a network. The random weights and images do not depend on Paddle's random
-    numbers.
+    """Return the logits [2, classes] of a network for weights and images that do not depend on Paddle's random numbers.
 
     Args:
         network: function that creates the network, for NCHW and float64.
