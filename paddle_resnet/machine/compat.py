@@ -72,7 +72,7 @@ def start_gloo(prepare):
     processes.
 
     Args:
-        prepare: function to call before the processes start. Its return value is kept alive until the processes have
+        prepare: function to call before the helper processes start. Its return value is kept alive until they have
             started.
     """
     if IS_PADDLE_3:
@@ -95,7 +95,7 @@ def sqrt(x):
 def accept_legacy_any():
     """Patch paddle.any to accept legacy variables, which Paddle 3.3 rejects.
 
-    Paddle's mixed precision at level O2 calls paddle.any for the gradients of both precisions.
+    At level O2, Paddle's mixed precision combines the overflow flags of both precisions with paddle.any.
     """
     if IS_PADDLE_3:
         paddle.any = _any
@@ -130,7 +130,7 @@ def fuse_residual_units(strategy):
     """Set BuildStrategy.fuse_resunit, which exists only in GPU builds of Paddle 3 with cuDNN's frontend.
 
     Raises:
-        UsageError: this build of Paddle does not have the attribute.
+        UsageError: this build of Paddle lacks the attribute.
     """
     try:
         if not hasattr(strategy, "fuse_resunit"):

@@ -83,7 +83,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Ends:
-    """Parameter names of the first and last layer of the network in a program.
+    """Parameter names of a network's first and last layers.
 
     Attributes:
         first: weight name of the convolution that reads the images.

@@ -25,10 +25,10 @@ def size(arch, side, num_classes=CLASSES):
     Returns:
         {"parameters": number of trainable parameters,
         "multiply_adds": number of multiply-adds of all convolutions and matrix products for one image,
-        "activation_bytes": bytes per image of the float16 tensors that the backward pass of Paddle's operators reads,
-        excluding the image}.
+        "activation_bytes": size per image of the float16 tensors that Paddle's backward operators read, excluding the
+        image itself}.
     Raises:
-        UsageError: build_model or logits raises UsageError.
+        UsageError: see build_model and logits.
     """
     import paddle
     from paddle import static

@@ -1,4 +1,4 @@
-"""The loss head, which all networks share. It computes loss, accuracies and predictions from the logits.
+"""The loss head, shared by all networks. It computes loss, accuracies and predictions from the logits.
 
 The loss head consists either of Paddle's operators or of the custom operator native_loss. Mixed precision recognizes
 the operators of the loss head by their name scope and keeps them in float32, because half precision would round the
@@ -96,8 +96,8 @@ def add_paddle(logits, targets, class_num, label_smoothing, is_train):
 
 
 def _nan_rows(logits):
-    """Return the logits. If any logit of an image is NaN or +inf, all its logits are NaN in the result: Paddle's cross
-    entropy on the CPU can otherwise be finite."""
+    """Return the logits. If any logit of an image is NaN or +inf, all its logits are NaN in the result, because
+    Paddle's cross entropy on the CPU could otherwise be finite."""
     is_finite = _op("less_than", {"X": logits, "Y": _full([1], float("inf"), "float32")}, "bool")
     factor = _op("reduce_min", {"X": _cast(is_finite, "float32")}, dim=[1], keep_dim=True)
     factor = _op("elementwise_div", {"X": factor, "Y": factor})  # 1 or NaN

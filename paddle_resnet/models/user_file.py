@@ -61,7 +61,7 @@ def load(arch):
     if its content has changed.
 
     Raises:
-        UsageError: check() raises UsageError, or the file raises an exception.
+        UsageError: the file fails check() or raises an exception.
     """
     check(arch)
     path, name = split(arch)

@@ -77,5 +77,5 @@ struct lookahead {
 
 }  // namespace optimizer
 
-// Calls DO for each optimizer. The name is part of the names of its operator and kernels.
+// Calls DO for each optimizer. The names of operators and kernels contain the name of the optimizer.
 #define FOR_EACH_OPTIMIZER(DO) DO(momentum) DO(adamw) DO(radam) DO(lamb) DO(lookahead)

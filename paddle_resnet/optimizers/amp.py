@@ -45,7 +45,7 @@ def decorate(optimizer, dtype, level, loss_scale, is_dynamic, float32=frozenset(
 
 def cast_evaluation_program(program, place, dtype, level, float32=frozenset(), for_gpu=False):
     """Convert an evaluation program in place to the precision of training. Call this function after the parameters have
-    values in the scope.
+    been initialized or loaded.
 
     Level O1 casts the inputs of each operator and leaves the parameters in float32. Level O2 casts the parameters in
     the scope, except parameters that were already cast for a training program. The variables named in `float32` remain

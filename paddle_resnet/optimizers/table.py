@@ -3,7 +3,7 @@ operator that updates the parameters, and the properties that determine flags, w
 --choose-recipe.
 
 To add an optimizer, add an entry to OPTIMIZERS, its rule to native/optimizers.h, and a test of its formula to
-tests/native/test_native.py. Importing this module does not import Paddle, because the flags are declared from it.
+tests/native/test_native.py. Importing this module does not import Paddle, because settings/declarations.py imports it.
 """
 
 from collections.abc import Callable

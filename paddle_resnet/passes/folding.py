@@ -11,7 +11,7 @@ from paddle import static
 from paddle_resnet.machine import compat
 from paddle_resnet.passes import fusion
 
-FUSED_ACTIVATIONS = ("relu",)  # cuDNN fuses no other activation with a convolution
+FUSED_ACTIVATIONS = ("relu",)  # cuDNN does not fuse other activations with convolutions
 
 
 def fold_batch_norms(program, exe, channel_axis):

@@ -19,7 +19,7 @@ TYPES = (paddle.float32, paddle.float16, paddle.bfloat16)
 CHANNELS = 4
 # A custom kernel computes the filter gradient of a 1x1 convolution if the data type is one of POINTWISE_TYPES, the
 # number of input or output channels is at most POINTWISE_CHANNELS, and the images have at least POINTWISE_PIXELS
-# pixels. For smaller images, the gradient takes little time.
+# pixels. For smaller images, computing this gradient takes little time.
 POINTWISE_TYPES = (paddle.float16, paddle.bfloat16)
 POINTWISE_CHANNELS, POINTWISE_PIXELS = 32, 14 * 14
 

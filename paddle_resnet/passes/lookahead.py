@@ -1,7 +1,7 @@
 """Lookahead (--lookahead): Zhang et al., arXiv:1907.08610, algorithm 1.
 
 A training program contains a float32 slow weight for each parameter. Every K-th step, the slow weights move towards the
-parameters, and the parameters become equal to the slow weights. Slow weights belong to the optimizer state. With custom
+parameters, and the parameters are then set to the slow weights. Slow weights belong to the optimizer state. With custom
 kernels, the operator native_lookahead updates all parameters.
 """
 
@@ -34,7 +34,7 @@ def add(main_prog, startup_prog, lr_scheduler, frozen, interval, alpha):
     block, startup, updates = main_prog.global_block(), startup_prog.global_block(), table.updates(main_prog)
     is_due = scalars.declare("lookahead", lambda: (lr_scheduler.done + 1) % interval == 0)  # 1 or 0
     values = {op.input("Param")[0]: (op.input("MasterParam") or op.input("Param"))[0] for op in updates}
-    # The operators precede those of ASP, which set pruned parameters to 0.
+    # The added operators run before ASP's operators, which set pruned parameters to 0.
     at = itertools.count(block.ops.index(updates[-1]) + 1)
     for name, value in (values | frozen).items():
         for target in (block, startup):

@@ -19,7 +19,7 @@ LIMIT_BYTES = 64 << 20
 WINDOW, LEAST_WINDOW = 0.05, 3
 DIVERGED = 4  # the search ends if the smoothed loss exceeds its minimum by this factor
 SETTLING_STEPS = 10  # number of initial steps that determine the initial level of the loss
-CLEAR_FALL = 8  # smallest fall of the smoothed loss that is not noise, in standard errors of the smoothed loss
+CLEAR_FALL = 8  # smallest fall of the smoothed loss that is not considered noise, in its standard errors
 
 
 @dataclass
@@ -28,8 +28,8 @@ class Curve:
 
     Attributes:
         lr: learning rates, as values of --lr. The optimizer used `factor` times these rates.
-        loss: loss of the batches of each step, before its update. Only the last loss may be infinite or NaN.
-        smoothed: result of smooth(loss), without a last loss that is not finite.
+        loss: loss of each step's batches, before the update. Only the last loss may be infinite or NaN.
+        smoothed: result of smooth(loss); excludes the last loss if it is not finite.
         factor: number of processes times --accumulate-steps.
         steepest: rate at which the smoothed loss falls fastest, rounded; the suggested value of --lr. None if the
             smoothed loss does not fall clearly.
@@ -91,8 +91,8 @@ def _decaying_sums(values, kept):
 
 
 class Divergence:
-    """Detects during the search that the loss diverges: it is not finite, or its running mean exceeds DIVERGED times
-    the minimum of the running mean.
+    """Detects a diverging loss during the search: a loss that is not finite, or a running mean that exceeds DIVERGED
+    times its minimum.
 
     Args:
         steps: number of steps from the lowest to the highest rate.
@@ -201,5 +201,5 @@ def _is_curve(data):
 
 
 def path(folders):
-    """Return the path of the first curve in some folders, or None."""
+    """Return the path of the first curve found in a list of folders, or None."""
     return next((path for folder in folders if os.path.isfile(path := Path(folder) / DATA)), None)

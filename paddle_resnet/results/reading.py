@@ -93,7 +93,7 @@ class Run:
         before_s: part of total_s that precedes the last start.
         spent_s: {"train", "val": seconds spent, including incomplete epochs; "waiting": part of "train" spent waiting
             for images}.
-        open_s: like spent_s, but only for the epoch that is not complete yet.
+        open_s: like spent_s, but only for the current, incomplete epoch.
         epoch_s: total_s at the end of the last complete epoch or at the last start, whichever is later.
     """
 
@@ -147,8 +147,8 @@ class Run:
         return _rows(path or files.companion(self.path, kind), COLUMNS[kind])
 
     def folders(self):
-        """Return the folders that may be the folder of the run: the folder of the report, and the folder of the
-        checkpoints according to the flags of the last start."""
+        """Return the folders in which the run may be stored: the folder of the report, and the checkpoint folder
+        according to the flags of the last start."""
         places = self.parameters.get("output_dir"), self.parameters.get("model_arch_name")
         recorded = [Path(places[0]) / network_name(places[1])] if all(map(is_text, places)) else []
         return [Path(self.path).parent, *recorded]

@@ -93,7 +93,7 @@ def open_checkpoint(path, device, model_arch_name=None, precision=None, sizes=(3
     Args:
         path: folder of a checkpoint or a run.
         device, model_arch_name, precision, sizes, tta: see open_model.
-        engine: "fastest", or "Paddle" for Paddle's fastest engine.
+        engine: "fastest", or "Paddle" to exclude onnxruntime.
     Raises:
         UsageError: see open_model.
     """

@@ -52,8 +52,8 @@ ON_HOST = {
     *("check_finite_and_unscale", "update_loss_scaling", "assign_value", "memcpy", "memcpy_d2h", "memcpy_h2d"),
     *("print", "py_func", "where_index", "unique", "masked_select", "while", "conditional_block"),
 }
-# Tolerance for the comparison of a captured with an uncaptured step, relative to the largest change. Nondeterministic
-# kernels sum in a varying order, so their rounding errors differ.
+# Tolerance for comparing a captured step with an uncaptured step, relative to the largest change in the step.
+# Nondeterministic kernels sum in a varying order, so their rounding errors differ.
 TOLERANCE = 0.02
 _numbers = itertools.count()
 _workspaces = []  # tensors that reserve memory used by captured steps; see _take_free_memory
@@ -214,7 +214,7 @@ class CapturedStep:
                 try:
                     self._run()
                 except BaseException:
-                    with contextlib.suppress(Exception):  # raise the error of the step instead of this error
+                    with contextlib.suppress(Exception):  # raise the step's error instead of this error
                         graph.capture_end()
                     raise
                 graph.capture_end()
