@@ -42,7 +42,7 @@ def _run(args, argv):
     if args.data_format != "synthetic" and world_size() == 1:  # with several processes, rank 0 checks the folder later
         listing.check_root(args.image_root)
     progress.phase("Paddle import")
-    try:  # this import takes seconds, so the flags have been checked before
+    try:  # imported late, because importing Paddle takes seconds and flag errors should appear immediately
         with signals.blocked():
             from paddle import static
         from paddle_resnet.machine import compat
@@ -100,7 +100,7 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
     training = phases.show_on_tensorboard(args, training, checkpoint)
     logger.begin(args.as_entry(), append=report.resumes(args, checkpoint))
     is_advised = False
-    resumed = checkpoint and checkpoint.trained  # metrics, if only the evaluation is missing
+    resumed = checkpoint and checkpoint.trained  # training metrics if the evaluation of the checkpoint is pending
     schedule = training.lr_scheduler
     for stop in durations.stops(args, schedule.timeline, schedule.done - (resumed is not None)):
         trained, resumed, evaluated = resumed, None, None

@@ -28,7 +28,7 @@ TOLERANCE = 0.1  # a larger difference from the budget, as a fraction of the bud
 
 
 class Times(NamedTuple):
-    """Durations in seconds of a training batch, an evaluation and writing a checkpoint."""
+    """Measured durations in seconds: training on one batch, one evaluation, and writing one checkpoint."""
 
     batch_s: float
     evaluation_s: float

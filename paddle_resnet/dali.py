@@ -40,7 +40,7 @@ PCA_VALUES = np.array([55.46, 4.794, 1.148])
 # Size of the largest image in ImageNet's train/. nvJPEG preallocates buffers of this size, because each later
 # reallocation would stall the GPU.
 PREALLOCATE_WIDTH, PREALLOCATE_HEIGHT = 5980, 6430
-# Number of magnitudes of each operation of --auto-augment, as in torchvision.
+# Number of magnitude levels per operation of --auto-augment, as in torchvision.
 MAGNITUDES = 31
 # Conditions that determine the order of the training images. The order does not depend on the number of processes.
 ORDER_CONDITIONS = ("--data-format", "--dali-random-seed", "--balanced-sampling", "number of images", "DALI version")

@@ -340,8 +340,12 @@ def _add_speed(commands):
         metavar="L,...",
         help="values of --hw-decoder-load to measure",
     )
-    command.add_argument("--batches", type=numbers.positive, default=20, help="batches per measurement (default 20)")
-    command.add_argument("--repeats", type=numbers.positive, default=3, help="measurements per setting (default 3)")
+    command.add_argument(
+        "--batches", type=numbers.positive, default=20, help="number of batches per measurement (default 20)"
+    )
+    command.add_argument(
+        "--repeats", type=numbers.positive, default=3, help="number of measurements per setting (default 3)"
+    )
 
 
 def _run_speed(args):

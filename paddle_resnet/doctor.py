@@ -114,7 +114,7 @@ def _library_facts():
 
 def _library(libraries, name, what):
     if not libraries.is_served():
-        return (what, "found by this Paddle build", "ok")
+        return (what, "located by Paddle itself", "ok")
     path = libraries.find(name)
     return (what, path, "ok") if path else (what, "not found", "note", "python -m pip install -r requirements.txt")
 

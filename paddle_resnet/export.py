@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-import paddle_resnet  # noqa: F401  precedes Paddle, because it sets environment variables for Paddle
+import paddle_resnet  # noqa: F401  imported before Paddle, because it sets environment variables for Paddle
 from paddle_resnet.data import listing
 from paddle_resnet.models import registered_name
 from utils import exit_codes, files, locks, logger, numbers, outputs, signals
@@ -157,7 +157,8 @@ def export(
             if triton:
                 _write_triton(network.description, partial)
     except OSError as e:
-        raise UsageError(f"{output}: cannot be written ({e.strerror}); free space or choose a different folder") from e
+        remedy = "free disk space, or choose a different folder"
+        raise UsageError(f"{output}: cannot be written ({e.strerror}); {remedy}") from e
     return description
 
 

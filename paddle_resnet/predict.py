@@ -16,7 +16,7 @@ from time import perf_counter
 
 import numpy as np
 
-import paddle_resnet  # noqa: F401  precedes Paddle, because it sets environment variables for Paddle
+import paddle_resnet  # noqa: F401  imported before Paddle, because it sets environment variables for Paddle
 from paddle_resnet.models import registered_name, user_file
 from paddle_resnet.results import predictions
 from utils import exit_codes, files, logger, numbers, outputs, signals
@@ -300,7 +300,7 @@ def engines(path, device, model_arch_name=None, precision=None, sizes=(32,)):
 
     folder = Path(path)
     onnx_file = folder / f"{inference.NAME}.onnx"
-    problem = f"{path}: contains no {onnx_file.name}; export with --onnx"
+    problem = f"{path}: contains no {onnx_file.name}; export the checkpoint with --onnx"
     with tempfile.TemporaryDirectory() as temporary:
         if inference.is_export(folder):
             model = inference.open_model(path, device, model_arch_name, precision, sizes)

@@ -168,7 +168,7 @@ def all_done(args, checkpoint):
     folder = checkpoint.folder
     if checkpoint.ended_early(args.patience):
         count = checkpoint.evaluations_since_best
-        text = f"{folder} is {count} evaluations after the best evaluation; use a larger number"
+        text = f"{folder} was saved {count} evaluations after the best evaluation; use a larger number"
         if not args.resume:
             raise UsageError(f"--patience {args.patience}: {text}")
         return logger.info(f"--resume: ended by --patience {args.patience}: {text}")
@@ -177,7 +177,7 @@ def all_done(args, checkpoint):
             raise UsageError(f"--num-iter {args.num_iter}: already completed in {folder}; use a larger number")
         raise UsageError(f"--epochs {args.epochs}: already completed in {folder}; use more than {checkpoint.epoch}")
     length = f"{args.epochs} epochs" if args.iter_unit == "epoch" else f"{args.num_iter} steps"
-    logger.info(f"--resume: all {length} are done in {folder}")
+    logger.info(f"--resume: all {length} are already completed in {folder}")
 
 
 def advise_on_loader(args, epoch, trained):

@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 
-import paddle_resnet  # noqa: F401  precedes Paddle, because it sets environment variables for Paddle
+import paddle_resnet  # noqa: F401  imported before Paddle, because it sets environment variables for Paddle
 from paddle_resnet.checkpoints import published
 from paddle_resnet.checkpoints.conversion import convert
 from paddle_resnet.data import listing

@@ -159,7 +159,7 @@ def gpu_machine(monkeypatch):
 def test_paddle_build_with_its_own_libraries_is_reported(examine, gpu_machine, monkeypatch):
     monkeypatch.setattr(gpus, "problem", lambda index, several: None)
     monkeypatch.setattr(libraries, "is_served", lambda: False)
-    assert examine()["NCCL"].detail == "found by this Paddle build"
+    assert examine()["NCCL"].detail == "located by Paddle itself"
 
 
 def test_doctor_reports_gpus_and_libraries(examine, gpu_machine, monkeypatch):

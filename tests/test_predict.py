@@ -232,7 +232,10 @@ def test_benchmark_measures_every_available_engine(checkpoint, model_of, capsys,
     assert predict.main([str(model_of("export", checkpoint)), *command]) == 0
     out, err = capsys.readouterr()
     assert "paddle.inference" in out and "Executor" not in out
-    assert "warning: onnxruntime: not measured: " in err and "contains no model.onnx; export with --onnx" in err
+    assert (
+        "warning: onnxruntime: not measured: " in err
+        and "contains no model.onnx; export the checkpoint with --onnx" in err
+    )
 
 
 @pytest.mark.parametrize("package", ["onnx", "onnxruntime", "session"])

@@ -52,7 +52,7 @@ def test_evaluation_is_equal_in_every_format(run_train, converted, tmp_path, cap
             scope = ["--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/0"]
             code, report = run_train(*scope, *flags, image_root=root)
             assert code == 0
-            assert (f"the val split in {root} is {data_format}" in capsys.readouterr().out) == (not flags)
+            assert (f"the val split in {root} has the format {data_format}" in capsys.readouterr().out) == (not flags)
             actual = phase(report, [], "val.")
             for name in ("loss", "top1", "top5", "images"):
                 assert actual[name] == expected[name]

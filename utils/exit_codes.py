@@ -21,7 +21,7 @@ _NO_MEMORY = (
 # Error numbers of paths that cannot be used. Even Path.exists() may raise such an error, for example if a parent folder
 # is unreadable.
 _NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG)
-_NO_TEMPORARY_FOLDER = "No usable temporary directory"  # message of Python's tempfile
+_NO_TEMPORARY_FOLDER = "No usable temporary directory"  # error message of Python's tempfile module
 DONE, FAILURE, USAGE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
 # If less address space is available, an import or a step may fail without a clear error message. The sample job used
 # 3.2 to 3.5 GiB on a CPU.

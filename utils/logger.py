@@ -22,7 +22,7 @@ _path = _report = _lock = None
 _followers = []
 _quiet = False
 _only_warns = False
-_printed = None  # messages already printed in a block of without_repeats
+_printed = None  # messages already printed inside without_repeats(), or None outside
 _start_s = time.time()
 
 
@@ -125,7 +125,8 @@ def write_line(text, stream):
         _abandon(stream)
         if stream is sys.stdout:
             warn(
-                f"stdout: can no longer be written ({e.strerror}), so the run continues without it; read --report-file"
+                f"stdout: can no longer be written ({e.strerror}), so the run continues without output; read the "
+                "--report-file instead"
             )
 
 

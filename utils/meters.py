@@ -214,7 +214,7 @@ class StepClock:
 
 
 def latency_percentiles(batch_times_s):
-    """Return statistics of the step times of a benchmark in milliseconds.
+    """Return step-time statistics of a benchmark in milliseconds.
 
     Args:
         batch_times_s: duration of each step in seconds.

@@ -23,7 +23,7 @@ from utils.errors import DataError, UsageError
 from utils.mode import Mode
 
 READER = "Reader"  # name of the reader operator in a pipeline
-UNKNOWN_LENGTH = sys.maxsize  # length of a loader without len()
+UNKNOWN_LENGTH = sys.maxsize  # length of a loader that does not implement __len__
 
 
 class StateError(UsageError):

@@ -103,7 +103,7 @@ def open_split(
         data_set = open_split(
             image_root, data_format, mode, num_of_class, seed, skip, allow_outside, allow_empty, trained
         )
-        logger.info(f"--data-format auto: the {mode.value} split in {image_root} is {data_set.data_format}")
+        logger.info(f"--data-format auto: the {mode.value} split in {image_root} has the format {data_set.data_format}")
         return data_set
     if data_format in listing.FILE_FORMATS:
         return _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outside, allow_empty, trained)

@@ -126,7 +126,7 @@ def _read_recordio(f):
     while True:
         magic, length = struct.unpack("<II", f.read(8))
         if magic != RECORDIO_MAGIC:
-            raise ValueError("no record starts there")
+            raise ValueError("no record starts at this position")
         flag, length = length >> 29, length & (1 << 29) - 1
         parts.append(f.read(length))
         f.seek(-length % 4, os.SEEK_CUR)
@@ -148,7 +148,7 @@ def tfrecord_payload(f, size):
     head = f.read(12)
     length = int.from_bytes(head[:8], "little")
     if len(head) < 12 or _masked(crc32c.crc32c(head[:8])) != int.from_bytes(head[8:], "little"):
-        raise ValueError("no record starts there")
+        raise ValueError("no record starts at this position")
     if length > size - TFRECORD_OVERHEAD:
         raise ValueError("the record is truncated")
     payload = f.read(length)

@@ -88,7 +88,7 @@ def _sources():
         root / "config.py",
         root / "train.py",
         *root.glob("utils/*.py"),
-    ]  # *.py is omitted, because site-packages also contains unrelated files
+    ]  # not *.py, because `root` may be site-packages, which contains unrelated files
     paths += [path for end in ("py", "cc", "h", "cu", "cuh") for path in root.glob(f"paddle_resnet/**/*.{end}")]
     return {str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in paths}
 

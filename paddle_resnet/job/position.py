@@ -55,7 +55,8 @@ def describe_stall(positions, stopped=()):
     if first == last:
         return f"all ranks are in {where}"
     ahead = next(p for p in positions.values() if p[:2] == last)
-    return f"{ranks(behind)} {'is' if len(behind) == 1 else 'are'} in {where}, others are waiting in {where_is(ahead)}"
+    verb = "is" if len(behind) == 1 else "are"
+    return f"{ranks(behind)} {verb} in {where}, other ranks are waiting in {where_is(ahead)}"
 
 
 def ranks(numbers):

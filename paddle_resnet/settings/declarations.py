@@ -52,8 +52,8 @@ def _flag(group, kind, name, batches=False, depends_on=(), used_by=None, before=
 
 
 def _switch(default=False):
-    """Return the argparse options of a boolean flag: `--flag` alone means true, `--flag false` overrides the
-    configuration file."""
+    """Return the argparse options of a boolean flag: `--flag` without a value means true, and `--flag false` overrides
+    the configuration file."""
     return {"nargs": "?", "const": True, "default": default, "type": _truth, "metavar": "{true,false}"}
 
 
@@ -129,8 +129,8 @@ def _start(add):
         "--pretrained-mismatch",
         default="error",
         choices=["error", "skip-classifier"],
-        help="action if the classifier of the pretrained parameters has a different shape; skip-classifier: a new "
-        "classifier, for fine-tuning",
+        help="action if the classifier of the pretrained parameters has a different shape; skip-classifier: "
+        "initialize a new classifier, for fine-tuning",
     )
     add(
         "--choose-recipe",
@@ -175,8 +175,8 @@ def _network(add):
     add(
         "--qat",
         **_switch(),
-        help="quantization-aware training, which rounds weights and activations to INT8 in the forward pass; "
-        "typically used to fine-tune a trained network (--from-pretrained-params)",
+        help="whether to use quantization-aware training, which rounds weights and activations to INT8 in the forward "
+        "pass; typically used to fine-tune a trained network (--from-pretrained-params)",
     )
 
 
@@ -200,8 +200,8 @@ def _preprocessing(add):
         "--interp",
         default="triangular",
         choices=["linear", "triangular", "cubic", "lanczos3"],
-        help="resize filter in training and evaluation; all except linear antialias when shrinking; NVIDIA's example "
-        "uses triangular",
+        help="resize filter in training and evaluation; all except linear use antialiasing when they shrink images; "
+        "NVIDIA's example uses triangular",
         before="linear",
         batches=True,
     )
@@ -217,7 +217,7 @@ def _preprocessing(add):
         type=numbers.number_list,
         default=[0.485, 0.456, 0.406],
         metavar="R,G,B",
-        help="mean per channel, subtracted after multiplication by --normalize-scale",
+        help="mean per channel, to subtract from pixel values after multiplication by --normalize-scale",
         batches=True,
     )
     add(
@@ -225,7 +225,7 @@ def _preprocessing(add):
         type=numbers.number_list,
         default=[0.229, 0.224, 0.225],
         metavar="R,G,B",
-        help="standard deviation per channel, by which pixels are divided after subtraction of --normalize-mean",
+        help="standard deviation per channel, by which pixel values are divided after subtraction of --normalize-mean",
         batches=True,
     )
 
@@ -366,7 +366,7 @@ def _training(add):
         type=numbers.positive,
         default=1,
         metavar="K",
-        help="batches per training step; averaging their gradients simulates a batch K times as large",
+        help="number of batches per training step; averaging their gradients simulates a batch K times as large",
     )
     add(
         "--seed",
@@ -542,7 +542,7 @@ def _learning_rate(add):
         type=_factor,
         default=1.0,
         metavar="F",
-        help="factor of the learning rate of the last layer",
+        help="factor by which the learning rate of the last layer is multiplied",
     )
     add("--warmup-start-lr", type=_not_negative_number, default=0.0, help="learning rate at step 0")
     add(
@@ -599,7 +599,7 @@ def _learning_rate(add):
 
 
 def _precision(add):
-    add("--amp", **_switch(), help="automatic mixed precision (GPUs only)")
+    add("--amp", **_switch(), help="whether to use automatic mixed precision (GPUs only)")
     add(
         "--amp-dtype",
         default="float16",
@@ -634,7 +634,7 @@ def _precision(add):
         help="shorthand for --amp-dtype float16 --amp-level O2",
         depends_on=("amp", "amp_dtype", "amp_level"),
     )
-    add("--asp", **_switch(), help="training with 2:4 sparsity")
+    add("--asp", **_switch(), help="whether to train with 2:4 sparsity")
     add(
         "--prune-model",
         **_switch(),
@@ -727,7 +727,8 @@ def _loader(add):
     add(
         "--skip-list",
         metavar="FILE",
-        help="file with one image to skip per line, as a path relative to IMAGE_ROOT; see dataset verify",
+        help="file with one image to skip per line, as a path relative to IMAGE_ROOT; python -m paddle_resnet.dataset "
+        "verify can write it",
     )
     add(
         "--allow-empty-classes",
@@ -787,7 +788,7 @@ def _machine(add):
         "--comm-timeout-s",
         type=numbers.integer(1, 10**6),
         default=600,
-        help="number of seconds without progress after which a job of several processes stops",
+        help="number of seconds without progress after which a job with several processes stops",
     )
 
 
@@ -811,7 +812,7 @@ def _output(add):
         "--report-html",
         type=_path,
         metavar="FILE",
-        help="file for an HTML page about the run, written at its end, with curves, confused classes and images",
+        help="file for an HTML page with curves, confused classes and images, written at the end of the run",
     )
     add(
         "--predictions",
@@ -829,7 +830,7 @@ def _output(add):
     add(
         "--verbose",
         **_switch(),
-        help="whether errors list all variables in which a checkpoint does not match the network",
+        help="whether errors list all variables of a checkpoint that do not match the network",
     )
     add("--print-config", **_switch(), help="whether to print the flags as YAML and stop")
 
@@ -851,7 +852,7 @@ def _benchmark(add):
         "--profile-steps",
         type=_steps,
         metavar="{None,A:B}",
-        help="steps A to B-1 of the first epoch, a trace of which is written to OUTPUT_DIR/profile/",
+        help="steps of the first epoch to trace, from A to B-1; the trace is written to OUTPUT_DIR/profile/",
     )
 
 

@@ -30,7 +30,7 @@ def parse(text):
     epochs = [_parse_entry(entry)["first_epoch"] for entry in entries]
     if epochs[0] != 0 or any(later <= earlier for earlier, later in itertools.pairwise(epochs)):
         raise argparse.ArgumentTypeError(
-            f"'{text}' has epochs that do not increase from 0; use a value such as {EXAMPLE}"
+            f"'{text}' must have epochs that start at 0 and increase; use a value such as {EXAMPLE}"
         )
     return entries
 

@@ -117,7 +117,7 @@ def _conflicts_of_start(settings):
 
 
 def _conflicts_of_budget(settings):
-    """Yield an error message for each flag that contradicts --budget-minutes."""
+    """Yield an error message for each flag that conflicts with --budget-minutes."""
     if settings.budget_minutes is None:
         return
     flag_and_value = f"--budget-minutes {settings.budget_minutes:g}"

@@ -38,7 +38,7 @@ ORDER_SEED = 0
 INDEXED = ("recordio", "tfrecord", "webdataset")
 # {first bytes of a file: suffix} for all image formats except JPEG.
 MAGIC = ((b"\x89PNG", "png"), (b"BM", "bmp"), (b"II", "tif"), (b"MM", "tif"), (b"RIFF", "webp"))
-BLOCK = 64  # number of images per worker task, and per sync of a RecordIO file or LMDB
+BLOCK = 64  # number of images per worker task; a RecordIO file or LMDB is synced to disk after each block
 _LOCK = ".lock"
 NAMED = 10  # maximum number of undecodable images to list in a message
 
@@ -318,7 +318,8 @@ def _continued(output, manifest):
                 )
         return recorded["complete"]
     if os.path.exists(output) and (not os.path.isdir(output) or set(os.listdir(output)) - {_LOCK, *_partial(output)}):
-        raise UsageError(f"--output {output}: exists and is not a conversion; remove it or choose a different folder")
+        remedy = "remove it or choose a different folder"
+        raise UsageError(f"--output {output}: exists, but contains no conversion; {remedy}")
     return None
 
 
@@ -377,9 +378,9 @@ def _prepare(image):
     try:
         data, label = records.read(image)
     except OSError as e:
-        raise UsageError(f"{image.path}: cannot be read ({e.strerror}); repair it or use --skip-list") from e
+        raise UsageError(f"{image.path}: cannot be read ({e.strerror}); repair it or omit it with --skip-list") from e
     if not listing.is_class(label):
-        raise UsageError(f"{image.full_name}: label {label:g} is not a class; use --skip-list")
+        raise UsageError(f"{image.full_name}: label {label:g} is not a class; omit the image with --skip-list")
     label = int(label)
     if _resize_short is None:
         return data, _extension(image, data), label

@@ -64,7 +64,7 @@ def _list_source(source):
     if few:
         more = f" and {len(few) - 5} more" if len(few) > 5 else ""
         raise UsageError(
-            f"{source}: classes need two images, one for train/ and one for val/, but some have fewer: "
+            f"{source}: each class needs two images, one for train/ and one for val/, but some have fewer: "
             f"{', '.join(few[:5])}{more}; add images, or move these folders elsewhere"
         )
     listing.warn_of_ignored(source, ignored)

@@ -67,7 +67,9 @@ def test_patience_ends_run_and_all_outputs_describe_best_epoch(run_train, scored
     assert run_train(*flags, "--resume")[0] == 0
     assert "--resume: ended by --patience 2: " in capsys.readouterr().out
     assert run_train("--epochs", "9", "--from-checkpoint", root, "--last-epoch-of-checkpoint", "auto")[0] == 2
-    assert_one_error(capsys.readouterr().err, ["--patience 2: ", "Tiny/3 is 2 evaluations after the best evaluation; "])
+    assert_one_error(
+        capsys.readouterr().err, ["--patience 2: ", "Tiny/3 was saved 2 evaluations after the best evaluation; "]
+    )
     scored(0.1)
     code, report = run_train(*flags, "--resume", "--patience", "3")
     assert (code, evaluated(report)) == (0, [4])

@@ -226,7 +226,9 @@ def test_format_is_detected_and_logged(converted, capsys, data_format):
         root = str(converted[data_format])
         assert readers.open_split(root, "auto", mode, 3, 0).size == size
         split = {Mode.TRAIN: "train", Mode.EVAL: "val"}[mode]
-        assert capsys.readouterr().out == f"--data-format auto: the {split} split in {root} is {data_format}\n"
+        assert (
+            capsys.readouterr().out == f"--data-format auto: the {split} split in {root} has the format {data_format}\n"
+        )
 
 
 def test_root_with_several_formats_requires_data_format(make, tmp_path):

@@ -254,7 +254,8 @@ FAULTS = {
     "1 4 raises": "rank 1 failed first: ZeroDivisionError of the test",
     # Rank 0 waits for rank 1 in C code that holds the GIL, as during a stalled copy to a GPU. No thread of rank 0 can
     # report a position.
-    "1 4 hangs,0 4 locks_soon": STALL.format(1) + " epoch 1 train, step 0, others are waiting in epoch 1 train, step 1",
+    "1 4 hangs,0 4 locks_soon": STALL.format(1)
+    + " epoch 1 train, step 0, other ranks are waiting in epoch 1 train, step 1",
 }
 # MORE_FAULTS contains the faults in FAULTS with the ranks exchanged, and faults that other tests cover (for SIGSTOP,
 # see test_monitor.py).
@@ -262,7 +263,7 @@ MORE_FAULTS = {
     "0 4 stopped": STOPPED.format(0),
     "0 4 killed": "rank 0 failed first: its process was killed",
     "1 4 locks": STALL.format(1),
-    "1 4 hangs": STALL.format(1) + " epoch 1 train, step 0, others are waiting",
+    "1 4 hangs": STALL.format(1) + " epoch 1 train, step 0, other ranks are waiting",
     "0 4 raises": "rank 0 failed first: ZeroDivisionError of the test",
     "1 4 killed": "rank 1 failed first: its process was killed",
     "1 4 stopped": STOPPED.format(1),

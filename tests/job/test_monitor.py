@@ -191,7 +191,9 @@ def test_stalled_rank_is_reported_after_timeout(capsys, killed):
 
     run(scenario, timeout_s=1)
     message = "--comm-timeout-s 1: no progress for 1 s; rank 2 is in epoch 0 train, step 7, waiting for images"
-    assert capsys.readouterr().err == f"train.py: error: {message}, others are waiting in epoch 0 train, step 9\n" * 3
+    assert (
+        capsys.readouterr().err == f"train.py: error: {message}, other ranks are waiting in epoch 0 train, step 9\n" * 3
+    )
     assert not killed
 
 
@@ -202,7 +204,10 @@ def test_progress_of_other_ranks_does_not_reset_timeout():
     assert coordinator._end is None
     coordinator._seen[1] = ([1, 2, "epoch 0 train"], now - 50)
     coordinator.check_progress()
-    assert "rank 1 is in epoch 0 train, step 0, others are waiting in epoch 0 train, step 3" in coordinator._end["end"]
+    assert (
+        "rank 1 is in epoch 0 train, step 0, other ranks are waiting in epoch 0 train, step 3"
+        in coordinator._end["end"]
+    )
 
 
 def test_stopped_rank_is_reported_at_any_position_of_others(capsys, monkeypatch):

@@ -275,7 +275,7 @@ def test_invalid_source_or_output_exits_with_code_2(photos, tmp_path, capsys):
     for arguments, message in (
         ([str(photos), "--output", str(photos)], f"--output {photos}: would change the data set {photos}"),
         ([str(photos), "--output", str(photos / "train/rec")], "/train/rec: would change the data set"),
-        ([str(photos), "--output", str(tmp_path / "full")], "exists and is not a conversion"),
+        ([str(photos), "--output", str(tmp_path / "full")], "exists, but contains no conversion"),
         ([str(tmp_path / "full"), "--output", str(tmp_path / "x")], "contains neither train/ nor val/"),
         ([str(tmp_path / "none"), "--output", str(tmp_path / "x")], "not a folder"),
     ):
