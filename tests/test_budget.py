@@ -212,7 +212,10 @@ def test_dry_run_does_not_measure(run, monkeypatch):
             ["--sizes", "16:0,32:1"],
             "--budget-minutes 5: not supported with --sizes; remove one of them, or use --epochs",
         ),
-        (["--profile-steps", "1:2"], "--budget-minutes 5: not supported with --profile-steps; remove one, or use"),
+        (
+            ["--profile-steps", "1:2"],
+            "--budget-minutes 5: not supported with --profile-steps; remove one of them, or use",
+        ),
         (["--budget-minutes", -1], "-1"),
         (["--budget-minutes", "1e9"], "--budget-minutes: 1e9 is too large; use at most 527040, which is a year"),
     ],

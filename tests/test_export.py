@@ -657,6 +657,6 @@ def test_full_disk_exits_with_code_2_and_leaves_no_output(checkpoint, tmp_path, 
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         error = capsys.readouterr().err
         assert code == 2, error
-        assert "exported: cannot be written (File too large); free space" in error
+        assert "exported: cannot be written (File too large); free disk space" in error
         assert "Traceback" not in error
         assert sorted(p.name for p in tmp_path.glob("*export*")) == ["exported.partial"]

@@ -255,7 +255,7 @@ def test_second_run_in_same_folder_is_rejected(runs, expected, photos):
     for second, flag in zip(others, flags, strict=True):
         _, stderr = second.communicate(timeout=200)
         assert second.returncode == 2
-        assert_one_error(stderr, [f"{flag}: another run (process {process.pid} on ", "wait until it ends, or"])
+        assert_one_error(stderr, [f"{flag}: ", f"another run (process {process.pid} on ", "wait until "])
     assert (runs.root / ".9.partial").exists()
     unblock()
     code, output = runs.finish(process)

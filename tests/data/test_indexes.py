@@ -99,7 +99,7 @@ def test_index_of_different_shard_is_rejected(tmp_path, kind, count):
     shard.unlink()
     write(tmp_path, kind, count=count)
     index.write_bytes(stale)
-    with pytest.raises(UsageError, match="the index does not match .*; remove it"):
+    with pytest.raises(UsageError, match="does not match .*; remove this index"):
         indexes.open_index(str(shard), kind)
 
 
@@ -109,7 +109,7 @@ def test_index_of_unknown_format_is_rejected(tmp_path, kind, text):
     shard = write(tmp_path, kind)
     with open(indexes.index_path(str(shard)), "w") as f:
         f.write(text)
-    with pytest.raises(UsageError, match="the index does not match .*; remove it"):
+    with pytest.raises(UsageError, match="does not match .*; remove this index"):
         indexes.open_index(str(shard), kind)
 
 
@@ -216,7 +216,7 @@ def test_recordio_index_without_a_row_is_rejected(tmp_path, monkeypatch):
     index = Path(indexes.open_index(str(shard), "recordio").path)
     lines = index.read_text().splitlines(keepends=True)
     index.write_text("".join([*lines[:2], *lines[3:]]))
-    with pytest.raises(UsageError, match="the index does not match"):
+    with pytest.raises(UsageError, match="idx: does not match"):
         indexes.open_index(str(shard), "recordio")
 
 

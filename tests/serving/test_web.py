@@ -355,7 +355,7 @@ def test_server_predicts_like_the_command_and_stops_on_signal(checkpoint, photos
     def client():
         try:
             wait_until(lambda: "Control-C" in output(), 60)
-            port = int(re.search(r"http://127\.0\.0\.1:(\d+)/ shows a page", output())[1])
+            port = int(re.search(r"http://127\.0\.0\.1:(\d+)/: page to try", output())[1])
             answers.append(request(port, body=form(("a.jpg", contents[0]), ("b.jpg", contents[1]))))
             damaged = contents[0][: len(contents[0]) // 2]
             answers.append(request(port, body=form(("cut.jpg", damaged), ("a.jpg", contents[0]), ("c.txt", b"text"))))

@@ -301,7 +301,7 @@ def test_concurrent_conversion_to_same_output_is_rejected(photos, tmp_path, caps
     with subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path / "x/.lock"], cwd=ROOT, **pipes) as holder:
         assert holder.stdout.readline() == "locked\n"
         assert dataset.main([*command, str(tmp_path / "x")]) == 2
-        message = f"--output {tmp_path}/x: another process (process {holder.pid} on "
+        message = f"--output {tmp_path}/x: in use by another process (process {holder.pid} on "
         assert message in capsys.readouterr().err
         assert [path.name for path in (tmp_path / "x").iterdir()] == [".lock"]
         holder.communicate("")
