@@ -3,7 +3,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 
-# By default, the first command that runs Python 3.10, 3.11 or 3.12. To choose another one: make PYTHON=... venv
+# The default is the first of these commands that runs Python 3.10, 3.11 or 3.12. To choose a different command, set
+# PYTHON: make PYTHON=... venv
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.10; do \
 	$$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
 HAS_GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 TEST_PROCESSES ?= 3
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-# Paddle to install: a version number of the CPU build (make venv PADDLE=3.3.1), or a requirement with options of pip.
+# Paddle to install: a version number of the CPU build (make venv PADDLE=3.3.1), or a requirement with pip options.
 PADDLE ?= $(shell cat $(VENV)/paddle 2>/dev/null)
 PADDLE_WORDS := $(if $(filter 0% 1% 2% 3% 4% 5% 6% 7% 8% 9%,$(PADDLE)),paddlepaddle==$(PADDLE),$(PADDLE))
 export PADDLE PADDLE_WORDS
@@ -29,32 +30,32 @@ INSTALLED := $(VENV)/installed-$(firstword $(shell { cat $(REQUIREMENTS) require
 help:
 	@echo "make train   install, write the sample data set and train on it"
 	@echo "make test    install, lint and test"
-	@echo "make venv    install only; PADDLE=... chooses another build of Paddle"
+	@echo "make venv    install only; PADDLE=... chooses a different Paddle build"
 	@echo "make clean   remove .venv, data/digits and output/digits"
 
 venv: $(INSTALLED)
 
 $(BIN)/pip:
-	@test -n "$(PYTHON)" || { echo "error: no Python 3.10, 3.11 or 3.12 found: install one, or make PYTHON=/path/to/it" >&2; exit 2; }
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.10, 3.11 or 3.12 found; install one, or set PYTHON: make PYTHON=/path/to/python" >&2; exit 2; }
 	@echo "creating $(VENV) with $(PYTHON)"
 	@$(PYTHON) -m venv $(VENV)
 
 # Update .venv in place. Keep the installed version of Paddle unless PADDLE specifies a different one.
 # The stamp file is written last, so that `make` repeats an interrupted installation.
 $(INSTALLED): | $(BIN)/pip
-	@if ls $(VENV)/installed-* >/dev/null 2>&1; then echo "updating $(VENV) in place: the requirements changed"; \
-	else echo "installing into $(VENV): about 2 GB without a GPU, more with one; some minutes"; fi
+	@if ls $(VENV)/installed-* >/dev/null 2>&1; then echo "updating $(VENV) in place, because the requirements have changed"; \
+	else echo "installing into $(VENV); this takes some minutes and about 2 GB (more with a GPU)"; fi
 	@rm -f $(VENV)/installed-*
 	@sed '/^-r/d; /^paddlepaddle/d' $(LISTS) > $(VENV)/requirements.txt
 	@$(PIP) install -r $(VENV)/requirements.txt
 	@set -f; want="$${PADDLE_WORDS:-$(PIN)}"; \
 	here=$$($(BIN)/python -m pip list --format=freeze 2>/dev/null | grep '^paddlepaddle' || true); \
 	if [ -n "$$here" ] && [ "$$here" != "$$want" ] && [ "$$PADDLE" != "$$(cat $(VENV)/paddle 2>/dev/null)" ]; then \
-		echo "replacing $$here by $$want"; \
+		echo "replacing $$here with $$want"; \
 		$(PIP) uninstall -y paddlepaddle paddlepaddle-gpu; \
 		here=; fi; \
 	if [ -z "$$here" ]; then $(PIP) install $$want; \
-	elif [ "$$here" != "$$want" ]; then echo "keeping $${here/==/ }: make venv PADDLE=$(PIN) replaces it"; fi; \
+	elif [ "$$here" != "$$want" ]; then echo "keeping $${here/==/ }; to replace it, run make venv PADDLE=$(PIN)"; fi; \
 	echo "$$PADDLE" > $(VENV)/paddle
 	@touch $@
 

@@ -7,8 +7,8 @@ files. With --rows "two GPUs", train on two GPUs with synthetic images. --arch s
 
 The measurements run in turn, each in a separate process: `train.py --benchmark` for this project, `worker` in this file
 for a baseline. All processes do the same work: AMP in float16, channels last, SGD with momentum 0.875, weight decay
-except on BN, and label smoothing 0.1. Each step computes loss, top1 and top5, which the host reads one step later. The
-script waits for all GPU work before it starts and before it stops the clock. Baselines use the usual settings:
+(except for BN), and label smoothing 0.1. Each step computes loss, top1 and top5, which the host reads one step later.
+The script waits for all GPU work before it starts and before it stops the clock. Baselines use the usual settings:
 torch.autocast and GradScaler, cuDNN's algorithm search and a fused optimizer. torch.compile also compiles the loss and
 the accuracy. This project and the baselines decode with DALI's mixed decoder and the same settings. The baselines use
 the dynamic executor, DALI's default; this project uses the older executor (see paddle_resnet/dali.py). This project
@@ -18,7 +18,7 @@ DistributedDataParallel.
 
 "first step" is the time from the start of the process until the host has read the loss of the first step. PyTorch
 starts with an empty kernel cache in the first repetition and reuses the cache in later repetitions. This project uses
-the machine's existing cache; filling an empty cache takes some seconds (docs/kernels.md).
+the machine's existing cache; filling an empty cache takes a few seconds (docs/kernels.md).
 
 DIR contains train/CLASS/*.jpg and val/CLASS/*.jpg. PYTHON is an interpreter with torch, timm and, for JPEG files,
 nvidia-dali. The networks of the baselines come from timm.
@@ -56,7 +56,7 @@ TIMM = {  # {--arch: name of the same network in timm}
     "EfficientNet_Lite1": "efficientnet_lite1",
     "EfficientNet_Lite2": "efficientnet_lite2",
 }
-# {row: (task, trainer, arguments of the worker)}. The first row of each task measures this project.
+# {row: (task, trainer, arguments of the worker)}. In each task, the first row measures this project.
 ROWS = {
     f"train, synthetic: {OWN}": ("train, synthetic", OWN, []),
     "train, synthetic: PyTorch eager": ("train, synthetic", "torch", []),
@@ -292,8 +292,8 @@ def torch_batches(args, training, device):
             yield images, labels
     from nvidia.dali.plugin.pytorch import DALIGenericIterator
 
-    # Without a size or a reader name, the iterator never ends an epoch. Like the benchmark of this project, the
-    # measurement therefore excludes the time between epochs.
+    # Because neither a size nor a reader name is set, the iterator never ends an epoch. Like this project's benchmark,
+    # the measurement therefore excludes the time between epochs.
     for batch in DALIGenericIterator([dali_pipeline(args, training, device)], ["data", "label"], auto_reset=False):
         yield batch[0]["data"].permute(0, 3, 1, 2), batch[0]["label"][:, 0].long()
 
@@ -348,7 +348,7 @@ def parse_args():
     both.add_argument("--device", default="gpu", choices=["gpu", "cpu"], help="device (cpu: float32, for tests)")
     both.add_argument("--batch-size", type=int, default=256)
     both.add_argument("--crop-size", type=int, default=224)
-    both.add_argument("--threads", type=int, default=14, help="CPU threads of DALI")
+    both.add_argument("--threads", type=int, default=14, help="number of CPU threads for DALI")
     both.add_argument("--steps", type=int, default=100)
     both.add_argument("--warmup-steps", type=int, default=50)
 
@@ -364,7 +364,7 @@ def parse_args():
     run.add_argument("--output", default="peers.jsonl", metavar="FILE", help="file to which JSON lines are appended")
     run.add_argument("--paddle-python", default=sys.executable, metavar="PYTHON")
     run.add_argument("--torch-python", default=sys.executable, metavar="PYTHON")
-    run.add_argument("--torch-pythonpath", metavar="DIR", help="PYTHONPATH for --torch-python, with nvidia-dali")
+    run.add_argument("--torch-pythonpath", metavar="DIR", help="folder with nvidia-dali that is added to PYTHONPATH")
     run.add_argument(
         "--torch-env-clear", action="store_true", help="whether to unset PYTHONPATH and LD_LIBRARY_PATH for PyTorch"
     )

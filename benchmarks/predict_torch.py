@@ -1,11 +1,12 @@
-"""Measure the inference speed of a timm network with PyTorch. The rows are those of `python -m paddle_resnet.predict
---benchmark`.
+"""Measure the inference speed of a timm network with PyTorch, and print rows like those of `python -m
+paddle_resnet.predict --benchmark`.
 
     python benchmarks/predict_torch.py --arch ResNet50 --batches 1,8,64,256
 
-Each row is the latency from images in pinned host memory to probabilities in host memory, with random weights, channels
-last, and torch.compile(mode="reduce-overhead") on a GPU. On a CPU, the network runs in float32 with torch.compile. The
-networks come from timm. In float16 rows, the images are also float16, like those of the engine "captured step".
+Each row shows the latency from images in pinned host memory to probabilities in host memory, with random weights,
+channels last, and torch.compile(mode="reduce-overhead") on a GPU. On a CPU, the network runs in float32 with
+torch.compile. The networks come from timm. In float16 rows, the images are also float16, like those of the engine
+"captured step".
 """
 
 import argparse

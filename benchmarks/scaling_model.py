@@ -36,9 +36,10 @@ class Setup:
         network: bytes/s that a node sends to other nodes, over all adapters.
         latency_s: seconds per hop of an all-reduce between nodes, regardless of the message size.
         backward: fraction of a one-GPU step spent in the backward pass, which can overlap with transfers between nodes.
-        several_nodes_s: additional seconds per step on several nodes, where steps are not CUDA graphs and NCCL's
-            kernels occupy multiprocessors that the backward pass needs. On two GPUs of one node, these conditions
-            increased the step time from 31.59 ms (0.17 ms of which was exposed communication) to 32.10 ms (0.03 ms).
+        several_nodes_s: additional seconds per step on several nodes, where steps do not run as CUDA graphs and
+            NCCL's kernels occupy multiprocessors that the backward pass needs. On two GPUs of one node, these
+            conditions increased the step time from 31.59 ms (0.17 ms of which was exposed communication) to 32.10 ms
+            (0.03 ms).
     """
 
     batch: int = 256
@@ -57,7 +58,7 @@ def all_reduce_s(setup, gpus, size):
 
     Within a node, the all-reduce is a ring: each of n GPUs sends 2 (n-1)/n of the bytes. Between nodes, the all-reduce
     is also a ring. The GPUs of a node divide the bytes among themselves, so that the node sends each byte once. The
-    latency grows with the logarithm of the number of nodes, like that of a tree.
+    latency grows with the logarithm of the number of nodes, as in a tree.
     """
     local = min(gpus, setup.gpus_per_node)
     nodes = math.ceil(gpus / setup.gpus_per_node)
@@ -111,12 +112,10 @@ def fit_jitter(setup, measured):
 def _losses(setup, measured):
     """Return (step time of one GPU in seconds, [(sqrt(2 ln n), additional seconds per step on n GPUs)])."""
     if 1 not in measured or len(measured) < 2:
-        raise ValueError(
-            "--measured: requires measurements of 1 GPU and of a larger number of GPUs; add the missing one"
-        )
+        raise ValueError("--measured: requires measurements on 1 GPU and on several GPUs; add the missing measurement")
     if max(measured) > setup.gpus_per_node:
         raise ValueError(
-            f"--measured: {max(measured)} GPUs are more than the {setup.gpus_per_node} of a node; remove them"
+            f"--measured: {max(measured)} GPUs exceed the {setup.gpus_per_node} GPUs of a node; remove this measurement"
         )
     alone = setup.batch / measured[1]
     return alone, [

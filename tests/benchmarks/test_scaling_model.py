@@ -91,7 +91,7 @@ def test_single_measurement_is_an_error(capsys):
 def test_measurements_of_several_nodes_are_rejected(capsys):
     with pytest.raises(SystemExit):
         model.main(["--measured", "1:100", "16:1500"])
-    assert "16 GPUs are more than the 8 of a node" in capsys.readouterr().err
+    assert "16 GPUs exceed the 8 GPUs of a node" in capsys.readouterr().err
 
 
 def test_documented_table_matches_script_output(capsys):

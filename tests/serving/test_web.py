@@ -263,7 +263,7 @@ def test_invalid_http_request_is_answered_without_a_traceback(start, capsys):
 def test_page_loads_no_resources_and_escapes_names(start):
     status, headers, page = request(start(), "GET", "/")
     assert status == 200
-    assert "<h1>Net&lt;b&gt;</h1>" in page and "3 classes · epoch 4 · top1 75.0 %" in page
+    assert "<h1>Net&lt;b&gt;</h1>" in page and "3 classes · epoch 4 · top1 75.0%" in page
     assert not re.search(r"""https?://|@import|url\(|<(script|img|iframe)[^>]* src=""", page)
     nonce = re.search(r"script-src 'nonce-([\w-]+)'", headers["Content-Security-Policy"])[1]
     assert re.findall(r' nonce="([^"]*)"', page) == [nonce, nonce]
@@ -470,16 +470,16 @@ def test_page_shows_predictions_in_chromium(start, tmp_path):
         field = browser.call("DOM.querySelector", nodeId=document, selector="input")["nodeId"]
         browser.call("DOM.setFileInputFiles", nodeId=field, files=paths[:1])
         wait_until(lambda: "1 predicted" in browser.text(), 30)
-        assert "<b>tench</b>\n87.5 %\ncat\n10.0 %" in browser.text()
+        assert "<b>tench</b>\n87.5%\ncat\n10.0%" in browser.text()
         assert browser.evaluate("document.images[0].naturalWidth") == 60
         data = {"items": [], "files": paths, "dragOperationsMask": 1}
         for kind in ("dragEnter", "dragOver", "drop"):
             browser.call("Input.dispatchDragEvent", type=kind, x=300, y=200, data=data)
         wait_until(lambda: "2 predicted, 2 failed, 1 skipped" in browser.text(), 30)
         text = browser.text()
-        assert text.count("87.5 %") == 2 and names[1] in text
+        assert text.count("87.5%") == 2 and names[1] in text
         assert "b.txt\n\nThis file is not in an image format that DALI supports" in text
-        assert "large.jpg\n\nThis file is larger than the server accepts" in text
+        assert "large.jpg\n\nThis file exceeds the server's size limit" in text
         browser.screenshot(tmp_path / "page.png")
         bars = "getComputedStyle(document.querySelector('li i'), '::before').width"
         assert float(browser.evaluate(bars).removesuffix("px")) > 100
