@@ -81,11 +81,11 @@ def test_efficiency_decreases_with_gpus_and_increases_with_network_speed():
 
 
 def test_single_measurement_is_an_error(capsys):
-    with pytest.raises(ValueError, match="larger number"):
+    with pytest.raises(ValueError, match="on several GPUs"):
         model.fit(SETUP, {1: 6873.0})
     with pytest.raises(SystemExit):
         model.main(["--measured", "2:100"])
-    assert "larger number" in capsys.readouterr().err
+    assert "on several GPUs" in capsys.readouterr().err
 
 
 def test_measurements_of_several_nodes_are_rejected(capsys):
