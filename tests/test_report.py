@@ -194,7 +194,7 @@ def test_default_report_name_depends_on_kind_of_run(run_train, tmp_path, capsys)
         (["--output-dir", "{}/tiny/output"], ["--output-dir", "tiny is reserved for a checkpoint"]),
         (["--output-dir", "{}/out", "--report-file", "{}/out/Tiny/0/report.json"], ["0 is reserved for a checkpoint"]),
         (["--output-dir", "{}/out", "--report-file", "{}/out/Tiny/latest"], ["latest is reserved for a checkpoint"]),
-        (["--report-html", "{}/page.html", "--report-file", "/dev/null"], ["/dev/null is not one"]),
+        (["--report-html", "{}/page.html", "--report-file", "/dev/null"], ["/dev/null is not"]),
         (["--report-file", "{}/out/profile/steps_0_1_rank0.json", "--profile-steps", "0:1", "--output-dir", "{}/out"],
          ["the trace of --profile-steps", "the same file as --report-file"]),
     ],

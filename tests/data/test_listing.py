@@ -177,7 +177,9 @@ def test_names_of_class_folders_come_from_classes_txt(root):
     with pytest.raises(UsageError, match=r"classes.txt: cannot be read \(a line exceeds 1000 characters\); write one"):
         readers.open_split(root, "auto", Mode.EVAL, 3, 0)
     (root / "classes.txt").write_text("class0\nclass2\nclass1\n")
-    with pytest.raises(UsageError, match=r"has the names of the class folders in a different order; write them in the"):
+    with pytest.raises(
+        UsageError, match=r"has the names of the class folders in a different order; write them in label"
+    ):
         readers.open_split(root, "auto", Mode.EVAL, 3, 0)
     # The text has a byte order mark and Windows line endings.
     (root / "classes.txt").write_text("\ufeffcat\r\ndog\r\nox\r\n")
