@@ -6,7 +6,7 @@ the file size, because no opcode can copy more bytes than the opcode occupies in
 """
 
 import contextlib
-import os
+import io
 import pickletools
 import re
 import zipfile
@@ -28,16 +28,21 @@ class UnreadableError(Exception):
         super().__init__("".join(c if c.isprintable() else "?" for c in reason[:200]))
 
 
-def read_pickle(path):
+def read_pickle(path, content=None):
     """Read a file written by this project, by paddle.static.save, or by paddle.save with a state_dict.
 
+    Args:
+        path: path of the file.
+        content: content of the file as bytes, if the file has already been read.
     Returns:
         {name: read-only array of booleans or numbers}.
     Raises:
         UnreadableError: the file cannot be opened, is damaged, or contains anything other than arrays.
     """
-    with errors(), files.open_regular(path) as file:
-        state = interpret(file, os.fstat(file.fileno()).st_size, NumPyObjects())
+    with errors(), _opened(path, content) as file:
+        size = file.seek(0, io.SEEK_END)
+        file.seek(0)
+        state = interpret(file, size, NumPyObjects())
     if not isinstance(state, dict):
         raise UnreadableError("not a table of arrays")
     state.pop(_TABLE, None)
@@ -47,18 +52,23 @@ def read_pickle(path):
     return {name: array.value for name, array in state.items()}
 
 
-def read_npz(path):
-    """Read a file written by numpy.savez and return {name: array of booleans or numbers}.
+def read_npz(path, content=None):
+    """Read a file written by numpy.savez and return {name: array of booleans or numbers}. For the arguments, see
+    read_pickle.
 
     Raises:
         UnreadableError: the file cannot be opened, is damaged or compressed, or contains anything other than arrays.
     """
-    with errors(), files.open_regular(path) as file:
+    with errors(), _opened(path, content) as file:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in zipfile.ZipFile(file).infolist()):
             raise UnreadableError("compressed files are not supported")  # a small file could expand to any size
         file.seek(0)
         with np.load(file, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
+
+
+def _opened(path, content):
+    return files.open_regular(path) if content is None else io.BytesIO(content)
 
 
 @contextlib.contextmanager

@@ -259,11 +259,10 @@ def prefix(args, folder):
     from meta.json or, if there is no meta.json, from foreign_prefix.
 
     Raises:
-        DamagedError: the folder's meta.json is damaged.
+        DamagedError: the folder's meta.json is damaged, or the checkpoint is incomplete.
     """
-    if os.path.lexists(Path(folder) / META):
-        return Path(folder) / schema.prefix(read_meta(folder)["files"])
-    return Path(folder) / foreign_prefix(args, folder)
+    listed = _listed_files(Path(folder))
+    return Path(folder) / (schema.prefix(listed) if listed else foreign_prefix(args, folder))
 
 
 def foreign_prefix(args, folder):
@@ -334,6 +333,38 @@ def _verified_blocks(path, expected, source):
         raise DamagedError(f"{path.name} does not match its sha256 in {source}")
 
 
+def contains(path):
+    """Return whether a checkpoint contains a file, according to its meta.json. If the checkpoint has no meta.json,
+    return whether the file exists.
+
+    Raises:
+        DamagedError: meta.json is damaged, or the checkpoint is incomplete.
+    """
+    listed = _listed_files(path.parent)
+    return path.name in listed if listed else path.is_file()
+
+
+def read_listed(path):
+    """Return the content of a checkpoint file as bytes, or None if no meta.json lists the file.
+
+    Raises:
+        DamagedError: the file is missing or was changed after it was written, meta.json is damaged, or the checkpoint
+            is incomplete.
+    """
+    expected = _listed_files(path.parent).get(path.name)
+    return expected and read_file(path, expected, META)
+
+
+def _listed_files(folder):
+    """Return the files that meta.json lists, {name: result of write_file}. If another program wrote the folder, return
+    {}. A checkpoint that is being deleted has no meta.json either, but is not read as that of another program."""
+    if os.path.lexists(folder / META):
+        return read_meta(folder)["files"]
+    if os.path.lexists(folder / _UNFINISHED):
+        raise DamagedError(f"{META} is missing, because the checkpoint is incomplete or being deleted")
+    return {}
+
+
 def position(name):
     """Parse the name of a checkpoint folder. Return (epoch, number of completed steps, or None for the end of the
     epoch). If the name is not that of a checkpoint, return None."""
@@ -380,7 +411,7 @@ def is_checkpoint(folder):
 
 def run_in(path, arch=None):
     """Return the folder that contains the checkpoints of a run: PATH or, if PATH is an --output-dir, the run folder in
-    PATH.
+    PATH. If PATH is a checkpoint, return its folder.
 
     Args:
         path: folder.
@@ -390,7 +421,7 @@ def run_in(path, arch=None):
     """
     path = Path(path)
     if not path.is_dir() or is_checkpoint(path) or finished(path):
-        return path
+        return _target(path)
     runs = runs_below(path)
     runs = [folder for folder in runs if folder.name == arch] or runs
     if len(runs) > 1:
@@ -423,9 +454,15 @@ def resolve(path, arch=None, log=logger.info):
         checkpoint = next((folder for folder, meta in newest_first(root)[0] if meta["step"] is None), newest(root))
     if checkpoint is None:  # all checkpoints are damaged
         return root
-    link = f" ({checkpoint.resolve().name})" if checkpoint.is_symlink() else ""
-    log(f"{path}: using the checkpoint {checkpoint}{link}")
-    return checkpoint
+    folder = _target(checkpoint)
+    log(f"{path}: using the checkpoint {checkpoint}" + (f" ({folder.name})" if folder != checkpoint else ""))
+    return folder
+
+
+def _target(path):
+    """If a path is the link `latest` or `best`, return the checkpoint that it refers to, because a running training may
+    change the link before all files have been read."""
+    return path.parent / os.readlink(path) if path.name in MARKERS and path.is_symlink() else path
 
 
 def newest(root):

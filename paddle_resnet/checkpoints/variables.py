@@ -2,8 +2,8 @@
 PREFIX.pdparams and PREFIX.pdopt are pickles of {name: array}, the format of `paddle.static.load`. Loading is strict:
 all names, shapes and types must match. Parameters are stored in float32, regardless of the training precision.
 
-With --ema, PREFIX.pdema contains the EMA weights in the format of PREFIX.pdparams. If this file exists, evaluation,
-prediction, export and --from-pretrained-params read it instead of PREFIX.pdparams.
+With --ema, PREFIX.pdema contains the EMA weights in the format of PREFIX.pdparams. If a checkpoint contains this file,
+evaluation, prediction, export and --from-pretrained-params read it instead of PREFIX.pdparams.
 """
 
 import contextlib
@@ -88,7 +88,7 @@ def _evaluated(prefix):
     """Return the path of the weights to evaluate: the EMA weights if the checkpoint contains them, otherwise the
     weights."""
     path = Path(f"{prefix}{AVERAGED}")
-    return path if path.is_file() else Path(f"{prefix}.pdparams")
+    return path if folders.contains(path) else Path(f"{prefix}.pdparams")
 
 
 def _read_weights(path, flag, log=logger.info):
@@ -112,7 +112,7 @@ def load_averages(args, checkpoint, program, place):
         return False
     flag, prefix = _flag_and_prefix(args, checkpoint.folder)
     path = Path(f"{prefix}{AVERAGED}")
-    if not path.is_file():
+    if not folders.contains(path):
         return False
     state = _read(path, flag)
     state = {average: state[name] for name, average in names.items() if name in state}
@@ -395,7 +395,11 @@ def _bfloat16(array):
 
 
 def _read(path, flag, read=arrays.read_pickle):
+    """Read a file of arrays. If the file belongs to a checkpoint, its content is verified, because the file may have
+    changed since the checkpoint was verified."""
     try:
-        return read(path)
+        return read(path, folders.read_listed(Path(path)))
+    except folders.DamagedError as e:
+        raise UsageError(f"{flag}: damaged: {e}; choose a different checkpoint") from e
     except arrays.UnreadableError as e:
         raise UsageError(f"{flag}: {path} cannot be read ({e}); choose a different checkpoint") from e

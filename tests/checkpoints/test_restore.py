@@ -247,7 +247,7 @@ def test_find_epoch_and_folder(args, run, tmp_path, below, epoch, start):
     (tmp_path / "Tiny" / "11").mkdir()  # an empty folder is not a checkpoint
     checkpoint = find(args, tmp_path / "Tiny" / below, epoch)
     assert checkpoint.epoch == start
-    assert checkpoint.folder == str(tmp_path / "Tiny" / (below or str(start - 1)))
+    assert checkpoint.folder == str((tmp_path / "Tiny" / (below or str(start - 1))).resolve())
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_run_folder_selects_best_or_newest_checkpoint(args, run, tmp_path, capsy
     (tmp_path / "Big").mkdir()
     for below in ("", "Tiny"):
         capsys.readouterr()
-        assert find(args, tmp_path / below).folder == str(root / "best")
+        assert find(args, tmp_path / below).folder == str((root / "best").resolve())
         assert f"using the checkpoint {root}/best (4)" in capsys.readouterr().out
     assert find(args, tmp_path, "auto").folder == str(root / "8_2")
     assert find(args, tmp_path, 7).folder == str(root / "7")

@@ -482,7 +482,10 @@ def test_overwrite_rejects_deleting_start_checkpoint(run_train, tmp_path, capsys
     (tmp_path / "output/Tiny/best").symlink_to("1")
     start = tmp_path / "output/Tiny" / place
     assert run_train("--from-pretrained-params", start, "--overwrite")[0] == 2
-    message = [f"--overwrite: would delete --from-pretrained-params {start}", "choose a different --output-dir"]
+    message = [
+        f"--overwrite: would delete --from-pretrained-params {start.resolve()}",
+        "choose a different --output-dir",
+    ]
     assert_one_error(capsys.readouterr().err, message)
     assert (tmp_path / "output/Tiny/1/tiny.pdparams").exists()
 

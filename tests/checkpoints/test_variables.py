@@ -7,7 +7,7 @@ import paddle
 import pytest
 from paddle import static
 
-from helpers import build, random_batches, variable
+from helpers import META, build, random_batches, variable
 from paddle_resnet.checkpoints import folders, restore, variables
 from utils.errors import UsageError
 from utils.mode import RunScope
@@ -141,6 +141,31 @@ def test_files_with_damaged_meta_json_are_rejected(args, tmp_path):
         args.from_pretrained_params = str(path)
         with pytest.raises(UsageError, match=f"--from-pretrained-params {path}: damaged: .*; choose a different"):
             restore.origin(args, None)
+
+
+@pytest.mark.parametrize("change", ["deleted", "changed", "checkpoint is being deleted"])
+def test_ema_weights_that_change_after_the_check_are_an_error(args, tmp_path, change):
+    """The weights without EMA must not silently take the place of the EMA weights."""
+    main = build(args, is_train=False)[-1]
+    state = pickle.dumps({name: variable(name) for name in variables.variables(main)[0]}, protocol=4)
+    files = {f"tiny.{suffix}": lambda f: f.write(state) for suffix in ("pdparams", "pdopt", "pdema")}
+    folder = folders.commit(tmp_path, "0", files, META)
+    args.from_pretrained_params = str(folder)
+    variables.load(args, folder, main, PLACE)
+    if change == "changed":  # a pickle of the same size with a different weight
+        content = bytearray(state)
+        content[len(content) // 2] ^= 1
+        (folder / "tiny.pdema").write_bytes(content)
+    else:
+        (folder / "tiny.pdema").unlink()
+    if change == "checkpoint is being deleted":
+        (folder / "meta.json").rename(folder / ".unfinished")
+    for load in (
+        lambda: variables.load(args, folder, main, PLACE),
+        lambda: variables.load_pretrained(args, main, PLACE),
+    ):
+        with pytest.raises(UsageError, match=r"tiny.pdema|meta.json is missing, because"):
+            load()
 
 
 def test_missing_optimizer_file_is_rejected(args, saved):
