@@ -32,8 +32,8 @@ os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(2**28))
 warnings.filterwarnings("ignore", message="When training, we now always track global mean and variance")
 # Paddle 3 issues this warning at import, although this project does not use ccache.
 warnings.filterwarnings("ignore", message="No ccache found")
-# DALI issues this warning with --balanced-sampling. The warning is harmless, because the loader state
-# contains the position of the external source.
+# DALI issues this warning with --balanced-sampling. The warning is harmless, because the loader state contains the
+# position of the external source.
 warnings.filterwarnings("ignore", message="Checkpointing enabled in a pipeline with external source")
 
 # DALI issues this warning if a loader restores only the image order, for example after the batch size has changed

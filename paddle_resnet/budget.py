@@ -1,8 +1,8 @@
 """--budget-minutes: choose the number of epochs so that the run ends after a given time.
 
 Before step 1, the run measures the duration of a training step, of an evaluation, and of writing a checkpoint. The
-measurement does not affect the results, because it uses a separate loader and all variables are restored afterwards.
-A run with --epochs set to the chosen number therefore gives identical results.
+measurement does not affect the results, because it uses a separate loader and all variables are restored afterwards. A
+run with --epochs set to the chosen number therefore gives identical results.
 """
 
 import bisect

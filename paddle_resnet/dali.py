@@ -445,9 +445,9 @@ def _rotate(images, degrees, seed):
 
 
 def _erase(images, probability, shape, mean, seed):
-    """Fill a random rectangle of an image with the mean color, rounded to 8 bits, so that it is almost 0 after
-    normalization. Area (2% to a third of the image) and aspect ratio (0.3 to 1/0.3, uniform on a logarithmic scale)
-    are the defaults of timm. A rectangle that would be longer than the image is cut off.
+    """Fill a random rectangle of an image with the mean color, rounded to 8 bits, so that the rectangle is almost 0
+    after normalization. Area (2% to a third of the image) and aspect ratio (0.3 to 1/0.3, uniform on a logarithmic
+    scale) are the defaults of timm. A rectangle that would be longer than the image is cut off.
     (Zhong et al., "Random Erasing Data Augmentation", arXiv:1708.04896)
     """
     height, width = shape

@@ -277,7 +277,7 @@ def _in_child(function, *arguments):
 
 def _answer(function, *arguments):
     print(json.dumps(function(*arguments)), flush=True)
-    os._exit(0)  # skip the exit handlers of libraries, because they may crash
+    os._exit(0)  # skip the exit handlers of libraries, which may crash
 
 
 def _run(arguments):

@@ -198,7 +198,7 @@ def _write_paddle(network, folder):
         parameters = static.serialize_persistables(*ends, network.exe, program=network.program.clone())
     program = static.deserialize_program(static.serialize_program(*ends, program=network.program.clone()))
     block = program.global_block()
-    # Paddle 2.6 appends a multiplication by 1, so the output variable is not named after the probabilities.
+    # Paddle 2.6 appends a multiplication by 1, whose result has a new name. Restore the name of the probabilities.
     written, name = block.ops[-1].input("X")[0], network.probabilities.name
     if written != name:
         block._rename_var(name, "softmax")

@@ -436,7 +436,7 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         args: Settings.
         dataloader: iterable that yields `[{"data": images, "label": labels}]`, such as a DALIGenericIterator. Images
             and labels are Paddle tensors or NumPy arrays with the shapes and types of create_feeds. Each iteration over
-            the loader is an epoch. A loader without a length is read until it ends. All processes must have the same
+            the loader is an epoch. A loader that has no length is read to its end. All processes must have the same
             number of training batches.
         exe: static.Executor.
         program: result of compile_prog.

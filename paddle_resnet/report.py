@@ -35,8 +35,7 @@ def default_name(args):
 
 
 def outputs(args):
-    """Return {flag or description: path or None} for the report and all files that are created from it or next to
-    it."""
+    """Return {flag or description: path or None} for the report and all files that accompany the report."""
     tables = {f"{kind}.csv next to --report-file": path for kind, path in _tables(args).items()}
     if args.predictions is not None:
         tables.pop("predictions.csv next to --report-file", None)
@@ -74,8 +73,8 @@ def check_replaced(args, checkpoint, run_folder):
         checkpoint: the checkpoint that the run starts from (restore.StartCheckpoint), or None.
         run_folder: folder of the run's checkpoints.
     Raises:
-        UsageError: the file is not a report; it is the report of a training run and --overwrite is not set; or the run
-            would append to the report of another run.
+        UsageError: the file is not a report; the file is the report of a training run, and --overwrite is not set; or
+            the run would append to the report of another run.
     """
     path = Path(args.report_file)
     if not path.is_file():

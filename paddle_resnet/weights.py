@@ -25,8 +25,7 @@ def evaluate(checkpoint, image_root, device="auto", threads=4):
     Args:
         checkpoint: folder that convert() has written.
         image_root: folder of the data set (--image-root). If the checkpoint has class names, class folders are matched
-            by name, and some classes may be missing. In other data formats, the labels must be those of the
-            checkpoint.
+            by name, and some classes may be missing. In other data formats, the labels must be those of the checkpoint.
         device: "auto", "gpu" or "cpu".
         threads: number of CPU threads for DALI.
     Returns:

@@ -1,4 +1,5 @@
-"""The cache folder, for files that are created only once per machine: compiled operators and indexes of record files.
+"""Locate the cache folder, which contains files that are created only once per machine: compiled operators and indexes
+of record files.
 
 Compiled operators in the cache run as code. Therefore the folder and its files must belong to this user or to root (as
 in a container image), and no other user may be able to write to them.

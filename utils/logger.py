@@ -115,7 +115,7 @@ def write_line(text, stream):
     the newline separately, and other threads or processes could write to the same log file in between.
 
     If the line cannot be written, because the reader of a pipe has exited or the disk is full, the run continues
-    without output. A command whose result is its output must use result_on_stdout instead."""
+    without output. Commands that print their result must use result_on_stdout instead."""
     if progress.write_above(text, stream):
         return
     try:
@@ -148,7 +148,7 @@ def result_on_stdout():
 
 
 class _Result:
-    """A text stream that raises RunError instead of OSError, and raises it again in every later call."""
+    """A text stream that converts an OSError to a RunError, and raises the RunError again in every later call."""
 
     def __init__(self, stream):
         self._stream = stream

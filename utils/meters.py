@@ -137,8 +137,8 @@ class TopMeter:
         self._classes, self._probabilities = [], []
 
     def update(self, logits, n):
-        """Add a batch of logits [n, C]. Classes with equal logits are sorted by their number. Classes whose logit is
-        NaN come last, and their number is replaced with C."""
+        """Add a batch of logits [n, C]. Classes with equal logits are sorted by class number. Classes whose logit is
+        NaN come last, and their class number is replaced with C."""
         logits = np.asarray(logits, dtype=np.float64)
         assert len(logits) == n, f"{len(logits)} rows of logits for {n} images"
         classes = np.argsort(-logits, axis=1, kind="stable")[:, : self._k]
@@ -180,8 +180,8 @@ class StepClock:
         self._tick = now
 
     def close_step(self):
-        """Add the time since the end of the last step to the last step, because this time was spent waiting for its
-        metrics."""
+        """Add the time since the last step ended to that step, because this time was spent waiting for the metrics of
+        the step."""
         now = perf_counter()
         if self.batch_times:
             self.batch_times[-1] += now - self._tick

@@ -10,7 +10,7 @@ from pathlib import Path
 from utils import files, logger
 from utils.errors import UsageError
 
-# Names that are reserved for checkpoints, complete or incomplete, in a run folder (checkpoints/folders.py).
+# Names in a run folder that are reserved for complete or incomplete checkpoints (checkpoints/folders.py).
 _RESERVED = re.compile(r"\d+(_\d+)?|latest|best|\..*")
 
 

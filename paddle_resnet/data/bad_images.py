@@ -105,7 +105,7 @@ def reader_problem(message):
     if "nvidia.dali.fn.readers." not in message:
         return None
     reason = message.partition("encountered:")[2].strip().partition("\n")[0]
-    return re.sub(r'^Assert on ".*?" failed: ', "", reason) or "it cannot be read"
+    return re.sub(r'^Assert on ".*?" failed: ', "", reason) or "unknown reason"
 
 
 def bad_image(message, data_set, image_root):
@@ -120,8 +120,8 @@ def bad_image(message, data_set, image_root):
         data_set: readers.DataSet that the loader reads.
         image_root: folder of the data set.
     Returns:
-        Path or FILE@PLACE of the image, including image_root; "an image in IMAGE_ROOT" if the search
-        timed out; None if no bad image was found.
+        Path or FILE@PLACE of the image, including image_root; "an image in IMAGE_ROOT" if the search timed out; None if
+        no bad image was found.
     """
     unopened = re.search(r"(?:File mapping failed: |Could not open file )(.+?)(?:: [A-Z][a-z ]+)?$", message, re.M)
     if unopened:

@@ -3,7 +3,7 @@
 Every iterator yields `[{"data": images, "label": labels}]`, with Paddle tensors that the Executor accepts as inputs:
 images [N, C, H, W] or [N, H, W, C] in float32 or float16, labels [N, 1] in int64. After an epoch, `reset()` starts the
 next epoch. After `write_into({name: tensor})`, ShardIterator copies each full batch into the tensors; the other classes
-ignore the call. adapted() wraps any other iterable in this interface.
+in this module ignore the call. adapted() wraps any other iterable in this interface.
 """
 
 import base64
@@ -92,8 +92,8 @@ class ShardIterator(_Steps, DALIGenericIterator):
 
     @property
     def class_images(self):
-        """Number of images in each class, or None if the labels are not read in advance. Invalid labels are not counted
-        here; they stop the run when their images are read."""
+        """Number of images in each class, or None if the labels are not read in advance. Invalid labels are not
+        counted. The run stops when it reads an image with an invalid label."""
         labels = self._data_set.labels
         if labels is None:
             return None

@@ -88,8 +88,8 @@ def check_root(image_root, content="train/ and val/", flag="--image-root"):
 
 
 def check_split(flag, image_root, mode):
-    """Raise UsageError if the data set of a flag such as --verify does not contain a split. Commands that read the
-    data set late call this function at startup, so that they fail early."""
+    """Raise UsageError if the data set of a flag such as --verify does not contain a split. Commands that read the data
+    set late call this function at startup, so that they fail early."""
     check_root(image_root, f"{mode.value}/", flag)
     if not _has_split(image_root, mode):
         raise UsageError(f"{flag} {image_root}: has no {mode.value}/; use the folder of a data set with this split")
@@ -253,8 +253,8 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
         num_of_class: number of network outputs, or None for any number.
         skip: names of images that need not be regular files, because the caller omits them.
         classes: class name of each output of a trained network, used to assign labels to the folders; None if the
-            folders define the labels. If all names are numbers, which represent unnamed classes, and match no folder,
-            they are ignored.
+            folders define the labels. Names that are all numbers represent unnamed classes, and are ignored if they
+            match no folder.
     Returns:
         (paths relative to image_root, labels, names of the class folders)
     Raises:

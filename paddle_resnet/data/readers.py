@@ -371,7 +371,7 @@ def _reader_arguments(name, shard_id, num_shards, shuffle, size, seed):
 
 
 def _shard_order(shuffle, seed):
-    # All processes use the same seed, so that the shard order is the same for all processes.
+    # All processes use the same seed, so all processes read the shards in the same order.
     return {"shuffle_after_epoch": True, "shuffle_after_epoch_seed": seed} if shuffle else {}
 
 

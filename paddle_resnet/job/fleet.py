@@ -56,8 +56,8 @@ def start(args):
         paddle.set_flags(GPU_FLAGS)
     # In a serial run, the main thread runs all operators. A trace requires a serial run, because Paddle's profiler
     # loses events or crashes if two executor threads record their first events at the same time (HostEventRecorder has
-    # no lock for its list of threads). A CUDA graph requires a serial run, because it captures only the operators of
-    # one thread. On a CPU, several executor threads were not faster and occasionally crashed.
+    # no lock for its list of threads). A CUDA graph requires a serial run, because the capture includes only the
+    # operators of one thread. On a CPU, several executor threads were not faster and occasionally crashed.
     is_serial = args.device == "cpu" or args.profile_steps is not None or args.cuda_graph
     paddle.set_flags({"FLAGS_new_executor_serial_run": is_serial})
     set_log_level("ERROR")  # Fleet would log each strategy that is created

@@ -29,8 +29,8 @@ from utils import logger
 # Time limit for a rank to exit before its monitor kills it, and for a monitor to forward the cause of a failure.
 GRACE_S = 2
 POLL_S = 0.05
-# Signals that end a process or that job schedulers send. Monitors may also receive these signals, and must survive
-# them.
+# Signals that end a process by default, or that job schedulers send. Monitors may also receive these signals, but must
+# continue to run.
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _GONE = "its process was killed (out of memory?) or crashed{} without an error message; see the log of that rank"
 

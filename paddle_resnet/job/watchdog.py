@@ -1,9 +1,9 @@
 """The part of the monitor (monitor.py) that runs in the rank: store the position of the rank, leave the job, and report
 a failure.
 
-While a rank waits in a collective operation, it cannot detect that another rank has died, because it waits in C
-code (indefinitely in the case of NCCL). Therefore each rank has a separate process that monitors the job. The overhead
-per step is one integer store.
+A rank that waits in a collective operation cannot detect that another rank has died, because the rank waits in C code
+(with NCCL, indefinitely). Therefore each rank has a separate process that monitors the job. The overhead per step is
+one integer store.
 """
 
 import contextlib

@@ -109,7 +109,8 @@ def _start(add):
     add(
         "--from-checkpoint",
         metavar="DIR",
-        help="folder, or parent of epoch folders, from which to load parameters and optimizer state",
+        help="checkpoint folder, or folder that contains epoch folders, from which to load parameters and optimizer "
+        "state",
     )
     add(
         "--last-epoch-of-checkpoint",
@@ -770,8 +771,8 @@ def _machine(add):
         default="auto",
         choices=["auto", "native", "paddle"],
         help="kernels of the training step; native: custom kernels for BN, ReLU, addition, max pooling, loss and "
-        "optimizer, in NHWC only; paddle: Paddle's kernels; auto: native on a GPU in NHWC if they can be built, "
-        "otherwise paddle",
+        "optimizer, in NHWC only; paddle: Paddle's kernels; auto: native on a GPU in NHWC if the custom kernels can "
+        "be built, otherwise paddle",
     )
     add(
         "--cuda-graph",

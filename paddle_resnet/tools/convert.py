@@ -251,7 +251,7 @@ def _shards(output, to):
 
 
 def _size(path):
-    """Return the number of bytes of a record file, or None if it is missing or not a file."""
+    """Return the size of a record file in bytes, or None if the file does not exist."""
     path = os.path.join(path, "data.mdb") if os.path.isdir(path) else path
     return os.path.getsize(path) if os.path.isfile(path) else None
 

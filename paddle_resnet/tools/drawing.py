@@ -168,6 +168,6 @@ def _characters(family, wanted):
     try:
         properties = font_manager.FontProperties(family=[family])
         font = font_manager.get_font(font_manager.findfont(properties, fallback_to_default=False))
-    except (RuntimeError, ValueError, OSError):  # the font file is damaged, or FreeType does not support it
+    except (RuntimeError, ValueError, OSError):  # the font file is damaged or not supported by FreeType
         return set()
     return {c for c in wanted if font.scalable and font.get_char_index(ord(c))}
