@@ -48,7 +48,7 @@ def _run(args, argv):
         from paddle_resnet.machine import compat
 
         compat.check_version()
-        from paddle_resnet import phases
+        from paddle_resnet import phases, program
     except ImportError as e:
         raise RunError(f"Paddle or DALI: cannot be imported ({e}); run python -m paddle_resnet.doctor") from e
     from paddle_resnet.job import exchange, fleet, processes
@@ -60,7 +60,7 @@ def _run(args, argv):
         if args.run_scope.trains and checkpoint and checkpoint.is_done(args):
             return report.all_done(args, checkpoint)
         phases.claim_outputs(args, checkpoint)
-        fleet.start(args)
+        program.start_fleet(args)
         exe = static.Executor(processes.place(args.device))
         train_loader, eval_loader = phases.open_data(args, checkpoint)
         training, evaluation = phases.build_programs(args, exe, train_loader, eval_loader, checkpoint)

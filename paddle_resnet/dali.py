@@ -88,12 +88,7 @@ def build_dataloader(args, mode, state=None, trained=None):
     resolution.resolve_data(args, mode)
     rank, world_size = processes.rank(), processes.world_size()
     if args.data_format == "synthetic":
-        _check_labels(args, mode, "synthetic", None)
-        images = SYNTHETIC_SIZE[mode] // world_size
-        conditions = _conditions(args, "synthetic", SYNTHETIC_SIZE[mode])
-        return SyntheticIterator(
-            args, images, mode, conditions, _usable(args, state, conditions, images // args.batch_size)[0]
-        )
+        return _synthetic_loader(args, mode, state)
 
     data_set = open_data_set(args, mode, trained)
     _check_labels(args, mode, data_set.data_format, data_set.labels)
@@ -144,6 +139,24 @@ def build_dataloader(args, mode, state=None, trained=None):
     pipeline = create_dali_pipeline(args, data_set, mode, rank, world_size, checkpoint)
     make = functools.partial(ShardIterator, pipeline, images, data_set, args.image_root, conditions, step, done)
     return make() if checkpoint is None else _restored(pipeline, make)
+
+
+def _synthetic_loader(args, mode, state):
+    _check_labels(args, mode, "synthetic", None)
+    per_process, batch_size = SYNTHETIC_SIZE[mode] // processes.world_size(), args.batch_size
+    conditions = _conditions(args, "synthetic", SYNTHETIC_SIZE[mode])
+    state, _ = _usable(args, state, conditions, per_process // batch_size)
+    images = per_process // batch_size * batch_size if mode is Mode.TRAIN else per_process
+    if images == 0:
+        raise UsageError(
+            f"--batch-size {batch_size}: exceeds the {per_process} synthetic images per process; reduce it"
+        )
+    random = np.random.RandomState(args.dali_random_seed + processes.rank())
+    channels, height, width = args.image_shape
+    shape = (channels, height, width) if args.data_layout == "NCHW" else (height, width, channels)
+    data = random.standard_normal((batch_size, *shape)).astype("float16" if args.dali_output_fp16 else "float32")
+    batch = {"data": data, "label": random.randint(0, args.num_of_class, (batch_size, 1)).astype("int64")}
+    return SyntheticIterator(batch, processes.place(args.device), images, args.num_of_class, conditions, state)
 
 
 def _check_labels(args, mode, data_format, labels):

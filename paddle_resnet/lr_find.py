@@ -149,7 +149,7 @@ def _run(search, args):
         from paddle_resnet.machine import compat
 
         compat.check_version()
-        from paddle_resnet import phases
+        from paddle_resnet import phases, program
     except ImportError as e:
         raise RunError(f"Paddle or DALI: cannot be imported ({e}); run python -m paddle_resnet.doctor") from e
     from paddle_resnet.checkpoints import folders
@@ -164,7 +164,7 @@ def _run(search, args):
         phases.find_start(args)
         folder = folders.run_folder(args)
         exchange.from_rank_0(lambda: _claim(args, folder, phases.input_files(args)))
-        fleet.start(args)
+        program.start_fleet(args)
         exe = static.Executor(processes.place(args.device))
         loader, _ = phases.open_data(args, None)
         training, _ = phases.build_programs(args, exe, loader, None)

@@ -10,7 +10,7 @@ from paddle import static
 
 from paddle_resnet import budget, dali, program, recipe, report, resolution
 from paddle_resnet.checkpoints import folders, restore, saver, variables
-from paddle_resnet.data import listing
+from paddle_resnet.data import listing, pixels
 from paddle_resnet.job import agreement, exchange, processes
 from paddle_resnet.models import user_file
 from paddle_resnet.optimizers import amp, sparsity
@@ -174,8 +174,15 @@ def show_on_tensorboard(args, training, checkpoint):
         return training
     from paddle_resnet.results import tensorboard
 
+    def pictures(batch):
+        if args.device == "gpu":
+            paddle.device.cuda.synchronize()  # wait for the loader, which copies on a different stream
+        normalization = args.normalize_scale, args.normalize_mean, args.normalize_std
+        return pixels.pictures(batch["data"], args.data_layout, *normalization)
+
     timeline = training.lr_scheduler.timeline
-    return training._replace(loader=tensorboard.follow(args, training.loader, timeline, checkpoint))
+    loader = tensorboard.follow(args.tensorboard_dir, training.loader, timeline, checkpoint, pictures)
+    return training._replace(loader=loader)
 
 
 def enter_stage(training, epoch, saver):

@@ -44,6 +44,7 @@ from utils.signals import Preempted
 FUSED_OPERATORS = ("fuse_bn_act_ops", "fuse_bn_add_act_ops", "fuse_elewise_add_act_ops", "enable_addto")
 # Operators for which Paddle uses oneDNN on a CPU.
 ONEDNN = ("conv2d", "conv2d_grad", "depthwise_conv2d", "depthwise_conv2d_grad")
+_started_with = None  # settings passed to the last call of start_fleet()
 
 
 def start(args, mode=Mode.TRAIN):
@@ -55,13 +56,21 @@ def start(args, mode=Mode.TRAIN):
     Raises:
         UsageError: compat.check_version or resolution.resolve fails.
     """
-    if fleet.is_started(args):
+    if _started_with is not None and _started_with in (args, args.run):
         return
     compat.check_version()
     paddle.enable_static()
     fleet.connect(args.comm_timeout_s)
     resolution.resolve(args, mode)
-    fleet.start(args)
+    start_fleet(args)
+
+
+def start_fleet(args):
+    """Start Fleet. Call start_fleet() after all flags are resolved and before a program is built."""
+    global _started_with
+    _started_with = args
+    needs_serial_run = args.cuda_graph or args.profile_steps is not None
+    fleet.start(args.seed, args.device, args.data_layout, args.kernels, needs_serial_run)
 
 
 def create_feeds(image_shape):

@@ -27,8 +27,8 @@ from PIL import Image
 import config
 from paddle_resnet import resolution
 import train
-from paddle_resnet import dali, models
-from paddle_resnet.job import exchange, fleet, processes
+from paddle_resnet import dali, models, program
+from paddle_resnet.job import exchange, processes
 from paddle_resnet.native import build as native
 from paddle_resnet.steps import cuda_graph
 from paddle_resnet.tools import convert, verify
@@ -237,7 +237,7 @@ def parse():
         resolution.resolve_device(args)
         resolution.resolve_loader(args)
         if processes.world_size() == 1:
-            fleet.start(args)
+            program.start_fleet(args)
         return args
 
     return parse

@@ -27,7 +27,6 @@ from paddle_resnet import resolution
 from conftest import TINY
 from paddle_resnet import models, program
 from paddle_resnet.checkpoints import variables
-from paddle_resnet.job import fleet
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from helpers import predict
 
@@ -47,7 +46,7 @@ class Run:
         self.args = config.parse_args([*TINY, "--model-arch-name", "Speck"])
         resolution.resolve_device(self.args)
         resolution.resolve_loader(self.args)
-        fleet.start(self.args)
+        program.start_fleet(self.args)
         paddle.seed(0)
         self.main, startup, self._exe = static.Program(), static.Program(), static.Executor(paddle.CPUPlace())
         self._fetchs, self._scheduler, *_ = program.build(self.args, self.main, startup, 2 * STEPS)

@@ -15,7 +15,6 @@ import config
 from conftest import ROOT, TINY
 from paddle_resnet import dali, program
 from paddle_resnet.data import iterators
-from paddle_resnet.job import fleet
 from paddle_resnet.serving import inference, preprocessing
 from utils.errors import UsageError
 from utils.mode import Mode
@@ -86,8 +85,8 @@ def test_run_accepts_any_iterable_of_batches(flags):
 
 
 def test_build_resolves_flags_and_starts_fleet_once(flags, monkeypatch):
-    starts, start = [], fleet.start
-    monkeypatch.setattr(fleet, "start", lambda args: (starts.append(args), start(args)))
+    starts, start = [], program.start_fleet
+    monkeypatch.setattr(program, "start_fleet", lambda args: (starts.append(args), start(args)))
     args = config.parse_args(flags)
     for is_train in (True, False):
         _, _, feeds, _ = program.build(args, static.Program(), static.Program(), 3, is_train)

@@ -20,7 +20,6 @@ from paddle.base.data_feeder import convert_dtype
 from paddle_resnet.data import bad_images
 from paddle_resnet.job import processes
 from utils.errors import DataError, UsageError
-from utils.mode import Mode
 
 READER = "Reader"  # name of the reader operator in a pipeline
 UNKNOWN_LENGTH = sys.maxsize  # length of a loader that does not implement __len__
@@ -283,33 +282,20 @@ class SyntheticIterator(_Steps):
     loading.
 
     Args:
-        args: flags that determine the shape and type of the images, the batch size and the number of classes.
-        images: number of images that this process reads per epoch.
-        mode: Mode.TRAIN drops a partial last batch.
+        batch: {"data": images, "label": labels}, two arrays on the host.
+        place: device of the batch.
+        images: number of images that this process reads per epoch. Only an evaluation may have a partial last batch.
+        num_of_class: number of classes.
         conditions: see ShardIterator.
         state: see dali.build_dataloader.
-    Raises:
-        UsageError: the mode is Mode.TRAIN, and there are fewer images than the batch size.
     """
 
-    def __init__(self, args, images, mode, conditions, state=None):
-        self.batch_size = args.batch_size
+    def __init__(self, batch, place, images, num_of_class, conditions, state=None):
+        self.batch_size, self.images = len(batch["label"]), images
         self.data_set_size = conditions["number of images"]
-        self.classes = self.class_names = list(map(str, range(args.num_of_class)))
+        self.classes = self.class_names = list(map(str, range(num_of_class)))
         self.digest = self.class_images = None
-        self.images = images // args.batch_size * args.batch_size if mode is Mode.TRAIN else images
-        if self.images == 0:
-            raise UsageError(
-                f"--batch-size {args.batch_size}: exceeds the {images} synthetic images per process; reduce it"
-            )
-        random = np.random.RandomState(args.dali_random_seed + processes.rank())
-        channels, height, width = args.image_shape
-        shape = (channels, height, width) if args.data_layout == "NCHW" else (height, width, channels)
-        images = random.standard_normal((args.batch_size, *shape))
-        images = images.astype("float16" if args.dali_output_fp16 else "float32")
-        labels = random.randint(0, args.num_of_class, (args.batch_size, 1)).astype("int64")
-        self._place = processes.place(args.device)
-        self._host = {"data": images, "label": labels}
+        self._host, self._place = batch, place
         self._full = {name: self._tensor(array) for name, array in self._host.items()}
         self._conditions = conditions
         self._left = self.images - (state["step"] if state else 0) * self.batch_size

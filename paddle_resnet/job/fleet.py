@@ -30,7 +30,6 @@ GPU_FLAGS = {
 # (benchmarks/log/multi_gpu_h200_2026-11-22.md).
 _GRADIENTS_PER_ALL_REDUCE = 32
 _ALL_GRADIENTS = 10**6
-_started_with = None  # settings passed to the last call of start()
 
 
 def connect(timeout_s):
@@ -45,42 +44,38 @@ def connect(timeout_s):
         watchdog.start(rank, world_size, timeout_s, master, exchange.gather, exchange.from_rank_0)
 
 
-def start(args):
+def start(seed, device, data_layout, kernels, needs_serial_run):
     """Set Paddle's flags, seed the random number generators of the host, and initialize Fleet, even for a single
-    process. Call start() after all flags are resolved and before a program is built."""
-    global _started_with
-    _started_with = args
-    random.seed(args.seed)
-    np.random.seed(args.seed)
-    if args.device == "gpu":
+    process.
+
+    Args:
+        seed, device, data_layout, kernels: values of the flags.
+        needs_serial_run: whether the run captures a CUDA graph or traces steps.
+    """
+    random.seed(seed)
+    np.random.seed(seed)
+    if device == "gpu":
         paddle.set_flags(GPU_FLAGS)
     # In a serial run, the main thread runs all operators. A trace requires a serial run, because Paddle's profiler
     # loses events or crashes if two executor threads record their first events at the same time (HostEventRecorder has
     # no lock for its list of threads). A CUDA graph requires a serial run, because the capture includes only the
     # operators of one thread. On a CPU, several executor threads were not faster and occasionally crashed.
-    is_serial = args.device == "cpu" or args.profile_steps is not None or args.cuda_graph
-    paddle.set_flags({"FLAGS_new_executor_serial_run": is_serial})
+    paddle.set_flags({"FLAGS_new_executor_serial_run": device == "cpu" or needs_serial_run})
     set_log_level("ERROR")  # Fleet would log each strategy that is created
     strategy = fleet.DistributedStrategy()
     # On a CPU with NCHW, all-reduces are not fused, because oneDNN writes gradients to its own memory instead of the
     # buffer of a fused all-reduce.
-    strategy.fuse_all_reduce_ops = args.device == "gpu" or args.data_layout == "NHWC"
-    strategy.fuse_grad_size_in_num = _ALL_GRADIENTS if reduces_at_the_end(args.device) else _GRADIENTS_PER_ALL_REDUCE
-    if args.kernels == "native":
+    strategy.fuse_all_reduce_ops = device == "gpu" or data_layout == "NHWC"
+    strategy.fuse_grad_size_in_num = _ALL_GRADIENTS if reduces_at_the_end(device) else _GRADIENTS_PER_ALL_REDUCE
+    if kernels == "native":
         build_strategy = strategy.build_strategy
         build_strategy.fuse_bn_add_act_ops = False  # Fleet must not fuse operators before fusion.py
         strategy.build_strategy = build_strategy
     fleet.init(is_collective=True, strategy=strategy)
-    if processes.world_size() > 1 and args.device == "cpu":
+    if processes.world_size() > 1 and device == "cpu":
         # Fleet would add operators that set up NCCL to the startup program, even on a machine without NCCL.
         CollectiveHelper._init_communicator = lambda self, *args, **kwargs: None
         compat.start_gloo(_prepare_for_gloo)
-
-
-def is_started(args):
-    """Return whether start() was last called with these settings or, if these are the settings of a stage, with the
-    settings of the run."""
-    return _started_with is not None and _started_with in (args, args.run)
 
 
 def reduces_at_the_end(device):

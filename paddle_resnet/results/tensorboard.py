@@ -12,11 +12,9 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import paddle
 import yaml
 from tensorboardX import SummaryWriter, record_writer
 
-from paddle_resnet.data import pixels
 from paddle_resnet.job import processes
 from utils import logger
 from utils.errors import UsageError
@@ -24,14 +22,15 @@ from utils.errors import UsageError
 PICTURES = 64
 
 
-def follow(args, loader, timeline, checkpoint):
+def follow(folder, loader, timeline, checkpoint, pictures):
     """Write events from now until logger.close(), on rank 0 only.
 
     Args:
-        args: values of --tensorboard-dir, --device and the preprocessing flags.
+        folder: value of --tensorboard-dir.
         loader: training loader.
         timeline: durations.Timeline.
         checkpoint: restore.StartCheckpoint or None.
+        pictures: function that converts a batch to uint8 RGB images [N, H, W, 3].
     Returns:
         the loader to use for training, which wraps `loader` and writes the first batch as an event.
     Raises:
@@ -43,19 +42,19 @@ def follow(args, loader, timeline, checkpoint):
     if checkpoint is not None:
         first_step = loader.step if checkpoint.trained is None else checkpoint.step
         first_step += timeline.batches_before(checkpoint.epoch)
-    if first_step == 0 and any(Path(args.tensorboard_dir).glob("events.out.tfevents.*")):
+    if first_step == 0 and any(Path(folder).glob("events.out.tfevents.*")):
         logger.warn(
-            f"--tensorboard-dir {args.tensorboard_dir}: contains events of an earlier run, which TensorBoard hides; "
+            f"--tensorboard-dir {folder}: contains events of an earlier run, which TensorBoard hides; "
             "use a different folder for each run to see the events of all runs"
         )
     try:
-        board = _Board(args.tensorboard_dir, timeline, first_step)
+        board = _Board(folder, timeline, first_step)
     except OSError as e:
         raise UsageError(
-            f"--tensorboard-dir {args.tensorboard_dir}: cannot be written ({e.strerror}); choose a different folder"
+            f"--tensorboard-dir {folder}: cannot be written ({e.strerror}); choose a different folder"
         ) from e
     logger.follow(board)
-    return _Shown(loader, lambda batch: board.show(args, batch))
+    return _Shown(loader, lambda batch: board.show(pictures(batch)))
 
 
 class _Board:
@@ -87,13 +86,8 @@ class _Board:
             if phase in tags and math.isfinite(value):  # the report stores non-finite values as null
                 self._writer.add_scalar(f"{tags[phase]}/{metric}", value, step)
 
-    def show(self, args, batch):
-        if args.device == "gpu":
-            paddle.device.cuda.synchronize()  # wait for the loader, which copies on a different stream
-        images = pixels.pictures(
-            batch["data"], args.data_layout, args.normalize_scale, args.normalize_mean, args.normalize_std
-        )[:PICTURES]
-        self._writer.add_images("first_batch", images, self._first_step, dataformats="NHWC")
+    def show(self, images):
+        self._writer.add_images("first_batch", images[:PICTURES], self._first_step, dataformats="NHWC")
 
     def close(self):
         self._writer.close()

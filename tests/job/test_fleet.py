@@ -13,6 +13,7 @@ import paddle
 import pytest
 
 from conftest import ROOT, wait_until
+from paddle_resnet import program
 from paddle_resnet.job import fleet
 from utils.errors import RunError
 
@@ -33,7 +34,7 @@ def test_start_sets_strategy_for_device_and_layout(parse, monkeypatch, flags, is
     args = args.copy(**flags)
     monkeypatch.setattr(paddle, "set_flags", settings.update)
     monkeypatch.setattr(fleet.fleet, "init", lambda is_collective, strategy: settings.update(strategy=strategy))
-    fleet.start(args)
+    program.start_fleet(args)
     assert settings["strategy"].fuse_all_reduce_ops == is_fused
     assert settings["FLAGS_new_executor_serial_run"] == is_serial
     numbers = random.random(), np.random.rand()
