@@ -1,8 +1,8 @@
 """Read named arrays from untrusted files: pickles written by this project or by Paddle, and NumPy's .npz files.
 
-`pickle.load` calls any function that a file specifies. `read_pickle` interprets the opcodes of pickled arrays itself,
-and never calls a function that the file specifies. The time and the memory that `read_pickle` needs are proportional to
-the file size, because no opcode can copy more bytes than the opcode occupies in the file.
+`pickle.load` calls any function that a file specifies. `read_pickle` instead interprets the opcodes itself and calls no
+function from the file. Its time and memory are proportional to the file size, because no opcode can copy more bytes
+than the opcode occupies in the file.
 """
 
 import contextlib
@@ -21,8 +21,7 @@ _TABLE = "StructuredToParameterName@@"  # key under which paddle.save stores the
 
 
 class UnreadableError(Exception):
-    """Raised if a file cannot be read as named arrays. The message is a short reason, which may quote content of the
-    file."""
+    """Raised if a file cannot be read as named arrays. The message is a short reason, which may quote the file."""
 
     def __init__(self, reason):
         super().__init__("".join(c if c.isprintable() else "?" for c in reason[:200]))
@@ -104,7 +103,7 @@ def interpret(file, size, objects):
         Exception: the file is damaged; the type of the exception varies.
     """
     stack, marks, memo = [], [], {}
-    to_encode = size  # limit in characters, because a pickle could encode a memoized text many times
+    to_encode = size  # limit on encoded characters, because a pickle could encode a memoized text many times
     for opcode, argument, _ in pickletools.genops(_Bounded(file, size)):
         match opcode.name:
             case "PROTO" | "FRAME":
@@ -206,8 +205,7 @@ class NumPyObjects:
     names = (_RECONSTRUCT, "numpy.ndarray", "numpy.dtype", "_codecs.encode")
 
     def known(self, module, name):
-        """Return the Known for a function or class. Raises UnreadableError if the function or class is not in
-        `names`."""
+        """Return the full name of a function or class. Raises UnreadableError if `names` does not contain it."""
         full_name = f"{module}.{name}".replace("numpy._core.", "numpy.core.")  # NumPy 2 renamed the module
         if full_name not in self.names:
             raise UnreadableError(f"{full_name} is not supported; only arrays are supported")

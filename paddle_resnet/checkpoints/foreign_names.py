@@ -40,9 +40,10 @@ class Layout:
     Attributes:
         projects: names of the projects.
         rules: ((regular expression, replacement), ...) for layer names; the first matching rule applies.
-        epsilon: epsilon of batch normalization in these projects.
-        gate: (slope, offset) of the clipped linear function in squeeze-and-excitation, if it differs from this project.
-        folded: layers with a bias in this project that have a batch normalization instead in these projects.
+        epsilon: epsilon of batch normalization in the other projects.
+        gate: (slope, offset) of the clipped linear function in squeeze-and-excitation, or None if the function is the
+            same as in this project.
+        folded: layers that have a bias in this project, but a batch normalization in the other projects.
     """
 
     projects: str
@@ -397,7 +398,7 @@ def _adapt_squeeze_excitation(arrays, shapes, slope, offset):
 
 
 def _fold(arrays, layer, epsilon):
-    """Replace the batch normalization after a convolution by a bias and a factor of the filters."""
+    """Fold the batch normalization after a convolution into the filters and a bias."""
     scale, shift, mean, variance = (arrays.pop(f"{layer}.bn.{field}").astype(np.float64) for field in _BN)
     factor = scale / np.sqrt(variance + epsilon)
     arrays[f"{layer}.weight"] = (arrays[f"{layer}.weight"] * factor[:, None, None, None]).astype(np.float32)
