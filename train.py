@@ -57,7 +57,7 @@ def _run(args, argv):
     with exchange.exit_barrier():
         fleet.connect(args.comm_timeout_s)
         checkpoint = phases.find_start(args)
-        if args.run_scope.trains and checkpoint and checkpoint.is_done(args):
+        if phases.is_done(args, checkpoint):
             return report.all_done(args, checkpoint)
         phases.claim_outputs(args, checkpoint)
         program.start_fleet(args)
@@ -78,10 +78,10 @@ def _run(args, argv):
 
 
 def _evaluate_only(args, argv, exe, checkpoint, evaluation):
-    from paddle_resnet.checkpoints import restore
+    from paddle_resnet import phases
 
     logger.begin(args.as_entry())
-    epoch = restore.log_evaluated(*restore.origin(args, checkpoint))
+    epoch = phases.log_evaluated(args, checkpoint)
     report.conclude(args, argv, _evaluate(args, exe, evaluation, durations.Stop(epoch)), Mode.EVAL)
 
 

@@ -160,7 +160,7 @@ def _measure_evaluation(args, exe, evaluation, seconds):
 
 def _measure_checkpoint(args, train_prog):
     """Return the time to write a checkpoint, in seconds."""
-    start, folder = perf_counter(), folders.run_folder(args)
+    start, folder = perf_counter(), folders.run_folder(args.output_dir, args.model_arch_name)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         with tempfile.TemporaryDirectory(dir=existing, prefix=".budget") as root:

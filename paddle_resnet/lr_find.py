@@ -162,7 +162,7 @@ def _run(search, args):
             lambda: [search.from_lr, search.to_lr, search.steps]
         )
         phases.find_start(args)
-        folder = folders.run_folder(args)
+        folder = folders.run_folder(args.output_dir, args.model_arch_name)
         exchange.from_rank_0(lambda: _claim(args, folder, phases.input_files(args)))
         program.start_fleet(args)
         exe = static.Executor(processes.place(args.device))

@@ -64,10 +64,27 @@ def find_start(args):
     progress.phase("kernel compilation")
     resolution.resolve_kernels(args)
     resolution.resolve_classes(args, Mode.TRAIN if args.run_scope.trains else Mode.EVAL)
-    resolution.resolve_report(args, folders.run_folder(args), report.default_name(args))
+    folder = folders.run_folder(args.output_dir, args.model_arch_name)
+    resolution.resolve_report(args, folder, report.default_name(args))
     args.finalize(budget.pending(args, checkpoint))
-    saver.check_folder(args, checkpoint)
+    if args.run_scope.trains and not args.benchmark:
+        saver.check_folder(folder, checkpoint, args.start_paths(), args.overwrite, args.resume)
     return checkpoint
+
+
+def is_done(args, checkpoint):
+    """Return whether an earlier run with these flags has completed all training steps."""
+    flags = args.iter_unit, args.epochs, args.num_iter, args.patience
+    return args.run_scope.trains and checkpoint is not None and checkpoint.is_done(*flags)
+
+
+def log_evaluated(args, checkpoint):
+    """Log which checkpoint is evaluated, and return its epoch, or 0 if the epoch is unknown."""
+    return restore.log_evaluated(*_origin(args, checkpoint))
+
+
+def _origin(args, checkpoint):
+    return restore.origin(checkpoint, args.from_pretrained_params, args.setting("model_prefix"))
 
 
 def claim_outputs(args, checkpoint):
@@ -76,7 +93,7 @@ def claim_outputs(args, checkpoint):
     Raises:
         UsageError: outputs.claim fails, or a file contains the report of another run.
     """
-    folder = folders.run_folder(args)
+    folder = folders.run_folder(args.output_dir, args.model_arch_name)
     exchange.from_rank_0(lambda: _claim(args, checkpoint, folder))
 
 
@@ -97,7 +114,7 @@ def _claim(args, checkpoint, folder):
 
 def input_files(args):
     """Return [(flag, path)] of the files that the run reads, except those of the data set."""
-    starts = [(flag(name), getattr(args, name)) for name in ("from_checkpoint", "from_pretrained_params")]
+    starts = args.start_paths().items()
     read = [(flag(name), getattr(args, name)) for name in ("config", "skip_list")]
     read += [("--model-arch-name", path) for path, _ in filter(None, [user_file.split(args.model_arch_name)])]
     read += [(flag, f"{start}.{suffix}") for flag, start in starts if start for suffix in ("pdparams", "pdopt")]
@@ -122,7 +139,7 @@ def open_data(args, checkpoint):
         train_loader = dali.build_dataloader(stage, Mode.TRAIN, state) if trains else None
     except dali.StateError as e:
         raise UsageError(f"{checkpoint.folder}: {e}; move this checkpoint away, or choose a different one") from e
-    folder, meta = restore.origin(args, checkpoint)
+    folder, meta = _origin(args, checkpoint)
     trained = None if trains else restore.recorded_classes(meta)  # in training, the data set defines the classes
     eval_loader = dali.build_dataloader(args, Mode.EVAL, trained=trained) if evaluates else None
     restore.compare_classes(folder, meta, train_loader or eval_loader, is_fine_tuning=trains and not checkpoint)
@@ -218,12 +235,17 @@ def set_weights(args, checkpoint, training, evaluation):
     """
     place = processes.place(args.device)
     progress.phase("weight loading")
-    is_sparse = variables.load_start(args, checkpoint, (training or evaluation).program, place)
+    options = variables.LoadOptions.of(args)
+    is_sparse = variables.load_start(options, checkpoint, (training or evaluation).program, place)
     if training:
-        has_averages = variables.load_averages(args, checkpoint, training.program, place)
+        has_averages = variables.load_averages(options, checkpoint, training.program, place)
         if checkpoint is not None:
-            fetchs, lr_scheduler = training.fetchs, training.lr_scheduler
-            checkpoint = restore.restore(args, checkpoint, lr_scheduler, training.loader, fetchs, place)
+            checkpoint = restore.restore(
+                *(checkpoint, training.lr_scheduler, training.loader, training.fetchs, place),
+                iter_unit=args.iter_unit,
+                is_averaged=args.ema is not None,
+                is_verbose=args.verbose,
+            )
         if args.amp:
             training.optimizer.amp_init(place, scope=static.global_scope())
         if args.prune_model and not is_sparse:

@@ -50,9 +50,9 @@ class DamagedError(Exception):
     """Raised if a folder is not a valid checkpoint. The message contains the file and the problem."""
 
 
-def run_folder(args):
-    """Return the folder of this run's checkpoints."""
-    return Path(args.output_dir) / network_name(args.model_arch_name)
+def run_folder(output_dir, arch):
+    """Return the folder for the checkpoints of a run, given --output-dir and --model-arch-name."""
+    return Path(output_dir) / network_name(arch)
 
 
 def hold(root):
@@ -254,24 +254,27 @@ def read_meta(folder):
     return meta
 
 
-def prefix(args, folder):
+def prefix(folder, model_prefix):
     """Return the common path of a checkpoint's .pdparams and .pdopt files, without these suffixes. The file name is
     from meta.json or, if there is no meta.json, from foreign_prefix.
 
+    Args:
+        folder: path of the checkpoint.
+        model_prefix: Setting of --model-prefix.
     Raises:
         DamagedError: the folder's meta.json is damaged, or the checkpoint is incomplete.
     """
     listed = _listed_files(Path(folder))
-    return Path(folder) / (schema.prefix(listed) if listed else foreign_prefix(args, folder))
+    return Path(folder) / (schema.prefix(listed) if listed else foreign_prefix(folder, model_prefix))
 
 
-def foreign_prefix(args, folder):
+def foreign_prefix(folder, model_prefix):
     """Return the file prefix in a checkpoint folder that another program wrote. The prefix is --model-prefix if
     this flag is explicit; otherwise it is NVIDIA's prefix, the network's prefix, or the only prefix in the folder."""
-    if args.is_explicit("model_prefix"):
-        return args.model_prefix
+    if model_prefix.is_explicit:
+        return model_prefix.value
     names = [path.stem for path in Path(folder).glob("*.pdparams")]
-    known = [name for name in (NVIDIAS_PREFIX, args.model_prefix) if name in names]
+    known = [name for name in (NVIDIAS_PREFIX, model_prefix.value) if name in names]
     return (known or (names if len(names) == 1 else [NVIDIAS_PREFIX]))[0]
 
 
@@ -415,7 +418,7 @@ def run_in(path, arch=None):
 
     Args:
         path: folder.
-        arch: name of the network, or None if it is unknown.
+        arch: value of --model-arch-name, or None if the network is unknown.
     Raises:
         UsageError: PATH contains runs of several networks.
     """
@@ -423,7 +426,7 @@ def run_in(path, arch=None):
     if not path.is_dir() or is_checkpoint(path) or finished(path):
         return _target(path)
     runs = runs_below(path)
-    runs = [folder for folder in runs if folder.name == arch] or runs
+    runs = [folder for folder in runs if arch and folder.name == network_name(arch)] or runs
     if len(runs) > 1:
         raise UsageError(f"{path}: contains runs of several networks; choose one of {', '.join(map(str, runs))}")
     return runs[0] if runs else path
@@ -441,7 +444,7 @@ def resolve(path, arch=None, log=logger.info):
 
     Args:
         path: folder.
-        arch: name of the network, or None if it is unknown.
+        arch: value of --model-arch-name, or None if the network is unknown.
         log: function that logs the choice.
     Raises:
         UsageError: the folder contains runs of several networks.

@@ -35,6 +35,7 @@ class StartCheckpoint:
         meta: content of meta.json, or None for a checkpoint of another program, which has no meta.json.
         resumes: whether this run continues the run that wrote the checkpoint, possibly from the beginning of the epoch.
             If False, this run loads only the variables.
+        label: name of the checkpoint in messages: the flag that selected the checkpoint, and the folder.
     """
 
     folder: str
@@ -42,6 +43,7 @@ class StartCheckpoint:
     step: int = 0
     meta: dict | None = None
     resumes: bool = False
+    label: str = ""
 
     def continues(self, root):
         """Return whether this run continues from the newest checkpoint below the folder `root`. A run that continues
@@ -82,18 +84,18 @@ class StartCheckpoint:
         """Return whether --patience has ended the run."""
         return 0 < patience <= self.evaluations_since_best
 
-    def is_done(self, args):
+    def is_done(self, iter_unit, epochs, num_iter, patience):
         """Return whether a run with these flags has completed all its steps."""
-        if self.ended_early(args.patience):
+        if self.ended_early(patience):
             return True
-        if args.iter_unit == "epoch":
-            return self.epoch >= args.epochs
-        return self.meta["lr_scheduler"]["last_epoch"] >= args.num_iter and self.trained is None
+        if iter_unit == "epoch":
+            return self.epoch >= epochs
+        return self.meta["lr_scheduler"]["last_epoch"] >= num_iter and self.trained is None
 
 
 def find(args):
     """Find the checkpoint that --resume, or --from-checkpoint with --last-epoch-of-checkpoint, requests. If these flags
-    are not set and --from-pretrained-params is a run folder, set --from-pretrained-params to a checkpoint of this run.
+    are not set and --from-pretrained-params is a run folder, set --from-pretrained-params to a checkpoint in it.
 
     Rank 0 finds the checkpoint and verifies the checksums of all its files.
 
@@ -102,83 +104,85 @@ def find(args):
     Raises:
         UsageError: the requested checkpoint does not exist or is damaged.
     """
-    checkpoint = exchange.from_rank_0(lambda: _find(args, _search))
+    checkpoint = exchange.from_rank_0(lambda: _find(_search, args))
     if checkpoint is None and args.from_pretrained_params is not None:
-        folder = exchange.from_rank_0(lambda: _find(args, _pretrained))
+        path, arch = args.from_pretrained_params, args.explicit("model_arch_name")
+        folder = exchange.from_rank_0(lambda: str(_find(folders.resolve, path, arch)))
         args.set(args.origin("from_pretrained_params"), from_pretrained_params=folder)
     return checkpoint and StartCheckpoint(**checkpoint)
 
 
-def _find(args, search):
+def _find(search, *arguments):
     try:
-        return search(args)
+        return search(*arguments)
     except OSError as e:
         raise UsageError(
             f"{e.filename}: cannot be read ({e.strerror}); make it readable, or choose a different folder"
         ) from e
 
 
-def _pretrained(args):
-    return str(folders.resolve(args.from_pretrained_params, _run_name(args)))
-
-
-def _arch(args):
-    """Return --model-arch-name if it is explicit, otherwise None."""
-    return args.model_arch_name if args.is_explicit("model_arch_name") else None
-
-
-def _run_name(args):
-    """Return the folder name for runs of --model-arch-name, or None if this flag is not explicit."""
-    return _arch(args) and network_name(_arch(args))
-
-
 def _search(args):
+    model_prefix = args.setting("model_prefix")
     if args.resume:
-        folder = folders.run_folder(args)
+        folder = folders.run_folder(args.output_dir, args.model_arch_name)
         if folder.is_dir():
             _clean(folder)
-        checkpoint = _newest(args, folder, resumes=True)
+        has_checkpoint = args.from_checkpoint is not None
+        checkpoint = _newest(folder, model_prefix, args.iter_unit, resumes=True, has_alternative=has_checkpoint)
         if checkpoint:
-            return checkpoint
-        _check_default_network(args, folder)
+            return {**checkpoint, "label": f"--resume: {checkpoint['folder']}"}
+        if not args.start_paths() and not args.is_explicit("model_arch_name"):
+            _check_default_network(folder)
         logger.info(f"--resume: {folder} contains no checkpoint yet")
     if args.from_checkpoint is None:
         return None
-    root, wanted = Path(args.from_checkpoint), args.last_epoch_of_checkpoint
+    root, epoch, arch = Path(args.from_checkpoint), args.last_epoch_of_checkpoint, args.explicit("model_arch_name")
+    checkpoint = _selected(root, epoch, arch, model_prefix, args.iter_unit)
+    return {**checkpoint, "label": f"--from-checkpoint {checkpoint['folder']}"}
+
+
+def _selected(root, wanted, arch, model_prefix, iter_unit):
+    """Return the fields of StartCheckpoint for --from-checkpoint.
+
+    Args:
+        root: value of --from-checkpoint.
+        wanted: value of --last-epoch-of-checkpoint.
+        arch: value of --model-arch-name if it is explicit, otherwise None.
+        model_prefix: Setting of --model-prefix.
+        iter_unit: value of --iter-unit.
+    """
     flag = f"--from-checkpoint {root}"
     if not root.is_dir():
         raise UsageError(f"{flag}: does not exist; choose a folder that contains a checkpoint")
-    root = folders.resolve(root, _run_name(args)) if wanted is None else folders.run_in(root, _run_name(args))
+    root = folders.resolve(root, arch) if wanted is None else folders.run_in(root, arch)
+    prefix = folders.foreign_prefix(root, model_prefix)
     if wanted is None:
-        if not _has_files(args, root):
-            prefix = folders.foreign_prefix(args, root)
+        if not _has_files(root, model_prefix):
             raise UsageError(
                 f"{flag}: contains neither {folders.META} nor {prefix}.pdparams; choose a folder that contains a "
                 "checkpoint, or set --model-prefix to the prefix of its files"
             )
         return {"folder": str(root), "epoch": 0, "meta": _verified(root, flag)}
-    below = [p for p in folders.below(root) if _has_files(args, p)]
+    below = [p for p in folders.below(root) if _has_files(p, model_prefix)]
     epochs = [int(p.name) for p in below if p.name.isdigit()]
     if wanted == "auto" and below:
-        return _newest(args, root)
-    if _has_files(args, root) and (wanted == "auto" or wanted == _epoch_of(root)):
-        return _position(root, _verified(root, flag), args.iter_unit)
+        return _newest(root, model_prefix, iter_unit)
+    if _has_files(root, model_prefix) and (wanted == "auto" or wanted == _epoch_of(root)):
+        return _position(root, _verified(root, flag), iter_unit)
     if wanted in epochs:
-        return _position(root / str(wanted), _verified(root / str(wanted), flag), args.iter_unit)
+        return _position(root / str(wanted), _verified(root / str(wanted), flag), iter_unit)
     remedy = f"use one of {epochs}" if epochs else "choose a different folder"
     raise UsageError(
         f"--last-epoch-of-checkpoint {wanted}: {root} contains no such checkpoint with {folders.META} or "
-        f"{folders.foreign_prefix(args, root)}.pdparams; {remedy}, or set --model-prefix"
+        f"{prefix}.pdparams; {remedy}, or set --model-prefix"
     )
 
 
-def _check_default_network(args, folder):
-    """Raise UsageError if --resume finds no checkpoint of the default network, but the output folder contains runs of
-    other networks, because the user may have meant one of those runs."""
-    has_start = args.from_checkpoint is not None or args.from_pretrained_params is not None
-    if has_start or args.is_explicit("model_arch_name") or not folder.parent.is_dir():
-        return
-    if others := [run.name for run in folders.runs_below(folder.parent)]:
+def _check_default_network(folder):
+    """Raise UsageError if --resume finds no checkpoint of the default network in the run folder, but the output folder
+    contains runs of other networks, because the user may have meant one of those runs."""
+    others = [run.name for run in folders.runs_below(folder.parent)] if folder.parent.is_dir() else []
+    if others:
         raise UsageError(
             f"--resume: {folder} contains no checkpoint, but {folder.parent} contains runs of {', '.join(others)}; "
             "set --model-arch-name to the network to train"
@@ -194,21 +198,24 @@ def _clean(folder):
         raise folders.unwritable(folder, e) from e
 
 
-def _newest(args, root, resumes=False):
-    """Return the newest valid checkpoint below a folder. Damaged checkpoints trigger a warning and are skipped.
+def _newest(root, model_prefix, iter_unit, resumes=False, has_alternative=False):
+    """Return the fields of StartCheckpoint for the newest valid checkpoint below a folder, or None if the folder
+    contains no checkpoint. Damaged checkpoints trigger a warning and are skipped.
 
     Args:
-        args: flags.
         root: folder that contains the checkpoints.
+        model_prefix: Setting of --model-prefix.
+        iter_unit: value of --iter-unit.
         resumes: whether the search is for --resume. If False and another program wrote all checkpoints, the newest
             of these checkpoints is returned.
+        has_alternative: for --resume, whether the run can start from --from-checkpoint instead.
     """
     valid, others = folders.newest_first(root)
-    foreign = [folder for folder, _ in others if _is_foreign(args, folder)]
+    foreign = [folder for folder, _ in others if _is_foreign(folder, model_prefix)]
     if not valid and foreign and len(foreign) == len(others):
         if not resumes:
-            return _position(foreign[-1], None, args.iter_unit)
-        if args.from_checkpoint is not None:
+            return _position(foreign[-1], None, iter_unit)
+        if has_alternative:
             return None
         # This program may also have written the checkpoints, if their meta.json files were deleted.
         raise UsageError(
@@ -220,7 +227,7 @@ def _newest(args, root, resumes=False):
         logger.warn(f"{folder}: skipped, because it is not a valid checkpoint ({problem}); move it away")
     for folder, _ in valid:
         try:
-            return _position(folder, folders.verify(folder), args.iter_unit)
+            return _position(folder, folders.verify(folder), iter_unit)
         except folders.DamagedError as e:
             logger.warn(f"{folder}: skipped, because it is damaged ({e}); move it away")
     if valid or others:
@@ -264,45 +271,44 @@ def _verified(folder, flag):
         raise UsageError(f"{flag}: {folder} is damaged: {e}; choose a different checkpoint") from e
 
 
-def _is_foreign(args, folder):
+def _is_foreign(folder, model_prefix):
     """Return whether a folder contains a checkpoint of NVIDIA's example or of paddle.static.save: *.pdparams and
     *.pdopt without meta.json."""
-    files = [folder / f"{folders.foreign_prefix(args, folder)}.{ending}" for ending in ("pdparams", "pdopt")]
+    files = [folder / f"{folders.foreign_prefix(folder, model_prefix)}.{ending}" for ending in ("pdparams", "pdopt")]
     return not os.path.lexists(folder / folders.META) and all(map(os.path.isfile, files))
 
 
-def _has_files(args, folder):
+def _has_files(folder, model_prefix):
     """Return whether a folder contains a meta.json, valid or damaged, or the parameters of another program."""
-    foreign = folder / f"{folders.foreign_prefix(args, folder)}.pdparams"
+    foreign = folder / f"{folders.foreign_prefix(folder, model_prefix)}.pdparams"
     return os.path.lexists(folder / folders.META) or os.path.isfile(foreign)
 
 
-def origin(args, checkpoint):
+def origin(checkpoint, pretrained, model_prefix):
     """Return the checkpoint from which the run loads its initial variables, as (folder, meta.json or None), or (None,
     None) if there is no checkpoint.
 
     Args:
-        args: flags.
         checkpoint: result of find.
+        pretrained: value of --from-pretrained-params.
+        model_prefix: Setting of --model-prefix.
     Raises:
         UsageError: the file that --from-pretrained-params specifies does not exist, or the meta.json next to it is
             damaged.
     """
     if checkpoint:
         return checkpoint.folder, checkpoint.meta
-    if args.from_pretrained_params is None:
+    if pretrained is None:
         return None, None
-    return exchange.from_rank_0(lambda: _origin_of_pretrained(args))
+    return exchange.from_rank_0(lambda: _origin_of_pretrained(pretrained, model_prefix))
 
 
-def _origin_of_pretrained(args):
-    path = variables.pretrained_file(args)
+def _origin_of_pretrained(pretrained, model_prefix):
+    path = variables.pretrained_file(pretrained, model_prefix)
     try:
         meta = folders.read_meta(path.parent) if os.path.lexists(path.parent / folders.META) else None
     except folders.DamagedError as e:
-        raise UsageError(
-            f"--from-pretrained-params {args.from_pretrained_params}: damaged: {e}; choose a different checkpoint"
-        ) from e
+        raise UsageError(f"--from-pretrained-params {pretrained}: damaged: {e}; choose a different checkpoint") from e
     return str(path.parent), meta if meta and path.name in meta["files"] else None
 
 
@@ -319,10 +325,9 @@ def resolve_network(args):
     """If --resume is combined with --from-checkpoint or --from-pretrained-params, and --model-arch-name is not
     explicit, set --model-arch-name to the network of that checkpoint. --resume then searches the run folder of this
     network."""
-    has_start = args.from_checkpoint is not None or args.from_pretrained_params is not None
-    if args.resume and has_start and not args.is_explicit("model_arch_name"):
+    if args.resume and args.start_paths() and not args.is_explicit("model_arch_name"):
         first = args.copy(resume=False)
-        folder, meta = origin(first, find(first))
+        folder, meta = origin(find(first), first.from_pretrained_params, first.setting("model_prefix"))
         if meta is not None:
             args.set(f"checkpoint {folder}", model_arch_name=recorded_flags(folder, meta, None).model_arch_name)
 
@@ -338,11 +343,14 @@ def inherit_flags(args, checkpoint):
     Raises:
         UsageError: the flags, including the inherited flags, are invalid or contradict each other.
     """
-    folder, meta = origin(args, checkpoint)
+    folder, meta = origin(checkpoint, args.from_pretrained_params, args.setting("model_prefix"))
     if meta is not None:
-        recorded = recorded_flags(folder, meta, _arch(args))
+        recorded = recorded_flags(folder, meta, args.explicit("model_arch_name"))
         resumes = bool(checkpoint and checkpoint.resumes and args.run_scope.trains)
-        names = _inherited_names(args, checkpoint, recorded, resumes)
+        is_fine_tuning = args.run_scope.trains and checkpoint is None
+        names = _inherited_names(resumes, is_fine_tuning, args.run_scope.trains and recorded.asp)
+        if is_fine_tuning:
+            names = [name for name in names if not args.is_chosen(name)]
         inherited, differing = inheritance.inherit(args, recorded, names, folder)
         if not args.is_explicit("image_shape"):
             # The number of channels must match the filters of the first layer.
@@ -357,14 +365,12 @@ def inherit_flags(args, checkpoint):
     validation.check(args)
 
 
-def _inherited_names(args, checkpoint, recorded, resumes):
+def _inherited_names(resumes, is_fine_tuning, keeps_asp):
     if resumes:
         return of_kinds(*RESUMED)
-    if checkpoint is None and args.run_scope.trains:  # fine-tuning: the data set determines the classes
-        names = ("model_arch_name", "image_shape", *of_kinds("preprocessing"))
-        return [name for name in names if not args.is_chosen(name)]
-    evaluated = of_kinds(*EVALUATED)
-    return (*evaluated, "asp") if args.run_scope.trains and recorded.asp else evaluated
+    if is_fine_tuning:  # the data set determines the classes
+        return ("model_arch_name", "image_shape", *of_kinds("preprocessing"))
+    return (*of_kinds(*EVALUATED), "asp") if keeps_asp else of_kinds(*EVALUATED)
 
 
 def _log_differences(folder, differing, resumes):
@@ -438,23 +444,25 @@ def compare_classes(folder, meta, loader, is_fine_tuning):
         )
 
 
-def restore(args, checkpoint, lr_scheduler, loader, fetchs, place):
+def restore(checkpoint, lr_scheduler, loader, fetchs, place, *, iter_unit, is_averaged, is_verbose):
     """Restore the position, the learning rate and the random number generators of a training run. Inside an epoch, also
     restore the metric sums of the epoch and the BN statistics of this process.
 
     Args:
-        args: flags.
         checkpoint: result of find.
         lr_scheduler: schedule built from this run's flags. The learning rate depends only on the step, so it continues
             as in an uninterrupted run with these flags.
         loader: training loader, built with checkpoint.loader_state.
         fetchs: result of program.build.
         place: device of the program.
+        iter_unit: value of --iter-unit.
+        is_averaged, is_verbose: see variables.load_statistics.
     Returns:
         The checkpoint, with step 0 if the loader cannot continue inside the epoch.
     """
     timeline = lr_scheduler.timeline
-    if args.iter_unit == "batch" and checkpoint.resumes:
+    accumulate_steps = timeline.accumulate_steps
+    if iter_unit == "batch" and checkpoint.resumes:
         before, now = checkpoint.meta["steps_each_epoch"], timeline.batches(checkpoint.meta["epoch"])
         if before != now:
             raise UsageError(
@@ -462,10 +470,10 @@ def restore(args, checkpoint, lr_scheduler, loader, fetchs, place):
                 "would not end after --num-iter; use the checkpoint's --batch-size, --accumulate-steps and number of "
                 "processes"
             )
-    if checkpoint.is_inside and checkpoint.step % args.accumulate_steps:
+    if checkpoint.is_inside and checkpoint.step % accumulate_steps:
         raise UsageError(
-            f"--accumulate-steps {args.accumulate_steps}: {checkpoint.folder} was saved after {checkpoint.step} "
-            f"batches of an epoch, which is not a multiple of {args.accumulate_steps}; use the checkpoint's "
+            f"--accumulate-steps {accumulate_steps}: {checkpoint.folder} was saved after {checkpoint.step} "
+            f"batches of an epoch, which is not a multiple of {accumulate_steps}; use the checkpoint's "
             "--accumulate-steps, or a checkpoint from the end of an epoch"
         )
     if checkpoint.is_inside and loader.step != checkpoint.step:
@@ -477,7 +485,7 @@ def restore(args, checkpoint, lr_scheduler, loader, fetchs, place):
     is_evaluating = bool(checkpoint.step) and not checkpoint.is_inside  # all steps of the epoch are done
     done = timeline.batches(checkpoint.epoch) if is_evaluating else checkpoint.step
     done += timeline.batches_before(checkpoint.epoch)
-    lr_scheduler.step(done // args.accumulate_steps)
+    lr_scheduler.step(done // accumulate_steps)
     if checkpoint.resumes:
         _log_environment_changes(checkpoint.folder, checkpoint.meta)
         random.setstate(schema.as_tuples(json.loads(checkpoint.meta["seeds"]["python"])))
@@ -489,7 +497,7 @@ def restore(args, checkpoint, lr_scheduler, loader, fetchs, place):
         statistics = f"bn_rank{processes.rank()}.npz"
         if statistics in checkpoint.meta["files"]:
             path = Path(checkpoint.folder) / statistics
-            variables.load_statistics(path, place, is_averaged=args.ema is not None, is_verbose=args.verbose)
+            variables.load_statistics(path, place, is_averaged, is_verbose)
     where = f"epoch {checkpoint.epoch}" + (f" step {checkpoint.step}" if checkpoint.step else "")
     logger.info(f"loaded {checkpoint.folder}: continuing with {where}")
     return checkpoint

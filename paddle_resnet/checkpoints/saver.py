@@ -27,57 +27,52 @@ from paddle_resnet.job import exchange, processes, watchdog
 from paddle_resnet.models import ends
 from paddle_resnet.passes import all_reduces
 from paddle_resnet.settings import durations
-from paddle_resnet.settings.values import flag
 from utils import logger, signals
 from utils.errors import RunError, UsageError
 
 
-def check_folder(args, checkpoint):
-    """If the run saves checkpoints, check that its output folder can be created and written, and does not contain
-    checkpoints of another run. The folder is not created yet.
+def check_folder(folder, checkpoint, starts, overwrite, resume):
+    """Check that the folder for the checkpoints of a run can be created and written, and does not contain checkpoints
+    of another run. The folder is not created yet.
 
     Args:
-        args: flags.
+        folder: result of folders.run_folder.
         checkpoint: the checkpoint that the run starts from (restore.StartCheckpoint), or None.
+        starts: result of Settings.start_paths.
+        overwrite, resume: values of the flags.
     Raises:
         UsageError: the folder cannot be created or written, or contains checkpoints of another run.
     """
-    if args.benchmark or not args.run_scope.trains:
-        return
-    folder = folders.run_folder(args)
     try:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise OSError(errno.EACCES, f"{existing} is not a writable folder")
     except OSError as e:
         raise folders.unwritable(folder, e) from e
-    exchange.from_rank_0(lambda: _check_content(args, checkpoint))
+    exchange.from_rank_0(lambda: _check_content(folder, checkpoint, starts, overwrite, resume))
 
 
-def _check_content(args, checkpoint):
-    folder = folders.run_folder(args)
+def _check_content(folder, checkpoint, starts, overwrite, resume):
     try:
         if folders.finished(folder):
             with folders.hold(folder):  # hold() fails if another run is still writing to the folder
-                _check_no_other_run(args, checkpoint)
+                _check_no_other_run(folder, checkpoint, starts, overwrite, resume)
     except OSError as e:
         raise folders.unwritable(folder, e) from e
 
 
-def _check_no_other_run(args, checkpoint):
+def _check_no_other_run(folder, checkpoint, starts, overwrite, resume):
     """Check that the run folder contains no checkpoints, unless the run continues from the newest checkpoint or deletes
-    all checkpoints (--overwrite).
+    all checkpoints (--overwrite). For the arguments, see check_folder.
 
     Raises:
         UsageError: the folder contains checkpoints of another run.
     """
-    folder = folders.run_folder(args)
     names = [path.name for path in folders.finished(folder)]
-    starts = {flag(name): getattr(args, name) for name in ("from_checkpoint", "from_pretrained_params")}
-    within = [f"{flag} {start}" for flag, start in starts.items() if start is not None and _is_within(start, folder)]
-    if args.overwrite and within:
+    within = [f"{flag} {start}" for flag, start in starts.items() if _is_within(start, folder)]
+    if overwrite and within:
         raise UsageError(f"--overwrite: would delete {within[0]}, which the run needs; choose a different --output-dir")
-    if names and not args.overwrite and not args.resume and not (checkpoint and checkpoint.continues(folder)):
+    if names and not overwrite and not resume and not (checkpoint and checkpoint.continues(folder)):
         is_foreign = all(map(folders.is_foreign, folders.finished(folder)))
         resume = f"--from-checkpoint {folder} --last-epoch-of-checkpoint auto" if is_foreign else "--resume"
         raise UsageError(
@@ -126,11 +121,11 @@ class Saver:
     Training waits only until the state is copied to host memory and the previous checkpoint is written.
 
     Args:
-        args: flags.
+        args: Settings, which are saved in every checkpoint.
         program: the training Program (not the compiled one); its variables are in the global scope.
         lr_scheduler: learning rate scheduler whose state is saved.
         loader: training loader.
-        fetchs: result of program.build, with the meters that sum the metrics of an epoch.
+        fetchs: result of program.build; its meters accumulate the metrics of an epoch.
         checkpoint: the checkpoint that the run started from, or None.
     Raises:
         UsageError: the output folder cannot be created or written, or contains checkpoints of another run.
@@ -140,7 +135,7 @@ class Saver:
         self._lock = None
         self._args, self._program, self._lr_scheduler = args, program, lr_scheduler
         self._loader, self._fetchs = loader, fetchs
-        self._root = folders.run_folder(args)
+        self._root = folders.run_folder(args.output_dir, args.model_arch_name)
         self._run = checkpoint.meta["run"] if checkpoint and checkpoint.resumes else uuid.uuid4().hex
         self._last = (checkpoint.epoch, checkpoint.step) if checkpoint else (0, 0)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
@@ -152,22 +147,23 @@ class Saver:
     def _prepare(self, checkpoint):
         """Create the checkpoint folder, lock it, and remove the unfinished files of a killed run. With --overwrite,
         also remove all checkpoints. Returns the best evaluation so far."""
-        folder = self._root
+        folder, args = self._root, self._args
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
                 pass
             self._lock = folders.hold(folder)
             folders.clean(folder)
-            _check_no_other_run(self._args, checkpoint)  # check again, because a run may have ended since check_folder
-            if self._args.overwrite:
+            # Check again, because a run may have ended since check_folder.
+            _check_no_other_run(folder, checkpoint, args.start_paths(), args.overwrite, args.resume)
+            if args.overwrite:
                 folders.remove_all(folder)
             return best_before(folder, checkpoint) if checkpoint and checkpoint.resumes else None
         except OSError as e:
             raise folders.unwritable(folder, e) from e
 
     def follow(self, loader, fetchs, program):
-        """From now on, save the state of a different loader, different meters and a different program."""
+        """Replace the loader, the meters and the program whose state is saved."""
         self._loader, self._fetchs, self._program = loader, fetchs, program
 
     def record(self, stop, result):

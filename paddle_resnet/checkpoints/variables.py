@@ -7,6 +7,7 @@ evaluation, prediction, export and --from-pretrained-params read it instead of P
 """
 
 import contextlib
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from paddle_resnet.checkpoints import arrays, folders
 from paddle_resnet.models import ends
 from paddle_resnet.optimizers.sparsity import MASK
 from paddle_resnet.passes import accumulation, averages, lookahead, quantization
+from paddle_resnet.settings.values import Setting
 from paddle_resnet.steps import scalars
 from utils import logger
 from utils.errors import UsageError
@@ -26,7 +28,53 @@ MASTER = "_fp32_master_0"  # suffix of the float32 master copy of a float16 para
 AVERAGED = ".pdema"  # suffix of the file with the EMA weights (--ema)
 
 
-def load_start(args, checkpoint, program, place):
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a run uses the weights that it loads. The options determine which differences between the checkpoint and the
+    program are errors, and the remedies in error messages.
+
+    Attributes:
+        arch: value of --model-arch-name.
+        model_prefix: Setting of --model-prefix.
+        pretrained: value of --from-pretrained-params.
+        skips_classifier: whether --pretrained-mismatch is skip-classifier.
+        trains: whether the run trains.
+        resumes: whether --resume is set.
+        prunes: whether --prune-model is set.
+        has_explicit_asp: whether --asp is explicit.
+        loss_scale: fixed loss scale, which replaces the loss scale in a checkpoint, or None if the scale is dynamic.
+        is_verbose: whether error messages list the variables.
+    """
+
+    arch: str
+    model_prefix: Setting
+    pretrained: str | None
+    skips_classifier: bool
+    trains: bool
+    resumes: bool
+    prunes: bool
+    has_explicit_asp: bool
+    loss_scale: float | None
+    is_verbose: bool
+
+    @classmethod
+    def of(cls, args):
+        """Return the options that the flags specify."""
+        return cls(
+            arch=args.model_arch_name,
+            model_prefix=args.setting("model_prefix"),
+            pretrained=args.from_pretrained_params,
+            skips_classifier=args.pretrained_mismatch == "skip-classifier",
+            trains=args.run_scope.trains,
+            resumes=args.resume,
+            prunes=args.prune_model,
+            has_explicit_asp=args.is_explicit("asp"),
+            loss_scale=None if args.use_dynamic_loss_scaling else args.scale_loss,
+            is_verbose=args.verbose,
+        )
+
+
+def load_start(options, checkpoint, program, place):
     """Load the initial variables of a run from a checkpoint (restore.StartCheckpoint) or from pretrained parameters. If
     there is neither a checkpoint nor pretrained parameters, the variables keep their values from the startup program.
 
@@ -36,52 +84,51 @@ def load_start(args, checkpoint, program, place):
         UsageError: load or load_pretrained fails.
     """
     if checkpoint is not None:
-        return load(args, checkpoint.folder, program, place)
-    if args.from_pretrained_params is not None:
-        load_pretrained(args, program, place)
+        return load(options, checkpoint.folder, program, place, checkpoint.label)
+    if options.pretrained is not None:
+        load_pretrained(options, program, place)
     return False
 
 
-def load(args, folder, program, place, log=logger.info):
+def load(options, folder, program, place, label=None, log=logger.info):
     """Load the parameters and, for a training program, the optimizer state from a checkpoint folder.
 
     Args:
-        args: flags.
+        options: LoadOptions.
         folder: folder with PREFIX.pdparams and, for a training program, PREFIX.pdopt. folders.prefix determines PREFIX.
         program: training or evaluation Program whose startup program has run.
         place: device of the program.
+        label: name of the checkpoint in messages; None for the folder.
         log: function that logs a message if EMA weights are loaded.
     Returns:
         whether the weights are already pruned.
     Raises:
         UsageError: a file is damaged or does not match the model.
     """
-    flag, prefix = _flag_and_prefix(args, folder)
+    label = label or str(folder)
+    prefix = _prefix(options, folder, label)
     parameters, others = variables(program)
-    state = _read_weights(Path(f"{prefix}.pdparams") if others else _evaluated(prefix), flag, log)
-    _check_number_of_classes(args, state, parameters, ends(program).last, flag)
-    _load_parameters(args, program, state, flag, place)
+    state = _read_weights(Path(f"{prefix}.pdparams") if others else _evaluated(prefix), label, log)
+    _check_number_of_classes(options, state, parameters, ends(program).last, label)
+    _load_parameters(options, program, state, label, place)
     if others:
-        optimizer = _read(f"{prefix}.pdopt", flag)
+        optimizer = _read(f"{prefix}.pdopt", label)
         if not optimizer:  # python -m paddle_resnet.weights wrote the checkpoint
-            raise UsageError(f"{flag}: has no optimizer state; use --from-pretrained-params {folder}")
-        _load_strictly(others, optimizer, flag, place, "optimizer flags", args.verbose)
-    if LOSS_SCALE in others and not args.use_dynamic_loss_scaling:
+            raise UsageError(f"{label}: has no optimizer state; use --from-pretrained-params {folder}")
+        _load_strictly(others, optimizer, label, place, "optimizer flags", options.is_verbose)
+    if LOSS_SCALE in others and options.loss_scale is not None:
         before = read(LOSS_SCALE)
-        if before.item() != args.scale_loss:  # a fixed scale comes from the flag, not from the checkpoint
-            logger.info(f"--scale-loss {args.scale_loss:g}: replaces the checkpoint's loss scale {before.item():g}")
-            set_variable(LOSS_SCALE, np.full_like(before, args.scale_loss), place)
+        if before.item() != options.loss_scale:
+            logger.info(f"--scale-loss {options.loss_scale:g}: replaces the checkpoint's loss scale {before.item():g}")
+            set_variable(LOSS_SCALE, np.full_like(before, options.loss_scale), place)
     return any(name.endswith(MASK) for name in state)
 
 
-def _flag_and_prefix(args, folder):
-    resumed = args.resume and Path(folder).parent == folders.run_folder(args)
-    option = "--resume: " if resumed else "--from-checkpoint " if args.from_checkpoint is not None else ""
-    flag = f"{option}{folder}"  # without the option, the folder is the argument of a tool
+def _prefix(options, folder, label):
     try:
-        return flag, folders.prefix(args, folder)
+        return folders.prefix(folder, options.model_prefix)
     except folders.DamagedError as e:
-        raise UsageError(f"{flag}: damaged: {e}; choose a different checkpoint") from e
+        raise UsageError(f"{label}: damaged: {e}; choose a different checkpoint") from e
 
 
 def _evaluated(prefix):
@@ -91,13 +138,13 @@ def _evaluated(prefix):
     return path if folders.contains(path) else Path(f"{prefix}.pdparams")
 
 
-def _read_weights(path, flag, log=logger.info):
+def _read_weights(path, label, log=logger.info):
     if path.suffix == AVERAGED:
-        log(f"{flag}: loading the EMA weights, {path.name}")
-    return _read(path, flag)
+        log(f"{label}: loading the EMA weights, {path.name}")
+    return _read(path, label)
 
 
-def load_averages(args, checkpoint, program, place):
+def load_averages(options, checkpoint, program, place):
     """Load the EMA weights of a training program (--ema) from a checkpoint, if the checkpoint contains EMA weights.
 
     Returns:
@@ -110,14 +157,14 @@ def load_averages(args, checkpoint, program, place):
         return True
     if checkpoint is None:
         return False
-    flag, prefix = _flag_and_prefix(args, checkpoint.folder)
+    prefix = _prefix(options, checkpoint.folder, checkpoint.label)
     path = Path(f"{prefix}{AVERAGED}")
     if not folders.contains(path):
         return False
-    state = _read(path, flag)
+    state = _read(path, checkpoint.label)
     state = {average: state[name] for name, average in names.items() if name in state}
     shapes = {name: _shape(_tensor(name).shape()) for name in names.values()}
-    _load_strictly(shapes, state, flag, place, "--model-arch-name", args.verbose)
+    _load_strictly(shapes, state, checkpoint.label, place, "--model-arch-name", options.is_verbose)
     return True
 
 
@@ -144,7 +191,7 @@ def averaged(program, params):
     return {**params, **{name: read(average) for name, average in names.items()}} if names else None
 
 
-def load_pretrained(args, program, place):
+def load_pretrained(options, program, place):
     """Load the parameters of --from-pretrained-params. The optimizer keeps its initial state. With
     --pretrained-mismatch skip-classifier, the classifier becomes 0 if its shape is different (Kolesnikov et al.,
     arXiv:1912.11370, section 3.3); all other parameters must match.
@@ -152,18 +199,18 @@ def load_pretrained(args, program, place):
     Raises:
         UsageError: the file is missing, damaged or does not match the model.
     """
-    flag = f"--from-pretrained-params {args.from_pretrained_params}"
-    state = _read_weights(pretrained_file(args), flag)
+    label = f"--from-pretrained-params {options.pretrained}"
+    state = _read_weights(pretrained_file(options.pretrained, options.model_prefix), label)
     skipped, (parameters, others) = [], variables(program)
     differing = [n for n in ends(program).last if n not in state or tuple(state[n].shape) != parameters[n]]
-    if args.pretrained_mismatch == "error":
-        _check_number_of_classes(args, state, parameters, ends(program).last, flag)
-    else:
+    if options.skips_classifier:
         skipped = differing
         state = {name: array for name, array in state.items() if name not in skipped}
         names = f"skipped {', '.join(skipped)}, which start at 0" if skipped else "skipped nothing"
         logger.info(f"--pretrained-mismatch skip-classifier: {names}")
-    _load_parameters(args, program, state, flag, place, skipped)
+    else:
+        _check_number_of_classes(options, state, parameters, ends(program).last, label)
+    _load_parameters(options, program, state, label, place, skipped)
     for name in skipped:
         # Random logits would cause large gradients, which damage the pretrained layers in the first steps.
         zeros = np.zeros(parameters[name], np.float32)
@@ -171,16 +218,19 @@ def load_pretrained(args, program, place):
         _set_master(name, zeros, others, place)
 
 
-def pretrained_file(args):
+def pretrained_file(path, model_prefix):
     """Return the file that --from-pretrained-params specifies.
 
+    Args:
+        path: value of --from-pretrained-params.
+        model_prefix: Setting of --model-prefix.
     Raises:
         UsageError: the file does not exist, or its checkpoint is damaged.
     """
-    start = Path(args.from_pretrained_params)
+    start = Path(path)
     flag = f"--from-pretrained-params {start}"
     try:
-        candidates = [start, Path(f"{start}.pdparams"), _evaluated(folders.prefix(args, start))]
+        candidates = [start, Path(f"{start}.pdparams"), _evaluated(folders.prefix(start, model_prefix))]
     except folders.DamagedError as e:
         raise UsageError(f"{flag}: damaged: {e}; choose a different checkpoint") from e
     path = next((p for p in candidates if p.is_file()), None)
@@ -189,7 +239,7 @@ def pretrained_file(args):
     return path
 
 
-def _check_number_of_classes(args, state, parameters, classifier, flag):
+def _check_number_of_classes(options, state, parameters, classifier, label):
     """Raise UsageError if the checkpoint matches the network except for the number of classes. The remedy in the
     message depends on how the run uses the checkpoint."""
     differing = {
@@ -203,16 +253,16 @@ def _check_number_of_classes(args, state, parameters, classifier, flag):
     (inputs, classes), own = state[weight].shape, parameters[weight]
     if inputs == own[0]:
         remedy = f"use --num-of-class {classes}"
-        if not args.run_scope.trains:
+        if not options.trains:
             remedy += " and images of its classes"
-        elif args.from_pretrained_params is not None:
+        elif options.pretrained is not None:
             remedy = f"add --pretrained-mismatch skip-classifier to train a new last layer, or {remedy}"
-        elif not args.resume:
+        elif not options.resumes:
             remedy = (
                 "to train a new last layer, use --from-pretrained-params and --pretrained-mismatch skip-classifier; "
                 f"otherwise {remedy}"
             )
-        raise UsageError(f"{flag}: has {classes} classes, but this run has {own[1]}; {remedy}")
+        raise UsageError(f"{label}: has {classes} classes, but this run has {own[1]}; {remedy}")
 
 
 def load_statistics(path, place, is_averaged, is_verbose):
@@ -246,27 +296,27 @@ def snapshot(program):
     return params, optimizer
 
 
-def _load_parameters(args, program, state, flag, place, skipped=()):
+def _load_parameters(options, program, state, label, place, skipped=()):
     parameters, others = variables(program)
     parameters = {name: shape for name, shape in parameters.items() if name not in skipped}
-    parameters, state = _match_ranges(args, program, parameters, state, flag)
+    parameters, state = _match_ranges(options, program, parameters, state, label)
     is_sparse = any(name.endswith(MASK) for name in state)
     if not any(name.endswith(MASK) for name in parameters):
         # A program without --asp loads sparse weights without their masks, so training would make them dense.
         if is_sparse and others:
-            _check_masks_may_be_dropped(args, flag)
+            _check_masks_may_be_dropped(options, label)
         state = {name: array for name, array in state.items() if not name.endswith(MASK)}
     elif not is_sparse:
-        if not args.prune_model:
-            raise UsageError(f"{flag}: has dense weights, but --asp requires pruned weights; add --prune-model")
+        if not options.prunes:
+            raise UsageError(f"{label}: has dense weights, but --asp requires pruned weights; add --prune-model")
         # With --prune-model, a program may load dense weights, because they are pruned afterwards.
         parameters = {name: shape for name, shape in parameters.items() if not name.endswith(MASK)}
     elif dense := [name for name in parameters if name.endswith(MASK) and name not in state]:
         # Checkpoints of older versions have no mask for the first layer, which those versions did not prune.
         state |= {name: np.ones_like(read(name)) for name in dense}
-        logger.info(f"{flag}: has no {', '.join(dense)}; these weights remain dense")
-    remedy = f"--model-arch-name (now {args.model_arch_name}), --num-of-class, --image-shape and --asp"
-    _load_strictly(parameters, state, flag, place, remedy, args.verbose)
+        logger.info(f"{label}: has no {', '.join(dense)}; these weights remain dense")
+    remedy = f"--model-arch-name (now {options.arch}), --num-of-class, --image-shape and --asp"
+    _load_strictly(parameters, state, label, place, remedy, options.is_verbose)
     for name in parameters:
         _set_master(name, state[name], others, place)
 
@@ -278,32 +328,32 @@ def _set_master(name, array, others, place):
         set_variable(name + MASTER, array.astype(np.float32), place)
 
 
-def _match_ranges(args, program, parameters, state, flag):
+def _match_ranges(options, program, parameters, state, label):
     """If only `parameters` or only `state` contains ranges of quantized activations (--qat), remove these ranges.
     Returns (parameters, state). Training may start from weights with or without ranges."""
     own = set(quantization.ranges(program))
     if own and not own & set(state):
-        if args.from_pretrained_params is None or not args.run_scope.trains:
+        if options.pretrained is None or not options.trains:
             raise UsageError(
-                f"{flag}: was trained without --qat; use --from-pretrained-params to train with --qat, or remove --qat"
+                f"{label}: was trained without --qat; use --from-pretrained-params to train with --qat, or remove --qat"
             )
         return {name: shape for name, shape in parameters.items() if name not in own}, state
-    if not own and args.from_pretrained_params is not None:
+    if not own and options.pretrained is not None:
         state = {name: array for name, array in state.items() if not quantization.is_range(name)}
     return parameters, state
 
 
-def _check_masks_may_be_dropped(args, flag):
-    if not args.is_explicit("asp"):
-        keep = "--asp" if args.from_pretrained_params is None else "--asp --prune-model"
+def _check_masks_may_be_dropped(options, label):
+    if not options.has_explicit_asp:
+        keep = "--asp" if options.pretrained is None else "--asp --prune-model"
         raise UsageError(
-            f"{flag}: has 2:4 sparse weights, which training without --asp makes dense; use {keep} to keep them "
+            f"{label}: has 2:4 sparse weights, which training without --asp makes dense; use {keep} to keep them "
             "sparse, or --asp false"
         )
-    logger.warn(f"{flag}: has 2:4 sparse weights, which --asp false makes dense; remove it to keep them sparse")
+    logger.warn(f"{label}: has 2:4 sparse weights, which --asp false makes dense; remove it to keep them sparse")
 
 
-def _load_strictly(variables, state, flag, place, remedy, is_verbose):
+def _load_strictly(variables, state, label, place, remedy, is_verbose):
     missing = sorted(set(variables) - set(state))
     unexpected = sorted(set(state) - set(variables))
     reshaped = [
@@ -325,7 +375,7 @@ def _load_strictly(variables, state, flag, place, remedy, is_verbose):
     if counts := [f"{len(names)} {what}" for what, names in lists.items() if names]:
         lines = [f"{what}: {', '.join(names)}" for what, names in lists.items() if names and is_verbose]
         hint = "" if is_verbose else " (--verbose lists the variables)"
-        message = f"{flag}: does not match the model ({', '.join(counts)}); use the {remedy} of its training{hint}"
+        message = f"{label}: does not match the model ({', '.join(counts)}); use the {remedy} of its training{hint}"
         raise UsageError(message, *lines)
     for name in variables:
         set_variable(name, state[name], place)
@@ -394,12 +444,12 @@ def _bfloat16(array):
     return (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)
 
 
-def _read(path, flag, read=arrays.read_pickle):
+def _read(path, label, read=arrays.read_pickle):
     """Read a file of arrays. If the file belongs to a checkpoint, its content is verified, because the file may have
     changed since the checkpoint was verified."""
     try:
         return read(path, folders.read_listed(Path(path)))
     except folders.DamagedError as e:
-        raise UsageError(f"{flag}: damaged: {e}; choose a different checkpoint") from e
+        raise UsageError(f"{label}: damaged: {e}; choose a different checkpoint") from e
     except arrays.UnreadableError as e:
-        raise UsageError(f"{flag}: {path} cannot be read ({e}); choose a different checkpoint") from e
+        raise UsageError(f"{label}: {path} cannot be read ({e}); choose a different checkpoint") from e

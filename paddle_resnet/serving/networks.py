@@ -162,7 +162,7 @@ def _load(args, meta, checkpoint, channels, **options):
     place = processes.place(args.device)
     with static.scope_guard(network.scope):
         network.exe.run(startup)
-        variables.load(args, checkpoint, trained, place, log=log)
+        variables.load(variables.LoadOptions.of(args), checkpoint, trained, place, log=log)
         if channels != before:
             # The fourth channel of the images is zero, so removing or adding the weights for this channel does not
             # change the output.
@@ -208,8 +208,7 @@ def _read_meta(checkpoint):
 def _meta_of_example(checkpoint):
     """Infer the entries of meta.json that inference needs for a checkpoint of NVIDIA's example, which has no
     meta.json."""
-    args = parsing.from_dict({})
-    prefix = folders.foreign_prefix(args, checkpoint)
+    prefix = folders.foreign_prefix(checkpoint, parsing.from_dict({}).setting("model_prefix"))
     path = checkpoint / f"{prefix}.pdparams"
     try:
         state = arrays.read_pickle(path)

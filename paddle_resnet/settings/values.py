@@ -1,9 +1,17 @@
 """Store the value and the origin of each flag."""
 
 import dataclasses
+from typing import Any, NamedTuple
 
 EXPLICIT = "explicit_flags"
 _CHOSEN = "chosen: "
+
+
+class Setting(NamedTuple):
+    """The value of a flag, and whether the flag is explicit."""
+
+    value: Any
+    is_explicit: bool
 
 
 class Settings:
@@ -98,6 +106,14 @@ class Settings:
         origin = self.origin(name)
         return origin in ("command line", "Python") or origin.startswith("file ")
 
+    def explicit(self, name):
+        """Return the value of a flag if it is explicit, otherwise None."""
+        return getattr(self, name) if self.is_explicit(name) else None
+
+    def setting(self, name):
+        """Return the Setting of a flag."""
+        return Setting(getattr(self, name), self.is_explicit(name))
+
     def is_inherited(self, name):
         """Return whether the value of a flag comes from a checkpoint."""
         return self.origin(name).startswith("checkpoint ")
@@ -105,6 +121,11 @@ class Settings:
     def is_chosen(self, name):
         """Return whether --choose-recipe has chosen the value of a flag."""
         return self.origin(name).startswith(_CHOSEN)
+
+    def start_paths(self):
+        """Return {flag: path} for the flags that specify initial weights, except those that are not set."""
+        paths = {flag(name): getattr(self, name) for name in ("from_checkpoint", "from_pretrained_params")}
+        return {flag: path for flag, path in paths.items() if path is not None}
 
     def as_dict(self):
         """Return the flags that describe the run, as plain data."""

@@ -414,7 +414,7 @@ def test_files_outside_manifest_are_ignored(tmp_path, valid):
     for name in ("other.pdparams", "other.pdopt"):
         (tmp_path / "3" / name).write_bytes(b"x")
     assert folders.verify(tmp_path / "3")["files"].keys() == {"a.pdparams", "a.pdopt"}
-    assert folders.prefix(None, tmp_path / "3") == tmp_path / "3/a"
+    assert folders.prefix(tmp_path / "3", None) == tmp_path / "3/a"
 
 
 @pytest.mark.timeout(20)

@@ -63,6 +63,11 @@ def find(args, folder, epoch=None):
     return restore.find(args)
 
 
+def restore_run(checkpoint, schedule, fetchs):
+    flags = {"iter_unit": "epoch", "is_averaged": False, "is_verbose": False}
+    restore.restore(checkpoint, schedule, Loader(), fetchs, PLACE, **flags)
+
+
 def test_saved_files_and_meta_json(args, saved, tmp_path):
     assert saved == tmp_path / "Tiny" / "4"
     assert sorted(p.name for p in saved.iterdir()) == ["meta.json", "tiny.pdopt", "tiny.pdparams"]
@@ -93,7 +98,7 @@ def test_restore_inside_epoch(args, run):
         Loader().state(),
     )
     _, _, fresh, schedule, _ = build(args)
-    restore.restore(args, checkpoint, schedule, Loader(), fresh, PLACE)
+    restore_run(checkpoint, schedule, fresh)
     assert fresh["loss"][1].state() == fetchs["loss"][1].state()
     assert (random.random(), np.random.rand()) == expected
     assert schedule.last_epoch == 42
@@ -110,12 +115,12 @@ def test_resumed_training_uses_bn_statistics_of_its_own_rank(args, run, monkeypa
     checkpoint = find(args, saver.folder.parent, "auto")
     with static.scope_guard(static.Scope()):
         _, _, _, _, main = build(args, is_train=False)
-        variables.load(args, checkpoint.folder, main, PLACE)
+        variables.load(variables.LoadOptions.of(args), checkpoint.folder, main, PLACE)
         assert not np.array_equal(variable("batch_norm_3.w_1"), own["batch_norm_3.w_1"])
     with static.scope_guard(static.Scope()):
         _, _, fetchs, schedule, main = build(args)
-        variables.load(args, checkpoint.folder, main, PLACE)
-        restore.restore(args, checkpoint, schedule, Loader(), fetchs, PLACE)
+        variables.load(variables.LoadOptions.of(args), checkpoint.folder, main, PLACE)
+        restore_run(checkpoint, schedule, fetchs)
         np.testing.assert_array_equal(variable("batch_norm_3.w_1"), own["batch_norm_3.w_1"])
 
 
@@ -126,6 +131,9 @@ def test_restore_between_training_and_evaluation(args, run):
     saver.finish()
     checkpoint = find(args, saver.folder.parent, "auto")
     assert (checkpoint.epoch, checkpoint.step, checkpoint.trained) == (4, 10, trained)
+    assert checkpoint.label == f"--from-checkpoint {saver.folder}"
+    args.resume = True
+    assert restore.find(args).label == f"--resume: {saver.folder}"
 
 
 def test_save_on_error_saves_only_with_single_process(run, monkeypatch):
@@ -145,12 +153,12 @@ def test_schedule_is_restored_exactly(args, run):
     saver.save(0, 2)
     saver.finish()
     _, _, fetchs, schedule, _ = build(args)
-    restore.restore(args, find(args, saver.folder.parent, "auto"), schedule, Loader(), fetchs, PLACE)
+    restore_run(find(args, saver.folder.parent, "auto"), schedule, fetchs)
     assert schedule.state_dict() == lr_scheduler.state_dict()
     checkpoint = find(args, saver.folder.parent, "auto")
     # A damaged meta.json may contain such a large epoch number.
     checkpoint = dataclasses.replace(checkpoint, epoch=2**31 - 1)
-    restore.restore(args, checkpoint, schedule, Loader(), fetchs, PLACE)
+    restore_run(checkpoint, schedule, fetchs)
     assert schedule.last_epoch == (2**31 - 1) * 10 + 2
 
 
@@ -160,10 +168,10 @@ def test_different_number_of_processes_triggers_warning(args, run, monkeypatch, 
     saver.finish()
     _, _, fetchs, schedule, _ = build(args)
     checkpoint = find(args, saver.folder.parent, "auto")
-    restore.restore(args, checkpoint, schedule, Loader(), fetchs, PLACE)
+    restore_run(checkpoint, schedule, fetchs)
     assert "learning rate" not in capsys.readouterr().err
     monkeypatch.setattr(processes, "world_size", lambda: 2)
-    restore.restore(args, checkpoint, schedule, Loader(), fetchs, PLACE)
+    restore_run(checkpoint, schedule, fetchs)
     warning = "written by 1 processes, but this run has 2, so the global batch size and the peak learning rate change"
     assert warning in capsys.readouterr().err
 
@@ -310,8 +318,7 @@ def test_files_of_other_programs_do_not_need_model_prefix(args, saved, prefix):
     for end in ("pdparams", "pdopt"):
         (saved / f"tiny.{end}").rename(saved / f"{prefix}.{end}")
     assert find(args, saved.parent, "auto").epoch == 5
-    args.from_checkpoint, args.from_pretrained_params = None, str(saved)
-    assert variables.pretrained_file(args) == saved / f"{prefix}.pdparams"
+    assert variables.pretrained_file(saved, args.setting("model_prefix")) == saved / f"{prefix}.pdparams"
 
 
 @pytest.mark.parametrize("epoch", [4, None])

@@ -490,22 +490,22 @@ def test_overwrite_rejects_deleting_start_checkpoint(run_train, tmp_path, capsys
     assert (tmp_path / "output/Tiny/1/tiny.pdparams").exists()
 
 
-def test_check_folder_ignores_unfinished_checkpoints(parse, tmp_path):
+def test_check_folder_ignores_unfinished_checkpoints(tmp_path):
     """A new run replaces unfinished checkpoints of a killed run, but not files of another program."""
-    args, root = parse("--output-dir", tmp_path), tmp_path / "Tiny"
+    root, flags = tmp_path / "Tiny", ({}, False, False)
     (root / "3").mkdir(parents=True)
     (root / "4").mkdir()
     (root / "4/.unfinished").touch()
     (root / "4/tiny.pdparams").touch()
-    saver.check_folder(args, None)
+    saver.check_folder(root, None, *flags)
     (root / "4/.unfinished").unlink()
     message = r"contains checkpoints of another program \(4\); continue the newest with --from-checkpoint .*Tiny --last"
     with pytest.raises(UsageError, match=message):
-        saver.check_folder(args, None)
+        saver.check_folder(root, None, *flags)
     # Checkpoints in the folder are allowed, because the run resumes from one of them.
-    saver.check_folder(args, restore.StartCheckpoint(str(root / "4"), 5))
+    saver.check_folder(root, restore.StartCheckpoint(str(root / "4"), 5), *flags)
     with pytest.raises(UsageError, match="another program"):
-        saver.check_folder(args, restore.StartCheckpoint(str(root / "4"), 0))
+        saver.check_folder(root, restore.StartCheckpoint(str(root / "4"), 0), *flags)
 
 
 def test_non_finite_state_is_never_saved(run_train, tmp_path, monkeypatch, capsys):

@@ -41,7 +41,7 @@ def load(args, folder, *, is_train=True, seed=7):
     """Load a checkpoint into a new program and return {variable: value}."""
     with static.scope_guard(static.Scope()):
         _, _, _, _, main = build(args, is_train=is_train, seed=seed)
-        assert variables.load(args, folder, main, PLACE) is False
+        assert variables.load(variables.LoadOptions.of(args), folder, main, PLACE) is False
         return {v.name: variable(v.name) for v in main.list_vars() if v.persistable}
 
 
@@ -134,13 +134,12 @@ def test_damaged_file_is_rejected(args, saved, damage):
 def test_files_with_damaged_meta_json_are_rejected(args, tmp_path):
     (tmp_path / folders.META).write_text("{")
     (tmp_path / "tiny.pdparams").write_bytes(b"")
-    args.from_checkpoint = str(tmp_path)
     with pytest.raises(UsageError, match=f"--from-checkpoint {tmp_path}: damaged: .*; choose a different checkpoint"):
-        variables.load(args, tmp_path, None, PLACE)
+        label = f"--from-checkpoint {tmp_path}"
+        variables.load(variables.LoadOptions.of(args), tmp_path, None, PLACE, label)
     for path in (tmp_path, tmp_path / "tiny.pdparams"):
-        args.from_pretrained_params = str(path)
         with pytest.raises(UsageError, match=f"--from-pretrained-params {path}: damaged: .*; choose a different"):
-            restore.origin(args, None)
+            restore.origin(None, str(path), args.setting("model_prefix"))
 
 
 @pytest.mark.parametrize("change", ["deleted", "changed", "checkpoint is being deleted"])
@@ -151,7 +150,8 @@ def test_ema_weights_that_change_after_the_check_are_an_error(args, tmp_path, ch
     files = {f"tiny.{suffix}": lambda f: f.write(state) for suffix in ("pdparams", "pdopt", "pdema")}
     folder = folders.commit(tmp_path, "0", files, META)
     args.from_pretrained_params = str(folder)
-    variables.load(args, folder, main, PLACE)
+    options = variables.LoadOptions.of(args)
+    variables.load(options, folder, main, PLACE)
     if change == "changed":  # a pickle of the same size with a different weight
         content = bytearray(state)
         content[len(content) // 2] ^= 1
@@ -161,8 +161,8 @@ def test_ema_weights_that_change_after_the_check_are_an_error(args, tmp_path, ch
     if change == "checkpoint is being deleted":
         (folder / "meta.json").rename(folder / ".unfinished")
     for load in (
-        lambda: variables.load(args, folder, main, PLACE),
-        lambda: variables.load_pretrained(args, main, PLACE),
+        lambda: variables.load(options, folder, main, PLACE),
+        lambda: variables.load_pretrained(options, main, PLACE),
     ):
         with pytest.raises(UsageError, match=r"tiny.pdema|meta.json is missing, because"):
             load()
@@ -181,7 +181,7 @@ def test_pretrained_parameters_are_loaded_without_optimizer_state(args, saved, f
     args.from_pretrained_params = str(path)
     with static.scope_guard(static.Scope()):
         _, _, _, _, main = build(args, seed=7)
-        variables.load_pretrained(args, main, PLACE)
+        variables.load_pretrained(variables.LoadOptions.of(args), main, PLACE)
         np.testing.assert_array_equal(variable("conv2d_0.w_0"), expected["conv2d_0.w_0"])
         assert not any(variable(v.name).any() for v in main.list_vars() if "velocity" in v.name)
 
@@ -190,7 +190,7 @@ def test_missing_pretrained_parameters_are_rejected(args, tmp_path):
     args.from_pretrained_params = str(tmp_path / "nothing")
     _, _, _, _, main = build(args)
     with pytest.raises(UsageError, match="--from-pretrained-params .*nothing"):
-        variables.load_pretrained(args, main, PLACE)
+        variables.load_pretrained(variables.LoadOptions.of(args), main, PLACE)
 
 
 def test_skip_classifier_skips_only_classifier(args, saved, capsys):
@@ -199,10 +199,10 @@ def test_skip_classifier_skips_only_classifier(args, saved, capsys):
     with static.scope_guard(static.Scope()):
         _, _, _, _, main = build(args, seed=7)
         with pytest.raises(UsageError, match="has 3 classes, but this run has 5; add --pretrained-mismatch skip"):
-            variables.load_pretrained(args, main, PLACE)
+            variables.load_pretrained(variables.LoadOptions.of(args), main, PLACE)
         args.pretrained_mismatch = "skip-classifier"
         assert variable("linear_0.w_0").any()
-        variables.load_pretrained(args, main, PLACE)
+        variables.load_pretrained(variables.LoadOptions.of(args), main, PLACE)
         assert "skipped linear_0.b_0, linear_0.w_0, which start at 0" in capsys.readouterr().out
         assert not variable("linear_0.w_0").any() and not variable("linear_0.b_0").any()
         np.testing.assert_array_equal(variable("conv2d_5.w_0"), expected["conv2d_5.w_0"])
@@ -210,7 +210,7 @@ def test_skip_classifier_skips_only_classifier(args, saved, capsys):
     with static.scope_guard(static.Scope()):
         _, _, _, _, main = build(args, seed=7)
         with pytest.raises(UsageError, match="does not match the model"):
-            variables.load_pretrained(args, main, PLACE)
+            variables.load_pretrained(variables.LoadOptions.of(args), main, PLACE)
 
 
 def add_master(program, name):
@@ -229,7 +229,7 @@ def test_pretrained_parameters_replace_master_weights(args, saved):
     _, _, _, _, main = build(args, seed=7)
     for name in ("conv2d_5.w_0", "linear_0.w_0"):
         assert add_master(main, name).any()
-    variables.load_pretrained(args, main, PLACE)
+    variables.load_pretrained(variables.LoadOptions.of(args), main, PLACE)
     np.testing.assert_array_equal(variable("conv2d_5.w_0_fp32_master_0"), expected["conv2d_5.w_0"])
     assert not variable("linear_0.w_0_fp32_master_0").any()
 
