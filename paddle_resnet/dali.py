@@ -142,6 +142,7 @@ def build_dataloader(args, mode, state=None, trained=None):
 
 
 def _synthetic_loader(args, mode, state):
+    """Return the iterator for --data-format synthetic. For the arguments, see build_dataloader."""
     _check_labels(args, mode, "synthetic", None)
     per_process, batch_size = SYNTHETIC_SIZE[mode] // processes.world_size(), args.batch_size
     conditions = _conditions(args, "synthetic", SYNTHETIC_SIZE[mode])

@@ -123,7 +123,7 @@ class Settings:
         return self.origin(name).startswith(_CHOSEN)
 
     def start_paths(self):
-        """Return {flag: path} for the flags that specify initial weights, except those that are not set."""
+        """Return {flag: path} for --from-checkpoint and --from-pretrained-params, if they are set."""
         paths = {flag(name): getattr(self, name) for name in ("from_checkpoint", "from_pretrained_params")}
         return {flag: path for flag, path in paths.items() if path is not None}
 
