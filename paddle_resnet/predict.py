@@ -488,9 +488,9 @@ def _serve(args, model, device, listener):
             f"--serve-host {host}: other machines can access the model without password or encryption; restrict "
             "access with a firewall"
         )
-    logger.write_line(f"{web.url(listener)}: page to try {args.model}; press Control-C to stop the server", sys.stdout)
+    line = f"{web.url(listener)}: page to try {args.model}; press Control-C to stop the server"
     with bad_images.decoders_silenced():
-        web.serve(app, listener)
+        web.serve(app, listener, lambda: logger.write_line(line, sys.stdout))
     return exit_codes.DONE
 
 

@@ -30,6 +30,7 @@ try:
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import HTMLResponse, Response
     from starlette.routing import Route
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 except Exception as e:  # importing a broken package can raise any exception
     reason = " ".join(str(e).split()) or type(e).__name__
     raise UsageError(f"--serve: a required package cannot be imported ({reason}); run {INSTALL}") from e
@@ -37,6 +38,7 @@ except Exception as e:  # importing a broken package can raise any exception
 MAX_REQUESTS = 8  # maximum number of requests to process at the same time
 MAX_CONNECTIONS = 100
 BODY_S = 60  # maximum time for receiving the images of a request
+IDLE_S = 60  # maximum time without a request in progress, after which a connection is closed
 STOP_S = 5  # maximum time for answering the remaining requests after a signal
 FORM = "multipart/form-data"
 EXAMPLE = "for example with curl -F image=@FILE"
@@ -235,10 +237,30 @@ def is_loopback(listener):
     return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
+class _Protocol(H11Protocol):
+    """A connection that is closed if no request arrives, or if the client does not read the response. Otherwise, such
+    clients could use all MAX_CONNECTIONS."""
+
+    def connection_made(self, transport):
+        super().connection_made(transport)
+        self._close_if_idle_later()
+
+    def on_response_complete(self):
+        super().on_response_complete()
+        self._close_if_idle_later()
+
+    def _close_if_idle_later(self):
+        self.loop.call_later(IDLE_S, self._close_if_idle, self.cycle)
+
+    def _close_if_idle(self, before):
+        if self.cycle is before and (before is None or before.response_complete):
+            self.transport.abort()
+
+
 def create_server(app):
     config = uvicorn.Config(
         app,
-        **{"http": "h11", "ws": "none", "loop": "asyncio", "lifespan": "off"},
+        **{"http": _Protocol, "ws": "none", "loop": "asyncio", "lifespan": "off"},
         **{"log_config": None, "log_level": "critical", "access_log": False},
         **{"proxy_headers": False, "server_header": False},
         limit_concurrency=MAX_CONNECTIONS,
@@ -247,10 +269,27 @@ def create_server(app):
     return uvicorn.Server(config)
 
 
-def serve(app, listener):
-    """Answer requests until a signal arrives. Return after SIGTERM, and raise KeyboardInterrupt after SIGINT."""
-    # When uvicorn has stopped, it restores the handlers that were set before, and raises the received signal again.
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
+def serve(app, listener, announce=lambda: None):
+    """Answer requests until a signal arrives. Return after SIGTERM, and raise KeyboardInterrupt after SIGINT.
+
+    Args:
+        app: result of create_app.
+        listener: result of listen.
+        announce: function to call when the server can be stopped by a signal.
+    """
+    server, received = create_server(app), set()
+
+    def stop(number, frame):
+        received.add(number)
+        server.should_exit = True
+
+    # This handler also stops a server that is still starting. Later, uvicorn replaces the handler; when uvicorn has
+    # stopped, it restores the handler and raises the received signals again.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
     # predict.py lets SIGPIPE end the process, but a client that closes its connection must not stop the server.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    create_server(app).run(sockets=[listener])
+    announce()
+    server.run(sockets=[listener])
+    if signal.SIGINT in received:
+        raise KeyboardInterrupt

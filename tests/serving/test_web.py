@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext, suppress
 from time import sleep
 
 import numpy as np
@@ -204,6 +204,30 @@ def test_slow_body_is_answered_with_408(start, monkeypatch):
         yield b"x"
 
     assert request(start(), body=slow())[0] == 408
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\nGET / HTTP/1.1"]
+)
+def test_connection_without_complete_request_is_closed(start, monkeypatch, sent):
+    monkeypatch.setattr(web, "IDLE_S", 0.2)
+    with socket.create_connection(("127.0.0.1", start()), timeout=4) as client:
+        client.sendall(sent)
+        with suppress(ConnectionResetError):
+            while client.recv(10**5):
+                pass
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_stops_server_that_is_still_starting(number):
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGPIPE)}
+    app = web.create_app(classify, ThreadPoolExecutor(1), DESCRIPTION, 10**4, 3)
+    try:
+        with pytest.raises(KeyboardInterrupt) if number == signal.SIGINT else nullcontext():
+            web.serve(app, web.listen("127.0.0.1", 0), lambda: signal.raise_signal(number))
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def test_other_host_names_and_other_sites_are_rejected(start):
