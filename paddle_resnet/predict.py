@@ -19,7 +19,7 @@ import numpy as np
 import paddle_resnet  # noqa: F401  imported before Paddle, because it sets environment variables for Paddle
 from paddle_resnet.models import registered_name, user_file
 from paddle_resnet.results import predictions
-from utils import exit_codes, files, logger, numbers, outputs, signals
+from utils import exit_codes, files, locks, logger, numbers, outputs, signals
 from utils.errors import RunError, UsageError, printable
 from utils.meters import latency_percentiles
 
@@ -513,11 +513,14 @@ def _csv_writer(path, k):
         return
     header = ["image", "prediction", "predicted_class", *predictions.top_columns(k)]
     try:
+        lock = contextlib.nullcontext()
         if path != "-":
             files.touch(path)
+            if os.path.isfile(path):
+                lock = locks.held(locks.file_of(path), f"--csv {path}", logger.warn)
         # With backslashreplace, file names that are not valid UTF-8 can be written.
         options = {"newline": "", "encoding": "utf-8", "errors": "backslashreplace"}
-        with contextlib.nullcontext(sys.stdout) if path == "-" else open(path, "w", **options) as file:
+        with lock, contextlib.nullcontext(sys.stdout) if path == "-" else open(path, "w", **options) as file:
             write = csv.writer(file, lineterminator="\n").writerow
             write(header)
             yield write

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+import subprocess
 import sys
 
 import numpy as np
@@ -453,3 +454,21 @@ def test_control_characters_in_image_name_are_escaped(checkpoint, val_images, tm
     shutil.copy(val_images[0][0], name)
     assert predict.main([str(checkpoint), name, "--device", "cpu"]) == 0
     assert capsys.readouterr().out.startswith(f"{tmp_path}/a\\x1b[31m\\n.jpg: class")
+
+
+def test_second_process_cannot_write_to_csv_file_of_first(checkpoint, val_images, tmp_path, capsys):
+    table = tmp_path / "table.csv"
+    table.write_text("of the first process\n")
+    lock = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); print(); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    arguments = [str(checkpoint), *val_images[0][:1], "--device", "cpu", "--csv", str(table)]
+    with subprocess.Popen([sys.executable, "-c", lock, tmp_path / ".table.csv.lock"], **pipes) as holder:
+        holder.stdout.readline()
+        assert predict.main(arguments) == 2
+        message = f"error: --csv {table}: in use by another process (unknown); wait until that process ends"
+        assert message in capsys.readouterr().err
+        assert table.read_text() == "of the first process\n"
+        holder.communicate("\n")
+    assert predict.main(arguments) == 0
+    assert len(table.read_text().splitlines()) == 2
+    assert not (tmp_path / ".table.csv.lock").exists()

@@ -47,6 +47,12 @@ def acquire(path, warn):
     return file
 
 
+def file_of(path):
+    """Return the path of the lock file for a file: a hidden file in the same folder."""
+    path = Path(os.path.realpath(path))
+    return path.with_name(f".{path.name}.lock")
+
+
 @contextlib.contextmanager
 def held(path, subject, warn):
     """Hold the lock of a file while the block runs.

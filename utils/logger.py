@@ -42,9 +42,9 @@ def setup(report_file=None, rank=0):
     if _quiet or report_file is None:
         return
     path = Path(report_file)
-    if _lock_file(path).exists():
+    if locks.file_of(path).exists():
         with _writing(path):
-            locks.release(locks.acquire(_lock_file(path), warn))
+            locks.release(locks.acquire(locks.file_of(path), warn))
     _path = path
 
 
@@ -65,7 +65,7 @@ def begin(parameters, append=False):
     with _writing(_path):
         files.touch(_path)
         if _path.is_file():
-            _lock = locks.acquire(_lock_file(_path), warn)
+            _lock = locks.acquire(locks.file_of(_path), warn)
             os.truncate(_path, _size_of_complete_lines(_path) if append else 0)
         # Append mode ensures that this run does not overwrite the lines of another run that writes to the same file.
         _report = open(_path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  open until the run ends
@@ -81,11 +81,6 @@ def _writing(path):
         raise UsageError(f"--report-file {path}: in use by another run ({e.strerror}); {remedy}") from e
     except OSError as e:
         raise UsageError(f"--report-file {path}: cannot be written ({e.strerror}); choose a different file") from e
-
-
-def _lock_file(path):
-    path = Path(os.path.realpath(path))
-    return path.with_name(f".{path.name}.lock")
 
 
 def _size_of_complete_lines(path):
