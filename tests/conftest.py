@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import traceback
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -48,9 +47,14 @@ NHWC = ["--data-layout", "NHWC", "--image-shape", "4,32,32"]
 
 # Paddle stores the Python call stack in each operator that it appends. For each addition, Paddle also reads the stack
 # for a possible warning. Under pytest, the stack has about 50 frames, and reading all of them would take half of the
-# test time of this process. These patches keep only the innermost frames.
-paddle.base.framework.traceback = SimpleNamespace(extract_stack=partial(traceback.extract_stack, limit=4))
+# test time of this process.
+paddle.base.framework.traceback = SimpleNamespace(extract_stack=list)
 math_op_patch.inspect = SimpleNamespace(stack=lambda: [None, (None, "a test", 0)])
+
+# Before a program first runs, the Executor applies a pass that reuses memory and rebuilds all Python objects of the
+# program. On a CPU, this takes a tenth of the test time of this process. Processes that tests start apply the pass.
+if not paddle.is_compiled_with_cuda():
+    paddle.base.executor._apply_inplace_addto_pass = lambda *args: None
 
 # Ports for the launcher. The launcher's default range overlaps with the ephemeral ports of the system, so another
 # program could take a port before the processes of a job listen on it.

@@ -1,5 +1,6 @@
 """Before step 1, compare flags, versions, source code, data and network between the processes of a job."""
 
+import functools
 import hashlib
 import json
 from pathlib import Path
@@ -82,6 +83,7 @@ def _check_equal(all_ranks):
         )
 
 
+@functools.cache
 def _sources():
     root = Path(utils.__file__).parent.parent
     paths = [

@@ -67,10 +67,12 @@ def start(seed, device, data_layout, kernels, needs_serial_run):
     # buffer of a fused all-reduce.
     strategy.fuse_all_reduce_ops = device == "gpu" or data_layout == "NHWC"
     strategy.fuse_grad_size_in_num = _ALL_GRADIENTS if reduces_at_the_end(device) else _GRADIENTS_PER_ALL_REDUCE
-    if kernels == "native":
-        build_strategy = strategy.build_strategy
-        build_strategy.fuse_bn_add_act_ops = False  # Fleet must not fuse operators before fusion.py
-        strategy.build_strategy = build_strategy
+    build_strategy = strategy.build_strategy
+    build_strategy.enable_inplace = False  # the Executor applies this pass later, to the compiled program
+    if kernels == "native" or device == "cpu":
+        # Fleet must not fuse operators before fusion.py. The fused operator has no CPU kernel.
+        build_strategy.fuse_bn_add_act_ops = False
+    strategy.build_strategy = build_strategy
     fleet.init(is_collective=True, strategy=strategy)
     if processes.world_size() > 1 and device == "cpu":
         # Fleet would add operators that set up NCCL to the startup program, even on a machine without NCCL.
