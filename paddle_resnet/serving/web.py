@@ -25,6 +25,7 @@ try:
     import uvicorn
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
+    from starlette.formparsers import MultiPartParser
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
     from starlette.requests import ClientDisconnect, Request
@@ -91,6 +92,7 @@ def create_app(predict, worker, description, max_bytes, max_images, hosts=("*",)
             rebinding, in which the domain name of a website resolves to the address of this server; the header then
             contains the name of the website.
     """
+    MultiPartParser.spool_max_size = max_bytes  # keep uploads in memory, because the disk may be full
     slots = asyncio.Semaphore(MAX_REQUESTS)
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
     template = environment.get_template("page.html.j2")
@@ -124,7 +126,7 @@ def create_app(predict, worker, description, max_bytes, max_images, hosts=("*",)
         routes=[Route("/", page), Route("/predict", answer, methods=["POST"])],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)],
         exception_handlers={
-            HTTPException: lambda request, e: _json({"error": e.detail}, e.status_code, e.headers),
+            HTTPException: lambda request, e: _json({"error": _message(request, e)}, e.status_code, e.headers),
             ClientDisconnect: lambda request, e: _json({"error": "the client closed the connection"}, 400),
             Exception: _report_failure,
         },
@@ -143,6 +145,12 @@ def _json(content, status=200, headers=None):
     """Return a response in ASCII, because class names may contain characters that UTF-8 cannot encode."""
     text = json.dumps(files.finite(content))
     return Response(text, status, headers=HEADERS | dict(headers or {}), media_type="application/json")
+
+
+def _message(request, error):
+    """Return the message of an HTTPException, with a subject if Starlette has raised it."""
+    has_subject = ": " in error.detail
+    return error.detail if has_subject else f"{request.method} {request.scope['path']}: {error.detail}"
 
 
 def _report_failure(request, error):
@@ -164,14 +172,15 @@ async def _receive_uploads(request, max_bytes, max_images):
     )
     if int(request.headers.get("content-length", 0)) > max_bytes:
         raise too_large
-    received = 0
+    received, tail = 0, b""
 
     async def receive():
-        nonlocal received
+        nonlocal received, tail
         message = await request.receive()
         received += len(message.get("body", b""))
         if received > max_bytes:
             raise too_large
+        tail = (tail + message.get("body", b""))[-100:]
         return message
 
     try:
@@ -188,6 +197,8 @@ async def _receive_uploads(request, max_bytes, max_images):
         raise
     except ValueError as e:  # the form declares a character set that cannot decode its names
         raise HTTPException(400, f"POST /predict: not a valid form ({e}); send image files, {EXAMPLE}") from e
+    if not tail.rstrip().endswith(b"--"):  # Starlette would omit the last image
+        raise HTTPException(400, f"POST /predict: the form is incomplete; send all its images, {EXAMPLE}")
     if not uploads:
         raise HTTPException(400, f"POST /predict: contains no images; send image files, {EXAMPLE}")
     return uploads

@@ -11,6 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext, suppress
@@ -131,8 +132,9 @@ def test_requests_above_limits_are_answered_with_413(start):
     [
         (form((None, b"a.jpg")), None, 400, "image: text instead of a file; send image files, for example with"),
         (form(), None, 400, "POST /predict: contains no images"),
-        (b"no form", None, 400, ""),
-        (form(("a.jpg", b"x")), "multipart/form-data", 400, "Missing boundary"),
+        (b"no form", None, 400, "POST /predict: "),
+        (form(("a.jpg", b"x"), ("b.jpg", b"x"))[:-20], None, 400, "POST /predict: the form is incomplete; send all"),
+        (form(("a.jpg", b"x")), "multipart/form-data", 400, "POST /predict: Missing boundary"),
         (
             form(("a.jpg", b"x")),
             f"multipart/form-data; boundary={BOUNDARY}; charset=undefined",
@@ -150,10 +152,15 @@ def test_body_without_images_is_an_error(start, body, content_type, status, mess
     assert content["error"].startswith(message) and content["error"]
 
 
+def test_uploads_do_not_need_a_temporary_folder(start, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/none")
+    assert request(start(max_bytes=10**7), body=form(("a.jpg", b"x" * 2 * 10**6)))[0] == 200
+
+
 def test_unknown_paths_and_methods_are_errors(start):
     port = start()
     assert request(port, "GET")[0] == 405
-    assert request(port, "GET", "/page.html.j2")[::2] == (404, {"error": "Not Found"})
+    assert request(port, "GET", "/page.html.j2")[::2] == (404, {"error": "GET /page.html.j2: Not Found"})
     assert request(port, "GET", "/../web.py")[0] == 404
 
 
