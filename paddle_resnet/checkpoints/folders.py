@@ -360,7 +360,7 @@ def read_listed(path):
 
 def _listed_files(folder):
     """Return the files that meta.json lists, {name: result of write_file}. If another program wrote the folder, return
-    {}. A checkpoint that is being deleted has no meta.json either, but is not read as that of another program."""
+    {}. A checkpoint that is being deleted also has no meta.json, but is not treated as a foreign checkpoint."""
     if os.path.lexists(folder / META):
         return read_meta(folder)["files"]
     if os.path.lexists(folder / _UNFINISHED):
@@ -414,7 +414,7 @@ def is_checkpoint(folder):
 
 def run_in(path, arch=None):
     """Return the folder that contains the checkpoints of a run: PATH or, if PATH is an --output-dir, the run folder in
-    PATH. If PATH is a checkpoint, return its folder.
+    PATH. If PATH is the link `latest` or `best`, return the checkpoint that it refers to.
 
     Args:
         path: folder.
@@ -463,8 +463,8 @@ def resolve(path, arch=None, log=logger.info):
 
 
 def _target(path):
-    """If a path is the link `latest` or `best`, return the checkpoint that it refers to, because a running training may
-    change the link before all files have been read."""
+    """If a path is the link `latest` or `best`, return the checkpoint that it refers to, because a run that is still
+    training may change the link before all files have been read."""
     return path.parent / os.readlink(path) if path.name in MARKERS and path.is_symlink() else path
 
 

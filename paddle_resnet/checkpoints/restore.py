@@ -382,7 +382,8 @@ def _log_differences(folder, differing, resumes):
     if others := [change for name, change in changes.items() if name not in saving]:
         effect = ", so the losses will differ from those of an uninterrupted run" if resumes else ""
         logger.warn(
-            f"{folder}: trained with different flags: {', '.join(others)}{effect}; remove the flags to use its values"
+            f"{folder}: trained with different flags: {', '.join(others)}{effect}; remove the flags to use the "
+            "recorded values"
         )
 
 

@@ -1,8 +1,8 @@
 """Save checkpoints as OUTPUT_DIR/ARCH/EPOCH/ or, inside an epoch, EPOCH_STEP/. The links `latest` and `best` point to
 the newest checkpoint and to the checkpoint with the best evaluation.
 
-PREFIX.pdparams contains the parameters and BN statistics; PREFIX.pdopt contains the momentum, the learning rate, the
-loss scale and float32 master weights. With --ema, PREFIX.pdema has the format of PREFIX.pdparams, but contains EMA
+PREFIX.pdparams contains the parameters and BN statistics; PREFIX.pdopt contains the optimizer state, the learning rate,
+the loss scale and float32 master weights. With --ema, PREFIX.pdema has the format of PREFIX.pdparams, but contains EMA
 weights instead of the weights. variables.py reads these files. meta.json contains the position of the run and the state
 of each process's loader. Inside an epoch, each process has its own BN statistics. bn_rankN.npz contains the BN
 statistics of rank N > 0. folders.py writes, verifies and deletes the folders.
@@ -88,7 +88,7 @@ def _is_within(path, folder):
 
 
 def best_before(root, checkpoint):
-    """Return the best evaluation before a run resumes from `checkpoint`, with its epoch. If several evaluations are
+    """Return the metrics of the best evaluation up to `checkpoint`, including its epoch. If several evaluations are
     equally good, return the earliest. Only checkpoints that led to `checkpoint` count: a checkpoint of a later step
     that was written earlier belongs to an abandoned branch of training."""
     best, reached = None, (checkpoint.epoch, checkpoint.step)
@@ -266,7 +266,7 @@ class Saver:
         Args:
             error: the exception that ends the run.
             epoch: the epoch.
-            step: steps of the epoch before the evaluation.
+            step: number of completed steps of the epoch; ignored if `trained` is None.
             trained: training metrics up to that step, or None if training is not complete.
         Raises:
             Preempted: a stop was requested; the message states how to continue.

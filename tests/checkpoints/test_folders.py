@@ -126,7 +126,7 @@ def test_checkpoint_at_end_of_epoch_is_used_before_newer_one_inside_epoch(tmp_pa
     write_checkpoint(tmp_path, "3", sequence=4, epoch=3)
     assert folders.resolve(tmp_path) == last
     folders.mark(tmp_path, "best", "3")
-    # The result is not the link, because a running training may change the link.
+    # The result is not the link, because a run that is still training may change the link.
     assert folders.resolve(tmp_path) == folders.resolve(tmp_path / "best") == tmp_path / "3"
 
 
