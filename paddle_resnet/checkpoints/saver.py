@@ -8,6 +8,7 @@ of each process's loader. Inside an epoch, each process has its own BN statistic
 statistics of rank N > 0. folders.py writes, verifies and deletes the folders.
 """
 
+import contextlib
 import errno
 import io
 import json
@@ -66,7 +67,7 @@ def _check_no_other_run(folder, checkpoint, starts, overwrite, resume):
     all checkpoints (--overwrite). For the arguments, see check_folder.
 
     Raises:
-        UsageError: the folder contains checkpoints of another run.
+        UsageError: the folder contains checkpoints of another run, or newer checkpoints than the one to resume from.
     """
     names = [path.name for path in folders.finished(folder)]
     within = [f"{flag} {start}" for flag, start in starts.items() if _is_within(start, folder)]
@@ -80,6 +81,20 @@ def _check_no_other_run(folder, checkpoint, starts, overwrite, resume):
             f"({', '.join(names[:3])}{', ...' * (len(names) > 3)}); continue the newest with {resume}, or choose a "
             "different --output-dir" + ("" if within or is_foreign else ", or replace them with --overwrite")
         )
+    if resume and (newer := _newer(folder, checkpoint)):
+        raise UsageError(f"--resume: {newer} was saved by another run while this run started; repeat the command")
+
+
+def _newer(root, checkpoint):
+    """Return the newest valid checkpoint below the folder `root` if it is newer than `checkpoint`, otherwise None.
+    Damaged checkpoints are ignored, because --resume skips them."""
+    for folder, _ in folders.newest_first(root)[0]:
+        if checkpoint and Path(checkpoint.folder).resolve() == folder.resolve():
+            return None
+        with contextlib.suppress(folders.DamagedError):
+            folders.verify(folder)
+            return folder
+    return None
 
 
 def _is_within(path, folder):

@@ -136,6 +136,21 @@ def test_restore_between_training_and_evaluation(args, run):
     assert restore.find(args).label == f"--resume: {saver.folder}"
 
 
+def test_run_that_resumes_from_outdated_checkpoint_is_rejected(args, run, saved):
+    """Two processes resume the same run. While the second process starts, the first process saves and ends."""
+    args.resume, (saver, schedule, fetchs) = True, run
+    checkpoint = restore.find(args)
+    Saver(args, saver._program, schedule, Loader(), fetchs, checkpoint)
+    saver.save(5)
+    saver.finish()
+    message = f"--resume: {saver.folder} was saved by another run while this run started; repeat the command"
+    for start in (checkpoint, None):
+        with pytest.raises(UsageError, match=message):
+            Saver(args, saver._program, schedule, Loader(), fetchs, start)
+    (saver.folder / "tiny.pdopt").write_bytes(b"")  # --resume skips damaged checkpoints
+    Saver(args, saver._program, schedule, Loader(), fetchs, restore.find(args))
+
+
 def test_save_on_error_saves_only_with_single_process(run, monkeypatch):
     saver, _, _ = run
     monkeypatch.setattr(exchange, "gather", lambda data: [data])
