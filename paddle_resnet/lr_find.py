@@ -17,11 +17,12 @@ from paddle_resnet.models import registered_name
 from paddle_resnet.results import lr_curve
 from paddle_resnet.settings.declarations import Parser
 from paddle_resnet.settings.values import flag
-from utils import exit_codes, logger, meters, numbers, outputs, progress, signals
+from utils import exit_codes, locks, logger, meters, numbers, outputs, progress, signals
 from utils.errors import RunError, UsageError
 from utils.mode import Mode
 
 LOWEST, HIGHEST = 1e-10, 1e4  # limits of learning rates
+NAMES = (lr_curve.DATA, lr_curve.DRAWING)
 LEAST_STEPS = 20  # a shorter curve has no clear shape
 # Flags of train.py that a search does not support: (name, problem and remedy).
 UNSUPPORTED = (
@@ -186,19 +187,22 @@ def _claim(args, folder, inputs):
     Raises:
         UsageError: outputs.claim fails; or the folder contains a curve, and --overwrite is not set.
     """
-    names = (lr_curve.DATA, lr_curve.DRAWING)
-    existing = [name for name in names if (folder / name).exists()]
+    _check_no_curve(args, folder)
+    outputs.claim(
+        {f"{name} in --output-dir": folder / name for name in NAMES},
+        inputs=inputs,
+        protected=[("the data set's", path) for path in listing.occupied(args.image_root)],
+        run_folder=folder,
+    )
+
+
+def _check_no_curve(args, folder):
+    existing = [name for name in NAMES if (folder / name).exists()]
     if existing and not args.overwrite:
         raise UsageError(
             f"--output-dir {args.output_dir}: {folder} contains {' and '.join(existing)}; choose a different folder, "
             "or replace the curve with --overwrite"
         )
-    outputs.claim(
-        {f"{name} in --output-dir": folder / name for name in names},
-        inputs=inputs,
-        protected=[("the data set's", path) for path in listing.occupied(args.image_root)],
-        run_folder=folder,
-    )
 
 
 def _with_rising_rate(search, training):
@@ -251,8 +255,10 @@ def _write(search, args, folder, losses, ended_early):
     path, title = folder / lr_curve.DRAWING, f"{args.model_arch_name} on {args.image_root}"
     with outputs.writing(f"{lr_curve.DATA} in --output-dir", folder / lr_curve.DATA):
         folder.mkdir(parents=True, exist_ok=True)
-        lr_curve.write(folder / lr_curve.DATA, curve)
-    drawing.save(drawing.lr_curve(curve, title), path, f"{lr_curve.DRAWING} in --output-dir")
+        with locks.held(locks.file_of(path), f"--output-dir {args.output_dir}", logger.warn):
+            _check_no_curve(args, folder)  # check again, because another search may have ended since _claim
+            lr_curve.write(folder / lr_curve.DATA, curve)
+            drawing.save(drawing.lr_curve(curve, title), path, f"{lr_curve.DRAWING} in --output-dir")
     logger.info(f"curve of {len(losses)} steps: {path}")
     if curve.steepest is None:
         return _problem(search, curve)

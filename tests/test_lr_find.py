@@ -130,6 +130,22 @@ def test_files_are_written_before_any_run_and_suggestion_is_printed(find, run_tr
     assert folders.newest(folder).name == "0" and {path.name for path in folder.iterdir()} > NAMES
 
 
+def test_search_does_not_replace_curve_of_simultaneous_search(find, tmp_path, monkeypatch, capsys):
+    data = tmp_path / "search/Tiny" / lr_curve.DATA
+
+    def search_while_another_ends(*arguments):
+        data.parent.mkdir(parents=True)
+        data.write_text("of the other search")
+        return [1.0] * STEPS, False
+
+    monkeypatch.setattr(lr_find, "_search", search_while_another_ends)
+    monkeypatch.setattr(lr_curve, "read", lambda path: path.read_text())
+    assert find() == (2, "of the other search")
+    assert (
+        f"--output-dir {tmp_path}/search: {data.parent} contains {lr_curve.DATA}; choose a" in capsys.readouterr().err
+    )
+
+
 def test_search_ends_early_if_loss_diverges(find, capsys):
     _, curve = find("--to-lr", 1e4, "--from-lr", 1e-4)
     assert curve.ended_early and lr_curve.SETTLING_STEPS < len(curve.lr) == len(curve.loss) < STEPS
