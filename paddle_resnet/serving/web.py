@@ -116,7 +116,11 @@ def create_app(predict, worker, description, max_bytes, max_images, hosts=("*",)
             except asyncio.TimeoutError as e:
                 raise HTTPException(408, f"POST /predict: not received within {BODY_S} s; send smaller images") from e
             run = asyncio.get_running_loop().run_in_executor
-            images = [_entry(upload, *await run(worker, predict, upload)) for upload in uploads]
+            images = []
+            for upload in uploads:
+                if await request.is_disconnected():
+                    raise ClientDisconnect
+                images.append(_entry(upload, *await run(worker, predict, upload)))
         problems = [f"{entry['image']} {entry['error']}" for entry in images if "error" in entry]
         if problems:
             return _json({"error": problems[0], "images": images}, 422)

@@ -202,6 +202,26 @@ def test_one_image_is_predicted_at_a_time(start):
     assert len(threads) == 1
 
 
+def test_prediction_stops_if_client_has_closed_the_connection(start):
+    names, is_running, is_released = [], threading.Event(), threading.Event()
+
+    def wait(upload):
+        names.append(upload.name)
+        is_running.set()
+        assert is_released.wait(30)
+        return classify(upload)
+
+    port, body = start(wait), form(*[(f"{i}.jpg", b"x") for i in range(3)])
+    head = f"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary={BOUNDARY}\r\n"
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert is_running.wait(30)
+    assert request(port, "GET", "/")[0] == 200  # the server has noticed the end of the first connection
+    is_released.set()
+    assert request(port, body=form(("last.jpg", b"x")))[0] == 200
+    assert names == ["0.jpg", "last.jpg"]
+
+
 def test_slow_body_is_answered_with_408(start, monkeypatch):
     monkeypatch.setattr(web, "BODY_S", 0.2)
 
