@@ -215,9 +215,20 @@ def converted(photos, once):
 
 @pytest.fixture
 def verify_here(monkeypatch):
-    """Make verify decode images in this process, because starting worker processes takes a second.
-    tests/tools/test_verify.py tests the worker processes."""
+    """Make verify decode images and read records with DALI in this process, because starting a process takes a second.
+    tests/tools/test_verify.py tests the processes."""
     monkeypatch.setattr(verify, "ProcessPoolExecutor", lambda *arguments: ThreadPoolExecutor(1))
+    monkeypatch.setattr(verify, "_in_a_process", lambda function, *arguments: function(*arguments))
+
+
+@pytest.fixture
+def convert_here(monkeypatch):
+    """Make convert prepare images in threads instead of worker processes. tests/tools/test_convert.py tests the
+    processes."""
+    monkeypatch.setattr(
+        convert, "ProcessPoolExecutor", lambda count, _, **options: ThreadPoolExecutor(count, **options)
+    )
+    monkeypatch.setattr(convert.signals, "die_with_parent", lambda parent: None)
 
 
 @pytest.fixture

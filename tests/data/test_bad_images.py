@@ -9,6 +9,7 @@ from utils.errors import DataError
 from utils.mode import Mode
 
 
+@pytest.mark.usefixtures("convert_here")
 @pytest.mark.parametrize("bytes_left", [0, 20, 500])
 @pytest.mark.parametrize(
     ("data_format", "name"),

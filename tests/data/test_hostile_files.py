@@ -24,7 +24,7 @@ from paddle_resnet.tools import inspection, verify
 from utils.errors import DataError, UsageError
 from utils.mode import Mode, RunScope
 
-pytestmark = pytest.mark.usefixtures("verify_here")
+pytestmark = pytest.mark.usefixtures("convert_here", "verify_here")
 INDEXED = ("recordio", "tfrecord", "webdataset")
 
 
