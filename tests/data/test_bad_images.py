@@ -1,9 +1,11 @@
+import io
 import shutil
 
 import pytest
+from PIL import Image, features
 
 from paddle_resnet import dali
-from paddle_resnet.data import listing
+from paddle_resnet.data import bad_images, listing
 from paddle_resnet.tools import convert
 from utils.errors import DataError
 from utils.mode import Mode
@@ -50,3 +52,13 @@ def test_deleted_file_of_file_list_is_reported_with_path(photos, parse, tmp_path
     with pytest.raises(DataError) as e:
         list(dali.build_dataloader(args, Mode.TRAIN))
     assert str(e.value).startswith(f"{root}/train/class0/99.jpg: cannot be decoded (rank 0); repair")
+
+
+@pytest.mark.skipif(not features.check("jpg_2000"), reason="Pillow cannot write JPEG 2000")
+def test_jpeg_2000_is_not_decoded():
+    """DALI's decoder crashes if the quantization table is missing."""
+    file = io.BytesIO()
+    Image.new("RGB", (64, 48)).save(file, "jpeg2000")
+    damaged = file.getvalue().replace(b"\xff\x5c", b"\xff\x6e")
+    for content in (file.getvalue(), damaged):
+        assert bad_images.decode(content) == "is a JPEG 2000 image, which is not supported"
