@@ -434,7 +434,7 @@ def _write(path, header, rows):
     if path is None:
         return
     try:
-        with open(path, "w", encoding="utf-8", newline="") as f:
+        with files.replaced(path) as partial, open(partial, "w", encoding="utf-8", newline="") as f:
             csv.writer(f).writerows([header, *rows])
     except OSError as e:
         raise RunError(f"{path}: cannot be written ({e.strerror}); free disk space") from e

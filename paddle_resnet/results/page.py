@@ -59,10 +59,10 @@ def write(path, report_file, environment=None):
 def save(path, template, **content):
     """Render a template in this folder and write the page."""
     try:
-        files.touch(path)
-        text = _templates().get_template(template).render(content)
-        # File names may contain lone surrogates.
-        Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
+        with files.replaced(path) as partial:
+            text = _templates().get_template(template).render(content)
+            # File names may contain lone surrogates.
+            partial.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as e:
         raise RunError(f"{path}: cannot be written ({e.strerror}); free disk space or choose a different file") from e
 

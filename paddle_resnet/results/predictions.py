@@ -6,7 +6,6 @@ on for the five most probable classes. `python -m paddle_resnet.predict --csv` w
 and class. Fields are empty for classes with a NaN logit and for probabilities that are not finite.
 """
 
-import contextlib
 import csv
 import math
 import os
@@ -31,19 +30,14 @@ def write(path, images, predictions, names):
     k = predictions.shape[1] // 2
     header = ["image", "label", "prediction", "class", "predicted_class"]
     header += top_columns(k)
-    path = os.path.realpath(path)
-    is_special = os.path.exists(path) and not os.path.isfile(path)  # for example, /dev/null or a pipe
-    place = contextlib.nullcontext(path) if is_special else files.written(path, f"{path}.partial")
     try:
-        with place as partial:
-            files.touch(partial)
-            with open(partial, "w", encoding="utf-8", newline="") as f:
-                writer = csv.writer(f)
-                writer.writerow(header)
-                for image, (label, *row) in zip(images, predictions.tolist(), strict=True):
-                    named = [(int(c), names[int(c)]) if c < len(names) else ("", "") for c in row[:k]]
-                    top = [(*pair, p) for pair, p in zip(named, row[k:], strict=True)]
-                    writer.writerow([image.name, int(label), top[0][0], names[int(label)], top[0][1], *top_cells(top)])
+        with files.replaced(path) as partial, open(partial, "w", encoding="utf-8", newline="") as f:
+            writer = csv.writer(f)
+            writer.writerow(header)
+            for image, (label, *row) in zip(images, predictions.tolist(), strict=True):
+                named = [(int(c), names[int(c)]) if c < len(names) else ("", "") for c in row[:k]]
+                top = [(*pair, p) for pair, p in zip(named, row[k:], strict=True)]
+                writer.writerow([image.name, int(label), top[0][0], names[int(label)], top[0][1], *top_cells(top)])
     except OSError as e:
         raise RunError(f"{path}: cannot be written ({e.strerror}); free disk space") from e
 

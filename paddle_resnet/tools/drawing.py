@@ -37,8 +37,8 @@ def save(figure, output, what="--output"):
     drawn = io.BytesIO()  # if a write fails, matplotlib's PDF writer raises errors other than OSError
     try:
         figure.savefig(drawn, dpi=120, format=Path(output).suffix[1:].lower())
-        files.touch(output)
-        Path(output).write_bytes(drawn.getvalue())
+        with files.replaced(output) as partial:
+            partial.write_bytes(drawn.getvalue())
     except OSError as e:
         raise UsageError(f"{what} {output}: cannot be written ({e.strerror}); choose a different file") from e
     finally:

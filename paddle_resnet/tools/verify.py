@@ -329,8 +329,8 @@ def _unusual(image, data):
 
 def write_fix_list(report, path):
     """Write the names of the failing images, one per line, in the format of --skip-list."""
-    files.touch(path)
-    Path(path).write_text("".join(map(listing.skip_list_line, report.failing)), encoding="utf-8")
+    with files.replaced(path) as partial:
+        partial.write_text("".join(map(listing.skip_list_line, report.failing)), encoding="utf-8")
 
 
 def show(report, console=None):

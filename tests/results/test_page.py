@@ -412,6 +412,21 @@ def test_docs_list_every_metric_of_a_report(trained):
     assert all(f"`{key}`" in text for key in entries[0])
 
 
+def test_failed_write_keeps_old_page(trained, tmp_path, monkeypatch):
+    def fail(self, *arguments, **options):
+        self.write_bytes(b"<html>")
+        raise OSError(28, "No space left on device")
+
+    folder = tmp_path / "pages"
+    folder.mkdir()
+    (folder / "page.html").write_text("old")
+    monkeypatch.setattr(page.Path, "write_text", fail)
+    with pytest.raises(RunError, match=r"page.html: cannot be written \(No space left on device\)"):
+        page.write(folder / "page.html", trained / "report.json")
+    assert [path.name for path in folder.iterdir()] == ["page.html"]
+    assert (folder / "page.html").read_text() == "old"
+
+
 def test_page_without_readable_images_has_no_thumbnails(run_train, checkpoint, photos, tmp_path):
     shutil.copytree(photos, tmp_path / "photos")
     scope = ["--run-scope", "eval_only", "--from-pretrained-params", checkpoint]
