@@ -58,7 +58,7 @@ def _run(args, argv):
         fleet.connect(args.comm_timeout_s)
         checkpoint = phases.find_start(args)
         if phases.is_done(args, checkpoint):
-            return report.all_done(args, checkpoint)
+            return report.all_done(args, argv, checkpoint)
         phases.claim_outputs(args, checkpoint)
         program.start_fleet(args)
         exe = static.Executor(processes.place(args.device))

@@ -157,8 +157,9 @@ def start_line(args, train_loader, eval_loader, fused_operators, gradient_all_re
     )
 
 
-def all_done(args, checkpoint):
-    """Log that no steps remain if --resume is set. Otherwise, raise an error.
+def all_done(args, argv, checkpoint):
+    """Log that no steps remain if --resume is set. Otherwise, raise an error. If the run was killed before it wrote its
+    summary or its page, write them.
 
     Raises:
         UsageError: --resume is not set. With --resume, completed training is not an error, so that the same command can
@@ -170,13 +171,36 @@ def all_done(args, checkpoint):
         text = f"{folder} was saved {count} evaluations after the best evaluation; use a larger number"
         if not args.resume:
             raise UsageError(f"--patience {args.patience}: {text}")
-        return logger.info(f"--resume: ended by --patience {args.patience}: {text}")
-    if not args.resume:
-        if args.iter_unit == "batch":
-            raise UsageError(f"--num-iter {args.num_iter}: already completed in {folder}; use a larger number")
-        raise UsageError(f"--epochs {args.epochs}: already completed in {folder}; use more than {checkpoint.epoch}")
-    length = f"{args.epochs} epochs" if args.iter_unit == "epoch" else f"{args.num_iter} steps"
-    logger.info(f"--resume: all {length} are already completed in {folder}")
+        logger.info(f"--resume: ended by --patience {args.patience}: {text}")
+    else:
+        if not args.resume:
+            if args.iter_unit == "batch":
+                raise UsageError(f"--num-iter {args.num_iter}: already completed in {folder}; use a larger number")
+            raise UsageError(f"--epochs {args.epochs}: already completed in {folder}; use more than {checkpoint.epoch}")
+        length = f"{args.epochs} epochs" if args.iter_unit == "epoch" else f"{args.num_iter} steps"
+        logger.info(f"--resume: all {length} are already completed in {folder}")
+    if processes.rank() == 0 and Path(args.report_file).is_file():
+        _complete(args, argv, checkpoint)
+
+
+def _complete(args, argv, checkpoint):
+    """Write the summary and the page of a completed training run if they are missing."""
+    from paddle_resnet.results import reading
+
+    path, meta = Path(args.report_file), checkpoint.meta
+    if reading.kind(path) != "training" or not _is_of_run(path, checkpoint, Path(checkpoint.folder).parent):
+        return
+    try:
+        has_summary = bool(reading.read(path).summary)
+    except UsageError as e:
+        return logger.warn(str(e))
+    if not has_summary:
+        logger.setup(path)
+        logger.begin(args.as_entry(), append=True)
+        last = {"epoch": meta["epoch"]} | ({} if meta["step"] is None else {"step": meta["step"]})
+        logger.log((), _summary(meta["trained"], meta["evaluated"], meta["best"], last))
+    if args.report_html is not None and not (has_summary and os.path.exists(args.report_html)):
+        _write_page(args, argv)
 
 
 def advise_on_loader(args, epoch, trained):
@@ -305,16 +329,10 @@ def summarize(args, argv, program, stop, trained, evaluated, saver):
         trained, evaluated: results of the last epoch; evaluated is None if the run does not evaluate.
         saver: saver.Saver, which contains the best evaluation and the folders of the best and the last checkpoint.
     """
-    data = {f"train.{name}": trained[name] for name in ("loss", "top1", "top5", "ips")}
     best, folder = saver.best, saver.folder
+    data = _summary(trained, evaluated, best, {"epoch": stop.epoch, **stop.place()})
     lines = [f"last checkpoint: {folder}"]
     if evaluated is not None:
-        averages = (f"{name}_{kind}" for kind in meters.AVERAGES for name in meters.CLASS_METRICS)
-        names = ("loss", "top1", "top5", "images", *averages)
-        data |= {f"val.{name}": evaluated[name] for name in names}
-        data |= {f"last.{name}": value for name, value in {"epoch": stop.epoch, **stop.place()}.items()}
-        data |= {f"best.{name}": best[name] for name in ("epoch", "step") if name in best}
-        data |= {f"best.val.{name}": best[name] for name in names if name in best}  # older checkpoints lack averages
         folder = saver.best_folder
         lines = [
             f"best checkpoint: {folder} (epoch {best['epoch']}, top1 {best['top1']:.4f})",
@@ -341,6 +359,25 @@ def summarize(args, argv, program, stop, trained, evaluated, saver):
             flags += [flag, "None"] if getattr(args, flag[2:].replace("-", "_")) else []
         what = "the last epoch" if evaluated is None else f"the best epoch, {best['epoch']},"
         logger.info(f"evaluate {what} again: {_python()} train.py {shlex.join(flags)}")
+
+
+def _summary(trained, evaluated, best, last):
+    """Return the metrics of the summary.
+
+    Args:
+        trained, evaluated: results of the last epoch, or None.
+        best: best evaluation, with its position; None if evaluated is None.
+        last: position of the last evaluation.
+    """
+    data = {f"train.{name}": trained[name] for name in ("loss", "top1", "top5", "ips")} if trained else {}
+    if evaluated is not None:
+        averages = (f"{name}_{kind}" for kind in meters.AVERAGES for name in meters.CLASS_METRICS)
+        names = ("loss", "top1", "top5", "images", *averages)
+        data |= {f"val.{name}": evaluated[name] for name in names if name in evaluated}
+        data |= {f"last.{name}": value for name, value in last.items()}
+        data |= {f"best.{name}": best[name] for name in ("epoch", "step") if name in best}
+        data |= {f"best.val.{name}": best[name] for name in names if name in best}  # older checkpoints lack averages
+    return data
 
 
 def _without(argv, flags):

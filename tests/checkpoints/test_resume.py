@@ -612,3 +612,22 @@ def test_stages_share_all_variables(run_train, uninterrupted, monkeypatch, kerne
     flags = ["--data-format", "synthetic", "--ema", "0.9", "--epochs", "3", "--mixup", "0.2", *kernels]
     flags += ["--lookahead", "2,0.5"]
     assert uninterrupted(*flags, "--sizes", "32:0,32:1,32:2") == uninterrupted(*flags)
+
+
+@pytest.mark.parametrize("lost", ["summary and page", "page"])
+def test_summary_and_page_of_killed_run_are_written_by_resume(run_train, tmp_path, lost):
+    """The run is killed after the last checkpoint."""
+    report, page = tmp_path / "own.json", tmp_path / "own.html"
+    flags = ["--report-file", report, "--report-html", page]
+    assert run_train(*flags)[0] == 0
+    *lines, _ = report.read_text().splitlines(keepends=True)
+    summary = read_report(report)[-1]
+    assert summary["step"] == []
+    if lost != "page":
+        report.write_text("".join(lines))
+    for _ in range(2):  # the second time, nothing is missing
+        page.unlink(missing_ok=True)
+        assert run_train(*flags, "--resume")[0] == 0
+        entries = read_report(report)
+        assert entries[-1]["data"] == summary["data"] and page.stat().st_size > 10**4
+        assert sum(entry["step"] == [] for entry in entries) == 1
