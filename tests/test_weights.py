@@ -75,6 +75,21 @@ def test_weights_file_is_converted_to_checkpoint(file, tmp_path, capsys):
     np.testing.assert_array_equal(network.parameter("linear_0.w_0"), tensors()["fc.weight"])
 
 
+def test_conversion_does_not_replace_that_of_a_simultaneous_process(small, tmp_path, monkeypatch, capsys):
+    (tmp_path / "small.pdparams").write_bytes(pickle.dumps(tensors(7), 4))
+    meta = conversion._meta
+
+    def another_ends(*arguments):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out/file").write_text("of the other process")
+        return meta(*arguments)
+
+    monkeypatch.setattr(conversion, "_meta", another_ends)
+    assert run(tmp_path / "small.pdparams", "--arch", "Small", "--output", tmp_path / "out") == 2
+    assert f"--output {tmp_path}/out: already exists; remove it" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["file"]
+
+
 def test_preprocessing_flags_replace_the_defaults(file, tmp_path):
     flags = ["--crop-size", 48, "--interp", "linear", "--normalize-std=0.5,0.5,0.5"]
     assert run(file, "--arch", "Small", "--output", tmp_path / "out", *flags) == 0

@@ -12,7 +12,7 @@ import numpy as np
 from paddle_resnet.checkpoints import arrays, folders, foreign_files, foreign_names, published
 from paddle_resnet.models import registered, registered_name
 from paddle_resnet.settings import parsing
-from utils import logger, outputs, signals
+from utils import locks, logger, outputs, signals
 from utils.errors import UsageError, printable
 
 IMAGENET_CLASSES = 1000
@@ -35,8 +35,7 @@ def convert(source, output, arch=None, preprocessing=None, verbose=False):
             exists or cannot be written.
     """
     output = Path(output)
-    if os.path.lexists(output):
-        raise UsageError(f"--output {output}: already exists; remove it or choose a different folder")
+    _check_new(output)
     path, digest, model = _find(str(source))
     if arch is None and model is None:
         raise UsageError(f"{source}: not a published model, so its network is unknown; set --arch")
@@ -66,10 +65,17 @@ def convert(source, output, arch=None, preprocessing=None, verbose=False):
     files = {f"{prefix}.pdparams": _pickled(params), f"{prefix}.pdopt": _pickled({})}
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        folders.commit(output.parent, output.name, files, meta)
+        with locks.held(locks.file_of(output), f"--output {output}", logger.warn):
+            _check_new(output)  # check again, because another conversion may have ended
+            folders.commit(output.parent, output.name, files, meta)
     except OSError as e:
         raise UsageError(f"--output {output}: cannot be written ({e.strerror}); choose a different folder") from e
     return meta
+
+
+def _check_new(output):
+    if os.path.lexists(output):
+        raise UsageError(f"--output {output}: already exists; remove it or choose a different folder")
 
 
 def _find(source):
