@@ -50,11 +50,11 @@ def test_table_lists_networks_with_sizes(capsys, tmp_path, monkeypatch):
     header, first, second = [re.split(r" {2,}", line) for line in capsys.readouterr().out.splitlines()]
     assert header[:6] == ["network", "image", "parameters", "multiply-adds", "activations", "paper"]
     assert first[:4] == ["ResNet18", "224", "11,689,512", "1,814 M"]
-    assert first[5] == "arXiv:1512.03385" and "H100" in first[-1]
+    assert first[5] == "arXiv:1512.03385" and "1 H200" in first[-1]
     assert second[0] == f"{path}:Net" and len(second) == 5
     monkeypatch.setattr(__main__, "SPEEDS", tmp_path / "none.csv")
     assert __main__.main(["ResNet18"]) == 0
-    assert "H100" not in capsys.readouterr().out
+    assert "H200" not in capsys.readouterr().out
 
 
 def test_unknown_network_is_an_error(capsys):
