@@ -32,7 +32,7 @@ from paddle_resnet.native import build as native
 from paddle_resnet.steps import cuda_graph
 from paddle_resnet.tools import convert, verify
 from paddle_resnet.models.mobilenet_v2 import MobileNetV2
-from paddle_resnet.models.resnet import BottleneckBlock, ResNet
+from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
 
 ROOT = Path(__file__).parent.parent
 TINY = [
@@ -149,6 +149,12 @@ def frozen(args):
 def four_stages(monkeypatch):
     """Register the tiny network with four stages instead of two."""
     monkeypatch.setitem(models.MODELS, "Tiny", partial(ResNet, BottleneckBlock, (1, 1, 1, 1), width=8))
+
+
+@pytest.fixture
+def one_block(monkeypatch):
+    """Register the tiny network with a single block, for tests of runs, whose time grows with the number of layers."""
+    monkeypatch.setitem(models.MODELS, "Tiny", partial(ResNet, BasicBlock, (1,), width=8))
 
 
 @pytest.fixture(scope="session")
@@ -289,13 +295,14 @@ def run_bare(photos, tmp_path):
 
 
 @pytest.fixture
-def checkpoint(once, run_train, tmp_path):
-    """Return a copy of a checkpoint that was saved after one epoch. The run is trained once for all tests."""
+def checkpoint(once, run_train, tmp_path, request):
+    """Return a copy of a checkpoint that was saved after one epoch. Each tiny network is trained once for all tests."""
 
     def make(folder):
         assert run_train("--output-dir", folder)[0] == 0
 
-    return shutil.copytree(once("checkpoint", make) / "Tiny/0", tmp_path / "checkpoint")
+    name = "checkpoint_one_block" if "one_block" in request.fixturenames else "checkpoint"
+    return shutil.copytree(once(name, make) / "Tiny/0", tmp_path / "checkpoint")
 
 
 @pytest.fixture

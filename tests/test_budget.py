@@ -19,6 +19,8 @@ from paddle_resnet.native import build as native
 from paddle_resnet.steps import cuda_graph
 from utils import logger
 
+pytestmark = pytest.mark.usefixtures("one_block")
+
 AT = TINY.index("--epochs")
 WITHOUT_EPOCHS = [*TINY[:AT], *TINY[AT + 2 :], "--print-interval", "1"]
 TIMES = budget.Times(batch_s=0.5, evaluation_s=4.0, checkpoint_s=1.0)

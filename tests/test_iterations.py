@@ -8,6 +8,8 @@ from conftest import NHWC, assert_one_error, losses, phase
 from paddle_resnet.optimizers import schedules
 from paddle_resnet.settings import durations, stages
 
+pytestmark = pytest.mark.usefixtures("one_block")
+
 STEPS = ["--epochs", "90", "--iter-unit", "batch", "--print-interval", "1"]
 SEVEN = [*STEPS, "--num-iter", "7", "--eval-interval", "2", "--save-interval", "4", "--keep-checkpoints", "9"]
 
@@ -39,7 +41,7 @@ def test_run_has_exactly_num_iter_steps(run_train, tmp_path, capsys):
     assert "7 steps in total" in capsys.readouterr().out
     assert phase(report, [], "best.")["val.top1"] == max(scores.values())
     assert run_train(*SEVEN, "--resume")[0] == 0
-    assert "all 7 steps are done" in capsys.readouterr().out
+    assert "all 7 steps are already completed" in capsys.readouterr().out
     assert run_train(*SEVEN)[0] == 2
 
 

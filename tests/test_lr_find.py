@@ -21,6 +21,8 @@ from paddle_resnet.settings import durations
 from paddle_resnet.tools import drawing
 from utils.errors import UsageError
 
+pytestmark = pytest.mark.usefixtures("one_block")
+
 STEPS = 20
 NAMES = {lr_curve.DATA, lr_curve.DRAWING}
 

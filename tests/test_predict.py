@@ -19,6 +19,8 @@ from paddle_resnet.serving import inference, networks, preprocessing
 from paddle_resnet.serving.model import Model
 from utils.errors import UsageError
 
+pytestmark = pytest.mark.usefixtures("one_block")
+
 KINDS = ["checkpoint", "export", "uint8 export", "ONNX", "uint8 ONNX"]
 
 

@@ -11,6 +11,8 @@ from paddle_resnet import export
 from paddle_resnet.checkpoints import folders
 from paddle_resnet.serving import networks
 
+pytestmark = pytest.mark.usefixtures("one_block")
+
 FLAGS = ["--epochs", "3", "--print-interval", "1", "--lr", "0.2"]
 EMA = [*FLAGS, "--ema", "0.8"]
 RESULTS = ("loss", "top1", "top5")
@@ -75,7 +77,7 @@ def test_prediction_and_export_use_ema_weights(averaged, photos, tmp_path, capsy
     expected = weights(folder)
     network = networks.load_checkpoint(folder)
     assert "loading the EMA weights" in capsys.readouterr().err
-    for name in ("conv2d_3.w_0", "batch_norm_3.w_1", "linear_0.b_0"):
+    for name in ("conv2d_2.w_0", "batch_norm_2.w_1", "linear_0.b_0"):
         np.testing.assert_array_equal(network.parameter(name), expected[name])
     # --verify compares with the evaluation recorded in the checkpoint.
     export.export(folder, tmp_path / "export", verify=photos)
@@ -137,7 +139,7 @@ def test_fine_tuning_starts_from_ema_weights(run_train, averaged, tmp_path):
     start = ["--from-pretrained-params", averaged[0] / EPOCH]
     assert run_train("--lr", "0", "--warmup-epochs", "0", "--run-scope", "train_only", *start)[0] == 0
     result, expected = weights(tmp_path / "output/Tiny/0", "pdparams"), weights(averaged[0] / EPOCH)
-    for name in ("conv2d_3.w_0", "linear_0.b_0"):
+    for name in ("conv2d_2.w_0", "linear_0.b_0"):
         np.testing.assert_array_equal(result[name], expected[name])
 
 
@@ -153,7 +155,7 @@ def test_damaged_ema_weights_are_rejected(run_train, averaged, tmp_path, capsys,
     content = b"not a pickle"
     if damage == "different network":
         state = weights(folder / "2")
-        del state["conv2d_3.w_0"]
+        del state["conv2d_2.w_0"]
         content = pickle.dumps(state, protocol=4)
         meta = folders.verify(folder / "2")
         names = meta.pop("files")

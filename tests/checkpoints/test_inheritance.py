@@ -13,6 +13,8 @@ from paddle_resnet.checkpoints import folders, restore
 from paddle_resnet.tools import convert
 from utils.mode import Mode
 
+pytestmark = pytest.mark.usefixtures("one_block")
+
 PREPROCESSING = ["--interp", "cubic", "--resize-short", "40", "--normalize-mean", "0.5,0.4,0.3"]
 RESULTS = ("loss", "top1", "top5", "images")
 

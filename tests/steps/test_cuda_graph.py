@@ -19,6 +19,8 @@ from paddle_resnet.passes import averages
 from paddle_resnet.steps import cuda_graph
 from paddle_resnet.steps.dispatch import Dispatcher
 
+pytestmark = pytest.mark.usefixtures("one_block")
+
 NATIVE = ["--device", "cpu", *NHWC, "--kernels", "native", "--epochs", "3", "--print-interval", "1"]
 
 
