@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from conftest import ROOT, TINY, losses, phase, read_report
+from conftest import ROOT, losses, phase
 from helpers import HOLDER, write_checkpoint
 from paddle_resnet.checkpoints import folders, restore
 from utils.errors import UsageError
@@ -131,16 +131,14 @@ def test_run_stops_writing_if_second_run_holds_lock(run_train, tmp_path, monkeyp
     assert not (root / "0").exists()
 
 
-def test_closed_stdout_does_not_prevent_checkpoint(photos, tmp_path):
+def test_closed_stdout_does_not_prevent_checkpoint(run_train, tmp_path, monkeypatch, capsys):
     """Simulate `train.py | head -1`, where head closes its end of the pipe while the run continues."""
-    places = ["--image-root", photos, "--output-dir", tmp_path, "--report-file", tmp_path / "report.json"]
     reader, writer = os.pipe()
     os.close(reader)
-    command = list(map(str, [sys.executable, "tests/train_tiny.py", *TINY, *places]))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True)
-    os.close(writer)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("stdout: can no longer be written (Broken pipe)") == 1
-    assert folders.verify(tmp_path / "Tiny/0")["epoch"] == 0
-    assert phase(read_report(tmp_path / "report.json"), [], "val.")["images"] == 23
+    with open(writer, "w") as pipe, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", pipe)
+        code, report = run_train()
+    assert code == 0
+    assert capsys.readouterr().err.count("stdout: can no longer be written (Broken pipe)") == 1
+    assert folders.verify(tmp_path / "output/Tiny/0")["epoch"] == 0
+    assert phase(report, [], "val.")["images"] == 23

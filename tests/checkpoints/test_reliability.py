@@ -12,30 +12,38 @@ import time
 from pathlib import Path
 
 import pytest
+from paddle import static
 
+import train
 from conftest import ROOT, TINY, TWO_EPOCHS, assert_one_error, losses, read_report, wait_until
+from helpers import NETWORK_EXAMPLE
 from paddle_resnet.checkpoints import folders
 
 FLAGS = ["--epochs", "3", "--print-interval", "1", "--save-interval-steps", "2", "--keep-checkpoints", "2", "--resume"]
 
 
 class Runs:
-    """Processes of train.py that train the tiny network and share an output folder."""
+    """Runs of train.py that train the tiny network and share an output folder."""
 
     def __init__(self, photos, folder):
         self.photos, self.folder = photos, folder
         self.root = folder / "output" / "Tiny"
         self.losses = {}
 
-    def start(self, *flags, processes=1, **options):
+    def flags(self, *flags):
         self.report = self.folder / "report.json"
         self.report.unlink(missing_ok=True)
         places = ["--image-root", self.photos, "--output-dir", self.folder / "output", "--report-file", self.report]
+        return list(map(str, [*TINY, *places, *flags]))
+
+    def start(self, *flags, processes=1, **options):
+        """Start train.py in a separate process, or as a job of several processes."""
+        flags = self.flags(*flags)
         launcher = []
         if processes > 1:
             launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", processes]
             launcher += ["--log_dir", self.folder / "log"]
-        command = [sys.executable, *launcher, "tests/train_tiny.py", *TINY, *places, *flags]
+        command = [sys.executable, *launcher, "tests/train_tiny.py", *flags]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment, **pipes, **options)
@@ -43,12 +51,18 @@ class Runs:
     def finish(self, process, timeout=200):
         """Wait for the process, add its losses to .losses, and return (exit code, output)."""
         output, _ = process.communicate(timeout=timeout)
-        for key, value in losses(read_report(self.report)).items():
-            assert self.losses.setdefault(key, value) == value, f"loss of {key} changed after a resume"
+        self.add_losses()
         return process.returncode, output
 
-    def run(self, *flags, **options):
-        return self.finish(self.start(*flags, **options))
+    def complete(self):
+        """Run train.py in this process to the end of the last epoch, and add the losses to .losses."""
+        with static.scope_guard(static.Scope()):
+            assert train.main(self.flags(*FLAGS)) == 0
+        self.add_losses()
+
+    def add_losses(self):
+        for key, value in losses(read_report(self.report)).items():
+            assert self.losses.setdefault(key, value) == value, f"loss of {key} changed after a resume"
 
     def wait_for(self, process, text):
         """Wait until the report contains a string."""
@@ -76,15 +90,11 @@ def runs(photos, tmp_path):
     return Runs(photos, tmp_path)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def expected(photos, once):
-    """Train without interruption in a separate process and return the losses."""
-
-    def make(folder):
-        code, output = Runs(photos, folder).run(*FLAGS)
-        assert code == 0, output
-
-    return losses(read_report(once("uninterrupted", make) / "report.json"))
+    """Train without interruption and return the losses. The run takes place once for all tests."""
+    folder = once("uninterrupted", lambda folder: Runs(photos, folder).complete())
+    return losses(read_report(folder / "report.json"))
 
 
 def all_have_exited(runs):
@@ -106,13 +116,12 @@ def kill_and_resume(runs, fatal):
     Returns:
         False if the run finished before change number `fatal`.
     """
-    code, output = runs.run(*FLAGS, "--fatal-change", fatal, "--fatal-root", runs.root)
+    code, output = runs.finish(runs.start(*FLAGS, "--fatal-change", fatal, "--fatal-root", runs.root))
     if code == 0:
         return False
     assert code == -signal.SIGKILL, output
     runs.check()
-    code, output = runs.run(*FLAGS)
-    assert code == 0, output
+    runs.complete()
     assert [path.name for path in runs.root.glob(".*")] == [".lock"]
     return True
 
@@ -150,8 +159,7 @@ def test_kill_at_random_times(photos, tmp_path, expected):
         process.kill()
         runs.finish(process)
         runs.check()
-        code, output = runs.run(*FLAGS)
-        assert code == 0, output
+        runs.complete()
         assert runs.losses == expected, i
         shutil.rmtree(runs.folder)
 
@@ -178,7 +186,7 @@ OTHERS = ("training", "compilation")
 @pytest.mark.parametrize("when", [*(pytest.param(when, marks=pytest.mark.soak) for when in OTHERS), "evaluation"])
 def test_three_sigterms_stop_run(runs, expected, when):
     text, options = WHEN[when]
-    flags = ["--epochs", "3", "--print-interval", "1", "--resume"]
+    flags = [*FLAGS, "--save-interval-steps", "0"]
     process = runs.start(*flags, *options)
     runs.wait_for(process, text)
     code, output = stop(runs, process)
@@ -190,8 +198,7 @@ def test_three_sigterms_stop_run(runs, expected, when):
         newest = runs.check()[0][0]
         assert newest.startswith("1_")
         assert (newest == "1_3") == (when == "evaluation")
-    code, output = runs.run(*flags)
-    assert code == 0, output
+    runs.complete()
     assert runs.losses == expected
 
 
@@ -203,8 +210,9 @@ def handles_sigterm(process):
 
 def test_train_py_stops_on_sigterm(tmp_path):
     """Importing Paddle replaces the SIGTERM handler of train.py, so train.py must restore it."""
-    report, output = tmp_path / "report.json", tmp_path / "output"
-    flags = ["--data-format", "synthetic", "--model-arch-name", "ResNet18", "--print-interval", "1", "--epochs", "1"]
+    report, output, network = tmp_path / "report.json", tmp_path / "output", tmp_path / "network.py"
+    network.write_text(NETWORK_EXAMPLE)
+    flags = ["--data-format", "synthetic", "--model-arch-name", f"{network}:Net", "--print-interval", "1"]
     places = ["--output-dir", output, "--report-file", report, "--run-scope", "train_only"]
     command = list(map(str, [sys.executable, "train.py", *TINY, *flags, *places]))
     for is_ready in (handles_sigterm, lambda process: report.exists() and '"step": [0, 2]' in report.read_text()):
@@ -216,7 +224,7 @@ def test_train_py_stops_on_sigterm(tmp_path):
         stdout, _ = process.communicate(timeout=60)
         assert process.returncode == 75, stdout
         report.unlink(missing_ok=True)
-    assert folders.newest_first(output / "ResNet18")[0]
+    assert folders.newest_first(output / "Net")[0]
 
 
 def test_second_sigint_stops_run_immediately(runs):
@@ -237,24 +245,17 @@ def start_blocked(runs, step):
     return runs.start(*FLAGS, "--fault", f"0 {step} none", "--fault-after", path), path.touch
 
 
-def test_second_run_in_same_folder_is_rejected(runs, expected, photos):
+def test_second_run_in_same_folder_is_rejected(runs, expected, photos, capsys):
     """A second run, even with --resume, would delete or replace the checkpoints and the report of the first run, so it
     is rejected. The first run continues."""
     process, unblock = start_blocked(runs, 2)
     runs.wait_for(process, '"step": [0, 0]')
-    places = ["--image-root", photos, "--output-dir", runs.folder / "output", "--report-file", runs.report]
-    flags = [flag for flag in FLAGS if flag != "--resume"]
+    report, output = runs.report, runs.folder / "output"
     (runs.root / ".9.partial").mkdir()  # looks like a checkpoint that the first run is still writing
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    others = []
-    for more in ([], ["--resume", "--dry-run"]):
-        command = [sys.executable, "tests/train_tiny.py", *TINY, *places, *flags, *more]
-        others.append(subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment, **pipes))
-    flags = f"--report-file {runs.report}", f"--output-dir {runs.folder}/output"
-    for second, flag in zip(others, flags, strict=True):
-        _, stderr = second.communicate(timeout=200)
-        assert second.returncode == 2
+    flags = [*TINY, "--image-root", str(photos), "--output-dir", str(output), "--report-file", str(report)]
+    for more, flag in ([], f"--report-file {report}"), (["--resume", "--dry-run"], f"--output-dir {output}"):
+        assert train.main([*flags, *more]) == 2
+        stderr = capsys.readouterr().err
         assert_one_error(stderr, [f"{flag}: ", f"another run (process {process.pid} on ", "wait until "])
     assert (runs.root / ".9.partial").exists()
     unblock()
@@ -282,8 +283,7 @@ def test_failed_checkpoint_write_stops_run(runs, expected, fault):
     assert f"output/Tiny/1_2: checkpoint cannot be written ({reason}), " in output
     assert "Traceback" not in output
     assert runs.check() == (["0", "0_2"], [])
-    code, output = runs.run(*FLAGS)
-    assert code == 0, output
+    runs.complete()
     assert [path.name for path in runs.root.glob(".*")] == [".lock"]
     assert runs.losses == expected
 
@@ -303,7 +303,7 @@ def test_stopped_or_killed_job_resumes_bit_identically(runs, two_processes, is_k
     if is_killed:  # kill rank 0 in the second epoch, as soon as the checkpoint of the first epoch exists
         fault = ["--fault", "0 2 killed", "--fault-after", runs.root / "0"]
         start = time.monotonic()
-        code, output = runs.run(*flags, *fault, processes=2)
+        code, output = runs.finish(runs.start(*flags, *fault, processes=2))
         assert time.monotonic() - start < 60
         assert code != 0
         assert all_have_exited(runs)
@@ -311,6 +311,6 @@ def test_stopped_or_killed_job_resumes_bit_identically(runs, two_processes, is_k
         assert_one_error(log, ["rank 0 failed first: its process was killed"])
         assert runs.check()[0][0] == "0"
 
-    code, output = runs.run(*flags, processes=2)
+    code, output = runs.finish(runs.start(*flags, processes=2))
     assert code == 0, output
     assert runs.losses == losses(two_processes[0])

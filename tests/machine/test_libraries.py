@@ -44,19 +44,21 @@ def cudnn(origin):
 
 
 @pytest.fixture
-def site(tmp_path):
+def site(once, tmp_path):
     """Create a site-packages folder that contains a fake Paddle and two versions of a cuDNN package."""
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
-    root = tmp_path / "site"
-    compile_library(root / "paddle/libs/libphi.so", PHI, "-Wl,-rpath,$ORIGIN", "-ldl")
-    (root / "paddle/__init__.py").write_text(PADDLE)
-    (root / "paddle/version").mkdir()
-    (root / "paddle/version/__init__.py").write_text("full_version    = '2.6.2'\ncuda_version     = '11.8'\n")
-    for version in "89":
-        name = f"libcudnn.so.{version}"
-        compile_library(root / "nvidia/cudnn/lib" / name, cudnn(f"package {version}"), f"-Wl,-soname,{name}")
-    return root
+
+    def make(root):
+        compile_library(root / "paddle/libs/libphi.so", PHI, "-Wl,-rpath,$ORIGIN", "-ldl")
+        (root / "paddle/__init__.py").write_text(PADDLE)
+        (root / "paddle/version").mkdir()
+        (root / "paddle/version/__init__.py").write_text("full_version    = '2.6.2'\ncuda_version     = '11.8'\n")
+        for version in "89":
+            name = f"libcudnn.so.{version}"
+            compile_library(root / "nvidia/cudnn/lib" / name, cudnn(f"package {version}"), f"-Wl,-soname,{name}")
+
+    return shutil.copytree(once("site", make), tmp_path / "site")
 
 
 def opened(site, **environment):
@@ -135,16 +137,20 @@ def test_unsupported_paddle_builds_get_no_links(site, version, cuda):
 
 
 @pytest.fixture
-def cuda_11(monkeypatch, tmp_path):
+def cuda_11(monkeypatch, once, tmp_path):
     """Simulate a build of Paddle for CUDA 11 with all CUDA libraries, and return their folder."""
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
     monkeypatch.setattr(paddle.version, "full_version", "2.6.2")
     monkeypatch.setattr(paddle.version, "cuda", lambda: "11.8")
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
-    for name, (_, major) in (libraries.NEEDED | libraries.NEEDED_BY_SEVERAL_GPUS).items():
-        create_library(tmp_path, name, major)
-    return tmp_path
+
+    def make(folder):
+        for name, (_, major) in (libraries.NEEDED | libraries.NEEDED_BY_SEVERAL_GPUS).items():
+            create_library(folder, name, major)
+
+    folder = shutil.copytree(once("cuda_11", make), tmp_path / "cuda_11", symlinks=True)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(folder))
+    return folder
 
 
 def create_library(folder, name, major):

@@ -102,7 +102,7 @@ def test_first_batch_and_configuration_are_written(run_train, tmp_path, monkeypa
 
 def test_resumed_run_has_each_step_once(run_train, stop_before, tmp_path, capsys):
     uninterrupted, parts = tmp_path / "uninterrupted", tmp_path / "parts"
-    flags = ["--epochs", "3", "--print-interval", "1"]
+    flags = ["--epochs", "2", "--print-interval", "1"]
     assert run_train(*flags, "--output-dir", tmp_path / "a", "--tensorboard-dir", uninterrupted)[0] == 0
     flags += ["--output-dir", tmp_path / "b", "--tensorboard-dir", parts, "--resume"]
     stop_before(train_step=5)  # stop the run before step 5

@@ -45,7 +45,7 @@ def train_command(photos, folder, *flags):
     return [sys.executable, "tests/train_tiny.py", *TINY, *map(str, [*places, *flags])]
 
 
-def test_terminal_shows_phases_and_steps_and_report_is_unchanged(photos, tmp_path):
+def test_terminal_shows_phases_and_steps_and_report_is_unchanged(photos, run_train, tmp_path, capfd):
     flags = ["--epochs", "2", "--print-interval", "1"]
     (tmp_path / "live").mkdir()
     command = train_command(photos, tmp_path / "live", *flags, "--slow-step", "0.3")
@@ -67,12 +67,11 @@ def test_terminal_shows_phases_and_steps_and_report_is_unchanged(photos, tmp_pat
     assert len([line for line in lines if line.startswith("epoch 0 train  loss ") and "epoch_time" in line]) == 1
     assert not any(line.startswith("epoch 0 step ") for line in lines)
     assert received.rfind("\x1b[?25h") >= received.rfind("\x1b[?25l")  # the cursor is visible again
-    command = train_command(photos, tmp_path / "plain", *flags)
-    piped = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
-    assert "epoch 0 step 1 train  loss " in piped.stdout and "\x1b" not in piped.stdout and "left" not in piped.stdout
-    reports = [read_report(tmp_path / name / "report.json") for name in ("live", "plain")]
+    code, report = run_train(*flags)  # stdout is a file
+    assert code == 0
+    stdout = capfd.readouterr().out
+    assert "epoch 0 step 1 train  loss " in stdout and "\x1b" not in stdout and "left" not in stdout
+    reports = [read_report(tmp_path / "live/report.json"), report]
     assert losses(reports[0]) == losses(reports[1])
     assert [entry["step"] for entry in reports[0]] == [entry["step"] for entry in reports[1]]
 
