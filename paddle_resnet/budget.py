@@ -24,7 +24,7 @@ CHOSEN = ("epochs", "warmup_epochs")  # flags that choose() may set
 MEASURED = 0.02  # fraction of the budget for each measurement
 MOST_STEPS = 200  # maximum number of steps to measure
 MOST_EPOCHS = 2**31 - 1  # maximum value of --epochs
-TOLERANCE = 0.1  # a larger difference from the budget, as a fraction of the budget, triggers a warning
+TOLERANCE = 0.1  # warn if the expected duration differs from the budget by more than this fraction
 
 
 class Times(NamedTuple):

@@ -55,7 +55,7 @@ paddle.base.framework.traceback = SimpleNamespace(extract_stack=list)
 math_op_patch.inspect = SimpleNamespace(stack=lambda: [None, (None, "a test", 0)])
 
 # Before a program first runs, the Executor applies a pass that reuses memory and rebuilds all Python objects of the
-# program. On a CPU, this takes a tenth of the test time of this process. Processes that tests start apply the pass.
+# program. On a CPU, this pass would take a tenth of this process's test time. Processes that tests start apply it.
 if not paddle.is_compiled_with_cuda():
     paddle.base.executor._apply_inplace_addto_pass = lambda *args: None
 

@@ -273,8 +273,8 @@ def _torch_arrays(tensors, storages, raw):
 
 
 def _view(name, tensor, values):
-    """Return the array of a tensor. The values of the tensor must be consecutive, but its dimensions may have any
-    order, such as channels last."""
+    """Return the values of a tensor as a NumPy array of the tensor's shape. The values must be consecutive, but the
+    dimensions may have any order, such as channels last."""
     order = sorted(range(len(tensor.shape)), key=lambda i: (-tensor.strides[i], -tensor.shape[i]))
     shape = [tensor.shape[i] for i in order]
     expected = [math.prod(shape[i + 1 :]) for i in range(len(shape))]

@@ -2,9 +2,9 @@
 connection have proved that they belong to the job.
 
 Each rank generates a Diffie-Hellman key pair and publishes its public key in Paddle's TCP store. Rank 0 derives a
-common key with each other rank: both ranks combine their own private key with the public key of the other rank. The
-common key never leaves these two ranks and their monitors, which receive it over a socket pair. Over TCP, both ends
-prove that they have the common key (HMAC of random challenges).
+shared key with each other rank: both ranks combine their own private key with the public key of the other rank. The
+shared key never leaves these two ranks and their monitors, which receive it over a socket pair. Over TCP, each end
+proves that it has the shared key by sending an HMAC of a random challenge.
 
 A client that reads the store, the process list or the network, or connects to the port, cannot impersonate a rank. But
 Paddle does not protect the store against writes, so a client can replace public keys in the store. A client that can
@@ -44,8 +44,8 @@ def key_pair():
     return private, pow(2, private, _PRIME)
 
 
-def common_key(private, public):
-    """Derive the common key, as text, from this end's private number and the other end's public number."""
+def shared_key(private, public):
+    """Derive the shared key, as a hexadecimal string, from this end's private key and the other end's public key."""
     if not 1 < public < _PRIME - 1:
         raise ValueError("not a public key")
     return hashlib.sha256(str(pow(public, private, _PRIME)).encode()).hexdigest()

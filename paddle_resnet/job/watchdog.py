@@ -20,10 +20,10 @@ from paddle_resnet.job.position import Position
 from utils import logger, progress
 from utils.errors import RunError, UsageError
 
-# Time that a failed rank waits for the report of an earlier failure. PATIENCE_S is below 3 s, because the launcher
-# terminates all ranks 3 s after a rank has exited.
+# Maximum time that a failed rank waits for the report of an earlier failure. PATIENCE_S is below 3 s, because the
+# launcher terminates all ranks 3 s after a rank has exited.
 PATIENCE_S = 2
-# Time that a rank waits until its monitor allows it to leave the job. Meanwhile, the monitor informs the other
+# Maximum time that a rank waits for its monitor to allow it to leave the job. Meanwhile, the monitor informs the other
 # monitors.
 LEAVE_S = 10
 # Time limit for a failed rank to exit. Partly initialized threads and processes of Paddle may block its exit.
@@ -67,9 +67,9 @@ def start(rank, world_size, timeout_s, master, gather, from_rank_0):
     private, public = channel.key_pair()
     publics = gather(str(public).encode())
     port, public_0 = from_rank_0(lambda: [port, str(public)])
-    address = {"host": host, "port": port, "key": channel.common_key(private, int(public_0))}
+    address = {"host": host, "port": port, "key": channel.shared_key(private, int(public_0))}
     if rank == 0:
-        address["keys"] = [(r, channel.common_key(private, int(theirs))) for r, theirs in enumerate(publics)]
+        address["keys"] = [(r, channel.shared_key(private, int(theirs))) for r, theirs in enumerate(publics)]
     one.send({"address": address})
 
 

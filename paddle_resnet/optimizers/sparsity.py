@@ -7,7 +7,7 @@ from paddle.incubate import asp
 from paddle.incubate.asp.asp import ASPHelper, MaskAlgo
 
 MASK = ".asp_mask"  # suffix of the name of a pruned parameter's mask
-GROUP = 4  # number of consecutive input channels, of which two have zero weights
+GROUP = 4  # size of a group of consecutive input channels; pruning sets two weights of each group to zero
 
 
 def exclude_classifier(main_prog, model):

@@ -285,7 +285,8 @@ def _square_padding(graph, op):
     differently."""
     x, filters = graph.variables(op, "Input", "Filter").values()
     stride, padding, algorithm = op.attr("strides")[0], op.attr("paddings"), op.attr("padding_algorithm")
-    if algorithm == "SAME":  # the last window covers the last pixel; if the sum is odd, the bottom gets the extra row
+    # pad until the last window covers the last pixel; if the total padding is odd, the bottom gets the extra row
+    if algorithm == "SAME":
         sums = {max((-(-size // stride) - 1) * stride + filters.shape[2] - size, 0) for size in x.shape[1:3]}
         return (min(sums) // 2, -(-min(sums) // 2)) if len(sums) == 1 else None
     if algorithm != "EXPLICIT":

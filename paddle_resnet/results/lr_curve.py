@@ -116,7 +116,7 @@ class Divergence:
 
 def suggest(rates, losses, steps):
     """Return (rate at which the smoothed loss falls fastest, rate at which it is lowest), or None if the smoothed loss
-    does not fall clearly. Both rates are from the steps up to the lowest smoothed loss.
+    does not fall clearly. Only the steps up to the lowest smoothed loss are considered.
 
     The learning-rate range test is from Smith, arXiv:1506.01186, section 3.3. PyTorch Lightning's finder also suggests
     the rate of the steepest descent. Runs with Momentum and a warm-up reached better results with the rate of the

@@ -43,16 +43,16 @@ async def rank_is_served(address, received):
 
 def test_both_ends_derive_the_same_key():
     (mine, my_public), (theirs, their_public), (other, _) = (channel.key_pair() for _ in range(3))
-    key = channel.common_key(mine, their_public)
-    assert key == channel.common_key(theirs, my_public)
-    assert key != channel.common_key(other, my_public)
-    assert key != channel.common_key(other, their_public)
+    key = channel.shared_key(mine, their_public)
+    assert key == channel.shared_key(theirs, my_public)
+    assert key != channel.shared_key(other, my_public)
+    assert key != channel.shared_key(other, their_public)
 
 
 @pytest.mark.parametrize("public", [0, 1, channel._PRIME - 1, channel._PRIME, -5])
 def test_weak_public_key_is_rejected(public):
     with pytest.raises(ValueError, match="public key"):
-        channel.common_key(channel.key_pair()[0], public)
+        channel.shared_key(channel.key_pair()[0], public)
 
 
 def test_prime_is_safe():

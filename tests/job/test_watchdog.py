@@ -167,9 +167,9 @@ def test_monitors_connect_without_revealing_keys():
         return gather, from_rank_0
 
     keys = []
-    common_key = channel.common_key
+    shared_key = channel.shared_key
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(channel, "common_key", lambda *args: keys.append(common_key(*args)) or keys[-1])
+        patch.setattr(channel, "shared_key", lambda *args: keys.append(shared_key(*args)) or keys[-1])
         monitors = {}
 
         def start(rank):

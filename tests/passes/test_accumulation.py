@@ -1,4 +1,5 @@
-"""Runs with --accumulate-steps K, compared with runs with K times the batch size and with resumed runs."""
+"""Test that a run with --accumulate-steps K equals a run with K times the batch size and a run that was stopped and
+resumed."""
 
 import numpy as np
 import paddle
