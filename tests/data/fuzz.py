@@ -22,13 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 from PIL import Image
 
-if __name__ == "__main__":  # the worker processes of convert also import this file, and do not need these modules
-    import config
-    import paddle_resnet  # noqa: F401  sets environment variables before Paddle is imported
-    from paddle_resnet import dali, resolution
-    from paddle_resnet.tools import convert, verify
-    from utils.errors import UsageError
-    from utils.mode import Mode
+import config
+import paddle_resnet  # noqa: F401  sets environment variables before Paddle is imported
+from paddle_resnet import dali, resolution
+from paddle_resnet.tools import convert, verify
+from utils.errors import UsageError
+from utils.mode import Mode
 
 LIMIT_S = 60
 IMAGES = 12  # number of images in each split
@@ -210,6 +209,8 @@ def run(base, work, data_format, number, intact):
 
 
 def main(folder, *mutations):
+    convert.ProcessPoolExecutor = lambda count, _, **options: ThreadPoolExecutor(count, **options)
+    convert.signals.die_with_parent = lambda parent: None
     base = Path(folder) / "base"
     if not base.exists():
         make(base)

@@ -118,7 +118,7 @@ def states(folder, processes, epochs):
 SHARES = ["--shares", "--data-format", "synthetic", "--epochs", "2", "--model-arch-name", "Plain"]
 
 
-@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.soak), 3])
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_processes_train_like_single_process_with_larger_batch(launch, tmp_path, processes):
     """The network has no batch normalization, because batch statistics depend on the images of each process."""
     launch(1, *SHARES, "--batch-size", 4 * processes, "--lr", 0.005 * processes)
