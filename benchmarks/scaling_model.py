@@ -88,7 +88,7 @@ def fit(setup, measured):
 
     Args:
         setup: Setup.
-        measured: {GPUs: images/s} for 1 and at least one larger number of GPUs of one node.
+        measured: {GPUs: images/s} for 1 GPU and for at least one larger number of GPUs within a node.
     Returns:
         (step time of one GPU, overhead, jitter), in seconds.
     Raises:

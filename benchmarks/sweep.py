@@ -1,13 +1,13 @@
-"""Run benchmarks of this project with different flags or environment variables in turn, and print a table of medians.
+"""Benchmark this project with different flags or environment variables, and print a table of medians.
 
     python benchmarks/sweep.py --repeats 3 --flags "--data-format synthetic --data-layout NHWC --amp" \\
         --row "graph:" --row "no graph: --cuda-graph false" --row "two GPUs: GPUS=0,1 NCCL_ALGO=Ring"
 
 A row consists of a name and arguments that are added to --flags. Arguments NAME=VALUE before the first flag set
 environment variables. GPUS lists the GPUs to use; for several GPUs, Paddle's launcher starts one process per GPU. Each
-measurement runs in a separate process, by default `train.py --benchmark --run-scope train_only`. The rows are measured
-in turn, --repeats times, so that a change in the machine's speed affects all rows. If --flags contains a single flag,
-an equals sign is required: --flags=--amp.
+measurement runs in a separate process, by default `train.py --benchmark --run-scope train_only`. Each row is measured
+--repeats times, in alternation with the other rows, so that a change in the machine's speed affects all rows. If
+--flags contains a single flag, an equals sign is required: --flags=--amp.
 """
 
 import argparse

@@ -55,7 +55,8 @@ paddle.base.framework.traceback = SimpleNamespace(extract_stack=list)
 math_op_patch.inspect = SimpleNamespace(stack=lambda: [None, (None, "a test", 0)])
 
 # Before a program first runs, the Executor applies a pass that reuses memory and rebuilds all Python objects of the
-# program. On a CPU, this pass would take a tenth of this process's test time. Processes that tests start apply it.
+# program. On a CPU, this pass would take a tenth of this process's test time. Processes that tests start still apply
+# the pass.
 if not paddle.is_compiled_with_cuda():
     paddle.base.executor._apply_inplace_addto_pass = lambda *args: None
 
@@ -118,9 +119,9 @@ def pytest_sessionfinish(session, exitstatus):
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config):
-    """Exit without running the destructors of Paddle's and DALI's libraries. In one of two complete runs, the
-    destructors crashed after all tests had passed, in a process that had created hundreds of programs and pipelines.
-    Other tests check the exit code of train.py in separate processes."""
+    """Exit without running the destructors of Paddle's and DALI's libraries. In one of two runs of the complete suite,
+    the destructors crashed after all tests had passed, in a process that had created hundreds of programs and
+    pipelines. Other tests check the exit code of train.py in separate processes."""
     sys.stdout.flush()
     sys.stderr.flush()
     if hasattr(config, "exit_status"):  # exit_status is set if a session has started
@@ -156,7 +157,7 @@ def four_stages(monkeypatch):
 
 @pytest.fixture
 def one_block(monkeypatch):
-    """Register the tiny network with a single block, for tests of runs, whose time grows with the number of layers."""
+    """Register the tiny network with a single block, to speed up tests that execute complete runs."""
     monkeypatch.setitem(models.MODELS, "Tiny", partial(ResNet, BasicBlock, (1,), width=8))
 
 
@@ -185,8 +186,8 @@ def once(tmp_path_factory, worker_id):
 
 @pytest.fixture(scope="session")
 def photos(once):
-    """Create class folders with color gradients and little noise: 3 classes, 30 training and 23 validation JPEG images
-    of different sizes."""
+    """Create class folders with images of color gradients and a little noise: 3 classes, 30 training and 23 validation
+    JPEG images of different sizes."""
 
     def make(root):
         random = np.random.RandomState(0)
@@ -396,8 +397,8 @@ def losses(report):
 
 
 def assert_two_of_four(weight, algorithm="mask_1d"):
-    """Check that at most two of four consecutive input channels of a filter [out, in, height, width] are nonzero. For
-    two-dimensional algorithms, also check four consecutive filters."""
+    """Check that in filters [out, in, height, width], at most two weights of each group of four consecutive input
+    channels are nonzero. For two-dimensional algorithms, also check groups of four consecutive filters."""
     rows = weight.transpose(2, 3, 0, 1).reshape(-1, weight.shape[1])
     assert (np.count_nonzero(rows.reshape(-1, 4), axis=1) <= 2).all()
     if algorithm != "mask_1d":
@@ -508,7 +509,7 @@ def launch(photos, tmp_path):
 @pytest.fixture
 def two_processes(once, launch, tmp_path):
     """Run TWO_EPOCHS as a job of two processes and return (report entries, [parameters of each rank], folder of the
-    checkpoints). The job runs once for all tests."""
+    checkpoints). All tests share one such job."""
 
     def make(folder):
         launch(2, *TWO_EPOCHS, "--output-dir", folder / "output")

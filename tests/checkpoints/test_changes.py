@@ -1,4 +1,4 @@
-"""Resuming after changes to the data or to Paddle, and changes to the output folder during a run."""
+"""Resuming after changes to the data or the Paddle version, and changes to the output folder during a run."""
 
 import os
 import shutil

@@ -21,8 +21,8 @@ EPOCH = "Tiny/2"
 
 @pytest.fixture
 def averaged(once, run_train, tmp_path):
-    """Copy the output folder of a run with --ema; return the copy and the report entries. The run is trained once for
-    all tests."""
+    """Copy the output folder of a run with --ema; return the copy and the report entries. All tests share one such
+    run."""
 
     def make(folder):
         code, report = run_train(*EMA, "--output-dir", folder / "output")
@@ -79,7 +79,7 @@ def test_prediction_and_export_use_ema_weights(averaged, photos, tmp_path, capsy
     assert "loading the EMA weights" in capsys.readouterr().err
     for name in ("conv2d_2.w_0", "batch_norm_2.w_1", "linear_0.b_0"):
         np.testing.assert_array_equal(network.parameter(name), expected[name])
-    # --verify compares with the evaluation recorded in the checkpoint.
+    # --verify compares the metrics of the export with those recorded in the checkpoint.
     export.export(folder, tmp_path / "export", verify=photos)
 
 

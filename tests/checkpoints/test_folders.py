@@ -89,7 +89,7 @@ def test_flipped_bit_in_meta_json_is_detected_or_harmless(tmp_path):
             harmless += 1
         except folders.DamagedError:
             pass
-    assert harmless < len(bits) / 8  # a flip that replaces one white-space character with another is harmless
+    assert harmless < len(bits) / 8  # a bit flip that replaces one white-space character with another is harmless
 
 
 def test_meta_json_with_unknown_format_is_rejected(tmp_path):
@@ -126,7 +126,7 @@ def test_checkpoint_at_end_of_epoch_is_used_before_newer_one_inside_epoch(tmp_pa
     write_checkpoint(tmp_path, "3", sequence=4, epoch=3)
     assert folders.resolve(tmp_path) == last
     folders.mark(tmp_path, "best", "3")
-    # The result is not the link, because a run that is still training may change the link.
+    # The result is the target of the link, because a run that is still training may change the link.
     assert folders.resolve(tmp_path) == folders.resolve(tmp_path / "best") == tmp_path / "3"
 
 
@@ -215,8 +215,8 @@ def test_failed_deletion_logs_warning_and_invalidates_checkpoint(tmp_path, capsy
 
 
 def commit_in_a_child(root, form, fatal):
-    """In a child process, replace checkpoint 2 and delete checkpoint 1. The child kills itself before file change
-    number `fatal`, counted from 0.
+    """In a child process, replace checkpoint 2 and delete checkpoint 1. The child kills itself just before its file
+    change number `fatal`, counted from 0.
 
     Returns:
         The exit code of the child. If the child was not killed, the exit code is the number of changes.

@@ -262,7 +262,8 @@ def test_parameter_path_that_is_not_a_file_is_rejected(tmp_path, kind):
 
 
 def put(path, kind):
-    """Make the path a pipe, a device, a folder or a link loop, or leave it missing, and return the expected error."""
+    """Create a pipe, a link to a device, a folder, a link loop or nothing at the path, and return the expected
+    error."""
     if kind == "pipe":
         os.mkfifo(path)
         return "not a regular file"

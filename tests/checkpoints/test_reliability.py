@@ -92,7 +92,7 @@ def runs(photos, tmp_path):
 
 @pytest.fixture
 def expected(photos, once):
-    """Train without interruption and return the losses. The run takes place once for all tests."""
+    """Train without interruption and return the losses. All tests share one such run."""
     folder = once("uninterrupted", lambda folder: Runs(photos, folder).complete())
     return losses(read_report(folder / "report.json"))
 
@@ -111,7 +111,8 @@ def all_have_exited(runs):
 
 
 def kill_and_resume(runs, fatal):
-    """Run a command, kill the process before change number `fatal` of the output folder, and run the command again.
+    """Run a command, kill the process just before change number `fatal` to the output folder, and run the command
+    again.
 
     Returns:
         False if the run finished before change number `fatal`.

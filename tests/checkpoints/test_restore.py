@@ -173,7 +173,7 @@ def test_schedule_is_restored_exactly(args, run):
     restore_run(find(args, saver.folder.parent, "auto"), schedule, fetchs)
     assert schedule.state_dict() == lr_scheduler.state_dict()
     checkpoint = find(args, saver.folder.parent, "auto")
-    # A damaged meta.json may contain such a large epoch number.
+    # A damaged meta.json may contain an extremely large epoch number.
     checkpoint = dataclasses.replace(checkpoint, epoch=2**31 - 1)
     restore_run(checkpoint, schedule, fetchs)
     assert schedule.last_epoch == (2**31 - 1) * 10 + 2

@@ -627,7 +627,7 @@ def test_summary_and_page_of_killed_run_are_written_by_resume(run_train, tmp_pat
     assert summary["step"] == []
     if lost != "page":
         report.write_text("".join(lines))
-    for _ in range(2):  # the second time, nothing is missing
+    for _ in range(2):  # in the second iteration, only the page is missing
         page.unlink(missing_ok=True)
         assert run_train(*flags, "--resume")[0] == 0
         entries = read_report(report)
