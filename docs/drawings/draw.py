@@ -1,7 +1,7 @@
 """Draw docs/data_way.svg and docs/step_timeline.svg from the YAML files in this folder.
 
-`.venv/bin/python docs/drawings/draw.py` writes both. Both have their own background and follow the browser's light
-or dark mode.
+`.venv/bin/python docs/drawings/draw.py` writes both drawings. They have their own background and follow the browser's
+light or dark mode.
 """
 
 import sys
@@ -32,7 +32,8 @@ COLORS = ("green", "blue", "orange")
 
 
 def colors(palette):
-    """CSS rules of a palette: fill and outline of boxes, and the color of the outline for text."""
+    """Return the CSS rules for a palette. For each name, boxes get the fill and outline colors, and text gets the
+    outline color."""
     rules = [f"text {{ fill: {palette['ink']} }} .text {{ fill: {palette['soft']} }}"]
     rules.append(f".arrow {{ stroke: {palette['soft']} }} .head {{ fill: {palette['soft']} }}")
     for name in ("page", "idle", *COLORS):
@@ -68,7 +69,8 @@ def page(height, title, shapes):
 
 
 def data_way(source):
-    """Rows of boxes. An arrow starts at the previous box, at the end of the row above, or at the box in `after`."""
+    """Draw rows of boxes. An arrow starts at the previous box, at the end of the row above, or at the box in
+    `after`."""
     box_width, box_height, gap, top, row_height = 164, 118, 27, 100, 182
     shapes = []
     for row, (content, color) in enumerate(zip(source["rows"], COLORS, strict=True)):
@@ -98,7 +100,8 @@ def data_way(source):
 
 
 def step_timeline(source):
-    """Three lanes over three steps, time to the right. Intervals that would be invisible get a minimum width."""
+    """Draw three lanes over three steps, with time on the horizontal axis. Intervals that would be invisible get a
+    minimum width."""
     graph, copy, gap, loader_images_s = (float(f["figure"].replace(",", "")) for f in source["figures"].values())
     step, load = graph + copy + gap, source["batch"] / loader_images_s * 1000
     origin, scale, short, height = 128, 8.7, 92, 54

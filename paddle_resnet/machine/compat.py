@@ -120,8 +120,8 @@ def _append(op_type, x, **attrs):
 
 
 def assigned(op):
-    """Return the float32 array of an assign_value operator. Paddle 3 stores a list of Scalar objects, whereas Paddle
-    2.6 stores one list of numbers per type."""
+    """Return the values of an assign_value operator as a float32 array. Paddle 3 stores the values as a list of Scalar
+    objects, whereas Paddle 2.6 stores one list of numbers per type."""
     values = [value.value() for value in op.attr("values")] if IS_PADDLE_3 else op.attr("fp32_values")
     return np.array(values, np.float32).reshape(op.attr("shape"))
 

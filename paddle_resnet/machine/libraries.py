@@ -160,7 +160,7 @@ def problem(several_gpus=False):
 
 
 def find(name):
-    """Open a library like Paddle does. Return the path of its file, or None if the library is not found."""
+    """Open a library the way Paddle does. Return the path of the library file, or None if it is not found."""
     folders = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
     folders += [str(_folder)] if _folder else []
     for candidate in (*[f"{folder}/{name}" for folder in folders], name, f"/usr/local/cuda/lib64/{name}"):

@@ -37,7 +37,7 @@ class Peak:
         self._before = self._bytes()
 
     def mib(self):
-        """Return the increase of the peak since the start of the measurement, in MiB."""
+        """Return the increase in peak memory since the start of the measurement, in MiB."""
         # The kernel's count of a process's pages is approximate, so the difference can be negative.
         return max(0, self._bytes() - self._before) / 2**20
 

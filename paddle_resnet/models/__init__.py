@@ -21,7 +21,7 @@ class Network:
         constructor: name of the constructor in the module.
         paper: arXiv number of the paper.
         options: keyword arguments of the constructor that define the variant.
-        image_size: side of the input images in pixels, the default of --crop-size.
+        image_size: height and width of the input images in pixels; the default of --crop-size.
         resize_ratio: default ratio of --resize-short to --crop-size.
         preprocessing: {flag with underscores, such as normalize_mean: default} for other preprocessing flags with a
             default that is specific to this network.

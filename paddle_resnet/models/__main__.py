@@ -20,7 +20,7 @@ def size(arch, side, num_classes=CLASSES):
 
     Args:
         arch: --model-arch-name.
-        side: side of the images in pixels.
+        side: height and width of the images in pixels.
         num_classes: number of outputs.
     Returns:
         {"parameters": number of trainable parameters,

@@ -219,7 +219,7 @@ class SelfAttention(nn.Layer):
         data_format: "NCHW" or "NHWC".
     """
 
-    SQUARINGS = 4  # each multiplies the exponent of W^T W by 4
+    SQUARINGS = 4  # number of iterations; each one multiplies the exponent of W^T W by 4
 
     def __init__(self, channels, data_format):
         super().__init__()

@@ -214,8 +214,8 @@ def _full(shape, value, dtype):
 
 
 def add_logits(logits):
-    """Return the logits, float32 [N, class_num]. The host computes the softmax, so that a CUDA graph needs no softmax
-    operator."""
+    """Return a copy of the logits, float32 [N, class_num]. The host computes the softmax, so that a CUDA graph needs no
+    softmax operator."""
     with scope():
         return paddle.scale(logits, 1.0)
 

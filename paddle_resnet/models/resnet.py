@@ -149,7 +149,8 @@ class ResNet(nn.Layer):
             width 64; only for BottleneckBlock.
         classifier_std: standard deviation of the classifier's initial weights; 0.01 is from Goyal et al.,
             arXiv:1706.02677, section 5.1.
-        activation: function that maps a variable to a variable, or its name in paddle.nn.functional, such as "mish".
+        activation: function that maps a variable to a variable, or the name of such a function in paddle.nn.functional,
+            for example "mish".
         shortcut_pool: a key of SHORTCUT_POOLS, or None. If set, shortcuts with stride 2 consist of this pooling and a
             1x1 convolution with stride 1.
         blur_pool: whether to replace stride 2 with stride 1 and BlurPool (Zhang, arXiv:1904.11486) in max pooling and

@@ -71,7 +71,7 @@ def load(arch):
     if module_name not in sys.modules:
         module = types.ModuleType(module_name)
         module.__file__ = path
-        sys.modules[module_name] = module  # dataclasses look up their module here
+        sys.modules[module_name] = module  # dataclasses look up their module in sys.modules
         try:
             with errors(arch):
                 exec(compile(source, path, "exec"), vars(module))
