@@ -176,7 +176,7 @@ PAGE = (ROOT / "docs/api.md").read_text()
 
 
 def test_programs_of_api_page_run(photos, checkpoint, tmp_path, monkeypatch, capsys):
-    """The programs run in the order of the page, with a tiny network and tiny images."""
+    """The programs run in the order in which they appear on the page, with a tiny network and tiny images."""
     monkeypatch.chdir(tmp_path)
     replacements = {"output/digits/ResNet18/best": checkpoint, "data/digits": photos, "ResNet18": "Tiny"}
     namespace = {}

@@ -113,8 +113,8 @@ def parameters(path):
     return [(f.name, a.arg) for f in functions for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs)]
 
 
-# Functions below program.py and dali.py that take all settings: they set flags, compare or save all flags, or read the
-# flags that an entry of a table names.
+# Functions in the layers below program.py and dali.py that take all settings: these functions set flags, compare or
+# save all flags, or read the flags that an entry of a table names.
 TAKE_SETTINGS = {
     "checkpoints": ["__init__", "_search", "find", "inherit_flags", "of", "resolve_network"],
     "job": ["check_start"],

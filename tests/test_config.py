@@ -634,7 +634,7 @@ def test_settings_record_the_origin_of_each_value(config_file):
     origins |= {"image_shape": "--crop-size", "resize_short": "--crop-size", "lr": "default"}
     assert {name: args.origin(name) for name in origins} == origins
     assert [name for name in origins if args.is_explicit(name)] == list(origins)[:4]
-    args.resolve("machine", epochs=90, seed=1)  # only changed values have a new origin
+    args.resolve("machine", epochs=90, seed=1)  # only values that change get a new origin
     origins |= {"seed": "machine"}
     for copy in (args, args.copy(), args.stage()):
         assert {name: copy.origin(name) for name in origins} == origins

@@ -108,7 +108,7 @@ def test_loader_with_changed_flags_restarts_epoch_with_a_reason(parse, photos, c
 
 
 def test_cpu_decoder_load_below_half_an_image_is_an_error(parse, photos):
-    # 0.06 times the batch size, 8, is less than half an image.
+    # With a batch size of 8, a fraction of 0.06 is less than half an image.
     args = frozen(parse("--image-root", photos).copy(cpu_decoder_load=0.06))
     with pytest.raises(UsageError, match="--cpu-decoder-load 0.06: less than .* use 0.12 or more"):
         dali.build_dataloader(args, Mode.TRAIN)
@@ -518,7 +518,7 @@ def test_augmentation_depends_on_seed_and_is_not_applied_in_evaluation(parse, ph
 
 @pytest.mark.parametrize("flags", [AUGMENTATION, ["--auto-augment", "randaug"]], ids=["all", "randaug"])
 def test_loader_with_augmentation_resumes_with_next_batch(parse, photos, flags):
-    """With batches of three images, most operations of --auto-augment receive no image."""
+    """With batches of three images, most operations of --auto-augment are applied to no image."""
     args = parse("--image-root", photos, "--batch-size", "3", *flags)
     loader = dali.build_dataloader(args, Mode.TRAIN)
     take(loader, 4)
@@ -610,7 +610,7 @@ def augmented():
 def test_trivial_augment_draws_operation_magnitude_and_sign_independently(without_flips, augmented):
     pixels = random_image(32, 20, 230)
     suite = trivial_augment.get_trivial_augment_wide_suite()
-    outcomes = {}  # an image that several draws produce is assigned to the first of them
+    outcomes = {}  # if several draws produce the same image, only the first is stored
     for (_, *draw), image in augmented(suite, [np.uint8(pixels)], range(31)).items():
         outcomes.setdefault(image.tobytes(), draw)
     outcomes[np.uint8(pixels).tobytes()] = ["identity", 0, 0]

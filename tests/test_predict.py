@@ -96,10 +96,10 @@ def test_predictions_do_not_depend_on_batch_size(checkpoint, val_images):
 
 
 def test_invalid_image_files_are_reported_and_skipped(checkpoint, photos, tmp_path, capfd, monkeypatch):
-    """There must be one line on stderr per file. The fixture capfd also captures C libraries, which must not print
-    anything."""
+    """There must be one line on stderr per invalid file. The fixture capfd also captures C libraries, which must not
+    print anything."""
     real = predict.find_images
-    folder = tmp_path / ".cache/mixed"  # a folder above an argument may be hidden
+    folder = tmp_path / ".cache/mixed"  # a parent folder of an argument may be hidden
     folder.mkdir(parents=True)
     for i, path in enumerate(sorted((photos / "val").glob("*/*.jpg"))[:9]):
         (folder / f"{i}.jpg").write_bytes(path.read_bytes())

@@ -686,7 +686,7 @@ def test_fused_addition_does_not_change_results_of_broadcast_additions(parse, mo
 
 
 def test_batch_may_contain_additional_feeds(parse, monkeypatch):
-    """The additional feed contains class weights, which replace the label in the loss function."""
+    """The additional feed contains class weights (soft labels), which replace the labels in the loss function."""
     args, [(images, labels)] = parse("--lr", "0"), random_batches(1)
     expected = [losses(args, [(images, (labels + k) % 3)])[0] for k in (0, 1)]
     create_feeds = program.create_feeds

@@ -268,7 +268,7 @@ def test_invalid_label_text_is_rejected_and_never_becomes_a_class(parse, tmp_pat
     assert list(verify.verify(tmp_path).failing) == names[1:-1]
     with pytest.raises(UsageError, match="is not a number of up to 9 digits"):
         open_split(tmp_path)
-    # The check before step 1 may miss invalid labels. The reader replaces such labels by -1, which the loss function
+    # The check before step 1 may miss invalid labels. The reader replaces such labels with -1, which the loss function
     # rejects.
     monkeypatch.setattr(readers, "CHECKED_LABELS", 1)
     loader = dali.build_dataloader(parse("--image-root", tmp_path), Mode.EVAL)
@@ -391,8 +391,7 @@ REPLACED = {
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, loop])
 @pytest.mark.parametrize(("data_format", "name"), [(kind, name) for kind, names in REPLACED.items() for name in names])
 def test_unreadable_file_of_data_set_is_reported(copy, data_format, name, make):
-    """A folder, a pipe or a link loop takes the place of a file without read permission, which root could still
-    read."""
+    """A folder, a pipe or a link loop simulates a file without read permission, because root could read such a file."""
     root = copy(data_format)
     for path in root.glob("train*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -15,8 +15,8 @@ from utils.mode import Mode
 
 @pytest.fixture
 def make(tmp_path):
-    """Create files that contain their own path. Readers do not decode images, so the content is arbitrary. A name that
-    ends in / creates a folder."""
+    """Return a function that creates files and returns their folder. Each file contains its own relative path; readers
+    do not decode images, so the content is arbitrary. A name that ends in / creates a folder."""
 
     def make(*names):
         for name in names:

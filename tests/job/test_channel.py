@@ -64,7 +64,7 @@ def test_prime_is_safe():
 
 
 def test_messages_after_end_are_dropped():
-    """A task may send its next message after a different task has ended the connection."""
+    """A task may send its next message after another task has closed the connection."""
 
     async def scenario(address, received):
         _, writer = await channel.connect(*address, "key 1", 1)

@@ -211,8 +211,8 @@ def test_progress_of_other_ranks_does_not_reset_timeout():
 
 
 def test_stopped_rank_is_reported_at_any_position_of_others(capsys, monkeypatch):
-    # The test process simulates the rank, and the stopped process only provides the PID. The test therefore replaces
-    # the function that checks whether the rank has exited.
+    # The test process simulates both ranks, and a stopped child process only provides the PID of rank 1. The test
+    # therefore replaces the function that checks whether the rank has exited.
     monkeypatch.setattr(monitor.Monitor, "_has_rank_ended", lambda self: self._is_rank_gone)
 
     async def scenario(job, pid):

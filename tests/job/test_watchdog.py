@@ -37,7 +37,7 @@ def ended(monkeypatch):
 
 @pytest.fixture
 def pair():
-    """Return the rank's object for its monitor, and the monitor's end of the connection. The monitor process has
+    """Return the rank's connection to its monitor, and the monitor's end of that connection. The monitor process has
     already exited."""
     near, far = socket.socketpair()
     process = type("Process", (), {"wait": lambda self, timeout: 0})()

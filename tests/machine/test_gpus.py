@@ -14,8 +14,8 @@ from utils.errors import UsageError
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Simulate a GPU build of Paddle with one GPU. Return a list whose first item is the value that the Executor
-    returns or the error that it raises."""
+    """Simulate a GPU build of Paddle with one GPU. Return a list whose only item is the value that the simulated
+    Executor returns or the error that it raises."""
     results = [np.arange(4, dtype=np.float32) * 2]
 
     class Executor:

@@ -1,4 +1,4 @@
-"""Available memory of this process."""
+"""Memory that is available to this process."""
 
 from pathlib import Path
 

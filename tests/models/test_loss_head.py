@@ -55,8 +55,8 @@ def test_native_head_equals_paddle_head(classes, smoothing, is_binary, is_train)
 @pytest.mark.parametrize("smoothing", [0, 0.1])
 @pytest.mark.parametrize("name", ["paddle", "native"])
 def test_class_weights_replace_label_in_loss(name, smoothing):
-    """The reference loss and gradient are those of Szegedy et al., arXiv:1512.00567, section 7, in float64. The
-    accuracies use the label instead of the class weights."""
+    """The reference loss and gradient are those of Szegedy et al., arXiv:1512.00567, section 7, in float64. The class
+    weights are soft labels for the loss; the accuracies use the integer label."""
     if name == "native":
         if native.missing() is not None:
             pytest.skip(native.missing())

@@ -12,7 +12,7 @@ from paddle_resnet import export, models, predict
 
 # The networks in COVERED differ from tested networks only in the number of blocks or channels.
 COVERED = {"ResNet34", "ResNet101", "ResNet152", "EfficientNet_Lite0", "EfficientNet_Lite1"}
-# These networks contain every kind of layer of the other networks.
+# Together, these networks contain every kind of layer that occurs in the other networks.
 QUICK = {"XSEResNeXt50_Mish_SA", "GhostNet", "MobileNetV3_Large"}
 FLAGS = ["--device", "cpu", *NHWC, "--kernels", "native", "--epochs", "2", "--print-interval", "1", "--lr", "0.01"]
 FLAGS += ["--dropout", "0.2", "--drop-path", "0.2", "--interp", "linear", "--asp", "--prune-model"]

@@ -207,7 +207,7 @@ def test_self_attention_follows_the_last_branch_of_the_first_stage():
     model, values = initial("XResNet50_Mish_SA")
     attentions = [(i, block.self_attention) for i, block in enumerate(model.stages) if block.self_attention]
     assert [i for i, _ in attentions] == [2]
-    assert values[attentions[0][1].gamma.name] == 0  # the output of the branch is initially still zero
+    assert values[attentions[0][1].gamma.name] == 0  # the output of the branch is zero at initialization
 
 
 @pytest.mark.parametrize("pool", ["max", "max-blur"])

@@ -459,8 +459,8 @@ def max_pool_gradient(x, dy, kernel, stride, padding):
 
 
 ALL_PLACES = ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)]
-# Tensor sizes. Some are not multiples of the vector size, one is 1, and one requires many blocks. There are more
-# tensors than a single launch supports.
+# Tensor sizes: some are not multiples of the vector size, one is 1, and one requires many blocks. The number of tensors
+# exceeds the limit of a single launch.
 SIZES = [7, 8, 1, 64, 2048, 33, *[16] * 100, 999_001]
 UPDATED = [*NARROW, *[pytest.param("gpu", dtype, marks=pytest.mark.gpu) for dtype in TOLERANCE]]
 
@@ -576,7 +576,8 @@ def check_adam(name, where, dtype, unscale, adapt, shares_powers=False):
 @pytest.mark.parametrize("bad", [None, np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("where, dtype", UPDATED)
 def test_check_finite_updates_loss_scale(device, where, dtype, bad):
-    """The operator decreases the loss scale if the last value of any tensor, regardless of its type, is not finite."""
+    """The operator decreases the loss scale if any tensor, regardless of its type, contains a non-finite value. In this
+    test, it is the last value of a tensor."""
     places = range(len(SIZES)) if where == "cpu" else (0, 1, 2, 4, 100, len(SIZES) - 1)
     for index in places if bad is not None else [None]:
         gradients = [np.full(size, 65504 if dtype == "float16" else 3e38, "float32") for size in SIZES]

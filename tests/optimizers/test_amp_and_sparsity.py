@@ -239,8 +239,8 @@ START = np.linspace(-1, 1, 16, dtype="float32").reshape(4, 4)
 
 
 def pairs_first(*parameters):
-    """Yield the product of three lists of two values. By default, only four combinations run, which cover each pair of
-    values exactly once. The other four run with -m soak."""
+    """Yield all combinations of values from three lists of two values each. By default, only four combinations run,
+    which cover each pair of values exactly once. The other four run with -m soak."""
     for indices in itertools.product((0, 1), repeat=3):
         values = [values[i] for values, i in zip(parameters, indices, strict=True)]
         yield pytest.param(*values, marks=[pytest.mark.soak] if sum(indices) % 2 else [])

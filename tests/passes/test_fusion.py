@@ -330,8 +330,8 @@ def test_unsupported_operators_are_not_fused(case):
 def test_gradients_are_written_to_buffer_of_fused_all_reduce(
     parse, request, network, operator, made_before, unfused, place
 ):
-    """Paddle stores the gradients of several parameters in one buffer. If an operator allocated its own memory, the
-    buffer would contain stale gradients. An operator that ran before the buffer existed would fail."""
+    """Paddle stores the gradients of several parameters in one buffer. If an operator allocated separate memory for its
+    gradients, the buffer would contain stale gradients. An operator that ran before the buffer existed would fail."""
     if place == "gpu":
         native.load(paddle.device.cuda.get_device_capability(0))
     elif operator == "conv2d":

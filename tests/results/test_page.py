@@ -51,7 +51,7 @@ class Reader(html.parser.HTMLParser):
 
 @pytest.fixture
 def trained(once, run_train, tmp_path):
-    """Return a folder with the files of a two-epoch run and its page. The run is trained once for all tests."""
+    """Return a folder with the files of a two-epoch run and its page. All tests share one such run."""
 
     def make(folder):
         flags = ["--epochs", "2", "--lr", "0.01"]  # too low a learning rate to classify all images correctly

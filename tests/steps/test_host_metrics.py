@@ -92,7 +92,7 @@ def test_step_error_is_data_error_only_if_a_label_is_out_of_range():
         dispatch._fetch(fail, 3, {"label": np.array([[0], [3]])})
     with pytest.raises(ValueError, match="of Paddle"):
         dispatch._fetch(fail, 3, {"label": np.array([[0], [2]])})
-    with pytest.raises(ValueError, match="of Paddle"):  # the number of classes is None on a GPU
+    with pytest.raises(ValueError, match="of Paddle"):  # on a GPU, the caller passes None as the number of classes
         dispatch._fetch(fail, None, {"label": np.array([[0], [3]])})
 
 

@@ -96,7 +96,7 @@ def test_resize_short_shrinks_large_images_upright_and_keeps_small_ones(tmp_path
 
 @pytest.mark.parametrize("suffix", [".png", ".tif"])
 def test_resize_short_scales_16_bit_images(tmp_path, suffix):
-    """As in DALI, values are scaled instead of clipped at 255."""
+    """As in DALI, 16-bit values are scaled to 8 bits, not clipped at 255."""
     folder = tmp_path / "source" / "val" / "a"
     folder.mkdir(parents=True)
     values = np.tile(np.linspace(0, 65535, 100).astype(np.uint16), (100, 1))

@@ -92,7 +92,7 @@ def test_info_counts_images_and_measures_sizes(colors, tmp_path, capsys):
 
 
 def test_info_distinguishes_classes_with_same_name(colors):
-    """For example, some ImageNet classes have the same name."""
+    """Some ImageNet classes, for example, have the same name."""
     (colors / "classes.txt").write_text("crane\ncrane\nwren\n")
     (colors / "train.txt").write_text("train/c0/x.png 0\ntrain/c1/x.png 1\ntrain/c2/x.png 1\ntrain/c3/x.png 2\n")
     (colors / "train").rename(colors / "images")

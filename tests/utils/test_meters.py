@@ -27,7 +27,7 @@ def test_accuracy_is_exact_over_many_float32_batches():
     assert meter.sum == sum(correct)
     assert meter.count == sum(sizes)
     assert meter.sum / meter.count == sum(correct) / sum(sizes)
-    assert rounded.sum != sum(correct)  # the counts are exact only with is_ratio
+    assert rounded.sum != sum(correct)  # the sum is exact only with is_ratio
 
 
 @pytest.mark.parametrize("is_ratio", [False, True])

@@ -37,7 +37,7 @@ def test_valid_outputs_are_accepted_and_not_created(root, capsys):
         protected=[("the data set", root / "data")],
         run_folder=root / "run",
     )
-    invalid = [("IN", "a\0b"), ("IN", "\ud800")]  # paths from a hostile report, for example
+    invalid = [("IN", "a\0b"), ("IN", "\ud800")]  # a hostile report, for example, can contain such paths
     outputs.claim({"--a": "/dev/null", "--b": "/dev/null"}, inputs=invalid)
     assert content(root) == before
     assert (
