@@ -46,8 +46,8 @@ const std::vector<unsigned> kLossBlock = {kLossThreads, 1};
 
 // Returns {
 //   loss: the mean [], or the loss of each image [N, 1] if mean=false;
-//   top1 []: the fraction of correct images in the batch, or -1 if a label is out of range;
-//   topk []: the fraction of images in the batch whose label is among the first k classes;
+//   top1 []: the fraction of correctly classified images in the batch, or -1 if a label is out of range;
+//   topk []: the fraction of images in the batch whose label ranks among the first k classes;
 //   of_softmax [N, 2]: the largest logit, and log(sum(exp(logit - largest)));
 //   pairs [N, 2]: the label, and the predicted class, which is C if all logits are NaN
 // }.

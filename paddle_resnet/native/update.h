@@ -162,7 +162,7 @@ void Update(Tensors &parameters, const Tensors &gradients, Tensors &state, const
             const paddle::optional<Tensor> &unscale, const std::vector<float> &hyperparameters,
             const std::vector<float> &decays) {
   const size_t count = parameters.size();
-  const size_t copies = Rule::kSharesRest ? 1 : count;  // number of tensors per state with one element
+  const size_t copies = Rule::kSharesRest ? 1 : count;  // number of tensors per one-element state
   const size_t masters = Rule::kVectors * count + (Rule::kStates - Rule::kVectors) * copies;
   const auto state_of = [&](int s, size_t i) -> Tensor & {
     if (s < Rule::kVectors) return state[s * count + i];

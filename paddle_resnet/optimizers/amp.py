@@ -12,7 +12,7 @@ from paddle_resnet.models import layers, loss_head
 
 def _amp_lists(program, dtype, float32):
     """Return Paddle's AMP lists for `dtype`. The lists exclude the loss head, the operators for which layers.is_float32
-    is true, and all operators whose outputs are in `float32`.
+    is true, and all operators whose outputs are listed in `float32`.
 
     Operators are excluded by the names of their outputs, because level O2 ignores lists of operator types.
     """

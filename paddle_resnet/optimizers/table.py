@@ -26,10 +26,10 @@ class Rule:
         rates: learning rates that --choose-recipe uses for 64 images per step: (fine-tuning, from scratch).
         op: type of Paddle's operator that updates a parameter.
         native: name of the rule in native/optimizers.h. The custom operator native_NAME updates all parameters.
-        state: the inputs of Paddle's operator that contain the state of the rule. Several parameters may share a
-            variable.
-        attrs: the attributes of Paddle's operator that contain the members of the rule. These attributes are the same
-            for all parameters.
+        state: the inputs of Paddle's operator that contain the state of the rule. Several parameters may share one
+            state variable.
+        attrs: the attributes of Paddle's operator that contain the rule's hyperparameters, in the order of the rule's
+            members. These attributes are the same for all parameters.
         decay: function that returns the weight decay of a parameter, given Paddle's operator.
     """
 

@@ -26,7 +26,7 @@ inline double sum_squares(const float *values, int64_t size, float unscale) {
 }
 
 // Updates a parameter with a rule of optimizers.h. The step is skipped if `unscale` is 0. If `master` is not null, the
-// new parameter is copied to it.
+// updated parameter is also copied to `master`.
 template <class Rule>
 void update(const float *gradient, int64_t size, float rate, float unscale, const Rule &rule, float decay,
             float *const (&state)[Rule::kStates], float *parameter, float *master) {
