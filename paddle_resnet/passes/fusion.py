@@ -140,7 +140,8 @@ class Graph:
         return self.block.ops.index(first) < self.block.ops.index(second)
 
     def summands(self, name):
-        """Return the one or two variables whose sum is a gradient, and the operators that add them."""
+        """Return ([the two variables whose sum is a gradient], [the operator that adds them]), or ([the gradient], [])
+        if the gradient cannot be replaced by such a sum."""
         producer = self.producers[name]
         summands = producer.input_arg_names
         adds = producer.type in ("sum", "grad_add") and len(summands) == 2 and len(self.readers[name]) == 1
@@ -247,7 +248,7 @@ def _is_plain_max_pool(graph, op):
     is_square = all(len(set(values)) == 1 for values in (kernel, stride, padding))
     is_plain = not any(op.attr(name) for name in ("global_pooling", "adaptive"))
     fits_a_byte = max(kernel) <= 15  # the kernel stores positions in the window as bytes
-    overlaps_the_image = max(padding) < min(kernel)  # every window contains a pixel
+    overlaps_the_image = max(padding) < min(kernel)  # every window contains at least one pixel of the image
     size = graph.variables(op, "X")["X"].shape[1:3]
     has_fixed_size = min(size) > 0
     rounds_up = op.attr("ceil_mode") and any((n + 2 * padding[0] - kernel[0]) % stride[0] for n in size)
@@ -438,7 +439,7 @@ def _fuse_loss_scaling(graph):
         return None
     unscale = block.create_var(name="unscale", shape=[1], dtype=paddle.float32, stop_gradient=True)
     overflows = {op.output("FoundInfinite")[0] for op in checks}
-    for op in block.ops:  # operators that combine the results of both data types or copy the combined result
+    for op in block.ops:  # operators that combine the overflow flags of both data types or copy the combined flag
         if op.type in ("concat", "reduce_any", "memcpy") and overflows.issuperset(op.input_arg_names):
             overflows.update(op.output_arg_names)
             checks.append(op)

@@ -21,7 +21,7 @@ _SCOPE = "lookahead"  # name scope of the operators that add() inserts; Paddle a
 def add(main_prog, startup_prog, lr_scheduler, frozen, interval, alpha):
     """Add lookahead to a training program in place. Call add() after minimize. After the update in steps `interval`, 2
     `interval`, ..., the program computes slow += alpha (p - slow) and p = slow. For a parameter in half precision, p is
-    its float32 master weight. Steps that loss scaling skips count as steps.
+    its float32 master weight. Steps that loss scaling skips are also counted.
 
     Args:
         main_prog: the current Program.

@@ -95,8 +95,8 @@ def metrics(runs):
 
 
 def flags(runs):
-    """Return [(flag, [value of each run])] for the flags that differ. If a report of a different version lacks a flag,
-    the value is "-"."""
+    """Return [(flag, [value of each run])] for the flags that differ. If a report from a different version lacks a
+    flag, the value is "-"."""
     names = dict.fromkeys(name for run in runs.values() for name in run.parameters if name not in PLACES)
     rows = [(name, [str(run.parameters.get(name, "-")) for run in runs.values()]) for name in names]
     return [(name, values) for name, values in rows if len(set(values)) > 1]

@@ -22,7 +22,8 @@ def chart(series, xlabel="epochs done", mark=None, from_zero=False, last_x=0, ha
         from_zero: whether the y axis begins at 0. Otherwise, the axis is logarithmic if all values are positive and
             span more than a factor of 30.
         last_x: minimum for the end of the x axis, so that several charts can have the same axis.
-        has_log_x: use a logarithmic x axis, for which all x must be positive. Otherwise, the x axis begins at 0.
+        has_log_x: whether the x axis is logarithmic, in which case all x must be positive. Otherwise, the axis begins
+            at 0.
     Returns:
         Markup of an <svg>, or "" if there are no points.
     """

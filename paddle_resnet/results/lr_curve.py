@@ -17,9 +17,9 @@ DATA, DRAWING = "lr_find.json", "lr_find.png"  # file names in the folder of a r
 LIMIT_BYTES = 64 << 20
 # Decay length of the smoothing weights: a fraction of all steps, but at least LEAST_WINDOW steps.
 WINDOW, LEAST_WINDOW = 0.05, 3
-DIVERGED = 4  # the search ends if the smoothed loss exceeds its minimum by this factor
+DIVERGED = 4  # the search ends if the running mean of the loss exceeds its minimum by this factor
 SETTLING_STEPS = 10  # number of initial steps that determine the initial level of the loss
-CLEAR_FALL = 8  # smallest fall of the smoothed loss that is not considered noise, in its standard errors
+CLEAR_FALL = 8  # smallest fall of the smoothed loss that is not considered noise, in units of its standard error
 
 
 @dataclass

@@ -19,7 +19,7 @@ from utils.errors import RunError, UsageError
 from utils.meters import AVERAGES, CLASS_METRICS
 from utils.mode import Mode
 
-# Number of classes, images per class, and longer side of an image in pixels.
+# For the classes with the lowest accuracy: number of classes, images per class, and longer side of an image in pixels.
 WORST_CLASSES, WRONG_IMAGES, THUMBNAIL = 8, 6, 288
 MATRIX = 24  # maximum number of classes in the confusion matrix
 

@@ -48,7 +48,7 @@ def top_columns(k):
 
 
 def top_cells(top):
-    """Return the cells of an image in the columns of top_columns. `top` is [(label, class name, probability)]."""
+    """Return an image's cells for the columns of top_columns. `top` is [(label, class name, probability)]."""
     return [cell for label, name, p in top for cell in (label, name, f"{p:.7g}" if math.isfinite(p) else "")]
 
 

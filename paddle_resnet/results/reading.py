@@ -154,7 +154,7 @@ class Run:
         return [Path(self.path).parent, *recorded]
 
     def changed_flags(self):
-        """Return {flag: value} of the explicit parameters of the last start. If a report of an older version does not
+        """Return {flag: value} of the explicit parameters of the last start. If a report from an older version does not
         list explicit flags, return the parameters that differ from the defaults."""
         if self.explicit is None:
             return parsing.changed(self.parameters)

@@ -62,8 +62,8 @@ class _Board:
 
     def __init__(self, folder, timeline, first_step):
         self._timeline, self._first_step = timeline, first_step
-        # tensorboardX's file names have a resolution of one second. The suffix prevents two starts of a run from
-        # sharing a file.
+        # tensorboardX's file names contain the time with a resolution of one second. The suffix prevents two starts of
+        # a run from sharing a file.
         suffix = f".{time.time_ns()}"
         record_writer.register_writer_factory(_FILES, SimpleNamespace(open=_EventFile, directory_check=_make_folder))
         self._writer = SummaryWriter(f"{_FILES}:{folder}", purge_step=first_step, filename_suffix=suffix)
