@@ -8,7 +8,7 @@ import warnings
 
 from paddle_resnet.machine import libraries
 
-# `python -m paddle_resnet.NAME` imports this module first. SIGINT (Control-C) is blocked until exit_codes.of can report
+# `python -m paddle_resnet.NAME` imports this module first. SIGINT (Control-C) is blocked until exit_codes.of can handle
 # it.
 if sys.argv[:1] == ["-m"]:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
@@ -18,8 +18,8 @@ if sys.argv[:1] == ["-m"]:
 # Paddle 3 builds PIR programs by default, which do not support Fleet's minimize or ASP. Select legacy programs.
 os.environ.setdefault("FLAGS_enable_pir_api", "0")
 os.environ.setdefault("GLOG_minloglevel", "2")
-# The decoder uses more than 8 streams, but CUDA has only 8 queues by default. If training and decoder share a queue,
-# training waits for the decoder.
+# The decoder uses more than 8 streams, but CUDA has only 8 hardware queues by default. If training and the decoder
+# share a queue, training waits for the decoder.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 # Make the CUDA libraries in installed Python packages available to Paddle.
@@ -40,7 +40,8 @@ warnings.filterwarnings("ignore", message="Checkpointing enabled in a pipeline w
 # (--sizes). The warning is harmless, because data/iterators.py counts the batches itself.
 logging.getLogger().addFilter(lambda record: not record.getMessage().startswith("Iterator data was not saved"))
 
-# If Paddle was imported before this package, the variables above have no effect, so leave the PIR mode explicitly.
+# If Paddle was imported before this package, the environment variables above have no effect, so switch off PIR mode
+# explicitly.
 if sys.modules.get("paddle") is not None and os.environ["FLAGS_enable_pir_api"] == "0":  # noqa: SIM112
     from paddle_resnet.machine import compat
 

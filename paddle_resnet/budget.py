@@ -126,7 +126,7 @@ def _measure_training(args, exe, training, seconds):
     are slow, a few steps."""
     count = args.accumulate_steps
     steps = cuda_graph.STEPS_BEFORE + 2 if training.compiled.captured else 1
-    warmup = max(steps * count, args.dali_prefetch + 1)  # the first batches are prefetched and thus too fast
+    warmup = max(steps * count, args.dali_prefetch + 1)  # skip prefetched batches, which would appear too fast
     loader = dali.build_dataloader(args, Mode.TRAIN)
 
     def measure(warmup, batches):
@@ -153,7 +153,7 @@ def _measure_evaluation(args, exe, evaluation, seconds):
         evaluation.refresh()
         result = program.run(args, evaluation.loader, exe, evaluation.compiled, evaluation.fetchs, 0, Mode.EVAL)
         elapsed_s = perf_counter() - start
-        if result["epoch_time"] > seconds:  # all processes have the same epoch_time
+        if result["epoch_time"] > seconds:  # the same decision in all processes, because epoch_time is the same
             break
     return elapsed_s
 

@@ -62,7 +62,7 @@ def build_dataloader(args, mode, state=None, trained=None):
     """Build the iterator over this process's shard.
 
     Args:
-        args: flags. If the device and the number of classes are unresolved, they are resolved in place.
+        args: flags. Unresolved flags for the device and the number of classes are resolved in place.
         mode: Mode.TRAIN: images are shuffled and augmented, and the last partial batch is dropped. Mode.EVAL: every
             image of the data set once, in order; the last batch may be smaller.
         state: return value of state() of this process's training loader; the new loader resumes at the next batch. If
@@ -74,11 +74,11 @@ def build_dataloader(args, mode, state=None, trained=None):
             folders. If None, the data set defines the labels.
     Returns:
         ShardIterator (a DALIGenericIterator), SyntheticIterator, or EmptyIterator for a process without validation
-        images. `len()` is the number of steps per epoch; in training, all processes have the same number. Attributes:
-        `step`: number of completed steps in the epoch; `data_set_size`: number of images in the split, summed over all
-        processes; `classes` and, for reports, `class_names`: names in label order; `digest`: readers.DataSet.digest, or
-        None for synthetic images; `class_images` (training only): number of images of each label, or None if it is
-        unknown.
+        images. `len()` is the number of steps per epoch, which is the same in all processes during training.
+        Attributes: `step`: number of completed steps in the epoch; `data_set_size`: number of images in the split,
+        summed over all processes; `classes` and, for reports, `class_names`: names in label order; `digest`:
+        readers.DataSet.digest, or None for synthetic images; `class_images` (training only): number of images of each
+        label, or None if it is unknown.
     Raises:
         UsageError: the data set cannot be used with these flags.
         DataError: an image in the first batches cannot be read or decoded.
@@ -461,7 +461,7 @@ def _rotate(images, degrees, seed):
 def _erase(images, probability, shape, mean, seed):
     """Fill a random rectangle of an image with the mean color, rounded to 8 bits, so that the rectangle is almost 0
     after normalization. Area (2% to a third of the image) and aspect ratio (0.3 to 1/0.3, uniform on a logarithmic
-    scale) are the defaults of timm. A rectangle that would be longer than the image is cut off.
+    scale) are the defaults of timm. A rectangle that would exceed the height or width of the image is shortened.
     (Zhong et al., "Random Erasing Data Augmentation", arXiv:1708.04896)
     """
     height, width = shape

@@ -1,8 +1,8 @@
 """Read named arrays from untrusted files: pickles written by this project or by Paddle, and NumPy's .npz files.
 
 `pickle.load` calls any function that a file specifies. `read_pickle` instead interprets the opcodes itself and calls no
-function from the file. Its time and memory are proportional to the file size, because no opcode can copy more bytes
-than the opcode occupies in the file.
+function from the file. Its time and memory are proportional to the file size, because each opcode copies at most as
+many bytes as it occupies in the file.
 """
 
 import contextlib
@@ -103,7 +103,7 @@ def interpret(file, size, objects):
         Exception: the file is damaged; the type of the exception varies.
     """
     stack, marks, memo = [], [], {}
-    to_encode = size  # limit on encoded characters, because a pickle could encode a memoized text many times
+    to_encode = size  # limit in characters, because a pickle could encode a memoized string many times
     for opcode, argument, _ in pickletools.genops(_Bounded(file, size)):
         match opcode.name:
             case "PROTO" | "FRAME":
@@ -162,7 +162,8 @@ def interpret(file, size, objects):
 
 
 class _Bounded:
-    """A binary file whose reads allocate at most the file's size, even if a pickle specifies a larger length."""
+    """A wrapper of a binary file. A read allocates at most as many bytes as the file contains, even if a pickle
+    specifies a larger length."""
 
     def __init__(self, file, size):
         self.readline, self._read, self._size = file.readline, file.read, size

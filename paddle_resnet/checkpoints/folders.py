@@ -36,7 +36,7 @@ from utils.files import finite, fsync, open_regular, written
 
 META = "meta.json"
 FORMAT = 2
-META_LIMIT = 16 << 20  # bytes; with 1,000 classes and 1,000 processes, the file size is 2 MB
+META_LIMIT = 16 << 20  # in bytes; meta.json of a run with 1,000 classes and 1,000 processes has 2 MB
 NVIDIAS_PREFIX = "resnet_50_paddle"
 MARKERS = ("latest", "best")
 _NAME = re.compile(r"(\d+)(?:_(\d+))?")
@@ -157,7 +157,7 @@ def _write_files(folder, files, meta):
 
 
 def _unmark(folder):
-    """Make the checkpoint in a folder invalid, and mark the folder for removal by clean()."""
+    """Invalidate the checkpoint in a folder, and mark the folder for removal by clean()."""
     _write_unfinished(folder, _own_files(folder))
     (folder / META).unlink(missing_ok=True)
 
@@ -369,8 +369,8 @@ def _listed_files(folder):
 
 
 def position(name):
-    """Parse the name of a checkpoint folder. Return (epoch, number of completed steps, or None for the end of the
-    epoch). If the name is not that of a checkpoint, return None."""
+    """Parse the name of a checkpoint folder. Return (epoch, step), where step is the number of completed steps, or None
+    for the end of the epoch. If `name` is not the name of a checkpoint, return None."""
     match = _NAME.fullmatch(name)
     return match and (int(match[1]), match[2] and int(match[2]))
 
@@ -477,9 +477,9 @@ def newest(root):
 
 
 def delete(folder):
-    """Delete a checkpoint, but keep files that this program did not write, and the target of a link. If the run is
-    killed during the deletion, the remaining files are not a valid checkpoint. If a file cannot be deleted, a warning
-    is logged."""
+    """Delete a checkpoint, except for files that this program did not write. If the folder is a link, delete only the
+    link. If the run is killed during the deletion, the remaining files are not a valid checkpoint. If a file cannot be
+    deleted, a warning is logged."""
     try:
         if folder.is_symlink():
             folder.unlink()

@@ -25,7 +25,7 @@ _MAX_DIMENSIONS = 8
 _ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _LEGACY_PROTOCOL = 1001
 _NESTED = ("state_dict", "model")  # keys under which training scripts save the weights
-_BFLOAT16 = "bfloat16"  # NumPy has no such type
+_BFLOAT16 = "bfloat16"  # placeholder, because NumPy has no bfloat16 type
 _STORAGES = {
     **{"FloatStorage": "<f4", "DoubleStorage": "<f8", "HalfStorage": "<f2", "BFloat16Storage": _BFLOAT16},
     **{"LongStorage": "<i8", "IntStorage": "<i4", "ShortStorage": "<i2", "CharStorage": "i1"},

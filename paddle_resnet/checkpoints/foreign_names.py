@@ -43,7 +43,8 @@ class Layout:
         epsilon: epsilon of batch normalization in the other projects.
         gate: (slope, offset) of the clipped linear function in squeeze-and-excitation, or None if the function is the
             same as in this project.
-        folded: layers that have a bias in this project, but a batch normalization in the other projects.
+        folded: layers that have a bias in this project, but are followed by a batch normalization in the other
+            projects.
     """
 
     projects: str
@@ -91,7 +92,7 @@ _BLOCKS_OF_PADDLECLAS = (
     (r"bb_(\d+)_(\d+)\.scale\.squeeze", "*.se.reduce"),
     (r"bb_(\d+)_(\d+)\.scale\.excitation", "*.se.expand"),
 )
-# Pooling layers have numbers but no weights, so that only the convolution of a shortcut (idpath) has names.
+# In a shortcut (idpath), the pooling layer is numbered but has no weights, so only the convolution needs rules.
 _XRESNET_OF_FASTAI = (
     *((rf"{i}\.0", f"stem.{i}.conv") for i in range(3)),
     *((rf"{i}\.1", f"stem.{i}.bn") for i in range(3)),
@@ -155,7 +156,8 @@ _SE_OF_TIMM = (
 
 
 def _mobilenet_v3_of_timm(last):
-    """Return the rules for a network in which the stage `last` consists of the convolution after the blocks."""
+    """Return the rules for a network whose last stage, number `last`, contains only the convolution after the
+    blocks."""
     ends = *_conv_bn(rf"blocks\.{last}\.0", "expand", r"\.conv", r"\.bn1"), ("conv_head", "head")
     return *ends, *_SE_OF_TIMM, *_TIMM
 
@@ -330,8 +332,8 @@ def _reshaped(array, shape, is_torch):
 
 
 def _translated(family, tensors):
-    """Translate names with the layout that matches most names. Returns (Layout, {name: (numbers of the block, path)},
-    names that match no rule). PyTorch's num_batches_tracked is omitted."""
+    """Translate names with the layout that matches the most names. Return (Layout, {name: (numbers of the block,
+    path)}, names that match no rule). PyTorch's num_batches_tracked is omitted."""
     prefix = "module." if all(name.startswith("module.") for name in tensors) else ""  # added by PyTorch's DataParallel
     results = []
     for layout in LAYOUTS[family]:

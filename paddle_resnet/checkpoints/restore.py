@@ -374,7 +374,7 @@ def _inherited_names(resumes, is_fine_tuning, keeps_asp):
 
 
 def _log_differences(folder, differing, resumes):
-    """Log the explicit flags that differ from those of a checkpoint, passed as {flag: (value, recorded value)}."""
+    """Log the explicit flags that differ from those of a checkpoint. `differing` is {flag: (value, recorded value)}."""
     saving = set(map(flag, of_kinds("saving"))) if resumes else set()
     changes = {name: f"{name} {text(now)} (was {text(old)})" for name, (now, old) in differing.items()}
     if harmless := [change for name, change in changes.items() if name in saving]:
@@ -402,7 +402,7 @@ def recorded_flags(folder, meta, arch):
         args = parsing.from_dict(meta["arguments"])
         recorded = args.model_arch_name
         if user_file.split(recorded) is None:
-            args.resolve("Python", model_arch_name=registered_name(recorded))  # the run folder has the same name
+            args.resolve("Python", model_arch_name=registered_name(recorded))  # the run folder has this name
     except UsageError as e:
         raise UsageError(f"{folder}: invalid arguments in {folders.META}: {e}") from e
     if user_file.split(recorded):
@@ -412,7 +412,7 @@ def recorded_flags(folder, meta, arch):
                 f"--model-arch-name {recorded} if you trust this file"
             )
         if user_file.split(arch) and network_name(arch) == network_name(recorded):
-            args.resolve("Python", model_arch_name=arch)  # the file may have moved
+            args.resolve("Python", model_arch_name=arch)  # the file may have been moved
             if user_file.sha256(arch) != meta.get("network_sha256"):
                 logger.warn(
                     f"--model-arch-name {arch}: the file has changed since the training of {folder}; check the changes"
@@ -432,7 +432,7 @@ def compare_classes(folder, meta, loader, is_fine_tuning):
     Args:
         folder, meta: result of origin.
         loader: result of dali.build_dataloader.
-        is_fine_tuning: whether the run fine-tunes the network, so that a different number of classes is intended.
+        is_fine_tuning: whether the run fine-tunes the network; a different number of classes is then intended.
     """
     before, now = recorded_classes(meta) or [], list(loader.classes)
     if is_fine_tuning and len(before) != len(now):
@@ -446,8 +446,8 @@ def compare_classes(folder, meta, loader, is_fine_tuning):
 
 
 def restore(checkpoint, lr_scheduler, loader, fetchs, place, *, iter_unit, is_averaged, is_verbose):
-    """Restore the position, the learning rate and the random number generators of a training run. Inside an epoch, also
-    restore the metric sums of the epoch and the BN statistics of this process.
+    """Restore the position, the learning rate and the random number generators of a training run. If the checkpoint was
+    saved within an epoch, also restore the metric sums of the epoch and the BN statistics of this process.
 
     Args:
         checkpoint: result of find.
@@ -483,7 +483,7 @@ def restore(checkpoint, lr_scheduler, loader, fetchs, place, *, iter_unit, is_av
             f"{checkpoint.folder}: cannot continue inside epoch {checkpoint.epoch}, so the epoch restarts with the "
             "checkpoint's parameters; to continue where it stopped, use the original data and flags"
         )
-    is_evaluating = bool(checkpoint.step) and not checkpoint.is_inside  # all steps of the epoch are done
+    is_evaluating = bool(checkpoint.step) and not checkpoint.is_inside  # only the evaluation of the epoch is pending
     done = timeline.batches(checkpoint.epoch) if is_evaluating else checkpoint.step
     done += timeline.batches_before(checkpoint.epoch)
     lr_scheduler.step(done // accumulate_steps)

@@ -2,10 +2,10 @@
 the newest checkpoint and to the checkpoint with the best evaluation.
 
 PREFIX.pdparams contains the parameters and BN statistics; PREFIX.pdopt contains the optimizer state, the learning rate,
-the loss scale and float32 master weights. With --ema, PREFIX.pdema has the format of PREFIX.pdparams, but contains EMA
-weights instead of the weights. variables.py reads these files. meta.json contains the position of the run and the state
-of each process's loader. Inside an epoch, each process has its own BN statistics. bn_rankN.npz contains the BN
-statistics of rank N > 0. folders.py writes, verifies and deletes the folders.
+the loss scale and float32 master weights. With --ema, PREFIX.pdema has the format of PREFIX.pdparams, but contains the
+EMA of each weight instead of its current value. variables.py reads these files. meta.json contains the position of the
+run and the state of each process's loader. Inside an epoch, each process has its own BN statistics. bn_rankN.npz
+contains the BN statistics of rank N > 0. folders.py writes, verifies and deletes the folders.
 """
 
 import contextlib
@@ -185,7 +185,7 @@ class Saver:
         """Update the best evaluation and the count for --patience. Every process must call record().
 
         Args:
-            stop: durations.Stop of the evaluation.
+            stop: durations.Stop at which the network was evaluated.
             result: result of program.run.
         Returns:
             whether this is the best evaluation so far. If several evaluations are equally good, the earliest is the
@@ -199,8 +199,8 @@ class Saver:
         return is_best
 
     def save_if_due(self, stop, trained, evaluated):
-        """Save a checkpoint at a stop if --save-interval requires it, if the evaluation is the best so far, or if the
-        run ends."""
+        """Save a checkpoint at a durations.Stop if --save-interval requires it, if the evaluation there is the best so
+        far, or if --patience ends the run."""
         step = stop.place().get("step")
         is_best = self.best is not None and _name_of(self.best) == _name(stop.epoch, step)
         if stop.saves or is_best or self.ends_early:
@@ -230,7 +230,7 @@ class Saver:
         """
         at = (epoch + 1, 0) if step is None else (epoch, step)
         if at == self._last and evaluated is None:
-            return  # no step has run since the last checkpoint or the resume
+            return  # no step has run since the last checkpoint or since the run resumed
         self._last = at
         watchdog.phase(f"checkpoint of epoch {epoch}")
         self.finish()
@@ -274,9 +274,9 @@ class Saver:
         self._pending = self._writer.submit(self._write, name, files, meta, [params, optimizer, averaged or {}])
 
     def save_on_error(self, error, epoch, step, trained):
-        """Save the state after an error if a resumed run can continue from this state: if a stop was requested, or if
-        an evaluation failed in a single-process run. In a multi-process run, nothing is saved after a failed
-        evaluation, because the other processes may be dead or in a different phase.
+        """Save the state after an error if a resumed run can continue from this state, which is the case if a stop was
+        requested, or if an evaluation failed in a single-process run. In a multi-process run, nothing is saved after a
+        failed evaluation, because the other processes may be dead or in a different phase.
 
         Args:
             error: the exception that ends the run.

@@ -31,7 +31,7 @@ AVERAGED = ".pdema"  # suffix of the file with the EMA weights (--ema)
 @dataclass(frozen=True)
 class LoadOptions:
     """How a run uses the weights that it loads. The options determine which differences between the checkpoint and the
-    program are errors, and the remedies in error messages.
+    program are errors, and which remedies the error messages suggest.
 
     Attributes:
         arch: value of --model-arch-name.
@@ -113,7 +113,7 @@ def load(options, folder, program, place, label=None, log=logger.info):
     _load_parameters(options, program, state, label, place)
     if others:
         optimizer = _read(f"{prefix}.pdopt", label)
-        if not optimizer:  # python -m paddle_resnet.weights wrote the checkpoint
+        if not optimizer:  # empty if `python -m paddle_resnet.weights` wrote the checkpoint
             raise UsageError(f"{label}: has no optimizer state; use --from-pretrained-params {folder}")
         _load_strictly(others, optimizer, label, place, "optimizer flags", options.is_verbose)
     if LOSS_SCALE in others and options.loss_scale is not None:
@@ -132,8 +132,8 @@ def _prefix(options, folder, label):
 
 
 def _evaluated(prefix):
-    """Return the path of the weights to evaluate: the EMA weights if the checkpoint contains them, otherwise the
-    weights."""
+    """Return the path of the weights to evaluate: PREFIX.pdema if the checkpoint contains this file, otherwise
+    PREFIX.pdparams."""
     path = Path(f"{prefix}{AVERAGED}")
     return path if folders.contains(path) else Path(f"{prefix}.pdparams")
 
@@ -185,15 +185,15 @@ def start_lookahead(program, place):
 
 
 def averaged(program, params):
-    """Return the content of PREFIX.pdema: `params` from snapshot with EMA weights instead of the weights. Return None
-    if the program has no EMA weights."""
+    """Return the content of PREFIX.pdema: `params` from snapshot, with each weight replaced by its EMA. Return None if
+    the program has no EMA weights."""
     names = averages.of(program)
     return {**params, **{name: read(average) for name, average in names.items()}} if names else None
 
 
 def load_pretrained(options, program, place):
     """Load the parameters of --from-pretrained-params. The optimizer keeps its initial state. With
-    --pretrained-mismatch skip-classifier, the classifier becomes 0 if its shape is different (Kolesnikov et al.,
+    --pretrained-mismatch skip-classifier, the classifier is set to zero if its shape differs (Kolesnikov et al.,
     arXiv:1912.11370, section 3.3); all other parameters must match.
 
     Raises:
