@@ -54,7 +54,7 @@ class Steps:
 
 class _Step:
     """A step for one batch size. Its input is on the device, and a buffer in host memory receives images before they
-    are copied."""
+    are copied to the device."""
 
     def __init__(self, network, size):
         args, images = network.args, network.images

@@ -165,7 +165,7 @@ def resolve_precision(precision, device):
 
 
 def _precision(description):
-    return description.get("precision", "float32")  # exports of earlier versions are in float32
+    return description.get("precision", "float32")  # exports from earlier versions are in float32
 
 
 def open_paddle(folder, device, logits=False):

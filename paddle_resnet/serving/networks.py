@@ -28,7 +28,7 @@ from utils.errors import UsageError
 
 @dataclass
 class Network:
-    """The inference network of a checkpoint, without masks or optimizer. See load_checkpoint and load_fast.
+    """The inference network of a checkpoint, without pruning masks or an optimizer. See load_checkpoint and load_fast.
 
     Attributes:
         args: flags of the training run, with the device and layout replaced by those of this network.

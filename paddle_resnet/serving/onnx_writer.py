@@ -74,8 +74,8 @@ def to_onnx(program, inputs, outputs, read, metadata, unsigned=False):
 
 
 def to_float16(model):
-    """Convert a model written by to_onnx to float16 in place, and return it. Input, output and softmax do not
-    change."""
+    """Convert a model written by to_onnx to float16 in place, and return it. The types of the input, output and softmax
+    do not change."""
     onnx = require("onnx")
     graph, nodes = model.graph, []
     half, single = onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT

@@ -43,7 +43,7 @@ FILTERS = {
 LAYOUTS = {"float32": "NCHW", "uint8": "NHWC"}
 MAX_PIXELS = 2**28  # maximum number of pixels in an image file, as in training
 MAX_JSON_BYTES = 2**24
-MAX_SIDE = 8192  # maximum side of resized images in pixels, as in training
+MAX_SIDE = 8192  # maximum height and width of resized images in pixels, as in training
 
 
 def _is_in(low, high, kinds):

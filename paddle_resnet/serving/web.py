@@ -49,7 +49,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-# The page loads nothing, and runs only its own script, even if a file or class name contains markup.
+# The page loads no external resources, and runs only its own script, even if a file or class name contains markup.
 POLICY = (
     "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; img-src blob: data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -152,7 +152,8 @@ def _json(content, status=200, headers=None):
 
 
 def _message(request, error):
-    """Return the message of an HTTPException, with a subject if Starlette has raised it."""
+    """Return the message of an HTTPException. If the exception is from Starlette, prepend the request's method and
+    path."""
     has_subject = ": " in error.detail
     return error.detail if has_subject else f"{request.method} {request.scope['path']}: {error.detail}"
 
@@ -201,7 +202,7 @@ async def _receive_uploads(request, max_bytes, max_images):
         raise
     except ValueError as e:  # the form declares a character set that cannot decode its names
         raise HTTPException(400, f"POST /predict: not a valid form ({e}); send image files, {EXAMPLE}") from e
-    if not tail.rstrip().endswith(b"--"):  # Starlette would omit the last image
+    if not tail.rstrip().endswith(b"--"):  # Starlette would omit the last image of an incomplete form
         raise HTTPException(400, f"POST /predict: the form is incomplete; send all its images, {EXAMPLE}")
     if not uploads:
         raise HTTPException(400, f"POST /predict: contains no images; send image files, {EXAMPLE}")
@@ -241,7 +242,7 @@ def url(listener):
 
 
 def allowed_hosts(listener, host):
-    """Return the host names that requests to a socket may contain; see create_app."""
+    """Return the host names that the Host headers of requests to a socket may contain; see create_app."""
     address = listener.getsockname()[0]
     if not is_loopback(listener):
         return ["*"]
@@ -253,8 +254,8 @@ def is_loopback(listener):
 
 
 class _Protocol(H11Protocol):
-    """A connection that is closed if no request arrives, or if the client does not read the response. Otherwise, such
-    clients could use all MAX_CONNECTIONS."""
+    """A connection that is closed if no request arrives, or if the client does not read the response. Otherwise, idle
+    clients could occupy all MAX_CONNECTIONS connections."""
 
     def connection_made(self, transport):
         super().connection_made(transport)
@@ -290,7 +291,7 @@ def serve(app, listener, announce=lambda: None):
     Args:
         app: result of create_app.
         listener: result of listen.
-        announce: function to call when the server can be stopped by a signal.
+        announce: function to call once the signal handlers are installed.
     """
     server, received = create_server(app), set()
 

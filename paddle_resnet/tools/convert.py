@@ -38,7 +38,7 @@ ORDER_SEED = 0
 INDEXED = ("recordio", "tfrecord", "webdataset")
 # {first bytes of a file: suffix} for all image formats except JPEG.
 MAGIC = ((b"\x89PNG", "png"), (b"BM", "bmp"), (b"II", "tif"), (b"MM", "tif"), (b"RIFF", "webp"))
-BLOCK = 64  # number of images per worker task; a RecordIO file or LMDB is synced to disk after each block
+BLOCK = 64  # number of images in a block (a worker's task); RecordIO and LMDB files are synced to disk after each block
 _LOCK = ".lock"
 NAMED = 10  # maximum number of undecodable images to list in a message
 
@@ -226,7 +226,7 @@ def _digest_of_files(images):
     digest = hashlib.sha256()
     for path in dict.fromkeys(image.path for image in images):
         for file in (path, os.path.join(path, "data.mdb")):
-            with contextlib.suppress(OSError):  # reading the image reports this error
+            with contextlib.suppress(OSError):  # a later read of the image reports this error
                 status = os.stat(file)
                 digest.update(f"{status.st_size} {status.st_mtime_ns}\n".encode())
     return digest.hexdigest()

@@ -3,7 +3,7 @@
 Worker processes import this module instead of dataset.py, because this module does not import Paddle.
 
 docs/data.md lists the file types that training accepts or rejects. The list was tested with DALI 2.4 on the CPU, using
-850 files: test images of Pillow, libjpeg-turbo and DALI, and images from recurser/exif-orientation-examples.
+850 files: test images from Pillow, libjpeg-turbo and DALI, and images from recurser/exif-orientation-examples.
 """
 
 import contextlib
@@ -145,8 +145,8 @@ def check_all(tasks, workers=None):
 
 
 def _images_of_folders(root, mode):
-    """List the images in class folders that list_folder rejects, except folders that cannot be listed. The label of an
-    image is the index of its class folder among the folders of both splits."""
+    """List the images in class folders, for a split that listing.images rejects. Folders that cannot be listed are
+    omitted. The label of an image is the index of its class folder among the folders of both splits."""
     folders = {mode: _listed_folders(Path(root) / mode.value) for mode in Mode}
     names = sorted({name for listed in folders.values() for name, _ in listed})
     return [

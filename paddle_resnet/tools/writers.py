@@ -95,8 +95,8 @@ class _RecordIOWriter:
 def recordio_record(payload):
     """Encode a RecordIO record: magic number, flag and length, payload, padding to a multiple of 4 bytes.
 
-    If the payload contains the magic number at a multiple of 4 bytes, the record is split at this position. Otherwise,
-    a reader that scans for the magic number would detect the start of a record inside the payload.
+    If the payload contains the magic number at an offset that is a multiple of 4 bytes, the record is split there.
+    Otherwise, a reader that scans for the magic number would detect the start of a record inside the payload.
 
     Args:
         payload: fewer than 2**29 bytes.
