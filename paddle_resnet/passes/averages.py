@@ -35,7 +35,8 @@ def add(main_prog, startup_prog, lr_scheduler, constants, decay, is_native):
         main_prog: the current Program.
         startup_prog: startup Program, which initializes the EMA variables with the weights.
         lr_scheduler: schedules.Schedule, which counts the steps.
-        constants: {variable name: name of its float32 value} for the BN running statistics and the frozen parameters.
+        constants: {variable name: name of the variable that contains its float32 value} for the BN running statistics
+            and the frozen parameters.
         decay: upper limit of the decay (see decay_at).
         is_native: whether fusion.fuse will replace the added operators with a custom operator, which does nothing in
             skipped steps.

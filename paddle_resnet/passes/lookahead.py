@@ -27,8 +27,8 @@ def add(main_prog, startup_prog, lr_scheduler, frozen, interval, alpha):
         main_prog: the current Program.
         startup_prog: startup Program, which initializes the slow weights with the weights.
         lr_scheduler: schedules.Schedule, which counts the steps.
-        frozen: {name of a frozen parameter: name of its float32 value}; the slow weights of these parameters do not
-            change.
+        frozen: {name of a frozen parameter: name of the variable that contains its float32 value}; the slow weights of
+            these parameters do not change.
         interval, alpha: values of --lookahead.
     """
     block, startup, updates = main_prog.global_block(), startup_prog.global_block(), table.updates(main_prog)

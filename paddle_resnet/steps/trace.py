@@ -34,7 +34,7 @@ def start(program, first_step, last_step, is_resume):
         first_step, last_step: the pass consists of the steps from first_step to last_step - 1.
         is_resume: whether --resume is set.
     Returns:
-        Trace; None in later passes, or if --resume continues after the first traced step.
+        Trace; None in later passes, or if the run resumes after the first traced step.
     Raises:
         UsageError: a traced step is outside the pass.
     """
