@@ -9,8 +9,8 @@ The script alternates between the measurements and runs each in a separate proce
 project, `worker` in this file for a baseline. All processes do the same work: AMP in float16, channels last, SGD with
 momentum 0.875, weight decay (except for BN), and label smoothing 0.1. Each step computes loss, top1 and top5, which the
 host reads one step later. All pending GPU work has finished when the clock starts and when it stops. Baselines use the
-usual settings: torch.autocast and GradScaler, cuDNN's algorithm search and a fused optimizer. torch.compile also
-compiles the loss and the accuracy. This project and the baselines decode with DALI's mixed decoder and the same
+usual settings: torch.autocast and GradScaler, cuDNN autotuning (cudnn.benchmark) and a fused optimizer. torch.compile
+also compiles the loss and the accuracy. This project and the baselines decode with DALI's mixed decoder and the same
 settings. The baselines use the dynamic executor, DALI's default; this project uses the older executor (see
 paddle_resnet/dali.py). This project pads images to 4 channels, as its recipes do; the baselines use 3 channels. For
 evaluation, the baselines convert all parameters to float16. On two GPUs, the batch size per process is the same as on

@@ -3,11 +3,11 @@
     python benchmarks/sweep.py --repeats 3 --flags "--data-format synthetic --data-layout NHWC --amp" \\
         --row "graph:" --row "no graph: --cuda-graph false" --row "two GPUs: GPUS=0,1 NCCL_ALGO=Ring"
 
-A row consists of a name and arguments that are added to --flags. Arguments NAME=VALUE before the first flag set
-environment variables. GPUS lists the GPUs to use; for several GPUs, Paddle's launcher starts one process per GPU. Each
-measurement runs in a separate process, by default `train.py --benchmark --run-scope train_only`. Each row is measured
---repeats times, in alternation with the other rows, so that a change in the machine's speed affects all rows. If
---flags contains a single flag, an equals sign is required: --flags=--amp.
+A row consists of a name and arguments that are added to --flags. Environment variables are set by arguments of the form
+NAME=VALUE before the first flag. GPUS lists the GPUs to use; for several GPUs, Paddle's launcher starts one process per
+GPU. Each measurement runs in a separate process, by default `train.py --benchmark --run-scope train_only`. Each row is
+measured --repeats times, in alternation with the other rows, so that a change in the machine's speed affects all rows.
+If --flags contains a single flag, an equals sign is required: --flags=--amp.
 """
 
 import argparse

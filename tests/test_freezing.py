@@ -119,8 +119,8 @@ def test_custom_kernels_match_paddle_with_frozen_layers(parse, monkeypatch, arch
     assert not [op.type for op in compiled._program.global_block().ops if op.type.startswith("depthwise")]
     for name, change in changes[0].items():
         difference = np.linalg.norm(changes[1][name] - change)
-        # The running variances have different denominators, and the gradients of some shifts consist of rounding
-        # errors.
+        # The two kinds of kernels use different denominators for the running variances, and the gradients of some
+        # shifts consist of rounding errors.
         assert difference <= 0.02 * np.linalg.norm(change) + 1e-6, name
 
 

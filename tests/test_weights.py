@@ -257,7 +257,7 @@ def test_published_models_have_valid_networks_and_flags(published_model):
     assert published_model.arch in models.MODELS
     settings = conversion._settings(published_model.arch, 1000, published_model.preprocessing)
     assert settings.resize_short > settings.crop_size == settings.image_shape[1]
-    if published_model.package:  # EfficientNet-Lite: the crop has a border of 16 pixels
+    if published_model.package:  # EfficientNet-Lite: 16 pixels are cropped on each side
         assert settings.resize_short == settings.crop_size + 32
     assert models.MODELS[published_model.arch].module in foreign_names.LAYOUTS
 

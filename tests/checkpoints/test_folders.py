@@ -1,4 +1,4 @@
-"""Checkpoint folders, tested without a network: validity checks, recovery after SIGKILL, listing and deletion."""
+"""Checkpoint folders, tested with dummy files: validity checks, recovery after SIGKILL, listing and deletion."""
 
 import errno
 import json

@@ -111,7 +111,7 @@ SLOW = ("ResNet18_vd, PaddleClas", "ResNet50_vd, timm", "ResNeXt50_32x4d, Paddle
 
 
 def converted(case):
-    """Convert the recorded network of a project with generated weights."""
+    """Generate weights for the recorded network of a project, and convert them to parameters of this project."""
     arch, project = case.split(", ")
     shapes, _ = other_projects.recorded()[case]
     params, projects = foreign_names.convert(MODELS[arch].module, other_projects.weights(shapes), own(arch))

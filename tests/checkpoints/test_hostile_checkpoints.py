@@ -428,8 +428,8 @@ def test_checkpoint_file_that_is_not_regular_is_rejected_quickly(tmp_path, valid
 
 
 def stray(root, valid):
-    """Create invalid checkpoint folders that appear newer than all checkpoints. Their meta.json files are invalid, or
-    are missing, pipes, devices or links.
+    """Create invalid checkpoint folders that appear newer than all checkpoints. Their meta.json files are missing, have
+    invalid content, or are pipes, folders or links.
 
     Returns:
         The number of created folders.

@@ -609,7 +609,8 @@ def test_run_with_stages_resumes_in_each_stage(run_train, uninterrupted, stop_be
     ids=["paddle", "native"],
 )
 def test_stages_share_all_variables(run_train, uninterrupted, monkeypatch, kernels):
-    """Synthetic images are the same in every step, so stages of the same size train like a run without stages."""
+    """Synthetic images are the same in every step, so stages with the same image size train like a run without
+    stages."""
     monkeypatch.setattr("paddle_resnet.dali.SYNTHETIC_SIZE", dict.fromkeys(_modes(), 26))
     flags = ["--data-format", "synthetic", "--ema", "0.9", "--epochs", "3", "--mixup", "0.2", *kernels]
     flags += ["--lookahead", "2,0.5"]

@@ -146,7 +146,7 @@ def test_files_with_damaged_meta_json_are_rejected(args, tmp_path):
 
 @pytest.mark.parametrize("change", ["deleted", "changed", "checkpoint is being deleted"])
 def test_ema_weights_that_change_after_the_check_are_an_error(args, tmp_path, change):
-    """The weights without EMA must not silently take the place of the EMA weights."""
+    """The raw weights must not silently be used in place of the EMA weights."""
     main = build(args, is_train=False)[-1]
     state = pickle.dumps({name: variable(name) for name in variables.variables(main)[0]}, protocol=4)
     files = {f"tiny.{suffix}": lambda f: f.write(state) for suffix in ("pdparams", "pdopt", "pdema")}

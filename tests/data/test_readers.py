@@ -167,7 +167,7 @@ def test_split_without_images_is_rejected(make, tmp_path, names):
 
 @pytest.mark.parametrize("name", ["train", "train/b"])
 def test_unlistable_folder_is_rejected(make, tmp_path, monkeypatch, name):
-    """The test simulates the error, because root could list a folder without permission."""
+    """The test simulates the error, because root could list a folder without read permission."""
     root, scandir = make("train/a/0.jpg", "train/b/0.jpg"), listing.os.scandir
 
     def denied(path):

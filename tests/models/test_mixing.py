@@ -173,7 +173,7 @@ def test_random_numbers_depend_on_seed_step_layer_and_rank():
     numbers = [tuple(random_numbers.generator(*key).integers(0, 2**62, 4)) for key in keys]
     assert len(set(numbers)) == len(keys)
     assert numbers == [tuple(random_numbers.generator(*key).integers(0, 2**62, 4)) for key in keys]
-    # Long sequences of consecutive steps and ranks do not overlap.
+    # The random numbers of consecutive steps and ranks do not overlap, even in long sequences.
     neighbors = [(0, step, "mix", rank) for step in range(3) for rank in range(2)]
     drawn = [random_numbers.generator(*key).integers(0, 2**62, 1000) for key in neighbors]
     assert len(np.unique(drawn)) == 1000 * len(neighbors)

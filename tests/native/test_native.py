@@ -37,7 +37,7 @@ GPU_SHAPES = [*SHAPES, *NARROW_SHAPES, (8, 28, 28, 100), (16, 7, 7, 2048), (32, 
 # Each tolerance is half a unit in the last place for results between 1 and 16, plus a margin for rounding errors in
 # sums.
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
-UNIT = {"float32": 0, "float16": 2**-10, "bfloat16": 2**-7}  # unit in the last place of 1
+UNIT = {"float32": 0, "float16": 2**-10, "bfloat16": 2**-7}  # unit in the last place (ulp) of the value 1
 IN_FLOAT32 = [(where, "float32", shape) for where in ("cpu", "emulated") for shape in SHAPES]
 IN_FLOAT32 += [("emulated", "float32", EMULATED_SHAPE)]
 IN_FLOAT32 += [pytest.param("gpu", "float32", shape, marks=pytest.mark.gpu) for shape in GPU_SHAPES]
@@ -505,7 +505,7 @@ def adam(p, g, m, v, step, decay):
 @pytest.mark.parametrize("unscale", [None, 1 / 128, 0])
 @pytest.mark.parametrize("where, dtype", UPDATED)
 def test_adamw(device, where, dtype, unscale):
-    """The reference is the third step in float64, starting with random moments. A scaling factor of 0 must skip the
+    """The reference is the third step, computed in float64 from random moments. A scaling factor of 0 must skip the
     update."""
     check_adam("native_adamw", where, dtype, unscale, lambda p, change, decay: change)
 

@@ -35,7 +35,7 @@ def test_pruning_keeps_two_of_four_weights(parse, algorithm, channels):
         assert_two_of_four(weight, algorithm)
         kept = weight != 0
         np.testing.assert_array_equal(weight[kept], before[name][kept])
-        # The algorithm mask_1d keeps the two largest weights of each group.
+        # The algorithm mask_1d keeps the two weights with the largest magnitudes in each group.
         if algorithm == "mask_1d":
             sums = np.sort(np.abs(before[name]).transpose(2, 3, 0, 1).reshape(-1, 4), axis=1)[:, 2:].sum()
             np.testing.assert_allclose(np.abs(weight).sum(), sums, rtol=1e-5)

@@ -43,8 +43,8 @@ def flat_cosine(t, epoch, n):
     return PEAK if t < flat else half_cosine(PEAK, LOW, (t - flat) / (n - flat))
 
 
-# {name: (flags, formula)}. Each formula is a function of the number of steps since the warm-up, the epoch, and the
-# total number of steps after the warm-up.
+# {name: (flags, formula)}. Each formula is a function of three values: the number of steps since the warm-up, the
+# epoch, and the total number of steps after the warm-up.
 FORMULAS = {
     "Cosine": (f"--min-lr {LOW}", lambda t, epoch, n: half_cosine(PEAK, LOW, t / n)),
     "Piecewise": ("--lr-decay-epochs 4,6.5 --lr-decay-factor 0.2", piecewise),

@@ -84,7 +84,7 @@ def test_fused_training_with_depthwise_convolutions_has_same_results(parse, monk
 
 @pytest.fixture
 def pointwise_kernels(monkeypatch):
-    """Also use the custom operator for filter gradients in float32, the only type that it supports on the CPU."""
+    """Apply the custom operator for filter gradients to float32, the only type that it supports on the CPU."""
     monkeypatch.setattr(fusion, "POINTWISE_TYPES", (paddle.float32,))
     monkeypatch.setattr(fusion, "POINTWISE_PIXELS", 1)
     monkeypatch.setattr(fusion, "_has_bfloat16_tensor_cores", lambda: True)

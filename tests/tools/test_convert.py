@@ -365,7 +365,7 @@ def test_unusable_lock_is_an_error(photos, tmp_path, capsys, make):
 
 
 def test_undecodable_image_to_resize_is_reported(photos, tmp_path, monkeypatch):
-    monkeypatch.setattr(convert, "ProcessPoolExecutor", ProcessPoolExecutor)  # a process sends the error
+    monkeypatch.setattr(convert, "ProcessPoolExecutor", ProcessPoolExecutor)  # a worker process sends the error
     shutil.copytree(photos, tmp_path / "photos")
     (tmp_path / "photos" / "train" / "class0" / "00.jpg").write_bytes(b"not an image")
     for to in ("tfrecord", "lmdb"):

@@ -17,8 +17,8 @@ UUIDS = {"GPU-aaaa": 0, "GPU-bbbb": 1}
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    """Simulate a container with 8 cores whose processes may use cores 0, 1, 3, 4, 70 and 127. Return the list of
-    bindings."""
+    """Simulate a container in which os.cpu_count() returns 8, but processes may use cores 0, 1, 3, 4, 70 and 127.
+    Return a list to which each binding is added."""
     bound = []
     monkeypatch.setattr(logger, "_quiet", False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
