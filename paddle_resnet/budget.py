@@ -21,7 +21,7 @@ from utils.errors import UsageError
 from utils.mode import Mode
 
 CHOSEN = ("epochs", "warmup_epochs")  # flags that choose() may set
-MEASURED = 0.02  # fraction of the budget for each measurement
+MEASURED = 0.02  # fraction of the budget to spend on each measurement
 MOST_STEPS = 200  # maximum number of steps to measure
 MOST_EPOCHS = 2**31 - 1  # maximum value of --epochs
 TOLERANCE = 0.1  # warn if the expected duration differs from the budget by more than this fraction

@@ -425,7 +425,7 @@ def _auto_augment(images, args, seeds):
 def _apply(operations, choice, images, options):
     """Apply one of the operations to each image. DALI evaluates the condition for each image."""
     if len(operations) == 1:
-        # The operations contain no conditional statements, so their code needs no conversion, which would take seconds.
+        # The operations contain no conditional statements, so skip DALI's code conversion, which would take seconds.
         return do_not_convert(operations[0].__call__)(images, **options)
     half = len(operations) // 2
     if choice < half:

@@ -77,7 +77,8 @@ def _gpu_rows(gpus, facts):
 
 
 def _library_facts():
-    """Return rows and settings that require importing Paddle, DALI or NVRTC. This function runs in a child process."""
+    """Return the rows and other results for which Paddle, DALI or NVRTC must be imported. This function runs in a child
+    process."""
     import paddle
 
     from paddle_resnet.machine import compat, gpus, libraries

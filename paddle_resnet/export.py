@@ -22,10 +22,10 @@ from utils.mode import Mode
 # image differ by less than TIE, rounding determines which of them is larger, so the predicted class may differ between
 # engines. Losses are computed from logits, because float32 probabilities below 1e-38 become zero and some engines clip
 # even larger probabilities.
-LOSS_TOLERANCE = 1e-4  # maximum difference of the mean losses; relative if the loss exceeds 1
+LOSS_TOLERANCE = 1e-4  # maximum difference between the mean losses; relative if the loss exceeds 1
 TIE = 1e-4
 PROBABILITY_TOLERANCE = 1e-4
-PADDLE_CLIP = 64  # Paddle's CPU kernels clip logits at the maximum minus 64, so recorded losses can be lower
+PADDLE_CLIP = 64  # Paddle's CPU kernels raise logits to at least the maximum minus 64, so recorded losses can be lower
 TRITON_MAX_BATCH = 64
 # Tolerances for quantized networks. An engine may round a sum differently, which can change an activation by one
 # quantization level.
@@ -228,7 +228,7 @@ def _write_texts(description, folder):
 
 def _write_int8(network, folder, engine, calibration):
     """Quantize a network in place, and write model.onnx. The batch normalizations of the network are already folded. A
-    network trained with --qat is already quantized, and its weight levels are unchanged."""
+    network trained with --qat is already quantized, and its quantized weights do not change."""
     from paddle_resnet.passes import quantization
     from paddle_resnet.serving.calibration import WEIGHT_BITS, quantize
 

@@ -34,7 +34,7 @@ UNSUPPORTED = (
 
 
 class Diverged(Exception):
-    """The loss diverges, so the search ends early."""
+    """Raised to end the search early, because the loss diverges."""
 
 
 class LossRecorder(meters.AverageMeter):
@@ -120,7 +120,7 @@ def parse(argv):
         value = getattr(args, name)
         if value:
             raise UsageError(f"{flag(name)}{'' if value is True else f' {value}'}: {remedy}")
-    # A benchmark neither evaluates nor saves, and repeats the data set if it has fewer batches than the search.
+    # Benchmark mode neither evaluates nor saves, and repeats the data set if the search needs more batches.
     args.set("lr_find", benchmark=True, profile_steps=None)
     return search, args
 
@@ -240,7 +240,7 @@ def _search(search, exe, training):
 
 
 def _write(search, args, folder, losses, ended_early):
-    """Write the curve and its drawing, and print the suggestion.
+    """Write the curve as data and as a plot, and print the suggestion.
 
     Returns:
         None, or the reason why there is no suggestion.

@@ -186,7 +186,8 @@ def _training(args, loader, startup_prog, lr_scheduler, class_images):
 
 
 def show_on_tensorboard(args, training, checkpoint):
-    """Return the training Work. If --tensorboard-dir is set, its loader also writes TensorBoard events."""
+    """Return the training Work. If --tensorboard-dir is set, the loader of the returned Work also writes TensorBoard
+    events."""
     if args.tensorboard_dir is None:
         return training
     from paddle_resnet.results import tensorboard

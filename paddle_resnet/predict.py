@@ -25,7 +25,7 @@ from utils.meters import latency_percentiles
 
 TOP = 5
 BENCHMARK_COLUMNS = ("latency_p50_ms", "latency_p90_ms", "latency_p99_ms", "ips", "memory_mib")
-BENCHMARK_S, BENCHMARK_STEPS = 2, 5  # minimum duration and number of steps of a measurement
+BENCHMARK_S, BENCHMARK_STEPS = 2, 5  # minimum duration and minimum number of steps of a measurement
 BENCHMARK_WARMUP_STEPS = 5
 MAX_LINE_BYTES = 4098  # maximum length of a path in Linux, plus a line break
 BATCH_SIZE = 32
@@ -97,7 +97,7 @@ def _images(description, paths, batch_size, device, threads, read):
                 yield from _alone(description, path, problem, device, threads, read, error)
             ahead.clear()
         else:
-            yield from ((files_read, None) for files_read in ahead)  # the files after the last valid image
+            yield from ((files_read, None) for files_read in ahead)  # only files without a valid image remain
             return
 
 
@@ -258,9 +258,9 @@ def top(probabilities, classes):
 
 
 def benchmark(models, batch_sizes, device):
-    """Measure each Model of an iterable on random images in host memory, including the copies from and to host memory.
-    Yield {"engine", "precision", "batch", "ips" (images/s), "latency_{mean,p50,p90,p95,p99}_ms", "memory_mib" (peak
-    memory of the engine so far, see memory.Peak)} for each model and batch size.
+    """Benchmark each Model of an iterable on random images in host memory. The times include the copies from and to
+    host memory. Yield {"engine", "precision", "batch", "ips" (images/s), "latency_{mean,p50,p90,p95,p99}_ms",
+    "memory_mib" (peak memory of the engine so far, see memory.Peak)} for each model and batch size.
 
     Args:
         models: iterable that opens each model when it is requested.
@@ -480,7 +480,7 @@ def _serve(args, model, device, listener):
         return (None, problem) if row is None else (top(row, model.description["classes"]), None)
 
     host, worker = _host(args), ThreadPoolExecutor(1)
-    worker.submit(classify, web.blank_image()).result()  # the first image takes longest
+    worker.submit(classify, web.blank_image()).result()  # warm up, because the first image takes longest
     limits = 10**6 * (args.serve_max_mb or MAX_MB), args.serve_max_images or MAX_IMAGES
     app = web.create_app(classify, worker, model.description, *limits, web.allowed_hosts(listener, host))
     if not web.is_loopback(listener):

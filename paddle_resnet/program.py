@@ -461,14 +461,14 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         only the rest of the epoch.
         data_time (wait for the loader), compute_time, batch_time: mean seconds per step.
         loss_scale: current loss scale, only with dynamic loss scaling.
-        With --benchmark, all metrics cover only the measured steps, and there are two additional metrics:
+        With --benchmark, all metrics cover only the measured steps, and there are additional metrics:
         latency_{mean,p50,p90,p95,p99}_ms: time between the dispatches of consecutive steps. On a GPU, the time from the
         dispatch of a batch to its result is longer, because the host is one step ahead.
         first_step_s: seconds from the start of the program until the host has the metrics of the first step.
         With Mode.EVAL: confusion (int64 [k, 3], one row per pair that occurred, sorted, with the columns label,
         predicted class, number of images) and class_top1 (float64 [C], NaN for a class without images).
         With --predictions or --report-html, on rank 0: predictions (float64 [images, 1 + 2 k] in the order of the data
-        set, with the columns label, the k = min(5, C) most probable classes, their probabilities).
+        set, with the columns label, the k = min(5, C) most probable classes, and their probabilities).
     Raises:
         Preempted: a stop was requested, and all processes stopped before the same step.
         RunError: --max-bad-steps consecutive losses were not finite.
@@ -749,7 +749,7 @@ def _over_all_processes(meters, clock, stopped):
     own |= {"steps": len(clock.batch_times), "time": sum(clock.batch_times), "data_time": sum(clock.data_times)}
     all_ranks = exchange.all_gather(list(own.values()))
     sums = dict(zip(own, all_ranks.sum(axis=0), strict=True))
-    largest = dict(zip(own, all_ranks.max(axis=0), strict=True))  # a process without images has 0 steps
+    largest = dict(zip(own, all_ranks.max(axis=0), strict=True))  # maximum, since a process without images has 0 steps
     if sums["stopped"]:
         raise Preempted
     result = {name: mean(sums[name, "sum"], sums[name, "finite"]) for name in meters}

@@ -25,7 +25,7 @@ MANY_IMAGES = 20_000  # minimum number of training images for ImageNet's augment
 FEW_IMAGES = 1_000  # below this number of training images, fine-tuning is regularized more strongly
 BATCHES_PER_EPOCH = 16
 LARGEST_BATCH = 64  # images per step
-BYTES_PER_PIXEL = 4096  # training memory per pixel of a batch; 2,800 measured for float32 EfficientNet-Lite0 on a CPU
+BYTES_PER_PIXEL = 4096  # in training, per pixel of a batch; measured: 2,800 for float32 EfficientNet-Lite0 on a CPU
 # {(is fine-tuned, is on a GPU): (training images over all epochs, minimum epochs, maximum epochs)}
 LENGTHS = {
     (True, True): (60_000, 10, 40),
@@ -187,7 +187,8 @@ def _choose_batches(settings, facts, is_fine_tuned):
 
 
 def _choose_augmentation(settings, facts, is_fine_tuned):
-    """Choose the augmentation by the number of images. See benchmarks/log/finetune_h200_2026-11-26.md."""
+    """Choose the augmentation based on the number of training images. See
+    benchmarks/log/finetune_h200_2026-11-26.md."""
     images = f"{facts.images} training images"
     has_many, has_few = facts.images >= MANY_IMAGES, is_fine_tuned and facts.images < FEW_IMAGES
     _set(
@@ -212,8 +213,8 @@ def _choose_training(settings, facts, is_fine_tuned):
         )
     _set(settings, kind, optimizer="AdamW" if is_fine_tuned else "Nesterov")
     if is_fine_tuned:
-        # The statistics of the pretrained network must fade within the run. With EfficientNet-Lite's momentum of 0.99,
-        # the old statistics still have a weight of one half after 70 steps.
+        # The BN statistics of the pretrained network must fade within the run. With EfficientNet-Lite's momentum of
+        # 0.99, the old statistics still have a weight of one half after 70 steps.
         _set(settings, kind, bn_momentum=0.9)
     rule = OPTIMIZERS[settings.optimizer]
     if "momentum" in rule.flags:

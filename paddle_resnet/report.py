@@ -59,7 +59,7 @@ def _tables(args):
 
 
 def resumes(args, checkpoint):
-    """Return whether the run appends to an existing report, because --resume is set or because the run continues the
+    """Return whether this run appends to an existing report, that is, whether --resume is set or this run continues the
     run that wrote the checkpoint."""
     trains = args.run_scope.trains and not args.benchmark
     return trains and (args.resume or (checkpoint is not None and checkpoint.resumes))
@@ -158,8 +158,8 @@ def start_line(args, train_loader, eval_loader, fused_operators, gradient_all_re
 
 
 def all_done(args, argv, checkpoint):
-    """Log that no steps remain if --resume is set. Otherwise, raise an error. If the run was killed before it wrote its
-    summary or its page, write them.
+    """If --resume is set, log that no steps remain; otherwise, raise an error. If the run was killed before it wrote
+    its summary or its HTML report, write them.
 
     Raises:
         UsageError: --resume is not set. With --resume, completed training is not an error, so that the same command can
@@ -184,7 +184,7 @@ def all_done(args, argv, checkpoint):
 
 
 def _complete(args, argv, checkpoint):
-    """Write the summary and the page of a completed training run if they are missing."""
+    """Write the summary and the HTML report of a completed training run if they are missing."""
     from paddle_resnet.results import reading
 
     path, meta = Path(args.report_file), checkpoint.meta
@@ -204,9 +204,9 @@ def _complete(args, argv, checkpoint):
 
 
 def advise_on_loader(args, epoch, trained):
-    """Warn if a GPU waits for the loader for more than a fifth of an epoch, and suggest a flag. On a CPU, there is no
-    warning: the network shares the cores with the loader, so waiting does not indicate a slow loader. A short first
-    epoch is ignored, because startup dominates it.
+    """Warn if a GPU waits for the loader for more than a fifth of the time of an epoch, and suggest a flag. On a CPU,
+    there is no warning: the network shares the cores with the loader, so waiting does not indicate a slow loader. A
+    short first epoch is ignored, because startup dominates it.
 
     Args:
         args: flags.

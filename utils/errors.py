@@ -5,7 +5,7 @@ import re
 
 def printable(text):
     """Escape characters that would end the line or control the terminal, such as \\n and \\x1b."""
-    if text.isprintable():  # much faster than checking each character
+    if text.isprintable():  # isprintable() is much faster than checking each character
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 

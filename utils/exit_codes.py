@@ -18,7 +18,7 @@ _NO_MEMORY = (
     *("ResourceExhaustedError", "bad_alloc", "Cannot allocate memory", "could not create a memory object"),
     *("could not create a primitive", "failed to map segment", *_NO_THREAD, _NO_FILE),
 )
-# Error numbers of paths that cannot be used. Even Path.exists() may raise such an error, for example if a parent folder
+# errno values for paths that cannot be used. Even Path.exists() may raise such an error, for example if a parent folder
 # is unreadable.
 _NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG)
 _NO_TEMPORARY_FOLDER = "No usable temporary directory"  # error message of Python's tempfile module
@@ -85,7 +85,7 @@ def _check_address_space():
 def _check_working_directory():
     try:
         os.getcwd()
-    except OSError as e:  # importing Paddle would also fail
+    except OSError as e:  # importing Paddle would also fail without a working directory
         raise RunError(f"working directory: cannot be used ({e.strerror}); change to a different folder") from e
 
 

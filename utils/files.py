@@ -111,8 +111,8 @@ def written(path, partial=None, sync=False):
 
 @contextlib.contextmanager
 def replaced(path):
-    """Write a file atomically, so that a reader, a second writer or a kill never leads to an incomplete file. The
-    target of a link is replaced. A device or a pipe is written directly.
+    """Write a file atomically: the file is never incomplete, even if it is read or written by other processes or if
+    this process is killed. The target of a link is replaced. A device or a pipe is written directly.
 
     Yields:
         the path to write to.

@@ -202,8 +202,8 @@ def _abandon(stream):
 
 
 def _prepare(stream):
-    """Make a standard stream accept every character, and return it. If the process does not have the stream, return a
-    null stream."""
+    """Make a standard stream accept every character, and return the stream. If the process does not have the stream,
+    return a null stream."""
     if stream is None:
         stream = open(os.devnull, "w")  # noqa: SIM115  open until the process ends
     if isinstance(stream, io.TextIOWrapper):

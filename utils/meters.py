@@ -47,7 +47,7 @@ class AverageMeter:
         """Add one batch of `n` samples.
 
         Args:
-            value: one number, the mean over the batch, or one number per sample.
+            value: either one number (the mean over the batch) or one number per sample.
             n: number of samples in the batch.
         Raises:
             DataError: a ratio is negative. The loss operator returns a negative ratio if a label is not a class.
@@ -142,7 +142,7 @@ class TopMeter:
         logits = np.asarray(logits, dtype=np.float64)
         assert len(logits) == n, f"{len(logits)} rows of logits for {n} images"
         classes = np.argsort(-logits, axis=1, kind="stable")[:, : self._k]
-        with np.errstate(invalid="ignore"):  # logits may not be finite
+        with np.errstate(invalid="ignore"):  # some logits may be NaN or infinite
             probabilities = np.exp(logits - logits.max(axis=1, keepdims=True))
         probabilities /= probabilities.sum(axis=1, keepdims=True)
         is_number = ~np.isnan(np.take_along_axis(logits, classes, axis=1))

@@ -18,7 +18,7 @@ def integer(least, most=2**31 - 1):
         allowed = f"use a whole number from {least} to {most}"
         try:
             value = int(text)
-        except ValueError as e:  # also raised for numbers with more than 4,300 digits
+        except ValueError as e:  # int() also rejects numbers with more than 4,300 digits
             raise argparse.ArgumentTypeError(f"'{short(text)}' is not a whole number; {allowed}") from e
         if value < least:
             raise argparse.ArgumentTypeError(f"{short(text)} is too small; {allowed}")

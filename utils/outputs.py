@@ -67,8 +67,8 @@ def _has_content(path):
 
 
 def _identity(path):
-    """Return a value that is equal for two paths to the same file. For a device such as /dev/null, all values differ,
-    because several outputs may use the device."""
+    """Return a value that is equal for two paths to the same file. For a device such as /dev/null, each call returns a
+    different value, because several outputs may use the device."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):

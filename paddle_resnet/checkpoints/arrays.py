@@ -72,7 +72,7 @@ def _opened(path, content):
 
 @contextlib.contextmanager
 def errors():
-    """Convert every exception that an untrusted file causes to UnreadableError."""
+    """Convert every exception caused by an untrusted file to an UnreadableError."""
     try:
         yield
     except OSError as e:

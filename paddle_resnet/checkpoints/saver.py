@@ -282,7 +282,7 @@ class Saver:
             error: the exception that ends the run.
             epoch: the epoch.
             step: number of completed steps of the epoch; ignored if `trained` is None.
-            trained: training metrics up to that step, or None if training is not complete.
+            trained: training metrics up to that step, or None if the error occurred in training.
         Raises:
             Preempted: a stop was requested; the message states how to continue.
         """

@@ -98,7 +98,7 @@ def load(options, folder, program, place, label=None, log=logger.info):
         folder: folder with PREFIX.pdparams and, for a training program, PREFIX.pdopt. folders.prefix determines PREFIX.
         program: training or evaluation Program whose startup program has run.
         place: device of the program.
-        label: name of the checkpoint in messages; None for the folder.
+        label: name of the checkpoint in messages; if None, the path of the folder.
         log: function that logs a message if EMA weights are loaded.
     Returns:
         whether the weights are already pruned.

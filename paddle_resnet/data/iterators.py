@@ -1,9 +1,9 @@
 """Iterators that provide batches to Paddle. One pass over an iterator is one epoch.
 
 Every iterator yields `[{"data": images, "label": labels}]`, with Paddle tensors that the Executor accepts as inputs:
-images [N, C, H, W] or [N, H, W, C] in float32 or float16, labels [N, 1] in int64. After an epoch, `reset()` starts the
-next epoch. After `write_into({name: tensor})`, ShardIterator copies each full batch into the tensors; the other classes
-in this module ignore the call. adapted() wraps any other iterable in this interface.
+images [N, C, H, W] or [N, H, W, C] in float32 or float16, and labels [N, 1] in int64. After an epoch, `reset()` starts
+the next epoch. After `write_into({name: tensor})`, ShardIterator copies each full batch into the tensors; the other
+classes in this module ignore the call. adapted() wraps any other iterable in an object with this interface.
 """
 
 import base64

@@ -253,8 +253,8 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
         num_of_class: number of network outputs, or None for any number.
         skip: names of images that the caller will drop. They are listed without a check that they are regular files.
         classes: class name of each output of a trained network, used to assign labels to the folders; None if the
-            folders define the labels. Names that are all numbers represent unnamed classes, and are ignored if they
-            match no folder.
+            folders define the labels. The names "0", "1", ... stand for unnamed classes, and are ignored if no folder
+            has one of these names.
     Returns:
         (paths relative to image_root, labels, names of the class folders)
     Raises:
@@ -451,7 +451,7 @@ def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, trai
 
     Args:
         image_root: the folder that contains the list.
-        mode: Mode.TRAIN reads train.txt, Mode.EVAL val.txt.
+        mode: Mode.TRAIN reads train.txt, Mode.EVAL reads val.txt.
         num_of_class: number of network outputs, or None for any number.
         allow_outside: whether the list may contain paths outside image_root. Symbolic links in image_root may always
             point outside image_root.
@@ -517,7 +517,7 @@ def check_listed(image_root, mode, files):
             listed -= {entry.name for entry in entries if entry.name in listed and _type(entry) == "file"}
         for name in sorted(listed):
             file = os.path.join(folder, name)
-            if not os.path.isfile(os.path.join(image_root, file)):  # the file system may ignore case
+            if not os.path.isfile(os.path.join(image_root, file)):  # file systems may ignore case, unlike `listed`
                 raise UsageError(
                     f"{os.path.join(image_root, mode.value)}.txt: {file} is missing or not a regular file; "
                     "remove the line"
@@ -602,7 +602,7 @@ def _type(entry):
             return "file"
         if entry.is_dir():
             return "folder"
-    except OSError:  # for example, a link to itself
+    except OSError:  # for example, the entry is a link to itself
         pass
     return "link" if entry.is_symlink() and not os.path.exists(entry.path) else "other"
 
@@ -722,7 +722,7 @@ def class_names(image_root, num_of_class=None, trained=None):
         classes = text.split("\n") if text else []
         if any(len(name) > _NAME_LIMIT for name in classes):
             raise ValueError(f"a line exceeds {_NAME_LIMIT} characters")
-    except (OSError, ValueError) as e:  # ValueError, for example, for text that is not UTF-8
+    except (OSError, ValueError) as e:  # ValueError: for example, the text is not UTF-8
         reason = getattr(e, "strerror", None) or e
         raise UsageError(f"{path}: cannot be read ({reason}); write one class name per line, or remove it") from e
     if num_of_class is not None and len(classes) > num_of_class:

@@ -47,7 +47,7 @@ class DataSet:
             batch, so that every process runs the same number of steps. ShardIterator removes the repeated images.
         digest: sha256 that identifies the images and their order. The hash covers the names and labels of image files.
             For record files, the hash covers the file names, the offsets of the records, and the labels that were read.
-        files, labels: file name below image_root and label (int64 array) of each image, in list order; None for record
+        files, labels: path relative to image_root and label (int64 array) of each image, in list order; None for record
             files, whose labels are not read in advance.
         has_reader: whether `read` adds a DALI reader with the given name.
     """

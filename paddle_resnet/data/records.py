@@ -18,7 +18,7 @@ from utils.files import open_regular
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".tif", ".tiff", ".webp")
 IMAGE_EXTENSIONS = tuple(suffix[1:] for suffix in IMAGE_SUFFIXES)
 RECORDIO_MAGIC = 0xCED7230A
-RECORDIO_HEAD = struct.Struct("<IfQQ")  # number of extra labels, label, two image numbers
+RECORDIO_HEAD = struct.Struct("<IfQQ")  # fields: number of extra labels, label, two numbers that identify the image
 TFRECORD_OVERHEAD = 16  # bytes per record in addition to the payload: length and two checksums
 LABEL_DIGITS = 9  # maximum length of a label in a tar file; the DALI pipeline uses the same limit
 TFRECORD_IMAGE, TFRECORD_LABEL = "image/encoded", "image/class/label"

@@ -169,8 +169,8 @@ def stop_agreed():
 
     A rank that receives a signal publishes the number of a later step at which all ranks stop. Each rank reads the
     store every STOP_POLL_STEPS steps. No rank is more than three steps ahead of other ranks, because a rank reads the
-    metrics of step n-2 before step n, and these metrics follow the all-reduces of step n-3. Therefore all ranks read
-    the published number before they reach that step, without waiting for each other.
+    metrics of step n-2 before step n, and these metrics become available only after the all-reduces of step n-3.
+    Therefore all ranks read the published number before they reach that step, without waiting for each other.
     """
     global _polls
     _polls += 1

@@ -70,12 +70,12 @@ def start(seed, device, data_layout, kernels, needs_serial_run):
     build_strategy = strategy.build_strategy
     build_strategy.enable_inplace = False  # the Executor applies this pass later, to the compiled program
     if kernels == "native" or device == "cpu":
-        # Fleet must not fuse operators before fusion.py. The fused operator has no CPU kernel.
+        # Fleet must not fuse operators before fusion.py does. The fused operator has no CPU kernel.
         build_strategy.fuse_bn_add_act_ops = False
     strategy.build_strategy = build_strategy
     fleet.init(is_collective=True, strategy=strategy)
     if processes.world_size() > 1 and device == "cpu":
-        # Fleet would add operators that set up NCCL to the startup program, even on a machine without NCCL.
+        # Fleet would add NCCL setup operators to the startup program, even on a machine without NCCL.
         CollectiveHelper._init_communicator = lambda self, *args, **kwargs: None
         compat.start_gloo(_prepare_for_gloo)
 

@@ -94,7 +94,7 @@ def arguments(values):
     """Convert {name: value} to command-line arguments.
 
     Raises:
-        UsageError: a name is unknown, or a value is a boolean because a string in YAML is not quoted.
+        UsageError: a name is unknown, or YAML converted a string without quotes to a boolean.
     """
     result = []
     for key, value in values.items():
@@ -117,7 +117,7 @@ def _unknown_arguments(arguments):
 
 
 def _unknown(kind, argument, known):
-    bare = {name.lstrip("-"): name for name in known}  # the dashes would make all flags similar
+    bare = {name.lstrip("-"): name for name in known}  # dashes would make all flags similar to each other
     normalized = argument.lstrip("-").replace("_", "-")
     if normalized in ALIASES:
         meant = (

@@ -81,7 +81,7 @@ class Settings:
 
     @property
     def run(self):
-        """The settings of the entire run if these settings belong to a stage; otherwise, the settings themselves."""
+        """If these settings belong to a stage, the settings of the entire run; otherwise, these settings."""
         return self._run
 
     def stage(self):
