@@ -125,8 +125,8 @@ def test_custom_kernels_match_paddle_with_frozen_layers(parse, monkeypatch, arch
 
 
 def test_frozen_batch_norm_uses_running_statistics(parse):
-    """Frozen BN layers are affine maps. The gradient that the stem's shift receives through them does not depend on the
-    other images of the batch."""
+    """Frozen BN layers are affine maps, so the gradient that the first layer receives through them for an image does
+    not depend on the other images of the batch."""
     args = parse("--freeze", "stages.0,stages.1,classifier", "--lr", "0.1", "--momentum", "0", "--weight-decay", "0")
     [(images, labels)] = random_batches(1)
     changes = []

@@ -1,4 +1,4 @@
-"""The learning-rate finder: its steps are those of train.py, and it does not affect the run in the same folder."""
+"""The learning-rate finder: its steps equal those of train.py, and it does not affect a run in the same folder."""
 
 import json
 import math

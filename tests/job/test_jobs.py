@@ -358,7 +358,7 @@ def test_processes_stop_if_launcher_is_killed(photos, tmp_path):
     process.wait()
     wait_until(lambda: not processes_with(tmp_path), 60)
     log = (tmp_path / "log/workerlog.0").read_text()
-    # The log of rank 0 reports the stop and the process that received the first signal.
+    # The log of rank 0 reports whether rank 0 or another process received the first signal.
     assert re.search(
         r"stopped by (SIGTERM|a signal to another process); continue with the same command and --resume", log
     )

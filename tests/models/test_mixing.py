@@ -51,8 +51,8 @@ def test_cutmix_draws_box_and_counts_pixels():
             if side[0] == side[-1] == 0:
                 assert side.sum() % 2 == 0
         ratios.append(ratio)
-    # A box with the height r * H and the width r * W and a uniformly distributed center covers, after clipping, the
-    # fraction (r - r^2 / 4)^2 of the image on average, where r^2 = 1 - ratio.
+    # After clipping, a box of height r * H and width r * W with a uniformly distributed center covers on average the
+    # fraction (r - r^2 / 4)^2 of the image, where r^2 = 1 - ratio.
     areas = [(r - r**2 / 4) ** 2 for r in np.sqrt(np.linspace(0, 1, 10001))]
     assert 1 - np.mean(ratios) == pytest.approx(np.mean(areas), abs=0.03)
 

@@ -302,8 +302,8 @@ def centers(svg, css):
 
 
 def test_chart_places_points_at_their_values():
-    """The y axis is logarithmic if the largest value is more than 30 times the smallest. The circle of a marked point
-    has the same center as the point."""
+    """The y axis is logarithmic if the largest value is more than 30 times the smallest. The circle that marks a point
+    is centered on the point."""
     for values, kind in (((1.0, 5.5, 10.0), {}), ((1.0, 10.0, 100.0), {}), ((0.0, 50.0, 100.0), {"from_zero": True})):
         points = list(enumerate(values, 1))
         svg = curves.chart([("a", "train", points)], mark=(*points[1], "<1>"), **kind)

@@ -534,7 +534,7 @@ def test_page_shows_predictions_in_chromium(start, tmp_path):
         browser.screenshot(tmp_path / "page.png")
         bars = "getComputedStyle(document.querySelector('li i'), '::before').width"
         assert float(browser.evaluate(bars).removesuffix("px")) > 100
-        # There is neither a script error nor a violation of the security policy.
+        # Apart from the expected status 422, there is neither a script error nor a violation of the security policy.
         kinds = ("Runtime.exceptionThrown", "Log.entryAdded")
         (failure,) = [event["params"] for event in browser.events if event["method"] in kinds]
         assert "the server responded with a status of 422" in failure["entry"]["text"]

@@ -102,7 +102,7 @@ def test_loader_on_different_device_keeps_its_own_tensors(monkeypatch):
 
 
 def test_step_is_captured_again_if_tensor_moves(run_train, tmp_path, fake, monkeypatch):
-    """After a tensor has moved, the old graph would still use its previous memory."""
+    """After a tensor has moved, the old graph would still use the tensor's previous memory."""
     expected = results(run_train, tmp_path / "plain", "--cuda-graph", "false")
     evaluate = averages.evaluate
 

@@ -187,7 +187,7 @@ def test_finished_files_are_not_rewritten(photos, tmp_path, to):
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()}
     convert.convert(photos, output, to, shards=shards, workers=1)
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()} == before
-    # Remove only the file that marks the conversion as complete.
+    # Mark the conversion as incomplete, but keep all record files.
     manifest = json.loads((output / "convert.json").read_text())
     (output / "convert.json").write_text(json.dumps({**manifest, "complete": False}))
     done = []

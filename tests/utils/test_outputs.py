@@ -10,7 +10,7 @@ from utils.errors import UsageError
 
 @pytest.fixture
 def root(tmp_path):
-    """Create a run folder with a checkpoint, a data set, and links to both, and return their parent folder."""
+    """Create a data set, a run folder that contains a checkpoint, and links to both. Return their parent folder."""
     (tmp_path / "run/3").mkdir(parents=True)
     (tmp_path / "run/.lock").touch()
     for name in ("tiny.pdparams", "tiny.pdopt"):
