@@ -21,6 +21,7 @@ import paddle_resnet  # noqa: F401  sets environment variables before Paddle is 
 import numpy as np
 import paddle
 import pytest
+from nvidia.dali._utils import dali_trace
 from paddle import static
 from paddle.base.layers import math_op_patch
 from paddle.distributed.launch import main as launcher
@@ -53,6 +54,9 @@ NHWC = ["--data-layout", "NHWC", "--image-shape", "4,32,32"]
 # test time of this process.
 paddle.base.framework.traceback = SimpleNamespace(extract_stack=list)
 math_op_patch.inspect = SimpleNamespace(stack=lambda: [None, (None, "a test", 0)])
+
+# DALI also stores the call stack in each operator, for error messages.
+dali_trace.set_tracing(enabled=False)
 
 # Before a program first runs, the Executor applies a pass that reuses memory and rebuilds all Python objects of the
 # program. On a CPU, this pass would take a tenth of this process's test time. Processes that tests start still apply

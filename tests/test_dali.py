@@ -12,7 +12,7 @@ from nvidia.dali.plugin.paddle import DALIGenericIterator
 from PIL import Image
 
 from conftest import TINY, assert_one_error, frozen
-from helpers import epoch, take
+from helpers import NETWORK_EXAMPLE, epoch, take
 from paddle_resnet import dali
 from paddle_resnet.data import listing, readers
 from paddle_resnet.job import processes
@@ -31,24 +31,25 @@ def numbered(tmp_path):
     return tmp_path
 
 
-@pytest.fixture(scope="session")
-def distinct(tmp_path_factory):
+@pytest.fixture
+def distinct(once, convert_here):
     """Create 37 images per split in every storage format and return {--data-format: --image-root}. The label identifies
     the image."""
-    root = tmp_path_factory.mktemp("distinct")
-    roots = {
-        "folder": root / "folder",
-        "filelist": root / "folder",
-        **{name: root / name for name in convert.RECORD_FORMATS},
-    }
-    for split in ("train", "val"):
-        for i in range(37):
-            (root / "folder" / split / f"{i:02d}").mkdir(parents=True)
-            Image.new("RGB", (36, 36), (6 * i, 0, 0)).save(root / "folder" / split / f"{i:02d}" / "x.png")
-        (root / "folder" / f"{split}.txt").write_text("".join(f"{split}/{i:02d}/x.png {i}\n" for i in range(37)))
-    for name in convert.RECORD_FORMATS:
-        convert.convert(root / "folder", roots[name], name, shards=5 if name in convert.SHARDED else None, workers=2)
-    return roots
+
+    def make(root):
+        for split in ("train", "val"):
+            for i in range(37):
+                (root / "folder" / split / f"{i:02d}").mkdir(parents=True)
+                Image.new("RGB", (36, 36), (6 * i, 0, 0)).save(root / "folder" / split / f"{i:02d}" / "x.png")
+            lines = "".join(f"{split}/{i:02d}/x.png {i}\n" for i in range(37))
+            (root / "folder" / f"{split}.txt").write_text(lines)
+        for name in convert.RECORD_FORMATS:
+            convert.convert(
+                root / "folder", root / name, name, shards=5 if name in convert.SHARDED else None, workers=1
+            )
+
+    root = once("distinct", make)
+    return {"filelist": root / "folder", **{name: root / name for name in ("folder", *convert.RECORD_FORMATS)}}
 
 
 def load(parse, root, mode, *flags):
@@ -391,7 +392,9 @@ def test_undecodable_image_in_large_batch_stops_the_run(train_process, tmp_path,
         picture.resize((500, 375)).save(folder / f"{i:02d}.jpg")
     broken = folder / "05.jpg"
     broken.write_bytes(BROKEN[damage](broken.read_bytes()))
-    flags = ["--model-arch-name", "ResNet18", "--device", device, "--run-scope", scope]
+    network = tmp_path / "network.py"
+    network.write_text(NETWORK_EXAMPLE)
+    flags = ["--model-arch-name", f"{network}:Net", "--device", device, "--run-scope", scope]
     flags += ["--batch-size", "32", "--benchmark"]
     places = ["--image-root", tmp_path, "--output-dir", tmp_path / "o", "--report-file", tmp_path / "r.json"]
     done = train_process(*TINY, *flags, *places)
@@ -816,6 +819,7 @@ def test_training_order_of_every_format_depends_on_seed(parse, distinct, data_fo
     assert orders(1) != orders(2)
 
 
+@pytest.mark.usefixtures("convert_here")
 @pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
 def test_every_format_decodes_every_image_type(parse, tmp_path, data_format):
     pixels = np.random.RandomState(0).randint(0, 255, (40, 48, 3), dtype=np.uint8)
@@ -842,7 +846,10 @@ def test_every_format_decodes_every_image_type(parse, tmp_path, data_format):
 
 @pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
 @pytest.mark.parametrize("mode", Mode)
-@pytest.mark.parametrize(("batches", "buffer"), [(0, 5), (3, 4096), (8, 5), (13, 5), (15, 4096)])
+@pytest.mark.parametrize(
+    ("batches", "buffer"),
+    [(0, 5), (3, 4096), (13, 5), *(pytest.param(*case, marks=pytest.mark.soak) for case in ((8, 5), (15, 4096)))],
+)
 def test_pipeline_checkpoint_resumes_with_same_batches(distinct, monkeypatch, data_format, mode, batches, buffer):
     monkeypatch.setattr(readers, "SHUFFLE_BUFFER", buffer)
     data_set = readers.open_split(str(distinct[data_format]), data_format, mode, 37, seed=5)
