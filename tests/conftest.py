@@ -401,8 +401,8 @@ def losses(report):
 
 
 def assert_two_of_four(weight, algorithm="mask_1d"):
-    """Check that in filters [out, in, height, width], at most two weights of each group of four consecutive input
-    channels are nonzero. For two-dimensional algorithms, also check groups of four consecutive filters."""
+    """Check that in each group of four consecutive input channels of a filter [out, in, height, width], at most two
+    weights are nonzero. For two-dimensional algorithms, also check groups of four consecutive filters."""
     rows = weight.transpose(2, 3, 0, 1).reshape(-1, weight.shape[1])
     assert (np.count_nonzero(rows.reshape(-1, 4), axis=1) <= 2).all()
     if algorithm != "mask_1d":

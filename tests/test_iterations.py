@@ -1,5 +1,5 @@
-"""Runs with --iter-unit batch, which train for an exact number of steps and evaluate and save at intervals of steps. In
-these tests, an epoch has three steps."""
+"""Runs with --iter-unit batch, which train for an exact number of steps and evaluate and save at intervals that are
+measured in steps. In these tests, an epoch has three steps."""
 
 import numpy as np
 import pytest

@@ -202,7 +202,7 @@ def test_unknown_model_is_an_error():
 
 
 UNIFORM = 3**-0.5  # standard deviation of a uniform distribution between -1 and 1
-TRUNCATED = 0.8796  # standard deviation of a normal distribution that is truncated at 2
+TRUNCATED = 0.8796  # standard deviation of a standard normal distribution that is truncated at -2 and 2
 
 
 @pytest.mark.parametrize(

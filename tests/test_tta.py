@@ -89,7 +89,7 @@ def roots(tmp_path_factory):
 
 
 def table(path):
-    """Return the probabilities [images, classes] of a CSV file of predictions."""
+    """Return the probabilities [images, classes] in a CSV file of predictions."""
     with open(path, newline="") as f:
         rows = list(csv.DictReader(f))
     return np.array(

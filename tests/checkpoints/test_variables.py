@@ -1,4 +1,4 @@
-"""Loading and saving of parameters and optimizer state."""
+"""Loading and saving parameters and optimizer state."""
 
 import pickle
 

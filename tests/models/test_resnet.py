@@ -19,8 +19,8 @@ from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
 
 DEPTHS = (1, 2, 1, 1)
 D = {"stem": "deep", "shortcut_pool": "average"}
-# {case: (block, options, the first two logits)}. The logits were recorded after a comparison had shown that the
-# networks match timm's networks.
+# {case: (block, options, the first two logits)}. The logits were recorded after the networks had been compared with
+# timm's networks.
 VARIANTS = {
     "plain": (BasicBlock, {}, (8.99438685, 3.35155227)),
     "D": (BottleneckBlock, D, (-1.00816479, 2.13002953)),

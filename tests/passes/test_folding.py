@@ -1,4 +1,4 @@
-"""Folding of batch normalization into the preceding convolution."""
+"""Folding batch normalization into the preceding convolution."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Opening and writing of files. The tests of each command cover errors for unusable files."""
+"""Opening and writing files. The tests of each command cover errors for unusable files."""
 
 import os
 
