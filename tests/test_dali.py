@@ -445,8 +445,8 @@ def random_image(side, low=0, high=255):
 
 @pytest.fixture
 def without_flips(parse, copies):
-    """Return a function that reads an epoch of copies of an image, undoes the flips, and returns an array [N, 32, 32,
-    3] with values from 0 to 255.
+    """Return a function that reads an epoch of copies of an image, undoes the flips, and returns pixels from 0 to 255
+    as an array [N, 32, 32, 3].
 
     To detect flips, the function also reads an epoch without augmentation flags. Augmentation must not change which
     images are flipped.
