@@ -28,16 +28,16 @@ libraries.prepare()
 # can require 7 GB of memory.
 os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(2**28))
 
-# Paddle issues this warning for each training program, although the behavior is normal for batch normalization.
+# Suppress Paddle's warning that training programs track global BN statistics, because this behavior is normal.
 warnings.filterwarnings("ignore", message="When training, we now always track global mean and variance")
-# Paddle 3 issues this warning at import, although this project does not use ccache.
+# Suppress Paddle 3's warning about a missing ccache, because this project does not use ccache.
 warnings.filterwarnings("ignore", message="No ccache found")
-# DALI issues this warning with --balanced-sampling. The warning is harmless, because the loader state contains the
-# position of the external source.
+# Suppress a warning that DALI issues with --balanced-sampling. The warning is harmless, because the loader state
+# contains the position of the external source.
 warnings.filterwarnings("ignore", message="Checkpointing enabled in a pipeline with external source")
 
-# DALI issues this warning if a loader restores only the image order, for example after the batch size has changed
-# (--sizes). The warning is harmless, because data/iterators.py counts the batches itself.
+# Suppress a warning that DALI issues if a loader restores only the image order, for example after the batch size has
+# changed (--sizes). The warning is harmless, because data/iterators.py counts the batches itself.
 logging.getLogger().addFilter(lambda record: not record.getMessage().startswith("Iterator data was not saved"))
 
 # If Paddle was imported before this package, the environment variables above have no effect, so switch off PIR mode

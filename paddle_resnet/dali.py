@@ -334,7 +334,7 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
     std = [s / args.normalize_scale for s in args.normalize_std]
     if mode is Mode.TRAIN:
         # DALI assigns seeds in the order of the random operators in the graph. The optional augmentations have explicit
-        # seeds, so that they do not change the random numbers of crop and flip.
+        # seeds, so that they do not change the random numbers for cropping and flipping.
         seeds = np.random.SeedSequence([args.dali_random_seed, shard_id]).generate_state(11).tolist()
         images = _random_resized_crop(args, encoded, decoder, resize, seeds[5])
         mirror = fn.random.coin_flip(probability=0.5)
@@ -390,7 +390,7 @@ def _random_resized_crop(args, encoded, decoder, resize, seed):
         return resize(decode(encoded, **decoder))
     if on_cpu == args.batch_size:
         return resize(decode(encoded, device="cpu")).gpu()
-    # DALI evaluates the condition for each image. The number of images that the CPU decodes is constant, so that
+    # DALI evaluates the condition below for each image. The number of images that the CPU decodes is constant, so that
     # neither branch is ever empty; DALI cannot checkpoint an operator whose batch was empty.
     if fn.batch_permutation(seed=seed) < on_cpu:
         images = resize(decode(encoded, device="cpu")).gpu()
@@ -423,7 +423,7 @@ def _auto_augment(images, args, seeds):
 
 
 def _apply(operations, choice, images, options):
-    """Apply one of the operations to each image. DALI evaluates the condition for each image."""
+    """Apply one of the operations to each image. DALI evaluates `choice < half` for each image."""
     if len(operations) == 1:
         # The operations contain no conditional statements, so skip DALI's code conversion, which would take seconds.
         return do_not_convert(operations[0].__call__)(images, **options)
@@ -460,8 +460,8 @@ def _rotate(images, degrees, seed):
 
 def _erase(images, probability, shape, mean, seed):
     """Fill a random rectangle of an image with the mean color, rounded to 8 bits, so that the rectangle is almost 0
-    after normalization. Area (2% to a third of the image) and aspect ratio (0.3 to 1/0.3, uniform on a logarithmic
-    scale) are the defaults of timm. A rectangle that would exceed the height or width of the image is shortened.
+    after normalization. The ranges of area (2% to a third of the image) and aspect ratio (0.3 to 1/0.3, uniform on a
+    logarithmic scale) are timm's defaults. A rectangle that would exceed the height or width of the image is shortened.
     (Zhong et al., "Random Erasing Data Augmentation", arXiv:1708.04896)
     """
     height, width = shape

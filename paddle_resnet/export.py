@@ -45,7 +45,7 @@ class Calibration(NamedTuple):
         image_root: folder of a data set, whose training images are used.
         method: "percentile": the range that covers 99.99 % of the values; "entropy": the range that minimizes the
             Kullback-Leibler divergence between the values and the quantized values.
-        images: maximum number of images.
+        images: maximum number of images to use.
     """
 
     image_root: str
@@ -85,8 +85,8 @@ def export(
         int8: engine for which model.onnx is quantized, "onnxruntime" or "tensorrt"; implies onnx. If None, model.onnx
             is float32, unless the checkpoint was trained with --qat: then model.onnx is quantized for onnxruntime.
         calibration: Calibration for int8, or None for a checkpoint trained with --qat.
-        precision: "float32" or "float16". In float16, input, output and softmax remain float32, and Paddle can run the
-            network only on a GPU.
+        precision: "float32" or "float16". In float16, the input, the output and the softmax remain float32, and Paddle
+            can run the network only on a GPU.
     Returns:
         content of model.json.
     Raises:
@@ -265,7 +265,7 @@ def _write_onnx(network, folder, unsigned=False, tolerance=PROBABILITY_TOLERANCE
 
 
 def _verify(network, folder, image_root, device):
-    """Evaluate the checkpoint and the exported networks with all validation images, and compare the results. The
+    """Evaluate the checkpoint and the exported networks on all validation images, and compare the results. The
     checkpoint and model.onnx run on the CPU.
 
     Args:

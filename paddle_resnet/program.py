@@ -88,7 +88,7 @@ def create_feeds(image_shape):
 
 
 def create_fetchs(out, feeds, class_num, label_smoothing=0, mode=Mode.TRAIN):
-    """Add loss and accuracy to the current program.
+    """Add the loss and the accuracy to the current program.
 
     Args:
         out: logits [N, class_num].
@@ -165,7 +165,8 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_sche
         startup_prog: static.Program to fill. Do not run the startup program of an evaluation program that shares the
             parameters of a training program.
         step_each_epoch: training batches per epoch, for the learning rate.
-        is_train: whether to build the training program, with backward pass and optimizer, or the evaluation program.
+        is_train: whether to build the training program, which includes the backward pass and the optimizer, or the
+            evaluation program.
         lr_scheduler: schedule to share between training programs; if None, build creates a schedule.
         class_images: number of training images of each class, from the loader; required by --class-weights balanced.
     Returns:
@@ -457,7 +458,7 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         dict of metrics, aggregated over all processes:
         loss, top1, top5: means over images. The loss is the mean of the finite losses, or NaN if no loss is finite.
         not_finite: number of images whose loss is NaN or infinite, if there are any.
-        images, steps, epoch_time (seconds), ips (images/s). If a run resumes inside an epoch, steps and times cover
+        images, steps, epoch_time (seconds), ips (images/s). If a run resumes within an epoch, steps and times cover
         only the rest of the epoch.
         data_time (wait for the loader), compute_time, batch_time: mean seconds per step.
         loss_scale: current loss scale, only with dynamic loss scaling.
@@ -582,7 +583,7 @@ class _Pass:
         """Start the trace or the measurement if it begins at step `step`."""
         if self._trace is not None:
             self._trace.before(step, self._drain, self._clock)
-        # Discard the metric sums of the previous epoch or of the warm-up. A run that resumes inside an epoch begins at
+        # Discard the metric sums of the previous epoch or of the warm-up. A run that resumes within an epoch begins at
         # a later step, so its meters keep the sums from the checkpoint.
         if step == self._measured_from:
             self._drain()

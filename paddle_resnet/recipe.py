@@ -1,4 +1,4 @@
-"""--choose-recipe: choose network, weights, recipe and precision for the data set and the machine.
+"""--choose-recipe: choose the network, weights, recipe and precision for the data set and the machine.
 
 Values are chosen only for flags that are not explicit. --show-config prints the reason for each choice as the origin of
 the value. A resumed run inherits the recorded values instead, because the data set may have changed.

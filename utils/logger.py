@@ -2,8 +2,8 @@
 
 The report has the format of NVIDIA's dllogger. Each line consists of `DLLL ` and a JSON object with timestamp,
 datetime, elapsedtime, type, step and data. `step` is "PARAMETER", [epoch, step], [epoch] or [] (the summary of the
-run). Whenever a run starts or resumes, it first writes a "PARAMETER" line, after all checks have passed. If a resumed
-run repeats a step, the later line supersedes the earlier one.
+run). When a run starts or resumes, its first line is a "PARAMETER" line, written after all checks have passed. If a
+resumed run repeats a step, the later line supersedes the earlier one.
 """
 
 import contextlib

@@ -4,8 +4,8 @@ from enum import Enum
 
 
 class Mode(Enum):
-    """Training or evaluation. The value is the name of the split in a data set (train/, val.txt), and the prefix of
-    metrics in logs and reports (val.loss)."""
+    """Training or evaluation. The value of a mode is the name of its split in a data set (train/, val.txt), and the
+    prefix of its metrics in logs and reports (val.loss)."""
 
     TRAIN = "train"
     EVAL = "val"

@@ -1,1 +1,2 @@
-"""Save and restore runs: folders on disk, the variables in them, the state to save, the checkpoint to start from."""
+"""Save and restore runs: checkpoint folders, their variables, the saved state, and the choice of the initial
+checkpoint."""

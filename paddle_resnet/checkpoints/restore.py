@@ -72,7 +72,7 @@ class StartCheckpoint:
 
     @property
     def is_inside(self):
-        """Return whether the run continues inside an epoch."""
+        """Return whether the run continues within an epoch."""
         return bool(self.step) and self.step < self.meta["steps_each_epoch"]
 
     @property
@@ -459,7 +459,7 @@ def restore(checkpoint, lr_scheduler, loader, fetchs, place, *, iter_unit, is_av
         iter_unit: value of --iter-unit.
         is_averaged, is_verbose: see variables.load_statistics.
     Returns:
-        The checkpoint, with step 0 if the loader cannot continue inside the epoch.
+        The checkpoint, with step 0 if the loader cannot continue within the epoch.
     """
     timeline = lr_scheduler.timeline
     accumulate_steps = timeline.accumulate_steps

@@ -1,10 +1,10 @@
-"""Save checkpoints as OUTPUT_DIR/ARCH/EPOCH/ or, inside an epoch, EPOCH_STEP/. The links `latest` and `best` point to
-the newest checkpoint and to the checkpoint with the best evaluation.
+"""Save checkpoints as OUTPUT_DIR/ARCH/EPOCH/ or, within an epoch, as OUTPUT_DIR/ARCH/EPOCH_STEP/. The links `latest`
+and `best` point to the newest checkpoint and to the checkpoint with the best evaluation.
 
 PREFIX.pdparams contains the parameters and BN statistics; PREFIX.pdopt contains the optimizer state, the learning rate,
 the loss scale and float32 master weights. With --ema, PREFIX.pdema has the format of PREFIX.pdparams, but contains the
 EMA of each weight instead of its current value. variables.py reads these files. meta.json contains the position of the
-run and the state of each process's loader. Inside an epoch, each process has its own BN statistics. bn_rankN.npz
+run and the state of each process's loader. Within an epoch, each process has its own BN statistics. bn_rankN.npz
 contains the BN statistics of rank N > 0. folders.py writes, verifies and deletes the folders.
 """
 
@@ -34,7 +34,7 @@ from utils.errors import RunError, UsageError
 
 def check_folder(folder, checkpoint, starts, overwrite, resume):
     """Check that the folder for the checkpoints of a run can be created and written, and does not contain checkpoints
-    of another run. The folder is not created yet.
+    of another run. This function does not create the folder.
 
     Args:
         folder: result of folders.run_folder.
@@ -280,7 +280,7 @@ class Saver:
 
         Args:
             error: the exception that ends the run.
-            epoch: the epoch.
+            epoch: current epoch.
             step: number of completed steps of the epoch; ignored if `trained` is None.
             trained: training metrics up to that step, or None if the error occurred in training.
         Raises:

@@ -212,7 +212,7 @@ def load_pretrained(options, program, place):
         _check_number_of_classes(options, state, parameters, ends(program).last, label)
     _load_parameters(options, program, state, label, place, skipped)
     for name in skipped:
-        # Random logits would cause large gradients, which damage the pretrained layers in the first steps.
+        # Random logits would cause large gradients, which would damage the pretrained layers in the first steps.
         zeros = np.zeros(parameters[name], np.float32)
         set_variable(name, zeros, place)
         _set_master(name, zeros, others, place)

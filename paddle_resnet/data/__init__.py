@@ -1,1 +1,1 @@
-"""Data sets: storage formats, and the iterators that feed them to Paddle."""
+"""Data sets: their storage formats, and the iterators that feed their images to Paddle."""

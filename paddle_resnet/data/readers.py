@@ -158,8 +158,8 @@ class BalancedSampler:
     """Draws an endless sequence of training batches for one process (--balanced-sampling).
 
     Each image of an epoch is drawn in two steps: first a class from all classes that have images, then an image of this
-    class. Class and image are drawn uniformly and with replacement. The draws depend only on seed, epoch, rank and the
-    number of images per epoch.
+    class. Both are drawn uniformly and with replacement. The draws depend only on seed, epoch, rank and the number of
+    images per epoch.
 
     Args:
         data_set: DataSet with labels.

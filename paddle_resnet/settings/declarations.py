@@ -30,8 +30,8 @@ MAX_BELOW_ONE = 0.9999999  # float32 would round larger values to 1, and optimiz
 # batches: whether the flag determines the order or the content of the training batches.
 # depends_on: other flags. If one of these flags is explicit and differs from its value in the checkpoint, the declared
 #     flag is not inherited.
-# used_by: (other flag, the values of the other flag for which this flag has an effect), such as the schedule that
-#     uses the flag; None if the flag always has an effect.
+# used_by: (other flag, the values of the other flag for which the declared flag has an effect), for example the
+#     schedules that use the declared flag; None if the declared flag always has an effect.
 # before: value to assume for checkpoints that are older than the flag; None for the default.
 Declaration = namedtuple("Declaration", "kind batches depends_on used_by before")
 

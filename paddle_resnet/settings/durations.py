@@ -20,7 +20,7 @@ class Stop(NamedTuple):
     saves: bool = True
 
     def place(self):
-        """Return {"step": completed batches} for log entries inside an epoch, or {} at the end of the epoch."""
+        """Return {"step": completed batches} for log entries within an epoch, or {} at the end of the epoch."""
         return {} if self.ends_epoch else {"step": self.step}
 
 

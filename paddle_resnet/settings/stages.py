@@ -36,7 +36,7 @@ def parse(text):
 
 
 def _parse_entry(entry):
-    """Return {field: value} for an entry of --sizes. Batch size and learning rate factor are optional."""
+    """Return {field: value} for an entry of --sizes. The batch size and the learning rate factor are optional."""
     fields = {
         "size": numbers.side,
         "first_epoch": numbers.not_negative,
