@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import warnings
@@ -38,15 +39,34 @@ FLAGS = {
 
 
 @pytest.fixture
-def trained(run_train, tmp_path):
-    """Train for one epoch and return (checkpoint folder, evaluation metrics)."""
+def trained(one_block, once, run_train, tmp_path):
+    """Train for one epoch and return (copy of the checkpoint folder, evaluation metrics). Tests with the same flags
+    share one run."""
 
     def trained(*flags):
-        code, report = run_train(*flags)
-        assert code == 0
-        return tmp_path / "output/Tiny/0", phase(report, [0], "val.")
+        def make(folder):
+            code, report = run_train(*flags, "--output-dir", folder)
+            assert code == 0
+            (folder / "metrics.json").write_text(json.dumps(phase(report, [0], "val.")))
+
+        folder = shutil.copytree(once("_".join(["trained_for_export", *flags]), make), tmp_path / "output")
+        return folder / "Tiny/0", json.loads((folder / "metrics.json").read_text())
 
     return trained
+
+
+@pytest.fixture
+def checkpoint_of(once, run_train):
+    """Return a function that trains a network for one epoch and returns the checkpoint folder. Tests share the run."""
+
+    def checkpoint_of(arch):
+        def make(folder):
+            flags = ["--model-arch-name", arch, "--run-scope", "train_only", "--output-dir", folder]
+            assert run_train(*flags)[0] == 0
+
+        return once(f"{arch}_for_export", make) / arch / "0"
+
+    return checkpoint_of
 
 
 @pytest.mark.parametrize(
@@ -128,14 +148,13 @@ def test_onnx_file_matches_paddle_inference(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "tensorrt"])
 @pytest.mark.parametrize("arch", ["Tiny", "TinyMobile"])
-def test_int8_network_is_quantized_for_its_engine(run_train, photos, tmp_path, capsys, arch, engine):
+def test_int8_network_is_quantized_for_its_engine(checkpoint_of, photos, tmp_path, capsys, arch, engine):
     """All inputs of convolutions, residual additions and the classifier are quantized. BN is folded into the
     convolutions."""
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
-    assert run_train("--model-arch-name", arch, "--run-scope", "train_only")[0] == 0
     flags = ["--int8", "--calibrate", str(photos), "--int8-engine", engine, "--calibration-images", "20"]
-    assert export.main([str(tmp_path / f"output/{arch}/0"), str(tmp_path / "exported"), *flags, "--uint8"]) == 0
+    assert export.main([str(checkpoint_of(arch)), str(tmp_path / "exported"), *flags, "--uint8"]) == 0
     assert f"model.onnx: INT8 for {engine}, calibrated with 20 training images (percentile)" in capsys.readouterr().out
     graph = onnx.load(tmp_path / "exported/model.onnx").graph
     constants = {constant.name: onnx.numpy_helper.to_array(constant) for constant in graph.initializer}
@@ -249,10 +268,9 @@ def run_in_float32(folder, images):
 
 @pytest.mark.parametrize("arch", ["Tiny", "TinyMobile"])
 @pytest.mark.parametrize("uint8", [False, True], ids=["normalized", "uint8"])
-def test_float16_export(run_train, photos, tmp_path, capsys, arch, uint8):
+def test_float16_export(checkpoint_of, photos, tmp_path, capsys, arch, uint8):
     onnx = pytest.importorskip("onnx")
-    assert run_train("--model-arch-name", arch, "--run-scope", "train_only")[0] == 0
-    checkpoint, folder = tmp_path / f"output/{arch}/0", tmp_path / "half"
+    checkpoint, folder = checkpoint_of(arch), tmp_path / "half"
     flags = ["--precision", "float16", "--onnx", *(["--uint8"] if uint8 else [])]
     assert export.main([str(checkpoint), str(folder), *flags]) == 0
     description = json.loads((folder / "model.json").read_text())
@@ -350,7 +368,7 @@ def test_verify_compares_logits_of_network_with_saturated_probabilities(
 ):
     """Nearly all probabilities are 0 or 1. For a probability of 0, Paddle's evaluation limits the loss to 64."""
     onnx = importlib.util.find_spec("onnxruntime") is not None
-    checkpoint, recorded = trained("--lr", "5")
+    checkpoint, recorded = trained("--lr", "10")
     assert 5 < recorded["loss"] <= 65
     real = export._write_paddle
 
