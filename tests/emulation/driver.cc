@@ -5,6 +5,9 @@
 // depend on the order of memory accesses, and does not support float16, because float16 conversions are written in GPU
 // assembly.
 
+#undef _FORTIFY_SOURCE  // whose longjmp rejects jumps between stacks
+
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -33,6 +36,8 @@ Dim threadIdx, blockIdx, blockDim, gridDim;
 // CUDA error codes.
 constexpr int kInvalidValue = 1, kNotFound = 500, kLaunchFailed = 719;
 
+// Each fiber runs one thread after another. setjmp and longjmp switch fibers, because each switch by
+// setcontext, which starts them, makes a system call.
 class Block {
  public:
   // Runs `kernel` in all threads of block blockIdx. Returns false if some threads wait at a barrier, but others have
@@ -43,45 +48,57 @@ class Block {
     fibers_.resize(std::max(fibers_.size(), count));
     kernel_ = [](const void *kernel) { (*static_cast<const Kernel *>(kernel))(); };
     argument_ = &kernel;
-    for (size_t i = 0; i < count; ++i) start(fibers_[i]);
+    for (size_t i = 0; i < count; ++i) fibers_[i].has_ended = false;
     for (size_t ended = 0; ended < count;) {
       for (size_t i = 0; i < count; ++i) {
         current_ = &fibers_[i];
         threadIdx = {static_cast<unsigned>(i % blockDim.x), static_cast<unsigned>(i / blockDim.x), 0};
-        swapcontext(&scheduler_, &current_->context);
+        resume();
         ended += current_->has_ended;
       }
-      if (ended != 0 && ended != count) return false;
+      if (ended != 0 && ended != count) {
+        fibers_.clear();  // fibers at a barrier cannot run another kernel
+        return false;
+      }
     }
     return true;
   }
 
-  void wait() { swapcontext(&current_->context, &scheduler_); }
+  static void wait() {
+    if (_setjmp(current_->state) == 0) _longjmp(scheduler_, 1);
+  }
 
  private:
   static constexpr size_t kStackBytes = 64 << 10;
   struct Fiber {
-    ucontext_t context;
-    std::unique_ptr<char[]> stack{new char[kStackBytes]};
+    jmp_buf state;
+    std::unique_ptr<char[]> stack;
     bool has_ended;
   };
 
   static void enter() {
-    kernel_(argument_);
-    current_->has_ended = true;
+    for (;;) {
+      kernel_(argument_);
+      current_->has_ended = true;
+      wait();
+    }
   }
 
-  void start(Fiber &fiber) {
-    fiber.has_ended = false;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = kStackBytes;
-    fiber.context.uc_link = &scheduler_;
-    makecontext(&fiber.context, enter, 0);
+  // Runs the current fiber up to its next barrier or its end.
+  __attribute__((noinline)) static void resume() {
+    if (_setjmp(scheduler_) != 0) return;
+    if (current_->stack) _longjmp(current_->state, 1);
+    current_->stack.reset(new char[kStackBytes]);
+    static ucontext_t context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = current_->stack.get();
+    context.uc_stack.ss_size = kStackBytes;
+    makecontext(&context, enter, 0);
+    setcontext(&context);
   }
 
   std::vector<Fiber> fibers_;
-  ucontext_t scheduler_;
+  inline static jmp_buf scheduler_;
   inline static Fiber *current_;
   inline static void (*kernel_)(const void *);
   inline static const void *argument_;
