@@ -14,7 +14,7 @@ from paddle_resnet import export, models, predict
 COVERED = {"ResNet34", "ResNet101", "ResNet152", "EfficientNet_Lite0", "EfficientNet_Lite1"}
 # Together, these networks contain every kind of layer that occurs in the other networks.
 QUICK = {"XSEResNeXt50_Mish_SA", "GhostNet", "MobileNetV3_Large"}
-FLAGS = ["--device", "cpu", *NHWC, "--kernels", "native", "--epochs", "2", "--print-interval", "1", "--lr", "0.01"]
+FLAGS = ["--device", "cpu", *NHWC, "--kernels", "native", "--print-interval", "1", "--lr", "0.01"]
 FLAGS += ["--dropout", "0.2", "--drop-path", "0.2", "--interp", "linear", "--asp", "--prune-model"]
 
 
@@ -29,18 +29,18 @@ def test_network_in_every_command(run_train, losses_with_a_stop, fake, monkeypat
     assert code == 0
     expected = losses(report)
     assert fake.made[0].launches > 0
-    checkpoint = tmp_path / "output" / arch / "1"
+    checkpoint = tmp_path / "output" / arch / "0"
     assert_pruned(pickle.loads((checkpoint / "tiny.pdparams").read_bytes()), capsys.readouterr().out)
 
     # Captured and uncaptured steps have the same losses, even if the run with uncaptured steps is stopped inside an
     # epoch and resumed.
-    assert losses_with_a_stop(4, *flags, "--resume", "--cuda-graph", "false") == expected
+    assert losses_with_a_stop(2, *flags, "--resume", "--cuda-graph", "false") == expected
 
     # Evaluations in NCHW with Paddle's kernels and in NHWC with custom kernels have the same loss.
     evaluation = ["--run-scope", "eval_only", "--from-checkpoint", checkpoint, "--image-shape", "4,32,32"]
     code, report = run_train("--model-arch-name", arch, *evaluation)
     assert code == 0
-    assert phase(report, [], "val.")["loss"] == pytest.approx(expected[1, "val"], rel=1e-4)
+    assert phase(report, [], "val.")["loss"] == pytest.approx(expected[0, "val"], rel=1e-4)
 
     has_onnx = importlib.util.find_spec("onnxruntime") is not None
     export.export(checkpoint, tmp_path / "exported", onnx=has_onnx, verify=photos)
@@ -64,7 +64,7 @@ def assert_pruned(parameters, output):
 @pytest.mark.soak
 @pytest.mark.parametrize("arch", ARCHS)
 def test_two_processes_keep_the_same_parameters(launch, tmp_path, arch):
-    report, _ = launch(2, "--model-arch-name", arch, *FLAGS, "--few-blocks", "--epochs", "1", "--batch-size", "4")
+    report, _ = launch(2, "--model-arch-name", arch, *FLAGS, "--few-blocks", "--batch-size", "4")
     assert phase(report, [0], "train.")["images"] == 24
     first, second = (np.load(tmp_path / f"job0/epoch0_rank{rank}.npz") for rank in range(2))
     assert len(first.files) > 50
