@@ -28,7 +28,7 @@ TOLERANCE = 0.1  # warn if the expected duration differs from the budget by more
 
 
 class Times(NamedTuple):
-    """Measured durations in seconds: training on one batch, one evaluation, and writing one checkpoint."""
+    """Measured durations, in seconds, of training on one batch, of one evaluation, and of writing one checkpoint."""
 
     batch_s: float
     evaluation_s: float

@@ -580,7 +580,7 @@ class _Pass:
         self._clock.resume()
 
     def prepare(self, step):
-        """Start the trace or the measurement if it begins at step `step`."""
+        """If the trace or the measurement begins at step `step`, start it."""
         if self._trace is not None:
             self._trace.before(step, self._drain, self._clock)
         # Discard the metric sums of the previous epoch or of the warm-up. A run that resumes within an epoch begins at

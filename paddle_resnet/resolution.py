@@ -40,7 +40,7 @@ def resolve(settings, mode=Mode.TRAIN):
 
 
 def resolve_data(settings, mode):
-    """If the settings are not frozen, resolve the flags that a loader needs. Raises the errors of resolve_device,
+    """If the settings are not frozen, resolve the flags that a loader needs. Raises the same errors as resolve_device,
     resolve_loader and resolve_classes."""
     if not settings.is_frozen:
         resolve_device(settings)

@@ -60,7 +60,7 @@ def read_npz(path, content=None):
     """
     with errors(), _opened(path, content) as file:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in zipfile.ZipFile(file).infolist()):
-            raise UnreadableError("compressed files are not supported")  # a small file could expand to any size
+            raise UnreadableError("compressed files are not supported")  # a small archive could expand to any size
         file.seek(0)
         with np.load(file, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}

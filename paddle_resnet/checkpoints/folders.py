@@ -13,8 +13,8 @@ that this program did not write are never deleted. Checkpoints of other programs
 kept.
 
 There are two ways to write a checkpoint (--checkpoint-commit). "rename" writes the folder under a hidden name and then
-renames it. "marker" is for storage without atomic renames, and writes to NAME/ directly: first NAME/.unfinished, and
-last meta.json.
+renames it. "marker" is for storage without atomic renames, and writes directly to NAME/, beginning with .unfinished and
+ending with meta.json.
 """
 
 import contextlib
@@ -217,7 +217,7 @@ def mark(root, marker, name):
     """Atomically point the symbolic link ROOT/MARKER to the checkpoint NAME.
 
     Raises:
-        OSError: the link cannot be created, or a file or folder with its name exists.
+        OSError: the link cannot be created, or ROOT/MARKER is a file or folder.
     """
     if os.path.lexists(target := Path(root) / marker) and not target.is_symlink():
         raise FileExistsError(errno.EEXIST, "not a link", str(target))
@@ -376,7 +376,7 @@ def position(name):
 
 
 def below(root):
-    """List the folders below ROOT whose names are those of checkpoints, sorted by epoch and step."""
+    """List the folders below ROOT whose names are checkpoint names, sorted by epoch and step."""
     if not Path(root).is_dir():
         return []
     matches = [p for p in Path(root).iterdir() if position(p.name) and p.is_dir()]
@@ -470,7 +470,7 @@ def _target(path):
 
 def newest(root):
     """Return the most recently written checkpoint below ROOT, without verifying it, or None if there is no checkpoint.
-    If all checkpoints are from other programs, return the checkpoint with the last epoch."""
+    If all checkpoints are from other programs, return the checkpoint with the highest epoch number."""
     valid, others = newest_first(root)
     foreign = [folder for folder, _ in others if is_foreign(folder)]
     return valid[0][0] if valid else next(reversed(foreign), None)

@@ -66,7 +66,7 @@ _RESNET = (
     (r"layer(\d+)\.(\d+)\.downsample\.0", "*.shortcut.conv"),
     (r"layer(\d+)\.(\d+)\.downsample\.1", "*.shortcut.bn"),
 )
-# The stem of ResNet-D has three convolutions, and its shortcuts have pooling before the convolution.
+# In ResNet-D, the stem has three convolutions, and shortcuts have pooling before the convolution.
 _RESNET_D_OF_TIMM = (
     *((rf"conv1\.{3 * i}", f"stem.{i}.conv") for i in range(3)),
     *((r"conv1\.1", "stem.0.bn"), (r"conv1\.4", "stem.1.bn"), ("bn1", "stem.2.bn")),

@@ -103,9 +103,9 @@ def _is_within(path, folder):
 
 
 def best_before(root, checkpoint):
-    """Return the metrics of the best evaluation up to `checkpoint`, including its epoch. If several evaluations are
-    equally good, return the earliest. Only checkpoints that led to `checkpoint` count: a checkpoint of a later step
-    that was written earlier belongs to an abandoned branch of training."""
+    """Return the metrics and the position of the best evaluation up to `checkpoint`. If several evaluations are equally
+    good, return the earliest. Only checkpoints that led to `checkpoint` count: a checkpoint of a later step that was
+    written earlier belongs to an abandoned branch of training."""
     best, reached = None, (checkpoint.epoch, checkpoint.step)
     for _, meta in folders.newest_first(root)[0]:
         at = (meta["epoch"] + 1, 0) if meta["step"] is None else (meta["epoch"], meta["step"])
@@ -220,7 +220,7 @@ class Saver:
         """Save the state between two steps. Every process must call save().
 
         Args:
-            epoch: the epoch.
+            epoch: current epoch.
             step: completed steps of the epoch, or None if all steps and the evaluation are complete.
             trained: training metrics up to this step if an evaluation is pending or all steps are complete, otherwise
                 None.

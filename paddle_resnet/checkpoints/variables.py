@@ -169,7 +169,7 @@ def load_averages(options, checkpoint, program, place):
 
 
 def start_averages(checkpoint, program, place):
-    """Initialize the EMA weights of a training program (--ema) with its weights and BN statistics."""
+    """Initialize the EMA weights of a training program (--ema) with the program's weights and BN statistics."""
     params, _ = snapshot(program)
     for name, average in averages.of(program).items():
         set_variable(average, params[name], place)
@@ -178,7 +178,7 @@ def start_averages(checkpoint, program, place):
 
 
 def start_lookahead(program, place):
-    """Initialize the slow weights of a training program (--lookahead) with its weights."""
+    """Initialize the slow weights of a training program (--lookahead) with the program's weights."""
     params, _ = snapshot(program)
     for name, slow in lookahead.of(program).items():
         set_variable(slow, params[name], place)
@@ -197,7 +197,7 @@ def load_pretrained(options, program, place):
     arXiv:1912.11370, section 3.3); all other parameters must match.
 
     Raises:
-        UsageError: the file is missing, damaged or does not match the model.
+        UsageError: the file is missing or damaged, or does not match the model.
     """
     label = f"--from-pretrained-params {options.pretrained}"
     state = _read_weights(pretrained_file(options.pretrained, options.model_prefix), label)

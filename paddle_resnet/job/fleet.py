@@ -34,7 +34,7 @@ _ALL_GRADIENTS = 10**6
 
 def connect(timeout_s):
     """If the job has several processes, connect them for exchange.py and start the monitor. Call connect() before Fleet
-    starts, because Fleet may wait for a dead process while it sets up communication.
+    starts, because Fleet may wait for a dead process while setting up communication.
 
     Args:
         timeout_s: number of seconds without progress after which the monitor ends the job.

@@ -29,7 +29,7 @@ class StepLog:
             images: number of images that this process used in the step.
             metrics: {name: value} of this process. Values are means over the images of the process, except ips and
                 times.
-            common: {name: value} of the metrics that are the same in all processes.
+            common: {name: value} for the metrics that are the same in all processes.
         """
         if self._stream is None:
             self._log(step, {**metrics, **common})

@@ -26,7 +26,8 @@ PATIENCE_S = 2
 # Maximum time that a rank waits for its monitor to allow it to leave the job. Meanwhile, the monitor informs the other
 # monitors.
 LEAVE_S = 10
-# Time limit for a failed rank to exit. Partly initialized threads and processes of Paddle may block its exit.
+# Time limit for a failed rank to exit. Partly initialized threads and processes of Paddle may block the exit of the
+# rank.
 END_S = 30
 
 _position = Position()

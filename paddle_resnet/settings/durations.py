@@ -37,7 +37,7 @@ class Timeline(NamedTuple):
 
     Attributes:
         accumulate_steps: batches per training step.
-        parts: a Part per stage.
+        parts: one Part per stage.
     """
 
     accumulate_steps: int
