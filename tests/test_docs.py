@@ -11,7 +11,8 @@ import yaml
 from conftest import ROOT
 from paddle_resnet.settings.declarations import PARSER
 
-PAGES = sorted(path for folder in (".", "docs", "tests", "benchmarks/**") for path in ROOT.glob(f"{folder}/*.md"))
+FOLDERS = (".", "configs", "docs", "tests", "benchmarks/**")
+PAGES = sorted(path for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.md"))
 COMMANDS = (
     "paddle_resnet/dataset.py",
     "paddle_resnet/export.py",

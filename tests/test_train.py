@@ -9,13 +9,22 @@ import paddle
 import pytest
 import yaml
 
-from conftest import NHWC, ROOT, assert_one_error, assert_sparse, losses, phase
-from paddle_resnet import export
+import config
+from conftest import NHWC, ROOT, assert_one_error, assert_sparse, frozen, losses, phase
+from paddle_resnet import export, models
 from paddle_resnet.data import listing
+from paddle_resnet.optimizers import schedules
 from paddle_resnet.passes import all_reduces
+from paddle_resnet.settings import durations
 from utils.mode import Mode
 
 pytestmark = pytest.mark.usefixtures("one_block")
+
+# The recipes, except those that choose their flags at the start of a run, which tests/test_recipe.py tests.
+RECIPES = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if "choose_recipe" not in path.read_text()]
+# Values that replace the flags of a recipe that require a GPU.
+ON_CPU = ["--amp", "false", "--use-pure-fp16", "false", "--use-dynamic-loss-scaling", "false", "--scale-loss", "1"]
+ON_CPU += ["--dali-output-fp16", "false", "--data-layout", "NCHW", "--warmup-start-lr", "0"]
 
 
 def test_evaluation_of_checkpoint_matches_training_run(run_train, tmp_path):
@@ -306,11 +315,29 @@ def test_print_config_output_is_a_valid_config_file(train_process, tmp_path):
     assert yaml.safe_load(again) == yaml.safe_load(printed)
 
 
-def test_recipes_contain_only_known_flags(train_process):
-    recipes = sorted((ROOT / "configs").glob("*.yaml"))
-    assert recipes
-    for recipe in recipes:
-        assert train_process("--config", recipe, "--print-config").returncode == 0
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_schedule_of_recipe_ends_with_its_last_epoch(path):
+    args = frozen(config.parse_args(["--config", str(path)]))
+    assert args.model_arch_name in models.MODELS
+    assert f" {args.epochs} epochs" in path.read_text()  # in the header
+    timeline = durations.timeline(args, images=8_000)
+    schedule = schedules.build_lr_scheduler(args, timeline)
+    end = timeline.steps_before(args.epochs)
+    rates = [schedule.step(step) or schedule() for step in range(end + 1)]
+    assert max(rates) == pytest.approx(args.lr)
+    assert rates[-1] == pytest.approx(args.min_lr, abs=1e-6)
+    assert rates[-2] > rates[-1]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipe_trains_on_tiny_images(run_train, path):
+    sizes = config.parse_args(["--config", str(path)]).sizes
+    flags = ["--config", path, *ON_CPU, "--batch-size", 15]
+    if sizes:  # one epoch per stage
+        flags += ["--sizes", ",".join(f"{24 + 8 * i}:{i}" for i in range(len(sizes))), "--epochs", len(sizes)]
+    code, report = run_train(*flags)
+    assert code == 0
+    assert np.isfinite(list(losses(report).values())).all()
 
 
 @pytest.mark.soak
