@@ -18,7 +18,7 @@ from utils.mode import Mode
 
 def main(argv=None):
     """Run train.py and return its exit code: 0 success, 1 failure, 2 error in usage, configuration or data, 75 stopped
-    by a signal with a checkpoint saved, 130 interrupted."""
+    by a signal (a checkpoint is saved), 130 interrupted."""
     try:
         return exit_codes.of("train.py", lambda: _main(sys.argv[1:] if argv is None else argv), needs_stdout=False)
     finally:

@@ -293,8 +293,8 @@ def _verify(network, folder, image_root, device):
         else:
             _check_top1(model.precision, score, expected)
     recorded = network.meta["evaluated"]
-    # An evaluation on a GPU is not comparable, because a GPU uses different decoders and computes convolutions in TF32
-    # or half precision.
+    # A recorded evaluation on a GPU is not comparable to one on a CPU, because a GPU uses different decoders and
+    # computes convolutions in TF32 or half precision.
     is_comparable = recorded and network.meta["arguments"].get("device") == "cpu"
     is_comparable = is_comparable and not recorded.get("not_finite")  # the recorded mean excludes non-finite losses
     is_comparable = is_comparable and network.args.tta == "none"
@@ -378,8 +378,8 @@ def _check_top1(precision, score, reference):
 
 
 def _write_triton(description, folder):
-    """Write a Triton model repository: triton/MODEL/config.pbtxt, and triton/MODEL/1/ with the file names that the
-    backend expects."""
+    """Write a Triton model repository: triton/MODEL/config.pbtxt, and triton/MODEL/1/ with files named as the backend
+    expects."""
     backends = {"paddle": ("pdmodel", "pdiparams"), "onnxruntime": ("onnx",)}
     for backend, suffixes in backends.items():
         files = [folder / f"model.{suffix}" for suffix in suffixes]

@@ -172,8 +172,8 @@ def _decoded(description, batches, batch_size, device, threads):
 
 
 def find_images(arguments, stdin):
-    """Return the image paths that command-line arguments specify: files, folders (searched at any depth), `-` (one path
-    per line of stdin).
+    """Return the image paths that command-line arguments specify: files, folders (searched at any depth), or `-` (one
+    path per line of stdin).
 
     Raises:
         UsageError: a folder contains no images or cannot be listed, stdin cannot be read, a path is empty, or there is

@@ -416,11 +416,12 @@ def write_classes(args, result, classes, epoch, is_best=True):
     """Write the accuracy of each class and the confusion counts next to the report, on rank 0. A benchmark writes no
     files, because a benchmark does not evaluate the entire data set.
 
-    REPORT.classes.csv has one line per class: label, class, images, correct, top1, precision, recall, f1, epoch.
-    REPORT.averages.csv has one line for the macro average and one line for the weighted average: average, precision,
-    recall, f1, epoch. REPORT.confusion.csv has one line per pair of label and prediction that occurred, the most
-    frequent pair first: label, predicted, images, class, predicted_class, epoch. REPORT.predictions.csv is written with
-    --report-html, unless --predictions specifies a file. The files describe the best evaluation of the run.
+    REPORT.classes.csv has one line per class, with the columns label, class, images, correct, top1, precision, recall,
+    f1, epoch. REPORT.averages.csv has one line for the macro average and one line for the weighted average, with the
+    columns average, precision, recall, f1, epoch. REPORT.confusion.csv has one line per pair of label and prediction
+    that occurred, the most frequent pair first, with the columns label, predicted, images, class, predicted_class,
+    epoch. REPORT.predictions.csv is written with --report-html, unless --predictions specifies a file. The files
+    describe the best evaluation of the run.
 
     Args:
         args: flags.

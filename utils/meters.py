@@ -262,8 +262,8 @@ def class_metrics(confusion, class_num):
 
 def average_metrics(confusion, class_num):
     """Return averages of the class_metrics over the classes: {"precision_macro", ..., "f1_weighted"}. Macro averages
-    are over classes that occur as label or prediction; weighted averages use the number of images in each class as its
-    weight. The definitions are those of scikit-learn with zero_division=0."""
+    are taken over the classes that occur as a label or a prediction; weighted averages use the number of images in each
+    class as its weight. The definitions are those of scikit-learn with zero_division=0."""
     metrics = class_metrics(confusion, class_num)
     occurring = np.unique(confusion[:, :2])
     weights = {"macro": np.isin(np.arange(class_num), occurring), "weighted": metrics["images"]}

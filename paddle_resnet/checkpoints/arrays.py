@@ -213,7 +213,7 @@ class NumPyObjects:
         return Known(full_name)
 
     def call(self, function, arguments):
-        """Evaluate the REDUCE opcode: return the object that a call of the function or class would create."""
+        """Evaluate the REDUCE opcode: return the object that calling the function or class would create."""
         if isinstance(function, Known):
             match function, arguments:
                 case "numpy.core.multiarray._reconstruct", _:

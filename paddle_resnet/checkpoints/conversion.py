@@ -109,7 +109,8 @@ def _read(path):
 
 
 def _match(arch, tensors):
-    """Return ({name of a variable: float32 array}, number of classes, names of the projects with these tensor names).
+    """Return ({name of a variable: float32 array}, number of classes, names of the projects that use these tensor
+    names).
 
     Raises:
         UsageError: weights for this network cannot be converted.

@@ -404,7 +404,7 @@ def _has_type_of(name, array):
 
 def _shape(shape):
     """Return a shape as a tuple, with () replaced by (1,). The learning rate has the shape () in a program, but may
-    have the shape (1,) in files of Paddle and of older versions."""
+    have the shape (1,) in files from Paddle and from older versions of this project."""
     return tuple(shape) or (1,)
 
 

@@ -194,8 +194,8 @@ def _split_command(source, image_root):
 
 
 def _similar(image_root, mode, data_format="folder"):
-    """Return the name of a folder or file list that probably contains the split under a different name, such as
-    training/ instead of train/, or None."""
+    """If a folder or file list probably contains the split under a different name, such as training/ instead of train/,
+    return its name, otherwise None."""
     ending = {"folder": "/", "filelist": ".txt"}.get(data_format)
     if ending is None or not os.path.isdir(image_root):
         return None
@@ -410,8 +410,8 @@ def _some(names, most=5):
 
 
 def count_classes(image_root, mode, data_format="auto", allow_outside=False):
-    """Return the number of classes that a data set defines by class folders, the lines of classes.txt, or the labels in
-    file lists.
+    """Return the number of classes in a data set, which is defined by class folders, the lines of classes.txt, or the
+    labels in file lists.
 
     Args:
         image_root: the folder that contains both splits.

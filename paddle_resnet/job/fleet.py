@@ -63,7 +63,7 @@ def start(seed, device, data_layout, kernels, needs_serial_run):
     paddle.set_flags({"FLAGS_new_executor_serial_run": device == "cpu" or needs_serial_run})
     set_log_level("ERROR")  # Fleet would log each strategy that is created
     strategy = fleet.DistributedStrategy()
-    # On a CPU with NCHW, all-reduces are not fused, because oneDNN writes gradients to its own memory instead of the
+    # On a CPU with NCHW, all-reduces are not fused, because oneDNN writes gradients to its own memory instead of to the
     # buffer of a fused all-reduce.
     strategy.fuse_all_reduce_ops = device == "gpu" or data_layout == "NHWC"
     strategy.fuse_grad_size_in_num = _ALL_GRADIENTS if reduces_at_the_end(device) else _GRADIENTS_PER_ALL_REDUCE
