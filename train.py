@@ -6,7 +6,7 @@ import sys
 import yaml
 
 import config
-from paddle_resnet import report  # imported first, because this package sets environment variables for Paddle
+from paddle_resnet import report  # imported first, because paddle_resnet sets environment variables for Paddle
 from paddle_resnet.data import listing
 from paddle_resnet.job.processes import check_environment, world_size
 from paddle_resnet.models import registered_name

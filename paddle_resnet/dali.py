@@ -66,9 +66,9 @@ def build_dataloader(args, mode, state=None, trained=None):
         mode: Mode.TRAIN: images are shuffled and augmented, and the last partial batch is dropped. Mode.EVAL: every
             image of the data set once, in order; the last batch may be smaller.
         state: return value of state() of this process's training loader; the new loader resumes at the next batch. If
-            flags have changed since then, a warning lists the changes. If the state was saved at the end of an epoch,
-            the image order then continues, but the random numbers of the augmentation restart. If the state was saved
-            within an epoch, or if the data set has changed, the loader restarts with the image order of the first
+            flags have changed since then, a warning lists the changes. In this case, if the state was saved at the end
+            of an epoch, the image order continues, but the random numbers of the augmentation restart. If the state was
+            saved within an epoch, or if the data set has changed, the loader restarts with the image order of the first
             epoch.
         trained: class names of a trained network in the order of its outputs, which determine the labels of class
             folders. If None, the data set defines the labels.

@@ -113,7 +113,7 @@ def _claim(args, checkpoint, folder):
 
 
 def input_files(args):
-    """Return [(flag, path)] of the files that the run reads, except those of the data set."""
+    """Return [(flag, path)] for the files that the run reads, except those of the data set."""
     starts = args.start_paths().items()
     read = [(flag(name), getattr(args, name)) for name in ("config", "skip_list")]
     read += [("--model-arch-name", path) for path, _ in filter(None, [user_file.split(args.model_arch_name)])]

@@ -104,7 +104,7 @@ _XRESNET_OF_FASTAI = (
 _MOBILENET_V2 = (
     *((r"features\.0\.0", "stem.conv"), (r"features\.0\.1", "stem.bn")),
     *((r"features\.\d+\.0", "head.conv"), (r"features\.\d+\.1", "head.bn"), (r"classifier\.1", "classifier")),
-    # The first block of these networks has no expansion convolution.
+    # The first block of MobileNetV2 has no expansion convolution.
     *((r"features\.(1)\.conv\.0\.0", "*.depthwise.conv"), (r"features\.(1)\.conv\.0\.1", "*.depthwise.bn")),
     *((r"features\.(1)\.conv\.1", "*.project.conv"), (r"features\.(1)\.conv\.2", "*.project.bn")),
     *((r"features\.(\d+)\.conv\.0\.0", "*.expand.conv"), (r"features\.(\d+)\.conv\.0\.1", "*.expand.bn")),
@@ -114,7 +114,7 @@ _MOBILENET_V2 = (
 _TIMM = (
     *(("conv_stem", "stem.conv"), ("bn1", "stem.bn"), ("conv_head", "head.conv"), ("bn2", "head.bn")),
     ("classifier", "classifier"),
-    # The first block of these networks has no expansion convolution.
+    # In timm's networks, the blocks of the first stage have no expansion convolution.
     *((r"blocks\.(0)\.(\d+)\.conv_dw", "*.depthwise.conv"), (r"blocks\.(0)\.(\d+)\.bn1", "*.depthwise.bn")),
     *((r"blocks\.(0)\.(\d+)\.conv_pw", "*.project.conv"), (r"blocks\.(0)\.(\d+)\.bn2", "*.project.bn")),
     *((r"blocks\.(\d+)\.(\d+)\.conv_pw", "*.expand.conv"), (r"blocks\.(\d+)\.(\d+)\.bn1", "*.expand.bn")),
@@ -130,7 +130,7 @@ _LITE = (
 )
 _MOBILENET_V3_OF_TORCHVISION = (
     *_conv_bn(r"features\.0", "stem"),
-    # The first block of these networks has no expansion convolution.
+    # The first block of MobileNetV3 has no expansion convolution.
     *_conv_bn(r"features\.(1)\.block\.0", "*.depthwise"),
     *_conv_bn(r"features\.(1)\.block\.[12]", "*.project"),
     *_conv_bn(r"features\.(\d+)\.block\.0", "*.expand"),

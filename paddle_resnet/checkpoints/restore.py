@@ -94,8 +94,8 @@ class StartCheckpoint:
 
 
 def find(args):
-    """Find the checkpoint that --resume, or --from-checkpoint with --last-epoch-of-checkpoint, requests. If these flags
-    are not set and --from-pretrained-params is a run folder, set --from-pretrained-params to a checkpoint in it.
+    """Find the checkpoint requested by --resume, or by --from-checkpoint with --last-epoch-of-checkpoint. If these
+    flags are not set and --from-pretrained-params is a run folder, set --from-pretrained-params to a checkpoint in it.
 
     Rank 0 finds the checkpoint and verifies the checksums of all its files.
 

@@ -104,8 +104,8 @@ def _is_within(path, folder):
 
 def best_before(root, checkpoint):
     """Return the metrics and the position of the best evaluation up to `checkpoint`. If several evaluations are equally
-    good, return the earliest. Only checkpoints that led to `checkpoint` count: a checkpoint of a later step that was
-    written earlier belongs to an abandoned branch of training."""
+    good, return the earliest. Only checkpoints that led to `checkpoint` count: a checkpoint that was written before
+    `checkpoint` but at a later step belongs to an abandoned branch of training."""
     best, reached = None, (checkpoint.epoch, checkpoint.step)
     for _, meta in folders.newest_first(root)[0]:
         at = (meta["epoch"] + 1, 0) if meta["step"] is None else (meta["epoch"], meta["step"])
@@ -332,9 +332,9 @@ class Saver:
         self._mark_and_delete(name, meta["best"] and _name_of(meta["best"]))
 
     def _mark_and_delete(self, newest, best):
-        """Set the links, and delete old checkpoints of this run. The best checkpoint, the newest --keep-checkpoints
-        checkpoints, and the same number of checkpoints from the end of an epoch are kept. Checkpoints of other runs are
-        not deleted."""
+        """Set the links, and delete old checkpoints of this run, except the best checkpoint, the newest
+        --keep-checkpoints checkpoints, and the same number of newest checkpoints from the end of an epoch. Checkpoints
+        of other runs are not deleted."""
         self._mark("latest", newest)
         if best is not None:
             self._mark("best", best)

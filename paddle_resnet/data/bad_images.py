@@ -93,7 +93,7 @@ def header_problem(data, shorter_side=None):
     if min(width, height) < 1:
         return "is not in an image format that DALI supports"
     if codec == "jpeg2k":
-        return "is a JPEG 2000 image, which is not supported"  # DALI's decoder crashes if such an image is damaged
+        return "is a JPEG 2000 image, which is not supported"  # DALI's decoder crashes if the image is damaged
     if width * height > MAX_PIXELS:
         return f"declares {width} x {height} pixels, more than the limit of {MAX_PIXELS:,}"
     if shorter_side is not None and shorter_side**2 * max(width, height) > MAX_PIXELS * min(width, height):
