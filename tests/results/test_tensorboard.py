@@ -1,5 +1,6 @@
 """Events that --tensorboard-dir writes."""
 
+import shutil
 import struct
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from conftest import ROOT, losses, phase, strict_json
+from conftest import ROOT, losses, phase, read_report, strict_json
 from paddle_resnet.data import pixels
 
 tensorboard = pytest.importorskip("tensorboardX")
@@ -44,10 +45,22 @@ def scalars(folder):
     return result
 
 
-def test_scalars_match_report(run_train, tmp_path):
-    code, report = run_train("--epochs", "2", "--print-interval", "1", "--tensorboard-dir", tmp_path / "board")
-    assert code == 0
-    result = scalars(tmp_path / "board")
+@pytest.fixture
+def board(once, run_train):
+    """Train two epochs and return (report entries, folder of the events). The run takes place once for all tests."""
+
+    def make(folder):
+        places = ["--output-dir", folder / "output", "--report-file", folder / "report.json"]
+        flags = ["--epochs", "2", "--print-interval", "1", "--tensorboard-dir", folder / "board"]
+        assert run_train(*places, *flags)[0] == 0
+
+    folder = once("board", make)
+    return read_report(folder / "report.json"), folder / "board"
+
+
+def test_scalars_match_report(board):
+    report, folder = board
+    result = scalars(folder)
     expected = {3 * key[0] + key[1]: v for key, v in losses(report).items() if isinstance(key[1], int)}
     assert result["train/loss"] == pytest.approx(expected)
     assert list(expected) == list(range(6))
@@ -100,11 +113,9 @@ def test_first_batch_and_configuration_are_written(run_train, tmp_path, monkeypa
     assert "model_arch_name: Tiny" in text and "lr: 0.05" in text
 
 
-def test_resumed_run_has_each_step_once(run_train, stop_before, tmp_path, capsys):
-    uninterrupted, parts = tmp_path / "uninterrupted", tmp_path / "parts"
-    flags = ["--epochs", "2", "--print-interval", "1"]
-    assert run_train(*flags, "--output-dir", tmp_path / "a", "--tensorboard-dir", uninterrupted)[0] == 0
-    flags += ["--output-dir", tmp_path / "b", "--tensorboard-dir", parts, "--resume"]
+def test_resumed_run_has_each_step_once(board, run_train, stop_before, tmp_path, capsys):
+    parts = tmp_path / "parts"
+    flags = ["--epochs", "2", "--print-interval", "1", "--tensorboard-dir", parts, "--resume"]
     stop_before(train_step=5)  # stop the run before step 5
     assert run_train(*flags)[0] == 75
     with tensorboard.SummaryWriter(str(parts), filename_suffix=f".{time.time_ns()}") as killed:
@@ -115,17 +126,16 @@ def test_resumed_run_has_each_step_once(run_train, stop_before, tmp_path, capsys
     assert run_train(*flags)[0] == 0
     assert len(list(parts.iterdir())) == 4  # file names are unique even if two files are created within one second
     assert "--tensorboard-dir" not in capsys.readouterr().err
-    expected, result = scalars(uninterrupted), scalars(parts)
+    expected, result = scalars(board[1]), scalars(parts)
     for tag in ("train/loss", "train_epoch/loss", "val/loss"):
         assert result[tag] == expected[tag], tag
 
 
-def test_events_of_different_run_log_a_warning(run_train, tmp_path, capsys):
-    for folder in ("a", "b"):
-        flags = ["--batch-size", "15", "--tensorboard-dir", tmp_path / "board", "--output-dir", tmp_path / folder]
-        assert run_train(*flags)[0] == 0
-        message = f"warning: --tensorboard-dir {tmp_path}/board: contains events of an earlier run"
-        assert (message in capsys.readouterr().err) == (folder == "b")
+def test_events_of_different_run_log_a_warning(board, run_train, tmp_path, capsys):
+    """test_resumed_run_has_each_step_once checks that the first run in a folder logs no warning."""
+    folder = shutil.copytree(board[1], tmp_path / "board")
+    assert run_train("--batch-size", "15", "--tensorboard-dir", folder)[0] == 0
+    assert f"warning: --tensorboard-dir {folder}: contains events of an earlier run" in capsys.readouterr().err
 
 
 def test_unwritable_folder_exits_with_code_2(run_train, tmp_path, capsys):
