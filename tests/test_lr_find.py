@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from matplotlib import pyplot
 from paddle import static
 
 from conftest import NHWC, TINY, losses, read_report, strict_json
@@ -28,12 +29,15 @@ NAMES = {lr_curve.DATA, lr_curve.DRAWING}
 
 
 @pytest.fixture
-def find(photos, tmp_path):
-    """Call lr_find.main with the tiny network and return (exit code, Curve). The Curve is None if there is no file."""
+def find(photos, tmp_path, monkeypatch):
+    """Call lr_find.main with the tiny network and return (exit code, Curve). The Curve is None if there is no file.
+    Unless `draws` is set, the drawing is empty, because drawing a curve takes longer than the search."""
 
-    def find(*flags, folder="search"):
+    def find(*flags, folder="search", draws=False):
         places = ["--image-root", photos, "--output-dir", tmp_path / folder, "--steps", STEPS]
-        with static.scope_guard(static.Scope()):
+        with static.scope_guard(static.Scope()), monkeypatch.context() as patch:
+            if not draws:
+                patch.setattr(drawing, "lr_curve", lambda curve, title: pyplot.figure(figsize=(1, 1)))
             code = lr_find.main([*TINY, *map(str, (*places, *flags))])
         path = tmp_path / folder / "Tiny" / lr_curve.DATA
         return code, lr_curve.read(path) if path.exists() else None
@@ -116,7 +120,7 @@ def test_losses_are_those_of_training_with_same_rates(find, run_train, monkeypat
 
 
 def test_files_are_written_before_any_run_and_suggestion_is_printed(find, run_train, tmp_path, capsys):
-    code, curve = find("--to-lr", 1, "--print-interval", 5)
+    code, curve = find("--to-lr", 1, "--print-interval", 5, draws=True)
     assert code == 0
     folder = tmp_path / "search/Tiny"
     assert {path.name for path in folder.iterdir()} == NAMES

@@ -227,7 +227,7 @@ def test_different_class_names_trigger_warning(run_bare, checkpoint, photos, tmp
 
 
 def test_error_counts_or_lists_mismatched_parameters(run_bare, checkpoint, capsys):
-    flags = ["--from-checkpoint", checkpoint, "--model-arch-name", "ResNet18", "--dry-run"]
+    flags = ["--from-checkpoint", checkpoint, "--model-arch-name", "ResNet18", "--run-scope", "eval_only"]
     assert run_bare(*flags)[0] == 2
     stderr = capsys.readouterr().err
     assert "trained with different flags: --model-arch-name ResNet18 (was Tiny)" in stderr
