@@ -164,7 +164,7 @@ def export(
 
 @contextlib.contextmanager
 def _partial_folder(output):
-    """Create the folder .NAME.partial/NAME next to the output for incomplete files, and rename the folder when the
+    """Create .NAME.partial/NAME next to the output, yield it for writing, and move it to the output path when the
     export is complete. If an export is killed, the next export to the same output removes the incomplete files. A lock
     prevents concurrent exports to the same output.
 

@@ -40,9 +40,9 @@ from utils.mode import Mode
 # algorithms.
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_stages")]
 
-# FP32 disables the hardware JPEG decoder. When eight test processes shared a GPU, some loaders could not open this
-# decoder and decoded with GPU kernels instead. The two decoders produce slightly different pixels, so runs that must be
-# equal would have different results.
+# The flags in FP32 disable the hardware JPEG decoder. When eight test processes shared a GPU, some loaders could not
+# open this decoder and decoded with GPU kernels instead. The two decoders produce slightly different pixels, so runs
+# that must be equal would have different results.
 FP32 = ["--device", "gpu", "--hw-decoder-load", "0"]
 FP32_NHWC = [*FP32, *NHWC]
 O1 = [*FP32_NHWC, "--amp", "--scale-loss", "128"]

@@ -253,7 +253,8 @@ def test_search_continues_first_stage_beyond_its_end():
     for _ in range(STEPS):
         actual.append(schedule.last_lr)
         schedule.step()
-    np.testing.assert_allclose(actual, [2 * rate for rate in rates()])  # 2 is the factor of the first stage
+    # 2 is the learning-rate factor of the first stage
+    np.testing.assert_allclose(actual, [2 * rate for rate in rates()])
 
 
 def test_rates_of_several_processes_are_multiplied(shard):

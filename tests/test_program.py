@@ -427,8 +427,8 @@ def test_benchmark_includes_loader_restarts_in_time(parse, monkeypatch, batches)
 
     assert exe.steps == 12
     assert loader.restarts == 11 // batches
-    # Steps 2 to 11 take 3 to 12 ms. In addition, each step waits for its batch, and some steps wait until the loader
-    # has restarted.
+    # Steps 2, 3, ..., 11 take 3, 4, ..., 12 ms. In addition, each step waits for its batch, and some steps wait until
+    # the loader has restarted.
     compute = np.arange(3, 13)
     data = 20 + 5 * np.array([step % batches == 0 for step in range(2, 12)])
     batch = compute + data

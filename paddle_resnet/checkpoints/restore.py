@@ -402,7 +402,7 @@ def recorded_flags(folder, meta, arch):
         args = parsing.from_dict(meta["arguments"])
         recorded = args.model_arch_name
         if user_file.split(recorded) is None:
-            args.resolve("Python", model_arch_name=registered_name(recorded))  # the run folder has this name
+            args.resolve("Python", model_arch_name=registered_name(recorded))  # the run folder is named after it
     except UsageError as e:
         raise UsageError(f"{folder}: invalid arguments in {folders.META}: {e}") from e
     if user_file.split(recorded):

@@ -194,7 +194,7 @@ class _Coordinator:
         self._world_size, self._timeout_s, self._listener = world_size, timeout_s, listener
         self._writers, self._has_connected = {}, set()  # {rank: writer}, and all ranks that have connected so far
         self._seen = {}  # {rank: (position, time of the last change)}
-        self._stopped = set()  # ranks that SIGSTOP or a debugger has stopped
+        self._stopped = set()  # ranks stopped by SIGSTOP or a debugger
         self._end = None  # message to all monitors
 
     async def open(self, keys):

@@ -19,7 +19,7 @@ LIMIT_BYTES = 64 << 20
 WINDOW, LEAST_WINDOW = 0.05, 3
 DIVERGED = 4  # the search ends if the running mean of the loss exceeds its minimum by this factor
 SETTLING_STEPS = 10  # number of initial steps that determine the initial level of the loss
-CLEAR_FALL = 8  # smallest fall of the smoothed loss that is not considered noise, in units of its standard error
+CLEAR_FALL = 8  # a fall of the smoothed loss by fewer standard errors than this counts as noise
 
 
 @dataclass

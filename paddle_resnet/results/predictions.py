@@ -48,7 +48,8 @@ def top_columns(k):
 
 
 def top_cells(top):
-    """Return an image's cells for the columns of top_columns. `top` is [(label, class name, probability)]."""
+    """Return the table cells of one image, in the order of the column names from top_columns(). `top` is [(label, class
+    name, probability)]."""
     return [cell for label, name, p in top for cell in (label, name, f"{p:.7g}" if math.isfinite(p) else "")]
 
 

@@ -275,7 +275,7 @@ _SUPPORTED = {
     "dropout": {"dropout_implementation": ("upscale_in_train",), "is_test": (True,)},
 }
 _SILU = "Mul", ["X", ("Sigmoid", ["X"], {})], "Out", {}
-# {Paddle operator: function that returns (ONNX operator, operands of _append, output slot, attributes)}
+# {Paddle operator: function that returns (ONNX operator, operands (see _append), output slot, attributes)}
 _TRANSLATIONS = {
     "conv2d": _conv,
     "depthwise_conv2d": _conv,

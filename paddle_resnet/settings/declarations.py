@@ -28,8 +28,8 @@ MAX_BELOW_ONE = 0.9999999  # float32 would round larger values to 1, and optimiz
 # Attributes of a flag in addition to those of its argparse action:
 # kind: one of KINDS.
 # batches: whether the flag determines the order or the content of the training batches.
-# depends_on: other flags. If one of these flags is explicit and differs from its value in the checkpoint, the declared
-#     flag is not inherited.
+# depends_on: other flags. If the user sets one of these flags to a value that differs from the checkpoint's, the flag
+#     that this entry declares is not inherited from the checkpoint.
 # used_by: (other flag, the values of the other flag for which the declared flag has an effect), for example the
 #     schedules that use the declared flag; None if the declared flag always has an effect.
 # before: value to assume for checkpoints that are older than the flag; None for the default.

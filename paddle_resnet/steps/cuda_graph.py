@@ -214,7 +214,7 @@ class CapturedStep:
                 try:
                     self._run()
                 except BaseException:
-                    with contextlib.suppress(Exception):  # raise the step's error instead of this error
+                    with contextlib.suppress(Exception):  # an error of capture_end() must not hide the step's error
                         graph.capture_end()
                     raise
                 graph.capture_end()

@@ -1,7 +1,7 @@
 """Writers for all record formats, used by convert.py.
 
-Libraries write TFRecord, LMDB and WebDataset files. No maintained library writes RecordIO files, so this module
-contains a RecordIO writer.
+TFRecord, LMDB and WebDataset files are written by libraries. No maintained library writes RecordIO files, so this
+module contains a RecordIO writer.
 """
 
 import contextlib

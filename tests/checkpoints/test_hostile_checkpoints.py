@@ -453,7 +453,7 @@ def stray(root, valid):
     # NVIDIA's example writes these two files without meta.json; --resume must ignore them.
     for end in ("pdparams", "pdopt"):
         (folder / f"tiny.{end}").write_bytes((root / "0" / f"tiny.{end}").read_bytes())
-    return next(name) - 1002  # subtract the dangling link and the file, which are not folders
+    return next(name) - 1002  # two of the names, the dangling link and the file, are not folders
 
 
 def test_invalid_folders_stop_neither_run_nor_resume(run_train, tmp_path, capsys):

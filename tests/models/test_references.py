@@ -25,7 +25,8 @@ def float64():
 
 @pytest.fixture
 def reference(once):
-    """Return a function that takes the name of a network and returns the arrays of reference_networks.py."""
+    """Return a function that takes the name of a network and returns the arrays that reference_networks.py computes for
+    it."""
     for package in ("timm", "torchvision"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")

@@ -82,7 +82,7 @@ def test_float16_gradients_are_summed_in_float32():
     gradients = np.full((count, 3), [1, 3e-4, -9e-4], np.float16)
     gradients[0] = 2048, 1, 4
     exe.run(startup)
-    for _ in range(2):  # the sums start at 0 again
+    for _ in range(2):  # the second pass checks that the sums were reset to 0
         for gradient in gradients[:-1]:
             exe.run(accumulating, {"data": gradient.astype("float32")})
         [result] = exe.run(main, {"data": gradients[-1].astype("float32")}, [names["p@GRAD"]])

@@ -108,7 +108,7 @@ def test_skipped_step_does_not_change_ema_weights(train, scaled, kernels):
 
 
 def half_program(args):
-    """Return an evaluation program for AMP level O2 in float16. The test must use the fixture gpu_lists."""
+    """Return an evaluation program for AMP level O2 in float16. The calling test must use the fixture gpu_lists."""
     main = static.Program()
     args = args.copy(amp=True, amp_dtype="float16", amp_level="O2")
     program.build(frozen(args), main, static.Program(), 1, is_train=False)

@@ -259,7 +259,7 @@ def test_step_with_different_results_is_not_captured(run_train, tmp_path, capsys
 def test_step_with_nonreplayable_operator_is_not_captured(
     run_train, tmp_path, capsys, fake, monkeypatch, change, operator
 ):
-    """The error occurs before the run writes or deletes files."""
+    """With --cuda-graph true, the run fails before it writes or deletes files."""
     monkeypatch.setitem(models.MODELS, "Tiny", network_with(change))
     assert run_train(*NATIVE, "--epochs", "1")[0] == 0
     assert f"--cuda-graph false: operator {operator} draws random numbers" in capsys.readouterr().out
