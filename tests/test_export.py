@@ -56,6 +56,11 @@ def trained(one_block, once, run_train, tmp_path):
 
 
 @pytest.fixture
+def checkpoint(one_block, checkpoint):
+    return checkpoint
+
+
+@pytest.fixture
 def checkpoint_of(once, run_train):
     """Return a function that trains a network for one epoch and returns the checkpoint folder. Tests share the run."""
 
@@ -127,10 +132,10 @@ def test_verify_scores_every_engine_like_the_checkpoint(trained, photos, tmp_pat
         assert float(re.search(r"loss (\S+),", line)[1]) == pytest.approx(expected["loss"], abs=6e-5)
 
 
-def test_onnx_file_matches_paddle_inference(checkpoint, tmp_path):
+def test_onnx_file_matches_paddle_inference(checkpoint_of, tmp_path):
     onnx = pytest.importorskip("onnx")
     onnxruntime = pytest.importorskip("onnxruntime")
-    description = export.export(checkpoint, tmp_path / "exported", onnx=True)
+    description = export.export(checkpoint_of("Tiny"), tmp_path / "exported", onnx=True)
     model = onnx.load(tmp_path / "exported/model.onnx")
     assert [(opset.domain, opset.version) for opset in model.opset_import] == [("", onnx_writer.OPSET)]
     assert json.loads(model.metadata_props[0].value) | {"files": description["files"]} == description
@@ -186,10 +191,10 @@ def test_int8_network_is_quantized_for_its_engine(checkpoint_of, photos, tmp_pat
 
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "tensorrt"])
-def test_int8_network_matches_fake_quantized_program(checkpoint, photos, tmp_path, engine):
+def test_int8_network_matches_fake_quantized_program(checkpoint_of, photos, tmp_path, engine):
     """A different rounding of sums may change an activation by one quantization level."""
     pytest.importorskip("onnxruntime")
-    network = networks.load_checkpoint(checkpoint, fold=True)
+    network = networks.load_checkpoint(checkpoint_of("Tiny"), fold=True)
     images = np.concatenate(list(calibration._batches(network.description, photos, 30)))
     expected = network.model(logits=True).outputs(images)[1]
     export._write_int8(network, tmp_path, engine, export.Calibration(photos))
