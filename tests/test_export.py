@@ -76,7 +76,12 @@ def checkpoint_of(once, run_train):
 
 @pytest.mark.parametrize(
     "flags",
-    [pytest.param(flags, id=name, marks=pytest.mark.soak if name == "NCHW" else []) for name, flags in FLAGS.items()],
+    [
+        pytest.param(
+            FLAGS[name], id=name, marks=[] if name in ("custom preprocessing", "rectangle") else pytest.mark.soak
+        )
+        for name in FLAGS
+    ],
 )
 def test_exported_model_matches_evaluation_metrics(trained, parse, photos, tmp_path, flags):
     checkpoint, expected = trained(*flags)
@@ -146,7 +151,7 @@ def test_onnx_file_matches_paddle_inference(checkpoint_of, tmp_path):
     images = np.random.RandomState(0).normal(size=(7, 3, 32, 32)).astype("float32")
     (actual,) = session.run(["probabilities"], {"images": images})
     assert actual.shape == (7, 3)
-    np.testing.assert_allclose(actual, predict(tmp_path / "exported", images, "probabilities"), atol=1e-4)
+    np.testing.assert_allclose(actual, inference.open_paddle(tmp_path / "exported", "cpu").run(images), atol=1e-4)
     (single,) = session.run(["probabilities"], {"images": images[:1]})
     np.testing.assert_allclose(single, actual[:1], atol=1e-5)
 

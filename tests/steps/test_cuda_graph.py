@@ -13,7 +13,7 @@ from paddle import static
 
 from conftest import NHWC, assert_one_error, losses, phase
 from paddle_resnet import models
-from paddle_resnet.models.resnet import BottleneckBlock, ResNet
+from paddle_resnet.models.resnet import BasicBlock, ResNet
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import averages
 from paddle_resnet.steps import cuda_graph
@@ -202,7 +202,7 @@ def network_with(change):
             x = super().forward(x)
             return change(x) if self.training else x
 
-    return partial(Changed, BottleneckBlock, (1, 1, 1, 1), width=8)
+    return partial(Changed, BasicBlock, (1,), width=8)
 
 
 def test_untested_operator_is_captured_if_results_agree(run_train, tmp_path, capsys, fake, monkeypatch):
