@@ -57,16 +57,17 @@ def test_seed_determines_initial_weights(run_train, tmp_path):
 
 def test_evaluation_is_equal_in_every_format(run_train, converted, tmp_path, capsys):
     expected = phase(run_train()[1], [], "val.")
-    for data_format, root in converted.items():
-        for flags in ([], ["--batch-size", "5", "--data-format", data_format]):
-            capsys.readouterr()
-            scope = ["--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/0"]
-            code, report = run_train(*scope, *flags, image_root=root)
-            assert code == 0
-            assert (f"the val split in {root} has the format {data_format}" in capsys.readouterr().out) == (not flags)
-            actual = phase(report, [], "val.")
-            for name in ("loss", "top1", "top5", "images"):
-                assert actual[name] == expected[name]
+    explicit = [(name, ["--data-format", name]) for name in ("folder", "recordio")]
+    for data_format, flags in [*((name, []) for name in converted), *explicit]:
+        root = converted[data_format]
+        capsys.readouterr()
+        scope = ["--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/0"]
+        code, report = run_train(*scope, "--batch-size", "5", *flags, image_root=root)
+        assert code == 0
+        assert (f"the val split in {root} has the format {data_format}" in capsys.readouterr().out) == (not flags)
+        actual = phase(report, [], "val.")
+        for name in ("loss", "top1", "top5", "images"):
+            assert actual[name] == expected[name]
 
 
 def test_last_epoch_is_saved_and_evaluated_regardless_of_intervals(run_train, tmp_path, monkeypatch):
@@ -279,7 +280,7 @@ def test_invalid_flags_exit_with_code_2(run_train, capsys, flags, message):
 
 
 def test_checkpoint_of_different_model_exits_with_code_2(run_train, checkpoint, capsys):
-    code, _ = run_train("--model-arch-name", "ResNet18", "--from-checkpoint", checkpoint)
+    code, _ = run_train("--model-arch-name", "TinyMobile", "--from-checkpoint", checkpoint)
     assert code == 2
     assert_one_error(capsys.readouterr().err, ["--from-checkpoint", "does not match the model", "--model-arch-name"])
 
