@@ -795,7 +795,7 @@ def test_training_shards_of_every_format_have_equal_length_and_no_common_image(
 @pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
 @pytest.mark.parametrize(
     ("world_size", "batch"),
-    [(1, 4), (2, 5), (3, 3), (16, 4), pytest.param(37, 1, marks=pytest.mark.soak), (40, 2)],
+    [(1, 4), (2, 5), (3, 3), (40, 2), *(pytest.param(*case, marks=pytest.mark.soak) for case in ((16, 4), (37, 1)))],
 )
 def test_evaluation_of_every_format_yields_each_image_once(parse, distinct, shard, data_format, world_size, batch):
     loaders = []
