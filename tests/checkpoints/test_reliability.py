@@ -194,7 +194,7 @@ def test_three_sigterms_stop_run(runs, expected, when):
     assert code == 75, output
     assert "stopped by SIGTERM; continue with the same command and --resume" in output
     if when == "compilation":
-        assert not runs.losses  # before the first step, there is nothing to save
+        assert len(runs.losses) <= 1  # the first step may have ended before the signal arrived
     else:
         newest = runs.check()[0][0]
         assert newest.startswith("1_")
