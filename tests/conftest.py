@@ -4,9 +4,7 @@
 import contextlib
 import fcntl
 import json
-import multiprocessing
 import os
-import random
 import shutil
 import socket
 import subprocess
@@ -24,7 +22,6 @@ import pytest
 from nvidia.dali._utils import dali_trace
 from paddle import static
 from paddle.base.layers import math_op_patch
-from paddle.distributed.launch import main as launcher
 from PIL import Image
 
 import config
@@ -470,17 +467,6 @@ def fake(monkeypatch):
     FakeGraph.recording = None
 
 
-def run_launcher(arguments, output):
-    """Run Paddle's launcher and write its output to a file. This function runs in a separate process."""
-    random.seed()  # otherwise, the launchers of tests that run at the same time would choose the same ports
-    with open(output, "wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.environ["PYTHONPATH"] = str(ROOT)
-    sys.argv = ["launch", *arguments]
-    launcher.launch()
-
-
 @pytest.fixture
 def launch(photos, tmp_path):
     """Run a job and return (report entries, [parameters of each rank]). With succeeds=False, return (exit code, [log of
@@ -492,19 +478,19 @@ def launch(photos, tmp_path):
         folder.mkdir()
         places = ["--image-root", photos, "--output-dir", tmp_path / "output", "--report-file", folder / "report.json"]
         places += ["--overwrite", "--parameters", folder]
-        command = ["--nproc_per_node", processes, "--log_dir", folder / "log"]
-        command += [ROOT / "tests/train_tiny.py", *TINY, *places, *flags]
-        # The launcher runs in a forked process, because importing Paddle takes a second. CUDA does not support forks.
-        context = multiprocessing.get_context("spawn" if paddle.is_compiled_with_cuda() else "fork")
-        job = context.Process(target=run_launcher, args=(list(map(str, command)), folder / "output.txt"))
-        job.start()
-        job.join(200)
-        job.kill()
+        launcher = []
+        if processes > 1:
+            launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", processes, "--log_dir", folder / "log"]
+        command = [sys.executable, *launcher, "tests/train_tiny.py", *TINY, *places, *flags]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+        )
         parameters = [np.load(path) for path in sorted(folder.glob("rank*.npz"))]
         if not succeeds:
-            assert job.exitcode not in (0, None)
-            return job.exitcode, [(folder / f"log/workerlog.{r}").read_text() for r in range(processes)]
-        assert job.exitcode == 0, (folder / "output.txt").read_text()[-6000:]
+            assert done.returncode != 0
+            return done.returncode, [(folder / f"log/workerlog.{r}").read_text() for r in range(processes)]
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return read_report(folder / "report.json"), parameters
 
     return launch
