@@ -6,6 +6,7 @@ import pytest
 
 from conftest import NHWC, assert_one_error, losses, phase
 from paddle_resnet.optimizers import schedules
+from paddle_resnet.passes import all_reduces
 from paddle_resnet.settings import durations, stages
 
 pytestmark = pytest.mark.usefixtures("one_block")
@@ -28,9 +29,12 @@ def evaluations(report):
     return [(step[0], data.get("val.step"), data["val.top1"]) for step, data in actual]
 
 
-def test_run_has_exactly_num_iter_steps(run_train, tmp_path, capsys):
+def test_run_has_exactly_num_iter_steps(run_train, tmp_path, capsys, monkeypatch):
+    averages = []
+    monkeypatch.setattr(all_reduces, "average_bn", lambda *_: averages.append(1))
     code, report = run_train(*SEVEN)
     assert code == 0
+    assert len(averages) == 5  # before each evaluation, and at the end of epoch 0
     assert trained_steps(report) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
     assert [evaluation[:2] for evaluation in evaluations(report)] == [(0, 2), (1, 1), (1, None), (2, 1)]
     scores = {f"{epoch}_{step}" if step else str(epoch): top1 for epoch, step, top1 in evaluations(report)}
@@ -166,13 +170,13 @@ def test_schedule_counts_steps_of_each_stage(run_train, caplog):
 
 
 def test_unfreezing_keeps_size_of_its_stage(parse):
-    flags = ["--epochs", "4", "--sizes", "32:0,24:1:4:0.5", "--freeze", "stem", "--unfreeze-at", "3"]
+    flags = ["--epochs", "4", "--sizes", "32:0,24:1:4:0.5,32:3", "--freeze", "stem", "--unfreeze-at", "2"]
     actual = [
         (first_epoch, args.image_shape[1:], args.batch_size, args.freeze, lr_factor)
         for first_epoch, args, lr_factor in stages.stages(parse(*flags))
     ]
-    expected = [(0, [32, 32], 8, ["stem"], 1), (1, [24, 24], 4, ["stem"], 0.5), (3, [24, 24], 4, None, 0.5)]
-    assert actual == expected
+    expected = [(0, [32, 32], 8, ["stem"], 1), (1, [24, 24], 4, ["stem"], 0.5), (2, [24, 24], 4, None, 0.5)]
+    assert actual == [*expected, (3, [32, 32], 8, None, 1)]
 
 
 def test_num_iter_may_end_inside_a_stage(run_train):

@@ -13,8 +13,9 @@ import pytest
 
 from conftest import ROOT
 from helpers import HOLDER, META, write_checkpoint
-from paddle_resnet.checkpoints import folders
+from paddle_resnet.checkpoints import folders, restore, saver
 from utils import locks
+from utils.errors import UsageError
 
 
 def names(root):
@@ -278,15 +279,27 @@ def test_kill_before_any_change_keeps_checkpoints_valid(tmp_path, form):
 
 def test_lock_excludes_other_processes_until_exit(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(HOLDER), str(tmp_path)]
+    write_checkpoint(tmp_path, "1")
+    (tmp_path / ".2.partial").mkdir()
     (tmp_path / ".lock").write_text("process 4194304 on a machine with a longer name than this one's\n" * 2)
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout.readline() == "locked\n"
-        for _ in range(2):
-            with pytest.raises(BlockingIOError) as error:
-                folders.lock(tmp_path)
-            assert error.value.strerror == f"process {holder.pid} on {platform.node()}"
-        holder.kill()
-        holder.wait()
+        try:
+            assert holder.stdout.readline() == "locked\n"
+            for _ in range(2):
+                with pytest.raises(BlockingIOError) as error:
+                    folders.lock(tmp_path)
+                assert error.value.strerror == f"process {holder.pid} on {platform.node()}"
+            # A run that starts neither removes unfinished checkpoints of the other run nor builds a program first.
+            for start in (
+                lambda: saver.check_folder(tmp_path, None, {}, False, True),
+                lambda: restore._clean(tmp_path),
+            ):
+                with pytest.raises(UsageError, match=rf"another run \(process {holder.pid} on .*\) is writing"):
+                    start()
+            assert (tmp_path / ".2.partial").exists()
+        finally:
+            holder.kill()
+            holder.wait()
         folders.lock(tmp_path).close()
         folders.lock(tmp_path).close()
     assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {platform.node()}\n"

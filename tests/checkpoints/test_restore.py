@@ -338,6 +338,13 @@ def test_files_of_other_programs_do_not_need_model_prefix(args, saved, prefix):
     assert variables.pretrained_file(saved, args.setting("model_prefix")) == saved / f"{prefix}.pdparams"
 
 
+def test_meta_json_does_not_describe_files_of_other_programs(args, saved):
+    shutil.copy(saved / "tiny.pdparams", saved / "mine.pdparams")
+    prefix = args.setting("model_prefix")
+    assert restore.origin(None, str(saved / "mine"), prefix) == (str(saved), None)
+    assert restore.origin(None, str(saved / "tiny"), prefix) == (str(saved), folders.read_meta(saved))
+
+
 @pytest.mark.parametrize("epoch", [4, None])
 @pytest.mark.parametrize("file", ["tiny.pdparams", "tiny.pdopt", "meta.json"])
 def test_explicit_damaged_checkpoint_is_rejected(args, saved, file, epoch):
@@ -348,10 +355,11 @@ def test_explicit_damaged_checkpoint_is_rejected(args, saved, file, epoch):
 
 
 def test_folder_without_meta_json_needs_epoch_as_name(args, saved, tmp_path):
-    shutil.copytree(saved, tmp_path / "mine")
-    (tmp_path / "mine/meta.json").unlink()
-    with pytest.raises(UsageError, match="mine: has no meta.json, and its name is not an epoch; use"):
-        find(args, tmp_path / "mine", "auto")
+    for name in ("mine", "3_20"):  # 3_20 is a checkpoint inside epoch 3
+        shutil.copytree(saved, tmp_path / name)
+        (tmp_path / name / "meta.json").unlink()
+        with pytest.raises(UsageError, match=f"{name}: has no meta.json, and its name is not an epoch; use"):
+            find(args, tmp_path / name, "auto")
     assert find(args, tmp_path / "mine").epoch == 0
     for epoch in ("9", "10"):  # "auto" selects the newest checkpoint
         shutil.copytree(tmp_path / "mine", tmp_path / "theirs" / epoch)

@@ -62,3 +62,11 @@ def test_jpeg_2000_is_not_decoded():
     damaged = file.getvalue().replace(b"\xff\x5c", b"\xff\x6e")
     for content in (file.getvalue(), damaged):
         assert bad_images.decode(content) == "is a JPEG 2000 image, which is not supported"
+
+
+def test_image_with_too_many_pixels_after_resize_is_rejected():
+    """The resized image would have the sizes 64 x 4,160,000 and 65 x 4,225,000."""
+    file = io.BytesIO()
+    Image.new("RGB", (65000, 1)).save(file, "png")
+    problem = "has 65000 x 1 pixels and would exceed the limit of 268,435,456 after resizing"
+    assert [bad_images.header_problem(file.getvalue(), side) for side in (64, 65)] == [None, problem]

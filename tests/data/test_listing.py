@@ -161,9 +161,10 @@ def test_unnamed_classes_do_not_define_labels(root):
 @pytest.mark.parametrize("data_format", ["filelist", "recordio"])
 def test_class_names_in_different_order_than_in_network_are_rejected(converted, tmp_path, data_format):
     root = shutil.copytree(converted[data_format], tmp_path / "x", symlinks=True)
-    for names in (TRAINED, ["cats", "class1", "dogs"]):
+    twice = ["x", "class1", "x"]
+    for names, trained in ((TRAINED, TRAINED), (["cats", "class1", "dogs"], TRAINED), (twice, twice)):
         (root / "classes.txt").write_text("".join(f"{name}\n" for name in names))
-        assert readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=TRAINED).classes == names
+        assert readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=trained).classes == names
     (root / "classes.txt").write_text("class1\nclass2\nx\n")
     with pytest.raises(UsageError, match=r"classes.txt: class1 has label 0, but label 1 in the checkpoint; number the"):
         readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=TRAINED)

@@ -230,6 +230,17 @@ def test_stopped_rank_is_reported_at_any_position_of_others(capsys, monkeypatch)
     assert capsys.readouterr().err == f"train.py: error: --comm-timeout-s 0.2: {message}\n" * 2
 
 
+def test_rank_that_continues_or_exits_is_no_longer_stopped():
+    coordinator = monitor._Coordinator(2, 50, None)
+    coordinator._seen = {rank: ([0, 0, "startup"], time.monotonic()) for rank in (0, 1)}
+    position = [1, 8, "epoch 0 train"]
+    for message in ({"at": position, "stopped": False}, {"bye": True}):
+        coordinator._receive(1, {"at": position, "stopped": True})
+        assert coordinator._stopped == {1}
+        coordinator._receive(1, message)
+        assert coordinator._stopped == set()
+
+
 def test_unconnected_ranks_exit_after_timeout(capsys):
     async def scenario(job):
         ranks = [await job.start(rank, has_address=False) for rank in (0, 1)]
