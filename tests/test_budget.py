@@ -133,7 +133,7 @@ def test_run_is_identical_to_run_with_chosen_epochs(run, tmp_path, chooses_two):
 
 
 def test_measurement_takes_about_the_requested_time(monkeypatch):
-    """A batch takes 0.01 s, and a step has 4 batches."""
+    """A batch takes 0.01 s, and a step has 4 batches. The first measurement skips the 6 prefetched batches."""
     measured = []
 
     def run_program(options, *_):
@@ -144,11 +144,11 @@ def test_measurement_takes_about_the_requested_time(monkeypatch):
     loader = UserList(range(99))
     loader.step = 0
     monkeypatch.setattr(budget.dali, "build_dataloader", lambda *_: loader)
-    args = settings(accumulate_steps=4, dali_prefetch=2, device="cpu")
+    args = settings(accumulate_steps=4, dali_prefetch=6, device="cpu")
     args.copy = lambda **values: SimpleNamespace(**values)
     training = SimpleNamespace(program=static.Program(), compiled=SimpleNamespace(captured=None), fetchs={})
     assert budget._measure_training(args, None, training, 0.5) == 0.01
-    assert measured == [(4, 8), (4, 4 * 12)]
+    assert measured == [(7, 8), (4, 4 * 12)]
 
 
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))

@@ -73,6 +73,7 @@ def test_batch_size_is_limited_by_memory_and_shared_by_the_processes():
     assert choose(2934, "--crop-size", "96", memory=GIB).batch_size == 8
     four = choose(2934, processes=4)
     assert (four.batch_size, 4 * four.lr) == (16, choose(2934).lr)
+    assert [choose(294, processes=processes).batch_size for processes in (1, 2, 4)] == [16, 8, 4]
 
 
 @pytest.mark.parametrize(
