@@ -145,10 +145,11 @@ def test_invalid_image_files_are_reported_and_skipped(checkpoint, photos, tmp_pa
 
 
 def test_image_with_too_many_pixels_after_resize_is_reported(checkpoint, tmp_path):
-    """Resizing 1 x 65,000 pixels to 256 x 16,640,000 pixels would need 13 GB."""
+    """Resizing 5 x 65,000 pixels to 256 x 3,328,000 pixels would need 2.6 GB. The shorter side of the image must cover
+    the longer side of the crop."""
     description = networks.load_checkpoint(checkpoint).description
-    description["preprocessing"]["resize_short"] = 256
-    for shape in ((65000, 1), (1, 65000), (6500, 20)):
+    description["preprocessing"] |= {"resize_short": 128, "center_crop": [32, 64]}
+    for shape in ((65000, 5), (1, 65000), (6500, 20)):
         Image.new("RGB", shape).save(tmp_path / "thin.png")
         model = Model("", description, lambda images: [np.zeros((1, 3), np.float32)])
         [(_, row, problem)] = predict.predict(model, [str(tmp_path / "thin.png")])
@@ -224,8 +225,11 @@ def test_top_returns_the_five_most_probable_classes():
 
 def test_benchmark_measures_every_available_engine(checkpoint, model_of, capsys, monkeypatch):
     monkeypatch.setattr(predict, "BENCHMARK_S", 0)
+    results, benchmark = [], predict.benchmark
+    monkeypatch.setattr(predict, "benchmark", lambda *args: (results.append(row) or row for row in benchmark(*args)))
     command = ["--benchmark", "--benchmark-batches", "1,3", "--device", "cpu"]
     assert predict.main([str(checkpoint), *command]) == 0
+    assert all(row["ips"] == pytest.approx(1000 * row["batch"] / row["latency_mean_ms"]) for row in results)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     for batch in ("1", "3"):
         engines = [line[1] for line in lines if line[0] == batch]
