@@ -619,18 +619,26 @@ def test_stages_share_all_variables(run_train, uninterrupted, monkeypatch, kerne
 
 @pytest.mark.parametrize("lost", ["summary and page", "page"])
 def test_summary_and_page_of_killed_run_are_written_by_resume(run_train, tmp_path, lost):
-    """The run is killed after the last checkpoint."""
-    report, page = tmp_path / "own.json", tmp_path / "own.html"
+    """The run is killed after the last checkpoint. In one of the cases, this checkpoint was saved inside an epoch."""
+    report, page, other = (tmp_path / name for name in ("own.json", "own.html", "other.json"))
     flags = ["--report-file", report, "--report-html", page]
+    flags += [] if lost == "page" else ["--epochs", "90", "--iter-unit", "batch", "--num-iter", "2"]
     assert run_train(*flags)[0] == 0
     *lines, _ = report.read_text().splitlines(keepends=True)
     summary = read_report(report)[-1]
     assert summary["step"] == []
     if lost != "page":
         report.write_text("".join(lines))
+        # Inside an epoch, a checkpoint contains no training metrics.
+        summary["data"] = {name: value for name, value in summary["data"].items() if not name.startswith("train.")}
+        assert summary["data"]["last.step"] == 2
     for _ in range(2):  # in the second iteration, only the page is missing
         page.unlink(missing_ok=True)
         assert run_train(*flags, "--resume")[0] == 0
         entries = read_report(report)
         assert entries[-1]["data"] == summary["data"] and page.stat().st_size > 10**4
         assert sum(entry["step"] == [] for entry in entries) == 1
+    other.write_text("".join(lines).replace(f"{tmp_path}/output", f"{tmp_path}/elsewhere"))  # report of a different run
+    before = other.read_bytes()
+    assert run_train(*flags, "--resume", "--report-file", other)[0] == 0
+    assert other.read_bytes() == before

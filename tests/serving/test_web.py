@@ -410,6 +410,7 @@ def test_server_predicts_like_the_command_and_stops_on_signal(checkpoint, photos
             answers.append(request(port, body=form(("a.jpg", contents[0]), ("b.jpg", contents[1]))))
             damaged = contents[0][: len(contents[0]) // 2]
             answers.append(request(port, body=form(("cut.jpg", damaged), ("a.jpg", contents[0]), ("c.txt", b"text"))))
+            answers.append(request(port, body=form(*[("a.jpg", contents[0])] * 4)))
         finally:
             os.kill(os.getpid(), number)
 
@@ -423,12 +424,13 @@ def test_server_predicts_like_the_command_and_stops_on_signal(checkpoint, photos
     thread = threading.Thread(target=client)
     thread.start()
     try:
-        assert predict.main([str(checkpoint), "--serve", "0", "--device", "cpu"]) == code
+        assert predict.main([str(checkpoint), "--serve", "0", "--serve-max-images", "3", "--device", "cpu"]) == code
     finally:
         signal.signal(signal.SIGTERM, previous[0])
         signal.signal(signal.SIGINT, previous[1])
         thread.join()
-    (status, _, content), (bad_status, _, bad) = answers
+    (status, _, content), (bad_status, _, bad), (many_status, _, many) = answers
+    assert (many_status, many["error"][:39]) == (413, "POST /predict: more than 3 images; send")
     assert (status, [entry["image"] for entry in content["images"]]) == (200, ["a.jpg", "b.jpg"])
     for row, entry in zip(rows, content["images"], strict=True):
         assert [e["label"] for e in entry["top"]] == np.argsort(-row, kind="stable").tolist()
