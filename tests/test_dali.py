@@ -520,10 +520,18 @@ def test_augmentation_depends_on_seed_and_is_not_applied_in_evaluation(parse, ph
 
 
 @pytest.mark.parametrize("flags", [AUGMENTATION, ["--auto-augment", "randaug"]], ids=["all", "randaug"])
-def test_loader_with_augmentation_resumes_with_next_batch(parse, photos, flags):
-    """With batches of three images, most operations of --auto-augment are applied to no image."""
+def test_loader_with_augmentation_resumes_with_next_batch(parse, photos, monkeypatch, flags):
+    """With batches of three images, most operations of --auto-augment are applied to no image. All random numbers have
+    different seeds; otherwise, they would be correlated."""
+    seeds = []
+    for name in ("uniform", "normal"):
+        draw = getattr(fn.random, name)
+        monkeypatch.setattr(
+            fn.random, name, lambda draw=draw, **options: seeds.append(options["seed"]) or draw(**options)
+        )
     args = parse("--image-root", photos, "--batch-size", "3", *flags)
     loader = dali.build_dataloader(args, Mode.TRAIN)
+    assert len(set(seeds)) == len(seeds) >= 2
     take(loader, 4)
     state = json.loads(json.dumps(loader.state()))
     resumed = take(dali.build_dataloader(args, Mode.TRAIN, state), 12)
@@ -680,6 +688,7 @@ def test_random_erasing_fills_rectangles_with_mean_color(parse, copies, shape):
         assert actual.mean() == pytest.approx((low + high) / 2, abs=margin)
     for start, size, side in ((top, height, shape[0]), (left, width, shape[1])):
         assert start.min() == 0 and (start + size).max() == side
+        assert size.max() > 0.85 * min(side, np.sqrt(np.prod(shape) / 3 / 0.3))
     assert not images[:, 3].any()
 
 

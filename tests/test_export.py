@@ -22,6 +22,7 @@ from paddle_resnet import dali, export, models
 from paddle_resnet import predict as predict_command
 from paddle_resnet.passes import quantization
 from paddle_resnet.serving import calibration, inference, networks, onnx_writer, preprocessing
+from paddle_resnet.serving.model import Model
 from utils.errors import RunError, UsageError
 from utils.mode import Mode
 
@@ -318,7 +319,15 @@ def test_float16_network_of_paddle_requires_a_gpu(checkpoint, photos, tmp_path, 
         assert message in capsys.readouterr().err
 
 
-def test_float16_export_with_lower_accuracy_is_not_kept():
+def test_float16_export_with_lower_accuracy_is_not_kept(checkpoint, photos):
+    def outputs(images):
+        """Return the same probabilities for each image: 0.4201, 0.4244 and 0.1555."""
+        logits = np.tile([1, 1.01, 0.006], (len(images), 1))
+        return [np.exp(export._log_softmax(logits)), logits]
+
+    network = networks.load_checkpoint(checkpoint)
+    for precision, ties in (("float16", 23), ("float32", 0)):
+        assert export._score(network, Model("", network.description, outputs, precision), photos)["ties"] == ties
     score = {"correct": 1000, "images": 1000, "ties": 2}
     export._check_top1("float16", score | {"correct": 997}, score)
     message = r"float16 classifies 996 of 1000 images correctly, but float32 1000 \(tolerance 0.1% of the images\)"

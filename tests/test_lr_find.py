@@ -307,10 +307,13 @@ def test_earlier_curve_is_replaced_only_with_overwrite(find, tmp_path, capsys, n
         assert find("--overwrite", "--dry-run")[0] == 0
 
 
-def test_unwritable_output_is_error_before_search(find, tmp_path, capsys):
+def test_unwritable_output_is_error_before_search(find, photos, tmp_path, capsys):
     (tmp_path / "search").write_text("")
     assert find()[0] == 2
     assert "lr_find.json in --output-dir " in capsys.readouterr().err
+    root = shutil.copytree(photos, tmp_path / "data")
+    assert find("--image-root", root, "--output-dir", root / "train")[0] == 2
+    assert f"would change the data set's {root}/train" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

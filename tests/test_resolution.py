@@ -5,7 +5,9 @@ import pytest
 
 import config
 from paddle_resnet import resolution
+from paddle_resnet.job import processes
 from paddle_resnet.machine import gpus
+from paddle_resnet.native import build as native
 from utils.errors import UsageError
 
 
@@ -43,3 +45,16 @@ def test_default_image_channels_depend_on_device_and_layout(monkeypatch, device,
     args = config.parse_args(flags.split())
     resolve(args)
     assert args.image_shape == [channels, args.crop_size, args.crop_size]
+
+
+@pytest.mark.parametrize("is_one_host", [True, False])
+@pytest.mark.parametrize("flags", ["", "--profile-steps 3:4", "--data-layout NCHW", "--kernels paddle"])
+def test_steps_are_captured_with_custom_kernels_on_one_host_unless_they_are_traced(monkeypatch, flags, is_one_host):
+    monkeypatch.setattr(gpus, "resolve", lambda *args: "gpu")
+    monkeypatch.setattr(native, "load", lambda capability: None)
+    monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(processes, "is_one_host", lambda: is_one_host)
+    args = config.parse_args(["--data-layout", "NHWC", *flags.split()])
+    resolve(args)
+    resolution.resolve_kernels(args)
+    assert bool(args.cuda_graph) == (is_one_host and not flags)
