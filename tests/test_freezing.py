@@ -177,6 +177,7 @@ def test_learning_rate_depends_on_depth(parse, kernels, optimizer):
 
 
 UNFREEZE = ["--freeze", "all-but-classifier", "--unfreeze-at", "1", "--ema", "0.9", "--lr-decay-by-layer", "0.5"]
+UNFREEZE += ["--lookahead", "2,0.5"]
 
 
 @pytest.mark.parametrize(
