@@ -1,8 +1,5 @@
 """Metrics that are copied asynchronously, compared with metrics that the Executor fetches."""
 
-from types import SimpleNamespace
-from unittest.mock import Mock
-
 import numpy as np
 import paddle
 import pytest
@@ -62,15 +59,6 @@ def test_step_fetches_nothing(parse):
     x, y = random_batches(1, (32, 32, 4))[0]
     Dispatcher(exe, compiled, variables, is_native=True)({"data": x, "label": y})
     assert calls == [[]]
-
-
-@pytest.mark.parametrize("shares_inputs", [True, False])
-def test_loader_writes_into_captured_step_only_on_same_device(shares_inputs):
-    block = SimpleNamespace(ops=[SimpleNamespace(type=host_metrics.OPERATOR)])
-    captured = Mock(inputs={"data": None})
-    compiled = Mock(captured=captured, _program=SimpleNamespace(global_block=lambda: block))
-    step = Dispatcher(Mock(), compiled, [], is_native=True, shares_inputs=shares_inputs)
-    assert step.inputs == (captured.inputs if shares_inputs else {})
 
 
 def test_missing_values_raise_an_error(parse):
