@@ -11,7 +11,7 @@ from paddle import static
 from conftest import NHWC, frozen, losses
 from helpers import build, random_batches, variable
 from paddle_resnet import program
-from paddle_resnet.checkpoints import variables
+from paddle_resnet.checkpoints import folders, variables
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import fusion, lookahead
 from utils.errors import UsageError
@@ -100,17 +100,28 @@ def test_resume_is_bit_identical(run_train, losses_with_a_stop, tmp_path, kernel
 
 
 @pytest.mark.parametrize(
-    "start", [["--from-pretrained-params"], ["--asp", "--prune-model", "--from-pretrained-params"]]
+    "start",
+    [
+        ["--from-pretrained-params"],
+        ["--asp", "--prune-model", "--from-pretrained-params"],
+        ["--asp", "--prune-model", "--epochs", "2", "--from-checkpoint"],
+    ],
 )
 def test_slow_weights_start_at_loaded_weights(run_train, checkpoint, tmp_path, start):
     """With a learning rate of 0, the weights remain equal to the loaded or pruned weights."""
     flags = ["--lookahead", "1,0.5", "--lr", "0", "--warmup-epochs", "0", "--weight-decay", "0"]
-    assert run_train(*flags, "--run-scope", "train_only", *start, checkpoint)[0] == 0
+    flags += ["--run-scope", "train_only"]
+    if "--from-checkpoint" in start:
+        assert run_train(*flags, "--output-dir", tmp_path / "dense")[0] == 0
+        checkpoint = tmp_path / "dense/Tiny/0"
+    assert run_train(*flags, *start, checkpoint)[0] == 0
     before = pickle.loads((checkpoint / "tiny.pdparams").read_bytes())
-    after = pickle.loads((tmp_path / "output/Tiny/0/tiny.pdparams").read_bytes())
+    folder = folders.newest(tmp_path / "output/Tiny")
+    after, state = (pickle.loads((folder / f"tiny.{suffix}").read_bytes()) for suffix in ("pdparams", "pdopt"))
     for name in ("conv2d_3.w_0", "linear_0.b_0"):
         expected = before[name] * after.get(f"{name}.asp_mask", 1)
         np.testing.assert_array_equal(after[name], expected)
+        np.testing.assert_array_equal(state[f"{name}.slow"], expected)
 
 
 @pytest.mark.parametrize("value", ["6", "0,0.5", "6,0", "6,1.5", "x,0.5", "1,2,3"])
