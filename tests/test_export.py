@@ -213,6 +213,16 @@ def test_int8_network_matches_fake_quantized_program(checkpoint_of, photos, tmp_
     np.testing.assert_allclose(actual, simulated, rtol=0, atol=0.03 * scale)
 
 
+def test_mean_error_is_subtracted_from_biases(checkpoint, photos, monkeypatch):
+    network = networks.load_checkpoint(checkpoint, fold=True)
+    layers = quantization.layers(network.program)
+    before = [np.array(network.parameter(layer.bias)) for layer in layers]
+    monkeypatch.setattr(calibration, "_mean_error", lambda *args: 0.25)
+    calibration.quantize(network, 7, photos, "percentile", 10)
+    for layer, bias in zip(layers, before, strict=True):
+        np.testing.assert_allclose(network.parameter(layer.bias), bias - 0.25, rtol=1e-5, atol=1e-6)
+
+
 def test_int8_network_with_a_nearly_zero_filter(checkpoint, photos, tmp_path):
     """Regression test: the bias, an int32 multiple of weight scale times activation scale, overflowed in
     onnxruntime."""
