@@ -196,6 +196,16 @@ def test_int8_network_is_quantized_for_its_engine(checkpoint_of, photos, tmp_pat
             assert (zero == 0) == (source is not None and source.op_type in ("Relu", "Clip")), node.name
 
 
+def test_calibration_images_are_not_augmented(checkpoint, photos):
+    network = networks.load_checkpoint(checkpoint)
+    images = np.concatenate(list(calibration._batches(network.description, photos, 30)))
+    paths = photos.glob("train/*/*.jpg")
+    expected = np.concatenate([preprocessing.model_input(path, network.description) for path in paths])
+    differences = abs(images[:, None] - expected).mean(axis=(2, 3, 4))  # images are in random order
+    assert sorted(differences.argmin(axis=1)) == list(range(30))
+    assert differences.min(axis=1).max() < 0.02
+
+
 @pytest.mark.parametrize("engine", ["onnxruntime", "tensorrt"])
 def test_int8_network_matches_fake_quantized_program(checkpoint_of, photos, tmp_path, engine):
     """A different rounding of sums may change an activation by one quantization level."""
