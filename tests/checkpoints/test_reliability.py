@@ -28,7 +28,7 @@ class Runs:
     def __init__(self, photos, folder):
         self.photos, self.folder = photos, folder
         self.root = folder / "output" / "Tiny"
-        self.losses = {}
+        self.losses, self.started = {}, []
 
     def flags(self, *flags):
         self.report = self.folder / "report.json"
@@ -46,7 +46,9 @@ class Runs:
         command = [sys.executable, *launcher, "tests/train_tiny.py", *flags]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment, **pipes, **options)
+        process = subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment, **pipes, **options)
+        self.started.append(process)
+        return process
 
     def finish(self, process, timeout=200):
         """Wait for the process, add its losses to .losses, and return (exit code, output)."""
@@ -87,7 +89,10 @@ class Runs:
 
 @pytest.fixture
 def runs(photos, tmp_path):
-    return Runs(photos, tmp_path)
+    runs = Runs(photos, tmp_path)
+    yield runs
+    for process in runs.started:  # a process still runs only if the test has failed
+        process.kill()
 
 
 @pytest.fixture
