@@ -75,10 +75,10 @@ def _check_no_other_run(folder, checkpoint, starts, overwrite, resume):
         raise UsageError(f"--overwrite: would delete {within[0]}, which the run needs; choose a different --output-dir")
     if names and not overwrite and not resume and not (checkpoint and checkpoint.continues(folder)):
         is_foreign = all(map(folders.is_foreign, folders.finished(folder)))
-        resume = f"--from-checkpoint {folder} --last-epoch-of-checkpoint auto" if is_foreign else "--resume"
+        start = f"--from-checkpoint {folder} --last-epoch-of-checkpoint auto" if is_foreign else "--resume"
         raise UsageError(
             f"{folder}: contains checkpoints of {'another program' if is_foreign else 'an earlier run'} "
-            f"({', '.join(names[:3])}{', ...' * (len(names) > 3)}); continue the newest with {resume}, or choose a "
+            f"({', '.join(names[:3])}{', ...' * (len(names) > 3)}); continue the newest with {start}, or choose a "
             "different --output-dir" + ("" if within or is_foreign else ", or replace them with --overwrite")
         )
     if resume and (newer := _newer(folder, checkpoint)):

@@ -164,7 +164,7 @@ def mean_over_mirrored(logits):
         float32 [N, class_num], the logarithms of the average probabilities, which replace the logits in the loss head.
     """
     with scope():
-        # Compute with logarithms, because small probabilities underflow in float32. float64 is no alternative, because
+        # Compute with logarithms, because small probabilities underflow in float32. float64 would not help, because
         # AMP would cast it to float32.
         shifted = _op("elementwise_sub", {"X": logits, "Y": _largest(logits, 1)})
         sums = _op("reduce_sum", {"X": _op("exp", {"X": shifted})}, dim=[1], keep_dim=True)

@@ -106,7 +106,7 @@ def test_binary_loss_with_class_and_image_weights(name, smoothing):
 
 
 def test_training_with_bce(run_train):
-    """The initial training loss of an image is about log(2), and evaluation reports the cross entropy of the softmax.
+    """The initial training loss is close to log(2), and evaluation reports the cross entropy of the softmax.
     Paddle's and the custom kernels compute the same losses."""
     flags = ["--loss", "bce", "--mixup", "0.2", "--class-weights", "balanced", "--print-interval", "1", "--lr", "0.01"]
     results = []
