@@ -100,7 +100,7 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
     training = phases.show_on_tensorboard(args, training, checkpoint)
     logger.begin(args.as_entry(), append=report.resumes(args, checkpoint))
     is_advised = False
-    resumed = checkpoint and checkpoint.trained  # training metrics if the evaluation of the checkpoint is pending
+    resumed = checkpoint and checkpoint.trained  # training metrics if only the evaluation is pending
     schedule = training.lr_scheduler
     for stop in durations.stops(args, schedule.timeline, schedule.done - (resumed is not None)):
         trained, resumed, evaluated = resumed, None, None

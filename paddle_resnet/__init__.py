@@ -28,7 +28,7 @@ libraries.prepare()
 # can require 7 GB of memory.
 os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(2**28))
 
-# Suppress Paddle's warning that training programs track global BN statistics, because this behavior is normal.
+# Suppress Paddle's warning that training programs track global BN statistics, because this is the intended behavior.
 warnings.filterwarnings("ignore", message="When training, we now always track global mean and variance")
 # Suppress Paddle 3's warning about a missing ccache, because this project does not use ccache.
 warnings.filterwarnings("ignore", message="No ccache found")

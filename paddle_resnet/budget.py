@@ -28,7 +28,7 @@ TOLERANCE = 0.1  # warn if the expected duration differs from the budget by more
 
 
 class Times(NamedTuple):
-    """Measured durations, in seconds, of training on one batch, of one evaluation, and of writing one checkpoint."""
+    """Measured durations in seconds: training on one batch, one evaluation, and writing one checkpoint."""
 
     batch_s: float
     evaluation_s: float
@@ -122,8 +122,8 @@ def epochs_within(args, seconds, batches, times):
 
 
 def _measure_training(args, exe, training, seconds):
-    """Return the duration of a training batch in seconds. The measurement takes about `seconds` seconds or, if steps
-    are slow, a few steps."""
+    """Return the duration of a training batch in seconds. The measurement takes about `seconds` seconds, or a few steps
+    if steps are slow."""
     count = args.accumulate_steps
     steps = cuda_graph.STEPS_BEFORE + 2 if training.compiled.captured else 1
     warmup = max(steps * count, args.dali_prefetch + 1)  # skip prefetched batches, which would appear too fast

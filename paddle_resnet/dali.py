@@ -64,12 +64,12 @@ def build_dataloader(args, mode, state=None, trained=None):
     Args:
         args: flags. Unresolved flags for the device and the number of classes are resolved in place.
         mode: Mode.TRAIN: images are shuffled and augmented, and the last partial batch is dropped. Mode.EVAL: every
-            image of the data set once, in order; the last batch may be smaller.
+            image of the data set is read once, in order, and the last batch may be smaller.
         state: return value of state() of this process's training loader; the new loader resumes at the next batch. If
             flags have changed since then, a warning lists the changes. In this case, if the state was saved at the end
-            of an epoch, the image order continues, but the random numbers of the augmentation restart. If the state was
-            saved within an epoch, or if the data set has changed, the loader restarts with the image order of the first
-            epoch.
+            of an epoch, the loader continues the image order, but restarts the random numbers of the augmentation. If
+            the state was saved within an epoch, or if the data set has changed, the loader restarts with the image
+            order of the first epoch.
         trained: class names of a trained network in the order of its outputs, which determine the labels of class
             folders. If None, the data set defines the labels.
     Returns:
@@ -229,7 +229,7 @@ def _usable(args, state, conditions, steps):
     """
     if state is None:
         return None, False
-    # Older checkpoints contain neither the conditions of newer flags nor the hash of the image list.
+    # Older checkpoints contain neither the values of flags that were added later nor the hash of the image list.
     batches = {name: declaration.before for name, declaration in FLAGS.items() if declaration.batches}
     older = {flag(name): DEFAULTS[name] if before is None else before for name, before in batches.items()}
     older[LIST] = conditions.get(LIST)
@@ -329,7 +329,8 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
     header = fn.peek_image_shape(encoded)
     encoded = fn.reshape(encoded, shape=encoded.shape() + 0 * header[0])
     resize = INTERPOLATION[args.interp]
-    # crop_mirror_normalize computes (pixel - mean) / std, so mean and std are divided by the scale.
+    # crop_mirror_normalize computes (pixel - mean) / std without scaling the pixels, so mean and std are divided by the
+    # scale.
     mean = [m / args.normalize_scale for m in args.normalize_mean]
     std = [s / args.normalize_scale for s in args.normalize_std]
     if mode is Mode.TRAIN:
@@ -400,9 +401,9 @@ def _random_resized_crop(args, encoded, decoder, resize, seed):
 
 
 def _auto_augment(images, args, seeds):
-    """Apply random operations of DALI's suites to each image. trivial: one operation with a random magnitude (Müller
+    """Apply random operations from DALI's suites to each image. trivial: one operation with a random magnitude (Müller
     and Hutter, "TrivialAugment", arXiv:2103.10158). randaug: two operations with the magnitude --auto-augment-magnitude
-    (Cubuk et al., "RandAugment", arXiv:1909.13719). Signs are random.
+    (Cubuk et al., "RandAugment", arXiv:1909.13719). The signs of the magnitudes are random.
 
     DALI's own functions for selecting operations are not used. They pass the same seed to several random operators,
     which then draw the same numbers, so each operation would always have the same magnitude or sign.
@@ -459,8 +460,8 @@ def _rotate(images, degrees, seed):
 
 
 def _erase(images, probability, shape, mean, seed):
-    """Fill a random rectangle of an image with the mean color, rounded to 8 bits, so that the rectangle is almost 0
-    after normalization. The ranges of area (2% to a third of the image) and aspect ratio (0.3 to 1/0.3, uniform on a
+    """Fill a random rectangle of an image with the mean color, rounded to 8 bits, so that its pixels are almost 0 after
+    normalization. The ranges of area (2% to a third of the image) and aspect ratio (0.3 to 1/0.3, uniform on a
     logarithmic scale) are timm's defaults. A rectangle that would exceed the height or width of the image is shortened.
     (Zhong et al., "Random Erasing Data Augmentation", arXiv:1708.04896)
     """

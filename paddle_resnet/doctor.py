@@ -97,7 +97,7 @@ def _library_facts():
     device = "gpu" if has_gpus else "cpu"
     if has_gpus:
         rows += [_library(libraries, name, what) for name, what in LIBRARIES]
-        # The messages of gpus.problem are the same as those that train.py prints.
+        # gpus.problem returns the same message that train.py would print.
         problem = next(filter(None, (gpus.problem(i, several=count > 1) for i in range(max(1, count)))), None)
         rows.append(("test: kernel", problem or f"works on {count} GPU(s)", "no" if problem else "ok"))
     capability = paddle.device.cuda.get_device_capability(0) if count else None
@@ -296,7 +296,7 @@ def _reason(returncode, output):
     errors = [line for line in lines if "rror: " in line] or lines[-1:]
     errors = [
         line for line in errors if " failed first: " not in line
-    ] or errors  # the failed rank logs a more detailed message
+    ] or errors  # prefer the more detailed message of the failed rank
     if returncode < 0:
         errors = [f"killed by {signal.Signals(-returncode).name} {' '.join(errors[-1:])}".strip()]
     return errors[-1] if errors else f"exit code {returncode}"

@@ -227,8 +227,8 @@ def _write_texts(description, folder):
 
 
 def _write_int8(network, folder, engine, calibration):
-    """Quantize a network in place, and write model.onnx. The batch normalizations of the network are already folded. A
-    network trained with --qat is already quantized, and its quantized weights do not change."""
+    """Quantize a network in place, and write model.onnx. The BN layers of the network are already folded into the
+    convolutions. A network trained with --qat is already quantized, and its quantized weights do not change."""
     from paddle_resnet.passes import quantization
     from paddle_resnet.serving.calibration import WEIGHT_BITS, quantize
 

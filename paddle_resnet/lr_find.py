@@ -1,7 +1,7 @@
 """Learning-rate finder: train for some steps with a rising learning rate, plot the loss, and suggest a value for --lr.
 
-`python -m paddle_resnet.lr_find --help`. The steps are those of train.py with the same flags, but no checkpoint and no
-report is read or written, so a run in the same folder is not affected.
+`python -m paddle_resnet.lr_find --help`. The steps are the same as in train.py with the same flags, but the finder
+neither reads nor writes checkpoints and reports, so a run in the same folder is not affected.
 """
 
 import argparse
@@ -92,7 +92,7 @@ def parse(argv):
     """Read the flags.
 
     Returns:
-        (Namespace of the flags of the finder, Settings of train.py).
+        (Namespace with the finder's flags, Settings of train.py).
     Raises:
         UsageError: a flag is unknown, has an invalid value, or is not supported.
     """
@@ -256,7 +256,7 @@ def _write(search, args, folder, losses, ended_early):
     with outputs.writing(f"{lr_curve.DATA} in --output-dir", folder / lr_curve.DATA):
         folder.mkdir(parents=True, exist_ok=True)
         with locks.held(locks.file_of(path), f"--output-dir {args.output_dir}", logger.warn):
-            _check_no_curve(args, folder)  # check again, because another search may have ended since _claim
+            _check_no_curve(args, folder)  # check again, because another search may have written a curve
             lr_curve.write(folder / lr_curve.DATA, curve)
             drawing.save(drawing.lr_curve(curve, title), path, f"{lr_curve.DRAWING} in --output-dir")
     logger.info(f"curve of {len(losses)} steps: {path}")

@@ -1,1 +1,1 @@
-"""Helpers that do not need Paddle: run modes, meters, log, errors, CPU affinity."""
+"""Helpers that do not need Paddle, for run modes, meters, logging, errors and CPU affinity."""

@@ -35,8 +35,8 @@ class UsageError(ValueError):
 
 
 class DataError(UsageError):
-    """An image cannot be read or decoded, or its label is not a class. DataError is raised when the image is read,
-    which may be after the first step."""
+    """An image cannot be read or decoded, or its label is not a valid class number. DataError is raised when the image
+    is read, which may be after the first step."""
 
 
 class RunError(RuntimeError):

@@ -23,8 +23,8 @@ _NO_MEMORY = (
 _NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG)
 _NO_TEMPORARY_FOLDER = "No usable temporary directory"  # error message of Python's tempfile module
 DONE, FAILURE, USAGE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
-# If less address space is available, an import or a step may fail without a clear error message. The sample job used
-# 3.2 to 3.5 GiB on a CPU.
+# If less address space is available, an import or a step may fail without a clear error message. A small training run
+# on a CPU used 3.2 to 3.5 GiB.
 LEAST_ADDRESS_SPACE = 4 << 30  # bytes
 
 

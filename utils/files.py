@@ -94,7 +94,7 @@ def written(path, partial=None, sync=False):
             other process uses. If the block raises an exception, this file or folder is removed.
         sync: whether to flush all data to the disk before the rename.
     Yields:
-        the temporary path as a Path, at which the block must create the file or folder.
+        a Path: the temporary path at which the block must create the file or folder.
     """
     partial = partial_path(path) if partial is None else Path(partial)
     try:
@@ -112,7 +112,7 @@ def written(path, partial=None, sync=False):
 @contextlib.contextmanager
 def replaced(path):
     """Write a file atomically: the file is never incomplete, even if it is read or written by other processes or if
-    this process is killed. The target of a link is replaced. A device or a pipe is written directly.
+    this process is killed. If the path is a link, its target is replaced. A device or a pipe is written directly.
 
     Yields:
         the path to write to.

@@ -1,4 +1,4 @@
-"""Locks between processes. A lock is a hidden file that contains the process ID and the host of its owner."""
+"""Locks between processes. A lock is a hidden file that contains the process ID and the host name of its owner."""
 
 import contextlib
 import errno

@@ -138,7 +138,7 @@ def result_on_stdout():
             raise
         else:
             result.flush()
-        finally:  # Python's logging may keep a reference to `result`
+        finally:  # restore direct output, because Python's logging may keep `result`
             result.write, result.flush = result._stream.write, result._stream.flush
 
 

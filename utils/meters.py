@@ -50,7 +50,8 @@ class AverageMeter:
             value: either one number (the mean over the batch) or one number per sample.
             n: number of samples in the batch.
         Raises:
-            DataError: a ratio is negative. The loss operator returns a negative ratio if a label is not a class.
+            DataError: a ratio is negative. The loss operator returns a negative ratio if a label is not a valid class
+                number.
         """
         value = np.asarray(value, dtype=np.float64).reshape(-1)
         assert value.size in (1, n), f"{self.name}: {value.size} values for {n} samples"
@@ -115,8 +116,8 @@ class ConfusionMeter:
         return np.concatenate([np.empty((0, 2), np.int64), *self._pairs])[:, 0]
 
     def counts(self):
-        """Return two arrays [k] for the k pairs that occurred: the pairs, encoded as label * class_num + prediction and
-        sorted, and their counts."""
+        """Return two arrays [k] for the k different pairs that occurred: the sorted pairs, each encoded as label *
+        class_num + prediction, and their counts."""
         pairs = np.concatenate([np.empty((0, 2), np.int64), *self._pairs])
         labels, predictions = pairs[(pairs[:, 1] >= 0) & (pairs[:, 1] < self.class_num)].T
         return np.unique(labels * self.class_num + predictions, return_counts=True)
@@ -261,7 +262,7 @@ def class_metrics(confusion, class_num):
 
 
 def average_metrics(confusion, class_num):
-    """Return averages of the class_metrics over the classes: {"precision_macro", ..., "f1_weighted"}. Macro averages
+    """Average the class_metrics over the classes, and return {"precision_macro", ..., "f1_weighted"}. Macro averages
     are taken over the classes that occur as a label or a prediction; weighted averages use the number of images in each
     class as its weight. The definitions are those of scikit-learn with zero_division=0."""
     metrics = class_metrics(confusion, class_num)

@@ -43,7 +43,7 @@ def claim(outputs=None, folders=None, inputs=(), protected=(), run_folder=None):
                 raise UsageError(f"{what} {path}: the same file as {taken[identity]}; choose a different file")
             if what in outputs:
                 taken[identity] = f"{what} {path}"
-            # For --report-file, report.py logs its own message.
+            # report.py logs the message for --report-file.
             if what in outputs and what.startswith("--") and what != "--report-file" and _has_content(path):
                 logger.warn(f"{what} {path}: replaces an existing file; choose a different path to keep it")
             _probe(Path(os.path.realpath(path)), is_folder=what in folders)
@@ -91,7 +91,7 @@ def _check_place(subject, path, protected, run_folder):
 
 
 def _is_checkpoint(folder):
-    """Return whether a folder contains parameters, and also a file that only checkpoints contain."""
+    """Return whether a folder contains both parameters and a file that exists only in checkpoints."""
     try:
         names = os.listdir(folder)
     except OSError:

@@ -1,7 +1,8 @@
 """The progress line, which shows the current phase and the progress of a run on a terminal.
 
 If stdout is not a terminal, the functions in this module do nothing. A thread of the library rich draws the line four
-times per second. The overhead is one comparison per step, and formatting metrics on the host four times per second.
+times per second. The overhead is one comparison per step, plus formatting the metrics on the host four times per
+second.
 """
 
 import contextlib
@@ -38,7 +39,7 @@ def shown():
         redirect_stderr=sys.stderr.isatty(),
     )
     live.start()
-    console.show_cursor(True)  # rich hides the cursor, which would remain hidden if the process is killed
+    console.show_cursor(True)  # rich hides the cursor, which would remain hidden if the process were killed
     _live = live
     try:
         yield

@@ -61,9 +61,9 @@ def blocked():
 @contextlib.contextmanager
 def deferred():
     """Defer SIGINT to the end of the block, because a SIGINT during the import of Paddle would raise a misleading
-    error. Processes that are started in the block never receive SIGINT. Control-C would also send SIGINT to these
-    processes, but this process stops them itself. At the end of the block, restore Python's SIGTERM handler, because
-    Paddle installs a handler that prints a trace."""
+    error. Processes that are started in the block inherit the blocked SIGINT, so Control-C does not end them. This
+    process stops them itself. At the end of the block, restore Python's SIGTERM handler, because Paddle installs a
+    handler that prints a trace."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

@@ -1,2 +1,2 @@
-"""Save and restore runs: checkpoint folders, their variables, the saved state, and the choice of the initial
-checkpoint."""
+"""Save and restore runs: choose the initial checkpoint, write, verify and delete checkpoint folders, and load variables
+and the training state."""

@@ -97,7 +97,7 @@ def interpret(file, size, objects):
         file: binary file. After the call, the file position is the end of the pickle.
         size: size of the file in bytes.
         objects: object with the methods of NumPyObjects. The methods define which functions and classes the pickle may
-            specify, and which objects they return.
+            specify, and what calling them returns.
     Raises:
         UnreadableError: the file uses an opcode, function or class that a pickle of arrays does not need.
         Exception: the file is damaged; the type of the exception varies.
@@ -162,7 +162,7 @@ def interpret(file, size, objects):
 
 
 class _Bounded:
-    """A wrapper of a binary file. A read allocates at most as many bytes as the file contains, even if a pickle
+    """A wrapper around a binary file. A read allocates at most as many bytes as the file contains, even if a pickle
     specifies a larger length."""
 
     def __init__(self, file, size):

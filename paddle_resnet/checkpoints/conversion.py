@@ -25,8 +25,8 @@ def convert(source, output, arch=None, preprocessing=None, verbose=False):
         source: path of a file that foreign_files.read accepts, or a key of published.PACKAGED.
         output: folder to create. The folder appears only when all its files are complete.
         arch: value for --model-arch-name, or None to use the network of the published model.
-        preprocessing: {attribute of a preprocessing flag: value}, or None to use the values of the published model.
-            Unspecified flags have the network's default values.
+        preprocessing: {attribute name of a preprocessing flag: value}, or None to use the values of the published
+            model. Unspecified flags have the network's default values.
         verbose: whether error messages list all tensors that do not match the network.
     Returns:
         content of meta.json, without the entries for format, files and checksum.
@@ -138,7 +138,8 @@ def _parameters(arch, classes):
 
 
 def _settings(arch, classes, preprocessing):
-    """Return the Settings to store in the checkpoint: the network, its preprocessing, and default values."""
+    """Return the Settings to store in the checkpoint: the network, its preprocessing, and the default values of all
+    other flags."""
     side = preprocessing.get("crop_size", registered(arch).image_size)
     network = {"model_arch_name": arch, "num_of_class": classes, "image_shape": [3, side, side]}
     values = network | preprocessing

@@ -36,7 +36,7 @@ from utils.files import finite, fsync, open_regular, written
 
 META = "meta.json"
 FORMAT = 2
-META_LIMIT = 16 << 20  # in bytes; meta.json of a run with 1,000 classes and 1,000 processes has 2 MB
+META_LIMIT = 16 << 20  # in bytes; with 1,000 classes and 1,000 processes, meta.json takes 2 MB
 NVIDIAS_PREFIX = "resnet_50_paddle"
 MARKERS = ("latest", "best")
 _NAME = re.compile(r"(\d+)(?:_(\d+))?")
@@ -56,7 +56,7 @@ def run_folder(output_dir, arch):
 
 
 def hold(root):
-    """Lock the folder of a run with lock().
+    """Lock the folder of a run, as lock() does, but raise a UsageError if another run holds the lock.
 
     Raises:
         UsageError: another run holds the lock.
@@ -255,7 +255,7 @@ def read_meta(folder):
 
 
 def prefix(folder, model_prefix):
-    """Return the common path of a checkpoint's .pdparams and .pdopt files, without these suffixes. The file name is
+    """Return the common path of a checkpoint's .pdparams and .pdopt files, without these suffixes. The file name comes
     from meta.json or, if there is no meta.json, from foreign_prefix.
 
     Args:

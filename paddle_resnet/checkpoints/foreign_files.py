@@ -21,7 +21,8 @@ from utils import files
 MAX_BYTES = 1 << 32
 _MAX_HEADER_BYTES = 1 << 24
 _MAX_DIMENSIONS = 8
-# The first bytes of a .pth file. Since PyTorch 1.6, a .pth file is a zip archive; before, it was a sequence of pickles.
+# The first bytes of a .pth file. PyTorch 1.6 and later write a zip archive; earlier versions wrote a sequence of
+# pickles.
 _ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _LEGACY_PROTOCOL = 1001
 _NESTED = ("state_dict", "model")  # keys under which training scripts save the weights

@@ -66,7 +66,7 @@ _RESNET = (
     (r"layer(\d+)\.(\d+)\.downsample\.0", "*.shortcut.conv"),
     (r"layer(\d+)\.(\d+)\.downsample\.1", "*.shortcut.bn"),
 )
-# In ResNet-D, the stem has three convolutions, and shortcuts have pooling before the convolution.
+# In ResNet-D, the stem has three convolutions, and shortcuts have a pooling layer before the convolution.
 _RESNET_D_OF_TIMM = (
     *((rf"conv1\.{3 * i}", f"stem.{i}.conv") for i in range(3)),
     *((r"conv1\.1", "stem.0.bn"), (r"conv1\.4", "stem.1.bn"), ("bn1", "stem.2.bn")),
@@ -203,12 +203,14 @@ LAYOUTS = {
         Layout("fastai's XResNet", _XRESNET_OF_FASTAI),
     ),
     "mobilenet_v2": (Layout("torchvision, paddle.vision", _MOBILENET_V2), Layout("timm", _TIMM)),
-    # Weights of timm's networks without the prefix tf_ have the same names but require different padding.
+    # The weights of timm's efficientnet_lite networks (without the prefix tf_) have the same names, but they require
+    # different padding and are not supported.
     "efficientnet_lite": (
         Layout("efficientnet-lite-pytorch", _LITE, epsilon=1e-3),
         Layout("timm's tf_efficientnet_lite", _TIMM, epsilon=1e-3),
     ),
-    # timm's networks with the prefix tf_ have the same names but require different padding.
+    # The weights of timm's tf_mobilenetv3 networks have the same names, but they require different padding and are not
+    # supported.
     "mobilenet_v3": (
         Layout("torchvision", _MOBILENET_V3_OF_TORCHVISION, epsilon=1e-3),
         Layout("timm", _mobilenet_v3_of_timm(last=6)),
@@ -321,7 +323,7 @@ def _shapes(layout, own):
 
 
 def _reshaped(array, shape, is_torch):
-    """Return the weight of a fully connected layer in the layout of Paddle's Linear, [in, out], or of a 1x1
+    """Convert the weight of a fully connected layer to the layout of Paddle's Linear, [in, out], or to that of a 1x1
     convolution, [out, in, 1, 1], depending on the number of dimensions of `shape`. Return other arrays unchanged."""
     if array.ndim == 4 and array.shape[2:] == (1, 1) and len(shape) == 2:
         return array[:, :, 0, 0].T

@@ -17,7 +17,7 @@ class Published:
     """Published weights of a network that was trained on ImageNet's 1,000 classes.
 
     Attributes:
-        arch: --model-arch-name.
+        arch: value of --model-arch-name.
         license: SPDX identifier.
         source: URL.
         package: name of the Python package that contains the file, or None.

@@ -169,7 +169,7 @@ class Saver:
                 pass
             self._lock = folders.hold(folder)
             folders.clean(folder)
-            # Check again, because a run may have ended since check_folder.
+            # Check again, because another run may have saved checkpoints since check_folder.
             _check_no_other_run(folder, checkpoint, args.start_paths(), args.overwrite, args.resume)
             if args.overwrite:
                 folders.remove_all(folder)
@@ -332,9 +332,9 @@ class Saver:
         self._mark_and_delete(name, meta["best"] and _name_of(meta["best"]))
 
     def _mark_and_delete(self, newest, best):
-        """Set the links, and delete old checkpoints of this run, except the best checkpoint, the newest
-        --keep-checkpoints checkpoints, and the same number of newest checkpoints from the end of an epoch. Checkpoints
-        of other runs are not deleted."""
+        """Set the links, and delete old checkpoints of this run. Keep the best checkpoint, the newest N checkpoints,
+        and the newest N checkpoints at the end of an epoch, where N is --keep-checkpoints. Checkpoints of other runs
+        are not deleted."""
         self._mark("latest", newest)
         if best is not None:
             self._mark("best", best)

@@ -88,8 +88,8 @@ def check_root(image_root, content="train/ and val/", flag="--image-root"):
 
 
 def check_split(flag, image_root, mode):
-    """Raise UsageError if the data set of a flag such as --verify does not contain a split. Commands that read the data
-    set late call this function at startup, so that they fail early."""
+    """Raise UsageError if the data set that a flag such as --verify specifies does not contain a split. Commands that
+    read the data set late call this function at startup, so that they fail early."""
     check_root(image_root, f"{mode.value}/", flag)
     if not _has_split(image_root, mode):
         raise UsageError(f"{flag} {image_root}: has no {mode.value}/; use the folder of a data set with this split")
@@ -325,8 +325,8 @@ def ignored_files(image_root, mode):
 
 
 def own_classes(image_root, mode):
-    """Return the names of the class folders in a split, or None if the split is not a folder. If these names are passed
-    to images() as `classes`, the labels depend only on this split and may differ from those of training."""
+    """Return the names of the class folders in a split, or None if the split has no class folders. If these names are
+    passed to images() as `classes`, the labels depend only on this split and may differ from those of training."""
     folder = os.path.join(image_root, mode.value)
     return class_folders(folder) if os.path.isdir(folder) else None
 
@@ -517,7 +517,7 @@ def check_listed(image_root, mode, files):
             listed -= {entry.name for entry in entries if entry.name in listed and _type(entry) == "file"}
         for name in sorted(listed):
             file = os.path.join(folder, name)
-            if not os.path.isfile(os.path.join(image_root, file)):  # file systems may ignore case, unlike `listed`
+            if not os.path.isfile(os.path.join(image_root, file)):  # a case-insensitive file system may still find it
                 raise UsageError(
                     f"{os.path.join(image_root, mode.value)}.txt: {file} is missing or not a regular file; "
                     "remove the line"

@@ -144,8 +144,8 @@ def _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outsid
 
 
 def encoded_images(batches):
-    """Return a DataSet that reads encoded images without labels. `batches` yields each batch as a list of images, uint8
-    [size]."""
+    """Return a DataSet that reads encoded images without labels. `batches` yields each batch as a list of uint8 arrays
+    [size], one per image."""
 
     def read(name, shard_id, num_shards, shuffle):
         encoded = fn.external_source(source=batches, name=name, dtype=types.UINT8, ndim=1)
@@ -164,7 +164,7 @@ class BalancedSampler:
     Args:
         data_set: DataSet with labels.
         image_root: folder of the data set.
-        seed: --dali-random-seed.
+        seed: value of --dali-random-seed.
         rank: rank of the process.
         batch_size, steps: images per batch, and batches per epoch.
         epoch, step: position of the first batch; `step` may be the end of the epoch.

@@ -184,7 +184,7 @@ def stop_agreed():
 
 def stop_asked():
     """Return whether any rank has received a signal to stop. Different ranks may detect the signal at different steps,
-    so the caller must let all ranks agree on a step."""
+    so the caller must make all ranks agree on a step."""
     if processes.world_size() == 1:
         return signals.received() is not None
     return _stop_step(0) is not None

@@ -1,5 +1,5 @@
-"""The part of the monitor (monitor.py) that runs in the rank: store the position of the rank, leave the job, and report
-a failure.
+"""Functions through which a rank communicates with its monitor (monitor.py): store the position of the rank, leave the
+job, and report a failure.
 
 A rank that waits in a collective operation cannot detect that another rank has died, because the rank waits in C code
 (with NCCL, indefinitely). Therefore each rank has a separate process that monitors the job. The overhead per step is
@@ -35,7 +35,7 @@ _monitor = None
 
 
 def phase(name):
-    """Store the current phase of this rank. All ranks must have the same sequence of phases."""
+    """Store the current phase of this rank. All ranks must go through the same sequence of phases."""
     _position.phase(name)
     progress.phase(name)
 

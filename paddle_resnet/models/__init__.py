@@ -86,8 +86,8 @@ class Ends:
     """Parameter names of a network's first and last layers.
 
     Attributes:
-        first: weight name of the convolution that reads the images.
-        last: bias name and weight name of the classifier.
+        first: name of the weight of the convolution that reads the images.
+        last: names of the bias and the weight of the classifier.
         file_sha256: sha256 of the user's file that defines the network; None for a network in this package.
     """
 
@@ -103,7 +103,7 @@ def build_model(arch, num_classes, channels, data_format):
     returns the names of their parameters.
 
     Args:
-        arch: --model-arch-name.
+        arch: value of --model-arch-name.
         num_classes: number of outputs.
         channels: number of image channels.
         data_format: "NCHW" or "NHWC".
@@ -170,14 +170,15 @@ def ends(program):
 
 
 def registered(arch):
-    """Return the Network for --model-arch-name, or None if it is not in the registry. Names are matched as in
-    registered_name."""
+    """Return the Network for a value of --model-arch-name, or None if the value is not in the registry. Names are
+    matched as in registered_name."""
     network = {_simplified(name): network for name, network in MODELS.items()}.get(_simplified(arch))
     return network if isinstance(network, Network) else None
 
 
 def registered_name(arch):
-    """Return the registered name for --model-arch-name, ignoring case, "-" and "_". FILE.py:NAME is returned unchanged.
+    """Return the registered name for a value of --model-arch-name, ignoring case, "-" and "_". FILE.py:NAME is returned
+    unchanged.
 
     Raises:
         UsageError: the network is unknown, or user_file.check fails.

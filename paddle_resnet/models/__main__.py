@@ -19,7 +19,7 @@ def size(arch, side, num_classes=CLASSES):
     """Return the size of a network.
 
     Args:
-        arch: --model-arch-name.
+        arch: value of --model-arch-name.
         side: height and width of the images in pixels.
         num_classes: number of outputs.
     Returns:

@@ -82,7 +82,7 @@ class FanOutNormal(Initializer):
 
 class BatchNorm(nn.BatchNorm2D):
     """Batch normalization. Paddle derives the parameter names batch_norm_N from the class name; NVIDIA's RN50v1.5
-    example has the same names."""
+    example uses the same names."""
 
 
 class ConvBN(nn.Layer):

@@ -96,8 +96,8 @@ def add_paddle(logits, targets, class_num, label_smoothing, is_train):
 
 
 def _nan_rows(logits):
-    """Return the logits. If any logit of an image is NaN or +inf, all its logits are NaN in the result, because
-    Paddle's cross entropy on the CPU could otherwise be finite."""
+    """Return the logits, with all logits of an image replaced by NaN if any of them is NaN or +inf. Otherwise, Paddle's
+    cross entropy on the CPU could be finite."""
     is_finite = _op("less_than", {"X": logits, "Y": _full([1], float("inf"), "float32")}, "bool")
     factor = _op("reduce_min", {"X": _cast(is_finite, "float32")}, dim=[1], keep_dim=True)
     factor = _op("elementwise_div", {"X": factor, "Y": factor})  # 1 or NaN

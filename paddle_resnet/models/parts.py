@@ -19,8 +19,8 @@ def freeze(model, names):
 
     Args:
         model: result of build_model.
-        names: layer paths from --freeze, such as "stem"; "stages.0" also selects "stages.0_0", "stages.0_1" and so on,
-            the blocks of a stage. ALL_BUT_CLASSIFIER selects all layers outside the classifier.
+        names: layer paths from --freeze, such as "stem"; "stages.0" also selects the blocks of the stage, "stages.0_0",
+            "stages.0_1" and so on. ALL_BUT_CLASSIFIER selects all layers outside the classifier.
     Returns:
         list of the frozen parameters.
     Raises:

@@ -54,7 +54,7 @@ def cast_evaluation_program(program, place, dtype, level, float32=frozenset(), f
     """
     dest_type, scope = getattr(paddle, dtype), static.global_scope()
     if for_gpu and not paddle.is_compiled_with_cuda():
-        # This logger warns about missing kernels.
+        # Suppress Paddle's warnings about missing kernels.
         logging.getLogger("paddle.static.amp.fp16_lists").setLevel(logging.ERROR)
         lists = _amp_lists(program, dtype, float32)
         lists.unsupported_list = set()

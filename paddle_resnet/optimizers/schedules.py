@@ -85,7 +85,7 @@ SCHEDULES = {  # {name: (function, flags whose values are the arguments between 
 
 class Schedule(paddle.optimizer.lr.LRScheduler):
     """A linear warm-up followed by a schedule, advanced once per step. The learning rate depends only on the step, and
-    includes the factor from the step's stage (--sizes).
+    includes the learning-rate factor of the step's stage (--sizes).
 
     Args:
         rate: function that returns the learning rate, given the number of steps since the warm-up.

@@ -25,7 +25,7 @@ def prune(main_prog, place, algorithm):
     Args:
         main_prog: training Program.
         place: device of the parameters.
-        algorithm: --mask-algo.
+        algorithm: value of --mask-algo.
     Returns:
         {parameter name: mask}.
     """
