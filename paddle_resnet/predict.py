@@ -153,8 +153,8 @@ def _read_file(path):
 
 
 def _decoded(description, batches, batch_size, device, threads):
-    """Decode batches of encoded images, and yield DALI's output for each batch, valid until the next batch is
-    requested. DALI raises RuntimeError if it cannot decode an image."""
+    """Decode batches of encoded images, and yield DALI's output for each batch. An output is valid until the next batch
+    is requested. DALI raises RuntimeError if it cannot decode an image."""
     from paddle_resnet import dali
     from paddle_resnet.data import readers
     from paddle_resnet.serving import inference

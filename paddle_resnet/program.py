@@ -42,7 +42,7 @@ from utils.signals import Preempted
 # Attributes of BuildStrategy that enable fused operators for training on a GPU. Not every Paddle version has all of
 # these attributes.
 FUSED_OPERATORS = ("fuse_bn_act_ops", "fuse_bn_add_act_ops", "fuse_elewise_add_act_ops", "enable_addto")
-# Operators for which Paddle uses oneDNN on a CPU.
+# Operators that run with oneDNN on a CPU.
 ONEDNN = ("conv2d", "conv2d_grad", "depthwise_conv2d", "depthwise_conv2d_grad")
 _started_with = None  # settings passed to the last call of start_fleet()
 

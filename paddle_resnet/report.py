@@ -204,9 +204,9 @@ def _complete(args, argv, checkpoint):
 
 
 def advise_on_loader(args, epoch, trained):
-    """Warn if a GPU waits for the loader for more than a fifth of the time of an epoch, and suggest a flag. On a CPU,
-    there is no warning: the network shares the cores with the loader, so waiting does not indicate a slow loader. A
-    short first epoch is ignored, because startup dominates it.
+    """Warn if a GPU waits for the loader for more than a fifth of the epoch time, and suggest a flag. On a CPU, there
+    is no warning: the network shares the cores with the loader, so waiting does not indicate a slow loader. A short
+    first epoch is ignored, because startup dominates it.
 
     Args:
         args: flags.
@@ -376,7 +376,7 @@ def _summary(trained, evaluated, best, last):
         data |= {f"val.{name}": evaluated[name] for name in names if name in evaluated}
         data |= {f"last.{name}": value for name, value in last.items()}
         data |= {f"best.{name}": best[name] for name in ("epoch", "step") if name in best}
-        data |= {f"best.val.{name}": best[name] for name in names if name in best}  # older checkpoints lack averages
+        data |= {f"best.val.{name}": best[name] for name in names if name in best}  # older checkpoints lack some metrics
     return data
 
 

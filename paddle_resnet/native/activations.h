@@ -58,7 +58,7 @@ struct mish {
 
 }  // namespace activation
 
-// Calls DO for each activation. Kernel names contain the name of the activation as a suffix.
+// Calls DO for each activation. The names of kernels contain the name of the activation.
 #define FOR_EACH_ACTIVATION(DO) DO(relu) DO(relu6) DO(hard_swish) DO(silu) DO(mish)
 
 // Calls DO for each activation other than ReLU that the kernels fuse with BN and a residual addition. The backward pass

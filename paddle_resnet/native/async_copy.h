@@ -103,7 +103,7 @@ class AsyncCopies {
 
   Slot slots_[kSlots];
   uint64_t count_ = 0;
-  void *context_ = nullptr;  // context of the copying thread; Python may wait in another thread
+  void *context_ = nullptr;  // context of the copying thread; Python may wait in a different thread
 };
 
 std::vector<Tensor> AsyncCopy(const Tensors &values) {

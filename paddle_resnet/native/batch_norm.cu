@@ -58,7 +58,7 @@ __device__ void add_vectors(const float *vectors, int count, int stride, int sum
 }
 
 // Returns whether this block is the last of `count` blocks to call this function. The last block sees everything that
-// the other blocks wrote before their calls. Afterwards, the counter is 0 again.
+// the other blocks wrote before their calls. After the last call, the counter *arrivals is 0 again.
 __device__ bool is_last_of(unsigned count, unsigned *arrivals) {
   __shared__ bool is_last;
   __threadfence();

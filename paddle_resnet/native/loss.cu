@@ -1,6 +1,6 @@
-// Kernels for softmax or binary cross entropy with label smoothing, its gradient, top-1 and top-k hits, and the
-// predicted class. Logits are float32 [rows, classes], and labels are 64-bit integers. Each block processes one row.
-// The order of summation is fixed.
+// Kernels for the softmax or binary cross entropy with label smoothing, the gradient of this loss, top-1 and top-k
+// hits, and the predicted class. Logits are float32 [rows, classes], and labels are 64-bit integers. Each block
+// processes one row. The order of summation is fixed.
 
 #include "common.h"
 
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(kLossThreads)
   float loss = log_sum - (1 - smoothing) * target;
   // If smoothing is 0, skip this term, because it would be 0 times infinity for a logit of -inf.
   if (smoothing != 0) loss -= smoothing / classes * sums.differences;
-  // log_sum is NaN if a logit is NaN or +inf.
+  // Adding 0 * log_sum makes the loss NaN if a logit is NaN or +inf.
   if (is_binary) loss = is_class ? sums.weighted / classes + 0.f * log_sum : own;
   losses[row] = image_weights != nullptr ? image_weights[row] * loss : loss;
   of_softmax[2 * row] = largest.value;

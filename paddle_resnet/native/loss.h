@@ -1,6 +1,6 @@
-// Operators for the loss: softmax or binary cross entropy and accuracies of a batch of logits, and the gradient of the
-// mean loss. The operators check arguments and allocate results, and then launch the kernels in loss.cu or, on the CPU,
-// call the reference implementation.
+// Operators that compute the softmax or binary cross entropy and the accuracies of a batch of logits, and the gradient
+// of the mean loss. The operators check arguments and allocate results, and then launch the kernels in loss.cu or, on
+// the CPU, call the reference implementation.
 
 #pragma once
 

@@ -38,7 +38,7 @@ float *floats(const Tensor &tensor, int64_t size) {
 template <class Table>
 class Tables {
  public:
-  // Adds a gradient. Returns the table whose last tensor is the gradient.
+  // Adds a gradient to the last table, or to a new table if the last table is full. Returns this table.
   Table &add(const Tensor &gradient) {
     if (tables_.empty() || tables_.back().count == Table::kTensors) tables_.emplace_back();
     Table &table = tables_.back();

@@ -1,6 +1,7 @@
-"""Gradient accumulation (--accumulate-steps K). An accumulating program, which does not update the parameters, adds the
-gradients of K - 1 batches to sums. The training program adds these sums to the gradients of the last batch and updates
-the parameters. The sums are float32, because small gradients would be lost in half-precision sums.
+"""Gradient accumulation (--accumulate-steps K). The accumulating program runs on the first K - 1 batches of a step. It
+adds their gradients to sums and does not update the parameters. The training program runs on the last batch, adds the
+sums to its gradients, and updates the parameters. The sums are float32, because small gradients would be lost in
+half-precision sums.
 
 Neither program contains conditional operators, so both can be captured as CUDA graphs. Gradients are all-reduced,
 checked, unscaled and clipped once per update.

@@ -68,8 +68,8 @@ def _fold(program, channel_axis):
 
 
 def fuse_convolutions(program, exe):
-    """Replace each convolution, its BN, its residual addition (if any) and its activation with one of Paddle's
-    operators, in place. A single operator reads and writes each activation only once, and its filters are already in
+    """Replace each convolution, its BN, its residual addition (if any) and its activation with one fused operator of
+    Paddle, in place. The fused operator reads and writes each activation only once, and its filters are already in
     cuDNN's layout.
 
     Convolutions without ReLU, with groups, or in bfloat16 are not fused.

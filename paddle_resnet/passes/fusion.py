@@ -15,7 +15,7 @@ from paddle_resnet.optimizers import table
 from paddle_resnet.passes import averages, lookahead, updates
 
 TYPES = (paddle.float32, paddle.float16, paddle.bfloat16)
-# The number of channels must be a multiple of the narrowest vector that a kernel thread loads.
+# The number of channels must be a multiple of CHANNELS, the size of the smallest vector that a kernel thread loads.
 CHANNELS = 4
 # A custom kernel computes the filter gradient of a 1x1 convolution if the data type is one of POINTWISE_TYPES, the
 # number of input or output channels is at most POINTWISE_CHANNELS, and the images have at least POINTWISE_PIXELS
@@ -369,7 +369,7 @@ def _fuse_updates(graph):
     block = graph.block
     paddles = table.updates(block.program)
     if not paddles or any(table.rule_of(op) is None for op in paddles):
-        return  # Paddle's update operators cannot read the factor `unscale`
+        return  # keep Paddle's operators, which cannot read the factor `unscale`
     unscale = _fuse_clipping(graph, _fuse_loss_scaling(graph))
     groups = {}
     for op in paddles:

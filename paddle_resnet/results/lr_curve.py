@@ -131,7 +131,7 @@ def suggest(rates, losses, steps):
         return None
     smoothed = smooth(losses, steps)
     lowest = int(np.argmin(smoothed))
-    # A robust estimate of the standard deviation of a single loss, from the differences of consecutive losses. A mean
+    # Estimate the standard deviation of a single loss robustly, from the differences between consecutive losses. A mean
     # with the weights of smooth() has the same standard error as an unweighted mean over four windows.
     deviation = np.median(np.abs(np.diff(losses[: lowest + 1]))) / (math.sqrt(2) * 0.6745) if lowest else 0.0
     error = deviation / math.sqrt(4 * _window(steps))

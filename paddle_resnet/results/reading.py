@@ -73,7 +73,7 @@ PATHS = ("image_root", "data_format", "predictions")  # flags whose value must b
 
 
 class _SchemaError(ValueError):
-    """Raised if a field does not match the schema. The message names the field and its value."""
+    """Raised if a field does not match the schema. The message contains the field and its value."""
 
 
 @dataclass

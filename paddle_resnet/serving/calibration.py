@@ -90,7 +90,7 @@ def quantize(network, bits, image_root, method, images):
     images, and correct the biases. The images are preprocessed as in evaluation.
 
     Args:
-        network: networks.Network on a CPU, with folded batch normalizations.
+        network: networks.Network on a CPU, with BN layers folded into the convolutions.
         bits: number of bits per weight.
         image_root: folder of the data set.
         method: "percentile" or "entropy".

@@ -91,7 +91,7 @@ class _Step:
         buffer = self.host_images()
         if images.ctypes.data != buffer.ctypes.data:
             if self._last is not None:
-                np.asarray(self._last)  # the GPU may still be reading the buffer
+                np.asarray(self._last)  # wait, because the GPU may still be reading the buffer
             buffer[: len(images)] = images
         self._input._copy_from(self._host, self._place)
 

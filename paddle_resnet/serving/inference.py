@@ -87,8 +87,9 @@ def is_export(path):
 
 
 def open_checkpoint(path, device, model_arch_name=None, precision=None, sizes=(32,), tta="none", engine="fastest"):
-    """Open a checkpoint as a Model. On a GPU, it runs in captured steps with custom kernels. On a CPU, it runs in
-    onnxruntime if that is installed, because onnxruntime was faster than the Executor in every measurement.
+    """Open a checkpoint as a Model. On a GPU, the model runs in captured steps with custom kernels. On a CPU, the model
+    runs in onnxruntime if this package is installed, because onnxruntime was faster than the Executor in every
+    measurement.
 
     Args:
         path: folder of a checkpoint or a run.
@@ -198,7 +199,7 @@ def open_paddle(folder, device, logits=False):
         settings.enable_use_gpu(100, processes.local_gpu())
     else:
         settings.disable_gpu()
-        # On a GPU, this option does not change the latency (benchmarks/log/prediction_h200_2026-11-26.md).
+        # On a GPU, memory optimization does not change the latency (benchmarks/log/prediction_h200_2026-11-26.md).
         settings.enable_memory_optim()
     try:
         predictor = inference.create_predictor(settings)

@@ -78,7 +78,7 @@ def load_checkpoint(checkpoint, device="cpu", uint8=False, model_arch_name=None,
         uint8: if True, the input is uint8 pixels [N, H, W, 3], which the network normalizes; if False, normalized
             float32 images [N, 3, H, W].
         model_arch_name: FILE.py:NAME, if the network is defined in a user's file.
-        fold: whether to fold the batch normalizations into the convolutions.
+        fold: whether to fold the BN layers into the convolutions.
         precision: "float32", or "float16" for a network that runs only on a GPU. With float16, the types of input and
             output do not change, and the BN parameters and the softmax remain float32.
     Returns:
@@ -174,7 +174,7 @@ def _load(args, meta, checkpoint, channels, **options):
 
 
 def resolve(folder):
-    """Return the checkpoint that folders.resolve selects for a folder, and log to stderr."""
+    """Return the checkpoint that folders.resolve selects for a folder, and log the choice to stderr."""
     return folders.resolve(folder, log=log)
 
 

@@ -11,7 +11,7 @@ def generator(seed, step, layer, rank):
     """Return the random generator for a layer in a step. The algorithm is Philox by Salmon et al., SC 2011.
 
     Args:
-        seed: --seed.
+        seed: value of --seed.
         step: number of the step in the run.
         layer: name of the layer or operation that uses the numbers.
         rank: rank of the process.

@@ -1,4 +1,4 @@
-"""`python -m paddle_resnet.dataset convert|index`: write record files, or indexes of existing record files.
+"""`python -m paddle_resnet.dataset convert|index`: write record files, or indexes for existing record files.
 
 Worker processes import this module instead of dataset.py. The module imports neither DALI nor Paddle, so that the
 processes start quickly.
@@ -36,7 +36,7 @@ IMAGES_PER_SHARD = 2000
 # suffices in training.
 ORDER_SEED = 0
 INDEXED = ("recordio", "tfrecord", "webdataset")
-# {first bytes of a file: suffix} for all image formats except JPEG.
+# (first bytes of a file, suffix) for all image formats except JPEG.
 MAGIC = ((b"\x89PNG", "png"), (b"BM", "bmp"), (b"II", "tif"), (b"MM", "tif"), (b"RIFF", "webp"))
 BLOCK = 64  # number of images in a block (a worker's task); RecordIO and LMDB files are synced to disk after each block
 _LOCK = ".lock"

@@ -54,7 +54,7 @@ inline void loss(const float *logits, const int64_t *labels, const float *weight
     }
     double value = std::log(exponentials) - (1 - smoothing) * target;
     if (smoothing != 0) value -= smoothing / classes * differences;
-    // The sum of exponentials is NaN if a logit is NaN or +inf.
+    // Adding 0 * log(exponentials) makes the loss NaN if a logit is NaN or +inf.
     if (is_binary) value = is_class ? binary / classes + 0 * std::log(exponentials) : own;
     if (image_weights) value *= image_weights[row];
     losses[row] = value;
