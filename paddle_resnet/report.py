@@ -376,7 +376,7 @@ def _summary(trained, evaluated, best, last):
         data |= {f"val.{name}": evaluated[name] for name in names if name in evaluated}
         data |= {f"last.{name}": value for name, value in last.items()}
         data |= {f"best.{name}": best[name] for name in ("epoch", "step") if name in best}
-        data |= {f"best.val.{name}": best[name] for name in names if name in best}  # older checkpoints lack some metrics
+        data |= {f"best.val.{name}": best[name] for name in names if name in best}  # older checkpoints lack some
     return data
 
 
