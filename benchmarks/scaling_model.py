@@ -183,7 +183,9 @@ def main(argv=None):
     parser.add_argument(
         "--gradient-mb", type=float, default=setup.gradient_bytes / 1e6, help="megabytes to all-reduce per step"
     )
-    parser.add_argument("--buckets", type=int, default=setup.buckets, help="all-reduces per step between nodes")
+    parser.add_argument(
+        "--buckets", type=int, default=setup.buckets, help="all-reduces per step in a job on several nodes"
+    )
     parser.add_argument("--gpus-per-node", type=int, default=setup.gpus_per_node, help="GPUs per node")
     parser.add_argument(
         "--nvlink-gb-s", type=float, default=setup.nvlink / 1e9, help="NVLink speed of an all-reduce in GB/s per GPU"

@@ -263,7 +263,10 @@ def _add_verify(commands):
         "--fix-list", metavar="FILE", help="file for the list of failing images, for train.py --skip-list"
     )
     command.add_argument(
-        "--num-of-class", type=numbers.num_of_class, metavar="N", help="number of network outputs (default: any)"
+        "--num-of-class",
+        type=numbers.num_of_class,
+        metavar="N",
+        help="number of network outputs, which limits the labels (default: no limit)",
     )
     command.add_argument(
         "--run-scope",

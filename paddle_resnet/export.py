@@ -373,7 +373,8 @@ def _check_top1(precision, score, reference):
     if lost > allowed:
         raise RunError(
             f"--verify: {precision} classifies {score['correct']} of {images} images correctly, but float32 "
-            f"{reference['correct']} (tolerance {tolerance:.1%} of the images), and nothing was written; {remedy}"
+            f"classifies {reference['correct']} (tolerance {tolerance:.1%} of the images), and nothing was written; "
+            f"{remedy}"
         )
 
 
@@ -418,7 +419,9 @@ def main(argv=None):
     parser.add_argument(
         "--verify", metavar="IMAGE_ROOT", help="data set on which to compare exports with the checkpoint"
     )
-    parser.add_argument("--uint8", action="store_true", help="uint8 input [N, H, W, 3], normalized by the network")
+    parser.add_argument(
+        "--uint8", action="store_true", help="whether the input is uint8 [N, H, W, 3], which the network normalizes"
+    )
     parser.add_argument(
         "--precision",
         choices=["float32", "float16"],

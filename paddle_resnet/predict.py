@@ -341,7 +341,9 @@ def main(argv=None):
     usage error, 130 if interrupted."""
     parser = argparse.ArgumentParser(prog="python -m paddle_resnet.predict", description=__doc__, allow_abbrev=False)
     parser.add_argument("model", metavar="MODEL", help="folder of a checkpoint, run or export, or an ONNX file")
-    parser.add_argument("images", nargs="*", metavar="IMAGE|FOLDER|-", help="images; - reads paths from stdin")
+    parser.add_argument(
+        "images", nargs="*", metavar="IMAGE|FOLDER|-", help="image files or folders; -: read paths from stdin"
+    )
     parser.add_argument(
         "--model-arch-name", metavar="FILE.py:NAME", help="Python file and name of the checkpoint's network"
     )
@@ -381,8 +383,8 @@ def main(argv=None):
         "--serve",
         type=numbers.integer(0, 65535),
         metavar="PORT",
-        help="port of a web server that provides a page to try the model, and POST /predict with JSON output, until "
-        "Control-C or SIGTERM; 0: any free port",
+        help="port of a web server with a page to try the model, and with POST /predict, which returns JSON; the "
+        "server runs until Control-C or SIGTERM; 0: any free port",
     )
     parser.add_argument("--serve-host", metavar="ADDRESS", help=f"address of the web server (default: {HOST})")
     parser.add_argument(

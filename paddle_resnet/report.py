@@ -171,7 +171,7 @@ def all_done(args, argv, checkpoint):
         text = f"{folder} was saved {count} evaluations after the best evaluation; use a larger number"
         if not args.resume:
             raise UsageError(f"--patience {args.patience}: {text}")
-        logger.info(f"--resume: ended by --patience {args.patience}: {text}")
+        logger.info(f"--resume: --patience {args.patience} has already ended the run: {text}")
     else:
         if not args.resume:
             if args.iter_unit == "batch":

@@ -256,7 +256,7 @@ def test_int8_export_with_lower_accuracy_is_not_kept(checkpoint, photos, tmp_pat
     score = {"correct": 1000, "images": 1000}
     export._check_top1("int8", score | {"correct": 995}, score)
     with pytest.raises(
-        RunError, match=r"int8 classifies 994 of 1000 images correctly, but float32 1000 \(tolerance 0.5"
+        RunError, match=r"int8 classifies 994 of 1000 images correctly, but float32 classifies 1000 \(tolerance 0.5"
     ):
         export._check_top1("int8", score | {"correct": 994}, score)
     real = export._score
@@ -265,7 +265,7 @@ def test_int8_export_with_lower_accuracy_is_not_kept(checkpoint, photos, tmp_pat
         "_score",
         lambda network, model, root: real(network, model, root) | {"correct": 10 - (model.engine == "onnxruntime")},
     )
-    with pytest.raises(RunError, match="--verify: int8 classifies 9 of 23 images correctly, but float32 10"):
+    with pytest.raises(RunError, match="--verify: int8 classifies 9 of 23 images correctly, but float32 classifies 10"):
         export.export(
             *(checkpoint, tmp_path / "exported"),
             verify=photos,
@@ -350,7 +350,9 @@ def test_float16_export_with_lower_accuracy_is_not_kept(checkpoint, photos):
         assert export._score(network, Model("", network.description, outputs, precision), photos)["ties"] == ties
     score = {"correct": 1000, "images": 1000, "ties": 2}
     export._check_top1("float16", score | {"correct": 997}, score)
-    message = r"float16 classifies 996 of 1000 images correctly, but float32 1000 \(tolerance 0.1% of the images\)"
+    message = (
+        r"float16 classifies 996 of 1000 images correctly, but float32 classifies 1000 \(tolerance 0.1% of the images\)"
+    )
     with pytest.raises(RunError, match=message):
         export._check_top1("float16", score | {"correct": 996}, score)
 

@@ -350,7 +350,7 @@ def _check_masks_may_be_dropped(options, label):
             f"{label}: has 2:4 sparse weights, which training without --asp makes dense; use {keep} to keep them "
             "sparse, or --asp false"
         )
-    logger.warn(f"{label}: has 2:4 sparse weights, which --asp false makes dense; remove it to keep them sparse")
+    logger.warn(f"{label}: has 2:4 sparse weights, which --asp false makes dense; remove this flag to keep them sparse")
 
 
 def _load_strictly(variables, state, label, place, remedy, is_verbose):

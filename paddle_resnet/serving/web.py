@@ -173,7 +173,8 @@ async def _receive_uploads(request, max_bytes, max_images):
         raise HTTPException(415, f"POST /predict: not {FORM}; send a form with images, {EXAMPLE}")
     too_large = HTTPException(
         413,
-        f"POST /predict: exceeds {max_bytes / 1e6:g} MB; send less, or start the server with a larger --serve-max-mb",
+        f"POST /predict: exceeds {max_bytes / 1e6:g} MB; send fewer or smaller images, or start the server with a "
+        "larger --serve-max-mb",
     )
     if int(request.headers.get("content-length", 0)) > max_bytes:
         raise too_large

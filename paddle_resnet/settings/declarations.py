@@ -123,8 +123,8 @@ def _start(add):
         "--from-pretrained-params",
         type=_path,
         metavar="{None,DIR}",
-        help="checkpoint folder, or file PREFIX.pdparams, from which to load only the parameters before epoch 0; "
-        "None: training from scratch",
+        help="checkpoint folder, or file PREFIX.pdparams, from which to load the initial parameters, without optimizer "
+        "state; None: training from scratch",
     )
     add(
         "--pretrained-mismatch",
@@ -169,7 +169,7 @@ def _network(add):
         default=[4, 224, 224],
         metavar="C,H,W",
         help="shape of the network input; C: 3 for RGB, or 4 with an additional zero channel, which is faster and "
-        "the default in NHWC on a GPU; H,W: size of the crop; if not set, both are --crop-size",
+        "the default in NHWC on a GPU; H,W: height and width of the crop; if not set, both are --crop-size",
         batches=True,
     )
 
@@ -218,7 +218,7 @@ def _preprocessing(add):
         type=numbers.number_list,
         default=[0.485, 0.456, 0.406],
         metavar="R,G,B",
-        help="mean per channel, to subtract from pixel values after multiplication by --normalize-scale",
+        help="mean per channel, which is subtracted from pixel values after multiplication by --normalize-scale",
         batches=True,
     )
     add(
@@ -357,8 +357,8 @@ def _training(add):
         "--budget-minutes",
         type=_minutes_or_none,
         metavar="{None,N}",
-        help="duration of the run in minutes, including startup, evaluations and checkpoints; before step 1, a new run "
-        "chooses --epochs accordingly",
+        help="target duration of the run in minutes, including startup, evaluations and checkpoints; before step 1, a "
+        "new run chooses --epochs accordingly",
         depends_on=("epochs",),
         used_by=("iter_unit", ("epoch",)),
     )
@@ -399,7 +399,8 @@ def _training(add):
         "--max-bad-steps",
         type=numbers.positive,
         default=10,
-        help="number of consecutive non-finite losses that stops the run; steps skipped by loss scaling do not count",
+        help="number of consecutive non-finite losses after which the run stops; steps skipped by loss scaling do not "
+        "count",
     )
     add(
         "--freeze",
@@ -456,7 +457,7 @@ def _training(add):
         "--weight-decay",
         type=_not_negative_number,
         default=3.0517578125e-05,
-        help=f"coefficient of L2 weight decay, decoupled from the gradient with {', '.join(adaptive)}",
+        help=f"coefficient of L2 weight decay, which is decoupled from the gradient in {', '.join(adaptive)}",
     )
     add(
         "--clip-grad-norm",
@@ -494,7 +495,7 @@ def _training(add):
         default=0.0,
         metavar="P",
         help="rate of stochastic depth: the probability with which the last residual block omits its branch for an "
-        "image; it rises linearly from the first block; 0: off",
+        "image; the probability rises linearly from the first block to the last; 0: off",
     )
     add(
         "--bn-momentum",

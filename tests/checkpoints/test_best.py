@@ -65,7 +65,7 @@ def test_patience_ends_run_and_all_outputs_describe_best_epoch(run_train, scored
 
     # Early stopping has ended the run. Resuming has no effect unless --patience is increased.
     assert run_train(*flags, "--resume")[0] == 0
-    assert "--resume: ended by --patience 2: " in capsys.readouterr().out
+    assert "--resume: --patience 2 has already ended the run: " in capsys.readouterr().out
     assert run_train("--epochs", "9", "--from-checkpoint", root, "--last-epoch-of-checkpoint", "auto")[0] == 2
     assert_one_error(
         capsys.readouterr().err, ["--patience 2: ", "Tiny/3 was saved 2 evaluations after the best evaluation; "]

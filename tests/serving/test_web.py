@@ -112,7 +112,9 @@ def test_requests_above_limits_are_answered_with_413(start):
             yield b"x" * 1000
 
     port = start()
-    message = "POST /predict: exceeds 0.01 MB; send less, or start the server with a larger --serve-max-mb"
+    message = (
+        "POST /predict: exceeds 0.01 MB; send fewer or smaller images, or start the server with a larger --serve-max-mb"
+    )
     for body in (form(("a.jpg", b"x" * 10**4)), endless(), b"x" * 10**7):
         status, _, content = request(port, body=body)
         assert (status, content) == (413, {"error": message})
