@@ -1,4 +1,4 @@
-"""Tools for data sets: `python -m paddle_resnet.dataset --help`."""
+"""Tools for data sets: `python -m paddle_resnet.dataset COMMAND`."""
 
 import argparse
 import shutil
@@ -110,10 +110,14 @@ def _add_split(commands):
     command.add_argument("source", metavar="DIR", help="folder of class folders; not modified")
     command.add_argument("--output", required=True, metavar="DIR", help="folder to create, for train.py --image-root")
     command.add_argument(
-        "--val", type=_fraction, default=0.2, metavar="F", help="fraction of each class that goes to val/ (default 0.2)"
+        "--val",
+        type=_fraction,
+        default=0.2,
+        metavar="F",
+        help="fraction of each class that goes to val/ (default: 0.2)",
     )
     command.add_argument(
-        "--seed", type=numbers.seed, default=0, metavar="N", help="seed of the random selection (default 0)"
+        "--seed", type=numbers.seed, default=0, metavar="N", help="seed of the random selection (default: 0)"
     )
 
 
@@ -159,7 +163,7 @@ def _add_convert(commands):
         type=numbers.integer(1, 100),
         default=95,
         metavar="Q",
-        help="JPEG quality of images that are shrunk (default 95)",
+        help="JPEG quality of images that are shrunk (default: 95)",
     )
     command.add_argument(
         "--workers", type=numbers.threads, metavar="N", help="number of worker processes (default: one per core)"
@@ -244,7 +248,11 @@ def _add_preview(commands):
     command.add_argument("root", metavar="DIR", help="folder of the data set")
     command.add_argument("--output", required=True, metavar="FILE", help="figure to write: .png, .pdf or .svg")
     command.add_argument(
-        "--images", type=numbers.integer(1, 1000), default=12, metavar="N", help="maximum number of images (default 12)"
+        "--images",
+        type=numbers.integer(1, 1000),
+        default=12,
+        metavar="N",
+        help="maximum number of images (default: 12)",
     )
 
 
@@ -344,10 +352,10 @@ def _add_speed(commands):
         help="values of --hw-decoder-load to measure",
     )
     command.add_argument(
-        "--batches", type=numbers.positive, default=20, help="number of batches per measurement (default 20)"
+        "--batches", type=numbers.positive, default=20, help="number of batches per measurement (default: 20)"
     )
     command.add_argument(
-        "--repeats", type=numbers.positive, default=3, help="number of measurements per setting (default 3)"
+        "--repeats", type=numbers.positive, default=3, help="number of measurements per setting (default: 3)"
     )
 
 

@@ -1,4 +1,4 @@
-"""Check whether this machine can train, and suggest remedies: `python -m paddle_resnet.doctor --help`.
+"""Check whether this machine can train, and suggest remedies: `python -m paddle_resnet.doctor`.
 
 Checks that load native libraries run in child processes, so that a crash is reported as a problem.
 """
@@ -329,7 +329,7 @@ def main(argv=None):
         default=config.parse_args([]).output_dir,
         help="folder for checkpoints, whose free disk space is checked (default: %(default)s)",
     )
-    parser.add_argument("--json", action="store_true", help="JSON output instead of the table")
+    parser.add_argument("--json", action="store_true", help="whether to print JSON instead of the table")
     return exit_codes.of("paddle_resnet.doctor", lambda: _main(parser.parse_args(argv)))
 
 

@@ -1,4 +1,4 @@
-"""Export a checkpoint for Paddle Inference, ONNX and Triton: `python -m paddle_resnet.export --help`."""
+"""Export a checkpoint for Paddle Inference, ONNX and Triton: `python -m paddle_resnet.export CHECKPOINT OUT`."""
 
 import argparse
 import contextlib
@@ -454,7 +454,9 @@ def main(argv=None):
         "--triton", action="store_true", help="whether to also write triton/, a Triton model repository"
     )
     parser.add_argument(
-        "--model-arch-name", metavar="FILE.py:NAME", help="Python file and name of the checkpoint's network"
+        "--model-arch-name",
+        metavar="FILE.py:NAME",
+        help="Python file that defines the checkpoint's network, and the name of the network in this file",
     )
     return exit_codes.of("paddle_resnet.export", lambda: _main(parser.parse_args(argv)))
 

@@ -1,6 +1,6 @@
 """Learning-rate finder: train for some steps with a rising learning rate, plot the loss, and suggest a value for --lr.
 
-`python -m paddle_resnet.lr_find --help`. The steps are the same as in train.py with the same flags, but the finder
+Usage: `python -m paddle_resnet.lr_find FLAGS`. The steps are the same as in train.py with the same flags, but the finder
 neither reads nor writes checkpoints and reports, so a run in the same folder is not affected.
 """
 
@@ -98,8 +98,8 @@ def parse(argv):
     """
     parser = Parser(
         prog="python -m paddle_resnet.lr_find",
-        description="Train for some steps with a learning rate that rises from step to step, plot the loss "
-        f"({lr_curve.DRAWING} and {lr_curve.DATA} in OUTPUT_DIR/ARCH/), and suggest a value for --lr.",
+        description="Train for some steps with a learning rate that rises from step to step, write the loss curve to "
+        f"OUTPUT_DIR/ARCH/ ({lr_curve.DRAWING} and {lr_curve.DATA}), and suggest a value for --lr.",
         epilog="The flags of train.py are also supported, except "
         f"{', '.join(flag(name) for name, _ in UNSUPPORTED)}. --overwrite replaces an earlier curve, but does not "
         "delete checkpoints.",

@@ -1,4 +1,4 @@
-"""Predict the classes of images: `python -m paddle_resnet.predict --help`."""
+"""Predict the classes of images: `python -m paddle_resnet.predict MODEL IMAGE ...`."""
 
 import argparse
 import contextlib
@@ -345,11 +345,20 @@ def main(argv=None):
         "images", nargs="*", metavar="IMAGE|FOLDER|-", help="image files or folders; -: read paths from stdin"
     )
     parser.add_argument(
-        "--model-arch-name", metavar="FILE.py:NAME", help="Python file and name of the checkpoint's network"
+        "--model-arch-name",
+        metavar="FILE.py:NAME",
+        help="Python file that defines the checkpoint's network, and the name of the network in this file",
     )
-    parser.add_argument("--csv", metavar="FILE|-", help="CSV file to write, one line per image; - is stdout")
-    parser.add_argument("--json", action="store_true", help="JSON output, one object per line and image")
-    parser.add_argument("--device", choices=["auto", "gpu", "cpu"], default="auto", help="device (default: auto)")
+    parser.add_argument(
+        "--csv", metavar="FILE|-", help="CSV file to write, with one line per image; -: write to stdout"
+    )
+    parser.add_argument("--json", action="store_true", help="whether to print one JSON object per image")
+    parser.add_argument(
+        "--device",
+        choices=["auto", "gpu", "cpu"],
+        default="auto",
+        help="device on which the network runs (default: auto)",
+    )
     parser.add_argument(
         "--batch-size", type=numbers.batch_size, metavar="N", help=f"images per batch (default: {BATCH_SIZE})"
     )

@@ -1,4 +1,4 @@
-"""Convert weights from other projects to a checkpoint: `python -m paddle_resnet.weights --help`."""
+"""Convert weights from other projects to a checkpoint: `python -m paddle_resnet.weights FILE --output DIR`."""
 
 import argparse
 import sys

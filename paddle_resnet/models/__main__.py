@@ -101,7 +101,7 @@ def _main(argv):
         "float16 tensors that the backward pass of Paddle's operators reads. Speeds are in images/s and come from "
         "benchmarks/.",
     )
-    parser.add_argument("network", nargs="*", help="names, or FILE.py:NAME for your own network (default: all)")
+    parser.add_argument("network", nargs="*", help="network names, or FILE.py:NAME for your own network (default: all)")
     archs = [registered_name(arch) for arch in parser.parse_args(argv).network or MODELS]
     widths = {}
     table = list(rows(archs))
