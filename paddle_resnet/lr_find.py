@@ -1,7 +1,7 @@
 """Learning-rate finder: train for some steps with a rising learning rate, plot the loss, and suggest a value for --lr.
 
-Usage: `python -m paddle_resnet.lr_find FLAGS`. The steps are the same as in train.py with the same flags, but the finder
-neither reads nor writes checkpoints and reports, so a run in the same folder is not affected.
+Usage: `python -m paddle_resnet.lr_find FLAGS`. The steps are the same as in train.py with the same flags, but the
+finder neither reads nor writes checkpoints and reports, so a run in the same folder is not affected.
 """
 
 import argparse
