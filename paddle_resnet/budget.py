@@ -153,7 +153,7 @@ def _measure_evaluation(args, exe, evaluation, seconds):
         evaluation.refresh()
         result = program.run(args, evaluation.loader, exe, evaluation.compiled, evaluation.fetchs, 0, Mode.EVAL)
         elapsed_s = perf_counter() - start
-        if result["epoch_time"] > seconds:  # the same decision in all processes, because epoch_time is the same
+        if result["epoch_time"] > seconds:  # all processes decide alike, because epoch_time is the same
             break
     return elapsed_s
 

@@ -21,7 +21,7 @@ from utils import exit_codes, locks, logger, meters, numbers, outputs, progress,
 from utils.errors import RunError, UsageError
 from utils.mode import Mode
 
-LOWEST, HIGHEST = 1e-10, 1e4  # limits of learning rates
+LOWEST, HIGHEST = 1e-10, 1e4  # limits for learning rates
 NAMES = (lr_curve.DATA, lr_curve.DRAWING)
 LEAST_STEPS = 20  # a shorter curve has no clear shape
 # Flags of train.py that a search does not support: (name, problem and remedy).

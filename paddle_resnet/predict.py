@@ -424,7 +424,7 @@ def _main(args):
     paths = [] if args.benchmark or listener else find_images(args.images, sys.stdin)
     _claim_csv(args, paths)
     with signals.deferred():
-        from paddle_resnet.machine import compat  # importing Paddle takes seconds
+        from paddle_resnet.machine import compat  # imported late, because importing Paddle takes seconds
 
         compat.check_version()
         from paddle_resnet.data import bad_images

@@ -270,7 +270,7 @@ def _mix(args, images, label, lr_scheduler):
         raise UsageError(f"--{next(iter(alphas))}: requires at least two images per batch; use --batch-size 2 or more")
     _, height, width = args.image_shape
 
-    @functools.lru_cache(1)  # rows, columns and fraction must be from the same draw
+    @functools.lru_cache(1)  # rows, columns and fraction must come from the same draw
     def draw(step):
         generator = random_numbers.generator(args.seed, step, "mix", processes.rank())
         return mixing.draw(generator, alphas, height, width)

@@ -25,7 +25,7 @@ MANY_IMAGES = 20_000  # minimum number of training images for ImageNet's augment
 FEW_IMAGES = 1_000  # below this number of training images, fine-tuning is regularized more strongly
 BATCHES_PER_EPOCH = 16
 LARGEST_BATCH = 64  # images per step
-BYTES_PER_PIXEL = 4096  # in training, per pixel of a batch; measured: 2,800 for float32 EfficientNet-Lite0 on a CPU
+BYTES_PER_PIXEL = 4096  # training memory per pixel of a batch; 2,800 measured for float32 EfficientNet-Lite0 on a CPU
 # {(is fine-tuned, is on a GPU): (training images over all epochs, minimum epochs, maximum epochs)}
 LENGTHS = {
     (True, True): (60_000, 10, 40),

@@ -126,8 +126,8 @@ def _is_of_run(path, checkpoint, run_folder):
 
 
 def start_line(args, train_loader, eval_loader, fused_operators, gradient_all_reduces, is_captured):
-    """Return the start line: network, devices, precision, layout, image shape, fused operators, CUDA graph, batch,
-    learning rate, steps, gradient all-reduces.
+    """Return the start line, which contains the network, devices, precision, layout, image shape, fused operators, CUDA
+    graph, batch, learning rate, steps and gradient all-reduces.
 
     Args:
         args: flags.
@@ -264,8 +264,8 @@ def conclude(args, argv, result, mode):
 
 
 def _peak_memory(device):
-    """Return the peak memory of Paddle's GPU allocator in MiB, the maximum over all processes. On a CPU, return {},
-    because Paddle has no memory statistics for CPUs."""
+    """Return {name: peak memory of Paddle's GPU allocator in MiB, as the maximum over all processes}. On a CPU, return
+    {}, because Paddle has no memory statistics for CPUs."""
     if device == "cpu":
         return {}
     import paddle
@@ -376,7 +376,8 @@ def _summary(trained, evaluated, best, last):
         data |= {f"val.{name}": evaluated[name] for name in names if name in evaluated}
         data |= {f"last.{name}": value for name, value in last.items()}
         data |= {f"best.{name}": best[name] for name in ("epoch", "step") if name in best}
-        data |= {f"best.val.{name}": best[name] for name in names if name in best}  # older checkpoints lack some
+        # Older checkpoints lack some of these metrics.
+        data |= {f"best.val.{name}": best[name] for name in names if name in best}
     return data
 
 

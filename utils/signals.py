@@ -29,7 +29,7 @@ def watched():
     try:
         yield
     except BaseException:
-        # When the first process ends, the launcher terminates all other processes.
+        # When the first process ends, the launcher terminates all other processes, so further signals must be ignored.
         is_leaving = "PADDLE_TRAINER_ID" in os.environ
         raise
     finally:

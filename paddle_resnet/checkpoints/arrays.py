@@ -16,7 +16,7 @@ import numpy as np
 from utils import files
 
 _RECONSTRUCT = "numpy.core.multiarray._reconstruct"
-_NAME_LIMIT = 1000  # maximum length of an array's name, which limits the time to compare names
+_NAME_LIMIT = 1000  # maximum length of an array's name; the limit bounds the time for comparing names
 _TABLE = "StructuredToParameterName@@"  # key under which paddle.save stores the names of a Layer's variables
 
 
@@ -103,7 +103,7 @@ def interpret(file, size, objects):
         Exception: the file is damaged; the type of the exception varies.
     """
     stack, marks, memo = [], [], {}
-    to_encode = size  # limit in characters, because a pickle could encode a memoized string many times
+    to_encode = size  # limit on encoded characters, because a pickle could encode the same string many times
     for opcode, argument, _ in pickletools.genops(_Bounded(file, size)):
         match opcode.name:
             case "PROTO" | "FRAME":

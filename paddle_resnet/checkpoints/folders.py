@@ -13,8 +13,8 @@ that this program did not write are never deleted. Checkpoints of other programs
 kept.
 
 There are two ways to write a checkpoint (--checkpoint-commit). "rename" writes the folder under a hidden name and then
-renames it. "marker" is for storage without atomic renames, and writes directly to NAME/, beginning with .unfinished and
-ending with meta.json.
+renames it. "marker" is for storage without atomic renames. It writes directly to NAME/, first the file .unfinished and
+last meta.json.
 """
 
 import contextlib
@@ -114,7 +114,7 @@ def commit(root, name, files, meta, form="rename"):
     Returns:
         path of the checkpoint.
     Raises:
-        OSError: the checkpoint cannot be written and is not valid, for example because the disk is full.
+        OSError: the checkpoint cannot be written, for example because the disk is full, and is therefore not valid.
     """
     folder, partial = Path(root) / name, _hidden(root, name, _PARTIAL)
     if is_foreign(folder):
@@ -200,8 +200,8 @@ def _remove_unmarked(folder):
 
 
 def _discard(replaced, folder):
-    """Delete an older checkpoint folder after a new folder has replaced it. Move files that this program did not write
-    to the new folder."""
+    """Delete an older checkpoint folder after a new folder has replaced it. If the older folder contains files that
+    this program did not write, move these files to the new folder."""
     if replaced.is_symlink():
         replaced.unlink()
     if not replaced.exists():
@@ -464,7 +464,7 @@ def resolve(path, arch=None, log=logger.info):
 
 def _target(path):
     """If a path is the link `latest` or `best`, return the checkpoint that it refers to, because a run that is still
-    training may change the link before all files have been read."""
+    training may change the link before all files have been read. Return any other path unchanged."""
     return path.parent / os.readlink(path) if path.name in MARKERS and path.is_symlink() else path
 
 

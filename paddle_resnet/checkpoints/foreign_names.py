@@ -35,7 +35,7 @@ class MismatchError(Exception):
 
 @dataclass(frozen=True)
 class Layout:
-    """The layer names that other projects use in a family of networks.
+    """The layer names that other projects use for a family of networks.
 
     Attributes:
         projects: names of the projects.
@@ -43,8 +43,7 @@ class Layout:
         epsilon: epsilon of batch normalization in the other projects.
         gate: (slope, offset) of the clipped linear function in squeeze-and-excitation, or None if the function is the
             same as in this project.
-        folded: layers that have a bias in this project, but are followed by a batch normalization in the other
-            projects.
+        folded: layers that have a bias in this project, but are followed by a BN layer in the other projects.
     """
 
     projects: str
@@ -55,7 +54,7 @@ class Layout:
 
 
 def _conv_bn(layer, target, conv=r"\.0", bn=r"\.1"):
-    """Return the rules for a convolution and its batch normalization."""
+    """Return the rules for a convolution and the BN layer that follows it."""
     return (layer + conv, f"{target}.conv"), (layer + bn, f"{target}.bn")
 
 
@@ -231,7 +230,7 @@ class Parameter:
     Attributes:
         variable: name of the variable in the program.
         shape: shape as a tuple.
-        epsilon: epsilon of the layer if it is a batch normalization, otherwise None.
+        epsilon: epsilon of the layer if it is a BN layer, otherwise None.
     """
 
     variable: str

@@ -217,7 +217,8 @@ def _newest(root, model_prefix, iter_unit, resumes=False, has_alternative=False)
             return _position(foreign[-1], None, iter_unit)
         if has_alternative:
             return None
-        # This program may also have written the checkpoints, if their meta.json files were deleted.
+        # Raise an error, because this program may have written the checkpoints, and their meta.json files may have been
+        # deleted.
         raise UsageError(
             f"--resume: the checkpoints in {root} ({', '.join(folder.name for folder in foreign[-3:])}) have no "
             f"{folders.META}; if they are from another program, add --from-checkpoint {root} "
@@ -393,8 +394,8 @@ def recorded_flags(folder, meta, arch):
     Args:
         folder: folder of the checkpoint.
         meta: content of its meta.json.
-        arch: --model-arch-name if it is explicit, or None. A Python file is imported only if --model-arch-name
-            specifies the file, not because a checkpoint contains its path.
+        arch: value of --model-arch-name if it is explicit, otherwise None. A Python file is imported only if
+            --model-arch-name specifies the file, not because a checkpoint contains its path.
     Raises:
         UsageError: the flags are invalid, or the network is from a user's file that no flag specifies.
     """
@@ -402,7 +403,7 @@ def recorded_flags(folder, meta, arch):
         args = parsing.from_dict(meta["arguments"])
         recorded = args.model_arch_name
         if user_file.split(recorded) is None:
-            args.resolve("Python", model_arch_name=registered_name(recorded))  # the run folder is named after it
+            args.resolve("Python", model_arch_name=registered_name(recorded))  # the run folder has this name
     except UsageError as e:
         raise UsageError(f"{folder}: invalid arguments in {folders.META}: {e}") from e
     if user_file.split(recorded):
@@ -412,7 +413,7 @@ def recorded_flags(folder, meta, arch):
                 f"--model-arch-name {recorded} if you trust this file"
             )
         if user_file.split(arch) and network_name(arch) == network_name(recorded):
-            args.resolve("Python", model_arch_name=arch)  # the file may have been moved
+            args.resolve("Python", model_arch_name=arch)  # use the current path of the file
             if user_file.sha256(arch) != meta.get("network_sha256"):
                 logger.warn(
                     f"--model-arch-name {arch}: the file has changed since the training of {folder}; check the changes"

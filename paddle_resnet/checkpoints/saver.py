@@ -274,7 +274,7 @@ class Saver:
         self._pending = self._writer.submit(self._write, name, files, meta, [params, optimizer, averaged or {}])
 
     def save_on_error(self, error, epoch, step, trained):
-        """Save the state after an error if a resumed run can continue from this state, which is the case if a stop was
+        """Save the state after an error if a resumed run can continue from this state. This is the case if a stop was
         requested, or if an evaluation failed in a single-process run. In a multi-process run, nothing is saved after a
         failed evaluation, because the other processes may be dead or in a different phase.
 

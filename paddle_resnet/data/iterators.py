@@ -222,7 +222,7 @@ class Adapter:
 
     def __iter__(self):
         # Keep the last three batches. When batch n is requested, the GPU has finished step n-3, because the host has
-        # read the metrics of step n-2.
+        # read the metrics of step n-2, which the GPU computes after step n-3.
         in_use = deque(maxlen=3)
         for batch in self._loader:
             if not isinstance(batch, list | tuple) or len(batch) != 1 or not {*self._inputs} <= {*batch[0]}:

@@ -251,7 +251,7 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
         image_root: the folder above train/ and val/.
         mode: Mode.TRAIN lists train/, Mode.EVAL lists val/.
         num_of_class: number of network outputs, or None for any number.
-        skip: names of images that the caller will drop. They are listed without a check that they are regular files.
+        skip: names of images that the caller will drop. These images are listed even if they are not regular files.
         classes: class name of each output of a trained network, used to assign labels to the folders; None if the
             folders define the labels. The names "0", "1", ... stand for unnamed classes, and are ignored if no folder
             has one of these names.

@@ -27,8 +27,8 @@ from utils import logger
 from utils.errors import UsageError
 from utils.mode import Mode
 
-# Number of images in the shuffle buffer of each process, about 450 MB for ImageNet. A small buffer suffices, because
-# `dataset convert` writes images in random order.
+# Number of images in the shuffle buffer of each process. For ImageNet, the buffer takes about 450 MB. A small buffer
+# suffices, because `dataset convert` writes images in random order.
 SHUFFLE_BUFFER = 4096
 # Number of labels to check before step 1, evenly spaced over the split.
 CHECKED_LABELS = 256

@@ -6,7 +6,7 @@ GIL while it sets up communication, and sometimes while it copies a batch and th
 
 All monitors connect to the coordinator, which runs in the monitor of rank 0. The coordinator determines the first cause
 of a failure and sends the cause to all monitors. Each monitor prints the cause and ends its rank with the exit code of
-the failed rank. If a connection closes, the process at its other end is dead.
+the failed rank. A closed connection indicates that the process at the other end is dead.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ def start(rank, world_size, timeout_s, master, process, position, listener=None)
     facts = json.dumps([rank, world_size, timeout_s, master, os.getpid(), *descriptors])
     before = signal.pthread_sigmask(
         signal.SIG_BLOCK, _SIGNALS
-    )  # the monitor inherits the mask and exits when its rank exits
+    )  # the monitor inherits the signal mask, and exits when its rank exits
     try:
         return subprocess.Popen(
             # With -I, Python does not import modules from the working directory.

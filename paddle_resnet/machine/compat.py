@@ -72,8 +72,8 @@ def start_gloo(prepare):
     processes.
 
     Args:
-        prepare: function to call before the helper processes start. Its return value is kept alive until they have
-            started.
+        prepare: function to call before the helper processes start. The return value of the function is kept alive
+            until the helper processes have started.
     """
     if IS_PADDLE_3:
         from paddle.base import core

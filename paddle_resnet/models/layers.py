@@ -63,7 +63,8 @@ def rounded(channels, divisor):
 
 def truncated_normal(std):
     """Return an initializer with a normal distribution that is truncated at two standard deviations. Paddle 2.6 always
-    truncates at two standard deviations; Paddle 3 truncates at the absolute values a and b, by default -2 and 2."""
+    truncates at two standard deviations; Paddle 3 truncates at the values a and b, by default -2 and 2, regardless of
+    the standard deviation."""
     has_bounds = "a" in inspect.signature(TruncatedNormal).parameters
     return TruncatedNormal(std=std, **({"a": -2 * std, "b": 2 * std} if has_bounds else {}))
 

@@ -1,7 +1,7 @@
 """The parts of a network, ordered by depth, for --freeze, --lr-decay-by-layer and --classifier-lr-factor.
 
 Each layer that is an attribute of the network is a part. If the attribute is a list of layers, each layer in the list
-is a part; only the stem is always a single part.
+is a part, except that the stem is always a single part.
 """
 
 import re
@@ -55,7 +55,7 @@ def freeze(model, names):
 
 
 def set_bn_momentum(model, momentum):
-    """Set the weight of the previous value in the moving averages of all batch normalization layers."""
+    """Set the momentum of all BN layers, which is the weight of the previous value in their moving averages."""
     for layer in model.sublayers():
         if hasattr(layer, "_use_global_stats"):
             layer._momentum = momentum

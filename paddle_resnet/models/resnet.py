@@ -157,8 +157,8 @@ class ResNet(nn.Layer):
             in all convolutions outside the stem.
         se: whether each branch ends with squeeze-and-excitation.
         self_attention: whether the last branch of the first stage ends with SelfAttention.
-        zero_init: whether to initialize the scale of the last batch normalization in each branch with 0:
-            arXiv:1706.02677, section 5.1.
+        zero_init: whether to initialize the scale of the last BN layer in each branch with 0: arXiv:1706.02677, section
+            5.1.
     The input is [N, C, H, W] or [N, H, W, C]; the output is logits [N, num_classes].
     Raises:
         ValueError: the block does not support groups.

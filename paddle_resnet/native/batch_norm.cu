@@ -27,7 +27,7 @@ struct Position {
   __device__ int row(int tile, int step) const { return tile * tile_rows + step * blockDim.y + threadIdx.y; }
   __device__ size_t at(int row) const { return static_cast<size_t>(row) * vectors + vector; }
   // Beyond the last row, this function returns the position of the last row, to avoid branches between loads. Callers
-  // discard the values that they load there.
+  // discard the values that they load from this position.
   __device__ size_t load_at(int tile, int step, int rows) const { return at(min(row(tile, step), rows - 1)); }
 };
 

@@ -6,7 +6,7 @@
 #include <cmath>
 #endif
 
-constexpr int kVectorBytes = 16;                           // size of a thread's load or store; half for the x4 types
+constexpr int kVectorBytes = 16;                           // bytes per load or store of a thread; x4 types use half
 constexpr int kMaxThreads = 512, kBlocksPerProcessor = 2;  // launch bounds of the BN and update kernels
 constexpr int kPoolThreads = 256;
 constexpr int kLossThreads = 256;  // a power of two

@@ -42,7 +42,7 @@ def add_sums(main_prog, startup_prog, accumulate_steps):
 
 
 def _add_sum(block, startup_block, gradient, i):
-    """Insert operators at position i that add a sum to a gradient and then reset the sum."""
+    """At position i, insert operators that add a sum to a gradient and then reset the sum."""
     for place in (block, startup_block):
         total = _float32(place, PREFIX + gradient.name, gradient, persistable=True)
     zero = {"shape": gradient.shape, "value": 0.0, "dtype": total.dtype}

@@ -133,15 +133,15 @@ class Graph:
         return self.block.create_var(name=f"{like.name}@GRAD@unused", shape=like.shape, dtype=like.dtype)
 
     def has_gradient(self, ops):
-        """Return whether the backward pass includes the gradient of one of the operators."""
+        """Return whether the backward pass includes the gradient of at least one of the operators."""
         return any(f"{name}@GRAD" in self.readers for op in ops for name in op.output_arg_names)
 
     def is_before(self, first, second):
         return self.block.ops.index(first) < self.block.ops.index(second)
 
     def summands(self, name):
-        """Return ([the two variables whose sum is a gradient], [the operator that adds them]), or ([the gradient], [])
-        if the gradient cannot be replaced by such a sum."""
+        """If a gradient is the sum of two variables and has only one reader, return ([the two variables], [the operator
+        that adds them]); otherwise, return ([the gradient], [])."""
         producer = self.producers[name]
         summands = producer.input_arg_names
         adds = producer.type in ("sum", "grad_add") and len(summands) == 2 and len(self.readers[name]) == 1
@@ -286,7 +286,7 @@ def _square_padding(graph, op):
     differently."""
     x, filters = graph.variables(op, "Input", "Filter").values()
     stride, padding, algorithm = op.attr("strides")[0], op.attr("paddings"), op.attr("padding_algorithm")
-    # pad until the last window covers the last pixel; if the total padding is odd, the bottom gets the extra row
+    # Pad until the last window covers the last pixel. If the total padding is odd, the bottom gets the extra row.
     if algorithm == "SAME":
         sums = {max((-(-size // stride) - 1) * stride + filters.shape[2] - size, 0) for size in x.shape[1:3]}
         return (min(sums) // 2, -(-min(sums) // 2)) if len(sums) == 1 else None

@@ -68,7 +68,8 @@ def insert(program, first=0, lr_scheduler=None, on_gpu=False):
     pass, these operators pass gradients through unchanged (straight-through estimator; Bengio et al., arXiv:1308.3432).
 
     The parameter range_name(i) contains the upper end of the range of activation i. The startup program sets this
-    parameter to 0. The parameter has no gradient; in training, it follows the largest absolute value in each batch.
+    parameter to 0. The parameter has no gradient; in training, it is a moving average of the largest absolute value in
+    each batch.
 
     Args:
         program: the current Program, without a backward pass.

@@ -21,7 +21,7 @@ def chart(series, xlabel="epochs done", mark=None, from_zero=False, last_x=0, ha
         mark: (x, y, text) of a point to mark, or None.
         from_zero: whether the y axis begins at 0. Otherwise, the axis is logarithmic if all values are positive and
             span more than a factor of 30.
-        last_x: minimum for the end of the x axis, so that several charts can have the same axis.
+        last_x: minimum upper end of the x axis, so that several charts can have the same axis.
         has_log_x: whether the x axis is logarithmic, in which case all x must be positive. Otherwise, the axis begins
             at 0.
     Returns:

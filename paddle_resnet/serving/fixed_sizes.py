@@ -21,8 +21,8 @@ class Steps:
 
     Args:
         network: networks.Network whose program contains an async copy of its probabilities.
-        sizes: batch sizes. A batch of a different size is padded to the next larger size, and a batch that is larger
-            than all sizes is split.
+        sizes: batch sizes. A batch of any other size is padded to the next larger size in this list, or split if it is
+            larger than all sizes.
     """
 
     def __init__(self, network, sizes):

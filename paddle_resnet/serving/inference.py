@@ -52,7 +52,7 @@ def open_model(path, device, model_arch_name=None, precision=None, sizes=(32,), 
 
 def _mirrored(model, tta):
     """Return a model that averages the probabilities of each image and its mirror image if `tta` is "flip". If the
-    engine does this itself, return the model unchanged."""
+    model already computes this average, return the model unchanged."""
     if tta == "none" or model.steps:
         return model
     axis = 3 if model.description["input"]["layout"] == "NCHW" else 2

@@ -39,7 +39,7 @@ except Exception as e:  # importing a broken package can raise any exception
 MAX_REQUESTS = 8  # maximum number of requests to process at the same time
 MAX_CONNECTIONS = 100
 BODY_S = 60  # maximum time for receiving the images of a request
-IDLE_S = 60  # maximum time without a request in progress, after which a connection is closed
+IDLE_S = 60  # a connection is closed if no request has been in progress for this time
 STOP_S = 5  # maximum time for answering the remaining requests after a signal
 FORM = "multipart/form-data"
 EXAMPLE = "for example with curl -F image=@FILE"

@@ -34,7 +34,7 @@ def save(figure, output, what="--output"):
     Raises:
         UsageError: the file cannot be written.
     """
-    drawn = io.BytesIO()  # if a write fails, matplotlib's PDF writer raises errors other than OSError
+    drawn = io.BytesIO()  # draw to memory, because matplotlib's PDF writer does not always raise OSError
     try:
         figure.savefig(drawn, dpi=120, format=Path(output).suffix[1:].lower())
         with files.replaced(output) as partial:

@@ -80,7 +80,7 @@ def divide(label, names, fraction, seed):
 
 
 def _link(path, place):
-    """Create a hard link. If hard links are not possible, for example, between disks, create a symbolic link or, as a
+    """Create a hard link. If hard links are not possible, for example between disks, create a symbolic link or, as a
     last resort, a copy."""
     for create in (os.link, os.symlink):
         with contextlib.suppress(OSError):

@@ -183,8 +183,8 @@ def _compare_lists(lists, report):
 
 
 def _compare_with_dali(root, mode, data_format, images, checked, report):
-    """Read record files with DALI, and compare all images and labels, except failing images, with the results of
-    check()."""
+    """Read record files with DALI, and compare the images and labels with the results of check(). Images for which
+    check() failed are skipped."""
     if data_format == "lmdb" and any(failure for failure, *_ in checked):
         return  # DALI's LMDB reader cannot skip failing images
     pairs = zip(images, checked, strict=True)
