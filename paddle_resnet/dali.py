@@ -63,8 +63,8 @@ def build_dataloader(args, mode, state=None, trained=None):
 
     Args:
         args: flags. Unresolved flags for the device and the number of classes are resolved in place.
-        mode: Mode.TRAIN: images are shuffled and augmented, and the last partial batch is dropped. Mode.EVAL: every
-            image of the data set is read once, in order, and the last batch may be smaller.
+        mode: with Mode.TRAIN, images are shuffled and augmented, and the last partial batch is dropped. With Mode.EVAL,
+            every image of the data set is read once, in order, and the last batch may be smaller.
         state: return value of state() of this process's training loader; the new loader resumes at the next batch. If
             flags have changed since then, a warning lists the changes. In this case, if the state was saved at the end
             of an epoch, the loader continues the image order, but restarts the random numbers of the augmentation. If
@@ -291,7 +291,7 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=
         num_shards: number of shards.
         checkpoint: DALI checkpoint (bytes) from which a training pipeline resumes, or None.
     Returns:
-        nvidia.dali.Pipeline whose outputs are images and labels on the device --dali-device.
+        nvidia.dali.Pipeline whose outputs are images and labels on the device that --dali-device selects.
     """
     on_gpu = args.dali_device == "gpu"
     batch = pipeline_def(

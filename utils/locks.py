@@ -58,7 +58,7 @@ def held(path, subject, warn):
     """Hold the lock of a file while the block runs.
 
     Args:
-        path, warn: arguments of acquire.
+        path, warn: see acquire.
         subject: text for error messages that describes the locked object, such as a flag with its value.
     Raises:
         UsageError: another process holds the lock, or the lock file cannot be opened, is not a regular file, or is a

@@ -43,7 +43,7 @@ def claim(outputs=None, folders=None, inputs=(), protected=(), run_folder=None):
                 raise UsageError(f"{what} {path}: the same file as {taken[identity]}; choose a different file")
             if what in outputs:
                 taken[identity] = f"{what} {path}"
-            # report.py logs the message for --report-file.
+            # For --report-file, report.py logs a separate message.
             if what in outputs and what.startswith("--") and what != "--report-file" and _has_content(path):
                 logger.warn(f"{what} {path}: replaces an existing file; choose a different path to keep it")
             _probe(Path(os.path.realpath(path)), is_folder=what in folders)

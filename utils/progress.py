@@ -1,6 +1,6 @@
 """The progress line, which shows the current phase and the progress of a run on a terminal.
 
-If stdout is not a terminal, the functions in this module do nothing. A thread of the library rich draws the line four
+If stdout is not a terminal, the functions in this module do nothing. A thread of the rich library draws the line four
 times per second. The overhead is one comparison per step, plus formatting the metrics on the host four times per
 second.
 """

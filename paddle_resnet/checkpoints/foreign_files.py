@@ -234,7 +234,7 @@ class _TorchObjects(arrays.NumPyObjects):
         raise UnreadableError("contains a call that a state_dict does not need")
 
     def set_content(self, target, state):
-        # ignore the attributes that PyTorch pickles with a state_dict, such as module versions
+        # Ignore the attributes that PyTorch pickles with a state_dict, such as module versions.
         if not isinstance(target, dict):
             raise UnreadableError("contains a state that a state_dict does not have")
 

@@ -401,7 +401,7 @@ def _adapt_squeeze_excitation(arrays, shapes, slope, offset):
 
 
 def _fold(arrays, layer, epsilon):
-    """Fold the batch normalization after a convolution into the filters and a bias."""
+    """Fold the BN layer after a convolution into the filters and a bias."""
     scale, shift, mean, variance = (arrays.pop(f"{layer}.bn.{field}").astype(np.float64) for field in _BN)
     factor = scale / np.sqrt(variance + epsilon)
     arrays[f"{layer}.weight"] = (arrays[f"{layer}.weight"] * factor[:, None, None, None]).astype(np.float32)

@@ -309,7 +309,7 @@ def _check_tar_places(f, places, shard_size):
         places: int64 [n, 2], offsets and sizes of the sample files.
         shard_size: length of the archive in bytes.
     Raises:
-        ValueError, tarfile.TarError: the archive is damaged or does not match the places.
+        ValueError, tarfile.TarError: the archive is damaged or does not match `places`.
     """
     headers = places[:, 0] - tarfile.BLOCKSIZE
     blocks = -(-places[:, 1] // tarfile.BLOCKSIZE)

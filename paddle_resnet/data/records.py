@@ -42,7 +42,7 @@ def read(image):
         image: listing.Image.
     Returns:
         (content of the image file as stored, label). The label is an int, or a float if a RecordIO file is damaged. The
-        label is not compared with the classes.
+        label is not checked against the classes.
     Raises:
         UsageError: the record is damaged or is not an image with one label.
         OSError: the file cannot be read.

@@ -39,7 +39,7 @@ def start(rank, world_size, timeout_s, master, process, position, listener=None)
     """Start the monitor of this process.
 
     Args:
-        rank, world_size, timeout_s, master: arguments of watchdog.start.
+        rank, world_size, timeout_s, master: see watchdog.start.
         process: socket for messages between this process and its monitor.
         position: Position of this process.
         listener: listening socket of the coordinator, on rank 0.

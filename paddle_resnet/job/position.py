@@ -28,7 +28,7 @@ class Position:
         self._number[0] = self._number[0] >> 40 << 40 | 2 * number + 2 - waits
 
     def read(self):
-        """Return [phase, place, name of the phase]."""
+        """Return [number of the phase, place, name of the phase]."""
         while True:
             phase, place = divmod(self._number[0], 1 << 40)
             name = self._page[self._slot(phase)].decode(errors="replace").rstrip("\0 ") or "startup"

@@ -27,8 +27,8 @@ class StepLog:
         Args:
             step: number of the step.
             images: number of images that this process used in the step.
-            metrics: {name: value} of this process. Values are means over the images of the process, except ips and
-                times.
+            metrics: {name: value} of this process. All values except ips and times are means over the images of the
+                process.
             common: {name: value} for the metrics that are the same in all processes.
         """
         if self._stream is None:

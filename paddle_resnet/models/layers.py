@@ -100,7 +100,7 @@ class ConvBN(nn.Layer):
         padding: padding of the convolution, by default kernel_size // 2 on all sides. "SAME" pads like TensorFlow: for
             stride 2 and an even size, the bottom gets one more row than the top, and the right one more column than the
             left.
-        scale: initial scale of the batch normalization.
+        scale: initial scale of the BN layer.
     """
 
     def __init__(

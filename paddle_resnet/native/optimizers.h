@@ -64,7 +64,7 @@ struct lamb : adamw {
 };
 
 // Lookahead: Zhang et al., arXiv:1907.08610, algorithm 1. The state is the slow weight. The direction is p - slow, so a
-// rate of 1 sets p to the slow weight. The operator skips all steps except every K-th.
+// rate of 1 sets p to the slow weight. The operator skips all but every K-th step.
 struct lookahead {
   static constexpr int kStates = 1, kVectors = 1;
   static constexpr bool kSharesRest = false, kHasTrustRatio = false;

@@ -79,7 +79,7 @@ def _entropy_bins(counts):
 
 
 def _divergence(expected, actual):
-    """Return the Kullback-Leibler divergence of two distributions. `actual` is clipped from below, so that the
+    """Return the Kullback-Leibler divergence between two distributions. `actual` is clipped from below, so that the
     divergence remains finite if a level contains only clipped values."""
     used = expected > 0
     return float(np.sum(expected[used] * np.log(expected[used] / np.maximum(actual[used], 1e-9))))

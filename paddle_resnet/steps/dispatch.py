@@ -57,8 +57,8 @@ class Dispatcher:
             one handle per variable; `np.asarray(handle)` waits for the value and returns it. With --kernels native, a
             handle is valid only during the next three steps.
         Raises:
-            DataError: a label is not a valid class. Labels are checked only on a CPU with Paddle's kernels. Custom
-                kernels report invalid labels in the metrics (utils/meters.py).
+            DataError: a label is not a valid class number. Labels are checked only on a CPU with Paddle's kernels.
+                Custom kernels report invalid labels in the metrics (utils/meters.py).
         """
         self._write_scalars()
         return self._run(feed)

@@ -32,8 +32,8 @@ from utils.mode import Mode
 
 RECORD_FORMATS = (*SHARDED, *SINGLE_FILE)
 IMAGES_PER_SHARD = 2000
-# Seed of the random order in which training images are written. Because the stored order is random, a shuffle buffer
-# suffices in training.
+# Seed of the random order in which training images are written. Because the stored order is random, a small shuffle
+# buffer suffices in training.
 ORDER_SEED = 0
 INDEXED = ("recordio", "tfrecord", "webdataset")
 # (first bytes of a file, suffix) for all image formats except JPEG.
