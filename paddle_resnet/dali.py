@@ -46,6 +46,8 @@ MAGNITUDES = 31
 ORDER_CONDITIONS = ("--data-format", "--dali-random-seed", "--balanced-sampling", "number of images", "DALI version")
 
 LIST = "list of images and labels (hash)"
+# Number to increase if the operators of the training pipeline change, because DALI then rejects older checkpoints.
+VERSION, VERSION_NUMBER = "version of the loader", 2
 
 
 def warn_of_unused_outputs(args, loader):
@@ -191,7 +193,8 @@ def _conditions(args, data_format, size, digest=None):
     flags = {flag(name): getattr(args, name) for name, declaration in FLAGS.items() if declaration.batches}
     counts = {"number of images": size, "number of processes": processes.world_size()}
     files = {LIST: digest[:16]} if digest else {}
-    return {"--data-format": data_format, **flags, **counts, **files, "DALI version": nvidia.dali.__version__}
+    versions = {"DALI version": nvidia.dali.__version__, VERSION: VERSION_NUMBER}
+    return {"--data-format": data_format, **flags, **counts, **files, **versions}
 
 
 def _restored(pipeline, make):
@@ -229,10 +232,10 @@ def _usable(args, state, conditions, steps):
     """
     if state is None:
         return None, False
-    # Older checkpoints contain neither the values of flags that were added later nor the hash of the image list.
+    # Older checkpoints lack the conditions of newer flags, the hash of the image list, and the version of the loader.
     batches = {name: declaration.before for name, declaration in FLAGS.items() if declaration.batches}
     older = {flag(name): DEFAULTS[name] if before is None else before for name, before in batches.items()}
-    older[LIST] = conditions.get(LIST)
+    older |= {LIST: conditions.get(LIST), VERSION: 1}
     before = older | state["conditions"]
     changes = {
         name: f"{name} is {now} and was {before.get(name)}"
@@ -325,9 +328,12 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
         decoder = {"device": "cpu"}
     # For large batches, DALI 2.4's decoders parse the headers in several threads and ignore errors, so they crash on an
     # invalid header. `peek_image_shape` raises an error for an invalid header. The reshape makes the decoder's input
-    # depend on `peek_image_shape`, which therefore runs before the decoder. The reshape does not copy data.
+    # depend on `peek_image_shape`, which therefore runs before the decoder. The reshape does not copy data. For a JPEG
+    # 2000 image, the reshape raises an error, because the decoder crashes if such an image is damaged. JPEG 2000 is the
+    # only format known to DALI whose second byte is 0 (container) or 0x4F (codestream).
     header = fn.peek_image_shape(encoded)
-    encoded = fn.reshape(encoded, shape=encoded.shape() + 0 * header[0])
+    is_jpeg_2000 = fn.lookup_table(encoded[1], keys=[0, 0x4F], values=[1, 1], dtype=types.INT64)
+    encoded = fn.reshape(encoded, shape=encoded.shape() + 0 * header[0] + is_jpeg_2000)
     resize = INTERPOLATION[args.interp]
     # crop_mirror_normalize computes (pixel - mean) / std without scaling the pixels, so mean and std are divided by the
     # scale.

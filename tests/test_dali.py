@@ -1,3 +1,4 @@
+import base64
 import itertools
 import json
 import shutil
@@ -126,6 +127,24 @@ def test_loader_resumes_from_checkpoint_without_newer_flag(parse, photos, capsys
     del state["conditions"][flag]
     assert dali.build_dataloader(parse("--image-root", photos), Mode.TRAIN, state).step == 2
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("is_in_epoch", [True, False])
+def test_loader_of_a_newer_version_restarts_epoch_or_continues_order(parse, photos, capsys, is_in_epoch):
+    args = parse("--image-root", photos, "--batch-size", "3")
+    loader = dali.build_dataloader(args, Mode.TRAIN)
+    if is_in_epoch:
+        take(loader, 2)
+    else:
+        epoch(loader)
+    state = loader.state()
+    del state["conditions"][dali.VERSION]
+    state["pipeline"] = base64.b64encode(dali._first_operator(base64.b64decode(state["pipeline"]))).decode()
+    assert dali.build_dataloader(args, Mode.TRAIN, state).step == 0
+    effect = "the loader restarts at the beginning of the epoch" if is_in_epoch else "the image order continues"
+    stderr = capsys.readouterr().err
+    assert "version of the loader is 2 and was 1, so" in stderr
+    assert effect in stderr
 
 
 def test_loader_of_fewer_processes_restarts_epoch_with_a_reason(parse, photos, capsys, monkeypatch):

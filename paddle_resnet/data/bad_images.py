@@ -131,7 +131,7 @@ def bad_image(message, data_set, image_root):
     undecoded = re.search(r"Failed to decode sample #\d+ : (.+)", message)
     if undecoded:
         return _whole_name(undecoded[1].strip(), image_root)
-    if not re.search(r"nvidia\.dali\.fn\.(decoders\.|peek_image_shape)", message):
+    if not re.search(r"nvidia\.dali\.fn\.(decoders\.|peek_image_shape|_tensor_subscript|reshape)", message):
         return None
     deadline = monotonic() + SEARCH_S
     for find_problem in (header_problem, decode):

@@ -54,7 +54,21 @@ def test_deleted_file_of_file_list_is_reported_with_path(photos, parse, tmp_path
     assert str(e.value).startswith(f"{root}/train/class0/99.jpg: cannot be decoded (rank 0); repair")
 
 
-@pytest.mark.skipif(not features.check("jpg_2000"), reason="Pillow cannot write JPEG 2000")
+needs_jpeg_2000 = pytest.mark.skipif(not features.check("jpg_2000"), reason="Pillow cannot write JPEG 2000")
+
+
+@needs_jpeg_2000
+@pytest.mark.parametrize("no_jp2", [False, True])
+@pytest.mark.parametrize("mode", Mode)
+def test_loader_does_not_decode_jpeg_2000_image_with_suffix_of_jpeg(photos, parse, tmp_path, mode, no_jp2):
+    shutil.copytree(photos, tmp_path / "z")
+    image = tmp_path / "z" / mode.value / "class0/00.jpg"
+    Image.new("RGB", (64, 48)).save(image, "jpeg2000", no_jp2=no_jp2)
+    with pytest.raises(DataError, match=f"^{image}: cannot be decoded"):
+        list(dali.build_dataloader(parse("--image-root", tmp_path / "z"), mode))
+
+
+@needs_jpeg_2000
 def test_jpeg_2000_is_not_decoded():
     """DALI's decoder crashes if the quantization table is missing."""
     file = io.BytesIO()
