@@ -628,7 +628,7 @@ def augmented():
             options = {"magnitude_bin": signed_bin(magnitude[0], sign[0]), "num_magnitude_bins": 31}
             return tuple(operation(pixels, **options, shape=(32, 32)) for operation in operations)
 
-        with warnings.catch_warnings(record=True):  # DALI's suites use operators under deprecated names
+        with warnings.catch_warnings(record=True):  # DALI's augmentation suites use deprecated operator names
             built = pipeline()
         built.build()
         outputs = zip(operations, built.run(), strict=True)

@@ -30,7 +30,7 @@ NAMES = {lr_curve.DATA, lr_curve.DRAWING}
 
 @pytest.fixture
 def find(photos, tmp_path, monkeypatch):
-    """Call lr_find.main with the tiny network and return (exit code, Curve). The Curve is None if there is no file.
+    """Call lr_find.main with the tiny network and return (exit code, Curve). The Curve is None if no curve was written.
     Unless `draws` is set, the drawing is empty, because drawing a curve takes longer than the search."""
 
     def find(*flags, folder="search", draws=False):

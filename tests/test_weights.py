@@ -211,7 +211,7 @@ def test_unreadable_or_unsuitable_file_is_an_error(small, tmp_path, capsys):
 
 
 def package(root, name, file, content):
-    """Create an installed package that contains the file. Importing the package raises an error."""
+    """Simulate an installed package that contains the file. Importing the package raises an error."""
     module = name.replace("-", "_")
     (root / module).mkdir(parents=True)
     (root / module / "__init__.py").write_text("raise AssertionError('imported')")

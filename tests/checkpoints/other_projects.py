@@ -1,8 +1,8 @@
 """Networks of other projects: layer names, shapes and logits in float64, recorded in other_projects.txt.
 
-When run as a program, `other_projects.py "NETWORK, PROJECT"` computes the section of a network with the installed
-package and prints it. Paddle is not imported, because importing PyTorch after Paddle may crash. The PaddleClas sections
-were generated with `section` and PaddleClas commit d178931fca43.
+`other_projects.py "NETWORK, PROJECT"`, run as a program, uses the installed package to compute the section of this
+network, and prints the section. Paddle is not imported, because importing PyTorch after Paddle may crash. The
+PaddleClas sections were generated with `section` and PaddleClas commit d178931fca43.
 """
 
 import re

@@ -289,7 +289,7 @@ def test_lock_excludes_other_processes_until_exit(tmp_path):
                 with pytest.raises(BlockingIOError) as error:
                     folders.lock(tmp_path)
                 assert error.value.strerror == f"process {holder.pid} on {platform.node()}"
-            # A run that starts neither removes unfinished checkpoints of the other run nor builds a program first.
+            # A second run must neither remove unfinished checkpoints of the first run nor build a program.
             for start in (
                 lambda: saver.check_folder(tmp_path, None, {}, False, True),
                 lambda: restore._clean(tmp_path),

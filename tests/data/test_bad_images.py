@@ -79,7 +79,7 @@ def test_jpeg_2000_is_not_decoded():
 
 
 def test_image_with_too_many_pixels_after_resize_is_rejected():
-    """The resized image would have the sizes 64 x 4,160,000 and 65 x 4,225,000."""
+    """The resized images would have 64 x 4,160,000 and 65 x 4,225,000 pixels."""
     file = io.BytesIO()
     Image.new("RGB", (65000, 1)).save(file, "png")
     problem = "has 65000 x 1 pixels and would exceed the limit of 268,435,456 after resizing"

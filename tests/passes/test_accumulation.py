@@ -60,7 +60,7 @@ def test_accumulated_update_equals_update_of_large_batch(parse, without_bn, kern
 
 
 def test_float16_gradients_are_summed_in_float32():
-    """The gradient of each batch is too small to change a float16 sum of the others."""
+    """The gradient of each batch is too small to change a float16 sum of the other gradients."""
     role, count = accumulation.OpRole, 64
     main, startup = static.Program(), static.Program()
     with static.program_guard(main, startup):

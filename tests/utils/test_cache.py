@@ -19,7 +19,7 @@ def home(monkeypatch, tmp_path):
 
 
 def change_owner(path, monkeypatch):
-    """Change the owner of a path to a user that does not run this process."""
+    """Change the owner of a path to a user other than the one that runs this process."""
     if os.geteuid() == 0:
         os.chown(path, OTHER_USER, OTHER_USER)
     else:
