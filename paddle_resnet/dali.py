@@ -198,8 +198,8 @@ def _conditions(args, data_format, size, digest=None):
 
 
 def _restored(pipeline, make):
-    """Return the iterator of a pipeline that resumes from a DALI checkpoint. The pipeline is built before the iterator,
-    because an error during the build indicates a damaged checkpoint, not a damaged image.
+    """Return an iterator over a pipeline that resumes from a DALI checkpoint. The pipeline is built before the
+    iterator, because an error during the build indicates a damaged checkpoint, not a damaged image.
 
     Raises:
         StateError: the checkpoint is damaged.
@@ -287,9 +287,9 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=
     Args:
         args: flags.
         data_set: readers.DataSet.
-        mode: determines the augmentation. Mode.TRAIN: random resized crop, TrivialAugment or RandAugment, color
-            jitter, rotation, random erasing, horizontal flip, PCA lighting noise. Mode.EVAL: resize of the shorter side
-            to --resize-short, center crop.
+        mode: determines the augmentation. With Mode.TRAIN: random resized crop, TrivialAugment or RandAugment, color
+            jitter, rotation, random erasing, horizontal flip and PCA lighting noise. With Mode.EVAL: resizing of the
+            shorter side to --resize-short and center crop.
         shard_id: index of the shard, from 0.
         num_shards: number of shards.
         checkpoint: DALI checkpoint (bytes) from which a training pipeline resumes, or None.

@@ -77,7 +77,7 @@ def _gpu_rows(gpus, facts):
 
 
 def _library_facts():
-    """Return the rows and other results for which Paddle, DALI or NVRTC must be imported. This function runs in a child
+    """Return the rows and other results that require importing Paddle, DALI or NVRTC. This function runs in a child
     process."""
     import paddle
 

@@ -343,9 +343,9 @@ def compile_prog(args, program, loss_name=None, is_train=True):
         static.CompiledProgram with additional attributes:
         captured: cuda_graph.CapturedStep, or None if the step cannot be captured.
         write_scalars: scalars.Writer.
-        trace: trace.Trace of the first pass, or None if --profile-steps is not set.
-        accumulating: compiled program for all batches of a training step except the last, or None if each step has
-        one batch (--accumulate-steps 1).
+        trace: trace.Trace of the first pass over the loader, or None if --profile-steps is not set. accumulating:
+        compiled program for all batches of a training step except the last, or None if each step has one batch
+        (--accumulate-steps 1).
     Raises:
         UsageError: create_strategy fails; or --cuda-graph true is explicit, but the step cannot be captured.
     """

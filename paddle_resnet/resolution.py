@@ -29,7 +29,7 @@ def resolve(settings, mode=Mode.TRAIN):
 
     Args:
         settings: Settings; modified in place if they are not frozen.
-        mode: Mode.TRAIN or Mode.EVAL: the split that determines --num-of-class.
+        mode: the split that determines --num-of-class, Mode.TRAIN or Mode.EVAL.
     Raises:
         UsageError: resolve_data or resolve_kernels fails.
     """
@@ -130,7 +130,7 @@ def resolve_classes(settings, mode):
 
     Args:
         settings: Settings; modified in place.
-        mode: Mode.TRAIN or Mode.EVAL: the split whose classes are counted.
+        mode: the split whose classes are counted, Mode.TRAIN or Mode.EVAL.
     Raises:
         UsageError: the data set cannot be read.
     """

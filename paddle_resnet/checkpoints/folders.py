@@ -260,7 +260,7 @@ def prefix(folder, model_prefix):
 
     Args:
         folder: path of the checkpoint.
-        model_prefix: Setting of --model-prefix.
+        model_prefix: values.Setting of --model-prefix.
     Raises:
         DamagedError: the folder's meta.json is damaged, or the checkpoint is incomplete.
     """
@@ -433,7 +433,7 @@ def run_in(path, arch=None):
 
 
 def runs_below(path):
-    """List the folders in an --output-dir that contain checkpoints, sorted."""
+    """Return the sorted list of the folders in an --output-dir that contain checkpoints."""
     return [folder for folder in sorted(Path(path).iterdir()) if folder.is_dir() and finished(folder)]
 
 

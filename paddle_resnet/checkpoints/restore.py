@@ -148,7 +148,7 @@ def _selected(root, wanted, arch, model_prefix, iter_unit):
         root: value of --from-checkpoint.
         wanted: value of --last-epoch-of-checkpoint.
         arch: value of --model-arch-name if it is explicit, otherwise None.
-        model_prefix: Setting of --model-prefix.
+        model_prefix: values.Setting of --model-prefix.
         iter_unit: value of --iter-unit.
     """
     flag = f"--from-checkpoint {root}"
@@ -180,7 +180,7 @@ def _selected(root, wanted, arch, model_prefix, iter_unit):
 
 def _check_default_network(folder):
     """Raise UsageError if --resume finds no checkpoint of the default network in the run folder, but the output folder
-    contains runs of other networks, because the user may have meant one of those runs."""
+    contains runs of other networks. The user may have meant one of those runs."""
     others = [run.name for run in folders.runs_below(folder.parent)] if folder.parent.is_dir() else []
     if others:
         raise UsageError(
@@ -204,7 +204,7 @@ def _newest(root, model_prefix, iter_unit, resumes=False, has_alternative=False)
 
     Args:
         root: folder that contains the checkpoints.
-        model_prefix: Setting of --model-prefix.
+        model_prefix: values.Setting of --model-prefix.
         iter_unit: value of --iter-unit.
         resumes: whether the search is for --resume. If False and another program wrote all checkpoints, the newest
             of these checkpoints is returned.
@@ -292,7 +292,7 @@ def origin(checkpoint, pretrained, model_prefix):
     Args:
         checkpoint: result of find.
         pretrained: value of --from-pretrained-params.
-        model_prefix: Setting of --model-prefix.
+        model_prefix: values.Setting of --model-prefix.
     Raises:
         UsageError: the file that --from-pretrained-params specifies does not exist, or the meta.json next to it is
             damaged.

@@ -35,7 +35,7 @@ class LoadOptions:
 
     Attributes:
         arch: value of --model-arch-name.
-        model_prefix: Setting of --model-prefix.
+        model_prefix: values.Setting of --model-prefix.
         pretrained: value of --from-pretrained-params.
         skips_classifier: whether --pretrained-mismatch is skip-classifier.
         trains: whether the run trains.
@@ -223,7 +223,7 @@ def pretrained_file(path, model_prefix):
 
     Args:
         path: value of --from-pretrained-params.
-        model_prefix: Setting of --model-prefix.
+        model_prefix: values.Setting of --model-prefix.
     Raises:
         UsageError: the file does not exist, or its checkpoint is damaged.
     """

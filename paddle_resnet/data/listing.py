@@ -415,7 +415,7 @@ def count_classes(image_root, mode, data_format="auto", allow_outside=False):
 
     Args:
         image_root: the folder that contains both splits.
-        mode: Mode.TRAIN or Mode.EVAL: the split that must exist.
+        mode: the split that must exist, Mode.TRAIN or Mode.EVAL.
         data_format: one of STORAGE_FORMATS, or "auto".
         allow_outside: whether a file list may contain files outside image_root.
     Returns:

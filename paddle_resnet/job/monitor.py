@@ -1,5 +1,5 @@
-"""The monitor process of a rank, which ends the rank if the job fails. Each rank of a job has a monitor. watchdog.py is
-the part that runs in the rank.
+"""The monitor process of a rank, which ends the rank if the job fails. Each rank of a job has a monitor. watchdog.py
+contains the functions through which a rank communicates with its monitor.
 
 The monitor is a separate process, because no thread of the rank can run while C code holds the GIL. Paddle holds the
 GIL while it sets up communication, and sometimes while it copies a batch and the GPU waits for another rank.

@@ -150,7 +150,7 @@ def logits(model, images, arch, num_classes):
     Args:
         model: result of build_model.
         images: input variable.
-        arch, num_classes: as for build_model.
+        arch, num_classes: see build_model.
     Raises:
         UsageError: the user's file raises an exception, or the output does not have the shape [N, num_classes].
     """

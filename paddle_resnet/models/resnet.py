@@ -52,7 +52,7 @@ class Block(nn.Layer):
         convolutions: (output channels, kernel size, stride, groups) for each convolution of the branch.
         projects: whether the shortcut is a projection even if the shape is unchanged.
         self_attention: whether SelfAttention follows the branch.
-        activation, shortcut_pool, blur_pool, se, zero_init, data_format: as for ResNet.
+        activation, shortcut_pool, blur_pool, se, zero_init, data_format: see ResNet.
     """
 
     def __init__(

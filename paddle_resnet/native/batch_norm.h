@@ -160,8 +160,8 @@ Tensor bn_backward(const Tensor &x, const Tensors &gradients, const Tensor &coef
   return dx;
 }
 
-// Sets the tensors to which the gradients of scale and bias will be written: the tensors in `into`, which are located
-// in the buffer of a fused all-reduce, or new tensors if `into` is not set.
+// Sets the tensors to which the gradients of scale and bias will be written. If `into` is set, these are the tensors in
+// `into`, which are located in the buffer of a fused all-reduce; otherwise, they are new tensors.
 void gradient_targets(const paddle::optional<Tensors> &into, const Tensor &coefficients, Tensor &dscale,
                       Tensor &dbias) {
   const int64_t channels = coefficients.shape().back();

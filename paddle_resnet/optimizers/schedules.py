@@ -60,7 +60,8 @@ def polynomial(span, power, step):
 
 def one_cycle(span, rise, step):
     """Rise to the peak along a cosine until the fraction of completed steps reaches --lr-rise, then fall to --min-lr
-    along a cosine: Smith and Topin, arXiv:1708.07120, but with cosines instead of linear ramps, as in fastai."""
+    along a cosine. This is the schedule of Smith and Topin, arXiv:1708.07120, but with cosines instead of linear ramps,
+    as in fastai."""
     rise = round(rise * span.steps)
     if step >= rise:
         return span.fall(step, begin=rise)

@@ -1,7 +1,7 @@
-"""Replace Paddle's operators with custom operators (native/). In NHWC, custom operators compute max pooling, depthwise
-convolutions, the filter gradient of 1x1 convolutions with few channels, and BN, which is fused with the next activation
-or with the residual addition and ReLU or Mish. In all layouts, custom operators also check the gradients, unscale them,
-and update all parameters.
+"""Replace Paddle's operators with custom operators (native/). In NHWC, custom operators compute BN, max pooling,
+depthwise convolutions, and the filter gradient of 1x1 convolutions with few channels. BN is fused with the next
+activation, or with the residual addition and ReLU or Mish. In all layouts, custom operators also check the gradients,
+unscale them, and update all parameters.
 
 This pass runs after all of Paddle's passes (precision, gradients, all-reduces), so it does not change parameters,
 checkpoints or communication.
@@ -43,10 +43,10 @@ Tail = namedtuple("Tail", "ops out activation addend")
 
 
 def fuse(program):
-    """Replace operators in a program with custom operators, in place. Some operators are not replaced, because the
-    custom kernels do not support layouts other than NHWC, numbers of channels that are not multiples of 4, gradients
-    through BN with fixed statistics, pooling and depthwise convolutions of images without a fixed size, or depthwise
-    convolutions with kernels other than 3x3 and 5x5.
+    """Replace operators in a program with custom operators, in place. Operators that the custom kernels do not support
+    are not replaced. The kernels for BN, pooling and convolutions require the layout NHWC and a number of channels that
+    is a multiple of 4. They do not support gradients through BN with fixed statistics, pooling or depthwise
+    convolutions of images without a fixed size, or depthwise convolutions with kernels other than 3x3 and 5x5.
 
     Args:
         program: training Program after minimize, or evaluation Program after cast_evaluation_program.

@@ -1,8 +1,8 @@
 """Lookahead (--lookahead): Zhang et al., arXiv:1907.08610, algorithm 1.
 
-A training program contains a float32 slow weight for each parameter. Every K-th step, the slow weights move towards the
-parameters, and the parameters are then set to the slow weights. Slow weights belong to the optimizer state. With custom
-kernels, the operator native_lookahead updates all parameters.
+A training program contains a float32 slow weight for each parameter. In every K-th step, the slow weights move towards
+the parameters, and the parameters are then set to the slow weights. Slow weights belong to the optimizer state. With
+custom kernels, the operator native_lookahead updates all parameters.
 """
 
 import itertools

@@ -19,8 +19,9 @@ ACTIVATION = "fake_quantize_dequantize_moving_average_abs_max"
 WEIGHT = "fake_channel_wise_quantize_dequantize_abs_max"
 _LEVELS = {"bit_length": 8, "round_type": 0}  # round ties to even, as ONNX does
 _SUFFIX = ".range"
-# A convolution or fully connected layer in a program before insert(): the names of its input, its weight and its bias
-# [channels] (None if there is no bias), the axis of the output channels in the weight, and the number of groups.
+# A convolution or fully connected layer in a program before insert(). The fields are the names of the layer's input,
+# weight and bias [channels] (None if there is no bias), the axis of the output channels in the weight, and the number
+# of groups.
 Layer = namedtuple("Layer", "input weight bias axis groups")
 # {operator type: (inputs that are activations, (input that is a weight, axis of the output channels) or None)}
 _QUANTIZED = {

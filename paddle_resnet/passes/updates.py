@@ -19,9 +19,9 @@ _HUGE = 1e36  # a second moment divided by this number is negligible
 
 
 def radam_powers(step, beta1, beta2, epsilon):
-    """Return values for the powers of the betas with which AdamW's direction m / (1 - power1) / (sqrt(s / (1 - power2))
-    + epsilon) equals RAdam's direction: Liu et al., arXiv:1908.03265, algorithm 2, with the threshold 5 of its authors'
-    code.
+    """Return the values (power1, power2) with which AdamW's direction m / (1 - power1) / (sqrt(s / (1 - power2)) +
+    epsilon) equals RAdam's direction. In AdamW, these values are the powers of the betas. RAdam is algorithm 2 of Liu
+    et al., arXiv:1908.03265, with the threshold 5 from the authors' code.
 
     RAdam multiplies the direction by a factor that depends on the step. In the first steps, there are too few gradients
     to estimate the second moment, so RAdam's direction is m / (1 - beta1^step).
@@ -55,7 +55,7 @@ def rectify(main_prog, lr_scheduler):
             op.desc.set_input(name, [power.name])
             op.desc.set_output(f"{name}Out", [power.name])
     for op in ops:
-        op.desc._set_bool_attr("use_global_beta_pow", True)  # the operator does not update the powers
+        op.desc._set_bool_attr("use_global_beta_pow", True)  # then the operator does not update the powers
 
 
 def clip_gradients(main_prog, maximum):

@@ -17,7 +17,7 @@ def path(steps, output_dir):
 
 
 def check(steps, last_step):
-    """Check that the steps of --profile-steps are within the first pass of the run, which ends before `last_step`.
+    """Check that the steps of --profile-steps are within the first pass over the loader, which ends before `last_step`.
 
     Raises:
         UsageError: a traced step is outside the first pass.
@@ -27,7 +27,7 @@ def check(steps, last_step):
 
 
 def start(program, first_step, last_step, is_resume):
-    """Return the trace for the first pass of a program. Later calls for the same program return None.
+    """Return the trace for a program's first pass over the loader. Later calls for the same program return None.
 
     Args:
         program: result of program.compile_prog.

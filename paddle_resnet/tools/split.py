@@ -12,7 +12,8 @@ from utils.errors import UsageError
 
 
 def split(source, output, fraction, seed=0):
-    """Split each class into train/ and val/. If the file system supports links, images are linked instead of copied.
+    """Split the images of each class into train/ and val/. If the file system supports links, images are linked instead
+    of copied.
 
     The selection for val/ depends only on the names of classes and files, the fraction and the seed. If images are
     added and the split is repeated, only a few of the old images move between train/ and val/.
