@@ -319,8 +319,9 @@ def test_interrupt_exits_with_code_130(checkpoint, val_images, capsys, monkeypat
             "network does not match its description",
         ),
         (lambda folder: pipe(folder / "model.json"), "model.json: cannot be read (not a regular file)"),
+        (lambda folder: dangling(folder / "model.json"), "model.json: cannot be read (No such file or directory)"),
     ],
-    ids=["model", "flipped bit of the weights", "no weights", "no file list", "outputs", "input", "pipe"],
+    ids=["model", "flipped bit of the weights", "no weights", "no file list", "outputs", "input", "pipe", "link"],
 )
 def test_damaged_export_exits_with_code_2_and_an_error(checkpoint, model_of, val_images, capsys, damage, message):
     folder = model_of("export", checkpoint)
@@ -372,6 +373,11 @@ def change(path, **values):
 
 def change_table(path, table, **values):
     change(path, **{table: json.loads(path.read_text())[table] | values})
+
+
+def dangling(path):
+    path.unlink()
+    path.symlink_to("missing")
 
 
 def pipe(path):

@@ -109,6 +109,20 @@ def test_below_lists_only_checkpoint_names_in_order(tmp_path):
     assert folders.below(tmp_path / "nowhere") == []
 
 
+def test_kinds_of_folders(tmp_path):
+    write_checkpoint(tmp_path, "1")
+    files = {"2": ["meta.json"], "3": ["x.pdparams"], "4": ["x.pdparams", folders._UNFINISHED], "5": ["x.txt"], "6": []}
+    for name in ("2", "3", "4", "5", "6", "7"):
+        (tmp_path / name).mkdir()
+        for file in files.get(name, []):
+            (tmp_path / name / file).write_text("")
+    (tmp_path / "7/meta.json").symlink_to("missing")
+    all_folders = folders.below(tmp_path)
+    assert [folder.name for folder in all_folders if folders.is_checkpoint(folder)] == ["1", "2", "3", "7"]
+    assert [folder.name for folder in all_folders if folders.is_foreign(folder)] == ["3"]
+    assert [folder.name for folder in folders.finished(tmp_path)] == ["1", "2", "3", "7"]
+
+
 def test_newest_first_sorts_by_sequence_number(tmp_path):
     write_checkpoint(tmp_path, "89", sequence=4)
     write_checkpoint(tmp_path, "0", sequence=6)

@@ -2,6 +2,7 @@
 checkpoint."""
 
 import dataclasses
+import io
 import json
 import random
 import shutil
@@ -16,6 +17,7 @@ from paddle_resnet.checkpoints import folders, restore, variables
 from paddle_resnet.checkpoints import saver as saver_module
 from paddle_resnet.checkpoints.saver import Saver
 from paddle_resnet.job import exchange, processes
+from paddle_resnet.passes import all_reduces
 from paddle_resnet.settings import durations
 from utils.errors import RunError, UsageError
 
@@ -124,6 +126,23 @@ def test_resumed_training_uses_bn_statistics_of_its_own_rank(args, run, monkeypa
         variables.load(variables.LoadOptions.of(args), checkpoint.folder, main, PLACE)
         restore_run(checkpoint, schedule, fetchs)
         np.testing.assert_array_equal(variable("batch_norm_2.w_1"), own["batch_norm_2.w_1"])
+
+
+def test_checkpoint_has_state_of_current_stage(args, run, monkeypatch):
+    """In stages with frozen layers, fewer BN statistics differ between processes."""
+    saver, _, _ = run
+    _, _, fetchs, _, main = build(args.copy(freeze=("stem",)))
+    loader, packed = Loader(), []
+    loader.step = 7
+    fetchs["loss"][1].update(np.float32(1.5), 3)
+    saver.follow(loader, fetchs, main)
+    monkeypatch.setattr(exchange, "gather", packed.append)
+    monkeypatch.setattr(processes, "rank", lambda: 1)
+    saver.save(4, 2)
+    state, statistics = saver_module._unpack(packed[0])
+    assert state["loader"]["step"] == 7
+    assert state["meters"]["loss"] == fetchs["loss"][1].state()
+    assert set(np.load(io.BytesIO(statistics)).files) == set(all_reduces.own_statistics(main))
 
 
 def test_restore_between_training_and_evaluation(args, run):

@@ -97,6 +97,15 @@ def test_flags_follow_from_table():
         assert {flag for flag in users if name in users[flag]} == set(rule.flags)
 
 
+@pytest.mark.parametrize("name", table.OPTIMIZERS)
+def test_values_of_flags_reach_update_operators(name):
+    rule, values = table.OPTIMIZERS[name], {"momentum": 0.5, "beta1": 0.7, "beta2": 0.8, "opt_epsilon": 1e-3}
+    flags = [argument for flag in rule.flags for argument in (f"--{flag.replace('_', '-')}", str(values[flag]))]
+    expected = [values[flag] for flag in rule.flags] + [name == "Nesterov"] * ("use_nesterov" in rule.attrs)
+    for op in Run("--optimizer", name, *flags).paddle_updates:
+        assert [op.attr(attribute) for attribute in rule.attrs] == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("with_bn", [False, True])
 @pytest.mark.parametrize("name", table.OPTIMIZERS)
 def test_weight_decay_groups(name, with_bn):

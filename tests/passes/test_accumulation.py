@@ -11,7 +11,7 @@ from helpers import build, random_batches
 from paddle_resnet.checkpoints import variables
 from paddle_resnet.models import layers
 from paddle_resnet.native import build as native
-from paddle_resnet.passes import accumulation
+from paddle_resnet.passes import accumulation, updates
 from paddle_resnet.steps import random_numbers
 
 KERNELS = ["paddle", *(["native"] if native.missing() is None else [])]
@@ -41,6 +41,9 @@ def test_accumulated_update_equals_update_of_large_batch(parse, without_bn, kern
             args.amp, args.use_dynamic_loss_scaling, args.scale_loss = True, scaling == "dynamic", 1024.0
         with static.scope_guard(static.Scope()):
             compiled, exe, _, rate, main = build(args, steps=10 * count)
+            if count > 1:
+                scopes = [op.attr("op_namescope") for op in compiled.accumulating._program.global_block().ops]
+                assert not [scope for scope in scopes if updates.CLIPPING in scope]  # once per update is enough
             for x, y in random_batches(3, (32, 32, 4)):
                 parts = list(zip(np.split(x, count), np.split(y, count), strict=True))
                 for data, label in parts[:-1]:

@@ -252,6 +252,21 @@ def test_comparison_lists_differing_flags_and_first_differing_step(write_run, ca
     assert "top1, 0 to 0.1\n  ▁█  a\n" in output
 
 
+def test_comparison_shows_metrics_of_last_epoch_and_best_top1(write_run):
+    path = write_run("a", [3.0, 2.0, 1.0, 0.5], ended=False)
+    with open(f"{path}/report.json", "a") as f:
+        f.write(entry([2], 1234, train_loss=0.2, train_ips=5678.4, val_top1=0.05, val_loss=0.6))
+    assert comparison.metrics({"a": reading.read(path)}) == [
+        ("epochs", ["3, not finished"]),
+        ("best top1", ["0.1000 (epoch 1)"]),
+        ("last top1", ["0.0500"]),
+        ("last validation loss", ["0.6000"]),
+        ("last training loss", ["0.2000"]),
+        ("images/s, last epoch", ["5,678"]),
+        ("total seconds", ["1,234"]),
+    ]
+
+
 def test_first_differing_step_does_not_depend_on_order_of_entries():
     """After a resume with a smaller --print-interval, earlier steps can follow later ones."""
     runs = [SimpleNamespace(steps={step: {"train.loss": loss} for step in [(1, 0), (0, 1)]}) for loss in (1.0, 2.0)]
