@@ -181,8 +181,8 @@ class StepClock:
         self._tick = now
 
     def close_step(self):
-        """Add the time since the last step ended to that step, because this time was spent waiting for the metrics of
-        the step."""
+        """Add the time since the end of the last step to the duration of that step, because the host spent this time
+        waiting for the metrics of the step."""
         now = perf_counter()
         if self.batch_times:
             self.batch_times[-1] += now - self._tick

@@ -23,7 +23,7 @@ import time
 
 # Maximum length of a message, which limits the memory that a connection can use.
 LINE_BYTES = 1 << 16
-# Time limit to prove that a connection belongs to the job, and maximum number of connections without this proof.
+# Time limit for proving that a connection belongs to the job, and maximum number of connections without this proof.
 PROOF_S, MAX_UNAUTHENTICATED = 10, 64
 # Timeout of connect(), and time after which TCP closes the connection to a machine that does not respond.
 CONNECT_S, SILENCE_S = 30, 30

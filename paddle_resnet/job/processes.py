@@ -42,7 +42,7 @@ def _number(name, default, least=0, most=10**6):
 
 
 def _endpoints(name, count):
-    """Parse an environment variable into [(host, port)]. Return [] if the variable is not set and not needed, because
+    """Parse an environment variable into [(host, port)]. Return [] if the variable is neither set nor needed, because
     the job has a single process or the launcher uses a file instead."""
     value = os.environ.get(name)
     if value is None and (count == 1 or "PADDLE_BACKUP_ENV_PATH" in os.environ):

@@ -7,7 +7,7 @@ from utils.meters import mean
 
 
 class StepLog:
-    """Logs individual steps with metrics aggregated over all processes.
+    """Collects step metrics from all processes, and logs them step by step.
 
     Rank 0 logs a step when it has received the metrics of all ranks, which is a few steps later. Ranks wait for each
     other only at the end of the epoch.

@@ -124,7 +124,7 @@ class _EventFile:
             getattr(self._file, name)(*args)
         except OSError as e:
             failed, self._file = self._file, None
-            with contextlib.suppress(OSError):  # closing flushes the same data, which may fail again
+            with contextlib.suppress(OSError):  # closing flushes the same data and may fail again
                 failed.close()
             logger.warn(
                 f"{self._path}: can no longer be written ({e.strerror}), so the run continues without it; "
