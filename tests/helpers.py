@@ -142,8 +142,8 @@ def write_checkpoint(root, name, text="abc", sequence=0, **meta):
 
 
 def predict(folder, images, output=""):
-    """Compute probabilities with Paddle Inference in a separate process. As in a deployment, the process imports
-    neither this project nor its Paddle settings."""
+    """Compute probabilities with Paddle Inference in a separate process. As in a deployment, the process does
+    not import this project, so the project's Paddle settings do not apply."""
     np.save(folder / "images.npy", images)
     environment = {name: value for name, value in os.environ.items() if name != "FLAGS_enable_pir_api"}
     done = subprocess.run(

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_block")
 
 # The recipes, except those that choose their flags at the start of a run, which tests/test_recipe.py tests.
 RECIPES = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if "choose_recipe" not in path.read_text()]
-# Values that replace the flags of a recipe that require a GPU.
+# Replacements for those flags of the recipes that require a GPU.
 ON_CPU = ["--amp", "false", "--use-pure-fp16", "false", "--use-dynamic-loss-scaling", "false", "--scale-loss", "1"]
 ON_CPU += ["--dali-output-fp16", "false", "--data-layout", "NCHW", "--warmup-start-lr", "0"]
 

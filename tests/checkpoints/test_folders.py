@@ -178,7 +178,7 @@ def test_deletion_keeps_files_of_other_programs(tmp_path, capsys):
     (tmp_path / "3").rename(tmp_path / "x")
     write_checkpoint(tmp_path, "3")
     (tmp_path / ".notes.partial").write_text("mine")
-    (tmp_path / "x").rename(tmp_path / ".3.replaced")  # as left by SIGKILL
+    (tmp_path / "x").rename(tmp_path / ".3.replaced")  # the state that SIGKILL leaves behind
     folders.clean(tmp_path)
     folders.verify(tmp_path / "3")
     assert (tmp_path / "3/notes.txt").read_text() == "3"

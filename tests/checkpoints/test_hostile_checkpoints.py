@@ -28,7 +28,7 @@ STATE = {
     "mask": np.array([[True], [False]]),
     "transposed": np.asfortranarray(np.arange(6, dtype=np.float16).reshape(2, 3)),
 }
-PROTOCOLS = (2, 3, 4)  # protocols that Paddle writes
+PROTOCOLS = (2, 3, 4)  # pickle protocols that Paddle writes
 
 
 def read(tmp_path, data):

@@ -629,7 +629,7 @@ def test_summary_and_page_of_killed_run_are_written_by_resume(run_train, tmp_pat
     assert summary["step"] == []
     if lost != "page":
         report.write_text("".join(lines))
-        # Inside an epoch, a checkpoint contains no training metrics.
+        # A checkpoint that was saved inside an epoch contains no training metrics.
         summary["data"] = {name: value for name, value in summary["data"].items() if not name.startswith("train.")}
         assert summary["data"]["last.step"] == 2
     for _ in range(2):  # in the second iteration, only the page is missing

@@ -45,7 +45,7 @@ def open_split(root, mode=Mode.EVAL, num_of_class=3):
 
 
 def negative(rows):
-    """Negate each number in the third row."""
+    """Negate each number in the third row of an index."""
     columns = rows[2].replace("\t", " ").split(" ")
     return [*rows[:2], " ".join(f"-{column}" if column.isdigit() else column for column in columns), *rows[3:]]
 

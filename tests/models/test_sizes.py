@@ -20,7 +20,8 @@ from paddle_resnet.models import MODELS, Network, __main__
         ("ResNet50_vd", 25_576_264, 4_328_824_832),
         ("ResNeXt50_32x4d", 25_028_904, 4_230_479_872),
         ("MobileNetV2", 3_504_872, 300_774_272),
-        # Recorded after the logits had been compared with those of timm; arXiv:1911.11907 states 141 million.
+        # This number was recorded after the logits had been compared with those of timm. arXiv:1911.11907 states 141
+        # million.
         ("GhostNet", 5_182_508, 141_150_512),
     ],
 )

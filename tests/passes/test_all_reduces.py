@@ -12,7 +12,7 @@ def append_all_reduce(block, name, role=1):
     compat.append_all_reduce(block, block.var(name))
     block.ops[-1]._set_attr("op_role", role)
     if compat.HAS_CALC_STREAM:
-        block.ops[-1]._set_attr("use_calc_stream", False)  # as set by Fleet
+        block.ops[-1]._set_attr("use_calc_stream", False)  # Fleet sets this value
 
 
 def test_fused_all_reduce_waits_for_every_gradient_in_its_buffer():
