@@ -148,7 +148,7 @@ def _read_file(path):
             return file.read(), None
     except OSError as e:
         return None, f"cannot be read ({e.strerror})"
-    except ValueError as e:  # the path contains a NUL character
+    except ValueError as e:  # the path contains a null byte
         return None, f"cannot be read ({e})"
 
 

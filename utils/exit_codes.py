@@ -18,8 +18,8 @@ _NO_MEMORY = (
     *("ResourceExhaustedError", "bad_alloc", "Cannot allocate memory", "could not create a memory object"),
     *("could not create a primitive", "failed to map segment", *_NO_THREAD, _NO_FILE),
 )
-# errno values for paths that cannot be used. Even Path.exists() may raise such an error, for example if a parent folder
-# is unreadable.
+# errno values for paths that cannot be used. Even Path.exists() may raise an OSError with one of these values, for
+# example if a parent folder is unreadable.
 _NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG)
 _NO_TEMPORARY_FOLDER = "No usable temporary directory"  # error message of Python's tempfile module
 DONE, FAILURE, USAGE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130

@@ -64,7 +64,7 @@ def open_regular(path, limit_bytes=None):
         status = os.fstat(descriptor)
         if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        # The size of a file in /proc is reported as 0. Some of these files are endless, and reading /proc/kmsg could
+        # The size of a file in /proc is reported as 0. Some files in /proc are endless, and reading /proc/kmsg could
         # block forever.
         if not stat.S_ISREG(status.st_mode) or (status.st_size == 0 and _has_content(descriptor)):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -85,8 +85,8 @@ def _has_content(descriptor):
 
 @contextlib.contextmanager
 def written(path, partial=None, sync=False):
-    """Write a file or folder atomically. The file or folder appears at `path` only after the block has written it
-    completely.
+    """Write a file or folder atomically. The file or folder appears at `path` only after the `with` block has written
+    it completely.
 
     Args:
         path: path of the file or folder. An existing file is replaced.

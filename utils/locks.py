@@ -55,7 +55,7 @@ def file_of(path):
 
 @contextlib.contextmanager
 def held(path, subject, warn):
-    """Hold the lock of a file while the block runs.
+    """Hold the lock of a file while the `with` block runs.
 
     Args:
         path, warn: see acquire.

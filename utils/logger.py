@@ -127,8 +127,8 @@ def write_line(text, stream):
 
 @contextlib.contextmanager
 def result_on_stdout():
-    """Raise RunError if the output of the block cannot be written to stdout, even if a library ignores the OSError, as
-    argparse does for --help."""
+    """Raise RunError if the output of the `with` block cannot be written to stdout, even if a library ignores the
+    OSError, as argparse does for --help."""
     result = _Result(sys.stdout)
     with contextlib.redirect_stdout(result):
         try:
@@ -234,7 +234,8 @@ def warn(message):
 
 @contextlib.contextmanager
 def without_repeats():
-    """Print each message of info and warn only once in the block, for tools that open the same data several times."""
+    """Print each message of info and warn only once in the `with` block, for tools that open the same data several
+    times."""
     global _printed
     _printed = set()
     try:
@@ -245,7 +246,7 @@ def without_repeats():
 
 @contextlib.contextmanager
 def only_warnings():
-    """In the block, print nothing except warnings, and write nothing to the report."""
+    """In the `with` block, print nothing except warnings, and write nothing to the report."""
     global _only_warns
     _only_warns = True
     try:

@@ -51,7 +51,8 @@ def claim(outputs=None, folders=None, inputs=(), protected=(), run_folder=None):
 
 @contextlib.contextmanager
 def writing(what, path):
-    """If the block raises an OSError, or a ValueError for an invalid path, convert the exception to a UsageError."""
+    """If the `with` block raises an OSError, or a ValueError for an invalid path, convert the exception to a
+    UsageError."""
     try:
         yield
     except OSError as e:

@@ -18,7 +18,7 @@ _phase, _since_s, _metrics, _due_s = "startup", 0.0, None, 0.0
 
 @contextlib.contextmanager
 def shown():
-    """Show the progress line while the block runs, if stdout is a terminal.
+    """Show the progress line while the `with` block runs, if stdout is a terminal.
 
     A job with several processes has no progress line, because no rank has the metrics of the entire job between two log
     lines, and because the launcher redirects stdout to files.

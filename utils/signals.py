@@ -18,9 +18,9 @@ class Preempted(Exception):
 
 @contextlib.contextmanager
 def watched():
-    """While the block runs, record signals instead of ending the process. A second SIGINT raises KeyboardInterrupt. All
-    other repeated signals are ignored, because Paddle's launcher sends SIGTERM up to three times. If SIGHUP is already
-    ignored, as under nohup, it remains ignored."""
+    """While the `with` block runs, record signals instead of ending the process. A second SIGINT raises
+    KeyboardInterrupt. All other repeated signals are ignored, because Paddle's launcher sends SIGTERM up to three
+    times. If SIGHUP is already ignored, as under nohup, it remains ignored."""
     global _received
     _received = None
     previous = {number: signal.getsignal(number) for number in NUMBERS}
@@ -60,10 +60,10 @@ def blocked():
 
 @contextlib.contextmanager
 def deferred():
-    """Defer SIGINT to the end of the block, because a SIGINT during the import of Paddle would raise a misleading
-    error. Processes that are started in the block inherit the blocked SIGINT, so Control-C does not end them. This
-    process stops them itself. At the end of the block, restore Python's SIGTERM handler, because Paddle installs a
-    handler that prints a trace."""
+    """Defer SIGINT to the end of the `with` block, because a SIGINT during the import of Paddle would raise a
+    misleading error. Processes that are started in the block inherit the blocked SIGINT, so Control-C does not end
+    them. This process stops them itself. At the end of the block, restore Python's SIGTERM handler, because Paddle
+    installs a handler that prints a trace."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

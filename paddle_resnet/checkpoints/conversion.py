@@ -66,7 +66,7 @@ def convert(source, output, arch=None, preprocessing=None, verbose=False):
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with locks.held(locks.file_of(output), f"--output {output}", logger.warn):
-            _check_new(output)  # check again, because another conversion may have created it
+            _check_new(output)  # check again, because another conversion may have created the folder
             folders.commit(output.parent, output.name, files, meta)
     except OSError as e:
         raise UsageError(f"--output {output}: cannot be written ({e.strerror}); choose a different folder") from e

@@ -40,7 +40,7 @@ class Layout:
     Attributes:
         projects: names of the projects.
         rules: ((regular expression, replacement), ...) for layer names; the first matching rule applies.
-        epsilon: epsilon of batch normalization in the other projects.
+        epsilon: epsilon of the BN layers in the other projects.
         gate: (slope, offset) of the clipped linear function in squeeze-and-excitation, or None if the function is the
             same as in this project.
         folded: layers that have a bias in this project, but are followed by a BN layer in the other projects.

@@ -138,7 +138,7 @@ class Saver:
     Args:
         args: Settings, which are saved in every checkpoint.
         program: the training Program (not the compiled one); its variables are in the global scope.
-        lr_scheduler: learning rate scheduler whose state is saved.
+        lr_scheduler: learning-rate scheduler whose state is saved.
         loader: training loader.
         fetchs: result of program.build; its meters accumulate the metrics of an epoch.
         checkpoint: the checkpoint that the run started from, or None.

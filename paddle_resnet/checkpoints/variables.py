@@ -414,7 +414,7 @@ def _tensor(name):
 
 @contextlib.contextmanager
 def restored(program, place):
-    """At the end of the block, reset all persistable variables of a program to their values before the block."""
+    """At the end of the `with` block, reset all persistable variables of a program to their values before the block."""
     persistent = [variable.name for variable in program.list_vars() if variable.persistable]
     present = {name: static.global_scope().find_var(name) for name in persistent if name not in ("feed", "fetch")}
     before = {name: read(name) for name, v in present.items() if v is not None and v.get_tensor()._is_initialized()}

@@ -26,8 +26,8 @@ TFRECORD_IMAGE, TFRECORD_LABEL = "image/encoded", "image/class/label"
 
 @contextlib.contextmanager
 def readable(path):
-    """Convert an OSError in the block to a UsageError. The message contains the file name from the OSError or, if it
-    has none, `path`."""
+    """Convert an OSError in the `with` block to a UsageError. The message contains the file name from the OSError or,
+    if it has none, `path`."""
     try:
         yield
     except OSError as e:

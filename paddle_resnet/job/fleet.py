@@ -111,7 +111,7 @@ def _prepare_for_gloo():
 
 def _reserve(port):
     reserved = socket.socket()
-    # Paddle's server also sets this option. Both sockets need the option to be able to bind to the same port.
+    # Paddle's server also sets SO_REUSEADDR. Both sockets need this option to be able to bind to the same port.
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         reserved.bind(("", port))

@@ -95,8 +95,7 @@ class ConvBN(nn.Layer):
         data_format: "NCHW" or "NHWC".
         groups: number of groups of the convolution; if it equals in_channels, the convolution is depthwise.
         initializer: initializer of the filters.
-        epsilon, momentum: arguments of the batch normalization layer; momentum is the weight of the previous running
-            statistics.
+        epsilon, momentum: arguments of the BN layer; momentum is the weight of the previous running statistics.
         padding: padding of the convolution, by default kernel_size // 2 on all sides. "SAME" pads like TensorFlow: for
             stride 2 and an even size, the bottom gets one more row than the top, and the right one more column than the
             left.

@@ -14,8 +14,7 @@ ALL_BUT_CLASSIFIER = "all-but-classifier"
 
 def freeze(model, names):
     """Freeze layers of a network before its forward pass is built. The optimizer does not update the parameters of
-    frozen layers. Frozen batch normalization layers normalize with their running statistics and do not update these
-    statistics.
+    frozen layers. Frozen BN layers normalize with their running statistics and do not update these statistics.
 
     Args:
         model: result of build_model.
@@ -41,7 +40,7 @@ def freeze(model, names):
         chosen = [path for path in layers if any(_matches(layers, name, path) for name in names)]
     frozen = []
     for layer in map(layers.get, chosen):
-        if hasattr(layer, "_use_global_stats"):  # only batch normalization layers have this attribute
+        if hasattr(layer, "_use_global_stats"):  # only BN layers have this attribute
             layer._use_global_stats = True
         for parameter in layer.parameters(include_sublayers=False):
             if parameter.trainable:

@@ -202,7 +202,7 @@ def _compile_kernels(capability, target):
     call("CreateProgram", ctypes.byref(program), _kernel_source().encode(), b"kernels.cu", 0, None, None)
     try:
         call("Version", ctypes.byref(major), ctypes.byref(minor))
-        if (major.value, minor.value) >= (12, 4):  # this option is untested with older versions
+        if (major.value, minor.value) >= (12, 4):  # --split-compile is untested with older versions
             options.append(b"--split-compile=0")  # compile on all CPU cores
         if nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options)):
             log = result("ProgramLog").value.decode().strip().splitlines()

@@ -15,7 +15,7 @@ FUSED_ACTIVATIONS = ("relu",)  # cuDNN does not fuse other activations with conv
 
 
 def fold_batch_norms(program, exe, channel_axis):
-    """Fold the batch normalization layers of a half-precision evaluation program in place.
+    """Fold the BN layers of a half-precision evaluation program in place.
 
     Args:
         program: evaluation Program after cast_evaluation_program, with its parameters in the scope.

@@ -102,7 +102,8 @@ def decades(low, high):
     powers."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     values = [m * 10.0**power for power in powers for m in ((1, 2, 5) if len(powers) < 4 else (1,))]
-    # The defaults are used if log10 rounds up a number just below a power of ten, or rounds down one just above it.
+    # max() and min() use their defaults if log10 rounds up a number just below a power of ten, or rounds down one just
+    # above it.
     first = max((i for i, y in enumerate(values) if y <= low), default=0)
     return values[first : 1 + min((i for i, y in enumerate(values) if y >= high), default=len(values) - 1)]
 

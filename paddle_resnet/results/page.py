@@ -203,7 +203,7 @@ def _images(run):
         _, _, images = listing.images(
             image_root, Mode.EVAL, None if data_format == "auto" else data_format, classes=own
         )
-    except (UsageError, OSError, ValueError):  # ValueError: the path contains a NUL character
+    except (UsageError, OSError, ValueError):  # ValueError: the path contains a null byte
         return {}
     return {image.name: image for image in images}
 

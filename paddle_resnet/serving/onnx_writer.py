@@ -137,7 +137,7 @@ def _append(onnx, op, translation, output, nodes, constants):
 
 
 def _is_folded_shift(block, op):
-    """Return whether an operator adds the shift of a folded batch normalization (passes/folding.py) to the output of a
+    """Return whether an operator adds the shift of a folded BN layer (passes/folding.py) to the output of a
     convolution."""
     return op.type == "elementwise_add" and op.attr("axis") == 1 and block.var(op.input("Y")[0]).persistable
 
@@ -214,7 +214,7 @@ def _pads(op):
 
 def _conv(op):
     attributes = {"strides": op.attr("strides"), "group": op.attr("groups")}
-    if op.attr("padding_algorithm") == "SAME":  # Paddle then ignores dilations
+    if op.attr("padding_algorithm") == "SAME":  # with SAME, Paddle ignores dilations
         return "Conv", ["Input", "Filter"], "Output", attributes | {"auto_pad": "SAME_UPPER"}
     attributes |= {"pads": _pads(op), "dilations": op.attr("dilations")}
     return "Conv", ["Input", "Filter"], "Output", attributes

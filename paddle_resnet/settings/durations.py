@@ -25,7 +25,7 @@ class Stop(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The first epoch of a stage, its training steps per epoch, and its learning rate factor."""
+    """The first epoch of a stage, its training steps per epoch, and its learning-rate factor."""
 
     first_epoch: int
     steps: int
@@ -68,7 +68,7 @@ class Timeline(NamedTuple):
         return part.first_epoch + epochs, rest
 
     def lr_factor(self, step):
-        """Return the learning rate factor of a training step."""
+        """Return the learning-rate factor of a training step."""
         return self._part(self.position(step)[0]).lr_factor
 
     def _part(self, epoch):

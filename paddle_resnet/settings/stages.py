@@ -14,7 +14,7 @@ FORM = "SIZE:EPOCH[:BATCH[:FACTOR]],..."
 
 
 class Stage(NamedTuple):
-    """The settings for training from epoch `first_epoch` on, and the learning rate factor."""
+    """The settings for training from epoch `first_epoch` on, and the learning-rate factor."""
 
     first_epoch: int
     settings: Settings
@@ -36,7 +36,7 @@ def parse(text):
 
 
 def _parse_entry(entry):
-    """Return {field: value} for an entry of --sizes. The batch size and the learning rate factor are optional."""
+    """Return {field: value} for an entry of --sizes. The batch size and the learning-rate factor are optional."""
     fields = {
         "size": numbers.side,
         "first_epoch": numbers.not_negative,

@@ -151,7 +151,8 @@ def convert(
 
 @contextlib.contextmanager
 def locked(output):
-    """Create the output folder, and lock it while the block runs, so that only one process converts to this folder.
+    """Create the output folder, and lock it while the `with` block runs, so that only one process converts to this
+    folder.
 
     Raises:
         UsageError: another process is converting to the folder, or the folder is not writable.
