@@ -450,10 +450,24 @@ def test_conflicting_flags_are_errors(flags, expected):
         "--rand-crop-ratio 0.001,1000 --rand-crop-scale 1e-6,1 --color-jitter 100 --lighting 100 --resize-short 8192 "
         "--hue-degrees 180 --random-erasing 1 --auto-augment randaug --auto-augment-magnitude 30",
         "--normalize-scale 1e12 --normalize-mean=-1e12,0,1e12 --normalize-std 1e-12,1,1e12",
+        *("--lr 0.1 --min-lr 0.1", "--rand-crop-scale 1,1 --rand-crop-ratio 1,1", "--resize-short 224"),
+        *("--rotate-degrees 180 --hue-degrees 180", "--rotate-degrees 1e-6 --hue-degrees 1e-6 --color-jitter 1e-6"),
+        *("--optimizer RAdam --opt-epsilon 1e-12", "--freeze stem --unfreeze-at 1 --epochs 2"),
+        *(
+            "--sizes 24:0,32:1 --epochs 2",
+            "--iter-unit batch --num-iter 1 --lr-scheduler Piecewise --lr-decay-epochs 0",
+        ),
+        *("--asp --resume", "--asp --from-checkpoint d", "--asp --prune-model --mask-algo mask_2d_best"),
+        *("--amp --amp-level O2 --asp --prune-model", "--amp --use-pure-fp16 --amp-level O2"),
+        *("--amp --amp-dtype bfloat16 --amp-level O2", "--amp --use-dynamic-loss-scaling"),
+        *("--patience 1", "--run-scope train_only --report-html f", "--predictions f", "--tensorboard-dir d"),
+        *("--tta flip --run-scope eval_only --benchmark", "--budget-minutes 5 --freeze stem"),
+        *("--from-pretrained-params d --pretrained-mismatch skip-classifier", "--resume --from-checkpoint d"),
+        "--from-checkpoint d --last-epoch-of-checkpoint 0",
     ],
 )
-def test_flags_at_the_limits_are_accepted(flags):
-    parse(flags)
+def test_valid_combinations_and_limits_are_accepted(flags):
+    validation.check(parse(flags))
 
 
 @pytest.mark.parametrize(
@@ -771,6 +785,30 @@ def test_flags_that_slow_down_cpus_trigger_warnings_on_cpu_only(flag):
     for device in ("cpu", "gpu"):
         warnings = [warning.split(":")[0] for warning in validation.warnings(parse(f"{flag} --device {device}"))]
         assert warnings == [flag] * (device == "cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("--freeze stem", ["--freeze stem"]),
+        ("--freeze stem --resume", []),
+        ("--freeze stem --from-checkpoint d", []),
+        ("--freeze stem --from-pretrained-params d", []),
+        ("--freeze stem --run-scope eval_only --benchmark", []),
+        ("--class-weights balanced", []),
+        ("--balanced-sampling", []),
+        ("--balanced-sampling --class-weights balanced", ["--class-weights balanced"]),
+        ("--balanced-sampling --class-weights balanced --run-scope eval_only --benchmark", []),
+        ("--crop-size 100 --resize-short 130", []),
+        ("--crop-size 100 --resize-short 131", ["--resize-short 131"]),
+        ("--optimizer LAMB --lr 0.03", []),
+        ("--optimizer LAMB --lr 0.031", ["--lr 0.031"]),
+    ],
+)
+def test_warnings_depend_on_all_flags_of_a_combination(text, expected):
+    args = parse(text)
+    validation.check(args)
+    assert [warning.split(":")[0] for warning in validation.warnings(args)] == expected
 
 
 def test_sizes_with_rectangular_image_shape_are_an_error():

@@ -313,7 +313,8 @@ def test_chart_escapes_names_and_draws_all_float32_values():
 
 def centers(svg, css):
     """Return the centers of the circles with a CSS class, in pixels. The y coordinate increases downwards."""
-    return [tuple(map(float, center)) for center in re.findall(rf'class="{css}[^"]*" cx="([\d.]+)" cy="([\d.]+)"', svg)]
+    circles = re.findall(rf'class="{css}[^"]*" cx="(-?[\d.]+)" cy="(-?[\d.]+)"', svg)
+    return [tuple(map(float, center)) for center in circles]
 
 
 def test_chart_places_points_at_their_values():
@@ -334,7 +335,7 @@ def test_chart_labels_are_inside_the_chart():
     """On narrow screens, the style sheet enlarges the text to 14.5 px, which makes digits about 8 px wide."""
     for values in ([0.00012345, 0.00054321], [1, 123456], [-99999, 0.5]):
         svg = curves.chart([("a", "train", list(zip((0, 100), values, strict=True)))])
-        for x, anchor, text in re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="(\w+)">([^<]+)', svg):
+        for x, anchor, text in re.findall(r'<text x="(-?[\d.]+)" y="-?[\d.]+" text-anchor="(\w+)">([^<]+)', svg):
             width = 8 * len(text)
             left = float(x) - {"end": width, "middle": width / 2}[anchor]
             assert left >= 0 and left + width <= curves.WIDTH, text
@@ -345,7 +346,7 @@ def test_outlier_does_not_flatten_chart():
     without the outlier."""
     losses_ = [2 - i / 100 for i in range(100)]
     [smooth, with_outlier] = (
-        [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", curves.chart([("a", "train", list(enumerate(line)))]))]
+        [float(y) for y in re.findall(r"[ML][\d.]+ (-?[\d.]+)", curves.chart([("a", "train", list(enumerate(line)))]))]
         for line in (losses_, [300, *losses_])
     )
     assert max(smooth) - min(smooth) > 180
@@ -358,7 +359,7 @@ def test_logarithmic_x_axis_has_few_labels_and_places_points():
     svg = curves.chart([("a", "train", points)], mark=(*points[1], "b"), has_log_x=True)
     labels = re.findall(rf'y="{curves.HEIGHT - 17}" text-anchor="middle">([^<]+)', svg)
     assert labels == ["1e-10", "1e-08", "1e-06", "0.0001", "0.01", "1", "100", "10k"]
-    begin, middle, end = re.findall(r"[ML]([\d.]+) [\d.]+", re.search('class="line train" d="([^"]+)"', svg)[1])
+    begin, middle, end = re.findall(r"[ML](-?[\d.]+) -?[\d.]+", re.search('class="line train" d="([^"]+)"', svg)[1])
     [(x, _)] = centers(svg, "mark")
     assert x == float(middle) == pytest.approx((float(begin) + float(end)) / 2, abs=0.1)
     assert float(end) == curves.WIDTH - curves.RIGHT

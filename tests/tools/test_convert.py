@@ -425,6 +425,9 @@ def test_index_command_creates_missing_indexes(converted, tmp_path, capsys):
         assert dataset.main(["index", str(root)]) == 0
         assert f"{root}: {len(kept) - 1} index files created, 1 already existed" in capsys.readouterr().out
         assert {path: path.read_bytes() for path in sorted(root.glob("*.idx"))} == expected
+        kept[0].write_bytes(b"".join(kept[0].read_bytes().splitlines(keepends=True)[:-1]))
+        assert dataset.main(["index", str(root)]) == 2  # existing indexes are checked, too
+        assert f"{kept[0]}: does not match" in capsys.readouterr().err
     assert dataset.main(["index", str(converted["folder"])]) == 2
     assert "contains no RecordIO, TFRecord or tar files" in capsys.readouterr().err
     assert dataset.main(["index", str(tmp_path / "nowhere")]) == 2

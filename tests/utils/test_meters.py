@@ -195,6 +195,10 @@ def test_step_clock_measures_steps_without_pauses(monkeypatch):
     step(0, 1, 8)
     assert clock.batch_times == [3, 7, 5, 4, 1]
     assert clock.images == 44
+    for _ in range(19):
+        step(1, 3, 8)
+    assert clock.recent() == pytest.approx((19 / 20, (1 + 19 * 4) / 20))
+    assert clock.images == 44 + 19 * 8
     clock.restart()
     assert (clock.batch_times, clock.data_times, clock.images) == ([], [], 0)
 
