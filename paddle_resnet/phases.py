@@ -107,6 +107,7 @@ def _claim(args, checkpoint, folder):
         inputs=[*input_files(args), ("the curve", folder / lr_curve.DATA)],  # --report-html shows the curve
         protected=[("the data set's", path) for path in listing.occupied(args.image_root)],
         run_folder=folder,
+        announced=report.announced(args),
     )
     logger.setup(args.report_file)  # lock the report before check_replaced examines it
     report.check_replaced(args, checkpoint, folder)

@@ -531,7 +531,10 @@ def _csv_writer(path, k):
                 lock = locks.held(locks.file_of(path), f"--csv {path}", logger.warn)
         # With backslashreplace, file names that are not valid UTF-8 can be written.
         options = {"newline": "", "encoding": "utf-8", "errors": "backslashreplace"}
-        with lock, contextlib.nullcontext(sys.stdout) if path == "-" else open(path, "w", **options) as file:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(lock)
+            outputs.warn_if_changed(path)
+            file = sys.stdout if path == "-" else stack.enter_context(open(path, "w", **options))
             write = csv.writer(file, lineterminator="\n").writerow
             write(header)
             yield write

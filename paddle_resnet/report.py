@@ -19,6 +19,7 @@ from paddle_resnet.settings.values import text
 from utils import files, logger, meters
 from utils.errors import RunError, UsageError
 from utils.mode import RunScope
+from utils.outputs import replaced
 
 MIB = 2**20
 # Flags that the suggested evaluation command omits.
@@ -45,6 +46,14 @@ def outputs(args):
         "--predictions": args.predictions,
         **tables,
     }
+
+
+def announced(args):
+    """Return the keys of outputs() whose replacement this module logs or which a resumed run continues: the report and,
+    if the report exists, its tables."""
+    if not Path(args.report_file).is_file():
+        return {"--report-file"}
+    return {"--report-file", *(f"{kind}.csv next to --report-file" for kind in _tables(args))}
 
 
 def _tables(args):
@@ -473,7 +482,7 @@ def _write(path, header, rows):
     if path is None:
         return
     try:
-        with files.replaced(path) as partial, open(partial, "w", encoding="utf-8", newline="") as f:
+        with replaced(path) as partial, open(partial, "w", encoding="utf-8", newline="") as f:
             csv.writer(f).writerows([header, *rows])
     except OSError as e:
         raise RunError(f"{path}: cannot be written ({e.strerror}); free disk space") from e

@@ -484,3 +484,13 @@ def test_second_process_cannot_write_to_csv_file_of_first(checkpoint, val_images
     assert predict.main(arguments) == 0
     assert len(table.read_text().splitlines()) == 2
     assert not (tmp_path / ".table.csv.lock").exists()
+
+
+def test_csv_that_another_process_wrote_during_startup_is_replaced_with_a_warning(
+    checkpoint, val_images, tmp_path, capsys, monkeypatch
+):
+    table, claim = tmp_path / "table.csv", predict._claim_csv
+    monkeypatch.setattr(predict, "_claim_csv", lambda *args: (claim(*args), table.write_text("of another process\n")))
+    assert predict.main([str(checkpoint), val_images[0][0], "--device", "cpu", "--csv", str(table)]) == 0
+    assert f"warning: {table}: replaces the file that another process wrote" in capsys.readouterr().err
+    assert len(table.read_text().splitlines()) == 2

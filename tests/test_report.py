@@ -212,6 +212,16 @@ def test_colliding_output_paths_are_errors(run_train, photos, tmp_path, capsys, 
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_each_file_that_a_run_replaces_is_logged(run_train, tmp_path, capsys):
+    others = tmp_path / "report.classes.csv", tmp_path / "output/profile/steps_0_1_rank0.json"
+    for path in others:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("of a different program")
+    assert run_train("--profile-steps", "0:1", "--dry-run")[0] == 0
+    stderr = capsys.readouterr().err
+    assert all(f" {path}: replaces an existing file; choose a different path" in stderr for path in others)
+
+
 def test_evaluation_metrics_match_class_tables(run_train, tmp_path):
     _, entries = run_train()
     result = phase(entries, [], "val.")

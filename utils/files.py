@@ -109,23 +109,6 @@ def written(path, partial=None, sync=False):
         raise
 
 
-@contextlib.contextmanager
-def replaced(path):
-    """Write a file atomically: the file is never incomplete, even if it is read or written by other processes or if
-    this process is killed. If the path is a link, its target is replaced. A device or a pipe is written directly.
-
-    Yields:
-        the path to write to.
-    """
-    if os.path.exists(path) and not os.path.isfile(path):
-        touch(path)
-        yield Path(path)
-    else:
-        with written(os.path.realpath(path)) as partial:
-            touch(partial)
-            yield partial
-
-
 def partial_path(path):
     """Return the temporary path at which this process writes a file or folder before the rename. The path contains the
     host name, because processes on different hosts or in different containers may share a folder and have the same

@@ -12,13 +12,15 @@ from utils.errors import UsageError
 
 # Names in a run folder that are reserved for complete or incomplete checkpoints (checkpoints/folders.py).
 _RESERVED = re.compile(r"\d+(_\d+)?|latest|best|\..*")
+_claimed = {}  # {path: _version of the file when it was claimed, or when this process wrote it}
 
 
-def claim(outputs=None, folders=None, inputs=(), protected=(), run_folder=None):
+def claim(outputs=None, folders=None, inputs=(), protected=(), run_folder=None, announced=()):
     """Check that a command can write its outputs without damaging its inputs, the data set or a checkpoint.
 
     Links and `..` are resolved. Files and folders that are created for the check are removed afterwards. A warning is
-    logged for each existing file that the command will replace.
+    logged for each existing file that the command will replace. If another process writes a claimed file later,
+    `replaced` logs the warning.
 
     Args:
         outputs: {flag or description: path of a file to write, or None}.
@@ -27,6 +29,7 @@ def claim(outputs=None, folders=None, inputs=(), protected=(), run_folder=None):
         protected: [(description, path)] for files that no output may replace, and for folders that must not contain
             outputs.
         run_folder: folder for the checkpoints of this run, which may not exist yet, or None.
+        announced: keys of `outputs` for which the caller logs that an existing file will be replaced.
     Raises:
         UsageError: two outputs are the same file, or an output is also an input, is protected, is in a checkpoint, or
             cannot be written.
@@ -43,9 +46,9 @@ def claim(outputs=None, folders=None, inputs=(), protected=(), run_folder=None):
                 raise UsageError(f"{what} {path}: the same file as {taken[identity]}; choose a different file")
             if what in outputs:
                 taken[identity] = f"{what} {path}"
-            # For --report-file, report.py logs a separate message.
-            if what in outputs and what.startswith("--") and what != "--report-file" and _has_content(path):
-                logger.warn(f"{what} {path}: replaces an existing file; choose a different path to keep it")
+                _claimed[os.path.realpath(path)] = _version(path)
+                if what not in announced and _version(path):
+                    logger.warn(f"{what} {path}: replaces an existing file; choose a different path to keep it")
             _probe(Path(os.path.realpath(path)), is_folder=what in folders)
 
 
@@ -63,8 +66,46 @@ def writing(what, path):
         raise UsageError(f"{what} {path!r}: not a valid path ({e}); choose a different path") from e
 
 
-def _has_content(path):
-    return os.path.isfile(path) and os.path.getsize(path) > 0
+@contextlib.contextmanager
+def replaced(path):
+    """Write a file atomically: the file is never incomplete, even if it is read or written by other processes or if
+    this process is killed. The target of a link is replaced. A device or a pipe is written directly.
+
+    Yields:
+        the path to write to.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        files.touch(path)
+        yield Path(path)
+        return
+    real_path = os.path.realpath(path)
+    with files.written(real_path) as partial:
+        files.touch(partial)
+        yield partial
+        warn_if_changed(path)
+    if real_path in _claimed:
+        _claimed[real_path] = _version(path)
+
+
+def warn_if_changed(path):
+    """Log a warning if another process has written a claimed file, which this process will replace."""
+    real_path = os.path.realpath(path)
+    if real_path in _claimed and _version(path) not in (None, _claimed[real_path]):
+        logger.warn(
+            f"{path}: replaces the file that another process wrote after this command started; choose a different path "
+            "for each command to keep all files"
+        )
+
+
+def _version(path):
+    """Return a value that changes whenever a file is written, or None if there is no file with content."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    if not stat.S_ISREG(status.st_mode) or status.st_size == 0:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _identity(path):

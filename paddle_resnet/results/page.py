@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 from paddle_resnet.data import listing, records
 from paddle_resnet.results import lr_curve, reading
 from paddle_resnet.results.curves import chart
-from utils import files, logger
+from utils import files, logger, outputs
 from utils.errors import RunError, UsageError
 from utils.meters import AVERAGES, CLASS_METRICS
 from utils.mode import Mode
@@ -59,7 +59,7 @@ def write(path, report_file, environment=None):
 def save(path, template, **content):
     """Render a template in this folder and write the page."""
     try:
-        with files.replaced(path) as partial:
+        with outputs.replaced(path) as partial:
             text = _templates().get_template(template).render(content)
             # File names may contain lone surrogates.
             partial.write_text(text, encoding="utf-8", errors="backslashreplace")

@@ -11,7 +11,7 @@ import math
 import os
 
 from paddle_resnet.data import listing
-from utils import files
+from utils import outputs
 from utils.errors import RunError
 from utils.mode import Mode
 
@@ -31,7 +31,7 @@ def write(path, images, predictions, names):
     header = ["image", "label", "prediction", "class", "predicted_class"]
     header += top_columns(k)
     try:
-        with files.replaced(path) as partial, open(partial, "w", encoding="utf-8", newline="") as f:
+        with outputs.replaced(path) as partial, open(partial, "w", encoding="utf-8", newline="") as f:
             writer = csv.writer(f)
             writer.writerow(header)
             for image, (label, *row) in zip(images, predictions.tolist(), strict=True):

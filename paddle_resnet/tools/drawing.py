@@ -7,7 +7,7 @@ import matplotlib
 import numpy as np
 from matplotlib import font_manager, pyplot
 
-from utils import files
+from utils import outputs
 from utils.errors import UsageError, printable
 
 matplotlib.use("Agg")
@@ -37,7 +37,7 @@ def save(figure, output, what="--output"):
     drawn = io.BytesIO()  # draw to memory, because matplotlib's PDF writer does not always raise OSError
     try:
         figure.savefig(drawn, dpi=120, format=Path(output).suffix[1:].lower())
-        with files.replaced(output) as partial:
+        with outputs.replaced(output) as partial:
             partial.write_bytes(drawn.getvalue())
     except OSError as e:
         raise UsageError(f"{what} {output}: cannot be written ({e.strerror}); choose a different file") from e

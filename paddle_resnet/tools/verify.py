@@ -28,7 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paddle_resnet.data import bad_images, listing, readers, records
-from utils import files, signals
+from utils import outputs, signals
 from utils.errors import UsageError, printable
 from utils.mode import Mode, RunScope
 
@@ -329,7 +329,7 @@ def _unusual(image, data):
 
 def write_fix_list(report, path):
     """Write the names of the failing images, one per line, in the format of --skip-list."""
-    with files.replaced(path) as partial:
+    with outputs.replaced(path) as partial:
         partial.write_text("".join(map(listing.skip_list_line, report.failing)), encoding="utf-8")
 
 

@@ -95,3 +95,34 @@ def test_claim_does_not_close_pipe_of_reader(tmp_path):
     with pytest.raises(BlockingIOError):  # at the end of the file, the result would be b""
         os.read(reader, 1)
     os.close(reader)
+
+
+def test_replaced_keeps_old_file_if_writing_fails(tmp_path):
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "link").symlink_to("file")
+    with pytest.raises(OSError, match="full"), outputs.replaced(tmp_path / "link") as partial:
+        partial.write_text("half")
+        raise OSError("disk full")
+    assert (tmp_path / "link").read_text() == "old"
+    with outputs.replaced(tmp_path / "link") as partial:
+        partial.write_text("new")
+    assert (tmp_path / "file").read_text() == "new" and (tmp_path / "link").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
+    with outputs.replaced("/dev/null") as partial:
+        assert str(partial) == "/dev/null"
+
+
+@pytest.mark.parametrize("before", ["", "old"])
+def test_file_that_another_process_wrote_is_replaced_with_a_warning(tmp_path, capsys, before):
+    path = tmp_path / "file"
+    path.write_text(before)
+    outputs.claim({"figure": path, "page": tmp_path / "page"})
+    first = f"warning: figure {path}: replaces an existing file; choose a different path to keep it\n" if before else ""
+    assert capsys.readouterr().err == first
+    path.write_text("of another process")
+    for expected in (f"warning: {path}: replaces the file that another process wrote", ""):
+        with outputs.replaced(path) as partial:
+            partial.write_text("new")
+        assert capsys.readouterr().err.startswith(expected) and path.read_text() == "new"
+    outputs.claim({"page": tmp_path / "page", "figure": path}, announced=["figure"])
+    assert capsys.readouterr().err == ""
