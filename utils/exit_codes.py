@@ -48,7 +48,7 @@ def of(program, function, needs_stdout=True):
             return function() or DONE
     except (UsageError, RunError) as e:
         message = "\n".join(printable(str(line)) for line in e.args)
-        logger.write_line(f"{program}: error: {message}", sys.stderr)
+        _report(program, message)
         return USAGE if isinstance(e, UsageError) else FAILURE
     except signals.Preempted as e:
         logger.info(f"stopped by {signals.received() or 'a signal to another process'}{e}")
@@ -58,20 +58,28 @@ def of(program, function, needs_stdout=True):
         return INTERRUPTED
     except (MemoryError, RuntimeError, OSError) as e:
         if _NO_TEMPORARY_FOLDER in str(e):
-            logger.write_line(f"{program}: error: {e.strerror}; set TMPDIR to a writable folder", sys.stderr)
+            _report(program, f"{e.strerror}; set TMPDIR to a writable folder")
             return FAILURE
         if isinstance(e, OSError) and e.errno in _NO_ACCESS and isinstance(e.filename, str | bytes):
             path = printable(os.fsdecode(e.filename))
             remedy = "change its permissions, or choose a different path"
-            logger.write_line(f"{program}: error: {path}: cannot be used ({e.strerror}); {remedy}", sys.stderr)
+            _report(program, f"{path}: cannot be used ({e.strerror}); {remedy}")
             return USAGE
         if not isinstance(e, MemoryError) and not any(name in str(e) for name in _NO_MEMORY):
             raise
-        logger.write_line(f"{program}: error: {_no_memory(e)}", sys.stderr)
+        _report(program, _no_memory(e))
         if "paddle" not in sys.modules:  # a normal exit would hang after a failed import of Paddle
             sys.stdout.flush()
             os._exit(FAILURE)
         return FAILURE
+
+
+def _report(program, message):
+    """Print an error message. In a job, the message begins with the rank, because Paddle's launcher shows only the log
+    of a failed rank, without its number."""
+    rank, count = os.environ.get("PADDLE_TRAINER_ID", ""), os.environ.get("PADDLE_TRAINERS_NUM", "1")
+    subject = f"rank {rank}: " if rank.isdecimal() and count != "1" else ""
+    logger.write_line(f"{program}: error: {subject}{message}", sys.stderr)
 
 
 def _check_address_space():

@@ -244,7 +244,7 @@ def test_bad_image_on_one_rank_stops_job(launch, photos, tmp_path, name, rank):
     assert monotonic() - start < 120
     assert code == 2
     message = f"{root}/{name}: cannot be decoded (rank {rank})"
-    assert_one_error(logs[rank], [f"error: {message}"])
+    assert_one_error(logs[rank], [f"error: rank {rank}: {message}"])
     assert_one_error(logs[1 - rank], [f"rank {rank} failed first: {message}"])
 
 
@@ -336,7 +336,7 @@ def test_differences_between_ranks_are_errors_before_first_step(launch, photos, 
     code, logs = launch(processes, "--differs", differs, succeeds=False)
     assert code == 2
     for log in logs:
-        messages = [text.removeprefix("rank 1 failed first: ") if log is logs[1] else text for text in message]
+        messages = [text.replace("rank 1 failed first: ", "rank 1: ") if log is logs[1] else text for text in message]
         assert_one_error(log, messages)
         assert "epoch 0" not in log
 

@@ -62,6 +62,15 @@ def test_unwritable_stdout_of_train_help_and_config_exits_with_code_1(monkeypatc
     assert "train.py: error: stdout: cannot be written (No space left" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("rank", ["1", "x"])
+def test_error_in_a_job_begins_with_the_rank(monkeypatch, capsys, rank):
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
+    monkeypatch.setenv("PADDLE_TRAINER_ID", rank)
+    assert train.main(["--epochs", "x"]) == 2
+    subject = "rank 1: " if rank == "1" else ""
+    assert capsys.readouterr().err.startswith(f"train.py: error: {subject}--epochs: 'x' is not a whole number")
+
+
 @pytest.mark.parametrize(
     ("name", "reason"), [("loop", "Too many levels of symbolic links"), ("x" * 300, "name too long")]
 )
