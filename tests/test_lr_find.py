@@ -174,6 +174,19 @@ def test_non_finite_loss_ends_search(find, monkeypatch, capsys):
     )
 
 
+@pytest.mark.parametrize(
+    ("ended_early", "steps", "problem"),
+    [
+        (True, 9, "the loss diverged after 9 steps; use a --from-lr below 0.1"),
+        (True, 10, "the loss does not fall clearly"),
+        (False, 9, "the loss does not fall clearly"),
+    ],
+)
+def test_divergence_is_reported_only_before_the_loss_settles(ended_early, steps, problem):
+    curve = SimpleNamespace(ended_early=ended_early, smoothed=[1.0] * steps)
+    assert lr_find._problem(SimpleNamespace(from_lr=0.1), curve).startswith(problem)
+
+
 def test_curve_that_does_not_fall_has_no_suggestion(find, capsys):
     code, curve = find("--to-lr", 1e-8, "--from-lr", 1e-9)
     assert code == 1 and curve.steepest is None and len(curve.loss) == STEPS

@@ -182,6 +182,8 @@ def test_names_of_class_folders_come_from_classes_txt(root):
         UsageError, match=r"has the names of the class folders in a different order; write them in label"
     ):
         readers.open_split(root, "auto", Mode.EVAL, 3, 0)
+    (root / "classes.txt").write_text("class0\nclass1\nclass2\n")
+    assert readers.open_split(root, "auto", Mode.EVAL, 3, 0).class_names == TRAINED
     # The text has a byte order mark and Windows line endings.
     (root / "classes.txt").write_text("\ufeffcat\r\ndog\r\nox\r\n")
     shutil.rmtree(root / "train")

@@ -94,7 +94,9 @@ def test_file_that_is_not_an_lmdb_of_images_is_rejected(tmp_path):
     (tmp_path / "other" / "data.mdb").write_bytes(b"x" * 10000)
     with pytest.raises(UsageError, match="not a Caffe LMDB, or damaged"):
         records.lmdb_labels(str(tmp_path / "other"), 1)
-    for name, value in (("raw", b"hello"), ("pixels", records.datum_class()(data=b"x", label=1).SerializeToString())):
+    fields = {"pixels": {"label": 1}, "not encoded": {"label": 1, "encoded": False}, "no label": {"encoded": True}}
+    values = {name: records.datum_class()(data=b"x", **rest).SerializeToString() for name, rest in fields.items()}
+    for name, value in {"raw": b"hello", **values}.items():
         with lmdb.open(str(tmp_path / name)) as environment, environment.begin(write=True) as transaction:
             transaction.put(b"0", value)
         with pytest.raises(UsageError, match="not a Caffe LMDB, or damaged|is not an encoded image"):

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -444,6 +445,17 @@ def test_monitor_does_not_wait_for_forked_processes_of_rank():
         assert is_alive(child)
         wait_until(lambda: not is_alive(pid), 60)
         os.kill(child, signal.SIGKILL)
+
+
+def test_state_of_process_whose_name_contains_parentheses():
+    comm = Path("/proc/self/comm")
+    name = comm.read_text()
+    try:
+        comm.write_text("a) T 1 (b")
+        assert monitor._parent(os.getpid()) == os.getppid()
+        assert not monitor._is_stopped(os.getpid())
+    finally:
+        comm.write_text(name)
 
 
 def is_alive(pid):

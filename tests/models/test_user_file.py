@@ -173,9 +173,9 @@ def test_changed_or_moved_file_resumes(run_train, own_run, file, trained, tmp_pa
 def test_faults_in_file_are_reported(own_run, file, capsys, old, new, message):
     assert old in NETWORK_EXAMPLE
     file.write_text(NETWORK_EXAMPLE.replace(old, new))
-    code, _ = own_run("--dry-run")
-    assert code == 2
-    assert_one_error(capsys.readouterr().err, ["--model-arch-name net.py:Net: ", *message])
+    for _ in range(2):  # a file that failed is executed again
+        assert own_run("--dry-run")[0] == 2
+        assert_one_error(capsys.readouterr().err, ["--model-arch-name net.py:Net: ", *message])
 
 
 @pytest.mark.parametrize(
