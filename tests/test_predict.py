@@ -331,6 +331,21 @@ def test_damaged_export_exits_with_code_2_and_an_error(checkpoint, model_of, val
     assert message in err and "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--precision", "float16"], "--precision float16: {} was exported in float32"),
+        (["--model-arch-name", "Tiny"], "--model-arch-name Tiny: not supported with the export {}"),
+    ],
+    ids=["precision", "network"],
+)
+def test_flags_that_an_export_determines_are_errors(checkpoint, model_of, val_images, capsys, flags, problem):
+    folder = model_of("export", checkpoint)
+    for arguments in ([val_images[0][0]], ["--benchmark", "--benchmark-batches", "1"]):
+        assert predict.main([str(folder), *arguments, "--device", "cpu", *flags]) == 2
+        assert problem.format(folder) in capsys.readouterr().err
+
+
 def test_files_of_an_export_are_read_only_once(checkpoint, model_of, val_images, monkeypatch):
     """Paddle would crash if it read a file that changed after the check of its sha256."""
     folder, open_regular = model_of("export", checkpoint), folders.open_regular
