@@ -430,6 +430,8 @@ def test_list_element_of_wrong_type_is_an_error(flag, value, part):
         ("--amp --amp-dtype bfloat16 --scale-loss 128", ["--scale-loss 128", "bfloat16", "remove"]),
         ("--amp --amp-dtype bfloat16 --amp-level O2 --asp --prune-model", ["--asp", "bfloat16", "--amp-level O1"]),
         ("--prune-model", ["--prune-model", "--asp"]),
+        ("--freeze stem --unfreeze-at 90", ["--unfreeze-at 90: must be below --epochs 90"]),
+        ("--sizes 128:0,224:90", ["the last stage begins in epoch 90, but --epochs is 90"]),
         ("--asp", ["--asp", "--prune-model", "--from-checkpoint"]),
     ],
 )
@@ -453,10 +455,9 @@ def test_conflicting_flags_are_errors(flags, expected):
         *("--lr 0.1 --min-lr 0.1", "--rand-crop-scale 1,1 --rand-crop-ratio 1,1", "--resize-short 224"),
         *("--rotate-degrees 180 --hue-degrees 180", "--rotate-degrees 1e-6 --hue-degrees 1e-6 --color-jitter 1e-6"),
         *("--optimizer RAdam --opt-epsilon 1e-12", "--freeze stem --unfreeze-at 1 --epochs 2"),
-        *(
-            "--sizes 24:0,32:1 --epochs 2",
-            "--iter-unit batch --num-iter 1 --lr-scheduler Piecewise --lr-decay-epochs 0",
-        ),
+        *("--sizes 24:0,32:1 --epochs 2", "--iter-unit batch --num-iter 1"),
+        "--iter-unit batch --num-iter 1 --lr-scheduler Piecewise --lr-decay-epochs 0",
+        "--iter-unit batch --num-iter 100 --freeze stem --unfreeze-at 90 --sizes 24:0,32:90",
         *("--asp --resume", "--asp --from-checkpoint d", "--asp --prune-model --mask-algo mask_2d_best"),
         *("--amp --amp-level O2 --asp --prune-model", "--amp --use-pure-fp16 --amp-level O2"),
         *("--amp --amp-dtype bfloat16 --amp-level O2", "--amp --use-dynamic-loss-scaling"),

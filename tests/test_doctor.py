@@ -176,6 +176,13 @@ def test_doctor_reports_gpus_and_libraries(examine, gpu_machine, monkeypatch):
     assert rows["tests"].detail.startswith("gpu, ")
 
 
+def test_gpus_that_paddle_does_not_see_have_no_capability():
+    for facts, suffixes in (({}, ["", ""]), ({"capabilities": ["9.0"]}, [", compute capability 9.0", ""])):
+        driver, *rows = doctor._gpu_rows([["NVIDIA A", "1 MiB", "550.54"]] * 2, facts)
+        assert driver.detail == "550.54"
+        assert [row.detail for row in rows] == [f"NVIDIA A, 1 MiB{suffix}" for suffix in suffixes]
+
+
 def test_unusable_gpu_has_same_error_as_train(examine, gpu_machine, monkeypatch):
     monkeypatch.setattr(gpus, "problem", lambda index, several: f"GPU {index} is too new" if index else None)
     rows = examine()

@@ -395,6 +395,17 @@ def test_page_shows_curve_of_run_folder(run_train, tmp_path, capsys):
     assert "learning-rate finder" not in (tmp_path / "page.html").read_text()
 
 
+def test_first_folder_with_a_curve_is_used(tmp_path):
+    places = [tmp_path / name for name in "abc"]
+    for folder in places:
+        folder.mkdir()
+    (places[0] / lr_curve.DATA).mkdir()
+    assert lr_curve.path(places) is None
+    for folder in places[1:]:
+        (folder / lr_curve.DATA).touch()
+    assert lr_curve.path(places) == places[1] / lr_curve.DATA
+
+
 def test_outputs_of_training_do_not_replace_curve(run_train, tmp_path, capsys):
     (tmp_path / "output/Tiny").mkdir(parents=True)
     curve_file(tmp_path / "output/Tiny" / lr_curve.DATA)

@@ -87,6 +87,12 @@ def test_lmdb_labels_returns_size_and_labels(tmp_path):
     assert records.lmdb_labels(str(tmp_path / "train_lmdb"), 100) == (3, [300, 2, 1])
 
 
+def test_lmdb_records_have_fields_of_caffe():
+    """In caffe.proto, `data` is field 4, `label` is field 5, and `encoded` is field 7."""
+    record = records.datum_class()(data=b"x", label=5, encoded=True)
+    assert record.SerializeToString() == b"\x22\x01x\x28\x05\x38\x01"
+
+
 def test_file_that_is_not_an_lmdb_of_images_is_rejected(tmp_path):
     import lmdb
 

@@ -55,6 +55,28 @@ def test_metrics_are_reported_and_printed(report, capsys, step, reported, printe
     assert capsys.readouterr().out == f"{printed}  train.loss 0.5  val.loss 0.25\n"
 
 
+@pytest.mark.parametrize(
+    ("block", "out", "count"),
+    [(logger.only_warnings, "", 0), (logger.without_repeats, "x\nsummary train  loss 1\n", 1)],
+    ids=["only warnings", "without repeats"],
+)
+def test_output_is_limited_only_inside_block(report, capsys, block, out, count):
+    """A block ends, too, if it raises an exception."""
+    with pytest.raises(KeyError), block():
+        logger.info("x")
+        logger.info("x")
+        logger.warn("y")
+        logger.log((), {"train.loss": 1.0})
+        raise KeyError
+    assert capsys.readouterr() == (out, "warning: y\n")
+    assert len(entries(report)) == count
+    logger.info("x")
+    logger.info("x")
+    logger.log((), {"train.loss": 2.0})
+    assert capsys.readouterr().out == "x\nx\nsummary train  loss 2\n"
+    assert len(entries(report)) == count + 1
+
+
 def test_report_line_has_keys_of_dllogger(report):
     logger.log((0, 1), {"train.loss": 1.0})
     logger.log((0, 2), {"train.loss": 1.0})

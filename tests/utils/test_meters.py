@@ -4,6 +4,7 @@ import math
 import numpy as np
 import pytest
 
+from utils.errors import DataError
 from utils.meters import (
     AverageMeter,
     ConfusionMeter,
@@ -108,6 +109,13 @@ def test_consecutive_non_finite_updates_are_counted():
         meter.reset()
         counts.append(meter.bad_updates)
     assert counts == [0, 1, 2, 0, 1]
+    meter.excuse_update()
+    assert meter.bad_updates == 0
+
+
+def test_negative_ratio_is_an_invalid_label():
+    with pytest.raises(DataError):
+        AverageMeter("top1", is_ratio=True).update(-0.25, 4)
 
 
 def test_confusion_counts_pairs_of_label_and_prediction():
@@ -151,6 +159,16 @@ def test_top_meter_orders_equal_logits_by_class():
     meter = TopMeter(5)
     meter.update(np.arange(1000)[None] % 3, 1)
     assert meter.rows()[0, :5].tolist() == [2, 5, 8, 11, 14]
+
+
+def test_top_meter_returns_softmax_of_each_image():
+    logits = np.array([[1, 3, 2.5], [1000, -1000, 999], [-2000, -2001, -2000.5]], np.float32)
+    meter = TopMeter(2)
+    meter.update(logits[:2], 2)
+    meter.update(logits[2:], 1)
+    assert meter.rows()[:, :2].tolist() == [[1, 2], [0, 2], [0, 2]]
+    softmax = [np.exp(row - row.max()) / np.exp(row - row.max()).sum() for row in logits.astype("float64")]
+    np.testing.assert_allclose(meter.rows()[:, 2:], -np.sort(-np.array(softmax))[:, :2], rtol=1e-12)
 
 
 def test_sum_over_samples_does_not_depend_on_order():
