@@ -145,7 +145,21 @@ def test_checkpoint_at_end_of_epoch_is_used_before_newer_one_inside_epoch(tmp_pa
     assert folders.resolve(tmp_path) == folders.resolve(tmp_path / "best") == tmp_path / "3"
 
 
+def test_run_in_an_output_folder_is_that_of_the_network(tmp_path):
+    for name in ("Tiny", "Other"):
+        write_checkpoint(tmp_path / name, "1")
+        assert folders.run_in(tmp_path, name) == tmp_path / name
+        if name == "Tiny":  # the only run
+            assert folders.run_in(tmp_path) == folders.run_in(tmp_path, "Other") == tmp_path / name
+    for arch in (None, "Third"):
+        with pytest.raises(UsageError, match=f"{tmp_path}: contains runs of several networks; choose one of"):
+            folders.run_in(tmp_path, arch)
+    for path in (tmp_path / "Tiny", tmp_path / "Tiny/1", tmp_path / "missing"):
+        assert folders.run_in(path, "Other") == path
+
+
 def test_mark_replaces_only_links(tmp_path):
+    (tmp_path / f".latest{folders._PARTIAL}").symlink_to("0")  # as left by SIGKILL
     for name in ("1", "2"):
         write_checkpoint(tmp_path, name)
         folders.mark(tmp_path, "latest", name)
@@ -163,6 +177,11 @@ def test_delete_of_link_keeps_target(tmp_path):
     folders.delete(tmp_path / "3")
     assert names(tmp_path) == ["elsewhere"]
     folders.verify(folder)
+    folders._unmark(folder)  # an unfinished checkpoint
+    (tmp_path / "3").symlink_to(folder)
+    kept = names(folder)
+    folders.clean(tmp_path)
+    assert names(folder) == kept
 
 
 def test_deletion_keeps_files_of_other_programs(tmp_path, capsys):
