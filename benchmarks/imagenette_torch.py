@@ -27,6 +27,7 @@ import argparse
 import json
 import math
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -51,7 +52,7 @@ REDUCTION = 16  # ratio of channels to hidden channels in squeeze-and-excitation
 def seconds():
     """Return the seconds since the process started."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 class Images:
@@ -362,10 +363,10 @@ def main():
     parser.add_argument("--lr", type=float, default=8e-3)
     parser.add_argument("--weight-decay", type=float, default=1e-2)
     parser.add_argument("--float32", action="store_true", help="train and evaluate without mixed precision")
-    parser.add_argument("--compile", nargs="?", const="default", help="torch.compile, optionally with a mode")
-    parser.add_argument("--eval-every", type=int, default=1, help="epochs between evaluations; the last is evaluated")
-    parser.add_argument("--target", type=float, default=0.925)
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="threads that decode")
+    parser.add_argument("--compile", nargs="?", const="default", help="use torch.compile, optionally with a mode")
+    parser.add_argument("--eval-every", type=int, default=1, help="epochs between evaluations")
+    parser.add_argument("--target", type=float, default=0.925, help="top1 for the summary")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="number of decoding threads")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     torch.backends.cudnn.benchmark = True
