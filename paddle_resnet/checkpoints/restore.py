@@ -401,6 +401,7 @@ def recorded_flags(folder, meta, arch):
     """
     try:
         args = parsing.from_dict(meta["arguments"])
+        validation.check_sizes(args)
         recorded = args.model_arch_name
         if user_file.split(recorded) is None:
             args.resolve("Python", model_arch_name=registered_name(recorded))  # the run folder has this name

@@ -94,7 +94,7 @@ def arguments(values):
     """Convert {name: value} to command-line arguments.
 
     Raises:
-        UsageError: a name is unknown, or YAML converted a string without quotes to a boolean.
+        UsageError: a name is unknown, a list is nested, or YAML converted a string without quotes to a boolean.
     """
     result = []
     for key, value in values.items():
@@ -102,6 +102,8 @@ def arguments(values):
             raise UsageError(_unknown("key", str(key), [name for name in ACTIONS if name != "config"]))
         if isinstance(value, bool) and not ACTIONS[key].nargs:
             raise UsageError(f"{key}: YAML parses the value as the boolean {value}; quote it")
+        if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, list | dict) for v in value)):
+            raise UsageError(f"{key}: nested values are not supported; use a single value or a flat list")
         if value is not None:  # null keeps the default
             result.append(f"{flag(key)}={text(value)}")
     return result

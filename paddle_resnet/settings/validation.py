@@ -33,6 +33,11 @@ def check(settings):
     _raise(_conflicts_of_settings(settings))
 
 
+def check_sizes(settings):
+    """Check the flags for the sizes of images. Raises UsageError for the same reasons as check."""
+    _raise(_conflicts_of_sizes(settings))
+
+
 def check_command(settings):
     """Check the flags of a command line before flags are inherited or chosen. Raises UsageError for the same reasons as
     check."""

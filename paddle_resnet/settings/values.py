@@ -151,4 +151,4 @@ def network_name(arch):
 
 def text(value):
     """Format a flag's value for the command line."""
-    return ",".join(map(text, value)) if isinstance(value, list) else str(value)
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)

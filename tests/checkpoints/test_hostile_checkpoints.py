@@ -518,12 +518,15 @@ def test_export_reports_invalid_arguments_in_meta_json(run_train, tmp_path, caps
     assert run_train()[0] == 0
     folder = tmp_path / "output/Tiny/0"
     meta = folders.read_meta(folder)
-    for name, value in {
-        "image_shape": "wide",
-        "lr": {"a": 1},
-        "model_prefix": "../../secret",
-        "num_of_class": -1,
-    }.items():
+    for name, value in [
+        ("image_shape", "wide"),
+        ("image_shape", [3, 32, 32, 32, 32]),
+        ("image_shape", [3, [32], 32]),
+        ("lr", {"a": 1}),
+        ("lr", json.loads("[" * 600 + "1" + "]" * 600)),
+        ("model_prefix", "../../secret"),
+        ("num_of_class", -1),
+    ]:
         craft(folder, meta | {"arguments": meta["arguments"] | {name: value}})
         capsys.readouterr()
         assert export.main([str(folder), str(tmp_path / "exported")]) == 2

@@ -54,6 +54,12 @@ def test_balance_of_single_split_can_be_drawn(tmp_path):
     drawing.save(drawing.balance({"val": splits(3)["val"]}), tmp_path / "x.png")
 
 
+def test_class_with_empty_name_has_a_bar(tmp_path):
+    figure = drawing.balance({"val": {"classes": {"": 2, "a": 1}, "sizes": np.array([[40, 30]])}})
+    assert [bar.get_width() for bar in figure.axes[0].patches] == [2, 1]
+    drawing.save(figure, tmp_path / "x.png")
+
+
 NAME = "猫 \u2312 a\x1b"  # no matplotlib font contains the first character, and only STIX contains the second
 
 
