@@ -81,7 +81,8 @@ def balance(splits):
         layout="constrained",
     )
     for i, (split, content) in enumerate(splits.items()):
-        _bars(axes[0, i], [None if name is None else of[split].get(name, 0) for name in shown], labels if i == 0 else [])
+        bars = [None if name is None else of[split].get(name, 0) for name in shown]
+        _bars(axes[0, i], bars, labels if i == 0 else [])
         axes[0, i].set(title=f"{split}: {sum(of[split].values()):,} images in {len(names):,} classes", xlabel="images")
         if has_curve:
             counts = [of[split].get(name, 0) for name in names]
