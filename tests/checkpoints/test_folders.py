@@ -14,6 +14,7 @@ import pytest
 from conftest import ROOT
 from helpers import HOLDER, META, write_checkpoint
 from paddle_resnet.checkpoints import folders, restore, saver
+from paddle_resnet.settings.values import Setting
 from utils import locks
 from utils.errors import UsageError
 
@@ -121,6 +122,26 @@ def test_kinds_of_folders(tmp_path):
     assert [folder.name for folder in all_folders if folders.is_checkpoint(folder)] == ["1", "2", "3", "7"]
     assert [folder.name for folder in all_folders if folders.is_foreign(folder)] == ["3"]
     assert [folder.name for folder in folders.finished(tmp_path)] == ["1", "2", "3", "7"]
+
+
+@pytest.mark.parametrize(
+    ("files", "prefix", "explicit_prefix"),
+    [
+        (["tiny", "resnet_50_paddle", "x"], "resnet_50_paddle", "tiny"),
+        (["tiny", "x"], "tiny", "tiny"),
+        (["x"], "x", "tiny"),
+        (["x", "y"], "resnet_50_paddle", "tiny"),
+        ([], "resnet_50_paddle", "tiny"),
+    ],
+)
+def test_prefix_of_foreign_files(tmp_path, files, prefix, explicit_prefix):
+    for name in files:
+        (tmp_path / f"{name}.pdparams").touch()
+    assert folders.foreign_prefix(tmp_path, Setting("tiny", False)) == prefix
+    assert folders.foreign_prefix(tmp_path, Setting("tiny", True)) == explicit_prefix
+    assert folders.prefix(tmp_path, Setting("tiny", False)) == tmp_path / prefix
+    written = write_checkpoint(tmp_path, "1")  # its files are called a.pdparams and a.pdopt
+    assert folders.prefix(written, Setting("tiny", True)) == written / "a"
 
 
 def test_newest_first_sorts_by_sequence_number(tmp_path):

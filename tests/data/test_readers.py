@@ -433,6 +433,14 @@ def make_list(root, split, *lines):
         f.write("".join(f"{line}\n" for line in lines))
 
 
+def test_digest_depends_on_every_element_of_a_long_array():
+    labels = np.zeros(5000, np.int64)
+    changed = labels.copy()
+    changed[2500] = 1
+    parts = [("a", 1, labels), ("a", 1, changed), ("a", 2, labels), ("b", 1, labels)]
+    assert len({readers._digest(*part) for part in parts}) == 4
+
+
 @pytest.mark.parametrize("data_format", ["folder", "filelist", *readers.RECORD_READERS])
 def test_digest_depends_on_list_and_not_on_location(converted, photos, tmp_path, data_format):
     def digest(root, **options):

@@ -71,8 +71,12 @@ def build(parse, name, warmup_epochs):
     return schedules.build_lr_scheduler(args, durations.uniform(args, STEPS))
 
 
+def test_each_schedule_has_a_formula():
+    assert set(FORMULAS) == set(schedules.SCHEDULES)
+
+
 @pytest.mark.parametrize("warmup_epochs", [0, 2])
-@pytest.mark.parametrize("name", schedules.SCHEDULES)
+@pytest.mark.parametrize("name", FORMULAS)
 def test_schedule_matches_formula_and_resumes(parse, monkeypatch, name, warmup_epochs):
     if name == "OneCycle":
         monkeypatch.setattr("test_schedules.START", PEAK / 50)

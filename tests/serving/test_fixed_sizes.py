@@ -62,5 +62,18 @@ def test_batches_of_any_size_are_padded_or_split(checkpoint):
     for count in (11, 4, 3, 1):
         np.testing.assert_allclose(model.run(images[:count]), expected[:count], atol=1e-6)
     buffer = model.host_images(3)
+    previous, waits = buffer.copy(), []
+
+    class Result:
+        """The result of a batch that the device may still be reading from the buffer."""
+
+        def __array__(self, dtype=None, copy=None):
+            waits.append(buffer.copy())
+            return np.zeros(1)
+
+    model.steps._step(3)._last = Result()
+    np.testing.assert_allclose(model.run(images[4:7]), expected[4:7], atol=1e-6)
+    np.testing.assert_array_equal(waits, [previous])
+    assert not np.array_equal(buffer, previous)
     buffer[:] = images[:3]
     np.testing.assert_allclose(model.run(buffer), expected[:3], atol=1e-6)

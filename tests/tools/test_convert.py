@@ -78,7 +78,7 @@ def test_resize_short_shrinks_large_images_upright_and_keeps_small_ones(tmp_path
     exif = Image.Exif()
     exif[0x0112] = 6  # orientation 6: rotate by 90 degrees clockwise
     Image.fromarray(pixels).save(folder / "0.jpg", exif=exif, quality=95)
-    Image.fromarray(pixels[:40, :80]).save(folder / "1.png")
+    Image.fromarray(pixels[:50, :80]).save(folder / "1.png")  # not larger than 50 pixels
     Image.fromarray(pixels).convert("CMYK").save(folder / "2.tif")
     for to in convert.RECORD_FORMATS:
         output = tmp_path / to
