@@ -750,6 +750,18 @@ def test_resumed_run_inherits_recipe_and_saving_flags(explicit, expected):
     assert set(differing) == {word for word in explicit.split() if word.startswith("--")}
 
 
+def test_durations_in_a_different_unit_are_not_inherited():
+    text = "--iter-unit batch --num-iter 9 --warmup-epochs 3 --save-interval 2 --eval-interval 4"
+    recorded = parse(f"{text} --lr-scheduler Piecewise --lr-decay-epochs 4,7 --lr-decay-factor 0.5")
+    for unit, expected in (("epoch", (None, 5, 1, 1, [30, 60, 80])), ("batch", (9, 3, 2, 4, [4, 7]))):
+        args = parse(f"--resume --iter-unit {unit}" + " --num-iter 9" * (unit == "batch"))
+        inheritance.inherit(args, parsing.from_dict(recorded.as_dict()), of_kinds(*RESUMED), "here")
+        validation.check(args)
+        durations = args.num_iter, args.warmup_epochs, args.save_interval, args.eval_interval, args.lr_decay_epochs
+        assert durations == expected
+        assert (args.lr_scheduler, args.lr_decay_factor) == ("Piecewise", 0.5)
+
+
 @pytest.mark.parametrize(
     ("text", "resize_short"),
     [("", 256), ("--crop-size 32", 37), ("--image-shape 3,96,96", 110), ("--crop-size 32 --resize-short 256", 256)],

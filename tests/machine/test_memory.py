@@ -24,3 +24,16 @@ def test_memory_is_limited_by_machine_and_container(monkeypatch, limit, expected
 
     monkeypatch.setattr(Path, "read_text", read_text)
     assert memory.available() == expected
+
+
+def test_peak_is_the_increase_in_mib_and_never_negative(monkeypatch, tmp_path):
+    """The peak is reset before a measurement."""
+    status = tmp_path / "status"
+    monkeypatch.setattr(memory, "_STATUS", status)
+    monkeypatch.setattr(memory, "_CLEAR", tmp_path / "clear_refs")
+    status.write_text("VmPeak:\t 9000 kB\nVmHWM:\t 4096 kB\n")
+    peak = memory.Peak("cpu")
+    assert (tmp_path / "clear_refs").read_text() == "5"
+    for kib, expected in ((4096, 0), (6656, 2.5), (1024, 0)):
+        status.write_text(f"VmPeak:\t 9000 kB\nVmHWM:\t {kib} kB\n")
+        assert peak.mib() == expected
