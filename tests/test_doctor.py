@@ -5,13 +5,17 @@ import os
 import resource
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import paddle
 import pytest
+from PIL import Image
 
 from conftest import ROOT
 from paddle_resnet import doctor
 from paddle_resnet.machine import compat, gpus, libraries, memory
+from paddle_resnet.native import build as native
 
 
 @pytest.mark.soak
@@ -81,6 +85,16 @@ def test_unwritable_kernel_cache_is_a_note(examine, monkeypatch, tmp_path):
     assert examine()["kernel cache"].status == "note"
 
 
+def test_missing_home_folder_is_a_note(monkeypatch):
+    def home():
+        raise RuntimeError
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    _, detail, status, remedy = doctor._kernel_cache(native)
+    assert "no home folder" in detail and status == "note" and "XDG_CACHE_HOME" in remedy
+
+
 def test_low_memory_disk_and_ulimits_are_notes(examine, facts, monkeypatch):
     monkeypatch.setattr(memory, "available", lambda: 2**30)
     monkeypatch.setattr(doctor, "LEAST_DISK", 2**60)
@@ -100,6 +114,36 @@ def test_missing_shared_memory_is_ok_for_one_process(examine, facts, monkeypatch
 
     monkeypatch.setattr(os, "statvfs", statvfs)
     assert examine()["/dev/shm"] == ("/dev/shm", "0.0 GiB", "ok", "")  # a single process needs no shared memory
+
+
+@pytest.mark.parametrize("returncode", [0, 1])
+@pytest.mark.parametrize(("device", "missing"), [("cpu", None), ("cpu", "no compiler"), ("gpu", None)])
+def test_training_is_tested_with_the_kernels_of_the_machine(monkeypatch, device, missing, returncode):
+    commands = []
+
+    def run(arguments):
+        commands.append(arguments)
+        return SimpleNamespace(returncode=returncode, stdout="a log line\nnull\n", stderr="ValueError: x\n")
+
+    monkeypatch.setattr(doctor, "_run", run)
+    rows = {row.what: row for row in doctor._tests(device, missing)}
+    _, step, launch = commands
+    kernels = [command[command.index("--kernels") + 1] for command in (step, launch)]
+    assert kernels == ["paddle" if missing else "native", "paddle"]
+    for command in (step, launch):
+        assert command[command.index("--device") + 1] == device
+        assert set(command).issuperset(doctor.STEP_ON_A_GPU) == (device == "gpu")
+    assert ("--nproc_per_node" in launch) == (device == "cpu") and "paddle.distributed.launch" not in step
+    statuses = ["ok", "note" if missing else "ok", "ok"] if returncode == 0 else ["no"] * 3
+    assert [row.status for row in rows.values()] == statuses
+    assert all(row.detail == "ValueError: x" for row in rows.values()) == (returncode == 1)
+
+
+def test_incorrectly_decoded_image_is_an_error(monkeypatch):
+    new = Image.new
+    monkeypatch.setattr(Image, "new", lambda mode, size, color: new(mode, size, (color[0], color[1], color[2] + 20)))
+    with pytest.raises(ValueError, match="DALI decoded a test image incorrectly"):
+        doctor._decode_image("cpu")
 
 
 def in_children(monkeypatch, tmp_path, code):

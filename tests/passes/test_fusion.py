@@ -15,6 +15,7 @@ from helpers import random_batches
 from paddle_resnet import models, program
 from paddle_resnet.checkpoints import variables
 from paddle_resnet.job import processes
+from paddle_resnet.models import layers
 from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import all_reduces, fusion
@@ -263,6 +264,7 @@ UNUSUAL = {
     "Mish": (lambda x: F.mish(bn()(conv(x))), 1),
     "Mish after an addition": (lambda x: F.mish(bn()(conv(x)) + conv(x)), 1),
     "hard-swish after an addition": (lambda x: F.hardswish(bn()(conv(x)) + conv(x)), 1),
+    "swish with a different slope": (lambda x: layers._append("swish", {"X": bn()(conv(x))}, beta=2.0), 1),
     "activation without a kernel": (lambda x: F.leaky_relu(bn()(conv(x))), 1),
     "addend of one pixel per image": (
         lambda x: F.relu(bn()(conv(x)) + paddle.mean(conv(x), axis=[1, 2], keepdim=True)),
