@@ -264,7 +264,7 @@ UNUSUAL = {
     "Mish": (lambda x: F.mish(bn()(conv(x))), 1),
     "Mish after an addition": (lambda x: F.mish(bn()(conv(x)) + conv(x)), 1),
     "hard-swish after an addition": (lambda x: F.hardswish(bn()(conv(x)) + conv(x)), 1),
-    "swish with a different slope": (lambda x: layers._append("swish", {"X": bn()(conv(x))}, beta=2.0), 1),
+    "Mish with a different threshold": (lambda x: layers._append("mish", {"X": bn()(conv(x))}, threshold=0.1), 1),
     "activation without a kernel": (lambda x: F.leaky_relu(bn()(conv(x))), 1),
     "addend of one pixel per image": (
         lambda x: F.relu(bn()(conv(x)) + paddle.mean(conv(x), axis=[1, 2], keepdim=True)),
