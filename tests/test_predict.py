@@ -427,6 +427,9 @@ def test_every_field_of_description_is_checked(checkpoint, tmp_path, uint8):
         changed["preprocessing"]["center_crop"] = crop
         assert preprocessing.problem(changed).startswith(message)
     changed = copy.deepcopy(description)
+    for side, message in ((32, None), (31, "preprocessing.resize_short is less than center_crop 32")):
+        changed["preprocessing"] |= {"center_crop": 32, "resize_short": side}
+        assert preprocessing.problem(changed) == message
     changed["preprocessing"] |= {"center_crop": [1, 3], "resize_short": 4000}
     changed["input"]["shape"] = [None, 1, 3, 3] if uint8 else [None, 3, 1, 3]
     assert preprocessing.problem(changed) == "preprocessing.resize_short is too large for center_crop [1, 3]"

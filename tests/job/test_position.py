@@ -71,4 +71,5 @@ def test_stall_lists_only_stopped_ranks_if_there_are_any():
 
 def test_long_list_of_ranks_is_shortened():
     assert position.ranks([3]) == "rank 3"
+    assert position.ranks(list(range(8))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7"
     assert position.ranks(list(range(100))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, ..."
