@@ -1,6 +1,7 @@
 """Checkpoint folders, tested with dummy files: validity checks, recovery after SIGKILL, listing and deletion."""
 
 import errno
+import hashlib
 import json
 import os
 import platform
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 
+import numpy as np
 import pytest
 
 from conftest import ROOT
@@ -108,6 +110,14 @@ def test_below_lists_only_checkpoint_names_in_order(tmp_path):
     (tmp_path / "8").write_text("a file")
     assert [p.name for p in folders.below(tmp_path)] == ["9_3", "9_20", "9", "10"]
     assert folders.below(tmp_path / "nowhere") == []
+
+
+def test_manifest_counts_the_bytes_of_arrays(tmp_path):
+    array = np.arange(3.0)
+    entry = folders.write_file(tmp_path / "x", lambda file: [file.write(data) for data in (b"abc", array)])
+    data = (tmp_path / "x").read_bytes()
+    assert data == b"abc" + array.tobytes()
+    assert entry == {"size": 27, "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def test_kinds_of_folders(tmp_path):

@@ -1,9 +1,11 @@
+from types import SimpleNamespace
+
 import numpy as np
 import paddle
 import pytest
 
 from paddle_resnet import dali
-from paddle_resnet.data.iterators import EmptyIterator
+from paddle_resnet.data.iterators import EmptyIterator, ShardIterator
 from utils.mode import Mode
 
 
@@ -64,6 +66,16 @@ def test_synthetic_loader_resumes_at_its_position(parse, monkeypatch):
     next(loader)
     resumed = dali.build_dataloader(args, Mode.TRAIN, loader.state())
     assert (resumed.step, len(list(resumed))) == (1, 1)
+
+
+def test_images_of_classes_are_counted_without_invalid_labels():
+    loader = ShardIterator.__new__(ShardIterator)
+    loader.classes = ["a", "b", "c", "d"]
+    for labels, expected in (([2, 0, -1, 4, 2, -9, 70], [1, 0, 2, 0]), ([3], [0, 0, 0, 1]), ([], [0] * 4)):
+        loader._data_set = SimpleNamespace(labels=np.array(labels, np.int64))
+        assert loader.class_images.tolist() == expected
+    loader._data_set = SimpleNamespace(labels=None)
+    assert loader.class_images is None
 
 
 def test_empty_iterator_accepts_targets_and_yields_no_batch():

@@ -3,9 +3,11 @@ import pytest
 
 from paddle_resnet import predict
 from paddle_resnet.native import build as native
-from paddle_resnet.serving import inference, networks, preprocessing
+from paddle_resnet.program import compile_prog
+from paddle_resnet.serving import fixed_sizes, inference, networks, preprocessing
 from paddle_resnet.serving.fixed_sizes import Steps
 from paddle_resnet.serving.model import Model
+from utils import logger
 from utils.errors import UsageError
 
 
@@ -55,10 +57,17 @@ def test_missing_kernels_never_change_an_explicit_precision(checkpoint, monkeypa
     assert "warning: --precision float32: custom kernels are unavailable (no compiler)" in capsys.readouterr().err
 
 
-def test_batches_of_any_size_are_padded_or_split(checkpoint):
+def test_batches_of_any_size_are_padded_or_split(checkpoint, monkeypatch, capsys):
+    def compile_and_log(*arguments, **options):
+        logger.info("compiling")
+        logger.warn("slow")
+        return compile_prog(*arguments, **options)
+
+    monkeypatch.setattr(fixed_sizes, "compile_prog", compile_and_log)
     model = fast_model(checkpoint, [4, 2])
     images = np.random.default_rng(0).normal(size=(11, *model.description["input"]["shape"][1:])).astype(np.float32)
     expected = np.concatenate([model.run(image[None]) for image in images])
+    assert capsys.readouterr() == ("", "warning: slow\n")  # stdout is reserved for results
     for count in (11, 4, 3, 1):
         np.testing.assert_allclose(model.run(images[:count]), expected[:count], atol=1e-6)
     buffer = model.host_images(3)
