@@ -142,6 +142,38 @@ def test_idle_unauthenticated_clients_do_not_block_ranks():
     assert run(scenario)
 
 
+def test_unauthenticated_clients_do_not_disconnect_rank():
+    async def scenario(address, received):
+        reader, writer = await channel.connect(*address, "key 0", 0)
+        writer.write(channel.encode({"at": "home"}))
+        idle = [await asyncio.open_connection(*address) for _ in range(channel.MAX_UNAUTHENTICATED + 1)]
+        for client, _ in idle:
+            await client.readline()  # the server has accepted this connection
+        writer.write(channel.encode({"at": "work"}))
+        while len(received) < 2:
+            assert not reader.at_eof()
+            await asyncio.sleep(0.01)
+        for other in (writer, *(client for _, client in idle)):
+            other.close()
+        return received
+
+    assert run(scenario) == [(0, {"at": "home"}), (0, {"at": "work"})]
+
+
+def test_both_ends_detect_lost_connections(monkeypatch):
+    kept, keep = [], channel._keep_alive
+
+    def keep_alive(writer):
+        keep(writer)
+        kept.append(writer.get_extra_info("socket"))
+        assert kept[-1].getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert kept[-1].getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * channel.SILENCE_S
+
+    monkeypatch.setattr(channel, "_keep_alive", keep_alive)
+    assert run(rank_is_served)
+    assert len(kept) == 2
+
+
 def test_idle_unauthenticated_client_is_disconnected(monkeypatch):
     monkeypatch.setattr(channel, "PROOF_S", 0.1)
 

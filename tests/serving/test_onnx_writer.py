@@ -90,3 +90,17 @@ def test_onnx_output_matches_paddle(layer):
     model = onnx_writer.to_onnx(program, inputs, outputs, read, "")
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     np.testing.assert_allclose(session.run(None, {"images": array})[0], expected, atol=1e-5)
+
+
+def test_scales_for_large_biases_do_not_change_weights():
+    """The first filter is nearly zero, so its bias would be too large a multiple of its scale."""
+    levels = np.array([[[[127]], [[-64]]], [[[127]], [[-64]]]], np.int8)
+    constants = {"weight": levels, "weight scale": np.array([1e-12, 1e-2], np.float32), "scale": np.float32(0.05)}
+    before, bias = levels * constants["weight scale"].reshape(2, 1, 1, 1), np.array([3, -3], np.float32)
+    onnx_writer._limit_bias(bias, ("x", "scale", "zero"), ("weight", "weight scale", "zero"), constants)
+    scales = constants["weight scale"]
+    assert scales[1] == np.float32(1e-2) and constants["weight"].dtype == np.int8
+    assert np.all(np.abs(bias) / (constants["scale"] * scales) <= 2**30 * (1 + 1e-6))
+    after = constants["weight"] * scales.reshape(2, 1, 1, 1)
+    np.testing.assert_allclose(after[1], before[1])
+    np.testing.assert_allclose(after[0], before[0], atol=scales[0] / 2)

@@ -83,11 +83,20 @@ def test_deferred_restores_sigterm_handler_of_c_code():
 
 
 def test_sigterm_is_ignored_while_stopped_process_exits():
+    before = signal.getsignal(signal.SIGINT)
     with signals.watched():
         send("SIGTERM")
     send("SIGTERM")
+    assert signal.getsignal(signal.SIGINT) == before  # Control-C still ends the process
     with signals.watched():
         assert signals.received() is None
+
+
+def test_only_sigint_ends_process_that_is_leaving():
+    before = signal.getsignal(signal.SIGINT)
+    assert signals.leaving(75) == 75
+    for number in signals.NUMBERS:
+        assert signal.getsignal(number) == (before if number == signal.SIGINT else signal.SIG_IGN)
 
 
 def test_sigterm_is_ignored_after_failure_only_in_launched_process(monkeypatch):
