@@ -190,6 +190,7 @@ def _claim(args, folder, inputs):
     _check_no_curve(args, folder)
     outputs.claim(
         {f"{name} in --output-dir": folder / name for name in NAMES},
+        {"--output-dir": folder},
         inputs=inputs,
         protected=[("the data set's", path) for path in listing.occupied(args.image_root)],
         run_folder=folder,

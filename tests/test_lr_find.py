@@ -324,6 +324,9 @@ def test_unwritable_output_is_error_before_search(find, photos, tmp_path, capsys
     (tmp_path / "search").write_text("")
     assert find()[0] == 2
     assert "lr_find.json in --output-dir " in capsys.readouterr().err
+    (tmp_path / "broken").symlink_to("nowhere")
+    assert find("--output-dir", tmp_path / "broken")[0] == 2
+    assert f"{tmp_path}/broken is a broken link; remove it" in capsys.readouterr().err
     root = shutil.copytree(photos, tmp_path / "data")
     assert find("--image-root", root, "--output-dir", root / "train")[0] == 2
     assert f"would change the data set's {root}/train" in capsys.readouterr().err

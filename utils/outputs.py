@@ -32,7 +32,7 @@ def claim(outputs=None, folders=None, inputs=(), protected=(), run_folder=None, 
         announced: keys of `outputs` for which the caller logs that an existing file will be replaced.
     Raises:
         UsageError: two outputs are the same file, or an output is also an input, is protected, is in a checkpoint, or
-            cannot be written.
+            cannot be written; or a folder is below a broken link.
     """
     outputs, folders = (
         {what: path for what, path in (paths or {}).items() if path is not None} for paths in (outputs, folders)
@@ -44,6 +44,8 @@ def claim(outputs=None, folders=None, inputs=(), protected=(), run_folder=None, 
             identity = _identity(path)
             if identity in taken:
                 raise UsageError(f"{what} {path}: the same file as {taken[identity]}; choose a different file")
+            if what in folders:
+                _check_links(f"{what} {path}", Path(path))
             if what in outputs:
                 taken[identity] = f"{what} {path}"
                 _claimed[os.path.realpath(path)] = _version(path)
@@ -130,6 +132,13 @@ def _check_place(subject, path, protected, run_folder):
         is_of_run = place.parent == run_folder or (place.parent / ".lock").is_file()
         if _is_checkpoint(place) or (is_of_run and _RESERVED.fullmatch(place.name)):
             raise UsageError(f"{subject}: {place} is reserved for a checkpoint; choose a path outside it")
+
+
+def _check_links(subject, path):
+    """Check that neither a folder nor its parents are broken links. The folder could not be created there later."""
+    for place in (path, *path.parents):
+        if place.is_symlink() and not place.exists():
+            raise UsageError(f"{subject}: {place} is a broken link; remove it, or choose a different path")
 
 
 def _is_checkpoint(folder):

@@ -19,6 +19,7 @@ def root(tmp_path):
     (tmp_path / "data/train").mkdir(parents=True)
     (tmp_path / "data/train/x.jpg").write_text("an image")
     (tmp_path / "link").symlink_to("data")
+    (tmp_path / "broken").symlink_to("nowhere")
     os.link(tmp_path / "data/train/x.jpg", tmp_path / "same")
     (tmp_path / "file").write_text("text")
     return tmp_path
@@ -66,6 +67,8 @@ def test_valid_outputs_are_accepted_and_not_created(root, capsys):
         (["file/a"], [], "--0 file/a: cannot be written (Not a directory); choose a different path"),
         (["data"], [], "--0 data: cannot be written (Is a directory)"),
         ([], ["file"], "--10 file: cannot be written (File exists)"),
+        ([], ["broken"], "--10 broken: broken is a broken link; remove it, or choose a different path"),
+        ([], ["broken/new"], "--10 broken/new: broken is a broken link"),
         (["n" * 300], [], "cannot be written (File name too long)"),
         (["a\0b"], [], "--0 'a\\x00b': not a valid path (embedded null byte)"),
         (["pipe"], [], "--0 pipe: cannot be written (a pipe without a reader"),
