@@ -222,6 +222,21 @@ def test_conversion_with_changed_image_list_is_rejected(photos, tmp_path):
         convert.convert(tmp_path / "photos", tmp_path / "x", "recordio", workers=1)
 
 
+def test_conversion_with_changed_label_is_rejected(photos, tmp_path):
+    source = shutil.copytree(photos, tmp_path / "photos")
+    shutil.rmtree(source / "train")
+    images = sorted(path.relative_to(source) for path in source.glob("val/*/*.jpg"))
+    for last in (2, 1):  # label of the last image
+        labels = [i % 3 for i in range(len(images) - 1)] + [last]
+        (source / "val.txt").write_text(
+            "".join(f"{image} {label}\n" for image, label in zip(images, labels, strict=True))
+        )
+        if last == 2:
+            convert.convert(source, tmp_path / "x", "recordio", workers=1)
+    with pytest.raises(UsageError, match="contains a conversion with different images"):
+        convert.convert(source, tmp_path / "x", "recordio", workers=1)
+
+
 @pytest.mark.parametrize(("to", "is_complete"), [("lmdb", False), ("webdataset", True)])
 def test_changed_image_is_converted_again(photos, tmp_path, capsys, to, is_complete):
     source, output = shutil.copytree(photos, tmp_path / "photos"), tmp_path / "x"
