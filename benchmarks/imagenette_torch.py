@@ -16,7 +16,8 @@ Three details differ from fastai, and the first two save time:
 - All images are decoded once, at the start, and kept in GPU memory. The GPU crops and resizes each batch with the
   weights of Pillow's antialiased bilinear filter, which fastai uses, but does not round the result. Validation images
   are resized once.
-- If gradients overflow, the GPU skips the update; the host does not wait to find out. Such a step counts as a step.
+- If gradients overflow, the GPU skips the update; the host does not wait to find out. Such a step counts as a training
+  step.
 - Self-attention is computed in float32.
 
 Each evaluation prints one line with the seconds since the process started and the top1 accuracy. The last line is a
@@ -115,8 +116,9 @@ def _weights(lengths, pixels, size, margin):
 
 
 def random_boxes(sizes, min_scale, rng):
-    """Return a random crop (top, left, height, width) of each image, given heights and widths. It covers min_scale to 1
-    of the image area. If no attempt fits, the crop is the largest one with an allowed ratio, centered."""
+    """Return a random crop (top, left, height, width) of each image, given heights and widths. A crop covers a fraction
+    of the image area between min_scale and 1. If no attempt fits, the crop is the largest one with an allowed ratio,
+    centered."""
     area = rng.uniform(min_scale, 1, (ATTEMPTS, len(sizes))) * sizes.prod(1)
     ratio = np.exp(rng.uniform(*np.log(RATIO), area.shape))
     boxes = np.stack([np.sqrt(area / ratio), np.sqrt(area * ratio)], 2).round().astype(int)
@@ -130,7 +132,7 @@ def random_boxes(sizes, min_scale, rng):
 
 
 def square_boxes(sizes, positions):
-    """Return the largest squares of images, at positions from 0 (top left) to 1."""
+    """Return the largest square crop of each image, at a position between 0 (top or left) and 1 (bottom or right)."""
     sides = sizes.min(1, keepdims=True).repeat(2, 1)
     return np.concatenate([(positions * (sizes - sides)).astype(int), sides], 1)
 
@@ -254,7 +256,7 @@ class Ranger:
     """RAdam with lookahead (Zhang et al., arXiv:1907.08610), with one vector for all parameters with weight decay, and
     one for BN parameters and biases, which have none.
 
-    GradScaler uses param_groups and found_inf like those of an optimizer of PyTorch.
+    GradScaler reads param_groups and sets found_inf, as it does for PyTorch's optimizers.
     """
 
     _step_supports_amp_scaling = True  # GradScaler calls step() even if gradients are not finite
@@ -271,7 +273,7 @@ class Ranger:
         self._moments = [[torch.zeros_like(vector) for _ in range(2)] for vector in self._vectors]
         self._slow = [vector.clone() for vector in self._vectors]
         rows = [_coefficients(step, rate, decay) for decay in (weight_decay, 0) for step, rate in enumerate(rates, 1)]
-        # One value per vector, step and coefficient. On the device, a step needs no values from the host.
+        # One value per vector, step and coefficient, on the device, so that a step needs no values from the host.
         self._coefficients = torch.tensor([row[:3] for row in rows], device=device).view(2, len(rates), 3)
         self._is_rectified = [row[3] for row in rows]
         self._update = torch.compile(update) if compiled else update

@@ -46,9 +46,9 @@ MASK_ALGORITHMS = ["mask_1d", "mask_2d_greedy", "mask_2d_best"]
 TWO_EPOCHS = ["--epochs", "2", "--batch-size", "4", "--print-interval", "1"]
 NHWC = ["--data-layout", "NHWC", "--image-shape", "4,32,32"]
 
-# Paddle stores the Python call stack in each operator that it appends. For each addition, Paddle also reads the stack
-# for a possible warning. Under pytest, the stack has about 50 frames, and reading all of them would take half of the
-# test time of this process.
+# Paddle stores the Python call stack in each operator that it appends. When tensors are added with `+`, Paddle also
+# reads the stack for a possible warning. Under pytest, the stack has about 50 frames, and reading all of them would
+# take half of the test time of this process.
 paddle.base.framework.traceback = SimpleNamespace(extract_stack=list)
 math_op_patch.inspect = SimpleNamespace(stack=lambda: [None, (None, "a test", 0)])
 

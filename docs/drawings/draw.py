@@ -32,8 +32,8 @@ COLORS = ("green", "blue", "orange")
 
 
 def colors(palette):
-    """Return the CSS rules for a palette. For each name, boxes get the fill and outline colors, and text gets the
-    outline color."""
+    """Return the CSS rules for a palette. Each color name becomes a CSS class: boxes of the class get its fill and
+    outline colors, and text gets its outline color."""
     rules = [f"text {{ fill: {palette['ink']} }} .text {{ fill: {palette['soft']} }}"]
     rules.append(f".arrow {{ stroke: {palette['soft']} }} .head {{ fill: {palette['soft']} }}")
     for name in ("page", "idle", *COLORS):
@@ -69,8 +69,8 @@ def page(height, title, shapes):
 
 
 def data_way(source):
-    """Draw rows of boxes. An arrow starts at the previous box, at the end of the row above, or at the box in
-    `after`."""
+    """Draw rows of boxes. The arrow to a box starts at the previous box, at the end of the row above, or at the box
+    that its key `after` names."""
     box_width, box_height, gap, top, row_height = 164, 118, 27, 100, 182
     shapes = []
     for row, (content, color) in enumerate(zip(source["rows"], COLORS, strict=True)):

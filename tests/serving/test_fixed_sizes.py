@@ -74,7 +74,7 @@ def test_batches_of_any_size_are_padded_or_split(checkpoint, monkeypatch, capsys
     previous, waits = buffer.copy(), []
 
     class Result:
-        """The result of a batch that the device may still be reading from the buffer."""
+        """A fake result of the previous batch, whose buffer the device may still be reading."""
 
         def __array__(self, dtype=None, copy=None):
             waits.append(buffer.copy())

@@ -61,7 +61,7 @@ def test_metrics_are_reported_and_printed(report, capsys, step, reported, printe
     ids=["only warnings", "without repeats"],
 )
 def test_output_is_limited_only_inside_block(report, capsys, block, out, count):
-    """A block ends, too, if it raises an exception."""
+    """The block also ends if it raises an exception."""
     with pytest.raises(KeyError), block():
         logger.info("x")
         logger.info("x")
