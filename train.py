@@ -36,7 +36,7 @@ def _main(argv):
 
 
 def _run(args, argv):
-    """Run the phases in order."""
+    """Run the phases of a run in order."""
     check_environment()
     args.resolve(args.origin("model_arch_name"), model_arch_name=registered_name(args.model_arch_name))
     if args.data_format != "synthetic" and world_size() == 1:  # with several processes, rank 0 checks the folder later
@@ -137,7 +137,7 @@ def _train(exe, training, stop, save=None):
 
 
 def _evaluate(args, exe, evaluation, stop, is_best=lambda stop, result: True):
-    """Evaluate the current parameters. Return the metrics from program.run without the arrays."""
+    """Evaluate the current parameters. Return the metrics from program.run, except those that are arrays."""
     from paddle_resnet import program
 
     evaluation.refresh()

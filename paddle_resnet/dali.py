@@ -26,7 +26,7 @@ from utils.mode import Mode
 # Number of images that --data-format synthetic simulates: the size of ImageNet-1k.
 SYNTHETIC_SIZE = {Mode.TRAIN: 1281167, Mode.EVAL: 50000}
 # Values of --interp. "linear" interpolates between the four nearest pixels. "triangular", "cubic" and "lanczos3" widen
-# their filters when an image is shrunk, so that every pixel contributes (antialiasing).
+# their filters when an image is shrunk, so that every input pixel affects the output (antialiasing).
 INTERPOLATION = {
     "linear": {"interp_type": types.INTERP_LINEAR, "antialias": False},
     "triangular": {"interp_type": types.INTERP_LINEAR, "antialias": True},
@@ -46,7 +46,8 @@ MAGNITUDES = 31
 ORDER_CONDITIONS = ("--data-format", "--dali-random-seed", "--balanced-sampling", "number of images", "DALI version")
 
 LIST = "list of images and labels (hash)"
-# Number to increase if the operators of the training pipeline change, because DALI then rejects older checkpoints.
+# Name and value of the condition for the version of this module. Increase the value if the operators of the training
+# pipeline change, because DALI then rejects older checkpoints.
 VERSION, VERSION_NUMBER = "version of the loader", 2
 
 

@@ -133,7 +133,7 @@ def _rate(text):
 
 
 def _run(search, args):
-    """Run the phases of train.py before step 1, then the search.
+    """Run the phases that precede step 1 in train.py, then run the search.
 
     Raises:
         RunError: there is no suggestion.

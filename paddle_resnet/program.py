@@ -130,8 +130,8 @@ def create_strategy(args, is_train=True):
     if args.fuse_resunit:
         compat.fuse_residual_units(strategy)
     if args.device == "gpu" and is_train:
-        # The operator that fuses addition and activation has no bfloat16 kernel. The BN fusion passes need no such
-        # exception, because they skip bfloat16 operators.
+        # The operator that fuses addition and activation has no bfloat16 kernel, so its fusion is not enabled in
+        # bfloat16. The BN fusion passes can stay enabled, because they skip bfloat16 operators.
         is_bfloat16 = args.amp and args.amp_dtype == "bfloat16"
         for name in FUSED_OPERATORS:
             if hasattr(strategy, name) and not (is_bfloat16 and name == "fuse_elewise_add_act_ops"):

@@ -49,8 +49,8 @@ def outputs(args):
 
 
 def announced(args):
-    """Return the keys of outputs() whose replacement this module logs or which a resumed run continues: the report and,
-    if the report exists, its tables."""
+    """Return the keys of outputs() for which outputs.claim need not log a warning: the report and, if the report
+    exists, its tables. Either this module logs that the run replaces them, or a resumed run continues them."""
     if not Path(args.report_file).is_file():
         return {"--report-file"}
     return {"--report-file", *(f"{kind}.csv next to --report-file" for kind in _tables(args))}
@@ -430,8 +430,8 @@ def write_classes(args, result, classes, epoch, is_best=True):
     f1, epoch. REPORT.averages.csv has one line for the macro average and one line for the weighted average, with the
     columns average, precision, recall, f1, epoch. REPORT.confusion.csv has one line per pair of label and prediction
     that occurred, the most frequent pair first, with the columns label, predicted, images, class, predicted_class,
-    epoch. REPORT.predictions.csv is written with --report-html, unless --predictions specifies a file. The files
-    describe the best evaluation of the run.
+    epoch. REPORT.predictions.csv is written if --report-html is set and --predictions does not specify a different
+    file. The files describe the best evaluation of the run.
 
     Args:
         args: flags.

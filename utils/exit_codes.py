@@ -18,13 +18,13 @@ _NO_MEMORY = (
     *("ResourceExhaustedError", "bad_alloc", "Cannot allocate memory", "could not create a memory object"),
     *("could not create a primitive", "failed to map segment", *_NO_THREAD, _NO_FILE),
 )
-# errno values for paths that cannot be used. Even Path.exists() may raise an OSError with one of these values, for
+# errno values for paths that cannot be used. Even Path.exists() can raise an OSError with one of these values, for
 # example if a parent folder is unreadable.
 _NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG)
 _NO_TEMPORARY_FOLDER = "No usable temporary directory"  # error message of Python's tempfile module
 DONE, FAILURE, USAGE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
-# If less address space is available, an import or a step may fail without a clear error message. A small training run
-# on a CPU used 3.2 to 3.5 GiB.
+# If less address space than this is available, an import or a step can fail without a clear error message. A small
+# training run on a CPU used 3.2 to 3.5 GiB.
 LEAST_ADDRESS_SPACE = 4 << 30  # bytes
 
 

@@ -80,7 +80,7 @@ def held(path, subject, warn):
 
 
 def is_of(file, path):
-    """Return whether an open lock file still exists at its path. A different process may have deleted or replaced the
+    """Return whether an open lock file still exists at its path. Another process may have deleted or replaced the
     file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))

@@ -93,7 +93,7 @@ class AverageMeter:
 class ConfusionMeter:
     """Counts of (label, predicted class) pairs.
 
-    Images for which the network predicts no class (prediction class_num) are not counted.
+    Images for which the network predicts no class (encoded as class_num) are not counted.
 
     Args:
         class_num: number of classes.

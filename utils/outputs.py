@@ -20,7 +20,7 @@ def claim(outputs=None, folders=None, inputs=(), protected=(), run_folder=None, 
 
     Links and `..` are resolved. Files and folders that are created for the check are removed afterwards. A warning is
     logged for each existing file that the command will replace. If another process writes a claimed file later,
-    `replaced` logs the warning.
+    `replaced` logs a warning before it replaces the file.
 
     Args:
         outputs: {flag or description: path of a file to write, or None}.
@@ -90,7 +90,8 @@ def replaced(path):
 
 
 def warn_if_changed(path):
-    """Log a warning if another process has written a claimed file, which this process will replace."""
+    """Log a warning if this process is about to replace a claimed file that another process has written since the
+    claim."""
     real_path = os.path.realpath(path)
     if real_path in _claimed and _version(path) not in (None, _claimed[real_path]):
         logger.warn(
@@ -100,7 +101,8 @@ def warn_if_changed(path):
 
 
 def _version(path):
-    """Return a value that changes whenever a file is written, or None if there is no file with content."""
+    """Return a value that changes whenever a file is written, or None if the file does not exist, is empty or is not a
+    regular file."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):

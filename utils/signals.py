@@ -62,8 +62,8 @@ def blocked():
 def deferred():
     """Defer SIGINT to the end of the `with` block, because a SIGINT during the import of Paddle would raise a
     misleading error. Processes that are started in the block inherit the blocked SIGINT, so Control-C does not end
-    them. This process stops them itself. At the end of the block, restore Python's SIGTERM handler, because Paddle
-    installs a handler that prints a trace."""
+    them. The parent process stops them itself. At the end of the block, restore Python's SIGTERM handler, because
+    Paddle installs a handler that prints a trace."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

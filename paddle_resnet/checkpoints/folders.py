@@ -13,8 +13,8 @@ that this program did not write are never deleted. Checkpoints of other programs
 kept.
 
 There are two ways to write a checkpoint (--checkpoint-commit). "rename" writes the folder under a hidden name and then
-renames it. "marker" is for storage without atomic renames. It writes directly to NAME/, first the file .unfinished and
-last meta.json.
+renames it. "marker" is for storage without atomic renames. It writes directly to NAME/, starting with the file
+.unfinished and ending with meta.json.
 """
 
 import contextlib

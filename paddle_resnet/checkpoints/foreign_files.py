@@ -146,7 +146,8 @@ def _read_torch(path):
         start = file.read(len(_LEGACY))
         if start.startswith(_ZIP):
             file.seek(0)
-            # Read the archive from memory, because ZipFile may allocate any amount of memory when it reads from a file.
+            # Read the archive from memory, because ZipFile can allocate an unlimited amount of memory when it reads a
+            # damaged or malicious archive from a file.
             return _read_zip(io.BytesIO(file.read()), _size(file))
         if start == _LEGACY:
             return _read_legacy(file)

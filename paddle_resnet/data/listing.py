@@ -453,8 +453,8 @@ def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, trai
         image_root: the folder that contains the list.
         mode: Mode.TRAIN reads train.txt, Mode.EVAL reads val.txt.
         num_of_class: number of network outputs, or None for any number.
-        allow_outside: whether the list may contain paths outside image_root. Symbolic links in image_root may always
-            point outside image_root.
+        allow_outside: whether the list may contain paths outside image_root. Symbolic links in image_root are always
+            allowed to point outside image_root.
         trained: see class_names.
     Returns:
         (paths relative to image_root, labels, class names or None)

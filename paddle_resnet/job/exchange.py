@@ -79,7 +79,7 @@ class Stream:
     def add(self, item):
         """Send an item of JSON data. On rank 0, return one list of new items per rank. On other ranks, return [].
 
-        finish() may return the items of the last batch a second time.
+        finish() can return the items of the last batch a second time.
         """
         self._items.append(item)
         store, others = _store(), processes.world_size() - 1

@@ -89,8 +89,8 @@ def reduces_at_the_end(device):
 def _prepare_for_gloo():
     """Reserve the port of Paddle's Gloo server, and ensure that processes that Paddle forks exit with this process.
 
-    The launcher chose the port when the job started. Without this check, Paddle would wait indefinitely if another
-    program had taken the port since then.
+    The launcher chose the port when the job started. If another program has taken the port since then, this function
+    raises an error, whereas Paddle would wait indefinitely.
 
     Returns:
         on rank 0, a socket that is bound to the port but does not listen. Paddle's server can then also bind to the

@@ -44,7 +44,7 @@ class StepLog:
     def _take(self, batches, is_over=False):
         for rank, batch in enumerate(batches):
             for step, *metrics in batch:
-                if step > self._last:  # Stream may return the last batch twice
+                if step > self._last:  # Stream can return the last batch twice
                     self._metrics.setdefault(step, {})[rank] = metrics
         for step, by_rank in sorted(self._metrics.items()):
             if is_over or len(by_rank) == processes.world_size():

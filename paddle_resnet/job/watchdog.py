@@ -26,8 +26,8 @@ PATIENCE_S = 2
 # Maximum time that a rank waits for its monitor to allow it to leave the job. Meanwhile, the monitor informs the other
 # monitors.
 LEAVE_S = 10
-# Time limit for a failed rank to exit. Partly initialized threads and processes of Paddle may block the exit of the
-# rank.
+# Time limit for a failed rank to exit. Partly initialized threads and processes of Paddle can prevent the rank from
+# exiting.
 END_S = 30
 
 _position = Position()
@@ -52,8 +52,8 @@ def start(rank, world_size, timeout_s, master, gather, from_rank_0):
         rank, world_size: rank of this process, and number of processes.
         timeout_s: seconds without progress after which the job ends.
         master: PADDLE_MASTER, "host:port" on rank 0's machine.
-        gather, from_rank_0: functions of exchange.py. Both functions may wait indefinitely for other ranks, because the
-            monitor is already running.
+        gather, from_rank_0: functions of exchange.py. Both functions are allowed to wait indefinitely for other ranks,
+            because the monitor is already running and ends this rank if the job fails.
     Raises:
         UsageError: `master` is not an address of rank 0's machine.
     """
@@ -85,7 +85,7 @@ def _listen(host, master):
 
 
 def stop():
-    """Leave the job, so that this rank may exit."""
+    """Leave the job, so that this rank can exit."""
     global _monitor
     if _monitor is not None:
         _monitor.leave({"bye": True})
@@ -106,8 +106,8 @@ def report_failure(error):
 
 
 class _Monitor:
-    """The connection of this rank to its monitor. The monitor replies with one byte: an exit code, or 0 if the rank may
-    leave."""
+    """The connection of this rank to its monitor. The monitor replies with one byte: an exit code, or 0 if the rank is
+    allowed to leave."""
 
     def __init__(self, connection, process):
         self._connection, self._process = connection, process

@@ -143,7 +143,7 @@ class ResNet(nn.Layer):
         data_format: layout of the input and of all activations, "NCHW" or "NHWC".
         width: number of channels of the stem and of the first stage.
         stem: a key of STEMS: "7x7"; "deep" for three 3x3 convolutions; or "small" for one 3x3 convolution with stride 1
-            without max pooling, which suits images of about 32 to 64 pixels.
+            and no max pooling, for images of about 32 to 64 pixels.
         first_projection: whether the shortcut of the first block is a projection even if the shape is unchanged.
         groups, group_width: number of groups of the 3x3 convolutions, and number of channels per group in a stage of
             width 64; only for BottleneckBlock.

@@ -11,10 +11,10 @@ from paddle_resnet.models import layers, loss_head
 
 
 def _amp_lists(program, dtype, float32):
-    """Return Paddle's AMP lists for `dtype`. The lists exclude the loss head, the operators for which layers.is_float32
-    is true, and all operators whose outputs are listed in `float32`.
+    """Return Paddle's AMP lists for `dtype`. The lists keep the following in float32: the loss head, the operators for
+    which layers.is_float32 is true, and all operators whose outputs are listed in `float32`.
 
-    Operators are excluded by the names of their outputs, because level O2 ignores lists of operator types.
+    The lists identify these operators by the names of their outputs, because level O2 ignores lists of operator types.
     """
     ops = [op for op in program.global_block().ops if loss_head.contains(op) or layers.is_float32(op)]
     names = {name for op in ops for name in op.output_arg_names} | float32

@@ -37,13 +37,13 @@ class Span:
     steps_of: Callable
 
     def fall(self, step, begin=0):
-        """Return the value of a cosine that falls from the peak at step `begin` to the low rate after the last step."""
+        """Return the value of a cosine that falls from `peak` at step `begin` to `low` after the last step."""
         progress = min(1.0, (step - begin) / max(1, self.steps - begin))
         return self.low + (self.peak - self.low) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def cosine(span, step):
-    """Follow a cosine from the peak to --min-lr: Loshchilov and Hutter, arXiv:1608.03983, without restarts."""
+    """Follow a cosine without restarts from the peak to --min-lr (Loshchilov and Hutter, arXiv:1608.03983)."""
     return span.fall(step)
 
 

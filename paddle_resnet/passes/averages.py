@@ -33,7 +33,7 @@ def add(main_prog, startup_prog, lr_scheduler, constants, decay, is_native):
 
     Args:
         main_prog: the current Program.
-        startup_prog: startup Program, which initializes the EMA variables with the weights.
+        startup_prog: startup Program, which initializes the EMA variables with the initial weights.
         lr_scheduler: schedules.Schedule, which counts the steps.
         constants: {variable name: name of the variable that contains its float32 value} for the BN running statistics
             and the frozen parameters.

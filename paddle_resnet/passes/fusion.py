@@ -36,9 +36,9 @@ ACTIVATIONS = {
 # Activations that the kernels fuse with BN and a residual addition.
 ADDED = ("relu", "mish")
 
-# The operators after a BN that are fused with it: none, an activation, or an addition and an activation. The fields are
-# these operators, the name of their result, the name of the activation, and the variable that is added to the BN output
-# (or None).
+# The operators that follow a BN operator and are fused with it: none, an activation, or an addition and an activation.
+# The fields are these operators, the name of their result, the name of the activation, and the variable that is added
+# to the BN output (or None).
 Tail = namedtuple("Tail", "ops out activation addend")
 
 
@@ -205,7 +205,7 @@ def _fuse_training(graph, bn):
     dx, dscale, dbias = by_name.values()
     backward_inputs = {"X": parameters["X"], "Coefficients": coefficients}
     if buffer is not None:
-        # These gradients are located in the buffer of a fused all-reduce.
+        # The gradients of scale and bias are located in the buffer of a fused all-reduce.
         backward_inputs["Into@VECTOR@OPTIONAL"] = [dscale, dbias]
     gradient_outputs = {"DX": dx, "DScale": dscale, "DBias": dbias}
     out_gradient = f"{tail.out}@GRAD"
@@ -409,7 +409,8 @@ def _fuse_lookahead(graph):
             continue
         parameters = [block.var(copies.get(name, name)) for name in exact]
         state = [block.var(name) for name in [*(slow[name] for name in exact), *(exact if has_masters else [])]]
-        # The rule does not use the gradients. If is_due is 0, the operator skips the step.
+        # The lookahead update does not use gradients, so the parameters are passed in their place. If is_due is 0, the
+        # operator skips the step.
         inputs = {"Parameters@VECTOR": parameters, "Gradients@VECTOR": parameters, "State@VECTOR": state}
         inputs |= {"Rate": is_due, "Unscale@OPTIONAL": is_due}
         outputs = {"ParametersOut@VECTOR": parameters, "StateOut@VECTOR": state}

@@ -25,7 +25,7 @@ def add(main_prog, startup_prog, lr_scheduler, frozen, interval, alpha):
 
     Args:
         main_prog: the current Program.
-        startup_prog: startup Program, which initializes the slow weights with the weights.
+        startup_prog: startup Program, which initializes the slow weights with the initial weights.
         lr_scheduler: schedules.Schedule, which counts the steps.
         frozen: {name of a frozen parameter: name of the variable that contains its float32 value}; the slow weights of
             these parameters do not change.

@@ -19,9 +19,9 @@ ACTIVATION = "fake_quantize_dequantize_moving_average_abs_max"
 WEIGHT = "fake_channel_wise_quantize_dequantize_abs_max"
 _LEVELS = {"bit_length": 8, "round_type": 0}  # round ties to even, as ONNX does
 _SUFFIX = ".range"
-# A convolution or fully connected layer in a program before insert(). The fields are the names of the layer's input,
-# weight and bias [channels] (None if there is no bias), the axis of the output channels in the weight, and the number
-# of groups.
+# A convolution or fully connected layer in a program that insert() has not changed yet. The fields are the names of the
+# layer's input, weight and bias [channels] (None if there is no bias), the axis of the output channels in the weight,
+# and the number of groups.
 Layer = namedtuple("Layer", "input weight bias axis groups")
 # {operator type: (inputs that are activations, (input that is a weight, axis of the output channels) or None)}
 _QUANTIZED = {
@@ -171,8 +171,8 @@ def use_levels_of(engine, program, weight_bits):
     """Set the number of quantization levels in an inference program, in place.
 
     For "tensorrt", all levels are int8 with zero point 0, as TensorRT requires; an activation after a ReLU uses only
-    127 of these levels. For "onnxruntime", an activation after a ReLU has 255 levels, as uint8 with zero point 0:
-    onnxruntime computes with uint8 activations on x86 CPUs, and then skips the ReLU.
+    127 of these levels. For "onnxruntime", an activation after a ReLU has 255 levels, stored as uint8 with zero point
+    0. On x86 CPUs, onnxruntime computes with uint8 activations and omits the ReLU.
 
     Args:
         engine: "onnxruntime" or "tensorrt".

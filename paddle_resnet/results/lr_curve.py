@@ -54,7 +54,8 @@ class Curve:
 
 
 def rate(low, high, steps, step):
-    """Return the learning rate of a step: a geometric sequence from `low` in step 0 to `high` in step `steps` - 1."""
+    """Return the learning rate of a step. The rates form a geometric sequence from `low` in step 0 to `high` in step
+    `steps` - 1."""
     return low * (high / low) ** (min(step, steps - 1) / (steps - 1))
 
 
@@ -119,8 +120,8 @@ def suggest(rates, losses, steps):
     does not fall clearly. Only the steps up to the lowest smoothed loss are considered.
 
     The learning-rate range test is from Smith, arXiv:1506.01186, section 3.3. PyTorch Lightning's finder also suggests
-    the rate of the steepest descent. Runs with Momentum and a warm-up reached better results with the rate of the
-    lowest loss (benchmarks/log/lr_find_2cpu_2026-11-25.md).
+    the rate of the steepest descent. In runs that used Momentum and a warm-up, the rate at which the loss is lowest
+    gave better results (benchmarks/log/lr_find_2cpu_2026-11-25.md).
 
     Args:
         rates: learning rates, which rise by a constant factor.

@@ -61,7 +61,7 @@ def save(path, template, **content):
     try:
         with outputs.replaced(path) as partial:
             text = _templates().get_template(template).render(content)
-            # File names may contain lone surrogates.
+            # File names may contain lone surrogates, which UTF-8 cannot encode.
             partial.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as e:
         raise RunError(f"{path}: cannot be written ({e.strerror}); free disk space or choose a different file") from e

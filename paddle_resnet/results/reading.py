@@ -346,8 +346,8 @@ def _metric(name, value, is_summary):
 
 
 def _spend(run, data):
-    """Add the time since the end of the last epoch. If the run is interrupted within an epoch, only step entries
-    contain the time of this epoch."""
+    """Update run.open_s with the time since the end of the last epoch. If the run is interrupted within an epoch, only
+    step entries contain the time of this epoch."""
     phase = "val" if any(name.startswith("val.") for name in data) else "train"
     batch_times = run.open_s["batch_times"] + (data.get("train.batch_time") or 0)
     data_times = run.open_s["data_times"] + (data.get("train.data_time") or 0)
@@ -357,7 +357,8 @@ def _spend(run, data):
 
 
 def _spend_epoch(run, data):
-    """Add the time of a complete epoch, which replaces the time that was added for its steps."""
+    """Add the time of a complete epoch to run.spent_s. This time replaces run.open_s, the time of the steps in the
+    epoch."""
     run.epoch_s, run.open_s = run.total_s, Counter()
     for phase in ("train", "val"):
         run.spent_s[phase] += data.get(f"{phase}.epoch_time") or 0

@@ -58,7 +58,7 @@ def _percentile_bins(counts):
 
 def _entropy_bins(counts):
     """Return the number of bins below the clipping threshold that minimizes the Kullback-Leibler divergence between the
-    distributions of the original and the quantized values: Migacz, "8-bit Inference with TensorRT", GTC 2017."""
+    distributions of the original and the quantized values (Migacz, "8-bit Inference with TensorRT", GTC 2017)."""
     levels = 128
     used = int(np.flatnonzero(counts)[-1]) + 1
     best, best_divergence = used, np.inf
@@ -121,8 +121,8 @@ def quantize(network, bits, image_root, method, images):
 
 
 def _mean_error(layer, weight, means, bits):
-    """Return how much weight quantization changes the mean of each output channel: Nagel et al., arXiv:1906.04721,
-    section 4.2. The padding of convolutions is ignored.
+    """Return how much weight quantization changes the mean of each output channel (Nagel et al., arXiv:1906.04721,
+    section 4.2). The padding of convolutions is ignored.
 
     Args:
         layer: quantization.Layer.

@@ -218,7 +218,7 @@ def _meta_of_example(checkpoint):
     filters, outputs = shapes.get("conv2d_0.w_0", ()), shapes.get("linear_0.b_0", ())
     if len(filters) == 4 and filters[1] in (3, 4) and len(outputs) == 1 and outputs[0] > 0:
         flags = {"model_prefix": prefix, "num_of_class": outputs[0], "image_shape": [filters[1], 224, 224]}
-        flags |= {"interp": "triangular"}  # all other preprocessing flags of NVIDIA's example have the default values
+        flags |= {"interp": "triangular"}  # all other preprocessing flags equal this project's defaults
         for arch in MODELS:
             flags["model_arch_name"] = arch
             if _parameter_shapes(parsing.from_dict(flags)) == shapes:

@@ -1,5 +1,5 @@
-"""Image preprocessing for an exported network, using only PIL and NumPy. The resulting pixels differ by at most one of
-255 levels from the pixels that DALI computes on a CPU.
+"""Image preprocessing for an exported network, using only PIL and NumPy. The resulting pixel values (0 to 255) differ
+by at most 1 from those that DALI computes on a CPU.
 
 Each export contains a copy of this file, preprocess.py. The file imports nothing from this project, so the copy can be
 run on its own: `python preprocess.py IMAGE...`
@@ -27,7 +27,8 @@ CONVENTIONS = {
 
 
 def _cubic(x):
-    """Return the cubic kernel, a = -0.5: Keys, "Cubic Convolution Interpolation for Digital Image Processing", 1981."""
+    """Return the cubic kernel with a = -0.5 at x (Keys, "Cubic Convolution Interpolation for Digital Image Processing",
+    1981)."""
     return np.where(x < 1, (1.5 * x - 2.5) * x**2 + 1, np.where(x < 2, ((-0.5 * x + 2.5) * x - 4) * x + 2, 0))
 
 

@@ -21,7 +21,7 @@ from utils.errors import UsageError, printable
 INSTALL = "pip install -r requirements-serve.txt"
 try:
     import h11
-    import python_multipart  # noqa: F401  Starlette needs it for uploads, but does not report if it is missing
+    import python_multipart  # noqa: F401  Starlette needs it for uploads, but does not report that it is missing
     import uvicorn
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
@@ -39,7 +39,7 @@ except Exception as e:  # importing a broken package can raise any exception
 MAX_REQUESTS = 8  # maximum number of requests to process at the same time
 MAX_CONNECTIONS = 100
 BODY_S = 60  # maximum time for receiving the images of a request
-IDLE_S = 60  # a connection is closed if no request has been in progress for this time
+IDLE_S = 60  # a connection is closed if no request has been in progress for this long
 STOP_S = 5  # maximum time for answering the remaining requests after a signal
 FORM = "multipart/form-data"
 EXAMPLE = "for example with curl -F image=@FILE"

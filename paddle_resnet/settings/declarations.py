@@ -22,7 +22,7 @@ EVALUATED = ("network", "preprocessing")
 RESUMED = (*EVALUATED, "recipe", "saving")
 MOST_MINUTES = 366 * 24 * 60  # maximum duration of a run
 LEAST_FRACTION = 1e-6  # minimum A in --lookahead K,A; much smaller values would be 0 in float32
-LONGEST_WORD = 500  # maximum number of characters of a word in an error message; longer flag values are shortened
+LONGEST_WORD = 500  # maximum length of a word in an error message; longer flag values are shortened
 MAX_BELOW_ONE = 0.9999999  # float32 would round larger values to 1, and optimizers divide by 1 minus the value
 
 # Attributes of a flag in addition to those of its argparse action:

@@ -87,7 +87,7 @@ def changed(values):
 
 def as_file(settings):
     """Return the content of a --config file for the settings. Flags that the user did not set are omitted if their
-    value may come from a checkpoint, the data or the network."""
+    value can come from a checkpoint, the data or the network."""
     values = settings.as_dict()
     return {name: v for name, v in values.items() if settings.is_explicit(name) or not inheritance.may_follow(name)}
 

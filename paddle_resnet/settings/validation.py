@@ -20,7 +20,7 @@ AUGMENTATION_RANGES = {
     "normalize_mean": (-1e12, 1e12),
 }
 
-# Smaller values except 0 make DALI fail, because the range of its random numbers would be empty in float32.
+# Smaller nonzero values make DALI fail, because the range of its random numbers would be empty in float32.
 LEAST_AUGMENTATION = {"color_jitter": 1e-6, "hue_degrees": 1e-6, "rotate_degrees": 1e-6}
 
 
@@ -34,7 +34,7 @@ def check(settings):
 
 
 def check_sizes(settings):
-    """Check the flags for the sizes of images. Raises UsageError for the same reasons as check."""
+    """Check the flags that determine image sizes. Raises UsageError for the same reasons as check."""
     _raise(_conflicts_of_sizes(settings))
 
 

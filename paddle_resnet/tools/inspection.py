@@ -182,7 +182,7 @@ def _measure(image):
 
 
 def speed(root, threads, loads, batches, repeats, arguments):
-    """Measure the throughput of the loader without training, and print a table in images/s.
+    """Measure the throughput of the loader without training, and print the results as a table in images/s.
 
     Args:
         root: folder of the data set.
