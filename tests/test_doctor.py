@@ -63,6 +63,9 @@ def test_doctor_prints_table_and_exits_by_status(examine, facts, capsys, tmp_pat
     assert doctor.main(["--output-dir", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "C++ compiler" in out and "training works on this machine" in out
+    assert doctor.main(["--output-dir", str(tmp_path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["works"] and {"C++ compiler", "disk", "tests"} <= {row["what"] for row in report["rows"]}
     (tmp_path / "file").write_text("")
     assert doctor.main(["--output-dir", str(tmp_path / "file/output")]) == 1
     out = capsys.readouterr().out
@@ -114,6 +117,9 @@ def test_missing_shared_memory_is_ok_for_one_process(examine, facts, monkeypatch
 
     monkeypatch.setattr(os, "statvfs", statvfs)
     assert examine()["/dev/shm"] == ("/dev/shm", "0.0 GiB", "ok", "")  # a single process needs no shared memory
+    for size, status in ((doctor.LEAST_SHARED_MEMORY - 1, "note"), (doctor.LEAST_SHARED_MEMORY, "ok")):
+        monkeypatch.setattr(os, "statvfs", lambda path, size=size: SimpleNamespace(f_blocks=size, f_frsize=1))
+        assert next(row for row in doctor._machine("gpu", 2) if row.what == "/dev/shm").status == status
 
 
 @pytest.mark.parametrize("returncode", [0, 1])
@@ -133,6 +139,8 @@ def test_training_is_tested_with_the_kernels_of_the_machine(monkeypatch, device,
     for command in (step, launch):
         assert command[command.index("--device") + 1] == device
         assert set(command).issuperset(doctor.STEP_ON_A_GPU) == (device == "gpu")
+        report, folder = (Path(command[command.index(name) + 1]) for name in ("--report-file", "--output-dir"))
+        assert report.parent == folder and not folder.exists()  # a temporary folder
     assert ("--nproc_per_node" in launch) == (device == "cpu") and "paddle.distributed.launch" not in step
     statuses = ["ok", "note" if missing else "ok", "ok"] if returncode == 0 else ["no"] * 3
     assert [row.status for row in rows.values()] == statuses
