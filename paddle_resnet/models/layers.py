@@ -207,12 +207,12 @@ class SqueezeExcitation(nn.Layer):
 
 
 class SelfAttention(nn.Layer):
-    """Self-attention among channels: y = x + gamma * (x x^T / P) (W x), where x is the matrix [channels, P] of the P
-    pixels of an image. W is divided by its largest singular value: Miyato et al., arXiv:1802.05957. gamma is initially
-    0.
+    """Self-attention among channels: y = x + gamma * (x x^T / sqrt(P)) (W x), where x is the matrix [channels, P] of
+    the P pixels of an image. W is divided by its largest singular value: Miyato et al., arXiv:1802.05957. gamma is
+    initially 0.
 
-    This is fastai's SimpleSelfAttention with two changes. The division by P makes gamma independent of the image size
-    and prevents overflow in half precision. The singular value is recomputed in each step, so the layer has no state.
+    This is fastai's SimpleSelfAttention with two changes. The division by sqrt(P) prevents overflow in half precision.
+    The singular value is recomputed in each step, so the layer has no state.
 
     Args:
         channels: number of channels of the input and of the output.
@@ -236,15 +236,15 @@ class SelfAttention(nn.Layer):
         scaled = rows * scale
         # Compute (x x^T) (W x) as ((x x^T) W) x, which requires fewer multiplications.
         covariance = product(rows, scaled, trans_x=not self.is_nchw, trans_y=self.is_nchw)
-        attention = product(covariance, self._scaled_weight(scale))
+        attention = product(covariance, self._scaled_weight())
         y = product(attention, rows) if self.is_nchw else product(rows, attention, trans_y=True)
         return x + paddle.reshape(y, [0, *x.shape[1:]])
 
-    def _scaled_weight(self, scale):
-        """Return W * gamma * scale / (largest singular value of W)."""
+    def _scaled_weight(self):
+        """Return W * gamma / (largest singular value of W)."""
         # The parameters are read and the result is computed outside the name scope, so that mixed precision casts them
         # as usual.
-        weight, factor = paddle.reshape(self.weight, self.weight.shape[:2]), self.gamma * scale
+        weight, factor = paddle.reshape(self.weight, self.weight.shape[:2]), paddle.reshape(self.gamma, [1])
         with static.name_scope(FLOAT32_SCOPE):
             # The power (W^T W)^(4^SQUARINGS) is approximately proportional to the projection onto the singular vector
             # of the largest singular value. Its trace is normalized to the number of elements of W.

@@ -9,7 +9,7 @@ The variants are options of ResNet; models/__init__.py lists the options for eac
 - ResNeXt50_32x4d: 32 groups of 4 channels, Xie et al., arXiv:1611.05431.
 - XResNet50: fastai's xresnet50, a ResNet-D whose branches initially output zero. XSEResNeXt50_Mish_SA: fastai's
   xse_resnext50 with the options of its Imagenette leaderboard.
-- ..._Mish: Mish (Misra, arXiv:1908.08681) instead of ReLU, and shortcuts that downsample by max pooling with BlurPool.
+- ..._Mish: Mish (Misra, arXiv:1908.08681) instead of ReLU; max pooling with BlurPool in the stem and in the shortcuts.
   ..._SA: SelfAttention.
 """
 
@@ -152,7 +152,7 @@ class ResNet(nn.Layer):
         activation: function that maps a variable to a variable, or the name of such a function in paddle.nn.functional,
             for example "mish".
         shortcut_pool: a key of SHORTCUT_POOLS, or None. If set, shortcuts with stride 2 consist of this pooling and a
-            1x1 convolution with stride 1.
+            1x1 convolution with stride 1. "max-blur" also adds BlurPool to the max pooling of the stem.
         blur_pool: whether to replace stride 2 with stride 1 and BlurPool (Zhang, arXiv:1904.11486) in max pooling and
             in all convolutions outside the stem.
         se: whether each branch ends with squeeze-and-excitation.
@@ -178,6 +178,7 @@ class ResNet(nn.Layer):
         group_width=64,
         classifier_std=0.01,
         activation=F.relu,
+        shortcut_pool=None,
         blur_pool=False,
         self_attention=False,
         **options,
@@ -193,9 +194,10 @@ class ResNet(nn.Layer):
         self.pool = None
         if has_pool:
             max_pool = nn.MaxPool2D(3, stride=2, padding=1, data_format=data_format)
-            self.pool = _max_blur_pool(data_format) if blur_pool else max_pool
-        options |= {"activation": activation, "blur_pool": blur_pool, "data_format": data_format}
-        options |= {"groups": groups, "group_width": group_width}
+            is_blurred = blur_pool or shortcut_pool == "max-blur"
+            self.pool = _max_blur_pool(data_format) if is_blurred else max_pool
+        options |= {"activation": activation, "shortcut_pool": shortcut_pool, "blur_pool": blur_pool}
+        options |= {"groups": groups, "group_width": group_width, "data_format": data_format}
         self.stages = nn.Sequential()
         for stage, depth in enumerate(depths):
             for i in range(depth):

@@ -46,7 +46,8 @@ def first_projection():
 
 
 class SelfAttention(nn.Module):
-    """The formula of fastai's SimpleSelfAttention, with gamma divided by the number of pixels."""
+    """The formula of fastai's SimpleSelfAttention, with gamma divided by the square root of the number of
+    pixels."""
 
     def __init__(self, channels):
         super().__init__()
@@ -57,7 +58,7 @@ class SelfAttention(nn.Module):
         x = images.flatten(2)
         weight = self.weight / torch.linalg.matrix_norm(self.weight[:, :, 0], 2)
         y = torch.bmm(torch.bmm(x, x.transpose(1, 2)), nn.functional.conv1d(x, weight))
-        return (x + self.bias / x.shape[2] * y).reshape(images.shape)
+        return (x + self.bias / x.shape[2] ** 0.5 * y).reshape(images.shape)
 
 
 def xse_resnext():
@@ -70,6 +71,7 @@ def xse_resnext():
 
 def max_blur():
     net = ResNet(Bottleneck, (1, 2, 1, 1), **D)
+    net.maxpool = nn.Sequential(nn.MaxPool2d(3, 1, 1), EdgeBlur(64, 2))
     for stage in (net.layer2, net.layer3, net.layer4):
         downsample = stage[0].downsample
         downsample[0] = nn.Sequential(nn.MaxPool2d(3, 1, 1), EdgeBlur(downsample[1].in_channels, 2))
