@@ -173,9 +173,16 @@ def test_changed_or_moved_file_resumes(run_train, own_run, file, trained, tmp_pa
 def test_faults_in_file_are_reported(own_run, file, capsys, old, new, message):
     assert old in NETWORK_EXAMPLE
     file.write_text(NETWORK_EXAMPLE.replace(old, new))
-    for _ in range(2):  # a file that failed is executed again
-        assert own_run("--dry-run")[0] == 2
-        assert_one_error(capsys.readouterr().err, ["--model-arch-name net.py:Net: ", *message])
+    code, _ = own_run("--dry-run")
+    assert code == 2
+    assert_one_error(capsys.readouterr().err, ["--model-arch-name net.py:Net: ", *message])
+
+
+def test_file_that_failed_is_executed_again(file):
+    file.write_text(NETWORK_EXAMPLE.replace("class Net(", "raise SystemExit(3)\nclass Net("))
+    for _ in range(2):
+        with pytest.raises(UsageError, match="line 5: SystemExit: 3; correct net.py"):
+            user_file.load("net.py:Net")
 
 
 @pytest.mark.parametrize(
