@@ -207,6 +207,10 @@ def test_unreadable_or_unsuitable_file_is_an_error(small, tmp_path, capsys):
         damaged = tmp_path / f"resnet18-{claimed}.pth"
         damaged.write_bytes(b"damaged")
         assert f", but the file name contains {claimed}; download the file again" in error(capsys, damaged, *out)
+    path = tmp_path / "tf_mobilenetv3_large_100.pth"
+    path.write_bytes(b"")
+    message = error(capsys, path, "--output", tmp_path / "out", "--arch", "MobileNetV3_Large")
+    assert message.endswith("use the weights of a timm network without the prefix tf_")
     assert not (tmp_path / "out").exists()
 
 
