@@ -28,7 +28,7 @@ TOLERANCE = 0.1  # warn if the expected duration differs from the budget by more
 
 
 class Times(NamedTuple):
-    """Measured durations in seconds: training on one batch, one evaluation, and writing one checkpoint."""
+    """Measured durations, in seconds, of training on one batch, of one evaluation, and of writing one checkpoint."""
 
     batch_s: float
     evaluation_s: float
@@ -115,7 +115,7 @@ def epochs_within(args, seconds, batches, times):
         return duration_s(args, epochs, batches, times)
 
     most = min(MOST_EPOCHS, max(0, int(seconds / (batches * times.batch_s))) + 1)
-    # number of epochs that fit into the budget
+    # The number of epochs that fit into the budget.
     count = bisect.bisect_right(range(1, most + 1), seconds, key=predicted_s)
     nearest = range(max(1, count), min(most, count + 1) + 1)
     return min(nearest, key=lambda epochs: abs(predicted_s(epochs) - seconds))
@@ -126,7 +126,7 @@ def _measure_training(args, exe, training, seconds):
     if steps are slow."""
     count = args.accumulate_steps
     steps = cuda_graph.STEPS_BEFORE + 2 if training.compiled.captured else 1
-    warmup = max(steps * count, args.dali_prefetch + 1)  # skip prefetched batches, which would appear too fast
+    warmup = max(steps * count, args.dali_prefetch + 1)  # skip prefetched batches, whose steps would appear too fast
     loader = dali.build_dataloader(args, Mode.TRAIN)
 
     def measure(warmup, batches):

@@ -358,7 +358,8 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
             mean = types.Constant(np.float32(mean)) - _lighting(args.lighting, seeds[4])
     else:
         images = fn.decoders.image(encoded, output_type=types.RGB, **decoder)
-        # This computation matches serving/preprocessing.py. For a square crop, the shorter side becomes --resize-short.
+        # The following computation matches serving/preprocessing.py. For a square crop, the shorter side becomes
+        # --resize-short.
         covered = [int(args.resize_short * side / args.crop_size + 0.5) for side in args.image_shape[1:]]
         images = fn.resize(images, size=covered, mode="not_smaller", **resize)
         mirror = 0

@@ -208,7 +208,7 @@ def _check_no_curve(args, folder):
 
 def _with_rising_rate(search, training):
     """Return the training Work with the learning rates and the number of steps of the search. If --sizes or
-    --unfreeze-at divides the run into stages, the search consists of the first stage."""
+    --unfreeze-at divides the run into stages, the search uses only the first stage."""
     from paddle_resnet.optimizers.schedules import Schedule
 
     schedule, count = training.lr_scheduler, training.settings.accumulate_steps

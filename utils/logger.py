@@ -22,7 +22,7 @@ _path = _report = _lock = None
 _followers = []
 _quiet = False
 _only_warns = False
-_printed = None  # messages already printed inside without_repeats(), or None outside
+_printed = None  # messages already printed in the without_repeats() block, or None outside such a block
 _start_s = time.time()
 
 
@@ -84,8 +84,8 @@ def _writing(path):
 
 
 def _size_of_complete_lines(path):
-    """Return the size of a file up to the end of its last complete line. The last line may be incomplete because the
-    disk was full."""
+    """Return the size of a file up to the end of its last complete line. The last line can be incomplete, for example
+    because the disk was full."""
     return path.read_bytes().rfind(b"\n") + 1
 
 
@@ -138,7 +138,7 @@ def result_on_stdout():
             raise
         else:
             result.flush()
-        finally:  # restore direct output, because Python's logging may keep `result`
+        finally:  # restore direct output, because Python's logging may still use `result`
             result.write, result.flush = result._stream.write, result._stream.flush
 
 

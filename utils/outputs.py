@@ -114,7 +114,7 @@ def _version(path):
 
 def _identity(path):
     """Return a value that is equal for two paths to the same file. For a device such as /dev/null, each call returns a
-    different value, because several outputs may use the device."""
+    different value, so that several outputs can use the device."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):

@@ -152,7 +152,8 @@ def _settings(arch, classes, preprocessing):
 
 
 def _meta(arguments):
-    """Return the content of meta.json (see checkpoints/schema.py) for a checkpoint before the first step."""
+    """Return the content of meta.json (see checkpoints/schema.py) for a checkpoint of a run that has not trained
+    yet."""
     pairs = published.imagenet_classes() if arguments["num_of_class"] == IMAGENET_CLASSES else []
     name, keys, *rest = np.random.RandomState(0).get_state()
     return {

@@ -385,8 +385,8 @@ def below(root):
 
 def finished(root):
     """List the folders below ROOT that contain a checkpoint, sorted by epoch and step. The list includes damaged
-    checkpoints and checkpoints of other programs, but not folders that clean() removes or that contain only other
-    files."""
+    checkpoints and checkpoints of other programs, but neither folders that clean() removes nor folders without
+    checkpoint files."""
     return [folder for folder in below(root) if _holds_checkpoint(folder)]
 
 
@@ -407,7 +407,7 @@ def newest_first(root):
 
 
 def is_checkpoint(folder):
-    """Return whether a folder contains a checkpoint: a meta.json, valid or damaged, or parameters of a different
+    """Return whether a folder contains a checkpoint: a meta.json, valid or damaged, or parameters from a different
     program."""
     return os.path.lexists(Path(folder) / META) or is_foreign(folder)
 

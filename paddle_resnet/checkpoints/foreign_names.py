@@ -202,14 +202,14 @@ LAYOUTS = {
         Layout("fastai's XResNet", _XRESNET_OF_FASTAI),
     ),
     "mobilenet_v2": (Layout("torchvision, paddle.vision", _MOBILENET_V2), Layout("timm", _TIMM)),
-    # The weights of timm's efficientnet_lite networks (without the prefix tf_) have the same names, but they require
-    # different padding and are not supported.
+    # The weights of timm's efficientnet_lite networks (without the prefix tf_) have the same names as those of its
+    # tf_efficientnet_lite networks, but require different padding and are not supported.
     "efficientnet_lite": (
         Layout("efficientnet-lite-pytorch", _LITE, epsilon=1e-3),
         Layout("timm's tf_efficientnet_lite", _TIMM, epsilon=1e-3),
     ),
-    # The weights of timm's tf_mobilenetv3 networks have the same names, but they require different padding and are not
-    # supported.
+    # The weights of timm's tf_mobilenetv3 networks have the same names as those of its mobilenetv3 networks, but
+    # require different padding and are not supported.
     "mobilenet_v3": (
         Layout("torchvision", _MOBILENET_V3_OF_TORCHVISION, epsilon=1e-3),
         Layout("timm", _mobilenet_v3_of_timm(last=6)),

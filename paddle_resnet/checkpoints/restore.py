@@ -95,7 +95,8 @@ class StartCheckpoint:
 
 def find(args):
     """Find the checkpoint requested by --resume, or by --from-checkpoint with --last-epoch-of-checkpoint. If these
-    flags are not set and --from-pretrained-params is a run folder, set --from-pretrained-params to a checkpoint in it.
+    flags are not set and --from-pretrained-params is a run folder, set --from-pretrained-params to a checkpoint in this
+    folder.
 
     Rank 0 finds the checkpoint and verifies the checksums of all its files.
 
@@ -404,7 +405,7 @@ def recorded_flags(folder, meta, arch):
         validation.check_sizes(args)
         recorded = args.model_arch_name
         if user_file.split(recorded) is None:
-            args.resolve("Python", model_arch_name=registered_name(recorded))  # the run folder has this name
+            args.resolve("Python", model_arch_name=registered_name(recorded))  # the run folder has the registered name
     except UsageError as e:
         raise UsageError(f"{folder}: invalid arguments in {folders.META}: {e}") from e
     if user_file.split(recorded):

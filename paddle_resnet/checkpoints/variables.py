@@ -185,8 +185,8 @@ def start_lookahead(program, place):
 
 
 def averaged(program, params):
-    """Return the content of PREFIX.pdema: `params` from snapshot, with each weight replaced by its EMA. Return None if
-    the program has no EMA weights."""
+    """Return the content of PREFIX.pdema: the parameters `params` that snapshot() returned, with each weight replaced
+    by its EMA. Return None if the program has no EMA weights."""
     names = averages.of(program)
     return {**params, **{name: read(average) for name, average in names.items()}} if names else None
 

@@ -8,8 +8,8 @@ proves that it has the shared key by sending an HMAC of a random challenge.
 
 A client that reads the store, the process list or the network, or connects to the port, cannot impersonate a rank. But
 Paddle does not protect the store against writes, so a client can replace public keys in the store. A client that can
-alter packets can alter messages, because messages are neither encrypted nor signed. Such clients could end a job even
-without the monitors, so run jobs on a trusted network.
+alter packets can alter messages, because messages are neither encrypted nor signed. A client with this much access
+could end a job even if there were no monitors, so run jobs on a trusted network.
 """
 
 import asyncio

@@ -136,9 +136,9 @@ def from_rank_0(function):
 
 @contextlib.contextmanager
 def exit_barrier():
-    """At the end of the `with` block, wait until all processes of the job have completed the block or have been stopped
-    in it. Rank 0 leaves last, because the other ranks still use its store. If the block raises an error, the job
-    ends."""
+    """At the end of the `with` block, wait until each process of the job has completed the block or has left it because
+    of a stop signal. Rank 0 leaves last, because the other ranks still use its store. If the block raises an error, the
+    job ends."""
     try:
         yield
     except signals.Preempted:

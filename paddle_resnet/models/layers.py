@@ -13,7 +13,7 @@ FLOAT32_SCOPE = "float32"  # mixed precision computes operators in this name sco
 
 
 def dropout(x, rate, seed):
-    """Apply dropout: Srivastava et al., JMLR 15 (2014). Unlike paddle.nn.Dropout, this function does not use Paddle's
+    """Apply dropout (Srivastava et al., JMLR 15, 2014). Unlike paddle.nn.Dropout, this function does not use Paddle's
     random number generator.
 
     Args:
@@ -70,8 +70,8 @@ def truncated_normal(std):
 
 
 class FanOutNormal(Initializer):
-    """Initializes filters from a normal distribution with the variance 2 / fan-out: He et al., arXiv:1502.01852,
-    equation 14. As in TensorFlow's reference code for EfficientNet, the fan-out of a depthwise filter is its number of
+    """Initializes filters from a normal distribution with the variance 2 / fan-out (He et al., arXiv:1502.01852,
+    equation 14). As in TensorFlow's reference code for EfficientNet, the fan-out of a depthwise filter is its number of
     weights per channel."""
 
     def forward(self, var, block=None):
@@ -136,8 +136,8 @@ class ConvBN(nn.Layer):
 
 
 class DropPath(nn.Layer):
-    """Stochastic depth per image: Huang et al., arXiv:1603.09382. The input is the output of a residual block's branch,
-    [N, ...].
+    """Stochastic depth per image (Huang et al., arXiv:1603.09382). The input is the output of a residual block's
+    branch, [N, ...].
 
     --drop-path sets the attributes rate and seed. With probability `rate`, the values of an image are set to 0; the
     values of all other images are divided by 1 - rate. Without --drop-path, the layer returns its input.
@@ -160,8 +160,8 @@ class DropPath(nn.Layer):
 
 
 class BlurPool(nn.Layer):
-    """Blur with the filter [1, 2, 1] / 4 in both directions, then halve height and width, rounding up: Zhang,
-    arXiv:1904.11486. At the border, edge pixels are repeated. The filter is implemented as two 2x2 average pooling
+    """Blur with the filter [1, 2, 1] / 4 in both directions, then halve height and width, rounding up (Zhang,
+    arXiv:1904.11486). At the border, edge pixels are repeated. The filter is implemented as two 2x2 average pooling
     layers; the first excludes padding from its averages.
 
     Args:
@@ -178,7 +178,7 @@ class BlurPool(nn.Layer):
 
 
 class SqueezeExcitation(nn.Layer):
-    """Multiply each channel by a factor that is computed from the means of all channels: Hu et al., arXiv:1709.01507.
+    """Multiply each channel by a factor that is computed from the means of all channels (Hu et al., arXiv:1709.01507).
 
     Args:
         channels: number of channels of the input and of the output.
@@ -259,7 +259,7 @@ class SelfAttention(nn.Layer):
 
 class InvertedResidual(nn.Layer):
     """Inverted residual block: a 1x1 convolution that expands the channels, a depthwise convolution, and a 1x1
-    projection without activation. If the shape is unchanged, the input is added to the output: Sandler et al.,
+    projection without activation. If the shape is unchanged, the input is added to the output. See Sandler et al.,
     arXiv:1801.04381.
 
     Args:

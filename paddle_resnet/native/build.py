@@ -27,8 +27,8 @@ from utils import cache, files
 from utils.errors import UsageError
 
 SOURCES = Path(__file__).parent
-# The patterns add new files to the cache key automatically. NVRTC compiles the kernel files as one string, in this
-# order.
+# Because these are patterns, new files become part of the cache key automatically. NVRTC compiles the kernel files as
+# one string, in this order.
 OPERATOR_FILES = ("operators.cc", "**/*.h")
 KERNEL_FILES = ("common.h", "activations.h", "optimizers.h", "vector.cuh", "*.cu")
 NVRTC_NAMES = ("libnvrtc.so.12", "libnvrtc.so.11.2", "libnvrtc.so")

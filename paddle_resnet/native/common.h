@@ -6,7 +6,7 @@
 #include <cmath>
 #endif
 
-constexpr int kVectorBytes = 16;                           // bytes per load or store of a thread; x4 types use half
+constexpr int kVectorBytes = 16;                           // bytes per load or store of a thread; 8 for the x4 types
 constexpr int kMaxThreads = 512, kBlocksPerProcessor = 2;  // launch bounds of the BN and update kernels
 constexpr int kPoolThreads = 256;
 constexpr int kLossThreads = 256;  // a power of two
@@ -54,7 +54,8 @@ struct Averages {
 #define ON_BOTH
 #endif
 
-// Returns the random 32-bit word at index `at` in stream `key` of the Philox 4x32-10 generator: Salmon et al., SC 2011.
+// Returns the random 32-bit word at index `at` in stream `key` of the Philox 4x32-10 generator (Salmon et al., SC
+// 2011).
 ON_BOTH inline unsigned philox(unsigned key, unsigned at) {
   unsigned words[4] = {at / 4, 0, 0, 0}, keys[2] = {key, 0};
   for (int round = 0; round < 10; ++round) {
@@ -80,8 +81,8 @@ struct Dropout {
   }
 };
 
-// Returns the factor that unscales gradients and limits their norm to max_norm: Pascanu et al., arXiv:1211.5063,
-// algorithm 1. `norm` is the norm of the unscaled gradients. The factor is 0 if the step must be skipped. If the step
+// Returns the factor that unscales gradients and limits their norm to max_norm (Pascanu et al., arXiv:1211.5063,
+// algorithm 1). `norm` is the norm of the unscaled gradients. The factor is 0 if the step must be skipped. If the step
 // is not skipped and the norm is not finite, the factor is NaN.
 ON_BOTH inline float clipped(float norm, float unscale, float max_norm) {
   if (unscale == 0.f) return 0.f;

@@ -3,7 +3,7 @@
 // tests/native/test_native.py.
 //
 // A rule updates one element p of a float32 parameter or master weight: p -= rate * direction. Its members are floats
-// in the order of `attrs` in optimizers/table.py. It defines:
+// in the order of `attrs` in optimizers/table.py. A rule defines:
 //   kStates: number of tensors of optimizer state per parameter, in the order of `state` in optimizers/table.py.
 //   kVectors: number of these tensors that have the size of the parameter. The remaining tensors have one element.
 //   kSharesRest: whether all parameters share the remaining tensors, which the host then writes before each step.

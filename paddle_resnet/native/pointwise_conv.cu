@@ -1,6 +1,6 @@
 // Kernel for the filter gradient of a 1x1 convolution in half precision whose input or output has few channels. Tensors
-// are [rows, channels] = [N * H * W, C]. cuDNN may use only two blocks for this product of two tall matrices, because
-// it does not split the rows.
+// are [rows, channels] = [N * H * W, C]. cuDNN sometimes uses only two blocks for this product of two tall matrices,
+// because it does not split the rows.
 //
 // A block has (32, warps) threads. A grid has (groups of kWideChannels channels of the wider tensor, slabs of rows)
 // blocks. A warp multiplies chunks of 16 rows on the tensor cores. The fragment layout of PTX's mma.m16n8k16 does not

@@ -175,7 +175,8 @@ __device__ void norms(const Updates<Rule::kStates> &updates, Rule rule, const fl
   }
 }
 
-// Returns |p| / |direction| for tensor t, or 1 if a norm is 0. norms() has written the sums of `blocks` blocks.
+// Returns |p| / |direction| for tensor t, or 1 if a norm is 0. `partial` contains the sums that `blocks` blocks of
+// norms() have written.
 __device__ float trust_ratio(const float *partial, int t, int blocks) {
   float squares_p = 0, squares_u = 0;
   for (int i = threadIdx.x; i < blocks; i += kMaxThreads) {

@@ -17,7 +17,7 @@ from paddle_resnet.optimizers.sparsity import MASK
 from paddle_resnet.steps import scalars
 
 SUFFIX = ".ema"  # the name of an EMA variable is the name of its parameter with this suffix
-_SCOPE = "ema"  # name scope of the operators that add() inserts; Paddle adds a number if the scope is used again
+_SCOPE = "ema"  # name scope of the operators that add() inserts; Paddle adds a number if the name is used again
 
 
 def decay_at(step, limit):

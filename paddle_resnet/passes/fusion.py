@@ -169,7 +169,7 @@ def find_tail(graph, bn):
         return Tail([op], op.output("Out")[0], name, None)
     add = graph.only_reader(y, ["elementwise_add"])
     op, name = (add and _activation(graph, add.output("Out")[0])) or (None, "")
-    # If both summands come from a BN, the addition is fused with the BN of the first summand.
+    # If both summands are outputs of BN operators, the addition is fused with the BN of the first summand.
     if name in ADDED and add.input("X")[0] == y:
         addend, normalized = graph.variables(add, "Y")["Y"], graph.block.var(y)
         if addend.name != y and addend.shape == normalized.shape and addend.dtype == normalized.dtype:

@@ -15,7 +15,7 @@ from paddle_resnet.optimizers import table
 from paddle_resnet.steps import scalars
 
 SUFFIX = ".slow"  # the name of a slow weight is the name of its parameter with this suffix
-_SCOPE = "lookahead"  # name scope of the operators that add() inserts; Paddle adds a number if the scope is used again
+_SCOPE = "lookahead"  # name scope of the operators that add() inserts; Paddle adds a number if the name is used again
 
 
 def add(main_prog, startup_prog, lr_scheduler, frozen, interval, alpha):

@@ -156,7 +156,7 @@ def _add_bias(onnx, op, nodes, constants, read):
 
 def _limit_bias(bias, activation, weight, constants):
     """Increase the scales of filters that are nearly zero, so that engines can represent the bias as an int32 multiple
-    of (activation scale * weight scale). Such filters have no visible effect on the output.
+    of (activation scale * weight scale). Filters that are nearly zero have no noticeable effect on the output.
 
     Args:
         bias: float32 [channels].

@@ -88,8 +88,8 @@ def create_app(predict, worker, description, max_bytes, max_images, hosts=("*",)
         description: content of model.json.
         max_bytes: maximum size of a request body.
         max_images: maximum number of images per request.
-        hosts: host names that the Host header of a request may contain; "*" allows any name. This check prevents DNS
-            rebinding, in which the domain name of a website resolves to the address of this server; the header then
+        hosts: host names that the Host header of a request may contain; "*" allows any name. Checking the name prevents
+            DNS rebinding, in which the domain name of a website resolves to the address of this server; the header then
             contains the name of the website.
     """
     MultiPartParser.spool_max_size = max_bytes  # keep uploads in memory, because the disk may be full

@@ -25,7 +25,7 @@ class Stop(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The first epoch of a stage, its training steps per epoch, and its learning-rate factor."""
+    """A stage: its first epoch, its training steps per epoch, and its learning-rate factor."""
 
     first_epoch: int
     steps: int

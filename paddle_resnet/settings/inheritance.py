@@ -38,7 +38,7 @@ def follow(settings):
 
 
 def may_follow(name):
-    """Return whether a checkpoint, the data or the network may determine a flag if it is not explicit."""
+    """Return whether a checkpoint, the data or the network can determine the value of a flag that is not explicit."""
     return FLAGS[name].kind in EVALUATED or name == "model_prefix"
 
 

@@ -52,8 +52,8 @@ ON_HOST = {
     *("check_finite_and_unscale", "update_loss_scaling", "assign_value", "memcpy", "memcpy_d2h", "memcpy_h2d"),
     *("print", "py_func", "where_index", "unique", "masked_select", "while", "conditional_block"),
 }
-# Tolerance for comparing a captured step with an uncaptured step, relative to the largest change in the step.
-# Nondeterministic kernels sum in a varying order, so their rounding errors differ.
+# Tolerance for comparing a captured step with an uncaptured step, relative to the largest change that the step makes to
+# an element of the array. Nondeterministic kernels sum in a varying order, so their rounding errors differ.
 TOLERANCE = 0.02
 _numbers = itertools.count()
 _workspaces = []  # tensors that reserve memory used by captured steps; see _take_free_memory
@@ -242,8 +242,8 @@ def _is_deterministic(place):
 
 
 def _differing(actual, expected, before, tolerance):
-    """Return the names of the arrays whose values differ by more than `tolerance` times the largest change in the step,
-    or whose NaNs are at different indices."""
+    """Return the names of the arrays whose elements differ by more than `tolerance` times the largest change that the
+    step makes to an element of the array, or whose NaNs are at different indices."""
     names = []
     for name, array in expected.items():
         scale = np.abs(array.astype(np.float64) - before[name]).max(initial=0)

@@ -73,10 +73,10 @@ void bn_infer(A activation, const float *x, const float *z, int rows, int channe
   bn_apply(activation, x, z, rows, channels, a.data(), b.data(), y, nullptr);
 }
 
-// Computes the backward pass: Ioffe and Szegedy, arXiv:1502.03167, section 3. The gradient of the output is dy [+ dy2].
-// If `mask` is not null, the mask determines the gradient of the ReLU; otherwise, the input of the activation A is
-// recomputed as a x + b [+ z]. If `dz` is not null, the gradient with respect to the input of the activation is written
-// to `dz`. `dy2` and `z` may be null.
+// Computes the backward pass (Ioffe and Szegedy, arXiv:1502.03167, section 3). The gradient of the output is dy [+
+// dy2]. If `mask` is not null, the mask determines the gradient of the ReLU; otherwise, the input of the activation A
+// is recomputed as a x + b [+ z]. If `dz` is not null, the gradient with respect to the input of the activation is
+// written to `dz`. `dy2` and `z` may be null.
 template <class A>
 void bn_gradient(A, const float *x, const float *dy, const float *dy2, const uint8_t *mask, const float *z,
                  int rows, int channels, const float *coefficients, float *dz, float *dscale, float *dbias, float *dx) {
