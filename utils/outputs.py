@@ -165,6 +165,9 @@ def _probe(path, is_folder):
                 pass
         else:
             files.touch(path)
+            if path.is_file():  # a lock and an atomic write require another file in the same folder
+                with tempfile.TemporaryFile(dir=path.parent):
+                    pass
     finally:
         with contextlib.suppress(OSError):
             if is_new and is_folder:

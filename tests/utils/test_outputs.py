@@ -72,6 +72,8 @@ def test_valid_outputs_are_accepted_and_not_created(root, capsys):
         (["n" * 300], [], "cannot be written (File name too long)"),
         (["a\0b"], [], "--0 'a\\x00b': not a valid path (embedded null byte)"),
         (["pipe"], [], "--0 pipe: cannot be written (a pipe without a reader"),
+        # The file can be written, but no file can be created next to it.
+        (["/proc/self/comm"], [], "--0 /proc/self/comm: cannot be written (No such file or directory)"),
     ],
 )
 def test_harmful_outputs_are_rejected(root, monkeypatch, files, folders, message):
