@@ -13,8 +13,8 @@ from paddle_resnet.machine import libraries
 if sys.argv[:1] == ["-m"]:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 
-# Paddle reads its environment variables only at import, so they are set before any module of this package imports
-# Paddle.
+# Paddle reads its environment variables only when it is imported, so they are set before any module of this package
+# imports Paddle.
 # Paddle 3 builds PIR programs by default, which do not support Fleet's minimize or ASP. Select legacy programs.
 os.environ.setdefault("FLAGS_enable_pir_api", "0")
 os.environ.setdefault("GLOG_minloglevel", "2")

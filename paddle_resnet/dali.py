@@ -329,9 +329,9 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
         decoder = {"device": "cpu"}
     # For large batches, DALI 2.4's decoders parse the headers in several threads and ignore errors, so they crash on an
     # invalid header. `peek_image_shape` raises an error for an invalid header. The reshape makes the decoder's input
-    # depend on `peek_image_shape`, which therefore runs before the decoder. The reshape does not copy data. For a JPEG
-    # 2000 image, the reshape raises an error, because the decoder crashes if such an image is damaged. JPEG 2000 is the
-    # only format known to DALI whose second byte is 0 (container) or 0x4F (codestream).
+    # depend on `peek_image_shape`, which therefore runs before the decoder. The reshape does not copy data. The reshape
+    # deliberately fails for JPEG 2000 images, because the decoder crashes if an image in this format is damaged. JPEG
+    # 2000 is the only format known to DALI whose second byte is 0 (container) or 0x4F (codestream).
     header = fn.peek_image_shape(encoded)
     is_jpeg_2000 = fn.lookup_table(encoded[1], keys=[0, 0x4F], values=[1, 1], dtype=types.INT64)
     encoded = fn.reshape(encoded, shape=encoded.shape() + 0 * header[0] + is_jpeg_2000)

@@ -21,9 +21,9 @@ SIDE = 64  # width and height of a sample image in pixels
 def write_sample(output):
     """Write scikit-learn's 1,797 handwritten digits as JPEG files in class folders.
 
-    The images are those of the UCI "Optical Recognition of Handwritten Digits" test set, 8x8 with 17 gray levels,
-    enlarged to 64x64. Every fifth image goes to val/ (359 images), and the others go to train/ (1,438 images). The
-    folder is written atomically. If the folder is already complete, it is not changed.
+    The images are those of the test set of UCI's "Optical Recognition of Handwritten Digits" (8x8 pixels, 17 gray
+    levels), enlarged to 64x64 pixels. Every fifth image goes to val/ (359 images), and the others go to train/ (1,438
+    images). The folder is written atomically. If the folder is already complete, it is not changed.
 
     Args:
         output: folder to create, with train/0 ... train/9 and val/0 ... val/9.

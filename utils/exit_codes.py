@@ -75,8 +75,8 @@ def of(program, function, needs_stdout=True):
 
 
 def _report(program, message):
-    """Print an error message. In a job, the message begins with the rank, because Paddle's launcher shows only the log
-    of a failed rank, without its number."""
+    """Print an error message. In a job, the message begins with the rank, because Paddle's launcher shows the log of a
+    failed rank, but not the number of the rank."""
     rank, count = os.environ.get("PADDLE_TRAINER_ID", ""), os.environ.get("PADDLE_TRAINERS_NUM", "1")
     subject = f"rank {rank}: " if rank.isdecimal() and count != "1" else ""
     logger.write_line(f"{program}: error: {subject}{message}", sys.stderr)

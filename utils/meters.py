@@ -58,8 +58,8 @@ class AverageMeter:
         is_finite = np.isfinite(value)
         not_finite = int(np.count_nonzero(~is_finite)) * n // value.size
         value = value[is_finite]
-        # Round values to multiples of 2^-24, which is finer than float32 near 1. In float64, sums of such values are
-        # exact up to half a billion, so the sum does not depend on the order, the number of processes or the batch
+        # Round values to multiples of 2^-24, which is finer than float32 near 1. In float64, sums of the rounded values
+        # are exact up to half a billion, so the sum does not depend on the order, the number of processes or the batch
         # size.
         is_each = is_finite.size == n
         total = float(np.rint(value * 2.0**24).sum() / 2**24) if is_each else float(value.sum()) * n

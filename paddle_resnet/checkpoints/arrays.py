@@ -1,8 +1,8 @@
 """Read named arrays from untrusted files: pickles written by this project or by Paddle, and NumPy's .npz files.
 
 `pickle.load` calls any function that a file specifies. `read_pickle` instead interprets the opcodes itself and calls no
-function from the file. Its time and memory are proportional to the file size, because each opcode copies at most as
-many bytes as it occupies in the file.
+function from the file. The time and memory that `read_pickle` needs are proportional to the file size, because each
+opcode copies at most as many bytes as it occupies in the file.
 """
 
 import contextlib

@@ -417,7 +417,7 @@ def run_in(path, arch=None):
     PATH. If PATH is the link `latest` or `best`, return the checkpoint that it refers to.
 
     Args:
-        path: folder.
+        path: path of the folder.
         arch: value of --model-arch-name, or None if the network is unknown.
     Raises:
         UsageError: PATH contains runs of several networks.
@@ -443,7 +443,7 @@ def resolve(path, arch=None, log=logger.info):
     checkpoint, the newest checkpoint.
 
     Args:
-        path: folder.
+        path: path of the folder.
         arch: value of --model-arch-name, or None if the network is unknown.
         log: function that logs the choice.
     Raises:

@@ -2,11 +2,11 @@
 
 Paddle 2.6 opens its CUDA libraries when it first needs them, by names without a version (libcudnn.so). In the
 nvidia-*-cu11 packages, the file names include a version (libcudnn.so.8), and the folders are not on any search path.
-libphi.so opens the libraries, and the loader searches for them in this order: LD_LIBRARY_PATH, the folder from which
-libphi.so was loaded, the system's folders (ldconfig), /usr/local/cuda/lib64. Therefore, this module creates a folder of
-links to libphi.so and to the packages' libraries, and loads libphi.so from the folder of links before Paddle is
-imported. The user's setup takes precedence: if cuDNN and cuBLAS are on LD_LIBRARY_PATH or in the system's folders, the
-module does nothing. Paddle 3 and the CUDA 12 builds of Paddle find their packages without this module.
+libphi.so opens the libraries, and the dynamic linker searches for them in this order: LD_LIBRARY_PATH, the folder from
+which libphi.so was loaded, the system's folders (ldconfig), /usr/local/cuda/lib64. Therefore, this module creates a
+folder of links to libphi.so and to the packages' libraries, and loads libphi.so from the folder of links before Paddle
+is imported. The user's setup takes precedence: if cuDNN and cuBLAS are on LD_LIBRARY_PATH or in the system's folders,
+the module does nothing. Paddle 3 and the CUDA 12 builds of Paddle find their packages without this module.
 """
 
 import contextlib

@@ -1,7 +1,6 @@
-"""EfficientNet-Lite: EfficientNet (Tan and Le, "EfficientNet: Rethinking Model Scaling for Convolutional Neural
-Networks", arXiv:1905.11946) without squeeze-and-excitation, with ReLU6 instead of swish, and with a stem and a head
-that are not scaled (Renjie Liu, "Higher accuracy on vision models with EfficientNet-Lite", TensorFlow blog, March
-2020).
+"""EfficientNet-Lite: a variant of EfficientNet (Tan and Le, "EfficientNet: Rethinking Model Scaling for Convolutional
+Neural Networks", arXiv:1905.11946). It omits squeeze-and-excitation, replaces swish with ReLU6, and does not scale the
+stem and the head (Renjie Liu, "Higher accuracy on vision models with EfficientNet-Lite", TensorFlow blog, March 2020).
 
 Padding, initialization and batch normalization follow the authors' TensorFlow code. The authors train with dropout and
 drop connect; to use both, add --dropout 0.2 (Lite2: 0.3) and --drop-path 0.2.

@@ -1,7 +1,7 @@
 """Gradient accumulation (--accumulate-steps K). The accumulating program runs on the first K - 1 batches of a step. It
-adds their gradients to sums and does not update the parameters. The training program runs on the last batch, adds the
-sums to its gradients, and updates the parameters. The sums are float32, because small gradients would be lost in
-half-precision sums.
+adds the gradients of these batches to sums and does not update the parameters. The training program runs on the last
+batch, adds the sums to its gradients, and updates the parameters. The sums are float32, because small gradients would
+be lost in half-precision sums.
 
 Neither program contains conditional operators, so both can be captured as CUDA graphs. Gradients are all-reduced,
 checked, unscaled and clipped once per update.
@@ -23,7 +23,8 @@ OpRole = paddle.base.core.op_proto_and_checker_maker.OpRole
 
 def add_sums(main_prog, startup_prog, accumulate_steps):
     """Change a training program in place, so that it adds the sums to its gradients and resets the sums. The resulting
-    gradients are means over `accumulate_steps` batches. They are rounded to their data type before the all-reduce."""
+    gradients are means over `accumulate_steps` batches. The gradients are rounded to their data type before the
+    all-reduce."""
     if accumulate_steps == 1:
         return
     block = main_prog.global_block()

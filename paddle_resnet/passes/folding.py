@@ -72,7 +72,7 @@ def fuse_convolutions(program, exe):
     Paddle, in place. The fused operator reads and writes each activation only once, and its filters are already in
     cuDNN's layout.
 
-    Convolutions without ReLU, with groups, or in bfloat16 are not fused.
+    A convolution is not fused if no ReLU follows it, if it has groups, or if it is in bfloat16.
 
     Args:
         program: inference Program in NHWC for a GPU, after cast_evaluation_program, with its parameters in the scope.

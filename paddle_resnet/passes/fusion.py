@@ -45,7 +45,7 @@ Tail = namedtuple("Tail", "ops out activation addend")
 def fuse(program):
     """Replace operators in a program with custom operators, in place. Operators that the custom kernels do not support
     are not replaced. The kernels for BN, pooling and convolutions require the layout NHWC and a number of channels that
-    is a multiple of 4. They do not support gradients through BN with fixed statistics, pooling or depthwise
+    is a multiple of 4. These kernels do not support gradients through BN with fixed statistics, pooling or depthwise
     convolutions of images without a fixed size, or depthwise convolutions with kernels other than 3x3 and 5x5.
 
     Args:

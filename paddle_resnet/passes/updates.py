@@ -191,10 +191,10 @@ def keep_statistics_finite(program):
     """Change a program in place, so that the running statistics of a channel remain unchanged if the batch mean or
     variance of the channel is not finite.
 
-    Without the change, Paddle's batch_norm would make the running statistics of such a channel infinite or NaN for the
+    Without this change, Paddle's batch_norm would make the running statistics of the channel infinite or NaN for the
     rest of the run, even if the output is finite. Dynamic loss scaling does not skip updates of running statistics. The
-    added operators process all layers together. Custom kernels include the check, so programs with custom kernels do
-    not need this change.
+    added operators process all layers together. Custom kernels skip non-finite statistics themselves, so programs with
+    custom kernels do not need this change.
     """
     block = program.global_block()
     layers = [op for op in block.ops if "MeanOut" in op.output_names and not op.attr("is_test")]

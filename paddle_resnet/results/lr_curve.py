@@ -19,7 +19,7 @@ LIMIT_BYTES = 64 << 20
 WINDOW, LEAST_WINDOW = 0.05, 3
 DIVERGED = 4  # the search ends if the running mean of the loss exceeds its minimum by this factor
 SETTLING_STEPS = 10  # number of initial steps that determine the initial level of the loss
-CLEAR_FALL = 8  # a fall of the smoothed loss by fewer standard errors than this counts as noise
+CLEAR_FALL = 8  # if the smoothed loss falls by fewer standard errors than this, the fall is considered noise
 
 
 @dataclass

@@ -12,8 +12,8 @@ from paddle_resnet.program import compile_prog
 from paddle_resnet.serving import inference
 from utils.mode import Mode
 
-# Number of bits per weight for each engine. For onnxruntime, the number is 7, because x86 CPUs without VNNI
-# instructions add pairs of products in 16 bits, which can overflow with 8-bit weights.
+# Number of bits per weight for each engine. For onnxruntime, the number is 7, because x86 CPUs that lack VNNI
+# instructions add pairs of products in 16 bits, and these sums can overflow if the weights have 8 bits.
 WEIGHT_BITS = {"onnxruntime": 7, "tensorrt": 8}
 BATCH = 8
 BINS = 2048

@@ -256,7 +256,7 @@ def _onnx_model(data, path, device):
         raise UsageError(f"{path}: cannot be opened by onnxruntime ({reason}); export it again") from e
     description = _checked_description(text, path)
     if is_table(description.get("int8"), weight_bits=lambda bits: bits == 8):
-        # x64quantprecision prevents overflows with 8-bit weights on x86 CPUs without VNNI instructions.
+        # x64quantprecision prevents the overflows that 8-bit weights can cause on x86 CPUs that lack VNNI instructions.
         session = open_session(x64quantprecision="1")
     name = description["input"]["name"]
     precision = "int8" if "int8" in description else _precision(description)

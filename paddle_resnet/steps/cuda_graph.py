@@ -98,8 +98,8 @@ def _obstacle(op):
         return "draws random numbers from Paddle's generator"
     if op.type in ON_HOST:
         return "accesses host memory"
-    # In Paddle 2.6.2, replays of a graph with depthwise convolutions in NHWC fail with CUDA error 700. fusion.py
-    # replaces most of these convolutions.
+    # In Paddle 2.6.2, replaying a graph that contains depthwise convolutions in NHWC fails with CUDA error 700.
+    # fusion.py replaces most of these convolutions.
     if op.type.startswith("depthwise_conv2d") and op.attr("data_format") == "NHWC":
         return "in NHWC has no custom kernel for this size and fails during a replay"
     return None

@@ -64,7 +64,7 @@ def convert(
     Args:
         source: folder of a data set in any format (--image-root).
         output: folder to create, which can then be used as --image-root.
-        to: one of RECORD_FORMATS.
+        to: record format to write, one of RECORD_FORMATS.
         shards: number of training shards, by default one per IMAGES_PER_SHARD images. A validation shard contains as
             many images as a training shard.
         resize_short: maximum length of an image's shorter side in pixels. Larger images are shrunk and stored upright
@@ -175,8 +175,8 @@ def build_indexes(image_root):
     Returns:
         (number of index files created, number of index files that already existed).
     Raises:
-        UsageError: the folder contains no such record files, a file is damaged, or an index does not match its record
-            file.
+        UsageError: the folder contains no record files in these formats, a file is damaged, or an index does not match
+            its record file.
         OSError: an index cannot be written.
     """
     if not os.path.isdir(image_root):

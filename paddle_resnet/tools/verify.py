@@ -269,7 +269,7 @@ def _keep_quiet():
 
 
 def check(task):
-    """Decode one image.
+    """Check one image by decoding it.
 
     Args:
         task: (listing.Image, number of classes or None)

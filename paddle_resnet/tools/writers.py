@@ -99,7 +99,7 @@ def recordio_record(payload):
     Otherwise, a reader that scans for the magic number would detect the start of a record inside the payload.
 
     Args:
-        payload: fewer than 2**29 bytes.
+        payload: content of the record, fewer than 2**29 bytes.
     """
     magic = struct.pack("<I", records.RECORDIO_MAGIC)
     cuts, i = [], payload.find(magic)
