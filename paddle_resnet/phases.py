@@ -104,7 +104,7 @@ def _claim(args, checkpoint, folder):
     outputs.claim(
         report.outputs(args) | {"the trace of --profile-steps": trace.path(args.profile_steps, args.output_dir)},
         {"--output-dir": folder if is_saving else None, "--tensorboard-dir": args.tensorboard_dir},
-        inputs=[*input_files(args), ("the curve", folder / lr_curve.DATA)],  # --report-html shows the curve
+        inputs=[*input_files(args), ("the lr_find curve", folder / lr_curve.DATA)],  # shown by --report-html
         protected=[("the data set's", path) for path in listing.occupied(args.image_root)],
         run_folder=folder,
         announced=report.announced(args),

@@ -414,7 +414,7 @@ def test_outputs_of_training_do_not_replace_curve(run_train, tmp_path, capsys):
     curve_file(tmp_path / "output/Tiny" / lr_curve.DATA)
     for flag in ("--report-html", "--predictions"):
         assert run_train(flag, tmp_path / "output/Tiny" / lr_curve.DATA)[0] == 2
-        assert "the same file as the curve " in capsys.readouterr().err
+        assert "the same file as the lr_find curve " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

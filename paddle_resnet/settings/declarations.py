@@ -935,7 +935,7 @@ def _layers(text):
 def _below_one(text):
     value = numbers.ratio(text)
     if value == 1:
-        raise argparse.ArgumentTypeError(f"{text} is not below 1; use a number from 0 to below 1, such as 0.9")
+        raise argparse.ArgumentTypeError(f"{text} is not below 1; use a number of at least 0 and below 1, such as 0.9")
     if value > MAX_BELOW_ONE:
         raise argparse.ArgumentTypeError(f"{text} is too close to 1 for float32; use {MAX_BELOW_ONE} or less")
     return value

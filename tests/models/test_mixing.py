@@ -184,8 +184,8 @@ def test_random_numbers_depend_on_seed_step_layer_and_rank():
     [
         (["--mixup", "0.2", "--batch-size", "1"], "--mixup: requires at least two images per batch"),
         (["--mixup", "1.7e308"], "--mixup: 1.7e308"),
-        (["--drop-path", "1"], "--drop-path: 1 is not below 1; use a number from 0 to below 1"),
-        (["--dropout", "1"], "--dropout: 1 is not below 1; use a number from 0 to below 1"),
+        (["--drop-path", "1"], "--drop-path: 1 is not below 1; use a number of at least 0 and below 1"),
+        (["--dropout", "1"], "--dropout: 1 is not below 1; use a number of at least 0 and below 1"),
         (["--cutmix", "-1"], "--cutmix: -1 is negative"),
     ],
 )
