@@ -265,7 +265,7 @@ def test_sparse_weights_remain_sparse(parse, name):
             "--beta1 0.8: not used by --optimizer Momentum; remove it, or use --optimizer AdamW or RAdam or LAMB",
         ),
         ("--optimizer AdamW --momentum 0.9", "--momentum 0.9: not used by --optimizer AdamW; remove it, or use"),
-        ("--optimizer AdamW --beta2 1", "--beta2: 1 is not below 1; use a number of at least 0 and below 1, such as 0.9"),
+        ("--optimizer AdamW --beta2 1", "--beta2: 1 is not below 1; use a number of at least 0 and below 1, such as"),
         ("--optimizer LAMB --beta1 0.9999999999", "--beta1: 0.9999999999 is too close to 1 for float32; use 0.9999999"),
         ("--optimizer AdamW --opt-epsilon 1e-40", "--opt-epsilon: 1e-40 is too small for float32; use 1e-30 or more"),
         ("--optimizer RAdam --freeze stem", "--optimizer RAdam: its formula requires that all layers are trained"),
