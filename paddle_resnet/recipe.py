@@ -20,7 +20,7 @@ from utils import logger
 from utils.errors import UsageError
 from utils.mode import Mode
 
-PRETRAINED = "efficientnet-lite0"  # key of published.PACKAGED
+PRETRAINED = "efficientnet-lite0"  # a key of published.PACKAGED
 MANY_IMAGES = 20_000  # minimum number of training images for ImageNet's augmentation and image size
 FEW_IMAGES = 1_000  # below this number of training images, fine-tuning is regularized more strongly
 BATCHES_PER_EPOCH = 16

@@ -15,7 +15,7 @@ def bind_to_gpu(local_gpu):
         local_gpu: Paddle's index of the GPU, which is its position in CUDA_VISIBLE_DEVICES.
     """
     try:
-        import pynvml  # pynvml is not in the requirements for machines without a GPU
+        import pynvml  # imported here, because machines without a GPU do not need this package
     except ImportError:
         logger.warn(
             "--enable-cpu-affinity: the affinity is unchanged, because nvidia-ml-py is not installed; install it"

@@ -69,7 +69,7 @@ def phase(name):
     global _phase, _since_s, _metrics, _due_s
     _phase, _since_s, _metrics, _due_s = name, monotonic(), None, 0.0
     if _live is not None:
-        with contextlib.suppress(OSError):  # the terminal has been closed
+        with contextlib.suppress(OSError):  # raised if the terminal has been closed
             _live.refresh()  # refresh now, because the new phase may hold the GIL for seconds
 
 

@@ -36,7 +36,7 @@ from utils.files import finite, fsync, open_regular, written
 
 META = "meta.json"
 FORMAT = 2
-META_LIMIT = 16 << 20  # in bytes; with 1,000 classes and 1,000 processes, meta.json takes 2 MB
+META_LIMIT = 16 << 20  # maximum size of meta.json in bytes; with 1,000 classes and 1,000 processes, it has 2 MB
 NVIDIAS_PREFIX = "resnet_50_paddle"
 MARKERS = ("latest", "best")
 _NAME = re.compile(r"(\d+)(?:_(\d+))?")

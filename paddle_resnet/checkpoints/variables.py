@@ -23,7 +23,7 @@ from paddle_resnet.steps import scalars
 from utils import logger
 from utils.errors import UsageError
 
-LOSS_SCALE = "loss_scaling_0"  # Paddle's variable name
+LOSS_SCALE = "loss_scaling_0"  # Paddle's name for the variable that contains the loss scale
 MASTER = "_fp32_master_0"  # suffix of the float32 master copy of a float16 parameter
 AVERAGED = ".pdema"  # suffix of the file with the EMA weights (--ema)
 

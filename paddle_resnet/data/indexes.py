@@ -351,7 +351,7 @@ def _tar_header(f, position):
 def _numbers(texts, limit):
     """Parse strings of decimal digits as int64 [n]. Raise ValueError if a string contains other characters or a number
     exceeds `limit`."""
-    if not all(map(bytes.isdigit, texts)) or len(max(texts, key=len, default=b"")) > 18:  # 19 digits may overflow
+    if not all(map(bytes.isdigit, texts)) or len(max(texts, key=len, default=b"")) > 18:  # 19 digits can overflow int64
         raise ValueError
     numbers = np.array(texts, dtype=np.int64)
     if limit is not None and (numbers > limit).any():

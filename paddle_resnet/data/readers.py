@@ -347,7 +347,7 @@ def _decimal(text):
     count = fn.reductions.sum(is_digit, axes=[0], keep_dims=True)
     blanks = fn.reductions.sum(is_blank, axes=[0], keep_dims=True)
     weights = types.Constant(np.array([10**i for i in reversed(range(places))], dtype=np.int32), device="cpu")
-    weights = fn.slice(weights, places - count, length, axes=[0], out_of_bounds_policy="pad")  # zeros after the digits
+    weights = fn.slice(weights, places - count, length, axes=[0], out_of_bounds_policy="pad")  # pad with zero weights
     digits = (fn.cast(text, dtype=types.INT64) - ord("0")) * is_digit
     number = fn.reductions.sum(digits * weights, axes=[0], keep_dims=True)
     in_front = fn.reductions.sum(is_digit * fn.cast(weights > 0, dtype=types.INT64), axes=[0], keep_dims=True)

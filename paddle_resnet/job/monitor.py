@@ -144,7 +144,7 @@ class Monitor:
             else:
                 self._decide(None, 0, message)  # {"failed": cause, "code": exit code} or {"bye": True}
         self._is_rank_gone = True
-        self._decide(None, 0)  # the closed connection informs the coordinator
+        self._decide(None, 0)  # the coordinator detects the closed connection
 
     def _has_rank_ended(self):
         # The connection may stay open after the rank has exited, because processes that the rank has forked share it.

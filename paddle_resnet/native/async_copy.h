@@ -81,7 +81,7 @@ class AsyncCopies {
     static const auto copy = driver<int (*)(void *, uintptr_t, size_t, CUstream_st *)>("cuMemcpyDtoHAsync_v2");
     static const auto record = driver<int (*)(void *, CUstream_st *)>("cuEventRecord");
     if (slot.event == nullptr) {
-      constexpr unsigned kBlockingSync = 1, kDisableTiming = 2;  // the host sleeps instead of polling
+      constexpr unsigned kBlockingSync = 1, kDisableTiming = 2;  // event flags; the host sleeps instead of polling
       check(driver<int (*)(void **)>("cuCtxGetCurrent")(&context_), "cuCtxGetCurrent");
       check(driver<int (*)(void **, unsigned)>("cuEventCreate")(&slot.event, kBlockingSync | kDisableTiming),
             "cuEventCreate");

@@ -55,7 +55,7 @@ def rectify(main_prog, lr_scheduler):
             op.desc.set_input(name, [power.name])
             op.desc.set_output(f"{name}Out", [power.name])
     for op in ops:
-        op.desc._set_bool_attr("use_global_beta_pow", True)  # then the operator does not update the powers
+        op.desc._set_bool_attr("use_global_beta_pow", True)  # so that the operator does not update the powers
 
 
 def clip_gradients(main_prog, maximum):

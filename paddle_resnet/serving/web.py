@@ -197,7 +197,7 @@ async def _receive_uploads(request, max_bytes, max_images):
                 raise HTTPException(400, f"{texts[0]}: text instead of a file; send image files, {EXAMPLE}")
             uploads = [Upload(file.filename, await file.read()) for _, file in fields]
     except HTTPException as e:
-        if e.detail.startswith("Too many files"):  # message of Starlette
+        if e.detail.startswith("Too many files"):  # Starlette's message
             message = f"POST /predict: more than {max_images} images; send fewer, or start the server with a larger "
             raise HTTPException(413, f"{message}--serve-max-images") from e
         raise

@@ -165,7 +165,7 @@ def locked(output):
             yield
     finally:
         if is_new:
-            with contextlib.suppress(OSError):  # the folder contains files
+            with contextlib.suppress(OSError):  # raised if the folder contains files
                 os.rmdir(output)
 
 

@@ -22,7 +22,7 @@ from utils import logger
 from utils.errors import UsageError, printable
 from utils.mode import Mode
 
-VERSIONS = 3  # augmented versions of each image in a preview
+VERSIONS = 3  # number of augmented versions of each image in a preview
 
 
 def preview(root, output, images, arguments):
