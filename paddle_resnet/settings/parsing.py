@@ -44,7 +44,7 @@ def parse(arguments):
     Raises:
         UsageError: flags are unknown or values are invalid. The message has one line per problem.
     """
-    if invalid := [argument for argument in arguments if "\0" in argument]:  # YAML and JSON files can contain null bytes
+    if invalid := [argument for argument in arguments if "\0" in argument]:  # YAML and JSON text can contain null bytes
         raise UsageError(*(f"{argument}: contains a null byte; remove it" for argument in invalid))
     unset = object()
     args, unknown = PARSER.parse_known_args(arguments, argparse.Namespace(**dict.fromkeys(DEFAULTS, unset)))
