@@ -279,6 +279,8 @@ def test_rates_of_several_processes_are_multiplied(shard):
     training = SimpleNamespace(lr_scheduler=schedule, settings=settings, _replace=lambda **values: values)
     assert lr_find._with_rising_rate(search, training)["settings"]["benchmark_steps"] == 2 * STEPS
     assert schedule.last_lr == pytest.approx(8e-6)
+    schedule.step(STEPS - 1)
+    assert schedule.last_lr == pytest.approx(80)
 
 
 @pytest.mark.soak

@@ -215,6 +215,16 @@ def test_delete_of_link_keeps_target(tmp_path):
     assert names(folder) == kept
 
 
+def test_deletion_removes_links_to_folders_and_keeps_their_targets(tmp_path):
+    """A user may move the files of a checkpoint and replace them by links."""
+    folder = write_checkpoint(tmp_path, "1")
+    (folder / "a.pdopt").unlink()
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "a.pdopt").symlink_to(tmp_path / "elsewhere")
+    folders.delete(folder)
+    assert names(tmp_path) == ["elsewhere"]
+
+
 def test_deletion_keeps_files_of_other_programs(tmp_path, capsys):
     for name in ("1", "2", "3"):
         write_checkpoint(tmp_path, name)

@@ -11,6 +11,12 @@ from utils.errors import DataError
 from utils.mode import Mode
 
 
+def test_stream_without_descriptor(tmp_path):
+    assert bad_images._descriptor(io.StringIO()) is None
+    with open(tmp_path / "x", "w") as file:
+        assert bad_images._descriptor(file) == file.fileno()
+
+
 @pytest.mark.usefixtures("convert_here")
 @pytest.mark.parametrize("bytes_left", [0, 20, 500])
 @pytest.mark.parametrize(

@@ -93,6 +93,9 @@ def test_page_is_complete_and_self_contained(trained):
     assert rows[2:] == [
         [row["class"], row["images"], *(row[n][:6] for n in ("precision", "recall", "f1"))] for row in classes
     ]
+    chart = text.partition("<svg")[2].partition("<svg")[2].partition("</svg>")[0]  # of top1
+    best = reading.read(trained / "report.json").best()[0]
+    assert centers(chart, "mark") == [centers(chart, "dot val")[best]]
     assert html_page.tags.count("svg") == 5  # charts of loss, top1, images/s and lr, and the confusion matrix
 
 

@@ -82,7 +82,8 @@ def test_character_without_font_is_escaped(tmp_path, monkeypatch):
 def test_file_name_selects_format(photos, tmp_path):
     assert dataset.main(["info", str(photos), "--output", str(tmp_path / "x.PNG")]) == 0
     for ending in ("pdf", "svg"):
-        drawing.save(pyplot.figure(figsize=(1, 1)), tmp_path / f"x.{ending}")
+        drawing.save(figure := pyplot.figure(figsize=(1, 1)), tmp_path / f"x.{ending}")
+        assert not pyplot.fignum_exists(figure.number)
     for ending, start in {"PNG": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xml"}.items():
         assert (tmp_path / f"x.{ending}").read_bytes().startswith(start)
 
@@ -113,4 +114,5 @@ def test_full_disk_is_an_error_in_every_format(tmp_path, suffix):
     path = tmp_path / f"x{suffix}"
     path.symlink_to("/dev/full")
     with pytest.raises(UsageError, match=f"--output {path}: cannot be written \\(No space left on device\\); choose a"):
-        drawing.save(pyplot.figure(figsize=(1, 1)), path)
+        drawing.save(figure := pyplot.figure(figsize=(1, 1)), path)
+    assert not pyplot.fignum_exists(figure.number)
