@@ -97,7 +97,7 @@ def _images(description, paths, batch_size, device, threads, read):
                 yield from _alone(description, path, problem, device, threads, read, error)
             ahead.clear()
         else:
-            yield from ((files_read, None) for files_read in ahead)  # only files without a valid image remain
+            yield from ((files_read, None) for files_read in ahead)  # only files without a decodable image remain
             return
 
 
@@ -251,7 +251,8 @@ def top(probabilities, classes):
     """Return [(label, class name, probability)] of the TOP most probable classes, in descending order. Classes with
     equal probabilities are in label order."""
     keys, k = -probabilities, min(TOP, len(probabilities))
-    # Sorting only the classes that are not below the k-th largest probability is four times as fast for 1,000 classes.
+    # For 1,000 classes, sorting only those whose probability is at least the k-th largest is four times as fast as
+    # sorting all classes.
     candidates = np.flatnonzero(~(keys > np.partition(keys, k - 1)[k - 1]))
     labels = candidates[np.argsort(keys[candidates], kind="stable")[:k]].tolist()
     return [(i, classes[i] if i < len(classes) else str(i), float(probabilities[i])) for i in labels]

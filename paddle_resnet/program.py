@@ -42,7 +42,7 @@ from utils.signals import Preempted
 # Attributes of BuildStrategy that enable fused operators for training on a GPU. Not every Paddle version has all of
 # these attributes.
 FUSED_OPERATORS = ("fuse_bn_act_ops", "fuse_bn_add_act_ops", "fuse_elewise_add_act_ops", "enable_addto")
-# Operators that run with oneDNN on a CPU.
+# Operators that use oneDNN on a CPU.
 ONEDNN = ("conv2d", "conv2d_grad", "depthwise_conv2d", "depthwise_conv2d_grad")
 _started_with = None  # settings passed to the last call of start_fleet()
 
@@ -405,7 +405,7 @@ def _is_broadcast_addition(program, op):
     return y.shape != x.shape and (len(y.shape) == len(x.shape) or 1 in y.shape)
 
 
-@functools.cache  # warn only once, although both the training and the evaluation program contain the layers
+@functools.cache  # warn only once, although both the training and the evaluation program contain these layers
 def _warn_of_depthwise(kernels, paddle_layers):
     if not paddle_layers:
         return

@@ -309,7 +309,7 @@ def _load_parameters(options, program, state, label, place, skipped=()):
     elif not is_sparse:
         if not options.prunes:
             raise UsageError(f"{label}: has dense weights, but --asp requires pruned weights; add --prune-model")
-        # With --prune-model, a program may load dense weights, because they are pruned afterwards.
+        # With --prune-model, a program can load dense weights, because they are pruned afterwards.
         parameters = {name: shape for name, shape in parameters.items() if not name.endswith(MASK)}
     elif dense := [name for name in parameters if name.endswith(MASK) and name not in state]:
         # Checkpoints of older versions have no mask for the first layer, which those versions did not prune.

@@ -31,9 +31,9 @@ struct Position {
   __device__ size_t load_at(int tile, int step, int rows) const { return at(min(row(tile, step), rows - 1)); }
 };
 
-// Adds `count` vectors of `sums` floats, which are `stride` vectors apart, and stores the result in shared memory. The
-// threads form n groups. Each group adds every n-th vector, and each thread computes four of the sums. Finally, one
-// thread per sum adds the results of all groups.
+// Adds `count` vectors, which have `sums` floats each and are `stride` vectors apart, and stores the result in shared
+// memory. The threads form n groups. Each group adds every n-th vector, and each thread computes four of the sums.
+// Finally, one thread per sum adds the results of all groups.
 __device__ void add_vectors(const float *vectors, int count, int stride, int sums, float *shared) {
   const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
   const int fours = sums / 4, groups = max(1, threads / fours);

@@ -21,8 +21,8 @@ namespace {
 // Limits of a BN launch: channel vectors per block, and channel groups per grid.
 constexpr int kMaxLanes = 32, kMaxChannelGroups = 4096;
 
-// paddle::Tensor::stream() const. The function is declared by its mangled name, because Paddle's headers declare it
-// only if the CUDA headers are available. The symbol is weak, because the CPU build of Paddle does not contain it.
+// The function paddle::Tensor::stream() const, declared by its mangled name, because Paddle's headers declare it only
+// if the CUDA headers are available. The symbol is weak, because the CPU build of Paddle does not contain it.
 struct CUstream_st;
 extern "C" CUstream_st *tensor_stream(const Tensor *) __asm__("_ZNK6paddle6Tensor6streamEv") __attribute__((weak));
 

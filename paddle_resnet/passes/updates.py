@@ -40,8 +40,8 @@ def radam_powers(step, beta1, beta2, epsilon):
 
 
 def rectify(main_prog, lr_scheduler):
-    """Change a training program in place from AdamW to RAdam. All parameters share two powers of the betas, which the
-    host writes before each step. The step count includes the steps that loss scaling skips.
+    """Change a training program in place from AdamW to RAdam. All parameters share the powers of the two betas, which
+    the host writes before each step. The step count includes the steps that loss scaling skips.
 
     Args:
         main_prog: the current Program, after minimize.

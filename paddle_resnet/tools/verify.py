@@ -100,7 +100,7 @@ def verify(root, num_of_class=None, allow_outside=False, run_scope=RunScope.TRAI
         try:
             data_format, classes, images = listing.images(root, mode, allow_outside=allow_outside)
         except UsageError as e:
-            # Check the images despite the error. For example, the error may be a broken link or a class that exists
+            # Check the images despite the error, whose cause can be, for example, a broken link or a class that exists
             # only in val.
             report.errors += [str(e)] if str(e) not in report.errors else []
             data_format, classes, images = "folder", None, _images_of_folders(root, mode)
