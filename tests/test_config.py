@@ -464,7 +464,7 @@ def test_conflicting_flags_are_errors(flags, expected):
         *("--patience 1", "--run-scope train_only --report-html f", "--predictions f", "--tensorboard-dir d"),
         *("--tta flip --run-scope eval_only --benchmark", "--budget-minutes 5 --freeze stem"),
         *("--from-pretrained-params d --pretrained-mismatch skip-classifier", "--resume --from-checkpoint d"),
-        "--from-checkpoint d --last-epoch-of-checkpoint 0",
+        *("--from-checkpoint d --last-epoch-of-checkpoint 0", "--mixup 1e6 --cutmix 1e6"),
     ],
 )
 def test_valid_combinations_and_limits_are_accepted(flags):

@@ -193,12 +193,13 @@ def test_class_only_in_val_is_rejected(make, tmp_path):
     assert f"--image-root {tmp_path}: val/b has no train/b" in message
 
 
-def test_skip_list_omits_images_and_keeps_labels(make, tmp_path):
+def test_skip_list_omits_images_and_keeps_labels(make, tmp_path, capsys):
     root = make("train/a/0.jpg", "train/b/0.jpg", "train/b/1.jpg", "val/a/0.jpg", "val/b/0.jpg")
     (tmp_path / "skip.txt").write_text("train/a/0.jpg\n\n./train/b/1.jpg\nval/a/0.jpg\n")
     skip = listing.read_skip_list(tmp_path / "skip.txt", root)
-    assert contents(open_folder(root, Mode.TRAIN, 10, 0, skip)) == [("train/b/0.jpg", 1)]
-    assert contents(open_folder(root, Mode.EVAL, 10, 0, skip)) == [("val/b/0.jpg", 1)]
+    for mode in Mode:
+        assert contents(open_folder(root, mode, 10, 0, skip)) == [(f"{mode.value}/b/0.jpg", 1)]
+        assert f"{mode.value} has no images for 1 of 2 classes (a)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("entry", ["train/a/1.jpg", "train/a", "0.jpg"])

@@ -15,7 +15,7 @@ from paddle_resnet.models import layers, mixing
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import fusion
-from paddle_resnet.steps import random_numbers
+from paddle_resnet.steps import random_numbers, scalars
 
 KERNELS = [["--kernels", "paddle"], [*NHWC, "--kernels", "native"]]
 
@@ -179,11 +179,21 @@ def test_random_numbers_depend_on_seed_step_layer_and_rank():
     assert len(np.unique(drawn)) == 1000 * len(neighbors)
 
 
+def test_only_seeds_of_paddle_dropout_are_on_the_host():
+    with static.program_guard(main := static.Program(), static.Program()):
+        seed = scalars.declare("seed", lambda: 1, dtype="int32")
+        layers.dropout(static.data("x", [2]), 0.5, seed)
+        other = scalars.declare("other", lambda: 1)
+    places = scalars.Writer(main, "device")._places
+    assert isinstance(places.pop(seed.name), paddle.CPUPlace) and places == {other.name: "device"}
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--mixup", "0.2", "--batch-size", "1"], "--mixup: requires at least two images per batch"),
         (["--mixup", "1.7e308"], "--mixup: 1.7e308"),
+        (["--cutmix", "1000001"], "--cutmix: 1000001 is too large; use a number up to 1e6"),
         (["--drop-path", "1"], "--drop-path: 1 is not below 1; use a number of at least 0 and below 1"),
         (["--dropout", "1"], "--dropout: 1 is not below 1; use a number of at least 0 and below 1"),
         (["--cutmix", "-1"], "--cutmix: -1 is negative"),

@@ -7,7 +7,7 @@ from PIL import Image
 
 from conftest import ROOT
 from paddle_resnet import dali
-from paddle_resnet.serving import preprocessing
+from paddle_resnet.serving import inference, preprocessing
 from utils.mode import Mode
 
 ORIENTATION = 0x112  # EXIF tag of the orientation
@@ -121,3 +121,17 @@ def test_module_imports_only_pil_and_numpy():
     names = {alias.name for node in top_level if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in top_level if isinstance(node, ast.ImportFrom)}
     assert names - sys.stdlib_module_names == {"numpy", "PIL"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "uint8"])
+def test_loader_flags_follow_description(dtype):
+    shape, layout = ([None, 32, 48, 3], "NHWC") if dtype == "uint8" else ([None, 3, 32, 48], "NCHW")
+    normalization = {"scale": 0.5, "mean": [1, 2, 3], "std": [4, 5, 6]}
+    recorded = {"resize_short": 36, "center_crop": [32, 48], "interp": "cubic", **normalization}
+    description = {"preprocessing": recorded, "input": {"dtype": dtype, "layout": layout, "shape": shape}}
+    args = inference.loader_args(description, 7, threads=3)
+    assert (args.image_shape, args.crop_size, args.resize_short, args.interp) == ([3, 32, 48], 32, 36, "cubic")
+    assert (args.batch_size, args.dali_num_threads, args.device, args.data_layout) == (7, 3, "cpu", layout)
+    assert args.dali_output_fp16 == (dtype == "float16")
+    expected = (1, [0] * 3, [1] * 3) if dtype == "uint8" else tuple(normalization.values())
+    assert (args.normalize_scale, args.normalize_mean, args.normalize_std) == expected

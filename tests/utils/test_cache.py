@@ -36,6 +36,15 @@ def test_created_cache_is_writable_only_by_owner(home):
     assert cache.folder() == home
 
 
+@pytest.mark.parametrize("value", [None, ""])
+def test_default_cache_is_in_home_folder(monkeypatch, tmp_path, value):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if value is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+    assert cache.folder() == tmp_path / ".cache/paddle_resnet"
+
+
 @pytest.mark.parametrize("fault", ["another user's", "group", "others", "a link to another user's"])
 def test_cache_writable_by_others_is_not_used(home, monkeypatch, tmp_path, capsys, fault):
     place = home

@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import socket
@@ -85,6 +86,15 @@ def test_report_line_has_keys_of_dllogger(report):
     assert first["type"] == "LOG"
     assert datetime.fromisoformat(first["datetime"]).timestamp() == pytest.approx(float(first["timestamp"]), abs=1e-3)
     assert 0 <= float(first["elapsedtime"]) <= float(second["elapsedtime"])
+
+
+@pytest.mark.parametrize("kind", [logger.Expendable, logger._Result])
+def test_wrapped_stream_behaves_like_the_stream(kind):
+    stream = io.StringIO()
+    wrapped = kind(stream)
+    assert wrapped.write("four") == 4
+    wrapped.flush()
+    assert wrapped.getvalue() == "four" and not wrapped.isatty()
 
 
 def test_parameters_are_reported_but_not_printed(tmp_path, capsys):
