@@ -460,7 +460,7 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         not_finite: number of images whose loss is NaN or infinite, if there are any.
         images, steps, epoch_time (seconds), ips (images/s). If a run resumes within an epoch, steps and times cover
         only the rest of the epoch.
-        data_time (wait for the loader), compute_time, batch_time: mean seconds per step.
+        data_time (waiting for the loader), compute_time, batch_time: mean seconds per step.
         loss_scale: current loss scale, only with dynamic loss scaling.
         With --benchmark, all metrics cover only the measured steps, and there are additional metrics:
         latency_{mean,p50,p90,p95,p99}_ms: time between the dispatches of consecutive steps. On a GPU, the time from the

@@ -336,8 +336,8 @@ def resolve_network(args):
 
 def inherit_flags(args, checkpoint):
     """Set the flags that are not explicit to their values in the meta.json of the initial checkpoint. Log the inherited
-    flags, and the explicit flags that differ. The kind of a flag in settings/declarations.py determines whether the run
-    inherits it.
+    flags, and the explicit flags that differ from the recorded values. The kind of a flag in settings/declarations.py
+    determines whether the run inherits it.
 
     Args:
         args: flags.

@@ -37,7 +37,7 @@ def check_version(version=paddle.__version__):
 
 
 def leave_pir():
-    """Switch Paddle 3 to legacy programs after it has been imported, like Paddle's OldIrGuard."""
+    """Switch Paddle 3 to legacy programs after Paddle has been imported, as Paddle's OldIrGuard does."""
     if IS_PADDLE_3 and paddle.get_flags(_PIR)[_PIR]:
         from paddle import pir_utils
 

@@ -1,4 +1,4 @@
-"""GhostNet: Han et al., "GhostNet: More Features from Cheap Operations", arXiv:1911.11907, at width 1.0.
+"""GhostNet at width 1.0: Han et al., "GhostNet: More Features from Cheap Operations", arXiv:1911.11907.
 
 Initialization follows the authors' code, which uses PyTorch's defaults, except that biases are initially 0. The authors
 train with dropout before the classifier; to use dropout, add --dropout 0.2.

@@ -1,4 +1,4 @@
-"""MobileNetV3: Howard et al., "Searching for MobileNetV3", arXiv:1905.02244, at width 1.0.
+"""MobileNetV3 at width 1.0: Howard et al., "Searching for MobileNetV3", arXiv:1905.02244.
 
 Initialization follows the authors' code (TF-slim); the momentum of batch normalization follows section 6.1.1. Padding
 is symmetric, as in torchvision. The authors train with dropout before the classifier; to use dropout, add --dropout

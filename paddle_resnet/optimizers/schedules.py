@@ -130,7 +130,7 @@ class Schedule(paddle.optimizer.lr.LRScheduler):
 
 
 def build_lr_scheduler(args, timeline):
-    """Build the schedule that --lr-scheduler selects, with a linear warm-up.
+    """Build the schedule that --lr-scheduler selects, including the linear warm-up.
 
     --lr and --min-lr are multiplied by the number of processes and --accumulate-steps (Goyal et al., arXiv:1706.02677).
 

@@ -102,7 +102,7 @@ class Graph:
         self.replaced = []
 
     def variables(self, op, *names):
-        """Return {name: variable} for inputs or outputs of an operator."""
+        """Return {name: variable} for the named inputs or outputs of an operator."""
         inputs = set(op.input_names)
         return {name: self.block.var((op.input if name in inputs else op.output)(name)[0]) for name in names}
 

@@ -1,5 +1,5 @@
 """Run an inference network in batches of a few fixed sizes. As in evaluation, steps use custom kernels. On a GPU, one
-step per size is captured."""
+step per size is captured as a CUDA graph."""
 
 import ctypes
 import math

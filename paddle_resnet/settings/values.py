@@ -91,8 +91,8 @@ class Settings:
         return copy
 
     def copy(self, **values):
-        """Return a copy that is not frozen. In the copy, `values` replace the values of the given flags, and all other
-        flags keep their values and origins."""
+        """Return a copy that is not frozen. The copy has the new `values`, and all other flags keep their values and
+        origins."""
         copy = Settings(vars(self), self._origins)
         if values:
             copy.set("Python", **values)
