@@ -471,7 +471,7 @@ def _erase(images, probability, shape, mean, seed):
     """Fill a random rectangle of an image with the mean color, rounded to 8 bits, so that its pixels are almost 0 after
     normalization. The ranges of area (2% to a third of the image) and aspect ratio (0.3 to 1/0.3, uniform on a
     logarithmic scale) are timm's defaults. A rectangle that would exceed the height or width of the image is shortened.
-    (Zhong et al., "Random Erasing Data Augmentation", arXiv:1708.04896)
+    See Zhong et al., "Random Erasing Data Augmentation", arXiv:1708.04896.
     """
     height, width = shape
     random = fn.random.uniform(range=[0, 1], shape=[5], seed=seed)

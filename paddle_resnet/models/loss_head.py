@@ -194,8 +194,8 @@ def _first_class(logits, order):
 
 
 def _op(op_type, inputs, dtype=None, stop_gradient=True, **attrs):
-    """Append an operator that has one output, and return this output. Many functions of Paddle 3 cannot be used
-    instead, because they reject legacy variables."""
+    """Append an operator that has one output, and return this output. Many functions of Paddle 3 cannot replace this
+    function, because they reject legacy variables."""
     block = static.default_main_program().global_block()
     name = unique_name.generate(f"{SCOPE}.{op_type}")
     out = block.create_var(name=name, dtype=dtype or inputs["X"].dtype, stop_gradient=stop_gradient)

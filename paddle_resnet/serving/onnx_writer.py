@@ -206,8 +206,8 @@ def _untranslatable(op, attribute=None):
 
 
 def _pads(op):
-    """Convert paddings from Paddle's order (height, width, or top, bottom, left, right) to ONNX's (top, left, bottom,
-    right)."""
+    """Convert paddings from Paddle's order, [height, width] or [top, bottom, left, right], to ONNX's order, [top, left,
+    bottom, right]."""
     pads = op.attr("paddings")
     return pads * 2 if len(pads) == 2 else [pads[0], pads[2], pads[1], pads[3]]
 

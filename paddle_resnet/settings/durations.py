@@ -1,5 +1,5 @@
 """Compute the length of a run, and the steps after which the run evaluates and saves. --iter-unit determines the unit
-of all flags for durations."""
+of all flags that specify durations."""
 
 import math
 from typing import NamedTuple

@@ -401,7 +401,8 @@ def _prepare(image):
 
 
 def _in_rgb(picture):
-    """Convert an image to RGB like DALI, which scales 16-bit values to 8 bits. Pillow would clip the values at 255."""
+    """Convert an image to RGB as DALI does, with 16-bit values scaled to 8 bits. Pillow would clip the values at
+    255."""
     from PIL import Image
 
     if picture.mode.startswith("I") or picture.mode == "F":
