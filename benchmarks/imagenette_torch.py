@@ -6,11 +6,11 @@ configs/imagenette_128px_5epochs.yaml.
     python benchmarks/imagenette_torch.py --image-root DIR --epochs 5 --arch xse_resnext50 --sa --batch-size 32 \
         --weight-decay 1e-4 --crop square --float32
 
-DIR contains train/CLASS/*.jpg and val/CLASS/*.jpg. The settings are those of fastai's train_imagenette.py on its
-leaderboard (https://github.com/fastai/imagenette): Mish, max pooling followed by a blur, RAdam with lookahead, weight
-decay 0.01, learning rate 8e-3 with a cosine in the last quarter of the steps, label smoothing 0.1, batch size 64, and
-AMP in float16 on a GPU. The second command trains the network of the leaderboard instead of XResNet50. The third
-command uses the settings of the leaderboard's best result for 128 px and 5 epochs.
+DIR contains train/CLASS/*.jpg and val/CLASS/*.jpg. The settings are those that fastai's train_imagenette.py used for
+the results on the Imagenette leaderboard (https://github.com/fastai/imagenette): Mish, max pooling followed by a blur,
+RAdam with lookahead, weight decay 0.01, learning rate 8e-3 with a cosine in the last quarter of the steps, label
+smoothing 0.1, batch size 64, and AMP in float16 on a GPU. The second command trains the network of the leaderboard
+instead of XResNet50. The third command uses the settings of the leaderboard's best result for 128 px and 5 epochs.
 
 Three details differ from fastai, and the first two save time:
 - All images are decoded once, at the start, and kept in GPU memory. The GPU crops and resizes each batch with the

@@ -111,7 +111,8 @@ def test_losses_are_those_of_training_with_same_rates(find, run_train, monkeypat
     np.testing.assert_allclose(curve.lr, rates(high=1)[: len(curve.lr)], rtol=1e-12)
     assert len(curve.lr) == STEPS and not curve.ended_early and curve.factor == count
     monkeypatch.setitem(schedules.SCHEDULES, "Cosine", (lambda span, step: count * curve.lr[step], ()))
-    epochs = 1 if more else 4  # with accumulation, only the finder uses the third batch of each epoch
+    # With accumulation, training drops the third batch of each epoch, but the finder uses it.
+    epochs = 1 if more else 4
     code, report = run_train("--epochs", epochs, "--print-interval", 1, "--run-scope", "train_only", *more)
     assert code == 0
     trained = [loss for key, loss in losses(report).items() if key[1] != "train"]

@@ -82,7 +82,7 @@ def test_losses_are_bit_identical_when_repeated(parse):
 
 
 def gradients(args, batch):
-    """Run one step and return the change of every parameter, which is proportional to the gradient."""
+    """Run one step and return the decrease of each parameter, which is proportional to its gradient."""
     compiled, exe, _, _, main = build(args)
     before = {p.name: variable(p.name) for p in main.all_parameters() if p.trainable}
     exe.run(compiled, {"data": batch[0], "label": batch[1]})

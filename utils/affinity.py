@@ -8,8 +8,8 @@ from utils import logger
 def bind_to_gpu(local_gpu):
     """Remove the CPU cores outside the GPU's NUMA node from the CPU affinity of this process.
 
-    If NVML or the operating system does not report these cores, the affinity remains unchanged and a warning states
-    why. The affinity affects only speed.
+    If NVML or the operating system does not report the cores of that node, the affinity remains unchanged and a warning
+    states why. The affinity affects only speed.
 
     Args:
         local_gpu: Paddle's index of the GPU, which is its position in CUDA_VISIBLE_DEVICES.

@@ -42,7 +42,7 @@ MARKERS = ("latest", "best")
 _NAME = re.compile(r"(\d+)(?:_(\d+))?")
 _LOCK, _PARTIAL, _REPLACED, _UNFINISHED = ".lock", ".partial", ".replaced", ".unfinished"
 # Names of checkpoint files. The pattern is used if neither meta.json nor .unfinished lists the files of a checkpoint,
-# because the checkpoint is damaged or from an older version.
+# which happens if the checkpoint is damaged or was written by an older version.
 _USUAL_FILES = re.compile(rf"{re.escape(META)}|bn_rank\d+\.npz|.*\.(pdparams|pdopt|pdema)")
 
 

@@ -241,7 +241,8 @@ def _position(folder, meta, iter_unit):
     """Return the fields of StartCheckpoint for a checkpoint, including the position at which training continues.
 
     Raises:
-        UsageError: the checkpoint is from another program, and its position cannot be derived from the folder's name.
+        UsageError: the checkpoint was not written by this project, and its position cannot be derived from the folder's
+            name.
     """
     if meta is None:
         if iter_unit == "batch":

@@ -70,7 +70,8 @@ def start(seed, device, data_layout, kernels, needs_serial_run):
     build_strategy = strategy.build_strategy
     build_strategy.enable_inplace = False  # the Executor applies this pass later, to the compiled program
     if kernels == "native" or device == "cpu":
-        # Fleet must not fuse operators before fusion.py does. Fleet's fused operator also has no CPU kernel.
+        # With custom kernels, Fleet must not fuse operators before fusion.py does. On a CPU, Fleet must not fuse them,
+        # because its fused operator has no CPU kernel.
         build_strategy.fuse_bn_add_act_ops = False
     strategy.build_strategy = build_strategy
     fleet.init(is_collective=True, strategy=strategy)

@@ -80,7 +80,7 @@ def from_dict(values):
 
 
 def changed(values):
-    """Return those flags in the result of Settings.as_dict that differ from their defaults."""
+    """Return the flags in `values`, a result of Settings.as_dict, whose values differ from their defaults."""
     defaults = settings({}, {}).as_dict()
     return {name: value for name, value in values.items() if value != defaults.get(name)}
 

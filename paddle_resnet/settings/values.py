@@ -85,7 +85,7 @@ class Settings:
         return self._run
 
     def stage(self):
-        """Return a copy of the settings for one stage of the run."""
+        """Return a copy of the run's settings for use in one stage of the run."""
         copy = self.copy()
         object.__setattr__(copy, "_run", self)
         return copy

@@ -255,8 +255,8 @@ def _differing(actual, expected, before, tolerance):
 def _take_free_memory(place):
     """Return tensors that occupy all free memory of Paddle's regular pool.
 
-    During a capture, Paddle allocates cuDNN's workspaces in this pool instead of the graph's memory, and frees them
-    afterwards. Replays write to these workspaces, so no other tensor may use this memory.
+    During a capture, Paddle allocates cuDNN's workspaces in this pool instead of in the graph's memory, and frees
+    them afterwards. Replays write to these workspaces, so no other tensor may use this memory.
     """
     taken, grown = [], []
     # Start with tensors of 1 MiB, so that the pool grows only slightly, and end with 256 bytes, the size of the

@@ -96,8 +96,12 @@ def test_measurements_of_several_nodes_are_rejected(capsys):
 
 def test_documented_table_matches_script_output(capsys):
     model.main([])
-    printed = capsys.readouterr().out.strip()
-    assert printed in (ROOT / "docs/scaling.md").read_text()
+    fitted, table = capsys.readouterr().out.strip().split("\n\n")
+    text = (ROOT / "docs/scaling.md").read_text()
+    assert table in text
+    step, jitter = fitted.removeprefix("One-GPU step: ").split(" ms")[0], fitted.split()[-2]
+    assert f"one-GPU step ({step} ms)" in text
+    assert f"standard deviation: {jitter} ms" in text
 
 
 def test_flags_change_the_prediction(capsys):

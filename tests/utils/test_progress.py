@@ -62,7 +62,8 @@ def test_terminal_shows_phases_and_steps_and_report_is_unchanged(photos, run_tra
     assert re.fullmatch(r"loss [\d.]+  top1 [\d.]+  [\d,]+ images/s  lr [\d.e-]+", metrics), metrics
     assert re.fullmatch(r"  waiting for data \d+%", more), more
     assert "GPU memory" not in text
-    # Each epoch has one line above the progress line. Step metrics appear only in the report.
+    # Each epoch has one line above the progress line. Steps have no lines of their own; their metrics are in
+    # the progress line and in the report.
     lines = re.split(r"[\r\n]+", text)
     assert len([line for line in lines if line.startswith("epoch 0 train  loss ") and "epoch_time" in line]) == 1
     assert not any(line.startswith("epoch 0 step ") for line in lines)
