@@ -210,6 +210,22 @@ def test_names_of_other_projects_are_recognized(case):
     assert not {*NAMES[case].values()} & {*missing.removeprefix("missing: ").split(", ")}
 
 
+def test_weights_of_efficientnet_lite_are_not_scaled():
+    """efficientnet-lite-pytorch uses the same BN epsilon as this project."""
+    parameters = own("EfficientNet_Lite0")
+    bn = {"expand": "_bn0", "depthwise": "_bn1", "project": "_bn2"}
+    renames = {"stem.conv": "_conv_stem", "stem.bn": "_bn0", "head.conv": "_conv_head", "head.bn": "_bn1"}
+    renames |= {"classifier": "_fc", "blocks": "_blocks"}
+    renames |= {f"{part}.conv": f"_{part}_conv" for part in bn} | {f"{part}.bn": name for part, name in bn.items()}
+    state = {}
+    for name, parameter in parameters.items():
+        for old, new in renames.items():
+            name = name.replace(old, new)
+        state[name] = np.full(parameter.shape, 0.5, np.float32)
+    params, _ = foreign_names.convert("efficientnet_lite", state, parameters)
+    assert all((array == 0.5).all() for array in params.values())
+
+
 def blocks_of(case):
     """Return one tensor per block, with the tensor names of the project in the test case."""
     depths = {"ResN": (3, 4, 6, 3), "Mobi": (1, 2, 3, 4, 3, 3, 1), "Effi": (1, 2, 2, 3, 3, 4, 1)}[case[:4]]

@@ -68,6 +68,15 @@ def test_synthetic_loader_resumes_at_its_position(parse, monkeypatch):
     assert (resumed.step, len(list(resumed))) == (1, 1)
 
 
+@pytest.mark.parametrize(("step", "problem"), [(0, r"the epoch ends \d+ images early"), (4, "the epoch is too long")])
+def test_loader_state_with_wrong_step_is_an_error(parse, photos, step, problem):
+    args = parse("--image-root", photos, "--batch-size", "5")
+    loader = dali.build_dataloader(args, Mode.TRAIN)
+    next(loader)
+    with pytest.raises(dali.StateError, match=problem):
+        list(dali.build_dataloader(args, Mode.TRAIN, loader.state() | {"step": step}))
+
+
 def test_images_of_classes_are_counted_without_invalid_labels():
     loader = ShardIterator.__new__(ShardIterator)
     loader.classes = ["a", "b", "c", "d"]

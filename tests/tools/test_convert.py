@@ -47,14 +47,19 @@ def test_conversion_keeps_bytes_labels_and_class_names(photos, converted, to):
 
 @pytest.mark.parametrize("to", convert.RECORD_FORMATS)
 @pytest.mark.parametrize("source", convert.RECORD_FORMATS)
-def test_record_files_can_be_converted(converted, tmp_path, source, to):
+def test_record_files_can_be_converted(converted, tmp_path, monkeypatch, source, to):
+    monkeypatch.setattr(convert, "BLOCK", 4)  # more blocks than are queued at once
     assert convert.convert(converted[source], tmp_path / "x", to, workers=1) == {"train": 30, "val": 23}
     assert contents(tmp_path / "x") == contents(converted[source])
     assert (tmp_path / "x" / "classes.txt").read_text() == "class0\nclass1\nclass2\n"
 
 
 def test_conversion_of_file_list_writes_no_class_names(converted, tmp_path):
+    partial = files.partial_path(tmp_path / "x" / "convert.json")  # left by a conversion that was killed at its start
+    partial.parent.mkdir()
+    partial.touch()
     convert.convert(converted["filelist"], tmp_path / "x", "tfrecord", workers=1)
+    assert not partial.exists()
     assert not (tmp_path / "x" / "classes.txt").exists()
     assert contents(tmp_path / "x") == contents(converted["filelist"])
 
