@@ -72,7 +72,7 @@ def _run(args, argv):
         elif training is None:
             _evaluate_only(args, argv, exe, checkpoint, evaluation)
         elif args.benchmark:
-            _benchmark_training(args, argv, exe, checkpoint, training)
+            _benchmark_training(args, argv, exe, training)
         else:
             _run_epochs(args, argv, exe, checkpoint, training, evaluation)
 
@@ -85,8 +85,8 @@ def _evaluate_only(args, argv, exe, checkpoint, evaluation):
     report.conclude(args, argv, _evaluate(args, exe, evaluation, durations.Stop(epoch)), Mode.EVAL)
 
 
-def _benchmark_training(args, argv, exe, checkpoint, training):
-    logger.begin(args.as_entry(), append=report.resumes(args, checkpoint))
+def _benchmark_training(args, argv, exe, training):
+    logger.begin(args.as_entry())
     report.conclude(args, argv, _train(exe, training, durations.Stop(0)), Mode.TRAIN)
 
 
