@@ -105,6 +105,9 @@ def test_low_memory_disk_and_ulimits_are_notes(examine, facts, monkeypatch):
     rows = examine()
     assert {what for what, row in rows.items() if row.status == "note"} >= {"memory", "disk", "ulimits"}
     assert rows["ulimits"].remedy == "ulimit -n 4096"
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    unlimited = next(row for row in doctor._machine("cpu", 0) if row.what == "ulimits")
+    assert (unlimited.status, unlimited.remedy) == ("ok", "")
 
 
 def test_missing_shared_memory_is_ok_for_one_process(examine, facts, monkeypatch):

@@ -14,7 +14,7 @@ from paddle import static
 from conftest import NHWC, TINY, losses, read_report, strict_json
 from paddle_resnet import lr_find
 from paddle_resnet.checkpoints import folders
-from paddle_resnet.job import processes
+from paddle_resnet.job import exchange, processes
 from paddle_resnet.native import build as native
 from paddle_resnet.optimizers import schedules
 from paddle_resnet.results import comparison, lr_curve, page
@@ -282,6 +282,17 @@ def test_rates_of_several_processes_are_multiplied(shard):
     assert schedule.last_lr == pytest.approx(8e-6)
     schedule.step(STEPS - 1)
     assert schedule.last_lr == pytest.approx(80)
+
+
+def test_search_uses_range_of_rank_0(find, monkeypatch):
+    real = exchange.from_rank_0
+
+    def from_rank_0(function):
+        own = real(function)
+        return [1e-5, 1.0, STEPS + 2] if own == [1e-6, 10.0, STEPS] else own
+
+    monkeypatch.setattr(exchange, "from_rank_0", from_rank_0)
+    np.testing.assert_allclose(find()[1].lr, rates(1e-5, 1.0, STEPS + 2))
 
 
 @pytest.mark.soak
