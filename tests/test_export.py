@@ -20,6 +20,7 @@ from conftest import NHWC, ROOT, assert_sparse, assert_two_of_four, phase
 from helpers import predict
 from paddle_resnet import dali, export, models
 from paddle_resnet import predict as predict_command
+from paddle_resnet.checkpoints import restore
 from paddle_resnet.passes import quantization
 from paddle_resnet.serving import calibration, inference, networks, onnx_writer, preprocessing
 from paddle_resnet.serving.model import Model
@@ -204,6 +205,21 @@ def test_calibration_images_are_not_augmented(checkpoint, photos):
     differences = abs(images[:, None] - expected).mean(axis=(2, 3, 4))  # images are in random order
     assert sorted(differences.argmin(axis=1)) == list(range(30))
     assert differences.min(axis=1).max() < 0.02
+
+
+def test_network_does_not_depend_on_execution_flags_of_training(checkpoint, monkeypatch):
+    recorded, images = restore.recorded_flags, np.random.rand(2, 3, 32, 32).astype("float32")
+
+    def of_gpu(*arguments):
+        flags = recorded(*arguments)
+        flags.set("test", amp=True, kernels="native", data_layout="NHWC", dali_output_fp16=True)
+        return flags
+
+    expected = networks.load_checkpoint(checkpoint)
+    monkeypatch.setattr(restore, "recorded_flags", of_gpu)
+    network = networks.load_checkpoint(checkpoint)
+    assert network.description == expected.description
+    np.testing.assert_array_equal(network.model().run(images), expected.model().run(images))
 
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "tensorrt"])

@@ -44,6 +44,14 @@ def test_activations_of_small_network(tmp_path):
     assert size["multiply_adds"] == 16 * 16 * 16 * 9 * 3 + 8 * 8 * 32 * 9 * 16 + 32 * 10
 
 
+def test_size_of_self_attention():
+    """The multiply-adds do not include the singular value of the weight, which is computed once per step."""
+    attention, none = (__main__.size(arch, 64) for arch in ("XResNet50_Mish_SA", "XResNet50_Mish"))
+    channels, pixels = 256, 16 * 16
+    assert attention["parameters"] - none["parameters"] == channels**2 + 1
+    assert attention["multiply_adds"] - none["multiply_adds"] == 2 * channels**2 * pixels + channels**3
+
+
 def test_table_lists_networks_with_sizes(capsys, tmp_path, monkeypatch):
     path = tmp_path / "net.py"
     path.write_text(NETWORK_EXAMPLE)
