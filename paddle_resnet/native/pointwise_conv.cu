@@ -14,22 +14,30 @@
 __device__ __forceinline__ unsigned lower_halves(unsigned a, unsigned b) { return (a & 0xffffu) | (b << 16); }
 __device__ __forceinline__ unsigned upper_halves(unsigned a, unsigned b) { return (a >> 16) | (b & 0xffff0000u); }
 
-// The part of a chunk that one thread loads. Elements beyond the last row or channel are 0.
+// The part of a chunk that one thread loads. Elements beyond the last row or channel are 0. The data type T determines
+// the vectors of the wider tensor.
+template <class T>
 struct Chunk {
+  static constexpr int kWords = T::kLanes / 2;
   unsigned wide[4][4], narrow[4][2];  // two channels per element
 
-  __device__ __forceinline__ void load(const uint4 *wide_from, const uint2 *narrow_from, int first_row, int rows,
+  __device__ __forceinline__ void load(const Vector<T> *wide_from, const uint2 *narrow_from, int first_row, int rows,
                                        int wide_vectors, int narrow_vectors, int wide_at, int narrow_at) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = first_row + i;
-      uint4 w = {0, 0, 0, 0};
       uint2 n = {0, 0};
-      if (row < rows && wide_at < wide_vectors) w = wide_from[static_cast<size_t>(row) * wide_vectors + wide_at];
       if (row < rows && narrow_at < narrow_vectors)
         n = narrow_from[static_cast<size_t>(row) * narrow_vectors + narrow_at];
-      wide[i][0] = w.x, wide[i][1] = w.y, wide[i][2] = w.z, wide[i][3] = w.w;
       narrow[i][0] = n.x, narrow[i][1] = n.y;
+#pragma unroll
+      for (int word = 0; word < 4; word += kWords) {
+        const int at = (wide_at * 4 + word) / kWords;
+        Vector<T> w = {};
+        if (row < rows && at < wide_vectors) w = wide_from[static_cast<size_t>(row) * wide_vectors + at];
+        wide[i][word] = w.x, wide[i][word + 1] = w.y;
+        if constexpr (kWords == 4) wide[i][2] = w.z, wide[i][3] = w.w;
+      }
     }
   }
 };
@@ -37,7 +45,7 @@ struct Chunk {
 // Adds the product of a chunk to `sums`. sums[i][n] is the fragment for channels 8 group + 2 i + {0, 1} of the wider
 // tensor and channels 4 column + n of the narrower tensor.
 template <class T>
-__device__ __forceinline__ void add_product(const Chunk &chunk, float (&sums)[4][4][4]) {
+__device__ __forceinline__ void add_product(const Chunk<T> &chunk, float (&sums)[4][4][4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const unsigned a[4] = {lower_halves(chunk.wide[0][i], chunk.wide[1][i]),
@@ -58,7 +66,7 @@ __device__ __forceinline__ void add_product(const Chunk &chunk, float (&sums)[4]
 // Writes the sums of each slab to `partial` [slabs, wide * narrow]. The sum for a pair of channels has the index (wide
 // channel * wide_stride + narrow channel * narrow_stride). `wide` and `narrow` are the numbers of channels.
 template <class T>
-__device__ void pointwise_filter_gradient(const uint4 *wide_from, const uint2 *narrow_from, int rows, int wide,
+__device__ void pointwise_filter_gradient(const Vector<T> *wide_from, const uint2 *narrow_from, int rows, int wide,
                                           int narrow, int wide_stride, int narrow_stride, float *partial) {
   constexpr int kUnroll = 2;  // chunks that a warp loads before it multiplies them
   __shared__ float total[kWideChannels * kNarrowChannels];
@@ -68,12 +76,12 @@ __device__ void pointwise_filter_gradient(const uint4 *wide_from, const uint2 *n
   const int begin = min(static_cast<int>(blockIdx.y) * size, chunks), end = min(begin + size, chunks);
   float sums[4][4][4] = {};
   for (int first = begin; first < end; first += kUnroll * warps) {  // all warps have the same number of iterations
-    Chunk loaded[kUnroll];
+    Chunk<T> loaded[kUnroll];
 #pragma unroll
     for (int step = 0; step < kUnroll; ++step) {
       const int chunk = first + step * warps + threadIdx.y;
       const int available = chunk < end ? rows : 0;
-      loaded[step].load(wide_from, narrow_from, chunk * kChunkRows + 4 * quad, available, wide / 8, narrow / 4,
+      loaded[step].load(wide_from, narrow_from, chunk * kChunkRows + 4 * quad, available, wide / T::kLanes, narrow / 4,
                         wide_at, group);
     }
 #pragma unroll
@@ -106,10 +114,12 @@ __device__ void pointwise_filter_gradient(const uint4 *wide_from, const uint2 *n
 
 #define POINTWISE_IN_TYPE(T) \
   extern "C" __global__ void __launch_bounds__(kPointwiseThreads, kBlocksPerProcessor) \
-      pointwise_filter_gradient_##T(const uint4 *wide_from, const uint2 *narrow_from, int rows, int wide, int narrow, \
-                                    int wide_stride, int narrow_stride, float *partial) { \
+      pointwise_filter_gradient_##T(const Vector<T> *wide_from, const uint2 *narrow_from, int rows, int wide, \
+                                    int narrow, int wide_stride, int narrow_stride, float *partial) { \
     pointwise_filter_gradient<T>(wide_from, narrow_from, rows, wide, narrow, wide_stride, narrow_stride, partial); \
   }
 
 POINTWISE_IN_TYPE(f16)
 POINTWISE_IN_TYPE(bf16)
+POINTWISE_IN_TYPE(f16x4)
+POINTWISE_IN_TYPE(bf16x4)

@@ -29,9 +29,10 @@ std::vector<Tensor> PointwiseFilterGradient(const Tensor &x, const Tensor &dy, c
   if (x.is_gpu()) {
     const bool widens = out >= in;
     int wide = widens ? out : in, narrow = widens ? in : out;
-    if (narrow > kNarrowChannels || narrow % 4 != 0 || wide % 8 != 0 || x.dtype() == DataType::FLOAT32)
+    if (narrow > kNarrowChannels || narrow % 4 != 0 || x.dtype() == DataType::FLOAT32)
       PD_THROW("custom 1x1 convolution: requires half precision, a multiple of 4 channels up to ", kNarrowChannels,
-               " on one side and a multiple of 8 on the other");
+               " on one side and a multiple of 4 on the other");
+    const Shape wider(widens ? dy : x);
     int wide_stride = widens ? 1 : out, narrow_stride = widens ? out : 1;  // strides in the sums [in, out]
     const int warps = kPointwiseThreads / 32, chunks = (rows + kChunkRows - 1) / kChunkRows;
     const int groups = (wide + kWideChannels - 1) / kWideChannels;
@@ -39,7 +40,7 @@ std::vector<Tensor> PointwiseFilterGradient(const Tensor &x, const Tensor &dy, c
     Tensor partial = empty_floats({slabs, in, out}, x);
     void *wide_from = raw(widens ? dy : x), *narrow_from = raw(widens ? x : dy), *sums = raw(dfilter);
     float *partials = data<float>(partial);
-    Gpu::get().launch("pointwise_filter_gradient" + suffix(x), x,
+    Gpu::get().launch("pointwise_filter_gradient" + wider.suffix, x,
                       {static_cast<unsigned>(groups), static_cast<unsigned>(slabs)},
                       {32, static_cast<unsigned>(warps)},
                       {&wide_from, &narrow_from, &rows, &wide, &narrow, &wide_stride, &narrow_stride, &partials});

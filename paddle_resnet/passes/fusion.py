@@ -320,7 +320,7 @@ def _has_pointwise_kernel(graph, op):
     narrow, wide = sorted(filters.shape[:2])
     is_plain = op.attr("strides") == [1, 1] and op.attr("groups") == 1 and op.attr("data_format") == "NHWC"
     is_padded = op.attr("padding_algorithm") == "EXPLICIT" and any(op.attr("paddings"))
-    has_channels = narrow <= POINTWISE_CHANNELS and narrow % 4 == 0 and wide % 8 == 0
+    has_channels = narrow <= POINTWISE_CHANNELS and narrow % CHANNELS == 0 and wide % CHANNELS == 0
     is_large = min(x.shape[1:3]) > 0 and x.shape[1] * x.shape[2] >= POINTWISE_PIXELS
     is_known = is_plain and not is_padded and has_channels and is_large
     return is_known and x.dtype in POINTWISE_TYPES and _has_bfloat16_tensor_cores()
