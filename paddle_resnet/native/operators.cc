@@ -15,6 +15,7 @@
 #include "max_pool.h"
 #include "pointwise_conv.h"
 #include "paddle/phi/api/all.h"
+#include "squeeze_excitation.h"
 #include "tensors.h"
 #include "update.h"
 
@@ -211,6 +212,27 @@ PD_BUILD_OP(native_pointwise_conv_backward_filter)
     .SetKernelFn(PD_KERNEL(PointwiseFilterGradient))
     .SetInferShapeFn(PD_INFER_SHAPE(PointwiseFilterGradientShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(PointwiseFilterGradientType));
+
+// Squeeze-and-excitation, squeeze_excitation.h
+
+Shapes ImageSumsShape(const Dims &x, const paddle::optional<Dims> &, bool) { return {{x[0], 1, 1, x[3]}}; }
+Types ImageSumsType(DataType x, const paddle::optional<DataType> &) { return {x}; }
+PD_BUILD_OP(native_image_sums)
+    .Inputs({"X", paddle::Optional("Y")})
+    .Outputs({"Out"})
+    .Attrs({"mean: bool"})
+    .SetKernelFn(PD_KERNEL(ImageSums))
+    .SetInferShapeFn(PD_INFER_SHAPE(ImageSumsShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(ImageSumsType));
+
+Shapes ScaleImagesShape(const Dims &x, const Dims &, const paddle::optional<Dims> &) { return {x}; }
+Types ScaleImagesType(DataType x, DataType, const paddle::optional<DataType> &) { return {x}; }
+PD_BUILD_OP(native_scale_images)
+    .Inputs({"X", "Factors", paddle::Optional("Offsets")})
+    .Outputs({"Y"})
+    .SetKernelFn(PD_KERNEL(ScaleImages))
+    .SetInferShapeFn(PD_INFER_SHAPE(ScaleImagesShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(ScaleImagesType));
 
 // Dropout, dropout.h
 

@@ -62,6 +62,10 @@ def fuse(program):
                 _fuse_training(graph, op)
         elif op.type == "pool2d" and _is_plain_max_pool(graph, op) and graph.fills_vectors(op):
             _fuse_max_pool(graph, op)
+        elif op.type == "pool2d" and _is_image_mean(op) and graph.fills_vectors(op):
+            _fuse_image_mean(graph, op)
+        elif op.type == "elementwise_mul" and _scales_images(graph, op) and graph.fills_vectors(op):
+            _fuse_scaling_of_images(graph, op)
         elif op.type == "depthwise_conv2d" and _has_depthwise_kernel(graph, op):
             _fuse_depthwise_conv(graph, op)
         elif op.type == "conv2d" and _has_pointwise_kernel(graph, op):
@@ -269,6 +273,44 @@ def _fuse_max_pool(graph, pool):
         dx = graph.variables(gradient, "X@GRAD")["X@GRAD"]
         inputs = {"DY@VECTOR": summands, "Positions": positions}
         graph.replace([*sums, gradient], gradient, "native_max_pool_backward", inputs, {"DX": dx}, attrs | sizes)
+
+
+def _is_image_mean(op):
+    is_mean = op.attr("pooling_type") == "avg" and op.attr("data_format") == "NHWC"
+    return is_mean and (op.attr("global_pooling") or (op.attr("adaptive") and op.attr("ksize") == [1, 1]))
+
+
+def _fuse_image_mean(graph, pool):
+    x, out = graph.variables(pool, "X", "Out").values()
+    graph.replace([pool], pool, "native_image_sums", {"X": x}, {"Out": out}, {"mean": True})
+
+
+def _scales_images(graph, op):
+    """Return whether a multiplication has one factor per image and channel, as in squeeze-and-excitation."""
+    x, factors = graph.variables(op, "X", "Y").values()
+    is_scale = len(x.shape) == 4 and factors.shape == (x.shape[0], 1, 1, x.shape[3])
+    return is_scale and factors.shape != x.shape and factors.dtype == x.dtype
+
+
+def _fuse_scaling_of_images(graph, mul):
+    """Replace a multiplication and its gradient. If the factors depend on the image's means, the gradient of the image
+    is the sum of the multiplication's gradient and the gradient of the pooling operator; one operator computes it."""
+    x, factors, out = graph.variables(mul, "X", "Y", "Out").values()
+    graph.replace([mul], mul, "native_scale_images", {"X": x, "Factors": factors}, {"Y": out}, {})
+    gradient = graph.gradient(mul)
+    if gradient is None:
+        return
+    dy, dx, dfactors = graph.variables(gradient, "Out@GRAD", "X@GRAD", "Y@GRAD").values()
+    graph.replace([gradient], gradient, "native_image_sums", {"X": x, "Y@OPTIONAL": dy}, {"Out": dfactors}, {"mean": False})
+    inputs, ops = {"X": dy, "Factors": factors}, []
+    reader, *others = graph.readers.get(dx.name, [None])
+    if not others and reader is not None and reader.type in ("sum", "grad_add") and reader not in graph.replaced:
+        summands = [graph.producers[name] for name in reader.input_arg_names if name != dx.name]
+        if len(summands) == 1 and summands[0].type == "pool2d_grad" and _is_image_mean(summands[0]):
+            ops = [summands[0], reader]
+            inputs["Offsets@OPTIONAL"] = graph.variables(summands[0], "Out@GRAD")["Out@GRAD"]
+            dx = graph.variables(reader, "Out")["Out"]
+    graph.replace(ops, ops[-1] if ops else gradient, "native_scale_images", inputs, {"Y": dx}, {})
 
 
 def _has_depthwise_kernel(graph, op):

@@ -217,7 +217,9 @@ struct Unpack<kKernel> {
   DEPTHWISE_ENTRIES(T, k5_s1) \
   DEPTHWISE_ENTRIES(T, k5_s2) \
   ENTRY(max_pool_##T) \
-  ENTRY(max_pool_gradient_##T)
+  ENTRY(max_pool_gradient_##T) \
+  ENTRY(image_sums_##T) \
+  ENTRY(scale_images_##T)
 #define ENTRIES(T) \
   VECTOR_ENTRIES(T) \
   ENTRY(depthwise_filter_sum_##T) \

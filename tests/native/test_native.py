@@ -421,6 +421,39 @@ def test_unsupported_pointwise_convolutions_raise(device, where):
         run("native_pointwise_conv_backward_filter", x, x[:, :1], None)
 
 
+@pytest.mark.parametrize("where, dtype, shape", CASES)
+def test_image_sums(device, where, dtype, shape):
+    random = Random(dtype)
+    x, y, pixels = random.images(shape, offset=0.5), random.images(shape, offset=0.5), shape[1] * shape[2]
+    for other, product in ((None, wide(x)), (y, wide(x) * wide(y))):
+        for mean, divisor in ((True, pixels), (False, 1)):
+            (sums,) = run("native_image_sums", x, other, mean)
+            close(sums, product.sum((1, 2), keepdims=True) / divisor, dtype, size=pixels**0.5 / divisor)
+            assert same(run("native_image_sums", x, other, mean), [sums])
+
+
+@pytest.mark.parametrize("where, dtype, shape", CASES)
+def test_scale_images(device, where, dtype, shape):
+    random, vectors = Random(dtype), (shape[0], 1, 1, shape[-1])
+    x, factors, offsets = random.images(shape), random.images(vectors), random.images(vectors)
+    close(run("native_scale_images", x, factors, None)[0], wide(x) * wide(factors), dtype)
+    expected = wide(x) * wide(factors) + wide(offsets) / (shape[1] * shape[2])
+    close(run("native_scale_images", x, factors, offsets)[0], expected, dtype)
+
+
+@pytest.mark.parametrize("where", ["cpu"])
+def test_unsupported_squeeze_and_excitation_raises(device, where):
+    x, factors = paddle.ones([2, 3, 3, 8]), paddle.ones([2, 1, 1, 8])
+    for name, inputs, message in (
+        ("native_image_sums", [x, factors, True], "second factor differs"),
+        ("native_image_sums", [x[0], None, True], "expected images"),
+        ("native_scale_images", [x, factors[:1], None], "expected one factor per image and channel"),
+        ("native_scale_images", [x, factors, x], "offsets differs"),
+    ):
+        with pytest.raises(Exception, match=message):
+            run(name, *inputs)
+
+
 def philox(key, counter):
     """Return the four outputs of Philox 4x32-10 (Salmon et al., SC 2011)."""
     words, keys = [counter, 0, 0, 0], [key, 0]
@@ -1043,7 +1076,7 @@ def test_kernels_compile_without_gpu(tmp_path, capability):
     kinds = {kind: [*LINEAR_OR_FUSED, "_add_relu", "_add_mish"] for kind in ("apply", "infer", "reduce")}
     kinds |= {"gradient": LINEAR_OR_FUSED, "reduce": [*kinds["reduce"], "_add_relu_two", "_add_mish_two"]}
     names = [f"bn_{kind}{fused}" for kind, all_fused in kinds.items() for fused in all_fused]
-    names += ["bn_statistics", "max_pool", "max_pool_gradient"]
+    names += ["bn_statistics", "max_pool", "max_pool_gradient", "image_sums", "scale_images"]
     kinds = ("conv", "input_gradient", "filter_gradient")
     names += [f"depthwise_{kind}_k{kernel}_s{stride}" for kind in kinds for kernel in (3, 5) for stride in (1, 2)]
     for name in names:

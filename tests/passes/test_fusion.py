@@ -16,6 +16,8 @@ from paddle_resnet import models, program
 from paddle_resnet.checkpoints import variables
 from paddle_resnet.job import processes
 from paddle_resnet.models import layers
+from paddle_resnet.models.ghostnet import GhostNet
+from paddle_resnet.models.mobilenet_v3 import MobileNetV3
 from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import all_reduces, fusion
@@ -77,6 +79,24 @@ def test_fused_training_with_depthwise_convolutions_has_same_results(parse, monk
     gradient of some pixels."""
     monkeypatch.setattr(fusion, "_fuse_training", lambda graph, bn: None)
     args, batches = parse(*NHWC, "--model-arch-name", "TinyMobile"), random_batches(2, (32, 32, 4))
+    (expected, plain), (result, fused) = (train(args, batches, fuse) for fuse in (False, True))
+    np.testing.assert_allclose(result, expected, rtol=1e-6)
+    for name, value in plain.items():
+        np.testing.assert_allclose(fused[name], value, rtol=0, atol=1e-5 * np.abs(value).max() + 1e-6, err_msg=name)
+
+
+MOBILE = {
+    "MobileNetV3": partial(MobileNetV3, ((3, 16, 16, True, F.relu, 1), (3, 32, 24, True, F.hardswish, 2)), 32),
+    "GhostNet": partial(GhostNet, blocks=((3, 16, 16, False, 1), (3, 48, 24, True, 2))),
+}
+
+
+@pytest.mark.parametrize("network", MOBILE)
+def test_fused_training_of_mobile_network_has_same_results(parse, monkeypatch, network):
+    for name in ("_fuse_training", "_fuse_depthwise_conv"):
+        monkeypatch.setattr(fusion, name, lambda graph, op: None)
+    monkeypatch.setitem(models.MODELS, "Tiny", MOBILE[network])
+    args, batches = parse(*NHWC), random_batches(2, (32, 32, 4))
     (expected, plain), (result, fused) = (train(args, batches, fuse) for fuse in (False, True))
     np.testing.assert_allclose(result, expected, rtol=1e-6)
     for name, value in plain.items():
@@ -237,6 +257,14 @@ def depthwise(x, kernel, padding=None, channels=8, **flags):
     return nn.Conv2D(8, channels, kernel, padding=padding, groups=8, data_format="NHWC", **flags)(x)
 
 
+def image_mean(x):
+    return nn.AdaptiveAvgPool2D(1, data_format="NHWC")(x)
+
+
+def excite(x):
+    return x * F.sigmoid(image_mean(x))
+
+
 def no_gradient(x):
     x.stop_gradient = True
     return x
@@ -298,6 +326,13 @@ UNUSUAL = {
         lambda x: F.max_pool2d(conv(x), 2, 2, ceil_mode=True, data_format="NHWC"),
         2,
     ),
+    "squeeze-and-excitation": (lambda x: excite(conv(x)), 4),
+    "squeeze-and-excitation after an addition": (lambda x: excite(F.relu(bn()(conv(x)) + conv(x))), 5),
+    "squeeze-and-excitation of the images": (lambda x: conv(x) + excite(x), 2),
+    "image means with two readers": (lambda x: (lambda y: excite(y) + y)(conv(x)), 4),
+    "one factor per pixel": (lambda x: x * F.sigmoid(conv(x)[:, :, :, :1]), 0),
+    "factors of a different layer": (lambda x: conv(x) * F.sigmoid(image_mean(conv(x))), 4),
+    "mean over windows": (lambda x: F.avg_pool2d(conv(x), 2, data_format="NHWC"), 0),
     "pool with unknown height": (lambda x: max_pool(paddle.reshape(conv(x), [0, -1, 6, 8]), 3), 0),
 }
 
