@@ -8,6 +8,7 @@
 
 #include "async_copy.h"
 #include "batch_norm.h"
+#include "concat.h"
 #include "depthwise_conv.h"
 #include "dropout.h"
 #include "gpu.h"
@@ -233,6 +234,29 @@ PD_BUILD_OP(native_scale_images)
     .SetKernelFn(PD_KERNEL(ScaleImages))
     .SetInferShapeFn(PD_INFER_SHAPE(ScaleImagesShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(ScaleImagesType));
+
+// Concatenation, concat.h
+
+Shapes ConcatShape(const Dims &x, const Dims &y) { return {{x[0], x[1], x[2], x[3] + y[3]}}; }
+Types ConcatType(DataType x, DataType) { return {x}; }
+PD_BUILD_OP(native_concat)
+    .Inputs({"X", "Y"})
+    .Outputs({"Out"})
+    .SetKernelFn(PD_KERNEL(Concat))
+    .SetInferShapeFn(PD_INFER_SHAPE(ConcatShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(ConcatType));
+
+Shapes SplitShape(const Dims &in, int channels) {
+  return {{in[0], in[1], in[2], channels}, {in[0], in[1], in[2], in[3] - channels}};
+}
+Types SplitType(DataType in) { return {in, in}; }
+PD_BUILD_OP(native_split)
+    .Inputs({"In"})
+    .Outputs({"X", "Y"})
+    .Attrs({"channels: int"})
+    .SetKernelFn(PD_KERNEL(Split))
+    .SetInferShapeFn(PD_INFER_SHAPE(SplitShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(SplitType));
 
 // Dropout, dropout.h
 

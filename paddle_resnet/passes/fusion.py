@@ -66,6 +66,8 @@ def fuse(program):
             _fuse_image_mean(graph, op)
         elif op.type == "elementwise_mul" and _scales_images(graph, op) and graph.fills_vectors(op):
             _fuse_scaling_of_images(graph, op)
+        elif op.type == "concat" and _joins_channels(graph, op):
+            _fuse_concat(graph, op)
         elif op.type == "depthwise_conv2d" and _has_depthwise_kernel(graph, op):
             _fuse_depthwise_conv(graph, op)
         elif op.type == "conv2d" and _has_pointwise_kernel(graph, op):
@@ -311,6 +313,25 @@ def _fuse_scaling_of_images(graph, mul):
             inputs["Offsets@OPTIONAL"] = graph.variables(summands[0], "Out@GRAD")["Out@GRAD"]
             dx = graph.variables(reader, "Out")["Out"]
     graph.replace(ops, ops[-1] if ops else gradient, "native_scale_images", inputs, {"Y": dx}, {})
+
+
+def _joins_channels(graph, op):
+    """Return whether an operator concatenates two images along the channels."""
+    parts = [graph.block.var(name) for name in op.input("X")]
+    is_plain = len(parts) == 2 and not op.input("AxisTensor") and op.attr("axis") in (3, -1)
+    has_channels = all(len(x.shape) == 4 and x.shape[3] % CHANNELS == 0 and x.dtype in TYPES for x in parts)
+    return is_plain and has_channels
+
+
+def _fuse_concat(graph, concat):
+    x, y = (graph.block.var(name) for name in concat.input("X"))
+    out = graph.variables(concat, "Out")["Out"]
+    graph.replace([concat], concat, "native_concat", {"X": x, "Y": y}, {"Out": out}, {})
+    gradient = graph.gradient(concat)
+    if gradient is not None and len(set(gradient.output("X@GRAD")) - {"@EMPTY@"}) == 2:
+        dx, dy = (graph.block.var(name) for name in gradient.output("X@GRAD"))
+        inputs = {"In": graph.variables(gradient, "Out@GRAD")["Out@GRAD"]}
+        graph.replace([gradient], gradient, "native_split", inputs, {"X": dx, "Y": dy}, {"channels": x.shape[3]})
 
 
 def _has_depthwise_kernel(graph, op):

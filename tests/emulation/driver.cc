@@ -248,7 +248,7 @@ struct Unpack<kKernel> {
 
 const std::map<std::string, Call> kernels = {ENTRIES(f32) ENTRIES(bf16) VECTOR_ENTRIES(bf16x4) FOR_EACH_ACTIVATION(ACTIVATED_IN_ALL_TYPES) FOR_EACH_ADDED_ACTIVATION(ADDED_IN_ALL_TYPES) FOR_EACH_OPTIMIZER(UPDATES_IN_ALL_TYPES) ENTRY(pointwise_filter_gradient_bf16)
                                              ENTRY(pointwise_filter_gradient_bf16x4)
-                                             ENTRY(follow_loss_scale) ENTRY(clip_factor) ENTRY(follow_averages)
+                                             ENTRY(follow_loss_scale) ENTRY(clip_factor) ENTRY(concat_8) ENTRY(concat_16) ENTRY(split_8) ENTRY(split_16) ENTRY(follow_averages)
                                           ENTRY(loss_rows) ENTRY(loss_means) ENTRY(loss_gradient)};
 
 }  // namespace

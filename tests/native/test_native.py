@@ -454,6 +454,29 @@ def test_unsupported_squeeze_and_excitation_raises(device, where):
             run(name, *inputs)
 
 
+@pytest.mark.parametrize("where, dtype, shape", CASES)
+def test_concat(device, where, dtype, shape):
+    random, (*pixels, channels) = Random(dtype), shape
+    for others in (channels, 4, 3 * channels):
+        x, y = random.images(shape), random.images((*pixels, others))
+        (out,) = run("native_concat", x, y)
+        np.testing.assert_array_equal(wide(out), np.concatenate([wide(x), wide(y)], -1))
+        assert same(run("native_split", out, channels), [x, y])
+
+
+@pytest.mark.parametrize("where", ["cpu"])
+def test_unsupported_concatenations_raise(device, where):
+    x = paddle.ones([2, 3, 3, 8])
+    for name, inputs, message in (
+        ("native_concat", [x, x[:1]], "differ in type or number of rows"),
+        ("native_concat", [x, x[..., :6]], "requires multiples of 4 channels"),
+        ("native_split", [x, 8], "must have 1 to 7 channels"),
+        ("native_split", [x, 3], "requires multiples of 4 channels"),
+    ):
+        with pytest.raises(Exception, match=message):
+            run(name, *inputs)
+
+
 def philox(key, counter):
     """Return the four outputs of Philox 4x32-10 (Salmon et al., SC 2011)."""
     words, keys = [counter, 0, 0, 0], [key, 0]
@@ -1089,7 +1112,8 @@ def test_kernels_compile_without_gpu(tmp_path, capability):
     for name in names:
         for dtype in ("f32", "f16", "bf16"):
             assert f"\0{name}_{dtype}\0".encode() in image, name
-    assert b"\0follow_averages\0" in image
+    for name in ("follow_averages", "concat_8", "concat_16", "split_8", "split_16"):
+        assert f"\0{name}\0".encode() in image, name
     for dtype in ("f16", "bf16", "f16x4", "bf16x4"):
         assert f"\0pointwise_filter_gradient_{dtype}\0".encode() in image
 

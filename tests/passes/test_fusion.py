@@ -333,6 +333,12 @@ UNUSUAL = {
     "one factor per pixel": (lambda x: x * F.sigmoid(conv(x)[:, :, :, :1]), 0),
     "factors of a different layer": (lambda x: conv(x) * F.sigmoid(image_mean(conv(x))), 4),
     "mean over windows": (lambda x: F.avg_pool2d(conv(x), 2, data_format="NHWC"), 0),
+    "concatenation": (lambda x: paddle.concat([conv(x), x], axis=-1), 1),
+    "concatenation of two layers": (lambda x: paddle.concat([conv(x), conv(x)], axis=3), 2),
+    "concatenation of a layer with itself": (lambda x: (lambda y: paddle.concat([y, y], axis=3))(conv(x)), 2),
+    "concatenation of three layers": (lambda x: paddle.concat([conv(x)] * 3, axis=3), 0),
+    "concatenation of rows": (lambda x: paddle.concat([conv(x), conv(x)], axis=1), 0),
+    "concatenation of odd channels": (lambda x: paddle.concat([conv(x), conv(x)[..., :3]], axis=3), 0),
     "pool with unknown height": (lambda x: max_pool(paddle.reshape(conv(x), [0, -1, 6, 8]), 3), 0),
 }
 
