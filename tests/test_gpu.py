@@ -586,7 +586,7 @@ def test_trace_contains_kernels(run_train, tmp_path):
 FUSED = {
     "native": (
         "13 native_bn_act, 13 native_bn_act_backward, 4 native_bn_add_relu, 4 native_bn_add_relu_backward, "
-        "1 native_check_finite, 1 native_loss, 1 native_loss_grad, 1 native_max_pool, "
+        "1 native_check_finite, 1 native_image_sums, 1 native_loss, 1 native_loss_grad, 1 native_max_pool, "
         "1 native_max_pool_backward, "
     ),
     # Paddle fuses the last BN of each residual unit with the addition and ReLU, and every other BN with the ReLU that
