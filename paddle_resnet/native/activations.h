@@ -61,6 +61,27 @@ struct mish {
 // Calls DO for each activation. The names of kernels contain the name of the activation.
 #define FOR_EACH_ACTIVATION(DO) DO(relu) DO(relu6) DO(hard_swish) DO(silu) DO(mish)
 
+namespace activation {
+
+// Returns the value of the activation with number `code`: 0 for linear, 1, 2, ... for the activations of
+// FOR_EACH_ACTIVATION. This function is for kernels in which a branch costs nothing.
+#define NUMBER(A) k_##A,
+enum Code { k_linear, FOR_EACH_ACTIVATION(NUMBER) };
+#undef NUMBER
+ON_BOTH inline float value_of(int code, float v) {
+  switch (code) {
+#define CASE(A) \
+  case k_##A: \
+    return A::value(v);
+    FOR_EACH_ACTIVATION(CASE)
+#undef CASE
+    default:
+      return v;
+  }
+}
+
+}  // namespace activation
+
 // Calls DO for each activation other than ReLU that the kernels fuse with BN and a residual addition. The backward pass
 // recomputes the input of the activation. For ReLU, the forward pass stores a mask instead.
 #define FOR_EACH_ADDED_ACTIVATION(DO) DO(mish)

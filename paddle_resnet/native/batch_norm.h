@@ -34,6 +34,16 @@ void with_activation(const std::string &name, Function call) {
   PD_THROW("custom operator: unknown activation ", name);
 }
 
+// Returns the number of the activation named `name`; an empty name means no activation.
+activation::Code code_of(const std::string &name) {
+#define RETURN(A) \
+  if (name == #A) return activation::k_##A;
+  FOR_EACH_ACTIVATION(RETURN)
+#undef RETURN
+  if (!name.empty()) PD_THROW("custom operator: unknown activation ", name);
+  return activation::k_linear;
+}
+
 // Throws an exception unless there is a kernel that fuses the residual addition with this activation.
 void require_added(const std::string &activation) {
 #define RETURN(A) \

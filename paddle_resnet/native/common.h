@@ -27,6 +27,14 @@ struct Window {
   int height, width, out_height, out_width, kernel, stride, padding, vectors;
 };
 
+// Parameters of a BN layer with fixed statistics and of the activation that follows it (activation::Code). Without a BN
+// layer, the pointers are null.
+struct FixedBn {
+  const float *scale, *bias, *mean, *variance;
+  float epsilon;
+  int activation;
+};
+
 // The parameters that one launch updates, each with its gradient and kStates tensors of optimizer state. `size`
 // contains the number of elements of each parameter. kTensors is limited, because kernel arguments must not exceed 4
 // KB.

@@ -1,11 +1,12 @@
 // Kernels for the depthwise convolution of images [N, H, W, C] and its gradients. The filter is [C, 1, K, K]. Sums are
-// computed in float32.
+// computed in float32. In evaluation, the convolution also applies the BN layer and the activation that follow it.
 //
 // A block has (lanes, height) threads. threadIdx.x selects a vector of channels, so that a warp reads adjacent memory.
 // A task is a group of kDepthwisePixels adjacent pixels in a row. One thread processes all pixels of a task, so it
 // loads each column of the input only once. A grid has (channel groups, slabs) blocks. Each block processes a slab of
 // consecutive tasks, so that rows shared by several tasks stay in the L1 cache.
 
+#include "activations.h"
 #include "vector.cuh"
 
 // The image, the row, and the group of columns (counted from the left) of a task.
@@ -41,6 +42,32 @@ __device__ const float *load_filter(const void *filter) {
   return taps;
 }
 
+// Stores the coefficients a and b [2, channels of the block] of BN(x) = a x + b in shared memory.
+template <class T>
+__device__ const float *load_bn(const FixedBn &bn) {
+  constexpr int kChannels = kMaxDepthwiseBytes / sizeof(Vector<T>) * T::kLanes;
+  __shared__ __align__(16) float coefficients[2 * kChannels];
+  if (bn.scale == nullptr) return nullptr;
+  const int channels = blockDim.x * T::kLanes, first = blockIdx.x * channels;
+  for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < channels; i += blockDim.x * blockDim.y) {
+    const float a = bn.scale[first + i] / sqrtf(bn.variance[first + i] + bn.epsilon);
+    coefficients[i] = a;
+    coefficients[kChannels + i] = bn.bias[first + i] - bn.mean[first + i] * a;
+  }
+  return coefficients;  // load_filter synchronizes the threads
+}
+
+// Replaces the values of this thread's channels with A(a x + b), where A is the activation.
+template <class T>
+__device__ __forceinline__ void apply_bn(const float *coefficients, int activation, float (&values)[T::kLanes]) {
+  constexpr int V = T::kLanes, kChannels = kMaxDepthwiseBytes / sizeof(Vector<T>) * V;
+  float a[V], b[V];
+  load_floats<T>(coefficients + threadIdx.x * V, a);
+  load_floats<T>(coefficients + kChannels + threadIdx.x * V, b);
+#pragma unroll
+  for (int k = 0; k < V; ++k) values[k] = activation::value_of(activation, fmaf(a[k], values[k], b[k]));
+}
+
 // Loads one filter row for each of this thread's channels.
 template <class T, int K>
 __device__ __forceinline__ void load_taps(const float *taps, int row, float (&values)[K][T::kLanes]) {
@@ -63,8 +90,9 @@ __device__ __forceinline__ void load_columns(const Vec *x, int row, int first, i
 }
 
 template <class T, int K, int S>
-__device__ void depthwise_conv(const Vector<T> *x, const void *filter, int tasks, Window w, Vector<T> *y) {
+__device__ void depthwise_conv(const Vector<T> *x, const void *filter, int tasks, Window w, FixedBn bn, Vector<T> *y) {
   constexpr int V = T::kLanes, P = kDepthwisePixels, kColumns = (P - 1) * S + K;
+  const float *coefficients = load_bn<T>(bn);
   const float *shared = load_filter<T, K>(filter);
   const Slab slab(tasks);
   for (int i = slab.begin + threadIdx.y; i < slab.end; i += blockDim.y) {
@@ -96,7 +124,9 @@ __device__ void depthwise_conv(const Vector<T> *x, const void *filter, int tasks
 #pragma unroll
     for (int p = 0; p < P; ++p) {
       const int column = task.group * P + p;
-      if (column < w.out_width) to[column * w.vectors] = pack_vector<T>(sums[p]);
+      if (column >= w.out_width) continue;
+      if (coefficients != nullptr) apply_bn<T>(coefficients, bn.activation, sums[p]);
+      to[column * w.vectors] = pack_vector<T>(sums[p]);
     }
   }
 }
@@ -221,8 +251,8 @@ __device__ void depthwise_filter_sum(const float *partial, int slabs, int taps, 
 
 #define DEPTHWISE_KERNELS(T, K, S) \
   DEPTHWISE_KERNEL depthwise_conv_k##K##_s##S##_##T(const Vector<T> *x, const void *filter, int tasks, Window window, \
-                                                    Vector<T> *y) { \
-    depthwise_conv<T, K, S>(x, filter, tasks, window, y); \
+                                                    FixedBn bn, Vector<T> *y) { \
+    depthwise_conv<T, K, S>(x, filter, tasks, window, bn, y); \
   } \
   DEPTHWISE_KERNEL depthwise_input_gradient_k##K##_s##S##_##T(const Vector<T> *dy, const void *filter, int tasks, \
                                                               Window window, Vector<T> *dx) { \

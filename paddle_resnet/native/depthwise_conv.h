@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "batch_norm.h"
 #include "gpu.h"
 #include "max_pool.h"
 #include "reference/depthwise_conv.h"
@@ -50,8 +51,9 @@ std::string depthwise_kernel(const char *name, const Window &window, const Shape
   return name + ("_k" + std::to_string(window.kernel)) + "_s" + std::to_string(window.stride) + shape.suffix;
 }
 
-// Returns y [N, OH, OW, C]. `filter` is [C, 1, K, K].
-std::vector<Tensor> DepthwiseConv(const Tensor &x, const Tensor &filter, int stride, int padding, int padding_end) {
+// Returns y [N, OH, OW, C]. `filter` is [C, 1, K, K]. If `bn` is not null, also applies its BN and its activation.
+Tensor depthwise_conv(const Tensor &x, const Tensor &filter, int stride, int padding, int padding_end, FixedBn bn,
+                      const std::string &activation) {
   const Shape shape(x);
   Window window = depthwise_window(x, shape, filter, stride, padding, padding_end);
   const int batch = x.shape()[0], channels = shape.channels;
@@ -61,12 +63,32 @@ std::vector<Tensor> DepthwiseConv(const Tensor &x, const Tensor &filter, int str
     const SlabGrid grid(shape, tasks, 1);
     void *in = raw(x), *taps = raw(filter), *out = raw(y);
     Gpu::get().launch(depthwise_kernel("depthwise_conv", window, shape), x, grid.grid, grid.block,
-                      {&in, &taps, &tasks, &window, &out});
-    return {y};
+                      {&in, &taps, &tasks, &window, &bn, &out});
+    return y;
   }
   require_float32(x);
-  reference::depthwise_conv(data<float>(x), data<float>(filter), batch, channels, window, data<float>(y));
-  return {y};
+  float *to = data<float>(y);
+  reference::depthwise_conv(data<float>(x), data<float>(filter), batch, channels, window, to);
+  if (bn.scale) {
+    const int rows = batch * window.out_height * window.out_width;
+    with_activation(activation, [&](auto a) {
+      reference::bn_infer(a, to, nullptr, rows, channels, bn.scale, bn.bias, bn.mean, bn.variance, bn.epsilon, to);
+    });
+  }
+  return y;
+}
+
+std::vector<Tensor> DepthwiseConv(const Tensor &x, const Tensor &filter, int stride, int padding, int padding_end) {
+  return {depthwise_conv(x, filter, stride, padding, padding_end, {}, "")};
+}
+
+std::vector<Tensor> DepthwiseConvBnInference(const Tensor &x, const Tensor &filter, const Tensor &scale,
+                                             const Tensor &bias, const Tensor &mean, const Tensor &variance,
+                                             int stride, int padding, int padding_end, float epsilon,
+                                             const std::string &activation) {
+  const FixedBn bn = {data<float>(scale), data<float>(bias),   data<float>(mean), data<float>(variance),
+                      epsilon,            code_of(activation)};
+  return {depthwise_conv(x, filter, stride, padding, padding_end, bn, activation)};
 }
 
 // Returns dx and dfilter. If `into` is set, dfilter is written to the tensor in `into`, which is located in the buffer

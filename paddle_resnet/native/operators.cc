@@ -186,6 +186,20 @@ PD_BUILD_OP(native_depthwise_conv)
     .SetInferShapeFn(PD_INFER_SHAPE(DepthwiseConvShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(DepthwiseConvType));
 
+Shapes DepthwiseConvBnInferenceShape(const Dims &x, const Dims &filter, const Dims &, const Dims &, const Dims &,
+                                     const Dims &, int stride, int padding, int padding_end, float,
+                                     const std::string &) {
+  return DepthwiseConvShape(x, filter, stride, padding, padding_end);
+}
+Types DepthwiseConvBnInferenceType(DataType x, DataType, DataType, DataType, DataType, DataType) { return {x}; }
+PD_BUILD_OP(native_depthwise_conv_bn_inference)
+    .Inputs({"X", "Filter", "Scale", "Bias", "Mean", "Variance"})
+    .Outputs({"Y"})
+    .Attrs({"stride: int", "padding: int", "padding_end: int", "epsilon: float", "activation: std::string"})
+    .SetKernelFn(PD_KERNEL(DepthwiseConvBnInference))
+    .SetInferShapeFn(PD_INFER_SHAPE(DepthwiseConvBnInferenceShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(DepthwiseConvBnInferenceType));
+
 Shapes DepthwiseConvBackwardShape(const Dims &x, const Dims &filter, const Dims &, const paddle::optional<Shapes> &,
                                   int, int, int) {
   return {x, filter};

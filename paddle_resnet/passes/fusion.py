@@ -55,8 +55,10 @@ def fuse(program):
     """
     graph = Graph(program.global_block())
     for op in list(graph.block.ops):
+        if op in graph.replaced:
+            continue
         if op.type == "batch_norm" and op.attr("data_layout") == "NHWC" and graph.fills_vectors(op):
-            if op.attr("use_global_stats") or (op.attr("is_test") and not op.attr("trainable_statistics")):
+            if _has_fixed_statistics(op):
                 _fuse_inference(graph, op)
             elif not op.attr("is_test"):
                 _fuse_training(graph, op)
@@ -235,6 +237,10 @@ def _fuse_training(graph, bn):
     graph.replace([*sums, *gradients], gradients[0], f"{name}_backward", inputs, gradient_outputs, activation)
 
 
+def _has_fixed_statistics(bn):
+    return bn.attr("use_global_stats") or (bn.attr("is_test") and not bn.attr("trainable_statistics"))
+
+
 def _fuse_inference(graph, bn):
     tail = find_tail(graph, bn)
     ops = [bn, *tail.ops]
@@ -303,7 +309,8 @@ def _fuse_scaling_of_images(graph, mul):
     if gradient is None:
         return
     dy, dx, dfactors = graph.variables(gradient, "Out@GRAD", "X@GRAD", "Y@GRAD").values()
-    graph.replace([gradient], gradient, "native_image_sums", {"X": x, "Y@OPTIONAL": dy}, {"Out": dfactors}, {"mean": False})
+    inputs = {"X": x, "Y@OPTIONAL": dy}
+    graph.replace([gradient], gradient, "native_image_sums", inputs, {"Out": dfactors}, {"mean": False})
     inputs, ops = {"X": dy, "Factors": factors}, []
     reader, *others = graph.readers.get(dx.name, [None])
     if not others and reader is not None and reader.type in ("sum", "grad_add") and reader not in graph.replaced:
@@ -364,6 +371,16 @@ def _fuse_depthwise_conv(graph, op):
     top, bottom = _square_padding(graph, op)
     inputs, attrs = {"X": x, "Filter": filters}, {"stride": op.attr("strides")[0]}
     attrs |= {"padding": top, "padding_end": bottom}
+    bn = graph.only_reader(out.name, ["batch_norm"])
+    if bn is not None and bn.attr("data_layout") == "NHWC" and _has_fixed_statistics(bn):
+        tail = find_tail(graph, bn)
+        ops = [op, bn, *tail.ops]
+        if tail.addend is None and not graph.has_gradient(ops):
+            inputs |= graph.variables(bn, "Scale", "Bias", "Mean", "Variance")
+            attrs |= {"epsilon": bn.attr("epsilon"), "activation": tail.activation}
+            outputs = {"Y": graph.block.var(tail.out)}
+            graph.replace(ops, ops[-1], "native_depthwise_conv_bn_inference", inputs, outputs, attrs)
+            return
     graph.replace([op], op, "native_depthwise_conv", inputs, {"Y": out}, dict(attrs))
     gradient = graph.gradient(op, is_complete=False)
     if gradient is None:

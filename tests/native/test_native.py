@@ -342,10 +342,16 @@ def test_depthwise_conv(device, where, dtype, shape, kernel, stride, padding):
     random, channels = Random(dtype), shape[-1]
     x, filters = random.images(shape), random.images((channels, 1, kernel, kernel))
     y = run("native_depthwise_conv", x, filters, stride, *padding)[0]
+    scale, bias, mean, variance = (random.channels(channels) for _ in range(4))
     dy = random.images(y.shape)
     dx, dfilter = run("native_depthwise_conv_backward", x, filters, dy, None, stride, *padding)
     expected, expected_dx, expected_dfilter = depthwise_conv(wide(x), wide(filters), wide(dy), stride, padding)
     close(y, expected, dtype)
+    normalized = (expected - wide(mean)) / np.sqrt(wide(variance) + EPSILON) * wide(scale) + wide(bias)
+    for name in ("", "relu", "hard_swish"):
+        attrs = stride, *padding, EPSILON, name
+        (fused,) = run("native_depthwise_conv_bn_inference", x, filters, scale, bias, mean, variance, *attrs)
+        close(fused, ACTIVATIONS[name][0](normalized), dtype)
     close(dx, expected_dx, dtype)
     close(dfilter, expected_dfilter, dtype, size=y[..., 0].size ** 0.5 * 5)
     again = run("native_depthwise_conv_backward", x, filters, dy, None, stride, *padding)

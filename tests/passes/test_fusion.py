@@ -151,8 +151,10 @@ def test_all_operators_of_residual_network_are_replaced(parse):
     assert fusion.fuse(main) == 0
 
 
-@pytest.mark.parametrize("network", ["Tiny", "MobileNetV2"])
-def test_fused_evaluation_has_same_results(parse, network):
+@pytest.mark.parametrize("network", ["Tiny", "MobileNetV2", *MOBILE])
+def test_fused_evaluation_has_same_results(parse, monkeypatch, network):
+    if network in MOBILE:
+        monkeypatch.setitem(models.MODELS, network, MOBILE[network])
     args = parse(*NHWC, "--model-arch-name", network)
     main, startup = static.Program(), static.Program()
     fetchs, *_ = program.build(frozen(args), main, startup, 0, is_train=False)
@@ -164,8 +166,9 @@ def test_fused_evaluation_has_same_results(parse, network):
         variables.set_variable(name, random.uniform(0.5, 2, shape).astype("float32"), exe.place)
     plain = main.clone()
     fusion.fuse(main)
-    assert types(main)["native_bn_inference"] == types(plain)["batch_norm"]
-    assert types(main)["native_depthwise_conv"] == types(plain)["depthwise_conv2d"]
+    after, depthwise = types(main), types(plain)["depthwise_conv2d"]
+    assert after["native_depthwise_conv_bn_inference"] == depthwise
+    assert after["native_bn_inference"] == types(plain)["batch_norm"] - depthwise
     for x, y in random_batches(2, (32, 32, 4)):
         expected, result = (
             exe.run(p, {"data": x, "label": y}, [variable for variable, _ in fetchs.values()]) for p in (plain, main)
@@ -207,8 +210,7 @@ def test_channels_must_be_multiple_of_4_in_all_types(dtype, channels, is_fused):
         y = F.batch_norm(y, mean, variance, scale, bias, training=False, data_format="NHWC")
         F.max_pool2d(y, 3, 2, 1, data_format="NHWC")
     fusion.fuse(main)
-    names = ["native_depthwise_conv", "native_bn_inference", "native_max_pool"]
-    assert [types(main)[name] for name in names] == [is_fused] * 3
+    assert types(main)["native_depthwise_conv_bn_inference"] == types(main)["native_max_pool"] == is_fused
     assert fusion.paddle_depthwise(main) == (() if is_fused else (f"3x3, stride 1, {channels} channels",))
 
 
@@ -299,6 +301,21 @@ UNUSUAL = {
         1,
     ),
     "depthwise 3x3": (lambda x: depthwise(conv(x), 3), 1),
+    "depthwise before batch normalization": (lambda x: F.relu(bn()(depthwise(conv(x), 3, bias_attr=False))), 2),
+    "depthwise before evaluation statistics": (
+        lambda x: F.relu(fixed_bn()(depthwise(conv(x), 3, bias_attr=False))),
+        1,
+    ),
+    "depthwise before evaluation statistics before all trained layers": (
+        lambda x: conv(F.relu(fixed_bn(**frozen_parameters())(depthwise(x, 3, bias_attr=False, **frozen_filter())))),
+        1,
+    ),
+    "depthwise before evaluation statistics and an addition": (
+        lambda x: conv(
+            F.relu(fixed_bn(**frozen_parameters())(depthwise(x, 3, bias_attr=False, **frozen_filter())) + x)
+        ),
+        2,
+    ),
     "depthwise 5x5 with stride 2": (lambda x: depthwise(conv(x), 5, stride=2), 1),
     "depthwise convolution of the images": (lambda x: depthwise(x, 3), 1),
     "depthwise with a frozen filter": (
