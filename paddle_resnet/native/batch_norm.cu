@@ -241,10 +241,16 @@ __device__ void apply_inference(const Vector<T> *x, const Vector<T> *z, int rows
   apply<T, kAdd, A>(x, z, rows, a, b, y, nullptr);
 }
 
+// Whether the gradient of an activation depends on its input.
+template <class A>
+constexpr bool kNeedsInput = true;
+template <>
+constexpr bool kNeedsInput<activation::linear> = false;
+
 // Computes the gradients of scale and bias. Also computes `applied` [2, C]: the coefficients c and d of dx = a g + c x
 // + d, where g is the gradient with respect to the input of the activation A. If no residual addition follows BN,
 // kSummands is 0. Otherwise, kSummands is the number of output gradients to add, 1 or 2, and g is also written to dz,
-// the gradient of the shortcut; ReLU then requires `mask`, and other activations require the addend z.
+// the gradient of the shortcut; ReLU then requires `mask`, and other activations except linear require the addend z.
 template <class T, int kSummands, bool kMasked, class A>
 __device__ void reduce_gradients(const Vector<T> *x, const Vector<T> *dy, const Vector<T> *dy2,
                                  const unsigned char *mask, const Vector<T> *z, int rows, const float *coefficients,
@@ -267,7 +273,7 @@ __device__ void reduce_gradients(const Vector<T> *x, const Vector<T> *dy, const 
       gradient[step] = kSummands > 0 ? __ldcs(dy + from) : dy[from];
       if (kSummands > 1) gradient2[step] = __ldcs(dy2 + from);
       if (kSummands > 0 && kMasked) bits[step] = mask[from];
-      if (kSummands > 0 && !kMasked) addend[step] = __ldcs(z + from);
+      if (kSummands > 0 && !kMasked && kNeedsInput<A>) addend[step] = __ldcs(z + from);
     }
 #pragma unroll
     for (int step = 0; step < kUnroll; ++step) {
@@ -282,8 +288,8 @@ __device__ void reduce_gradients(const Vector<T> *x, const Vector<T> *dy, const 
         for (int i = 0; i < V; ++i) g[i] += second[i];
       }
       if (kSummands > 0) {
-        float added[V];
-        if (!kMasked) unpack_vector<T>(addend[step], added);
+        float added[V] = {};
+        if (!kMasked && kNeedsInput<A>) unpack_vector<T>(addend[step], added);
 #pragma unroll
         for (int i = 0; i < V; ++i) {
           if (kMasked) g[i] = bits[step] >> i & 1 ? g[i] : 0.f;

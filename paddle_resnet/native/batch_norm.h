@@ -23,10 +23,10 @@ std::string fused(int summands, const std::string &activation) {
   return activation.empty() ? "" : "_" + activation;
 }
 
-// Calls a function with the activation named `name`; an empty name means no activation.
+// Calls a function with the activation named `name`; an empty name or "linear" means no activation.
 template <class Function>
 void with_activation(const std::string &name, Function call) {
-  if (name.empty()) return call(activation::linear());
+  if (name.empty() || name == "linear") return call(activation::linear());
 #define CALL(A) \
   if (name == #A) return call(activation::A());
   FOR_EACH_ACTIVATION(CALL)

@@ -33,12 +33,12 @@ ACTIVATIONS = {
     "mish": ({"threshold": 20.0}, "mish"),
 }
 
-# Activations that the kernels fuse with BN and a residual addition.
+# Activations that the kernels fuse with BN and a residual addition, in addition to "linear".
 ADDED = ("relu", "mish")
 
-# The operators that follow a BN operator and are fused with it: none, an activation, or an addition and an activation.
-# The fields are these operators, the name of their result, the name of the activation, and the variable that is added
-# to the BN output (or None).
+# The operators that follow a BN operator and are fused with it: an activation, an addition, an addition and an
+# activation, or none. The fields are these operators, the name of their result, the name of the activation ("linear"
+# after an addition without activation), and the variable that is added to the BN output (or None).
 Tail = namedtuple("Tail", "ops out activation addend")
 
 
@@ -176,12 +176,19 @@ def find_tail(graph, bn):
         op, name = activation
         return Tail([op], op.output("Out")[0], name, None)
     add = graph.only_reader(y, ["elementwise_add"])
-    op, name = (add and _activation(graph, add.output("Out")[0])) or (None, "")
-    # If both summands are outputs of BN operators, the addition is fused with the BN of the first summand.
-    if name in ADDED and add.input("X")[0] == y:
-        addend, normalized = graph.variables(add, "Y")["Y"], graph.block.var(y)
-        if addend.name != y and addend.shape == normalized.shape and addend.dtype == normalized.dtype:
-            return Tail([add, op], op.output("Out")[0], name, addend)
+    if add is not None:
+        first, second = graph.variables(add, "X", "Y").values()
+        is_like = first.shape == second.shape and first.dtype == second.dtype and first.name != second.name
+        # If both summands are outputs of BN operators, the addition is fused with the BN of the first summand.
+        is_from_bn = first.name in graph.producers and graph.producers[first.name].type == "batch_norm"
+        is_taken = first.name != y and is_from_bn and graph.only_reader(first.name, ["elementwise_add"]) is add
+        if is_like and not is_taken:
+            addend = second if first.name == y else first
+            op, name = _activation(graph, add.output("Out")[0]) or (None, "")
+            if name in ADDED:
+                return Tail([add, op], op.output("Out")[0], name, addend)
+            if graph.gradient(add) is not None or not graph.has_gradient([add]):
+                return Tail([add], add.output("Out")[0], "linear", addend)
     return Tail([], y, "", None)
 
 
@@ -227,7 +234,8 @@ def _fuse_training(graph, bn):
     summands, sums = graph.summands(out_gradient)
     parameters |= {"Z": tail.addend}
     inputs = backward_inputs | {"DY@VECTOR": summands}
-    gradient_outputs |= {"DZ": graph.variables(gradients[1], "Y@GRAD")["Y@GRAD"]}
+    side = "Y@GRAD" if tail.ops[0].input("Y")[0] == tail.addend.name else "X@GRAD"
+    gradient_outputs |= {"DZ": graph.variables(gradients[-2], side)[side]}
     if tail.activation == "relu":
         mask = block.create_var(name=f"{tail.out}.mask", dtype=paddle.uint8, stop_gradient=True)
         name, outputs["Mask"], inputs["Mask"], activation = "native_bn_add_relu", mask, mask, {}

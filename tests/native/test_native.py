@@ -218,21 +218,22 @@ def test_bn_add_relu(device, where, dtype, shape, summands):
     assert same(results, run("native_bn_add_relu_backward", x, dy, coefficients, mask, None))
 
 
+@pytest.mark.parametrize("activation", ["linear", "mish"])
 @pytest.mark.parametrize("summands", [1, 2])
 @pytest.mark.parametrize("where, dtype, shape", CASES)
-def test_bn_add_mish(device, where, dtype, shape, summands):
+def test_bn_add_act(device, where, dtype, shape, summands, activation):
     random, channels = Random(dtype), shape[-1]
     x, z, *dy = (random.images(shape) for _ in range(2 + summands))
     scale, bias, mean, variance = (random.channels(channels) for _ in range(4))
-    function, derivative, _ = ACTIVATIONS["mish"]
-    y, coefficients = run("native_bn_add_act", x, z, scale, bias, mean, variance, 0.9, EPSILON, "mish")[:2]
+    function, derivative, _ = ACTIVATIONS["" if activation == "linear" else activation]
+    y, coefficients = run("native_bn_add_act", x, z, scale, bias, mean, variance, 0.9, EPSILON, activation)[:2]
     expected, _, batch_variance, normalized = normalize(wide(x), wide(scale), wide(bias))
     value, size = expected + wide(z), 1 / EPSILON**0.5 if x.size == channels else 1
     close(y, function(value), dtype, size=size)
-    results = run("native_bn_add_act_backward", x, z, dy, coefficients, None, "mish")
+    results = run("native_bn_add_act_backward", x, z, dy, coefficients, None, activation)
     close(results[1], sum(wide(d) for d in dy) * derivative(value), dtype, size=size)
     check_gradients(results, wide(results[1]), normalized, batch_variance, wide(scale), dtype)
-    assert same(results, run("native_bn_add_act_backward", x, z, dy, coefficients, None, "mish"))
+    assert same(results, run("native_bn_add_act_backward", x, z, dy, coefficients, None, activation))
 
 
 @pytest.mark.parametrize("where, dtype, shape", IN_FLOAT32)
@@ -290,9 +291,10 @@ def test_async_copies(device, request, where):
         assert np.array_equal(np.asarray(handle), value.numpy())
 
 
-@pytest.mark.parametrize("activation, where, dtype, shape", with_activations("add_relu", "add_mish"))
+@pytest.mark.parametrize("activation, where, dtype, shape", with_activations("add_relu", "add_linear", "add_mish"))
 def test_bn_inference(device, where, dtype, shape, activation):
     with_addition, activation = activation.startswith("add_"), activation.removeprefix("add_")
+    function = ACTIVATIONS["" if activation == "linear" else activation][0]
     random = Random(dtype)
     x, z = random.images(shape), random.images(shape) if with_addition else None
     scale, bias, mean, variance = (random.channels(shape[-1]) for _ in range(4))
@@ -300,7 +302,7 @@ def test_bn_inference(device, where, dtype, shape, activation):
     y = run("native_bn_inference", x, scale, bias, mean, variance, z, EPSILON, activation)[0]
     expected = (wide(x) - wide(mean)) / np.sqrt(wide(variance) + EPSILON) * wide(scale) + wide(bias)
     expected = expected + wide(z) if with_addition else expected
-    close(y, ACTIVATIONS[activation][0](expected), dtype)
+    close(y, function(expected), dtype)
 
 
 @pytest.mark.parametrize("summands", [1, 2])
@@ -1102,8 +1104,11 @@ def test_kernels_compile_without_gpu(tmp_path, capability):
     native._compile_kernels(capability, tmp_path / "kernels")
     image = (tmp_path / "kernels").read_bytes()
     assert image.startswith(b"\x7fELF")
-    kinds = {kind: [*LINEAR_OR_FUSED, "_add_relu", "_add_mish"] for kind in ("apply", "infer", "reduce")}
-    kinds |= {"gradient": LINEAR_OR_FUSED, "reduce": [*kinds["reduce"], "_add_relu_two", "_add_mish_two"]}
+    kinds = {kind: [*LINEAR_OR_FUSED, "_add_relu", "_add_linear", "_add_mish"] for kind in ("apply", "infer", "reduce")}
+    kinds |= {
+        "gradient": LINEAR_OR_FUSED,
+        "reduce": [*kinds["reduce"], "_add_relu_two", "_add_linear_two", "_add_mish_two"],
+    }
     names = [f"bn_{kind}{fused}" for kind, all_fused in kinds.items() for fused in all_fused]
     names += ["bn_statistics", "max_pool", "max_pool_gradient", "image_sums", "scale_images"]
     kinds = ("conv", "input_gradient", "filter_gradient")
