@@ -43,7 +43,7 @@ def _run(args, argv):
         listing.check_root(args.image_root)
     progress.phase("Paddle import")
     try:  # imported late, because importing Paddle takes seconds and flag errors should appear immediately
-        with signals.blocked():
+        with signals.importing_paddle():
             from paddle import static
         from paddle_resnet.machine import compat
 

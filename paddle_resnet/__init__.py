@@ -5,13 +5,18 @@ import os
 import signal
 import sys
 import warnings
+from pathlib import Path
 
-from paddle_resnet.machine import libraries
+from utils import signals
 
-# `python -m paddle_resnet.NAME` imports this module first. SIGINT (Control-C) is blocked until exit_codes.of can handle
-# it.
-if sys.argv[:1] == ["-m"]:
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+# `python -m paddle_resnet.NAME` and train.py import this module first. Signals are blocked until exit_codes.of can
+# handle them. The threads that NumPy starts during its import block the signals forever, so that only the main thread
+# handles signals.
+_script = getattr(sys.modules["__main__"], "__file__", None) or ""
+if sys.argv[:1] == ["-m"] or Path(_script).resolve() == Path(__file__).resolve().parents[1] / "train.py":
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals.NUMBERS)
+
+from paddle_resnet.machine import libraries  # noqa: E402
 
 # Paddle reads its environment variables only when it is imported, so they are set before any module of this package
 # imports Paddle.

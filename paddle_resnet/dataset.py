@@ -183,8 +183,10 @@ def _run_convert(args):
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     _claim_folder(args)
-    console = Console(file=logger.Expendable(sys.stderr))
-    with Progress(*columns, console=console) as bar, convert.locked(args.output):
+    bar = Progress(*columns, console=Console(file=logger.Expendable(sys.stderr)))
+    with signals.blocked():  # for the thread of rich
+        bar.start()
+    with bar, convert.locked(args.output):
 
         def progress(what):
             task = bar.add_task(what, total=None, start=False)
@@ -238,7 +240,7 @@ def _run_index(args):
 
 def _inspection():
     """Return the inspection module, which is imported only when needed, because it imports Paddle."""
-    with signals.deferred():
+    with signals.importing_paddle():
         from paddle_resnet.tools import inspection
     return inspection
 

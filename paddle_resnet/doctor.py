@@ -4,6 +4,7 @@ Checks that load native libraries run in child processes, so that a crash is rep
 """
 
 import argparse
+import functools
 import io
 import json
 import os
@@ -178,7 +179,10 @@ def _compiler():
 
 
 def _machine(device, gpu_count):
-    from paddle_resnet.machine import memory
+    from utils import signals
+
+    with signals.importing_paddle():
+        from paddle_resnet.machine import memory
 
     cores = len(os.sched_getaffinity(0))
     yield Row("cores", f"{cores}, {platform.machine()}, Python {platform.python_version()}")
@@ -282,9 +286,12 @@ def _answer(function, *arguments):
 
 
 def _run(arguments):
-    command = [sys.executable, *arguments]
+    from utils import signals
+
+    command, end = [sys.executable, *arguments], functools.partial(signals.die_with_parent, os.getpid())
+    options = {"cwd": ROOT, "capture_output": True, "text": True, "errors": "replace"}
     try:
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)
+        return subprocess.run(command, **options, timeout=TIMEOUT_S, preexec_fn=end)
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 1, "", f"Error: not finished after {TIMEOUT_S} s")
 

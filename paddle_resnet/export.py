@@ -107,7 +107,7 @@ def export(
     output = Path(output)
     if os.path.lexists(output):
         raise UsageError(f"{output}: already exists; remove it or choose a different folder")
-    with signals.deferred():
+    with signals.importing_paddle():
         from paddle_resnet.machine import compat
 
         compat.check_version()

@@ -145,7 +145,7 @@ def _run(search, args):
         listing.check_root(args.image_root)
     progress.phase("Paddle import")
     try:
-        with signals.blocked():
+        with signals.importing_paddle():
             from paddle import static
         from paddle_resnet.machine import compat
 

@@ -424,7 +424,7 @@ def _main(args):
         args.model_arch_name = registered_name(args.model_arch_name)
     paths = [] if args.benchmark or listener else find_images(args.images, sys.stdin)
     _claim_csv(args, paths)
-    with signals.deferred():
+    with signals.importing_paddle():
         from paddle_resnet.machine import compat  # imported late, because importing Paddle takes seconds
 
         compat.check_version()

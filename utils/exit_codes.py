@@ -41,7 +41,7 @@ def of(program, function, needs_stdout=True):
         KeyboardInterrupt. Other exceptions are not caught.
     """
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # paddle_resnet/__init__.py blocked SIGINT
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.NUMBERS)  # paddle_resnet/__init__.py blocked them
         _check_address_space()
         _check_working_directory()
         with logger.result_on_stdout() if needs_stdout else contextlib.nullcontext():

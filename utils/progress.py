@@ -11,6 +11,8 @@ import sys
 from datetime import timedelta
 from time import monotonic
 
+from utils import signals
+
 PERIOD_S = 0.25
 _live = None
 _phase, _since_s, _metrics, _due_s = "startup", 0.0, None, 0.0
@@ -38,7 +40,8 @@ def shown():
         transient=True,
         redirect_stderr=sys.stderr.isatty(),
     )
-    live.start()
+    with signals.blocked():  # for the thread of rich
+        live.start()
     console.show_cursor(True)  # rich hides the cursor, which would remain hidden if the process were killed
     _live = live
     try:

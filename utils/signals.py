@@ -49,26 +49,36 @@ def leaving(exit_code):
 
 @contextlib.contextmanager
 def blocked():
-    """Block signals while Paddle is imported, then replace the SIGTERM handler that Paddle installs."""
+    """Block signals in this thread and in all threads that are started in the `with` block. If any other thread did not
+    block a signal, it would run the handler while the main thread blocks the signal."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
     try:
         yield
     finally:
-        _listen()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
+def importing_paddle():
+    """Block signals while Paddle is imported, then restore Python's SIGTERM handler, because Paddle installs a handler
+    that prints a trace. A SIGINT during the import would raise a misleading error."""
+    with blocked():
+        try:
+            yield
+        finally:
+            handler = signal.getsignal(signal.SIGTERM)
+            signal.signal(signal.SIGTERM, handler)
+            signal.siginterrupt(signal.SIGTERM, handler is not _note)
+
+
+@contextlib.contextmanager
 def deferred():
-    """Defer SIGINT to the end of the `with` block, because a SIGINT during the import of Paddle would raise a
-    misleading error. Processes that are started in the block inherit the blocked SIGINT, so Control-C does not end
-    them. The parent process stops them itself. At the end of the block, restore Python's SIGTERM handler, because
-    Paddle installs a handler that prints a trace."""
+    """Defer SIGINT to the end of the `with` block. Processes that are started in the block inherit the blocked SIGINT,
+    so Control-C does not end them. The parent process stops them itself."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

@@ -48,7 +48,7 @@ def convert(source, output, arch=None, preprocessing=None, verbose=False):
         raise UsageError(f"{path}: {problem}; use the weights of a timm network without the prefix tf_")
     outputs.claim(folders={"--output": output}, protected=[("FILE", path)])
     tensors = _read(path)
-    with signals.deferred():
+    with signals.importing_paddle():
         from paddle_resnet.machine import compat
 
         compat.check_version()

@@ -30,8 +30,9 @@ def size(arch, side, num_classes=CLASSES):
     Raises:
         UsageError: see build_model and logits.
     """
-    import paddle
-    from paddle import static
+    with signals.importing_paddle():
+        import paddle
+        from paddle import static
 
     from paddle_resnet.models import build_model, logits
     from paddle_resnet.models.layers import is_float32
@@ -115,8 +116,7 @@ def _main(argv):
 
 def main(argv=None):
     """Print the table and return the exit code (utils/exit_codes.py)."""
-    with signals.watched():
-        return exit_codes.of("python -m paddle_resnet.models", lambda: _main(sys.argv[1:] if argv is None else argv))
+    return exit_codes.of("python -m paddle_resnet.models", lambda: _main(sys.argv[1:] if argv is None else argv))
 
 
 if __name__ == "__main__":

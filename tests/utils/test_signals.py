@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -38,7 +39,7 @@ def test_signal_is_recorded_and_repeats_are_ignored(name):
 def test_sighup_stays_ignored_under_nohup():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with signals.watched():
-        with signals.blocked():
+        with signals.importing_paddle():
             pass
         send("SIGHUP")
         assert signals.received() is None
@@ -63,7 +64,7 @@ def test_handlers_are_restored_after_completed_run():
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
-def test_deferred_restores_sigterm_handler_of_c_code():
+def test_sigterm_handler_of_c_code_is_replaced():
     """Paddle installs its handler in C, so signal.getsignal() cannot return it."""
 
     def caught():
@@ -73,7 +74,7 @@ def test_deferred_restores_sigterm_handler_of_c_code():
 
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        with signals.deferred():
+        with signals.importing_paddle():
             faulthandler.register(signal.SIGTERM)
             assert caught()
         assert not caught()
@@ -120,3 +121,47 @@ def test_sigterm_after_last_line_does_not_change_exit_code(tmp_path):
             process.terminate()
             time.sleep(0.01)
     assert process.returncode == 0
+
+
+def blocked_signals(path):
+    with open(path) as file:
+        return int(next(line.split()[1] for line in file if line.startswith("SigBlk")), 16)
+
+
+def test_threads_started_in_block_never_receive_signals():
+    with signals.blocked():
+        thread = threading.Thread(target=time.sleep, args=(0.3,))
+        thread.start()
+    mask = blocked_signals(f"/proc/self/task/{thread.native_id}/status")
+    assert all(mask >> (number - 1) & 1 for number in signals.NUMBERS)
+    assert not blocked_signals("/proc/self/status") >> (signal.SIGTERM - 1) & 1
+
+
+@pytest.mark.parametrize("command", [["train.py"], ["-m", "paddle_resnet.predict"]])
+def test_threads_of_numpy_block_signals(command, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit, glob\n"
+        "def show():\n"
+        "    for path in glob.glob('/proc/self/task/*/status'):\n"
+        "        print(*(line for line in open(path) if line.startswith('SigBlk')))\n"
+        "atexit.register(show)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "OPENBLAS_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, *command, "--help"], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    masks = [int(line.split()[1], 16) for line in done.stdout.splitlines() if line.startswith("SigBlk")]
+    bits = sum(1 << (number - 1) for number in signals.NUMBERS)
+    main_thread, *others = sorted(mask & bits for mask in masks)
+    assert main_thread == 0
+    assert set(others) <= {bits}
+
+
+def test_models_command_ends_on_sigterm():
+    process = subprocess.Popen([sys.executable, "-m", "paddle_resnet.models"], cwd=ROOT, stdout=subprocess.DEVNULL)
+    with open(f"/proc/{process.pid}/maps") as maps:
+        while "libpaddle" not in maps.read():
+            maps.seek(0)
+            time.sleep(0.05)
+    process.terminate()
+    assert process.wait(20) == -signal.SIGTERM
