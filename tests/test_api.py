@@ -104,8 +104,12 @@ def test_calls_in_wrong_order_raise_errors(flags):
     with pytest.raises(UsageError, match="run: the program is not compiled; pass the result of compile_prog"):
         program.run(args, [], exe, main, fetchs, 0)
     compiled = program.compile_prog(args, main)
-    with pytest.raises(UsageError, match=r"run: parameter \w+\.\w+ has no value; call exe.run\(startup_prog\) first"):
-        program.run(args, [], exe, compiled, fetchs, 0)
+    for _ in range(2):
+        message = r"run: parameter \w+\.\w+ has no value; call exe.run\(startup_prog\) first"
+        with pytest.raises(UsageError, match=message):
+            program.run(args, [], exe, compiled, fetchs, 0)
+        # Create the variable that is checked, but do not initialize it.
+        static.global_scope().var(compiled._program.all_parameters()[0].name)
 
 
 IMAGES, LABELS = np.zeros((8, 3, 32, 32), "float32"), np.zeros((8, 1), "int64")

@@ -13,6 +13,7 @@ from paddle_resnet import export, models, predict
 from paddle_resnet.checkpoints import folders
 from paddle_resnet.job import agreement
 from paddle_resnet.models import user_file
+from paddle_resnet.serving import onnx_writer
 from utils.errors import UsageError
 
 # Source code of a network file. Executing the code creates a file with the suffix .executed.
@@ -42,7 +43,9 @@ def trained(own_run, file, tmp_path):
     return tmp_path / "output/Net"
 
 
-def test_example_supports_resume_evaluation_export_and_prediction(own_run, file, trained, photos, tmp_path, capsys):
+def test_example_supports_resume_evaluation_export_and_prediction(
+    own_run, file, trained, photos, tmp_path, capsys, monkeypatch
+):
     meta = folders.read_meta(trained / "0")
     assert meta["arguments"]["model_arch_name"] == "net.py:Net"
     assert meta["network_sha256"] == user_file.sha256("net.py:Net")
@@ -65,6 +68,15 @@ def test_example_supports_resume_evaluation_export_and_prediction(own_run, file,
     assert capsys.readouterr().out == from_export
     assert predict.main(["exported", image, "--device", "cpu", "--model-arch-name", "net.py:Net"]) == 2
     assert "exported; remove the flag" in capsys.readouterr().err
+    monkeypatch.setattr(predict, "BENCHMARK_S", 0)
+    monkeypatch.setattr(onnx_writer, "require", unavailable)
+    flags = ["--benchmark", "--benchmark-batches", "1", "--device", "cpu", "--model-arch-name", "net.py:Net"]
+    assert predict.main([str(trained / "1"), *flags]) == 0
+    assert "onnxruntime: not measured: onnx is not installed" in capsys.readouterr().err
+
+
+def unavailable(package):
+    raise UsageError(f"{package} is not installed")
 
 
 def test_resume_inside_epoch_is_bit_identical(file, own_run, losses_with_a_stop):

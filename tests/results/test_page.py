@@ -370,11 +370,18 @@ def test_logarithmic_x_axis_has_few_labels_and_places_points():
         assert "nan" not in curves.chart([("a", "train", [(low, 1.0), (low * 1.0001, 2.0)])], has_log_x=True)
 
 
-def test_charts_of_a_page_have_the_same_x_axis(trained):
+def test_charts_of_a_page_have_the_same_x_axis(trained, tmp_path):
     text = (trained / "page.html").read_text()
     charts = re.findall(r'<svg class="chart".+?</svg>', text)
+    check_axes(charts, 4)
+    steps = {(epoch, step): {"train.loss": 1.0} for epoch in range(2) for step in range(4)}
+    run = reading.Run(tmp_path / "report.json", steps=steps, epochs={0: {"train.loss": 1.0, "val.top1": 0.5}})
+    check_axes([svg for _, _, svg in page._charts(run)], 2)  # the steps extend into an epoch that is not complete
+
+
+def check_axes(charts, count):
     axes = [re.findall(rf'y="{curves.HEIGHT - 17}" text-anchor="middle">([^<]+)', svg) for svg in charts]
-    assert len(charts) == 4 and len(set(map(tuple, axes))) == 1
+    assert len(charts) == count and len(set(map(tuple, axes))) == 1
 
 
 def test_class_names_are_shown_without_wnid():

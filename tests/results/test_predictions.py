@@ -13,7 +13,7 @@ from conftest import frozen, phase
 from paddle_resnet import program
 from paddle_resnet.data import listing, records
 from paddle_resnet.native import build as native
-from paddle_resnet.results import predictions
+from paddle_resnet.results import predictions, reading
 from paddle_resnet.steps import cuda_graph
 from utils.errors import RunError
 from utils.meters import TopMeter
@@ -184,6 +184,7 @@ def test_changed_data_or_unwritable_path_is_an_error(photos, tmp_path):
         ["2", "1", "c", "b", "1", "b", *[""] * 7],
         ["2", "", "c", *[""] * 10],
     ]
+    assert len(reading.Run(None).rows("predictions.csv", tmp_path / "p.csv")) == 23  # the page accepts empty cells
 
 
 def test_skip_list_paths_are_normalized_like_in_loader(photos, tmp_path):
