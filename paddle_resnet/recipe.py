@@ -23,6 +23,7 @@ from utils.mode import Mode
 PRETRAINED = "efficientnet-lite0"  # a key of published.PACKAGED
 MANY_IMAGES = 20_000  # minimum number of training images for ImageNet's augmentation and image size
 FEW_IMAGES = 1_000  # below this number of training images, fine-tuning is regularized more strongly
+SIZE_FLAGS = ("image_shape", "crop_size", "resize_short", "sizes")
 BATCHES_PER_EPOCH = 16
 LARGEST_BATCH = 64  # images per step
 BYTES_PER_PIXEL = 4096  # training memory per pixel of a batch; 2,800 measured for float32 EfficientNet-Lite0 on a CPU
@@ -149,14 +150,25 @@ def _choose_network(settings, facts):
             folder = str(_folder(settings.output_dir, name))
             _set(settings, f"package {published.PACKAGED[name].package}", from_pretrained_params=folder)
             _set(settings, "--from-pretrained-params", pretrained_mismatch="skip-classifier")
-            if not settings.is_explicit("image_shape"):
-                _set(settings, "image size of the weights", crop_size=registered(settings.model_arch_name).image_size)
+            _choose_image_size(settings, facts, registered(settings.model_arch_name))
             return name
         network = "ResNet50" if facts.has_gpu else "ResNet18"
         _set(settings, f"training from scratch on a {_device(facts)}", model_arch_name=network)
     elif settings.from_pretrained_params is not None:
         _set(settings, "--from-pretrained-params", pretrained_mismatch="skip-classifier")
     return None
+
+
+def _choose_image_size(settings, facts, network):
+    """Choose the image size of the pretrained weights. Random resized crops enlarge objects, so with few images, the
+    network is evaluated on correspondingly larger images (arXiv:1906.06423); see
+    benchmarks/log/finetune_h200_2026-11-26.md."""
+    if facts.images < FEW_IMAGES and not any(map(settings.is_explicit, SIZE_FLAGS)):
+        size = round(network.image_size * network.resize_ratio)
+        reason = f"{facts.images} training images: evaluation at {size} px"
+        _set(settings, reason, sizes=[f"{network.image_size}:0"], crop_size=size, resize_short=size)
+    elif not settings.is_explicit("image_shape"):
+        _set(settings, "image size of the weights", crop_size=network.image_size)
 
 
 def _choose_machine(settings, facts):

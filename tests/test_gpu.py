@@ -747,7 +747,7 @@ def test_two_gpus_keep_sparsity_masks(two_gpus, tmp_path, algorithm):
             assert_sparse(np.load(tmp_path / f"epoch{e}_rank{rank}.npz"), algorithm)
 
 
-@pytest.mark.parametrize("flags", [FP32, SPARSE], ids=["fp32", "O2 ASP"])
+@pytest.mark.parametrize("flags", [FP32, SPARSE, [*O2, "--sizes", "32:0,48:1"]], ids=["fp32", "O2 ASP", "O2 sizes"])
 def test_two_gpus_resume_bit_identically_inside_an_epoch(two_gpus, tmp_path, flags):
     flags = ["--epochs", "3", "--print-interval", "1", "--save-interval-steps", "2", "--keep-checkpoints", "9", *flags]
     expected = losses(two_gpus(*flags))

@@ -8,7 +8,7 @@ import config
 from conftest import ROOT, assert_one_error
 from paddle_resnet import recipe
 from paddle_resnet.checkpoints import conversion, folders, published
-from paddle_resnet.settings import validation
+from paddle_resnet.settings import stages, validation
 from utils.errors import UsageError
 
 LITE = {"EfficientNet_Lite0": "efficientnet-lite0"}
@@ -33,7 +33,7 @@ def test_choices_are_valid_for_every_size_of_data_set(images, weights, has_gpu):
     assert s.batch_size <= images
     assert 0 < s.lr <= 0.05
     assert 0 < s.warmup_epochs < s.epochs
-    assert s.resize_short > s.crop_size == s.image_shape[1]
+    assert s.resize_short >= s.crop_size == s.image_shape[1]
     assert (s.amp, s.data_layout, s.dali_output_fp16) == ((True, "NHWC", True) if has_gpu else (False, "NCHW", False))
     assert (s.from_pretrained_params is not None) == bool(weights)
     assert s.optimizer == ("AdamW" if weights else "Nesterov")
@@ -43,11 +43,27 @@ def test_installed_weights_are_fine_tuned():
     s = choose(294)
     assert (s.model_arch_name, s.pretrained_mismatch) == ("EfficientNet_Lite0", "skip-classifier")
     assert s.from_pretrained_params == "output/pretrained-efficientnet-lite0"
-    assert (s.batch_size, s.epochs, s.crop_size, s.model_prefix) == (16, 20, 224, "efficientnet_lite_0_paddle")
+    assert (s.batch_size, s.epochs, s.model_prefix) == (16, 20, "efficientnet_lite_0_paddle")
     assert s.origin("batch_size") == "chosen: 294 training images"
-    assert s.crop_size == 224 and s.origin("crop_size") == "chosen: image size of the weights"
     assert s.origin("lr") == "chosen: fine-tuning with AdamW, 16 images per step"
     assert s.origin("amp") == "chosen: the run is on a CPU"
+
+
+def test_few_images_are_evaluated_in_larger_size():
+    s = choose(294)
+    assert (s.sizes, s.crop_size, s.resize_short, s.image_shape) == (["224:0"], 256, 256, [4, 256, 256])
+    assert [stage.settings.crop_size for stage in stages.stages(s)] == [224]
+    assert s.origin("crop_size") == "chosen: 294 training images: evaluation at 256 px"
+    s = choose(2934)
+    assert (s.sizes, s.crop_size, s.resize_short) == (None, 224, 256)
+    assert s.origin("crop_size") == "chosen: image size of the weights"
+
+
+@pytest.mark.parametrize("flag, size", [("--crop-size 96", 96), ("--image-shape 4,96,96", 96), ("--sizes 64:0", 224)])
+def test_explicit_image_size_is_not_changed(flag, size):
+    s = choose(294, *flag.split())
+    assert (s.crop_size, s.resize_short) == (size, round(size * 256 / 224))
+    assert s.sizes == (["64:0"] if "sizes" in flag else None)
 
 
 def test_log_contains_install_command_if_weights_are_missing(capsys):
@@ -120,7 +136,7 @@ def test_regularization_depends_on_number_of_images(images, weights, expected):
 def test_other_packages_and_training_from_scratch_can_be_requested():
     weights = LITE | {"EfficientNet_Lite1": "efficientnet-lite1"}
     s = choose(294, "--model-arch-name", "EfficientNet_Lite1", weights=weights)
-    assert (s.from_pretrained_params, s.crop_size) == ("output/pretrained-efficientnet-lite1", 240)
+    assert (s.from_pretrained_params, s.sizes) == ("output/pretrained-efficientnet-lite1", ["240:0"])
     s = choose(294, "--from-pretrained-params", "None", "--model-arch-name", "EfficientNet_Lite0")
     assert (s.from_pretrained_params, s.optimizer) == (None, "Nesterov")
 
