@@ -211,7 +211,7 @@ def test_names_of_other_projects_are_recognized(case):
 
 
 def test_weights_of_efficientnet_lite_are_not_scaled():
-    """efficientnet-lite-pytorch uses the same BN epsilon as this project."""
+    """efficientnet-lite-pytorch and timm use the same BN epsilon as this project."""
     parameters = own("EfficientNet_Lite0")
     bn = {"expand": "_bn0", "depthwise": "_bn1", "project": "_bn2"}
     renames = {"stem.conv": "_conv_stem", "stem.bn": "_bn0", "head.conv": "_conv_head", "head.bn": "_bn1"}
@@ -224,6 +224,7 @@ def test_weights_of_efficientnet_lite_are_not_scaled():
         state[name] = np.full(parameter.shape, 0.5, np.float32)
     params, _ = foreign_names.convert("efficientnet_lite", state, parameters)
     assert all((array == 0.5).all() for array in params.values())
+    assert {layout.epsilon for layout in foreign_names.LAYOUTS["efficientnet_lite"]} == {1e-3}
 
 
 def blocks_of(case):
