@@ -219,6 +219,8 @@ def test_network_does_not_depend_on_execution_flags_of_training(checkpoint, monk
     monkeypatch.setattr(restore, "recorded_flags", of_gpu)
     network = networks.load_checkpoint(checkpoint)
     assert network.description == expected.description
+    with pytest.raises(UsageError, match=f"{checkpoint}: does not match the model"):
+        networks.load_checkpoint(checkpoint, model_arch_name="ResNet18")
     np.testing.assert_array_equal(network.model().run(images), expected.model().run(images))
 
 

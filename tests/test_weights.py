@@ -60,6 +60,11 @@ def run(*arguments):
     return weights.main([*map(str, arguments)])
 
 
+def test_sha256_covers_a_large_file(tmp_path):
+    (tmp_path / "file").write_bytes(bytes(range(256)) * 10_000)
+    assert published.sha256(tmp_path / "file") == hashlib.sha256(bytes(range(256)) * 10_000).hexdigest()
+
+
 def test_weights_file_is_converted_to_checkpoint(file, tmp_path, capsys):
     assert run(file, "--arch", "small", "--output", tmp_path / "new/out") == 0
     out = capsys.readouterr().out

@@ -145,6 +145,9 @@ def test_learning_rate_and_number_of_steps_count_updates(run_train, tmp_path):
     rates = [entry["data"]["train.lr"] for entry in report if "train.lr" in entry["data"]]
     np.testing.assert_allclose(rates, np.repeat([0.03, 0.02, 0.01], 3))
     assert {path.name for path in (tmp_path / "output/Tiny").iterdir()} >= {"0_3", "0", "1_3"}
+    code, report = run_train(*FLAGS, *flags, "--num-iter", "4", "--resume")
+    assert code == 0
+    assert (tmp_path / "output/Tiny/1").is_dir()
 
 
 def test_fewer_batches_than_one_step_is_an_error(run_train, capsys):

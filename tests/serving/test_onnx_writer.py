@@ -5,6 +5,7 @@ import paddle
 import pytest
 from paddle import static
 
+from paddle_resnet.models import layers
 from paddle_resnet.models.layers import BlurPool, SelfAttention, SqueezeExcitation, product, sigmoid
 from paddle_resnet.serving import onnx_writer
 from utils.errors import UsageError
@@ -32,6 +33,16 @@ def attention():
     return layer
 
 
+def along_channels(kind):
+    """Return a layer that adds, multiplies or divides by one number per channel, for which the attribute axis is 1."""
+
+    def layer(x):
+        parameter = static.create_parameter([3], "float32")
+        return layers._append(f"elementwise_{kind}", {"X": x, "Y": parameter + parameter}, axis=1)
+
+    return lambda: layer
+
+
 F = paddle.nn.functional
 
 
@@ -47,6 +58,10 @@ F = paddle.nn.functional
         (lambda: lambda x: x * 2 + 1, r"operator scale with bias 1.0 \(output"),
         (lambda: lambda x: paddle.mean(x, 1), r"operator reduce_mean with reduce_all False \(output"),
         (lambda: lambda x: F.dropout(x, 0.5), r"operator dropout with is_test False \(output"),
+        *(
+            (along_channels(kind), rf"operator elementwise_{kind} with axis 1 \(output")
+            for kind in ("add", "mul", "div")
+        ),
         (lambda: lambda x: x.astype("float64"), r"operator cast with out_dtype 6 \(output"),
     ],
 )

@@ -42,6 +42,12 @@ def entries(path):
     return [entry for entry in parsed if entry["step"] != "PARAMETER"]
 
 
+def test_lines_are_flushed(tmp_path):
+    with open(tmp_path / "log", "w") as stream:
+        logger.write_line("a", stream)
+        assert (tmp_path / "log").read_text() == "a\n"
+
+
 @pytest.mark.parametrize(
     ("step", "reported", "printed"),
     [((2, 30), [2, 30], "epoch 2 step 30"), ((2,), [2], "epoch 2"), ((), [], "summary")],
