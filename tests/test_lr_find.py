@@ -91,6 +91,13 @@ def test_smoothed_curve_is_weighted_mean():
     np.testing.assert_allclose(lr_curve.smooth(values.tolist(), 60), weights @ clipped / weights.sum(axis=1))
 
 
+def test_curve_of_diverged_search_is_smoothed_like_its_suggestion():
+    rates, losses = synthetic(1000)
+    curve = lr_curve.analyze(rates, losses, 1000, 1, True, {})
+    np.testing.assert_array_equal(curve.smoothed, lr_curve.smooth(losses, 1000))
+    assert curve.minimum == pytest.approx(rates[np.argmin(curve.smoothed)], rel=0.05)
+
+
 def test_divergence_is_four_times_minimum_or_not_finite():
     def steps_until(losses):
         divergence = lr_curve.Divergence(STEPS)

@@ -536,18 +536,21 @@ def test_confusion_counts_need_no_matrix():
     assert actual["class_top1"][-1] == 0.5
 
 
-def test_progress_estimates_remaining_time(parse, monkeypatch):
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_progress_estimates_remaining_time(parse, monkeypatch, accumulate_steps):
     time, shown = FakeTime(), []
     monkeypatch.setattr("utils.meters.perf_counter", time)
     monkeypatch.setattr(program.progress, "is_due", lambda: True)
     monkeypatch.setattr(program.progress, "show", lambda *line: shown.append(line[:4]))
-    loader = TimedLoader(time, 3)
+    loader = TimedLoader(time, 4)
     loader.step = 0
-    args = parse("--epochs", "4")
-    schedule = build_lr_scheduler(args, durations.uniform(args, 3))
-    program.run(args, loader, TimedExecutor(time), COMPILED, fake_fetchs(), 1, lr_scheduler=schedule)
-    assert [line[:2] for line in shown] == [(1, 3), (2, 3), (3, 3)]
-    assert [run_left_s / left_s for *_, left_s, run_left_s in shown[:2]] == pytest.approx([(2 + 6) / 2, 1 + 6])
+    args = parse("--epochs", "4", "--accumulate-steps", accumulate_steps)
+    schedule = build_lr_scheduler(args, durations.uniform(args, 4))
+    compiled = SimpleNamespace(**{**vars(COMPILED), "accumulating": COMPILED})
+    program.run(args, loader, TimedExecutor(time), compiled, fake_fetchs(), 1, lr_scheduler=schedule)
+    assert [line[:2] for line in shown] == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    ratios = [run_left_s / left_s for *_, left_s, run_left_s in shown[:3]]
+    assert ratios == pytest.approx([(3 + 8) / 3, (2 + 8) / 2, 1 + 8])
 
 
 def test_loader_with_wrong_length_is_an_error(parse):
