@@ -133,7 +133,14 @@ def test_speed_on_gpu_measures_decoder_loads(monkeypatch):
         (["preview", "{photos}", "--output", "/proc/no.png", *TINY], "--output /proc/no.png: cannot be written"),
         (["preview", "{photos}", "--output", "x.png", "--colour-jitter", "1"], "use --color-jitter, or see --help"),
         (["info", "{photos}/train"], "neither train/ nor val/"),
-        (["info", "{photos}", "--output", "{photos}/train/class0/x.png"], "x.png: would change the data set's /"),
+        *(
+            ([*command, "{photos}/train/class0/x.png"], "x.png: would change the data set's /")
+            for command in (
+                ["info", "{photos}", "--output"],
+                ["preview", "{photos}", *TINY, "--output"],
+                ["verify", "{photos}", "--fix-list"],
+            )
+        ),
         (["info", "{photos}", "--output", "/proc/no.png"], "--output /proc/no.png: cannot be written"),
         (["info", "{photos}", "--batch-size", "3"], "--batch-size: unknown flag"),
     ],
