@@ -19,16 +19,18 @@ import numpy as np
 import paddle_resnet  # noqa: F401  imported before Paddle, because it sets environment variables for Paddle
 from paddle_resnet.models import registered_name, user_file
 from paddle_resnet.results import predictions
+from paddle_resnet.settings.values import flag, text
 from utils import exit_codes, files, locks, logger, numbers, outputs, signals
 from utils.errors import RunError, UsageError, printable
 from utils.meters import latency_percentiles
 
 TOP = 5
+BENCHMARK_BATCHES = [1, 4, 16, 64, 256]
 BENCHMARK_COLUMNS = ("latency_p50_ms", "latency_p90_ms", "latency_p99_ms", "ips", "memory_mib")
 BENCHMARK_S, BENCHMARK_STEPS = 2, 5  # minimum duration and minimum number of steps of a measurement
 BENCHMARK_WARMUP_STEPS = 5
 MAX_LINE_BYTES = 4098  # maximum length of a path in Linux, plus a line break
-BATCH_SIZE = 32
+BATCH_SIZE, THREADS = 32, 4
 HOST, MAX_MB, MAX_IMAGES = "127.0.0.1", 20, 16  # defaults of --serve-host, --serve-max-mb and --serve-max-images
 SHOWN_REASONS = 8  # maximum number of reasons in the warning about skipped files
 
@@ -364,7 +366,7 @@ def main(argv=None):
         "--batch-size", type=numbers.batch_size, metavar="N", help=f"images per batch (default: {BATCH_SIZE})"
     )
     parser.add_argument(
-        "--dali-num-threads", type=numbers.threads, default=4, metavar="N", help="number of CPU threads (default: 4)"
+        "--dali-num-threads", type=numbers.threads, metavar="N", help=f"number of CPU threads (default: {THREADS})"
     )
     parser.add_argument(
         "--tta",
@@ -385,9 +387,8 @@ def main(argv=None):
     parser.add_argument(
         "--benchmark-batches",
         type=numbers.list_of(numbers.batch_size),
-        default=[1, 4, 16, 64, 256],
         metavar="N,...",
-        help="batch sizes of --benchmark (default: 1,4,16,64,256)",
+        help=f"batch sizes of --benchmark (default: {text(BENCHMARK_BATCHES)})",
     )
     parser.add_argument(
         "--serve",
@@ -419,6 +420,13 @@ def _main(args):
         raise UsageError(f"--tta {args.tta}: not supported with --benchmark; remove one of them")
     if args.benchmark and (args.images or args.json or args.csv):
         raise UsageError("--benchmark: measures random images; remove images, --csv and --json")
+    unused = ("batch_size", "dali_num_threads") if args.benchmark else ("benchmark_batches",)
+    for name in unused:
+        if (value := getattr(args, name)) is not None:
+            condition = "not supported with" if args.benchmark else "requires"
+            remedy = "use --benchmark-batches instead" if name == "batch_size" else f"remove {flag(name)}"
+            raise UsageError(f"{flag(name)} {text(value)}: {condition} --benchmark; {remedy}")
+    args.dali_num_threads = args.dali_num_threads or THREADS
     listener = _listen(args)
     if args.model_arch_name is not None:
         args.model_arch_name = registered_name(args.model_arch_name)
@@ -466,9 +474,8 @@ def _listen(args):
     """Return the socket of the web server, or None if --serve is not set."""
     if args.serve is None:
         for name in ("serve_host", "serve_max_mb", "serve_max_images"):
-            flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
-            if value is not None:
-                raise UsageError(f"{flag} {value}: requires --serve; add it or remove {flag}")
+            if (value := getattr(args, name)) is not None:
+                raise UsageError(f"{flag(name)} {value}: requires --serve; add it or remove {flag(name)}")
         return None
     if args.images or args.json or args.csv or args.benchmark or args.batch_size:
         others = "images, --csv, --json, --benchmark or --batch-size"
@@ -547,7 +554,7 @@ def _print_benchmark(args, device):
     logger.info(f"{args.model} on {device}, random images in host memory, latency in ms, peak memory in MiB")
     names = "  ".join(f"{name:>9}" for name in ("p50", "p90", "p99", "images/s", "memory"))
     logger.info(f"{'batch':>5}  {'engine':16}  {'precision':9}  {names}")
-    batches = args.benchmark_batches
+    batches = args.benchmark_batches or BENCHMARK_BATCHES
     models = engines(args.model, device, args.model_arch_name, args.precision, batches)
     with contextlib.closing(models):
         for result in benchmark(models, batches, device):

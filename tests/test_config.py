@@ -821,6 +821,15 @@ def test_flags_that_slow_down_cpus_trigger_warnings_on_cpu_only(flag):
         ("--crop-size 100 --resize-short 131", ["--resize-short 131"]),
         ("--optimizer LAMB --lr 0.03", []),
         ("--optimizer LAMB --lr 0.031", ["--lr 0.031"]),
+        ("--warmup-start-lr 0.01", []),
+        ("--warmup-start-lr 0.01 --warmup-epochs 0", ["--warmup-start-lr 0.01"]),
+        ("--overwrite", []),
+        ("--overwrite --run-scope eval_only --from-checkpoint d", ["--overwrite"]),
+        ("--budget-minutes 5", []),
+        ("--budget-minutes 5 --benchmark", ["--budget-minutes 5"]),
+        ("--budget-minutes 5 --run-scope eval_only --from-checkpoint d", ["--budget-minutes 5"]),
+        ("--benchmark-steps 5 --benchmark-warmup-steps 3 --benchmark", []),
+        ("--benchmark-steps 5 --benchmark-warmup-steps 3", ["--benchmark-steps 5", "--benchmark-warmup-steps 3"]),
     ],
 )
 def test_warnings_depend_on_all_flags_of_a_combination(text, expected):

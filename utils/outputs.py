@@ -166,9 +166,10 @@ def _probe(path, is_folder):
                 pass
         else:
             files.touch(path)
-            if path.is_file():  # a lock and an atomic write require another file in the same folder
-                with tempfile.TemporaryFile(dir=path.parent):
-                    pass
+            if path.is_file():  # a lock and an atomic write require another file in the same folder, with a longer name
+                partial = files.partial_path(path)
+                partial.touch()
+                partial.unlink()
     finally:
         with contextlib.suppress(OSError):
             if is_new and is_folder:

@@ -66,6 +66,16 @@ def warnings(settings):
         "--from-pretrained-params"
     if settings.class_weights != "none" and settings.balanced_sampling and trains:
         yield "--class-weights balanced: --balanced-sampling already balances the classes; remove one of them"
+    if settings.warmup_start_lr and not settings.warmup_epochs:
+        yield f"--warmup-start-lr {settings.warmup_start_lr:g}: has no effect without --warmup-epochs; remove it"
+    if settings.overwrite and not trains:
+        yield "--overwrite: has no effect, because this run writes no checkpoints; remove it"
+    if settings.is_explicit("budget_minutes") and (settings.benchmark or not trains):
+        obstacle = "--benchmark" if settings.benchmark else "--run-scope eval_only"
+        yield f"--budget-minutes {settings.budget_minutes:g}: has no effect with {obstacle}; remove it"
+    for name in ("benchmark_steps", "benchmark_warmup_steps"):
+        if settings.is_explicit(name) and not settings.benchmark:
+            yield f"{flag(name)} {getattr(settings, name)}: has no effect without --benchmark; add it, or remove the flag"
     if OPTIMIZERS[settings.optimizer].is_adaptive and settings.lr > 0.03:
         yield f"--lr {settings.lr:g}: high for --optimizer {settings.optimizer}; use a lower rate, such as 0.001"
     if settings.device == "cpu" and settings.data_layout == "NHWC":

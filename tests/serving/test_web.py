@@ -343,6 +343,9 @@ def test_unusable_addresses_are_errors():
     [
         (["x.jpg", "--serve-host", "::1"], "--serve-host ::1: requires --serve; add it or remove --serve-host"),
         (["x.jpg", "--serve-max-mb", "3"], "--serve-max-mb 3: requires --serve"),
+        (["x.jpg", "--benchmark-batches", "1,2"], "--benchmark-batches 1,2: requires --benchmark; remove"),
+        (["--benchmark", "--batch-size", "2"], "--batch-size 2: not supported with --benchmark; use --benchmark-b"),
+        (["--benchmark", "--dali-num-threads", "2"], "--dali-num-threads 2: not supported with --benchmark; remove"),
         (["x.jpg", "--serve", "0"], "--serve 0: not supported with images, --csv, --json"),
         (["--serve", "0", "--batch-size", "4"], "--serve 0: not supported with"),
         (["--serve", "0", "--benchmark"], "--serve 0: not supported with"),
