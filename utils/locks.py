@@ -84,7 +84,7 @@ def is_of(file, path):
     file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
-    except FileNotFoundError:
+    except OSError:  # for example, a parent folder has been replaced by a file
         return False
 
 

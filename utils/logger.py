@@ -19,6 +19,7 @@ from utils import files, locks, progress
 from utils.errors import RunError, UsageError
 
 _path = _report = _lock = None
+_is_misplaced = False
 _followers = []
 _quiet = False
 _only_warns = False
@@ -59,9 +60,10 @@ def begin(parameters, append=False):
         UsageError: the report file cannot be opened, or another run is writing to it.
         RunError: the first line cannot be written.
     """
-    global _report, _lock
+    global _report, _lock, _is_misplaced
     if _path is None:
         return
+    _is_misplaced = False
     with _writing(_path):
         files.touch(_path)
         if _path.is_file():
@@ -302,8 +304,22 @@ def report(step, data):
                 failed.close()
             remedy = "free disk space, and restart a training run with --resume"
             raise RunError(f"--report-file {failed.name}: can no longer be written ({e.strerror}); {remedy}") from e
+        if _lock is not None and len(step) < 2:
+            _check_place()
         for follower in _followers:
             follower.add(step, data)
+
+
+def _check_place():
+    """Log a warning, but only once, if the report file was deleted or replaced since begin()."""
+    global _is_misplaced
+    if _is_misplaced or (os.path.exists(_path) and os.path.samestat(os.stat(_path), os.fstat(_report.fileno()))):
+        return
+    _is_misplaced = True
+    warn(
+        f"--report-file {_path}: was deleted or replaced during the run, so the metrics of this run are lost; do not "
+        "change the file while a run writes to it"
+    )
 
 
 def _line(step, data):

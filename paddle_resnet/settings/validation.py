@@ -75,7 +75,8 @@ def warnings(settings):
         yield f"--budget-minutes {settings.budget_minutes:g}: has no effect with {obstacle}; remove it"
     for name in ("benchmark_steps", "benchmark_warmup_steps"):
         if settings.is_explicit(name) and not settings.benchmark:
-            yield f"{flag(name)} {getattr(settings, name)}: has no effect without --benchmark; add it, or remove the flag"
+            flag_and_value = f"{flag(name)} {getattr(settings, name)}"
+            yield f"{flag_and_value}: has no effect without --benchmark; add it, or remove {flag(name)}"
     if OPTIMIZERS[settings.optimizer].is_adaptive and settings.lr > 0.03:
         yield f"--lr {settings.lr:g}: high for --optimizer {settings.optimizer}; use a lower rate, such as 0.001"
     if settings.device == "cpu" and settings.data_layout == "NHWC":

@@ -307,3 +307,34 @@ def test_ascii_output_escapes_names(tmp_path, environment):
     done = run_logging_program(tmp_path, stdout=subprocess.PIPE, env={**os.environ, **environment})
     assert done.stdout.count("ber ") == 3
     assert r"\udcff" in done.stdout
+
+
+@pytest.mark.parametrize("change", ["delete", "replace", "move the folder"])
+def test_deleted_report_triggers_one_warning(report, capsys, change):
+    logger.log((0,), {"train.loss": 1.0})
+    assert capsys.readouterr().err == ""
+    if change == "move the folder":
+        report.parent.rename(report.parent.with_name("moved"))
+    else:
+        report.unlink()
+    if change == "replace":
+        report.touch()
+    logger.log((1, 0), {"train.loss": 1.0})
+    logger.log((1,), {"train.loss": 1.0})
+    logger.log((), {"train.loss": 1.0})
+    [warning] = capsys.readouterr().err.splitlines()
+    assert f"warning: --report-file {report}: was deleted or replaced during the run" in warning
+
+
+def test_report_behind_link_is_not_misplaced(tmp_path, capsys):
+    (tmp_path / "link.json").symlink_to("target.json")
+    begin(tmp_path / "link.json")
+    logger.log((0,), {"train.loss": 1.0})
+    assert capsys.readouterr().err == ""
+
+
+def test_close_succeeds_if_the_folder_became_a_file(report):
+    folder = report.parent
+    folder.rename(folder.with_name("moved"))
+    folder.touch()
+    logger.close()
