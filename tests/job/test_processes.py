@@ -86,6 +86,13 @@ def test_missing_address_variable_raises(job_of_two, monkeypatch, name):
         processes.check_environment()
 
 
+def test_launcher_may_pass_addresses_in_a_file(job_of_two, monkeypatch):
+    monkeypatch.setenv("PADDLE_BACKUP_ENV_PATH", "/launcher.json")
+    for name in ("PADDLE_MASTER", "PADDLE_TRAINER_ENDPOINTS"):
+        monkeypatch.delenv(name)
+    processes.check_environment()
+
+
 def test_too_few_endpoints_raise(job_of_two, monkeypatch):
     monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", "127.0.0.1:1")
     with pytest.raises(UsageError, match="^PADDLE_TRAINER_ENDPOINTS '127.0.0.1:1': 1 addresses for 2 processes; start"):

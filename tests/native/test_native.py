@@ -941,6 +941,25 @@ def test_missing_tools_are_reported(empty_cache, monkeypatch, capsys):
     assert "custom kernels are unavailable (no NVRTC library (libnvrtc.so))" in capsys.readouterr().out
 
 
+def test_nvrtc_of_the_environment_is_preferred(tmp_path, monkeypatch):
+    tried = []
+
+    def load(name):
+        tried.append(name)
+        raise OSError
+
+    monkeypatch.setattr(native.site, "getsitepackages", lambda: [str(tmp_path)])
+    monkeypatch.setattr(native.site, "getusersitepackages", lambda: str(tmp_path / "user"))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    paths = [tmp_path / folder / "libnvrtc.so.12" for folder in ("nvidia/cuda_nvrtc/lib", "cuda/lib64")]
+    for path in paths:
+        path.parent.mkdir(parents=True)
+        path.touch()
+    monkeypatch.setattr(native.ctypes, "CDLL", load)
+    assert native._nvrtc.__wrapped__() is None
+    assert tried == [*map(str, paths), *native.NVRTC_NAMES]
+
+
 def chosen_on_gpu(**changes):
     args = flags(device="gpu", **changes)
     resolution.resolve_kernels(args)
