@@ -80,11 +80,14 @@ def _gpu_rows(gpus, facts):
 def _library_facts():
     """Return the rows and other results that require importing Paddle, DALI or NVRTC. This function runs in a child
     process."""
-    import paddle
+    from utils import signals
+    from utils.errors import UsageError
+
+    with signals.importing_paddle():
+        import paddle
 
     from paddle_resnet.machine import compat, gpus, libraries
     from paddle_resnet.native import build as native
-    from utils.errors import UsageError
 
     has_gpus, rows, problem = bool(_nvidia_gpus()), [], None
     count = paddle.device.cuda.device_count() if paddle.is_compiled_with_cuda() else 0
@@ -179,10 +182,7 @@ def _compiler():
 
 
 def _machine(device, gpu_count):
-    from utils import signals
-
-    with signals.importing_paddle():
-        from paddle_resnet.machine import memory
+    from paddle_resnet.machine import memory
 
     cores = len(os.sched_getaffinity(0))
     yield Row("cores", f"{cores}, {platform.machine()}, Python {platform.python_version()}")

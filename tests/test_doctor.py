@@ -177,6 +177,17 @@ def test_missing_paddle_is_reported(examine, monkeypatch, tmp_path):
     assert "requirements.txt" in rows["Paddle"].remedy
 
 
+def test_doctor_runs_if_paddle_cannot_be_imported(tmp_path):
+    (tmp_path / "paddle").mkdir()
+    (tmp_path / "paddle" / "__init__.py").write_text("raise ImportError('libfoo.so: cannot open')")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "paddle_resnet.doctor", "--output-dir", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "ImportError: libfoo.so: cannot open" in done.stdout
+    assert "GiB available" in done.stdout
+
+
 def test_unsupported_paddle_is_reported(examine, monkeypatch):
     monkeypatch.setattr(doctor, "_in_child", lambda function: (function(), None))
     monkeypatch.setattr(compat.check_version, "__defaults__", ("2.4.1",))

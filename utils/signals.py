@@ -6,6 +6,8 @@ import ctypes
 import os
 import signal
 
+from utils.errors import RunError
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
@@ -61,10 +63,19 @@ def blocked():
 @contextlib.contextmanager
 def importing_paddle():
     """Block signals while Paddle is imported, then restore Python's SIGTERM handler, because Paddle installs a handler
-    that prints a trace. A SIGINT during the import would raise a misleading error."""
+    that prints a trace. A SIGINT during the import would raise a misleading error.
+
+    Raises:
+        RunError: Paddle cannot create its cache folder.
+    """
     with blocked():
         try:
             yield
+        except OSError as e:
+            if e.filename is None:
+                raise
+            problem = f"cannot be used ({e.strerror}), but Paddle requires it"
+            raise RunError(f"{os.fsdecode(e.filename)}: {problem}; set HOME to a writable folder") from e
         finally:
             handler = signal.getsignal(signal.SIGTERM)
             signal.signal(signal.SIGTERM, handler)

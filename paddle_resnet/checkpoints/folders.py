@@ -440,7 +440,7 @@ def runs_below(path):
 def resolve(path, arch=None, log=logger.info):
     """Return the checkpoint to use for a folder. If the folder contains the checkpoints of a run (see run_in), use
     `best`. If `best` does not exist, use the newest checkpoint at the end of an epoch or, if there is no such
-    checkpoint, the newest checkpoint.
+    checkpoint, the newest checkpoint. If `best` refers to a missing checkpoint, the log contains a warning.
 
     Args:
         path: path of the folder.
@@ -458,6 +458,8 @@ def resolve(path, arch=None, log=logger.info):
     if checkpoint is None:  # all checkpoints are damaged
         return root
     folder = _target(checkpoint)
+    if os.path.lexists(root / "best") and not is_checkpoint(root / "best"):
+        log(f"warning: {root / 'best'}: refers to a missing checkpoint, so a different checkpoint is used")
     log(f"{path}: using the checkpoint {checkpoint}" + (f" ({folder.name})" if folder != checkpoint else ""))
     return folder
 

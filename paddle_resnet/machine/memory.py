@@ -3,8 +3,6 @@
 import gc
 from pathlib import Path
 
-import paddle
-
 _CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
@@ -30,6 +28,8 @@ class Peak:
     def __init__(self, device):
         self._device = device
         if device == "gpu":
+            import paddle
+
             gc.collect()
             paddle.device.cuda.empty_cache()
         else:
@@ -43,6 +43,8 @@ class Peak:
 
     def _bytes(self):
         if self._device == "gpu":
+            import paddle  # imported late, because the doctor calls available() even if Paddle is missing
+
             return paddle.device.cuda.memory_reserved()
         status = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
         return int(status["VmHWM"].split()[0]) * 1024

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -164,7 +165,7 @@ def test_newest_first_sorts_by_sequence_number(tmp_path):
     assert [(folder.name, "meta.json" in problem) for folder, problem in damaged] == [("1", True)]
 
 
-def test_checkpoint_at_end_of_epoch_is_used_before_newer_one_inside_epoch(tmp_path):
+def test_checkpoint_at_end_of_epoch_is_used_before_newer_one_inside_epoch(tmp_path, capsys):
     ranks = [{"loader": {"step": 2, "conditions": {}}, "meters": {}}]
     inside = write_checkpoint(tmp_path, "1_2", sequence=6, epoch=1, step=2, ranks=ranks)
     assert folders.resolve(tmp_path) == inside
@@ -174,6 +175,10 @@ def test_checkpoint_at_end_of_epoch_is_used_before_newer_one_inside_epoch(tmp_pa
     folders.mark(tmp_path, "best", "3")
     # The result is the target of the link, because a run that is still training may change the link.
     assert folders.resolve(tmp_path) == folders.resolve(tmp_path / "best") == tmp_path / "3"
+    assert "warning" not in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "3")
+    assert folders.resolve(tmp_path) == last
+    assert f"warning: {tmp_path}/best: refers to a missing checkpoint" in capsys.readouterr().out
 
 
 def test_run_in_an_output_folder_is_that_of_the_network(tmp_path):

@@ -83,6 +83,17 @@ def test_sigterm_handler_of_c_code_is_replaced():
         signal.signal(signal.SIGTERM, before)
 
 
+def test_home_that_paddle_cannot_use_is_an_error():
+    environment = os.environ | {"HOME": os.devnull}
+    command = [sys.executable, "-m", "paddle_resnet.models", "ResNet18"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "python -m paddle_resnet.models: error: /dev/null/.cache: cannot be used (Not a directory), but Paddle "
+        "requires it; set HOME to a writable folder\n"
+    )
+
+
 def test_sigterm_is_ignored_while_stopped_process_exits():
     before = signal.getsignal(signal.SIGINT)
     with signals.watched():
