@@ -873,3 +873,11 @@ def test_invalid_sizes_are_errors(capsys, value, expected):
     with pytest.raises((UsageError, SystemExit)) as error:
         config.parse_args(["--data-format", "synthetic", "--epochs", "3", "--sizes", value])
     assert expected in str(error.value) + capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flag", ["--from-checkpoint", "--image-root", "--output-dir", "--report-file", "--tensorboard-dir"]
+)
+def test_empty_paths_are_errors(flag):
+    with pytest.raises(UsageError, match=f"{flag}: '' is an empty path; use . for the working directory"):
+        config.parse_args([flag, ""])

@@ -47,6 +47,8 @@ def claim(outputs=None, folders=None, inputs=(), protected=(), run_folder=None, 
             if what in folders:
                 _check_links(f"{what} {path}", Path(path))
             if what in outputs:
+                if str(path).endswith(os.sep):
+                    raise UsageError(f"{what} {path}: names a folder; choose a file in it")
                 taken[identity] = f"{what} {path}"
                 _claimed[os.path.realpath(path)] = _version(path)
                 if what not in announced and _version(path):

@@ -89,7 +89,12 @@ def _build_parser():
 
 
 def _start(add):
-    add("--config", metavar="FILE", help="YAML file that sets flags; each key is a flag name with underscores")
+    add(
+        "--config",
+        type=_required_path,
+        metavar="FILE",
+        help="YAML file that sets flags; each key is a flag name with underscores",
+    )
     add(
         "--run-scope",
         default="train_eval",
@@ -108,6 +113,7 @@ def _start(add):
     )
     add(
         "--from-checkpoint",
+        type=_required_path,
         metavar="DIR",
         help="checkpoint folder, or folder that contains epoch folders, from which to load parameters and optimizer "
         "state",
@@ -719,7 +725,12 @@ def _saving(add):
 
 
 def _loader(add):
-    add("--image-root", default="/imagenet", help="folder of the data set; see docs/data.md for supported layouts")
+    add(
+        "--image-root",
+        type=_required_path,
+        default="/imagenet",
+        help="folder of the data set; see docs/data.md for supported layouts",
+    )
     add(
         "--data-format",
         default="auto",
@@ -728,6 +739,7 @@ def _loader(add):
     )
     add(
         "--skip-list",
+        type=_required_path,
         metavar="FILE",
         help="file with one image to skip per line, as a path relative to IMAGE_ROOT; python -m paddle_resnet.dataset "
         "verify can write it",
@@ -795,7 +807,12 @@ def _machine(add):
 
 
 def _output(add):
-    add("--output-dir", default="./output/", help="parent folder of the checkpoints, OUTPUT_DIR/ARCH/EPOCH/")
+    add(
+        "--output-dir",
+        type=_required_path,
+        default="./output/",
+        help="parent folder of the checkpoints, OUTPUT_DIR/ARCH/EPOCH/",
+    )
     add(
         "--report-file",
         type=_path,
@@ -984,7 +1001,13 @@ def _steps(text):
 
 def _path(text):
     """Parse a path, or "None" to override a value in the configuration file."""
-    return None if text == "None" else text
+    return None if text == "None" else _required_path(text)
+
+
+def _required_path(text):
+    if not text:  # for example from an unset variable of a shell; pathlib would use the working directory
+        raise argparse.ArgumentTypeError("'' is an empty path; use . for the working directory")
+    return text
 
 
 def _epoch(text):
