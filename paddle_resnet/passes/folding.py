@@ -11,8 +11,6 @@ from paddle import static
 from paddle_resnet.machine import compat
 from paddle_resnet.passes import fusion
 
-FUSED_ACTIVATIONS = ("relu",)  # cuDNN does not fuse other activations with convolutions
-
 
 def fold_batch_norms(program, exe, channel_axis):
     """Fold the BN layers of a half-precision evaluation program in place.
@@ -68,11 +66,13 @@ def _fold(program, channel_axis):
 
 
 def fuse_convolutions(program, exe):
-    """Replace each convolution, its BN, its residual addition (if any) and its activation with one fused operator of
+    """Replace each convolution, its BN, its residual addition (if any) and its ReLU (if any) with one fused operator of
     Paddle, in place. The fused operator reads and writes each activation only once, and its filters are already in
-    cuDNN's layout.
+    cuDNN's layout. In float32, it also replaces Paddle's `conv2d`, which transposes its input and output in each step.
 
-    A convolution is not fused if no ReLU follows it, if it has groups, or if it is in bfloat16.
+    A convolution is not fused if an activation other than ReLU follows it, if it has groups, or if it is in bfloat16.
+    Without an activation, it is fused only in float32; in float16, fusing it is slower
+    (benchmarks/log/prediction_h200_2026-11-26.md).
 
     Args:
         program: inference Program in NHWC for a GPU, after cast_evaluation_program, with its parameters in the scope.
@@ -98,7 +98,7 @@ def fuse_convolutions(program, exe):
         if tail.addend is not None:
             inputs["ResidualData"] = tail.addend
         names = "strides", "paddings", "padding_algorithm", "dilations", "groups", "data_format"
-        attrs = {name: conv.attr(name) for name in names} | {"activation": tail.activation}
+        attrs = {name: conv.attr(name) for name in names} | {"activation": tail.activation or "identity"}
         attrs |= {"split_channels": [], "exhaustive_search": False, "workspace_size_MB": 512, "fuse_alpha": 0.0}
         ops = [conv, bn, *tail.ops]
         graph.replace(ops, ops[-1], "fused_conv2d_add_act", inputs, {"Output": block.var(tail.out)}, attrs)
@@ -113,7 +113,8 @@ def _can_fuse(graph, conv, tail):
         return False
     out = graph.variables(conv, "Output")["Output"]
     has_one_reader = graph.only_reader(out.name, ["batch_norm"]) is not None
-    return has_one_reader and tail.activation in FUSED_ACTIVATIONS and out.dtype in (paddle.float16, paddle.float32)
+    dtypes = {"relu": (paddle.float16, paddle.float32), "": (paddle.float32,)}.get(tail.activation, ())
+    return has_one_reader and out.dtype in dtypes
 
 
 def _compute(fold_block, block, bn, filters, folded, shift, order=(0, 1, 2, 3)):

@@ -7,7 +7,7 @@ from paddle import static
 from helpers import build, random_batches
 from paddle_resnet import phases
 from paddle_resnet.checkpoints import variables
-from paddle_resnet.passes import folding
+from paddle_resnet.passes import folding, fusion
 
 
 @pytest.mark.parametrize("flags", [[], ["--data-layout", "NHWC", "--image-shape", "4,32,32"]], ids=["NCHW", "NHWC"])
@@ -53,3 +53,39 @@ def test_float32_program_is_not_folded(parse):
     phases.compile_programs(args, exe, None, phases.Work(args, None, program, fetchs))
     assert [op.type for op in program.global_block().ops] == before
     assert static.global_scope().find_var("conv2d_0.w_0.folded") is None
+
+
+def _insert_emulation(graph, ops, at, op_type, inputs, outputs, attrs):
+    """Like fusion.Graph.replace, but insert operators that a CPU supports in place of the fused operator."""
+    block, relu = graph.block, attrs.pop("activation") == "relu"
+    filters, *results = (block.create_var(name=f"{inputs['Filter'].name}.{i}", dtype="float32") for i in range(4))
+    attrs = {name: value for name, value in attrs.items() if name not in ("split_channels", "fuse_alpha")}
+    new = [
+        ("transpose2", {"X": inputs["Filter"]}, {"Out": filters, "XShape": results[2]}, {"axis": [0, 3, 1, 2]}),
+        ("conv2d", {"Input": inputs["Input"], "Filter": filters}, {"Output": results[0]}, attrs),
+        ("elementwise_add", {"X": results[0], "Y": inputs["Bias"]}, {"Out": results[1]}, {"axis": -1}),
+    ]
+    out = results[1]
+    if "ResidualData" in inputs:
+        out = results[0]
+        new.append(("elementwise_add", {"X": results[1], "Y": inputs["ResidualData"]}, {"Out": out}, {"axis": -1}))
+    new.append(("relu" if relu else "assign", {"X": out}, {"Out": outputs["Output"]}, {}))
+    for op_type, op_inputs, op_outputs, op_attrs in new:
+        block._insert_op_without_sync(
+            block.ops.index(at), type=op_type, inputs=op_inputs, outputs=op_outputs, attrs=op_attrs
+        )
+    graph.replaced += ops
+
+
+def test_float32_convolutions_are_fused_with_bn_and_relu(parse, monkeypatch):
+    """The fused operator exists only on GPUs, so other operators replace it here."""
+    args = parse("--model-arch-name", "Tiny", "--data-layout", "NHWC", "--image-shape", "4,32,32")
+    _, exe, fetchs, _, program = build(args, is_train=False)
+    monkeypatch.setattr(fusion.Graph, "replace", _insert_emulation)
+    feed = dict(zip(("data", "label"), random_batches(1, (32, 32, 4))[0], strict=True))
+    [expected] = exe.run(program, feed, [fetchs["loss"][0]])
+    layers = sum(op.type == "conv2d" for op in program.global_block().ops)
+    with static.program_guard(program, static.Program()):
+        assert folding.fuse_convolutions(program, exe) == layers
+    assert "batch_norm" not in {op.type for op in program.global_block().ops}
+    np.testing.assert_allclose(exe.run(program, feed, [fetchs["loss"][0]])[0], expected, rtol=2e-5)
