@@ -150,7 +150,7 @@ def _choose_network(settings, facts):
             folder = str(_folder(settings.output_dir, name))
             _set(settings, f"package {published.PACKAGED[name].package}", from_pretrained_params=folder)
             _set(settings, "--from-pretrained-params", pretrained_mismatch="skip-classifier")
-            _choose_image_size(settings, facts, registered(settings.model_arch_name))
+            _choose_image_size(settings, registered(settings.model_arch_name))
             return name
         network = "ResNet50" if facts.has_gpu else "ResNet18"
         _set(settings, f"training from scratch on a {_device(facts)}", model_arch_name=network)
@@ -159,14 +159,13 @@ def _choose_network(settings, facts):
     return None
 
 
-def _choose_image_size(settings, facts, network):
-    """Choose the image size of the pretrained weights. Random resized crops enlarge objects, so with few images, the
-    network is evaluated on correspondingly larger images (arXiv:1906.06423); see
-    benchmarks/log/finetune_h200_2026-11-26.md."""
-    if facts.images < FEW_IMAGES and not any(map(settings.is_explicit, SIZE_FLAGS)):
+def _choose_image_size(settings, network):
+    """Train at the image size of the pretrained weights. Random resized crops enlarge objects, so evaluation uses
+    larger images (arXiv:1906.06423); see benchmarks/log/finetune_h200_2026-11-26.md."""
+    if not any(map(settings.is_explicit, SIZE_FLAGS)):
         size = round(network.image_size * network.resize_ratio)
-        reason = f"{facts.images} training images: evaluation at {size} px"
-        _set(settings, reason, sizes=[f"{network.image_size}:0"], crop_size=size, resize_short=size)
+        _set(settings, "image size of the weights", sizes=[f"{network.image_size}:0"])
+        _set(settings, "larger than the training images", crop_size=size, resize_short=size)
     elif not settings.is_explicit("image_shape"):
         _set(settings, "image size of the weights", crop_size=network.image_size)
 

@@ -49,14 +49,12 @@ def test_installed_weights_are_fine_tuned():
     assert s.origin("amp") == "chosen: the run is on a CPU"
 
 
-def test_few_images_are_evaluated_in_larger_size():
+def test_images_are_larger_in_evaluation():
     s = choose(294)
     assert (s.sizes, s.crop_size, s.resize_short, s.image_shape) == (["224:0"], 256, 256, [4, 256, 256])
     assert [stage.settings.crop_size for stage in stages.stages(s)] == [224]
-    assert s.origin("crop_size") == "chosen: 294 training images: evaluation at 256 px"
-    s = choose(2934)
-    assert (s.sizes, s.crop_size, s.resize_short) == (None, 224, 256)
-    assert s.origin("crop_size") == "chosen: image size of the weights"
+    assert s.origin("sizes") == "chosen: image size of the weights"
+    assert s.origin("crop_size") == "chosen: larger than the training images"
 
 
 @pytest.mark.parametrize("flag, size", [("--crop-size 96", 96), ("--image-shape 4,96,96", 96), ("--sizes 64:0", 224)])
