@@ -281,7 +281,7 @@ def benchmark(models, batch_sizes, device):
             images = model.host_images(batch)
             images[:] = 2 * random.random(images.shape, dtype=np.float32)
             times_s = []
-            # The first runs are not measured, because they select algorithms and capture the step.
+            # The first runs are not measured, because an engine may select algorithms or capture a CUDA graph.
             for _ in range(BENCHMARK_WARMUP_STEPS):
                 model.run(images)
             while len(times_s) < BENCHMARK_STEPS or sum(times_s) < BENCHMARK_S:

@@ -219,7 +219,8 @@ def deterministic():
     paddle.set_flags({"FLAGS_cudnn_deterministic": False})
 
 
-# test_resume.py covers stops in all epochs on the CPU. The sparse runs also execute the code of the O2 runs.
+# These cases are slow tests: test_resume.py covers stops in all epochs on the CPU, and the other sparse runs also
+# execute the code of O2.
 IN_SOAK = ("fp32 NHWC inside an epoch", "O2 inside an epoch", "O2 ASP in the last epoch")
 
 

@@ -42,7 +42,8 @@ def convert(source, output, arch=None, preprocessing=None, verbose=False):
     arch = registered_name(arch or model.arch)
     if model is not None and arch != model.arch:
         raise UsageError(f"--arch {arch}: {source} has weights of {model.arch}; remove --arch")
-    # timm's networks with and without this prefix have the same tensor names and shapes.
+    # timm's tf_mobilenetv3 and mobilenetv3 networks have the same tensor names and shapes, so only the file name
+    # distinguishes them.
     if arch.startswith("MobileNetV3") and "tf_mobilenetv3" in str(path):
         problem = f"timm's tf_mobilenetv3 pads as in TensorFlow, which {arch} does not support"
         raise UsageError(f"{path}: {problem}; use the weights of a timm network without the prefix tf_")

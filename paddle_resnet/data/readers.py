@@ -309,8 +309,8 @@ def lmdb(image_root, mode, num_of_class, seed, skip, trained=None):
 def webdataset(image_root, mode, num_of_class, seed, skip, trained=None):
     """Open WebDataset tar shards: IMAGE_ROOT/train-000000.tar ... and val-..., each with an index.
 
-    A sample consists of an image (KEY.jpg, KEY.png ...) and its label in decimal digits (KEY.cls). File names may have
-    a prefix before `train`, `val` or `validation`.
+    A sample consists of an image (KEY.jpg, KEY.png ...) and its label in decimal digits (KEY.cls). The names of
+    shards may have a prefix before `train`, `val` or `validation`.
     """
     shards, indexes, classes, size, digest = _open_shards(image_root, mode, "webdataset", num_of_class, skip, trained)
 

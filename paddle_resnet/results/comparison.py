@@ -110,7 +110,7 @@ def first_difference(first, other):
         if "train.loss" in a and "train.loss" in other.steps.get(step, {})
     ]
     for i, ((epoch, step), a, b) in enumerate(steps):
-        if repr(a) != repr(b):  # a loss that is not finite is None
+        if a != b:  # None represents a loss that is not finite
             before = f"; equal in the {i} logged steps before" if i else ", the first logged step"
             return f"first differs at epoch {epoch} step {step}: loss {b!r} instead of {a!r}{before}"
     return f"same losses in all {len(steps)} common steps" if steps else "no step in common with the first run"

@@ -47,8 +47,8 @@ def of_vision(name, classes=5):
 
 
 def as_torch(state, classifier):
-    """Convert a state of paddle.vision to PyTorch's names and layout. torchvision uses the same layer names as
-    paddle.vision."""
+    """Convert the state_dict of a network of paddle.vision to PyTorch's names and layout. torchvision uses the same
+    layer names as paddle.vision."""
     names = {"_mean": "running_mean", "_variance": "running_var"}
     found = {re.sub(r"_mean$|_variance$", lambda match: names[match[0]], key): value for key, value in state.items()}
     found[f"{classifier}.weight"] = found[f"{classifier}.weight"].T

@@ -121,7 +121,8 @@ def test_weight_decay_groups(name, with_bn):
 @pytest.mark.parametrize("scale", [False, True], ids=["unscaled", "scaled"])
 @pytest.mark.parametrize("name", table.OPTIMIZERS)
 def test_custom_operator_equals_paddle_operators(name, scale):
-    """With and without dynamic loss scaling, parameters and optimizer state have the same names and values."""
+    """With the custom operator and with Paddle's operators, parameters and optimizer state have the same names and
+    values."""
     runs = [Run("--optimizer", name, fuse=fuse, scale=scale) for fuse in (False, True)]
     types = [op.type for op in runs[1].main.global_block().ops]
     assert types.count(f"native_{table.OPTIMIZERS[name].native}") == 1

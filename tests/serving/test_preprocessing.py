@@ -10,7 +10,7 @@ from paddle_resnet import dali
 from paddle_resnet.serving import inference, preprocessing
 from utils.mode import Mode
 
-ORIENTATION = 0x112  # EXIF tag of the orientation
+ORIENTATION = 0x112  # EXIF orientation tag
 PHOTO = (101, 142)  # height and width that lead to odd crop margins
 
 

@@ -218,7 +218,7 @@ def test_prediction_stops_if_client_has_closed_the_connection(start):
     with socket.create_connection(("127.0.0.1", port)) as client:
         client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         assert is_running.wait(30)
-    assert request(port, "GET", "/")[0] == 200  # the server has noticed the end of the first connection
+    assert request(port, "GET", "/")[0] == 200  # now the server also knows that the first client disconnected
     is_released.set()
     assert request(port, body=form(("last.jpg", b"x")))[0] == 200
     assert names == ["0.jpg", "last.jpg"]

@@ -69,7 +69,8 @@ def test_shards_flag_sets_number_of_equal_shards(photos, tmp_path, to, names):
     convert.convert(photos, tmp_path / "x", to, shards=7, workers=2)
     shards = sorted(path for path in (tmp_path / "x").glob(names.format("train")))
     assert len(shards) == 7
-    assert len(list((tmp_path / "x").glob(names.format("val")))) == 6  # 23 images, at most 5 per shard
+    # As many images per shard as in train: 23 / (30 / 7), rounded up.
+    assert len(list((tmp_path / "x").glob(names.format("val")))) == 6
     sizes = [len(indexes.open_index(str(shard), to)) for shard in shards]
     assert sum(sizes) == 30
     assert max(sizes) - min(sizes) <= 1
