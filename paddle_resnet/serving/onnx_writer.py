@@ -139,7 +139,12 @@ def _append(onnx, op, translation, output, nodes, constants):
 def _is_folded_shift(block, op):
     """Return whether an operator adds the shift of a folded BN layer (passes/folding.py) to the output of a
     convolution."""
-    return op.type == "elementwise_add" and op.attr("axis") == 1 and block.var(op.input("Y")[0]).persistable
+    if op.type != "elementwise_add" or op.attr("axis") != 1 or not block.var(op.input("Y")[0]).persistable:
+        return False
+    x = op.input("X")[0]
+    writers = [other.type for other in block.ops if x in other.output_arg_names]
+    readers = [other for other in block.ops if x in other.input_arg_names]
+    return writers in (["conv2d"], ["depthwise_conv2d"]) and len(readers) == 1
 
 
 def _add_bias(onnx, op, nodes, constants, read):

@@ -33,12 +33,13 @@ def attention():
     return layer
 
 
-def along_channels(kind):
+def along_channels(kind, is_constant=False):
     """Return a layer that adds, multiplies or divides by one number per channel, for which the attribute axis is 1."""
 
     def layer(x):
         parameter = static.create_parameter([3], "float32")
-        return layers._append(f"elementwise_{kind}", {"X": x, "Y": parameter + parameter}, axis=1)
+        y = parameter if is_constant else parameter + parameter
+        return layers._append(f"elementwise_{kind}", {"X": x, "Y": y}, axis=1)
 
     return lambda: layer
 
@@ -62,6 +63,7 @@ F = paddle.nn.functional
             (along_channels(kind), rf"operator elementwise_{kind} with axis 1 \(output")
             for kind in ("add", "mul", "div")
         ),
+        (along_channels("add", is_constant=True), r"operator elementwise_add with axis 1 \(output"),
         (lambda: lambda x: x.astype("float64"), r"operator cast with out_dtype 6 \(output"),
     ],
 )
