@@ -15,6 +15,7 @@ from utils import exit_codes, files, locks, logger, numbers, outputs, signals
 from utils.errors import UsageError
 from utils.mode import RunScope
 
+QUALITY = 95  # JPEG quality
 SIDE = 64  # width and height of a sample image in pixels
 
 
@@ -161,9 +162,8 @@ def _add_convert(commands):
     command.add_argument(
         "--quality",
         type=numbers.integer(1, 100),
-        default=95,
         metavar="Q",
-        help="JPEG quality of images that are shrunk (default: 95)",
+        help=f"JPEG quality of images that are shrunk (default: {QUALITY})",
     )
     command.add_argument(
         "--workers", type=numbers.threads, metavar="N", help="number of worker processes (default: one per core)"
@@ -181,6 +181,8 @@ def _run_convert(args):
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    if args.quality is not None and args.resize_short is None:
+        raise UsageError(f"--quality {args.quality}: requires --resize-short; add it, or remove --quality")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     _claim_folder(args)
     bar = Progress(*columns, console=Console(file=logger.Expendable(sys.stderr)))
@@ -205,7 +207,7 @@ def _run_convert(args):
                 args.to,
                 shards=args.shards,
                 resize_short=args.resize_short,
-                quality=args.quality,
+                quality=args.quality or QUALITY,
                 workers=args.workers,
                 progress=progress(args.to),
                 skip_list=args.skip_list,
@@ -342,16 +344,14 @@ def _add_speed(commands):
     command.add_argument(
         "--threads",
         type=numbers.list_of(numbers.threads),
-        default=[4],
         metavar="N,...",
-        help="values of --dali-num-threads to measure",
+        help="values of --dali-num-threads to measure (default: --dali-num-threads)",
     )
     command.add_argument(
         "--loads",
         type=numbers.list_of(numbers.ratio),
-        default=[0.9],
         metavar="L,...",
-        help="values of --hw-decoder-load to measure",
+        help="values of --hw-decoder-load to measure (default: --hw-decoder-load)",
     )
     command.add_argument(
         "--batches", type=numbers.positive, default=20, help="number of batches per measurement (default: 20)"

@@ -16,7 +16,7 @@ from paddle_resnet.job import processes
 from paddle_resnet.models import registered_name
 from paddle_resnet.results import lr_curve
 from paddle_resnet.settings.declarations import Parser
-from paddle_resnet.settings.values import flag
+from paddle_resnet.settings.values import flag, text
 from utils import exit_codes, locks, logger, meters, numbers, outputs, progress, signals
 from utils.errors import RunError, UsageError
 from utils.mode import Mode
@@ -31,6 +31,8 @@ UNSUPPORTED = (
     ("benchmark", "not supported by a search; remove it"),
     ("print_config", "not supported by a search; use it with train.py"),
 )
+# Flags of a configuration file for train.py that a search ignores, but that are errors on its command line.
+IGNORED = ("predictions", "profile_steps", "report_file", "report_html", "tensorboard_dir")
 
 
 class Diverged(Exception):
@@ -101,8 +103,8 @@ def parse(argv):
         description="Train for some steps with a learning rate that rises from step to step, write the loss curve to "
         f"OUTPUT_DIR/ARCH/ ({lr_curve.DRAWING} and {lr_curve.DATA}), and suggest a value for --lr.",
         epilog="The flags of train.py are also supported, except "
-        f"{', '.join(flag(name) for name, _ in UNSUPPORTED)}. --overwrite replaces an earlier curve, but does not "
-        "delete checkpoints.",
+        f"{', '.join(flag(name) for name in (*dict(UNSUPPORTED), *IGNORED))}. --overwrite replaces an earlier "
+        "curve, but does not delete checkpoints.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
@@ -120,6 +122,9 @@ def parse(argv):
         value = getattr(args, name)
         if value:
             raise UsageError(f"{flag(name)}{'' if value is True else f' {value}'}: {remedy}")
+    for name in IGNORED:
+        if args.origin(name) == "command line" and getattr(args, name) is not None:
+            raise UsageError(f"{flag(name)} {text(getattr(args, name))}: not supported by a search; remove it")
     # Benchmark mode neither evaluates nor saves, and repeats the data set if the search needs more batches.
     args.set("lr_find", benchmark=True, profile_steps=None)
     return search, args

@@ -368,6 +368,7 @@ def test_unwritable_output_is_error_before_search(find, photos, tmp_path, capsys
             "--from-checkpoint x: not supported by a search, which starts a new run; use --from-pretrained-params",
         ),
         (["--benchmark"], "--benchmark: not supported by a search; remove it"),
+        (["--predictions", "x.csv"], "--predictions x.csv: not supported by a search; remove it"),
         (["--print-config"], "--print-config: not supported by a search; use it with train.py"),
         (
             ["--run-scope", "eval_only", "--from-pretrained-params", "x"],

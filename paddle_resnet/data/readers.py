@@ -376,9 +376,13 @@ def _shard_order(shuffle, seed):
 
 
 def _skipped(skip, shard):
-    """Return the offsets of the skipped records in a record file as strings."""
+    """Return the offsets of the skipped records in a record file as strings. An entire file cannot be skipped."""
+    file = os.path.basename(shard)
+    for name in skip:
+        if name.partition("/")[0] == file:
+            raise UsageError(f"--skip-list: {name} is an entire file of records; write a line {file}@OFFSET per record")
     named = (name.rpartition("@") for name in skip)
-    return [place for name, _, place in named if name == os.path.basename(shard)]
+    return [place for name, _, place in named if name == file]
 
 
 def _open_shards(image_root, mode, data_format, num_of_class, skip, trained):

@@ -186,8 +186,8 @@ def speed(root, threads, loads, batches, repeats, arguments):
 
     Args:
         root: folder of the data set.
-        threads: list of values for --dali-num-threads.
-        loads: list of values for --hw-decoder-load, which applies to decoding on a GPU.
+        threads: list of values for --dali-num-threads, or None for the value in `arguments`.
+        loads: like threads, but for --hw-decoder-load, which applies to decoding on a GPU.
         batches: number of batches per measurement. Before each measurement, the same number of batches is read as a
             warm-up.
         repeats: number of measurements per setting.
@@ -197,7 +197,9 @@ def speed(root, threads, loads, batches, repeats, arguments):
     Raises:
         UsageError: train.py would reject the flags or data.
     """
-    has_gpu = _parse(root, arguments).dali_device == "gpu"
+    args = _parse(root, arguments)
+    threads, loads = threads or [args.dali_num_threads], loads or [args.hw_decoder_load]
+    has_gpu = args.dali_device == "gpu"
     settings = [("cpu", n, None) for n in threads]
     settings += [("mixed", n, load) for n in threads for load in loads] if has_gpu else []
     rows = []
@@ -239,6 +241,9 @@ def _take(loader, batches):
 
 def _parse(root, arguments):
     """Parse flags of train.py, and return the settings with resolved devices."""
+    args = config.parse_args(arguments)
+    if args.origin("image_root") == "command line":
+        raise UsageError(f"--image-root {args.image_root}: DIR already is the folder of the data set; remove the flag")
     args = config.parse_args([*arguments, "--image-root", str(root)])
     resolution.resolve_device(args)
     resolution.resolve_loader(args)

@@ -210,6 +210,12 @@ def test_skip_list_entry_without_file_is_rejected(make, tmp_path, entry):
         listing.read_skip_list(tmp_path / "skip.txt", root)
 
 
+@pytest.mark.parametrize("name", ["train.tar", "train.tar/x"])
+def test_entire_file_of_records_cannot_be_skipped(name):
+    with pytest.raises(UsageError, match=f"--skip-list: {name} is an entire file of records; write a line train.tar@"):
+        readers._skipped({"other", name}, "data/train.tar")
+
+
 def test_unreadable_skip_list_is_rejected(tmp_path):
     with pytest.raises(UsageError, match="--skip-list .*none.txt: cannot be read"):
         listing.read_skip_list(tmp_path / "none.txt", tmp_path)

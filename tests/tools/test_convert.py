@@ -278,6 +278,7 @@ def test_conversion_of_older_version_is_kept_with_a_warning(photos, tmp_path, ca
         (["--to", "recordio", "--shards", "2"], "--shards 2: recordio has one file per split"),
         (["--to", "tfrecord", "--shards", "31"], "has only 30 images; use a smaller number"),
         (["--to", "tfrecord", "--quality", "101"], "101 is too large; use a whole number from 1 to 100"),
+        (["--to", "tfrecord", "--quality", "50"], "--quality 50: requires --resize-short; add it, or remove"),
         (["--to", "tfrecord", "--shards", "0"], "0 is too small"),
         (["--to", "jpeg"], "invalid choice: 'jpeg'"),
     ],

@@ -113,6 +113,13 @@ def test_speed_measures_each_setting(photos, capsys):
     assert output.count("--data-format auto: the train split") == 1
 
 
+def test_speed_measures_the_flags_of_train_by_default(photos, capsys):
+    [(_, threads, _, _)] = inspection.speed(photos, None, None, batches=1, repeats=1, arguments=TINY)
+    assert f"--dali-num-threads {threads}" in " ".join(TINY)
+    assert dataset.main(["speed", str(photos), "--image-root", "d"]) == 2
+    assert "--image-root d: DIR already is the folder of the data set; remove the flag" in capsys.readouterr().err
+
+
 def test_speed_on_gpu_measures_decoder_loads(monkeypatch):
     def open_loader(root, arguments):
         args = config.parse_args(arguments)
