@@ -823,8 +823,6 @@ def test_flags_that_slow_down_cpus_trigger_warnings_on_cpu_only(flag):
         ("--optimizer LAMB --lr 0.031", ["--lr 0.031"]),
         ("--warmup-start-lr 0.01", []),
         ("--warmup-start-lr 0.01 --warmup-epochs 0", ["--warmup-start-lr 0.01"]),
-        ("--overwrite", []),
-        ("--overwrite --run-scope eval_only --from-checkpoint d", ["--overwrite"]),
         ("--budget-minutes 5", []),
         ("--budget-minutes 5 --benchmark", ["--budget-minutes 5"]),
         ("--budget-minutes 5 --run-scope eval_only --from-checkpoint d", ["--budget-minutes 5"]),

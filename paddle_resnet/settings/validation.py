@@ -68,8 +68,6 @@ def warnings(settings):
         yield "--class-weights balanced: --balanced-sampling already balances the classes; remove one of them"
     if settings.warmup_start_lr and not settings.warmup_epochs:
         yield f"--warmup-start-lr {settings.warmup_start_lr:g}: has no effect without --warmup-epochs; remove it"
-    if settings.overwrite and not trains:
-        yield "--overwrite: has no effect, because this run writes no checkpoints; remove it"
     if settings.is_explicit("budget_minutes") and (settings.benchmark or not trains):
         obstacle = "--benchmark" if settings.benchmark else "--run-scope eval_only"
         yield f"--budget-minutes {settings.budget_minutes:g}: has no effect with {obstacle}; remove it"
