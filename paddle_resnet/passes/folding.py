@@ -34,34 +34,21 @@ def fold_batch_norms(program, exe, channel_axis):
 
 def _fold(program, channel_axis):
     """Rewrite the program, and return a second program that computes the folded filters and the shifts."""
-    block, fold_prog = program.global_block(), static.Program()
-    producers = {name: op for op in block.ops for name in op.output_arg_names}
+    graph, fold_prog, casts = fusion.Graph(program.global_block()), static.Program(), {}
+    block = graph.block
     for bn in [op for op in block.ops if op.type == "batch_norm"]:
-        out = bn.input("X")[0]
-        conv = producers[out]
-        if conv.type not in ("conv2d", "depthwise_conv2d"):
+        conv = _convolution(graph, bn)
+        if conv is None:
             continue
-        used = block.var(conv.input("Filter")[0])
-        cast = producers.get(used.name)  # the cast exists only at AMP level O1
-        filters = block.var(cast.input("X")[0]) if cast is not None else used
-        shift_of = block.var(bn.input("Bias")[0])
-        folded = _persistable(block, f"{filters.name}.folded", filters.shape, used.dtype)
-        shift = _persistable(block, f"{shift_of.name}.folded", shift_of.shape, block.var(out).dtype)
-        with static.program_guard(fold_prog):
-            _compute(fold_prog.global_block(), block, bn, filters, folded, shift)
-        conv._rename_input(used.name, folded.name)
-        place = block.ops.index(bn)
-        block._insert_op_without_sync(
-            place,
-            type="elementwise_add",
-            inputs={"X": block.var(out), "Y": shift},
-            outputs={"Out": block.var(bn.output("Y")[0])},
-            attrs={"axis": channel_axis},
-        )
-        block._remove_op(place + 1, sync=False)
-        if cast is not None:
-            block._remove_op(block.ops.index(cast), sync=False)
-    block._sync_with_cpp()
+        folded, shift = _folded(graph, fold_prog, bn, conv)
+        (filters,) = conv.input("Filter")
+        casts[filters] = graph.producers.get(filters)
+        conv._rename_input(filters, folded.name)
+        inputs, outputs = {"X": block.var(bn.input("X")[0]), "Y": shift}, {"Out": block.var(bn.output("Y")[0])}
+        graph.replace([bn], bn, "elementwise_add", inputs, outputs, {"axis": channel_axis})
+    read = {name for op in block.ops for name in op.input_arg_names}
+    graph.replaced += [cast for filters, cast in casts.items() if cast is not None and filters not in read]
+    graph.finish()
     return fold_prog
 
 
@@ -71,7 +58,7 @@ def fuse_convolutions(program, exe):
     cuDNN's layout. In float32, it also replaces Paddle's `conv2d`, which transposes its input and output in each step.
 
     A convolution is not fused if an activation other than ReLU follows it, if it has groups, or if it is in bfloat16.
-    Without an activation, it is fused only in float32; in float16, fusing it is slower
+    Without an activation, it is fused only in float32 and without a residual addition; in float16, fusing it is slower
     (benchmarks/log/prediction_h200_2026-11-26.md).
 
     Args:
@@ -83,17 +70,10 @@ def fuse_convolutions(program, exe):
     graph, fold_prog, count = fusion.Graph(program.global_block()), static.Program(), 0
     block = graph.block
     for bn in [op for op in block.ops if op.type == "batch_norm"]:
-        tail, conv = fusion.find_tail(graph, bn), graph.producers[bn.input("X")[0]]
-        if not _can_fuse(graph, conv, tail):
+        tail, conv = fusion.find_tail(graph, bn), _convolution(graph, bn)
+        if conv is None or not _can_fuse(graph, conv, tail):
             continue
-        cast = graph.producers.get(conv.input("Filter")[0])  # the cast exists only at AMP level O1
-        filters = block.var(cast.input("X")[0] if cast is not None else conv.input("Filter")[0])
-        out, shift = block.var(bn.input("X")[0]), block.var(bn.input("Bias")[0])
-        outputs, channels, height, width = filters.shape[0], filters.shape[1], *filters.shape[2:]
-        folded = _persistable(block, f"{filters.name}.fused", [outputs, height, width, channels], out.dtype)
-        shift = _persistable(block, f"{shift.name}.fused", shift.shape, out.dtype)
-        with static.program_guard(fold_prog):
-            _compute(fold_prog.global_block(), block, bn, filters, folded, shift, [0, 2, 3, 1])
+        folded, shift = _folded(graph, fold_prog, bn, conv, [0, 2, 3, 1])
         inputs = {"Input": block.var(conv.input("Input")[0]), "Filter": folded, "Bias": shift}
         if tail.addend is not None:
             inputs["ResidualData"] = tail.addend
@@ -111,10 +91,37 @@ def fuse_convolutions(program, exe):
 def _can_fuse(graph, conv, tail):
     if conv.type != "conv2d" or conv.attr("groups") != 1 or conv.attr("data_format") != "NHWC":
         return False
-    out = graph.variables(conv, "Output")["Output"]
-    has_one_reader = graph.only_reader(out.name, ["batch_norm"]) is not None
     dtypes = {"relu": (paddle.float16, paddle.float32), "": (paddle.float32,)}.get(tail.activation, ())
-    return has_one_reader and out.dtype in dtypes
+    return graph.variables(conv, "Output")["Output"].dtype in dtypes
+
+
+def _convolution(graph, bn):
+    """Return the convolution whose output is read only by a BN layer and whose filters are a parameter, or None."""
+    (name,) = bn.input("X")
+    conv = graph.producers.get(name)
+    is_conv = conv is not None and conv.type in ("conv2d", "depthwise_conv2d")
+    is_folded = is_conv and graph.only_reader(name, ["batch_norm"]) is not None and _filters(graph, conv).persistable
+    return conv if is_folded else None
+
+
+def _filters(graph, conv):
+    """Return the filters of a convolution before the cast, which exists only at AMP level O1."""
+    (name,) = conv.input("Filter")
+    cast = graph.producers.get(name)
+    return graph.block.var(cast.input("X")[0] if cast is not None and cast.type == "cast" else name)
+
+
+def _folded(graph, fold_prog, bn, conv, order=(0, 1, 2, 3)):
+    """Create variables for the folded filters, whose axes are transposed to `order`, and for the shift. Append the
+    operators that compute them to `fold_prog`."""
+    block = graph.block
+    filters, out = _filters(graph, conv), graph.variables(conv, "Output")["Output"]
+    name = f"{filters.name}.{bn.input('Mean')[0]}"  # convolutions that share filters can precede different BN layers
+    folded = _persistable(block, f"{name}.folded", [filters.shape[axis] for axis in order], out.dtype)
+    shift = _persistable(block, f"{name}.shift", [filters.shape[0]], out.dtype)
+    with static.program_guard(fold_prog):
+        _compute(fold_prog.global_block(), block, bn, filters, folded, shift, order)
+    return folded, shift
 
 
 def _compute(fold_block, block, bn, filters, folded, shift, order=(0, 1, 2, 3)):

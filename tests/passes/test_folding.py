@@ -1,8 +1,12 @@
 """Folding batch normalization into the preceding convolution."""
 
+from functools import partial
+
 import numpy as np
+import paddle
+import paddle.nn.functional as F
 import pytest
-from paddle import static
+from paddle import nn, static
 
 from helpers import build, random_batches
 from paddle_resnet import phases
@@ -52,7 +56,6 @@ def test_float32_program_is_not_folded(parse):
     before = [op.type for op in program.global_block().ops]
     phases.compile_programs(args, exe, None, phases.Work(args, None, program, fetchs))
     assert [op.type for op in program.global_block().ops] == before
-    assert static.global_scope().find_var("conv2d_0.w_0.folded") is None
 
 
 def _insert_emulation(graph, ops, at, op_type, inputs, outputs, attrs):
@@ -77,7 +80,7 @@ def _insert_emulation(graph, ops, at, op_type, inputs, outputs, attrs):
     graph.replaced += ops
 
 
-def test_float32_convolutions_are_fused_with_bn_and_relu(parse, monkeypatch):
+def test_float32_convolutions_are_fused(parse, monkeypatch):
     """The fused operator exists only on GPUs, so other operators replace it here."""
     args = parse("--model-arch-name", "Tiny", "--data-layout", "NHWC", "--image-shape", "4,32,32")
     _, exe, fetchs, _, program = build(args, is_train=False)
@@ -89,3 +92,59 @@ def test_float32_convolutions_are_fused_with_bn_and_relu(parse, monkeypatch):
         assert folding.fuse_convolutions(program, exe) == layers
     assert "batch_norm" not in {op.type for op in program.global_block().ops}
     np.testing.assert_allclose(exe.run(program, feed, [fetchs["loss"][0]])[0], expected, rtol=2e-5)
+
+
+def conv():
+    return nn.Conv2D(8, 8, 1, bias_attr=False, data_format="NHWC")
+
+
+def conv_with(compute, dtype="float32"):
+    """Return a convolution whose filters are computed from a parameter."""
+    filters = compute(paddle.create_parameter([8, 8, 1, 1], dtype))
+    return lambda x: F.conv2d(x, filters, data_format="NHWC")
+
+
+def bn():
+    layer = nn.BatchNorm2D(8, data_format="NHWC")
+    layer.eval()
+    return layer
+
+
+def twice(layer, x):
+    return paddle.concat([bn()(layer(x)), bn()(layer(x))], axis=3)
+
+
+# For each case: function of images [N, 6, 6, 8], and number of BN layers that are not folded.
+UNUSUAL = {
+    "BN of the images": (lambda x: bn()(conv()(bn()(x))), 1),
+    "convolution with two readers": (lambda x: (lambda y: bn()(y) + y)(conv()(x)), 1),
+    "computed filters": (lambda x: bn()(conv_with(lambda filters: filters * 2)(x)), 1),
+    "shared filters after a cast": (
+        lambda x: twice(conv_with(lambda filters: filters.astype("float32"), "float64"), x),
+        0,
+    ),
+    "filters shared by two BN layers": (lambda x: twice(conv(), x), 0),
+}
+
+
+@pytest.mark.parametrize("fold", [partial(folding.fold_batch_norms, channel_axis=-1), folding.fuse_convolutions])
+@pytest.mark.parametrize("case", UNUSUAL)
+def test_unusual_networks_have_same_results(monkeypatch, case, fold):
+    build_network, remaining = UNUSUAL[case]
+    main, startup = static.Program(), static.Program()
+    with static.scope_guard(static.Scope()), static.program_guard(main, startup), paddle.utils.unique_name.guard():
+        out = build_network(static.data("data", [None, 6, 6, 8]))
+        exe = static.Executor(paddle.CPUPlace())
+        exe.run(startup)
+        random = np.random.RandomState(1)
+        for name in [v.name for v in main.list_vars() if v.persistable and v.name.startswith("batch_norm")]:
+            variables.set_variable(name, random.uniform(0.5, 2, 8).astype("float32"), exe.place)
+        feed = {"data": random.randn(2, 6, 6, 8).astype("float32")}
+        [expected] = exe.run(main, feed, [out])
+        if fold is folding.fuse_convolutions:
+            monkeypatch.setattr(fusion.Graph, "replace", _insert_emulation)
+        fold(main, exe)
+        types = [op.type for op in main.global_block().ops]
+        assert types.count("batch_norm") == remaining
+        assert fold is folding.fuse_convolutions or "cast" not in types
+        np.testing.assert_allclose(exe.run(main, feed, [out])[0], expected, rtol=1e-4, atol=1e-5)
