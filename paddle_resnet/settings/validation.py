@@ -66,6 +66,13 @@ def warnings(settings):
         "--from-pretrained-params"
     if settings.class_weights != "none" and settings.balanced_sampling and trains:
         yield "--class-weights balanced: --balanced-sampling already balances the classes; remove one of them"
+    end = settings.num_iter if settings.iter_unit == "batch" else settings.epochs
+    is_known = end is not None and settings.budget_minutes is None
+    if settings.lr_scheduler == "Piecewise" and trains and is_known and min(settings.lr_decay_epochs) >= end:
+        yield (
+            f"--lr-decay-epochs {_numbers(settings.lr_decay_epochs)}: not before the end of the run ({end}), so the "
+            "learning rate never decays; use lower values"
+        )
     if settings.warmup_start_lr and not settings.warmup_epochs:
         yield f"--warmup-start-lr {settings.warmup_start_lr:g}: has no effect without --warmup-epochs; remove it"
     if settings.is_explicit("budget_minutes") and (settings.benchmark or not trains):
