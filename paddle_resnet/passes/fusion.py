@@ -1,7 +1,8 @@
 """Replace Paddle's operators with custom operators (native/). In NHWC, custom operators compute BN, max pooling,
-depthwise convolutions, and the filter gradient of 1x1 convolutions with few channels. BN is fused with the next
-activation, or with the residual addition and ReLU or Mish. In all layouts, custom operators also check the gradients,
-unscale them, and update all parameters.
+global average pooling, the channel scaling of squeeze-and-excitation, concatenations of channels, depthwise
+convolutions, and the filter gradient of 1x1 convolutions with few channels. BN is fused with the next activation, or
+with the residual addition and, if it follows, ReLU or Mish; in evaluation, a depthwise convolution is fused with BN and
+activation. In all layouts, custom operators also check the gradients, unscale them, and update all parameters.
 
 This pass runs after all of Paddle's passes (precision, gradients, all-reduces), so it does not change parameters,
 checkpoints or communication.
@@ -33,6 +34,9 @@ ACTIVATIONS = {
     "mish": ({"threshold": 20.0}, "mish"),
 }
 
+# Operators with which Paddle adds the gradients of a variable that has several readers.
+GRADIENT_SUMS = ("sum", "grad_add")
+
 # Activations that the kernels fuse with BN and a residual addition, in addition to "linear".
 ADDED = ("relu", "mish")
 
@@ -44,9 +48,10 @@ Tail = namedtuple("Tail", "ops out activation addend")
 
 def fuse(program):
     """Replace operators in a program with custom operators, in place. Operators that the custom kernels do not support
-    are not replaced. The kernels for BN, pooling and convolutions require the layout NHWC and a number of channels that
-    is a multiple of 4. These kernels do not support gradients through BN with fixed statistics, pooling or depthwise
-    convolutions of images without a fixed size, or depthwise convolutions with kernels other than 3x3 and 5x5.
+    are not replaced. The kernels for layers, except dropout, require the layout NHWC and a number of channels that
+    is a multiple of 4. These kernels do not support gradients through BN with fixed statistics, max pooling or
+    depthwise convolutions of images without a fixed size, depthwise convolutions with kernels other than 3x3 and 5x5,
+    or concatenations of more than two inputs.
 
     Args:
         program: training Program after minimize, or evaluation Program after cast_evaluation_program.
@@ -64,11 +69,11 @@ def fuse(program):
                 _fuse_training(graph, op)
         elif op.type == "pool2d" and _is_plain_max_pool(graph, op) and graph.fills_vectors(op):
             _fuse_max_pool(graph, op)
-        elif op.type == "pool2d" and _is_image_mean(op) and graph.fills_vectors(op):
-            _fuse_image_mean(graph, op)
-        elif op.type == "elementwise_mul" and _scales_images(graph, op) and graph.fills_vectors(op):
-            _fuse_scaling_of_images(graph, op)
-        elif op.type == "concat" and _joins_channels(graph, op):
+        elif op.type == "pool2d" and _is_global_average_pool(op) and graph.fills_vectors(op):
+            _fuse_global_average_pool(graph, op)
+        elif op.type == "elementwise_mul" and _scales_channels(graph, op) and graph.fills_vectors(op):
+            _fuse_channel_scaling(graph, op)
+        elif op.type == "concat" and _concatenates_channels(graph, op):
             _fuse_concat(graph, op)
         elif op.type == "depthwise_conv2d" and _has_depthwise_kernel(graph, op):
             _fuse_depthwise_conv(graph, op)
@@ -152,7 +157,7 @@ class Graph:
         that adds them]); otherwise, return ([the gradient], [])."""
         producer = self.producers[name]
         summands = producer.input_arg_names
-        adds = producer.type in ("sum", "grad_add") and len(summands) == 2 and len(self.readers[name]) == 1
+        adds = producer.type in GRADIENT_SUMS and len(summands) == 2 and len(self.readers[name]) == 1
         names, ops = (summands, [producer]) if adds else ([name], [])
         return [self.block.var(name) for name in names], ops
 
@@ -291,26 +296,26 @@ def _fuse_max_pool(graph, pool):
         graph.replace([*sums, gradient], gradient, "native_max_pool_backward", inputs, {"DX": dx}, attrs | sizes)
 
 
-def _is_image_mean(op):
+def _is_global_average_pool(op):
     is_mean = op.attr("pooling_type") == "avg" and op.attr("data_format") == "NHWC"
     return is_mean and (op.attr("global_pooling") or (op.attr("adaptive") and op.attr("ksize") == [1, 1]))
 
 
-def _fuse_image_mean(graph, pool):
+def _fuse_global_average_pool(graph, pool):
     x, out = graph.variables(pool, "X", "Out").values()
     graph.replace([pool], pool, "native_image_sums", {"X": x}, {"Out": out}, {"mean": True})
 
 
-def _scales_images(graph, op):
+def _scales_channels(graph, op):
     """Return whether a multiplication has one factor per image and channel, as in squeeze-and-excitation."""
     x, factors = graph.variables(op, "X", "Y").values()
     is_scale = len(x.shape) == 4 and factors.shape == (x.shape[0], 1, 1, x.shape[3])
     return is_scale and factors.shape != x.shape and factors.dtype == x.dtype
 
 
-def _fuse_scaling_of_images(graph, mul):
-    """Replace a multiplication and its gradient. If the factors depend on the image's means, the gradient of the image
-    is the sum of the multiplication's gradient and the gradient of the pooling operator; one operator computes it."""
+def _fuse_channel_scaling(graph, mul):
+    """Replace a multiplication and its gradient. In squeeze-and-excitation, the gradient of the image is the sum of the
+    multiplication's gradient and the pooling operator's gradient; one operator computes it."""
     x, factors, out = graph.variables(mul, "X", "Y", "Out").values()
     graph.replace([mul], mul, "native_scale_images", {"X": x, "Factors": factors}, {"Y": out}, {})
     gradient = graph.gradient(mul)
@@ -319,18 +324,30 @@ def _fuse_scaling_of_images(graph, mul):
     dy, dx, dfactors = graph.variables(gradient, "Out@GRAD", "X@GRAD", "Y@GRAD").values()
     inputs = {"X": x, "Y@OPTIONAL": dy}
     graph.replace([gradient], gradient, "native_image_sums", inputs, {"Out": dfactors}, {"mean": False})
-    inputs, ops = {"X": dy, "Factors": factors}, []
-    reader, *others = graph.readers.get(dx.name, [None])
-    if not others and reader is not None and reader.type in ("sum", "grad_add") and reader not in graph.replaced:
-        summands = [graph.producers[name] for name in reader.input_arg_names if name != dx.name]
-        if len(summands) == 1 and summands[0].type == "pool2d_grad" and _is_image_mean(summands[0]):
-            ops = [summands[0], reader]
-            inputs["Offsets@OPTIONAL"] = graph.variables(summands[0], "Out@GRAD")["Out@GRAD"]
-            dx = graph.variables(reader, "Out")["Out"]
-    graph.replace(ops, ops[-1] if ops else gradient, "native_scale_images", inputs, {"Y": dx}, {})
+    inputs = {"X": dy, "Factors": factors}
+    pool_gradient, add = _addition_of_pool_gradient(graph, dx.name)
+    if add is None:
+        graph.replace([], gradient, "native_scale_images", inputs, {"Y": dx}, {})
+        return
+    inputs["Offsets@OPTIONAL"] = graph.variables(pool_gradient, "Out@GRAD")["Out@GRAD"]
+    dx = graph.variables(add, "Out")["Out"]
+    graph.replace([pool_gradient, add], add, "native_scale_images", inputs, {"Y": dx}, {})
 
 
-def _joins_channels(graph, op):
+def _addition_of_pool_gradient(graph, name):
+    """If the only reader of a gradient adds it to the gradient of global average pooling, return (gradient operator of
+    the pooling, operator that adds). Otherwise, return (None, None)."""
+    add, *others = graph.readers.get(name, [None])
+    # The custom operator for a preceding BN or max pooling layer may already compute this sum (see Graph.summands).
+    if others or add is None or add.type not in GRADIENT_SUMS or add in graph.replaced:
+        return None, None
+    producers = [graph.producers[summand] for summand in add.input_arg_names if summand != name]
+    if len(producers) != 1 or producers[0].type != "pool2d_grad" or not _is_global_average_pool(producers[0]):
+        return None, None
+    return producers[0], add
+
+
+def _concatenates_channels(graph, op):
     """Return whether an operator concatenates two images along the channels."""
     parts = [graph.block.var(name) for name in op.input("X")]
     is_plain = len(parts) == 2 and not op.input("AxisTensor") and op.attr("axis") in (3, -1)

@@ -74,15 +74,21 @@ def test_fused_training_has_same_results(parse, monkeypatch, block):
         np.testing.assert_allclose(fused[name], value, rtol=tolerance, atol=1e-4, err_msg=name)
 
 
-def test_fused_training_with_depthwise_convolutions_has_same_results(parse, monkeypatch):
-    """Both runs use Paddle's BN kernels. With different BN kernels, rounding would decide whether ReLU6 propagates the
+def assert_same_training(monkeypatch, args, unfused):
+    """Assert that fusion does not change losses and variables. Both runs use Paddle's kernels for BN and for the
+    functions of fusion.py in `unfused`. With different BN kernels, rounding would decide whether ReLU6 propagates the
     gradient of some pixels."""
-    monkeypatch.setattr(fusion, "_fuse_training", lambda graph, bn: None)
-    args, batches = parse(*NHWC, "--model-arch-name", "TinyMobile"), random_batches(2, (32, 32, 4))
+    for name in ("_fuse_training", *unfused):
+        monkeypatch.setattr(fusion, name, lambda graph, op: None)
+    batches = random_batches(2, (32, 32, 4))
     (expected, plain), (result, fused) = (train(args, batches, fuse) for fuse in (False, True))
     np.testing.assert_allclose(result, expected, rtol=1e-6)
     for name, value in plain.items():
         np.testing.assert_allclose(fused[name], value, rtol=0, atol=1e-5 * np.abs(value).max() + 1e-6, err_msg=name)
+
+
+def test_fused_training_with_depthwise_convolutions_has_same_results(parse, monkeypatch):
+    assert_same_training(monkeypatch, parse(*NHWC, "--model-arch-name", "TinyMobile"), unfused=())
 
 
 MOBILE = {
@@ -93,14 +99,8 @@ MOBILE = {
 
 @pytest.mark.parametrize("network", MOBILE)
 def test_fused_training_of_mobile_network_has_same_results(parse, monkeypatch, network):
-    for name in ("_fuse_training", "_fuse_depthwise_conv"):
-        monkeypatch.setattr(fusion, name, lambda graph, op: None)
     monkeypatch.setitem(models.MODELS, "Tiny", MOBILE[network])
-    args, batches = parse(*NHWC), random_batches(2, (32, 32, 4))
-    (expected, plain), (result, fused) = (train(args, batches, fuse) for fuse in (False, True))
-    np.testing.assert_allclose(result, expected, rtol=1e-6)
-    for name, value in plain.items():
-        np.testing.assert_allclose(fused[name], value, rtol=0, atol=1e-5 * np.abs(value).max() + 1e-6, err_msg=name)
+    assert_same_training(monkeypatch, parse(*NHWC), unfused=["_fuse_depthwise_conv"])
 
 
 @pytest.fixture
@@ -112,13 +112,8 @@ def pointwise_kernels(monkeypatch):
 
 
 def test_fused_training_with_pointwise_convolutions_has_same_results(parse, monkeypatch, pointwise_kernels):
-    for name in ("_fuse_training", "_fuse_depthwise_conv"):
-        monkeypatch.setattr(fusion, name, lambda graph, op: None)
-    args, batches = parse(*NHWC, "--model-arch-name", "TinyMobile"), random_batches(2, (32, 32, 4))
-    (expected, plain), (result, fused) = (train(args, batches, fuse) for fuse in (False, True))
-    np.testing.assert_allclose(result, expected, rtol=1e-6)
-    for name, value in plain.items():
-        np.testing.assert_allclose(fused[name], value, rtol=0, atol=1e-5 * np.abs(value).max() + 1e-6, err_msg=name)
+    args = parse(*NHWC, "--model-arch-name", "TinyMobile")
+    assert_same_training(monkeypatch, args, unfused=["_fuse_depthwise_conv"])
 
 
 def test_filter_gradients_of_narrow_pointwise_convolutions_use_custom_operator(parse, pointwise_kernels):
@@ -259,12 +254,22 @@ def depthwise(x, kernel, padding=None, channels=8, **flags):
     return nn.Conv2D(8, channels, kernel, padding=padding, groups=8, data_format="NHWC", **flags)(x)
 
 
-def image_mean(x):
+def global_average_pool(x):
     return nn.AdaptiveAvgPool2D(1, data_format="NHWC")(x)
 
 
 def excite(x):
-    return x * F.sigmoid(image_mean(x))
+    return x * F.sigmoid(global_average_pool(x))
+
+
+def excite_twice(x):
+    averages = global_average_pool(x)
+    return x * F.sigmoid(averages) * F.sigmoid(2 * averages)
+
+
+def dropout(x):
+    """Append a dropout operator that does not change its input."""
+    return F.dropout(x, 0.5, training=False)
 
 
 def no_gradient(x):
@@ -355,9 +360,13 @@ UNUSUAL = {
     "squeeze-and-excitation": (lambda x: excite(conv(x)), 4),
     "squeeze-and-excitation after an addition": (lambda x: excite(F.relu(bn()(conv(x)) + conv(x))), 5),
     "squeeze-and-excitation of the images": (lambda x: conv(x) + excite(x), 2),
-    "image means with two readers": (lambda x: (lambda y: excite(y) + y)(conv(x)), 4),
+    "squeeze-and-excitation of a layer with another reader": (lambda x: (lambda y: excite(y) + y)(conv(x)), 4),
+    "squeeze-and-excitation after max pooling": (lambda x: excite(max_pool(conv(x), 3)), 6),
+    "factors times image": (lambda x: (lambda y: F.sigmoid(global_average_pool(y)) * y)(conv(x)), 1),
+    "averages with two readers": (lambda x: excite_twice(conv(x)), 7),
+    "dropout between": (lambda x: excite(dropout(F.relu(dropout(bn()(conv(x)))))), 5),
     "one factor per pixel": (lambda x: x * F.sigmoid(conv(x)[:, :, :, :1]), 0),
-    "factors of a different layer": (lambda x: conv(x) * F.sigmoid(image_mean(conv(x))), 4),
+    "factors of a different layer": (lambda x: conv(x) * F.sigmoid(global_average_pool(conv(x))), 4),
     "mean over windows": (lambda x: F.avg_pool2d(conv(x), 2, data_format="NHWC"), 0),
     "concatenation": (lambda x: paddle.concat([conv(x), x], axis=-1), 1),
     "concatenation of two layers": (lambda x: paddle.concat([conv(x), conv(x)], axis=3), 2),
