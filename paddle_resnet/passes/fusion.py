@@ -176,6 +176,7 @@ class Graph:
 
 
 def find_tail(graph, bn):
+    """Return the Tail of a BN operator."""
     y = bn.output("Y")[0]
     if activation := _activation(graph, y):
         op, name = activation
