@@ -276,7 +276,9 @@ def tfrecord(image_root, mode, num_of_class, seed, skip, trained=None):
             **_reader_arguments(name, shard_id, num_shards, shuffle, size, seed),
             **_shard_order(shuffle, seed),
         )
-        return features[records.TFRECORD_IMAGE], fn.cast(features[records.TFRECORD_LABEL], dtype=types.INT64)
+        # DALI returns a missing label as a scalar with the value of an earlier label. The slice rejects scalars.
+        label = features[records.TFRECORD_LABEL][0:1]
+        return features[records.TFRECORD_IMAGE], fn.cast(label, dtype=types.INT64)
 
     return DataSet("tfrecord", size, classes, read, digest)
 

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import shutil
@@ -6,6 +7,7 @@ import numpy as np
 import pytest
 import webdataset
 from nvidia.dali import pipeline_def
+from tfrecord import TFRecordWriter
 
 from paddle_resnet.data import listing, readers, records
 from paddle_resnet.tools import convert
@@ -415,6 +417,19 @@ def test_label_of_every_shard_is_checked(tmp_path):
         with open(tmp_path / f"val-{shard}.tar", "wb") as f, webdataset.TarWriter(f, encoder=False) as writer:
             writer.write({"__key__": "a", "jpg": b"x", "cls": label})
     assert "val-1.tar: has label 9, but" in error_of(tmp_path, Mode.EVAL, 3, "webdataset")
+
+
+def test_tfrecord_without_label_stops_loader(tmp_path, monkeypatch):
+    """Only some of the records are checked before the run."""
+    monkeypatch.setattr(readers, "CHECKED_LABELS", 2)
+    with contextlib.closing(TFRecordWriter(str(tmp_path / "val-00000-of-00001"))) as writer:
+        for label in (1, None, 0):
+            fields = {} if label is None else {records.TFRECORD_LABEL: (label, "int")}
+            writer.write({records.TFRECORD_IMAGE: (b"x", "byte"), **fields})
+    data_set = readers.open_split(str(tmp_path), "tfrecord", Mode.EVAL, 3, 0)
+    assert contents(data_set, 1) == [("x", 1)]
+    with pytest.raises(RuntimeError):
+        contents(data_set, 1, shard_id=1, num_shards=3)
 
 
 @pytest.mark.parametrize(
