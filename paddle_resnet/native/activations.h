@@ -83,5 +83,5 @@ ON_BOTH inline float value_of(int code, float v) {
 }  // namespace activation
 
 // Calls DO for each activation other than ReLU that the kernels fuse with BN and a residual addition. The backward pass
-// recomputes the input of the activation. For ReLU, the forward pass stores a mask instead.
+// recomputes the input of nonlinear activations. For ReLU, the forward pass stores a mask instead.
 #define FOR_EACH_ADDED_ACTIVATION(DO) DO(linear) DO(mish)

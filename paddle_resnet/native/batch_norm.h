@@ -129,8 +129,8 @@ std::vector<Tensor> BnAddAct(const Tensor &x, const Tensor &z, const Tensor &sca
 
 // Returns dx. `gradients` contains the gradient of the output, or two gradients whose sum is this gradient. Without a
 // residual addition, `mask`, `z` and `dz` are null. With a residual addition, this function allocates `dz`, ReLU
-// requires `mask`, and other activations require the addend `z`. The gradients of scale and bias are written to
-// `dscale` and `dbias`, which the caller allocates.
+// requires `mask`, and other activations except linear require the addend `z`. The gradients of scale and bias are
+// written to `dscale` and `dbias`, which the caller allocates.
 Tensor bn_backward(const Tensor &x, const Tensors &gradients, const Tensor &coefficients, const Tensor *mask,
                    const Tensor *z, const std::string &activation, Tensor *dz, Tensor &dscale, Tensor &dbias) {
   const Shape shape(x);

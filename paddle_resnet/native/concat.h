@@ -15,13 +15,12 @@
 
 namespace {
 
-// The rows of a tensor and of its two parts, in vectors of `bytes` bytes. Throws unless each part consists of multiples
-// of 4 channels.
+// The number of vectors in a row of each part of a tensor. A vector has `bytes` bytes. The constructor throws unless
+// each part has a multiple of 4 channels.
 struct Parts {
-  int64_t rows;
   int first, second, bytes;
   unsigned count;  // number of vectors of the tensor
-  Parts(const Tensor &part, int64_t rows, int64_t first_channels, int64_t second_channels) : rows(rows) {
+  Parts(const Tensor &part, int64_t rows, int64_t first_channels, int64_t second_channels) {
     if (first_channels % 4 != 0 || second_channels % 4 != 0)
       PD_THROW("custom concatenation: requires multiples of 4 channels");
     const int64_t element = static_cast<int64_t>(phi::SizeOf(part.dtype()));

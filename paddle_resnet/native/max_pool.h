@@ -21,7 +21,7 @@ Window window_of(int height, int width, int kernel, int stride, int padding, int
 // Returns the number of threads for a tensor: one thread per vector.
 unsigned pool_threads(const Tensor &x, const Shape &shape) {
   const int64_t vectors = x.numel() / shape.lanes;
-  if (vectors > INT32_MAX) PD_THROW("custom max pooling: requires fewer than 2^31 vectors of channels");
+  if (vectors > INT32_MAX) PD_THROW("custom operator: requires fewer than 2^31 vectors of channels");
   return static_cast<unsigned>(vectors);
 }
 
