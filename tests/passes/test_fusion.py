@@ -259,12 +259,12 @@ def global_average_pool(x):
 
 
 def excite(x):
-    return x * F.sigmoid(global_average_pool(x))
+    return x * layers.sigmoid(global_average_pool(x))
 
 
 def excite_twice(x):
     averages = global_average_pool(x)
-    return x * F.sigmoid(averages) * F.sigmoid(2 * averages)
+    return x * layers.sigmoid(averages) * layers.sigmoid(2 * averages)
 
 
 def dropout(x):
@@ -362,11 +362,11 @@ UNUSUAL = {
     "squeeze-and-excitation of the images": (lambda x: conv(x) + excite(x), 2),
     "squeeze-and-excitation of a layer with another reader": (lambda x: (lambda y: excite(y) + y)(conv(x)), 4),
     "squeeze-and-excitation after max pooling": (lambda x: excite(max_pool(conv(x), 3)), 6),
-    "factors times image": (lambda x: (lambda y: F.sigmoid(global_average_pool(y)) * y)(conv(x)), 1),
+    "factors times image": (lambda x: (lambda y: layers.sigmoid(global_average_pool(y)) * y)(conv(x)), 1),
     "averages with two readers": (lambda x: excite_twice(conv(x)), 7),
     "dropout between": (lambda x: excite(dropout(F.relu(dropout(bn()(conv(x)))))), 5),
-    "one factor per pixel": (lambda x: x * F.sigmoid(conv(x)[:, :, :, :1]), 0),
-    "factors of a different layer": (lambda x: conv(x) * F.sigmoid(global_average_pool(conv(x))), 4),
+    "one factor per pixel": (lambda x: x * layers.sigmoid(conv(x)[:, :, :, :1]), 0),
+    "factors of a different layer": (lambda x: conv(x) * layers.sigmoid(global_average_pool(conv(x))), 4),
     "mean over windows": (lambda x: F.avg_pool2d(conv(x), 2, data_format="NHWC"), 0),
     "concatenation": (lambda x: paddle.concat([conv(x), x], axis=-1), 1),
     "concatenation of two layers": (lambda x: paddle.concat([conv(x), conv(x)], axis=3), 2),
