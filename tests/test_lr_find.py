@@ -305,7 +305,7 @@ def test_search_uses_range_of_rank_0(find, monkeypatch):
 @pytest.mark.soak
 def test_two_processes_write_one_curve_of_mean_losses(launch, tmp_path):
     batch = ["--batch-size", 4, "--print-interval", 1]
-    launch(2, "--find-lr", *batch, "--to-lr", 1, "--steps", STEPS)
+    launch(2, "--find-lr", "--report-file", "None", *batch, "--to-lr", 1, "--steps", STEPS)
     files = [path for path in (tmp_path / "output").rglob("*") if path.is_file()]
     assert {path.name for path in files} == NAMES and len(files) == 2
     curve = lr_curve.read(tmp_path / "output/Tiny" / lr_curve.DATA)
