@@ -187,7 +187,8 @@ def speed(root, threads, loads, batches, repeats, arguments):
     Args:
         root: folder of the data set.
         threads: list of values for --dali-num-threads, or None for the value in `arguments`.
-        loads: like threads, but for --hw-decoder-load, which applies to decoding on a GPU.
+        loads: list of values for --hw-decoder-load, which applies to decoding on a GPU, or None for the value in
+            `arguments`.
         batches: number of batches per measurement. Before each measurement, the same number of batches is read as a
             warm-up.
         repeats: number of measurements per setting.
