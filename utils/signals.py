@@ -3,8 +3,10 @@ step, at which the run saves a checkpoint and stops."""
 
 import contextlib
 import ctypes
+import errno
 import os
 import signal
+from pathlib import Path
 
 from utils.errors import RunError
 
@@ -66,16 +68,18 @@ def importing_paddle():
     that prints a trace. A SIGINT during the import would raise a misleading error.
 
     Raises:
-        RunError: Paddle cannot create its cache folder.
+        RunError: Paddle cannot create its cache folder or use a file of its installation.
     """
     with blocked():
         try:
             yield
         except OSError as e:
-            if e.filename is None:
-                raise
-            problem = f"cannot be used ({e.strerror}), but Paddle requires it"
-            raise RunError(f"{os.fsdecode(e.filename)}: {problem}; set HOME to a writable folder") from e
+            if e.filename is None or e.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                raise  # exit_codes.of reports these errors
+            path, cache = Path(os.fsdecode(e.filename)), Path(os.path.expanduser("~/.cache"))
+            is_cache = path.is_relative_to(cache) or cache.is_relative_to(path)
+            remedy = "set HOME to a writable folder" if is_cache else "make it accessible, or install Paddle again"
+            raise RunError(f"{path}: cannot be used ({e.strerror}), but Paddle requires it; {remedy}") from e
         finally:
             handler = signal.getsignal(signal.SIGTERM)
             signal.signal(signal.SIGTERM, handler)

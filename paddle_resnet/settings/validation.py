@@ -1,5 +1,7 @@
 """Check flags for invalid values and for conflicts."""
 
+import math
+
 from paddle_resnet.models import RESIZE_RATIO
 from paddle_resnet.optimizers.table import OPTIMIZERS
 from paddle_resnet.settings import stages
@@ -72,6 +74,12 @@ def warnings(settings):
         yield (
             f"--lr-decay-epochs {_numbers(settings.lr_decay_epochs)}: not before the end of the run ({end}), so the "
             "learning rate never decays; use lower values"
+        )
+    evaluations = -(-end // settings.eval_interval) if is_known else math.inf
+    if trains and settings.is_explicit("patience") and settings.patience >= evaluations:
+        yield (
+            f"--patience {settings.patience}: not below the number of evaluations ({evaluations}), so training never "
+            "ends early; use a lower value, or remove --patience"
         )
     if settings.warmup_start_lr and not settings.warmup_epochs:
         yield f"--warmup-start-lr {settings.warmup_start_lr:g}: has no effect without --warmup-epochs; remove it"

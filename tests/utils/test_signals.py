@@ -1,3 +1,4 @@
+import errno
 import faulthandler
 import os
 import signal
@@ -11,6 +12,7 @@ import pytest
 from conftest import ROOT, TINY
 from helpers import NETWORK_EXAMPLE
 from utils import signals
+from utils.errors import RunError
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +94,17 @@ def test_home_that_paddle_cannot_use_is_an_error():
         "python -m paddle_resnet.models: error: /dev/null/.cache: cannot be used (Not a directory), but Paddle "
         "requires it; set HOME to a writable folder\n"
     )
+
+
+def test_home_is_the_remedy_only_if_paddle_cannot_use_its_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for path in (tmp_path / "home", tmp_path / "home/.cache/paddle", tmp_path / "home/.venv/a.py", tmp_path / "a.py"):
+        with pytest.raises(RunError) as error, signals.importing_paddle():
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        remedy = "make it accessible, or install Paddle again" if path.suffix else "set HOME to a writable folder"
+        assert str(error.value) == f"{path}: cannot be used (Permission denied), but Paddle requires it; {remedy}"
+    with pytest.raises(OSError, match="Too many open files"), signals.importing_paddle():
+        raise OSError(errno.EMFILE, "Too many open files", "a.py")
 
 
 def test_sigterm_is_ignored_while_stopped_process_exits():
