@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -509,7 +510,10 @@ def _serve(args, model, device, listener):
         )
     line = f"{web.url(listener)}: page to try {args.model}; press Control-C to stop the server"
     with bad_images.decoders_silenced():
-        web.serve(app, listener, lambda: logger.write_line(line, sys.stdout))
+        try:
+            web.serve(app, listener, lambda: logger.write_line(line, sys.stdout))
+        finally:
+            worker.shutdown(wait=False, cancel_futures=True)
     return exit_codes.DONE
 
 
@@ -564,4 +568,7 @@ def _print_benchmark(args, device):
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` stops the command without an error message
-    sys.exit(main())
+    exit_code = main()
+    if threading.active_count() > 1:  # sys.exit would wait until the thread of --serve has decoded its image
+        os._exit(exit_code)
+    sys.exit(exit_code)

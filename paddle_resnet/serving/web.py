@@ -40,7 +40,7 @@ MAX_REQUESTS = 8  # maximum number of requests to process at the same time
 MAX_CONNECTIONS = 100
 BODY_S = 60  # maximum time for receiving the images of a request
 IDLE_S = 60  # a connection is closed if no request has been in progress for this long
-STOP_S = 5  # maximum time for answering the remaining requests after a signal
+STOP_S = 1  # maximum time for answering the remaining requests after a signal
 FORM = "multipart/form-data"
 EXAMPLE = "for example with curl -F image=@FILE"
 HEADERS = {
@@ -104,23 +104,30 @@ def create_app(predict, worker, description, max_bytes, max_images, hosts=("*",)
             text.encode(errors="replace"), headers=HEADERS | {"Content-Security-Policy": POLICY.format(nonce=nonce)}
         )
 
+    async def classify(request):
+        try:
+            uploads = await asyncio.wait_for(_receive_uploads(request, max_bytes, max_images), BODY_S)
+        except asyncio.TimeoutError as e:
+            raise HTTPException(408, f"POST /predict: not received within {BODY_S} s; send smaller images") from e
+        run = asyncio.get_running_loop().run_in_executor
+        images = []
+        for upload in uploads:
+            if await request.is_disconnected():
+                raise ClientDisconnect
+            images.append(_entry(upload, *await run(worker, predict, upload)))
+        return images
+
     async def answer(request):
         if request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
             raise HTTPException(403, "POST /predict: sent by a page of another website; open the page of this server")
         if slots.locked():
             retry = {"Retry-After": "5"}
             raise HTTPException(503, f"POST /predict: {MAX_REQUESTS} requests are in progress; retry later", retry)
-        async with slots:
-            try:
-                uploads = await asyncio.wait_for(_receive_uploads(request, max_bytes, max_images), BODY_S)
-            except asyncio.TimeoutError as e:
-                raise HTTPException(408, f"POST /predict: not received within {BODY_S} s; send smaller images") from e
-            run = asyncio.get_running_loop().run_in_executor
-            images = []
-            for upload in uploads:
-                if await request.is_disconnected():
-                    raise ClientDisconnect
-                images.append(_entry(upload, *await run(worker, predict, upload)))
+        try:
+            async with slots:
+                images = await classify(request)
+        except asyncio.CancelledError:  # a signal has stopped the server; a raised HTTPException would not be answered
+            return _json({"error": "POST /predict: the server is stopping; retry later"}, 503)
         problems = [f"{entry['image']} {entry['error']}" for entry in images if "error" in entry]
         if problems:
             return _json({"error": problems[0], "images": images}, 422)

@@ -15,14 +15,14 @@ import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext, suppress
-from time import sleep
+from time import monotonic, sleep
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from conftest import ROOT, strict_json, wait_until
-from paddle_resnet import predict, serving
+from paddle_resnet import export, predict, serving
 from paddle_resnet.serving import inference
 from utils.errors import UsageError
 
@@ -545,3 +545,36 @@ def test_page_shows_predictions_in_chromium(start, tmp_path):
         kinds = ("Runtime.exceptionThrown", "Log.entryAdded")
         (failure,) = [event["params"] for event in browser.events if event["method"] in kinds]
         assert "the server responded with a status of 422" in failure["entry"]["text"]
+
+
+# The image of the request, unlike that of the warm-up, takes longer to decode than any test.
+SLOW_DECODER = """
+import runpy
+import sys
+import time
+
+from paddle_resnet.data import bad_images
+
+header_problem = bad_images.header_problem
+bad_images.header_problem = lambda data, side: time.sleep(600) if data == b"slow" else header_problem(data, side)
+runpy.run_module("paddle_resnet.predict", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_signal_stops_server_that_decodes_a_large_image(checkpoint, tmp_path, number, code):
+    export.export(checkpoint, tmp_path / "export")
+    command = [sys.executable, "-c", SLOW_DECODER, str(tmp_path / "export"), "--serve", "0", "--device", "cpu"]
+    with (
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server,
+        ThreadPoolExecutor(1) as client,
+    ):
+        port = int(re.search(r":(\d+)/", server.stdout.readline())[1])
+        answer = client.submit(request, port, body=form(("slow.jpg", b"slow")))
+        sleep(0.5)
+        server.send_signal(number)
+        start = monotonic()
+        assert server.wait(60) == code
+        assert monotonic() - start < 5  # about 1 s on an idle machine
+        status, _, content = answer.result()
+    assert (status, content["error"]) == (503, "POST /predict: the server is stopping; retry later")
