@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import csv
+import io
 import json
 import os
 import signal
@@ -547,7 +548,12 @@ def _csv_writer(path, k):
             stack.enter_context(lock)
             outputs.warn_if_changed(path)
             file = sys.stdout if path == "-" else stack.enter_context(open(path, "w", **options))
-            write = csv.writer(file, lineterminator="\n").writerow
+
+            def write(row):
+                line = io.StringIO(newline="")
+                csv.writer(line).writerow(row)  # with lineterminator="\n", fields that contain \r would not be quoted
+                file.write(line.getvalue().removesuffix("\r\n") + "\n")
+
             write(header)
             yield write
     except OSError as e:

@@ -479,6 +479,16 @@ def test_image_name_may_be_invalid_utf_8(checkpoint, val_images, tmp_path, capsy
     assert table.read_text().splitlines()[1].startswith(f"{tmp_path}/\\udcff.jpg,")
 
 
+def test_csv_quotes_line_breaks_in_image_names(checkpoint, val_images, tmp_path):
+    names = [f"{tmp_path}/a{character}.jpg" for character in ("\r", "\n", '"', ",")]
+    for name in names:
+        shutil.copy(val_images[0][0], name)
+    table = tmp_path / "table.csv"
+    assert predict.main([str(checkpoint), *names, "--device", "cpu", "--csv", str(table)]) == 0
+    with open(table, newline="") as file:
+        assert [row[0] for row in csv.reader(file)] == ["image", *names]
+
+
 def test_control_characters_in_image_name_are_escaped(checkpoint, val_images, tmp_path, capsys):
     name = f"{tmp_path}/a\x1b[31m\n.jpg"
     shutil.copy(val_images[0][0], name)
