@@ -269,6 +269,14 @@ def test_int8_network_with_a_nearly_zero_filter(checkpoint, photos, tmp_path):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=0.03 * np.abs(expected).max())
 
 
+def test_calibration_of_a_network_that_overflows_is_an_error(checkpoint, photos, tmp_path):
+    network = networks.load_checkpoint(checkpoint, fold=True)
+    name = quantization.layers(network.program)[0].weight
+    calibration._set(network, name, network.parameter(name) * 1e38)
+    with pytest.raises(UsageError, match=f"--calibrate {photos}: activations of the network are not finite; use a dif"):
+        export._write_int8(network, tmp_path, "onnxruntime", export.Calibration(photos))
+
+
 def test_int8_export_with_lower_accuracy_is_not_kept(checkpoint, photos, tmp_path, monkeypatch):
     pytest.importorskip("onnxruntime")
     score = {"correct": 1000, "images": 1000}

@@ -10,6 +10,7 @@ from paddle_resnet.job import processes
 from paddle_resnet.passes import quantization
 from paddle_resnet.program import compile_prog
 from paddle_resnet.serving import inference
+from utils.errors import UsageError
 from utils.mode import Mode
 
 # Number of bits per weight for each engine. For onnxruntime, the number is 7, because x86 CPUs that lack VNNI
@@ -17,11 +18,13 @@ from utils.mode import Mode
 WEIGHT_BITS = {"onnxruntime": 7, "tensorrt": 8}
 BATCH = 8
 BINS = 2048
+SMALLEST = 1e-30
 PERCENTILE = 99.99  # percentage of values that the "percentile" method does not clip
 
 
 class Histogram:
     """Histogram of the absolute values of an activation. Zeros are omitted, because INT8 represents them exactly.
+    Values up to SMALLEST, whose scale could overflow, count as zeros.
 
     Attributes:
         counts: float64 [BINS], number of values in each bin.
@@ -32,7 +35,8 @@ class Histogram:
         self.counts, self.limit = np.zeros(BINS), 0.0
 
     def add(self, array):
-        values = np.abs(array[array != 0])
+        values = np.abs(array)
+        values = values[values > SMALLEST]
         if values.size == 0:
             return
         largest = float(values.max())
@@ -60,9 +64,12 @@ def _entropy_bins(counts):
     """Return the number of bins below the clipping threshold that minimizes the Kullback-Leibler divergence between the
     distributions of the original and the quantized values (Migacz, "8-bit Inference with TensorRT", GTC 2017)."""
     levels = 128
-    used = int(np.flatnonzero(counts)[-1]) + 1
+    first, last = np.flatnonzero(counts)[[0, -1]]
+    used = int(last) + 1
     best, best_divergence = used, np.inf
     for bins in range(levels, used + 1, 4):
+        if bins <= first:  # all values would be clipped
+            continue
         expected = counts[:bins].copy()
         expected[-1] += counts[bins:].sum()
         # Clipped values are counted in the last bin. The values that share a level are distributed evenly over the
@@ -98,7 +105,7 @@ def quantize(network, bits, image_root, method, images):
     Returns:
         number of images used.
     Raises:
-        UsageError: the data set cannot be used.
+        UsageError: the data set cannot be used, or an activation is not finite.
     """
     names, layers = list(quantization.activations(network.program)), quantization.layers(network.program)
     histograms, means, count = {name: Histogram() for name in names}, dict.fromkeys(names, 0.0), 0
@@ -106,6 +113,10 @@ def quantize(network, bits, image_root, method, images):
     for batch in _batches(network.description, image_root, images):
         arrays = exe.run(compiled, {network.images.name: batch}, names, scope=network.scope)
         for name, array in zip(names, arrays, strict=True):
+            if not np.isfinite(array).all():
+                raise UsageError(
+                    f"--calibrate {image_root}: activations of the network are not finite; use a different checkpoint"
+                )
             histograms[name].add(array)
             means[name] += array.mean(axis=tuple(range(2, array.ndim))).sum(axis=0, dtype=np.float64)
         count += len(batch)

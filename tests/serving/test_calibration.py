@@ -33,6 +33,13 @@ def test_zeros_do_not_affect_range():
         assert histogram(values, np.zeros(50000)).range(method) == histogram(values).range(method)
         # The range must not be 0, because quantization divides by it.
         assert histogram(np.zeros(100)).range(method) == 1
+        assert histogram(np.full(100, 1e-40)).range(method) == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_range_of_constant_activation():
+    for method in ("entropy", "percentile"):
+        assert histogram(np.full(100, 3)).range(method) == 3
 
 
 def test_outliers_are_clipped():
