@@ -530,24 +530,25 @@ def _claim_csv(args, paths):
 
 @contextlib.contextmanager
 def _csv_writer(path, k):
-    """Yield a function that writes one line to the CSV file, with columns for the k most probable classes. If path is
-    None, yield None."""
+    """Yield a function that writes one line to the CSV file, with columns for the k most probable classes. The file is
+    written atomically. If path is None, yield None."""
     if path is None:
         yield None
         return
     header = ["image", "prediction", "predicted_class", *predictions.top_columns(k)]
     try:
         lock = contextlib.nullcontext()
-        if path != "-":
-            files.touch(path)
-            if os.path.isfile(path):
-                lock = locks.held(locks.file_of(path), f"--csv {path}", logger.warn)
+        if path != "-" and (os.path.isfile(path) or not os.path.exists(path)):
+            Path(os.path.realpath(path)).parent.mkdir(parents=True, exist_ok=True)
+            lock = locks.held(locks.file_of(path), f"--csv {path}", logger.warn)
         # With backslashreplace, file names that are not valid UTF-8 can be written.
         options = {"newline": "", "encoding": "utf-8", "errors": "backslashreplace"}
         with contextlib.ExitStack() as stack:
             stack.enter_context(lock)
-            outputs.warn_if_changed(path)
-            file = sys.stdout if path == "-" else stack.enter_context(open(path, "w", **options))
+            file = sys.stdout
+            if path != "-":
+                partial = stack.enter_context(outputs.replaced(path))
+                file = stack.enter_context(open(partial, "w", **options))
 
             def write(row):
                 line = io.StringIO(newline="")

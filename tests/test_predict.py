@@ -479,6 +479,21 @@ def test_image_name_may_be_invalid_utf_8(checkpoint, val_images, tmp_path, capsy
     assert table.read_text().splitlines()[1].startswith(f"{tmp_path}/\\udcff.jpg,")
 
 
+def test_csv_of_an_interrupted_command_does_not_replace_the_previous_file(
+    checkpoint, val_images, tmp_path, monkeypatch
+):
+    def interrupted(model, paths, *args):
+        yield paths[0], np.ones(3), None
+        raise KeyboardInterrupt
+
+    table = tmp_path / "table.csv"
+    table.write_text("previous\n")
+    monkeypatch.setattr(predict, "predict", interrupted)
+    assert predict.main([str(checkpoint), *val_images[0], "--device", "cpu", "--csv", str(table)]) == 130
+    assert table.read_text() == "previous\n"
+    assert [path.name for path in tmp_path.iterdir() if "table" in path.name] == ["table.csv"]
+
+
 def test_csv_quotes_line_breaks_in_image_names(checkpoint, val_images, tmp_path):
     names = [f"{tmp_path}/a{character}.jpg" for character in ("\r", "\n", '"', ",")]
     for name in names:
