@@ -4,7 +4,7 @@
 layout of each format.
 
 The readers disable mmap, because truncating a mapped file would kill the process with SIGBUS. The exception is DALI's
-LMDB reader, which always uses mmap.
+LMDB reader, which always uses mmap (see truncation.py).
 
 Order of the images: class folders and file lists are fully shuffled before each epoch. Record files are read in stored
 order through a buffer of SHUFFLE_BUFFER images, from which the next image is drawn at random. In addition, TFRecord and

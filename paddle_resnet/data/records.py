@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 
+from paddle_resnet.data import truncation
 from utils.errors import UsageError
 from utils.files import open_regular
 
@@ -209,18 +210,21 @@ def _lmdb_transaction(folder):
 def _lmdb_environment(folder):
     import lmdb
 
-    _check_lmdb(folder)
+    if reason := _lmdb_problem(folder):
+        raise UsageError(f"{folder}: not a Caffe LMDB, or damaged ({reason}); write or copy it again")
+    truncation.watch(os.path.join(folder, "data.mdb"))
     return lmdb.open(folder, readonly=True, lock=False)  # cached, because a process must not open an LMDB twice
 
 
-def _check_lmdb(folder):
-    """Raise UsageError if an LMDB is damaged. The check runs in a separate process, because reading a damaged LMDB can
-    crash the process."""
+@functools.cache  # otherwise, the tools would repeat the check for each image of a damaged LMDB
+def _lmdb_problem(folder):
+    """Return the reason why an LMDB cannot be used, or None. The check runs in a separate process, because reading a
+    damaged LMDB can crash the process."""
     command = [sys.executable, os.path.join(os.path.dirname(__file__), "lmdb_check.py"), folder]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
-    if done.returncode != 0:
-        reason = done.stdout.strip() or f"reading it fails with {_outcome(done.returncode)}"
-        raise UsageError(f"{folder}: not a Caffe LMDB, or damaged ({reason}); write or copy it again")
+    if done.returncode == 0:
+        return None
+    return done.stdout.strip() or f"reading it fails with {_outcome(done.returncode)}"
 
 
 def _outcome(code):

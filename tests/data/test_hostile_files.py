@@ -9,6 +9,7 @@ import shutil
 import signal
 import struct
 import subprocess
+import sys
 import tarfile
 import zlib
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 from PIL import Image
 from webdataset import TarWriter
 
+from conftest import ROOT
 from paddle_resnet import dali, dataset
 from paddle_resnet.data import bad_images, indexes, listing, readers, records
 from paddle_resnet.tools import inspection, verify
@@ -240,11 +242,11 @@ def test_lmdb_with_damaged_tree_is_rejected(copy, damage, message):
 
 
 def test_lmdb_that_crashes_its_reader_is_rejected(copy, monkeypatch):
-    root = copy("lmdb")
-    crashed = subprocess.CompletedProcess([], -signal.SIGBUS, "", "")
-    monkeypatch.setattr(records.subprocess, "run", lambda *arguments, **options: crashed)
-    with pytest.raises(UsageError, match=r"damaged \(reading it fails with SIGBUS\); write or copy it again"):
-        open_split(root)
+    root, outcomes = copy("lmdb"), [subprocess.CompletedProcess([], -signal.SIGBUS, "", "")]
+    monkeypatch.setattr(records.subprocess, "run", lambda *arguments, **options: outcomes.pop())
+    for _ in range(2):  # the LMDB is checked only once, although verify reads each record separately
+        with pytest.raises(UsageError, match=r"damaged \(reading it fails with SIGBUS\); write or copy it again"):
+            open_split(root)
 
 
 LABELS = [b"", b" 7", b"1a", b"-1", b"1\0", b"1234567890", b"9" * 5000, b"\xd9\xa1", b"1 2", b"nan", b"0x1"]
@@ -542,3 +544,28 @@ def test_verify_detects_records_that_dali_reads_differently(copy, monkeypatch, d
     monkeypatch.setattr(indexes, "check_index", check_index)
     report = verify.verify(root)
     assert set(report.failing.values()) == {"has a different image or label when DALI reads it"}
+
+
+READ_BEYOND_END = """
+import mmap, os, sys
+from paddle_resnet.data import truncation
+
+watched, read = sys.argv[1:]
+truncation.watch(watched)
+with open(read) as f:
+    data = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)
+os.truncate(read, 0)
+data[-1]
+"""
+
+
+def test_sigbus_of_truncated_lmdb_is_an_error(tmp_path):
+    """DALI reads LMDBs through a memory map. SIGBUS for any other reason still kills the process."""
+    (tmp_path / "data.mdb").write_bytes(bytes(8192))
+    (tmp_path / "other").write_bytes(bytes(8192))
+    for name, code in (("other", -signal.SIGBUS), ("data.mdb", 2)):
+        command = [sys.executable, "-c", READ_BEYOND_END, tmp_path / "data.mdb", tmp_path / name]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == code
+    message = f"error: {tmp_path}/data.mdb: was truncated while it was read; write or copy it again\n"
+    assert done.stderr.endswith(message)
