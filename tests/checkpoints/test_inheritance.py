@@ -109,6 +109,16 @@ def test_different_crop_size_keeps_channels_of_checkpoint(checkpoint, scope):
     assert args.image_shape == [3, 64, 64]
 
 
+def test_checkpoint_without_meta_json_has_four_channels(checkpoint, tmp_path):
+    """NVIDIA's example writes no meta.json, and its networks have four input channels."""
+    shutil.copy(checkpoint / "tiny.pdparams", tmp_path)
+    start = ["--from-pretrained-params", tmp_path, "--model-prefix", "tiny", "--model-arch-name", "Tiny"]
+    for flags, shape in (([], [4, 64, 64]), (["--image-shape", "3,64,64"], [3, 64, 64])):
+        args = config.parse_args([*map(str, start), "--crop-size", "64", *flags])
+        restore.inherit_flags(args, None)
+        assert args.image_shape == shape
+
+
 def test_evaluation_rejects_skip_classifier(run_bare, checkpoint, capsys):
     flags = ["--pretrained-mismatch", "skip-classifier", "--num-of-class", "12"]
     assert run_bare("--run-scope", "eval_only", "--from-pretrained-params", checkpoint, *flags)[0] == 2

@@ -214,6 +214,7 @@ def test_last_entry_of_step_is_used_and_startup_times_are_summed(write_run):
     path = write_run("a", [3.0, 2.0])
     report = reading.read(path)
     assert (report.total_s, report.start_s, report.best()) == (20, 1, (0, 0.0))
+    assert report.changed_flags() == {"lr": 0.1, "output_dir": "a"}  # all parameters that differ from the defaults
     with open(report.path, "a") as f:
         f.write(
             entry("PARAMETER", 5).replace('"data": {}', '"data": {"lr": 7}')

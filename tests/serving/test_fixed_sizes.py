@@ -57,6 +57,16 @@ def test_missing_kernels_never_change_an_explicit_precision(checkpoint, monkeypa
     assert "warning: --precision float32: custom kernels are unavailable (no compiler)" in capsys.readouterr().err
 
 
+def test_missing_onnx_package_is_replaced_by_the_executor(checkpoint, monkeypatch, capsys):
+    def missing(package):
+        raise UsageError(f"{package}: not installed")
+
+    monkeypatch.setattr(inference.onnx_writer, "require", missing)
+    model = inference.open_checkpoint(checkpoint, "cpu")
+    assert (model.engine, model.precision) == ("Executor", "float32")
+    assert "onnxruntime: not used, although it is faster than Paddle on a CPU: onnx: not" in capsys.readouterr().err
+
+
 def test_batches_of_any_size_are_padded_or_split(checkpoint, monkeypatch, capsys):
     def compile_and_log(*arguments, **options):
         logger.info("compiling")

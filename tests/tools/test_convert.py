@@ -76,6 +76,15 @@ def test_shards_flag_sets_number_of_equal_shards(photos, tmp_path, to, names):
     assert max(sizes) - min(sizes) <= 1
 
 
+def test_lmdb_grows_beyond_its_initial_size(tmp_path):
+    with writers.SINGLE_FILE["lmdb"](str(tmp_path), "train") as writer:
+        for label in range(2):
+            writer.write([(bytes(40 << 20), label)])  # the initial size is 64 MiB
+        writer.finish()
+    images = listing.images(tmp_path, Mode.TRAIN, "lmdb")[2]
+    assert [records.read(image)[1] for image in images] == [0, 1]
+
+
 def test_resize_short_shrinks_large_images_upright_and_keeps_small_ones(tmp_path):
     folder = tmp_path / "source" / "val" / "a"
     folder.mkdir(parents=True)
