@@ -719,6 +719,12 @@ def test_checkpoint_of_nvidia_example_is_exported(checkpoint, tmp_path, capsys, 
         export.export(checkpoint, tmp_path / "none")
     with pytest.raises(UsageError, match="own: contains neither meta.json nor parameters; choose a checkpoint"):
         export.export(tmp_path / "own", tmp_path / "none")
+    path = checkpoint / "resnet_50_paddle.pdparams"
+    path.write_bytes(pickle.dumps({"conv2d_0.w_0": np.full((8, 3, 3, 3), np.nan, np.float32)}, 4))
+    with pytest.raises(
+        UsageError, match=r"pdparams: conv2d_0.w_0 contains values that are not finite; choose a differ"
+    ):
+        export.export(checkpoint, tmp_path / "none")
 
 
 def test_command_prints_summary_and_rejects_existing_output(trained, tmp_path, capsys):

@@ -214,6 +214,9 @@ def _meta_of_example(checkpoint):
         state = arrays.read_pickle(path)
     except arrays.UnreadableError as e:
         raise UsageError(f"{path}: cannot be read ({e}); choose a different checkpoint") from e
+    for name, array in state.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise UsageError(f"{path}: {name} contains values that are not finite; choose a different checkpoint")
     shapes = {name: array.shape for name, array in state.items() if not name.endswith(variables.MASK)}
     filters, outputs = shapes.get("conv2d_0.w_0", ()), shapes.get("linear_0.b_0", ())
     if len(filters) == 4 and filters[1] in (3, 4) and len(outputs) == 1 and outputs[0] > 0:
