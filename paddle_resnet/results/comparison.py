@@ -10,6 +10,7 @@ from paddle_resnet.data import listing
 from paddle_resnet.results import lr_curve, page, reading
 from paddle_resnet.results.curves import chart
 from utils import exit_codes, files, outputs
+from utils.errors import printable
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVES = {"val.top1": "top1", "val.loss": "validation loss", "train.loss": "training loss", "train.ips": "images/s"}
@@ -44,7 +45,7 @@ def _compare(runs, html):
             _print(console, title, runs, rows)
     _print_curves(console, runs)
     for name, text in differences:
-        console.print(Text(f"{name}: {text}"), soft_wrap=True)
+        console.print(_text(f"{name}: {text}"), soft_wrap=True)
     if html is not None and len(runs) == 1:
         page.write(html, *(run.path for run in runs.values()))
     elif html is not None:
@@ -119,10 +120,15 @@ def first_difference(first, other):
 def _print(console, title, runs, rows):
     table = Table(title=title, title_justify="left")
     for column in ("", *runs):
-        table.add_column(Text(column), overflow="fold")
+        table.add_column(_text(column), overflow="fold")
     for what, values in rows:
-        table.add_row(what, *map(Text, values))
+        table.add_row(_text(what), *map(_text, values))
     console.print(table)
+
+
+def _text(value):
+    """Return a rich Text without markup, in which control characters are escaped."""
+    return Text(printable(value))
 
 
 def _print_curves(console, runs):
@@ -137,7 +143,7 @@ def _print_curves(console, runs):
         for run, curve in curves.items():
             kept = curve[:: -(-len(curve) // 60) or 1]
             bars = "".join(BARS[round((y - low) / ((high - low) or 1) * (len(BARS) - 1))] for y in kept)
-            console.print(Text(f"  {bars}  {run}"), soft_wrap=True)
+            console.print(_text(f"  {bars}  {run}"), soft_wrap=True)
 
 
 def _series(runs, name):

@@ -218,9 +218,10 @@ def main(paths):
         except Exception as e:  # Pillow raises many types of errors for damaged files
             code = _report(f"{path}: cannot be used ({_reason(e)})", 1)
             continue
-        print(f"{path}: {images.dtype} {list(images.shape)}, from {images.min():g} to {images.max():g}")
+        print(f"{_printable(path)}: {images.dtype} {list(images.shape)}, from {images.min():g} to {images.max():g}")
         for label in np.argsort(-np.asarray(probabilities), kind="stable")[:5]:
-            print(f"  {probabilities[label]:.6f}  {dict(enumerate(model['classes'])).get(label, label)}")
+            name = dict(enumerate(model["classes"])).get(label, label)
+            print(f"  {probabilities[label]:.6f}  {_printable(name)}")
     return code
 
 
@@ -239,8 +240,13 @@ def _reason(error):
 
 
 def _report(message, code=0):
-    print(message, file=sys.stderr)
+    print(_printable(message), file=sys.stderr)
     return code
+
+
+def _printable(value):
+    """Convert a value to text, and escape control characters."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(value))
 
 
 if __name__ == "__main__":

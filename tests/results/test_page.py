@@ -256,6 +256,13 @@ def test_comparison_lists_differing_flags_and_first_differing_step(write_run, ca
     assert "top1, 0 to 0.1\n  ▁█  a\n" in output
 
 
+def test_comparison_escapes_control_characters(write_run, capsys):
+    runs = [write_run("a\x1b[31m", [3.0, 2.0]), write_run("b\n", [3.0, 1.0])]
+    assert comparison.main(runs) == 0
+    output = capsys.readouterr().out
+    assert "\x1b" not in output and "  ▁  a\\x1b[31m\n" in output and "\nb\\n: first differs at epoch 0" in output
+
+
 def test_comparison_shows_metrics_of_last_epoch_and_best_top1(write_run):
     path = write_run("a", [3.0, 2.0, 1.0, 0.5], ended=False)
     with open(f"{path}/report.json", "a") as f:
