@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 
 from utils import files, locks, progress
-from utils.errors import RunError, UsageError
+from utils.errors import RunError, UsageError, printable
 
 _path = _report = _lock = None
 _is_misplaced = False
@@ -111,8 +111,10 @@ def write_line(text, stream):
     """Write a line and its newline in a single call. Under `python -u`, which the launcher uses, print() would write
     the newline separately, and other threads or processes could write to the same log file in between.
 
-    If the line cannot be written, because the reader of a pipe has exited or the disk is full, the run continues
-    without output. Commands that print their result must use result_on_stdout instead."""
+    Control characters except line breaks are escaped, because file and class names can contain them. If the line cannot
+    be written, because the reader of a pipe has exited or the disk is full, the run continues without output. Commands
+    that print their result must use result_on_stdout instead."""
+    text = "\n".join(map(printable, str(text).split("\n")))
     if progress.write_above(text, stream):
         return
     try:

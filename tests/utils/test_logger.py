@@ -139,6 +139,11 @@ def test_info_and_warnings_are_not_in_the_report(report, capsys):
     assert entries(report) == []
 
 
+def test_control_characters_are_escaped(capsys):
+    logger.warn("a\x1b[31m\tb\nc")
+    assert capsys.readouterr().err == "warning: a\\x1b[31m\\tb\nc\n"
+
+
 def test_each_line_is_one_write():
     """A datagram socket preserves the boundaries between writes, which matter if several processes share a log file."""
     receiver, sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
