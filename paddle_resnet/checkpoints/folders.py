@@ -177,7 +177,7 @@ def _own_files(folder):
             contextlib.suppress(OSError, ValueError, TypeError),
             open_regular(folder / _UNFINISHED, META_LIMIT) as file,
         ):
-            return {META, *json.loads(file.read())} & present
+            return {META, *json.loads(file.read())}
     return {name for name in present if _USUAL_FILES.fullmatch(name)} if {META, _UNFINISHED} & present else set()
 
 

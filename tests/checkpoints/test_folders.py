@@ -51,6 +51,7 @@ def test_commit_flushes_files_before_rename(tmp_path, monkeypatch):
 
 def test_commit_replaces_folder_with_same_name(tmp_path):
     write_checkpoint(tmp_path, "3", "old")
+    (tmp_path / ".3.partial").mkdir()  # a killed program left this folder
     folder = write_checkpoint(tmp_path, "3", "newer")
     assert (folder / "a.pdparams").read_text() == "newer"
     folders.verify(folder)

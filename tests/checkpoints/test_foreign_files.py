@@ -180,6 +180,10 @@ HOSTILE = {
         b"".join(map(pickled, (0x1950A86A20F9469CFC6C, 1002, {"little_endian": True}, {}, []))),
         "the version or byte order is not supported",
     ),
+    "legacy big endian.pth": (
+        b"".join(map(pickled, (0x1950A86A20F9469CFC6C, 1001, {"little_endian": False}, {}, []))),
+        "the version or byte order is not supported",
+    ),
     "empty.safetensors": (b"", "the header has an invalid length of 0 bytes"),
     "header.safetensors": (
         struct.pack("<Q", 1 << 60) + b"{}",
