@@ -172,6 +172,15 @@ def test_run_that_resumes_from_outdated_checkpoint_is_rejected(args, run, saved)
     Saver(args, saver._program, schedule, Loader(), fetchs, restore.find(args))
 
 
+def test_new_run_that_starts_from_a_checkpoint_has_its_own_name(args, run, saved, tmp_path):
+    saver, schedule, fetchs = run
+    start, other = find(args, saver.folder), args.copy(output_dir=str(tmp_path / "new"))
+    new = Saver(other, saver._program, schedule, Loader(), fetchs, start)
+    new.save(4)
+    new.finish()
+    assert folders.read_meta(new.folder)["run"] != folders.read_meta(saver.folder)["run"]
+
+
 def test_save_on_error_saves_only_with_single_process(run, monkeypatch):
     saver, _, _ = run
     monkeypatch.setattr(exchange, "gather", lambda data: [data])
