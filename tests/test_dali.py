@@ -149,6 +149,12 @@ def test_loader_of_a_newer_version_restarts_epoch_or_continues_order(parse, phot
     assert effect in stderr
 
 
+def test_first_operator_of_a_state_may_be_long():
+    """The length 300 is encoded in two bytes with seven bits each."""
+    first = b"\n\xac\x02" + bytes(300)
+    assert dali._first_operator(first + b"\n\x01x") == first
+
+
 def test_loader_of_fewer_processes_restarts_epoch_with_a_reason(parse, photos, capsys, monkeypatch):
     args = parse("--image-root", photos, "--batch-size", "3")
     with monkeypatch.context() as two:

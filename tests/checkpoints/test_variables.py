@@ -294,6 +294,7 @@ def test_bfloat16_variables_are_rounded_to_nearest_even():
     tensor.set(np.zeros(1000, np.uint16), paddle.CPUPlace())
     variables.set_variable("rounded", values, paddle.CPUPlace())
     assert tensor._dtype() == paddle.bfloat16
+    assert variables._has_type_of("rounded", values) and not variables._has_type_of("rounded", np.zeros(9, np.int64))
     rounded, below, above = (
         ((variables.read("rounded").astype(np.int64) + step) << 16).astype(np.uint32).view(np.float32)
         for step in (0, -1, 1)

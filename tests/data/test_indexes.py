@@ -201,6 +201,14 @@ def test_tar_may_contain_folders_long_names_hidden_files_and_other_members(tmp_p
     assert [records.read_label(path, "webdataset", *record) for record in index.labels.tolist()] == [123] * 3
 
 
+def test_first_image_of_a_tar_sample_is_used(tmp_path):
+    path = tar(tmp_path / "train-0.tar", ["a.jpg", "a.png", "a.cls", "b.cls", "b.png"])
+    index = indexes.open_index(path, "webdataset")
+    # Each file occupies a header and a block of 512 bytes.
+    assert index.images[:, 0].tolist() == [512, 512 + 4 * 1024]
+    assert index.labels[:, 0].tolist() == [512 + 2 * 1024, 512 + 3 * 1024]
+
+
 def test_recordio_index_in_different_order_is_sorted(tmp_path):
     shard = write(tmp_path, "recordio")
     index = indexes.open_index(str(shard), "recordio")

@@ -89,8 +89,11 @@ def test_images_of_classes_are_counted_without_invalid_labels():
 
 def test_empty_iterator_accepts_targets_and_yields_no_batch():
     class NoImages:
-        size, classes, class_names, digest = 0, [], [], None
+        size, classes, class_names, digest = 3, 2, ["a", "b"], "abc"
 
     loader = EmptyIterator(NoImages)
+    # The ranks compare these attributes, which describe the data of all ranks.
+    attributes = loader.data_set_size, loader.classes, loader.class_names, loader.digest
+    assert attributes == (3, 2, ["a", "b"], "abc")
     loader.write_into(empty_targets())
     assert list(loader) == []
