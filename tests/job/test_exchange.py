@@ -109,6 +109,14 @@ def test_stream_delivers_all_items_to_rank_0_without_waiting(streams):
     assert add(0, "e0") == [["e0"], ["b1", "c1", "d1"], ["b2"]]
 
 
+def test_next_stream_does_not_read_items_of_its_predecessor(streams, as_rank):
+    _, add = streams
+    for rank in (1, 2):
+        add(rank, "old")
+    as_rank(0)
+    assert exchange.Stream().add("new") == [["new"]]
+
+
 def test_finish_delivers_remaining_items(streams, as_rank, monkeypatch):
     made, add = streams
     for rank, item in ((1, "a1"), (1, "b1"), (2, "a2"), (0, "a0")):
