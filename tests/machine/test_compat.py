@@ -127,6 +127,20 @@ def test_pir_programs_do_not_support_training(monkeypatch):
     assert done.returncode == 0, done.stderr[-1000:]
 
 
+@only_paddle_2
+def test_gloo_is_prepared_before_its_helper_processes_start(monkeypatch):
+    """The value of the preparation, a reserved port, is released after the start."""
+    events = []
+
+    class Port:
+        def __del__(self):
+            events.append("released")
+
+    monkeypatch.setattr(paddle.distributed, "init_parallel_env", lambda: events.append("started"))
+    compat.start_gloo(lambda: events.append("prepared") or Port())
+    assert events == ["prepared", "started", "released"]
+
+
 def attributes(op_type):
     return [attribute.name for attribute in OpProtoHolder.instance().get_op_proto(op_type).attrs]
 
