@@ -90,8 +90,8 @@ def export(
     Returns:
         content of model.json.
     Raises:
-        UsageError: the checkpoint does not exist, is damaged or was saved within an epoch; the output exists or cannot
-            be written; or a package for ONNX is missing.
+        UsageError: the checkpoint cannot be used (see networks.load_checkpoint); the output exists or cannot be
+            written; or a package for ONNX is missing.
         RunError: the results of an exported network differ from those of the checkpoint. All written files are then
             removed.
     """

@@ -665,8 +665,6 @@ def test_export_keeps_weights_sparse(trained, tmp_path):
 
 def test_unusable_checkpoint_or_output_path_is_an_error(trained, tmp_path):
     checkpoint, _ = trained("--save-interval-steps", "2", "--keep-checkpoints", "9")
-    with pytest.raises(UsageError, match="0_2: saved after 2 steps of epoch 0"):
-        export.export(checkpoint.with_name("0_2"), tmp_path / "exported")
     with pytest.raises(UsageError, match="nowhere: not a folder; choose a checkpoint"):
         export.export(tmp_path / "nowhere", tmp_path / "exported")
     with pytest.raises(UsageError, match=f"OUT {checkpoint}/x: would change CHECKPOINT {checkpoint}; choose a path"):

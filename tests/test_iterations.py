@@ -5,9 +5,12 @@ import numpy as np
 import pytest
 
 from conftest import NHWC, assert_one_error, losses, phase
+from paddle_resnet import export
+from paddle_resnet.checkpoints import folders
 from paddle_resnet.optimizers import schedules
 from paddle_resnet.passes import all_reduces
 from paddle_resnet.settings import durations, stages
+from utils.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("one_block")
 
@@ -229,3 +232,16 @@ def test_interval_defaults_depend_on_iter_unit(parse):
 def test_flags_incompatible_with_iter_unit_are_errors(run_train, capsys, flags, message):
     assert run_train(*flags.split())[0] == 2
     assert_one_error(capsys.readouterr().err, [message])
+
+
+def test_checkpoint_within_an_epoch_is_exported_if_bn_statistics_are_averaged(run_train, photos, tmp_path, monkeypatch):
+    every = ["--eval-interval", "2", "--save-interval", "1", "--keep-checkpoints", "9"]
+    assert run_train(*STEPS, "--num-iter", "2", *every)[0] == 0
+    run = tmp_path / "output/Tiny"
+    export.export(run, tmp_path / "best", verify=photos)
+    export.export(run / "0_1", tmp_path / "not evaluated")
+    verify = folders.verify
+    monkeypatch.setattr(folders, "verify", lambda folder: verify(folder) | {"world_size": 2})
+    export.export(run / "0_2", tmp_path / "two processes")
+    with pytest.raises(UsageError, match="0_1: saved after 1 steps of epoch 0, before the processes averaged their BN"):
+        export.export(run / "0_1", tmp_path / "two processes, not evaluated")

@@ -70,10 +70,10 @@ def load_checkpoint(checkpoint, device="cpu", uint8=False, model_arch_name=None,
     """Load the inference network of a checkpoint.
 
     Args:
-        checkpoint: folder of a run, or folder of a checkpoint saved at the end of an epoch (see folders.resolve). The
-            checkpoint's meta.json contains the architecture, the classes, the image shape, the file names and the
-            preprocessing. If meta.json is missing, as in checkpoints of NVIDIA's example, the architecture is inferred
-            from the parameter shapes, and the preprocessing of NVIDIA's example is used.
+        checkpoint: folder of a run or of a checkpoint (see folders.resolve). The checkpoint's meta.json contains the
+            architecture, the classes, the image shape, the file names and the preprocessing. If meta.json is missing,
+            as in checkpoints of NVIDIA's example, the architecture is inferred from the parameter shapes, and the
+            preprocessing of NVIDIA's example is used.
         device: "cpu" or "gpu".
         uint8: if True, the input is uint8 pixels [N, H, W, 3], which the network normalizes; if False, normalized
             float32 images [N, 3, H, W].
@@ -84,8 +84,8 @@ def load_checkpoint(checkpoint, device="cpu", uint8=False, model_arch_name=None,
     Returns:
         Network.
     Raises:
-        UsageError: the checkpoint does not exist, is damaged or was saved within an epoch; or the user's file that
-            defines the network does not exist or is not specified.
+        UsageError: the checkpoint does not exist, is damaged or was saved before the processes averaged their BN
+            statistics; or the user's file that defines the network does not exist or is not specified.
     """
     checkpoint, meta, args = _recorded(checkpoint, device, model_arch_name)
     args.set("Python", amp=False, kernels="paddle", data_layout="NCHW", dali_output_fp16=False)
@@ -197,10 +197,12 @@ def _read_meta(checkpoint):
         meta = folders.verify(checkpoint)
     except folders.DamagedError as e:
         raise UsageError(f"{checkpoint}: damaged ({e}); choose a different checkpoint") from e
-    if meta["step"] is not None:
+    # BN statistics are averaged at the end of an epoch and before each evaluation.
+    is_averaged = meta["step"] is None or meta["trained"] is not None or meta["evaluated"] is not None
+    if not is_averaged and meta["world_size"] > 1:
         raise UsageError(
             f"{checkpoint}: saved after {meta['step']} steps of epoch {meta['epoch']}, before the processes averaged "
-            "their BN statistics; choose a checkpoint saved at the end of an epoch"
+            "their BN statistics; choose a checkpoint saved at the end of an epoch or after an evaluation"
         )
     return meta
 
