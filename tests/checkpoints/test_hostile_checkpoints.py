@@ -307,6 +307,7 @@ IMPOSSIBLE = {
         [{"loader": LOADER, "meters": {"loss": METER | {"count": -1}}}],
         [{"loader": LOADER, "meters": {"loss": {}}}],
     ],
+    "evaluations_since_best": [None, -1, 0.5, "1"],
     "files": [None, [], {}, {"a.pdparams": FILE}, {"a.pdparams": None, "a.pdopt": FILE}]
     + [{"a.pdparams": FILE | change, "a.pdopt": FILE} for change in ({"size": -1}, {"size": "3"}, {"sha256": "0"})]
     + [{"a.pdparams": FILE, "a.pdopt": FILE, name: FILE} for name in ("../../secret", "/etc/passwd", ".", "", "a/b")],
@@ -391,7 +392,7 @@ def test_error_for_invalid_value_contains_field(tmp_path, valid, field):
         with pytest.raises(folders.DamagedError, match=rf"^meta.json is damaged: {field} is [^\n]{{1,200}}$"):
             folders.read_meta(tmp_path / "4")
     craft(tmp_path / "4", {name: value for name, value in valid.items() if name != field})
-    if field == "class_names":  # class_names is optional, because older checkpoints do not contain it
+    if field in ("class_names", "evaluations_since_best"):  # older checkpoints do not contain these fields
         assert field not in folders.read_meta(tmp_path / "4")
         return
     with pytest.raises(folders.DamagedError, match=f"^meta.json is damaged: {field} is missing$"):

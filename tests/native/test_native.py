@@ -939,6 +939,11 @@ def test_missing_tools_are_reported(empty_cache, monkeypatch, capsys):
     monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda gpu: (9, 0))
     assert chosen_on_gpu() == ("paddle", False)
     assert "custom kernels are unavailable (no NVRTC library (libnvrtc.so))" in capsys.readouterr().out
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    for path in (native._operators_file(), native._kernels_file((9, 0))):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o644)
+    assert native.missing((9, 0)) is None  # the cache contains both libraries
 
 
 def test_nvrtc_of_the_environment_is_preferred(tmp_path, monkeypatch):
