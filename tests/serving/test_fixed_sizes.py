@@ -80,6 +80,8 @@ def test_batches_of_any_size_are_padded_or_split(checkpoint, monkeypatch, capsys
     assert capsys.readouterr() == ("", "warning: slow\n")  # stdout is reserved for results
     for count in (11, 4, 3, 1):
         np.testing.assert_allclose(model.run(images[:count]), expected[:count], atol=1e-6)
+    sizes = [len(model.steps._step(count).host_images()) for count in (1, 2, 3, 4)]
+    assert sizes == [2, 2, 4, 4]
     buffer = model.host_images(3)
     previous, waits = buffer.copy(), []
 
