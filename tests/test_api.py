@@ -130,8 +130,13 @@ IMAGES, LABELS = np.zeros((8, 3, 32, 32), "float32"), np.zeros((8, 1), "int64")
             [[{"data": IMAGES[:, :, :9], "label": LABELS}]],
             r"yielded data as float32 \['N', 3, 9, 32\], but the program expects",
         ),
+        (
+            [[{"data": IMAGES, "label": LABELS[:4]}]],
+            "yielded a batch with 8 data and 4 label; yield at least one image, ",
+        ),
+        ([[{"data": IMAGES[:0], "label": LABELS[:0]}]], "yielded a batch with 0 data and 0 label"),
     ],
-    ids=["no batch", "not a list", "no label", "one dimension", "int32", "different size"],
+    ids=["no batch", "not a list", "no label", "one dimension", "int32", "different size", "few labels", "no images"],
 )
 def test_incompatible_batches_raise_errors(batches, message):
     main = static.Program()
@@ -139,6 +144,19 @@ def test_incompatible_batches_raise_errors(batches, message):
         program.create_feeds([3, 32, 32])
     with pytest.raises(UsageError, match=message):
         next(iter(iterators.adapted(batches, SimpleNamespace(_program=main))))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device": "tpu"}, "device 'tpu': unknown value; use cpu or gpu"),
+        ({"precision": "half"}, "precision 'half': unknown value; use float32, float16, bfloat16 or int8"),
+        ({"tta": "five"}, "tta 'five': unknown value; use none or flip"),
+    ],
+)
+def test_unknown_values_for_a_model_are_errors(changes, message):
+    with pytest.raises(UsageError, match=message):
+        inference.open_model("nowhere", **{"device": "cpu"} | changes)
 
 
 def test_adapter_keeps_batches_until_gpu_has_read_them():
@@ -156,6 +174,7 @@ def test_adapter_keeps_batches_until_gpu_has_read_them():
 
     adapter = iterators.Adapter.__new__(iterators.Adapter)
     adapter._inputs, adapter._tensor = {"data": None}, lambda name, value: value
+    adapter._check_sizes = lambda batch: None
     adapter._loader = ([{"data": np.zeros(1).view(Counted)}] for _ in range(6))
     assert [Counted.alive for _ in adapter] == [1, 2, 3, 3, 3, 3]
 

@@ -229,6 +229,7 @@ class Adapter:
                 names = ", ".join(f'"{name}": ...' for name in self._inputs)
                 raise UsageError(f"run: the loader yielded a batch in an unexpected format; yield [{{{names}}}]")
             in_use.append({name: self._tensor(name, batch[0][name]) for name in self._inputs})
+            self._check_sizes(in_use[-1])
             yield [in_use[-1]]
         if not in_use:
             raise UsageError("run: the loader yielded no batches; pass an iterable that can be iterated repeatedly")
@@ -251,6 +252,14 @@ class Adapter:
                 f"run: the loader yielded {name} as {actual}, but the program expects {expected}; convert it"
             )
         return value
+
+    def _check_sizes(self, batch):
+        sizes = {name: tensor.shape()[0] for name, tensor in batch.items()}
+        if len({*sizes.values()}) > 1 or 0 in sizes.values():
+            raise UsageError(
+                f"run: the loader yielded a batch with {' and '.join(f'{n} {name}' for name, n in sizes.items())}; "
+                "yield at least one image, and one label per image"
+            )
 
 
 class EmptyIterator:

@@ -29,6 +29,9 @@ from utils.errors import UsageError
 
 NAME = "model"  # file name without suffix: model.pdmodel, model.pdiparams, model.json, model.onnx
 SUFFIXES = ("pdmodel", "pdiparams")  # files of Paddle Inference
+# Values of the arguments of open_model.
+DEVICES, PRECISIONS = ("cpu", "gpu"), ("float32", "float16", "bfloat16", "int8")
+AUGMENTATIONS = ("none", "flip")
 MAX_ONNX_BYTES = 2**31  # maximum size of a protobuf message
 
 
@@ -45,8 +48,14 @@ def open_model(path, device, model_arch_name=None, precision=None, sizes=(32,), 
         tta: "flip" averages the probabilities of each image and its mirror image.
     Raises:
         UsageError: the path does not contain a network, a file is damaged, the required engine is not installed, or the
-            precision is not supported.
+            device, precision or tta is not supported.
     """
+    known = {"device": DEVICES, "precision": PRECISIONS, "tta": AUGMENTATIONS}
+    for name, value in {"device": device, "precision": precision or PRECISIONS[0], "tta": tta}.items():
+        if value not in known[name]:
+            values = f"{', '.join(known[name][:-1])} or {known[name][-1]}"
+            raise UsageError(f"{name} {value!r}: unknown value; use {values}")
+    device = resolve_device(device)
     return _mirrored(_open(Path(path), device, model_arch_name, precision, sizes, tta), tta)
 
 
