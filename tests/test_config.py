@@ -1,5 +1,6 @@
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -847,7 +848,9 @@ def test_flags_that_slow_down_cpus_trigger_warnings_on_cpu_only(flag):
 def test_warnings_depend_on_all_flags_of_a_combination(text, expected):
     args = parse(text)
     validation.check(args)
-    assert [warning.split(":")[0] for warning in validation.warnings(args)] == expected
+    warnings = list(validation.warnings(args))
+    assert [warning.split(":")[0] for warning in warnings] == expected
+    assert not [warning for warning in warnings if not re.search(r"; .*\w$", warning)]  # each ends with a remedy
 
 
 def test_sizes_with_rectangular_image_shape_are_an_error():

@@ -64,8 +64,10 @@ def warnings(settings):
         )
     trains = settings.run_scope is not RunScope.EVAL_ONLY
     if settings.freeze and trains and not (_has_start(settings) or settings.resume):
-        yield f"--freeze {text(settings.freeze)}: frozen layers would keep random initial weights; add "
-        "--from-pretrained-params"
+        yield (
+            f"--freeze {text(settings.freeze)}: frozen layers would keep random initial weights; add "
+            "--from-pretrained-params"
+        )
     if settings.class_weights != "none" and settings.balanced_sampling and trains:
         yield "--class-weights balanced: --balanced-sampling already balances the classes; remove one of them"
     end = settings.num_iter if settings.iter_unit == "batch" else settings.epochs
