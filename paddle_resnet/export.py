@@ -411,7 +411,7 @@ dynamic_batching {{ }}
 
 def main(argv=None):
     """Run the command and return the exit code: 0 for success, 1 if an exported network differs from the checkpoint, 2
-    for a usage error or an unusable checkpoint, 130 if interrupted. The output is kept only if the exit code is 0."""
+    for a usage error or an unusable checkpoint, 130 if interrupted. The output is kept only if the export succeeds."""
     parser = argparse.ArgumentParser(prog="python -m paddle_resnet.export", description=__doc__, allow_abbrev=False)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint or run folder, such as output/ResNet50")
     parser.add_argument("output", metavar="OUT", help="folder to create")

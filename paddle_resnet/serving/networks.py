@@ -163,6 +163,9 @@ def _load(args, meta, checkpoint, channels, **options):
     with static.scope_guard(network.scope):
         network.exe.run(startup)
         variables.load(variables.LoadOptions.of(args), checkpoint, trained, place, log=log)
+        for name in _parameter_names(program):
+            if not np.isfinite(network.parameter(name)).all():
+                raise UsageError(f"{checkpoint}: {name} has values that are not finite; choose a different checkpoint")
         if channels != before:
             # The fourth channel of the images is zero, so removing or adding the weights for this channel does not
             # change the output.
@@ -216,9 +219,6 @@ def _meta_of_example(checkpoint):
         state = arrays.read_pickle(path)
     except arrays.UnreadableError as e:
         raise UsageError(f"{path}: cannot be read ({e}); choose a different checkpoint") from e
-    for name, array in state.items():
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise UsageError(f"{path}: {name} contains values that are not finite; choose a different checkpoint")
     shapes = {name: array.shape for name, array in state.items() if not name.endswith(variables.MASK)}
     filters, outputs = shapes.get("conv2d_0.w_0", ()), shapes.get("linear_0.b_0", ())
     if len(filters) == 4 and filters[1] in (3, 4) and len(outputs) == 1 and outputs[0] > 0:
@@ -245,8 +245,11 @@ def _parameter_shapes(args):
     """Return the shapes of a network's parameters and BN statistics, {name: shape}."""
     paddle.enable_static()
     program, *_ = _build(args)
-    parameters = (var for var in program.list_vars() if isinstance(var, paddle.base.framework.Parameter))
-    return {var.name: tuple(var.shape) for var in parameters}
+    return {name: tuple(program.global_block().var(name).shape) for name in _parameter_names(program)}
+
+
+def _parameter_names(program):
+    return [var.name for var in program.list_vars() if isinstance(var, paddle.base.framework.Parameter)]
 
 
 def _build(args, uint8=False, quantize=False, mirror=False):
