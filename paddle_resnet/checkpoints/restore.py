@@ -154,7 +154,8 @@ def _selected(root, wanted, arch, model_prefix, iter_unit):
     """
     flag = f"--from-checkpoint {root}"
     if not root.is_dir():
-        raise UsageError(f"{flag}: does not exist; choose a folder that contains a checkpoint")
+        problem = "is not a folder" if root.exists() else "does not exist"
+        raise UsageError(f"{flag}: {problem}; choose a folder that contains a checkpoint")
     root = folders.resolve(root, arch) if wanted is None else folders.run_in(root, arch)
     prefix = folders.foreign_prefix(root, model_prefix)
     if wanted is None:

@@ -22,7 +22,7 @@ import threading
 import time
 from pathlib import Path
 
-from paddle_resnet.job import channel
+from paddle_resnet.job import channel, processes
 from paddle_resnet.job.position import Position, describe_stall, where_is
 from utils import logger
 
@@ -50,7 +50,7 @@ def start(rank, world_size, timeout_s, master, process, position, listener=None)
         "import sys; sys.path.insert(0, sys.argv[1]); from paddle_resnet.job import monitor; monitor.main(sys.argv[2])"
     )
     descriptors = [process.fileno(), position.descriptor, *([listener.fileno()] if listener else [])]
-    facts = json.dumps([rank, world_size, timeout_s, master, os.getpid(), *descriptors])
+    facts = json.dumps([rank, world_size, timeout_s, master, os.getpid(), processes.LAUNCHER, *descriptors])
     before = signal.pthread_sigmask(
         signal.SIG_BLOCK, _SIGNALS
     )  # the monitor inherits the signal mask, and exits when its rank exits
@@ -68,7 +68,7 @@ def start(rank, world_size, timeout_s, master, process, position, listener=None)
 
 
 def main(facts):
-    rank, world_size, timeout_s, master, pid, process, position, *listener = json.loads(facts)
+    rank, world_size, timeout_s, master, pid, launcher, process, position, *listener = json.loads(facts)
 
     async def run():
         coordinator = _Coordinator(world_size, timeout_s, socket.socket(fileno=listener[0])) if rank == 0 else None
@@ -76,7 +76,7 @@ def main(facts):
         # period.
         period_s = min(max(1.0, world_size / 100), timeout_s / 10)
         ends = socket.socket(fileno=process), Position(position)
-        await Monitor(rank, timeout_s, period_s, master, pid, *ends, coordinator).run()
+        await Monitor(rank, timeout_s, period_s, master, pid, launcher, *ends, coordinator).run()
         if coordinator:
             await coordinator.finish()
 
@@ -86,9 +86,10 @@ def main(facts):
 
 
 class Monitor:
-    def __init__(self, rank, timeout_s, period_s, master, pid, process, position, coordinator=None):
+    def __init__(self, rank, timeout_s, period_s, master, pid, launcher, process, position, coordinator=None):
         self._rank, self._timeout_s, self._period_s, self._master = rank, timeout_s, period_s, master
-        self._pid, self._process, self._position, self._coordinator = pid, process, position, coordinator
+        self._pid, self._launcher = pid, launcher
+        self._process, self._position, self._coordinator = process, position, coordinator
         self._address = asyncio.get_running_loop().create_future()  # address of the coordinator, and key of this rank
         self._outcome = asyncio.get_running_loop().create_future()  # arguments of _decide
         self._to_coordinator, self._last_message = None, time.monotonic()
@@ -151,7 +152,7 @@ class Monitor:
         return self._is_rank_gone or os.getppid() != self._pid
 
     async def _send_positions(self):
-        launcher = _parent(self._pid)
+        launcher = self._launcher
         while not self._has_rank_ended():
             if launcher and _parent(self._pid) not in (launcher, None):
                 launcher = None

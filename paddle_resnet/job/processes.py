@@ -10,6 +10,9 @@ import socket
 
 from utils.errors import UsageError
 
+# Process ID of the launcher. It is read before Paddle is imported, because the launcher may be killed meanwhile.
+LAUNCHER = os.getppid()
+
 
 def check_environment():
     """Check the environment variables that the launcher sets. Call this function before Paddle is imported.

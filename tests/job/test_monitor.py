@@ -39,14 +39,15 @@ class Job:
         self.keys = [(rank, f"key {rank}") for rank in range(world_size)]
         self._timeout_s, self._ends = timeout_s, [self._listener]
 
-    async def start(self, rank, has_address=True, pid=None):
+    async def start(self, rank, has_address=True, pid=None, launcher=None):
         """Start a simulated rank: a connection to its monitor, a position, and a task that runs the monitor."""
         near, far = socket.socketpair()
         position = Position()
         self._ends += [near, far]
         coordinator = self.coordinator if rank == 0 else None
-        common = (rank, self._timeout_s, 0.02, "master:1", pid or os.getppid(), far)
-        one = monitor.Monitor(*common, Position(os.dup(position.descriptor)), coordinator)
+        pid = pid or os.getppid()
+        common = (rank, self._timeout_s, 0.02, "master:1", pid, launcher or monitor._parent(pid))
+        one = monitor.Monitor(*common, far, Position(os.dup(position.descriptor)), coordinator)
 
         async def run():
             await one.run()
@@ -315,12 +316,14 @@ def test_rank_that_does_not_exit_is_killed(capsys, monkeypatch, killed, is_pid_r
     assert "train.py: error: rank 2 failed first: no room\n" in capsys.readouterr().err
 
 
-def test_rank_receives_sigterm_if_launcher_is_killed(monkeypatch, killed):
-    parents = iter([10, 10, 1, 1, 1])
+@pytest.mark.parametrize("parents", [[10, 10, 1, 1, 1], [1]])
+def test_rank_receives_sigterm_if_launcher_is_killed(monkeypatch, killed, parents):
+    """The launcher (process 10) is killed before or after the monitor starts."""
+    parents = iter(parents)
     monkeypatch.setattr(monitor, "_parent", lambda pid: next(parents, 1))
 
     async def scenario(job):
-        rank = await job.start(1)
+        rank = await job.start(1, launcher=10)
         await until(lambda: killed or rank.monitor.done())
         await asyncio.sleep(0.2)
 
