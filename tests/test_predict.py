@@ -427,6 +427,9 @@ def test_every_field_of_description_is_checked(checkpoint, tmp_path, uint8):
         changed["preprocessing"]["center_crop"] = crop
         assert preprocessing.problem(changed).startswith(message)
     changed = copy.deepcopy(description)
+    changed["preprocessing"]["std"] = [1.0, 0, 1.0]
+    assert preprocessing.problem(changed) == "preprocessing.std is [1.0, 0, 1.0]"
+    changed = copy.deepcopy(description)
     for side, message in ((32, None), (31, "preprocessing.resize_short is less than center_crop 32")):
         changed["preprocessing"] |= {"center_crop": 32, "resize_short": side}
         assert preprocessing.problem(changed) == message
@@ -435,7 +438,8 @@ def test_every_field_of_description_is_checked(checkpoint, tmp_path, uint8):
     assert preprocessing.problem(changed) == "preprocessing.resize_short is too large for center_crop [1, 3]"
     for other in ([], None, {"preprocessing": 1}):
         assert preprocessing.problem(other) == "preprocessing.resize_short is missing"
-    for text in ("[" * 100000, "{", json.dumps(description | {"classes": ["a"] * 4}), b"\xff"):
+    inconsistent = [json.dumps(description | change) for change in ({"classes": ["a"] * 4}, {"precision": "int4"})]
+    for text in ("[" * 100000, "{", *inconsistent, b"\xff"):
         with pytest.raises(UsageError, match="^model.json: not a valid description of a network "):
             inference._checked_description(text, "model.json")
 
