@@ -17,6 +17,7 @@ from helpers import NETWORK_EXAMPLE, epoch, take
 from paddle_resnet import dali
 from paddle_resnet.data import listing, readers
 from paddle_resnet.job import processes
+from paddle_resnet.settings.declarations import FLAGS
 from paddle_resnet.tools import convert
 from utils.errors import DataError, UsageError
 from utils.mode import Mode
@@ -109,6 +110,21 @@ def test_loader_with_changed_flags_restarts_epoch_with_a_reason(parse, photos, c
     fresh = dali.build_dataloader(args, Mode.TRAIN, loader.state())
     assert fresh.step == 0
     assert message in capsys.readouterr().err
+
+
+def test_loader_state_depends_on_every_flag_that_the_pipeline_reads(parse, photos):
+    args, names = parse("--image-root", photos), set()
+
+    class Recorder:
+        def __getattr__(self, name):
+            names.add(name)
+            return getattr(args, name)
+
+    data_set = readers.open_split(str(photos), "folder", Mode.TRAIN, 3, 0)
+    dali.create_dali_pipeline(Recorder(), data_set, Mode.TRAIN, 0, 1)
+    conditions = {name for name, declaration in FLAGS.items() if declaration.batches}
+    # These flags change neither the order nor the values of the images.
+    assert names - conditions == {"dali_num_threads", "dali_prefetch", "data_layout"}
 
 
 def test_cpu_decoder_load_below_half_an_image_is_an_error(parse, photos):

@@ -249,6 +249,24 @@ def test_step_with_different_results_is_not_captured(run_train, tmp_path, capsys
 
 
 @pytest.mark.parametrize(
+    ("operator", "attributes", "obstacle"),
+    [
+        *((operator, {}, "accesses host memory") for operator in ("while", "conditional_block", "print", "memcpy_d2h")),
+        *((operator, {}, "draws random numbers") for operator in ("bernoulli", "rrelu")),
+        ("dropout", {"seed": 0, "is_test": False}, "draws random numbers"),
+        ("dropout", {"seed": 0, "is_test": True}, ""),
+        ("depthwise_conv2d", {"data_format": "NHWC"}, "fails during a replay"),
+        ("depthwise_conv2d", {"data_format": "NCHW"}, ""),
+        ("conv2d", {"data_format": "NHWC"}, ""),
+    ],
+)
+def test_operators_that_cannot_be_captured_are_recognized(operator, attributes, obstacle):
+    op = SimpleNamespace(type=operator, has_attr=attributes.__contains__, attr=attributes.get)
+    assert obstacle in (cuda_graph._obstacle(op) or "")
+    assert bool(obstacle) == (cuda_graph._obstacle(op) is not None)
+
+
+@pytest.mark.parametrize(
     ("change", "operator"),
     [
         (F.dropout, "dropout"),

@@ -1,3 +1,4 @@
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -124,12 +125,15 @@ def test_speed_on_gpu_measures_decoder_loads(monkeypatch):
     def open_loader(root, arguments):
         args = config.parse_args(arguments)
         opened.append((args.dali_device, args.cpu_decoder_load, args.hw_decoder_load))
-        return iter(range(2)), args
+        return iter(range(6)), args
 
     opened = []
     monkeypatch.setattr(inspection, "_parse", lambda root, arguments: SimpleNamespace(dali_device="gpu"))
     monkeypatch.setattr(inspection, "open_loader", open_loader)
-    inspection.speed("", [1], [0.5, 0.7], batches=1, repeats=1, arguments=["--cpu-decoder-load", "0.4"])
+    monkeypatch.setattr(inspection, "perf_counter", itertools.count().__next__)  # each measurement takes a second
+    arguments = ["--cpu-decoder-load", "0.4", "--batch-size", "8"]
+    rows = inspection.speed("", [1], [0.5, 0.7], batches=3, repeats=1, arguments=arguments)
+    assert [rates for *_, rates in rows] == [[24]] * 3  # images per second
     assert opened == [("cpu", 0.0, 0.9), ("gpu", 0.4, 0.5), ("gpu", 0.4, 0.7)]
 
 
