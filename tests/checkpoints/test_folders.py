@@ -182,6 +182,13 @@ def test_checkpoint_at_end_of_epoch_is_used_before_newer_one_inside_epoch(tmp_pa
     assert f"warning: {tmp_path}/best: refers to a missing checkpoint" in capsys.readouterr().out
 
 
+def test_checkpoint_of_a_run_with_only_damaged_checkpoints_is_not_chosen(tmp_path):
+    folder = write_checkpoint(tmp_path, "3")
+    assert folders.resolve(tmp_path) == folder
+    (folder / "meta.json").write_text("{}")
+    assert folders.resolve(tmp_path) == tmp_path
+
+
 def test_run_in_an_output_folder_is_that_of_the_network(tmp_path):
     for name in ("Tiny", "Other"):
         write_checkpoint(tmp_path / name, "1")

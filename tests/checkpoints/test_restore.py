@@ -262,6 +262,16 @@ def test_newest_and_best_checkpoints_and_those_of_other_runs_are_kept(args, run,
     assert (tmp_path / "Tiny/best").resolve().name == "2"
 
 
+def test_file_in_place_of_a_link_triggers_warning(run, tmp_path, capsys):
+    saver, _, _ = run
+    (tmp_path / "Tiny/latest").write_text("mine")
+    save_evaluated(saver, 0, 0.5)
+    saver.finish()
+    assert f"{tmp_path}/Tiny/latest: cannot be linked to 0 (not a link); remove" in capsys.readouterr().err
+    assert (tmp_path / "Tiny/latest").read_text() == "mine"
+    assert (tmp_path / "Tiny/best").resolve() == tmp_path / "Tiny/0"
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_non_finite_value_prevents_checkpoint(run, tmp_path, value):
     saver, _, _ = run

@@ -344,3 +344,15 @@ def test_folder_without_splits_is_rejected(tmp_path, capsys):
 def test_crash_of_reader_process_is_reported(crash, message):
     """Certain damaged record files crash DALI's readers."""
     assert in_a_process(crash) == ([], f"its process exited with {message}")
+
+
+def test_split_that_dali_cannot_read_fails_verification(converted, monkeypatch):
+    def read(function, root, data_format, mode, *arguments):
+        return ([0], None) if mode is Mode.TRAIN else ([], "its process exited with SIGKILL")
+
+    monkeypatch.setattr(verify, "_in_a_process", read)
+    root = converted["recordio"]
+    report = verify.verify(root)
+    assert list(report.failing.values()) == ["has a different image or label when DALI reads it"]
+    message = f"{root}: DALI cannot read the val split (its process exited with SIGKILL); write it again"
+    assert report.errors == [message]
