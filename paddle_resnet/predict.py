@@ -452,6 +452,8 @@ def _main(args):
     )
     if listener:
         return _serve(args, model, device, listener)
+    if args.csv not in (None, "-"):
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # `... | head` must not stop the command before FILE is complete
     bad = 0
     classes = model.description["output"]["shape"][1]
     with _csv_writer(args.csv, min(TOP, classes)) as write, bad_images.decoders_silenced():

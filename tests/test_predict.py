@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from conftest import NHWC, phase
+from conftest import NHWC, ROOT, phase
 from paddle_resnet import export, predict
 from paddle_resnet.checkpoints import folders
 from paddle_resnet.data.records import IMAGE_SUFFIXES
@@ -496,6 +496,20 @@ def test_csv_of_an_interrupted_command_does_not_replace_the_previous_file(
     assert predict.main([str(checkpoint), *val_images[0], "--device", "cpu", "--csv", str(table)]) == 130
     assert table.read_text() == "previous\n"
     assert [path.name for path in tmp_path.iterdir() if "table" in path.name] == ["table.csv"]
+
+
+def test_csv_requires_that_stdout_is_read(checkpoint, val_images, tmp_path):
+    """`... | head -1` would otherwise end the command without an error message and without the file."""
+    export.export(checkpoint, tmp_path / "export")
+    command = [sys.executable, "-m", "paddle_resnet.predict", tmp_path / "export", *val_images[0], "--device", "cpu"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, "--csv", tmp_path / "table.csv"], cwd=ROOT, **pipes) as process:
+        process.stdout.close()
+        assert process.stderr.read().endswith(
+            "error: stdout: cannot be written (Broken pipe); free disk space, or redirect stdout\n"
+        )
+    assert process.returncode == 1
+    assert not [path for path in tmp_path.iterdir() if "table" in path.name]
 
 
 def test_csv_quotes_line_breaks_in_image_names(checkpoint, val_images, tmp_path):
