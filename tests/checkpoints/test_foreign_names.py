@@ -139,6 +139,15 @@ def test_error_contains_missing_and_unexpected_tensors(case):
         foreign_names.convert(MODELS[arch].module, state | {"extra.weight": np.zeros(3, np.float32)}, own(arch))
 
 
+def test_two_tensors_for_one_parameter_are_an_error():
+    """In fastai's XResNet, the classifier may be any numbered layer."""
+    shapes = other_projects.recorded()["XResNet50, fastai"][0]
+    state = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    [bias] = (name for name in state if re.fullmatch(r"\d+\.bias", name))
+    with pytest.raises(MismatchError, match=r"\(1 unexpected: 99.bias\)"):
+        foreign_names.convert(MODELS["XResNet50"].module, state | {"99.bias": state[bias]}, own("XResNet50"))
+
+
 @pytest.mark.parametrize("case", other_projects.PACKAGES)
 def test_installed_package_has_the_recorded_names_and_logits(case):
     package = other_projects.PACKAGES[case]
