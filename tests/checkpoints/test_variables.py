@@ -286,6 +286,14 @@ def test_static_loss_scale_is_taken_from_flag(args, tmp_path, capsys, is_dynamic
     assert ("--scale-loss 1024: replaces the checkpoint's loss scale 128" in capsys.readouterr().out) != is_dynamic
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+def test_float_variables_keep_their_type(dtype):
+    tensor = static.global_scope().var("x").get_tensor()
+    tensor.set(np.zeros(3, dtype), PLACE)
+    variables.set_variable("x", np.float32([1, 2, 3]), PLACE)
+    assert variables.read("x").dtype == dtype and variables.read("x").tolist() == [1, 2, 3]
+
+
 def test_bfloat16_variables_are_rounded_to_nearest_even():
     """GPUs also round to nearest even, whereas Paddle's CPU kernel truncates."""
     values = np.random.RandomState(0).standard_normal(1000).astype(np.float32)
