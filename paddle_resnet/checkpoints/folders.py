@@ -99,7 +99,9 @@ def keep(root, file):
 
 def unwritable(root, error):
     """Convert an OSError at startup to the UsageError for a run folder that is not writable."""
-    return UsageError(f"--output-dir {root.parent}: cannot be written ({error.strerror}); choose a different folder")
+    is_within = error.filename is not None and Path(os.fsdecode(error.filename)).parent == root
+    reason = f"{error.filename}: {error.strerror}" if is_within else error.strerror
+    return UsageError(f"--output-dir {root.parent}: cannot be written ({reason}); choose a different folder")
 
 
 def commit(root, name, files, meta, form="rename"):

@@ -324,6 +324,10 @@ class Saver:
                 f"({e.strerror}) has locked the folder; restart with a different --output-dir"
             ) from e
         except OSError as e:
+            if not self._root.is_dir():
+                raise RunError(
+                    f"{self._root}: was deleted during the run; start the run again, and keep the folder"
+                ) from e
             raise RunError(
                 f"{self._root / name}: checkpoint cannot be written ({e.strerror}), but earlier checkpoints are "
                 "unchanged; free disk space, or choose a different --output-dir"

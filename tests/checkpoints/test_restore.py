@@ -241,6 +241,16 @@ def test_write_error_raises_at_next_save(args, run, tmp_path):
     assert folders.newest_first(tmp_path / "Tiny")[0][0][0].name == "0"
 
 
+def test_error_if_run_folder_was_deleted(run, tmp_path):
+    saver, _, _ = run
+    saver.save(0)
+    saver.finish()
+    shutil.rmtree(tmp_path / "Tiny")
+    saver.save(1)
+    with pytest.raises(RunError, match="Tiny: was deleted during the run; start the run again, and keep the folder"):
+        saver.finish()
+
+
 def save_evaluated(saver, epoch, top1):
     evaluated = {"loss": 1.0, "top1": top1, "top5": 1.0, "ips": 9.0}
     saver.record(durations.Stop(epoch), evaluated)
