@@ -244,7 +244,7 @@ def _conflicts_of_radam(settings):
 def _conflicts_of_stages(settings):
     if settings.unfreeze_at is not None:
         if settings.freeze is None:
-            yield f"--unfreeze-at {settings.unfreeze_at}: requires --freeze; add it, or remove --unfreeze-at"
+            yield f"--unfreeze-at {settings.unfreeze_at}: requires --freeze; add it, or use --unfreeze-at None"
         if settings.iter_unit == "epoch" and settings.unfreeze_at >= settings.epochs:
             yield (
                 f"--unfreeze-at {settings.unfreeze_at}: must be below --epochs {settings.epochs}; use an earlier "

@@ -72,7 +72,9 @@ def test_lock_that_is_a_link_raises_and_keeps_target(tmp_path, link):
     assert link == "dangling" or target.read_text() == "precious"
 
 
-@pytest.mark.parametrize(("make", "problem"), [(os.mkfifo, "is not a regular file"), (os.mkdir, "Tiny/.lock: Is a directory")])
+@pytest.mark.parametrize(
+    ("make", "problem"), [(os.mkfifo, "is not a regular file"), (os.mkdir, "Tiny/.lock: Is a directory")]
+)
 def test_lock_that_is_not_a_file_raises(tmp_path, make, problem):
     (tmp_path / "Tiny").mkdir()
     make(tmp_path / "Tiny/.lock")
