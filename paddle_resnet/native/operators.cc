@@ -215,7 +215,23 @@ PD_BUILD_OP(native_depthwise_conv_backward)
     .SetInferShapeFn(PD_INFER_SHAPE(DepthwiseConvBackwardShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(DepthwiseConvBackwardType));
 
-// Filter gradient of a 1x1 convolution, pointwise_conv.h
+// 1x1 convolution, pointwise_conv.h
+
+Shapes PointwiseConvBnInferenceShape(const Dims &x, const Dims &filter, const Dims &, const Dims &, const Dims &,
+                                     const Dims &, const paddle::optional<Dims> &, float, const std::string &) {
+  return {{x[0], x[1], x[2], filter[0]}};
+}
+Types PointwiseConvBnInferenceType(DataType x, DataType, DataType, DataType, DataType, DataType,
+                                   const paddle::optional<DataType> &) {
+  return {x};
+}
+PD_BUILD_OP(native_pointwise_conv_bn_inference)
+    .Inputs({"X", "Filter", "Scale", "Bias", "Mean", "Variance", paddle::Optional("Z")})
+    .Outputs({"Y"})
+    .Attrs({"epsilon: float", "activation: std::string"})
+    .SetKernelFn(PD_KERNEL(PointwiseConvBnInference))
+    .SetInferShapeFn(PD_INFER_SHAPE(PointwiseConvBnInferenceShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(PointwiseConvBnInferenceType));
 
 Shapes PointwiseFilterGradientShape(const Dims &x, const Dims &dy, const paddle::optional<Shapes> &) {
   return {{dy[3], x[3], 1, 1}};

@@ -1,13 +1,15 @@
-// Operator for the filter gradient of a 1x1 convolution whose input or output has few channels. The operator checks
-// arguments and allocates the result, and then launches the kernel in pointwise_conv.cu or, on the CPU, calls the
-// reference implementation.
+// Operators for 1x1 convolutions: the convolution with BN in evaluation, and the filter gradient of convolutions whose
+// input or output has few channels. The operators check arguments and allocate the result, and then launch a kernel in
+// pointwise_conv.cu or, on the CPU, call the reference implementation.
 
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <string>
 #include <vector>
 
+#include "batch_norm.h"
 #include "gpu.h"
 #include "reference/pointwise_conv.h"
 #include "tensors.h"
@@ -52,6 +54,58 @@ std::vector<Tensor> PointwiseFilterGradient(const Tensor &x, const Tensor &dy, c
   require_float32(x);
   reference::pointwise_filter_gradient(data<float>(x), data<float>(dy), rows, in, out, data<float>(dfilter));
   return {dfilter};
+}
+
+// Returns the number of output channels that a block computes. Each group of channels reads the input again, which
+// costs about as much as 32 more channels.
+int pointwise_columns(int out) {
+  const auto cost = [&](int columns) { return (out + columns - 1) / columns * (columns + 32); };
+  int best = 128;
+  for (int columns : {64, 32}) {
+    if (cost(columns) < cost(best)) best = columns;
+  }
+  return best;
+}
+
+// Returns y = A(BN(x * filter) [+ z]) [N, H, W, OC], computed with the running statistics. A is the activation. `x` is
+// [N, H, W, C], and `filter` is [OC, C, 1, 1].
+std::vector<Tensor> PointwiseConvBnInference(const Tensor &x, const Tensor &filter, const Tensor &scale,
+                                             const Tensor &bias, const Tensor &mean, const Tensor &variance,
+                                             const paddle::optional<Tensor> &z, float epsilon,
+                                             const std::string &activation) {
+  int in = static_cast<int>(x.shape().back()), out = static_cast<int>(filter.shape()[0]);
+  if (filter.dtype() != x.dtype() || filter.shape() != std::vector<int64_t>{out, in, 1, 1})
+    PD_THROW("custom 1x1 convolution: requires a filter [OC, C, 1, 1] of the input's type");
+  for (const Tensor *parameter : {&scale, &bias, &mean, &variance}) {
+    if (parameter->numel() != out) PD_THROW("custom 1x1 convolution: BN requires one value per output channel");
+  }
+  auto shape = x.shape();
+  shape.back() = out;
+  Tensor y = paddle::empty(shape, x.dtype(), x.place());
+  if (z) require_like(y, *z, "addend");
+  if (x.is_gpu()) {
+    const Shape input(x), output(y);
+    if (x.dtype() == DataType::FLOAT32) PD_THROW("custom 1x1 convolution: requires half precision on the GPU");
+    FixedBn bn = {data<float>(scale), data<float>(bias),   data<float>(mean), data<float>(variance),
+                  epsilon,            code_of(activation == "linear" ? "" : activation)};
+    void *from = raw(x), *weights = raw(filter), *added = z ? raw(*z) : nullptr, *to = raw(y);
+    int rows = input.rows;
+    const int columns = pointwise_columns(out), groups = (out + columns - 1) / columns;
+    const int blocks = Gpu::get().blocks() / kBlocksPerProcessor * (columns < 128 ? kNarrowTileBlocks : kBlocksPerProcessor);
+    const int row_groups = std::min(std::max(1, blocks / groups), (rows + kTileRows - 1) / kTileRows);
+    Gpu::get().launch("pointwise_conv_" + std::to_string(columns) + (in % 8 == 0 ? output : input).suffix, x,
+                      {static_cast<unsigned>(groups), static_cast<unsigned>(row_groups)}, {kPointwiseThreads, 1},
+                      {&from, &weights, &added, &rows, &in, &out, &bn, &to});
+    return {y};
+  }
+  require_float32(x);
+  const Shape size(x);
+  reference::pointwise_conv(data<float>(x), data<float>(filter), size.rows, in, out, data<float>(y));
+  with_activation(activation, [&](auto a) {
+    reference::bn_infer(a, data<float>(y), z ? data<float>(*z) : nullptr, size.rows, out, data<float>(scale),
+                        data<float>(bias), data<float>(mean), data<float>(variance), epsilon, data<float>(y));
+  });
+  return {y};
 }
 
 }  // namespace

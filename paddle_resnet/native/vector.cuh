@@ -50,6 +50,13 @@ __device__ __forceinline__ void unpack(bf16, unsigned bits, float *values) {
   values[0] = __uint_as_float(bits << 16);
   values[1] = __uint_as_float(bits & 0xffff0000u);
 }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+__device__ __forceinline__ unsigned pack(bf16, const float *values) {
+  unsigned bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(values[1]), "f"(values[0]));
+  return bits;
+}
+#else
 __device__ __forceinline__ unsigned round_to_bf16(float value) {
   unsigned bits = __float_as_uint(value);
   if (value != value) return 0x7fffu;
@@ -58,6 +65,7 @@ __device__ __forceinline__ unsigned round_to_bf16(float value) {
 __device__ __forceinline__ unsigned pack(bf16, const float *values) {
   return round_to_bf16(values[0]) | round_to_bf16(values[1]) << 16;
 }
+#endif
 
 // Convert between a vector and T::kLanes floats.
 template <class T>

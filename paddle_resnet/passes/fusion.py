@@ -1,8 +1,9 @@
 """Replace Paddle's operators with custom operators (native/). In NHWC, custom operators compute BN, max pooling,
 global average pooling, the channel scaling of squeeze-and-excitation, concatenations of channels, depthwise
 convolutions, and the filter gradient of 1x1 convolutions with few channels. BN is fused with the next activation, or
-with the residual addition and, if it follows, ReLU or Mish; in evaluation, a depthwise convolution is fused with BN and
-activation. In all layouts, custom operators also check the gradients, unscale them, and update all parameters.
+with the residual addition and, if it follows, ReLU or Mish; in evaluation, BN is also fused with a preceding depthwise
+convolution (without residual addition) or 1x1 convolution. In all layouts, custom operators also check the gradients,
+unscale them, and update all parameters.
 
 This pass runs after all of Paddle's passes (precision, gradients, all-reduces), so it does not change parameters,
 checkpoints or communication.
@@ -23,6 +24,9 @@ CHANNELS = 4
 # pixels. For smaller images, computing this gradient takes little time.
 POINTWISE_TYPES = (paddle.float16, paddle.bfloat16)
 POINTWISE_CHANNELS, POINTWISE_PIXELS = 32, 14 * 14
+# In evaluation, a custom kernel computes a 1x1 convolution of one of POINTWISE_TYPES together with its BN if the
+# convolution has at most POINTWISE_BN_CHANNELS input channels.
+POINTWISE_BN_CHANNELS = 4096
 
 # Activations that the kernels fuse: {Paddle's operator: (its required attributes, name in native/activations.h)}.
 ACTIVATIONS = {
@@ -77,7 +81,8 @@ def fuse(program):
             _fuse_concat(graph, op)
         elif op.type == "depthwise_conv2d" and _has_depthwise_kernel(graph, op):
             _fuse_depthwise_conv(graph, op)
-        elif op.type == "conv2d" and _has_pointwise_kernel(graph, op):
+        elif op.type == "conv2d" and _is_pointwise(graph, op):
+            _fuse_pointwise_conv(graph, op)
             _split_pointwise_gradient(graph, op)
         elif op.type == "dropout" and op.input("Seed") and not op.attr("is_test"):
             _fuse_dropout(graph, op)
@@ -419,16 +424,15 @@ def _fuse_depthwise_conv(graph, op):
     graph.replace([gradient], gradient, "native_depthwise_conv_backward", inputs, outputs, attrs)
 
 
-def _has_pointwise_kernel(graph, op):
+def _is_pointwise(graph, op):
+    """Return whether an operator is a plain 1x1 convolution for which there are custom kernels."""
     x, filters = graph.variables(op, "Input", "Filter").values()
     if len(filters.shape) != 4 or filters.shape[2:] != (1, 1) or filters.dtype != x.dtype:
         return False
-    narrow, wide = sorted(filters.shape[:2])
     is_plain = op.attr("strides") == [1, 1] and op.attr("groups") == 1 and op.attr("data_format") == "NHWC"
     is_padded = op.attr("padding_algorithm") == "EXPLICIT" and any(op.attr("paddings"))
-    has_channels = narrow <= POINTWISE_CHANNELS and narrow % CHANNELS == 0 and wide % CHANNELS == 0
-    is_large = min(x.shape[1:3]) > 0 and x.shape[1] * x.shape[2] >= POINTWISE_PIXELS
-    is_known = is_plain and not is_padded and has_channels and is_large
+    has_channels = all(channels % CHANNELS == 0 for channels in filters.shape[:2])
+    is_known = is_plain and not is_padded and has_channels
     return is_known and x.dtype in POINTWISE_TYPES and _has_bfloat16_tensor_cores()
 
 
@@ -436,15 +440,32 @@ def _has_bfloat16_tensor_cores():
     return paddle.device.cuda.get_device_capability()[0] >= 8
 
 
+def _fuse_pointwise_conv(graph, op):
+    """Replace a 1x1 convolution, its BN and the Tail of the BN in evaluation."""
+    x, filters, out = graph.variables(op, "Input", "Filter", "Output").values()
+    bn = graph.only_reader(out.name, ["batch_norm"])
+    if bn is None or bn.attr("data_layout") != "NHWC" or not _has_fixed_statistics(bn):
+        return
+    tail = find_tail(graph, bn)
+    ops = [op, bn, *tail.ops]
+    if filters.shape[1] > POINTWISE_BN_CHANNELS or graph.has_gradient(ops):
+        return
+    inputs = {"X": x, "Filter": filters} | graph.variables(bn, "Scale", "Bias", "Mean", "Variance")
+    if tail.addend is not None:
+        inputs["Z@OPTIONAL"] = tail.addend
+    attrs = {"epsilon": bn.attr("epsilon"), "activation": tail.activation}
+    graph.replace(ops, ops[-1], "native_pointwise_conv_bn_inference", inputs, {"Y": graph.block.var(tail.out)}, attrs)
+
+
 def _split_pointwise_gradient(graph, op):
-    """Compute the filter gradient of a 1x1 convolution with a custom operator. Paddle's operator still computes the
-    input gradient."""
-    gradient = graph.gradient(op)
-    if gradient is None:
+    """Compute the filter gradient of a 1x1 convolution with few channels with a custom operator. Paddle's operator
+    still computes the input gradient."""
+    gradient, (x, filters) = graph.gradient(op), graph.variables(op, "Input", "Filter").values()
+    is_large = min(x.shape[1:3]) > 0 and x.shape[1] * x.shape[2] >= POINTWISE_PIXELS
+    if gradient is None or min(filters.shape[:2]) > POINTWISE_CHANNELS or not is_large:
         return
     dy, dfilter = graph.variables(gradient, "Output@GRAD", "Filter@GRAD").values()
-    inputs = graph.variables(op, "Input") | {"DY": dy}
-    inputs["X"] = inputs.pop("Input")
+    inputs = {"X": x, "DY": dy}
     if dfilter.name in graph.coalesced:
         inputs["Into@VECTOR@OPTIONAL"] = [dfilter]  # dfilter is located in the buffer of a fused all-reduce
     graph.replace([], gradient, "native_pointwise_conv_backward_filter", inputs, {"DFilter": dfilter}, {})

@@ -171,6 +171,16 @@ void emulated_multiply_add(const unsigned (&a)[4], unsigned b0, unsigned b1, flo
   }
   block.wait();
 }
+
+// PTX's ldmatrix for four matrices. All warps of a block must execute the instruction the same number of times.
+void emulated_load_matrices(const char *row, unsigned (&words)[4]) {
+  static const char *rows[1024];
+  const unsigned thread = threadIdx.y * blockDim.x + threadIdx.x, lane = thread % 32;
+  rows[thread] = row;
+  block.wait();
+  for (int i = 0; i < 4; ++i) std::memcpy(&words[i], rows[thread - lane + 8 * i + lane / 4] + lane % 4 * 4, 4);
+  block.wait();
+}
 void __threadfence() {}
 unsigned atomicInc(unsigned *counter, unsigned last) {
   const unsigned before = *counter;
@@ -248,6 +258,8 @@ struct Unpack<kKernel> {
 
 const std::map<std::string, Call> kernels = {ENTRIES(f32) ENTRIES(bf16) VECTOR_ENTRIES(bf16x4) FOR_EACH_ACTIVATION(ACTIVATED_IN_ALL_TYPES) FOR_EACH_ADDED_ACTIVATION(ADDED_IN_ALL_TYPES) FOR_EACH_OPTIMIZER(UPDATES_IN_ALL_TYPES) ENTRY(pointwise_filter_gradient_bf16)
                                              ENTRY(pointwise_filter_gradient_bf16x4)
+                                             ENTRY(pointwise_conv_32_bf16) ENTRY(pointwise_conv_64_bf16) ENTRY(pointwise_conv_128_bf16)
+                                             ENTRY(pointwise_conv_32_bf16x4) ENTRY(pointwise_conv_64_bf16x4) ENTRY(pointwise_conv_128_bf16x4)
                                              ENTRY(follow_loss_scale) ENTRY(clip_factor) ENTRY(concat_8) ENTRY(concat_16) ENTRY(split_8) ENTRY(split_16) ENTRY(follow_averages)
                                           ENTRY(loss_rows) ENTRY(loss_means) ENTRY(loss_gradient)};
 

@@ -418,6 +418,60 @@ def test_pointwise_filter_gradient(device, where, dtype, shape):
     assert same([into], [dfilter])
 
 
+# The numbers of output channels select all tile sizes. In the last shapes, a block computes several tiles, and channels
+# fill 8-byte vectors only.
+POINTWISE_BN_SHAPES = [(2, 5, 7, 24, 144), (2, 9, 9, 144, 24), (1, 1, 1, 8, 8), (2, 5, 7, 72, 96), (1, 12, 11, 16, 64)]
+POINTWISE_BN_SHAPES += [(3, 23, 17, 40, 640), (2, 5, 7, 24, 36), (2, 5, 7, 100, 20), (1, 12, 11, 36, 100)]
+
+
+@pytest.mark.parametrize(
+    "where, dtype, shape",
+    [("emulated", "bfloat16", shape) for shape in POINTWISE_BN_SHAPES]
+    + [("cpu", "float32", shape) for shape in POINTWISE_BN_SHAPES[:2]]
+    + [
+        pytest.param("gpu", dtype, shape, marks=pytest.mark.gpu)
+        for dtype in ("float16", "bfloat16")
+        for shape in [*POINTWISE_BN_SHAPES, (32, 56, 56, 24, 144), (32, 28, 28, 512, 128), (32, 7, 7, 960, 160)]
+    ],
+)
+def test_pointwise_conv_bn_inference(device, where, dtype, shape):
+    random, (*image, inputs, outputs) = Random(dtype), shape
+    x, filters = random.images((*image, inputs)), random.images((outputs, inputs, 1, 1)) / inputs**0.5
+    z = random.images((*image, outputs))
+    scale, bias, mean, variance = (random.channels(outputs) for _ in range(4))
+    product = np.einsum("nhwi,oi->nhwo", wide(x), wide(filters)[..., 0, 0])
+    normalized = (product - wide(mean)) / np.sqrt(wide(variance) + EPSILON) * wide(scale) + wide(bias)
+    is_first = shape in POINTWISE_BN_SHAPES[:2]
+    for name in ACTIVATIONS if is_first else ("", "relu"):
+        for addend in (None, z):
+            inputs = x, filters, scale, bias, mean, variance, addend, EPSILON, name
+            (y,) = run("native_pointwise_conv_bn_inference", *inputs)
+            close(y, ACTIVATIONS[name][0](normalized + (0 if addend is None else wide(z))), dtype)
+            assert where == "emulated" or same(run("native_pointwise_conv_bn_inference", *inputs), [y])
+
+
+@pytest.mark.parametrize("where", ["cpu", "emulated"])
+def test_unsupported_pointwise_convolutions_with_bn_raise(device, where):
+    x, channels = paddle.ones([1, 2, 2, 8], "bfloat16"), paddle.ones([16])
+
+    def convolve(x, filters, channels, addend=None):
+        run("native_pointwise_conv_bn_inference", x, filters, *[channels] * 4, addend, EPSILON, "")
+
+    filters = paddle.ones([16, 8, 1, 1], "bfloat16")
+    for wrong in (filters.astype("float32"), paddle.ones([16, 4, 1, 1], "bfloat16")):
+        with pytest.raises(Exception, match="requires a filter"):
+            convolve(x, wrong, channels)
+    with pytest.raises(Exception, match="one value per output channel"):
+        convolve(x, filters, channels[:8])
+    with pytest.raises(Exception, match="shape of the addend"):
+        convolve(x, filters, channels, x)
+    if where == "emulated":
+        with pytest.raises(Exception, match="multiple of 4 channels"):
+            convolve(x, filters[:10], channels[:10])
+        with pytest.raises(Exception, match="requires half precision"):
+            convolve(x.astype("float32"), filters.astype("float32"), channels)
+
+
 @pytest.mark.parametrize("where", ["emulated"])
 def test_unsupported_pointwise_convolutions_raise(device, where):
     for channels, others, dtype in ((40, 40, "bfloat16"), (8, 10, "bfloat16"), (6, 16, "bfloat16"), (8, 8, "float32")):

@@ -1,4 +1,4 @@
-// Reference implementation of the filter gradient of a 1x1 convolution: float32 loops for the CPU.
+// Reference implementation of a 1x1 convolution and of its filter gradient: float32 loops for the CPU.
 
 #pragma once
 
@@ -6,6 +6,17 @@
 #include <cstdint>
 
 namespace reference {
+
+// Computes y [rows, out] as the product of x [rows, in] and the transpose of filter [out, in].
+inline void pointwise_conv(const float *x, const float *filter, int rows, int in, int out, float *y) {
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int o = 0; o < out; ++o) {
+      float sum = 0;
+      for (int i = 0; i < in; ++i) sum += x[row * in + i] * filter[o * in + i];
+      y[row * out + o] = sum;
+    }
+  }
+}
 
 // Computes dfilter [out, in] as the sum of dy [rows, out] times x [rows, in] over all rows.
 inline void pointwise_filter_gradient(const float *x, const float *dy, int rows, int in, int out, float *dfilter) {
