@@ -105,7 +105,7 @@ def test_fused_training_of_mobile_network_has_same_results(parse, monkeypatch, n
 
 @pytest.fixture
 def pointwise_kernels(monkeypatch):
-    """Apply the custom operator for filter gradients to float32, the only type that it supports on the CPU."""
+    """Apply the custom operators for 1x1 convolutions to float32, the only type that they support on the CPU."""
     monkeypatch.setattr(fusion, "POINTWISE_TYPES", (paddle.float32,))
     monkeypatch.setattr(fusion, "POINTWISE_PIXELS", 1)
     monkeypatch.setattr(fusion, "_has_bfloat16_tensor_cores", lambda: True)
@@ -146,8 +146,11 @@ def test_all_operators_of_residual_network_are_replaced(parse):
     assert fusion.fuse(main) == 0
 
 
+@pytest.mark.parametrize("has_pointwise", [False, True])
 @pytest.mark.parametrize("network", ["Tiny", "MobileNetV2", *MOBILE])
-def test_fused_evaluation_has_same_results(parse, monkeypatch, network):
+def test_fused_evaluation_has_same_results(request, parse, monkeypatch, network, has_pointwise):
+    if has_pointwise:
+        request.getfixturevalue("pointwise_kernels")
     if network in MOBILE:
         monkeypatch.setitem(models.MODELS, network, MOBILE[network])
     args = parse(*NHWC, "--model-arch-name", network)
@@ -163,7 +166,10 @@ def test_fused_evaluation_has_same_results(parse, monkeypatch, network):
     fusion.fuse(main)
     after, depthwise = types(main), types(plain)["depthwise_conv2d"]
     assert after["native_depthwise_conv_bn_inference"] == depthwise
-    assert after["native_bn_inference"] == types(plain)["batch_norm"] - depthwise
+    pointwise = after["native_pointwise_conv_bn_inference"]
+    assert pointwise == types(plain)["conv2d"] - after["conv2d"]
+    assert pointwise > 0 if has_pointwise else pointwise == 0
+    assert after["native_bn_inference"] == types(plain)["batch_norm"] - depthwise - pointwise
     for x, y in random_batches(2, (32, 32, 4)):
         expected, result = (
             exe.run(p, {"data": x, "label": y}, [variable for variable, _ in fetchs.values()]) for p in (plain, main)
@@ -378,18 +384,59 @@ UNUSUAL = {
 }
 
 
+def pointwise_bn(x, is_frozen=True, **flags):
+    """Apply a 1x1 convolution and BN with fixed statistics."""
+    flags |= frozen_filter() if is_frozen else {}
+    return fixed_bn(**frozen_parameters())(nn.Conv2D(8, 8, 1, data_format="NHWC", bias_attr=False, **flags)(x))
+
+
+# {case: (network, number of 1x1 convolutions that are fused with BN)}.
+POINTWISE = {
+    "activation": (lambda x: conv(F.hardswish(pointwise_bn(x))), 1),
+    "no activation": (lambda x: conv(pointwise_bn(x)), 1),
+    "addition": (lambda x: conv(pointwise_bn(x) + x), 1),
+    "two normalized summands": (lambda x: conv(F.relu(pointwise_bn(x) + pointwise_bn(x))), 2),
+    "trained filter": (lambda x: F.relu(pointwise_bn(x, is_frozen=False)), 0),
+    "trained input": (lambda x: F.relu(pointwise_bn(conv(x))), 0),
+    "stride 2": (lambda x: conv(pointwise_bn(x, stride=2)), 0),
+    "padding": (lambda x: conv(pointwise_bn(x, padding=1)), 0),
+    "groups": (lambda x: conv(pointwise_bn(x, groups=2)), 0),
+}
+
+
+@pytest.mark.parametrize("case", POINTWISE)
+def test_pointwise_convolutions_are_fused_with_fixed_statistics(pointwise_kernels, case):
+    build, operators = POINTWISE[case]
+    assert_same_results(build, lambda main: types(main)["native_pointwise_conv_bn_inference"] == operators)
+
+
+def test_wide_pointwise_convolutions_are_not_fused(pointwise_kernels, monkeypatch):
+    monkeypatch.setattr(fusion, "POINTWISE_BN_CHANNELS", 4)
+    build, _ = POINTWISE["activation"]
+    assert_same_results(build, lambda main: types(main)["native_pointwise_conv_bn_inference"] == 0)
+
+
 @pytest.mark.parametrize("case", UNUSUAL)
 def test_unsupported_operators_are_not_fused(case):
     """Only supported operators are fused, and the results do not change."""
     build, operators = UNUSUAL[case]
+
+    def is_fused(main):
+        custom = [name for name in types(main).elements() if name.startswith("native_")]
+        return len([name for name in custom if "backward" not in name or "pool" in name]) == operators
+
+    assert_same_results(build, is_fused)
+
+
+def assert_same_results(build, is_fused):
+    """Assert that fusion does not change the losses of a small_program, and that is_fused(fused program) is true."""
     result = []
     for fuse in (False, True):
         with static.scope_guard(static.Scope()):
             main, loss, exe = small_program(build)
             if fuse:
                 fusion.fuse(main)
-                custom = [name for name in types(main).elements() if name.startswith("native_")]
-                assert len([name for name in custom if "backward" not in name or "pool" in name]) == operators, custom
+                assert is_fused(main), types(main)
             images = [np.random.RandomState(i).randn(4, 6, 6, 8).astype("float32") for i in range(3)]
             result.append([exe.run(main, {"data": x}, [loss])[0].item() for x in images])
     np.testing.assert_allclose(result[1], result[0], rtol=1e-4)
