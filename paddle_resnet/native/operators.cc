@@ -9,6 +9,7 @@
 #include "async_copy.h"
 #include "batch_norm.h"
 #include "concat.h"
+#include "conv.h"
 #include "depthwise_conv.h"
 #include "dropout.h"
 #include "gpu.h"
@@ -214,6 +215,24 @@ PD_BUILD_OP(native_depthwise_conv_backward)
     .SetKernelFn(PD_KERNEL(DepthwiseConvBackward))
     .SetInferShapeFn(PD_INFER_SHAPE(DepthwiseConvBackwardShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(DepthwiseConvBackwardType));
+
+// Convolution, conv.h
+
+Shapes ConvShape(const Dims &x, const Dims &filter, const std::vector<int> &strides, const std::vector<int> &paddings,
+                 const std::vector<int> &dilations, int) {
+  const auto size = [&](int i) {
+    return positions(x[1 + i], filter[1 + i], strides[i], paddings[i], dilations[i]);
+  };
+  return {{x[0], size(0), size(1), filter[0]}};
+}
+Types ConvType(DataType x, DataType) { return {x}; }
+PD_BUILD_OP(native_conv)
+    .Inputs({"X", "Filter"})
+    .Outputs({"Y"})
+    .Attrs({"strides: std::vector<int>", "paddings: std::vector<int>", "dilations: std::vector<int>", "groups: int"})
+    .SetKernelFn(PD_KERNEL(Conv))
+    .SetInferShapeFn(PD_INFER_SHAPE(ConvShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(ConvType));
 
 // 1x1 convolution, pointwise_conv.h
 

@@ -3,6 +3,8 @@
 In evaluation, BN statistics are fixed, so BN only scales and shifts each channel. The pass multiplies the filters by
 the scale, and replaces BN with an addition of the shift. Without this pass, half-precision evaluation spends more time
 on BN than on convolutions (benchmarks/log/step_h200_2026-11-21.md).
+
+For prediction, this module also fuses or replaces the convolutions themselves.
 """
 
 import paddle
@@ -10,6 +12,8 @@ from paddle import static
 
 from paddle_resnet.machine import compat
 from paddle_resnet.passes import fusion
+
+NHWC = [0, 2, 3, 1]  # order of the axes of filters in cuDNN's layout for NHWC, relative to Paddle's layout
 
 
 def fold_batch_norms(program, exe, channel_axis):
@@ -53,16 +57,16 @@ def _fold(program, channel_axis):
 
 
 def fuse_convolutions(program, exe):
-    """Replace each convolution, its BN, its residual addition (if any) and its ReLU (if any) with one fused operator of
-    Paddle, in place. The fused operator reads and writes each activation only once, and its filters are already in
-    cuDNN's layout. In float32, it also replaces Paddle's `conv2d`, which transposes its input and output in each step.
+    """Replace each convolution, its BN, its residual addition (if any) and its ReLU with one fused operator of Paddle,
+    in place. The fused operator reads and writes each activation only once, and its filters are already in cuDNN's
+    layout.
 
-    A convolution is not fused if an activation other than ReLU follows it, if it has groups, or if it is in bfloat16.
-    Without an activation, it is fused only in float32 and without a residual addition; in float16, fusing it is slower
+    A convolution is not fused if it has groups, or if no ReLU follows it; without ReLU, fusing it is slower
     (benchmarks/log/prediction_h200_2026-11-26.md).
 
     Args:
-        program: inference Program in NHWC for a GPU, after cast_evaluation_program, with its parameters in the scope.
+        program: inference Program in NHWC and float16 for a GPU, after cast_evaluation_program, with its parameters in
+            the scope.
         exe: static.Executor.
     Returns:
         the number of fused convolutions.
@@ -71,15 +75,15 @@ def fuse_convolutions(program, exe):
     block = graph.block
     for bn in [op for op in block.ops if op.type == "batch_norm"]:
         tail, conv = fusion.find_tail(graph, bn), _convolution(graph, bn)
-        if conv is None or not _can_fuse(graph, conv, tail):
+        if conv is None or tail.activation != "relu" or conv.type != "conv2d" or conv.attr("groups") != 1:
             continue
-        folded, shift = _folded(graph, fold_prog, bn, conv, [0, 2, 3, 1])
+        folded, shift = _folded(graph, fold_prog, bn, conv, NHWC)
         inputs = {"Input": block.var(conv.input("Input")[0]), "Filter": folded, "Bias": shift}
         if tail.addend is not None:
             inputs["ResidualData"] = tail.addend
         names = "strides", "paddings", "padding_algorithm", "dilations", "groups", "data_format"
-        attrs = {name: conv.attr(name) for name in names} | {"activation": tail.activation or "identity"}
-        attrs |= {"split_channels": [], "exhaustive_search": False, "workspace_size_MB": 512, "fuse_alpha": 0.0}
+        attrs = {name: conv.attr(name) for name in names} | {"activation": "relu", "split_channels": []}
+        attrs |= {"exhaustive_search": False, "workspace_size_MB": 512, "fuse_alpha": 0.0}
         ops = [conv, bn, *tail.ops]
         graph.replace(ops, ops[-1], "fused_conv2d_add_act", inputs, {"Output": block.var(tail.out)}, attrs)
         count += 1
@@ -88,11 +92,40 @@ def fuse_convolutions(program, exe):
     return count
 
 
-def _can_fuse(graph, conv, tail):
-    if conv.type != "conv2d" or conv.attr("groups") != 1 or conv.attr("data_format") != "NHWC":
-        return False
-    dtypes = {"relu": (paddle.float16, paddle.float32), "": (paddle.float32,)}.get(tail.activation, ())
-    return graph.variables(conv, "Output")["Output"].dtype in dtypes
+def replace_convolutions(program, exe):
+    """Replace Paddle's float32 convolutions with a custom operator, in place. In float32, Paddle's `conv2d` transposes
+    its input and output in each step, because it does not support NHWC; the custom operator calls cuDNN in NHWC. Its
+    filters are transposed to cuDNN's layout once.
+
+    A convolution is not replaced if its padding is asymmetric, which cuDNN does not support; if its filters are not a
+    parameter; or if it has a custom kernel for depthwise convolutions.
+
+    Args:
+        program: inference Program in NHWC and float32 with its parameters in the scope.
+        exe: static.Executor.
+    Returns:
+        the number of replaced convolutions.
+    """
+    graph, transpose_prog = fusion.Graph(program.global_block()), static.Program()
+    for op in [op for op in graph.block.ops if op.type in ("conv2d", "depthwise_conv2d")]:
+        x, filters, out = graph.variables(op, "Input", "Filter", "Output").values()
+        if not filters.persistable or op.attr("data_format") != "NHWC" or min(x.shape[1:]) < 0:
+            continue
+        padding = fusion.padding(graph, op)
+        is_symmetric = all(begin == end for begin, end in padding)
+        if not is_symmetric or (op.type == "depthwise_conv2d" and fusion.has_depthwise_kernel(graph, op)):
+            continue
+        transposed = _persistable(graph.block, f"{filters.name}.nhwc", [filters.shape[i] for i in NHWC], x.dtype)
+        with static.program_guard(transpose_prog):
+            block = transpose_prog.global_block()
+            source, target = (_persistable(block, v.name, v.shape, v.dtype) for v in (filters, transposed))
+            paddle.assign(paddle.transpose(source, NHWC), output=target)
+        dilations = [1, 1] if op.attr("padding_algorithm") == "SAME" else op.attr("dilations")  # as in Paddle
+        attrs = {"strides": op.attr("strides"), "paddings": [begin for begin, _ in padding], "dilations": dilations}
+        attrs |= {"groups": op.attr("groups")}
+        graph.replace([op], op, "native_conv", {"X": x, "Filter": transposed}, {"Y": out}, attrs)
+    exe.run(transpose_prog)
+    return graph.finish()
 
 
 def _convolution(graph, bn):

@@ -79,7 +79,7 @@ def fuse(program):
             _fuse_channel_scaling(graph, op)
         elif op.type == "concat" and _concatenates_channels(graph, op):
             _fuse_concat(graph, op)
-        elif op.type == "depthwise_conv2d" and _has_depthwise_kernel(graph, op):
+        elif op.type == "depthwise_conv2d" and has_depthwise_kernel(graph, op):
             _fuse_depthwise_conv(graph, op)
         elif op.type == "conv2d" and _is_pointwise(graph, op):
             _fuse_pointwise_conv(graph, op)
@@ -372,7 +372,8 @@ def _fuse_concat(graph, concat):
         graph.replace([gradient], gradient, "native_split", inputs, {"X": dx, "Y": dy}, {"channels": x.shape[3]})
 
 
-def _has_depthwise_kernel(graph, op):
+def has_depthwise_kernel(graph, op):
+    """Return whether a custom kernel computes a depthwise convolution."""
     x, filters = graph.variables(op, "Input", "Filter").values()
     stride = op.attr("strides")
     is_plain = len(set(stride)) == 1 and op.attr("dilations") == [1, 1] and op.attr("data_format") == "NHWC"
@@ -385,16 +386,22 @@ def _has_depthwise_kernel(graph, op):
 def _square_padding(graph, op):
     """Return the padding of a convolution as (rows at the top, rows at the bottom), or None if the columns are padded
     differently."""
-    x, filters = graph.variables(op, "Input", "Filter").values()
-    stride, padding, algorithm = op.attr("strides")[0], op.attr("paddings"), op.attr("padding_algorithm")
-    # Pad until the last window covers the last pixel. If the total padding is odd, the bottom gets the extra row.
+    rows, columns = padding(graph, op)
+    return rows if rows == columns else None
+
+
+def padding(graph, op):
+    """Return the padding of a convolution of NHWC images as ((top, bottom), (left, right))."""
+    algorithm, values = op.attr("padding_algorithm"), op.attr("paddings")
     if algorithm == "SAME":
-        sums = {max((-(-size // stride) - 1) * stride + filters.shape[2] - size, 0) for size in x.shape[1:3]}
-        return (min(sums) // 2, -(-min(sums) // 2)) if len(sums) == 1 else None
-    if algorithm != "EXPLICIT":
-        return None
-    top, bottom, left, right = padding if len(padding) == 4 else (padding[0], padding[0], padding[1], padding[1])
-    return (top, bottom) if (top, bottom) == (left, right) else None
+        # Pad until the last window covers the last pixel. If the total padding is odd, the end gets the extra pixel.
+        x, filters = graph.variables(op, "Input", "Filter").values()
+        axes = zip(x.shape[1:3], op.attr("strides"), filters.shape[2:], strict=True)
+        sums = [max((-(-size // stride) - 1) * stride + kernel - size, 0) for size, stride, kernel in axes]
+        return tuple((total // 2, -(-total // 2)) for total in sums)
+    if algorithm == "VALID":
+        return (0, 0), (0, 0)
+    return (tuple(values[:2]), tuple(values[2:])) if len(values) == 4 else tuple((n, n) for n in values)
 
 
 def _fuse_depthwise_conv(graph, op):

@@ -126,7 +126,9 @@ def load_fast(checkpoint, precision, device="gpu", model_arch_name=None, tta="no
     if args.amp:
         _cast(network, args.amp_dtype, args.amp_level)
     with static.scope_guard(network.scope), static.program_guard(network.program, static.Program()):
-        if device == "gpu" and not args.qat:
+        if precision == "float32":
+            folding.replace_convolutions(network.program, network.exe)
+        elif precision == "float16" and not args.qat:
             folding.fuse_convolutions(network.program, network.exe)
         with loss_head.scope():
             host_metrics.add_copy([network.probabilities])

@@ -392,6 +392,55 @@ def test_unsupported_depthwise_convolutions_raise(device, where):
         run("native_depthwise_conv_backward", x, filters, x, None, 2, 1, 1)
 
 
+# For each case: input shape, output channels, filter size, strides, paddings, dilations, groups.
+CONVOLUTIONS = {
+    "3x3": ((2, 9, 8, 8), 12, (3, 3), (1, 1), (1, 1), (1, 1), 1),
+    "1x1, stride 2": ((2, 9, 8, 8), 12, (1, 1), (2, 2), (0, 0), (1, 1), 1),
+    "7x7, stride 2": ((2, 32, 32, 4), 64, (7, 7), (2, 2), (3, 3), (1, 1), 1),
+    "groups": ((2, 9, 8, 16), 32, (3, 3), (2, 2), (1, 1), (1, 1), 4),
+    "depthwise": ((2, 9, 8, 8), 8, (7, 7), (1, 1), (3, 3), (1, 1), 8),
+    "different per axis": ((2, 9, 8, 12), 8, (3, 5), (2, 1), (1, 2), (2, 1), 1),
+}
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_convolution(device, where, case):
+    """The reference is Paddle's convolution in float64. On a GPU, cuDNN rounds the inputs to TF32."""
+    shape, outputs, size, strides, paddings, dilations, groups = CONVOLUTIONS[case]
+    random = Random("float32")
+    x, filters = random.images(shape), random.images((outputs, shape[3] // groups, *size))
+    images, weights = x.astype("float64").transpose([0, 3, 1, 2]), filters.astype("float64")
+    expected = paddle.nn.functional.conv2d(images, weights, None, strides, paddings, dilations, groups)
+    expected = expected.transpose([0, 2, 3, 1])
+    attrs = list(strides), list(paddings), list(dilations), groups
+    for _ in range(2):  # the second call uses the descriptors of the first call
+        (y,) = run("native_conv", x, filters.transpose([0, 2, 3, 1]), *attrs)
+        assert y.shape == expected.shape
+        close(y, expected.numpy(), "float32" if where == "cpu" else "float16")
+
+
+@pytest.mark.parametrize("where", ["cpu"])
+def test_unsupported_convolutions_raise(device, where):
+    x, filters = paddle.ones([1, 8, 8, 8]), paddle.ones([8, 3, 3, 8])
+    for arguments, message in (
+        ((x.astype("float64"), filters, [1, 1], [0, 0], [1, 1], 1), "requires float32"),
+        ((x, filters, [1, 1], [0, 0], [1, 1], 2), "requires a filter"),
+        ((x, filters, [1, 1], [0, 0, 0, 0], [1, 1], 1), "requires 2 strides"),
+        ((x, filters, [0, 1], [0, 0], [1, 1], 1), "strides and dilations of 1 or more"),
+        ((x, filters, [1, 1], [0, 0], [1, 4], 1), "larger than the padded images"),
+    ):
+        with pytest.raises(Exception, match=message):
+            run("native_conv", *arguments)
+
+
+@pytest.mark.parametrize("where", ["emulated"])
+def test_convolution_without_cudnn_raises(device, where):
+    x, filters = paddle.ones([1, 8, 8, 8]), paddle.ones([8, 3, 3, 8])
+    with pytest.raises(Exception, match="cuDNN: Paddle has not loaded a library with cudnn.*; use --precision float16"):
+        run("native_conv", x, filters, [1, 1], [0, 0], [1, 1], 1)
+
+
 POINTWISE_SHAPES = [(2, 5, 7, 24, 144), (2, 5, 7, 144, 24), (1, 1, 1, 8, 8), (3, 23, 17, 4, 72), (2, 9, 9, 32, 32)]
 POINTWISE_SHAPES += [(2, 5, 7, 24, 36), (2, 5, 7, 100, 20), (1, 2, 2, 12, 8)]  # 8-byte vectors
 

@@ -1,5 +1,6 @@
 """Folding batch normalization into the preceding convolution."""
 
+import contextlib
 from functools import partial
 
 import numpy as np
@@ -11,6 +12,7 @@ from paddle import nn, static
 from helpers import build, random_batches
 from paddle_resnet import phases
 from paddle_resnet.checkpoints import variables
+from paddle_resnet.native import build as native
 from paddle_resnet.passes import folding, fusion
 
 
@@ -60,7 +62,7 @@ def test_float32_program_is_not_folded(parse):
 
 def _insert_emulation(graph, ops, at, op_type, inputs, outputs, attrs):
     """Like fusion.Graph.replace, but insert operators that a CPU supports in place of the fused operator."""
-    block, relu = graph.block, attrs.pop("activation") == "relu"
+    block, _ = graph.block, attrs.pop("activation")
     filters, *results = (block.create_var(name=f"{inputs['Filter'].name}.{i}", dtype="float32") for i in range(4))
     attrs = {name: value for name, value in attrs.items() if name not in ("split_channels", "fuse_alpha")}
     new = [
@@ -72,7 +74,7 @@ def _insert_emulation(graph, ops, at, op_type, inputs, outputs, attrs):
     if "ResidualData" in inputs:
         out = results[0]
         new.append(("elementwise_add", {"X": results[1], "Y": inputs["ResidualData"]}, {"Out": out}, {"axis": -1}))
-    new.append(("relu" if relu else "assign", {"X": out}, {"Out": outputs["Output"]}, {}))
+    new.append(("relu", {"X": out}, {"Out": outputs["Output"]}, {}))
     for op_type, op_inputs, op_outputs, op_attrs in new:
         block._insert_op_without_sync(
             block.ops.index(at), type=op_type, inputs=op_inputs, outputs=op_outputs, attrs=op_attrs
@@ -80,22 +82,24 @@ def _insert_emulation(graph, ops, at, op_type, inputs, outputs, attrs):
     graph.replaced += ops
 
 
-def test_float32_convolutions_are_fused(parse, monkeypatch):
-    """The fused operator exists only on GPUs, so other operators replace it here."""
+def test_convolutions_are_fused(parse, monkeypatch):
+    """The fused operator exists only on GPUs and in float16, so other operators replace it here."""
     args = parse("--model-arch-name", "Tiny", "--data-layout", "NHWC", "--image-shape", "4,32,32")
     _, exe, fetchs, _, program = build(args, is_train=False)
     monkeypatch.setattr(fusion.Graph, "replace", _insert_emulation)
     feed = dict(zip(("data", "label"), random_batches(1, (32, 32, 4))[0], strict=True))
     [expected] = exe.run(program, feed, [fetchs["loss"][0]])
+    activations = sum(op.type == "relu" for op in program.global_block().ops)
     layers = sum(op.type == "conv2d" for op in program.global_block().ops)
     with static.program_guard(program, static.Program()):
-        assert folding.fuse_convolutions(program, exe) == layers
-    assert "batch_norm" not in {op.type for op in program.global_block().ops}
+        assert folding.fuse_convolutions(program, exe) == activations
+    remaining = [op.type for op in program.global_block().ops].count("batch_norm")
+    assert 0 < remaining == layers - activations  # in shortcuts
     np.testing.assert_allclose(exe.run(program, feed, [fetchs["loss"][0]])[0], expected, rtol=2e-5)
 
 
-def conv():
-    return nn.Conv2D(8, 8, 1, bias_attr=False, data_format="NHWC")
+def conv(size=1, **options):
+    return nn.Conv2D(8, 8, size, bias_attr=False, data_format="NHWC", **options)
 
 
 def conv_with(compute, dtype="float32"):
@@ -105,9 +109,10 @@ def conv_with(compute, dtype="float32"):
 
 
 def bn():
+    """Return BN followed by ReLU, because fuse_convolutions requires ReLU."""
     layer = nn.BatchNorm2D(8, data_format="NHWC")
     layer.eval()
-    return layer
+    return lambda x: F.relu(layer(x))
 
 
 def twice(layer, x):
@@ -127,16 +132,23 @@ UNUSUAL = {
 }
 
 
-@pytest.mark.parametrize("fold", [partial(folding.fold_batch_norms, channel_axis=-1), folding.fuse_convolutions])
-@pytest.mark.parametrize("case", UNUSUAL)
-def test_unusual_networks_have_same_results(monkeypatch, case, fold):
-    build_network, remaining = UNUSUAL[case]
+@contextlib.contextmanager
+def small_program(build_network):
+    """Yield (program with initialized parameters, executor, output) of a network for images [N, 6, 6, 8]."""
     main, startup = static.Program(), static.Program()
     with static.scope_guard(static.Scope()), static.program_guard(main, startup), paddle.utils.unique_name.guard():
         out = build_network(static.data("data", [None, 6, 6, 8]))
         exe = static.Executor(paddle.CPUPlace())
         exe.run(startup)
-        random = np.random.RandomState(1)
+        yield main, exe, out
+
+
+@pytest.mark.parametrize("fold", [partial(folding.fold_batch_norms, channel_axis=-1), folding.fuse_convolutions])
+@pytest.mark.parametrize("case", UNUSUAL)
+def test_unusual_networks_have_same_results(monkeypatch, case, fold):
+    build_network, remaining = UNUSUAL[case]
+    random = np.random.RandomState(1)
+    with small_program(build_network) as (main, exe, out):
         for name in [v.name for v in main.list_vars() if v.persistable and v.name.startswith("batch_norm")]:
             variables.set_variable(name, random.uniform(0.5, 2, 8).astype("float32"), exe.place)
         feed = {"data": random.randn(2, 6, 6, 8).astype("float32")}
@@ -147,4 +159,38 @@ def test_unusual_networks_have_same_results(monkeypatch, case, fold):
         types = [op.type for op in main.global_block().ops]
         assert types.count("batch_norm") == remaining
         assert fold is folding.fuse_convolutions or "cast" not in types
+        np.testing.assert_allclose(exe.run(main, feed, [out])[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def nchw(x):
+    return nn.Conv2D(8, 8, 1, bias_attr=False)(x.transpose([0, 3, 1, 2])).transpose([0, 2, 3, 1])
+
+
+# For each case: function of images [N, 6, 6, 8], and whether its convolutions are replaced.
+REPLACED = {
+    "strides, paddings and dilations": (lambda x: conv(3, stride=[1, 2], padding=[2, 1], dilation=[2, 1])(x), True),
+    "groups": (lambda x: conv([1, 3], groups=4)(x), True),
+    "7x7 depthwise": (lambda x: conv(7, padding=3, groups=8)(x), True),
+    "symmetric SAME": (lambda x: conv(3, padding="SAME")(x), True),
+    "VALID": (lambda x: conv(3, padding="VALID")(x), True),
+    "shared filters": (lambda x: (lambda layer: layer(x) + layer(layer(x)))(conv()), True),
+    "asymmetric SAME": (lambda x: conv(3, stride=2, padding="SAME")(x), False),
+    "asymmetric": (lambda x: conv(3, padding=[0, 1, 0, 1])(x), False),
+    "3x3 depthwise": (lambda x: conv(3, padding=1, groups=8)(x), False),
+    "computed filters": (lambda x: conv_with(lambda filters: filters * 2)(x), False),
+    "NCHW": (nchw, False),
+}
+
+
+@pytest.mark.parametrize("case", REPLACED)
+def test_replaced_convolutions_have_same_results(case):
+    native.load()
+    build_network, is_replaced = REPLACED[case]
+    with small_program(lambda x: build_network(x) * 1) as (main, exe, out):
+        feed = {"data": np.random.RandomState(1).randn(2, 6, 6, 8).astype("float32")}
+        [expected] = exe.run(main, feed, [out])
+        before = [op.type for op in main.global_block().ops if "conv2d" in op.type]
+        assert folding.replace_convolutions(main, exe) == (len(before) if is_replaced else 0)
+        after = [op.type for op in main.global_block().ops if "conv" in op.type]
+        assert after == (["native_conv"] * len(before) if is_replaced else before)
         np.testing.assert_allclose(exe.run(main, feed, [out])[0], expected, rtol=1e-4, atol=1e-5)

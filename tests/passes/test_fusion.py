@@ -350,7 +350,7 @@ UNUSUAL = {
     "depthwise with padding at the bottom only": (lambda x: depthwise(conv(x), 3, padding=[0, 1, 1, 1]), 0),
     "depthwise with SAME padding": (lambda x: depthwise(conv(x), 3, padding="SAME"), 1),
     "depthwise with SAME padding and stride 2": (lambda x: depthwise(conv(x), 5, padding="SAME", stride=2), 1),
-    "depthwise with VALID padding": (lambda x: depthwise(conv(x), 5, padding="VALID"), 0),
+    "depthwise with VALID padding": (lambda x: depthwise(conv(x), 5, padding="VALID"), 1),
     "depthwise with unknown height": (lambda x: depthwise(paddle.reshape(conv(x), [0, -1, 6, 8]), 3), 0),
     "small pool": (lambda x: max_pool(conv(x), 3), 2),
     "large pool": (lambda x: max_pool(conv(x), 17), 0),

@@ -18,6 +18,7 @@ def photo_paths(photos):
 
 def fast_model(checkpoint, sizes, tta="none"):
     network = networks.load_fast(checkpoint, "float32", "cpu", tta=tta)
+    assert not any(op.type == "conv2d" for op in network.program.global_block().ops)
     steps = Steps(network, sizes)
     return Model("captured step", network.description, lambda images: [steps(images)], steps=steps)
 
