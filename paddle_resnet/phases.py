@@ -274,12 +274,22 @@ def compile_programs(args, exe, training, evaluation):
         updates = [averages.evaluate(training.program, evaluation.program, exe)] if training else []
         # In float32, BN is not folded, because float32 evaluations serve as the exact reference. With QAT, BN cannot be
         # folded into the quantized filters.
-        if args.amp and args.kernels != "native" and not args.qat:
-            axis = 1 if args.data_layout == "NCHW" else -1
-            updates.append(folding.fold_batch_norms(evaluation.program, exe, axis))
+        if args.amp and not args.qat:
+            updates += _fold(args, exe, evaluation.program)
         compiled = program.compile_prog(args, evaluation.program, is_train=False)
         evaluation = evaluation._replace(compiled=compiled, refresh=lambda: [update() for update in updates])
     return training, evaluation
+
+
+def _fold(args, exe, evaluation):
+    """Fold BN into the convolutions of a half-precision evaluation program, and return a list of the functions that
+    recompute the folded filters. With custom kernels, only the convolutions that fuse_convolutions replaces are folded,
+    because custom operators already fuse the other BN layers."""
+    if args.kernels != "native":
+        return [folding.fold_batch_norms(evaluation, exe, 1 if args.data_layout == "NCHW" else -1)]
+    if args.device == "gpu" and args.data_layout == "NHWC" and args.amp_dtype == "float16":
+        return [folding.fuse_convolutions(evaluation, exe)[1]]
+    return []
 
 
 def check_and_describe(args, exe, training, evaluation):

@@ -69,7 +69,7 @@ def fuse_convolutions(program, exe):
             the scope.
         exe: static.Executor.
     Returns:
-        the number of fused convolutions.
+        (number of fused convolutions, function that recomputes the folded filters as for fold_batch_norms).
     """
     graph, fold_prog, count = fusion.Graph(program.global_block()), static.Program(), 0
     block = graph.block
@@ -88,8 +88,12 @@ def fuse_convolutions(program, exe):
         graph.replace(ops, ops[-1], "fused_conv2d_add_act", inputs, {"Output": block.var(tail.out)}, attrs)
         count += 1
     graph.finish()
-    exe.run(fold_prog)
-    return count
+
+    def refold():
+        exe.run(fold_prog)
+
+    refold()
+    return count, refold
 
 
 def replace_convolutions(program, exe):
