@@ -92,10 +92,23 @@ def test_convolutions_are_fused(parse, monkeypatch):
     activations = sum(op.type == "relu" for op in program.global_block().ops)
     layers = sum(op.type == "conv2d" for op in program.global_block().ops)
     with static.program_guard(program, static.Program()):
-        assert folding.fuse_convolutions(program, exe) == activations
+        count, refold = folding.fuse_convolutions(program, exe)
+    assert count == activations
     remaining = [op.type for op in program.global_block().ops].count("batch_norm")
     assert 0 < remaining == layers - activations  # in shortcuts
     np.testing.assert_allclose(exe.run(program, feed, [fetchs["loss"][0]])[0], expected, rtol=2e-5)
+    filters = program.all_parameters()[0].name
+    shape = program.global_block().var(filters).shape
+    variables.set_variable(filters, np.zeros(shape, "float32"), exe.place)
+    before = addresses(program)
+    refold()
+    assert addresses(program) == before  # a captured step reads these addresses
+    assert not np.allclose(exe.run(program, feed, [fetchs["loss"][0]])[0], expected, rtol=1e-3)
+
+
+def addresses(program):
+    names = [v.name for v in program.list_vars() if v.name.endswith((".folded", ".shift"))]
+    return [static.global_scope().find_var(name).get_tensor()._ptr() for name in names]
 
 
 def conv(size=1, **options):
