@@ -25,8 +25,9 @@ CHANNELS = 4
 POINTWISE_TYPES = (paddle.float16, paddle.bfloat16)
 POINTWISE_CHANNELS, POINTWISE_PIXELS = 32, 14 * 14
 # In evaluation, a custom kernel computes a 1x1 convolution of one of POINTWISE_TYPES together with its BN if the
-# convolution has at most POINTWISE_BN_CHANNELS input channels.
-POINTWISE_BN_CHANNELS = 4096
+# convolution has at most POINTWISE_BN_CHANNELS input channels. With more channels, cuDNN is faster
+# (benchmarks/log/networks_h200_2026-11-26.md).
+POINTWISE_BN_CHANNELS = 672
 
 # Activations that the kernels fuse: {Paddle's operator: (its required attributes, name in native/activations.h)}.
 ACTIVATIONS = {
@@ -55,7 +56,7 @@ def fuse(program):
     are not replaced. The kernels for layers, except dropout, require the layout NHWC and a number of channels that
     is a multiple of 4. These kernels do not support gradients through BN with fixed statistics, max pooling or
     depthwise convolutions of images without a fixed size, depthwise convolutions with kernels other than 3x3 and 5x5,
-    or concatenations of more than two inputs.
+    concatenations of more than two inputs, or 1x1 convolutions with a stride, with a bias or in float32.
 
     Args:
         program: training Program after minimize, or evaluation Program after cast_evaluation_program.
@@ -444,7 +445,7 @@ def _is_pointwise(graph, op):
 
 
 def _has_bfloat16_tensor_cores():
-    return paddle.device.cuda.get_device_capability()[0] >= 8
+    return paddle.is_compiled_with_cuda() and paddle.device.cuda.get_device_capability()[0] >= 8
 
 
 def _fuse_pointwise_conv(graph, op):
