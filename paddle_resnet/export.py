@@ -413,11 +413,19 @@ def main(argv=None):
     """Run the command and return the exit code: 0 for success, 1 if an exported network differs from the checkpoint, 2
     for a usage error or an unusable checkpoint, 130 if interrupted. The output is kept only if the export succeeds."""
     parser = argparse.ArgumentParser(prog="python -m paddle_resnet.export", description=__doc__, allow_abbrev=False)
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint or run folder, such as output/ResNet50")
-    parser.add_argument("output", metavar="OUT", help="folder to create")
+    parser.add_argument(
+        "checkpoint",
+        type=files.argument,
+        metavar="CHECKPOINT",
+        help="checkpoint or run folder, such as output/ResNet50",
+    )
+    parser.add_argument("output", type=files.argument, metavar="OUT", help="folder to create")
     parser.add_argument("--onnx", action="store_true", help="whether to also write model.onnx")
     parser.add_argument(
-        "--verify", metavar="IMAGE_ROOT", help="data set on which to compare exports with the checkpoint"
+        "--verify",
+        type=files.argument,
+        metavar="IMAGE_ROOT",
+        help="data set on which to compare exports with the checkpoint",
     )
     parser.add_argument(
         "--uint8", action="store_true", help="whether the input is uint8 [N, H, W, 3], which the network normalizes"
@@ -431,7 +439,10 @@ def main(argv=None):
     )
     parser.add_argument("--int8", action="store_true", help="whether to quantize model.onnx; implies --onnx")
     parser.add_argument(
-        "--calibrate", metavar="IMAGE_ROOT", help="data set whose training images determine activation ranges"
+        "--calibrate",
+        type=files.argument,
+        metavar="IMAGE_ROOT",
+        help="data set whose training images determine activation ranges",
     )
     defaults = Calibration._field_defaults
     parser.add_argument(

@@ -345,7 +345,9 @@ def main(argv=None):
     """Run the command and return the exit code: 0 if all images are classified, 1 if some files are not images, 2 for a
     usage error, 130 if interrupted."""
     parser = argparse.ArgumentParser(prog="python -m paddle_resnet.predict", description=__doc__, allow_abbrev=False)
-    parser.add_argument("model", metavar="MODEL", help="folder of a checkpoint, run or export, or an ONNX file")
+    parser.add_argument(
+        "model", type=files.argument, metavar="MODEL", help="folder of a checkpoint, run or export, or an ONNX file"
+    )
     parser.add_argument(
         "images", nargs="*", metavar="IMAGE|FOLDER|-", help="image files or folders; -: read paths from stdin"
     )
@@ -355,7 +357,10 @@ def main(argv=None):
         help="Python file that defines the checkpoint's network, and the name of the network in this file",
     )
     parser.add_argument(
-        "--csv", metavar="FILE|-", help="CSV file to write, with one line per image; -: write to stdout"
+        "--csv",
+        type=files.argument,
+        metavar="FILE|-",
+        help="CSV file to write, with one line per image; -: write to stdout",
     )
     parser.add_argument("--json", action="store_true", help="whether to print one JSON object per image")
     parser.add_argument(

@@ -12,7 +12,7 @@ from paddle_resnet.data import listing
 from paddle_resnet.settings import parsing
 from paddle_resnet.settings.declarations import of_kinds
 from paddle_resnet.settings.values import flag
-from utils import exit_codes, logger
+from utils import exit_codes, files, logger
 from utils.errors import UsageError
 from utils.mode import Mode
 
@@ -66,10 +66,17 @@ def main(argv=None):
         "the network.",
         allow_abbrev=False,
     )
-    parser.add_argument("source", metavar="FILE|NAME", help=f".pth, .safetensors or .pdparams file, or one of {names}")
+    parser.add_argument(
+        "source",
+        type=files.argument,
+        metavar="FILE|NAME",
+        help=f".pth, .safetensors or .pdparams file, or one of {names}",
+    )
     parser.add_argument("--arch", metavar="NAME", help="name of the network, as for --model-arch-name")
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder to create")
-    parser.add_argument("--verify", metavar="IMAGE_ROOT", help="data set on which to evaluate the checkpoint")
+    parser.add_argument("--output", type=files.argument, required=True, metavar="DIR", help="folder to create")
+    parser.add_argument(
+        "--verify", type=files.argument, metavar="IMAGE_ROOT", help="data set on which to evaluate the checkpoint"
+    )
     parser.add_argument(
         "--verbose", action="store_true", help="whether errors list all tensors that do not match the network"
     )

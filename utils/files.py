@@ -1,6 +1,7 @@
 """File operations: derive the names of companion files, open only regular files (because a pipe could block forever),
 write files atomically, and convert data to valid JSON."""
 
+import argparse
 import contextlib
 import errno
 import math
@@ -11,6 +12,13 @@ import stat
 from pathlib import Path
 
 _pipes = []  # file descriptors of pipes that remain open until the process ends
+
+
+def argument(text):
+    """Return a path from the command line; the argparse type for paths."""
+    if not text:  # for example from an unset variable of a shell; pathlib would use the working directory
+        raise argparse.ArgumentTypeError("'' is an empty path; use . for the working directory")
+    return text
 
 
 def companion(path, ending):

@@ -25,9 +25,14 @@ def main(argv=None):
         description="Compare runs: metrics, curves, flags that differ, and the first step at which the losses differ.",
         allow_abbrev=False,
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a report, or a folder with report.json")
     parser.add_argument(
-        "--html", metavar="FILE", help="HTML page to write; for a single run, the page contains all details"
+        "runs", type=files.argument, nargs="+", metavar="RUN", help="a report, or a folder with report.json"
+    )
+    parser.add_argument(
+        "--html",
+        type=files.argument,
+        metavar="FILE",
+        help="HTML page to write; for a single run, the page contains all details",
     )
     return exit_codes.of(parser.prog, lambda: _compare(**vars(parser.parse_args(argv))))
 

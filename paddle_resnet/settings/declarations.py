@@ -13,7 +13,7 @@ from functools import partial
 from paddle_resnet.models import MODELS, parts
 from paddle_resnet.optimizers.table import OPTIMIZERS
 from paddle_resnet.settings import stages
-from utils import numbers
+from utils import files, numbers
 from utils.errors import UsageError
 from utils.mode import RunScope
 
@@ -91,7 +91,7 @@ def _build_parser():
 def _start(add):
     add(
         "--config",
-        type=_required_path,
+        type=files.argument,
         metavar="FILE",
         help="YAML file that sets flags; each key is a flag name with underscores",
     )
@@ -113,7 +113,7 @@ def _start(add):
     )
     add(
         "--from-checkpoint",
-        type=_required_path,
+        type=files.argument,
         metavar="DIR",
         help="checkpoint folder, or folder that contains epoch folders, from which to load parameters and optimizer "
         "state",
@@ -727,7 +727,7 @@ def _saving(add):
 def _loader(add):
     add(
         "--image-root",
-        type=_required_path,
+        type=files.argument,
         default="/imagenet",
         help="folder of the data set; see docs/data.md for supported layouts",
     )
@@ -739,7 +739,7 @@ def _loader(add):
     )
     add(
         "--skip-list",
-        type=_required_path,
+        type=files.argument,
         metavar="FILE",
         help="file with one image to skip per line, as a path relative to IMAGE_ROOT; python -m paddle_resnet.dataset "
         "verify can write it",
@@ -809,7 +809,7 @@ def _machine(add):
 def _output(add):
     add(
         "--output-dir",
-        type=_required_path,
+        type=files.argument,
         default="./output/",
         help="parent folder of the checkpoints, OUTPUT_DIR/ARCH/EPOCH/",
     )
@@ -1001,13 +1001,7 @@ def _steps(text):
 
 def _path(text):
     """Parse a path, or "None" to override a value in the configuration file."""
-    return None if text == "None" else _required_path(text)
-
-
-def _required_path(text):
-    if not text:  # for example from an unset variable of a shell; pathlib would use the working directory
-        raise argparse.ArgumentTypeError("'' is an empty path; use . for the working directory")
-    return text
+    return None if text == "None" else files.argument(text)
 
 
 def _epoch(text):

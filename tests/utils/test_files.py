@@ -4,6 +4,8 @@ import os
 
 import pytest
 
+from paddle_resnet import export, predict, weights
+from paddle_resnet.results import comparison
 from utils import files
 
 
@@ -66,3 +68,20 @@ def test_written_with_partial_name_is_not_flushed(tmp_path, monkeypatch):
         assert partial == tmp_path / ".x.partial"
         partial.write_bytes(b"new")
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("main", "argument", "flags"),
+    [
+        (predict.main, "MODEL", ["", "image.jpg"]),
+        (predict.main, "--csv", ["model", "image.jpg", "--csv", ""]),
+        (export.main, "CHECKPOINT", ["", "out"]),
+        (export.main, "OUT", ["checkpoint", ""]),
+        (comparison.main, "RUN", [""]),
+        (weights.main, "--output", ["file", "--output", ""]),
+    ],
+)
+def test_empty_path_is_not_the_working_directory(main, argument, flags, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(flags)
+    assert f"argument {argument}: '' is an empty path; use . for the working directory" in capsys.readouterr().err
