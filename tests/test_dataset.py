@@ -1,3 +1,5 @@
+import argparse
+import re
 from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
@@ -5,7 +7,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from paddle_resnet import dataset
+from paddle_resnet import dataset, export, predict
 from paddle_resnet.tools import convert, verify
 from utils.errors import UsageError
 
@@ -160,3 +162,21 @@ def test_killed_workers_exit_with_code_2_and_a_remedy(tmp_path, capsys, monkeypa
         assert dataset.main(argv) == 2
         err = capsys.readouterr().err
         assert "a worker process was killed, possibly because memory ran out" in err and message in err
+
+
+def test_help_states_the_defaults(monkeypatch, capsys):
+    stated = {}
+    add = argparse.ArgumentParser.add_argument
+
+    def record(self, *names, **options):
+        text = re.search(r"\(default: (\S+)\)$", options.get("help") or "")
+        if text and options.get("default") is not None:
+            stated[names[-1]] = (text[1], str(options["default"]))
+        return add(self, *names, **options)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "add_argument", record)
+    for module in (dataset, export, predict):
+        with pytest.raises(SystemExit, match="^0$"):
+            module.main(["--help"])
+    assert stated.keys() >= {"--val", "--seed", "--images", "--batches", "--repeats"}
+    assert all(text == default for text, default in stated.values()), stated

@@ -23,14 +23,20 @@ def colors(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags", [[], ["--data-layout", "NHWC", "--image-shape", "4,32,32"], ["--normalize-mean", "0,0,1"]]
+    "flags",
+    [
+        [],
+        ["--data-layout", "NHWC", "--image-shape", "4,32,32"],
+        ["--normalize-mean", "0,0,1"],
+        ["--image-shape", "3,32,48"],
+    ],
 )
 def test_preview_shows_original_and_input_of_network(colors, flags):
     rows = inspection.augmented(colors, 25, 2, [*TINY, "--num-of-class", "10", *flags])
     assert [name for _, _, name in rows] == [f"c{i}" for i in range(10)]
     for i, (original, versions, _) in enumerate(rows):
         assert original.shape == (30, 40 + i, 3) and (original == (20 * i, 0, 255)).all()
-        assert [version.shape for version in versions] == [(32, 32, 3)] * 2
+        assert [version.shape for version in versions] == [(32, 48 if "3,32,48" in flags else 32, 3)] * 2
         assert all((version == (20 * i, 0, 255)).all() for version in versions)
 
 
