@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from paddle_resnet.job import exchange, processes
+from utils.errors import UsageError
 
 
 def test_all_gather_with_one_process():
@@ -79,6 +80,20 @@ def as_rank(monkeypatch):
         return store
 
     return as_rank
+
+
+def test_error_of_rank_0_is_raised_on_all_ranks_and_reported_by_rank_0(as_rank, monkeypatch):
+    def invalid():
+        raise UsageError("--lr: not positive")
+
+    reporting = [0, 1, 2]
+    monkeypatch.setattr(exchange.watchdog, "stop", lambda: reporting.remove(processes.rank()))
+    for rank in range(3):
+        as_rank(rank)
+        monkeypatch.setattr(exchange, "_exchanges", 7)
+        with pytest.raises(UsageError, match="--lr: not positive"):
+            exchange.from_rank_0(invalid)
+    assert reporting == [0]
 
 
 @pytest.fixture
