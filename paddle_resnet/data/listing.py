@@ -41,6 +41,7 @@ OTHER_NAMES = {
 }
 # Folders that operating systems and archive tools create. Like hidden folders, these folders are not classes.
 SYSTEM_FOLDERS = ("__MACOSX", "lost+found", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information")
+HIDDEN = "hidden image"  # kind of an ignored file, for warn_of_ignored
 OUTSIDE = "image outside the class folders"  # kind of an ignored file, for warn_of_ignored
 _TEXT_LIMIT = 1 << 30  # maximum size in bytes of a file list, classes.txt or skip list
 _NAME_LIMIT = 1000  # maximum number of characters in a class name; Python's CSV reader accepts 131,072
@@ -357,7 +358,7 @@ def warn_of_ignored(folder, ignored):
     _log_once(
         printable(
             f"{folder}: {entries(len(ignored))} ignored: {_some(parts, 10)}; images must be in a class "
-            f"folder and have a name that ends in {', '.join(IMAGE_SUFFIXES)}"
+            f"folder and have a name that ends in {', '.join(IMAGE_SUFFIXES)} and does not begin with a dot"
         ),
         logger.warn,
     )
@@ -570,11 +571,13 @@ def image_files(path):
 
     Returns:
         (sorted names of the images; sorted names of images that are not regular files but broken links, FIFOs or
-        devices; [(kind, name)] of ignored entries that are not hidden, where kind is the suffix of a file, or "folder")
+        devices; [(kind, name)] of ignored images and of ignored entries that are not hidden, where kind is HIDDEN, the
+        suffix of a file, or "folder")
     Raises:
         UsageError: the folder cannot be listed.
     """
-    entries = [entry for entry in _listed(path) if not entry.name.startswith(".")]
+    listed = _listed(path)
+    entries = [entry for entry in listed if not entry.name.startswith(".")]
     kind_of = {entry.name: _type(entry) for entry in entries if entry.name.lower().endswith(IMAGE_SUFFIXES)}
     names = sorted(name for name, kind in kind_of.items() if kind != "folder")
     ignored = [
@@ -585,6 +588,9 @@ def image_files(path):
         for entry in entries
         if kind_of.get(entry.name, "folder") == "folder"
     ]
+    # macOS stores metadata of IMAGE.jpg in ._IMAGE.jpg, which is not an image.
+    hidden = [entry for entry in listed if entry.name.startswith(".") and not entry.name.startswith("._")]
+    ignored += [(HIDDEN, e.name) for e in hidden if e.name.lower().endswith(IMAGE_SUFFIXES) and _type(e) == "file"]
     return names, [name for name in names if kind_of[name] != "file"], sorted(ignored)
 
 

@@ -83,6 +83,16 @@ def test_broken_hidden_link_is_ignored(photos, tmp_path):
     assert len(listing.list_folder(str(tmp_path), Mode.TRAIN)[2]) == 3
 
 
+def test_hidden_images_are_ignored_with_warning(photos, tmp_path, capsys):
+    shutil.copytree(photos, tmp_path, dirs_exist_ok=True)
+    for name in (".a.jpg", "._b.jpg", ".directory"):
+        shutil.copy(tmp_path / "train/class0/00.jpg", tmp_path / "train/class1" / name)
+    count = len(listing.list_folder(str(photos), Mode.TRAIN)[0])
+    assert len(listing.list_folder(str(tmp_path), Mode.TRAIN)[0]) == count
+    message = f"{tmp_path}/train: 1 entry ignored: 1 hidden image (class1 1; for example class1/.a.jpg); "
+    assert message in capsys.readouterr().err
+
+
 def test_file_list_with_contradictory_labels_is_rejected(photos, tmp_path):
     shutil.copytree(photos / "train", tmp_path / "train")
     (tmp_path / "train.txt").write_text("train/class0/00.jpg 0\ntrain/class0/03.jpg 1\ntrain/class0/00.jpg 2\n")
