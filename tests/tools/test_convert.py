@@ -10,6 +10,7 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 
+import lmdb
 import numpy as np
 import pytest
 from PIL import Image
@@ -76,13 +77,16 @@ def test_shards_flag_sets_number_of_equal_shards(photos, tmp_path, to, names):
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_lmdb_grows_beyond_its_initial_size(tmp_path):
-    with writers.SINGLE_FILE["lmdb"](str(tmp_path), "train") as writer:
-        for label in range(2):
-            writer.write([(bytes(40 << 20), label)])  # the initial size is 64 MiB
-        writer.finish()
+def test_lmdb_grows_beyond_its_initial_size(tmp_path, monkeypatch):
+    real = lmdb.open
+    with monkeypatch.context() as small:
+        small.setattr(lmdb, "open", lambda path, **options: real(path, **options | {"map_size": 1 << 16}))
+        with writers.SINGLE_FILE["lmdb"](str(tmp_path), "train") as writer:
+            for label in range(4):
+                writer.write([(bytes(40_000), label)])
+            writer.finish()
     images = listing.images(tmp_path, Mode.TRAIN, "lmdb")[2]
-    assert [records.read(image)[1] for image in images] == [0, 1]
+    assert [records.read(image)[1] for image in images] == [0, 1, 2, 3]
 
 
 def test_resize_short_shrinks_large_images_upright_and_keeps_small_ones(tmp_path):
