@@ -287,7 +287,7 @@ def _fold(args, exe, evaluation):
     because custom operators already fuse the other BN layers."""
     if args.kernels != "native":
         return [folding.fold_batch_norms(evaluation, exe, 1 if args.data_layout == "NCHW" else -1)]
-    if args.device == "gpu" and args.data_layout == "NHWC" and args.amp_dtype == "float16":
+    if (args.device, args.data_layout, args.amp_level, args.amp_dtype) == ("gpu", "NHWC", "O2", "float16"):
         return [folding.fuse_convolutions(evaluation, exe)[1]]
     return []
 
