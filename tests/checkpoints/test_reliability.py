@@ -69,7 +69,7 @@ class Runs:
     def wait_for(self, process, text):
         """Wait until the report contains a string."""
         end = time.monotonic() + 120
-        while not (self.report.exists() and text in self.report.read_text()):
+        while not contains(self.report, text):
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < end, f"no {text} in {self.report}"
             time.sleep(0.005)
@@ -170,6 +170,15 @@ def test_kill_at_random_times(photos, tmp_path, expected):
         shutil.rmtree(runs.folder)
 
 
+def contains(report, text):
+    """Return whether a report exists and contains a string. At its start, a run creates and deletes the file once to
+    check that it can be written."""
+    try:
+        return text in report.read_text()
+    except FileNotFoundError:
+        return False
+
+
 def stop(runs, process, *, times=3, number=signal.SIGTERM):
     """Send up to three signals at intervals of 0.2 s, like the launcher, and return (exit code, output)."""
     for _ in range(times):
@@ -221,7 +230,7 @@ def test_train_py_stops_on_sigterm(tmp_path):
     flags = ["--data-format", "synthetic", "--model-arch-name", f"{network}:Net", "--print-interval", "1"]
     places = ["--output-dir", output, "--report-file", report, "--run-scope", "train_only"]
     command = list(map(str, [sys.executable, "train.py", *TINY, *flags, *places]))
-    for is_ready in (handles_sigterm, lambda process: report.exists() and '"step": [0, 2]' in report.read_text()):
+    for is_ready in (handles_sigterm, lambda process: contains(report, '"step": [0, 2]')):
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         while not is_ready(process):
             assert process.poll() is None, process.communicate()[0]
