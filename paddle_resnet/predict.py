@@ -584,5 +584,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` stops the command without an error message
     exit_code = main()
     if threading.active_count() > 1:  # sys.exit would wait until the thread of --serve has decoded its image
+        with contextlib.suppress(OSError):  # result_on_stdout has reported it
+            sys.stdout.flush()
         os._exit(exit_code)
     sys.exit(exit_code)
