@@ -795,6 +795,7 @@ def test_captured_predictions_match_reference(run_train, photos, tmp_path, arch,
         assert (model.engine, model.precision) == ("captured step", precision)
         operators = {op.type for op in model.steps._network.program.global_block().ops}
         assert precision != "float32" or "conv2d" not in operators
+        assert ("native_pointwise_conv_bn_inference" in operators) == (precision == "float32")
         actual = predict.predict(model, paths * 2, batch_size=4, device="gpu")
         actual = np.stack([row for _, row, _ in actual])
         first, second = np.split(actual, 2)  # steps are captured from the third batch on

@@ -19,9 +19,9 @@ constexpr int kFilterSumLanes = 32, kFilterSumRows = 16;  // block size of the k
 // Constants for the filter gradient of 1x1 convolutions: threads per block; channels of the wider and of the narrower
 // tensor per block; rows per matrix product.
 constexpr int kPointwiseThreads = 256, kWideChannels = 64, kNarrowChannels = 32, kChunkRows = 16;
-// Constants for 1x1 convolutions with BN: rows per tile; input channels per chunk; blocks per multiprocessor if a block
-// computes fewer than 128 output channels (otherwise kBlocksPerProcessor).
-constexpr int kTileRows = 128, kChunk = 32, kNarrowTileBlocks = 3;
+// Constants for 1x1 convolutions with BN: rows per tile; bytes per row of a chunk of input channels; blocks per
+// multiprocessor if a block computes fewer than 128 output channels (otherwise kBlocksPerProcessor).
+constexpr int kTileRows = 128, kChunkBytes = 64, kNarrowTileBlocks = 3;
 constexpr float kLargestFloat = 3.402823466e38f;
 
 // Geometry of a pooling layer or a depthwise convolution, in pixels. `vectors` is the number of channel vectors per

@@ -1,7 +1,8 @@
-// Kernels for 1x1 convolutions in half precision. Tensors are [rows, channels] = [N * H * W, C].
+// Kernels for 1x1 convolutions. Tensors are [rows, channels] = [N * H * W, C].
 //
-// The first kernel computes the filter gradient of a convolution whose input or output has few channels. cuDNN
-// sometimes uses only two blocks for this product of two tall matrices, because it does not split the rows.
+// The first kernel computes the filter gradient of a convolution in half precision whose input or output has few
+// channels. cuDNN sometimes uses only two blocks for this product of two tall matrices, because it does not split the
+// rows.
 //
 // A block has (32, warps) threads. A grid has (groups of kWideChannels channels of the wider tensor, slabs of rows)
 // blocks. A warp multiplies chunks of 16 rows on the tensor cores. The fragment layout of PTX's mma.m16n8k16 does not
@@ -127,27 +128,30 @@ POINTWISE_IN_TYPE(f16x4)
 POINTWISE_IN_TYPE(bf16x4)
 
 // The second kernel computes a convolution in evaluation, followed by BN with fixed statistics, an optional residual
-// addition and an activation.
+// addition and an activation. In float32, it multiplies in TF32.
 //
 // A grid has (groups of kColumns output channels, groups of rows) blocks. Each block multiplies its part of the filter
-// with one tile of kTileRows rows after another. Copies of the next chunks of kChunk input channels, also those of the
-// next tile, overlap with the multiplication and with writing the results. Each warp computes 32 output channels. The
-// filter's channels are permuted in shared memory such that each thread receives eight adjacent channels of a row from
-// the tensor cores.
+// with one tile of kTileRows rows after another. Copies of the next chunks of input channels, also those of the next
+// tile, overlap with the multiplication and with writing the results. Each warp computes 32 output channels. The
+// filter's channels are permuted in shared memory such that each thread receives complete vectors from the tensor
+// cores, and adjacent threads receive adjacent vectors.
 
-// In shared memory, a row of a chunk has 64 bytes. This function returns the byte offset of a vector in a chunk. Eight
-// consecutive rows with the same vector index occupy different banks.
+// In shared memory, a row of a chunk has kChunkBytes bytes. This function returns the byte offset of a vector in a
+// chunk. Eight consecutive rows with the same vector index occupy different banks.
 template <class T>
 __device__ __forceinline__ int chunk_offset(unsigned row, unsigned vector) {
   const unsigned byte = vector * sizeof(Vector<T>);
-  return row * 64 + ((byte / 16 ^ row / 2 % 4) * 16 + byte % 16);
+  return row * kChunkBytes + ((byte / 16 ^ row / 2 % 4) * 16 + byte % 16);
 }
 
 // Returns the output channel, relative to the first channel of the block, in row `row` of the filter's chunk. The
-// column 8 n + 2 quad + i of a warp's product then is the channel 8 quad + 2 n + i, and one thread has all elements
-// with the same quad.
+// column 8 n + 2 quad + i of a warp's product then is element 2 n + i of the thread with this quad. The eight elements
+// of a thread are one vector, or two vectors of four elements between which are the vectors of three other threads.
+template <class T>
 __device__ __forceinline__ int filter_channel(unsigned row) {
-  return row / 32 * 32 + row % 8 / 2 * 8 + row / 8 % 4 * 2 + row % 2;
+  constexpr int V = T::kLanes;
+  const unsigned quad = row % 8 / 2, element = row / 8 % 4 * 2 + row % 2;
+  return row / 32 * 32 + (element / V * 4 + quad) * V + element % V;
 }
 
 // load_matrices loads four 8x8 matrices of 16-bit elements. Each thread passes the address of one row. copy_vector
@@ -193,9 +197,9 @@ void prefetch(const void *) {}
 
 template <class T, int kColumns>
 struct PointwiseConv {
-  static constexpr int V = T::kLanes, kVectors = kChunk / V;  // vectors per row of a chunk
-  static constexpr int kStages = kColumns == 128 ? 3 : 4;     // chunks in shared memory, at most 48 KB
-  static constexpr int kStageBytes = (kTileRows + kColumns) * 64;
+  static constexpr int V = T::kLanes, kVectors = kChunkBytes / sizeof(Vector<T>);  // vectors per row of a chunk
+  static constexpr int kStages = kColumns == 128 ? 3 : 4;  // chunks in shared memory, at most 48 KB
+  static constexpr int kStageBytes = (kTileRows + kColumns) * kChunkBytes;
   static constexpr int kWarpColumns = kColumns / 32, kWarpRows = kTileRows * kWarpColumns / 8;
   static constexpr int kFragments = kWarpRows / 16;  // 16x32 products that a warp computes
 
@@ -205,7 +209,7 @@ struct PointwiseConv {
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   // The first row and channel of the results of this thread, relative to a tile and to the tensor.
   const int row = warp / kWarpColumns * kWarpRows + lane / 4;
-  const int channel = blockIdx.x * kColumns + warp % kWarpColumns * 32 + lane % 4 * 8;
+  const int channel = blockIdx.x * kColumns + warp % kWarpColumns * 32 + lane % 4 * V;
   // The row and vector that this thread copies, and offsets of the vectors that it copies and loads. The offset of a
   // vector 16 rows below is 1024 higher.
   const unsigned copied_row = threadIdx.x / kVectors, copied_vector = threadIdx.x % kVectors;
@@ -213,6 +217,9 @@ struct PointwiseConv {
   const unsigned loaded = chunk_offset<f16>(warp / kWarpColumns * kWarpRows + lane % 16, lane / 16);
   const unsigned loaded_filter =
       chunk_offset<f16>(kTileRows + warp % kWarpColumns * 32 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+
+  // Returns the channel of element i of a row, relative to the first channel of this thread (see filter_channel).
+  static __device__ __forceinline__ constexpr int channel_offset(int i) { return i / V * 4 * V + i % V; }
 
   // Starts copying chunk `chunk` of a tile and of the filter.
   __device__ __forceinline__ void copy(int tile, int chunk, char *stage) const {
@@ -222,47 +229,56 @@ struct PointwiseConv {
     const Vector<T> *from = x + static_cast<size_t>(first) * vectors + at;
 #pragma unroll
     for (int i = 0; i < kTileRows; i += kStep) {
-      copy_vector(from, stage + copied + i * 64, first + i < rows && at < vectors);
+      copy_vector(from, stage + copied + i * kChunkBytes, first + i < rows && at < vectors);
       from += kStep * vectors;
     }
 #pragma unroll
     for (int i = 0; i < kColumns; i += kStep) {
-      const int to = blockIdx.x * kColumns + filter_channel(i + copied_row);
+      const int to = blockIdx.x * kColumns + filter_channel<T>(i + copied_row);
       if (kColumns % kStep == 0 || i + copied_row < kColumns)
-        copy_vector(filter + static_cast<size_t>(to) * vectors + at, stage + copied + (kTileRows + i) * 64,
+        copy_vector(filter + static_cast<size_t>(to) * vectors + at, stage + copied + (kTileRows + i) * kChunkBytes,
                     to < out && at < vectors);
     }
     if (z == nullptr || chunk != 0) return;
-    constexpr int kLines = (kColumns + 63) / 64;  // cache lines per row of the addend
-    const int added = tile * kTileRows + threadIdx.x / kLines;
-    const int to = blockIdx.x * kColumns + threadIdx.x % kLines * 64;
-    if (threadIdx.x < kTileRows * kLines && added < rows && to < out)
-      prefetch(z + (static_cast<size_t>(added) * out + to) / V);
+    // The channels per cache line, and the cache lines per row of the addend.
+    constexpr int kLine = 128 / sizeof(Vector<T>) * V, kLines = (kColumns + kLine - 1) / kLine;
+#pragma unroll
+    for (int i = 0; i < kTileRows * kLines; i += kPointwiseThreads) {
+      const int line = i + threadIdx.x, added = tile * kTileRows + line / kLines;
+      const int to = blockIdx.x * kColumns + line % kLines * kLine;
+      if (line < kTileRows * kLines && added < rows && to < out)
+        prefetch(z + (static_cast<size_t>(added) * out + to) / V);
+    }
   }
 
   // Adds the product of a chunk of the tile and of the filter to `sums`.
   __device__ __forceinline__ void multiply(const char *stage, float (&sums)[kFragments][4][4]) const {
 #pragma unroll
-    for (int k = 0; k < kChunk / 8; k += 2) {
+    for (int k = 0; k < kChunkBytes / 16; k += 2) {
       unsigned b[2][4];
 #pragma unroll
-      for (int n = 0; n < 2; ++n) load_matrices(stage + (loaded_filter ^ k * 16) + n * 1024, b[n]);
+      for (int n = 0; n < 2; ++n) {
+        load_matrices(stage + (loaded_filter ^ k * 16) + n * 1024, b[n]);
+        round_words(T(), b[n]);
+      }
 #pragma unroll
       for (int i = 0; i < kFragments; ++i) {
         unsigned a[4];
         load_matrices(stage + (loaded ^ k * 16) + i * 1024, a);
+        round_words(T(), a);
 #pragma unroll
         for (int n = 0; n < 4; ++n) multiply_add(T(), a, b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1], sums[i][n]);
       }
     }
   }
 
-  // Loads the coefficients scale and offset of BN for eight channels. Loads beyond the last channel are redirected.
+  // Loads the coefficients scale and offset of BN for the eight channels of this thread. Loads beyond the last channel
+  // are redirected.
   __device__ __forceinline__ void load_coefficients(const FixedBn &bn, float (&scale)[8], float (&offset)[8]) const {
     float variance[8], mean[8];
 #pragma unroll
     for (int i = 0; i < 8; i += 4) {
-      const int at = min(channel + i, out - 4);
+      const int at = min(channel + channel_offset(i), out - 4);
       const auto load = [&](const float *from, float(&to)[8]) {
         const float4 four = *reinterpret_cast<const float4 *>(from + at);
         to[i] = four.x, to[i + 1] = four.y, to[i + 2] = four.z, to[i + 3] = four.w;
@@ -293,9 +309,9 @@ struct PointwiseConv {
     for (int i = 0; i < 2 * kFragments; ++i) {
 #pragma unroll
       for (int j = 0; j < 8; j += V) {
-        if (first_row + 8 * i >= rows || channel + j >= out) continue;
+        if (first_row + 8 * i >= rows || channel + channel_offset(j) >= out) continue;
         float addend[V];
-        unpack_vector<T>(__ldcs(from + i * (8 / V) * out + j / V), addend);
+        unpack_vector<T>(__ldcs(from + i * (8 / V) * out + channel_offset(j) / V), addend);
 #pragma unroll
         for (int k = 0; k < V; ++k) sums[i / 2][(j + k) / 2][i % 2 * 2 + k % 2] += addend[k];
       }
@@ -320,13 +336,15 @@ struct PointwiseConv {
         float values[V];
 #pragma unroll
         for (int k = 0; k < V; ++k) values[k] = sums[i / 2][(j + k) / 2][i % 2 * 2 + k % 2];
-        if (first_row + 8 * i < rows && channel + j < out) to[i * (8 / V) * out + j / V] = pack_vector<T>(values);
+        if (first_row + 8 * i < rows && channel + channel_offset(j) < out)
+          to[i * (8 / V) * out + channel_offset(j) / V] = pack_vector<T>(values);
       }
     }
   }
 
   __device__ __forceinline__ void run(const FixedBn &bn) const {
     __shared__ __align__(128) char stages[kStages * kStageBytes];
+    constexpr int kChunk = kVectors * V;  // input channels
     const int chunks = (in + kChunk - 1) / kChunk, tiles = (rows + kTileRows - 1) / kTileRows;
     float scale[8], offset[8], sums[kFragments][4][4] = {};
     int next_tile = blockIdx.y, next_chunk = 0, next_stage = 0;  // to copy
@@ -384,6 +402,7 @@ struct PointwiseConv {
   POINTWISE_CONV(T, 64, kNarrowTileBlocks) \
   POINTWISE_CONV(T, 128, kBlocksPerProcessor)
 
+POINTWISE_CONV_IN_TYPE(f32)
 POINTWISE_CONV_IN_TYPE(f16)
 POINTWISE_CONV_IN_TYPE(bf16)
 POINTWISE_CONV_IN_TYPE(f16x4)

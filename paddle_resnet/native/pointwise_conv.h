@@ -68,7 +68,7 @@ int pointwise_columns(int out) {
 }
 
 // Returns y = A(BN(x * filter) [+ z]) [N, H, W, OC], computed with the running statistics. A is the activation. `x` is
-// [N, H, W, C], and `filter` is [OC, C, 1, 1].
+// [N, H, W, C], and `filter` is [OC, C, 1, 1]. On a GPU, the kernel rounds float32 factors to TF32.
 std::vector<Tensor> PointwiseConvBnInference(const Tensor &x, const Tensor &filter, const Tensor &scale,
                                              const Tensor &bias, const Tensor &mean, const Tensor &variance,
                                              const paddle::optional<Tensor> &z, float epsilon,
@@ -85,7 +85,6 @@ std::vector<Tensor> PointwiseConvBnInference(const Tensor &x, const Tensor &filt
   if (z) require_like(y, *z, "addend");
   if (x.is_gpu()) {
     const Shape input(x), output(y);
-    if (x.dtype() == DataType::FLOAT32) PD_THROW("custom 1x1 convolution: requires half precision on the GPU");
     FixedBn bn = {data<float>(scale), data<float>(bias),   data<float>(mean), data<float>(variance),
                   epsilon,            code_of(activation == "linear" ? "" : activation)};
     void *from = raw(x), *weights = raw(filter), *added = z ? raw(*z) : nullptr, *to = raw(y);

@@ -124,20 +124,30 @@ __device__ __forceinline__ void store_one(T, float value, void *to, int i) {
   static_cast<unsigned short *>(to)[i] = static_cast<unsigned short>(pack(T(), pair));
 }
 
-// Adds the product of a 16x16 matrix and a 16x8 matrix to `sums` with PTX's mma.m16n8k16. All threads of a warp must
-// call this function.
+// multiply_add adds the product of a 16x16 matrix and a 16x8 matrix in half precision to `sums` with PTX's
+// mma.m16n8k16. In float32, it multiplies a 16x8 matrix and an 8x8 matrix in TF32 with mma.m16n8k8. The caller must
+// round the elements to TF32 with round_words, because the tensor cores ignore the lower 13 bits. All threads of a warp
+// must call multiply_add.
+template <class T, int kWords>
+__device__ __forceinline__ void round_words(T, unsigned (&)[kWords]) {}
 #ifdef __CUDACC_RTC__
-#define MULTIPLY_ADD(T, NAME) \
+#define MULTIPLY_ADD(T, SHAPE, NAME) \
   __device__ __forceinline__ void multiply_add(T, const unsigned (&a)[4], unsigned b0, unsigned b1, \
                                                float (&sums)[4]) { \
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." NAME "." NAME ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, " \
-                 "{%8, %9}, {%0, %1, %2, %3};" \
+    asm volatile("mma.sync.aligned." SHAPE ".row.col.f32." NAME "." NAME ".f32 {%0, %1, %2, %3}, " \
+                 "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
                  : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1)); \
   }
 #if __CUDA_ARCH__ >= 800
-MULTIPLY_ADD(f16, "f16")
-MULTIPLY_ADD(bf16, "bf16")
+MULTIPLY_ADD(f16, "m16n8k16", "f16")
+MULTIPLY_ADD(bf16, "m16n8k16", "bf16")
+MULTIPLY_ADD(f32, "m16n8k8", "tf32")
+template <int kWords>
+__device__ __forceinline__ void round_words(f32, unsigned (&words)[kWords]) {
+#pragma unroll
+  for (unsigned &word : words) asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(word) : "f"(__uint_as_float(word)));
+}
 #else  // passes/fusion.py does not use these kernels on older GPUs
 template <class T>
 __device__ void multiply_add(T, const unsigned (&)[4], unsigned, unsigned, float (&)[4]) {
@@ -147,6 +157,13 @@ __device__ void multiply_add(T, const unsigned (&)[4], unsigned, unsigned, float
 #else  // for the GPU that the tests emulate
 template <class T>
 void multiply_add(T, const unsigned (&a)[4], unsigned b0, unsigned b1, float (&sums)[4]) {
-  emulated_multiply_add(a, b0, b1, sums);
+  emulated_multiply_add<2>(a, b0, b1, sums);
+}
+void multiply_add(f32, const unsigned (&a)[4], unsigned b0, unsigned b1, float (&sums)[4]) {
+  emulated_multiply_add<1>(a, b0, b1, sums);
+}
+template <int kWords>
+void round_words(f32, unsigned (&words)[kWords]) {
+  for (unsigned &word : words) word = emulated_round_to_tf32(word);
 }
 #endif

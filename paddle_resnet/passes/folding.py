@@ -7,6 +7,8 @@ on BN than on convolutions (benchmarks/log/step_h200_2026-11-21.md).
 For prediction, this module also fuses or replaces the convolutions themselves.
 """
 
+import os
+
 import paddle
 from paddle import static
 
@@ -97,9 +99,13 @@ def fuse_convolutions(program, exe):
 
 
 def replace_convolutions(program, exe):
-    """Replace Paddle's float32 convolutions with a custom operator, in place. In float32, Paddle's `conv2d` transposes
-    its input and output in each step, because it does not support NHWC; the custom operator calls cuDNN in NHWC. Its
-    filters are transposed to cuDNN's layout once.
+    """Replace Paddle's float32 convolutions with custom operators, in place. In float32, Paddle's `conv2d` transposes
+    its input and output in each step, because it does not support NHWC; the custom operator native_conv calls cuDNN in
+    NHWC. Its filters are transposed to cuDNN's layout once.
+
+    The 1x1 convolutions that fusion.fuse_pointwise_conv supports are replaced together with their BN, residual addition
+    and activation. Because the custom kernel computes them in TF32, native_conv replaces these convolutions if the
+    environment variable NVIDIA_TF32_OVERRIDE=0 disables TF32, or if the GPU does not support TF32.
 
     A convolution is not replaced if its padding is asymmetric, which cuDNN does not support; if its filters are not a
     parameter; or if it has a custom kernel for depthwise convolutions.
@@ -108,12 +114,16 @@ def replace_convolutions(program, exe):
         program: inference Program in NHWC and float32 with its parameters in the scope.
         exe: static.Executor.
     Returns:
-        the number of replaced convolutions.
+        the number of replaced operators.
     """
+    has_tf32 = os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
     graph, transpose_prog = fusion.Graph(program.global_block()), static.Program()
     for op in [op for op in graph.block.ops if op.type in ("conv2d", "depthwise_conv2d")]:
         x, filters, out = graph.variables(op, "Input", "Filter", "Output").values()
         if not filters.persistable or op.attr("data_format") != "NHWC" or min(x.shape[1:]) < 0:
+            continue
+        is_pointwise = has_tf32 and fusion.is_pointwise(graph, op, [paddle.float32])
+        if is_pointwise and fusion.fuse_pointwise_conv(graph, op):
             continue
         padding = fusion.padding(graph, op)
         is_symmetric = all(begin == end for begin, end in padding)

@@ -82,8 +82,8 @@ def fuse(program):
             _fuse_concat(graph, op)
         elif op.type == "depthwise_conv2d" and has_depthwise_kernel(graph, op):
             _fuse_depthwise_conv(graph, op)
-        elif op.type == "conv2d" and _is_pointwise(graph, op):
-            _fuse_pointwise_conv(graph, op)
+        elif op.type == "conv2d" and is_pointwise(graph, op, POINTWISE_TYPES):
+            fuse_pointwise_conv(graph, op)
             _split_pointwise_gradient(graph, op)
         elif op.type == "dropout" and op.input("Seed") and not op.attr("is_test"):
             _fuse_dropout(graph, op)
@@ -432,8 +432,9 @@ def _fuse_depthwise_conv(graph, op):
     graph.replace([gradient], gradient, "native_depthwise_conv_backward", inputs, outputs, attrs)
 
 
-def _is_pointwise(graph, op):
-    """Return whether an operator is a plain 1x1 convolution for which there are custom kernels."""
+def is_pointwise(graph, op, types):
+    """Return whether an operator is a plain 1x1 convolution of one of the data types `types` for which there are custom
+    kernels."""
     x, filters = graph.variables(op, "Input", "Filter").values()
     if len(filters.shape) != 4 or filters.shape[2:] != (1, 1) or filters.dtype != x.dtype:
         return False
@@ -441,28 +442,29 @@ def _is_pointwise(graph, op):
     is_padded = op.attr("padding_algorithm") == "EXPLICIT" and any(op.attr("paddings"))
     has_channels = all(channels % CHANNELS == 0 for channels in filters.shape[:2])
     is_known = is_plain and not is_padded and has_channels
-    return is_known and x.dtype in POINTWISE_TYPES and _has_bfloat16_tensor_cores()
+    return is_known and x.dtype in types and _has_bfloat16_tensor_cores()
 
 
-def _has_bfloat16_tensor_cores():
+def _has_bfloat16_tensor_cores():  # and, in float32, TF32 tensor cores
     return paddle.is_compiled_with_cuda() and paddle.device.cuda.get_device_capability()[0] >= 8
 
 
-def _fuse_pointwise_conv(graph, op):
-    """Replace a 1x1 convolution, its BN and the Tail of the BN in evaluation."""
+def fuse_pointwise_conv(graph, op):
+    """Replace a 1x1 convolution, its BN and the Tail of the BN in evaluation. Return whether they were replaced."""
     x, filters, out = graph.variables(op, "Input", "Filter", "Output").values()
     bn = graph.only_reader(out.name, ["batch_norm"])
     if bn is None or bn.attr("data_layout") != "NHWC" or not _has_fixed_statistics(bn):
-        return
+        return False
     tail = find_tail(graph, bn)
     ops = [op, bn, *tail.ops]
     if filters.shape[1] > POINTWISE_BN_CHANNELS or graph.has_gradient(ops):
-        return
+        return False
     inputs = {"X": x, "Filter": filters} | graph.variables(bn, "Scale", "Bias", "Mean", "Variance")
     if tail.addend is not None:
         inputs["Z@OPTIONAL"] = tail.addend
     attrs = {"epsilon": bn.attr("epsilon"), "activation": tail.activation}
     graph.replace(ops, ops[-1], "native_pointwise_conv_bn_inference", inputs, {"Y": graph.block.var(tail.out)}, attrs)
+    return True
 
 
 def _split_pointwise_gradient(graph, op):

@@ -149,8 +149,12 @@ unsigned min(int a, unsigned b) { return std::min(static_cast<unsigned>(a), b); 
 int max(int a, int b) { return std::max(a, b); }
 void __syncthreads() { block.wait(); }
 
-// PTX's mma.m16n8k16 for bfloat16. All warps of a block must execute the instruction the same
-// number of times.
+// PTX's cvt.rna.tf32.f32 for finite numbers.
+unsigned emulated_round_to_tf32(unsigned bits) { return (bits + 0x1000u) & 0xffffe000u; }
+
+// PTX's mma.m16n8k16 for bfloat16 (two elements per word) or mma.m16n8k8 for TF32 (one element per word). All warps of a
+// block must execute the instruction the same number of times.
+template <int kElements>
 void emulated_multiply_add(const unsigned (&a)[4], unsigned b0, unsigned b1, float (&sums)[4]) {
   struct Registers {
     unsigned a[4], b[2];
@@ -160,13 +164,16 @@ void emulated_multiply_add(const unsigned (&a)[4], unsigned b0, unsigned b1, flo
   all[thread] = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
   block.wait();
   const Registers *warp = all + (thread - lane);
-  const auto element = [](unsigned word, int half) { return __uint_as_float(half ? word & 0xffff0000u : word << 16); };
+  const auto element = [](unsigned word, int i) {
+    if (kElements == 1) return __uint_as_float(word & 0xffffe000u);
+    return __uint_as_float(i ? word & 0xffff0000u : word << 16);
+  };
   for (int i = 0; i < 4; ++i) {
     const int row = lane / 4 + 8 * (i / 2), column = lane % 4 * 2 + i % 2;
-    for (int k = 0; k < 16; ++k) {
-      const int quad = k % 8 / 2;
-      sums[i] += element(warp[row % 8 * 4 + quad].a[row / 8 + k / 8 * 2], k % 2) *
-                 element(warp[column * 4 + quad].b[k / 8], k % 2);
+    for (int k = 0; k < 8 * kElements; ++k) {
+      const int word = k / kElements, at = k % kElements;
+      sums[i] += element(warp[row % 8 * 4 + word % 4].a[row / 8 + word / 4 * 2], at) *
+                 element(warp[column * 4 + word % 4].b[word / 4], at);
     }
   }
   block.wait();
@@ -259,6 +266,7 @@ struct Unpack<kKernel> {
 const std::map<std::string, Call> kernels = {ENTRIES(f32) ENTRIES(bf16) VECTOR_ENTRIES(bf16x4) FOR_EACH_ACTIVATION(ACTIVATED_IN_ALL_TYPES) FOR_EACH_ADDED_ACTIVATION(ADDED_IN_ALL_TYPES) FOR_EACH_OPTIMIZER(UPDATES_IN_ALL_TYPES) ENTRY(pointwise_filter_gradient_bf16)
                                              ENTRY(pointwise_filter_gradient_bf16x4)
                                              ENTRY(pointwise_conv_32_bf16) ENTRY(pointwise_conv_64_bf16) ENTRY(pointwise_conv_128_bf16)
+                                             ENTRY(pointwise_conv_32_f32) ENTRY(pointwise_conv_64_f32) ENTRY(pointwise_conv_128_f32)
                                              ENTRY(pointwise_conv_32_bf16x4) ENTRY(pointwise_conv_64_bf16x4) ENTRY(pointwise_conv_128_bf16x4)
                                              ENTRY(follow_loss_scale) ENTRY(clip_factor) ENTRY(concat_8) ENTRY(concat_16) ENTRY(split_8) ENTRY(split_16) ENTRY(follow_averages)
                                           ENTRY(loss_rows) ENTRY(loss_means) ENTRY(loss_gradient)};

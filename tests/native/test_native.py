@@ -37,6 +37,7 @@ GPU_SHAPES = [*SHAPES, *NARROW_SHAPES, (8, 28, 28, 100), (16, 7, 7, 2048), (32, 
 # Each tolerance is half a unit in the last place for results between 1 and 16, plus a margin for rounding errors in
 # sums.
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
+TOLERANCE["products in TF32"] = 1e-4  # for rounded factors; factors that are not rounded correctly cause errors of 1e-3
 UNIT = {"float32": 0, "float16": 2**-10, "bfloat16": 2**-7}  # unit in the last place (ulp) of the value 1
 IN_FLOAT32 = [(where, "float32", shape) for where in ("cpu", "emulated") for shape in SHAPES]
 IN_FLOAT32 += [("emulated", "float32", EMULATED_SHAPE)]
@@ -116,6 +117,11 @@ def close(actual, expected, dtype, size=1.0):
 
 def same(left, right):
     return all(np.array_equal(wide(a), wide(b)) for a, b in zip(left, right, strict=True))
+
+
+def rounded_to_tf32(tensor):
+    """Round to the nearest number with 10 bits after the first one; ties are rounded away from zero."""
+    return ((tensor.numpy().view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32).astype(np.float64)
 
 
 def run(name, *args):
@@ -475,11 +481,11 @@ POINTWISE_BN_SHAPES += [(3, 23, 17, 40, 640), (2, 5, 7, 24, 36), (2, 5, 7, 100, 
 
 @pytest.mark.parametrize(
     "where, dtype, shape",
-    [("emulated", "bfloat16", shape) for shape in POINTWISE_BN_SHAPES]
+    [("emulated", dtype, shape) for dtype in ("float32", "bfloat16") for shape in POINTWISE_BN_SHAPES]
     + [("cpu", "float32", shape) for shape in POINTWISE_BN_SHAPES[:2]]
     + [
         pytest.param("gpu", dtype, shape, marks=pytest.mark.gpu)
-        for dtype in ("float16", "bfloat16")
+        for dtype in ("float32", "float16", "bfloat16")
         for shape in [*POINTWISE_BN_SHAPES, (32, 56, 56, 24, 144), (32, 28, 28, 512, 128), (32, 7, 7, 960, 160)]
     ],
 )
@@ -488,14 +494,17 @@ def test_pointwise_conv_bn_inference(device, where, dtype, shape):
     x, filters = random.images((*image, inputs)), random.images((outputs, inputs, 1, 1)) / inputs**0.5
     z = random.images((*image, outputs))
     scale, bias, mean, variance = (random.channels(outputs) for _ in range(4))
-    product = np.einsum("nhwi,oi->nhwo", wide(x), wide(filters)[..., 0, 0])
+    is_tf32 = dtype == "float32" and where != "cpu"
+    factors = [(rounded_to_tf32 if is_tf32 else wide)(tensor) for tensor in (x, filters)]
+    product = np.einsum("nhwi,oi->nhwo", factors[0], factors[1][..., 0, 0])
     normalized = (product - wide(mean)) / np.sqrt(wide(variance) + EPSILON) * wide(scale) + wide(bias)
     is_first = shape in POINTWISE_BN_SHAPES[:2]
     for name in ACTIVATIONS if is_first else ("", "relu"):
         for addend in (None, z):
             inputs = x, filters, scale, bias, mean, variance, addend, EPSILON, name
             (y,) = run("native_pointwise_conv_bn_inference", *inputs)
-            close(y, ACTIVATIONS[name][0](normalized + (0 if addend is None else wide(z))), dtype)
+            expected = ACTIVATIONS[name][0](normalized + (0 if addend is None else wide(z)))
+            close(y, expected, "products in TF32" if is_tf32 else dtype)
             assert where == "emulated" or same(run("native_pointwise_conv_bn_inference", *inputs), [y])
 
 
@@ -517,8 +526,6 @@ def test_unsupported_pointwise_convolutions_with_bn_raise(device, where):
     if where == "emulated":
         with pytest.raises(Exception, match="multiple of 4 channels"):
             convolve(x, filters[:10], channels[:10])
-        with pytest.raises(Exception, match="requires half precision"):
-            convolve(x.astype("float32"), filters.astype("float32"), channels)
 
 
 @pytest.mark.parametrize("where", ["emulated"])
@@ -1254,6 +1261,8 @@ def test_kernels_compile_without_gpu(tmp_path, capability):
         assert f"\0{name}\0".encode() in image, name
     for dtype in ("f16", "bf16", "f16x4", "bf16x4"):
         assert f"\0pointwise_filter_gradient_{dtype}\0".encode() in image
+    for dtype in ("f32", "f16", "bf16", "f16x4", "bf16x4"):
+        assert f"\0pointwise_conv_128_{dtype}\0".encode() in image
 
 
 def test_kernel_compiler_error_is_reported(tmp_path, monkeypatch):

@@ -195,6 +195,35 @@ REPLACED = {
 }
 
 
+@pytest.mark.parametrize("override", [None, "1", "0"])
+def test_pointwise_convolutions_with_bn_are_fused_if_tf32_is_enabled(monkeypatch, override):
+    native.load()
+    monkeypatch.setattr(fusion, "_has_bfloat16_tensor_cores", lambda: True)
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
+    if override is not None:
+        monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", override)
+
+    def build_network(x):
+        x = bn()(conv()(bn()(conv(3, padding=1)(x))))
+        y = nn.BatchNorm2D(8, data_format="NHWC", use_global_stats=True)(conv()(x))
+        return conv()(F.relu(y + bn()(conv(stride=2, padding=3)(x)))) * 1  # still 6x6 images
+
+    random = np.random.RandomState(1)
+    with small_program(build_network) as (main, exe, out):
+        for name in [v.name for v in main.list_vars() if v.persistable and v.name.startswith("batch_norm")]:
+            variables.set_variable(name, random.uniform(0.5, 2, 8).astype("float32"), exe.place)
+        feed = {"data": random.randn(2, 6, 6, 8).astype("float32")}
+        [expected] = exe.run(main, feed, [out])
+        folding.replace_convolutions(main, exe)
+        after = [op.type for op in main.global_block().ops]
+        fused = 0 if override == "0" else 2
+        assert after.count("native_pointwise_conv_bn_inference") == fused
+        assert after.count("native_conv") == 5 - fused and after.count("batch_norm") == 4 - fused
+        np.testing.assert_allclose(exe.run(main, feed, [out])[0], expected, rtol=1e-4, atol=1e-5)
+        fusion.fuse(main)
+        np.testing.assert_allclose(exe.run(main, feed, [out])[0], expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("case", REPLACED)
 def test_replaced_convolutions_have_same_results(case):
     native.load()
