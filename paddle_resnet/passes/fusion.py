@@ -24,10 +24,10 @@ CHANNELS = 4
 # pixels. For smaller images, computing this gradient takes little time.
 POINTWISE_TYPES = (paddle.float16, paddle.bfloat16)
 POINTWISE_CHANNELS, POINTWISE_PIXELS = 32, 14 * 14
-# In evaluation, a custom kernel computes a 1x1 convolution of one of POINTWISE_TYPES together with its BN if the
-# convolution has at most POINTWISE_BN_CHANNELS input channels. With more channels, cuDNN is faster
-# (benchmarks/log/networks_h200_2026-11-26.md).
-POINTWISE_BN_CHANNELS = 672
+# In inference, a custom kernel computes a 1x1 convolution together with its BN if the convolution has at most this
+# number of input channels. With more channels, cuDNN is faster (benchmarks/log/networks_h200_2026-11-26.md and
+# benchmarks/log/prediction_h200_2026-11-26.md).
+POINTWISE_BN_CHANNELS = {paddle.float16: 672, paddle.bfloat16: 672, paddle.float32: 128}
 
 # Activations that the kernels fuse: {Paddle's operator: (its required attributes, name in native/activations.h)}.
 ACTIVATIONS = {
@@ -457,7 +457,7 @@ def fuse_pointwise_conv(graph, op):
         return False
     tail = find_tail(graph, bn)
     ops = [op, bn, *tail.ops]
-    if filters.shape[1] > POINTWISE_BN_CHANNELS or graph.has_gradient(ops):
+    if filters.shape[1] > POINTWISE_BN_CHANNELS[x.dtype] or graph.has_gradient(ops):
         return False
     inputs = {"X": x, "Filter": filters} | graph.variables(bn, "Scale", "Bias", "Mean", "Variance")
     if tail.addend is not None:

@@ -411,7 +411,7 @@ def test_pointwise_convolutions_are_fused_with_fixed_statistics(pointwise_kernel
 
 
 def test_wide_pointwise_convolutions_are_not_fused(pointwise_kernels, monkeypatch):
-    monkeypatch.setattr(fusion, "POINTWISE_BN_CHANNELS", 4)
+    monkeypatch.setitem(fusion.POINTWISE_BN_CHANNELS, paddle.float32, 4)
     build, _ = POINTWISE["activation"]
     assert_same_results(build, lambda main: types(main)["native_pointwise_conv_bn_inference"] == 0)
 
