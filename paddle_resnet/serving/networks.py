@@ -111,8 +111,8 @@ def load_fast(checkpoint, precision, device="gpu", model_arch_name=None, tta="no
         precision: "float32", "float16" or "bfloat16".
         tta: "flip" averages the probabilities of each image and its mirror image.
     Returns:
-        Network. The input is normalized images [N, H, W, 4] in float16 if the precision is float16, otherwise in
-        float32.
+        Network. The input is normalized images [N, H, W, 3] in float16 if the precision is float16, otherwise in
+        float32. The network adds the fourth channel, so the host copies fewer bytes to the GPU.
     Raises:
         native.Unavailable: the custom kernels cannot be built.
         UsageError: see load_checkpoint.
