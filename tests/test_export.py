@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import paddle
@@ -246,9 +248,12 @@ def test_mean_error_is_subtracted_from_biases(checkpoint, photos, monkeypatch):
     layers = quantization.layers(network.program)
     before = [np.array(network.parameter(layer.bias)) for layer in layers]
     monkeypatch.setattr(calibration, "_mean_error", lambda *args: 0.25)
+    without_bias = layers[0]._replace(bias=None)
+    monkeypatch.setattr(quantization, "layers", lambda program: [without_bias, *layers[1:]])
     calibration.quantize(network, 7, photos, "percentile", 10)
-    for layer, bias in zip(layers, before, strict=True):
-        np.testing.assert_allclose(network.parameter(layer.bias), bias - 0.25, rtol=1e-5, atol=1e-6)
+    for i, (layer, bias) in enumerate(zip(layers, before, strict=True)):
+        expected = bias - 0.25 if i else bias
+        np.testing.assert_allclose(network.parameter(layer.bias), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_int8_network_with_a_nearly_zero_filter(checkpoint, photos, tmp_path):
@@ -430,6 +435,33 @@ def test_export_that_fails_verification_is_not_kept(checkpoint, photos, tmp_path
     assert export.main(command) == 1
 
 
+RECORDED = {"top1": 0.5, "loss": 2.0, "images": 100}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "device", "tta", "is_compared"),
+    [
+        (RECORDED, "cpu", "none", True),
+        (RECORDED | {"not_finite": 0}, "cpu", "none", True),
+        (None, "cpu", "none", False),
+        (RECORDED, "gpu", "none", False),
+        (RECORDED | {"not_finite": 1}, "cpu", "none", False),
+        (RECORDED, "cpu", "flip", False),
+        (RECORDED | {"images": 50}, "cpu", "none", False),
+    ],
+)
+def test_only_a_comparable_evaluation_is_compared(tmp_path, monkeypatch, recorded, device, tta, is_compared):
+    """The recorded evaluation is wrong: the exported network classifies 90 of 100 images correctly."""
+    score = {"images": 100, "correct": 90, "ties": 0, "loss": 1.0, "clipped_loss": 1.0}
+    model = Model("Executor", {}, None)
+    monkeypatch.setattr(inference, "open_paddle", lambda *arguments, **options: model)
+    monkeypatch.setattr(export, "_score", lambda *arguments: dict(score))
+    meta = {"evaluated": recorded, "arguments": {"device": device}}
+    network = SimpleNamespace(model=lambda logits: model, meta=meta, args=SimpleNamespace(tta=tta))
+    with pytest.raises(RunError, match="its recorded evaluation disagree") if is_compared else nullcontext():
+        export._verify(network, tmp_path, "photos", "cpu")
+
+
 @pytest.mark.parametrize("is_wrong", [False, True], ids=["correct", "wrong"])
 def test_verify_compares_logits_of_network_with_saturated_probabilities(
     trained, photos, tmp_path, monkeypatch, capsys, is_wrong
@@ -534,6 +566,7 @@ def test_preprocess_script_reports_unusable_files(checkpoint, photos, tmp_path, 
     os.mkfifo(tmp_path / "pipe.jpg")
     monkeypatch.setattr(preprocessing, "MAX_PIXELS", 70 * 70)
     Image.new("1", (80, 80)).save(tmp_path / "large.png")
+    Image.new("1", (70, 70)).save(tmp_path / "largest.png")
     bad = [
         str(photos),
         *(str(tmp_path / name) for name in ("text.jpg", "cut.jpg", "pipe.jpg", "large.png", "gone.jpg")),
@@ -541,7 +574,7 @@ def test_preprocess_script_reports_unusable_files(checkpoint, photos, tmp_path, 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30 * 30)
-        assert preprocessing.main([*bad, str(image)]) == 1
+        assert preprocessing.main([*bad, str(image), str(tmp_path / "largest.png")]) == 1
     out, err = capsys.readouterr()
     assert out.startswith(f"{image}: float32 [1, 3, 32, 32], from -")
     assert [line.split(": cannot be used (")[0] for line in err.splitlines()] == bad
@@ -550,8 +583,19 @@ def test_preprocess_script_reports_unusable_files(checkpoint, photos, tmp_path, 
     assert capsys.readouterr().err == f"{tmp_path}/\\x1b\\n.jpg: cannot be used (not a regular file)\n"
     assert preprocessing.main([]) == 2
     assert capsys.readouterr().err == "usage: python preprocess.py IMAGE...\n"
+    size = model.stat().st_size
+    monkeypatch.setattr(preprocessing, "MAX_JSON_BYTES", size)
+    assert preprocessing.main([str(image)]) == 0
+    capsys.readouterr()
     for damage, message in (
-        (lambda: model.write_text("[" * 100000), "cannot be read (maximum recursion depth exceeded"),
+        (
+            lambda: monkeypatch.setattr(preprocessing, "MAX_JSON_BYTES", size - 1),
+            f"not a file of up to {size - 1} bytes",
+        ),
+        (
+            lambda: monkeypatch.setattr(preprocessing, "MAX_JSON_BYTES", 2**24) or model.write_text("[" * 100000),
+            "cannot be read (maximum recursion depth exceeded",
+        ),
         (lambda: model.write_text('{"preprocessing": {"resize_short": 0}}'), "(preprocessing.resize_short is 0)"),
         (lambda: model.write_bytes(b"\xff"), "cannot be read ('utf-8' codec can't decode"),
         (model.unlink, "cannot be read (not a file of up to"),
@@ -588,7 +632,7 @@ def test_preprocess_script_predicts_with_onnx_model(checkpoint, photos, tmp_path
 @pytest.mark.parametrize("uint8", [False, True], ids=["float32", "uint8"])
 def test_triton_repository_layout(checkpoint, tmp_path, uint8):
     """The test only inspects the exported files and does not load them into Triton."""
-    onnx = importlib.util.find_spec("onnxruntime") is not None
+    onnx = importlib.util.find_spec("onnxruntime") is not None and not uint8
     export.export(checkpoint, tmp_path / "exported", onnx=onnx, uint8=uint8, triton=True)
     root = tmp_path / "exported/triton"
     expected = ["tiny_paddle/1/model.pdiparams", "tiny_paddle/1/model.pdmodel"]
@@ -708,6 +752,9 @@ def test_checkpoint_of_nvidia_example_is_exported(checkpoint, tmp_path, capsys, 
     (checkpoint / "meta.json").unlink()
     for end in ("pdparams", "pdopt"):
         (checkpoint / f"tiny.{end}").rename(checkpoint / f"resnet_50_paddle.{end}")
+    path = checkpoint / "resnet_50_paddle.pdparams"
+    state = pickle.loads(path.read_bytes())
+    path.write_bytes(pickle.dumps(state | {"linear_0.w_0.asp_mask": np.ones_like(state["linear_0.w_0"])}, 4))
     (tmp_path / "run").mkdir()
     checkpoint = checkpoint.rename(tmp_path / "run/89")
     monkeypatch.setattr(networks, "MODELS", {name: models.MODELS[name] for name in ("ResNet18", "Tiny")})
@@ -734,6 +781,17 @@ def test_checkpoint_of_nvidia_example_is_exported(checkpoint, tmp_path, capsys, 
         export.export(checkpoint, tmp_path / "none")
     with pytest.raises(UsageError, match="own: contains neither meta.json nor parameters; choose a checkpoint"):
         export.export(tmp_path / "own", tmp_path / "none")
+    monkeypatch.setattr(networks, "MODELS", {"Tiny": models.MODELS["Tiny"]})
+    path = checkpoint / "resnet_50_paddle.pdparams"
+    for name, shape in (
+        ("conv2d_0.w_0", ()),
+        ("conv2d_0.w_0", (16, 2, 3, 3)),
+        ("linear_0.b_0", ()),
+        ("linear_0.b_0", (0,)),
+    ):
+        path.write_bytes(pickle.dumps(state | {name: np.zeros(shape, np.float32)}, 4))
+        with pytest.raises(UsageError, match=r"no meta.json, and its parameters match no supported network"):
+            networks.load_checkpoint(checkpoint)
 
 
 def test_command_prints_summary_and_rejects_existing_output(trained, tmp_path, capsys):

@@ -9,6 +9,7 @@ from paddle_resnet import export
 from paddle_resnet.checkpoints import folders
 from paddle_resnet.optimizers import schedules
 from paddle_resnet.passes import all_reduces
+from paddle_resnet.serving import networks
 from paddle_resnet.settings import durations, stages
 from utils.errors import UsageError
 
@@ -245,3 +246,5 @@ def test_checkpoint_within_an_epoch_is_exported_if_bn_statistics_are_averaged(ru
     export.export(run / "0_2", tmp_path / "two processes")
     with pytest.raises(UsageError, match="0_1: saved after 1 steps of epoch 0, before the processes averaged their BN"):
         export.export(run / "0_1", tmp_path / "two processes, not evaluated")
+    monkeypatch.setattr(folders, "verify", lambda folder: verify(folder) | {"world_size": 2, "trained": {}})
+    assert networks.load_checkpoint(run / "0_1").meta["world_size"] == 2

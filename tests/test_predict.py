@@ -436,6 +436,11 @@ def test_every_field_of_description_is_checked(checkpoint, tmp_path, uint8):
     changed["preprocessing"] |= {"center_crop": [1, 3], "resize_short": 4000}
     changed["input"]["shape"] = [None, 1, 3, 3] if uint8 else [None, 3, 1, 3]
     assert preprocessing.problem(changed) == "preprocessing.resize_short is too large for center_crop [1, 3]"
+    changed["preprocessing"] |= {"center_crop": [1, 2], "resize_short": preprocessing.MAX_SIDE // 2}
+    changed["input"]["shape"] = [None, 1, 2, 3] if uint8 else [None, 3, 1, 2]
+    assert preprocessing.problem(changed) is None
+    changed["output"]["shape"] = [None, None]
+    assert preprocessing.problem(changed) == "classes has 3 names, and output.shape is [None, None]"
     for other in ([], None, {"preprocessing": 1}):
         assert preprocessing.problem(other) == "preprocessing.resize_short is missing"
     inconsistent = [json.dumps(description | change) for change in ({"classes": ["a"] * 4}, {"precision": "int4"})]

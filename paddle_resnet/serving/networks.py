@@ -261,7 +261,7 @@ def _build(args, uint8=False, quantize=False, mirror=False):
         args: Settings.
         uint8: see load_checkpoint.
         quantize: whether to insert the fake quantization of --qat.
-        mirror: whether to average the probabilities of each image and its mirror image.
+        mirror: whether to average the probabilities of each image and its mirror image; requires the layout NHWC.
     """
     program, startup = static.Program(), static.Program()
     with static.program_guard(program, startup), paddle.utils.unique_name.guard():
@@ -282,7 +282,7 @@ def _build(args, uint8=False, quantize=False, mirror=False):
             fourth = [0, 0, 0, 1, 0, 0, 0, 0] if is_nchw else [0, 0, 0, 0, 0, 0, 0, 1]
             normalized = paddle.nn.functional.pad(normalized, fourth)
         if mirror:
-            normalized = paddle.concat([normalized, paddle.flip(normalized, [3 if is_nchw else 2])])
+            normalized = paddle.concat([normalized, paddle.flip(normalized, [2])])
         model = build_model(args.model_arch_name, args.num_of_class, channels, args.data_layout)
         model.eval()
         logits = network_logits(model, normalized, args.model_arch_name, args.num_of_class)

@@ -94,7 +94,7 @@ def to_float16(model):
         node.input[:] = [casts.get(name, name) for name in node.input]
         if node.op_type == "Softmax" and node.output[0] in outputs:
             node.input[0] = cast(node.input[0], single, "single")
-        if node.op_type == "Cast" and node.attribute[0].i == single:  # the cast of uint8 pixels
+        if node.op_type == "Cast":  # the cast of uint8 pixels
             node.attribute[0].i = half
         nodes.append(node)
     nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]

@@ -99,6 +99,11 @@ def test_qat_keeps_accuracy_of_float_network_and_can_be_exported(run_train, phot
     description = export.export(checkpoint, tmp_path / "onnx", onnx=True, uint8=True)
     assert (tmp_path / "onnx/model.onnx").stat().st_size < (tmp_path / "onnx/model.pdiparams").stat().st_size
     assert "int8" not in description
+    capsys.readouterr()
+    model = inference.open_model(checkpoint, "cpu")
+    assert model.engine == "Executor"
+    assert "onnxruntime: not used, because folding the BN of a network trained with --qat" in capsys.readouterr().err
+    np.testing.assert_array_equal(model.run(images), network.model().run(images))
 
 
 def test_qat_resumes_bit_identically(one_block, checkpoint, run_train, stop_before, tmp_path):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from paddle_resnet.passes import quantization
-from paddle_resnet.serving.calibration import BINS, Histogram, _mean_error
+from paddle_resnet.serving.calibration import BINS, SMALLEST, Histogram, _entropy_bins, _mean_error
 
 
 def histogram(*arrays):
@@ -33,13 +33,17 @@ def test_zeros_do_not_affect_range():
         assert histogram(values, np.zeros(50000)).range(method) == histogram(values).range(method)
         # The range must not be 0, because quantization divides by it.
         assert histogram(np.zeros(100)).range(method) == 1
-        assert histogram(np.full(100, 1e-40)).range(method) == 1
+        assert histogram([1e-40, SMALLEST]).range(method) == 1
 
 
 @pytest.mark.filterwarnings("error")
 def test_range_of_constant_activation():
     for method in ("entropy", "percentile"):
         assert histogram(np.full(100, 3)).range(method) == 3
+    # A threshold at the lower edge of the first nonempty bin would clip all values.
+    counts = np.zeros(BINS)
+    counts[[132, 139]] = 1
+    assert _entropy_bins(counts) == 140
 
 
 def test_outliers_are_clipped():
@@ -55,6 +59,21 @@ def test_outliers_are_clipped():
     for method in ("entropy", "percentile"):
         assert histogram(values).range(method) > 9
         assert histogram(isolated).range(method) > 9
+
+
+def test_entropy_threshold_minimizes_divergence():
+    """The values that share a level are distributed evenly over the nonempty bins of this level."""
+    counts, divergences = np.random.RandomState(0).poisson(0.7, 300).astype(float), {}
+    counts[-1] = 1
+    for bins in range(128, 301, 4):
+        expected, actual = counts[:bins].copy(), np.zeros(bins)
+        expected[-1] += counts[bins:].sum()
+        for level in range(128):
+            members = np.flatnonzero((np.arange(bins) * 128 // bins == level) & (counts[:bins] > 0))
+            actual[members] = counts[members].sum() / max(1, len(members))
+        p, q = expected / expected.sum(), np.maximum(actual / actual.sum(), 1e-9)
+        divergences[bins] = sum(a * np.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
+    assert _entropy_bins(counts) == min(divergences, key=divergences.get)
 
 
 def test_percentile_covers_most_values():

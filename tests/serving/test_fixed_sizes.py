@@ -1,4 +1,7 @@
+from contextlib import nullcontext
+
 import numpy as np
+import paddle
 import pytest
 
 from paddle_resnet import predict
@@ -29,7 +32,9 @@ def test_fast_network_matches_reference(run_train, tmp_path, photo_paths, shape,
     run_train("--image-shape", shape)
     checkpoint = tmp_path / "output/Tiny/0"
     expected = predict.predict(inference.open_model(checkpoint, "cpu", tta=tta), photo_paths)
-    actual = predict.predict(fast_model(checkpoint, [8], tta), photo_paths, batch_size=8)
+    model = fast_model(checkpoint, [8], tta)
+    assert inference._mirrored(model, tta) is model  # the network already averages the probabilities
+    actual = predict.predict(model, photo_paths, batch_size=8)
     for (path, probabilities, _), (other, reference, _) in zip(actual, expected, strict=True):
         assert path == other
         np.testing.assert_allclose(probabilities, reference, atol=1e-5)
@@ -41,6 +46,34 @@ def test_preprocessing_module_returns_input_of_network(checkpoint, photo_paths):
     assert image.dtype == np.float32 and image.shape == (1, 32, 32, 3)
     expected = reference.run(preprocessing.model_input(photo_paths[0], reference.description))
     np.testing.assert_allclose(model.run(image), expected, atol=1e-5)
+    image = preprocessing.model_input(photo_paths[0], reference.description)
+    np.testing.assert_array_equal(reference.submit(image.astype("float64")), expected)
+
+
+@pytest.mark.parametrize(
+    ("capability", "default", "bfloat16"),
+    [((6, 1), "float32", False), ((7, 0), "float16", False), ((8, 0), "float16", True)],
+)
+def test_precision_depends_on_compute_capability(monkeypatch, capability, default, bfloat16):
+    monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda index: capability)
+    assert inference.resolve_precision(None, "gpu") == default
+    assert inference.resolve_precision("float32", "gpu") == "float32"
+    assert inference.resolve_precision("float16", "gpu") == "float16"
+    with nullcontext() if bfloat16 else pytest.raises(UsageError, match="--precision bfloat16: requires compute capab"):
+        assert inference.resolve_precision("bfloat16", "gpu") == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("precision", "message"),
+    [
+        ("float16", "--precision float16: requires a GPU; use --precision float32"),
+        ("bfloat16", "--precision bfloat16: requires a GPU; use --precision float32"),
+        ("int8", "--precision int8: not supported with a checkpoint; export it with --int8"),
+    ],
+)
+def test_precision_that_a_checkpoint_does_not_support_on_a_cpu_is_an_error(precision, message):
+    with pytest.raises(UsageError, match=message):
+        inference.resolve_precision(precision, "cpu")
 
 
 def test_missing_kernels_never_change_an_explicit_precision(checkpoint, monkeypatch, capsys):

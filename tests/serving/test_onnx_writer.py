@@ -33,6 +33,12 @@ def attention():
     return layer
 
 
+def shift_of_shared_convolution():
+    """Return a layer that adds a shift to the output of a convolution, and uses this output once more."""
+    convolution, shift = paddle.nn.Conv2D(3, 3, 1, bias_attr=False), static.create_parameter([3], "float32")
+    return lambda x: layers._append("elementwise_add", {"X": (y := convolution(x)), "Y": shift}, axis=1) + y
+
+
 def along_channels(kind, is_constant=False):
     """Return a layer that adds, multiplies or divides by one number per channel, for which the attribute axis is 1."""
 
@@ -64,6 +70,11 @@ F = paddle.nn.functional
             for kind in ("add", "mul", "div")
         ),
         (along_channels("add", is_constant=True), r"operator elementwise_add with axis 1 \(output"),
+        (shift_of_shared_convolution, r"operator elementwise_add with axis 1 \(output"),
+        (
+            lambda: lambda x: layers._append("pool2d", {"X": x}, ksize=[1, 1], pooling_type="max", adaptive=True),
+            r"operator pool2d with pooling_type max \(output",
+        ),
         (lambda: lambda x: x.astype("float64"), r"operator cast with out_dtype 6 \(output"),
     ],
 )
@@ -107,6 +118,22 @@ def test_onnx_output_matches_paddle(layer):
     model = onnx_writer.to_onnx(program, inputs, outputs, read, "")
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     np.testing.assert_allclose(session.run(None, {"images": array})[0], expected, atol=1e-5)
+
+
+def test_float16_model_matches_paddle():
+    """The types of the output and of integer constants do not change. Only the last softmax runs in float32."""
+    onnx, onnxruntime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    program, inputs, outputs, read, array, expected = inference_program(
+        lambda: lambda x: F.softmax((F.softmax(x) * x).reshape([-1, 192]))
+    )
+    model = onnx_writer.to_float16(onnx_writer.to_onnx(program, inputs, outputs, read, ""))
+    kinds = [node.op_type for node in model.graph.node]
+    assert kinds == ["Cast", "Softmax", "Mul", "Reshape", "Cast", "Softmax"]
+    assert onnx.numpy_helper.to_array(model.graph.initializer[0]).tolist() == [-1, 192]
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    actual = session.run(None, {"images": array})[0]
+    assert actual.dtype == np.float32
+    np.testing.assert_allclose(actual, expected, rtol=5e-3)
 
 
 def test_scales_for_large_biases_do_not_change_weights():

@@ -33,6 +33,7 @@ from paddle_resnet.serving import web  # noqa: E402
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DESCRIPTION = {"arch": "Net<b>", "output": {"shape": [None, 3]}, "epoch": 4, "evaluated": {"top1": 0.75}}
 BOUNDARY = "boundary"
+HEAD = f"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary={BOUNDARY}\r\n"
 
 
 def classify(upload):
@@ -118,6 +119,9 @@ def test_requests_above_limits_are_answered_with_413(start):
     for body in (form(("a.jpg", b"x" * 10**4)), endless(), b"x" * 10**7):
         status, _, content = request(port, body=body)
         assert (status, content) == (413, {"error": message})
+    largest = form(("a.jpg", b"x" * (10**4 - len(form(("a.jpg", b""))))))
+    for body in (largest, iter([largest])):
+        assert request(port, body=body)[0] == 200
     status, _, content = request(port, body=form(*[("a.jpg", b"x")] * 4))
     assert status == 413 and content["error"].startswith("POST /predict: more than 3 images; send fewer, or start")
     assert request(port, body=form(*[("a.jpg", b"x")] * 3))[0] == 200
@@ -214,9 +218,8 @@ def test_prediction_stops_if_client_has_closed_the_connection(start):
         return classify(upload)
 
     port, body = start(wait), form(*[(f"{i}.jpg", b"x") for i in range(3)])
-    head = f"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary={BOUNDARY}\r\n"
     with socket.create_connection(("127.0.0.1", port)) as client:
-        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        client.sendall(f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         assert is_running.wait(30)
     assert request(port, "GET", "/")[0] == 200  # now the server also knows that the first client disconnected
     is_released.set()
@@ -245,6 +248,26 @@ def test_connection_without_complete_request_is_closed(start, monkeypatch, sent)
         with suppress(ConnectionResetError):
             while client.recv(10**5):
                 pass
+
+
+def test_connection_is_kept_while_its_second_request_is_in_progress(start, monkeypatch):
+    monkeypatch.setattr(web, "IDLE_S", 0.1)
+
+    def slow(upload):
+        sleep(0.25 if upload.name == "slow.jpg" else 0)
+        return classify(upload)
+
+    sent = []
+    for name in ("fast.jpg", "slow.jpg"):
+        body = form((name, b"x"))
+        sent += [f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode(), body]
+    received = b""
+    with socket.create_connection(("127.0.0.1", start(slow)), timeout=10) as client:
+        client.sendall(b"".join(sent))
+        with suppress(ConnectionResetError):
+            while data := client.recv(10**5):
+                received += data
+    assert received.count(b"HTTP/1.1 200 OK") == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
