@@ -436,12 +436,11 @@ def is_pointwise(graph, op, types):
     """Return whether an operator is a plain 1x1 convolution of one of the data types `types` for which there are custom
     kernels."""
     x, filters = graph.variables(op, "Input", "Filter").values()
-    if len(filters.shape) != 4 or filters.shape[2:] != (1, 1) or filters.dtype != x.dtype:
+    if filters.shape[2:] != (1, 1) or filters.dtype != x.dtype:
         return False
     is_plain = op.attr("strides") == [1, 1] and op.attr("groups") == 1 and op.attr("data_format") == "NHWC"
-    is_padded = op.attr("padding_algorithm") == "EXPLICIT" and any(op.attr("paddings"))
     has_channels = all(channels % CHANNELS == 0 for channels in filters.shape[:2])
-    is_known = is_plain and not is_padded and has_channels
+    is_known = is_plain and not any(op.attr("paddings")) and has_channels
     return is_known and x.dtype in types and _has_bfloat16_tensor_cores()
 
 

@@ -9,6 +9,7 @@ import paddle
 import paddle.nn.functional as F
 import pytest
 from paddle import nn, static
+from paddle.utils import unique_name
 
 from conftest import NHWC, assert_one_error, frozen, losses, phase
 from helpers import random_batches
@@ -207,9 +208,7 @@ def test_channels_must_be_multiple_of_4_in_all_types(dtype, channels, is_fused):
         x = static.data("x", [None, 6, 6, channels], dtype)
         filters = static.data("filters", [channels, 1, 3, 3], dtype)
         y = F.conv2d(x, filters, padding=1, groups=channels, data_format="NHWC")
-        mean, variance, scale, bias = (static.data(name, [channels]) for name in "mvsb")
-        y = F.batch_norm(y, mean, variance, scale, bias, training=False, data_format="NHWC")
-        F.max_pool2d(y, 3, 2, 1, data_format="NHWC")
+        F.max_pool2d(batch_norm(y), 3, 2, 1, data_format="NHWC")
     fusion.fuse(main)
     assert types(main)["native_depthwise_conv_bn_inference"] == types(main)["native_max_pool"] == is_fused
     assert fusion.paddle_depthwise(main) == (() if is_fused else (f"3x3, stride 1, {channels} channels",))
@@ -283,8 +282,13 @@ def no_gradient(x):
     return x
 
 
-def max_pool(x, kernel):
-    return F.max_pool2d(x, kernel, 1, kernel // 2, data_format="NHWC")
+def with_gradient(x):
+    x.stop_gradient = False
+    return x
+
+
+def max_pool(x, kernel, **flags):
+    return F.max_pool2d(x, kernel, 1, kernel // 2, data_format="NHWC", **flags)
 
 
 UNUSUAL = {
@@ -307,6 +311,12 @@ UNUSUAL = {
         2,
     ),
     "chain of additions": (lambda x: (lambda y: conv(y) + y)((lambda y: y + bn()(conv(y)))(conv(x))), 1),
+    "residual sum with two readers": (lambda x: (lambda y: conv(y) + y)(F.relu(bn()(conv(x)) + conv(x))), 1),
+    "residual sum with three readers": (
+        lambda x: (lambda y: conv(y) + conv(y) + y)(F.relu(bn()(conv(x)) + conv(x))),
+        1,
+    ),
+    "images as the first addend": (lambda x: conv(F.relu(x + fixed_bn(**frozen_parameters())(x))), 1),
     "second addend": (lambda x: (lambda y: F.relu(y + bn()(conv(y))))(conv(x)), 1),
     "ReLU6": (lambda x: F.relu6(9 * bn()(conv(x))) + F.relu6(bn()(conv(x))), 2),
     "hard-swish": (lambda x: F.hardswish(bn()(conv(x))), 1),
@@ -353,7 +363,8 @@ UNUSUAL = {
     "depthwise with VALID padding": (lambda x: depthwise(conv(x), 5, padding="VALID"), 1),
     "depthwise with unknown height": (lambda x: depthwise(paddle.reshape(conv(x), [0, -1, 6, 8]), 3), 0),
     "small pool": (lambda x: max_pool(conv(x), 3), 2),
-    "large pool": (lambda x: max_pool(conv(x), 17), 0),
+    "largest pool": (lambda x: max_pool(conv(x), 15), 2),
+    "larger pool": (lambda x: max_pool(conv(x), 16), 0),
     "pool with windows that contain only padding": (lambda x: F.max_pool2d(conv(x), 2, 1, 2, data_format="NHWC"), 0),
     "pool whose output size is rounded up": (
         lambda x: F.max_pool2d(conv(x), 3, 2, ceil_mode=True, data_format="NHWC"),
@@ -366,13 +377,31 @@ UNUSUAL = {
     "squeeze-and-excitation": (lambda x: excite(conv(x)), 4),
     "squeeze-and-excitation after an addition": (lambda x: excite(F.relu(bn()(conv(x)) + conv(x))), 5),
     "squeeze-and-excitation of the images": (lambda x: conv(x) + excite(x), 2),
-    "squeeze-and-excitation of a layer with another reader": (lambda x: (lambda y: excite(y) + y)(conv(x)), 4),
+    "squeeze-and-excitation of a layer with another reader": (lambda x: (lambda y: conv(y) + excite(y))(conv(x)), 4),
     "squeeze-and-excitation after max pooling": (lambda x: excite(max_pool(conv(x), 3)), 6),
     "factors times image": (lambda x: (lambda y: layers.sigmoid(global_average_pool(y)) * y)(conv(x)), 1),
     "averages with two readers": (lambda x: excite_twice(conv(x)), 7),
     "dropout between": (lambda x: excite(dropout(F.relu(dropout(bn()(conv(x)))))), 5),
     "one factor per pixel": (lambda x: x * layers.sigmoid(conv(x)[:, :, :, :1]), 0),
     "factors of a different layer": (lambda x: conv(x) * layers.sigmoid(global_average_pool(conv(x))), 4),
+    "factors of a different layer, image with another reader": (
+        lambda x: (lambda y: y * layers.sigmoid(global_average_pool(conv(x))) + conv(y))(conv(x)),
+        4,
+    ),
+    "factors of a different layer, image averaged over windows": (
+        lambda x: (
+            lambda y: (
+                y * layers.sigmoid(global_average_pool(conv(x)))
+                + F.avg_pool2d(y, 3, 1, 1, exclusive=False, data_format="NHWC")
+            )
+        )(conv(x)),
+        4,
+    ),
+    "factors of images with a gradient": (
+        lambda x: with_gradient(x) * layers.sigmoid(global_average_pool(conv(x.detach()))),
+        4,
+    ),
+    "one factor per value": (lambda x: (lambda y: y * layers.sigmoid(y))(global_average_pool(conv(x))), 1),
     "mean over windows": (lambda x: F.avg_pool2d(conv(x), 2, data_format="NHWC"), 0),
     "concatenation": (lambda x: paddle.concat([conv(x), x], axis=-1), 1),
     "concatenation of two layers": (lambda x: paddle.concat([conv(x), conv(x)], axis=3), 2),
@@ -410,10 +439,180 @@ def test_pointwise_convolutions_are_fused_with_fixed_statistics(pointwise_kernel
     assert_same_results(build, lambda main: types(main)["native_pointwise_conv_bn_inference"] == operators)
 
 
-def test_wide_pointwise_convolutions_are_not_fused(pointwise_kernels, monkeypatch):
-    monkeypatch.setitem(fusion.POINTWISE_BN_CHANNELS, paddle.float32, 4)
+@pytest.mark.parametrize("widest, fused", [(7, 0), (8, 1)])
+def test_wide_pointwise_convolutions_are_not_fused(pointwise_kernels, monkeypatch, widest, fused):
+    monkeypatch.setitem(fusion.POINTWISE_BN_CHANNELS, paddle.float32, widest)
     build, _ = POINTWISE["activation"]
-    assert_same_results(build, lambda main: types(main)["native_pointwise_conv_bn_inference"] == 0)
+    assert_same_results(build, lambda main: types(main)["native_pointwise_conv_bn_inference"] == fused)
+
+
+@pytest.mark.parametrize("pixels, width, split", [(36, 6, 1), (37, 6, 0), (1, -1, 0)])
+def test_filter_gradients_of_small_images_are_not_replaced(pointwise_kernels, monkeypatch, pixels, width, split):
+    """Width -1 is unknown."""
+    monkeypatch.setattr(fusion, "POINTWISE_PIXELS", pixels)
+    main, startup = static.Program(), static.Program()
+    with static.program_guard(main, startup):
+        images = static.data("data", [None, width, width, 8])
+        images.stop_gradient = False  # the gradient of the convolution is complete
+        paddle.optimizer.SGD(0.1).minimize(paddle.mean(conv(images)))
+    fusion.fuse(main)
+    assert types(main)["native_pointwise_conv_backward_filter"] == split
+
+
+def images(channels=8, dtype="float32", height=6, name="images"):
+    return static.data(name, [None, height, height, channels], dtype)
+
+
+def filters(dtype="float32", size=1, inputs=8):
+    return static.data("filters", [8, inputs, size, size], dtype)
+
+
+def batch_norm(x, layout="NHWC"):
+    mean, variance, scale, bias = (static.data(name, x.shape[-1:]) for name in "mvsb")
+    return F.batch_norm(x, mean, variance, scale, bias, training=False, data_format=layout)
+
+
+def append(op_type, inputs, outputs=("Out",), **attrs):
+    """Append an operator and return its first output. Paddle's functions reject or convert some inputs."""
+    block = static.default_main_program().global_block()
+    outputs = {name: block.create_var(name=unique_name.generate(name), dtype="float32") for name in outputs}
+    block.append_op(type=op_type, inputs=inputs, outputs=outputs, attrs=attrs)
+    return next(iter(outputs.values()))
+
+
+def convolve(x, filters, op_type="conv2d", **attrs):
+    attrs = {"strides": [1, 1], "paddings": [0, 0], "dilations": [1, 1], "groups": 1, "data_format": "NHWC"} | attrs
+    return append(op_type, {"Input": x, "Filter": filters}, ["Output"], **attrs)
+
+
+def convolve_depthwise(x, dtype="float32", **attrs):
+    return convolve(x, filters(dtype, 3, 1), "depthwise_conv2d", **{"paddings": [1, 1], "groups": 8} | attrs)
+
+
+def pool(**attrs):
+    attrs = {"ksize": [3, 3], "strides": [1, 1], "paddings": [0, 0], "pooling_type": "max"} | attrs
+    return append("pool2d", {"X": images()}, data_format="NHWC", **attrs)
+
+
+def pair(dtype="float32"):
+    return [images(dtype=dtype, name=name) for name in "xy"]
+
+
+# {case: (function that builds a program without gradients, its custom operators and remaining additions)}.
+INFERENCE = {
+    "max pooling in float64": (lambda: max_pool(images(dtype="float64"), 3), []),
+    "max pooling with a rectangular window": (lambda: pool(ksize=[3, 2]), []),
+    "max pooling with different strides": (lambda: pool(strides=[1, 2]), []),
+    "max pooling with different paddings": (lambda: pool(paddings=[1, 0]), []),
+    "global max pooling": (lambda: pool(global_pooling=True), []),
+    "adaptive max pooling": (lambda: pool(adaptive=True), []),
+    "max pooling": (lambda: max_pool(images(), 3), ["max_pool"]),
+    "max pooling with VALID padding": (lambda: pool(paddings=[1, 1], padding_algorithm="VALID"), []),
+    "global average pooling": (lambda: pool(pooling_type="avg", global_pooling=True), ["image_sums"]),
+    "adaptive average pooling": (lambda: pool(pooling_type="avg", ksize=[1, 1], adaptive=True), ["image_sums"]),
+    "adaptive average pooling to 2x2 pixels": (lambda: pool(pooling_type="avg", ksize=[2, 2], adaptive=True), []),
+    "average of 6 channels": (lambda: global_average_pool(images(6)), []),
+    "factors": (lambda: images() * images(height=1, name="factors"), ["scale_images"]),
+    "factors for 6 channels": (lambda: images(6) * images(6, height=1, name="factors"), []),
+    "factors of a different type": (
+        lambda: append("elementwise_mul", {"X": images(dtype="float16"), "Y": images(height=1, name="factors")}),
+        [],
+    ),
+    "addend of a different type": (
+        lambda: append("elementwise_add", {"X": batch_norm(images()), "Y": images(dtype="float16", name="addend")}),
+        ["bn_inference", "elementwise_add"],
+    ),
+    "batch normalization with batch statistics": (lambda: fixed_bn(use_global_stats=False)(images()), []),
+    "batch normalization in evaluation mode": (
+        lambda: nn.BatchNorm2D(8, data_format="NHWC")(images()),
+        ["bn_inference"],
+    ),
+    "dropout in evaluation mode": (
+        lambda: append(
+            "dropout", {"X": images(), "Seed": static.data("seed", [1], "int32")}, ["Out", "Mask"], is_test=True
+        ),
+        [],
+    ),
+    "concatenation": (lambda: paddle.concat(pair(), axis=3), ["concat"]),
+    "concatenation along an axis in a variable": (
+        lambda: append("concat", {"X": pair(), "AxisTensor": paddle.full([1], 3, "int32")}, axis=3),
+        [],
+    ),
+    "concatenation in float64": (lambda: paddle.concat(pair("float64"), axis=3), []),
+    "depthwise": (lambda: convolve_depthwise(images()), ["depthwise_conv"]),
+    "depthwise with different strides": (lambda: convolve_depthwise(images(), strides=[1, 2]), []),
+    "depthwise in NCHW": (
+        lambda: convolve_depthwise(static.data("images", [None, 8, 6, 8]), data_format="NCHW"),
+        [],
+    ),
+    "depthwise with filters of a different type": (lambda: convolve_depthwise(images(), "float16"), []),
+    "depthwise before batch normalization of rows": (
+        lambda: batch_norm(convolve_depthwise(images(height=8)), "NCHW"),
+        ["depthwise_conv"],
+    ),
+    "1x1 convolution": (lambda: batch_norm(convolve(images(), filters())), ["pointwise_conv_bn_inference"]),
+    "1x1 convolution of 6 channels": (lambda: batch_norm(convolve(images(6), filters(inputs=6))), ["bn_inference"]),
+    "1x1 convolution with filters of a different type": (
+        lambda: batch_norm(convolve(images(), filters("float16"))),
+        ["bn_inference"],
+    ),
+    "1x1 convolution before batch normalization of rows": (
+        lambda: batch_norm(convolve(images(height=8), filters()), "NCHW"),
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", INFERENCE)
+def test_custom_operators_of_inference_programs(pointwise_kernels, case):
+    """The programs are not run, because most of these combinations of types and attributes exist only on GPUs."""
+    build, operators = INFERENCE[case]
+    main = static.Program()
+    with static.program_guard(main, static.Program()):
+        build()
+    main = main.clone(for_test=True)
+    fusion.fuse(main)
+    after = [name for name in types(main) if name.startswith(("native_", "elementwise_add"))]
+    assert [name.removeprefix("native_") for name in after] == operators
+    layers = {"depthwise with different strides", "depthwise with filters of a different type"}
+    assert fusion.paddle_depthwise(main) == (("3x3, stride 1, 8 channels",) if case in layers else ())
+
+
+def test_only_operators_that_combine_overflow_flags_are_removed():
+    main = static.Program()
+    with static.program_guard(main, static.Program()):
+        block, gradient, scale = main.global_block(), images(), static.data("scale", [1])
+        flag = block.create_var(name="flag", dtype="bool")
+        outputs = {"Out": gradient, "FoundInfinite": flag}
+        block.append_op(type="check_finite_and_unscale", inputs={"X": gradient, "Scale": scale}, outputs=outputs)
+        both = append("concat", {"X": [flag, flag]}, axis=0)
+        append("reduce_any", {"X": both})
+        other = static.data("other", [1], "bool")
+        append("concat", {"X": [other, flag]}, axis=0)
+        append("reduce_any", {"X": other})
+    graph = fusion.Graph(block)
+    fusion._fuse_loss_scaling(graph)
+    assert [op.type for op in graph.replaced] == ["check_finite_and_unscale", "concat", "reduce_any"]
+
+
+@pytest.mark.parametrize("case, is_sum", [("squeeze-and-excitation", False), ("residual sum with two readers", True)])
+def test_gradient_that_another_operator_reads_is_computed(case, is_sum):
+    """The additional operator copies a sum of two gradients, or a summand."""
+    copies = []
+    for fuse in (False, True):
+        with static.scope_guard(static.Scope()):
+            main, _, exe = small_program(UNUSUAL[case][0])
+            block = main.global_block()
+            [add] = [op for op in block.ops if op.type == "sum"]
+            inputs = {"X": block.var(add.output_arg_names[0] if is_sum else add.input_arg_names[0])}
+            copy, place = block.create_var(name="copy", dtype="float32"), block.ops.index(add) + 1
+            block._insert_op(place, type="scale", inputs=inputs, outputs={"Out": copy}, attrs={"op_role": 1})
+            if fuse:
+                assert fusion.fuse(main) > 0
+            images = np.random.RandomState(1).randn(4, 6, 6, 8).astype("float32")
+            copies.append(exe.run(main, {"data": images}, [copy])[0])
+    assert np.abs(copies[0]).max() > 0
+    np.testing.assert_allclose(copies[1], copies[0], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", UNUSUAL)
