@@ -198,7 +198,7 @@ def _similar(image_root, mode, data_format="folder"):
     """If a folder or file list probably contains the split under a different name, such as training/ instead of train/,
     return its name, otherwise None."""
     ending = {"folder": "/", "filelist": ".txt"}.get(data_format)
-    if ending is None or not os.path.isdir(image_root):
+    if ending is None:
         return None
     names = [f"{name}/" if os.path.isdir(os.path.join(image_root, name)) else name for name in os.listdir(image_root)]
     name_of = {name.lower(): name for name in names if name.endswith(ending)}
@@ -420,7 +420,7 @@ def count_classes(image_root, mode, data_format="auto", allow_outside=False):
         data_format: one of STORAGE_FORMATS, or "auto".
         allow_outside: whether a file list may contain files outside image_root.
     Returns:
-        number of classes, or None if record files have no classes.txt or the split is missing.
+        number of classes, or None if record files have no class names in classes.txt or the split is missing.
     Raises:
         UsageError: the data set cannot be read, or its file lists have fewer images than classes.
     """
@@ -430,7 +430,7 @@ def count_classes(image_root, mode, data_format="auto", allow_outside=False):
         folder = _label_dir(image_root, mode)
         return len(class_folders(folder)) if os.path.isdir(folder) else None
     names = class_names(image_root)
-    if names is None and data_format == "filelist":
+    if not names and data_format == "filelist":
         splits = [m for m in Mode if m is mode or os.path.isfile(os.path.join(image_root, f"{m.value}.txt"))]
         labels = [label for m in splits for label in list_filelist(image_root, m, None, allow_outside)[1]]
         if max(labels) >= len(labels):
@@ -439,7 +439,7 @@ def count_classes(image_root, mode, data_format="auto", allow_outside=False):
                 f"has label {max(labels)}; number the classes from 0, or set --num-of-class"
             )
         return max(labels) + 1
-    return names and len(names)
+    return len(names) if names else None
 
 
 def _label_dir(image_root, mode):
@@ -799,8 +799,8 @@ def is_class(label, limit=None):
 
 def skip_list_line(name):
     """Return an image's line in a --skip-list. The line is the image's name, or a JSON string if the name contains
-    unprintable characters, begins with a quotation mark or is blank."""
-    is_plain = name.isprintable() and name.strip() and not name.startswith('"')
+    unprintable characters or begins with a quotation mark."""
+    is_plain = name.isprintable() and not name.startswith('"')
     return f"{name if is_plain else json.dumps(name)}\n"
 
 

@@ -219,16 +219,27 @@ def increase_record_count(data):
     data[place] += 1
 
 
+def decrease_record_count(data):
+    data[data.index(struct.pack("<Q", 23), 0, 2 * 4096)] -= 1
+
+
 def change_record_order(data):
     place = data.index(b"00000003")
     data[place : place + 8] = b"99999999"
+
+
+def repeat_key(data):
+    place = data.index(b"00000003")
+    data[place : place + 8] = b"00000002"
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (increase_record_count, "only 23 of 24 records were found"),
+        (decrease_record_count, "record b'00000022' is out of order"),
         (change_record_order, "record b'00000004' is out of order"),
+        (repeat_key, "record b'00000002' is out of order"),
     ],
 )
 def test_lmdb_with_damaged_tree_is_rejected(copy, damage, message):
@@ -241,11 +252,12 @@ def test_lmdb_with_damaged_tree_is_rejected(copy, damage, message):
         open_split(root)
 
 
-def test_lmdb_that_crashes_its_reader_is_rejected(copy, monkeypatch):
-    root, outcomes = copy("lmdb"), [subprocess.CompletedProcess([], -signal.SIGBUS, "", "")]
+@pytest.mark.parametrize(("code", "outcome"), [(-signal.SIGBUS, "SIGBUS"), (1, "exit code 1")])
+def test_lmdb_that_crashes_its_reader_is_rejected(copy, monkeypatch, code, outcome):
+    root, outcomes = copy("lmdb"), [subprocess.CompletedProcess([], code, "", "")]
     monkeypatch.setattr(records.subprocess, "run", lambda *arguments, **options: outcomes.pop())
     for _ in range(2):  # the LMDB is checked only once, although verify reads each record separately
-        with pytest.raises(UsageError, match=r"damaged \(reading it fails with SIGBUS\); write or copy it again"):
+        with pytest.raises(UsageError, match=rf"damaged \(reading it fails with {outcome}\); write or copy it again"):
             open_split(root)
 
 
@@ -265,16 +277,16 @@ def labels_of(loader):
 
 
 def test_invalid_label_text_is_rejected_and_never_becomes_a_class(parse, tmp_path, monkeypatch):
-    write_tar(tmp_path, [b"1", *LABELS, b"2\n"])
+    write_tar(tmp_path, [b"1", *LABELS, b"2\n", b"908765432\t\r"])
     names = [image.name for image in listing.images(str(tmp_path), Mode.EVAL)[2]]
-    assert list(verify.verify(tmp_path).failing) == names[1:-1]
+    assert list(verify.verify(tmp_path).failing) == names[1:-2]
     with pytest.raises(UsageError, match="is not a number of up to 9 digits"):
         open_split(tmp_path)
     # The check before step 1 may miss invalid labels. The reader replaces such labels with -1, which the loss function
     # rejects.
     monkeypatch.setattr(readers, "CHECKED_LABELS", 1)
     loader = dali.build_dataloader(parse("--image-root", tmp_path), Mode.EVAL)
-    assert labels_of(loader) == [1, *[-1] * len(LABELS), 2]
+    assert labels_of(loader) == [1, *[-1] * len(LABELS), 2, 908765432]
 
 
 @pytest.mark.parametrize("label", [float("nan"), float("inf"), -1.0, 1.25, 3e9])

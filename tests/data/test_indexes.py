@@ -104,7 +104,7 @@ def test_index_of_different_shard_is_rejected(tmp_path, kind, count):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("text", ["", "nonsense", "v1.1 5\n", "1 2 3\n"])
+@pytest.mark.parametrize("text", ["", "nonsense", "v1.1 5\n", "1 2 3\n", "v2 1\njpg 512 3 cls 1536 3\n"])
 def test_index_of_unknown_format_is_rejected(tmp_path, kind, text):
     shard = write(tmp_path, kind)
     with open(indexes.index_path(str(shard)), "w") as f:
@@ -178,12 +178,68 @@ def test_sample_without_image_or_class_is_rejected(tmp_path, names, message):
     assert all(part in str(error.value) for part in message.split(" and "))
 
 
+def header(name, size, kind=tarfile.REGTYPE):
+    """Encode the header of a tar member. Members of type GNUTYPE_SPARSE get 0 as the size of the original file."""
+    member = tarfile.TarInfo(name)
+    member.size, member.type = size, kind
+    return member.tobuf(tarfile.GNU_FORMAT)
+
+
+@pytest.mark.timeout(5)
 def test_tar_member_of_negative_size_is_rejected(tmp_path):
-    member = tarfile.TarInfo("0.jpg")
-    member.size = -512
-    (tmp_path / "train.tar").write_bytes(member.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
-    with pytest.raises(UsageError, match="the size at byte 0 is negative"):
-        indexes.scan(str(tmp_path / "train.tar"), "webdataset")
+    path = tmp_path / "train.tar"
+    for start, damaged in (
+        (0, header("0.jpg", -512)),
+        (512, header("README", 0) + header("0.jpg", -512, tarfile.GNUTYPE_SPARSE)),
+    ):
+        path.write_bytes(damaged + bytes(1024))
+        with pytest.raises(UsageError, match=f"the size at byte {start} is negative"):
+            indexes.scan(str(path), "webdataset")
+    with pytest.raises(ValueError, match="^$"):
+        indexes._check_between(io.BytesIO(header("README", -256) + bytes(2048)), 0, None)
+
+
+@pytest.mark.parametrize("name", ["a.j pg", "a. "])
+def test_tar_member_with_space_in_extension_is_rejected(tmp_path, name):
+    with pytest.raises(UsageError, match="the extension of 'a.* contains a space"):
+        indexes.scan(tar(tmp_path / "train-0.tar", [name, "a.cls"]), "webdataset")
+
+
+@pytest.mark.parametrize(("old", "new"), [("jpg 512 3", "jpg 512 2"), ("1536 3\n", "1536 3 x\n")])
+def test_tar_index_with_wrong_size_or_additional_field_is_rejected(tmp_path, old, new):
+    shard = tar(tmp_path / "train-0.tar", ["a.jpg", "a.cls"])
+    index = Path(indexes.open_index(shard, "webdataset").path)
+    assert index.read_text() == "v1.1 1\njpg 512 3 cls 1536 3\n"
+    index.write_text(index.read_text().replace(old, new))
+    with pytest.raises(UsageError, match="does not match"):
+        indexes.open_index(shard, "webdataset")
+
+
+def test_tar_index_of_a_link_is_rejected(tmp_path):
+    label = header("a.cls", 1) + b"7".ljust(512, b"\0") + bytes(1024)
+    for kind in (tarfile.REGTYPE, tarfile.SYMTYPE):
+        file = io.BytesIO(header("a.jpg", 0, kind) + label)
+        file.name = "train-0.tar"
+        rows = b"v1.1 1\njpg 512 0 cls 1024 1\n", file, len(file.getvalue())
+        if kind == tarfile.REGTYPE:
+            assert [part.tolist() for part in indexes._webdataset_rows(*rows)] == [[[512, 0]], [[1024, 1]]]
+        else:
+            with pytest.raises(ValueError, match="^$"):
+                indexes._webdataset_rows(*rows)
+
+
+def test_numbers_in_an_index_are_limited():
+    assert indexes._numbers([b"9" * 18], None).tolist() == [10**18 - 1]
+    assert indexes._numbers([b"5"], 5).tolist() == [5]
+    for text, limit in ((b"9" * 19, None), (b"6", 5), (b"-1", None)):
+        with pytest.raises(ValueError, match="^$"):
+            indexes._numbers([text], limit)
+
+
+def test_tfrecord_index_with_record_without_payload_is_rejected():
+    assert indexes._tfrecord_rows(b"0 17\n17 116\n", None, 133)[0].tolist() == [[0, 17], [17, 116]]
+    with pytest.raises(ValueError, match="^$"):
+        indexes._tfrecord_rows(b"0 16\n16 117\n", None, 133)
 
 
 def test_index_for_skip_list_that_cannot_be_written_is_an_error(tmp_path, cache):
@@ -223,9 +279,11 @@ def test_recordio_index_without_a_row_is_rejected(tmp_path, monkeypatch):
     shard = write(tmp_path, "recordio")
     index = Path(indexes.open_index(str(shard), "recordio").path)
     lines = index.read_text().splitlines(keepends=True)
-    index.write_text("".join([*lines[:2], *lines[3:]]))
-    with pytest.raises(UsageError, match="idx: does not match"):
-        indexes.open_index(str(shard), "recordio")
+    repeated = f"2\t{lines[1].split()[1]}\n"
+    for damaged in ([*lines[:2], *lines[3:]], [*lines[:2], repeated, *lines[3:]]):
+        index.write_text("".join(damaged))
+        with pytest.raises(UsageError, match="idx: does not match"):
+            indexes.open_index(str(shard), "recordio")
 
 
 def test_write_file_is_atomic(tmp_path, monkeypatch):

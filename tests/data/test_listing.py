@@ -112,6 +112,13 @@ def test_file_list_label_above_image_count_is_rejected(tmp_path, label):
         listing.count_classes(tmp_path, Mode.TRAIN)
     (tmp_path / "train.txt").write_text("a 0\nb 1\n")
     assert listing.count_classes(tmp_path, Mode.TRAIN) == 2
+    # An explicit format takes precedence over the detected format.
+    assert listing.count_classes(tmp_path, Mode.TRAIN, "folder") is None
+    (tmp_path / "train/a").mkdir(parents=True)
+    assert listing.count_classes(tmp_path, Mode.TRAIN, "folder") == 1
+    (tmp_path / "classes.txt").touch()  # an empty file contains no class names
+    assert listing.count_classes(tmp_path, Mode.TRAIN, "filelist") == 2
+    assert listing.count_classes(tmp_path, Mode.TRAIN, "lmdb") is None
 
 
 @pytest.mark.parametrize("names", ["train", "class folders"])
@@ -156,6 +163,8 @@ def test_class_folder_unknown_to_network_is_rejected(root):
         UsageError, match=r"val/class3 is not one of the 3 classes of the checkpoint \(class0, class1, "
     ):
         listing.list_folder(root, Mode.EVAL, classes=TRAINED)
+    with pytest.raises(UsageError, match=r"val/class0 is not one of the 3 classes of the checkpoint \(a, b, c\)"):
+        listing.list_folder(root, Mode.EVAL, classes=["a", "b", "c"])
 
 
 def test_unnamed_classes_do_not_define_labels(root):
@@ -184,6 +193,8 @@ def test_names_of_class_folders_come_from_classes_txt(root):
     (root / "classes.txt").write_text("cat\ndog\nox\n")
     data_set = readers.open_split(root, "auto", Mode.EVAL, 3, 0)
     assert (data_set.classes, data_set.class_names) == (TRAINED, ["cat", "dog", "ox"])
+    (root / "classes.txt").write_text(f"cat\ndog\n{'x' * 1000}\n")
+    assert listing.class_names(root) == ["cat", "dog", "x" * 1000]
     (root / "classes.txt").write_text(f"cat\ndog\n{'x' * 1001}\n")
     with pytest.raises(UsageError, match=r"classes.txt: cannot be read \(a line exceeds 1000 characters\); write one"):
         readers.open_split(root, "auto", Mode.EVAL, 3, 0)
@@ -223,6 +234,12 @@ def test_empty_training_class_requires_allow_empty(root, capsys):
     ]
 
 
+def test_missing_class_of_file_list_logs_a_warning(root, capsys):
+    listing.check_classes(root, Mode.TRAIN, "filelist", [0, 2], [*TRAINED])
+    message = "train has no images for 1 of 3 classes (class1); add images"
+    assert capsys.readouterr().err == f"warning: --image-root {root}: {message}\n"
+
+
 def test_single_class_logs_a_warning(root, capsys):
     for name in ("class0", "class2"):
         shutil.rmtree(root / "train" / name)
@@ -246,6 +263,7 @@ def test_ignored_files_are_counted_by_kind_and_class(root, capsys):
     ):
         (root / "val" / name).touch()
     (root / "val/class2/inner.jpg").mkdir()
+    (root / "val/class2/.inner.jpg").mkdir()
     os.symlink("/nowhere", root / "val/class2/gone.heic")
     files = listing.list_folder(root, Mode.EVAL)[0]
     assert len(files) == 23
@@ -268,6 +286,77 @@ def test_root_path_that_is_not_utf_8_is_rejected(photos, tmp_path):
     for read in (listing.splits, lambda root: readers.open_split(root, "folder", Mode.TRAIN, 3, 0)):
         with pytest.raises(UsageError, match=r"bild\\udce9r': the path is not valid UTF-8; rename the folder"):
             read(root)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, ""), (1, "a"), (5, "a, a, a, a, a"), (6, "a, a, a, a, a and 1 more"), (9, "a, a, a, a, a and 4 more")],
+)
+def test_long_enumerations_are_shortened(count, text):
+    assert listing._some(["a"] * count) == text
+
+
+def test_folders_with_names_of_images_are_not_images(tmp_path):
+    (tmp_path / "a.jpg").mkdir()
+    for name in ("b.jpg", ".c.jpg", "d.txt"):
+        (tmp_path / name).touch()
+    assert listing.images_at_the_top(tmp_path) == ["b.jpg"]
+
+
+@pytest.mark.parametrize(
+    ("image", "name"),
+    [
+        (listing.Image("x/a@1", "d/x/a@1", 0), "d/x/a@1"),
+        (listing.Image("a.rec@1", "d/a.rec", None, "recordio"), "d/a.rec@1"),
+    ],
+)
+def test_full_name_of_an_image_includes_the_root(image, name):
+    assert image.full_name == name
+
+
+def test_labels_without_known_limit_are_checked(tmp_path):
+    listing.check_labels("x", [0, 2**31 - 1], None, None)
+    listing.check_labels("x", [1], 2, None)
+    for label, limit, allowed in (
+        (-1, None, "labels are whole numbers from 0"),
+        (2**31, None, "labels are whole numbers from 0"),
+        (0.5, None, "labels are whole numbers from 0"),
+        (2, 2, "--num-of-class 2 allows 0 to 1"),
+    ):
+        with pytest.raises(UsageError, match=f"^x: has label .*, but {allowed}; number the classes"):
+            listing.check_labels("x", [label], limit, None)
+
+
+def test_files_of_file_list_are_found_in_a_folder_that_cannot_be_listed(root, monkeypatch):
+    def fail(path):
+        raise PermissionError
+
+    monkeypatch.setattr(listing.os, "scandir", fail)
+    listing.check_listed(root, Mode.EVAL, ["val/class0/00.jpg"])
+    with pytest.raises(
+        UsageError, match=r"val.txt: val/class0/x.jpg is missing or not a regular file; remove the line"
+    ):
+        listing.check_listed(root, Mode.EVAL, ["val/class0/00.jpg", "val/class0/x.jpg"])
+
+
+def test_skip_list_restores_unusual_names(tmp_path):
+    names = ['"quoted"', "two\nlines", "plain name.jpg", "\u00fc"]
+    for name in names:
+        (tmp_path / name).touch()
+    text = "".join(map(listing.skip_list_line, names))
+    assert text == '"\\"quoted\\""\n"two\\nlines"\nplain name.jpg\n\u00fc\n'
+    (tmp_path / "skip").write_text(text)
+    assert listing.read_skip_list(tmp_path / "skip", tmp_path) == set(names)
+
+
+@pytest.mark.parametrize("name", ["val.txt", "skip list"])
+def test_lists_that_are_not_utf_8_are_rejected(root, name):
+    (root / name).write_bytes(b"\xe9.jpg 0\n")
+    with pytest.raises(UsageError, match=rf"{name}:? cannot be read \(it is not UTF-8\); write "):
+        if name == "val.txt":
+            listing.list_filelist(root, Mode.EVAL)
+        else:
+            listing.read_skip_list(root / name, root)
 
 
 @pytest.mark.timeout(5)

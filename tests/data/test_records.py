@@ -3,7 +3,7 @@ import struct
 
 import pytest
 
-from paddle_resnet.data import listing, records
+from paddle_resnet.data import listing, lmdb_check, records
 from paddle_resnet.tools import writers
 from utils.errors import UsageError
 
@@ -64,6 +64,10 @@ def test_records_without_one_image_and_label_are_rejected(tmp_path):
     with pytest.raises(UsageError, match="several labels"):
         records.read_label(str(tmp_path / "flagged"), "recordio", 0, 0)
 
+    (tmp_path / "text").write_bytes(b"no record")
+    with pytest.raises(UsageError, match="no record starts at this position"):
+        records.read_label(str(tmp_path / "text"), "recordio", 0, 0)
+
     (tmp_path / "words").write_bytes(b"cat")
     with pytest.raises(UsageError, match="the record at byte 0 is not an image with a label"):
         records.read_label(str(tmp_path / "words"), "webdataset", 0, 3)
@@ -77,6 +81,8 @@ def test_parts_of_recordio_record_are_joined(tmp_path):
     path.write_bytes(writers.recordio_record(records.RECORDIO_HEAD.pack(0, 7, 0, 0) + image))
     assert path.read_bytes().count(magic) == 3  # one magic number per part
     assert records.read(listing.Image("val.rec@0", str(path), None, "recordio", (0, 0, 0, 0))) == (image, 7)
+    first, last = (magic + struct.pack("<I", flag << 29) for flag in (1, 3))
+    assert writers.recordio_record(magic) == first + last
 
 
 def test_lmdb_labels_returns_size_and_labels(tmp_path):
@@ -85,6 +91,41 @@ def test_lmdb_labels_returns_size_and_labels(tmp_path):
         writer.finish()
     assert records.lmdb_labels(str(tmp_path / "train_lmdb"), 1) == (3, [300, 1])
     assert records.lmdb_labels(str(tmp_path / "train_lmdb"), 100) == (3, [300, 2, 1])
+
+
+@pytest.mark.parametrize(
+    ("size", "problem"), [(2 * 4096 - 16, None), (2 * 4096 - 15, "record b'00000000' is outside the file")]
+)
+def test_lmdb_record_beyond_end_of_file_is_rejected(tmp_path, size, problem):
+    """The image occupies the last two pages of the file, after a header of 16 bytes. Its size precedes its key."""
+    with writers.SINGLE_FILE["lmdb"](str(tmp_path), "val") as writer:
+        writer.write([(bytes(5000), 3)])
+        writer.finish()
+    path = tmp_path / "val_lmdb/data.mdb"
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<H", data, data.index(b"00000000") - 8, size)
+    path.write_bytes(data)
+    assert lmdb_check.problem(str(path.parent)) == problem
+
+
+def test_missing_lmdb_record_is_rejected(tmp_path):
+    with writers.SINGLE_FILE["lmdb"](str(tmp_path), "val") as writer:
+        writer.write([(b"x", 3)])
+        writer.finish()
+    path = str(tmp_path / "val_lmdb")
+    assert records.read(listing.Image("val_lmdb@00000000", path, None, "lmdb", b"00000000")) == (b"x", 3)
+    with pytest.raises(UsageError, match="val_lmdb: record 9 is not an encoded image"):
+        records.read(listing.Image("val_lmdb@9", path, None, "lmdb", b"9"))
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(OSError("odd"), "p: cannot be read (odd); "), (OSError(5, "reason", "file"), "file: cannot be read (reason); ")],
+)
+def test_error_of_unreadable_file_names_the_file(error, message):
+    with pytest.raises(UsageError) as e, records.readable("p"):
+        raise error
+    assert str(e.value).startswith(message)
 
 
 def test_lmdb_records_have_fields_of_caffe():
@@ -97,13 +138,15 @@ def test_file_that_is_not_an_lmdb_of_images_is_rejected(tmp_path):
     import lmdb
 
     (tmp_path / "other").mkdir()
+    assert lmdb_check.problem(str(tmp_path / "other")) == "data.mdb is missing"
     (tmp_path / "other" / "data.mdb").write_bytes(b"x" * 10000)
     with pytest.raises(UsageError, match="not a Caffe LMDB, or damaged"):
         records.lmdb_labels(str(tmp_path / "other"), 1)
     fields = {"pixels": {"label": 1}, "not encoded": {"label": 1, "encoded": False}, "no label": {"encoded": True}}
     values = {name: records.datum_class()(data=b"x", **rest).SerializeToString() for name, rest in fields.items()}
+    damaged, unusable = "not a Caffe LMDB, or damaged", "record 0 is not an encoded image"
     for name, value in {"raw": b"hello", **values}.items():
         with lmdb.open(str(tmp_path / name)) as environment, environment.begin(write=True) as transaction:
             transaction.put(b"0", value)
-        with pytest.raises(UsageError, match="not a Caffe LMDB, or damaged|is not an encoded image"):
+        with pytest.raises(UsageError, match=damaged if name == "raw" else unusable):
             records.lmdb_labels(str(tmp_path / name), 1)
