@@ -54,14 +54,12 @@ def predict(model, paths, batch_size=32, device="cpu", threads=4, read=None):
         iterator. `probabilities` is float32 [classes]. If a file cannot be decoded, `probabilities` is None and
         `problem` describes the error.
     """
-    running, read = None, _checked(read or _read_file, model.description)
+    running, read = ([], None), _checked(read or _read_file, model.description)
     for files_read, images in _images(model.description, paths, batch_size, device, threads, read):
         submitted = files_read, None if images is None else model.submit(images)
-        if running is not None:  # while the device runs this batch, the host processes the previous batch
-            yield from _results(*running)
+        yield from _results(*running)  # while the device runs this batch, the host processes the previous batch
         running = submitted
-    if running is not None:
-        yield from _results(*running)
+    yield from _results(*running)
 
 
 def _results(files_read, probabilities):

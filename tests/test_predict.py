@@ -1,11 +1,13 @@
 import copy
 import csv
 import io
+import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +16,11 @@ from PIL import Image
 from conftest import NHWC, ROOT, phase
 from paddle_resnet import export, predict
 from paddle_resnet.checkpoints import folders
+from paddle_resnet.data import bad_images
 from paddle_resnet.data.records import IMAGE_SUFFIXES
 from paddle_resnet.serving import inference, networks, preprocessing
 from paddle_resnet.serving.model import Model
-from utils.errors import UsageError
+from utils.errors import RunError, UsageError
 
 pytestmark = pytest.mark.usefixtures("one_block")
 
@@ -144,6 +147,15 @@ def test_invalid_image_files_are_reported_and_skipped(checkpoint, photos, tmp_pa
     ]
 
 
+def test_intact_image_that_dali_cannot_load_is_an_error(checkpoint, val_images, tmp_path, monkeypatch):
+    data = Path(val_images[0][0]).read_bytes()
+    (tmp_path / "a.jpg").write_bytes(data[: len(data) // 2])
+    monkeypatch.setattr(bad_images, "decode", lambda data: None)
+    model = Model("", networks.load_checkpoint(checkpoint).description, None)
+    with pytest.raises(RunError, match=rf"{tmp_path}/a.jpg: DALI cannot load this image \(.+\); remove it"):
+        list(predict.predict(model, [str(tmp_path / "a.jpg")]))
+
+
 def test_image_with_too_many_pixels_after_resize_is_reported(checkpoint, tmp_path):
     """Resizing 5 x 65,000 pixels to 256 x 3,328,000 pixels would need 2.6 GB. The shorter side of the image must cover
     the longer side of the crop."""
@@ -172,6 +184,14 @@ def test_folders_are_searched_like_in_training(photos, tmp_path, capsys):
     assert capsys.readouterr().err.startswith(
         f"warning: {folder}: skipped {skipped}; rename images so that they end in .jpg, "
     )
+    for i in range(predict.SHOWN_REASONS - 4):
+        assert ", ..." not in skipped
+        (folder / f"below/a.x{i}").write_text("")
+        predict.find_images([str(folder)], None)
+        skipped = capsys.readouterr().err.partition("; rename images")[0]
+    assert skipped.endswith(", ...") and skipped.count(", ") == predict.SHOWN_REASONS
+    predict.find_images([str(photos / "val/class1")], None)
+    assert capsys.readouterr().err == ""
     (folder / "below/loop").unlink()
     with pytest.raises(UsageError, match=r"copy: contains no images \(\.jpg, .*\); skipped: 2 \.gif, "):
         predict.find_images([str(folder / "copy")], None)
@@ -221,6 +241,19 @@ def test_top_returns_the_five_most_probable_classes():
     actual = predict.top(np.array([0.1, 0.3, 0.1, 0.2, 0.1, 0.1, 0.1]), list("abcdef"))
     assert [label for label, *_ in actual] == [1, 3, 0, 2, 4]
     assert actual[0] == (1, "b", 0.3)
+    assert predict.top(np.array([0.1, 0.3, 0.6]), ["a", "b"]) == [(2, "2", 0.6), (1, "b", 0.3), (0, "a", 0.1)]
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(0, 5), (6 / 128, 6), (6.5 / 128, 7)])
+def test_benchmark_measures_for_minimum_duration(monkeypatch, seconds, steps):
+    """Each step takes 1/128 s. The first steps are not measured."""
+    clock, runs = itertools.count(step=1 / 128), []
+    monkeypatch.setattr(predict, "BENCHMARK_S", seconds)
+    monkeypatch.setattr(predict, "perf_counter", lambda: next(clock))
+    model = Model("Executor", {"input": {"shape": [None, 2], "dtype": "float32"}}, lambda images: [runs.append(images)])
+    [row] = predict.benchmark([model], [4], "cpu")
+    assert len(runs) == predict.BENCHMARK_WARMUP_STEPS + steps
+    assert (row["batch"], row["ips"], row["latency_p50_ms"]) == (4, 4 * 128, 1000 / 128)
 
 
 def test_benchmark_measures_every_available_engine(checkpoint, model_of, capsys, monkeypatch):
@@ -243,6 +276,11 @@ def test_benchmark_measures_every_available_engine(checkpoint, model_of, capsys,
         "warning: onnxruntime: not measured: " in err
         and "contains no model.onnx; export the checkpoint with --onnx" in err
     )
+
+
+def test_benchmark_of_an_onnx_file_measures_only_onnxruntime(checkpoint, model_of, capsys):
+    models = list(predict.engines(model_of("ONNX", checkpoint), "cpu"))
+    assert [model.engine for model in models] == ["onnxruntime"] and capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("package", ["onnx", "onnxruntime", "session"])
@@ -273,9 +311,16 @@ def test_benchmark_skips_unusable_engine_with_a_warning(checkpoint, tmp_path, ca
         (["{run}/0", "{root}/empty"], "empty: contains no images (.jpg,"),
         (["{run}/0", "{image}", "--json", "--csv", "-"], "--json: --csv - also writes to stdout"),
         (["{run}/0", "{image}", "--benchmark"], "--benchmark: measures random images"),
+        (["{run}/0", "--benchmark", "--json"], "--benchmark: measures random images"),
+        (["{run}/0", "--benchmark", "--csv", "x.csv"], "--benchmark: measures random images"),
         (["{run}/0", "{image}", "--csv", "{image}/x.csv"], "x.csv: cannot be written (Not a directory)"),
         (["{run}/0", "{image}", "--csv", "{image}"], "the same file as the image"),
         (["{run}/0", "{image}", "--csv", "{run}/0/x.csv"], "/0 is reserved for a checkpoint; choose a path outside it"),
+        (["{root}/x.onnx", "{image}", "--csv", "{root}/x.onnx"], "the same file as MODEL"),
+        (
+            ["{run}/0", "{image}", "--model-arch-name", "{root}/net.py:Net", "--csv", "{root}/net.py"],
+            "the same file as --model-arch-name",
+        ),
         (["{root}/broken", "{image}"], "model.json: not a valid description of a network (preprocessing.resize"),
     ],
 )
@@ -285,6 +330,7 @@ def test_invalid_command_exits_with_code_2_and_an_error(checkpoint, val_images, 
     for name in ("empty", "broken"):
         (tmp_path / name).mkdir()
     (tmp_path / "broken/model.json").write_text('{"input": {}}')
+    (tmp_path / "net.py").write_text("Net = None")
     places = {"root": tmp_path, "run": tmp_path / "run", "image": val_images[0][0]}
     assert predict.main([argument.format(**places) for argument in arguments]) == 2
     errors = capsys.readouterr().err.splitlines()
@@ -492,15 +538,23 @@ def test_csv_of_an_interrupted_command_does_not_replace_the_previous_file(
     checkpoint, val_images, tmp_path, monkeypatch
 ):
     def interrupted(model, paths, *args):
+        assert args == (2, "cpu", 3)
         yield paths[0], np.ones(3), None
         raise KeyboardInterrupt
 
     table = tmp_path / "table.csv"
     table.write_text("previous\n")
     monkeypatch.setattr(predict, "predict", interrupted)
-    assert predict.main([str(checkpoint), *val_images[0], "--device", "cpu", "--csv", str(table)]) == 130
+    flags = ["--device", "cpu", "--csv", str(table), "--batch-size", "2", "--dali-num-threads", "3"]
+    assert predict.main([str(checkpoint), *val_images[0], *flags]) == 130
     assert table.read_text() == "previous\n"
     assert [path.name for path in tmp_path.iterdir() if "table" in path.name] == ["table.csv"]
+
+
+def test_csv_device_is_not_locked(monkeypatch):
+    monkeypatch.setattr(predict.locks, "held", None)
+    with predict._csv_writer("/dev/null", 1) as write:
+        write([0])
 
 
 def test_csv_requires_that_stdout_is_read(checkpoint, val_images, tmp_path):

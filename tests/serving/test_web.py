@@ -24,6 +24,7 @@ from PIL import Image
 from conftest import ROOT, strict_json, wait_until
 from paddle_resnet import export, predict, serving
 from paddle_resnet.serving import inference
+from paddle_resnet.serving.model import Model
 from utils.errors import UsageError
 
 for package in ("starlette", "uvicorn", "python_multipart"):
@@ -372,6 +373,9 @@ def test_unusable_addresses_are_errors():
         (["x.jpg", "--serve", "0"], "--serve 0: not supported with images, --csv, --json"),
         (["--serve", "0", "--batch-size", "4"], "--serve 0: not supported with"),
         (["--serve", "0", "--benchmark"], "--serve 0: not supported with"),
+        (["--serve", "0", "--json"], "--serve 0: not supported with"),
+        (["--serve", "0", "--csv", "x.csv"], "--serve 0: not supported with"),
+        (["--serve", "0", "--serve-host", "192.0.2.1"], "--serve 0: cannot listen on 192.0.2.1"),
         (["--serve", "0"], "model: does not exist"),
     ],
 )
@@ -422,6 +426,29 @@ def test_clients_that_reset_the_connection_do_not_stop_the_server():
         finally:
             server.terminate()
         assert server.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "limits", "threads"),
+    [
+        ([], (20 * 10**6, 16, ["127.0.0.1", "[::1]", "localhost"]), 4),
+        (
+            ["--serve-max-mb", "3", "--serve-max-images", "7", "--serve-host", "0.0.0.0", "--dali-num-threads", "2"],
+            (3 * 10**6, 7, ["*"]),
+            2,
+        ),
+    ],
+    ids=["defaults", "flags"],
+)
+def test_server_has_the_limits_of_its_flags(monkeypatch, capsys, flags, limits, threads):
+    actual, model = [], Model("Executor", {"output": {"shape": [None, 3]}}, None)
+    monkeypatch.setattr(inference, "open_model", lambda *arguments: model)
+    monkeypatch.setattr(predict, "predict", lambda *arguments: [actual.append(arguments[2:5]) or (None, None, "")])
+    monkeypatch.setattr(web, "create_app", lambda classify, worker, description, *limits: actual.append(limits))
+    monkeypatch.setattr(web, "serve", lambda app, listener, announce: announce())
+    assert predict.main(["model", "--serve", "0", "--device", "cpu", *flags]) == 0
+    assert actual == [(1, "cpu", threads), limits]
+    assert ("other machines can access the model without password" in capsys.readouterr().err) == bool(flags)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
