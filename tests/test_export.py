@@ -397,9 +397,12 @@ def test_float16_export_with_lower_accuracy_is_not_kept(checkpoint, photos):
         (["--int8-engine", "tensorrt"], "--int8-engine tensorrt: requires --int8; add it"),
         (["--int8", "--calibration-images", "9"], "--calibration-images 9: requires --calibrate IMAGE_ROOT; add it"),
         (["--int8", "--calibrate", "nowhere"], "--calibrate nowhere: not a folder"),
-        (["--int8", "--calibrate", "tests"], "--calibrate tests: has no train/; use"),
+        (
+            ["--int8", "--calibrate", "tests"],
+            "--calibrate tests: has no train/; put the class folders into train/",
+        ),
         (["--verify", "nowhere"], "--verify nowhere: not a folder"),
-        (["--verify", "tests"], "--verify tests: has no val/; use"),
+        (["--verify", "tests"], "--verify tests: has no val/; put the class folders into val/, or use"),
     ],
 )
 def test_unusable_flags_are_an_error(checkpoint, tmp_path, capsys, flags, message):

@@ -285,6 +285,13 @@ def test_checkpoint_of_different_model_exits_with_code_2(run_train, checkpoint, 
     assert_one_error(capsys.readouterr().err, ["--from-checkpoint", "does not match the model", "--model-arch-name"])
 
 
+def test_evaluation_without_val_folder_does_not_suggest_a_split(run_train, checkpoint, photos, tmp_path, capsys):
+    """A split would evaluate training images."""
+    for root in (photos / "train", shutil.copytree(photos / "train", tmp_path / "photos/train").parent):
+        assert run_train("--run-scope", "eval_only", "--from-checkpoint", checkpoint, image_root=root)[0] == 2
+        assert_one_error(capsys.readouterr().err, [f"{root}: has no val/; put the class folders into val/, or use"])
+
+
 def test_checkpoint_of_finished_run_exits_with_code_2(run_train, tmp_path, capsys):
     run_train()
     flags = ["--from-checkpoint", tmp_path / "output/Tiny", "--last-epoch-of-checkpoint", "auto"]

@@ -84,7 +84,7 @@ def check_root(image_root, content="train/ and val/", flag="--image-root"):
     """Raise UsageError if --image-root is not a folder, or if its path is not valid UTF-8, which DALI requires."""
     if not os.path.isdir(image_root):
         raise UsageError(f"{flag} {image_root}: not a folder; use the folder that contains {content}")
-    if not _is_utf8(os.path.abspath(image_root)):
+    if not is_utf8(os.path.abspath(image_root)):
         raise UsageError(f"{flag} {image_root!a}: the path is not valid UTF-8; rename the folder")
 
 
@@ -93,10 +93,12 @@ def check_split(flag, image_root, mode):
     read the data set late call this function at startup, so that they fail early."""
     check_root(image_root, f"{mode.value}/", flag)
     if not _has_split(image_root, mode):
-        raise UsageError(f"{flag} {image_root}: has no {mode.value}/; use the folder of a data set with this split")
+        similar = _similar(image_root, mode)
+        remedy = f"rename {similar} to {mode.value}/" if similar else f"put the class folders into {mode.value}/"
+        raise UsageError(f"{flag} {image_root}: has no {mode.value}/; {remedy}, or use a different folder")
 
 
-def _is_utf8(path):
+def is_utf8(path):
     """Return whether a path is valid UTF-8, which DALI requires."""
     return os.fsencode(path) == str(path).encode(errors="replace")
 
@@ -205,7 +207,7 @@ def _similar(image_root, mode, data_format="folder"):
     return next((name_of[name + ending] for name in OTHER_NAMES[mode] if name + ending in name_of), None)
 
 
-def images(image_root, mode, data_format=None, allow_outside=False, classes=None):
+def images(image_root, mode, data_format=None, allow_outside=False, classes=None, skip=frozenset()):
     """List all images of a split in stored order, which is also the order of evaluation.
 
     Args:
@@ -213,7 +215,7 @@ def images(image_root, mode, data_format=None, allow_outside=False, classes=None
         mode: Mode.TRAIN or Mode.EVAL.
         data_format: one of STORAGE_FORMATS, or None to detect the format.
         allow_outside: whether a file list may contain files outside image_root.
-        classes: for class folders, see list_folder.
+        classes, skip: for class folders, see list_folder.
     Returns:
         (storage format, classes or None, [Image])
     Raises:
@@ -222,7 +224,7 @@ def images(image_root, mode, data_format=None, allow_outside=False, classes=None
     data_format = data_format or detect(image_root, mode)
     if data_format in FILE_FORMATS:
         if data_format == "folder":
-            files, labels, classes = list_folder(image_root, mode, classes=classes)
+            files, labels, classes = list_folder(image_root, mode, skip=skip, classes=classes)
         else:
             files, labels, classes = list_filelist(image_root, mode, allow_outside=allow_outside)
         listed = [Image(name, os.path.join(image_root, name), label) for name, label in zip(files, labels, strict=True)]
@@ -252,7 +254,8 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
         image_root: the folder above train/ and val/.
         mode: Mode.TRAIN lists train/, Mode.EVAL lists val/.
         num_of_class: number of network outputs, or None for any number.
-        skip: names of images that the caller will drop. These images are listed even if they are not regular files.
+        skip: names of images that the caller will drop. These images are listed even if they are not regular files or
+            their names are not valid UTF-8.
         classes: class name of each output of a trained network, used to assign labels to the folders; None if the
             folders define the labels. The names "0", "1", ... stand for unnamed classes, and are ignored if no folder
             has one of these names.
@@ -306,9 +309,13 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
         files += [f"{split}/{name}/{file}" for file in images]
         labels += [label_of[name]] * len(images)
         ignored += [(kind, name, file) for kind, file in others]
-    if not _is_utf8("".join(files)):
-        name = next(os.fsencode(file) for file in files if not _is_utf8(file))
-        raise UsageError(f"--image-root {image_root}: {name!r} is not valid UTF-8; rename the file")
+    if not is_utf8("".join(files)):
+        for name in files:
+            if not is_utf8(name) and os.path.normpath(name) not in skip:
+                raise UsageError(
+                    f"--image-root {image_root}: {os.fsencode(name)!r} is not valid UTF-8; rename the file, or omit it "
+                    "with --skip-list"
+                )
     warn_of_ignored(split_dir, ignored)
     return files, labels, classes
 
@@ -799,7 +806,8 @@ def is_class(label, limit=None):
 
 def skip_list_line(name):
     """Return an image's line in a --skip-list. The line is the image's name, or a JSON string if the name contains
-    unprintable characters or begins with a quotation mark."""
+    unprintable characters or begins with a quotation mark. JSON represents a byte that is not valid UTF-8 by a lone
+    surrogate."""
     is_plain = name.isprintable() and not name.startswith('"')
     return f"{name if is_plain else json.dumps(name)}\n"
 
@@ -818,7 +826,7 @@ def read_skip_list(path, image_root, allow_outside=False):
     """
     try:
         with records.open_regular(path, _TEXT_LIMIT) as f:
-            lines = [line.rstrip("\r") for line in f.read().decode("utf-8-sig").split("\n")]
+            lines = [line.rstrip("\r") for line in f.read().decode("utf-8-sig", "surrogateescape").split("\n")]
         names = [json.loads(line) if line.startswith('"') else line for line in lines]
     except json.JSONDecodeError as e:
         raise UsageError(f'--skip-list {path}: a line that begins with " is not a JSON string ({e}); correct it') from e

@@ -65,7 +65,7 @@ def list_images(image_root, data_format, skip_list, allow_outside, count):
     skip = listing.read_skip_list(skip_list, image_root, allow_outside) if skip_list is not None else ()
     data_format = None if data_format == "auto" else data_format
     own = listing.own_classes(image_root, Mode.EVAL)
-    images = listing.images(image_root, Mode.EVAL, data_format, allow_outside, own)[2]
+    images = listing.images(image_root, Mode.EVAL, data_format, allow_outside, own, skip)[2]
     images = [image for image in images if os.path.normpath(image.name) not in skip]
     if len(images) != count:
         raise RunError(

@@ -201,7 +201,7 @@ def _list_source(source, skip_list, allow_outside):
     skip = listing.read_skip_list(skip_list, source, allow_outside) if skip_list is not None else frozenset()
     splits, classes = {}, None
     for mode in listing.splits(source):
-        data_format, names, images = listing.images(source, mode, allow_outside=allow_outside)
+        data_format, names, images = listing.images(source, mode, allow_outside=allow_outside, skip=skip)
         classes = classes or names
         images = [image for image in images if os.path.normpath(image.name) not in skip]
         if not images:

@@ -278,6 +278,8 @@ def check(task):
         label or None)
     """
     image, num_of_class = task
+    if not listing.is_utf8(image.path):
+        return "has a name that is not valid UTF-8", [], None, None
     try:
         data, label = records.read(image)
     except OSError as e:

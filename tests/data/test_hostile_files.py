@@ -384,7 +384,9 @@ def test_image_that_is_not_a_regular_file_is_an_error(photos, parse, run_train, 
     assert dataset.main(["verify", str(root), "--fix-list", str(fix_list)]) == 1
     assert fix_list.read_text().split() == names
     assert "50 images" not in capsys.readouterr().out
-    assert dataset.main(["convert", "--from", str(root), "--to", "lmdb", "--output", str(tmp_path / "x")]) == 2
+    convert = ["convert", "--from", str(root), "--to", "lmdb", "--output", str(tmp_path / "x")]
+    assert dataset.main(convert) == 2
+    assert dataset.main([*convert, "--skip-list", str(fix_list)]) == 0
     assert train_and_val_images(parse("--image-root", root, "--skip-list", fix_list)) == [24, 22]
 
 

@@ -157,6 +157,17 @@ def test_name_that_is_not_utf8_is_rejected(make):
     assert "b'train/a/caf\\xe9.jpg' is not valid UTF-8; rename the file" in error_of(root, Mode.TRAIN)
 
 
+@pytest.mark.parametrize("line", [b"train/a/caf\xe9.jpg", rb'"train/a/caf\udce9.jpg"'])
+def test_name_that_is_not_utf8_can_be_skipped(make, tmp_path, line):
+    root = make("train/a/0.jpg")
+    with open(os.path.join(os.fsencode(root), b"train/a/caf\xe9.jpg"), "wb"):
+        pass
+    (tmp_path / "skip.txt").write_bytes(line + b"\n")
+    skip = listing.read_skip_list(tmp_path / "skip.txt", root)
+    assert contents(open_folder(root, Mode.TRAIN, 10, 0, skip)) == [("train/a/0.jpg", 0)]
+    assert listing.skip_list_line(*skip) == '"train/a/caf\\udce9.jpg"\n'
+
+
 @pytest.mark.parametrize("name", ["train/", "train/0.jpg", "train/.hidden/0.jpg"])
 def test_split_without_class_folders_is_rejected(make, tmp_path, name):
     assert f"--image-root {tmp_path}: train/ has no class folders" in error_of(make(name), Mode.TRAIN)
