@@ -396,7 +396,7 @@ def _without(argv, flags):
     for argument in argv:
         is_value = is_value and not argument.startswith("--")
         if is_value or argument.partition("=")[0] in flags:
-            is_value = not is_value and "=" not in argument
+            is_value = not is_value
         else:
             kept.append(argument)
     return kept

@@ -2,6 +2,7 @@ import csv
 import json
 import pickle
 import shlex
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,9 +15,9 @@ import train
 from conftest import assert_one_error, losses, phase, read_report
 from paddle_resnet import program, report
 from paddle_resnet.job import exchange, processes
-from paddle_resnet.results import reading
+from paddle_resnet.results import page, reading
 from utils.errors import RunError, UsageError
-from utils.mode import RunScope
+from utils.mode import Mode, RunScope
 
 
 def read(path):
@@ -89,10 +90,12 @@ def test_printed_command_evaluates_best_checkpoint_and_keeps_report(run_train, t
     run = program.run
     with monkeypatch.context() as patch:
         patch.setattr(program, "run", lambda *args, **kwargs: {**run(*args, **kwargs), "top1": next(scores)})
-        code, entries = run_train("--epochs", "2", "--profile-steps", "1:2")
+        (tmp_path / "flags.yaml").write_text("profile_steps: '1:2'\n")
+        code, entries = run_train("--epochs", "2", "--config", tmp_path / "flags.yaml")
     assert code == 0
     [command] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("evaluate the best epoch, ")]
     arguments = shlex.split(command)
+    assert arguments[-2:] == ["--profile-steps", "None"]
     with static.scope_guard(static.Scope()):
         assert train.main(arguments[arguments.index("train.py") + 1 :]) == 0
     assert phase(read_report(tmp_path / "report.eval.json"), [], "val.")["loss"] == phase(entries, [0], "val.")["loss"]
@@ -138,6 +141,105 @@ def test_resume_rejects_report_with_unusable_paths(tmp_path, output_dir):
     path.write_text("".join(f"DLLL {json.dumps(entry)}\n" for entry in (start, {"step": [0], "data": {}})))
     with pytest.raises(UsageError, match=f"--report-file {path}: is the report of a different training run"):
         replaced(path, tmp_path / "output/Tiny")
+
+
+def line(step, **data):
+    return f"DLLL {json.dumps({'step': step, 'data': data})}\n"
+
+
+def test_report_without_results_is_replaced_without_a_message(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    path.write_text(line("PARAMETER", output_dir="elsewhere", model_arch_name="Tiny"))
+    for resume in (False, True):
+        replaced(path, tmp_path / "output/Tiny", resume)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_resumed_run_may_be_recorded_under_a_link(tmp_path):
+    """The report is not in the run folder."""
+    path = tmp_path / "report.json"
+    (tmp_path / "output/Tiny").mkdir(parents=True)
+    for target in ("output", "elsewhere"):
+        (tmp_path / target).mkdir(exist_ok=True)
+        (tmp_path / target[0]).symlink_to(target)
+        path.write_text(line("PARAMETER", output_dir=f"{tmp_path}/{target[0]}", model_arch_name="Tiny") + line([0]))
+        with nullcontext() if target == "output" else pytest.raises(UsageError, match="of a different training run"):
+            replaced(path, tmp_path / "output/Tiny")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({}, "--epochs 1: already completed in out/0; use more than 1"),
+        ({"iter_unit": "batch", "num_iter": 7}, "--num-iter 7: already completed in out/0; use a larger number"),
+    ],
+)
+def test_completed_run_is_an_error_without_resume(parse, flags, message):
+    checkpoint = SimpleNamespace(folder="out/0", epoch=1, ended_early=lambda patience: False)
+    with pytest.raises(UsageError, match=message):
+        report.all_done(parse().copy(**flags), [], checkpoint)
+
+
+@pytest.fixture
+def complete(parse, tmp_path, monkeypatch):
+    """Return a function that repeats the command of a completed run whose report has the given lines, and returns the
+    summaries and the number of pages that it writes."""
+
+    def complete(*lines, step=None, rank=0):
+        path, summaries, pages = tmp_path / "report.json", [], []
+        path.write_text("".join(lines))
+        monkeypatch.setattr(processes, "rank", lambda: rank)
+        for name in ("setup", "begin"):
+            monkeypatch.setattr(report.logger, name, lambda *arguments, **options: None)
+        monkeypatch.setattr(report.logger, "log", lambda step, data: summaries.append(data))
+        monkeypatch.setattr(report, "_write_page", lambda *arguments: pages.append(1))
+        trained = dict.fromkeys(("loss", "top1", "top5", "ips"), 0.5)
+        meta = {
+            "epoch": 3,
+            "step": step,
+            "trained": trained,
+            "evaluated": {"top1": 0.5},
+            "best": {"epoch": 1, "top1": 0.75},
+        }
+        flags = ["--resume", "--report-file", path, "--report-html", tmp_path / "page.html", "--output-dir", tmp_path]
+        checkpoint = SimpleNamespace(folder=f"{tmp_path}/0", meta=meta, ended_early=lambda patience: False)
+        report.all_done(parse(*flags), [], checkpoint)
+        return summaries, len(pages)
+
+    return complete
+
+
+def test_missing_summary_and_page_of_a_completed_run_are_written(complete, tmp_path):
+    started = {"datetime": "2026-01-01 10:00:00", "elapsedtime": "1"}
+    lines = [
+        json.dumps(started | {"step": step, "data": data}) + "\n"
+        for step, data in (
+            ("PARAMETER", {"lr": 1}),
+            ([3], {"val.top1": 0.5}),
+            ([], {"val.top1": 0.5}),
+            ("PARAMETER", {"run_scope": "eval_only"}),
+        )
+    ]
+    training, ended = lines[:2], lines[:3]
+    expected = {f"train.{name}": 0.5 for name in ("loss", "top1", "top5", "ips")} | {"val.top1": 0.5}
+    expected |= {"last.epoch": 3, "best.epoch": 1, "best.val.top1": 0.75}
+    assert complete(*training) == ([expected], 1)
+    assert complete(*training, step=2) == ([expected | {"last.step": 2}], 1)
+    assert complete(*training, rank=1) == ([], 0)
+    assert complete(*ended) == ([], 1)
+    assert complete(lines[3], lines[1]) == ([], 0)
+    (tmp_path / "page.html").touch()
+    assert complete(*ended) == ([], 0)
+    assert complete(*training)[1] == 1
+
+
+def test_summary_contains_available_metrics():
+    evaluated = {"loss": 1.0, "top1": 0.5, "top5": 0.75, "images": 23, "f1_macro": 0.25, "class_top1": 1}
+    best = {"epoch": 2, "step": 4, "top1": 0.625}  # of an older checkpoint
+    assert report._summary(None, evaluated, best, {"epoch": 3}) == {
+        **{"val.loss": 1.0, "val.top1": 0.5, "val.top5": 0.75, "val.images": 23, "val.f1_macro": 0.25},
+        **{"last.epoch": 3, "best.epoch": 2, "best.step": 4, "best.val.top1": 0.625},
+    }
 
 
 def test_unreadable_report_is_an_error():
@@ -268,16 +370,19 @@ def test_peak_memory_is_maximum_over_processes(monkeypatch):
 def test_start_line_lists_operators_learning_rate_and_steps(parse, monkeypatch):
     args = parse()
     line = report.start_line(args, [1, 2], None, {}, 0, True)
-    assert "no fused operators" in line
+    assert "no fused operators, CUDA graph, batch 8" in line
+    assert "1 x cpu, float32, NCHW" in line
     assert "all-reduces" not in line
     monkeypatch.setattr(processes, "world_size", lambda: 4)
     line = report.start_line(args, [1, 2], None, {"fused_a": 4, "native_b": 1}, 2, False)
-    assert "4 fused_a, 1 native_b" in line
+    assert "4 fused_a, 1 native_b, batch 8" in line
     assert f"peak lr {args.lr} x 4 = {4 * args.lr:g}, " in line
     assert line.endswith("train 2 steps per epoch, 2 gradient all-reduces per step")
     args = parse("--accumulate-steps", "2")
     line = report.start_line(args, [1, 2], None, {}, 2, False)
     assert f"peak lr {args.lr} x 8 = {8 * args.lr:g}, " in line
+    line = report.start_line(args.copy(amp=True, amp_level="O2", amp_dtype="bfloat16"), None, [1], {}, 0, False)
+    assert "AMP O2 in bfloat16, NCHW" in line and line.endswith(" = 0.4, val 1 steps per epoch")
 
 
 @pytest.mark.parametrize(
@@ -323,6 +428,20 @@ def test_slow_loader_warning_is_logged_once_per_run(run_train, capsys, monkeypat
     monkeypatch.setattr(report, "advise_on_loader", advise_on_gpu)
     assert run_train("--epochs", "4")[0] == 0
     assert capsys.readouterr().err.count("the GPU waited for images") == 1
+
+
+def test_other_ranks_print_no_table_and_write_no_page(parse, monkeypatch):
+    args, logged, drawn = parse("--benchmark"), [], []
+    monkeypatch.setattr(report, "_print_table", lambda *arguments: drawn.append("table"))
+    monkeypatch.setattr(page, "write", lambda *arguments: drawn.append("page"))
+    for rank, expected in ((1, []), (0, ["table", "page"])):
+        monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(report.logger, "report", lambda step, data: logged.append(data))
+        report.conclude(args, [], {"ips": 1.0}, Mode.TRAIN)
+        report._write_page(args.copy(report_html="page.html"), [])
+        assert drawn == expected and logged.pop()["processes"] == 1
+    report._write_page(args, [])
+    assert drawn == expected
 
 
 def test_benchmark_table_is_logged_as_plain_text(capsys, monkeypatch):
