@@ -61,7 +61,7 @@ def warn_of_unused_outputs(args, loader):
         )
 
 
-def build_dataloader(args, mode, state=None, trained=None, in_python=False):
+def build_dataloader(args, mode, state=None, trained=None):
     """Build the iterator over this process's shard.
 
     Args:
@@ -75,7 +75,6 @@ def build_dataloader(args, mode, state=None, trained=None, in_python=False):
             order of the first epoch.
         trained: class names of a trained network in the order of its outputs, which determine the labels of class
             folders. If None, the data set defines the labels.
-        in_python: see open_data_set.
     Returns:
         ShardIterator (a DALIGenericIterator), SyntheticIterator, or EmptyIterator for a process without validation
         images. `len()` is the number of steps per epoch, which is the same in all processes during training.
@@ -94,7 +93,7 @@ def build_dataloader(args, mode, state=None, trained=None, in_python=False):
     if args.data_format == "synthetic":
         return _synthetic_loader(args, mode, state)
 
-    data_set = open_data_set(args, mode, trained, in_python)
+    data_set = open_data_set(args, mode, trained)
     _check_labels(args, mode, data_set.data_format, data_set.labels)
     per_process = data_set.size // world_size
     if mode is Mode.TRAIN and per_process < args.batch_size:
@@ -178,19 +177,18 @@ def _check_labels(args, mode, data_format, labels):
             )
 
 
-def open_data_set(args, mode, trained=None, in_python=False):
+def open_data_set(args, mode, trained=None):
     """Return the readers.DataSet of a split, without the images in --skip-list. Raise UsageError if the data set cannot
-    be used. If in_python is set, see readers.in_python."""
+    be used."""
     if not args.run_scope.trains and args.data_format in ("auto", "folder"):
         listing.check_split("--image-root", args.image_root, mode)  # its remedy is not a split of the training images
     skip = frozenset()
     if args.skip_list is not None:
         skip = listing.read_skip_list(args.skip_list, args.image_root, args.allow_outside)
-    data_set = readers.open_split(
+    return readers.open_split(
         *(args.image_root, args.data_format, mode, args.num_of_class, args.dali_random_seed, skip),
         *(args.allow_outside, args.allow_empty_classes, trained),
     )
-    return readers.in_python(data_set) if in_python else data_set
 
 
 def _conditions(args, data_format, size, digest=None):

@@ -321,9 +321,7 @@ def _score(network, model, image_root):
     args.image_root, args.num_of_class = str(image_root), network.args.num_of_class
     args.data_format = listing.detect(args.image_root, Mode.EVAL)
     losses, correct, ties = np.zeros((0, 2)), 0, 0
-    trained = restore.recorded_classes(network.meta)
-    loader = dali.build_dataloader(args, Mode.EVAL, trained=trained, in_python=True)
-    for (batch,) in loader:
+    for (batch,) in dali.build_dataloader(args, Mode.EVAL, trained=restore.recorded_classes(network.meta)):
         labels = np.array(batch["label"])
         probabilities, logits = model.outputs(np.array(batch["data"]).astype(model.description["input"]["dtype"]))
         of_label = [np.take_along_axis(_log_softmax(logits, clip), labels, axis=1) for clip in (np.inf, PADDLE_CLIP)]

@@ -161,7 +161,7 @@ def _undecoded(data_set):
 
     @pipeline_def(batch_size=64, num_threads=1, device_id=None)
     def undecoded(shard_id, num_shards):
-        encoded, _ = (data_set.search or data_set.read)("Reader", shard_id, num_shards, shuffle=False)
+        encoded, _ = data_set.read("Reader", shard_id, num_shards, shuffle=False)
         return encoded, fn.get_property(encoded, key="source_info")
 
     shards = min(8, os.cpu_count(), data_set.size)  # several readers, because each reader has only one thread

@@ -21,10 +21,10 @@ import numpy as np
 from nvidia.dali import fn, types
 from nvidia.dali.tfrecord import FixedLenFeature, int64, string
 
-from paddle_resnet.data import bad_images, listing, records
+from paddle_resnet.data import listing, records
 from paddle_resnet.data.indexes import open_index
 from utils import logger
-from utils.errors import DataError, UsageError
+from utils.errors import UsageError
 from utils.mode import Mode
 
 # Number of images in the shuffle buffer of each process. For ImageNet, the buffer takes about 450 MB. A small buffer
@@ -50,9 +50,6 @@ class DataSet:
         files, labels: path relative to image_root and label (int64 array) of each image, in list order; None for record
             files, whose labels are not read in advance.
         has_reader: whether `read` adds a DALI reader with the given name.
-        python_read: like `read`, but for image files that Python opens, and without a DALI reader; None for record
-            files.
-        search: `read` of the original data set, if `read` was replaced by python_read.
     """
 
     data_format: str
@@ -64,8 +61,6 @@ class DataSet:
     files: list = None
     labels: np.ndarray = None
     has_reader: bool = True
-    python_read: Callable = None
-    search: Callable = None
 
     def __post_init__(self):
         self.class_names = self.class_names or self.classes
@@ -145,9 +140,7 @@ def _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outsid
         labels = [labels[i] for i in order]
 
     names = listing.report_names(image_root, data_format, classes)
-    read = _file_reader(image_root, files, labels)
-    data_set = DataSet(data_format, len(files), classes, read, digest, names, *in_list)
-    return replace(data_set, python_read=_python_reader(image_root, files, labels))
+    return DataSet(data_format, len(files), classes, _file_reader(image_root, files, labels), digest, names, *in_list)
 
 
 def encoded_images(batches):
@@ -243,33 +236,6 @@ def _file_reader(image_root, files, labels):
         return encoded, fn.cast(label, dtype=types.INT64)
 
     return read
-
-
-def _python_reader(image_root, files, labels):
-    """Return DataSet.python_read for image files below image_root."""
-
-    def sample(info):
-        i = min(info.idx_in_epoch, len(files) - 1)  # repeat the last image to fill the last batch
-        path = os.path.join(image_root, files[i])
-        try:
-            with records.open_regular(path, bad_images.MAX_BYTES) as file:
-                return np.frombuffer(file.read(), np.uint8), np.array([labels[i]], np.int64)
-        except OSError as e:
-            raise DataError(f"{path}: cannot be read ({e.strerror}); repair or remove it") from e
-
-    def read(name, shard_id, num_shards, shuffle):
-        return fn.external_source(sample, num_outputs=2, batch=False, dtype=[types.UINT8, types.INT64], ndim=[1, 1])
-
-    return read
-
-
-def in_python(data_set):
-    """Return a copy of a data set whose image files are opened in Python by a single process, in the order of DALI's
-    reader. Commands that no monitor can stop use this copy, because DALI would wait forever for a pipe that replaces an
-    image."""
-    if data_set.python_read is None:
-        return data_set
-    return replace(data_set, read=data_set.python_read, search=data_set.read, has_reader=False)
 
 
 def recordio(image_root, mode, num_of_class, seed, skip, trained=None):

@@ -158,7 +158,7 @@ def _batches(description, image_root, images):
     args = inference.loader_args(description, BATCH)
     args.image_root, args.num_of_class = str(image_root), None
     args.data_format = listing.detect(args.image_root, Mode.TRAIN)
-    data_set = dali.open_data_set(args, Mode.TRAIN, in_python=True)
+    data_set = dali.open_data_set(args, Mode.TRAIN)
     pipeline = dali.create_dali_pipeline(args, data_set, Mode.EVAL, 0, 1)
     loader = ShardIterator(pipeline, data_set.size, data_set, args.image_root, {})
     for start, (batch,) in zip(range(0, images, BATCH), loader, strict=False):

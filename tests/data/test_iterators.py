@@ -1,5 +1,3 @@
-import os
-import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,7 +6,6 @@ import pytest
 
 from paddle_resnet import dali
 from paddle_resnet.data.iterators import EmptyIterator, ShardIterator
-from utils.errors import DataError
 from utils.mode import Mode
 
 
@@ -42,26 +39,6 @@ def test_full_batch_is_written_into_target_tensors(parse, photos, mode):
         assert all((batch[name] is tensor) == is_full for name, tensor in targets.items())
         for name, values in arrays(batch).items():
             np.testing.assert_array_equal(values, reference[name])
-
-
-def assert_equal(loader, expected):
-    for (batch,), reference in zip(loader, expected, strict=True):
-        for name, values in arrays(batch).items():
-            np.testing.assert_array_equal(values, reference[name])
-
-
-def test_image_replaced_by_a_pipe_is_reported(parse, photos, tmp_path):
-    """DALI's reader would wait forever for a process that writes to the pipe."""
-    root = shutil.copytree(photos, tmp_path / "photos")
-    args = parse("--image-root", root, "--batch-size", 2, "--dali-prefetch", 1)
-    expected = [arrays(batch) for (batch,) in dali.build_dataloader(args, Mode.EVAL)]
-    assert_equal(dali.build_dataloader(args, Mode.EVAL, in_python=True), expected)
-    batches = dali.build_dataloader(args, Mode.EVAL, in_python=True)
-    next(batches)
-    (root / "val/class2/20.jpg").unlink()
-    os.mkfifo(root / "val/class2/20.jpg")
-    with pytest.raises(DataError, match="val/class2/20.jpg: cannot be read .not a regular file"):
-        list(batches)
 
 
 def test_synthetic_batch_is_not_written_into_target_tensors(parse):
