@@ -13,6 +13,7 @@ from paddle import static
 from conftest import frozen, phase, read_report
 from helpers import build, random_batches, variable
 from paddle_resnet import dali, models, program
+from paddle_resnet.data import iterators
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
 from paddle_resnet.settings import durations
@@ -518,13 +519,13 @@ def test_metrics_are_combined_over_ranks(monkeypatch):
 
 def test_confusion_matrices_are_summed_over_ranks(monkeypatch):
     ranks = []
-    for pairs in ([[0, 0], [0, 1], [2, 2]], [[0, 1]]):
+    for pairs in ([[0, 1], [0, 2], [2, 2]], [[0, 1]]):
         meter = ConfusionMeter(3)
         meter.update(np.array(pairs), len(pairs))
         ranks.append((meter,))
     for actual in on_two_ranks(monkeypatch, program._confusion_over_all_processes, *ranks):
-        np.testing.assert_array_equal(actual["confusion"], [[0, 0, 1], [0, 1, 2], [2, 2, 1]])
-        np.testing.assert_array_equal(actual["class_top1"], [1 / 3, np.nan, 1])
+        np.testing.assert_array_equal(actual["confusion"], [[0, 1, 2], [0, 2, 1], [2, 2, 1]])
+        np.testing.assert_array_equal(actual["class_top1"], [0, np.nan, 1])
 
 
 def test_confusion_counts_need_no_matrix():
@@ -564,14 +565,32 @@ def test_loader_with_wrong_length_is_an_error(parse):
         program.run(args, batches, Trace(), COMPILED, fake_fetchs(), 0)
 
 
-def test_strategy_fuses_operators_only_on_gpu(parse):
+def test_accumulation_requires_loader_with_length(parse):
+    batches = Batches(random_batches(3))
+    batches.__class__ = type("Endless", (Batches,), {"__len__": lambda self: iterators.UNKNOWN_LENGTH})
+    compiled = SimpleNamespace(**{**vars(COMPILED), "accumulating": COMPILED})
+    with pytest.raises(UsageError, match="--accumulate-steps 2: requires a loader with a length"):
+        program.run(parse("--accumulate-steps", "2"), batches, Trace(), compiled, fake_fetchs(), 0)
+
+
+def test_strategy_fuses_operators_only_in_training_on_gpu(parse, monkeypatch):
     args = parse()
     on_cpu = program.create_strategy(args)[0]
     assert all(getattr(on_cpu, n) == getattr(static.BuildStrategy(), n) for n in program.FUSED_OPERATORS)
     args.device = "gpu"
     strategy, execution_strategy = program.create_strategy(args)
     assert execution_strategy is None
-    assert all(getattr(strategy, name) for name in program.FUSED_OPERATORS if hasattr(strategy, name))
+    supported = [name for name in program.FUSED_OPERATORS if hasattr(strategy, name)]
+    assert all(getattr(strategy, name) for name in supported)
+    in_evaluation = program.create_strategy(args, is_train=False)[0]
+    assert all(getattr(in_evaluation, name) == getattr(on_cpu, name) for name in supported)
+    args.amp_dtype = "bfloat16"
+    assert program.create_strategy(args)[0].fuse_elewise_add_act_ops
+    args.amp = True
+    in_bfloat16 = program.create_strategy(args)[0]
+    assert {name for name in supported if not getattr(in_bfloat16, name)} == {"fuse_elewise_add_act_ops"}
+    monkeypatch.setattr(program, "FUSED_OPERATORS", ("only_in_other_versions",))
+    program.create_strategy(args)
 
 
 def test_unsupported_fuse_resunit_is_an_error(parse):

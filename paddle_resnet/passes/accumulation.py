@@ -29,7 +29,7 @@ def add_sums(main_prog, startup_prog, accumulate_steps):
         return
     block = main_prog.global_block()
     role = int(OpRole.Backward) | int(OpRole.Loss)
-    loss_gradient = next(op for op in block.ops if op.attr("op_role") == role and op.type == "fill_constant")
+    loss_gradient = next(op for op in block.ops if op.attr("op_role") == role)
     loss_gradient._set_attr("value", loss_gradient.attr("value") / accumulate_steps)
     gradients = {op.input("Grad")[0] for op in table.updates(main_prog)}
     last = {}

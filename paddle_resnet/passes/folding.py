@@ -77,7 +77,7 @@ def fuse_convolutions(program, exe):
     block = graph.block
     for bn in [op for op in block.ops if op.type == "batch_norm"]:
         tail, conv = fusion.find_tail(graph, bn), _convolution(graph, bn)
-        if conv is None or tail.activation != "relu" or conv.type != "conv2d" or conv.attr("groups") != 1:
+        if conv is None or tail.activation != "relu" or conv.attr("groups") != 1:
             continue
         folded, shift = _folded(graph, fold_prog, bn, conv, NHWC)
         inputs = {"Input": block.var(conv.input("Input")[0]), "Filter": folded, "Bias": shift}

@@ -188,6 +188,24 @@ def test_radam_matches_formula(beta1, beta2, epsilon, fuse):
                 np.testing.assert_allclose(variables.read(weight.name), next(values), rtol=2e-5, atol=2e-6)
 
 
+def test_clipping_includes_gradients_of_all_types():
+    """On GPUs, the other type is half precision."""
+    main = static.Program()
+    with static.program_guard(main, static.Program()):
+        block, rate = main.global_block(), static.data("rate", [1])
+        gradients = [static.data(dtype, [2], dtype) for dtype in ("float32", "float64")]
+        for g in gradients:
+            p = block.create_var(name=f"{g.name}.p", shape=[2], dtype=g.dtype, persistable=True)
+            inputs = {"Param": p, "Grad": g, "LearningRate": rate}
+            block.append_op(type="sgd", inputs=inputs, outputs={"ParamOut": p}, attrs={"op_role": 2})
+        updates.clip_gradients(main, 1.0)
+    for op in table.updates(main):
+        block._remove_op(block.ops.index(op))
+    feed = {"float32": np.float32([1, 2]), "float64": np.float64([2, 4])}
+    for g, result in zip(gradients, static.Executor(PLACE).run(main, feed, gradients), strict=True):
+        np.testing.assert_allclose(result, feed[g.name] / 5, rtol=1e-6)
+
+
 @pytest.mark.parametrize("scale", [False, True], ids=["unscaled", "scaled"])
 @pytest.mark.parametrize("fuse", [False, True], ids=["paddle", "native"])
 def test_clipping_limits_global_norm(fuse, scale):

@@ -9,6 +9,7 @@ from paddle import static
 from conftest import NHWC, assert_one_error, losses, phase
 from helpers import build, random_batches
 from paddle_resnet.checkpoints import variables
+from paddle_resnet.machine import compat
 from paddle_resnet.models import layers
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import accumulation, updates
@@ -62,10 +63,10 @@ def test_accumulated_update_equals_update_of_large_batch(parse, without_bn, kern
             np.testing.assert_allclose(other[name], value, rtol=1e-4, atol=tolerance * scale, err_msg=name)
 
 
-def test_float16_gradients_are_summed_in_float32():
-    """The gradient of each batch is too small to change a float16 sum of the other gradients."""
-    role, count = accumulation.OpRole, 64
-    main, startup = static.Program(), static.Program()
+def float16_programs(count, append=lambda block: None):
+    """Return a training program for a float16 parameter after add_sums, its startup program, and the gradient.
+    append(block) appends operators before the update."""
+    role, main, startup = accumulation.OpRole, static.Program(), static.Program()
     with static.program_guard(main, startup):
         block = main.global_block()
         data = static.data("data", [3])
@@ -75,20 +76,40 @@ def test_float16_gradients_are_summed_in_float32():
         block.append_op(type="fill_constant", outputs={"Out": loss}, attrs=attrs)
         types = {"in_dtype": data.dtype, "out_dtype": paddle.float16, "op_role": int(role.Backward)}
         block.append_op(type="cast", inputs={"X": data}, outputs={"Out": names["p@GRAD"]}, attrs=types)
+        append(block)
         inputs = {"Param": names["p"], "Grad": names["p@GRAD"], "LearningRate": loss}
         attrs = {"op_role": int(role.Optimize)}
         block.append_op(type="sgd", inputs=inputs, outputs={"ParamOut": names["p"]}, attrs=attrs)
         accumulation.add_sums(main, startup, count)
-    accumulating = accumulation.without_update(main)
+    return main, startup, names["p@GRAD"]
+
+
+def test_sums_are_added_before_all_reduce():
+    def append(block):
+        compat.append_all_reduce(block, block.var("p@GRAD"))
+        block.ops[-1]._set_attr("op_role", int(accumulation.OpRole.Backward))
+
+    main, *_ = float16_programs(2, append)
+    sums = ["cast", "elementwise_add", "cast", "fill_constant"]
+    assert [op.type for op in main.global_block().ops] == ["fill_constant", "cast", *sums, compat.ALL_REDUCE, "sgd"]
+    accumulating = accumulation.without_update(main).global_block()
+    assert [op.type for op in accumulating.ops] == ["fill_constant", "cast", *sums[:2]]
+
+
+def test_float16_gradients_are_summed_in_float32():
+    """The gradient of each batch is too small to change a float16 sum of the other gradients."""
+    count = 64
+    main, startup, gradient = float16_programs(count)
+    block, accumulating = main.global_block(), accumulation.without_update(main)
     block._remove_op(len(block.ops) - 1)  # the CPU cannot update float16 parameters
     exe = static.Executor(paddle.CPUPlace())
     gradients = np.full((count, 3), [1, 3e-4, -9e-4], np.float16)
     gradients[0] = 2048, 1, 4
     exe.run(startup)
     for _ in range(2):  # the second pass checks that the sums were reset to 0
-        for gradient in gradients[:-1]:
-            exe.run(accumulating, {"data": gradient.astype("float32")})
-        [result] = exe.run(main, {"data": gradients[-1].astype("float32")}, [names["p@GRAD"]])
+        for value in gradients[:-1]:
+            exe.run(accumulating, {"data": value.astype("float32")})
+        [result] = exe.run(main, {"data": gradients[-1].astype("float32")}, [gradient])
         assert result.dtype == np.float16
         # The CPU truncates the sum to float16.
         np.testing.assert_allclose(result, np.cumsum(gradients.astype("float32"), 0)[-1], rtol=2**-10)

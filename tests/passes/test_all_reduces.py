@@ -42,9 +42,11 @@ def test_all_reduces_use_computation_stream_within_host(monkeypatch, device, loc
     main = static.Program()
     with static.program_guard(main):
         main.global_block().create_var(name="g", shape=[2], dtype="float32")
+        paddle.scale(main.global_block().var("g"))
     append_all_reduce(main.global_block(), "g")
     all_reduces.adapt_communication(main, static.Program(), device)
-    op = main.global_block().ops[0]
+    other, op = main.global_block().ops
+    assert not other.has_attr("use_calc_stream")
     assert op.has_attr("use_calc_stream") == compat.HAS_CALC_STREAM
     if compat.HAS_CALC_STREAM:
         assert op.attr("use_calc_stream") == expected

@@ -128,20 +128,26 @@ def bn():
     return lambda x: F.relu(layer(x))
 
 
+def conv_with_cast():
+    return conv_with(lambda filters: filters.astype("float32"), "float64")
+
+
 def twice(layer, x):
     return paddle.concat([bn()(layer(x)), bn()(layer(x))], axis=3)
 
 
-# For each case: function of images [N, 6, 6, 8], and number of BN layers that are not folded.
+# For each case: function of images [N, 6, 6, 8], and the numbers of BN layers that are not folded and of those that are
+# not fused.
 UNUSUAL = {
-    "BN of the images": (lambda x: bn()(conv()(bn()(x))), 1),
-    "convolution with two readers": (lambda x: (lambda y: bn()(y) + y)(conv()(x)), 1),
-    "computed filters": (lambda x: bn()(conv_with(lambda filters: filters * 2)(x)), 1),
-    "shared filters after a cast": (
-        lambda x: twice(conv_with(lambda filters: filters.astype("float32"), "float64"), x),
-        0,
-    ),
-    "filters shared by two BN layers": (lambda x: twice(conv(), x), 0),
+    "BN of the images": (lambda x: bn()(conv()(bn()(x))), 1, 1),
+    "BN after ReLU": (lambda x: bn()(F.relu(x)), 1, 1),
+    "convolution with two readers": (lambda x: (lambda y: bn()(y) + y)(conv()(x)), 1, 1),
+    "computed filters": (lambda x: bn()(conv_with(lambda filters: filters * 2)(x)), 1, 1),
+    "shared filters after a cast": (lambda x: twice(conv_with_cast(), x), 0, 0),
+    "filters with another reader after a cast": (lambda x: (lambda f: bn()(f(x)) + f(x))(conv_with_cast()), 0, 0),
+    "filters shared by two BN layers": (lambda x: twice(conv(), x), 0, 0),
+    "groups": (lambda x: bn()(conv(groups=2)(x)), 0, 1),
+    "depthwise convolution": (lambda x: bn()(conv(groups=8)(x)), 0, 1),
 }
 
 
@@ -159,7 +165,7 @@ def small_program(build_network):
 @pytest.mark.parametrize("fold", [partial(folding.fold_batch_norms, channel_axis=-1), folding.fuse_convolutions])
 @pytest.mark.parametrize("case", UNUSUAL)
 def test_unusual_networks_have_same_results(monkeypatch, case, fold):
-    build_network, remaining = UNUSUAL[case]
+    build_network, *remaining = UNUSUAL[case]
     random = np.random.RandomState(1)
     with small_program(build_network) as (main, exe, out):
         for name in [v.name for v in main.list_vars() if v.persistable and v.name.startswith("batch_norm")]:
@@ -170,8 +176,10 @@ def test_unusual_networks_have_same_results(monkeypatch, case, fold):
             monkeypatch.setattr(fusion.Graph, "replace", _insert_emulation)
         fold(main, exe)
         types = [op.type for op in main.global_block().ops]
-        assert types.count("batch_norm") == remaining
-        assert fold is folding.fuse_convolutions or "cast" not in types
+        assert types.count("batch_norm") == remaining[fold is folding.fuse_convolutions]
+        assert fold is folding.fuse_convolutions or ("cast" in types) == (
+            case == "filters with another reader after a cast"
+        )
         np.testing.assert_allclose(exe.run(main, feed, [out])[0], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -191,6 +199,7 @@ REPLACED = {
     "asymmetric": (lambda x: conv(3, padding=[0, 1, 0, 1])(x), False),
     "3x3 depthwise": (lambda x: conv(3, padding=1, groups=8)(x), False),
     "computed filters": (lambda x: conv_with(lambda filters: filters * 2)(x), False),
+    "unknown height": (lambda x: conv(3)(x.reshape([0, -1, 6, 8])), False),
     "NCHW": (nchw, False),
 }
 

@@ -9,6 +9,7 @@ from paddle import static
 
 from conftest import NHWC, assert_one_error, losses, phase
 from paddle_resnet import export, program
+from paddle_resnet.models import layers
 from paddle_resnet.passes import quantization
 from paddle_resnet.serving import inference, networks
 
@@ -45,12 +46,46 @@ def test_weight_of_batch_yields_exponential_moving_average():
     assert average == pytest.approx(np.average(values, weights=weights))
 
 
+def test_zeros_are_quantized_to_zeros():
+    levels, scales = quantization.quantized(np.float32([[0, 0], [127, -254]]), 0, 8)
+    np.testing.assert_array_equal(levels, [[0, 0], [64, -127]])
+    np.testing.assert_allclose(scales, [[1 / 127], [2]])
+
+
+# {case: (function of two activations and a parameter, each [4, 4], the activations that are quantized)}.
+ACTIVATIONS = {
+    "addition": (lambda x, y, p: x + y, ["x", "y"]),
+    "parameter as first addend": (lambda x, y, p: p + x, []),
+    "parameter as second addend": (lambda x, y, p: x + p, []),
+    "fully connected layer": (lambda x, y, p: layers.product(x, p), ["x"]),
+    "product of activations": (lambda x, y, p: layers.product(x, y), []),
+    "fully connected layer in float32": (lambda x, y, p: in_float32(lambda: layers.product(x, p)), []),
+}
+
+
+def in_float32(build):
+    with static.name_scope(layers.FLOAT32_SCOPE):
+        return build()
+
+
+@pytest.mark.parametrize("case", ACTIVATIONS)
+def test_inputs_of_layers_and_residual_additions_are_quantized(case):
+    build, expected = ACTIVATIONS[case]
+    main = static.Program()
+    with static.program_guard(main, static.Program()):
+        build(*(static.data(name, [4, 4]) for name in "xy"), paddle.create_parameter([4, 4], "float32"))
+    assert list(quantization.activations(main)) == expected
+
+
 def test_ranges_follow_largest_values_and_gradients_pass_through(parse):
     """The expected range of the first convolution's input is computed from the images. Ranges are not trained, and the
     gradient of rounding is defined as 1."""
     args = parse("--qat", "--kernels", "paddle", "--cuda-graph", "false")
     main, startup = static.Program(), static.Program()
     fetchs, lr_scheduler, _, _ = program.build(args, main, startup, 3)
+    names = quantization.float32_variables(main)
+    assert names > {"data.largest", "data.quantized", quantization.range_name(0), "conv2d_0.w_0.quantized"}
+    assert not names & {"data", "conv2d_0.w_0", "conv2d_0.tmp_0"}
     exe = static.Executor(paddle.CPUPlace())
     exe.run(startup)
     compiled = program.compile_prog(args, main)
