@@ -118,8 +118,8 @@ def input_files(args):
     starts = args.start_paths().items()
     read = [(flag(name), getattr(args, name)) for name in ("config", "skip_list")]
     read += [("--model-arch-name", path) for path, _ in filter(None, [user_file.split(args.model_arch_name)])]
-    read += [(flag, f"{start}.{suffix}") for flag, start in starts if start for suffix in ("pdparams", "pdopt")]
-    read += [(flag, path) for flag, start in starts if start for path in Path(start).glob("*.pd*")]
+    read += [(flag, f"{start}.{suffix}") for flag, start in starts for suffix in ("pdparams", "pdopt")]
+    read += [(flag, path) for flag, start in starts for path in Path(start).glob("*.pd*")]
     return [(flag, path) for flag, path in read if path is not None]
 
 

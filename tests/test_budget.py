@@ -1,6 +1,7 @@
 """--budget-minutes chooses the number of epochs from measured times. Otherwise, the run is the same as with
 --epochs."""
 
+import contextlib
 import time
 from collections import UserList
 from types import SimpleNamespace
@@ -13,11 +14,13 @@ from paddle import static
 import train
 from conftest import NHWC, TINY, assert_one_error, losses, read_report
 from paddle_resnet import budget
-from paddle_resnet.checkpoints import folders, variables
+from paddle_resnet.checkpoints import folders, restore, variables
 from paddle_resnet.job import exchange
 from paddle_resnet.native import build as native
 from paddle_resnet.steps import cuda_graph
 from utils import logger
+from utils.errors import UsageError
+from utils.mode import RunScope
 
 pytestmark = pytest.mark.usefixtures("one_block")
 
@@ -149,6 +152,37 @@ def test_measurement_takes_about_the_requested_time(monkeypatch):
     training = SimpleNamespace(program=static.Program(), compiled=SimpleNamespace(captured=None), fetchs={})
     assert budget._measure_training(args, None, training, 0.5) == 0.01
     assert measured == [(7, 8), (4, 4 * 12)]
+    measured.clear()  # if steps are slow, the first measurement must suffice
+    assert budget._measure_training(args, None, training, 0.08) == 0.01
+    assert measured == [(7, 8)]
+
+
+@pytest.mark.parametrize(("first_s", "count"), [(0.4, 2), (0.6, 1)])
+def test_slow_evaluation_is_measured_once(monkeypatch, first_s, count):
+    evaluation, refreshed = SimpleNamespace(**dict.fromkeys(("loader", "compiled", "fetchs"))), []
+    evaluation.refresh = lambda: refreshed.append(None)
+    monkeypatch.setattr(budget.program, "run", lambda *_: {"epoch_time": first_s})
+    assert 0 < budget._measure_evaluation(settings(), None, evaluation, 0.5) < 0.5
+    assert len(refreshed) == count
+
+
+@pytest.mark.parametrize(
+    ("changes", "epoch", "step", "expected"),
+    [
+        ({}, None, 0, budget.CHOSEN),
+        ({"budget_minutes": None}, None, 0, ()),
+        ({"benchmark": True}, None, 0, ()),
+        ({"run_scope": RunScope.EVAL_ONLY}, None, 0, ()),
+        ({}, 0, 0, budget.CHOSEN),
+        ({}, 0, 1, "continues from DIR; use --epochs instead"),
+        ({}, 1, 0, "continues from DIR; use --epochs instead"),
+    ],
+)
+def test_only_new_training_runs_choose(changes, epoch, step, expected):
+    values = {"budget_minutes": 5, "benchmark": False, "run_scope": RunScope.TRAIN_EVAL} | changes
+    checkpoint = None if epoch is None else restore.StartCheckpoint("DIR", epoch, step)
+    with pytest.raises(UsageError, match=expected) if isinstance(expected, str) else contextlib.nullcontext():
+        assert budget.pending(SimpleNamespace(**values), checkpoint) == expected
 
 
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
@@ -178,20 +212,22 @@ def test_run_stopped_during_measurement_starts_again(run, chooses_two, stop_befo
     assert code == 0 and (1, "val") in losses(report)
 
 
-def test_other_processes_use_the_choice_of_rank_0(run, unmeasured, monkeypatch):
+def test_other_processes_use_the_choice_of_rank_0(run, unmeasured, monkeypatch, capsys):
     from_rank_0 = exchange.from_rank_0
 
     def receive(function):
-        return [2, 1.0, 40.0, [0.1, 1.0, 0.1]] if function.__name__ == "plan" else from_rank_0(function)
+        return [2, 1.0, 53.0, [0.1, 1.0, 0.1]] if function.__name__ == "plan" else from_rank_0(function)
 
     monkeypatch.setattr(exchange, "from_rank_0", receive)
     code, report = run("--budget-minutes", 1)
     assert code == 0
     assert report[0]["data"]["epochs"] == 2 and (1, "train") in losses(report)
+    assert "and no other number of epochs is closer; change the budget" in capsys.readouterr().err
 
 
-def test_recipe_derives_warmup_from_chosen_epochs(run, unmeasured, monkeypatch):
+def test_recipe_derives_warmup_from_chosen_epochs(run, unmeasured, monkeypatch, capsys):
     monkeypatch.setattr(budget, "epochs_within", lambda *_: 12)
+    monkeypatch.setattr(logger, "elapsed_s", lambda: 59.0)  # the run is expected to end after 65 s
     seen = []
     monkeypatch.setattr(train, "_run_epochs", lambda args, *_: seen.append(args))
     flags = list(WITHOUT_EPOCHS)
@@ -199,6 +235,7 @@ def test_recipe_derives_warmup_from_chosen_epochs(run, unmeasured, monkeypatch):
     monkeypatch.setattr("test_budget.WITHOUT_EPOCHS", [*flags[:at], *flags[at + 2 :]])
     assert run("--budget-minutes", 1, "--choose-recipe")[0] == 0
     assert (seen[0].epochs, seen[0].warmup_epochs) == (12, 2)
+    assert "no other number of epochs is closer" not in capsys.readouterr().err
 
 
 def test_dry_run_does_not_measure(run, monkeypatch):
@@ -249,6 +286,9 @@ def test_variables_are_restored_after_the_measurement():
         weight = static.create_parameter([3], "float32")
         static.Executor(paddle.CPUPlace()).run(startup)
         before = variables.read(weight.name)
+        for name in ("absent", "empty"):
+            main.global_block().create_var(name=name, shape=[1], dtype="float32", persistable=True)
+        static.global_scope().var("empty").get_tensor()
         with pytest.raises(ZeroDivisionError), variables.restored(main, paddle.CPUPlace()):
             variables.set_variable(weight.name, before + 1, paddle.CPUPlace())
             raise ZeroDivisionError

@@ -329,6 +329,12 @@ def test_missing_value_is_an_error(name):
         ("--mask-algo", "mask_3d"),
         ("--last-epoch-of-checkpoint", "latest"),
         ("--last-epoch-of-checkpoint", "-1"),
+        ("--model-prefix", "a" * 241),
+        ("--model-prefix", ".hidden"),
+        ("--classifier-lr-factor", "1001"),
+        ("--ema", "0.99999999"),
+        ("--opt-epsilon", "9e-31"),
+        ("--freeze", "stem,,stages.0"),
     ],
 )
 def test_value_of_wrong_type_is_an_error(config_file, flag, value):
@@ -399,6 +405,12 @@ def test_list_element_of_wrong_type_is_an_error(flag, value, part):
         ),
         ("--image-shape 4,224,192 --crop-size 224", ["--image-shape 4,224,192", "--crop-size 224", "--crop-size 192"]),
         ("--rotate-degrees 181", ["--rotate-degrees 181", "180"]),
+        ("--predictions f --benchmark", ["--predictions f: requires a complete evaluation; remove it or --benchmark"]),
+        ("--predictions f --run-scope train_only", ["--predictions f: ", "remove it or --run-scope train_only"]),
+        (
+            "--iter-unit batch --lr-scheduler Piecewise --lr-decay-epochs 5",
+            ["--iter-unit batch: requires the number of training steps"],
+        ),
         (
             "--auto-augment trivial --auto-augment-magnitude 5",
             ["--auto-augment-magnitude 5: not used by --auto-augment trivial", "use --auto-augment randaug"],
@@ -469,6 +481,9 @@ def test_conflicting_flags_are_errors(flags, expected):
         *("--tta flip --run-scope eval_only --benchmark", "--budget-minutes 5 --freeze stem"),
         *("--from-pretrained-params d --pretrained-mismatch skip-classifier", "--resume --from-checkpoint d"),
         *("--from-checkpoint d --last-epoch-of-checkpoint 0", "--mixup 1e6 --cutmix 1e6"),
+        *("--rand-crop-scale 0.5,0.5 --rand-crop-ratio 2,2", f"--model-prefix {'a' * 240}", "--budget-minutes 527040"),
+        *("--budget-minutes None", "--classifier-lr-factor 1000", "--optimizer AdamW --opt-epsilon 1e-30"),
+        *("--ema 0.9999999", "--bn-momentum None"),
     ],
 )
 def test_valid_combinations_and_limits_are_accepted(flags):
@@ -675,6 +690,12 @@ def test_frozen_settings_cannot_be_assigned():
         with pytest.raises(dataclasses.FrozenInstanceError, match="settings are frozen when a program is built"):
             change()
     assert args.copy(epochs=4).epochs == 4 and args.epochs == 3
+    args = parse()
+    args.finalize(("epochs",))
+    args.set("measurement", epochs=4)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        args.set("measurement", epochs=5, lr=1.0)
+    assert args.epochs == 4
 
 
 @pytest.mark.parametrize(
@@ -868,7 +889,7 @@ def test_sizes_are_checked_after_inheritance():
 
 def test_flags_missing_in_old_checkpoint_have_their_old_defaults():
     assert parsing.from_dict({"lr": 1}).interp == "linear"
-    assert parsing.from_dict({"interp": "cubic"}).interp == "cubic"
+    assert parsing.from_dict({"interp": "cubic", "a_flag_of_a_later_version": 1}).interp == "cubic"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The learning-rate finder: its steps equal those of train.py, and it does not affect a run in the same folder."""
 
+import importlib
 import json
 import math
 import re
@@ -15,12 +16,13 @@ from conftest import NHWC, TINY, losses, read_report, strict_json
 from paddle_resnet import lr_find
 from paddle_resnet.checkpoints import folders
 from paddle_resnet.job import exchange, processes
+from paddle_resnet.machine import compat
 from paddle_resnet.native import build as native
 from paddle_resnet.optimizers import schedules
 from paddle_resnet.results import comparison, lr_curve, page
 from paddle_resnet.settings import durations
 from paddle_resnet.tools import drawing
-from utils.errors import UsageError
+from utils.errors import RunError, UsageError
 
 pytestmark = pytest.mark.usefixtures("one_block")
 
@@ -394,6 +396,20 @@ def test_bad_input_is_error(find, tmp_path, capsys, flags, message):
     assert find(*flags)[0] == 2
     assert f"paddle_resnet.lr_find: error: {message}" in capsys.readouterr().err
     assert not (tmp_path / "search").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "is_checked"),
+    [("", 1, True), ("--data-format synthetic", 1, False), ("", 2, False)],
+)
+def test_single_process_checks_the_folder_of_images_first(monkeypatch, flags, world_size, is_checked):
+    checked = []
+    monkeypatch.setattr(lr_find.listing, "check_root", checked.append)
+    monkeypatch.setattr(processes, "world_size", lambda: world_size)
+    monkeypatch.setattr(compat, "check_version", lambda: importlib.import_module("missing"))
+    with pytest.raises(RunError, match="No module named 'missing'"):
+        lr_find._run(*lr_find.parse(["--image-root", "DIR", "--report-html", "None", *flags.split()]))
+    assert bool(checked) == is_checked
 
 
 def test_help_lists_flags_of_finder(capsys):

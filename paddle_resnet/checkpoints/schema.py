@@ -47,11 +47,7 @@ def _is_best(value):
 
 def _is_rank(value):
     """Return whether a value is the state of a process, which consists of a loader state and the meter states."""
-    return (
-        is_table(value, loader=_is_loader, meters=is_table)
-        and all(map(is_text, value["meters"]))
-        and all(map(_is_meter, value["meters"].values()))
-    )
+    return is_table(value, loader=_is_loader, meters=is_table) and all(map(_is_meter, value["meters"].values()))
 
 
 def _is_loader(value):

@@ -56,6 +56,8 @@ def test_commit_replaces_folder_with_same_name(tmp_path):
     assert (folder / "a.pdparams").read_text() == "newer"
     folders.verify(folder)
     assert names(tmp_path) == ["3"]
+    (folder / "b.pdparams").write_text("of the user")  # this file must not replace a file of the next checkpoint
+    folders.verify(folders.commit(tmp_path, "3", {f"b.{end}": lambda f: None for end in ("pdparams", "pdopt")}, META))
 
 
 def flip_bit(path):
@@ -198,7 +200,8 @@ def test_run_in_an_output_folder_is_that_of_the_network(tmp_path):
     for arch in (None, "Third"):
         with pytest.raises(UsageError, match=f"{tmp_path}: contains runs of several networks; choose one of"):
             folders.run_in(tmp_path, arch)
-    for path in (tmp_path / "Tiny", tmp_path / "Tiny/1", tmp_path / "missing"):
+    write_checkpoint(tmp_path / "Tiny", "best")  # a folder of the user, not a link
+    for path in (tmp_path / "Tiny", tmp_path / "Tiny/1", tmp_path / "Tiny/best", tmp_path / "missing"):
         assert folders.run_in(path, "Other") == path
 
 
@@ -223,8 +226,12 @@ def test_delete_of_link_keeps_target(tmp_path):
     folders.verify(folder)
     folders._unmark(folder)  # an unfinished checkpoint
     (tmp_path / "3").symlink_to(folder)
+    (folder / "notes.txt").touch()
     kept = names(folder)
     folders.clean(tmp_path)
+    assert names(folder) == kept
+    write_checkpoint(tmp_path, "3")
+    assert names(tmp_path) == ["3", "elsewhere"]
     assert names(folder) == kept
 
 
@@ -250,7 +257,9 @@ def test_deletion_keeps_files_of_other_programs(tmp_path, capsys):
     )
     (tmp_path / "3").rename(tmp_path / "x")
     write_checkpoint(tmp_path, "3")
-    (tmp_path / ".notes.partial").write_text("mine")
+    for name in (".notes.partial", ".3.notes"):
+        (tmp_path / name).write_text("mine")
+    (tmp_path / ".4.deleted").mkdir()  # an older version was killed during a deletion
     (tmp_path / "x").rename(tmp_path / ".3.replaced")  # the state that SIGKILL leaves behind
     folders.clean(tmp_path)
     folders.verify(tmp_path / "3")
@@ -261,7 +270,7 @@ def test_deletion_keeps_files_of_other_programs(tmp_path, capsys):
         )
         assert names(tmp_path / "3") == ["a.pdopt", "a.pdparams", "meta.json", "mine.pdparams", "notes.txt"]
     folders.remove_all(tmp_path)
-    assert names(tmp_path) == [".notes.partial", "1", "2", "3"]
+    assert names(tmp_path) == [".3.notes", ".notes.partial", "1", "2", "3"]
     for name in ("1", "3"):
         assert names(tmp_path / name) == ["mine.pdparams", "notes.txt"]
     assert "notes.txt" in names(tmp_path / "2")

@@ -303,13 +303,15 @@ IMPOSSIBLE = {
     "ranks": [
         *([None], [{}], [{"loader": LOADER}], [{"loader": {}, "meters": {}}], None, {}, []),
         [{"loader": LOADER | {"step": -1}, "meters": {}}],
-        [{"loader": LOADER | {"pipeline": "*"}, "meters": {}}],
-        [{"loader": LOADER, "meters": {"loss": METER | {"count": -1}}}],
+        *([{"loader": LOADER | {"pipeline": value}, "meters": {}}] for value in ("*", 3)),
+        [{"loader": LOADER | {"epoch": -1}, "meters": {}}],
+        *([{"loader": LOADER, "meters": {"loss": METER | {name: -1}}}] for name in ("count", "not_finite")),
         [{"loader": LOADER, "meters": {"loss": {}}}],
     ],
     "evaluations_since_best": [None, -1, 0.5, "1"],
     "files": [None, [], {}, {"a.pdparams": FILE}, {"a.pdparams": None, "a.pdopt": FILE}]
-    + [{"a.pdparams": FILE | change, "a.pdopt": FILE} for change in ({"size": -1}, {"size": "3"}, {"sha256": "0"})]
+    + [{"a.pdparams": FILE | {"size": value}, "a.pdopt": FILE} for value in (-1, "3")]
+    + [{"a.pdparams": FILE | {"sha256": value}, "a.pdopt": FILE} for value in ("0", 0)]
     + [{"a.pdparams": FILE, "a.pdopt": FILE, name: FILE} for name in ("../../secret", "/etc/passwd", ".", "", "a/b")],
 }
 # Invalid contents of meta.json, some of which take excessive time or memory to parse.
@@ -342,6 +344,8 @@ def valid(tmp_path):
 
 
 def test_valid_meta_json_is_accepted(tmp_path, valid):
+    valid["files"]["empty"] = FILE | {"size": 0}
+    valid["ranks"] = [{"loader": LOADER, "meters": {"loss": METER | {"not_finite": 0}}}]
     craft(tmp_path / "4", valid)
     assert folders.read_meta(tmp_path / "4") == valid
 

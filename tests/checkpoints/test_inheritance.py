@@ -3,6 +3,7 @@ data."""
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,6 +38,8 @@ def rewrite(folder, change, root):
 
 def test_resume_rejects_default_network_next_to_other_run(checkpoint, run_bare, tmp_path, capsys):
     (tmp_path / "bare/Tiny").mkdir(parents=True)
+    for root in (tmp_path / "bare", tmp_path / "missing"):  # without other runs, the run starts from scratch
+        restore._check_default_network(root / "ResNet50")
     checkpoint.rename(tmp_path / "bare/Tiny/0")
     assert run_bare("--resume")[0] == 2
     problem = f"{tmp_path}/bare/ResNet50 contains no checkpoint, but {tmp_path}/bare contains runs of Tiny; set "
@@ -107,6 +110,10 @@ def test_different_crop_size_keeps_channels_of_checkpoint(checkpoint, scope):
     restore.inherit_flags(args, None)
     resolution.resolve_loader(args)
     assert args.image_shape == [3, 64, 64]
+    args = config.parse_args([*map(str, flags[:4])])
+    args.choose("test", crop_size=64, resize_short=72)
+    restore.inherit_flags(args, None)
+    assert args.crop_size == (64 if scope == "train_eval" else 32)  # training keeps the choices of --choose-recipe
 
 
 def test_checkpoint_without_meta_json_has_four_channels(checkpoint, tmp_path):
@@ -117,6 +124,9 @@ def test_checkpoint_without_meta_json_has_four_channels(checkpoint, tmp_path):
         args = config.parse_args([*map(str, start), "--crop-size", "64", *flags])
         restore.inherit_flags(args, None)
         assert args.image_shape == shape
+    args = config.parse_args([*map(str, start[:4]), "--resume"])
+    restore.resolve_network(args)
+    assert args.model_arch_name == "ResNet50"
 
 
 def test_evaluation_rejects_skip_classifier(run_bare, checkpoint, capsys):
@@ -234,6 +244,11 @@ def test_different_class_names_trigger_warning(run_bare, checkpoint, photos, tmp
         "trained on different classes (label 0 was ['class0'] and is ['cats']); check --image-root"
         in capsys.readouterr().err
     )
+    for before, now in ((None, "ab"), (["a", "b"], ""), (["a", "b"], "ab")):
+        restore.compare_classes("DIR", {"classes": before}, SimpleNamespace(classes=now), False)
+    assert not capsys.readouterr().err
+    restore.compare_classes("DIR", {"classes": ["a"]}, SimpleNamespace(classes="ab"), False)
+    assert "DIR: trained on different classes (label 1 was none and is ['b'])" in capsys.readouterr().err
 
 
 def test_error_counts_or_lists_mismatched_parameters(run_bare, checkpoint, capsys):

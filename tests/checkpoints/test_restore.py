@@ -19,6 +19,7 @@ from paddle_resnet.checkpoints.saver import Saver
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.passes import all_reduces
 from paddle_resnet.settings import durations
+from utils import signals
 from utils.errors import RunError, UsageError
 
 pytestmark = pytest.mark.usefixtures("one_block")
@@ -152,6 +153,8 @@ def test_restore_between_training_and_evaluation(args, run):
     saver.finish()
     checkpoint = find(args, saver.folder.parent, "auto")
     assert (checkpoint.epoch, checkpoint.step, checkpoint.trained) == (4, 10, trained)
+    assert not checkpoint.is_done("batch", 90, 2, 0)  # the evaluation is pending
+    assert dataclasses.replace(checkpoint, step=0).is_done("batch", 90, 2, 0)
     assert checkpoint.label == f"--from-checkpoint {saver.folder}"
     args.resume = True
     assert restore.find(args).label == f"--resume: {saver.folder}"
@@ -190,6 +193,10 @@ def test_save_on_error_saves_only_with_single_process(run, monkeypatch):
     monkeypatch.undo()
     saver.save_on_error(RuntimeError(), 4, 10, {"loss": 1.5})
     assert saver.folder.name == "4_10"
+    monkeypatch.setattr(folders, "commit", lambda *arguments: 1 / 0)
+    saver.save_on_error(RuntimeError(), 5, 10, {"loss": 1.5})
+    with pytest.raises(ZeroDivisionError):  # a run that lost its state must not exit like a saved one
+        saver.save_on_error(signals.Preempted(), 6, 10, {"loss": 1.5})
 
 
 @pytest.mark.timeout(20)
@@ -205,6 +212,11 @@ def test_schedule_is_restored_exactly(args, run):
     checkpoint = dataclasses.replace(checkpoint, epoch=2**31 - 1)
     restore_run(checkpoint, schedule, fetchs)
     assert schedule.last_epoch == (2**31 - 1) * 10 + 2
+    # A run that starts from weights of another program has no steps to compare.
+    checkpoint = restore.StartCheckpoint("DIR", 0)
+    flags = {"iter_unit": "batch", "is_averaged": False, "is_verbose": False}
+    restore.restore(checkpoint, schedule, Loader(), fetchs, PLACE, **flags)
+    assert schedule.last_epoch == 0
 
 
 def test_different_number_of_processes_triggers_warning(args, run, monkeypatch, capsys):
@@ -403,9 +415,11 @@ def test_explicit_damaged_checkpoint_is_rejected(args, saved, file, epoch):
     (saved / file).write_bytes(data[:-1] + b"\x01")
     with pytest.raises(UsageError, match=f"Tiny/4 is damaged: {file}"):
         find(args, saved if epoch is None else saved.parent, epoch)
+    with pytest.raises(UsageError, match="Tiny: contains only damaged checkpoints"):
+        find(args, saved.parent, "auto")
 
 
-def test_folder_without_meta_json_needs_epoch_as_name(args, saved, tmp_path):
+def test_folder_without_meta_json_needs_epoch_as_name(args, saved, tmp_path, capsys):
     for name in ("mine", "3_20"):  # 3_20 is a checkpoint inside epoch 3
         shutil.copytree(saved, tmp_path / name)
         (tmp_path / name / "meta.json").unlink()
@@ -415,6 +429,15 @@ def test_folder_without_meta_json_needs_epoch_as_name(args, saved, tmp_path):
     for epoch in ("9", "10"):  # "auto" selects the newest checkpoint
         shutil.copytree(tmp_path / "mine", tmp_path / "theirs" / epoch)
     assert find(args, tmp_path / "theirs", "auto").epoch == 11
+    args.iter_unit = "batch"
+    with pytest.raises(UsageError, match="--iter-unit batch: .*10 has no meta.json, so its number of steps is unknown"):
+        find(args, tmp_path / "theirs", "auto")
+    restore.log_evaluated(str(tmp_path / "theirs/10"), None)
+    assert f"evaluating {tmp_path}/theirs/10: epoch 10\n" in capsys.readouterr().out
+    shutil.copytree(saved, tmp_path / "theirs/11")
+    (tmp_path / "theirs/11/meta.json").write_text("damaged")
+    with pytest.raises(UsageError, match="theirs: contains only damaged checkpoints"):
+        find(args, tmp_path / "theirs", "auto")
 
 
 def test_start_deletes_files_of_killed_run(args, tmp_path):

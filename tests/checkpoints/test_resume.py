@@ -1,6 +1,7 @@
 """A resumed run computes exactly the same losses as an uninterrupted run."""
 
 import json
+import os
 import pickle
 import shutil
 
@@ -369,6 +370,8 @@ def test_best_epoch_is_saved_and_belongs_to_current_history(run_train, tmp_path,
     meta = folders.read_meta(root / "1")
     saved = restore.StartCheckpoint(str(root / "1"), 2, meta=meta, resumes=True)
     assert saver.best_before(root, saved)["epoch"] == 0
+    saved = restore.StartCheckpoint(str(root / "1"), 2, meta=meta | {"run": "a different run"}, resumes=True)
+    assert saver.best_before(root, saved) is None
 
 
 @pytest.mark.soak
@@ -494,7 +497,7 @@ def test_overwrite_rejects_deleting_start_checkpoint(run_train, tmp_path, capsys
     assert (tmp_path / "output/Tiny/1/tiny.pdparams").exists()
 
 
-def test_check_folder_ignores_unfinished_checkpoints(tmp_path):
+def test_check_folder_ignores_unfinished_checkpoints(tmp_path, monkeypatch):
     """A new run replaces unfinished checkpoints of a killed run, but not files of another program."""
     root, flags = tmp_path / "Tiny", ({}, False, False)
     (root / "3").mkdir(parents=True)
@@ -510,6 +513,13 @@ def test_check_folder_ignores_unfinished_checkpoints(tmp_path):
     saver.check_folder(root, restore.StartCheckpoint(str(root / "4"), 5), *flags)
     with pytest.raises(UsageError, match="another program"):
         saver.check_folder(root, restore.StartCheckpoint(str(root / "4"), 0), *flags)
+    (root / "4/meta.json").touch()
+    with pytest.raises(UsageError, match="an earlier run"):
+        saver.check_folder(root, restore.StartCheckpoint(str(root / "4"), 5), *flags)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    saver.check_folder(root / "new", None, *flags)
+    with pytest.raises(UsageError, match="is not a writable folder"):
+        saver.check_folder(tmp_path / "new", None, *flags)
 
 
 def test_non_finite_state_is_never_saved(run_train, tmp_path, monkeypatch, capsys):

@@ -1,5 +1,7 @@
 """Loading and saving parameters and optimizer state."""
 
+import contextlib
+import dataclasses
 import pickle
 
 import numpy as np
@@ -209,11 +211,38 @@ def test_skip_classifier_skips_only_classifier(args, saved, capsys):
         assert "skipped linear_0.b_0, linear_0.w_0, which start at 0" in capsys.readouterr().out
         assert not variable("linear_0.w_0").any() and not variable("linear_0.b_0").any()
         np.testing.assert_array_equal(variable("conv2d_2.w_0"), expected["conv2d_2.w_0"])
+        set_classifier(folder)
+        variables.set_variable("linear_0.w_0", np.ones((8, 5), np.float32), PLACE)
+        variables.load_pretrained(variables.LoadOptions.of(args), main, PLACE)
+        assert not variable("linear_0.w_0").any()
+        weight = np.random.randn(8, 5).astype(np.float32)
+        set_classifier(folder, w_0=weight, b_0=weight[0])
+        variables.load_pretrained(variables.LoadOptions.of(args), main, PLACE)
+        assert "skip-classifier: skipped nothing\n" in capsys.readouterr().out
+        np.testing.assert_array_equal(variable("linear_0.w_0"), weight)
+        # The number of classes is the problem only if all other shapes match.
+        args.pretrained_mismatch = "error"
+        for classifier, message in (
+            ({}, "2 missing"),
+            ({"w_0": weight[:, :3, None], "b_0": weight[0, :3]}, "2 with a different shape"),
+            ({"w_0": weight[:4, :3], "b_0": weight[0, :3]}, "2 with a different shape"),
+        ):
+            set_classifier(folder, **classifier)
+            with pytest.raises(UsageError, match=rf"does not match the model \({message}\)"):
+                variables.load_pretrained(variables.LoadOptions.of(args), main, PLACE)
     args.model_arch_name = "ResNet18"
     with static.scope_guard(static.Scope()):
         _, _, _, _, main = build(args, seed=7)
         with pytest.raises(UsageError, match="does not match the model"):
             variables.load_pretrained(variables.LoadOptions.of(args), main, PLACE)
+
+
+def set_classifier(folder, **arrays):
+    """Replace the classifier in tiny.pdparams. Without arrays, remove it."""
+    state = pickle.loads((folder / "tiny.pdparams").read_bytes())
+    state = {name: array for name, array in state.items() if not name.startswith("linear_0")}
+    state |= {f"linear_0.{name}": array for name, array in arrays.items()}
+    (folder / "tiny.pdparams").write_bytes(pickle.dumps(state, protocol=4))
 
 
 def add_master(program, name):
@@ -237,7 +266,7 @@ def test_pretrained_parameters_replace_master_weights(args, saved):
     assert not variable("linear_0.w_0_fp32_master_0").any()
 
 
-def test_float16_parameters_are_saved_from_float32_masters(args):
+def test_float16_parameters_are_saved_from_float32_masters(args, capsys):
     """Training with --use-pure-fp16 requires a GPU, so the test creates the variables of such a run itself. An
     evaluation in float32 loads the saved file."""
     _, _, _, _, main = build(args)
@@ -254,6 +283,39 @@ def test_float16_parameters_are_saved_from_float32_masters(args):
     params, optimizer = variables.snapshot(main)
     for saved in (params[name], optimizer[name + "_fp32_master_0"]):
         np.testing.assert_array_equal(saved, master * mask)
+
+    def load(state, **changes):
+        options = dataclasses.replace(variables.LoadOptions.of(args), **changes)
+        variables._load_parameters(options, main, state, "DIR", PLACE)
+
+    dense = {parameter: array for parameter, array in params.items() if parameter != name + ".asp_mask"}
+    with pytest.raises(UsageError, match="DIR: has dense weights, but --asp requires pruned weights"):
+        load(dense)
+    load(dense, prunes=True)
+    # Checkpoints of older versions have no mask for the first layer.
+    other = "conv2d_2.w_0.asp_mask"
+    main.global_block().create_parameter(name=other, shape=[1], dtype="float32")
+    static.global_scope().var(other).get_tensor().set(np.zeros(1, np.float32), PLACE)
+    load(params)
+    assert variable(other) == 1 and f"DIR: has no {other}; these weights remain dense" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("pretrained", "remedy"), [(None, "--asp"), ("DIR", "--asp --prune-model")])
+def test_training_without_asp_does_not_silently_make_weights_dense(args, pretrained, remedy):
+    options = dataclasses.replace(variables.LoadOptions.of(args), pretrained=pretrained)
+    with pytest.raises(UsageError, match=f"training without --asp makes dense; use {remedy} to keep them"):
+        variables._check_masks_may_be_dropped(options, "DIR")
+
+
+@pytest.mark.parametrize(
+    ("pretrained", "trains", "is_error"), [(None, True, True), ("DIR", False, True), ("DIR", True, False)]
+)
+def test_weights_without_ranges_can_only_start_a_training(args, monkeypatch, pretrained, trains, is_error):
+    monkeypatch.setattr(variables.quantization, "ranges", lambda program: ["range"])
+    options = dataclasses.replace(variables.LoadOptions.of(args), pretrained=pretrained, trains=trains)
+    with pytest.raises(UsageError, match="DIR: was trained without --qat") if is_error else contextlib.nullcontext():
+        result = variables._match_ranges(options, None, {"w": (1,), "range": (1,)}, {"w": 0}, "DIR")
+        assert result == ({"w": (1,)}, {"w": 0})
 
 
 def test_host_scalars_are_not_saved():
@@ -292,6 +354,8 @@ def test_float_variables_keep_their_type(dtype):
     tensor.set(np.zeros(3, dtype), PLACE)
     variables.set_variable("x", np.float32([1, 2, 3]), PLACE)
     assert variables.read("x").dtype == dtype and variables.read("x").tolist() == [1, 2, 3]
+    tensor.set(np.zeros(3, np.int64), PLACE)
+    assert not variables._has_type_of("x", np.zeros(3, dtype))
 
 
 def test_bfloat16_variables_are_rounded_to_nearest_even():
