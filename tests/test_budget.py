@@ -293,3 +293,4 @@ def test_variables_are_restored_after_the_measurement():
             variables.set_variable(weight.name, before + 1, paddle.CPUPlace())
             raise ZeroDivisionError
         np.testing.assert_array_equal(variables.read(weight.name), before)
+        assert not static.global_scope().find_var("empty").get_tensor()._is_initialized()

@@ -7,6 +7,8 @@ import pickle
 import re
 import sys
 from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import paddle
@@ -212,10 +214,13 @@ def test_unreadable_or_unsuitable_file_is_an_error(small, tmp_path, capsys):
         damaged = tmp_path / f"resnet18-{claimed}.pth"
         damaged.write_bytes(b"damaged")
         assert f", but the file name contains {claimed}; download the file again" in error(capsys, damaged, *out)
-    path = tmp_path / "tf_mobilenetv3_large_100.pth"
-    path.write_bytes(b"")
-    message = error(capsys, path, "--output", tmp_path / "out", "--arch", "MobileNetV3_Large")
-    assert message.endswith("use the weights of a timm network without the prefix tf_")
+    matching = tmp_path / f"resnet18-{hashlib.sha256(b'damaged').hexdigest()[:8]}.pth"
+    damaged.rename(matching)
+    assert error(capsys, matching, *out).startswith(f"{matching}: cannot be read (not written by torch.save)")
+    for prefix, end in (("tf_", "use the weights of a timm network without the prefix tf_"), ("", "state_dict in it")):
+        path = tmp_path / f"{prefix}mobilenetv3_large_100.pth"
+        path.write_bytes(b"")
+        assert error(capsys, path, "--output", tmp_path / "out", "--arch", "MobileNetV3_Large").endswith(end)
     assert not (tmp_path / "out").exists()
 
 
@@ -249,6 +254,14 @@ def test_published_model_is_read_from_its_package(small, monkeypatch, tmp_path, 
     meta = folders.verify(tmp_path / "out")
     assert (meta["license"], meta["source"]["url"]) == ("MIT", "https://example.org")
     assert [meta["arguments"][name] for name in ("crop_size", "resize_short", "interp")] == [40, 50, "cubic"]
+
+
+@pytest.mark.parametrize(("files", "found"), [(None, False), (["a.pth"], True), (["a.pth", "b.pth"], False)])
+def test_file_of_package_must_be_unique(monkeypatch, files, found):
+    paths = files and [*map(Path, files), Path("__init__.py")]
+    distribution = SimpleNamespace(files=paths, locate_file=lambda path: Path("/site") / path)
+    monkeypatch.setattr(metadata, "distribution", lambda package: distribution)
+    assert published.installed_file("efficientnet-lite0") == (Path("/site/a.pth") if found else None)
 
 
 def test_imagenet_classes_have_names_and_wordnet_ids():

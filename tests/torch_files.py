@@ -48,6 +48,8 @@ def opcodes(value):
             return opcodes(value.function) + opcodes(value.arguments) + b"R"
         case Stored():
             return opcodes(value.identifier) + b"Q"
+        case bytes():
+            return value
 
 
 def pickled(value):

@@ -250,6 +250,12 @@ def test_deletion_keeps_files_of_other_programs(tmp_path, capsys):
         write_checkpoint(tmp_path, name)
         (tmp_path / name / "notes.txt").write_text(name)
         (tmp_path / name / "mine.pdparams").mkdir()
+    shutil.copytree(tmp_path / "1", tmp_path / "4")
+    for i in range(2):
+        (tmp_path / "4" / f"other{i}").touch()
+    folders.delete(tmp_path / "4")
+    assert "(mine.pdparams, notes.txt, other0, ...); move or delete these files" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "4")
     (tmp_path / "2/meta.json").write_text("damaged")
     folders.delete(tmp_path / "1")
     assert "1: not deleted, because it contains files that this program did not write (mine.pdparams, notes.txt)" in (
@@ -292,6 +298,13 @@ def test_checkpoint_of_other_program_is_never_deleted(tmp_path, capsys, form):
     assert names(tmp_path) == ["3", "3.old", "3.old1", "5"]
     assert names(tmp_path / "3.old1") == ["resnet_50_paddle.pdparams"]
     assert "renamed to 3.old1" in capsys.readouterr().err
+
+
+def test_error_contains_the_file_that_cannot_be_written(tmp_path):
+    for path, detail in ((tmp_path / "Tiny/.lock", f"{tmp_path}/Tiny/.lock: "), (tmp_path / "x", ""), (None, "")):
+        error = OSError(errno.EACCES, "Permission denied", path and str(path))
+        message = f"--output-dir {tmp_path}: cannot be written ({detail}Permission denied); choose a different folder"
+        assert str(folders.unwritable(tmp_path / "Tiny", error)) == message
 
 
 def test_failed_deletion_logs_warning_and_invalidates_checkpoint(tmp_path, capsys, monkeypatch):

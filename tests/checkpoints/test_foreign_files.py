@@ -14,7 +14,7 @@ import pytest
 
 from paddle_resnet.checkpoints import foreign_files
 from paddle_resnet.checkpoints.arrays import UnreadableError
-from torch_files import Call, Global, legacy, opcodes, pickled, tensor, tensors, zipped
+from torch_files import Call, Global, Stored, legacy, opcodes, pickled, tensor, tensors, zipped
 
 WEIGHT = np.linspace(-1, 1, 36, dtype=np.float32).reshape(2, 3, 3, 2)
 BIAS = np.float32([0.5, -2])
@@ -128,6 +128,7 @@ def pdparams(state):
 
 
 NAN = np.float32([1, np.nan, 2, 3]).tobytes()
+LEGACY = 0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}
 SHARED = np.zeros(1000, np.float16)
 HOSTILE = {
     "name.npy": (b"", "the name does not end in .pdparams, .safetensors, .pth"),
@@ -138,6 +139,12 @@ HOSTILE = {
     "called storage.pth": (zipped({"w": Call(Global("torch", "FloatStorage"), (4,))}, {}), "contains a call"),
     "model.pth": (zipped(Call(Global("torch.nn.modules.linear", "Linear"), ()), {}), "Linear is not supported"),
     "nested pickle.pth": (zipped({"w": Call(Global("pickle", "loads"), ("x",))}, {}), "pickle.loads is not supported"),
+    "called text.pth": (zipped({"w": Call("collections.OrderedDict", ())}, {}), "contains a call"),
+    "text as storage.pth": (
+        zipped({"w": Call(Global("torch._utils", "_rebuild_tensor_v2"), ("0", 0, (4,), (1,)))}, {"0": bytes(16)}),
+        "contains a call",
+    ),
+    "state of a list.pth": (zipped(opcodes([]) + opcodes({}) + b"b", {}), "a state that a state_dict does not have"),
     "number.pth": (zipped({"w": 3}, {}), "w is not a tensor"),
     "table.pth": (zipped({}, {}), "is not a state_dict, or is empty"),
     "list.pth": (zipped([tensor("0", (4,))], {"0": bytes(16)}), "is not a state_dict, or is empty"),
@@ -167,6 +174,10 @@ HOSTILE = {
         "invalid reference to a storage",
     ),
     "view of a storage.pth": (one(end=(("1", 0, 4),)), "invalid reference to a storage"),
+    "table as storage.pth": (
+        zipped(Stored(("storage", Global("collections", "OrderedDict"), "0", "cpu", 4)), {"0": bytes(32)}),
+        "invalid reference to a storage",
+    ),
     "complex.pth": (one(kind="ComplexFloatStorage"), "torch.ComplexFloatStorage is not supported"),
     "nan.pth": (zipped({"w": tensor("0", (4,))}, {"0": NAN}), "w has values that are not finite"),
     "legacy truncated.pth": (legacy({"w": tensor("0", (4,))}, {"0": (4, bytes(12))}), "12 bytes, not 4 values"),
@@ -176,12 +187,20 @@ HOSTILE = {
         "16 bytes, not 1073741824 values",
     ),
     "legacy keys.pth": (legacy({"w": tensor("0", (4,))}, {"1": (4, bytes(16))}), "list of storages does not match"),
+    "legacy table of keys.pth": (
+        b"".join(map(pickled, (*LEGACY, {"w": tensor("0", (4,))}, {"0": 1}))) + struct.pack("<q", 4) + bytes(16),
+        "list of storages does not match",
+    ),
+    "legacy platform.pth": (
+        b"".join(map(pickled, (*LEGACY[:2], 3, {}, []))),
+        "the version or byte order is not supported",
+    ),
     "legacy version.pth": (
-        b"".join(map(pickled, (0x1950A86A20F9469CFC6C, 1002, {"little_endian": True}, {}, []))),
+        b"".join(map(pickled, (LEGACY[0], 1002, LEGACY[2], {}, []))),
         "the version or byte order is not supported",
     ),
     "legacy big endian.pth": (
-        b"".join(map(pickled, (0x1950A86A20F9469CFC6C, 1001, {"little_endian": False}, {}, []))),
+        b"".join(map(pickled, (*LEGACY[:2], {"little_endian": False}, {}, []))),
         "the version or byte order is not supported",
     ),
     "empty.safetensors": (b"", "the header has an invalid length of 0 bytes"),
@@ -199,6 +218,9 @@ HOSTILE = {
     "shape.safetensors": (entry(shape=[5]), "offsets of w do not match"),
     "shape bomb.safetensors": (entry(shape=[1 << 39] * 8), "offsets of w do not match"),
     "shape text.safetensors": (entry(shape="4"), "w has an invalid shape"),
+    "negative shape.safetensors": (entry(shape=[-2, -2]), "w has an invalid shape"),
+    "three offsets.safetensors": (entry(data_offsets=[0, 16, 16]), "w has no valid data_offsets"),
+    "fractions.safetensors": (entry(data_offsets=[0.0, 16.0]), "w has no valid data_offsets"),
     "negative.safetensors": (entry(data_offsets=[-16, 0]), "w has no valid data_offsets"),
     "outside.safetensors": (entry(data_offsets=[0, 32], shape=[8]), "ValueError"),
     "hole.safetensors": (two([0, 8], [12, 20]), "offsets of b do not match"),
@@ -225,10 +247,13 @@ def test_hostile_files_are_rejected(tmp_path, monkeypatch, name):
 
 
 def test_big_endian_archive_is_rejected(tmp_path):
-    with zipfile.ZipFile(tmp_path / "a.pth", "w") as archive:
-        archive.writestr("m/data.pkl", pickled({"w": tensor("0", (4,))}))
-        archive.writestr("m/data/0", bytes(16))
-        archive.writestr("m/byteorder", b"big")
+    for order in (b"little", b"big"):
+        with zipfile.ZipFile(tmp_path / "a.pth", "w") as archive:
+            archive.writestr("m/data.pkl", pickled({"w": tensor("0", (2,))}))
+            archive.writestr("m/data/0", BIAS.tobytes())
+            archive.writestr("m/byteorder", order)
+        if order == b"little":
+            assert_equal(foreign_files.read(tmp_path / "a.pth"), {"w": BIAS})
     with pytest.raises(UnreadableError, match="byte order"):
         foreign_files.read(tmp_path / "a.pth")
 

@@ -275,6 +275,7 @@ MISMATCHES = {
     },
     "1 not float32: fc.bias is int64": {"fc__bias": np.zeros(5, np.int64)},
     "stem.0.bn has a negative variance": {"bn1___variance": np.full(64, -1, np.float32)},
+    "classifier.bias is not finite in float32 after the conversion": {"fc__bias": np.full(5, np.inf, np.float32)},
 }
 
 
@@ -283,6 +284,36 @@ def test_mismatched_tensors_are_rejected(tiny, message):
     state, parameters = tiny
     with pytest.raises(MismatchError, match=re.escape(message)):
         foreign_names.convert("resnet", changed(state, **MISMATCHES[message]), parameters)
+
+
+def test_variance_of_a_dead_channel_is_accepted(tiny):
+    state, parameters = tiny
+    foreign_names.convert("resnet", changed(state, bn1___variance=np.zeros(64, np.float32)), parameters)
+
+
+def test_incomplete_squeeze_excitation_is_not_adapted():
+    """The error message must then list the tensors that are missing or have a different shape."""
+    shapes = {"reduce.weight": (6, 24, 1, 1), "reduce.bias": (6,), "expand.weight": (24, 6, 1, 1), "expand.bias": (24,)}
+    padded = {"reduce.weight": (8, 24, 1, 1), "reduce.bias": (8,), "expand.weight": (24, 8, 1, 1), "expand.bias": (24,)}
+
+    def adapted(shapes):
+        """Return ({name: shape}, {names of scaled tensors})."""
+        arrays = {f"0.se.{name}": np.ones(shape) for name, shape in shapes.items()}
+        foreign_names._adapt_squeeze_excitation(arrays, {"0.se.reduce.weight": (8, 24, 1, 1)}, 0.2, 0.5)
+        arrays = {name.removeprefix("0.se."): array for name, array in arrays.items()}
+        assert {array.flat[0] for array in arrays.values()} <= {1, 0.2 * 6}
+        return {name: array.shape for name, array in arrays.items()}, {n for n, a in arrays.items() if a.flat[0] != 1}
+
+    expand = {"expand.weight", "expand.bias"}
+    assert adapted(shapes) == (padded, expand)
+    for name in shapes:
+        rest = {other: shape for other, shape in shapes.items() if other != name}
+        is_padded = name == "expand.bias"  # the only shape that does not depend on the number of hidden channels
+        expected = {other: (padded if is_padded else shapes)[other] for other in rest}
+        assert adapted(rest) == (expected, set() if name in expand else expand)
+        if not is_padded:
+            wrong = shapes | {name: (5, *shapes[name][1:]) if name != "expand.weight" else (24, 5, 1, 1)}
+            assert adapted(wrong) == (wrong, expand)
 
 
 def test_error_lines_list_all_tensors(tiny):

@@ -98,6 +98,9 @@ def test_payloads_run_in_pickle_module(tmp_path):
 def test_error_contains_unsupported_function(tmp_path):
     with pytest.raises(UnreadableError, match=r"^posix.mkdir is not supported; only arrays are supported$"):
         read(tmp_path, pickle.dumps({"a": Payload("x")}, 4))
+    for data in (b"\x80\x04K\x01\x86.", b"\x80\x04]](ae."):  # a pair of one object; a mark above the end of the stack
+        with pytest.raises(UnreadableError, match="^stack underflow$"):
+            read(tmp_path, data)
 
 
 @pytest.mark.parametrize("command", ["--from-pretrained-params", "--from-checkpoint", "--dry-run", "export"])
@@ -147,6 +150,7 @@ def hostile_pickles():
         "array of 8 EB": one.replace(b"K\x01\x85", b"\x8a\x08" + b"\xff" * 7 + b"\x3f\x85"),
         "array larger than its bytes": one.replace(b"K\x01\x85", b"K\x02\x85"),
         "array smaller than its bytes": one.replace(b"K\x01\x85", b"K\x00\x85"),
+        "array without content": b"\x80\x04}X\x01\x00\x00\x00acnumpy.core.multiarray\n_reconstruct\n)Rs.",
         "number": pickle.dumps({"a": 1.5}, 4),
         "text": pickle.dumps({"a": "text"}, 4),
         "array without dict": pickle.dumps(STATE["steps"], 4),

@@ -303,6 +303,9 @@ def test_non_finite_value_prevents_checkpoint(run, tmp_path, value):
     saver.save(0)
     with pytest.raises(RunError, match="Tiny/0: checkpoint not written, because 1 of its arrays .*conv2d_0.w_0"):
         saver.finish()
+    states = [{str(i): np.float32([value])} for i in range(4)] + [{"count": np.int64([1])}]
+    with pytest.raises(RunError, match=r"because 4 of its arrays have non-finite values \(0, 1, 2, \.\.\.\); resume"):
+        saver_module._check_finite(tmp_path, states)
     assert folders.finished(tmp_path / "Tiny") == []
 
 

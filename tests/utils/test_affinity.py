@@ -131,3 +131,14 @@ def test_permission_error_logs_a_warning(monkeypatch, capsys):
     monkeypatch.setattr(os, "sched_setaffinity", fail(PermissionError(1, "Operation not permitted")))
     affinity.bind_to_gpu(0)
     assert "Operation not permitted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("device", "is_enabled"), [("gpu", True), ("gpu", False), ("cpu", True)])
+def test_only_processes_with_a_gpu_are_bound(monkeypatch, device, is_enabled):
+    from paddle_resnet import phases
+
+    bound = []
+    monkeypatch.setattr(phases.resolution, "resolve_device", lambda args: None)
+    monkeypatch.setattr(phases, "bind_to_gpu", bound.append)
+    phases.start(SimpleNamespace(device=device, enable_cpu_affinity=is_enabled))
+    assert bool(bound) == (device == "gpu" and is_enabled)
