@@ -408,10 +408,6 @@ def test_list_element_of_wrong_type_is_an_error(flag, value, part):
         ("--predictions f --benchmark", ["--predictions f: requires a complete evaluation; remove it or --benchmark"]),
         ("--predictions f --run-scope train_only", ["--predictions f: ", "remove it or --run-scope train_only"]),
         (
-            "--iter-unit batch --lr-scheduler Piecewise --lr-decay-epochs 5",
-            ["--iter-unit batch: requires the number of training steps"],
-        ),
-        (
             "--auto-augment trivial --auto-augment-magnitude 5",
             ["--auto-augment-magnitude 5: not used by --auto-augment trivial", "use --auto-augment randaug"],
         ),

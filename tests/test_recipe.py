@@ -186,7 +186,8 @@ def test_processes_of_a_machine_share_its_memory(photos, tmp_path, monkeypatch):
         write_checkpoint(tmp_path / "output" / network, "0")
         facts = recipe._facts(config.parse_args(["--image-root", str(tmp_path), *flags]))
         assert (facts.images, facts.memory, facts.has_gpu, facts.resumed) == (30, 5 * GIB, True, resumed)
-    assert recipe._facts(config.parse_args(["--image-root", str(tmp_path), *flags[:2], *flags[3:]])).resumed is None
+        facts = recipe._facts(config.parse_args(["--image-root", str(tmp_path), *flags[:2], *flags[3:]]))
+        assert facts.resumed is None  # without --resume
 
 
 def test_weights_are_converted_once(photos, monkeypatch, tmp_path):

@@ -71,7 +71,7 @@ def warnings(settings):
     if settings.class_weights != "none" and settings.balanced_sampling and trains:
         yield "--class-weights balanced: --balanced-sampling already balances the classes; remove one of them"
     end = settings.num_iter if settings.iter_unit == "batch" else settings.epochs
-    is_known = end is not None and settings.budget_minutes is None
+    is_known = settings.budget_minutes is None
     if settings.lr_scheduler == "Piecewise" and trains and is_known and min(settings.lr_decay_epochs) >= end:
         yield (
             f"--lr-decay-epochs {_numbers(settings.lr_decay_epochs)}: not before the end of the run ({end}), so the "
