@@ -469,6 +469,8 @@ def test_outputs_of_training_do_not_replace_curve(run_train, tmp_path, capsys):
     "changes",
     [
         *({"lr": []}, {"lr": [1, 1]}, {"loss": None}, {"loss": ["x"]}, {"smoothed": []}, {"steepest": "x"}),
+        {"lr": [1], "loss": [1e39], "smoothed": [1]},
+        {"lr": [1, 2], "loss": [None, 1], "smoothed": [1]},
         *({"steepest": -1}, {"minimum": 1e300}, {"factor": 0}, {"ended_early": 1}, {"arguments": []}),
     ],
     ids=str,
@@ -509,3 +511,12 @@ def test_curve_of_one_step_is_drawn_but_has_no_chart(tmp_path):
         lr_curve.write(tmp_path / lr_curve.DATA, curve)
         drawing.save(drawing.lr_curve(curve, "a$b"), tmp_path / lr_curve.DRAWING)
         assert page._lr_curve(SimpleNamespace(folders=lambda: [tmp_path])) == ([], None)
+    lr_curve.write(tmp_path / lr_curve.DATA, lr_curve.analyze([1e-3, 1e-2], [2.0, 1.0], STEPS, 1, True, {}))
+    series, suggestion = page._lr_curve(SimpleNamespace(folders=lambda: [tmp_path]))
+    assert [name for name, *_ in series] == ["steps", "smoothed"] and suggestion is None
+
+
+def test_suggestion_requires_ten_steps():
+    losses = [2.0 - 0.1 * i for i in range(10)]
+    assert lr_curve.suggest(rates(steps=10)[:9], losses[:9], 10) is None
+    assert lr_curve.suggest(rates(steps=10), losses, 10)[1] == rates(steps=10)[9]

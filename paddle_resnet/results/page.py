@@ -153,7 +153,7 @@ def _times(run):
     parts = {"start": run.start_s, "waiting for images": waiting, "training steps": max(0.0, training - waiting)}
     parts["evaluation"] = run.spent_s["val"]
     parts["checkpoints and other"] = max(0.0, run.total_s - sum(parts.values()))
-    total = sum(parts.values()) or 1
+    total = sum(parts.values())
     return [(what, seconds, seconds / total) for what, seconds in parts.items() if seconds > 0]
 
 

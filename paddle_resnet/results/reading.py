@@ -175,15 +175,14 @@ def _rows(path, columns):
     try:
         with files.open_regular(path, LIMIT_BYTES) as f:
             rows = csv.DictReader(io.StringIO(f.read().decode(), newline=""))
-            rows = [row for row in rows if not _check_row(row, rows.line_num, columns)]
+            return [_checked_row(row, rows.line_num, columns) for row in rows]
     except OSError as e:
         raise UsageError(f"{path}: cannot be read ({e.strerror}); make it readable or delete it") from e
     except (ValueError, csv.Error) as e:
         raise UsageError(f"{path}: not a table written by train.py ({e}); delete it, or evaluate again") from e
-    return rows
 
 
-def _check_row(row, line, columns):
+def _checked_row(row, line, columns):
     if None in row or None in row.values():
         raise _SchemaError(f"line {line} and the first line have different numbers of columns")
     for name, numeric in columns.items():
@@ -199,6 +198,7 @@ def _check_row(row, line, columns):
             is_valid = False
         if not is_valid:
             raise _SchemaError(f"line {line}, {name} is {reprlib.repr(text)}")
+    return row
 
 
 def read(place):

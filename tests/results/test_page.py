@@ -11,6 +11,7 @@ import random
 import re
 import shutil
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -137,16 +138,17 @@ def test_classes_with_lowest_accuracy_come_first_with_wrong_predictions(monkeypa
     keys = ("label", "class", "images", "correct", "top1")
     classes = [dict(zip(keys, map(str, (label, *row)), strict=True)) for label, row in enumerate(accuracies)]
     keys = ("label", "predicted", "images", "predicted_class")
-    pairs = ((1, 0, 4, "a"), (2, 2, 4, "c"), (0, 2, 3, "c"), (0, 0, 1, "a"))
+    pairs = ((1, 0, 4, "a"), (2, 2, 4, "c"), (0, 2, 3, "c"), (1, 3, 1, "empty"), (4, 0, 1, "a"), (0, 0, 1, "a"))
     confusion = [dict(zip(keys, map(str, pair), strict=True)) for pair in pairs]
     worst = page._worst(None, classes, confusion, [])
-    assert [(row["class"], row["mistaken_for"]) for row in worst] == [("b", [("a", "4")]), ("a", [("c", "3")])]
-    monkeypatch.setattr(page, "_images", lambda run: {"right": "right", "wrong": "wrong"})
+    mistakes = [(row["class"], row["mistaken_for"]) for row in worst]
+    assert mistakes == [("b", [("a", "4"), ("empty", "1")]), ("a", [("c", "3")])]
+    monkeypatch.setattr(page, "_images", lambda run: {"right": "right", "wrong": "wrong", "nan": "nan"})
     monkeypatch.setattr(page, "_thumbnail", lambda image: image)
     keys = ("image", "label", "prediction", "predicted_class", "probability_1")
-    rows = [dict(zip(keys, row, strict=True)) for row in (("right", *"00a", "0.9"), ("wrong", *"02c", "0.6"))]
-    worst = page._worst(None, classes, confusion, rows)
-    assert [row["thumbnails"] for row in worst] == [[], [("wrong", "wrong", "c", 0.6)]]
+    rows = (("right", *"00a", "0.9"), ("nan", *"02c", ""), ("wrong", *"02c", "0.6"))
+    worst = page._worst(None, classes, confusion, [dict(zip(keys, row, strict=True)) for row in rows])
+    assert [row["thumbnails"] for row in worst] == [[], [("wrong", "wrong", "c", 0.6), ("nan", "nan", "c", 0.0)]]
     matrix = page._matrix(classes, confusion)
     assert matrix["names"] == ["a", "b", "c"]
     assert [(column, row, fraction) for column, row, _, fraction in matrix["cells"]] == [
@@ -161,6 +163,18 @@ def test_thumbnails_are_read_from_record_files(run_train, checkpoint, converted,
     scope = ["--run-scope", "eval_only", "--from-pretrained-params", checkpoint, "--report-html", tmp_path / "p.html"]
     assert run_train(*scope, image_root=converted["webdataset"])[0] == 0
     assert Reader((tmp_path / "p.html").read_text()).addresses
+
+
+def test_images_are_listed_in_the_format_of_the_run(photos, converted):
+    def names(**parameters):
+        return set(page._images(reading.Run(None, parameters)))
+
+    expected = {str(path.relative_to(photos)) for path in photos.glob("val/*/*")}
+    assert names(image_root=str(photos), data_format="auto") == expected
+    assert names(image_root=str(photos), data_format="folder") == expected
+    assert len(names(image_root=str(converted["webdataset"]), data_format="webdataset")) == 23
+    for parameters in ({"data_format": "auto"}, {"image_root": str(photos), "data_format": "synthetic"}):
+        assert names(**parameters) == set()
 
 
 def test_page_escapes_names_and_limits_number_of_classes(trained, tmp_path):
@@ -190,6 +204,9 @@ def test_page_escapes_names_and_limits_number_of_classes(trained, tmp_path):
 def entry(step, elapsed, **data):
     record = {"timestamp": "0", "datetime": "2026-01-01 10:00:00", "elapsedtime": str(elapsed), "type": "LOG"}
     return f"DLLL {json.dumps(record | {'step': step, 'data': {k.replace('_', '.', 1): v for k, v in data.items()}})}\n"
+
+
+START_OF_RUN = entry("PARAMETER", 1).replace('"data": {}', '"data": {"lr": 1}')
 
 
 @pytest.fixture
@@ -227,12 +244,13 @@ def test_last_entry_of_step_is_used_and_startup_times_are_summed(write_run):
     assert report.parameters == {"lr": 7}
 
 
-@pytest.mark.parametrize("text", ["", "DLLL []\n", "no JSON\n", None])
+@pytest.mark.parametrize("text", ["", "DLLL []\n", "no JSON\n", "\udcff\n", None])
 def test_invalid_report_is_rejected(tmp_path, capsys, text):
     if text is not None:
-        (tmp_path / "report.json").write_text(text)
-    with pytest.raises(UsageError, match=f"^{tmp_path}/report.json"):
+        (tmp_path / "report.json").write_text(text, errors="surrogateescape")
+    with pytest.raises(UsageError, match=f"^{tmp_path}/report.json") as e:
         reading.read(tmp_path)
+    assert ("(not UTF-8)" in str(e.value)) == (text == "\udcff\n")
     assert comparison.main([str(tmp_path)]) == 2
     assert f"error: {tmp_path}/report.json" in capsys.readouterr().err
 
@@ -283,6 +301,9 @@ def test_first_differing_step_does_not_depend_on_order_of_entries():
     runs = [SimpleNamespace(steps={step: {"train.loss": loss} for step in [(1, 0), (0, 1)]}) for loss in (1.0, 2.0)]
     expected = "first differs at epoch 0 step 1: loss 2.0 instead of 1.0, the first logged step"
     assert comparison.first_difference(*runs) == expected
+    for i, run in enumerate(runs):  # entries of an evaluation contain no training loss
+        run.steps |= {(0, -i): {"val.loss": 1.0}, (0, i - 1): {"train.loss": 3.0 + i}}
+    assert comparison.first_difference(*runs) == expected
 
 
 def test_html_page_of_comparison_and_of_one_run(write_run, trained, tmp_path):
@@ -299,6 +320,7 @@ def test_runs_with_same_name_are_numbered():
     assert comparison._names(["out/a/report.json", "out/b"]) == ["a", "b"]
     assert comparison._names(["a", "a"]) == ["a", "a (2)"]
     assert comparison._names(["x/report.json"]) == ["x"]
+    assert comparison._names(["out/a", "old/a/"]) == ["out/a", "old/a"]
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0.1, 0.12), (-3, 1000), (5, 5), (0, 0), (1e-9, 2e-9)])
@@ -316,7 +338,16 @@ def test_decades_cover_range(low, high):
 
 def test_chart_escapes_names_and_draws_all_float32_values():
     assert curves.chart([("a", "train", [])]) == ""
-    for values in ([2.0, 4.0], [1e-45, 1e-40], [1e-45, 3.4e38], [-3.4e38, 3.4e38], [1.0, 1.0 + 1e-15], [3.4e38] * 2):
+    assert 'aria-label="b, c"' in curves.chart([(name, "train", [(1, 1)] * (name != "a")) for name in "abc"])
+    for values in (
+        [2.0],
+        [2.0, 4.0],
+        [1e-45, 1e-40],
+        [1e-45, 3.4e38],
+        [-3.4e38, 3.4e38],
+        [1.0, 1.0 + 1e-15],
+        [3.4e38] * 2,
+    ):
         for from_zero in (False, values[0] >= 0):
             svg = curves.chart([("<a>", "train", list(enumerate(values)))], from_zero=from_zero)
             assert "nan" not in svg and "inf" not in svg and "&lt;a&gt;" in svg
@@ -340,6 +371,18 @@ def test_chart_places_points_at_their_values():
         assert (x2 - x1, y1 - y2) == pytest.approx((x3 - x2, y2 - y3), abs=0.15)
         assert centers(svg, "mark") == [(x2, y2)]
         assert "&lt;1&gt;</text>" in svg
+        side, at = re.search(r'class="mark-text" x="([\d.]+)" .+?text-anchor="(\w+)"', svg).group(2, 1)
+        assert (side, float(at)) == (("end", x2 - 9) if x2 > curves.WIDTH / 2 else ("start", x2 + 9))
+
+
+def test_chart_marks_points_of_short_curves():
+    """A text next to a marked point must not cross the edge of the chart."""
+    for count, dots in ((30, 30), (31, 0)):
+        points = [(x, x) for x in range(count)]
+        svg = curves.chart([("a", "train", points)], mark=(0, 0, "text"))
+        assert len(centers(svg, "dot")) == dots
+        [(x, _)] = centers(svg, "mark")
+        assert f'class="mark-text" x="{x + 9:.1f}"' in svg and 'text-anchor="start">text' in svg
 
 
 def test_chart_labels_are_inside_the_chart():
@@ -392,6 +435,12 @@ def check_axes(charts, count):
     assert len(charts) == count and len(set(map(tuple, axes))) == 1
 
 
+def test_page_omits_missing_metrics():
+    run = reading.Run(None, epochs={0: {"train.loss": 1.0}}, total_s=5)
+    assert page._metrics(run) == [("0:00:05", "total time")]
+    assert page._times(reading.Run(None)) == []
+
+
 def test_class_names_are_shown_without_wnid():
     assert page._readable("n01440764_tench") == "tench"
     assert [page._readable(name) for name in ("n01440764", "n01440764_", "nine", "n0144_x")] == [
@@ -406,6 +455,8 @@ def test_matrix_of_many_classes_shows_the_most_frequent_confusions():
     confusion = [{"label": str(a), "predicted": str(b), "images": str(n), "predicted_class": ""} for a, b, n in pairs]
     matrix = page._matrix(classes, confusion)
     assert len(matrix["names"]) == 24 and {"c50", "c51", "c60", "c61", "c40"} <= set(matrix["names"])
+    classes = [{"label": str(i), "class": "n" * (13 + i), "images": "1"} for i in range(2)]
+    assert page._matrix(classes, [])["names"] == ["n" * 13, "n" * 12 + "…"]
 
 
 def test_mean_speed_covers_all_epochs(tmp_path):
@@ -417,6 +468,60 @@ def test_mean_speed_covers_all_epochs(tmp_path):
         lines.append(line)
     (tmp_path / "report.json").write_text("".join(lines))
     assert reading.read(tmp_path).mean_ips("train") == pytest.approx(200 / 12)
+    for epoch in ({"train.ips": 5.0}, {"train.ips": 5.0, "train.epoch_time": 0}, {"train.epoch_time": 2.0}):
+        run = reading.Run(None, epochs={0: epoch}, summary={"train.ips": 7.0})
+        assert run.mean_ips("train") == 7
+
+
+def test_changed_flags_are_explicit_parameters():
+    run = reading.Run(None, parameters={"lr": 0.1, "epochs": 3}, explicit=["lr", "of_another_version"])
+    assert run.changed_flags() == {"lr": 0.1}
+
+
+START = 'DLLL {"step": "PARAMETER", "data": {"output_dir": "out", "model_arch_name": "Tiny"%s}}\n'
+RESULT = 'DLLL {"step": [], "data": {"command": "PARAMETER", "output_dir": "x", "model_arch_name": "Tiny"}}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        *(("", ""), ("DLL", ""), ("torn", None), ("[]\n", None), (RESULT, "training")),
+        *((START % "", ""), (START % "" + 'DLLL {"st', ""), (START % "" + "torn", None)),
+        (START % "" + RESULT, "training"),
+        (START % ', "run_scope": "eval_only"' + RESULT, "evaluation"),
+        (START % ', "run_scope": "eval_only", "benchmark": true' + RESULT, "benchmark"),
+    ],
+)
+def test_kind_of_report(tmp_path, text, kind):
+    (tmp_path / "report.json").write_text(text)
+    assert reading.kind(tmp_path / "report.json") == kind
+    folders = reading.run_folders(tmp_path / "report.json")
+    assert folders == ({Path("out/Tiny")} if text.startswith('DLLL {"step": "P') else set())
+
+
+@pytest.mark.parametrize("step", [[0, 1, 2], [0.5], [True], [-1], [2**53], ["0"], "0", None])
+def test_invalid_step_is_rejected(tmp_path, step):
+    (tmp_path / "report.json").write_text(START_OF_RUN + entry([2**53 - 1, 0], 2) + entry(step, 3))
+    with pytest.raises(UsageError, match="line 3: step is "):
+        reading.read(tmp_path)
+
+
+@pytest.mark.parametrize("explicit", ["lr", [1], {}])
+def test_invalid_explicit_flags_are_rejected(tmp_path, explicit):
+    text = START_OF_RUN.replace('"lr": 1', f'"lr": 1, "explicit_flags": {json.dumps(explicit)}')
+    (tmp_path / "report.json").write_text(text)
+    with pytest.raises(UsageError, match="line 1: data.explicit_flags is "):
+        reading.read(tmp_path)
+
+
+def test_total_time_is_limited(tmp_path):
+    path, half = tmp_path / "report.json", reading.LIMIT_S / 2
+    path.write_text(START_OF_RUN + entry([0], half) + START_OF_RUN + entry([0], half))
+    assert reading.read(path).total_s == reading.LIMIT_S
+    with path.open("a") as f:
+        f.write(entry([0], half + 1))
+    with pytest.raises(UsageError, match="line 5: the total time of all starts exceeds 1e[+]10 s"):
+        reading.read(path)
 
 
 @pytest.mark.parametrize(("epochs", "expected"), [({}, [0, 1 / 3, 2 / 3]), ({0: {"train.steps": 4}}, [0, 0.25, 0.5])])
@@ -554,6 +659,8 @@ def test_damaged_reports_and_tables_are_rejected_or_harmless(trained, tmp_path, 
     ("line", "name", "value", "message"),
     [
         (1, "train.loss", 10**400, "line 2: data.train.loss is 1000000"),
+        (1, "train.loss", 1e39, "line 2: data.train.loss is 1e+39"),
+        (1, "train.ips", 1e39, "line 2: data.train.ips is 1e+39"),
         (1, "train.lr", -1e-3, "line 2: data.train.lr is -0.001"),
         (4, "train.epoch_time", -1, "line 5: data.train.epoch_time is -1"),
         (0, "lr", [[1]], "line 1: data.lr is [[1]]"),
@@ -640,10 +747,14 @@ def test_page_does_not_replace_its_inputs(trained, photos, tmp_path, capsys):
     for path in trained.iterdir():
         shutil.copy(path, tmp_path / path.name)
     (tmp_path / "link").symlink_to("report.confusion.csv")
+    (tmp_path / "predictions").write_text("")
+    report = tmp_path / "report.json"
+    report.write_text(report.read_text().replace('"predictions": null', f'"predictions": "{tmp_path}/predictions"', 1))
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     for page_file, message in (
         (tmp_path / "report.json", f"the same file as RUN {tmp_path}/report.json, which this command reads; choose"),
         (tmp_path / "link", f"the same file as RUN's table {tmp_path}/report.confusion.csv"),
+        (tmp_path / "predictions", f"the same file as RUN's table {tmp_path}/predictions"),
         (photos / "val/class0/page.html", f"would change the data set's {photos}/val"),
     ):
         assert comparison.main([str(tmp_path), "--html", str(page_file)]) == 2

@@ -169,6 +169,7 @@ def test_incompatible_flags_exit_with_code_2(run_train, checkpoint, capsys, flag
 def test_changed_data_or_unwritable_path_is_an_error(photos, tmp_path):
     images = predictions.list_images(photos, "auto", None, [], 23)
     rows_of_top = np.tile(np.array([0, 0, 1, 2, 0.5, 0.3, 0.2]), (23, 1))
+    assert predictions.list_images(photos, "folder", None, [], 23) == images
     with pytest.raises(RunError, match="had 22 validation images at the start and has 23 now; evaluate again"):
         predictions.list_images(photos, "auto", None, [], 22)
     (tmp_path / "file").write_text("")

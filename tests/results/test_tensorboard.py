@@ -12,6 +12,8 @@ import pytest
 
 from conftest import ROOT, losses, phase, read_report, strict_json
 from paddle_resnet.data import pixels
+from paddle_resnet.job import processes
+from paddle_resnet.results import tensorboard as results
 
 tensorboard = pytest.importorskip("tensorboardX")
 
@@ -69,6 +71,13 @@ def test_scalars_match_report(board):
     assert result["train/lr"][0] == pytest.approx(0.05)
     assert {"train/ips", "train/top1", "train_epoch/ips", "val/top1", "val/ips"} <= result.keys()
     assert all(step in (2, 5) for step in result["val/loss"])
+
+
+def test_other_ranks_write_no_events(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "rank", lambda: 1)
+    loader = []
+    assert results.follow(tmp_path / "board", loader, None, None, None) is loader
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_loss_scale_is_written_and_non_finite_loss_is_null(run_train, tmp_path, monkeypatch):
