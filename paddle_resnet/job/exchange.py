@@ -18,7 +18,7 @@ from utils.errors import UsageError
 
 STOP_POLL_STEPS = 4
 _exchanges = _polls = 0
-_stop_at, _has_proposed, _last_gather = None, False, None
+_stop_at, _last_gather = None, None
 
 
 def all_gather(values):
@@ -194,13 +194,11 @@ def stop_asked():
 def _stop_step(proposal):
     """Return the number of the step at which the job stops, or None if no rank has received a signal. If several ranks
     propose a step, the first proposal is used."""
-    global _stop_at, _has_proposed
+    global _stop_at
     if _stop_at is None:
         store = _store()
-        if signals.received() is not None and not _has_proposed:
-            _has_proposed = True
-            if store.add("paddle_resnet/stop/proposals", 1) == 1:
-                store.set("paddle_resnet/stop/at", str(proposal))
+        if signals.received() is not None and store.add("paddle_resnet/stop/proposals", 1) == 1:
+            store.set("paddle_resnet/stop/at", str(proposal))
         if store.add("paddle_resnet/stop/proposals", 0) > 0:
             _stop_at = int(store.get("paddle_resnet/stop/at"))
     return _stop_at

@@ -29,7 +29,7 @@ class AsyncCopy:
         self._key = ctypes.c_uint64(number), ctypes.c_int(i)
         self._dtype, self._shape = convert_dtype(variable.dtype), variable.shape
 
-    def __array__(self, dtype=None):
+    def __array__(self, dtype=None):  # NumPy converts the result to `dtype`
         memory, size = ctypes.c_void_p(), ctypes.c_size_t()
         error = self._wait(*self._key, ctypes.byref(memory), ctypes.byref(size))
         if error == -1:
@@ -38,5 +38,4 @@ class AsyncCopy:
             raise RuntimeError(
                 f"GPU: this step or an earlier one failed (CUDA error {error}); run python -m paddle_resnet.doctor"
             )
-        array = np.frombuffer(ctypes.string_at(memory, size.value), self._dtype).reshape(self._shape)
-        return array if dtype is None else array.astype(dtype)
+        return np.frombuffer(ctypes.string_at(memory, size.value), self._dtype).reshape(self._shape)

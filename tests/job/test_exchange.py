@@ -193,19 +193,19 @@ def test_all_ranks_stop_before_same_step(monkeypatch, asked, lead):
     monkeypatch.setattr(processes, "world_size", lambda: 2)
     for moment in range(9):
         store.__init__()
-        states = {0: (0, None, False), 1: (0, None, False)}
+        states = {0: (0, None), 1: (0, None)}
         stopped, step = {}, {0: 0, 1: 0}
         for tick in range(60):
             for rank in (1, 0):
                 if rank in stopped or (rank == 0 and step[0] + lead > tick):
                     continue
-                exchange._polls, exchange._stop_at, exchange._has_proposed = states[rank]
+                exchange._polls, exchange._stop_at = states[rank]
                 signal = "SIGTERM" if rank in asked and step[rank] >= moment + asked[rank] else None
                 monkeypatch.setattr(exchange.signals, "received", lambda signal=signal: signal)
                 if exchange.stop_agreed():
                     stopped[rank] = step[rank]
                 step[rank] += 1
-                states[rank] = (exchange._polls, exchange._stop_at, exchange._has_proposed)
+                states[rank] = (exchange._polls, exchange._stop_at)
         if asked:
             assert stopped[0] == stopped[1]
             assert moment < stopped[0] <= moment + 12
@@ -213,4 +213,3 @@ def test_all_ranks_stop_before_same_step(monkeypatch, asked, lead):
             assert not stopped
     monkeypatch.setattr(exchange, "_polls", 0)
     monkeypatch.setattr(exchange, "_stop_at", None)
-    monkeypatch.setattr(exchange, "_has_proposed", False)

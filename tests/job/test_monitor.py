@@ -154,6 +154,7 @@ def test_late_rank_receives_first_failure(capsys, is_connected):
             ranks.append(await job.start(2))
         send(ranks[0], NO_ROOM)
         await ranks[0].reader.read(1)
+        await until(lambda: job.coordinator._end)
         if not is_connected:
             ranks.append(await job.start(2))
         assert await asyncio.gather(*map(exit_code, ranks[1:])) == [2, 2]
@@ -334,6 +335,7 @@ def test_rank_receives_sigterm_if_launcher_is_killed(monkeypatch, killed, parent
 def test_parent_process_id():
     assert monitor._parent(os.getpid()) == os.getppid()
     assert monitor._parent(2**22 + 1) is None
+    assert monitor._is_stopped(2**22 + 1) is False
 
 
 @pytest.mark.parametrize("kind", ["full disk", "broken pipe", "closed"])

@@ -58,7 +58,7 @@ def test_stall_at_equal_positions_lists_no_rank():
 
 
 def test_stall_lists_ranks_that_are_behind():
-    positions = {0: [2, 0, "the sums"], 1: [1, 4, "epoch 0 val"], 2: [1, 4, "epoch 0 val"], 3: [1, 6, "epoch 0 val"]}
+    positions = {0: [1, 6, "epoch 0 val"], 1: [1, 4, "epoch 0 val"], 2: [1, 4, "epoch 0 val"], 3: [2, 0, "the sums"]}
     message = "ranks 1, 2 are in epoch 0 val, step 1, other ranks are waiting in the sums"
     assert position.describe_stall(positions) == message
 

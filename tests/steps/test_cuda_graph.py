@@ -173,6 +173,17 @@ def test_error_of_failed_capture_contains_reason_and_remedy(run_train, capsys, f
     assert gc.isenabled()
 
 
+def test_capture_keeps_garbage_collection_disabled(fake, monkeypatch):
+    monkeypatch.setattr(gc, "collect", lambda: None)  # takes half a second
+    gc.disable()
+    try:
+        with cuda_graph._capturing():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
 def test_capture_ends_if_step_fails(run_train, capsys, fake, monkeypatch):
     """The capture ends before the previous settings, such as garbage collection, are restored."""
 

@@ -42,11 +42,27 @@ def test_copied_values_equal_fetched_values(parse, is_train):
     ]
     handles = [step(feed) for feed in feeds]
     copies = [[np.asarray(handle) for handle in step] for step in handles]
+    assert np.asarray(handles[-1][0], np.float64).dtype == np.float64
     for values, feed in zip(copies, feeds, strict=True):
         fetched = exe.run(compiled, feed, variables)
         for value, expected in zip(values, fetched, strict=True):
             assert value.dtype == expected.dtype
             np.testing.assert_array_equal(value, expected)
+
+
+def test_captured_step_copies_batches_from_loader_on_different_device(one_block, parse, fake):
+    args = parse(*NHWC, "--kernels", "native", "--cuda-graph", "true")
+    compiled, exe, variables = build(args, is_train=False)
+    step = Dispatcher(exe, compiled, variables, is_native=True, shares_inputs=False)
+    for batch in random_batches(6, (32, 32, 4)):
+        feed = {}
+        for name, array in zip(("data", "label"), batch, strict=True):
+            feed[name] = paddle.framework.core.LoDTensor()
+            feed[name].set(array, paddle.CPUPlace())
+        values = [np.asarray(handle) for handle in step(feed)]
+        for value, expected in zip(values, exe.run(compiled, feed, variables), strict=True):
+            np.testing.assert_array_equal(value, expected)
+    assert fake.made[0].launches > 1
 
 
 def test_step_fetches_nothing(parse):

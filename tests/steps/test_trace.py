@@ -10,6 +10,7 @@ from paddle.profiler import Profiler
 
 from conftest import assert_one_error, phase
 from paddle_resnet.steps import trace
+from utils.errors import UsageError
 
 BENCHMARK = ["--benchmark", "--benchmark-steps", "4", "--benchmark-warmup-steps", "2", "--data-format", "synthetic"]
 
@@ -90,6 +91,23 @@ def test_steps_outside_run_are_rejected_before_first_step(run_train, tmp_path, c
     assert_one_error(capsys.readouterr().err, [f"--profile-steps {steps}", f"0:{end}"])
     assert report == []
     assert not (tmp_path / "output/profile").exists()
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "is_resume", "is_traced"),
+    [(2, 5, False, True), (2, 5, True, True), (3, 5, True, False), (3, 5, False, None), (2, 4, False, None)],
+)
+def test_traced_steps_must_be_within_first_pass(first, last, is_resume, is_traced):
+    traced = trace.Trace((2, 5), None, "cpu")
+    program = SimpleNamespace(trace=traced)
+    if is_traced is None:
+        with pytest.raises(
+            UsageError, match=f"--profile-steps 2:5: outside the first pass of this run, {first}:{last}"
+        ):
+            trace.start(program, first, last, is_resume)
+    else:
+        assert trace.start(program, first, last, is_resume) is (traced if is_traced else None)
+    assert program.trace is None
 
 
 def test_command_resumed_in_evaluation_traces_next_epoch(run_train, stop_before, tmp_path):
