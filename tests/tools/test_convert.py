@@ -7,6 +7,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 
@@ -111,6 +112,29 @@ def test_resize_short_shrinks_large_images_upright_and_keeps_small_ones(tmp_path
         assert second == (folder / "1.png").read_bytes()
         with Image.open(io.BytesIO(third)) as image:
             assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (100, 50))
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"), [([0, 65536], np.int32), ([-1, 65535], np.int32), ([0, 1], np.float32), ([0, 65535], np.int32)]
+)
+def test_images_with_more_than_16_bits_are_not_clipped(values, kind):
+    picture = Image.fromarray(np.array([values], kind))
+    if values == [0, 65535]:
+        assert np.asarray(convert._in_rgb(picture)).tolist() == [[[0] * 3, [255] * 3]]
+    else:
+        with pytest.raises(ValueError, match="more than 16 bits per channel"):
+            convert._in_rgb(picture)
+
+
+def test_record_with_invalid_label_is_rejected_and_interrupted_worker_stops(monkeypatch):
+    image, stop = listing.Image("val.rec@4", "d/val.rec", None, "recordio"), threading.Event()
+    monkeypatch.setattr(convert, "_stop", stop, raising=False)
+    monkeypatch.setattr(records, "read", lambda image: (b"x", 0.5))
+    with pytest.raises(UsageError, match="^d/val.rec@4: label 0.5 is not a class; omit the image with --skip-list$"):
+        convert._prepare(image)
+    stop.set()
+    with pytest.raises(InterruptedError):
+        convert._prepare(image)
 
 
 @pytest.mark.parametrize("suffix", [".png", ".tif"])
@@ -304,6 +328,44 @@ def test_invalid_flags_exit_with_code_2(photos, tmp_path, capsys, flags, message
     assert code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
+
+
+def test_flags_are_passed_to_the_conversion(tmp_path, monkeypatch, capsys):
+    def converted(source, output, to, **options):
+        calls.append(options)
+        return {"val": 1}
+
+    calls = []
+    monkeypatch.setattr(convert, "convert", converted)
+    command = ["convert", "--from", str(tmp_path), "--to", "lmdb", "--output", str(tmp_path.with_name("x"))]
+    for flags in ([], ["--resize-short", "30"], ["--resize-short", "30", "--quality", "50", "--workers", "3"]):
+        assert dataset.main([*command, *flags]) == 0
+    names = ("resize_short", "quality", "workers")
+    assert [[call[name] for name in names] for call in calls] == [[None, 95, None], [30, 95, None], [30, 50, 3]]
+
+
+def test_source_may_have_as_many_shards_as_images(photos, tmp_path):
+    source = tmp_path / "source/val/a"
+    source.mkdir(parents=True)
+    shutil.copy(photos / "val/class0/00.jpg", source / "x.jpg")
+    assert convert.convert(tmp_path / "source", tmp_path / "x", "tfrecord", shards=1, workers=1) == {"val": 1}
+    with pytest.raises(UsageError, match="--output .*x.jpg: exists, but contains no conversion"):
+        convert._continued(source / "x.jpg", {})
+    source.rename(source.with_name("a\rb"))
+    with pytest.raises(UsageError, match="a class name contains a line break"):
+        convert.convert(tmp_path / "source", tmp_path / "y", "tfrecord", workers=1)
+
+
+def test_link_to_lmdb_is_removed_without_its_target(tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "target").mkdir()
+    (tmp_path / "x/val_lmdb").symlink_to(tmp_path / "target")
+    manifest = {"complete": True, "format": "lmdb", "splits": {}, "shards": {}}
+    (tmp_path / "x/convert.json").write_text(json.dumps(manifest))
+    convert._remove(tmp_path / "x", [tmp_path / "x/val_lmdb"], "lmdb")
+    assert not os.path.lexists(tmp_path / "x/val_lmdb")
+    assert (tmp_path / "target").is_dir()
+    assert json.loads((tmp_path / "x/convert.json").read_text()) == {**manifest, "complete": False}
 
 
 def test_invalid_source_or_output_exits_with_code_2(photos, tmp_path, capsys):

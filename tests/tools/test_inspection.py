@@ -77,11 +77,25 @@ def test_info_is_equal_in_every_format(photos, converted, data_format):
         assert sorted(actual[split]["sizes"].tolist()) == sorted(expected[split]["sizes"].tolist())
 
 
-@pytest.mark.parametrize("data_format", ["recordio", "tfrecord", "lmdb", "webdataset"])
+@pytest.mark.parametrize("data_format", ["recordio", "tfrecord", "lmdb", "webdataset", "filelist", "folder"])
 def test_preview_of_every_format_has_class_names(converted, data_format):
-    for _, versions, name in inspection.augmented(converted[data_format], 12, 1, TINY):
+    """Without classes.txt, a file list has no class names, and the names are the labels."""
+    flags, root = [], converted[data_format]
+    if data_format == "folder":
+        flags, root = ["--data-format", "folder"], converted["filelist"]  # the flag takes precedence over train.txt
+    for _, versions, name in inspection.augmented(root, 12, 1, [*TINY, *flags]):
+        assert name.startswith("class") == (data_format != "filelist")
         # The images of class k have a gradient in color channel k.
         assert np.argmax(versions[0].mean(axis=(0, 1))) == int(name.removeprefix("class"))
+
+
+def test_synthetic_data_have_speed_but_no_preview(photos):
+    flags = [*TINY, "--data-format", "synthetic", "--batch-size", "32"]
+    loader, args = inspection.open_loader(photos, flags)
+    assert args.batch_size == 32  # photos contains only 30 images
+    assert next(loader)[0]["label"].shape() == [32, 1]
+    with pytest.raises(UsageError, match="--data-format synthetic: preview needs images"):
+        inspection.augmented(photos, 1, 1, flags)
 
 
 def test_info_counts_images_and_measures_sizes(colors, tmp_path, capsys):
@@ -96,6 +110,13 @@ def test_info_counts_images_and_measures_sizes(colors, tmp_path, capsys):
     assert sorted(actual["train"]["sizes"].tolist()) == [[40 + i, 30] for i in range(10)]
     assert actual["val"]["classes"] == {f"c{i}": 0 for i in range(10)}
     assert actual["val"]["sizes"].shape == (0, 2)
+
+
+def test_info_omits_records_without_readable_label(colors, monkeypatch):
+    monkeypatch.setattr(inspection, "_measure", lambda image: (image.label or None, None))
+    assert inspection.info(colors)["train"]["classes"] == {"c0": 0, **{f"c{i}": 1 for i in range(1, 10)}}
+    rows = {title: text({}, np.zeros((0, 2), int)) for title, text in inspection._statistics().items()}
+    assert list(rows.values()) == ["0", "0", "0 (-)", "0", "0 (-)", "-", "-", "-", "-", "0"]
 
 
 def test_info_distinguishes_classes_with_same_name(colors):

@@ -115,6 +115,21 @@ def test_invalid_source_or_output_exits_with_code_2(photos, source, tmp_path, ca
         split.split(few, tmp_path / "x", 0.2)
 
 
+def test_class_may_have_two_images_and_the_name_of_a_split(tmp_path):
+    for name in ("train/0.jpg", "train/1.jpg", "b/0.png", "b/1.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert split._list_source(tmp_path) == {"b": ["0.png", "1.png"], "train": ["0.jpg", "1.jpg"]}
+
+
+@pytest.mark.parametrize(("count", "more"), [(5, ""), (7, " and 2 more")])
+def test_small_classes_are_listed(tmp_path, count, more):
+    for i in range(count):
+        (tmp_path / f"c{i}").mkdir()
+    with pytest.raises(UsageError, match=rf"have fewer: c0 \(0\), .*, c4 \(0\){more}; add images"):
+        split._list_source(tmp_path)
+
+
 def test_overlong_source_is_not_reported_as_output(tmp_path, capsys):
     source = tmp_path / ("a" * 300)
     assert dataset.main(["split", str(source), "--output", str(tmp_path / "x")]) == 2

@@ -257,9 +257,11 @@ def test_unwritable_fix_list_is_rejected_before_verification(photos, tmp_path, m
 def test_class_only_in_val_fails_verification(photos, tmp_path):
     shutil.copytree(photos, tmp_path / "root")
     shutil.copytree(photos / "val" / "class0", tmp_path / "root" / "val" / "class9")
-    report = verify.verify(tmp_path / "root")
-    assert "val/class9 has no train/class9" in report.errors[0]
+    report = verify.verify(tmp_path / "root", num_of_class=2)
+    assert len(report.errors) == 3  # each split has more than two classes
+    assert "val/class9 has no train/class9" in report.errors[2]
     assert report.training_would_fail
+    assert len(verify.verify(tmp_path / "root").errors) == 1
 
 
 @pytest.mark.parametrize(
@@ -312,6 +314,32 @@ def test_contradictory_labels_of_file_lists_are_reported(photos, tmp_path):
         (tmp_path / f"{split}.txt").write_text(lines)
     report = verify.verify(tmp_path)
     assert report.unusual["folder with a different label in val.txt"] == ["class1 is 1 and 2", "class2 is 2 and 1"]
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "is_reported"), [([0], [1], True), ([1], [1], False), ([0, 1], [1], False), ([0], [0, 1], False)]
+)
+def test_only_folders_with_one_label_per_list_are_compared(train, val, is_reported):
+    report = verify.Report()
+    verify._compare_lists([[listing.Image("a/x.jpg", "", i) for i in labels] for labels in (train, val)], report)
+    assert list(report.unusual.values()) == ([["a is 0 and 1"]] if is_reported else [])
+
+
+def test_split_without_decodable_records_is_not_read_with_dali(converted, monkeypatch):
+    root, report = str(converted["recordio"]), verify.Report()
+    assert verify._read_with_dali(root, "recordio", Mode.EVAL, frozenset(), []) == ([], "23 images instead of 0")
+    monkeypatch.setattr(verify, "_in_a_process", lambda *arguments: pytest.fail("DALI was started"))
+    image = listing.Image("val.rec@0", f"{root}/val.rec", None, "recordio")
+    verify._compare_with_dali(root, Mode.EVAL, "recordio", [image], [("is empty", [], None, 0)], report)
+    assert report == verify.Report()
+
+
+@pytest.mark.parametrize(("count", "more"), [(50, False), (51, True)])
+def test_only_many_failing_images_require_a_fix_list(capsys, count, more):
+    verify.show(verify.Report(failing=dict.fromkeys(map(str, range(count)), "is empty")))
+    output = capsys.readouterr().out
+    assert output.count("is empty\n") == 50
+    assert ("fails: 1 more images; use --fix-list FILE" in output) == more
 
 
 def test_system_folders_are_not_classes(photos, tmp_path, capsys):
