@@ -120,6 +120,7 @@ IMAGES, LABELS = np.zeros((8, 3, 32, 32), "float32"), np.zeros((8, 1), "int64")
     [
         (iter(()), "the loader yielded no batches"),
         ([{"data": IMAGES, "label": LABELS}], r"yielded a batch in an unexpected format; yield \[{"),
+        ([[{"data": IMAGES, "label": LABELS}] * 2], r"yielded a batch in an unexpected format; yield \[{"),
         ([[{"data": IMAGES}]], r"yielded a batch in an unexpected format; yield \[{"),
         (
             [[{"data": IMAGES, "label": LABELS[:, 0]}]],
@@ -136,7 +137,17 @@ IMAGES, LABELS = np.zeros((8, 3, 32, 32), "float32"), np.zeros((8, 1), "int64")
         ),
         ([[{"data": IMAGES[:0], "label": LABELS[:0]}]], "yielded a batch with 0 data and 0 label"),
     ],
-    ids=["no batch", "not a list", "no label", "one dimension", "int32", "different size", "few labels", "no images"],
+    ids=[
+        "no batch",
+        "not a list",
+        "two",
+        "no label",
+        "one dimension",
+        "int32",
+        "different size",
+        "few labels",
+        "no images",
+    ],
 )
 def test_incompatible_batches_raise_errors(batches, message):
     main = static.Program()
@@ -144,6 +155,17 @@ def test_incompatible_batches_raise_errors(batches, message):
         program.create_feeds([3, 32, 32])
     with pytest.raises(UsageError, match=message):
         next(iter(iterators.adapted(batches, SimpleNamespace(_program=main))))
+
+
+def test_tensors_of_a_loader_are_not_copied():
+    main, tensors = static.Program(), {}
+    with static.program_guard(main):
+        program.create_feeds([3, 32, 32])
+    for name, values in (("data", IMAGES), ("label", LABELS)):
+        tensors[name] = paddle.framework.core.LoDTensor()
+        tensors[name].set(values, paddle.CPUPlace())
+    [batch] = next(iter(iterators.adapted([[tensors]], SimpleNamespace(_program=main))))
+    assert all(batch[name] is tensor for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ import itertools
 import json
 import shutil
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -127,12 +128,15 @@ def test_loader_state_depends_on_every_flag_that_the_pipeline_reads(parse, photo
     assert names - conditions == {"dali_num_threads", "dali_prefetch", "data_layout"}
 
 
-def test_cpu_decoder_load_below_half_an_image_is_an_error(parse, photos):
+def test_cpu_decoder_load_below_half_an_image_is_an_error(parse, photos, monkeypatch):
     # With a batch size of 8, a fraction of 0.06 is less than half an image.
     args = frozen(parse("--image-root", photos).copy(cpu_decoder_load=0.06))
     with pytest.raises(UsageError, match="--cpu-decoder-load 0.06: less than .* use 0.12 or more"):
         dali.build_dataloader(args, Mode.TRAIN)
     dali.build_dataloader(args, Mode.EVAL)
+    monkeypatch.setattr(dali, "create_dali_pipeline", lambda *arguments: None)
+    monkeypatch.setattr(dali, "ShardIterator", lambda *arguments: "loader")
+    assert dali.build_dataloader(frozen(args.copy(cpu_decoder_load=0.07)), Mode.TRAIN) == "loader"
 
 
 @pytest.mark.parametrize(
@@ -169,6 +173,27 @@ def test_first_operator_of_a_state_may_be_long():
     """The length 300 is encoded in two bytes with seven bits each."""
     first = b"\n\xac\x02" + bytes(300)
     assert dali._first_operator(first + b"\n\x01x") == first
+    longest = b"\n\x81\x80\x80\x80\x00a"
+    assert dali._first_operator(longest + b"b") == longest
+
+
+@pytest.mark.parametrize("checkpoint", [b"", b"\n", b"\n\x80", b"\x12\x01a", b"\n\x81\x80\x80\x80\x80\x00a"])
+def test_state_without_reader_is_damaged(checkpoint):
+    with pytest.raises(dali.StateError, match="no reader position"):
+        dali._first_operator(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_damaged"),
+    [("out of memory", False), ("CUDA error", False), ("Assert on x failed: bad", True), ("bad", True)],
+)
+def test_lack_of_memory_does_not_mean_that_a_state_is_damaged(error, is_damaged):
+    def build():
+        raise RuntimeError(error)
+
+    message = r"the loader state is damaged \(.*bad" if is_damaged else f"^{error}$"
+    with pytest.raises(dali.StateError if is_damaged else RuntimeError, match=message):
+        dali._restored(SimpleNamespace(build=build), None)
 
 
 def test_loader_of_fewer_processes_restarts_epoch_with_a_reason(parse, photos, capsys, monkeypatch):
@@ -376,7 +401,9 @@ def test_synthetic_batches_are_constant_and_epoch_has_size_of_imagenet(parse):
 def test_batch_larger_than_data_set_is_an_error(parse, numbered):
     with pytest.raises(UsageError, match="--batch-size 11: .* 10 training images.* use 10"):
         load(parse, numbered, Mode.TRAIN, "--batch-size", "11")
-    assert len(load(parse, numbered, Mode.EVAL, "--batch-size", "11")) == 1
+    loader = load(parse, numbered, Mode.EVAL, "--batch-size", "11")
+    assert len(loader) == 1
+    assert [len(list(loader)) for _ in range(2)] == [1, 1]  # each pass is one epoch
 
 
 def test_more_processes_than_training_images_is_an_error(parse, numbered, shard):

@@ -1,5 +1,6 @@
 import io
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image, features
@@ -85,8 +86,48 @@ def test_jpeg_2000_is_not_decoded():
 
 
 def test_image_with_too_many_pixels_after_resize_is_rejected():
-    """The resized images would have 64 x 4,160,000 and 65 x 4,225,000 pixels."""
+    """The resized images would have 64 x 4,194,304 pixels, which is the limit, and 65 x 4,259,840 pixels."""
     file = io.BytesIO()
-    Image.new("RGB", (65000, 1)).save(file, "png")
-    problem = "has 65000 x 1 pixels and would exceed the limit of 268,435,456 after resizing"
+    Image.new("RGB", (65536, 1)).save(file, "png")
+    problem = "has 65536 x 1 pixels and would exceed the limit of 268,435,456 after resizing"
     assert [bad_images.header_problem(file.getvalue(), side) for side in (64, 65)] == [None, problem]
+
+
+def test_image_with_too_many_pixels_is_rejected():
+    file = io.BytesIO()
+    Image.new("1", (16384, 1)).save(file, "bmp")
+    # The height is a 32-bit number at byte 22 of a BMP file.
+    images = [file.getvalue()[:22] + height.to_bytes(4, "little") + file.getvalue()[26:] for height in (16384, 16385)]
+    problem = "declares 16384 x 16385 pixels, more than the limit of 268,435,456"
+    assert [bad_images.header_problem(image) for image in images] == [None, problem]
+
+
+def test_decoder_without_memory_is_replaced(monkeypatch):
+    def run():
+        raise RuntimeError("std::bad_alloc")
+
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "png")
+    monkeypatch.setattr(bad_images, "_decoder", SimpleNamespace(feed_input=lambda name, batch: None, run=run))
+    assert bad_images.decode(file.getvalue()) == "declares more pixels than fit in memory"
+    assert bad_images.decode(file.getvalue()) is None
+
+
+def test_search_for_bad_image_ends_after_deadline(monkeypatch):
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "png")
+    monkeypatch.setattr(bad_images, "_undecoded", lambda data_set: iter([(file.getvalue(), "a.png"), (b"", "b.png")]))
+    message = "Error in operator nvidia.dali.fn.decoders.image"
+    assert bad_images.bad_image(message, None, "root") == "root/b.png"
+    assert bad_images.bad_image("Error in operator nvidia.dali.fn.resize", None, "root") is None
+    monkeypatch.setattr(bad_images, "SEARCH_S", -1)
+    assert bad_images.bad_image(message, None, "root") == "an image in root"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [('\nencountered: Assert on "a" failed: no file\nmore', "no file"), ("\nencountered:", "unknown reason")],
+)
+def test_reason_of_a_reader_error(text, reason):
+    assert bad_images.reader_problem(f"Error in operator nvidia.dali.fn.readers.file{text}") == reason
+    assert bad_images.reader_problem(f"Error in operator nvidia.dali.fn.resize{text}") is None

@@ -6,6 +6,7 @@ import pytest
 
 from paddle_resnet import dali
 from paddle_resnet.data.iterators import EmptyIterator, ShardIterator
+from utils.errors import UsageError
 from utils.mode import Mode
 
 
@@ -66,9 +67,15 @@ def test_synthetic_loader_resumes_at_its_position(parse, monkeypatch):
     next(loader)
     resumed = dali.build_dataloader(args, Mode.TRAIN, loader.state())
     assert (resumed.step, len(list(resumed))) == (1, 1)
+    assert len(dali.build_dataloader(parse("--data-format", "synthetic", "--batch-size", "16"), Mode.TRAIN)) == 1
+    with pytest.raises(UsageError, match="--batch-size 17: exceeds the 16 synthetic images per process"):
+        dali.build_dataloader(parse("--data-format", "synthetic", "--batch-size", "17"), Mode.TRAIN)
 
 
-@pytest.mark.parametrize(("step", "problem"), [(0, r"the epoch ends \d+ images early"), (4, "the epoch is too long")])
+@pytest.mark.parametrize(
+    ("step", "problem"),
+    [(0, r"the epoch ends \d+ images early"), (6, "the epoch is too long"), (7, r"damaged \(step 7 of 6\)")],
+)
 def test_loader_state_with_wrong_step_is_an_error(parse, photos, step, problem):
     args = parse("--image-root", photos, "--batch-size", "5")
     loader = dali.build_dataloader(args, Mode.TRAIN)

@@ -415,6 +415,12 @@ def test_lmdb_with_skip_list_is_rejected(converted):
     assert readers.open_split(converted["lmdb"], "lmdb", Mode.TRAIN, 3, 0, skip).size == 30
 
 
+def test_lmdb_without_records_is_rejected(tmp_path, monkeypatch):
+    (tmp_path / "val_lmdb").mkdir()
+    monkeypatch.setattr(records, "lmdb_labels", lambda folder, count: (0, []))
+    assert "val_lmdb: contains no records; write it" in error_of(tmp_path, Mode.EVAL, data_format="lmdb")
+
+
 @pytest.mark.parametrize("text", [b"7", b"12\n", b"007", b"123456", b"000123456", b"0"])
 def test_webdataset_labels_are_decimal_digits(tmp_path, text):
     with open(tmp_path / "val-0.tar", "wb") as f, webdataset.TarWriter(f, encoder=False) as writer:
