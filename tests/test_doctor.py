@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -208,6 +209,38 @@ def test_reason_prefers_error_of_failed_rank():
     assert doctor._reason(1, stderr) == "FatalError: `Segmentation fault` is detected"
     (last,) = stderr.splitlines()[1:]
     assert doctor._reason(1, last) == last
+    assert doctor._reason(3, "a\n b \n\n \n") == "b"
+    assert doctor._reason(3, "") == "exit code 3"
+    assert doctor._reason(-9, "") == "killed by SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("output", "returncode", "rows"), [("A, 1 MiB, 5\n", 0, [["A", "1 MiB", "5"]]), ("failed\n", 9, [])]
+)
+def test_output_of_nvidia_smi_is_used_only_if_it_succeeds(monkeypatch, output, returncode, rows):
+    done = SimpleNamespace(returncode=returncode, stdout=output)
+    monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: done)
+    assert doctor._nvidia_gpus() == rows
+
+
+@pytest.mark.parametrize(("shortfall", "status"), [(0, "ok"), (1, "note")])
+def test_exact_requirements_are_enough(monkeypatch, tmp_path, shortfall, status):
+    monkeypatch.setattr(memory, "available", lambda: doctor.LEAST_MEMORY - shortfall)
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (doctor.LEAST_OPEN_FILES - shortfall, 4096))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=doctor.LEAST_DISK - shortfall))
+    rows = {row.what: row.status for row in (*doctor._machine("cpu", 0), doctor._disk(tmp_path))}
+    assert [rows[what] for what in ("memory", "ulimits", "disk")] == [status] * 3
+
+
+def test_missing_libraries_of_a_gpu_are_reported(monkeypatch):
+    monkeypatch.setattr(native, "_nvrtc", lambda: None)
+    assert [doctor._nvrtc(native, capability)[2:] for capability in ((9, 0), None)] == [
+        ("no", "python -m pip install -r requirements.txt"),
+        ("ok", ""),
+    ]
+    monkeypatch.setattr(libraries, "is_served", lambda: True)
+    monkeypatch.setattr(libraries, "find", lambda name: None)
+    assert doctor._library(libraries, "libnccl.so", "NCCL")[:3] == ("NCCL", "not found", "note")
 
 
 @pytest.fixture
@@ -256,6 +289,10 @@ def test_unusable_gpu_has_same_error_as_train(examine, gpu_machine, monkeypatch)
     rows = examine()
     assert rows["test: kernel"].detail == "GPU 1 is too new" and rows["test: kernel"].status == "no"
     assert "tests" not in rows
+    monkeypatch.setattr(gpus, "problem", lambda index, several: f"several: {several}")
+    for count in (1, 2):
+        monkeypatch.setattr("paddle.device.cuda.device_count", lambda count=count: count)
+        assert examine()["test: kernel"].detail == f"several: {count > 1}"
 
 
 def test_failed_training_reports_its_error(monkeypatch):

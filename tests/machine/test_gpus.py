@@ -116,6 +116,13 @@ def test_capabilities_are_read_from_library(tmp_path, monkeypatch):
     monkeypatch.setattr(paddle, "__file__", str(root / "__init__.py"))
     monkeypatch.delattr(paddle.version, "cuda_archs", raising=False)
     assert gpus.build_capabilities() == ["6.1", "7.5", "8.0", "9.0+"]
+    # Only the first fat binaries are read. A size beyond the end of the library is not that of a fat binary.
+    (root / "start.so").write_bytes(
+        fatbin((2, 61, b"")) + gpus._FATBIN + struct.pack("<HHQ", 1, 16, 2**40) + fatbin((2, 80, b"")) + code
+    )
+    assert gpus._architectures(root / "start.so", files=2) == {(61, 2), (80, 2)}
+    monkeypatch.setattr(gpus, "build_capabilities", list)
+    assert gpus.describe_build().endswith("which supports compute capability unknown")
 
 
 def test_capabilities_are_read_from_paddle_version(monkeypatch):

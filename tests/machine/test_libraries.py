@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import paddle
 import pytest
@@ -136,6 +137,44 @@ def test_unsupported_paddle_builds_get_no_links(site, version, cuda):
     assert not (site.parent / "cache").exists()
 
 
+@pytest.mark.parametrize(
+    ("files", "of_system", "expected"),
+    [
+        (["cudnn", "cublas"], [], True),
+        (["cudnn"], [], False),
+        (["cudnn"], ["cublas"], True),
+        ([], ["cudnn", "cublas"], True),
+        ([], ["cudnn"], False),
+    ],
+)
+def test_libraries_may_be_set_up_in_different_folders(monkeypatch, tmp_path, files, of_system, expected):
+    for name in files:
+        (tmp_path / f"lib{name}.so").touch()
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"/nowhere:{tmp_path}")
+    monkeypatch.setattr(libraries.ctypes.util, "find_library", lambda name: "found" if name in of_system else None)
+    assert bool(libraries._are_set_up()) == expected
+
+
+@pytest.mark.parametrize("missing", ["paddle", "nvidia"])
+def test_missing_packages_get_no_links(monkeypatch, tmp_path, missing):
+    (tmp_path / "cudnn/lib").mkdir(parents=True)
+    (tmp_path / "cudnn/lib/libcudnn.so.8").touch()
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    found = {"paddle": spec, "nvidia": spec}
+    monkeypatch.setattr(libraries.importlib.util, "find_spec", found.get)
+    assert set(libraries._links()) == {"libcudnn.so", "libcudnn.so.8"}
+    found[missing] = None
+    assert libraries._links() == {}
+
+
+def test_packages_without_libraries_get_no_links(monkeypatch, tmp_path):
+    (tmp_path / "libs").mkdir()
+    (tmp_path / "libs/libphi.so").touch()
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: spec)
+    assert libraries._links() == {}
+
+
 @pytest.fixture
 def cuda_11(monkeypatch, once, tmp_path):
     """Simulate a build of Paddle for CUDA 11 with all CUDA libraries, and return their folder."""
@@ -167,12 +206,24 @@ def test_complete_libraries_have_no_problem(cuda_11):
     assert libraries.problem(several_gpus=True) is None
 
 
+def test_libraries_in_folder_of_links_are_found(cuda_11, monkeypatch):
+    monkeypatch.setenv("LD_LIBRARY_PATH", os.pathsep)
+    assert "cannot be opened" in libraries.problem()
+    monkeypatch.setattr(libraries, "_folder", cuda_11)
+    assert libraries.problem() is None
+
+
 @pytest.mark.parametrize("name", ["libcublas.so", "libcudnn_cnn_train.so.8"])
-def test_missing_library_is_reported(cuda_11, name):
+def test_missing_library_is_reported(cuda_11, monkeypatch, name):
     (cuda_11 / name).unlink()
     library = "cuBLAS 11" if "cublas" in name else "cuDNN 8"
     remedy = "install it with python -m pip install -r requirements.txt"
     assert f"needs {library}, but {name} cannot be opened; {remedy}" in libraries.problem()
+    assert "import paddle_resnet before paddle" not in libraries.problem()
+    monkeypatch.setattr(libraries, "_is_late", True)
+    assert libraries.problem().endswith("; import paddle_resnet before paddle")
+    monkeypatch.setattr(paddle.version, "cuda", lambda: "12.0")
+    assert libraries.problem() is None
 
 
 def test_several_gpus_require_nccl(cuda_11):
@@ -185,3 +236,4 @@ def test_several_gpus_require_nccl(cuda_11):
 def test_library_of_different_version_is_reported(cuda_11, major):
     create_library(cuda_11, "libcudnn.so", major)
     assert f"needs cuDNN 8, but libcudnn.so is {cuda_11}/libcudnn.so.{major}" in libraries.problem()
+    assert (libraries._major("a/libcublas.so.11.2"), libraries._major("a.so.8/libcudnn.so")) == (11, None)

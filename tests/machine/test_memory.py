@@ -26,6 +26,13 @@ def test_memory_is_limited_by_machine_and_container(monkeypatch, limit, expected
     assert memory.available() == expected
 
 
+def test_peak_of_a_gpu_is_reserved_memory(monkeypatch):
+    reserved, emptied = iter([2**20, 2**22]), []
+    monkeypatch.setattr("paddle.device.cuda.empty_cache", lambda: emptied.append(True))
+    monkeypatch.setattr("paddle.device.cuda.memory_reserved", lambda: next(reserved))
+    assert memory.Peak("gpu").mib() == 3 and emptied == [True]
+
+
 def test_peak_is_the_increase_in_mib_and_never_negative(monkeypatch, tmp_path):
     """The peak is reset before a measurement."""
     status = tmp_path / "status"
