@@ -830,9 +830,8 @@ def read_skip_list(path, image_root, allow_outside=False):
         names = [json.loads(line) if line.startswith('"') else line for line in lines]
     except json.JSONDecodeError as e:
         raise UsageError(f'--skip-list {path}: a line that begins with " is not a JSON string ({e}); correct it') from e
-    except (OSError, UnicodeDecodeError) as e:
-        reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
-        raise UsageError(f"--skip-list {path}: cannot be read ({reason}); write one path per line") from e
+    except OSError as e:
+        raise UsageError(f"--skip-list {path}: cannot be read ({e.strerror}); write one path per line") from e
     skip = frozenset(os.path.normpath(name) for name in names if name.strip())
     for name in sorted(skip):
         # indexes.open_index checks whether the shard has a record at the place after "@".

@@ -19,7 +19,7 @@ from PIL import Image
 from conftest import ROOT
 from paddle_resnet import dataset
 from paddle_resnet.data import indexes, listing, records
-from paddle_resnet.tools import convert, writers
+from paddle_resnet.tools import convert, verify, writers
 from utils import files
 from utils.errors import UsageError
 from utils.mode import Mode
@@ -486,6 +486,16 @@ def test_all_undecodable_images_are_reported_before_writing(photos, tmp_path, ca
     assert dataset.main([*command, "--skip-list", str(bad)]) == 0
     assert dataset.main([*command[:-1], str(tmp_path / "y"), "--unchecked"]) == 0
     assert "30 train and 23 val images" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("count", "more"), [(10, ""), (130, " and 120 more")])
+def test_many_undecodable_images_are_counted(monkeypatch, count, more):
+    images = [listing.Image(f"{i}.jpg", "", 0) for i in range(count)]
+    monkeypatch.setattr(verify, "check_all", lambda tasks, workers: [("is empty", [], None, 0)] * len(tasks))
+    calls = []
+    with pytest.raises(UsageError, match=rf"^d: {count} of {count} images .*, 9.jpg is empty{more}; repair them"):
+        convert._check_decodable("d", images, 1, lambda *progress: calls.append(progress))
+    assert calls == [(done, count) for done in (64, 128, count) if done <= count]
 
 
 def test_unwritable_progress_bar_does_not_fail_the_conversion(photos, tmp_path, monkeypatch, capsys):
