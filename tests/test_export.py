@@ -411,6 +411,12 @@ def test_unusable_flags_are_an_error(checkpoint, tmp_path, capsys, flags, messag
     assert not (tmp_path / "exported").exists()
 
 
+def test_number_of_calibration_images_is_positive(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        export.main(["checkpoint", str(tmp_path), "--int8", "--calibrate", "DATA", "--calibration-images", "0"])
+    assert "--calibration-images: 0 is too small; use a whole number from 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["correct", "loss", "images of the recorded evaluation"])
 def test_export_that_fails_verification_is_not_kept(checkpoint, photos, tmp_path, monkeypatch, name):
     """The second score that the export computes is that of Paddle Inference."""

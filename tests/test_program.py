@@ -158,6 +158,7 @@ def metrics(logits, labels, mode, smoothing=0.0):
         out = static.data("out", [None, logits.shape[1]], "float32")
         label = static.data("label", [None, 1], "int64")
         fetchs = program.create_fetchs(out, {"label": label}, logits.shape[1], smoothing, mode)
+    assert [fetchs[name][1].is_ratio for name in ("loss", "top1", "top5")] == [False, True, True]
     exe = static.Executor(paddle.CPUPlace())
     values = exe.run(main, {"out": logits, "label": labels}, [v for v, _ in fetchs.values()])
     return dict(zip(fetchs, values, strict=True))

@@ -126,10 +126,10 @@ def test_training_report_is_replaced_only_with_overwrite(run_train, tmp_path, ca
     assert kept.read_text() == "my notes\n"
 
 
-def replaced(path, folder, resume=True):
+def replaced(path, folder, resume=True, checkpoint=None):
     scope = {"benchmark": False, "run_scope": RunScope.TRAIN_EVAL}
     settings = SimpleNamespace(report_file=str(path), report_html=None, resume=resume, overwrite=False, **scope)
-    return report.check_replaced(settings, None, folder)
+    return report.check_replaced(settings, checkpoint, folder)
 
 
 @pytest.mark.parametrize("output_dir", ["a\0b", "loop", "a" * 300, "\ud800"])
@@ -165,6 +165,9 @@ def test_resumed_run_may_be_recorded_under_a_link(tmp_path):
         path.write_text(line("PARAMETER", output_dir=f"{tmp_path}/{target[0]}", model_arch_name="Tiny") + line([0]))
         with nullcontext() if target == "output" else pytest.raises(UsageError, match="of a different training run"):
             replaced(path, tmp_path / "output/Tiny")
+        # A run from a checkpoint also continues the report of the checkpoint's run.
+        checkpoint = SimpleNamespace(folder=tmp_path / target / "Tiny/0", resumes=True)
+        replaced(path, tmp_path / "output/Tiny", checkpoint=checkpoint)
 
 
 @pytest.mark.parametrize(

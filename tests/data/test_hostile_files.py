@@ -531,10 +531,11 @@ def test_class_names_are_escaped_and_names_with_line_breaks_are_not_converted(ph
     (tmp_path / "x" / "classes.txt").write_text("[/]\n[/b]\n[/nothing\n")
     assert dataset.main(["info", str(tmp_path / "x")]) == 0
     assert "[/nothing" in capsys.readouterr().out
-    for split in ("train", "val"):
-        (root / split / "class0").rename(root / split / "two\nlines")
-    assert dataset.main([*arguments, str(tmp_path / "y")]) == 2
-    assert "a class name contains a line break" in capsys.readouterr().err
+    for before, after in (("class0", "two\nlines"), ("two\nlines", "two\rlines")):
+        for split in ("train", "val"):
+            (root / split / before).rename(root / split / after)
+        assert dataset.main([*arguments, str(tmp_path / "y")]) == 2
+        assert "a class name contains a line break" in capsys.readouterr().err
 
 
 def test_error_message_of_tool_is_escaped(tmp_path, capsys):

@@ -114,6 +114,9 @@ def test_first_batch_and_configuration_are_written(run_train, tmp_path, monkeypa
     assert losses(report) == expected
     [batch] = shown
     assert batch.shape == (8, 32, 32, 3)
+    # The three channels of the photos have values from 0 to 60, 0 to 60, and 60 to 250.
+    low, middle, high = np.sort(batch.mean((1, 2)), axis=1).T
+    assert low.min() > 15 and middle.max() < 50 and high.min() > 70
     values = {value.tag: value for event in events(tmp_path / "board") for value in event.summary.value}
     (tmp_path / "grid.png").write_bytes(values["first_batch"].image.encoded_image_string)
     grid = np.asarray(Image.open(tmp_path / "grid.png"))

@@ -47,6 +47,15 @@ def test_conversion_keeps_bytes_labels_and_class_names(photos, converted, to):
     assert (converted[to] / "classes.txt").read_text() == "class0\nclass1\nclass2\n"
 
 
+def test_recordio_header_contains_number_of_index(converted):
+    data = (converted["recordio"] / "val.rec").read_bytes()
+    index = [line.split() for line in (converted["recordio"] / "val.idx").read_text().splitlines()]
+    assert len(index) == 23
+    for number, offset in index:
+        extra_labels, _, image, unused = records.RECORDIO_HEAD.unpack_from(data, int(offset) + 8)
+        assert (extra_labels, image, unused) == (0, int(number), 0)
+
+
 @pytest.mark.parametrize("to", convert.RECORD_FORMATS)
 @pytest.mark.parametrize("source", convert.RECORD_FORMATS)
 def test_record_files_can_be_converted(converted, tmp_path, monkeypatch, source, to):
