@@ -2,6 +2,7 @@
 
 import pickle
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import paddle
@@ -10,7 +11,7 @@ from paddle import static
 
 from conftest import NHWC, assert_one_error, frozen, losses
 from helpers import random_batches, variable
-from paddle_resnet import models, program
+from paddle_resnet import models, phases, program
 from paddle_resnet.models import build_model, parts
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import all_reduces, averages
@@ -189,6 +190,21 @@ def test_learning_rate_depends_on_depth(parse, kernels, optimizer):
 
 UNFREEZE = ["--freeze", "all-but-classifier", "--unfreeze-at", "1", "--ema", "0.9", "--lr-decay-by-layer", "0.5"]
 UNFREEZE += ["--lookahead", "2,0.5"]
+
+
+@pytest.mark.parametrize(("layers", "is_logged"), [(["stem"], False), (None, True)])
+def test_only_a_stage_without_frozen_layers_trains_all_layers(monkeypatch, capsys, layers, is_logged):
+    monkeypatch.setattr(program, "compile_prog", lambda *_: SimpleNamespace(trace="trace"))
+    values = {"image_shape": [3, 32, 32], "batch_size": 8}
+    later = phases.Work(SimpleNamespace(freeze=layers, **values), None, "later program", {})
+    training = phases.Work(SimpleNamespace(freeze=["stem"], **values), "loader", "program", {}, later=[(2, later)])
+    followed = []
+    saver = SimpleNamespace(follow=lambda *state: followed.append(state))
+    assert phases.enter_stage(training, 1, saver) is training and not followed
+    entered = phases.enter_stage(training, 2, saver)
+    assert (entered.loader, entered.program, entered.later) == ("loader", "later program", [])
+    assert entered.compiled.trace is None and followed == [("loader", {}, "later program")]
+    assert ("epoch 2: training all layers from now on" in capsys.readouterr().out) == is_logged
 
 
 @pytest.mark.parametrize(

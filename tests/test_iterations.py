@@ -200,6 +200,12 @@ def test_stage_batch_larger_than_data_set_is_an_error(run_train, capsys):
     assert_one_error(capsys.readouterr().err, expected)
 
 
+def test_batch_may_contain_the_whole_data_set(parse):
+    assert durations.timeline(parse("--batch-size", "30"), 30).batches(0) == 1
+    with pytest.raises(UsageError, match="batch size 30 exceeds the 29 training images"):
+        durations.timeline(parse("--batch-size", "30"), 29)
+
+
 def test_schedule_counts_steps(parse):
     flags = ["--num-iter", "10", "--warmup-epochs", "2", "--lr-scheduler", "Piecewise", "--lr-decay-epochs", "4,7"]
     args = parse(*STEPS, *flags, "--lr", "1")
