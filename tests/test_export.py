@@ -364,7 +364,12 @@ def test_float16_network_of_paddle_requires_a_gpu(checkpoint, photos, tmp_path, 
     assert export.main([str(checkpoint), str(half), *flags]) == 2
     assert "--precision float16: not supported with --int8; remove one of the flags" in capsys.readouterr().err
     assert not half.exists()
-    assert export.main([str(checkpoint), str(half), "--precision", "float16"]) == 0
+    devices = []
+    with monkeypatch.context() as patch:
+        patch.setattr(inference, "resolve_device", lambda device: "gpu")
+        patch.setattr(export, "_verify", lambda network, folder, root, device: devices.append((root, device)))
+        assert export.main([str(checkpoint), str(half), "--precision", "float16", "--verify", str(photos)]) == 0
+    assert devices == [(str(photos), "gpu")]
     for flags in (["x.jpg"], ["--benchmark"], ["x.jpg", "--precision", "float32"]):
         assert predict_command.main([str(half), *flags]) == 2
         message = f"{half}: Paddle Inference runs this float16 model only on a GPU; use a machine with a GPU, or export"
@@ -590,6 +595,7 @@ def test_preprocess_script_reports_unusable_files(checkpoint, photos, tmp_path, 
     assert "large.png: cannot be used (80 x 80 pixels, more than the limit of 4,900)" in err
     assert preprocessing.main([f"{tmp_path}/\x1b\n.jpg"]) == 1
     assert capsys.readouterr().err == f"{tmp_path}/\\x1b\\n.jpg: cannot be used (not a regular file)\n"
+    assert preprocessing._reason(ValueError()) == "ValueError"
     assert preprocessing.main([]) == 2
     assert capsys.readouterr().err == "usage: python preprocess.py IMAGE...\n"
     size = model.stat().st_size

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -276,6 +277,50 @@ def test_benchmark_measures_every_available_engine(checkpoint, model_of, capsys,
         "warning: onnxruntime: not measured: " in err
         and "contains no model.onnx; export the checkpoint with --onnx" in err
     )
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [
+        (None, ["float32", "float16", "Executor", "export", "float16 export", "onnxruntime"]),
+        ("float16", ["float16", "Executor", "export", "float16 export", "onnxruntime"]),
+        ("bfloat16", ["bfloat16", "Executor", "export", "onnxruntime"]),
+    ],
+)
+def test_engines_of_a_checkpoint_on_a_gpu(monkeypatch, tmp_path, precision, expected):
+    def write(checkpoint, folder, onnx=False, model_arch_name=None, precision="float32"):
+        folder.mkdir()
+        (folder / "model.onnx" if onnx else folder / precision).touch()
+
+    def opened(folder, device):
+        return f"float16 export {device}" if (folder / "float16").exists() else f"export {device}"
+
+    monkeypatch.setattr(export, "export", write)
+    monkeypatch.setattr(inference, "resolve_precision", lambda precision, device: "float16")
+    monkeypatch.setattr(inference, "open_checkpoint", lambda path, device, arch, p, sizes, engine: f"{p} {device}")
+    monkeypatch.setattr(
+        networks, "load_checkpoint", lambda path, device, **_: SimpleNamespace(model=lambda: f"Executor {device}")
+    )
+    monkeypatch.setattr(inference, "open_paddle", opened)
+    monkeypatch.setattr(inference, "open_onnx", lambda path, device: f"onnxruntime {device}")
+    assert list(predict.engines(tmp_path, "gpu", precision=precision)) == [f"{name} gpu" for name in expected]
+
+
+@pytest.mark.parametrize(
+    ("device", "available", "expected"),
+    [("cpu", ["CUDA", "CPU"], ["CPU"]), ("gpu", ["CPU", "CUDA"], ["CUDA", "CPU"]), ("gpu", ["CPU"], ["CPU"])],
+)
+def test_onnxruntime_uses_available_providers(monkeypatch, device, available, expected):
+    def session(data, options, providers):
+        assert providers == [f"{name}ExecutionProvider" for name in expected]
+        raise RuntimeError("end of the test")
+
+    onnxruntime = pytest.importorskip("onnxruntime")
+    names = [f"{name}ExecutionProvider" for name in available]
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: names)
+    monkeypatch.setattr(onnxruntime, "InferenceSession", session)
+    with pytest.raises(UsageError, match="end of the test"):
+        inference._onnx_model(b"", "model.onnx", device)
 
 
 def test_benchmark_of_an_onnx_file_measures_only_onnxruntime(checkpoint, model_of, capsys):

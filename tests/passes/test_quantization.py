@@ -218,6 +218,9 @@ def test_calibration_of_qat_checkpoint_is_an_error(trained, photos, tmp_path, ca
     flags = ["--int8", "--calibrate", str(photos)]
     assert export.main([str(folder), str(tmp_path / "exported"), *flags]) == 2
     assert "already has activation ranges from --qat; remove --calibrate" in capsys.readouterr().err
+    assert export.main([str(folder), str(tmp_path / "exported"), "--onnx", "--precision", "float16"]) == 2
+    problem = "--precision float16: not supported with --onnx for a checkpoint trained with --qat; remove one"
+    assert problem in capsys.readouterr().err
 
 
 def test_weights_of_linear_layers_are_quantized_alike_on_gpus(parse):
