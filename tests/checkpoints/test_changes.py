@@ -11,6 +11,7 @@ import pytest
 from conftest import ROOT, losses, phase
 from helpers import HOLDER, write_checkpoint
 from paddle_resnet.checkpoints import folders, restore
+from utils import locks
 from utils.errors import UsageError
 
 
@@ -104,6 +105,20 @@ def test_deleted_lock_is_acquired_again(tmp_path, capsys):
         assert f"{tmp_path}/.lock: was deleted or replaced during the run" in capsys.readouterr().err
         assert folders.keep(tmp_path, new) is new
         file = new
+
+
+def test_lock_removed_by_its_owner_is_created_again(tmp_path, monkeypatch):
+    opened, open_lock = [], locks._open
+
+    def open_and_remove(path):
+        opened.append(open_lock(path))
+        if len(opened) == 1:
+            path.unlink()
+        return opened[-1]
+
+    monkeypatch.setattr(locks, "_open", open_and_remove)
+    file = locks.acquire(tmp_path / ".lock", print)
+    assert len(opened) == 2 and locks.is_of(file, tmp_path / ".lock")
 
 
 def test_run_stops_writing_if_second_run_holds_lock(run_train, tmp_path, monkeypatch, capsys):

@@ -155,9 +155,14 @@ def test_late_rank_receives_first_failure(capsys, is_connected):
         send(ranks[0], NO_ROOM)
         await ranks[0].reader.read(1)
         await until(lambda: job.coordinator._end)
+        codes = [await exit_code(ranks[1])]
         if not is_connected:
+            ranks[0].writer.close()
+            await asyncio.sleep(0.1)
+            assert not ranks[0].monitor.done()
             ranks.append(await job.start(2))
-        assert await asyncio.gather(*map(exit_code, ranks[1:])) == [2, 2]
+        codes.append(await exit_code(ranks[2]))
+        assert codes == [2, 2]
         await ranks[0].monitor
 
     run(scenario)

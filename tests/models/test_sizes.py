@@ -4,10 +4,11 @@ import csv
 import re
 
 import pytest
+from paddle import static
 
 from conftest import ROOT
 from helpers import NETWORK_EXAMPLE, OPTIONS_EXAMPLE
-from paddle_resnet.models import MODELS, Network, __main__
+from paddle_resnet.models import MODELS, Network, __main__, layers
 
 
 # The multiply-adds of convolutions and classifiers were counted with hooks in timm's networks. For all networks except
@@ -50,6 +51,19 @@ def test_size_of_self_attention():
     channels, pixels = 256, 16 * 16
     assert attention["parameters"] - none["parameters"] == channels**2 + 1
     assert attention["multiply_adds"] - none["multiply_adds"] == 2 * channels**2 * pixels + channels**3
+
+
+@pytest.mark.parametrize("x, transposed, y", [([5, 3], True, [5, 7]), ([3, 5], False, [5, 7])])
+def test_multiply_adds_of_matrix_product(x, transposed, y):
+    with static.program_guard(static.Program()):
+        layers.product(static.data("x", x), static.data("y", y), trans_x=transposed)
+        block = static.default_main_program().global_block()
+    assert __main__._multiply_adds(block, block.ops[-1]) == 3 * 5 * 7
+
+
+def test_number_of_channels_is_reduced_by_at_most_10_percent():
+    rounded = {(9, 8): 16, (10, 9): 9, (11, 8): 16, (89, 8): 88, (3, 8): 8}
+    assert {key: layers.rounded(*key) for key in rounded} == rounded
 
 
 def test_table_lists_networks_with_sizes(capsys, tmp_path, monkeypatch):

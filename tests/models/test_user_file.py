@@ -199,6 +199,11 @@ def test_file_that_failed_is_executed_again(file):
             user_file.load("net.py:Net")
 
 
+def test_errors_of_registered_networks_are_unchanged():
+    with pytest.raises(ZeroDivisionError), user_file.errors("ResNet50"):
+        raise ZeroDivisionError
+
+
 @pytest.mark.parametrize(
     ("arch", "problem"),
     [

@@ -63,9 +63,9 @@ def test_unwritable_stdout_of_train_help_and_config_exits_with_code_1(monkeypatc
     assert "train.py: error: stdout: cannot be written (No space left" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("rank", ["1", "x"])
-def test_error_in_a_job_begins_with_the_rank(monkeypatch, capsys, rank):
-    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
+@pytest.mark.parametrize(("rank", "count"), [("1", "2"), ("x", "2"), ("0", "1")])
+def test_error_in_a_job_begins_with_the_rank(monkeypatch, capsys, rank, count):
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", count)
     monkeypatch.setenv("PADDLE_TRAINER_ID", rank)
     # train.main would also change the signal handlers of this process.
     assert exit_codes.of("train.py", lambda: config.parse_args(["--epochs", "x"])) == 2
@@ -204,11 +204,12 @@ def test_thread_limit_exits_with_code_1_and_an_error(capsys):
     )
 
 
-def test_other_errors_are_raised():
+@pytest.mark.parametrize("error", [RuntimeError("Out of range"), PermissionError(errno.EACCES, "denied", 3)], ids=str)
+def test_other_errors_are_raised(error):
     def fail():
-        raise RuntimeError("Out of range")
+        raise error
 
-    with pytest.raises(RuntimeError):
+    with pytest.raises(type(error)):
         exit_codes.of("x", fail)
 
 

@@ -1,6 +1,7 @@
 """Opening and writing files. The tests of each command cover errors for unusable files."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,11 @@ def test_open_regular_accepts_files_up_to_limit(tmp_path):
     (tmp_path / "empty").touch()
     with files.open_regular(tmp_path / "empty") as file:
         assert file.read() == b""
+
+
+def test_companion_replaces_only_json_ending():
+    for name, expected in (("run.json", "run.x"), ("run", "run.x"), ("run.v2", "run.v2.x")):
+        assert files.companion(f"a/{name}", "x") == Path("a", expected)
 
 
 @pytest.mark.parametrize("has_data", [True, False])

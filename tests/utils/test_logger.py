@@ -63,19 +63,20 @@ def test_metrics_are_reported_and_printed(report, capsys, step, reported, printe
 
 
 @pytest.mark.parametrize(
-    ("block", "out", "count"),
-    [(logger.only_warnings, "", 0), (logger.without_repeats, "x\nsummary train  loss 1\n", 1)],
+    ("block", "out", "warnings", "count"),
+    [(logger.only_warnings, "", 2, 0), (logger.without_repeats, "x\nsummary train  loss 1\n", 1, 1)],
     ids=["only warnings", "without repeats"],
 )
-def test_output_is_limited_only_inside_block(report, capsys, block, out, count):
+def test_output_is_limited_only_inside_block(report, capsys, block, out, warnings, count):
     """The block also ends if it raises an exception."""
     with pytest.raises(KeyError), block():
         logger.info("x")
         logger.info("x")
         logger.warn("y")
+        logger.warn("y")
         logger.log((), {"train.loss": 1.0})
         raise KeyError
-    assert capsys.readouterr() == (out, "warning: y\n")
+    assert capsys.readouterr() == (out, "warning: y\n" * warnings)
     assert len(entries(report)) == count
     logger.info("x")
     logger.info("x")

@@ -19,6 +19,11 @@ def root(tmp_path):
     (tmp_path / "data/train").mkdir(parents=True)
     (tmp_path / "data/train/x.jpg").write_text("an image")
     (tmp_path / "link").symlink_to("data")
+    (tmp_path / "copied").mkdir()
+    for name in ("tiny.pdparams", "meta.json"):
+        (tmp_path / "copied" / name).write_text("parameters")
+    (tmp_path / "free").mkdir()
+    (tmp_path / "to_free").symlink_to("free")
     (tmp_path / "broken").symlink_to("nowhere")
     os.link(tmp_path / "data/train/x.jpg", tmp_path / "same")
     (tmp_path / "file").write_text("text")
@@ -33,7 +38,7 @@ def test_valid_outputs_are_accepted_and_not_created(root, capsys):
     before = content(root)
     outputs.claim(
         {"--a": root / "new/a", "--b": root / "file", "--c": root / "run/report.json", "--d": None},
-        {"--e": root / "new/e", "--f": root / "run"},
+        {"--e": root / "new/e", "--f": root / "run", "--g": root / "to_free/new"},
         inputs=[("IN", root / "nowhere"), ("IN", root / "data/train/x.jpg")],
         protected=[("the data set", root / "data")],
         run_folder=root / "run",
@@ -63,6 +68,7 @@ def test_valid_outputs_are_accepted_and_not_created(root, capsys):
         (["run/4/a"], [], "run/4 is reserved for a checkpoint"),
         (["run/latest"], [], "run/latest is reserved for a checkpoint"),
         ([], ["run/4_2"], "run/4_2 is reserved for a checkpoint"),
+        (["copied/a"], [], "copied is reserved for a checkpoint"),
         (["next/4/a"], [], "next/4 is reserved for a checkpoint"),
         (["file/a"], [], "--0 file/a: cannot be written (Not a directory); choose a different path"),
         (["data"], [], "--0 data: cannot be written (Is a directory)"),

@@ -105,6 +105,8 @@ def test_home_is_the_remedy_only_if_paddle_cannot_use_its_cache(monkeypatch, tmp
         assert str(error.value) == f"{path}: cannot be used (Permission denied), but Paddle requires it; {remedy}"
     with pytest.raises(OSError, match="Too many open files"), signals.importing_paddle():
         raise OSError(errno.EMFILE, "Too many open files", "a.py")
+    with pytest.raises(OSError, match="Permission denied"), signals.importing_paddle():
+        raise OSError(errno.EACCES, "Permission denied")
 
 
 def test_sigterm_is_ignored_while_stopped_process_exits():
