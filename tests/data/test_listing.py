@@ -30,7 +30,7 @@ def test_correct_name_of_misnamed_split_folder_is_suggested(photos, tmp_path, na
 
 
 def test_validation_folder_is_suggested_in_preference_to_test_folder(photos, tmp_path):
-    for name in ("train", "test", "valid"):
+    for name in ("train", "test", "validation", "valid"):
         shutil.copytree(photos / "val", tmp_path / name)
     assert "rename valid/ to val/" in error_of(tmp_path)
 

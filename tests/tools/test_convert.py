@@ -65,13 +65,16 @@ def test_record_files_can_be_converted(converted, tmp_path, monkeypatch, source,
     assert (tmp_path / "x" / "classes.txt").read_text() == "class0\nclass1\nclass2\n"
 
 
-def test_conversion_of_file_list_writes_no_class_names(converted, tmp_path):
+def test_conversion_of_file_list_writes_no_class_names(converted, tmp_path, monkeypatch):
+    assert convert.IMAGES_PER_SHARD == 2000
+    monkeypatch.setattr(convert, "IMAGES_PER_SHARD", 15)
     partial = files.partial_path(tmp_path / "x" / "convert.json")  # left by a conversion that was killed at its start
     partial.parent.mkdir()
     partial.touch()
     convert.convert(converted["filelist"], tmp_path / "x", "tfrecord", workers=1)
     assert not partial.exists()
     assert not (tmp_path / "x" / "classes.txt").exists()
+    assert json.loads((tmp_path / "x/convert.json").read_text())["shards"] == {"train": 2, "val": 2}
     assert contents(tmp_path / "x") == contents(converted["filelist"])
 
 

@@ -32,6 +32,15 @@ def test_split_assigns_each_image_once_with_fraction_per_class(source, tmp_path,
         assert [image.label for image in images] == [0] * count + [1] * count + [2] * count
 
 
+def test_flags_are_passed_to_the_split(source, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(split, "split", lambda *arguments: calls.append(arguments) or ({"train": 1, "val": 1}, 1))
+    command = ["split", str(source), "--output", str(tmp_path / "x")]
+    for flags in ([], ["--val", "0.4", "--seed", "3"]):
+        assert dataset.main([*command, *flags]) == 0
+    assert [call[2:] for call in calls] == [(0.2, 0), (0.4, 3)]
+
+
 def test_split_depends_only_on_names_fraction_and_seed(source, tmp_path):
     def chosen(name, **options):
         split.split(source, tmp_path / name, 0.3, **options)

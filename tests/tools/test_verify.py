@@ -89,6 +89,14 @@ def test_verify_agrees_with_training_and_lists_unusual_properties(parse, tmp_pat
             assert np.isfinite(np.array(batch[0]["data"])).all()
 
 
+@pytest.mark.parametrize(("orientation", "is_rotated"), [(0, False), (1, False), (2, True), (8, True), (9, False)])
+def test_exif_orientations_other_than_upright_are_unusual(orientation, is_rotated):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    kinds = verify._unusual(listing.Image("x.jpg", "x.jpg", 0), encoded(exif=exif))
+    assert kinds == (["EXIF-rotated"] if is_rotated else [])
+
+
 def test_training_and_evaluation_apply_exif_rotation(parse, tmp_path):
     ramp = np.linspace(0, 250, 32)
     picture = Image.fromarray(np.stack(np.meshgrid(ramp, ramp / 2, ramp[:1]), axis=-1)[:, :, 0].astype(np.uint8))
