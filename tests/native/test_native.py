@@ -1081,6 +1081,77 @@ def chosen_on_gpu(**changes):
     return args.kernels, args.cuda_graph
 
 
+@pytest.mark.parametrize(
+    ("output", "problem"), [("note: x\na.cc:1: error: y", "a.cc:1: error: y"), ("killed", "killed\n")]
+)
+def test_error_of_compiler_is_reported(tmp_path, monkeypatch, output, problem):
+    (tmp_path / "compiler").write_text(f"echo '{output}' >&2; exit 1")
+    monkeypatch.setenv("CXX", f"sh {tmp_path}/compiler")
+    with pytest.raises(native.Unavailable) as error:
+        native._compile_operators(tmp_path / "target")
+    assert str(error.value) == f"sh failed: {problem}"
+
+
+class FakeNVRTC:
+    """NVRTC's functions, which write "cubin" or a log. The attribute `options` contains the compiler options."""
+
+    def __init__(self, version=(12, 4), log=None, error=0):
+        self._version, self._log, self._error = version, log, error
+        self.is_destroyed = False
+
+    def nvrtcCreateProgram(self, *arguments):
+        return self._error
+
+    def nvrtcVersion(self, *references):
+        for reference, number in zip(references, self._version, strict=True):
+            reference._obj.value = number
+
+    def nvrtcCompileProgram(self, program, count, options):
+        self.options = [*options]
+        return self._log is not None
+
+    def _size(self, program, reference):
+        reference._obj.value = 5
+
+    def nvrtcGetCUBIN(self, program, memory):
+        memory.raw = b"cubin"
+
+    def nvrtcGetProgramLog(self, program, memory):
+        memory.value = self._log
+
+    def nvrtcDestroyProgram(self, program):
+        self.is_destroyed = True
+
+    nvrtcGetCUBINSize = nvrtcGetProgramLogSize = _size
+
+
+@pytest.mark.parametrize(
+    ("version", "is_split"), [((12, 3), False), ((11, 8), False), ((12, 4), True), ((13, 0), True)]
+)
+def test_only_recent_nvrtc_compiles_on_all_cores(tmp_path, monkeypatch, version, is_split):
+    nvrtc = FakeNVRTC(version)
+    monkeypatch.setattr(native, "_nvrtc", lambda: nvrtc)
+    native._compile_kernels((9, 0), tmp_path / "cubin")
+    split = [b"--split-compile=0"] * is_split
+    assert nvrtc.options == [b"--gpu-architecture=sm_90", b"--std=c++17", *split] and nvrtc.is_destroyed
+    assert (tmp_path / "cubin").read_bytes() == b"cubin"
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"error": 3}, "CreateProgram returned 3 for --gpu-architecture=sm_90"),
+        ({"log": b"a\nb"}, "a (--gpu-architecture=sm_90)"),
+        ({"log": b""}, "no error message (--gpu-architecture=sm_90)"),
+    ],
+)
+def test_error_of_nvrtc_is_reported(tmp_path, monkeypatch, options, problem):
+    monkeypatch.setattr(native, "_nvrtc", lambda: FakeNVRTC(**options))
+    with pytest.raises(native.Unavailable, match=re.escape(f"NVRTC failed: {problem}")):
+        native._compile_kernels((9, 0), tmp_path / "cubin")
+    assert not (tmp_path / "cubin").exists()
+
+
 FAULTS = [
     *("compiler", "library", "cache folder", "unreadable cache folder", "home folder", "old NVRTC"),
     "GPU unknown to NVRTC",
