@@ -12,7 +12,7 @@ from paddle_resnet.job.processes import check_environment, world_size
 from paddle_resnet.models import registered_name
 from paddle_resnet.settings import durations, parsing
 from utils import exit_codes, logger, progress, signals
-from utils.errors import RunError
+from utils.errors import RunError, command
 from utils.mode import Mode
 
 
@@ -50,7 +50,7 @@ def _run(args, argv):
         compat.check_version()
         from paddle_resnet import phases, program
     except ImportError as e:
-        raise RunError(f"Paddle or DALI: cannot be imported ({e}); run python -m paddle_resnet.doctor") from e
+        raise RunError(f"Paddle or DALI: cannot be imported ({e}); run {command('doctor')}") from e
     from paddle_resnet.job import exchange, fleet, processes
 
     phases.start(args)

@@ -18,7 +18,7 @@ from paddle_resnet.results import lr_curve
 from paddle_resnet.settings.declarations import Parser
 from paddle_resnet.settings.values import flag, text
 from utils import exit_codes, locks, logger, meters, numbers, outputs, progress, signals
-from utils.errors import RunError, UsageError
+from utils.errors import RunError, UsageError, command
 from utils.mode import Mode
 
 LOWEST, HIGHEST = 1e-10, 1e4  # limits for learning rates
@@ -157,7 +157,7 @@ def _run(search, args):
         compat.check_version()
         from paddle_resnet import phases, program
     except ImportError as e:
-        raise RunError(f"Paddle or DALI: cannot be imported ({e}); run python -m paddle_resnet.doctor") from e
+        raise RunError(f"Paddle or DALI: cannot be imported ({e}); run {command('doctor')}") from e
     from paddle_resnet.checkpoints import folders
     from paddle_resnet.job import exchange, fleet
 

@@ -17,7 +17,7 @@ import numpy as np
 from paddle_resnet.job import processes
 from paddle_resnet.settings.values import text
 from utils import files, logger, meters
-from utils.errors import RunError, UsageError
+from utils.errors import RunError, UsageError, command, python
 from utils.mode import RunScope
 from utils.outputs import replaced
 
@@ -229,7 +229,7 @@ def advise_on_loader(args, epoch, trained):
         return False
     logger.warn(
         f"epoch {epoch}: the GPU waited for images {fraction:.0%} of the time; set {_loader_flag(args)}, or measure "
-        f"the speed of the loader with `python -m paddle_resnet.dataset speed {shlex.quote(args.image_root)}`"
+        f"the speed of the loader with `{command('dataset', 'speed', args.image_root)}`"
     )
     return True
 
@@ -367,7 +367,7 @@ def summarize(args, argv, program, stop, trained, evaluated, saver):
         for flag in of_file:
             flags += [flag, "None"] if getattr(args, flag[2:].replace("-", "_")) else []
         what = "the last epoch" if evaluated is None else f"the best epoch, {best['epoch']},"
-        logger.info(f"evaluate {what} again: {_python()} train.py {shlex.join(flags)}")
+        logger.info(f"evaluate {what} again: {python()} train.py {shlex.join(flags)}")
 
 
 def _summary(trained, evaluated, best, last):
@@ -414,12 +414,7 @@ def _write_page(args, argv):
 
 
 def _command(argv):
-    return f"{_python()} train.py {shlex.join(argv)}"
-
-
-def _python():
-    path = os.path.relpath(sys.executable)
-    return "python" if path.startswith("..") else path
+    return f"{python()} train.py {shlex.join(argv)}"
 
 
 def write_classes(args, result, classes, epoch, is_best=True):

@@ -1,6 +1,9 @@
 """Errors that have a known cause. Commands print these errors without a traceback."""
 
+import os
 import re
+import shlex
+import sys
 
 
 def printable(text):
@@ -8,6 +11,17 @@ def printable(text):
     if text.isprintable():  # isprintable() is much faster than checking each character
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def python():
+    """Return how to type the interpreter that runs this process, such as .venv/bin/python."""
+    path = os.path.relpath(sys.executable)
+    return "python" if path.startswith("..") else path
+
+
+def command(module, *arguments):
+    """Return a command of this project, quoted for a shell, such as .venv/bin/python -m paddle_resnet.dataset index."""
+    return shlex.join([python(), "-m", f"paddle_resnet.{module}", *map(str, arguments)])
 
 
 def core(error):

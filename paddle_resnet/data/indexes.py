@@ -19,7 +19,7 @@ import numpy as np
 from paddle_resnet.data import records
 from paddle_resnet.data.records import IMAGE_EXTENSIONS
 from utils import cache, files, logger
-from utils.errors import UsageError
+from utils.errors import UsageError, command
 
 # Maximum number of records per RecordIO file or tar shard whose headers are compared with the index.
 CHECKED_RECORDS = 256
@@ -237,7 +237,8 @@ def check_index(shard, path, kind):
         if isinstance(e, UsageError):
             raise
         raise UsageError(
-            f"{path}: does not match {shard}; remove this index and run `python -m paddle_resnet.dataset index`"
+            f"{path}: does not match {shard}; remove this index and run "
+            f"`{command('dataset', 'index', os.path.dirname(shard) or '.')}`"
         ) from e
     return Index(path, images, labels)
 

@@ -19,7 +19,7 @@ from paddle.base.data_feeder import convert_dtype
 
 from paddle_resnet.data import bad_images
 from paddle_resnet.job import processes
-from utils.errors import DataError, UsageError
+from utils.errors import DataError, UsageError, command
 
 READER = "Reader"  # name of the reader operator in a pipeline
 UNKNOWN_LENGTH = sys.maxsize  # length of a loader that does not implement __len__
@@ -153,13 +153,13 @@ class ShardIterator(_Steps, DALIGenericIterator):
             if path is None:
                 raise DataError(
                     f"{self._image_root}: the {self._data_set.data_format} data cannot be read (rank "
-                    f"{processes.rank()}: {problem}); run `python -m paddle_resnet.dataset verify {self._image_root}`"
+                    f"{processes.rank()}: {problem}); run `{command('dataset', 'verify', self._image_root)}`"
                 ) from e
             next_command = "train" if self._data_set.data_format != "lmdb" else "convert the data set"
             raise DataError(
                 f"{path}: cannot be decoded (rank {processes.rank()}); repair or remove it, or run "
-                f"`python -m paddle_resnet.dataset verify {self._image_root} --fix-list bad.txt` and {next_command} "
-                "with --skip-list bad.txt"
+                f"`{command('dataset', 'verify', self._image_root, '--fix-list', 'bad.txt')}` and {next_command} with "
+                "--skip-list bad.txt"
             ) from e
 
     def _next_batch(self):

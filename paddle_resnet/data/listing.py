@@ -17,7 +17,7 @@ import numpy as np
 from paddle_resnet.data import indexes, records
 from paddle_resnet.data.records import IMAGE_SUFFIXES
 from utils import logger
-from utils.errors import UsageError, printable
+from utils.errors import UsageError, command, printable
 from utils.mode import Mode, RunScope
 
 SHARD_NAMES = {
@@ -183,17 +183,27 @@ def _splits_remedy(image_root):
     renames = [f"rename {name} to {mode.value}/" for mode, name in similar.items() if name]
     if renames:
         return " and ".join(renames)
+    near = [
+        root for root in _neighbors(image_root) if all(os.path.isdir(os.path.join(root, mode.value)) for mode in Mode)
+    ]
+    if near:
+        return f"use {' or '.join(map(shlex.quote, near[:3]))}"
     return (
         "use the folder that contains train/ and val/; if this is a folder of class folders, "
         f"{_split_command(image_root, image_root)}"
     )
 
 
+def _neighbors(image_root):
+    """Return the paths of the parent and of the subfolders of image_root."""
+    folders = [os.path.join(image_root, name) for name in sorted(os.listdir(image_root)) if not is_system_name(name)]
+    return [os.path.dirname(os.path.normpath(image_root)) or ".", *folders]
+
+
 def _split_command(source, image_root):
     """Return the command that creates both splits from a folder of class folders."""
     output = f"{os.path.abspath(image_root)}_split"
-    command = shlex.join(["python", "-m", "paddle_resnet.dataset", "split", str(source), "--output", output])
-    return f"run `{command}` and use --image-root {shlex.quote(output)}"
+    return f"run `{command('dataset', 'split', source, '--output', output)}` and use --image-root {shlex.quote(output)}"
 
 
 def _similar(image_root, mode, data_format="folder"):
@@ -272,6 +282,8 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
         raise _missing(image_root, mode)
 
     folders = class_folders(split_dir)
+    if len(folders) == 1:
+        _check_nesting(os.path.join(split_dir, folders[0]), split_dir)
     if classes and not set(folders) & set(classes) and list(classes) == numbers(len(classes)):
         classes = None
     is_trained = classes is not None
@@ -318,6 +330,13 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
                 )
     warn_of_ignored(split_dir, ignored)
     return files, labels, classes
+
+
+def _check_nesting(folder, split_dir):
+    """Raise UsageError if the only class folder of a split contains folders, but no images, as in train/train/CLASS."""
+    images, _, others = image_files(folder)
+    if not images and any(kind == "folder" for kind, _ in others):
+        raise UsageError(f"{folder}: contains folders but no images; move these folders to {split_dir}")
 
 
 def ignored_files(image_root, mode):
@@ -649,8 +668,8 @@ def shards(image_root, mode, data_format):
     manifest = read_manifest(image_root)
     if manifest is not None and not manifest["complete"]:
         raise UsageError(
-            f"--image-root {image_root}: the conversion is incomplete; repeat the "
-            "`python -m paddle_resnet.dataset convert` command to finish it"
+            f"--image-root {image_root}: the conversion is incomplete; repeat the `{command('dataset', 'convert')}` "
+            "command to finish it"
         )
     paths = find_shards(image_root, data_format, mode)
     if not paths:

@@ -24,7 +24,7 @@ from nvidia.dali.tfrecord import FixedLenFeature, int64, string
 from paddle_resnet.data import listing, records
 from paddle_resnet.data.indexes import open_index
 from utils import logger
-from utils.errors import UsageError
+from utils.errors import UsageError, command
 from utils.mode import Mode
 
 # Number of images in the shuffle buffer of each process. For ImageNet, the buffer takes about 450 MB. A small buffer
@@ -288,8 +288,8 @@ def lmdb(image_root, mode, num_of_class, seed, skip, trained=None):
     [path] = listing.shards(image_root, mode, "lmdb")
     if _skipped(skip, path):
         raise UsageError(
-            f"{path}: LMDBs do not support --skip-list; convert the original data set again with `python -m "
-            "paddle_resnet.dataset convert --skip-list`"
+            f"{path}: LMDBs do not support --skip-list; convert the original data set again with "
+            f"`{command('dataset', 'convert', '--skip-list')}`"
         )
     classes = listing.class_names(image_root, num_of_class, trained)
     size, labels = records.lmdb_labels(path, CHECKED_LABELS)

@@ -27,7 +27,7 @@ import numpy as np
 from paddle_resnet.data import indexes, listing, records
 from paddle_resnet.tools.writers import SHARDED, SINGLE_FILE
 from utils import files, locks, logger, outputs, signals
-from utils.errors import UsageError
+from utils.errors import UsageError, command
 from utils.mode import Mode
 
 RECORD_FORMATS = (*SHARDED, *SINGLE_FILE)
@@ -301,7 +301,7 @@ def _check_decodable(source, images, workers, progress):
         more = f" and {len(failing) - NAMED} more" if len(failing) > NAMED else ""
         raise UsageError(
             f"{source}: {len(failing)} of {len(images)} images cannot be decoded: {', '.join(failing[:NAMED])}{more}; "
-            f"repair them, or run `python -m paddle_resnet.dataset verify {source} --fix-list bad.txt` and add "
+            f"repair them, or run `{command('dataset', 'verify', source, '--fix-list', 'bad.txt')}` and add "
             "--skip-list bad.txt"
         )
 

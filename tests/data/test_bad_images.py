@@ -1,4 +1,5 @@
 import io
+import shlex
 import shutil
 from types import SimpleNamespace
 
@@ -48,17 +49,18 @@ def test_undecodable_image_is_reported_with_full_relative_path(
     assert ": cannot be decoded (rank 0); repair" in str(e.value)
 
 
-@pytest.mark.parametrize("root", ["data/z", "./data/z"])
+@pytest.mark.parametrize("root", ["data/z", "./data/z", "my data/z"])
 def test_deleted_file_of_file_list_is_reported_with_path(photos, parse, tmp_path, monkeypatch, root):
     monkeypatch.chdir(tmp_path)
     # Simulate a file that is deleted right after the check.
     monkeypatch.setattr(listing, "check_listed", lambda *args: None)
-    shutil.copytree(photos, "data/z")
-    (tmp_path / "data/z/train.txt").write_text("".join(f"train/class0/{i:02d}.jpg 0\n" for i in (0, 3, 6, 9, 99)))
+    shutil.copytree(photos, root)
+    (tmp_path / root / "train.txt").write_text("".join(f"train/class0/{i:02d}.jpg 0\n" for i in (0, 3, 6, 9, 99)))
     args = parse("--image-root", root, "--data-format", "filelist", "--batch-size", "5")
     with pytest.raises(DataError) as e:
         list(dali.build_dataloader(args, Mode.TRAIN))
     assert str(e.value).startswith(f"{root}/train/class0/99.jpg: cannot be decoded (rank 0); repair")
+    assert f"paddle_resnet.dataset verify {shlex.quote(root)} --fix-list bad.txt`" in str(e.value)
 
 
 needs_jpeg_2000 = pytest.mark.skipif(not features.check("jpg_2000"), reason="Pillow cannot write JPEG 2000")

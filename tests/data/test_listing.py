@@ -53,13 +53,33 @@ def test_missing_record_file_is_reported_with_remedy(converted, tmp_path):
 
 
 def test_root_without_splits_is_an_error(photos, tmp_path):
-    assert "use the folder that contains train/ and val/; if this is a folder of class folders, run `python -m" in (
-        error_of(photos / "train", Mode.TRAIN)
+    shutil.copytree(photos / "train", tmp_path / "set")
+    assert "use the folder that contains train/ and val/; if this is a folder of class folders, run `" in (
+        error_of(tmp_path / "set", Mode.TRAIN)
     )
     for name in ("Training", "test"):
         shutil.copytree(photos / "val", tmp_path / name)
     with pytest.raises(UsageError, match=r"in any format; rename Training/ to train/ and rename test/ to val/$"):
         listing.splits(tmp_path)
+
+
+@pytest.mark.parametrize("wrong", ["root/train", "root/train/", "root/val", "."])
+def test_data_set_one_level_away_is_suggested(photos, tmp_path, monkeypatch, wrong):
+    shutil.copytree(photos, tmp_path / "root")
+    monkeypatch.chdir(tmp_path)
+    expected = "./root" if wrong == "." else "root"
+    assert error_of(wrong, Mode.TRAIN) == f"--image-root {wrong}: has no folder train/; use {expected}"
+
+
+@pytest.mark.parametrize("split", Mode)
+def test_class_folders_one_level_too_deep_are_an_error(photos, tmp_path, split):
+    shutil.copytree(photos, tmp_path, dirs_exist_ok=True)
+    folder = tmp_path / split.value
+    shutil.move(folder, tmp_path / "moved")
+    shutil.move(tmp_path / "moved", folder / "images")
+    assert error_of(tmp_path, split) == (
+        f"{folder}/images: contains folders but no images; move these folders to {folder}"
+    )
 
 
 @pytest.mark.parametrize("name", ["__MACOSX", ".ipynb_checkpoints", ".hidden", "lost+found", "@eaDir"])
@@ -126,7 +146,7 @@ def test_suggested_split_command_runs_as_printed(photos, tmp_path, names):
     root = tmp_path / "my photos"
     shutil.copytree(photos / "train", root / "train" if names == "train" else root)
     command, new_root = re.search(
-        r"run `python -m paddle_resnet.dataset (.*)` and use --image-root (.*_split'?)", error_of(root)
+        r"run `\S*python -m paddle_resnet.dataset (.*)` and use --image-root (.*_split'?)", error_of(root)
     ).groups()
     assert dataset.main(shlex.split(command)) == 0
     [new_root] = shlex.split(new_root)

@@ -483,7 +483,7 @@ def test_undecodable_image_to_resize_is_reported(photos, tmp_path, monkeypatch):
 
 
 def test_all_undecodable_images_are_reported_before_writing(photos, tmp_path, capsys):
-    root, output, bad = tmp_path / "photos", tmp_path / "x", tmp_path / "bad.txt"
+    root, output, bad = tmp_path / "my photos", tmp_path / "x", tmp_path / "bad.txt"
     shutil.copytree(photos, root)
     names = ["train/class0/00.jpg", "val/class2/02.jpg"]
     for name in names:
@@ -492,6 +492,7 @@ def test_all_undecodable_images_are_reported_before_writing(photos, tmp_path, ca
     assert dataset.main(command) == 2
     stderr = " ".join(capsys.readouterr().err.split())
     assert f"{root}: 2 of 53 images cannot be decoded: " in stderr
+    assert f"paddle_resnet.dataset verify '{root}' --fix-list bad.txt` and add --skip-list bad.txt" in stderr
     assert all(name in stderr for name in names)
     assert not output.exists()
     bad.write_text("".join(f"{name}\n" for name in names))

@@ -274,7 +274,7 @@ def test_class_only_in_val_fails_verification(photos, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [(None, "create it, or run `python -m paddle_resnet.dataset split"), ("Valid", "rename Valid/ to val/")],
+    [(None, "create it, or run `"), ("Valid", "rename Valid/ to val/")],
 )
 def test_missing_val_fails_verification_except_for_train_only(photos, tmp_path, capsys, name, message):
     root = tmp_path / "root"
