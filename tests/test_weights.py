@@ -188,9 +188,12 @@ def test_invalid_command_is_an_error(file, tmp_path, capsys):
     assert "--nothing: unknown flag" in error(capsys, file, *out, "--arch", "Small", "--nothing")
     assert "--arch Tiny: weights of this network cannot be converted" in error(capsys, file, *out, "--arch", "Tiny")
     (tmp_path / "train").mkdir()
-    for root, problem in ((tmp_path / "none", "not a folder"), (tmp_path, "has no val/")):
+    for root, problem in (
+        (tmp_path / "none", "not a folder; use"),
+        (tmp_path, "has no val/; put the class folders into val/"),
+    ):
         message = error(capsys, file, *out, "--arch", "Small", "--verify", root)
-        assert f"--verify {root}: {problem}; use" in message
+        assert f"--verify {root}: {problem}" in message
     assert not (tmp_path / "out").exists()
 
 

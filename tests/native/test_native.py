@@ -1153,7 +1153,15 @@ def test_error_of_nvrtc_is_reported(tmp_path, monkeypatch, options, problem):
 
 
 FAULTS = [
-    *("compiler", "library", "cache folder", "unreadable cache folder", "home folder", "old NVRTC"),
+    *(
+        "compiler",
+        "library",
+        "library of ctypes",
+        "cache folder",
+        "unreadable cache folder",
+        "home folder",
+        "old NVRTC",
+    ),
     "GPU unknown to NVRTC",
 ]
 
@@ -1167,13 +1175,15 @@ def test_unavailable_kernels_are_reported(tmp_path, monkeypatch, capsys, kernels
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native, "register", native.register.__wrapped__)
     # Replace the kernel build, which runs concurrently with the faulty operator build.
-    if fault in ("compiler", "library"):
+    if fault in ("compiler", "library", "library of ctypes"):
         monkeypatch.setattr(native, "_compile_kernels", lambda capability, target: target.write_bytes(b"kernels"))
     if fault == "compiler":
         monkeypatch.setenv("CXX", "false")
         problem = "false failed: "
-    elif fault == "library":
+    elif fault in ("library", "library of ctypes"):
         monkeypatch.setattr(native, "_compile_operators", lambda target: target.write_bytes(b"no library"))
+        if fault == "library of ctypes":
+            monkeypatch.setattr(native, "load_op_meta_info_and_register_op", lambda path: None)
         problem = f"Paddle cannot load {native._operators_file()} ({native._operators_file()}: file too short)"
     elif fault == "cache folder":
         (tmp_path / "paddle_resnet").write_text("in the way")
@@ -1203,7 +1213,7 @@ def test_unavailable_kernels_are_reported(tmp_path, monkeypatch, capsys, kernels
         assert chosen_on_gpu() == ("paddle", False)
         assert f"custom kernels are unavailable ({problem}" in capsys.readouterr().out
     files = {path.suffix for path in tmp_path.glob("paddle_resnet/*")} - {".lock"}
-    assert files == {"compiler": {".cubin"}, "library": {".cubin", ".so"}}.get(fault, set())
+    assert files == {"compiler": {".cubin"}, "library": {".cubin", ".so"}}.get(fault.removesuffix(" of ctypes"), set())
 
 
 def test_both_compilers_run_concurrently(empty_cache, monkeypatch):

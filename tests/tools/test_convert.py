@@ -292,13 +292,16 @@ def test_conversion_with_changed_label_is_rejected(photos, tmp_path):
         convert.convert(source, tmp_path / "x", "recordio", workers=1)
 
 
-@pytest.mark.parametrize(("to", "is_complete"), [("lmdb", False), ("webdataset", True)])
+@pytest.mark.parametrize(("to", "is_complete"), [("lmdb", False), ("recordio", False), ("webdataset", True)])
 def test_changed_image_is_converted_again(photos, tmp_path, capsys, to, is_complete):
     source, output = shutil.copytree(photos, tmp_path / "photos"), tmp_path / "x"
     options = {"to": to, "shards": 2 if to in convert.SHARDED else None, "workers": 1}
     convert.convert(source, output, **options)
     manifest = json.loads((output / "convert.json").read_text())
     (output / "convert.json").write_text(json.dumps({**manifest, "complete": is_complete}))
+    if to == "recordio":  # the conversion was killed before the files got their final names
+        for name in ("val.rec", "val.idx"):
+            (output / name).rename(output / f"{name}.partial")
     image = source / "val/class0/00.jpg"
     image.write_bytes(image.read_bytes()[:-3] + b"?\xff\xd9")  # the size is unchanged
     convert.convert(source, output, **options)
