@@ -552,6 +552,18 @@ def test_random_crop_follows_scale_and_ratio_ranges(parse, copies):
     assert 0.3 < upright.mean() < 0.7
 
 
+def test_options_of_random_crop_are_passed_to_dali(parse, monkeypatch):
+    """A second attempt is rarely necessary, so the other tests do not depend on the number of attempts."""
+    crops, sizes = [], []
+    monkeypatch.setattr(fn.decoders, "image_random_crop", lambda encoded, **options: crops.append(options))
+    monkeypatch.setattr(fn, "resize", lambda images, **options: sizes.append(options))
+    args = parse("--rand-crop-scale", "0.2,0.9", "--rand-crop-ratio", "0.5,2", "--image-shape", "3,32,48")
+    dali._random_resized_crop(args, None, {"device": "cpu"}, {}, 0)
+    options = {"random_area": [0.2, 0.9], "random_aspect_ratio": [0.5, 2], "num_attempts": 100}
+    assert crops == [{"output_type": types.RGB, "device": "cpu", **options}]
+    assert sizes == [{"resize_x": 48, "resize_y": 32}]
+
+
 def test_default_augmentation_matches_plain_dali_operators(parse, photos):
     """The reference consists of plain DALI operators in the same order as in the pipeline, because DALI derives random
     seeds from the order."""

@@ -472,6 +472,13 @@ def make_list(root, split, *lines):
         f.write("".join(f"{line}\n" for line in lines))
 
 
+def test_shards_shuffle_with_their_own_seeds_and_read_files_in_the_same_order():
+    arguments = [readers._reader_arguments("x", shard, 4, True, size, 7) for shard, size in ((0, 99), (2, 10**7))]
+    assert [(chosen["seed"], chosen["initial_fill"]) for chosen in arguments] == [(7, 25), (9, readers.SHUFFLE_BUFFER)]
+    assert readers._shard_order(True, 7) == {"shuffle_after_epoch": True, "shuffle_after_epoch_seed": 7}
+    assert readers._shard_order(False, 7) == {}
+
+
 def test_digest_depends_on_every_element_of_a_long_array():
     labels = np.zeros(5000, np.int64)
     changed = labels.copy()
