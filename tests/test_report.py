@@ -456,3 +456,12 @@ def test_benchmark_table_is_logged_as_plain_text(capsys, monkeypatch):
     assert table.startswith("benchmark: train ")
     assert "--image-root [/data]" in table
     assert "12.5" in table
+
+
+def test_run_folder_in_output_dir_is_suggested(tmp_path):
+    (tmp_path / "ResNet18").mkdir()
+    (tmp_path / "ResNet18" / "report.json").touch()
+    with pytest.raises(UsageError, match=f"report.json: cannot be read .*; use {tmp_path}/ResNet18$"):
+        reading.read(tmp_path)
+    with pytest.raises(UsageError, match="; use a report or a folder with report.json$"):
+        reading.read(tmp_path / "missing.json")

@@ -219,7 +219,9 @@ def read(place):
         for number, line in enumerate(lines, 1):
             _add_line(run, number, line)
     except OSError as e:
-        raise UsageError(f"{path}: cannot be read ({e.strerror}); use a report or a folder with report.json") from e
+        below = " or ".join(str(report.parent) for report in sorted(Path(place).glob("*/report.json"))[:3])
+        remedy = f"use {below or 'a report or a folder with report.json'}"
+        raise UsageError(f"{path}: cannot be read ({e.strerror}); {remedy}") from e
     except ValueError as e:
         reason = e if isinstance(e, _SchemaError) else "not UTF-8"
         raise UsageError(f"{path}: not a report written by train.py ({reason}); choose a different file") from e
