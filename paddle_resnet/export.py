@@ -141,16 +141,17 @@ def export(
     try:
         with _partial_folder(output) as partial:
             description = network.description | {"files": _write_paddle(network, partial)}
-            _write_texts(description, partial)
             if int8 or (onnx and precision == "float16"):
                 folded = networks.load_checkpoint(checkpoint, "cpu", uint8, model_arch_name, fold=True)
                 if int8:
-                    _write_int8(folded, partial, int8, calibration)
+                    onnx_files = _write_int8(folded, partial, int8, calibration)
                 else:
                     folded.description["precision"] = precision
-                    _write_onnx(folded, partial, tolerance=HALF_PROBABILITY_TOLERANCE)
-            elif onnx:
-                _write_onnx(network, partial)
+                    onnx_files = _write_onnx(folded, partial, tolerance=HALF_PROBABILITY_TOLERANCE)
+            else:
+                onnx_files = _write_onnx(network, partial) if onnx else {}
+            description["files"] |= onnx_files
+            _write_texts(description, partial)
             if verify is not None:
                 float32 = networks.load_checkpoint(checkpoint, model_arch_name=model_arch_name)
                 _verify(float32, partial, verify, "gpu" if precision == "float16" else "cpu")
@@ -227,8 +228,9 @@ def _write_texts(description, folder):
 
 
 def _write_int8(network, folder, engine, calibration):
-    """Quantize a network in place, and write model.onnx. The BN layers of the network are already folded into the
-    convolutions. A network trained with --qat is already quantized, and its quantized weights do not change."""
+    """Quantize a network in place, write model.onnx, and return its entry for model.json. The BN layers of the network
+    are already folded into the convolutions. A network trained with --qat is already quantized, and its quantized
+    weights do not change."""
     from paddle_resnet.passes import quantization
     from paddle_resnet.serving.calibration import WEIGHT_BITS, quantize
 
@@ -239,11 +241,12 @@ def _write_int8(network, folder, engine, calibration):
     quantization.use_levels_of(engine, network.program, bits)
     logger.info(f"model.onnx: INT8 for {engine}, {source}")
     network.description["int8"] = {"engine": engine, "weight_bits": bits}
-    _write_onnx(network, folder, unsigned=engine == "onnxruntime", tolerance=INT8_PROBABILITY_TOLERANCE)
+    return _write_onnx(network, folder, unsigned=engine == "onnxruntime", tolerance=INT8_PROBABILITY_TOLERANCE)
 
 
 def _write_onnx(network, folder, unsigned=False, tolerance=PROBABILITY_TOLERANCE):
-    """Write model.onnx, and compare it with the network on random images."""
+    """Write model.onnx, compare it with the network on random images, and return its entry for model.json."""
+    from paddle_resnet.checkpoints import folders
     from paddle_resnet.serving import inference, onnx_writer
 
     ends, text = ([network.images], [network.probabilities]), json.dumps(network.description)
@@ -251,7 +254,7 @@ def _write_onnx(network, folder, unsigned=False, tolerance=PROBABILITY_TOLERANCE
     if network.description["precision"] == "float16":
         proto = onnx_writer.to_float16(proto)
     path = folder / f"{inference.NAME}.onnx"
-    path.write_bytes(proto.SerializeToString())
+    entry = folders.write_file(path, lambda file: file.write(proto.SerializeToString()))
     image = network.description["input"]
     images = np.random.RandomState(0).uniform(-2, 2, (2, *image["shape"][1:]))
     images = images.astype("float32") if image["dtype"] == "float32" else (images * 64 + 128).astype("uint8")
@@ -262,6 +265,7 @@ def _write_onnx(network, folder, unsigned=False, tolerance=PROBABILITY_TOLERANCE
             f"{np.abs(actual - expected).max():.2g} on random images (tolerance {tolerance:g}), and nothing was "
             "written; use a different version of onnxruntime"
         )
+    return {path.name: entry}
 
 
 def _verify(network, folder, image_root, device):

@@ -561,6 +561,13 @@ def test_damaged_onnx_file_exits_with_code_2_and_an_error(checkpoint, model_of, 
         assert f"{model}{message}" in capsys.readouterr().err
 
 
+def test_flipped_bit_in_onnx_file_of_an_export_is_an_error(checkpoint, model_of, val_images, capsys):
+    model = model_of("ONNX", checkpoint)
+    flip_a_bit(model)
+    assert predict.main([str(model), val_images[0][0], "--device", "cpu"]) == 2
+    assert "model.onnx: damaged (it does not match its sha256 in model.json)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", ["checkpoint", "export", "ONNX"])
 def test_model_folder_name_may_be_invalid_utf_8(checkpoint, model_of, val_images, tmp_path, kind):
     (image, *_), _ = val_images

@@ -5,6 +5,7 @@ model.json.
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 import reprlib
@@ -243,7 +244,19 @@ def open_onnx(path, device, logits=False):
             data = file.read()
     except OSError as e:
         raise UsageError(f"{path}: cannot be read ({e.strerror}); use an exported ONNX file") from e
+    _check_onnx(data, Path(path))
     return _onnx_model(onnx_writer.with_logits(data) if logits else data, path, device)
+
+
+def _check_onnx(data, path):
+    """If model.json in the same folder lists the ONNX file, compare the sha256, because onnxruntime does not detect
+    damaged weights."""
+    try:
+        entries = _read_description(path.parent).get("files")
+    except UsageError:  # the metadata of the ONNX file contains the description
+        return
+    if is_table(entries, **{path.name: _is_file}) and hashlib.sha256(data).hexdigest() != entries[path.name]["sha256"]:
+        raise UsageError(f"{path}: damaged (it does not match its sha256 in {NAME}.json); export it again")
 
 
 def _onnx_model(data, path, device):
