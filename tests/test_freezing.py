@@ -138,7 +138,7 @@ def test_frozen_batch_norm_uses_running_statistics(parse):
     np.testing.assert_allclose((changes[0] + changes[1]) / 2, changes[2], rtol=1e-3, atol=1e-6)
 
 
-def test_averages_of_frozen_half_precision_parameters_use_master_weights(parse, gpu_lists):
+def test_averages_of_frozen_half_precision_parameters_use_master_weights(one_block, parse, gpu_lists):
     args, main = parse("--freeze", "stem", "--ema", "0.9"), static.Program()
     args.amp, args.amp_dtype, args.amp_level = True, "bfloat16", "O2"  # the parser rejects --amp on a CPU
     program.build(frozen(args), main, static.Program(), 10)

@@ -54,7 +54,7 @@ def test_captured_step_copies_batches_from_loader_on_different_device(one_block,
     args = parse(*NHWC, "--kernels", "native", "--cuda-graph", "true")
     compiled, exe, variables = build(args, is_train=False)
     step = Dispatcher(exe, compiled, variables, is_native=True, shares_inputs=False)
-    for batch in random_batches(6, (32, 32, 4)):
+    for batch in random_batches(5, (32, 32, 4)):
         feed = {}
         for name, array in zip(("data", "label"), batch, strict=True):
             feed[name] = paddle.framework.core.LoDTensor()
