@@ -78,7 +78,7 @@ def open_regular(path, limit_bytes=None):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         if limit_bytes is not None and status.st_size > limit_bytes:
             raise OSError(errno.EFBIG, f"{status.st_size} bytes, limit {limit_bytes}", str(path))
-        return open(descriptor, "rb")
+        return open(path, "rb", opener=lambda *_: descriptor)  # messages contain the name of the file
     except BaseException:
         os.close(descriptor)
         raise

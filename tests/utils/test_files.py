@@ -91,3 +91,10 @@ def test_empty_path_is_not_the_working_directory(main, argument, flags, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(flags)
     assert f"argument {argument}: '' is an empty path; use . for the working directory" in capsys.readouterr().err
+
+
+def test_regular_file_has_its_path_as_name(tmp_path):
+    """Messages contain this name."""
+    (tmp_path / "file").write_bytes(b"content")
+    with files.open_regular(tmp_path / "file") as file:
+        assert (file.name, file.read()) == (str(tmp_path / "file"), b"content")
