@@ -163,6 +163,17 @@ def test_blur_pool_applies_filter_1_2_1_with_replicated_borders(layout, size):
     np.testing.assert_allclose(found if layout == "NCHW" else found.transpose(0, 3, 1, 2), expected, atol=1e-6)
 
 
+def test_initial_weight_of_self_attention_has_he_deviation():
+    with static.program_guard(static.Program(), static.Program()), static.scope_guard(static.Scope()):
+        attention = layers.SelfAttention(256, "NCHW")
+        static.Executor(paddle.CPUPlace()).run(static.default_startup_program())
+        weight, gamma = (
+            np.array(static.global_scope().find_var(p.name).get_tensor()) for p in (attention.weight, attention.gamma)
+        )
+    assert weight.std() == pytest.approx((2 / 256) ** 0.5, rel=0.02)
+    assert gamma == 0
+
+
 def attention_with_gradients(images, weight, gamma, slopes):
     """Compute self-attention in eager mode with fastai's formula, but with gamma divided by the square root of the
     number of pixels, and with NumPy's singular vectors. Return the output [N, C, H, W] and the gradients of
