@@ -228,6 +228,13 @@ def test_tar_index_of_a_link_is_rejected(tmp_path):
                 indexes._webdataset_rows(*rows)
 
 
+def test_tar_member_of_enormous_size_does_not_match_the_index(tmp_path):
+    (tmp_path / "a.tar").write_bytes(header("README", 2**70) + header("a.jpg", 0) + header("a.cls", 0) + bytes(1024))
+    (tmp_path / "a.idx").write_text("v1.1 1\njpg 1024 0 cls 1536 0\n")
+    with pytest.raises(UsageError, match="a.idx: does not match"):
+        indexes.open_index(str(tmp_path / "a.tar"), "webdataset")
+
+
 def test_numbers_in_an_index_are_limited():
     assert indexes._numbers([b"9" * 18], None).tolist() == [10**18 - 1]
     assert indexes._numbers([b"5"], 5).tolist() == [5]
