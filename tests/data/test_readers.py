@@ -511,3 +511,10 @@ def test_digest_depends_on_list_and_not_on_location(converted, photos, tmp_path,
         )
         moved = tmp_path / "x"
     assert digest(moved) != expected
+
+
+def test_shuffle_buffer_is_not_larger_than_a_shard(monkeypatch):
+    """A larger buffer would mix images of two epochs."""
+    assert readers._reader_arguments("Reader", 1, 3, True, 10, 5)["initial_fill"] == 4
+    monkeypatch.setattr(readers, "SHUFFLE_BUFFER", 3)
+    assert readers._reader_arguments("Reader", 1, 3, True, 10, 5)["initial_fill"] == 3

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from paddle_resnet.job import exchange, processes
+from utils import signals
 from utils.errors import UsageError
 
 
@@ -21,6 +22,17 @@ def test_exchanges_with_one_process():
     assert exchange.from_rank_0(lambda: {"a": 1}) == {"a": 1}
     with exchange.exit_barrier():
         pass
+
+
+@pytest.mark.parametrize("error", [None, signals.Preempted("SIGTERM"), ValueError("x")], ids=repr)
+def test_all_ranks_wait_at_the_end_unless_one_fails(monkeypatch, error):
+    calls = []
+    monkeypatch.setattr(exchange, "_wait_for_all", lambda: calls.append("wait"))
+    monkeypatch.setattr(exchange.watchdog, "report_failure", calls.append)
+    with pytest.raises(type(error)) if error else contextlib.nullcontext(), exchange.exit_barrier():
+        if error:
+            raise error
+    assert calls == ([error] if isinstance(error, ValueError) else ["wait"])
 
 
 class Store:
