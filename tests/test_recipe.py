@@ -246,3 +246,10 @@ def test_split_of_five_images(run_bare, photos, tmp_path):
                 (folder / path.name).symlink_to(path)
     flags = ["--choose-recipe", "--model-arch-name", "Tiny", "--crop-size", 32, "--batch-size", 2]
     assert run_bare(*flags, image_root=root)[0] == 0
+
+
+def test_recipe_has_no_effect_on_a_resumed_run(run_train, photos, capfd):
+    no_effect = "--choose-recipe: has no effect, because a resumed run uses the recorded values"
+    for flags, is_warned in ([], False), (["--epochs", 2, "--resume", "--choose-recipe"], True):
+        assert run_train(*flags)[0] == 0
+        assert (no_effect in capfd.readouterr().err) == is_warned

@@ -363,6 +363,11 @@ def inherit_flags(args, checkpoint):
             values = ", ".join(f"{name} {text(value)}" for name, value in inherited.items())
             logger.info(f"from {folder}/{folders.META}: {values}")
         _log_differences(folder, differing, resumes)
+        if resumes and args.choose_recipe and not recorded.choose_recipe:
+            logger.warn(
+                "--choose-recipe: has no effect, because a resumed run uses the recorded values; start a new run to "
+                "choose a recipe"
+            )
     elif folder is not None and not args.is_explicit("image_shape"):
         # Checkpoints without meta.json are usually from NVIDIA's example, whose networks have 4 input channels.
         args.set(f"checkpoint {folder}", image_shape=[4, *args.image_shape[1:]])
