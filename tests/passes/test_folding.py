@@ -162,15 +162,20 @@ def small_program(build_network):
         yield main, exe, out
 
 
+def random_values(main, exe):
+    """Set random BN parameters and statistics, and return a random feed."""
+    random = np.random.RandomState(1)
+    for name in [v.name for v in main.list_vars() if v.persistable and v.name.startswith("batch_norm")]:
+        variables.set_variable(name, random.uniform(0.5, 2, 8).astype("float32"), exe.place)
+    return {"data": random.randn(2, 6, 6, 8).astype("float32")}
+
+
 @pytest.mark.parametrize("fold", [partial(folding.fold_batch_norms, channel_axis=-1), folding.fuse_convolutions])
 @pytest.mark.parametrize("case", UNUSUAL)
 def test_unusual_networks_have_same_results(monkeypatch, case, fold):
     build_network, *remaining = UNUSUAL[case]
-    random = np.random.RandomState(1)
     with small_program(build_network) as (main, exe, out):
-        for name in [v.name for v in main.list_vars() if v.persistable and v.name.startswith("batch_norm")]:
-            variables.set_variable(name, random.uniform(0.5, 2, 8).astype("float32"), exe.place)
-        feed = {"data": random.randn(2, 6, 6, 8).astype("float32")}
+        feed = random_values(main, exe)
         [expected] = exe.run(main, feed, [out])
         if fold is folding.fuse_convolutions:
             monkeypatch.setattr(fusion.Graph, "replace", _insert_emulation)
@@ -217,11 +222,8 @@ def test_pointwise_convolutions_with_bn_are_fused_if_tf32_is_enabled(monkeypatch
         y = nn.BatchNorm2D(8, data_format="NHWC", use_global_stats=True)(conv()(x))
         return conv()(F.relu(y + bn()(conv(stride=2, padding=3)(x)))) * 1  # still 6x6 images
 
-    random = np.random.RandomState(1)
     with small_program(build_network) as (main, exe, out):
-        for name in [v.name for v in main.list_vars() if v.persistable and v.name.startswith("batch_norm")]:
-            variables.set_variable(name, random.uniform(0.5, 2, 8).astype("float32"), exe.place)
-        feed = {"data": random.randn(2, 6, 6, 8).astype("float32")}
+        feed = random_values(main, exe)
         [expected] = exe.run(main, feed, [out])
         folding.replace_convolutions(main, exe)
         after = [op.type for op in main.global_block().ops]
