@@ -84,14 +84,18 @@ def test_run_accepts_any_iterable_of_batches(flags):
         assert [(epoch["loss"], epoch["steps"]) for epoch in actual] == [(loss, 3) for loss in expected]
 
 
-def test_build_resolves_flags_and_starts_fleet_once(flags, monkeypatch):
-    starts, start = [], program.start_fleet
+@pytest.mark.parametrize("mode", Mode)
+def test_build_resolves_flags_and_starts_fleet_once(flags, monkeypatch, mode):
+    starts, start, resolve = [], program.start_fleet, program.resolution.resolve
+    monkeypatch.setattr(program.compat, "check_version", lambda: starts.append("version"))
+    monkeypatch.setattr(program.fleet, "connect", starts.append)
+    monkeypatch.setattr(program.resolution, "resolve", lambda args, mode: (starts.append(mode), resolve(args, mode)))
     monkeypatch.setattr(program, "start_fleet", lambda args: (starts.append(args), start(args)))
     args = config.parse_args(flags)
-    for is_train in (True, False):
+    for is_train in (mode is Mode.TRAIN, mode is not Mode.TRAIN):
         _, _, feeds, _ = program.build(args, static.Program(), static.Program(), 3, is_train)
     assert [*feeds["data"].shape] == [-1, 3, 32, 32]
-    assert starts == [args]
+    assert starts == ["version", args.comm_timeout_s, mode, args]
 
 
 def test_calls_in_wrong_order_raise_errors(flags):

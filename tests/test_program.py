@@ -17,10 +17,12 @@ from paddle_resnet.data import iterators
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
 from paddle_resnet.settings import durations
+from paddle_resnet.steps.dispatch import Dispatcher
 from utils import logger
 from utils.errors import RunError, UsageError
 from utils.meters import AverageMeter, ConfusionMeter
 from utils.mode import Mode
+from utils.signals import Preempted
 
 pytestmark = pytest.mark.usefixtures("one_block")
 
@@ -353,6 +355,47 @@ def test_host_reads_only_step_n_minus_1_after_dispatching_step_n(parse):
     assert trace.events == expected + reads[3]
 
 
+def test_benchmark_waits_for_gpu_before_and_after_measured_steps(parse, monkeypatch):
+    """Labels on a GPU cannot be checked, and a loader on the CPU does not write to inputs on the GPU."""
+    args, trace, options = parse("--benchmark", "--benchmark-warmup-steps", "1", "--benchmark-steps", "2"), Trace(), []
+    args.device = "gpu"
+    monkeypatch.setattr(program, "Dispatcher", lambda *args: options.append(args[-2:]) or Dispatcher(*args))
+    monkeypatch.setattr(program.processes, "place", lambda device: device)
+    monkeypatch.setattr(paddle.device.cuda, "synchronize", trace.events.append)
+    program.run(args, Batches(random_batches(3)), trace, COMPILED, fake_fetchs(), 0)
+    steps = [[("dispatch", n), *[("read", n)] * 3] for n in range(3)]
+    assert trace.events == [*steps[0], "gpu", steps[1][0], steps[2][0], *steps[1][1:], *steps[2][1:], "gpu"]
+    assert options == [(None, False)]
+
+
+@pytest.mark.parametrize(("accumulate_steps", "polls"), [(1, [False, False, True]), (2, [False, True])])
+def test_stopped_training_logs_all_its_steps(parse, monkeypatch, accumulate_steps, polls):
+    """Training stops only before the first batch of a step."""
+    logged, answers = [], iter(polls)
+
+    class Log:
+        def __init__(self, log):
+            self.add, self.finish = lambda step, *_: logged.append(step), lambda: logged.append("finish")
+
+    monkeypatch.setattr(program, "StepLog", Log)
+    monkeypatch.setattr(program.exchange, "stop_agreed", lambda: next(answers))
+    args = parse("--accumulate-steps", accumulate_steps, "--print-interval", "1")
+    compiled = SimpleNamespace(**{**vars(COMPILED), "accumulating": COMPILED})
+    with pytest.raises(Preempted):
+        program.run(args, Batches(random_batches(4)), Trace(), compiled, fake_fetchs(), 0)
+    assert logged == [0, 1, "finish"]
+
+
+def test_evaluation_polls_for_a_stop_every_few_steps(parse, monkeypatch):
+    trace, answers, loader = Trace(), iter([False, True]), Batches(random_batches(9))
+    monkeypatch.setattr(program.exchange, "stop_asked", lambda: next(answers))
+    loader.reset = lambda: trace.events.append("reset")
+    with pytest.raises(Preempted):
+        program.run(parse(), loader, trace, COMPILED, fake_fetchs(), 0, Mode.EVAL)
+    assert trace.steps == program.exchange.STOP_POLL_STEPS
+    assert "reset" not in trace.events
+
+
 def test_late_read_returns_metrics_of_its_own_step(parse):
     """If the host reads metrics late, Paddle must not overwrite the metrics of step n-1 with those of step n."""
     args = parse("--lr", "0.1")
@@ -463,20 +506,26 @@ def test_resumed_epoch_averages_all_images_but_times_only_its_steps(parse):
 
 
 def test_epoch_time_excludes_checkpoints(parse, monkeypatch):
-    time, saved = FakeTime(), []
+    """A checkpoint contains the metrics of all previous steps. After it is saved, the rank is in the epoch again."""
+    time, events, fetchs = FakeTime(), [], fake_fetchs()
     monkeypatch.setattr("utils.meters.perf_counter", time)
+    monkeypatch.setattr(program.watchdog, "phase", events.append)
+    monkeypatch.setattr(program.watchdog, "step", lambda step, waits=False: events.append((step, waits)))
     loader = TimedLoader(time, 3)
     loader.step = 0
 
     def save(*position):
-        saved.append(position)
+        events.append((*position, fetchs["loss"][1].count))
         time.now += 60
 
     args = parse("--save-interval-steps", "1")
     result = program.run_and_save(
-        args, loader, TimedExecutor(time), COMPILED, fake_fetchs(), 5, Mode.TRAIN, lr_scheduler=None, save=save
+        args, loader, TimedExecutor(time), COMPILED, fetchs, 5, Mode.TRAIN, lr_scheduler=None, save=save
     )
-    assert saved == [(5, 1), (5, 2)]
+    steps = [[(step, True), (step, False)] for step in range(3)]
+    phase = "epoch 5 train"
+    expected = [phase, *steps[0], (5, 1, 4), phase, *steps[1], (5, 2, 8), phase, *steps[2], "metric reduction"]
+    assert events == expected
     assert result["epoch_time"] == pytest.approx(3 * 0.020 + 1 + 1 + 0.003)
 
 
@@ -543,7 +592,7 @@ def test_progress_estimates_remaining_time(parse, monkeypatch, accumulate_steps)
     time, shown = FakeTime(), []
     monkeypatch.setattr("utils.meters.perf_counter", time)
     monkeypatch.setattr(program.progress, "is_due", lambda: True)
-    monkeypatch.setattr(program.progress, "show", lambda *line: shown.append(line[:4]))
+    monkeypatch.setattr(program.progress, "show", lambda *line: shown.append(line))
     loader = TimedLoader(time, 4)
     loader.step = 0
     args = parse("--epochs", "4", "--accumulate-steps", accumulate_steps)
@@ -551,7 +600,11 @@ def test_progress_estimates_remaining_time(parse, monkeypatch, accumulate_steps)
     compiled = SimpleNamespace(**{**vars(COMPILED), "accumulating": COMPILED})
     program.run(args, loader, TimedExecutor(time), compiled, fake_fetchs(), 1, lr_scheduler=schedule)
     assert [line[:2] for line in shown] == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    ratios = [run_left_s / left_s for *_, left_s, run_left_s in shown[:3]]
+    # Steps 0 and 1 take 20 ms for the batch and 1 s for the computation. Their losses are 1 and 2.
+    for loss, (*_, fields, more) in zip((1, 1.5), shown, strict=False):
+        assert fields == [f"loss {loss:.3f}", f"top1 {loss:.3f}", "4 images/s", f"lr {0.05 * accumulate_steps}"]
+        assert more == ["waiting for data 2%"]
+    ratios = [run_left_s / left_s for _, _, left_s, run_left_s, *_ in shown[:3]]
     assert ratios == pytest.approx([(3 + 8) / 3, (2 + 8) / 2, 1 + 8])
 
 
