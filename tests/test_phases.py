@@ -1,0 +1,305 @@
+"""The phases before step 1, with simulated functions of the other modules. Tests of complete runs are in test_train.py
+and in the folders of the modules that the phases call."""
+
+from types import SimpleNamespace
+
+import pytest
+
+import config
+from conftest import TINY
+from paddle_resnet import phases
+from paddle_resnet.passes import folding
+from utils.errors import UsageError
+from utils.mode import Mode
+
+
+@pytest.fixture
+def record(monkeypatch):
+    """Return a function that replaces functions of a module, and the list of their calls: (name, *arguments). A
+    replaced function returns results[name], or None."""
+    calls, results = [], {}
+
+    def record(module, *names):
+        for name in names:
+            monkeypatch.setattr(
+                module, name, lambda *args, name=name, **_: calls.append((name, *args)) or results.get(name)
+            )
+
+    record.calls, record.results = calls, results
+    return record
+
+
+@pytest.fixture
+def set_weights(record, monkeypatch):
+    """Return a function that calls set_weights for a training run and returns (its result, the calls)."""
+    variables = ("load_start", "load_averages", "start_lookahead", "start_averages")
+    record(phases.variables, *variables)
+    monkeypatch.setattr(phases.variables.LoadOptions, "of", lambda args: "options")
+    monkeypatch.setattr(phases.processes, "place", lambda device: f"place of {device}")
+    record(phases.restore, "restore")
+    record(phases.sparsity, "prune", "describe")
+    record(phases.amp, "cast_evaluation_program")
+    monkeypatch.setattr(phases.quantization, "float32_variables", lambda program: f"float32 of {program}")
+    record.results |= {"restore": "restored", "describe": "sparse layers"}
+
+    def set_weights(checkpoint, is_sparse=False, has_averages=False, evaluation=None, **flags):
+        record.results |= {"load_start": is_sparse, "load_averages": has_averages}
+        args = SimpleNamespace(**{**vars(ARGS), **flags})
+        optimizer = SimpleNamespace(amp_init=lambda place, scope: record.calls.append(("amp_init", place)))
+        training = phases.Work(args, "loader", "program", "fetchs", "schedule", optimizer)
+        return phases.set_weights(args, checkpoint, training, evaluation), record.calls
+
+    return set_weights
+
+
+ARGS = SimpleNamespace(
+    **{
+        "device": "cpu",
+        "iter_unit": "epoch",
+        "ema": None,
+        "verbose": False,
+        "mask_algo": "mask_1d",
+        "data_layout": "NCHW",
+    },
+    **{
+        "amp": False,
+        "prune_model": False,
+        "asp": False,
+        "amp_dtype": "float16",
+        "amp_level": "O2",
+        "kernels": "paddle",
+    },
+    qat=False,
+)
+LOAD = [("load_start", "options", None, "program", "place of cpu")]
+LOAD += [("load_averages", "options", None, "program", "place of cpu")]
+RESTORE = [(*call[:2], "checkpoint", *call[3:]) for call in LOAD]
+RESTORE += [("restore", "checkpoint", "schedule", "loader", "fetchs", "place of cpu")]
+PRUNE = ("prune", "program", "place of cpu", "mask_1d")
+LOOKAHEAD = ("start_lookahead", "program", "place of cpu")
+
+
+def averages(checkpoint):
+    return ("start_averages", checkpoint, "program", "place of cpu")
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "state", "flags", "expected"),
+    [
+        (None, {}, {}, [*LOAD, LOOKAHEAD, averages(None)]),
+        ("checkpoint", {}, {}, [*RESTORE, averages("restored")]),
+        ("checkpoint", {"has_averages": True}, {}, RESTORE),
+        ("checkpoint", {"has_averages": True}, {"amp": True}, [*RESTORE, ("amp_init", "place of cpu")]),
+        # The lookahead weights and the averages start from pruned weights.
+        (
+            "checkpoint",
+            {"has_averages": True},
+            {"prune_model": True, "amp": True},
+            [*RESTORE, ("amp_init", "place of cpu"), PRUNE, LOOKAHEAD, averages("restored")],
+        ),
+        ("checkpoint", {"has_averages": True, "is_sparse": True}, {"prune_model": True}, RESTORE),
+        (
+            None,
+            {"is_sparse": True},
+            {"prune_model": True, "asp": True},
+            [*LOAD, LOOKAHEAD, ("describe", "program"), averages(None)],
+        ),
+    ],
+    ids=["scratch", "no averages", "averages", "amp", "prune", "pruned", "pruned parameters"],
+)
+def test_weights_are_loaded_pruned_and_copied_in_this_order(set_weights, checkpoint, state, flags, expected):
+    result, calls = set_weights(checkpoint, **state, **flags)
+    assert calls == expected
+    assert result == (checkpoint and "restored")
+
+
+def test_half_precision_casts_only_the_evaluation_program_without_its_float32_variables(set_weights):
+    evaluation = phases.Work(None, None, "evaluation", None)
+    assert not [call for call in set_weights(None, evaluation=evaluation)[1] if call[0] == "cast_evaluation_program"]
+    _, calls = set_weights(None, evaluation=evaluation, amp=True)
+    options = ("place of cpu", "float16", "O2", "float32 of evaluation")
+    assert calls[-1] == ("cast_evaluation_program", "evaluation", *options)
+    phases.set_weights(ARGS, None, None, evaluation)  # an evaluation has no training state
+    assert calls[-1][0] == "load_start" and calls[-1][3] == "evaluation"
+
+
+@pytest.mark.parametrize(
+    ("flags", "trains", "expected"),
+    [
+        ({}, True, ["averages"]),
+        ({"amp": True}, True, ["averages", "folded"]),
+        ({"amp": True, "qat": True}, True, ["averages"]),
+        ({"amp": True}, False, ["folded"]),
+        ({}, False, []),
+    ],
+    ids=str,
+)
+def test_weights_of_half_precision_evaluations_are_averaged_then_folded(monkeypatch, flags, trains, expected):
+    updates, compiled = [], []
+    monkeypatch.setattr(phases.averages, "evaluate", lambda *arguments: lambda: updates.append("averages"))
+    monkeypatch.setattr(phases, "_fold", lambda *arguments: [lambda: updates.append("folded")])
+    monkeypatch.setattr(
+        phases.program, "compile_prog", lambda *program, is_train=True: compiled.append((*program, is_train)) or program
+    )
+    args = SimpleNamespace(**{**vars(ARGS), **flags})
+    training = phases.Work("stage", None, "training", None) if trains else None
+    training, evaluation = phases.compile_programs(args, "exe", training, phases.Work(args, None, "evaluation", None))
+    evaluation.refresh()
+    assert updates == expected
+    assert compiled == [*([("stage", "training", True)] if trains else []), (args, "evaluation", False)]
+    assert evaluation.compiled == (args, "evaluation")
+    assert training is None or training.compiled == ("stage", "training")
+    assert phases.compile_programs(args, "exe", None, None) == (None, None)
+
+
+NATIVE = {"kernels": "native", "device": "gpu", "data_layout": "NHWC"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, [("fold_batch_norms", "program", "exe", 1)]),
+        ({"data_layout": "NHWC"}, [("fold_batch_norms", "program", "exe", -1)]),
+        (NATIVE, [("fuse_convolutions", "program", "exe")]),
+        *((NATIVE | other, []) for other in ({"device": "cpu"}, {"data_layout": "NCHW"})),
+        *((NATIVE | other, []) for other in ({"amp_level": "O1"}, {"amp_dtype": "bfloat16"})),
+    ],
+    ids=str,
+)
+def test_custom_kernels_fold_only_convolutions_that_they_fuse(record, flags, expected):
+    record(folding, "fold_batch_norms", "fuse_convolutions")
+    record.results |= {"fold_batch_norms": "update", "fuse_convolutions": (2, "update")}
+    args = SimpleNamespace(**{**vars(ARGS), **flags})
+    assert phases._fold(args, "exe", "program") == ["update"] * len(expected)
+    assert record.calls == expected
+
+
+@pytest.mark.parametrize(
+    ("pending", "is_dry", "shows", "expected"),
+    [
+        ((), False, False, []),
+        (("epochs",), False, True, ["choose", "describe"]),
+        (("epochs",), True, True, ["describe"]),
+    ],
+)
+def test_settings_are_described_after_the_epochs_are_chosen(record, monkeypatch, pending, is_dry, shows, expected):
+    record(phases.agreement, "check_work")
+    record(phases.program, "fused_operators")
+    record(phases.budget, "choose")
+    record(phases, "describe")
+    record(phases.report, "start_line")
+    record(phases.logger, "info")
+    record(phases.all_reduces, "count_gradient_all_reduces")
+    record.results |= {"fused_operators": {"native_bn": 1}, "count_gradient_all_reduces": 3}
+    args = SimpleNamespace(kernels="native", pending=pending, dry_run=is_dry, show_config=shows)
+    captured = SimpleNamespace(captured="graph")
+    training = phases.Work("stage", "train loader", SimpleNamespace(), None, compiled=captured)
+    evaluation = phases.Work(args, "eval loader", SimpleNamespace(), None, compiled=SimpleNamespace(captured=None))
+    phases.check_and_describe(args, "exe", training, evaluation)
+    assert record.calls[0] == ("check_work", "native", "train loader", "eval loader", training.program)
+    assert ("fused_operators", args, captured) in record.calls
+    assert [name for name, *_ in record.calls if name in ("choose", "describe")] == expected
+    line = ("start_line", "stage", "train loader", "eval loader", {"native_bn": 1}, 3, True)
+    assert record.calls[-2] == line
+    phases.check_and_describe(args, "exe", None, evaluation)
+    assert record.calls[-2] == ("start_line", args, None, "eval loader", {"native_bn": 1}, 3, False)
+
+
+def test_settings_that_differ_from_defaults_are_described_with_origins():
+    args = config.parse_args(["--lr", "0.25"])
+    args.choose("fits", epochs=90)  # the default
+    text = phases.describe(args)
+    assert "lr: 0.25  # command line" in text.splitlines()
+    assert "epochs: 90  # chosen: fits" in text.splitlines()
+    assert "\nmomentum: " not in text
+    args = config.parse_args(["--show-config"])
+    assert "\nmomentum: 0.875  # default" in phases.describe(args)
+
+
+@pytest.fixture
+def open_data(record, monkeypatch):
+    """Return a function that calls open_data and returns the lengths of the two loaders, and the calls."""
+    record(phases.restore, "recorded_classes", "compare_classes")
+    record(phases.dali, "warn_of_unused_outputs")
+    record(phases.trace, "check")
+    record.results["recorded_classes"] = ["a"]
+    monkeypatch.setattr(phases, "_origin", lambda *_: ("folder", "meta"))
+    monkeypatch.setattr(
+        phases.restore, "compare_classes", lambda *args, is_fine_tuning: record.calls.append((*args, is_fine_tuning))
+    )
+    monkeypatch.setattr(phases.durations, "first_pass", lambda args, batches: batches)
+
+    def build(args, mode, state=None, trained=None):
+        record.calls.append(("build", mode, state, trained))
+        return [mode] * (9 if mode is Mode.TRAIN else 4)
+
+    monkeypatch.setattr(phases.dali, "build_dataloader", build)
+
+    def open_data(*flags, checkpoint=None):
+        record.calls.clear()
+        args = config.parse_args([*TINY, "--from-pretrained-params", "x", "--profile-steps", "1:2", *flags])
+        train_loader, eval_loader = phases.open_data(args, checkpoint)
+        return train_loader and len(train_loader), eval_loader and len(eval_loader), record.calls
+
+    return open_data
+
+
+CHECKPOINT = SimpleNamespace(epoch=0, loader_state="state", folder="F")
+
+
+@pytest.mark.parametrize(
+    ("flags", "checkpoint", "expected"),
+    [
+        ([], None, [9, 4, (None, None, True)]),
+        ([], CHECKPOINT, [9, 4, ("state", None, False)]),
+        (["--run-scope", "train_only"], None, [9, None, (None, None, True)]),
+        (["--run-scope", "eval_only"], None, [None, 4, (None, ["a"], False)]),
+        (["--benchmark", "--run-scope", "train_only"], None, [9, None, (None, None, True)]),
+    ],
+    ids=["scratch", "checkpoint", "train", "eval", "benchmark"],
+)
+def test_loaders_get_the_state_and_the_classes_of_the_checkpoint(open_data, flags, checkpoint, expected):
+    train, evaluation, (state, trained, is_fine_tuning) = expected
+    *lengths, calls = open_data(*flags, checkpoint=checkpoint)
+    assert lengths == [train, evaluation]
+    builds = [call for call in calls if call[0] == "build"]
+    assert builds == [
+        *([("build", Mode.TRAIN, state, None)] if train else []),
+        *([("build", Mode.EVAL, None, trained)] if evaluation else []),
+    ]
+    loader = [Mode.TRAIN] * 9 if train else [Mode.EVAL] * 4  # the training loader if there is one
+    others = [call for call in calls if call[0] not in ("build", "recorded_classes")]
+    assert others[0] == ("folder", "meta", loader, is_fine_tuning)
+    assert others[1][0] == "warn_of_unused_outputs" and others[1][2] == loader
+    assert others[2] == ("check", [1, 2], len(loader))
+
+
+def test_damaged_loader_state_is_attributed_to_the_checkpoint(open_data, monkeypatch):
+    def build(*arguments):
+        raise phases.dali.StateError("the loader state is damaged (x)")
+
+    monkeypatch.setattr(phases.dali, "build_dataloader", build)
+    with pytest.raises(
+        UsageError, match=r"^F: the loader state is damaged \(x\); move this checkpoint away, or choose"
+    ):
+        open_data(checkpoint=CHECKPOINT)
+
+
+def test_inputs_of_a_run_are_protected(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").touch()
+    (tmp_path / "epoch").mkdir()
+    (tmp_path / "epoch/x.pdema").touch()
+    (tmp_path / "c.yaml").write_text("lr: 0.1")
+    flags = ["--config", "c.yaml", "--skip-list", "skip.txt", "--from-pretrained-params", "epoch"]
+    args = config.parse_args([*TINY, *flags, "--model-arch-name", "net.py:Net"])
+    start = "--from-pretrained-params"
+    assert {(name, str(path)) for name, path in phases.input_files(args)} == {
+        ("--config", "c.yaml"),
+        ("--skip-list", "skip.txt"),
+        ("--model-arch-name", "net.py"),
+        (start, "epoch.pdparams"),
+        (start, "epoch.pdopt"),
+        (start, "epoch/x.pdema"),
+    }
+    assert phases.input_files(config.parse_args(TINY)) == []
