@@ -193,7 +193,7 @@ def test_settings_are_described_after_the_epochs_are_chosen(record, monkeypatch,
     record.results |= {"fused_operators": {"native_bn": 1}, "count_gradient_all_reduces": 3}
     args = SimpleNamespace(kernels="native", pending=pending, dry_run=is_dry, show_config=shows)
     captured = SimpleNamespace(captured="graph")
-    training = phases.Work("stage", "train loader", SimpleNamespace(), None, compiled=captured)
+    training = phases.Work("stage", "train loader", SimpleNamespace(name="training"), None, compiled=captured)
     evaluation = phases.Work(args, "eval loader", SimpleNamespace(), None, compiled=SimpleNamespace(captured=None))
     phases.check_and_describe(args, "exe", training, evaluation)
     assert record.calls[0] == ("check_work", "native", "train loader", "eval loader", training.program)
@@ -254,7 +254,7 @@ CHECKPOINT = SimpleNamespace(epoch=0, loader_state="state", folder="F")
         ([], CHECKPOINT, [9, 4, ("state", None, False)]),
         (["--run-scope", "train_only"], None, [9, None, (None, None, True)]),
         (["--run-scope", "eval_only"], None, [None, 4, (None, ["a"], False)]),
-        (["--benchmark", "--run-scope", "train_only"], None, [9, None, (None, None, True)]),
+        (["--benchmark"], None, [9, None, (None, None, True)]),
     ],
     ids=["scratch", "checkpoint", "train", "eval", "benchmark"],
 )
