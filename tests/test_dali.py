@@ -398,6 +398,15 @@ def test_synthetic_batches_are_constant_and_epoch_has_size_of_imagenet(parse):
     assert sizes[-1] == 50000 % 64
 
 
+@pytest.mark.parametrize(("outputs", "classes", "warns"), [(11, 10, True), (10, 10, False), (11, 0, False)])
+def test_unused_outputs_of_the_network_trigger_a_warning(capsys, outputs, classes, warns):
+    """Synthetic images have no classes."""
+    args = SimpleNamespace(num_of_class=outputs, image_root="root")
+    dali.warn_of_unused_outputs(args, SimpleNamespace(classes=list(range(classes))))
+    expected = "warning: --num-of-class 11: exceeds the 10 classes in root; reduce it"
+    assert capsys.readouterr().err.startswith(expected) == warns
+
+
 def test_batch_larger_than_data_set_is_an_error(parse, numbered):
     with pytest.raises(UsageError, match="--batch-size 11: .* 10 training images.* use 10"):
         load(parse, numbered, Mode.TRAIN, "--batch-size", "11")

@@ -1,6 +1,7 @@
 """The phases before step 1, with simulated functions of the other modules. Tests of complete runs are in test_train.py
 and in the folders of the modules that the phases call."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +28,113 @@ def record(monkeypatch):
 
     record.calls, record.results = calls, results
     return record
+
+
+@pytest.mark.parametrize(
+    ("flags", "mode", "is_saving"),
+    [
+        ([], Mode.TRAIN, True),
+        (["--benchmark"], Mode.TRAIN, False),
+        (["--run-scope", "eval_only", "--from-checkpoint", "c"], Mode.EVAL, False),
+    ],
+    ids=["train", "benchmark", "eval"],
+)
+def test_only_runs_that_save_check_and_claim_the_output_folder(record, monkeypatch, flags, mode, is_saving):
+    record(phases.agreement, "check_start")
+    record(phases.recipe, "choose")
+    record(phases.restore, "resolve_network", "find", "inherit_flags")
+    record(phases.resolution, "resolve_loader", "resolve_kernels", "resolve_classes", "resolve_report")
+    record(phases.budget, "pending")
+    record(phases.saver, "check_folder")
+    record(phases.logger, "warn", "setup")
+    record(phases.report, "outputs", "announced", "check_replaced")
+    monkeypatch.setattr(phases.validation, "warnings", lambda args: ["unusual"])
+    monkeypatch.setattr(phases.listing, "occupied", lambda root: [f"{root}/x"])
+    monkeypatch.setattr(phases.outputs, "claim", lambda *args, **options: record.calls.append(("claim", args, options)))
+    record.results |= {"find": "checkpoint", "pending": ("epochs",), "outputs": {"the report": "r"}, "announced": "a"}
+    places = ["--output-dir", "o", "--report-file", "r", "--skip-list", "s", "--image-root", "i"]
+    args = config.parse_args([*TINY, *places, "--profile-steps", "1:2", "--overwrite", *flags])
+
+    assert phases.find_start(args) == "checkpoint"
+    folder = Path("o/Tiny")
+    expected = [(name, args) for name in ("check_start", "choose", "resolve_network", "find")]
+    expected += [("inherit_flags", args, "checkpoint"), ("resolve_loader", args), ("warn", "unusual")]
+    expected += [("resolve_kernels", args), ("resolve_classes", args, mode)]
+    expected += [("resolve_report", args, folder, phases.report.default_name(args)), ("pending", args, "checkpoint")]
+    if is_saving:
+        expected += [("check_folder", folder, "checkpoint", args.start_paths(), True, False)]
+    assert record.calls == expected
+    assert args.is_frozen and args.pending == ("epochs",)
+
+    record.calls.clear()
+    phases.claim_outputs(args, "checkpoint")
+    (_, (files, folders), options), *others = record.calls[2:]  # after report.outputs and report.announced
+    assert {name: str(path) for name, path in files.items()} == {
+        "the report": "r",
+        "the trace of --profile-steps": "o/profile/steps_1_2_rank0.json",
+    }
+    assert folders == {"--output-dir": folder if is_saving else None, "--tensorboard-dir": None}
+    assert options.pop("inputs") == [*phases.input_files(args), ("the lr_find curve", folder / "lr_find.json")]
+    assert options == {"protected": [("the data set's", "i/x")], "run_folder": folder, "announced": "a"}
+    assert others == [("setup", "r"), ("check_replaced", args, "checkpoint", folder)]
+
+
+def test_stages_share_the_schedule_and_one_startup_program_runs(monkeypatch):
+    """Each of two processes has 4 of 9 images. The evaluation program shares the parameters of the training program, so
+    its startup program runs only in an evaluation."""
+    events, batches = [], []
+
+    def build(args, main, startup, steps, is_train=True, lr_scheduler=None, class_images=None):
+        events.append((args, startup, steps, is_train, lr_scheduler, class_images))
+        return f"fetchs of {args}", lr_scheduler, "feeds", f"optimizer of {args}"
+
+    stages = [SimpleNamespace(settings=f"stage {epoch}", first_epoch=epoch) for epoch in (1, 3)]
+    monkeypatch.setattr(phases, "stages_from", lambda args, epoch: stages[epoch:])
+    monkeypatch.setattr(phases.processes, "world_size", lambda: 2)
+    monkeypatch.setattr(phases.durations, "timeline", lambda args, images: f"{images} images")
+    monkeypatch.setattr(phases, "build_lr_scheduler", lambda args, timeline: f"schedule of {timeline}")
+    monkeypatch.setattr(phases.program, "build", build)
+    monkeypatch.setattr(phases.paddle, "seed", lambda seed: events.append(seed))
+    loader, args = SimpleNamespace(data_set_size=9, class_images="counts"), SimpleNamespace(seed=7)
+    exe = SimpleNamespace(run=batches.append)
+
+    training, evaluation = phases.build_programs(args, exe, loader, "eval loader")
+    (_, startup, *_), (_, later_startup, *_), (_, eval_startup, *_) = events[1:]
+    options = (0, True, "schedule of 4 images", "counts")
+    expected = [7, ("stage 1", startup, *options), ("stage 3", later_startup, *options)]
+    assert events == [*expected, (args, eval_startup, 0, False, None, None)]
+    assert len({startup, later_startup, eval_startup}) == 3 and batches == [startup]
+    [(epoch, later)] = training.later
+    assert (epoch, later.settings, later.loader, later.optimizer) == (3, "stage 3", None, "optimizer of stage 3")
+    assert (training.settings, training.loader, training.fetchs) == ("stage 1", loader, "fetchs of stage 1")
+    assert training.lr_scheduler == later.lr_scheduler == "schedule of 4 images"
+    assert (evaluation.settings, evaluation.loader) == (args, "eval loader")
+
+    # A run that starts in the last stage builds only this stage.
+    training, evaluation = phases.build_programs(args, exe, loader, None, SimpleNamespace(epoch=1))
+    assert (training.settings, training.later, evaluation) == ("stage 3", [], None)
+    assert phases.build_programs(args, exe, None, "eval loader")[0] is None
+    assert batches[-1] is events[-1][1]
+
+
+def test_new_stage_continues_the_image_order_unless_batches_are_equal(monkeypatch, capsys):
+    loader = SimpleNamespace(state=lambda: "state")
+    values = {"image_shape": [3, 32, 32], "batch_size": 8, "freeze": None}
+    schedule = SimpleNamespace(timeline=SimpleNamespace(lr_factor=lambda step: step / 8), done=4)
+    monkeypatch.setattr(phases.program, "compile_prog", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(phases.dali, "build_dataloader", lambda *arguments: arguments)
+    followed = []
+    saver = SimpleNamespace(follow=lambda loader, *_: followed.append(loader))
+    for change in ({}, {"batch_size": 6}, {"image_shape": [3, 24, 24]}):
+        now = SimpleNamespace(**(values | change))
+        later = phases.Work(now, None, "later program", {}, schedule)
+        training = phases.Work(SimpleNamespace(**values), loader, "program", {}, later=[(2, later)])
+        entered = phases.enter_stage(training, 2, saver)
+        assert entered.loader == ((now, Mode.TRAIN, "state") if change else loader)
+        assert followed.pop() is entered.loader
+    lines = capsys.readouterr().out.splitlines()
+    text = "epoch 2: training with --image-shape {}, --batch-size {}, learning rate x 0.5 (--sizes)"
+    assert lines == [text.format("3,32,32", 6), text.format("3,24,24", 8)]
 
 
 @pytest.fixture

@@ -1,9 +1,12 @@
 """Programs with rewritten all-reduces. job/test_jobs.py tests complete jobs."""
 
+import numpy as np
 import paddle
 import pytest
 from paddle import static
 
+from helpers import build, variable
+from paddle_resnet.job import processes
 from paddle_resnet.machine import compat
 from paddle_resnet.passes import all_reduces
 
@@ -60,3 +63,42 @@ def test_count_gradient_all_reduces():
         for role in (backward, backward, 0):  # the last all-reduce does not reduce a gradient
             append_all_reduce(main.global_block(), "g", role)
     assert all_reduces.count_gradient_all_reduces(main) == 2
+
+
+@pytest.mark.parametrize(
+    ("device", "world_size", "is_removed"), [("cpu", 2, True), ("gpu", 2, False), ("cpu", 1, False)], ids=str
+)
+def test_cpu_jobs_have_no_nccl_operators(monkeypatch, device, world_size, is_removed):
+    monkeypatch.setattr(processes, "world_size", lambda: world_size)
+    programs = [static.Program(), static.Program()]
+    for program in programs:
+        with static.program_guard(program):
+            value = program.global_block().create_var(name="g", shape=[2], dtype="float32")
+            for _ in range(2):  # consecutive operators
+                ring = {"X": value}, {"Out": value}, {"ring_id": 0}
+                for name in ("c_sync_calc_stream", "c_sync_comm_stream"):
+                    program.global_block().append_op(type=name, inputs=ring[0], outputs=ring[1], attrs=ring[2])
+            paddle.scale(value)
+    all_reduces.adapt_communication(*programs, device)
+    for program in programs:
+        types = [op.type for op in program.global_block().ops]
+        assert types == (["scale"] if is_removed else ["c_sync_calc_stream", "c_sync_comm_stream"] * 2 + ["scale"])
+
+
+def test_bn_statistics_are_averaged_over_all_processes(one_block, parse, monkeypatch):
+    """The simulated all-reduce adds the statistics of two other processes, which are each larger by 1."""
+    _, exe, _, _, main = build(parse("--ema", "0.5"))
+    names = all_reduces.own_statistics(main)
+    before, weight = {name: variable(name) for name in names}, variable("conv2d_0.w_0")
+    all_reduces.average_bn(exe, main)  # a single process keeps its statistics
+    assert all((variable(name) == value).all() for name, value in before.items())
+    monkeypatch.setattr(processes, "world_size", lambda: 3)
+    monkeypatch.setattr(
+        compat, "append_all_reduce", lambda block, value: paddle.assign(paddle.scale(value, 3.0, 2.0), output=value)
+    )
+    for count in (1, 2):
+        all_reduces.average_bn(exe, main)
+        for name, value in before.items():
+            np.testing.assert_allclose(variable(name), value + count * 2 / 3, rtol=1e-6, err_msg=name)
+    np.testing.assert_array_equal(variable("conv2d_0.w_0"), weight)
+    assert {name.removesuffix(".ema") for name in names} == {*all_reduces.bn_statistics(main)} and len(names) > 2
