@@ -67,7 +67,11 @@ def test_only_runs_that_save_check_and_claim_the_output_folder(record, monkeypat
     assert args.is_frozen and args.pending == ("epochs",)
 
     record.calls.clear()
+    record(phases.exchange, "from_rank_0")
     phases.claim_outputs(args, "checkpoint")
+    [(_, claim)] = record.calls  # only rank 0 calls this function
+    record.calls.clear()
+    claim()
     (_, (files, folders), options), *others = record.calls[2:]  # after report.outputs and report.announced
     assert {name: str(path) for name, path in files.items()} == {
         "the report": "r",
