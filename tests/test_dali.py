@@ -4,6 +4,7 @@ import json
 import shutil
 import warnings
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -571,6 +572,70 @@ def test_options_of_random_crop_are_passed_to_dali(parse, monkeypatch):
     options = {"random_area": [0.2, 0.9], "random_aspect_ratio": [0.5, 2], "num_attempts": 100}
     assert crops == [{"output_type": types.RGB, "device": "cpu", **options}]
     assert sizes == [{"resize_x": 48, "resize_y": 32}]
+
+
+@pytest.mark.parametrize(
+    ("load", "place", "device"),
+    [(0, None, "mixed"), (1, None, "cpu"), (0.25, 1, "cpu"), (0.25, 2, "mixed")],
+    ids=str,
+)
+def test_cpu_decodes_the_requested_fraction_of_a_batch(parse, monkeypatch, load, place, device):
+    """`place` is the random position of an image in its batch of eight images."""
+    decoded = []
+    image = SimpleNamespace(gpu=lambda: "copied to the GPU")
+    monkeypatch.setattr(fn.decoders, "image_random_crop", lambda encoded, device, **_: decoded.append(device))
+    monkeypatch.setattr(fn, "resize", lambda images, **_: image)
+    monkeypatch.setattr(fn, "batch_permutation", lambda seed: {5: place}[seed])
+    args = parse()
+    args.cpu_decoder_load = load
+    images = dali._random_resized_crop(args, None, {"device": "mixed"}, {}, 5)
+    assert decoded == [device]
+    assert images == ("copied to the GPU" if device == "cpu" else image)
+
+
+def test_options_of_pipeline_follow_flags_and_shard(parse, monkeypatch):
+    monkeypatch.setattr(dali, "pipeline_def", lambda **options: lambda define: lambda *arguments: options)
+    monkeypatch.setattr(processes, "local_gpu", lambda: 3)
+    args = parse("--batch-size", "6", "--dali-num-threads", "5", "--dali-prefetch", "4", "--dali-random-seed", "7")
+    on_cpu = dali.create_dali_pipeline(args, None, Mode.TRAIN, 2, 8, b"checkpoint")
+    assert on_cpu == {
+        **{"batch_size": 6, "num_threads": 5, "prefetch_queue_depth": 4, "seed": 7 + 2, "device_id": None},
+        **{"checkpoint": b"checkpoint", "enable_checkpointing": True, "exec_dynamic": False},
+        "enable_conditionals": False,
+    }
+    args.dali_device = "gpu"
+    assert dali.create_dali_pipeline(args, None, Mode.TRAIN, 2, 8, b"checkpoint") == on_cpu | {"device_id": 3}
+    for change in ({"cpu_decoder_load": 0.5}, {"auto_augment": "trivial"}):
+        changed = args.copy(**change)
+        assert dali.create_dali_pipeline(changed, None, Mode.TRAIN, 0, 1)["enable_conditionals"]
+        evaluation = dali.create_dali_pipeline(changed, None, Mode.EVAL, 0, 1)
+        assert not evaluation["enable_conditionals"] and not evaluation["enable_checkpointing"]
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_gpu_decodes_with_hardware_decoder_and_preallocated_buffers(parse, monkeypatch, on_gpu):
+    operators = MagicMock()
+    operators.peek_image_shape.return_value = [0]
+    monkeypatch.setattr(dali, "fn", operators)
+    monkeypatch.setattr(dali, "PREALLOCATE_WIDTH", 5)
+    monkeypatch.setattr(dali, "PREALLOCATE_HEIGHT", 6)
+    labels = SimpleNamespace(gpu=lambda: "labels on the GPU")
+    shards = []
+    data_set = SimpleNamespace(
+        read=lambda name, *shard, shuffle: shards.append((*shard, shuffle)) or (MagicMock(), labels)
+    )
+    _, actual = dali._define(parse("--hw-decoder-load", "0.7"), data_set, Mode.EVAL, 2, 8, on_gpu)
+    assert actual == ("labels on the GPU" if on_gpu else labels)
+    assert shards == [(2, 8, False)]
+    expected = {"device": "cpu"}
+    if on_gpu:
+        expected = {
+            "device": "mixed",
+            "hw_decoder_load": 0.7,
+            "preallocate_width_hint": 5,
+            "preallocate_height_hint": 6,
+        }
+    assert operators.decoders.image.call_args.kwargs == {"output_type": types.RGB, **expected}
 
 
 def test_default_augmentation_matches_plain_dali_operators(parse, photos):

@@ -94,17 +94,74 @@ def as_rank(monkeypatch):
     return as_rank
 
 
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_all_gather_returns_one_row_per_rank(as_rank, monkeypatch, rank):
+    store, rows = as_rank(rank), np.array([[1.0, 0.1], [2.0, 0.2], [3.0, 0.3]])
+    monkeypatch.setattr(exchange, "_exchanges", 7)
+    for other in {0, 1, 2} - {rank}:
+        store.set(f"paddle_resnet/8/{other}", rows[other].tobytes().hex())
+    np.testing.assert_array_equal(exchange.all_gather(rows[rank]), rows)
+    assert bytes.fromhex(store.values[f"paddle_resnet/8/{rank}"].decode()) == rows[rank].tobytes()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_leaves_the_job_last(as_rank, monkeypatch, rank):
+    """The other ranks no longer use the store of rank 0 when rank 0 leaves."""
+    store, events = as_rank(rank), []
+    monkeypatch.setattr(exchange, "_exchanges", 7)
+    monkeypatch.setattr(exchange, "all_gather", lambda values: events.append("all ranks are here"))
+    monkeypatch.setattr(exchange.watchdog, "phase", events.append)
+    monkeypatch.setattr(exchange.watchdog, "stop", lambda: events.append("leave"))
+    monkeypatch.setattr(store, "get", lambda key: events.append(("get", key)) or b"")
+    monkeypatch.setattr(store, "set", lambda key, value: events.append(("set", key)))
+    exchange._wait_for_all()
+    start, key = ["exit", "all ranks are here"], "paddle_resnet/8"
+    if rank == 0:
+        assert events == [*start, ("get", f"{key}/1"), ("get", f"{key}/2"), "leave"]
+    else:
+        assert events == [*start, "leave", ("set", f"{key}/1")]
+
+
+@pytest.mark.parametrize("signal", ["SIGTERM", None])
+def test_every_rank_detects_a_stop_signal_of_any_rank(as_rank, monkeypatch, signal):
+    """Only rank 1 receives the signal."""
+    asked = []
+    for rank in (0, 1, 0, 2):
+        as_rank(rank)
+        monkeypatch.setattr(exchange, "_stop_at", None)
+        monkeypatch.setattr(exchange.signals, "received", lambda rank=rank: signal if rank == 1 else None)
+        asked.append(exchange.stop_asked())
+    assert asked == ([False, True, True, True] if signal else [False] * 4)
+    monkeypatch.setattr(processes, "world_size", lambda: 1)
+    monkeypatch.setattr(exchange.signals, "received", lambda: signal)
+    assert exchange.stop_asked() == exchange.stop_agreed() == (signal is not None)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_store_is_opened_at_the_address_of_the_master(monkeypatch, rank):
+    """Other ranks wait until rank 0 serves the store. All ranks send requests without delay."""
+    calls = []
+    monkeypatch.setenv("PADDLE_MASTER", "host:8:55")
+    monkeypatch.setattr(processes, "rank", lambda: rank)
+    monkeypatch.setattr(exchange, "_wait_for_server", lambda *address: calls.append(address))
+    monkeypatch.setattr(exchange.paddle.base.core, "create_or_get_global_tcp_store", lambda: calls.append("open") or 5)
+    monkeypatch.setattr(exchange, "_send_at_once", calls.append)
+    assert exchange._store.__wrapped__() == 5
+    assert calls == [*([("host:8", 55)] if rank else []), "open", 55]
+
+
 def test_error_of_rank_0_is_raised_on_all_ranks_and_reported_by_rank_0(as_rank, monkeypatch):
     def invalid():
-        raise UsageError("--lr: not positive")
+        raise UsageError("--lr: not positive", "--epochs: not a number")
 
     reporting = [0, 1, 2]
     monkeypatch.setattr(exchange.watchdog, "stop", lambda: reporting.remove(processes.rank()))
     for rank in range(3):
         as_rank(rank)
         monkeypatch.setattr(exchange, "_exchanges", 7)
-        with pytest.raises(UsageError, match="--lr: not positive"):
+        with pytest.raises(UsageError) as error:
             exchange.from_rank_0(invalid)
+        assert error.value.args == ("--lr: not positive", "--epochs: not a number")
     assert reporting == [0]
 
 
@@ -193,6 +250,15 @@ def test_only_store_connection_disables_nagle():
         clients = [stack.enter_context(socket.create_connection(server.getsockname())) for server in servers]
         exchange._send_at_once(servers[0].getsockname()[1])
         assert [bool(c.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)) for c in clients] == [True, False]
+
+
+def test_store_is_read_only_every_few_steps(monkeypatch):
+    proposals = []
+    monkeypatch.setattr(processes, "world_size", lambda: 2)
+    monkeypatch.setattr(exchange, "_polls", 0)
+    monkeypatch.setattr(exchange, "_stop_step", proposals.append)
+    assert not any(exchange.stop_agreed() for _ in range(2 * exchange.STOP_POLL_STEPS + 1))
+    assert proposals == [3 * exchange.STOP_POLL_STEPS, 4 * exchange.STOP_POLL_STEPS]
 
 
 @pytest.mark.parametrize("lead", [0, 1, 2])

@@ -23,8 +23,8 @@ from utils.errors import RunError
     [
         ({}, False, True),  # oneDNN does not write gradients to the buffer of a fused all-reduce
         ({"data_layout": "NHWC"}, True, True),
-        ({"device": "gpu", "cuda_graph": False}, True, False),
-        ({"device": "gpu", "cuda_graph": True}, True, True),
+        ({"device": "gpu", "cuda_graph": False, "kernels": "paddle"}, True, False),
+        ({"device": "gpu", "cuda_graph": True, "kernels": "native"}, True, True),
         ({"device": "gpu", "cuda_graph": False, "profile_steps": [1, 2]}, True, True),
     ],
     ids=str,
@@ -34,11 +34,49 @@ def test_start_sets_strategy_for_device_and_layout(parse, monkeypatch, flags, is
     args = args.copy(**flags)
     monkeypatch.setattr(paddle, "set_flags", settings.update)
     monkeypatch.setattr(fleet.fleet, "init", lambda is_collective, strategy: settings.update(strategy=strategy))
+    monkeypatch.setattr(fleet, "set_log_level", lambda level: settings.update(level=level))
     program.start_fleet(args)
+    is_gpu = args.device == "gpu"
+    assert {name: settings.get(name) for name in fleet.GPU_FLAGS} == {
+        name: value if is_gpu else None for name, value in fleet.GPU_FLAGS.items()
+    }
+    assert settings["level"] == "ERROR"
+    assert settings["strategy"].fuse_grad_size_in_num == (10**6 if is_gpu else 32)
+    passes = settings["strategy"].build_strategy
+    assert not passes.enable_inplace
+    assert passes.fuse_bn_add_act_ops == (is_gpu and args.kernels != "native")
     assert settings["strategy"].fuse_all_reduce_ops == is_fused
     assert settings["FLAGS_new_executor_serial_run"] == is_serial
     numbers = random.random(), np.random.rand()
     assert numbers == (random.Random(5).random(), np.random.RandomState(5).rand())
+
+
+@pytest.mark.parametrize(("device", "world_size"), [("cpu", 2), ("gpu", 2), ("cpu", 1)])
+def test_only_cpu_jobs_use_gloo(monkeypatch, device, world_size):
+    """A GPU job on several hosts reduces gradients in buckets."""
+    settings, prepared, init = {}, [], fleet.CollectiveHelper._init_communicator
+    monkeypatch.setattr(fleet.processes, "world_size", lambda: world_size)
+    monkeypatch.setattr(paddle, "set_flags", settings.update)
+    monkeypatch.setattr(fleet.fleet, "init", lambda is_collective, strategy: settings.update(strategy=strategy))
+    monkeypatch.setattr(fleet.compat, "start_gloo", prepared.append)
+    monkeypatch.setattr(fleet.CollectiveHelper, "_init_communicator", init)  # restores the function after the test
+    fleet.start(0, device, "NHWC", "native", False)
+    is_gloo = device == "cpu" and world_size == 2
+    assert prepared == ([fleet._prepare_for_gloo] if is_gloo else [])
+    assert (fleet.CollectiveHelper._init_communicator is init) != is_gloo
+    assert settings["strategy"].fuse_grad_size_in_num == 32
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_only_jobs_have_monitors(monkeypatch, world_size):
+    started = []
+    monkeypatch.setenv("PADDLE_MASTER", "host:5")
+    monkeypatch.setattr(fleet.processes, "rank", lambda: world_size - 1)
+    monkeypatch.setattr(fleet.processes, "world_size", lambda: world_size)
+    monkeypatch.setattr(fleet.watchdog, "start", lambda *arguments: started.append(arguments))
+    fleet.connect(55)
+    functions = fleet.exchange.gather, fleet.exchange.from_rank_0
+    assert started == ([(1, 2, 55, "host:5", *functions)] if world_size == 2 else [])
 
 
 def test_occupied_launcher_port_raises(monkeypatch):

@@ -7,6 +7,7 @@ import string
 import subprocess
 import sys
 
+import paddle
 import pytest
 
 from conftest import ROOT, assert_one_error
@@ -20,6 +21,28 @@ def test_rank_and_gpu_come_from_launcher_environment(monkeypatch, parse):
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "4")
     monkeypatch.setenv("FLAGS_selected_gpus", "2,3")
     assert (processes.rank(), processes.world_size(), processes.local_gpu()) == (3, 4, 2)
+
+
+def test_processes_of_a_host_share_its_cores(monkeypatch):
+    """Three of six processes run on this host."""
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "6")
+    monkeypatch.setenv("PADDLE_LOCAL_SIZE", "3")
+    for cores, expected in ((8, 2), (3, 1), (2, 1)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
+        assert processes.cores() == expected
+    assert not processes.is_one_host()
+    monkeypatch.setenv("PADDLE_LOCAL_SIZE", "6")
+    assert processes.is_one_host()
+
+
+def test_programs_run_on_the_assigned_device(monkeypatch):
+    monkeypatch.setenv("FLAGS_selected_gpus", "2,3")
+    monkeypatch.setattr(paddle, "CUDAPlace", lambda index: f"GPU {index}")
+    assert processes.place("gpu") == "GPU 2"
+    assert isinstance(processes.place("cpu"), paddle.CPUPlace)
+    processes.check_resolved("cpu")
+    with pytest.raises(UsageError, match="--device auto: not resolved yet"):
+        processes.check_resolved("auto")
 
 
 def test_gpu_flags_are_rejected_on_cpu(parse):
@@ -44,6 +67,7 @@ INVALID = [
     ("FLAGS_selected_gpus", "0,", "not a list of GPU numbers such as 0 or 0,1"),
     ("PADDLE_MASTER", "127.0.0.1", "not of the form host:port"),
     ("PADDLE_MASTER", "127.0.0.1:65536", "not of the form host:port"),
+    ("PADDLE_MASTER", "127.0.0.1:0", "not of the form host:port"),
     ("PADDLE_MASTER", ":80", "not of the form host:port"),
     ("PADDLE_MASTER", "nowhere.invalid:80", "cannot be resolved"),
     ("PADDLE_MASTER", "a..b:80", "cannot be resolved"),
@@ -93,9 +117,12 @@ def test_launcher_may_pass_addresses_in_a_file(job_of_two, monkeypatch):
     processes.check_environment()
 
 
-def test_too_few_endpoints_raise(job_of_two, monkeypatch):
-    monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", "127.0.0.1:1")
-    with pytest.raises(UsageError, match="^PADDLE_TRAINER_ENDPOINTS '127.0.0.1:1': 1 addresses for 2 processes; start"):
+@pytest.mark.parametrize("count", [1, 3])
+def test_wrong_number_of_endpoints_raises(job_of_two, monkeypatch, count):
+    value = ",".join(["127.0.0.1:1"] * count)
+    monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", value)
+    message = f"^PADDLE_TRAINER_ENDPOINTS '{value}': {count} addresses for 2 processes; start"
+    with pytest.raises(UsageError, match=message):
         processes.check_environment()
 
 
