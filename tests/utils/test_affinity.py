@@ -11,19 +11,19 @@ class NVMLError(Exception):
     pass
 
 
-CORES_OF_GPU = {0: {0, 1, 2, 3}, 1: {3, 4, 64, 127}, 2: {5}}
+CORES_OF_GPU = {0: {0, 1, 2, 3}, 1: {3, 4, 64, 128}, 2: {5}}
 UUIDS = {"GPU-aaaa": 0, "GPU-bbbb": 1}
 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    """Simulate a container in which os.cpu_count() returns 8, but processes may use cores 0, 1, 3, 4, 70 and 127.
+    """Simulate a container in which os.cpu_count() returns 8, but processes may use cores 0, 1, 3, 4, 70 and 128.
     Return a list to which each binding is added."""
     bound = []
     monkeypatch.setattr(logger, "_quiet", False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 3, 4, 70, 127})
+    monkeypatch.setattr(os, "sched_getaffinity", {0: {0, 1, 3, 4, 70, 128}}.__getitem__)
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append((pid, cores)))
     return bound
 
@@ -38,7 +38,7 @@ def nvml(monkeypatch):
         return known[key]
 
     def core_words(handle, count):
-        assert count == 2
+        assert count == 3
         return [sum(1 << core - 64 * i for core in CORES_OF_GPU[handle] if core // 64 == i) for i in range(count)]
 
     state = SimpleNamespace(open=0)
@@ -62,7 +62,7 @@ def fail(error):
     return call
 
 
-@pytest.mark.parametrize(("local_gpu", "cores"), [(0, {0, 1, 3}), (1, {3, 4, 127})])
+@pytest.mark.parametrize(("local_gpu", "cores"), [(0, {0, 1, 3}), (1, {3, 4, 128})])
 def test_process_is_bound_to_its_cores_local_to_gpu(machine, capsys, local_gpu, cores):
     affinity.bind_to_gpu(local_gpu)
     assert machine == [(0, cores)]
@@ -72,11 +72,11 @@ def test_process_is_bound_to_its_cores_local_to_gpu(machine, capsys, local_gpu, 
 @pytest.mark.parametrize(
     ("visible", "local_gpu", "cores"),
     [
-        ("", 1, {3, 4, 127}),
-        ("1", 0, {3, 4, 127}),
+        (" ", 1, {3, 4, 128}),
+        ("1", 0, {3, 4, 128}),
         ("2,1,0", 2, {0, 1, 3}),
-        ("0, 1", 1, {3, 4, 127}),
-        ("GPU-bbbb", 0, {3, 4, 127}),
+        ("0, 1", 1, {3, 4, 128}),
+        ("GPU-bbbb", 0, {3, 4, 128}),
         ("GPU-bbbb,GPU-aaaa", 1, {0, 1, 3}),
     ],
 )
@@ -95,7 +95,7 @@ def test_process_without_local_cores_logs_a_warning(machine, capsys):
     )
 
 
-@pytest.mark.parametrize(("visible", "local_gpu"), [("", 3), ("0", 1), ("7", 0), ("GPU-none", 0), ("-1", 0)], ids=str)
+@pytest.mark.parametrize(("visible", "local_gpu"), [("", 3), ("0", 1), ("7", 0), ("GPU-none", 0), ("-1", 0), ("²", 0)], ids=str)
 def test_unknown_gpu_logs_a_warning(machine, monkeypatch, capsys, visible, local_gpu):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     affinity.bind_to_gpu(local_gpu)
