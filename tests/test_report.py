@@ -1,6 +1,8 @@
 import csv
 import json
+import os
 import pickle
+import platform
 import shlex
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,8 +17,9 @@ import train
 from conftest import assert_one_error, losses, phase, read_report
 from paddle_resnet import program, report
 from paddle_resnet.job import exchange, processes
+from paddle_resnet.optimizers import sparsity
 from paddle_resnet.results import page, reading
-from utils.errors import RunError, UsageError
+from utils.errors import RunError, UsageError, python
 from utils.mode import Mode, RunScope
 
 
@@ -147,6 +150,42 @@ def line(step, **data):
     return f"DLLL {json.dumps({'step': step, 'data': data})}\n"
 
 
+def test_end_of_training_names_checkpoints_and_evaluation_command(parse, tmp_path, capsys, monkeypatch):
+    args, logged, pages = parse("--report-file", tmp_path / "a.json").copy(patience=2), [], []
+    monkeypatch.setattr(report.logger, "log", lambda step, data: logged.append((step, data)))
+    monkeypatch.setattr(report, "_write_page", lambda *arguments: pages.append(arguments))
+    monkeypatch.setattr(sparsity, "counts", lambda program: {"sparse": program})
+    saver = SimpleNamespace(best={"epoch": 3, "top1": 0.75}, folder="o/5", best_folder="o/3", ends_early=False)
+    stop = SimpleNamespace(epoch=5, place=lambda: {"step": 7})
+    trained = dict.fromkeys(("loss", "top1", "top5", "ips"), 0.5)
+
+    def lines(evaluated, **flags):
+        argv = ["--profile-steps=1:2", "--lr", "0.1", "--overwrite"]
+        report.summarize(args.copy(**flags), argv, "program", stop, trained, evaluated, saver)
+        return capsys.readouterr().out.splitlines()
+
+    train, last = {f"train.{name}": 0.5 for name in trained}, "last checkpoint: o/5"
+    flags = f"train.py --lr 0.1 --run-scope eval_only --from-checkpoint o/{{}} --report-file {tmp_path}/a.eval.json"
+    command = f"evaluate {{}} again: {python()} {flags}"
+    assert lines(None) == [last, f"report: {tmp_path}/a.json", command.format("the last epoch", 5)]
+    assert logged == [((), train)]
+    saver.ends_early = True
+    assert lines({"top1": 0.5}, asp=True) == [
+        "--patience 2: no higher top1 since epoch 3",
+        "best checkpoint: o/3 (epoch 3, top1 0.7500)",
+        f"{last} (epoch 5, top1 0.5000)",
+        f"report: {tmp_path}/a.json",
+        command.format("the best epoch, 3,", 3),
+    ]
+    places = {"last.epoch": 5, "last.step": 7, "best.epoch": 3, "best.val.top1": 0.75, "val.top1": 0.5}
+    assert logged[1:] == [((), {"sparse": "program", **train, **places})]
+    for more in ({"resume": True}, {"from_checkpoint": "o/1"}, {"from_pretrained_params": "o/1"}):
+        assert lines(None, **more)[-1] == f"report: {tmp_path}/a.json"
+    monkeypatch.setattr(processes, "rank", lambda: 1)
+    assert lines(None)[-1] == f"report: {tmp_path}/a.json"
+    assert len(pages) == 6
+
+
 def test_report_without_results_is_replaced_without_a_message(tmp_path, capsys):
     path = tmp_path / "report.json"
     path.write_text(line("PARAMETER", output_dir="elsewhere", model_arch_name="Tiny"))
@@ -171,16 +210,34 @@ def test_resumed_run_may_be_recorded_under_a_link(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "message", "logged"),
     [
-        ({}, "--epochs 1: already completed in out/0; use more than 1"),
-        ({"iter_unit": "batch", "num_iter": 7}, "--num-iter 7: already completed in out/0; use a larger number"),
+        (
+            {},
+            "--epochs 1: already completed in out/0; use more than 1",
+            "--resume: all 1 epochs are already completed in out/0\n",
+        ),
+        (
+            {"iter_unit": "batch", "num_iter": 7},
+            "--num-iter 7: already completed in out/0; use a larger number",
+            "--resume: all 7 steps are already completed in out/0\n",
+        ),
+        (
+            {"patience": 2},
+            "--patience 2: out/0 was saved 3 evaluations after the best evaluation; use a larger number",
+            "--resume: --patience 2 has already ended the run: out/0 was saved 3 evaluations",
+        ),
     ],
 )
-def test_completed_run_is_an_error_without_resume(parse, flags, message):
-    checkpoint = SimpleNamespace(folder="out/0", epoch=1, ended_early=lambda patience: False)
+def test_completed_run_is_an_error_without_resume(parse, capsys, flags, message, logged):
+    is_early = "patience" in flags
+    checkpoint = SimpleNamespace(
+        folder="out/0", epoch=1, ended_early=lambda patience: is_early, evaluations_since_best=3
+    )
     with pytest.raises(UsageError, match=message):
         report.all_done(parse().copy(**flags), [], checkpoint)
+    report.all_done(parse("--report-file", "/nowhere").copy(resume=True, **flags), [], checkpoint)
+    assert logged in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -188,12 +245,12 @@ def complete(parse, tmp_path, monkeypatch):
     """Return a function that repeats the command of a completed run whose report has the given lines, and returns the
     summaries and the number of pages that it writes."""
 
-    def complete(*lines, step=None, rank=0):
-        path, summaries, pages = tmp_path / "report.json", [], []
+    def complete(*lines, step=None, rank=0, folder=tmp_path):
+        path, begun, summaries, pages = tmp_path / "report.json", [], [], []
         path.write_text("".join(lines))
         monkeypatch.setattr(processes, "rank", lambda: rank)
-        for name in ("setup", "begin"):
-            monkeypatch.setattr(report.logger, name, lambda *arguments, **options: None)
+        monkeypatch.setattr(report.logger, "setup", begun.append)
+        monkeypatch.setattr(report.logger, "begin", lambda flags, append: begun.append((flags["resume"], append)))
         monkeypatch.setattr(report.logger, "log", lambda step, data: summaries.append(data))
         monkeypatch.setattr(report, "_write_page", lambda *arguments: pages.append(1))
         trained = dict.fromkeys(("loss", "top1", "top5", "ips"), 0.5)
@@ -205,8 +262,9 @@ def complete(parse, tmp_path, monkeypatch):
             "best": {"epoch": 1, "top1": 0.75},
         }
         flags = ["--resume", "--report-file", path, "--report-html", tmp_path / "page.html", "--output-dir", tmp_path]
-        checkpoint = SimpleNamespace(folder=f"{tmp_path}/0", meta=meta, ended_early=lambda patience: False)
+        checkpoint = SimpleNamespace(folder=f"{folder}/0", meta=meta, ended_early=lambda patience: False)
         report.all_done(parse(*flags), [], checkpoint)
+        assert begun == [path, (True, True)] * len(summaries)
         return summaries, len(pages)
 
     return complete
@@ -229,6 +287,7 @@ def test_missing_summary_and_page_of_a_completed_run_are_written(complete, tmp_p
     assert complete(*training) == ([expected], 1)
     assert complete(*training, step=2) == ([expected | {"last.step": 2}], 1)
     assert complete(*training, rank=1) == ([], 0)
+    assert complete(*training, folder=tmp_path / "output") == ([], 0)  # the report of a different run
     assert complete(*ended) == ([], 1)
     assert complete(lines[3], lines[1]) == ([], 0)
     (tmp_path / "page.html").touch()
@@ -243,6 +302,18 @@ def test_summary_contains_available_metrics():
         **{"val.loss": 1.0, "val.top1": 0.5, "val.top5": 0.75, "val.images": 23, "val.f1_macro": 0.25},
         **{"last.epoch": 3, "best.epoch": 2, "best.step": 4, "best.val.top1": 0.625},
     }
+
+
+def test_training_run_that_resumes_appends_to_report():
+    def resumes(checkpoint_resumes=None, **flags):
+        args = {"run_scope": RunScope.TRAIN_EVAL, "benchmark": False, "resume": False} | flags
+        checkpoint = None if checkpoint_resumes is None else SimpleNamespace(resumes=checkpoint_resumes)
+        return report.resumes(SimpleNamespace(**args), checkpoint)
+
+    assert resumes(resume=True) and resumes(True)
+    assert not resumes() and not resumes(False)
+    assert not resumes(True, resume=True, benchmark=True)
+    assert not resumes(True, resume=True, run_scope=RunScope.EVAL_ONLY)
 
 
 def test_unreadable_report_is_an_error():
@@ -299,7 +370,7 @@ def test_default_report_name_depends_on_kind_of_run(run_train, tmp_path, capsys)
         (["--output-dir", "{}/tiny/output"], ["--output-dir", "tiny is reserved for a checkpoint"]),
         (["--output-dir", "{}/out", "--report-file", "{}/out/Tiny/0/report.json"], ["0 is reserved for a checkpoint"]),
         (["--output-dir", "{}/out", "--report-file", "{}/out/Tiny/latest"], ["latest is reserved for a checkpoint"]),
-        (["--report-html", "{}/page.html", "--report-file", "/dev/null"], ["/dev/null is not"]),
+        (["--report-html", "{}/page.html", "--report-file", "/dev/null"], ["/page.html: requires", "/dev/null is not"]),
         (["--report-file", "{}/out/profile/steps_0_1_rank0.json", "--profile-steps", "0:1", "--output-dir", "{}/out"],
          ["the trace of --profile-steps", "the same file as --report-file"]),
     ],
@@ -382,8 +453,11 @@ def test_start_line_lists_operators_learning_rate_and_steps(parse, monkeypatch):
     assert f"peak lr {args.lr} x 4 = {4 * args.lr:g}, " in line
     assert line.endswith("train 2 steps per epoch, 2 gradient all-reduces per step")
     args = parse("--accumulate-steps", "2")
-    line = report.start_line(args, [1, 2], None, {}, 2, False)
+    line = report.start_line(args, [1, 2, 3], None, {}, 2, False)
     assert f"peak lr {args.lr} x 8 = {8 * args.lr:g}, " in line
+    assert "train 3 steps per epoch, an update every 2 steps (last 1 unused), 2 gradient" in line
+    line = report.start_line(args.copy(iter_unit="batch", num_iter=7), [1, 2], [1], {}, 2, False)
+    assert "train 2 steps per epoch, val 1 steps per epoch, 7 steps in total, an update every 2 steps, 2" in line
     line = report.start_line(args.copy(amp=True, amp_level="O2", amp_dtype="bfloat16"), None, [1], {}, 0, False)
     assert "AMP O2 in bfloat16, NCHW" in line and line.endswith(" = 0.4, val 1 steps per epoch")
 
@@ -436,13 +510,18 @@ def test_slow_loader_warning_is_logged_once_per_run(run_train, capsys, monkeypat
 def test_other_ranks_print_no_table_and_write_no_page(parse, monkeypatch):
     args, logged, drawn = parse("--benchmark"), [], []
     monkeypatch.setattr(report, "_print_table", lambda *arguments: drawn.append("table"))
-    monkeypatch.setattr(page, "write", lambda *arguments: drawn.append("page"))
-    for rank, expected in ((1, []), (0, ["table", "page"])):
+    monkeypatch.setattr(page, "write", lambda *arguments: drawn.append(arguments))
+    monkeypatch.setattr(report.logger, "info", drawn.append)
+    environment = report._versions("cpu") | {"system": platform.platform(), "cores": os.cpu_count(), "processes": 1}
+    environment["command"] = f"{python()} train.py --a 'b c'"
+    shown = ["table", ("page.html", args.report_file, environment), "page: page.html"]
+    for rank, expected in ((1, []), (0, shown)):
         monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
         monkeypatch.setattr(report.logger, "report", lambda step, data: logged.append(data))
+        monkeypatch.setattr(report, "_peak_memory", lambda device: {"mib": device})
         report.conclude(args, [], {"ips": 1.0}, Mode.TRAIN)
-        report._write_page(args.copy(report_html="page.html"), [])
-        assert drawn == expected and logged.pop()["processes"] == 1
+        report._write_page(args.copy(report_html="page.html"), ["--a", "b c"])
+        assert drawn == expected and logged.pop().items() >= {"processes": 1, "train.mib": "cpu"}.items()
     report._write_page(args, [])
     assert drawn == expected
 
@@ -450,12 +529,13 @@ def test_other_ranks_print_no_table_and_write_no_page(parse, monkeypatch):
 def test_benchmark_table_is_logged_as_plain_text(capsys, monkeypatch):
     lines = []
     monkeypatch.setattr(report.logger, "info", lines.append)
-    report._print_table("benchmark: train", {"ips": 12.5}, {"command": "python train.py --image-root [/data]"})
+    result = {"ips": 12.5, "loss": -123456.7, "images": 1281167}
+    report._print_table("benchmark: train", result, {"command": "python train.py --image-root [/data]"})
     assert capsys.readouterr().out == ""
     [table] = lines
     assert table.startswith("benchmark: train ")
     assert "--image-root [/data]" in table
-    assert "12.5" in table
+    assert "12.5" in table and "-123,457" in table and "1,281,167" in table
 
 
 def test_run_folder_in_output_dir_is_suggested(tmp_path):
