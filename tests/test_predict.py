@@ -289,6 +289,7 @@ def test_benchmark_measures_every_available_engine(checkpoint, model_of, capsys,
 )
 def test_engines_of_a_checkpoint_on_a_gpu(monkeypatch, tmp_path, precision, expected):
     def write(checkpoint, folder, onnx=False, model_arch_name=None, precision="float32"):
+        assert (checkpoint, model_arch_name) == (tmp_path, "net")
         folder.mkdir()
         (folder / "model.onnx" if onnx else folder / precision).touch()
 
@@ -297,13 +298,56 @@ def test_engines_of_a_checkpoint_on_a_gpu(monkeypatch, tmp_path, precision, expe
 
     monkeypatch.setattr(export, "export", write)
     monkeypatch.setattr(inference, "resolve_precision", lambda precision, device: "float16")
-    monkeypatch.setattr(inference, "open_checkpoint", lambda path, device, arch, p, sizes, engine: f"{p} {device}")
-    monkeypatch.setattr(
-        networks, "load_checkpoint", lambda path, device, **_: SimpleNamespace(model=lambda: f"Executor {device}")
-    )
+
+    def open_checkpoint(path, device, arch, precision, sizes, engine):
+        assert (path, arch, sizes, engine) == (tmp_path, "net", [4], "Paddle")
+        return f"{precision} {device}"
+
+    def load_checkpoint(path, device, model_arch_name):
+        assert (path, model_arch_name) == (tmp_path, "net")
+        return SimpleNamespace(model=lambda: f"Executor {device}")
+
+    monkeypatch.setattr(inference, "open_checkpoint", open_checkpoint)
+    monkeypatch.setattr(networks, "load_checkpoint", load_checkpoint)
     monkeypatch.setattr(inference, "open_paddle", opened)
     monkeypatch.setattr(inference, "open_onnx", lambda path, device: f"onnxruntime {device}")
-    assert list(predict.engines(tmp_path, "gpu", precision=precision)) == [f"{name} gpu" for name in expected]
+    engines = predict.engines(tmp_path, "gpu", "net", precision, [4])
+    assert list(engines) == [f"{name} gpu" for name in expected]
+
+
+def test_benchmark_table(monkeypatch, capsys):
+    def engines(*arguments):
+        assert arguments == ("m", "gpu", "net", "float16", predict.BENCHMARK_BATCHES)
+        yield
+
+    def benchmark(models, batches, device):
+        assert (list(models), batches, device) == ([None], predict.BENCHMARK_BATCHES, "gpu")
+        values = {f"latency_{name}_ms": value for name, value in (("mean", 0), ("p50", 1.25), ("p90", 2), ("p99", 3))}
+        yield {"engine": "e", "precision": "p", "batch": 4, "ips": 5000, "memory_mib": 6.5, **values}
+
+    monkeypatch.setattr(predict, "engines", engines)
+    monkeypatch.setattr(predict, "benchmark", benchmark)
+    predict._print_benchmark(arguments("m", model_arch_name="net", precision="float16"), "gpu")
+    title, names, row = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert title[:3] == ["m", "on", "gpu,"]
+    assert names == ["batch", "engine", "precision", "p50", "p90", "p99", "images/s", "memory"]
+    assert row == ["4", "e", "p", "1.25", "2.00", "3.00", "5000.00", "6.50"]
+
+
+def arguments(*argv, **changes):
+    """Return the parsed arguments of a command."""
+    parsed = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(predict, "_main", parsed.append)
+        predict.main([*argv])
+    return SimpleNamespace(**vars(parsed[0]) | changes)
+
+
+def test_defaults_of_flags():
+    flags = "model_arch_name", "csv", "batch_size", "dali_num_threads", "precision", "benchmark_batches"
+    flags += "serve", "serve_host", "serve_max_mb", "serve_max_images"
+    switches = {"json": False, "benchmark": False, "device": "auto", "tta": "none"}
+    assert vars(arguments("m")) == {"model": "m", "images": []} | switches | dict.fromkeys(flags)
 
 
 @pytest.mark.parametrize(
