@@ -376,6 +376,19 @@ def test_float16_network_of_paddle_requires_a_gpu(checkpoint, photos, tmp_path, 
         assert message in capsys.readouterr().err
 
 
+def test_tolerance_of_onnx_file_depends_on_precision(checkpoint, tmp_path, monkeypatch):
+    def write(network, folder, unsigned=False, tolerance=export.PROBABILITY_TOLERANCE):
+        calls.append((network.description["precision"], unsigned, tolerance))
+        return {}
+
+    calls = []
+    monkeypatch.setattr(export, "_write_onnx", write)
+    monkeypatch.setattr(onnx_writer, "require", lambda package: None)
+    for precision in ("float32", "float16"):
+        export.export(checkpoint, tmp_path / "new" / precision, onnx=True, precision=precision)
+    assert calls == [("float32", False, 1e-4), ("float16", False, 0.02)]
+
+
 def test_float16_export_with_lower_accuracy_is_not_kept(checkpoint, photos):
     def outputs(images):
         """Return the same probabilities for each image: 0.4201, 0.4244 and 0.1555."""

@@ -217,7 +217,7 @@ def test_text_json_and_csv_output(checkpoint, val_images, tmp_path, capsys, monk
     expected = probabilities(checkpoint, paths)
     best = expected.argsort(axis=1)[:, ::-1]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("".join(f"{path}\n" for path in paths).encode())))
-    table = tmp_path / "table.csv"
+    table = tmp_path / "new/folder/table.csv"
     assert predict.main([str(checkpoint), "-", "--csv", str(table), "--json", "--device", "cpu"]) == 0
     for i, line in enumerate(capsys.readouterr().out.splitlines()):
         prediction = json.loads(line)
@@ -343,6 +343,37 @@ def arguments(*argv, **changes):
     return SimpleNamespace(**vars(parsed[0]) | changes)
 
 
+@pytest.mark.parametrize(
+    ("flags", "opened", "decoded"),
+    [
+        ([], (None, None, [32], "none"), (32, 4)),
+        (
+            *[
+                "--model-arch-name net.py:Net --precision float16 --batch-size 5 --tta flip --dali-num-threads 3".split()
+            ],
+            *[("net.py:Net", "float16", [5], "flip"), (5, 3)],
+        ),
+    ],
+)
+def test_flags_are_passed_on(monkeypatch, tmp_path, flags, opened, decoded):
+    (tmp_path / "net.py").write_text("def Net():\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    model = Model("", {"output": {"shape": [None, 3]}, "classes": []}, None)
+
+    def predictions(*arguments):
+        assert arguments == (model, ["x.jpg"], decoded[0], "gpu", decoded[1])
+        return iter(())
+
+    def open_model(path, device, *arguments):
+        assert (path, device, arguments) == ("m", "gpu", opened)
+        return model
+
+    monkeypatch.setattr(predict, "predict", predictions)
+    monkeypatch.setattr(inference, "resolve_device", {"auto": "gpu"}.get)
+    monkeypatch.setattr(inference, "open_model", open_model)
+    assert predict.main(["m", "x.jpg", *flags]) == 0
+
+
 def test_defaults_of_flags():
     flags = "model_arch_name", "csv", "batch_size", "dali_num_threads", "precision", "benchmark_batches"
     flags += "serve", "serve_host", "serve_max_mb", "serve_max_images"
@@ -401,6 +432,19 @@ def test_benchmark_skips_unusable_engine_with_a_warning(checkpoint, tmp_path, ca
         (["{run}/0", "{image}", "--json", "--csv", "-"], "--json: --csv - also writes to stdout"),
         (["{run}/0", "{image}", "--benchmark"], "--benchmark: measures random images"),
         (["{run}/0", "--benchmark", "--json"], "--benchmark: measures random images"),
+        (["{run}/0", "--benchmark", "--tta", "flip"], "--tta flip: not supported with --benchmark; remove one of"),
+        (
+            ["{run}/0", "--benchmark", "--batch-size", "8"],
+            "--batch-size 8: not supported with --benchmark; use --benchmark-batches instead",
+        ),
+        (
+            ["{run}/0", "--benchmark", "--dali-num-threads", "8"],
+            "--dali-num-threads 8: not supported with --benchmark; remove --dali-num-threads",
+        ),
+        (
+            ["{run}/0", "{image}", "--benchmark-batches", "1,8"],
+            "--benchmark-batches 1,8: requires --benchmark; remove --benchmark-batches",
+        ),
         (["{run}/0", "--benchmark", "--csv", "x.csv"], "--benchmark: measures random images"),
         (["{run}/0", "{image}", "--csv", "{image}/x.csv"], "x.csv: cannot be written (Not a directory)"),
         (["{run}/0", "{image}", "--csv", "{image}"], "the same file as the image"),

@@ -367,9 +367,6 @@ def test_unusable_addresses_are_errors():
     [
         (["x.jpg", "--serve-host", "::1"], "--serve-host ::1: requires --serve; add it or remove --serve-host"),
         (["x.jpg", "--serve-max-mb", "3"], "--serve-max-mb 3: requires --serve"),
-        (["x.jpg", "--benchmark-batches", "1,2"], "--benchmark-batches 1,2: requires --benchmark; remove"),
-        (["--benchmark", "--batch-size", "2"], "--batch-size 2: not supported with --benchmark; use --benchmark-b"),
-        (["--benchmark", "--dali-num-threads", "2"], "--dali-num-threads 2: not supported with --benchmark; remove"),
         (["x.jpg", "--serve", "0"], "--serve 0: not supported with images, --csv, --json"),
         (["--serve", "0", "--batch-size", "4"], "--serve 0: not supported with"),
         (["--serve", "0", "--benchmark"], "--serve 0: not supported with"),
@@ -442,12 +439,21 @@ def test_clients_that_reset_the_connection_do_not_stop_the_server():
 )
 def test_server_has_the_limits_of_its_flags(monkeypatch, capsys, flags, limits, threads):
     actual, model = [], Model("Executor", {"output": {"shape": [None, 3]}}, None)
-    monkeypatch.setattr(inference, "open_model", lambda *arguments: model)
+    futures, end = [], threading.Event()
+
+    def create_app(classify, worker, description, *limits):
+        futures.extend([worker.submit(end.wait, 60), worker.submit(end.wait, 60)])
+        wait_until(futures[0].running, 60)
+        return actual.append(limits)
+
+    monkeypatch.setattr(inference, "open_model", lambda *arguments: actual.append(arguments[4]) or model)
     monkeypatch.setattr(predict, "predict", lambda *arguments: [actual.append(arguments[2:5]) or (None, None, "")])
-    monkeypatch.setattr(web, "create_app", lambda classify, worker, description, *limits: actual.append(limits))
+    monkeypatch.setattr(web, "create_app", create_app)
     monkeypatch.setattr(web, "serve", lambda app, listener, announce: announce())
     assert predict.main(["model", "--serve", "0", "--device", "cpu", *flags]) == 0
-    assert actual == [(1, "cpu", threads), limits]
+    assert [future.cancelled() for future in futures] == [False, True]  # one image at a time
+    end.set()
+    assert actual == [[1], (1, "cpu", threads), limits]
     assert ("other machines can access the model without password" in capsys.readouterr().err) == bool(flags)
 
 

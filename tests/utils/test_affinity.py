@@ -95,7 +95,9 @@ def test_process_without_local_cores_logs_a_warning(machine, capsys):
     )
 
 
-@pytest.mark.parametrize(("visible", "local_gpu"), [("", 3), ("0", 1), ("7", 0), ("GPU-none", 0), ("-1", 0), ("²", 0)], ids=str)
+@pytest.mark.parametrize(
+    ("visible", "local_gpu"), [("", 3), ("0", 1), ("7", 0), ("GPU-none", 0), ("-1", 0), ("²", 0)], ids=str
+)
 def test_unknown_gpu_logs_a_warning(machine, monkeypatch, capsys, visible, local_gpu):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     affinity.bind_to_gpu(local_gpu)
