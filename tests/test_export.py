@@ -429,6 +429,32 @@ def test_unusable_flags_are_an_error(checkpoint, tmp_path, capsys, flags, messag
     assert not (tmp_path / "exported").exists()
 
 
+def test_flags_are_passed_on(capsys, monkeypatch):
+    def call(*arguments, **flags):
+        calls.append((arguments, flags))
+        return {"arch": "Net", "input": {"shape": [1]}, "output": {"shape": [None, 3]}, "classes": ["a"]}
+
+    calls = []
+    monkeypatch.setattr(export, "export", call)
+    for flags in (
+        "",
+        "--int8 --calibrate data",
+        "--onnx --verify data --uint8 --triton --model-arch-name net --precision float16 --int8 --int8-engine tensorrt "
+        "--calibrate data --calibration-method entropy --calibration-images 9",
+    ):
+        assert export.main(["checkpoint", "out", *flags.split()]) == 0
+        assert capsys.readouterr().out == "out: Net, 3 classes, 1 with names, images [1]\n"
+    flags = dict.fromkeys(("onnx", "uint8", "triton"), False) | dict.fromkeys(("verify", "model_arch_name"))
+    flags |= {"precision": "float32", "int8": None, "calibration": None}
+    all_flags = {"onnx": True, "verify": "data", "uint8": True, "triton": True, "model_arch_name": "net"}
+    all_flags |= {"precision": "float16", "int8": "tensorrt", "calibration": ("data", "entropy", 9)}
+    assert calls == [
+        (("checkpoint", "out"), flags),
+        (("checkpoint", "out"), flags | {"int8": "onnxruntime", "calibration": ("data", "percentile", 512)}),
+        (("checkpoint", "out"), all_flags),
+    ]
+
+
 def test_number_of_calibration_images_is_positive(tmp_path, capsys):
     with pytest.raises(SystemExit):
         export.main(["checkpoint", str(tmp_path), "--int8", "--calibrate", "DATA", "--calibration-images", "0"])
@@ -486,6 +512,18 @@ def test_only_a_comparable_evaluation_is_compared(tmp_path, monkeypatch, recorde
     meta = {"evaluated": recorded, "arguments": {"device": device}}
     network = SimpleNamespace(model=lambda logits: model, meta=meta, args=SimpleNamespace(tta=tta))
     with pytest.raises(RunError, match="its recorded evaluation disagree") if is_compared else nullcontext():
+        export._verify(network, tmp_path, "photos", "cpu")
+
+
+@pytest.mark.parametrize(("losses", "is_equal"), [((5.0, 2.0), True), ((2.0, 5.0), True), ((1.0, 2.1), False)])
+def test_recorded_loss_matches_exact_or_clipped_loss(tmp_path, monkeypatch, losses, is_equal):
+    score = {"images": 100, "correct": 50, "ties": 0, "loss": losses[0], "clipped_loss": losses[1]}
+    model = Model("Executor", {}, None)
+    monkeypatch.setattr(inference, "open_paddle", lambda *arguments, **options: model)
+    monkeypatch.setattr(export, "_score", lambda *arguments: dict(score))
+    meta = {"evaluated": RECORDED, "arguments": {"device": "cpu"}}
+    network = SimpleNamespace(model=lambda logits: model, meta=meta, args=SimpleNamespace(tta="none"))
+    with nullcontext() if is_equal else pytest.raises(RunError, match="its recorded evaluation disagree: .* loss 2.1"):
         export._verify(network, tmp_path, "photos", "cpu")
 
 
