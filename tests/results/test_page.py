@@ -474,6 +474,27 @@ def test_mean_speed_covers_all_epochs(tmp_path):
         assert run.mean_ips("train") == 7
 
 
+def test_metrics_do_not_depend_on_order_of_epochs():
+    run = reading.Run(None, epochs={2: {"val.top1": 0.5, "train.loss": 1.0}, 1: {"val.top1": 0.75}})
+    run.epochs[0] = {"val.top1": 0.75, "train.loss": 3.0}
+    assert run.curve("train.loss") == [(1, 3.0), (3, 1.0)]
+    assert (run.last("train.loss"), run.last("val.top1"), run.best()) == (1.0, 0.5, (0, 0.75))
+
+
+def test_curves_in_a_terminal_have_at_most_60_bars(capsys):
+    lengths = {"a": 60, "b": 61, "c": 0}
+    runs = {
+        name: reading.Run(None, epochs={i: {"train.loss": 1.0 + i} for i in range(length)})
+        for name, length in lengths.items()
+    }
+    runs["c"].epochs[0] = {"val.loss": 1.0}  # a single value is not a curve
+    comparison._print_curves(comparison.Console(width=200), runs)
+    title, *rows = capsys.readouterr().out.splitlines()
+    assert title == "training loss, 1 to 61"
+    assert [(len(row.split()[0]), row[-1]) for row in rows[:2]] == [(60, "a"), (31, "b")] and rows[2].split() == ["c"]
+    assert rows[1].split()[0][::30] == "▁█"
+
+
 def test_changed_flags_are_explicit_parameters():
     run = reading.Run(None, parameters={"lr": 0.1, "epochs": 3}, explicit=["lr", "of_another_version"])
     assert run.changed_flags() == {"lr": 0.1}
@@ -488,6 +509,7 @@ RESULT = 'DLLL {"step": [], "data": {"command": "PARAMETER", "output_dir": "x", 
     [
         *(("", ""), ("DLL", ""), ("torn", None), ("[]\n", None), (RESULT, "training")),
         *((START % "", ""), (START % "" + 'DLLL {"st', ""), (START % "" + "torn", None)),
+        pytest.param('["PARAMETER", ' + "[" * 100_000 + "\n", None, id="deeply nested"),
         (START % "" + RESULT, "training"),
         (START % ', "run_scope": "eval_only"' + RESULT, "evaluation"),
         (START % ', "run_scope": "eval_only", "benchmark": true' + RESULT, "benchmark"),
