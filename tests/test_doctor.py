@@ -124,8 +124,9 @@ def test_missing_shared_memory_is_ok_for_one_process(examine, facts, monkeypatch
     for size, status in ((doctor.LEAST_SHARED_MEMORY - 1, "note"), (doctor.LEAST_SHARED_MEMORY, "ok")):
         monkeypatch.setattr(os, "statvfs", lambda path, size=size: SimpleNamespace(f_blocks=size, f_frsize=1))
         for gpu_count, expected in ((1, "ok"), (2, status)):
-            rows = doctor._machine("gpu", gpu_count)
-            assert next(row for row in rows if row.what == "/dev/shm").status == expected
+            row = next(row for row in doctor._machine("gpu", gpu_count) if row.what == "/dev/shm")
+            assert (row.status, row.detail) == (expected, "1.0 GiB")
+            assert row.remedy.endswith("start the container with --shm-size=1g") == (expected == "note")
 
 
 @pytest.mark.parametrize("returncode", [0, 1])
@@ -226,10 +227,17 @@ def test_output_of_nvidia_smi_is_used_only_if_it_succeeds(monkeypatch, output, r
 @pytest.mark.parametrize(("shortfall", "status"), [(0, "ok"), (1, "note")])
 def test_exact_requirements_are_enough(monkeypatch, tmp_path, shortfall, status):
     monkeypatch.setattr(memory, "available", lambda: doctor.LEAST_MEMORY - shortfall)
-    monkeypatch.setattr(resource, "getrlimit", lambda what: (doctor.LEAST_OPEN_FILES - shortfall, 4096))
+    limits = {resource.RLIMIT_NOFILE: (1024 - shortfall, 8192), resource.RLIMIT_NPROC: (4096, 9999)}
+    monkeypatch.setattr(resource, "getrlimit", limits.get)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=doctor.LEAST_DISK - shortfall))
-    rows = {row.what: row.status for row in (*doctor._machine("cpu", 0), doctor._disk(tmp_path))}
-    assert [rows[what] for what in ("memory", "ulimits", "disk")] == [status] * 3
+    rows = {row.what: row for row in (*doctor._machine("cpu", 0), doctor._disk(tmp_path))}
+    rows = [rows[what] for what in ("memory", "ulimits", "disk")]
+    assert [row.status for row in rows] == [status] * 3
+    limits = f"open files {1024 - shortfall}, processes 4096"
+    assert [row.detail for row in rows] == ["4.0 GiB available", limits, f"2.0 GiB free for {tmp_path}"]
+    remedies = ["ResNet-50 needs 4 GiB per process; use a smaller --batch-size", "ulimit -n 8192"]
+    remedies.append("free disk space; checkpoints of a ResNet-50 run take about 2 GiB")
+    assert [row.remedy for row in rows] == (remedies if shortfall else [""] * 3)
 
 
 def test_missing_libraries_of_a_gpu_are_reported(monkeypatch):
