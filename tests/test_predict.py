@@ -343,16 +343,14 @@ def arguments(*argv, **changes):
     return SimpleNamespace(**vars(parsed[0]) | changes)
 
 
+ALL_FLAGS = ["--model-arch-name", "net.py:Net", "--precision", "float16", "--batch-size", "5", "--tta", "flip"]
+
+
 @pytest.mark.parametrize(
     ("flags", "opened", "decoded"),
     [
         ([], (None, None, [32], "none"), (32, 4)),
-        (
-            *[
-                "--model-arch-name net.py:Net --precision float16 --batch-size 5 --tta flip --dali-num-threads 3".split()
-            ],
-            *[("net.py:Net", "float16", [5], "flip"), (5, 3)],
-        ),
+        ([*ALL_FLAGS, "--dali-num-threads", "3"], ("net.py:Net", "float16", [5], "flip"), (5, 3)),
     ],
 )
 def test_flags_are_passed_on(monkeypatch, tmp_path, flags, opened, decoded):

@@ -41,6 +41,42 @@ def test_choices_are_valid_for_every_size_of_data_set(images, weights, has_gpu):
     assert s.optimizer == ("AdamW" if weights else "Nesterov")
 
 
+@pytest.mark.parametrize(
+    ("weights", "has_gpu", "expected"),
+    [
+        (LITE, True, {10: 40, 2000: 30, 10**6: 10}),
+        (LITE, False, {10: 20, 500: 12, 10**6: 5}),
+        ({}, True, {10: 100, 4000: 50, 10**6: 30}),
+        ({}, False, {10: 60, 1000: 30, 10**6: 10}),
+    ],
+)
+def test_number_of_epochs_depends_on_number_of_images(weights, has_gpu, expected):
+    assert {n: choose(n, weights=weights, has_gpu=has_gpu).epochs for n in expected} == expected
+
+
+def test_number_of_warmup_epochs():
+    assert [recipe.warmup_epochs(n) for n in (1, 2, 10, 11, 50, 51)] == [0, 1, 1, 2, 5, 5]
+
+
+def test_number_of_threads_depends_on_number_of_cores():
+    def threads(has_gpu, *cores):
+        return [choose(294, has_gpu=has_gpu, cores=n).dali_num_threads for n in cores]
+
+    assert threads(True, 1, 2, 5, 16, 17) == [1, 1, 3, 14, 14]
+    assert threads(False, 1, 4, 5) == [1, 4, 4]
+
+
+def test_chosen_values_of_optimizer():
+    def values(s):
+        return s.optimizer, s.lr, s.momentum, s.weight_decay, s.bn_momentum
+
+    default = config.parse_args([])
+    assert values(choose(2934)) == ("AdamW", 5e-4, default.momentum, 0.01, 0.9)
+    assert values(choose(2934, weights={})) == ("Nesterov", 0.05, 0.9, 5e-4, default.bn_momentum)
+    assert values(choose(2934, "--optimizer", "AdamW", weights={}))[:2] == ("AdamW", 0.001)
+    assert values(choose(294, weights={})) == ("Nesterov", 0.0125, 0.9, 5e-4, default.bn_momentum)
+
+
 def test_installed_weights_are_fine_tuned():
     s = choose(294)
     assert (s.model_arch_name, s.pretrained_mismatch) == ("EfficientNet_Lite0", "skip-classifier")

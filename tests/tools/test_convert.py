@@ -554,7 +554,7 @@ def test_index_command_creates_missing_indexes(converted, tmp_path, capsys):
     assert dataset.main(["index", str(converted["folder"])]) == 2
     assert "contains no RecordIO, TFRecord or tar files" in capsys.readouterr().err
     assert dataset.main(["index", str(tmp_path / "nowhere")]) == 2
-    assert "not a folder; use the folder that contains the shards" in capsys.readouterr().err
+    assert f"{tmp_path}/nowhere: not a folder; use the folder that contains the shards" in capsys.readouterr().err
 
 
 def test_unwritable_index_exits_with_code_2(converted, tmp_path, capsys):
