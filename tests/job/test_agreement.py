@@ -1,7 +1,12 @@
 """Comparison of settings between processes. test_jobs.py tests complete jobs whose processes have different
 settings."""
 
+from types import SimpleNamespace
+
+import nvidia.dali
+import paddle
 import pytest
+from paddle import static
 
 from conftest import frozen
 from paddle_resnet import dali, program
@@ -24,7 +29,7 @@ def facts(monkeypatch):
 
 
 def test_equal_settings_pass():
-    agreement._check_equal([{"--lr": 0.1}] * 3)
+    agreement._check_equal([{"--lr": 0.1, "--image-shape": [3, 32, 32]}] * 3)
 
 
 def test_error_lists_each_difference_with_its_ranks():
@@ -45,8 +50,6 @@ def test_flags_for_paths_and_speed_may_differ(facts, parse):
 
 
 def test_kernels_missing_on_one_machine_raise_with_remedy(facts):
-    from paddle import static
-
     main = static.Program()
     all_ranks = [facts(agreement.check_work, kernels, None, None, main) for kernels in ("native", "paddle")]
     with pytest.raises(
@@ -57,16 +60,43 @@ def test_kernels_missing_on_one_machine_raise_with_remedy(facts):
 
 def test_source_code_is_compared(facts, parse, monkeypatch):
     first = facts(agreement.check_start, parse())
+    assert (first["Paddle version"], first["DALI version"]) == (paddle.__version__, nvidia.dali.__version__)
     sources = agreement._sources()
+    assert {path.rpartition(".")[2] for path in sources} == {"py", "cc", "h", "cu", "cuh"}
     assert {"train.py", "config.py", "paddle_resnet/models/resnet.py", "utils/meters.py"} <= set(sources)
     monkeypatch.setattr(agreement, "_sources", lambda: {**sources, "train.py": sources["train.py"] + "\n"})
     other = facts(agreement.check_start, parse())
     assert {name for name in first if first[name] != other[name]} == {"source code of this program (hash)"}
 
 
-def test_image_lists_classes_and_parameter_shapes_are_compared(facts, parse, photos, tmp_path):
-    from paddle import static
+@pytest.mark.parametrize(
+    ("parameters", "different"),
+    [
+        ([("a", [2, 3], "float32")], set()),
+        ([("a", [3, 2], "float32")], {"shapes of the parameters (hash)"}),
+        ([("a", [2, 3], "float16")], {"shapes of the parameters (hash)"}),
+        ([("b", [2, 3], "float32")], {"shapes of the parameters (hash)"}),
+        (
+            [("a", [2, 3], "float32"), ("b", [1], "float32")],
+            {"shapes of the parameters (hash)", "number of parameters"},
+        ),
+    ],
+)
+def test_names_shapes_and_types_of_parameters_are_compared(facts, parameters, different):
+    """Synthetic images have neither classes nor a digest."""
 
+    def work(parameters):
+        main, loader = static.Program(), SimpleNamespace(data_set_size=9, digest=None, classes=())
+        for name, shape, dtype in parameters:
+            main.global_block().create_parameter(name=name, shape=shape, dtype=dtype)
+        return facts(agreement.check_work, "paddle", None, loader, main)
+
+    first, other = work([("a", [2, 3], "float32")]), work(parameters)
+    assert {name for name in first if first[name] != other[name]} == different
+    assert first["list of validation images and labels (hash)"] is None
+
+
+def test_image_lists_classes_and_parameter_shapes_are_compared(facts, parse, photos, tmp_path):
     def work(*flags, classes=None):
         args = parse("--image-root", photos, *flags)
         loaders = [dali.build_dataloader(args, mode) for mode in (Mode.TRAIN, Mode.EVAL)]
@@ -77,6 +107,7 @@ def test_image_lists_classes_and_parameter_shapes_are_compared(facts, parse, pho
         return facts(agreement.check_work, args.kernels, *loaders, main)
 
     first = work()
+    assert first["number of steps per epoch"] == 3
     assert first["number of training images"] == 30
     assert first["number of validation images"] == 23
     assert first == work()
@@ -86,6 +117,8 @@ def test_image_lists_classes_and_parameter_shapes_are_compared(facts, parse, pho
     assert {name for name in first if first[name] != other[name]} == hashes
     other = work(classes=["class0", "class1", "another"])
     hashes = {f"list of {name} classes (hash)" for name in ("training", "validation")}
+    assert {name for name in first if first[name] != other[name]} == hashes
+    other = work(classes=["class1", "class0", "class2"])
     assert {name for name in first if first[name] != other[name]} == hashes
     other = work("--num-of-class", "4")
     assert {name for name in first if first[name] != other[name]} == {"shapes of the parameters (hash)"}
