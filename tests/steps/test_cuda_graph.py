@@ -1,5 +1,6 @@
 """Capture of steps, emulated on the CPU. A captured step runs only when its graph is replayed."""
 
+import contextlib
 import gc
 import pickle
 from functools import partial
@@ -18,6 +19,7 @@ from paddle_resnet.native import build as native
 from paddle_resnet.passes import averages
 from paddle_resnet.steps import cuda_graph
 from paddle_resnet.steps.dispatch import Dispatcher
+from utils.errors import RunError
 
 pytestmark = pytest.mark.usefixtures("one_block")
 
@@ -322,3 +324,110 @@ def test_free_memory_of_pool_is_reserved(monkeypatch):
     assert not free
     assert sum(tensor.size for tensor in taken) == total  # only memory that was already free is taken
     assert reserved[0] < 10**7 + 2 * 2**20
+
+
+def test_results_differ_if_they_differ_by_more_than_a_fraction_of_the_largest_change():
+    """The largest finite change is 4. Elements that are not finite must be equal."""
+    for last in (5, np.nan, np.inf, -np.inf):
+        before = {"a": np.float32([5, 5, np.inf]), "empty": np.float32([])}
+        expected = {"a": np.float32([5, 9, last]), "empty": np.float32([])}
+        for change, tolerance, names in ((0.079, 0.02, []), (0.081, 0.02, ["a"]), (1e-6, 0, ["a"]), (0, 0, [])):
+            actual = expected | {"a": expected["a"] + np.float32([change, 0, 0])}
+            assert cuda_graph._differing(actual, expected, before, tolerance) == names
+        other = expected | {"a": np.float32([5, 9, 6])}
+        assert cuda_graph._differing(other, expected, before, 0.02) == ["a"]
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_gpu_kernels_are_deterministic_only_if_the_flag_is_set(monkeypatch, flag):
+    class Place:
+        pass
+
+    monkeypatch.setattr(paddle, "CUDAPlace", Place)
+    monkeypatch.setattr(paddle, "get_flags", lambda name: {name: flag})
+    assert cuda_graph._is_deterministic(Place()) is flag
+    assert cuda_graph._is_deterministic(paddle.CPUPlace())
+
+
+def test_flags_of_a_capture_are_reset_even_after_an_error(monkeypatch):
+    name = "FLAGS_check_nan_inf"
+    monkeypatch.setattr(cuda_graph, "CAPTURE_FLAGS", {name: True})
+    monkeypatch.setattr(gc, "collect", lambda: None)  # takes half a second
+    with pytest.raises(ZeroDivisionError), cuda_graph._capturing():
+        assert paddle.get_flags(name) == {name: True} and not gc.isenabled()
+        raise ZeroDivisionError
+    assert paddle.get_flags(name) == {name: False} and gc.isenabled()
+
+
+@pytest.fixture
+def step(monkeypatch):
+    """Return a CapturedStep whose methods record their calls in step.calls, and whose variables are step.values."""
+    calls = []
+
+    class Graph:
+        capture_begin, capture_end, replay, reset = (
+            lambda self, name=name: calls.append(name) for name in ("begin", "end", "replay", "reset")
+        )
+
+        def __init__(self, place):
+            calls.append(("graph", place))
+
+    monkeypatch.setattr(cuda_graph, "CUDAGraph", Graph)
+    monkeypatch.setattr(cuda_graph, "_capturing", contextlib.nullcontext)
+    monkeypatch.setattr(cuda_graph, "_workspaces", ["old"])
+    monkeypatch.setattr(cuda_graph, "_take_free_memory", lambda place: ["new"])
+    monkeypatch.setattr(paddle.device.cuda, "synchronize", lambda place: calls.append("synchronize"))
+    monkeypatch.setattr(paddle.device.cuda, "empty_cache", lambda: calls.append("free"))
+    step = cuda_graph.CapturedStep.__new__(cuda_graph.CapturedStep)
+    step._place, step._graph, step._steps, step._untested, step._is_explicit = "GPU", None, 2, ["relu"], False
+    step.calls, step.addresses = calls, {"w": 1}
+    step._run = lambda: calls.append("run")
+    step._addresses = lambda: step.addresses
+    return step
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_each_capture_reserves_its_own_workspaces(step, fails):
+    if fails:
+        step._run = lambda: 1 / 0
+    with pytest.raises(RunError) if fails else contextlib.nullcontext():
+        step._capture()
+    run = [] if fails else ["run"]
+    assert step.calls == ["synchronize", "free", ("graph", "GPU"), "begin", *run, "end"]
+    assert cuda_graph._workspaces == ["new"]
+    assert (step._graph is None) == fails
+
+
+@pytest.mark.parametrize(("moves", "other_moves"), [(False, False), (True, False), (False, True)])
+def test_graph_is_discarded_if_a_tensor_of_any_process_has_moved(step, monkeypatch, moves, other_moves):
+    monkeypatch.setattr(cuda_graph.exchange, "all_gather", lambda values: np.array([values, [other_moves]], float))
+    step._capture()
+    graph = step._graph
+    step.addresses = {"w": 2 if moves else 1}
+    step.check()
+    assert (step._graph, step._steps) == ((None, 0) if moves or other_moves else (graph, 2))
+    assert ("reset" in step.calls) == (moves or other_moves)
+
+
+@pytest.mark.parametrize("is_explicit", [False, True])
+@pytest.mark.parametrize("case", ["equal", "different", "different in another process"])
+def test_comparison_keeps_the_values_before_the_step(step, monkeypatch, capsys, case, is_explicit):
+    values = iter([1, 2, 3 if case == "different" else 2])  # before, after the uncaptured and the captured step
+    monkeypatch.setattr(
+        cuda_graph.exchange, "all_gather", lambda own: np.array([own, ["another" in case]], dtype=float)
+    )
+    step._values = lambda: {"w": np.float32([next(values)])}
+    step._set = lambda values: step.calls.append(("set", values["w"].item()))
+    step._is_explicit = is_explicit
+    is_error = is_explicit and case != "equal"
+    with pytest.raises(RunError, match="use --cuda-graph false") if is_error else contextlib.nullcontext() as error:
+        step._compare()
+    start = ["run", ("set", 1), "synchronize", "free", ("graph", "GPU"), "begin", "run", "end", "replay", ("set", 1)]
+    assert step.calls == [*start, *([] if case == "equal" else ["reset"])]
+    if case == "equal":
+        assert (step._graph is not None, step._steps, step._untested) == (True, 2, ())
+        return
+    assert (step._graph, step._steps) == (None, -np.inf)
+    text = str(error.value) if is_error else capsys.readouterr().err
+    assert f"different results ({'w' if case == 'different' else 'in another process'})" in text
+    assert is_error or step._untested == ()
