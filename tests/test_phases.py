@@ -14,22 +14,6 @@ from utils.errors import UsageError
 from utils.mode import Mode
 
 
-@pytest.fixture
-def record(monkeypatch):
-    """Return a function that replaces functions of a module, and the list of their calls: (name, *arguments). A
-    replaced function returns results[name], or None."""
-    calls, results = [], {}
-
-    def record(module, *names):
-        for name in names:
-            monkeypatch.setattr(
-                module, name, lambda *args, name=name, **_: calls.append((name, *args)) or results.get(name)
-            )
-
-    record.calls, record.results = calls, results
-    return record
-
-
 @pytest.mark.parametrize(
     ("flags", "mode", "is_saving"),
     [
