@@ -147,11 +147,18 @@ def test_depthwise_convolution_of_paddle_triggers_one_warning(capsys, kernels, s
     assert error.startswith(f"warning: {start}") and error.rstrip().endswith(remedy)
 
 
-def test_dali_output_fp16_declares_half_precision_feed(parse):
-    args = parse("--dali-output-fp16")
-    _, _, feeds, _ = program.build(frozen(args), static.Program(), static.Program(), 1)
+@pytest.mark.parametrize(
+    ("amp", "is_cast"), [({}, True), ({"amp": True}, False), ({"amp": True, "amp_dtype": "bfloat16"}, True)]
+)
+def test_dali_output_fp16_declares_half_precision_feed(parse, amp, is_cast):
+    """Without float16 AMP, the images are cast to float32."""
+    args, main = parse("--dali-output-fp16"), static.Program()
+    for name, value in amp.items():  # the parser rejects --amp on a CPU
+        setattr(args, name, value)
+    _, _, feeds, _ = program.build(frozen(args), main, static.Program(), 1, is_train=False)
     assert feeds["data"].dtype == paddle.float16
     assert paddle.get_default_dtype() == "float32"
+    assert main.global_block().ops[0].type == ("cast" if is_cast else "conv2d")
 
 
 def metrics(logits, labels, mode, smoothing=0.0):
@@ -647,9 +654,10 @@ def test_strategy_fuses_operators_only_in_training_on_gpu(parse, monkeypatch):
     program.create_strategy(args)
 
 
-def test_unsupported_fuse_resunit_is_an_error(parse):
+@pytest.mark.parametrize("is_train", [True, False])
+def test_unsupported_fuse_resunit_is_an_error(parse, is_train):
     with pytest.raises(UsageError, match="--fuse-resunit"):
-        program.create_strategy(parse("--fuse-resunit"))
+        program.create_strategy(parse("--fuse-resunit"), is_train)
 
 
 class Losses:

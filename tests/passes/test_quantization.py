@@ -7,7 +7,7 @@ import paddle
 import pytest
 from paddle import static
 
-from conftest import NHWC, assert_one_error, losses, phase
+from conftest import NHWC, assert_one_error, frozen, losses, phase
 from paddle_resnet import export, program
 from paddle_resnet.models import layers
 from paddle_resnet.passes import quantization
@@ -105,6 +105,15 @@ def test_ranges_follow_largest_values_and_gradients_pass_through(parse):
         levels, scales = quantization.quantized(before, 0, 8)
         np.testing.assert_allclose(quantized, levels * scales, rtol=1e-5, atol=1e-7)
         assert len(np.unique(levels)) > 50
+
+
+def test_mixing_of_images_is_not_quantized(parse):
+    ranges = []
+    for flags in ([], ["--mixup", "0.2"]):
+        main = static.Program()
+        program.build(frozen(parse("--qat", *flags)), main, static.Program(), 3)
+        ranges.append(quantization.ranges(main))
+    assert ranges[0] == ranges[1]
 
 
 def test_qat_keeps_accuracy_of_float_network_and_can_be_exported(run_train, photos, tmp_path, capsys):
