@@ -1,9 +1,13 @@
+from functools import partial
+
 import numpy as np
 import paddle
 import pytest
 from paddle import static
 
-from paddle_resnet.models import MODELS
+from paddle_resnet.models import MODELS, registered
+from paddle_resnet.models.mobilenet_v2 import MobileNetV2
+from paddle_resnet.models.resnet import BasicBlock, ResNet
 from utils.errors import UsageError
 
 EXPECTED_PARAMETERS = {"ResNet18": 11_689_512, "ResNet50": 25_557_032, "MobileNetV2": 3_504_872}
@@ -195,6 +199,22 @@ def test_fourth_channel_of_zeros_does_not_change_logits():
     np.testing.assert_allclose(exe.run(three, {"data": images[:, :3]}, [out])[0], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("arch", "crop", "resize"),
+    [
+        ("ResNet50", 224, 256),
+        ("efficientnet-lite0", 224, 256),
+        ("EfficientNet_Lite1", 240, 272),
+        ("EfficientNet_Lite2", 260, 292),
+    ],
+)
+def test_default_preprocessing_is_that_of_the_authors(arch, crop, resize):
+    network = registered(arch)
+    assert (network.image_size, network.image_size * network.resize_ratio) == (crop, pytest.approx(resize))
+    lite = {"interp": "cubic", "normalize_mean": [127 / 255] * 3, "normalize_std": [128 / 255] * 3}
+    assert network.preprocessing == ({} if arch == "ResNet50" else lite)
+
+
 def test_unknown_model_is_an_error():
     from paddle_resnet.models import build_model
 
@@ -224,6 +244,21 @@ TRUNCATED = 0.8796  # standard deviation of a standard normal distribution that 
             {(576, 96, 1, 1): 0.09 * TRUNCATED, (576, 1, 5, 5): 0.09 * TRUNCATED, (1024, 1000): 0.09 * TRUNCATED},
         ),
         (
+            "MobileNetV2",
+            (1e-3, 0.997),
+            {(1280, 96, 1, 1): 0.09 * TRUNCATED, (192, 1, 3, 3): 0.09 * TRUNCATED, (1280, 1000): 0.09 * TRUNCATED},
+        ),
+        (
+            "ResNet with SE",
+            (1e-5, 0.9),
+            {
+                (256, 256, 3, 3): (2 / (256 * 9)) ** 0.5,
+                (16, 256, 1, 1): UNIFORM * 256**-0.5,
+                (256, 16, 1, 1): UNIFORM * 16**-0.5,
+                (256, 1000): 0.01,
+            },
+        ),
+        (
             "GhostNet",
             (1e-5, 0.9),
             {
@@ -236,7 +271,9 @@ TRUNCATED = 0.8796  # standard deviation of a standard normal distribution that 
 )
 def test_initialization_and_batch_normalization_match_reference_code(arch, norm, filters):
     paddle.seed(0)
-    main, _, _ = build(MODELS[arch], (3, 32, 32))
+    few_blocks = {"MobileNetV2": partial(MobileNetV2, stages=((6, 96, 1, 2),))}
+    networks = MODELS | few_blocks | {"ResNet with SE": partial(ResNet, BasicBlock, (1,), width=256, se=True)}
+    main, _, _ = build(networks[arch], (3, 32, 32))
     actual = {(round(op.attr("epsilon"), 8), round(op.attr("momentum"), 6)) for op in norms(main)}
     assert actual == {norm}
     by_shape = {tuple(p.shape): p.name for p in main.all_parameters()}
