@@ -242,8 +242,8 @@ def _is_deterministic(place):
 
 
 def _differing(actual, expected, before, tolerance):
-    """Return the names of the arrays whose elements differ by more than `tolerance` times the largest finite change that
-    the step makes to an element of the array, or whose NaNs are at different indices."""
+    """Return the names of the arrays whose elements differ by more than `tolerance` times the largest finite change of
+    an element of the array in the step, or whose NaNs are at different indices."""
     names = []
     for name, array in expected.items():
         with np.errstate(invalid="ignore"):  # an element may remain infinite
