@@ -334,7 +334,7 @@ def _check_between(f, position, stop):
         member = _tar_header(f, position)
         if _is_sample_file(member) or (stop is not None and position > stop):
             raise ValueError
-        has_data = member.isreg() or member.type not in (tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE)
+        has_data = member.type not in (tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE)
         position += tarfile.BLOCKSIZE * (1 + has_data * -(-member.size // tarfile.BLOCKSIZE))
 
 

@@ -197,7 +197,7 @@ def _splits_remedy(image_root):
 def _neighbors(image_root):
     """Return the paths of the parent and of the subfolders of image_root."""
     folders = [os.path.join(image_root, name) for name in sorted(os.listdir(image_root)) if not is_system_name(name)]
-    return [os.path.dirname(os.path.normpath(image_root)) or ".", *folders]
+    return [os.path.normpath(os.path.join(image_root, os.pardir)), *folders]
 
 
 def _split_command(source, image_root):

@@ -148,7 +148,7 @@ def tfrecord_payload(f, size):
 
     head = f.read(12)
     length = int.from_bytes(head[:8], "little")
-    if len(head) < 12 or _masked(crc32c.crc32c(head[:8])) != int.from_bytes(head[8:], "little"):
+    if _masked(crc32c.crc32c(head[:8])) != int.from_bytes(head[8:], "little"):
         raise ValueError("no record starts at this position")
     if length > size - TFRECORD_OVERHEAD:
         raise ValueError("the record is truncated")

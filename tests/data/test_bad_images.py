@@ -95,6 +95,11 @@ def test_image_with_too_many_pixels_after_resize_is_rejected():
     assert [bad_images.header_problem(file.getvalue(), side) for side in (64, 65)] == [None, problem]
 
 
+def test_empty_file_and_unknown_format_are_rejected():
+    assert bad_images.header_problem(b"") == "is empty"
+    assert bad_images.header_problem(b"GIF89a") == "is not in an image format that DALI supports"
+
+
 def test_image_with_too_many_pixels_is_rejected():
     file = io.BytesIO()
     Image.new("1", (16384, 1)).save(file, "bmp")

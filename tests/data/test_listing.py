@@ -71,6 +71,23 @@ def test_data_set_one_level_away_is_suggested(photos, tmp_path, monkeypatch, wro
     assert error_of(wrong, Mode.TRAIN) == f"--image-root {wrong}: has no folder train/; use {expected}"
 
 
+def test_only_complete_visible_data_sets_are_suggested(tmp_path, monkeypatch):
+    for name in ("a b", "c", ".hidden"):
+        for mode in Mode:
+            (tmp_path / name / mode.value).mkdir(parents=True)
+    (tmp_path / "incomplete/train").mkdir(parents=True)
+    assert error_of(tmp_path, Mode.TRAIN).endswith(f"; use '{tmp_path}/a b' or {tmp_path}/c")
+    (tmp_path / "c/val").rmdir()
+    assert error_of(tmp_path / "c").endswith("use only train/ with --run-scope train_only")
+    monkeypatch.chdir(tmp_path / "a b/train")
+    assert error_of(".").endswith("; use ..")
+    monkeypatch.chdir(tmp_path / "a b")
+    assert error_of("train").endswith("; use .")
+    (tmp_path / "a b/train").rmdir()
+    message = "has no folder train/; create it, or use only val/ with --run-scope eval_only"
+    assert error_of(tmp_path / "a b", Mode.TRAIN) == f"--image-root {tmp_path}/a b: {message}"
+
+
 @pytest.mark.parametrize("split", Mode)
 def test_class_folders_one_level_too_deep_are_an_error(photos, tmp_path, split):
     shutil.copytree(photos, tmp_path, dirs_exist_ok=True)
@@ -80,6 +97,9 @@ def test_class_folders_one_level_too_deep_are_an_error(photos, tmp_path, split):
     assert error_of(tmp_path, split) == (
         f"{folder}/images: contains folders but no images; move these folders to {folder}"
     )
+    shutil.copytree(folder / "images/class0", folder / "other")
+    files, _, _ = listing.list_folder(tmp_path, split, classes=["images", "other"])
+    assert len(files) == len(list((folder / "other").iterdir()))
 
 
 @pytest.mark.parametrize("name", ["__MACOSX", ".ipynb_checkpoints", ".hidden", "lost+found", "@eaDir"])
@@ -100,6 +120,7 @@ def test_system_folders_are_not_classes(photos, tmp_path, capsys, name):
 def test_broken_hidden_link_is_ignored(photos, tmp_path):
     shutil.copytree(photos, tmp_path, dirs_exist_ok=True)
     (tmp_path / "train/.trash").symlink_to("/nowhere")
+    (tmp_path / "train/device").symlink_to("/dev/null")
     assert len(listing.list_folder(str(tmp_path), Mode.TRAIN)[2]) == 3
 
 
@@ -132,6 +153,12 @@ def test_file_list_label_above_image_count_is_rejected(tmp_path, label):
         listing.count_classes(tmp_path, Mode.TRAIN)
     (tmp_path / "train.txt").write_text("a 0\nb 1\n")
     assert listing.count_classes(tmp_path, Mode.TRAIN) == 2
+    (tmp_path / "val.txt").write_text("b 2\n")  # both lists define the classes
+    assert listing.count_classes(tmp_path, Mode.TRAIN) == listing.count_classes(tmp_path, Mode.EVAL) == 3
+    (tmp_path / "val.txt").unlink()
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/train.txt").write_text("../a 0\n")
+    assert listing.count_classes(tmp_path / "sub", Mode.TRAIN, allow_outside=True) == 1
     # An explicit format takes precedence over the detected format.
     assert listing.count_classes(tmp_path, Mode.TRAIN, "folder") is None
     (tmp_path / "train/a").mkdir(parents=True)
@@ -142,14 +169,16 @@ def test_file_list_label_above_image_count_is_rejected(tmp_path, label):
 
 
 @pytest.mark.parametrize("names", ["train", "class folders"])
-def test_suggested_split_command_runs_as_printed(photos, tmp_path, names):
+def test_suggested_split_command_runs_as_printed(photos, tmp_path, monkeypatch, names):
     root = tmp_path / "my photos"
     shutil.copytree(photos / "train", root / "train" if names == "train" else root)
+    monkeypatch.chdir(root)
     command, new_root = re.search(
-        r"run `\S*python -m paddle_resnet.dataset (.*)` and use --image-root (.*_split'?)", error_of(root)
+        r"run `\S*python -m paddle_resnet.dataset (.*)` and use --image-root (.*_split'?)", error_of(".")
     ).groups()
     assert dataset.main(shlex.split(command)) == 0
     [new_root] = shlex.split(new_root)
+    assert new_root == f"{root}_split"
     assert listing.splits(new_root) == [Mode.TRAIN, Mode.EVAL]
     assert len(listing.list_folder(new_root, Mode.EVAL)[2]) == 3
 
@@ -173,6 +202,7 @@ def test_labels_of_class_folders_come_from_trained_network(root, with_train):
     names = listing.own_classes(root, Mode.EVAL)
     # --predictions also calls listing.images.
     assert len(listing.images(root, Mode.EVAL, classes=names)[2]) == data_set.size
+    assert listing.own_classes(root / "val", Mode.EVAL) is None
     if not with_train:
         assert set(listing.list_folder(root, Mode.EVAL)[1]) == {0, 1}
 
@@ -255,12 +285,15 @@ def test_empty_training_class_requires_allow_empty(root, capsys):
 
 
 def test_missing_class_of_file_list_logs_a_warning(root, capsys):
-    listing.check_classes(root, Mode.TRAIN, "filelist", [0, 2], [*TRAINED])
-    message = "train has no images for 1 of 3 classes (class1); add images"
+    listing.check_classes(root, Mode.TRAIN, "filelist", [1, 1], ["a", "b"])
+    assert capsys.readouterr().err.endswith(": all train images belong to one class, b; add other classes\n")
+    listing.check_classes(root, Mode.TRAIN, "filelist", [0, 2], ["class0", "a\nb", "class2"])
+    message = r"train has no images for 1 of 3 classes (a\nb); add images"
     assert capsys.readouterr().err == f"warning: --image-root {root}: {message}\n"
 
 
 def test_single_class_logs_a_warning(root, capsys):
+    listing.check_classes(root, Mode.EVAL, "folder", [0], ["class0"])
     for name in ("class0", "class2"):
         shutil.rmtree(root / "train" / name)
     readers.open_split(root, "auto", Mode.TRAIN, 3, 0)
@@ -299,13 +332,33 @@ def test_ignored_files_are_counted_by_kind_and_class(root, capsys):
     assert len(listing.ignored_files(root, Mode.EVAL)) == 7
 
 
-def test_root_path_that_is_not_utf_8_is_rejected(photos, tmp_path):
+def test_warning_about_ignored_files_lists_some_classes_and_kinds(capsys):
+    listing.warn_of_ignored("x", [(".a", f"c{i}", "f.a") for i in range(4)] + [(f".{i}", "c", "f") for i in range(10)])
+    warning = capsys.readouterr().err
+    assert "x: 14 entries ignored: 4 .a (c0 1, c1 1, c2 1 and 1 more; for example c0/f.a), 1 .0 (c 1; for" in warning
+    assert "1 .8 (c 1; for example c/f) and 1 more; images must be in" in warning
+
+
+def test_root_path_that_is_not_utf_8_is_rejected(photos, tmp_path, monkeypatch):
     os.symlink(photos, os.path.join(os.fsencode(tmp_path), b"bild\xe9r"))
     [root] = os.listdir(tmp_path)
     root = os.path.join(tmp_path, root)
     for read in (listing.splits, lambda root: readers.open_split(root, "folder", Mode.TRAIN, 3, 0)):
         with pytest.raises(UsageError, match=r"bild\\udce9r': the path is not valid UTF-8; rename the folder"):
             read(root)
+    folder = os.path.join(os.fsencode(tmp_path), b"\xe9")
+    os.mkdir(folder)
+    monkeypatch.chdir(folder)
+    with pytest.raises(UsageError, match="--image-root '.': the path is not valid UTF-8; rename the folder"):
+        listing.check_root(".")
+
+
+def test_paths_of_data_sets_are_reserved(tmp_path):
+    for name in ("x-train-0.tar", "val_lmdb", "a.idx", "train-0.zip", "notes.txt"):
+        (tmp_path / name).touch()
+    reserved = ["a.idx", "classes.txt", "convert.json", "train", "train.txt", "val", "val.txt", "val_lmdb"]
+    assert listing.occupied(tmp_path) == [f"{tmp_path}/{name}" for name in [*reserved, "x-train-0.tar"]]
+    assert listing.occupied(tmp_path / "new") == []
 
 
 @pytest.mark.parametrize(
@@ -356,17 +409,23 @@ def test_files_of_file_list_are_found_in_a_folder_that_cannot_be_listed(root, mo
     with pytest.raises(
         UsageError, match=r"val.txt: val/class0/x.jpg is missing or not a regular file; remove the line"
     ):
-        listing.check_listed(root, Mode.EVAL, ["val/class0/00.jpg", "val/class0/x.jpg"])
+        listing.check_listed(root, Mode.EVAL, ["val/class0/00.jpg", *(f"val/class0/{x}.jpg" for x in "zyx")])
 
 
 def test_skip_list_restores_unusual_names(tmp_path):
-    names = ['"quoted"', "two\nlines", "plain name.jpg", "\u00fc", os.fsdecode(b"\xe9")]
+    names = ['"quoted"', "two\nlines", "plain name.jpg", 'a "b"', "\u00fc", os.fsdecode(b"\xe9")]
     for name in names:
         (tmp_path / name).touch()
     text = "".join(map(listing.skip_list_line, names))
-    assert text == '"\\"quoted\\""\n"two\\nlines"\nplain name.jpg\n\u00fc\n"\\udce9"\n'
+    assert text == '"\\"quoted\\""\n"two\\nlines"\nplain name.jpg\na "b"\n\u00fc\n"\\udce9"\n'
     (tmp_path / "skip").write_text(text)
     assert listing.read_skip_list(tmp_path / "skip", tmp_path) == set(names)
+
+
+def test_skip_list_may_name_records_of_an_lmdb(tmp_path):
+    (tmp_path / "val_lmdb").mkdir()
+    (tmp_path / "skip").write_text("val_lmdb@00000001\n  \n")
+    assert listing.read_skip_list(tmp_path / "skip", tmp_path) == {"val_lmdb@00000001"}
 
 
 def test_file_list_that_is_not_utf_8_is_rejected(root):
@@ -400,3 +459,13 @@ def test_counts_of_a_conversion_apply_only_to_its_format_and_splits(tmp_path):
         listing.check_count(tmp_path, mode, data_format, count)
     with pytest.raises(UsageError, match=r"7 train images, .*5 .*convert\.json"):
         listing.check_count(tmp_path, Mode.TRAIN, "tfrecord", 7)
+    with pytest.raises(UsageError, match=r"3 train shards, but 2 according to convert\.json"):
+        listing.check_count(tmp_path, Mode.TRAIN, "tfrecord", 3, "shards")
+    name = "train-00000-of-00001"
+    (tmp_path / "convert.json").write_text(json.dumps(manifest | {"bytes": {name: 9}}))
+    assert listing.read_manifest(tmp_path)["bytes"] == {name: 9}
+    changes = [{"bytes": {name: "9"}}, {"bytes": {f"../{name}": 9}}, {"bytes": {"notes": 9}}, {"complete": 1}]
+    for change in (*changes, {"format": "folder"}, {"shards": {"train": True}}, {"shards": {}}, {"splits": []}):
+        (tmp_path / "convert.json").write_text(json.dumps(manifest | change))
+        with pytest.raises(UsageError, match="convert.json: damaged; convert the data set again, or remove the file"):
+            listing.read_manifest(tmp_path)

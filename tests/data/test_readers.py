@@ -194,7 +194,7 @@ def test_unlistable_folder_is_rejected(make, tmp_path, monkeypatch, name):
 
 @pytest.mark.parametrize("mode", Mode)
 def test_more_classes_than_outputs_is_an_error(make, tmp_path, mode):
-    root = make(*(f"{split}/{label}/0.jpg" for split in ("train", "val") for label in "abc"))
+    root = make(*(f"train/{label}/0.jpg" for label in "abc"), "val/a/0.jpg")
     message = error_of(root, mode, num_of_class=2)
     assert "--num-of-class 2" in message
     assert f"3 class folders in {tmp_path}" in message
@@ -317,7 +317,8 @@ def test_missing_tfrecord_shard_is_rejected(converted, tmp_path):
     for path in converted["tfrecord"].iterdir():
         if not path.name.startswith("train-00001"):
             (tmp_path / path.name).symlink_to(path)
-    assert "has 2 of 3 train shards; add the missing ones" in error_of(tmp_path, Mode.TRAIN, data_format="tfrecord")
+    message = f"--image-root {tmp_path}: has 2 of 3 train shards; add the missing ones"
+    assert error_of(tmp_path, Mode.TRAIN, data_format="tfrecord") == message
 
 
 def test_unfinished_conversion_is_rejected(converted, tmp_path):
@@ -343,6 +344,7 @@ def test_file_list_may_contain_spaces_and_tabs(make):
         ("x.jpg", "line 2 is not `PATH LABEL` but `x.jpg`"),
         ("x.jpg cat", "line 2 is not `PATH LABEL` but `x.jpg cat`"),
         ("x.jpg -1", "line 2 is not `PATH LABEL`"),
+        ("x" * 300, f"line 2 is not `PATH LABEL` but `{'x' * 200}`; correct it"),
         ("x.jpg 10", "has label 10, but --num-of-class 10 allows 0 to 9"),
     ],
 )
@@ -365,11 +367,11 @@ def test_file_list_entries_must_be_regular_files_or_skipped(make, put):
     root = make("x.jpg", "some place/a.jpg")
     os.symlink("x.jpg", f"{root}/link.jpg")
     put(f"{root}/some place/b.jpg")
-    names = ["x.jpg", "some place/a.jpg", "link.jpg", f"{root}/x.jpg", "some place/b.jpg"]
+    names = ["x.jpg", "some place/b.jpg", "some place/a.jpg", "link.jpg", f"{root}/x.jpg"]
     make_list(root, "val", *(f"{name} 0" for name in names))
     message = f"{root}/val.txt: some place/b.jpg is missing or not a regular file; remove the line"
     assert error_of(root, Mode.EVAL, data_format="filelist") == message
-    skip = frozenset(names[-1:])
+    skip = frozenset(names[1:2])
     assert readers.open_split(root, "filelist", Mode.EVAL, 10, 0, skip).size == 4
 
 

@@ -1,3 +1,4 @@
+import io
 import os
 import struct
 
@@ -81,8 +82,19 @@ def test_parts_of_recordio_record_are_joined(tmp_path):
     path.write_bytes(writers.recordio_record(records.RECORDIO_HEAD.pack(0, 7, 0, 0) + image))
     assert path.read_bytes().count(magic) == 3  # one magic number per part
     assert records.read(listing.Image("val.rec@0", str(path), None, "recordio", (0, 0, 0, 0))) == (image, 7)
+    with open(path, "rb") as file:
+        assert records.recordio_end(file, 0, path.stat().st_size) == path.stat().st_size
     first, last = (magic + struct.pack("<I", flag << 29) for flag in (1, 3))
     assert writers.recordio_record(magic) == first + last
+    padded = magic + struct.pack("<I", 1 << 29 | 3) + b"abc\0"
+    assert records._read_recordio(io.BytesIO(padded + last)) == b"abc" + magic
+
+
+def test_length_of_truncated_tfrecord_is_checked_before_reading():
+    length = struct.pack("<Q", 2**62)
+    head = length + struct.pack("<I", records._masked(crc32c(length)))
+    with pytest.raises(ValueError, match="^the record is truncated$"):
+        records.tfrecord_payload(io.BytesIO(head), 100)
 
 
 def test_lmdb_labels_returns_size_and_labels(tmp_path):
