@@ -288,9 +288,11 @@ def test_checkpoint_of_other_program_is_never_deleted(tmp_path, capsys, form):
     for name in ("3", "5"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "resnet_50_paddle.pdparams").write_text("NVIDIA's")
+    (tmp_path / "6").symlink_to("3")
     folders.remove_all(tmp_path)
     output = capsys.readouterr()
-    assert f"--overwrite: deleting 4 in {tmp_path}" in output.out
+    assert f"--overwrite: deleting 4, 6 in {tmp_path}" in output.out
+    assert not (tmp_path / "6").is_symlink()
     assert f"--overwrite: keeps 3, 5 in {tmp_path}, which this program did not write; move them" in output.err
     (tmp_path / "3.old").mkdir()
     files = {"a.pdparams": lambda f: f.write(b"abc"), "a.pdopt": lambda f: f.write(b"x")}

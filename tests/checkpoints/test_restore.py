@@ -12,7 +12,7 @@ import paddle
 import pytest
 from paddle import static
 
-from helpers import build, random_batches, variable
+from helpers import build, random_batches, variable, write_checkpoint
 from paddle_resnet.checkpoints import folders, restore, variables
 from paddle_resnet.checkpoints import saver as saver_module
 from paddle_resnet.checkpoints.saver import Saver
@@ -71,6 +71,75 @@ def find(args, folder, epoch=None):
 def restore_run(checkpoint, schedule, fetchs):
     flags = {"iter_unit": "epoch", "is_averaged": False, "is_verbose": False}
     restore.restore(checkpoint, schedule, Loader(), fetchs, PLACE, **flags)
+
+
+def test_properties_of_start_checkpoint(monkeypatch):
+    metrics = {"top1": 0.5}
+    meta = {"steps_each_epoch": 3, "trained": metrics, "evaluations_since_best": 2, "lr_scheduler": {"last_epoch": 6}}
+    meta["ranks"] = [{"loader": "first"}, {"loader": "second"}]
+
+    def start(step, resumes=True):
+        return restore.StartCheckpoint("DIR", 4, step, meta, resumes)
+
+    for rank, state in ((0, "first"), (1, "second"), (5, "second")):
+        monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
+        assert start(2).loader_state == state
+    assert start(2, resumes=False).loader_state is None
+    assert [start(step).is_inside for step in (0, 2, 3)] == [False, True, False]
+    assert [start(step).trained for step in (0, 3)] == [None, metrics]
+    assert [start(0, resumes).evaluations_since_best for resumes in (True, False)] == [2, 0]
+    assert [start(0).ended_early(patience) for patience in (0, 1, 2, 3)] == [False, True, True, False]
+    assert [start(0).is_done("epoch", epochs, 0, 0) for epochs in (3, 4, 5)] == [True, True, False]
+    assert [start(0).is_done("batch", 4, steps, 0) for steps in (6, 7)] == [True, False]
+    assert start(0).is_done("epoch", 5, 0, 2) and start(0).is_done("batch", 4, 7, 2)
+
+
+def test_run_continues_only_from_newest_checkpoint(tmp_path):
+    ranks = [{"loader": {"step": 1, "conditions": {}}, "meters": {}}]
+    write_checkpoint(tmp_path, "0_1", step=1, ranks=ranks)
+    assert restore.StartCheckpoint(str(tmp_path / "0_1"), 0, 1).continues(tmp_path)
+    assert not restore.StartCheckpoint(str(tmp_path / "0_1"), 0, 0).continues(tmp_path)
+    write_checkpoint(tmp_path, "1", sequence=1, epoch=1)
+    folders.mark(tmp_path, "latest", "1")
+    assert restore.StartCheckpoint(str(tmp_path / "latest"), 2).continues(tmp_path)
+    assert not restore.StartCheckpoint(str(tmp_path / "0_1"), 0, 1).continues(tmp_path)
+    assert not restore.StartCheckpoint(str(tmp_path / "1"), 2).continues(tmp_path / "new")
+
+
+def test_resume_without_checkpoint_cleans_folder_and_uses_other_start(args, tmp_path, capsys):
+    root, args.resume = tmp_path / "Tiny", True
+    assert restore.find(args) is None
+    assert not root.exists()
+    (root / ".7.partial").mkdir(parents=True)
+    assert restore.find(args) is None
+    assert not (root / ".7.partial").exists()
+    assert f"--resume: {root} contains no checkpoint yet" in capsys.readouterr().out
+    start = write_checkpoint(tmp_path / "Other", "1")  # a run of a different network
+    assert restore.find(args) is None
+    args.set("default", model_arch_name="Tiny")
+    with pytest.raises(UsageError, match=f"{root} contains no checkpoint, but {tmp_path} contains runs of Other"):
+        restore.find(args)
+    args.from_pretrained_params = str(tmp_path / "Other")
+    assert restore.find(args) is None
+    assert (args.from_pretrained_params, args.origin("from_pretrained_params")) == (str(start), "Python")
+    for epoch in ("5", "6", "7", "8"):  # checkpoints of a different program
+        (root / epoch).mkdir()
+        for end in ("pdparams", "pdopt"):
+            (root / epoch / f"tiny.{end}").touch()
+    message = rf"--resume: the checkpoints in {root} \(6, 7, 8\) have no meta.json; if they are from another"
+    with pytest.raises(UsageError, match=message):  # pretrained parameters cannot replace the checkpoints
+        restore.find(args)
+    args.from_pretrained_params, args.from_checkpoint = None, str(start)
+    assert restore.find(args).folder == str(start)
+    (root / "9/notes").mkdir(parents=True)  # the newest folder is not a checkpoint
+    with pytest.raises(UsageError, match=f"{root}: contains only damaged checkpoints; move them away"):
+        restore.find(args)
+    shutil.rmtree(root / "9")
+    write_checkpoint(root, "4", epoch=4)
+    args.from_checkpoint, args.from_pretrained_params = None, str(tmp_path / "Other")
+    checkpoint = restore.find(args)
+    assert (checkpoint.folder, checkpoint.epoch) == (str(root / "4"), 5)
+    assert args.from_pretrained_params == str(tmp_path / "Other")
 
 
 def test_saved_files_and_meta_json(args, saved, tmp_path):
@@ -346,13 +415,19 @@ def test_find_epoch_and_folder(args, run, tmp_path, below, epoch, start):
         ("empty", None, r"empty: contains neither meta.json nor tiny.pdparams; choose"),
         ("Tiny", 3, r"--last-epoch-of-checkpoint 3: .*; use one of \[4\]"),
         ("Tiny/4", 3, "--last-epoch-of-checkpoint 3"),
-        ("empty", "auto", "--last-epoch-of-checkpoint auto"),
+        (
+            "empty",
+            "auto",
+            "--last-epoch-of-checkpoint auto: .*pdparams; choose a different folder, or set --model-pref",
+        ),
         ("", None, r"contains runs of several networks; choose one of .*Big, .*Tiny"),
     ],
 )
 def test_missing_checkpoint_is_rejected(args, saved, tmp_path, below, epoch, message):
-    (tmp_path / "empty").mkdir()
-    shutil.copytree(saved, tmp_path / "Big/4")
+    for name in ("empty", "Tiny/3"):
+        (tmp_path / name).mkdir()
+    for name in ("Big/4", "Tiny/5_2"):
+        shutil.copytree(saved, tmp_path / name)
     args.set("default", model_arch_name="Tiny")
     with pytest.raises(UsageError, match=message):
         find(args, tmp_path / below, epoch)
@@ -387,7 +462,7 @@ def test_run_folder_selects_best_or_newest_checkpoint(args, run, tmp_path, capsy
     for runs in (1, 2):
         if runs == 2:
             shutil.copytree(root / "4", tmp_path / "Big/4")  # now --model-arch-name must select one of two runs
-            assert find(args, tmp_path).folder == str(root / "7")
+            assert find(args, tmp_path).folder == find(args, tmp_path, 7).folder == str(root / "7")
         args.from_checkpoint, args.last_epoch_of_checkpoint = None, None
         args.from_pretrained_params = str(tmp_path)
         assert restore.find(args) is None

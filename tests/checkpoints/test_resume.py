@@ -488,6 +488,9 @@ def test_overwrite_rejects_deleting_start_checkpoint(run_train, tmp_path, capsys
     (tmp_path / "output/Tiny/1/tiny.pdparams").write_bytes(b"")
     (tmp_path / "output/Tiny/best").symlink_to("1")
     start = tmp_path / "output/Tiny" / place
+    with pytest.raises(UsageError, match="--overwrite: would delete --from-checkpoint .*link, which the run needs; "):
+        (tmp_path / "link").symlink_to(start)
+        saver.check_folder(tmp_path / "output/Tiny", None, {"--from-checkpoint": tmp_path / "link"}, True, False)
     assert run_train("--from-pretrained-params", start, "--overwrite")[0] == 2
     message = [
         f"--overwrite: would delete --from-pretrained-params {start.resolve()}",
