@@ -4,6 +4,7 @@
 import contextlib
 import time
 from collections import UserList
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -51,9 +52,13 @@ def chooses_two(monkeypatch):
 
 @pytest.fixture
 def unmeasured(monkeypatch):
-    """Replace the measurements, because each of them takes as long as an epoch."""
-    for name in ("_measure_training", "_measure_evaluation", "_measure_checkpoint"):
-        monkeypatch.setattr(budget, name, lambda *_: 0.1)
+    """Replace the measurements, because each of them takes as long as an epoch. Return a list of the durations that
+    they should take."""
+    requested = []
+    for name in ("_measure_training", "_measure_evaluation"):
+        monkeypatch.setattr(budget, name, lambda *arguments: requested.append(arguments[-1]) or 0.1)
+    monkeypatch.setattr(budget, "_measure_checkpoint", lambda *_: 0.1)
+    return requested
 
 
 def settings(**values):
@@ -159,11 +164,24 @@ def test_measurement_takes_about_the_requested_time(monkeypatch):
 
 @pytest.mark.parametrize(("first_s", "count"), [(0.4, 2), (0.6, 1)])
 def test_slow_evaluation_is_measured_once(monkeypatch, first_s, count):
-    evaluation, refreshed = SimpleNamespace(**dict.fromkeys(("loader", "compiled", "fetchs"))), []
-    evaluation.refresh = lambda: refreshed.append(None)
-    monkeypatch.setattr(budget.program, "run", lambda *_: {"epoch_time": first_s})
-    assert 0 < budget._measure_evaluation(settings(), None, evaluation, 0.5) < 0.5
-    assert len(refreshed) == count
+    evaluation, durations = SimpleNamespace(**dict.fromkeys(("loader", "compiled", "fetchs"))), []
+    evaluation.refresh = lambda: durations.append(1)
+    monkeypatch.setattr(budget, "perf_counter", lambda: sum(durations))
+    monkeypatch.setattr(budget.program, "run", lambda *_: durations.append(len(durations)) or {"epoch_time": first_s})
+    # Including the refresh, the first evaluation takes 2 s and the second evaluation takes 4 s.
+    assert budget._measure_evaluation(settings(), None, evaluation, 0.5) == 2 * count
+    assert len(durations) == 2 * count
+
+
+def test_checkpoint_is_measured_in_output_folder(tmp_path, monkeypatch):
+    args = settings(output_dir=tmp_path / "new/output", model_arch_name="Tiny", checkpoint_commit="marker")
+    times, written = iter([10.0, 12.5]), []
+    monkeypatch.setattr(budget, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(folders, "commit", lambda root, name, files, meta, form: written.extend([root, form, *files]))
+    assert budget._measure_checkpoint(args, static.Program()) == 2.5
+    assert Path(written[0]).parent == tmp_path and Path(written[0]).name.startswith(".budget")
+    assert written[1:] == ["marker", "0.pdparams", "1.pdparams"]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -216,13 +234,17 @@ def test_other_processes_use_the_choice_of_rank_0(run, unmeasured, monkeypatch, 
     from_rank_0 = exchange.from_rank_0
 
     def receive(function):
-        return [2, 1.0, 53.0, [0.1, 1.0, 0.1]] if function.__name__ == "plan" else from_rank_0(function)
+        return [2, 6.0, 53.1, [0.1, 1.0, 0.2]] if function.__name__ == "plan" else from_rank_0(function)
 
     monkeypatch.setattr(exchange, "from_rank_0", receive)
     code, report = run("--budget-minutes", 1)
     assert code == 0
     assert report[0]["data"]["epochs"] == 2 and (1, "train") in losses(report)
-    assert "and no other number of epochs is closer; change the budget" in capsys.readouterr().err
+    assert unmeasured == pytest.approx([0.02 * 60] * 2)
+    ends = "2 epochs end after about 0.885 minutes, of which 0.1 have passed"
+    output = capsys.readouterr()
+    assert f"3 batches of 0.1 s, evaluation 1 s, checkpoint 0.2 s; {ends}\n" in output.out
+    assert f"--budget-minutes 1: {ends}, and no other number of epochs is closer; change the budget" in output.err
 
 
 def test_recipe_derives_warmup_from_chosen_epochs(run, unmeasured, monkeypatch, capsys):

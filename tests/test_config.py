@@ -413,15 +413,26 @@ def test_list_element_of_wrong_type_is_an_error(flag, value, part):
         ),
         ("--hue-degrees 181", ["--hue-degrees 181", "180"]),
         ("--rand-crop-ratio 1e-6,1e6", ["--rand-crop-ratio 1e-06,1e+06: out of range", "0.001 to 1000"]),
-        ("--rand-crop-scale 1e-40,1", ["--rand-crop-scale 1e-40,1: out of range"]),
+        ("--rand-crop-ratio 1,1001", ["--rand-crop-ratio 1,1001: out of range"]),
+        ("--rand-crop-scale 1e-40,1", ["--rand-crop-scale 1e-40,1: out of range; use values from 1e-06 to 1"]),
+        ("--rand-crop-scale 0.9,0.1", ["--rand-crop-scale 0.9,0.1: MIN exceeds MAX; use a range such as 0.08,1"]),
+        ("--rand-crop-scale 0.5,1.5", ["--rand-crop-scale 0.5,1.5: MAX exceeds 1; use a range such as 0.08,1"]),
+        ("--rand-crop-scale 2,2", ["--rand-crop-scale 2.0,2.0: MAX exceeds 1; use a range such as 0.08,1"]),
+        ("--rand-crop-ratio 2,1", ["--rand-crop-ratio 2.0,1.0: MIN exceeds MAX; use a range such as 0.75,1.33"]),
+        (
+            "--normalize-std 0,1,1",
+            ["--normalize-std 0.0,1.0,1.0: expected 3 positive numbers, such as 0.229,0.224"],
+        ),
+        ("--normalize-mean 0,1", ["--normalize-mean 0.0,1.0: expected 3 numbers, such as 0.485,0.456,0.406"]),
+        ("--rand-crop-scale 0.5", ["--rand-crop-scale 0.5: expected 2 positive numbers, such as 0.08,1"]),
         ("--color-jitter 1e6", ["--color-jitter 1e+06: out of range", "0 to 100"]),
         ("--color-jitter 1e-8", ["--color-jitter 1e-08: too small; use 0, or 1e-06 or more"]),
         ("--hue-degrees 1e-8", ["--hue-degrees 1e-08: too small; use 0, or 1e-06 or more"]),
         ("--rotate-degrees 1e-46", ["--rotate-degrees 1e-46: too small; use 0, or 1e-06 or more"]),
         ("--lighting 1e38", ["--lighting 1e+38: out of range", "0 to 100"]),
-        ("--normalize-scale 1e-300", ["--normalize-scale 1e-300: out of range"]),
-        ("--normalize-std 1,1,1e30", ["--normalize-std 1,1,1e+30: out of range"]),
-        ("--normalize-mean 0,-1e30,0", ["--normalize-mean 0,-1e+30,0: out of range"]),
+        ("--normalize-scale 1e-300", ["--normalize-scale 1e-300: out of range; use values from 1e-12 to 1e+12"]),
+        ("--normalize-std 1,1,1e30", ["--normalize-std 1,1,1e+30: out of range; use values from 1e-12 to 1e+12"]),
+        ("--normalize-mean 0,-1e30,0", ["--normalize-mean 0,-1e+30,0: out of range; use values from -1e+12 to 1e+12"]),
         ("--resize-short 100000", ["--resize-short: 100000 is too large", "1 to 8192"]),
         ("--resize-short 4000 --image-shape 3,1,3", ["--resize-short 4000", "--image-shape 3,1,3", "2730 or less"]),
         ("--resize-short 223", ["--resize-short 223", "--crop-size 224"]),
@@ -445,6 +456,32 @@ def test_list_element_of_wrong_type_is_an_error(flag, value, part):
         ("--freeze stem --unfreeze-at 90", ["--unfreeze-at 90: must be below --epochs 90"]),
         ("--sizes 128:0,224:90", ["the last stage begins in epoch 90, but --epochs is 90"]),
         ("--asp", ["--asp", "--prune-model", "--from-checkpoint"]),
+        ("--min-lr 0.3 --lr 0.2", ["--min-lr 0.3: exceeds --lr 0.2; use a smaller value"]),
+        ("--unfreeze-at 1", ["--unfreeze-at 1: requires --freeze; add it, or use --unfreeze-at None"]),
+        ("--sizes 128:0,224:1 --freeze stem --unfreeze-at 90", ["--unfreeze-at 90: must be below --epochs 90"]),
+        ("--optimizer RAdam --freeze stem", ["--optimizer RAdam: its formula requires that all layers are trained"]),
+        ("--optimizer RAdam --opt-epsilon 1e-13", ["--opt-epsilon 1e-13: too small for --optimizer RAdam"]),
+        ("--iter-unit batch", ["--iter-unit batch: requires the number of training steps; add --num-iter"]),
+        ("--iter-unit batch --num-iter 5 --lr-scheduler Piecewise", ["--lr-scheduler Piecewise has no default steps"]),
+        ("--budget-minutes 5 --epochs 3", ["--budget-minutes 5: conflicts with --epochs 3 (command line); remove one"]),
+        ("--budget-minutes 5 --sizes 32:0", ["--budget-minutes 5: not supported with --sizes; remove one of them, or"]),
+        ("--budget-minutes 5 --freeze stem --unfreeze-at 3", ["--budget-minutes 5: not supported with --unfreeze-at"]),
+        ("--budget-minutes 5 --profile-steps 1:2", ["--budget-minutes 5: not supported with --profile-steps; remove"]),
+        ("--patience 3 --run-scope train_only", ["--patience 3: requires evaluations; use 0, or remove --run-scope"]),
+        ("--tensorboard-dir d --benchmark", ["--tensorboard-dir d: this run does not train; remove the flag"]),
+        ("--tensorboard-dir d --run-scope eval_only --from-checkpoint c", ["--tensorboard-dir d: this run does not"]),
+        ("--report-html f --benchmark", ["--report-html f: not supported with --benchmark; remove one of them"]),
+        ("--report-html f --data-format synthetic", ["--report-html f: not supported with --data-format synthetic"]),
+        ("--predictions f --data-format synthetic", ["--predictions f: not supported with --data-format synthetic"]),
+        ("--tta flip --benchmark", ["--tta flip: requires an evaluation; remove it or --benchmark"]),
+        (
+            "--tta flip --run-scope train_only",
+            ["--tta flip: requires an evaluation; remove it or --run-scope"],
+        ),
+        (
+            "--run-scope eval_only --from-pretrained-params d --pretrained-mismatch skip-classifier",
+            ["--pretrained-mismatch skip-classifier: leaves the classifier untrained, but --run-scope is eval_only"],
+        ),
     ],
 )
 def test_conflicting_flags_are_errors(flags, expected):
@@ -479,7 +516,7 @@ def test_conflicting_flags_are_errors(flags, expected):
         *("--from-checkpoint d --last-epoch-of-checkpoint 0", "--mixup 1e6 --cutmix 1e6"),
         *("--rand-crop-scale 0.5,0.5 --rand-crop-ratio 2,2", f"--model-prefix {'a' * 240}", "--budget-minutes 527040"),
         *("--budget-minutes None", "--classifier-lr-factor 1000", "--optimizer AdamW --opt-epsilon 1e-30"),
-        *("--ema 0.9999999", "--bn-momentum None"),
+        *("--ema 0.9999999", "--bn-momentum None", "--overwrite", "--resume", "--benchmark"),
     ],
 )
 def test_valid_combinations_and_limits_are_accepted(flags):
@@ -497,6 +534,12 @@ def test_valid_combinations_and_limits_are_accepted(flags):
         ("epochs 3", ": not a mapping; write lines of the form `flag: value`"),
         ("normalize_mean: [0, 0", "not valid YAML"),
         ("epochs: 3\n\tlr: 1", "not valid YAML"),
+        ("eval: true", "eval: unknown key; use run_scope: eval_only"),
+        (
+            "image_shape: {channels: 3}",
+            "image_shape: nested values are not supported; use a single value or a flat list",
+        ),
+        ("image_shape: [{channels: 3}]", "image_shape: nested values are not supported; use a single value or a"),
         ("lr: fast", "--lr: 'fast' is not a number"),
         ("image_shape: 3 32 32", "--image-shape: '3 32 32' has no commas; use 3,32,32"),
     ],
@@ -669,10 +712,22 @@ def test_settings_record_the_origin_of_each_value(config_file):
     origins |= {"image_shape": "--crop-size", "resize_short": "--crop-size", "lr": "default"}
     assert {name: args.origin(name) for name in origins} == origins
     assert [name for name in origins if args.is_explicit(name)] == list(origins)[:4]
+    entry = args.as_entry()
+    assert (entry["run_scope"], entry["crop_size"]) == ("train_eval", 32)
+    assert set(entry["explicit_flags"]) == set(list(origins)[:4])
+    assert (args.explicit("epochs"), args.explicit("lr")) == (90, None)
+    assert (args.setting("epochs"), args.setting("seed")) == ((90, True), (0, False))
     args.resolve("machine", epochs=90, seed=1)  # only values that change get a new origin
     origins |= {"seed": "machine"}
     for copy in (args, args.copy(), args.stage()):
         assert {name: copy.origin(name) for name in origins} == origins
+    assert [settings.run is args for settings in (args, args.copy(), args.stage())] == [True, False, True]
+
+
+def test_changed_flags_include_derived_values():
+    assert parsing.changed(parse("--epochs 3").as_dict()) == {"epochs": 3}
+    changed = {"crop_size": 96, "image_shape": [4, 96, 96], "resize_short": 110}
+    assert parsing.changed(parse("--crop-size 96").as_dict()) == changed
 
 
 def test_frozen_settings_cannot_be_assigned():

@@ -140,6 +140,20 @@ def test_stops_follow_intervals(parse):
     ]
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--epochs", "2"], 6),
+        (["--epochs", "2", "--accumulate-steps", "4"], 4),
+        (["--accumulate-steps", "2", *STEPS, "--num-iter", "9", "--eval-interval", "2"], 4),
+        (["--run-scope", "eval_only", "--from-checkpoint", "d"], 7),
+        (["--benchmark", "--benchmark-steps", "5", "--benchmark-warmup-steps", "3"], 8),
+    ],
+)
+def test_first_pass_ends_with_first_stop_or_benchmark(parse, flags, expected):
+    assert durations.first_pass(parse(*flags), 7 if "eval_only" in flags else 6) == expected
+
+
 TIMELINE = durations.Timeline(2, (durations.Part(0, 3), durations.Part(2, 5, 0.5), durations.Part(3, 1)))
 
 
