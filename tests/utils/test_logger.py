@@ -62,6 +62,19 @@ def test_metrics_are_reported_and_printed(report, capsys, step, reported, printe
     assert capsys.readouterr().out == f"{printed}  train.loss 0.5  val.loss 0.25\n"
 
 
+def test_averages_over_classes_are_reported_but_not_printed(report, capsys):
+    data = {"val.top1": 0.5, "val.f1_macro": 0.25, "val.f1_weighted": 0.25}
+    logger.log((3,), data)
+    assert capsys.readouterr().out == "epoch 3 val  top1 0.5\n"
+    assert entries(report)[0]["data"] == data
+
+
+def test_numbers_have_at_least_four_digits():
+    numbers = {999.96: "1000", -12345.6: "-12346", 999999.0: "999999", 1e6: "1e+06", 0.00012345: "0.0001234"}
+    assert {number: logger._number(number) for number in numbers} == numbers
+    assert logger._number(1234567) == "1234567"
+
+
 @pytest.mark.parametrize(
     ("block", "out", "warnings", "count"),
     [(logger.only_warnings, "", 2, 0), (logger.without_repeats, "x\nsummary train  loss 1\n", 1, 1)],
@@ -102,6 +115,12 @@ def test_wrapped_stream_behaves_like_the_stream(kind):
     assert wrapped.write("four") == 4
     wrapped.flush()
     assert wrapped.getvalue() == "four" and not wrapped.isatty()
+
+
+def test_result_on_closed_stdout_is_an_error(monkeypatch):
+    monkeypatch.setattr(logger, "_is_stdout_closed", True)
+    with pytest.raises(RunError, match=r"^stdout: cannot be written \(closed\); "), logger.result_on_stdout():
+        print("result")
 
 
 def test_parameters_are_reported_but_not_printed(tmp_path, capsys):
@@ -219,8 +238,10 @@ def test_full_disk_raises_run_error():
 
 def test_close_may_be_called_twice(report):
     logger.log((), {"train.loss": 1.0})
+    file = logger._report
     logger.close()
     logger.close()
+    assert file.closed
     logger.log((), {"train.loss": 2.0})
     assert len(entries(report)) == 1
 
@@ -326,6 +347,7 @@ def test_deleted_report_triggers_one_warning(report, capsys, change):
     if change == "replace":
         report.touch()
     logger.log((1, 0), {"train.loss": 1.0})
+    assert capsys.readouterr().err == ""  # not checked in each step
     logger.log((1,), {"train.loss": 1.0})
     logger.log((), {"train.loss": 1.0})
     [warning] = capsys.readouterr().err.splitlines()
