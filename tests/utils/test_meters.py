@@ -161,6 +161,14 @@ def test_top_meter_orders_equal_logits_by_class():
     assert meter.rows()[0, :5].tolist() == [2, 5, 8, 11, 14]
 
 
+@pytest.mark.filterwarnings("error")
+def test_top_meter_accepts_logits_that_are_not_finite():
+    meter = TopMeter(2)
+    meter.update(np.array([[np.nan, 1.0, 2.0], [0.0, np.inf, 1.0], [-np.inf, 0.0, -np.inf]]), 3)
+    nan = np.nan
+    np.testing.assert_array_equal(meter.rows(), [[2, 1, nan, nan], [1, 2, nan, nan], [1, 0, 1, 0]])
+
+
 def test_top_meter_returns_softmax_of_each_image():
     logits = np.array([[1, 3, 2.5], [1000, -1000, 999], [-2000, -2001, -2000.5]], np.float32)
     meter = TopMeter(2)

@@ -113,9 +113,10 @@ def test_claim_does_not_close_pipe_of_reader(tmp_path):
 def test_replaced_keeps_old_file_if_writing_fails(tmp_path):
     (tmp_path / "file").write_text("old")
     (tmp_path / "link").symlink_to("file")
-    with pytest.raises(OSError, match="full"), outputs.replaced(tmp_path / "link") as partial:
-        partial.write_text("half")
-        raise OSError("disk full")
+    for path in ("link", "new"):
+        with pytest.raises(OSError, match="full"), outputs.replaced(tmp_path / path) as partial:
+            partial.write_text("half")
+            raise OSError("disk full")
     assert (tmp_path / "link").read_text() == "old"
     with outputs.replaced(tmp_path / "link") as partial:
         partial.write_text("new")
