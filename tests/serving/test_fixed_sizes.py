@@ -55,11 +55,13 @@ def test_preprocessing_module_returns_input_of_network(checkpoint, photo_paths):
     [((6, 1), "float32", False), ((7, 0), "float16", False), ((8, 0), "float16", True)],
 )
 def test_precision_depends_on_compute_capability(monkeypatch, capability, default, bfloat16):
-    monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(inference.processes, "local_gpu", lambda: 3)
+    monkeypatch.setattr(paddle.device.cuda, "get_device_capability", {3: capability}.get)
     assert inference.resolve_precision(None, "gpu") == default
     assert inference.resolve_precision("float32", "gpu") == "float32"
     assert inference.resolve_precision("float16", "gpu") == "float16"
-    with nullcontext() if bfloat16 else pytest.raises(UsageError, match="--precision bfloat16: requires compute capab"):
+    problem = "requires compute capability 8.0, but this GPU has {}.{}; use --precision float16".format(*capability)
+    with nullcontext() if bfloat16 else pytest.raises(UsageError, match=f"^--precision bfloat16: {problem}$"):
         assert inference.resolve_precision("bfloat16", "gpu") == "bfloat16"
 
 

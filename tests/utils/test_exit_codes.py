@@ -19,7 +19,7 @@ from paddle_resnet import dataset, doctor, export, predict
 from paddle_resnet.data import records
 from paddle_resnet.results import comparison, reading
 from paddle_resnet.tools import convert
-from utils import exit_codes
+from utils import exit_codes, signals
 from utils.errors import UsageError
 
 TOOLS = {
@@ -242,3 +242,13 @@ def test_missing_temporary_folder_exits_with_code_1(monkeypatch, capsys):
     assert exit_codes.of("x", tempfile.TemporaryDirectory) == 1
     error = "x: error: No usable temporary directory found in ['/proc/none']; set TMPDIR to a writable folder\n"
     assert capsys.readouterr().err == error
+
+
+@pytest.mark.parametrize(("received", "cause"), [("SIGTERM", "SIGTERM"), (None, "a signal to another process")])
+def test_stopped_run_exits_with_code_75(monkeypatch, capsys, received, cause):
+    def stop():
+        raise signals.Preempted(" before step 3; run the command again")
+
+    monkeypatch.setattr(signals, "received", lambda: received)
+    assert exit_codes.of("train.py", stop) == 75
+    assert capsys.readouterr() == (f"stopped by {cause} before step 3; run the command again\n", "")
