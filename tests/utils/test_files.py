@@ -38,8 +38,11 @@ def test_open_regular_rejects_file_of_unknown_size(monkeypatch, has_data):
 
 def test_touch_creates_target_of_broken_link(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "new/folder/file")
+    umask = os.umask(0o027)
     files.touch(tmp_path / "link")
-    assert (tmp_path / "new/folder/file").read_bytes() == b""
+    os.umask(umask)
+    file = tmp_path / "new/folder/file"
+    assert file.read_bytes() == b"" and file.stat().st_mode & 0o777 == 0o640
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
