@@ -8,8 +8,9 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from paddle_resnet import dataset, export, predict
-from paddle_resnet.tools import convert, verify
+from paddle_resnet.tools import convert, inspection, split, verify
 from utils.errors import UsageError
+from utils.mode import RunScope
 
 
 def files(folder):
@@ -26,9 +27,9 @@ def sample(tmp_path_factory):
 
 def test_sample_has_ten_classes_in_two_splits(sample):
     classes = [str(label) for label in range(10)]
-    for split, count in (("train", 1438), ("val", 359)):
-        assert sorted(path.name for path in (sample / split).iterdir()) == classes
-        assert len(files(sample / split)) == count
+    for name, count in (("train", 1438), ("val", 359)):
+        assert sorted(path.name for path in (sample / name).iterdir()) == classes
+        assert len(files(sample / name)) == count
     assert sorted(path.name for path in sample.iterdir()) == ["train", "val"]
 
 
@@ -162,6 +163,76 @@ def test_killed_workers_exit_with_code_2_and_a_remedy(tmp_path, capsys, monkeypa
         assert dataset.main(argv) == 2
         err = capsys.readouterr().err
         assert "a worker process was killed, possibly because memory ran out" in err and message in err
+
+
+REPORT = verify.Report(failing={"a.jpg": "is empty"})
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capsys):
+    """Return a function that runs a command without its work and returns the exit code, the calls of the functions that
+    would do the work, and stdout."""
+    output, calls = str(tmp_path / "x.png"), []
+
+    def patch(module, name, result=None):
+        def call(*arguments, **options):
+            shown = {key: True if callable(value) else value for key, value in options.items()}
+            calls.append((name, *arguments, shown) if options else (name, *arguments))
+            return result
+
+        monkeypatch.setattr(module, name, call)
+
+    patch(split, "split", ({"train": 3, "val": 2}, 4))
+    patch(convert, "convert", {"train": 3, "val": 2})
+    patch(convert, "build_indexes", (1, 2))
+    patch(verify, "verify", REPORT)
+    for module, name in ((verify, "show"), (verify, "write_fix_list"), (inspection, "info"), (inspection, "speed")):
+        patch(module, name)
+    patch(inspection, "preview", 5)
+
+    def run(command):
+        code = dataset.main(command.format(output).split())
+        made = [["OUT" if part == output else part for part in call] for call in calls]
+        calls.clear()
+        return code, made, capsys.readouterr().out.replace(output, "OUT")
+
+    return run
+
+
+def test_commands_pass_on_their_flags(run):
+    text = "OUT: 3 training and 2 validation images in 4 classes\n"
+    assert run("split s --output {}") == (0, [["split", "s", "OUT", 0.2, 0]], text)
+    assert run("split s --output {} --val 0.3 --seed 7")[1] == [["split", "s", "OUT", 0.3, 7]]
+    options = dict.fromkeys(("shards", "resize_short", "workers", "skip_list")) | {"quality": 95}
+    options |= {"progress": True, "check": True, "allow_outside": False}
+    text = "OUT: 3 train and 2 val images as lmdb\n"
+    assert run("convert --from s --to lmdb --output {}") == (0, [["convert", "s", "OUT", "lmdb", options]], text)
+    flags = "--shards 2 --resize-short 64 --quality 80 --workers 3 --skip-list f --allow-outside --unchecked"
+    options = {"shards": 2, "resize_short": 64, "quality": 80, "workers": 3, "skip_list": "f", "allow_outside": True}
+    options |= {"progress": True, "check": None}
+    assert run(f"convert --from s --to lmdb --output {{}} {flags}")[1] == [["convert", "s", "OUT", "lmdb", options]]
+    text = "s: 1 index files created, 2 already existed\n"
+    assert run("index s") == (0, [["build_indexes", "s"]], text)
+    calls = [["verify", "s", None, False, RunScope.TRAIN_EVAL, False], ["show", REPORT]]
+    assert run("verify s") == (1, calls, "")
+    flags = "--num-of-class 9 --run-scope train_only --allow-outside --allow-empty-classes"
+    calls = [["verify", "s", 9, True, RunScope.TRAIN_ONLY, True], *calls[1:], ["write_fix_list", REPORT, "OUT"]]
+    assert run(f"verify s --fix-list {{}} {flags}") == (1, calls, "OUT: 1 images for train.py --skip-list\n")
+    text = f"OUT: 5 training images, each with {inspection.VERSIONS} augmented versions\n"
+    assert run("preview s --output {}") == (0, [["preview", "s", "OUT", 12, []]], text)
+    assert run("preview s --output {} --images 7 --lr 1")[1] == [["preview", "s", "OUT", 7, ["--lr", "1"]]]
+    assert run("info s") == (0, [["info", "s", None, False]], "")
+    assert run("info s --output {} --allow-outside")[1] == [["info", "s", "OUT", True]]
+    assert run("speed s") == (0, [["speed", "s", None, None, 20, 3, []]], "")
+    flags = "--threads 1,2 --loads 0.5,1 --batches 4 --repeats 5 --lr 1"
+    assert run(f"speed s {flags}")[1] == [["speed", "s", [1, 2], [0.5, 1], 4, 5, ["--lr", "1"]]]
+
+
+def test_unknown_flags_are_errors(capsys):
+    assert dataset.main(["info", "s", "--lr", "1"]) == 2
+    assert "--lr: unknown flag; see `python -m paddle_resnet.dataset info --help`" in capsys.readouterr().err
+    assert dataset.main(["convert", "--from", "s", "--to", "lmdb", "--output", "x", "--quality", "9"]) == 2
+    assert "--quality 9: requires --resize-short; add it, or remove --quality" in capsys.readouterr().err
 
 
 def test_help_states_the_defaults(monkeypatch, capsys):
