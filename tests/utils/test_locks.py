@@ -1,0 +1,110 @@
+"""Locks of files. tests/utils/test_logger.py and the tests of commands lock files in several processes."""
+
+import errno
+import os
+import platform
+
+import pytest
+
+from utils import locks
+from utils.errors import UsageError
+
+
+def failing(number):
+    def lockf(file, operation):
+        raise OSError(number, os.strerror(number))
+
+    return lockf
+
+
+def test_lock_file_contains_owner_and_is_removed(tmp_path):
+    path = tmp_path / "lock"
+    path.write_text("process 1 on a machine that lost its power and has a long name\n")
+    file = locks.acquire(path, None)
+    assert path.read_text() == f"process {os.getpid()} on {platform.node()}\n"
+    assert locks.is_of(file, path) and not locks.is_of(file, tmp_path)
+    locks.release(file)
+    assert file.closed and not path.exists()
+
+
+def test_lock_file_of_other_process_is_not_removed(tmp_path):
+    path = tmp_path / "lock"
+    file = locks.acquire(path, None)
+    path.unlink()
+    assert not locks.is_of(file, path)
+    path.write_text("of the other process")
+    assert not locks.is_of(file, path)
+    locks.release(file)
+    assert file.closed and path.read_text() == "of the other process"
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EAGAIN])
+@pytest.mark.parametrize(("text", "owner"), [("process 1 on x\n", "process 1 on x"), ("", "unknown")])
+def test_owner_of_lock_is_reported(tmp_path, monkeypatch, number, text, owner):
+    path = tmp_path / "lock"
+    path.write_text(text)
+    monkeypatch.setattr(locks.fcntl, "lockf", failing(number))
+    with pytest.raises(BlockingIOError) as error:
+        locks.acquire(path, None)
+    assert error.value.strerror == owner
+    remedy = "wait until that process ends, or choose a different path"
+    message = rf"^--csv x: in use by another process \({owner}\); {remedy}$"
+    with pytest.raises(UsageError, match=message), locks.held(path, "--csv x", None):
+        pass
+    assert path.read_text() == text
+
+
+def test_unsupported_locks_trigger_a_warning(tmp_path, monkeypatch):
+    messages, path = [], tmp_path / "lock"
+    monkeypatch.setattr(locks.fcntl, "lockf", failing(errno.ENOLCK))
+    with locks.held(path, "--csv x", messages.append):
+        assert path.exists()
+    problem = "the file system does not support locks (No locks available); do not start a second run"
+    assert messages == [f"{path}: {problem}"] and not path.exists()
+
+
+def test_file_that_its_owner_removed_is_created_again(tmp_path, monkeypatch):
+    path, opened, lockf = tmp_path / "lock", [], locks.fcntl.lockf
+
+    def lock_after_removal(file, operation):
+        opened.append(file)
+        if len(opened) == 1:
+            path.unlink()
+        lockf(file, operation)
+
+    monkeypatch.setattr(locks.fcntl, "lockf", lock_after_removal)
+    file = locks.acquire(path, None)
+    assert opened[0].closed and opened[1:] == [file] and locks.is_of(file, path)
+    locks.release(file)
+
+
+def test_lock_is_released_after_an_error(tmp_path):
+    with pytest.raises(KeyError), locks.held(tmp_path / "lock", "--csv x", None):
+        assert (tmp_path / "lock").exists()
+        raise KeyError
+    assert not (tmp_path / "lock").exists()
+
+
+def test_lock_file_is_next_to_target_of_link(tmp_path):
+    (tmp_path / "link").symlink_to("folder/file")
+    assert locks.file_of(tmp_path / "link") == tmp_path / "folder/.file.lock"
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda path: path.symlink_to("nowhere"), "{} is a link"),
+        (lambda path: os.link(path.with_name("file"), path), "{} is a link"),
+        (os.mkfifo, "{} is not a regular file"),
+        (os.mkdir, "Is a directory"),
+    ],
+    ids=["link", "hard link", "pipe", "folder"],
+)
+def test_only_a_regular_file_can_be_a_lock(tmp_path, make, problem):
+    path = tmp_path / "lock"
+    path.with_name("file").write_text("text")
+    make(path)
+    message = rf"^--csv x: {path} cannot be locked \({problem.format(path)}\); remove it, or choose a different path$"
+    with pytest.raises(UsageError, match=message), locks.held(path, "--csv x", None):
+        pass
+    assert path.with_name("file").read_text() == "text"
