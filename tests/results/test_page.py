@@ -337,6 +337,24 @@ def test_decades_cover_range(low, high):
     assert decades[0] <= low and decades[-1] >= high and 3 <= len(decades) <= 12
 
 
+def test_values_of_axes():
+    assert curves.ticks(0, 1) == [0, 0.25, 0.5, 0.75, 1] and curves.ticks(0, 9) == [0, 2.5, 5, 7.5, 10]
+    assert curves.ticks(0.1, 0.12) == [0.1, 0.105, 0.11, 0.115, 0.12]
+    assert curves.ticks(5, 5) == [2, 4, 6, 8] and curves.ticks(0, 0) == [-0.5, -0.25, 0, 0.25, 0.5]
+    assert curves.decades(1, 40) == [1, 2, 5, 10, 20, 50] and curves.decades(3, 3) == [2, 5]
+    assert curves.decades(1, 1000) == [1, 10, 100, 1000] and curves.decades(0.1, 50) == [0.1, 1, 10, 100]
+    labels = {9999: "9999", 10000: "10k", -12345: "-12.345k", 0.1234567: "0.12346"}
+    assert {value: curves.label(value) for value in labels} == labels
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [([1] * 8 + [4], 4), ([3] + [1] * 9, 3), ([3.1] + [1] * 9, 1), ([400, *range(100)], 98), ([5] + [0] * 9, 5)],
+)
+def test_upper_end_of_axis_excludes_an_outlier_of_ten_values(values, expected):
+    assert curves._without_outliers(values) == expected
+
+
 def test_chart_escapes_names_and_draws_all_float32_values():
     assert curves.chart([("a", "train", [])]) == ""
     assert 'aria-label="b, c"' in curves.chart([(name, "train", [(1, 1)] * (name != "a")) for name in "abc"])
