@@ -112,6 +112,19 @@ def test_divergence_is_four_times_minimum_or_not_finite():
         assert steps_until([1.0, 1.0, value]) == 2
 
 
+@pytest.mark.parametrize(("steps", "window"), [(20, 3), (200, 10), (1000, 50)])
+def test_divergence_is_that_of_a_running_mean(steps, window):
+    losses, means = [1.5] * 12 + [1.01**i for i in range(500)], []
+    divergence = lr_curve.Divergence(steps)
+    diverged = [divergence.add(loss) for loss in losses].index(True)
+    for i in range(9, len(losses)):
+        weights = np.exp(-np.arange(i + 1)[::-1] / window)
+        means.append(weights @ losses[: i + 1] / weights.sum())
+        if means[-1] > 4 * min(means):
+            break
+    assert diverged == i < 300
+
+
 @pytest.mark.parametrize("more", [[], ["--accumulate-steps", "2", "--mixup", "0.4", "--dropout", "0.3"]], ids=str)
 def test_losses_are_those_of_training_with_same_rates(find, run_train, monkeypatch, tmp_path, more):
     code, curve = find("--to-lr", 1, *more)

@@ -136,7 +136,7 @@ def suggest(rates, losses, steps):
     # with the weights of smooth() has the same standard error as an unweighted mean over four windows.
     deviation = np.median(np.abs(np.diff(losses[: lowest + 1]))) / (math.sqrt(2) * 0.6745) if lowest else 0.0
     error = deviation / math.sqrt(4 * _window(steps))
-    if lowest == 0 or smoothed[: lowest + 1].max() - smoothed[lowest] <= CLEAR_FALL * error:
+    if smoothed[: lowest + 1].max() - smoothed[lowest] <= CLEAR_FALL * error:
         return None
     return rates[int(np.argmin(np.gradient(smoothed)[:lowest]))], rates[lowest]
 
