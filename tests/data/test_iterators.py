@@ -5,6 +5,7 @@ import paddle
 import pytest
 
 from paddle_resnet import dali
+from paddle_resnet.data import readers
 from paddle_resnet.data.iterators import EmptyIterator, ShardIterator
 from utils.errors import UsageError
 from utils.mode import Mode
@@ -50,6 +51,18 @@ def test_synthetic_batch_is_not_written_into_target_tensors(parse):
     assert not any(batch[name] is tensor for name, tensor in targets.items())
     for name, values in arrays(batch).items():
         np.testing.assert_array_equal(values, expected[name])
+
+
+def test_loader_describes_its_data_set(parse, photos, monkeypatch):
+    (photos_set, synthetic) = (
+        dali.build_dataloader(parse(*flags), Mode.EVAL)
+        for flags in (("--image-root", photos), ("--data-format", "synthetic"))
+    )
+    expected = readers.open_split(photos, "folder", Mode.EVAL, 3, 0)
+    names = ("data_set_size", "classes", "class_names", "digest")
+    assert [getattr(photos_set, name) for name in names] == [23, expected.classes, expected.classes, expected.digest]
+    assert synthetic.data_set_size == dali.SYNTHETIC_SIZE[Mode.EVAL]
+    assert (synthetic.classes, synthetic.digest, synthetic.class_images) == (["0", "1", "2"], None, None)
 
 
 def test_every_rank_has_its_own_synthetic_batch(parse, monkeypatch):

@@ -88,6 +88,26 @@ def test_only_complete_visible_data_sets_are_suggested(tmp_path, monkeypatch):
     assert error_of(tmp_path / "a b", Mode.TRAIN) == f"--image-root {tmp_path}/a b: {message}"
 
 
+def test_missing_split_of_a_flag_is_reported_with_remedy(tmp_path):
+    for remedy in ("put the class folders into val/", "rename valid/ to val/"):
+        with pytest.raises(UsageError, match=f"^--verify {tmp_path}: has no val/; {remedy}, or use a different folder"):
+            listing.check_split("--verify", tmp_path, Mode.EVAL)
+        (tmp_path / "valid").mkdir(exist_ok=True)
+    (tmp_path / "val").mkdir()
+    listing.check_split("--verify", tmp_path, Mode.EVAL)
+    with pytest.raises(UsageError, match=f"^--verify {tmp_path}/x: not a folder; use the folder that contains val/$"):
+        listing.check_split("--verify", tmp_path / "x", Mode.EVAL)
+
+
+@pytest.mark.parametrize("names", [["of-00001", "of-00003"], ["of-00002", "of-00002.tfrecord", "of-00001"]])
+def test_tfrecord_shards_of_several_data_sets_are_rejected(tmp_path, names):
+    for name in names:
+        (tmp_path / f"train-00000-{name}").touch()
+    total = max(name[7] for name in names)
+    with pytest.raises(UsageError, match=f"has {len(names)} of {total} train shards; add the missing ones"):
+        listing.shards(tmp_path, Mode.TRAIN, "tfrecord")
+
+
 @pytest.mark.parametrize("split", Mode)
 def test_class_folders_one_level_too_deep_are_an_error(photos, tmp_path, split):
     shutil.copytree(photos, tmp_path, dirs_exist_ok=True)
@@ -159,6 +179,8 @@ def test_file_list_label_above_image_count_is_rejected(tmp_path, label):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/train.txt").write_text("../a 0\n")
     assert listing.count_classes(tmp_path / "sub", Mode.TRAIN, allow_outside=True) == 1
+    with pytest.raises(UsageError, match=r"val.txt cannot be read \(No such file"):
+        listing.count_classes(tmp_path, Mode.EVAL, "filelist")
     # An explicit format takes precedence over the detected format.
     assert listing.count_classes(tmp_path, Mode.TRAIN, "folder") is None
     (tmp_path / "train/a").mkdir(parents=True)
@@ -245,6 +267,8 @@ def test_names_of_class_folders_come_from_classes_txt(root):
     assert (data_set.classes, data_set.class_names) == (TRAINED, ["cat", "dog", "ox"])
     (root / "classes.txt").write_text(f"cat\ndog\n{'x' * 1000}\n")
     assert listing.class_names(root) == ["cat", "dog", "x" * 1000]
+    (root / "classes.txt").write_text(" a\nb \n\n")
+    assert listing.class_names(root) == [" a", "b ", ""]
     (root / "classes.txt").write_text(f"cat\ndog\n{'x' * 1001}\n")
     with pytest.raises(UsageError, match=r"classes.txt: cannot be read \(a line exceeds 1000 characters\); write one"):
         readers.open_split(root, "auto", Mode.EVAL, 3, 0)
@@ -354,7 +378,7 @@ def test_root_path_that_is_not_utf_8_is_rejected(photos, tmp_path, monkeypatch):
 
 
 def test_paths_of_data_sets_are_reserved(tmp_path):
-    for name in ("x-train-0.tar", "val_lmdb", "a.idx", "train-0.zip", "notes.txt"):
+    for name in ("x-train-0.tar", "val_lmdb", "a.idx", "train.rec.old", "notes.txt"):
         (tmp_path / name).touch()
     reserved = ["a.idx", "classes.txt", "convert.json", "train", "train.txt", "val", "val.txt", "val_lmdb"]
     assert listing.occupied(tmp_path) == [f"{tmp_path}/{name}" for name in [*reserved, "x-train-0.tar"]]

@@ -139,7 +139,8 @@ def test_number_of_classes_may_equal_number_of_outputs(make):
 @pytest.mark.parametrize("name", ["none", "file"])
 def test_missing_root_is_rejected(make, mode, name):
     root = f"{make('file')}/{name}"
-    assert f"--image-root {root}: not a folder" in error_of(root, mode)
+    for data_format in ("folder", "auto", "recordio"):
+        assert f"--image-root {root}: not a folder" in error_of(root, mode, data_format=data_format)
 
 
 @pytest.mark.parametrize(("mode", "split"), [(Mode.TRAIN, "train"), (Mode.EVAL, "val")])
@@ -208,14 +209,14 @@ def test_class_only_in_val_is_rejected(make, tmp_path):
 
 def test_skip_list_omits_images_and_keeps_labels(make, tmp_path, capsys):
     root = make("train/a/0.jpg", "train/b/0.jpg", "train/b/1.jpg", "val/a/0.jpg", "val/b/0.jpg")
-    (tmp_path / "skip.txt").write_text("train/a/0.jpg\n\n./train/b/1.jpg\nval/a/0.jpg\n")
+    (tmp_path / "skip.txt").write_text("train/a/0.jpg\r\n\r\n./train/b/1.jpg\nval/a/0.jpg\n")
     skip = listing.read_skip_list(tmp_path / "skip.txt", root)
     for mode in Mode:
         assert contents(open_folder(root, mode, 10, 0, skip)) == [(f"{mode.value}/b/0.jpg", 1)]
         assert f"{mode.value} has no images for 1 of 2 classes (a)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("entry", ["train/a/1.jpg", "train/a", "0.jpg"])
+@pytest.mark.parametrize("entry", ["train/a/1.jpg", "train/a", "0.jpg", "none.rec@5"])
 def test_skip_list_entry_without_file_is_rejected(make, tmp_path, entry):
     root = make("train/a/0.jpg")
     (tmp_path / "skip.txt").write_text(f"train/a/0.jpg\n{entry}\n")
@@ -284,8 +285,7 @@ def test_labels_above_num_of_class_are_rejected(converted, tmp_path, data_format
     if classes:
         (tmp_path / "classes.txt").write_text(classes)
     message = error_of(tmp_path, Mode.TRAIN, num_of_class=2, data_format=data_format)
-    assert "has label 2, but" in message
-    assert "allows 0 to 1" in message
+    assert f"has label 2, but {'classes.txt' if classes else '--num-of-class 2'} allows 0 to 1; number" in message
 
 
 @pytest.mark.parametrize("data_format", ["recordio", "tfrecord", "lmdb", "webdataset", "filelist"])
@@ -336,6 +336,10 @@ def test_file_list_may_contain_spaces_and_tabs(make):
     data_set = readers.open_split(root, "filelist", Mode.EVAL, 10, 0)
     assert data_set.classes == ["0", "1", "2"]
     assert contents(data_set) == [("some place/a b.jpg", 2), ("x.jpg", 0)]
+    unnamed = readers.open_split(root, "filelist", Mode.EVAL, None, 0)
+    assert (unnamed.classes, unnamed.digest) == ([], data_set.digest)
+    make_list(root, "val", "some place/a b.jpg 2", "x.jpg 1")
+    assert readers.open_split(root, "filelist", Mode.EVAL, 10, 0).digest != data_set.digest
 
 
 @pytest.mark.parametrize(
@@ -479,6 +483,17 @@ def test_shards_shuffle_with_their_own_seeds_and_read_files_in_the_same_order():
     assert [(chosen["seed"], chosen["initial_fill"]) for chosen in arguments] == [(7, 25), (9, readers.SHUFFLE_BUFFER)]
     assert readers._shard_order(True, 7) == {"shuffle_after_epoch": True, "shuffle_after_epoch_seed": 7}
     assert readers._shard_order(False, 7) == {}
+
+
+@pytest.mark.parametrize("data_format", readers.RECORD_READERS)
+def test_reader_of_each_format_uses_size_and_seed(converted, monkeypatch, data_format):
+    calls = []
+    for name in ("_reader_arguments", "_shard_order"):
+        real = getattr(readers, name)
+        monkeypatch.setattr(readers, name, lambda *arguments, real=real: calls.append(arguments) or real(*arguments))
+    raw_contents(readers.open_split(converted[data_format], data_format, Mode.TRAIN, 3, 7), shuffle=True)
+    expected = [("Reader", 0, 1, True, 30, 7), (True, 7)]
+    assert calls == (expected if data_format in convert.SHARDED else expected[:1])
 
 
 def test_digest_depends_on_every_element_of_a_long_array():

@@ -69,9 +69,11 @@ def test_records_without_one_image_and_label_are_rejected(tmp_path):
     with pytest.raises(UsageError, match="no record starts at this position"):
         records.read_label(str(tmp_path / "text"), "recordio", 0, 0)
 
-    (tmp_path / "words").write_bytes(b"cat")
-    with pytest.raises(UsageError, match="the record at byte 0 is not an image with a label"):
-        records.read_label(str(tmp_path / "words"), "webdataset", 0, 3)
+    for text, shown in ((b"cat", "'cat'"), (b"\xff7", r"'\\ufffd7'"), (b"1234567890", "'1234567890'")):
+        (tmp_path / "words").write_bytes(text)
+        message = rf"the record at byte 0 is not an image with a label \(the label {shown} is not a number of up to 9"
+        with pytest.raises(UsageError, match=message):
+            records.read_label(str(tmp_path / "words"), "webdataset", 0, len(text))
 
 
 def test_parts_of_recordio_record_are_joined(tmp_path):
@@ -101,7 +103,9 @@ def test_lmdb_labels_returns_size_and_labels(tmp_path):
     with writers.SINGLE_FILE["lmdb"](str(tmp_path), "train") as writer:
         writer.write([(b"x", 300), (b"y", 2), (b"z", 1)])
         writer.finish()
+    (tmp_path / "train_lmdb/lock.mdb").unlink(missing_ok=True)
     assert records.lmdb_labels(str(tmp_path / "train_lmdb"), 1) == (3, [300, 1])
+    assert [path.name for path in (tmp_path / "train_lmdb").iterdir()] == ["data.mdb"]
     assert records.lmdb_labels(str(tmp_path / "train_lmdb"), 100) == (3, [300, 2, 1])
 
 
