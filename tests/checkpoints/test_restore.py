@@ -104,6 +104,62 @@ def test_run_continues_only_from_newest_checkpoint(tmp_path):
     assert restore.StartCheckpoint(str(tmp_path / "latest"), 2).continues(tmp_path)
     assert not restore.StartCheckpoint(str(tmp_path / "0_1"), 0, 1).continues(tmp_path)
     assert not restore.StartCheckpoint(str(tmp_path / "1"), 2).continues(tmp_path / "new")
+    for epoch in ("1", "2"):  # checkpoints of a different program
+        (tmp_path / "foreign" / epoch).mkdir(parents=True)
+        (tmp_path / "foreign" / epoch / "tiny.pdparams").touch()
+        start = restore.StartCheckpoint(str(tmp_path / "foreign" / epoch), int(epoch) + 1)
+        assert start.continues(tmp_path / "foreign")
+    assert not restore.StartCheckpoint(str(tmp_path / "foreign/1"), 2).continues(tmp_path / "foreign")
+
+
+def test_best_evaluation_that_led_to_checkpoint(tmp_path):
+    def write(name, sequence, epoch, step, top1, run="r"):
+        result = {"loss": 1.0, "top1": top1, "top5": 1.0, "ips": 9.0}
+        ranks = [{"loader": {"step": step or 0, "conditions": {}}, "meters": {}}]
+        write_checkpoint(
+            tmp_path, name, sequence=sequence, epoch=epoch, step=step, evaluated=result, ranks=ranks, run=run
+        )
+        return folders.read_meta(tmp_path / name)
+
+    for name, epoch, step in (("3", 3, None), ("1_3", 1, 3)):
+        write(name, 0, epoch, step, 0.95)  # abandoned, because the run was resumed from an earlier checkpoint
+    write("0", 1, 0, None, 0.5)
+    write("1_2", 2, 1, 2, 0.5)
+    meta = write("1", 3, 1, None, 0.4)
+    write("2", 4, 2, None, 0.9)
+    write("0_1", 5, 0, 1, 0.99, run="other")
+    start = restore.StartCheckpoint(str(tmp_path / "1"), 2, meta=meta, resumes=True)
+    result = {"loss": 1.0, "top5": 1.0, "ips": 9.0}
+    assert saver_module.best_before(tmp_path, start) == {"epoch": 0, "top1": 0.5, **result}
+    write("1_2", 2, 1, 2, 0.6)
+    assert saver_module.best_before(tmp_path, start) == {"epoch": 1, "step": 2, "top1": 0.6, **result}
+
+
+def test_best_evaluation_and_patience(args):
+    args.patience = 2
+    saver = Saver(args, None, None, None, {})
+    numbers = {"top1": 0.5, "loss": 1.0}
+    assert saver.record(durations.Stop(0), {**numbers, "confusion": np.zeros(2)})
+    assert saver.best == {"epoch": 0, **numbers}
+    for epoch in (1, 2):
+        assert not saver.ends_early
+        assert not saver.record(durations.Stop(epoch), numbers)
+    assert saver.ends_early and saver.best_folder.name == "0"
+    saved = []
+    saver.save = lambda *arguments: saved.append(arguments)
+    inside = durations.Stop(3, 2, ends_epoch=False, saves=False)
+    saver.save_if_due(inside, "trained", "evaluated")
+    assert saved == [(3, 2, None, "evaluated")]  # because --patience ends the run
+    args.patience = 0
+    assert not saver.ends_early
+    saver.save_if_due(inside, "trained", "evaluated")
+    assert len(saved) == 1
+    assert saver.record(inside, numbers | {"top1": 0.6})
+    assert (saver.best["step"], saver.best_folder.name) == (2, "3_2")
+    saver.save_if_due(inside, "trained", "evaluated")
+    assert saved[1:] == [(3, 2, None, "evaluated")]  # because the evaluation is the best
+    saver.save_if_due(durations.Stop(4), "trained", None)
+    assert saved[2:] == [(4, None, "trained", None)]
 
 
 def test_resume_without_checkpoint_cleans_folder_and_uses_other_start(args, tmp_path, capsys):
@@ -153,6 +209,8 @@ def test_saved_files_and_meta_json(args, saved, tmp_path):
     assert meta["lr_scheduler"]["last_epoch"] == 2
     assert meta["ranks"][0]["loader"] == Loader().state()
     assert set(meta["seeds"]) == {"paddle", "python", "numpy"}
+    assert (meta["paddle_version"], meta["steps_each_epoch"], meta["sequence"]) == (paddle.__version__, 10, 0)
+    assert (meta["trained"], meta["evaluated"], meta["best"], meta["evaluations_since_best"]) == (None, None, None, 0)
     # The file meta.json is indented for readability, with one flag per line.
     assert len((saved / "meta.json").read_text().splitlines()) < len(meta["arguments"]) + 110
 
@@ -259,7 +317,12 @@ def test_save_on_error_saves_only_with_single_process(run, monkeypatch):
     monkeypatch.setattr(processes, "world_size", lambda: 2)
     saver.save_on_error(RuntimeError(), 4, 10, {"loss": 1.5})
     assert saver.folder is None
+    with pytest.raises(signals.Preempted, match="; continue with the same command and --resume"):
+        saver.save_on_error(signals.Preempted(), 3, 10, None)
+    assert saver.folder.name == "3_2"  # the position of the loader
     monkeypatch.undo()
+    saver.save_on_error(RuntimeError(), 5, 10, None)
+    assert saver.folder.name == "3_2"
     saver.save_on_error(RuntimeError(), 4, 10, {"loss": 1.5})
     assert saver.folder.name == "4_10"
     monkeypatch.setattr(folders, "commit", lambda *arguments: 1 / 0)
@@ -307,7 +370,11 @@ def test_same_position_is_saved_once(args, run, tmp_path):
     saver.save(0, 0)  # nothing is saved, because no step has run
     saver.save(1)
     saver.save(2, 0)  # nothing is saved, because the end of epoch 1 is already saved
+    args.accumulate_steps = 4
+    saver.save(1, evaluated={"loss": 1.0, "top1": 0.5, "top5": 1.0, "ips": 9.0})
     saver.finish()
+    meta = folders.read_meta(tmp_path / "Tiny/1")
+    assert (meta["evaluated"]["top1"], meta["sequence"], meta["steps_each_epoch"]) == (0.5, 1, 8)
     assert sorted(p.name for p in (tmp_path / "Tiny").iterdir() if p.name.isdigit() or "_" in p.name) == ["1"]
 
 
@@ -382,13 +449,15 @@ def test_checkpoint_is_written_asynchronously(args, run, monkeypatch):
     saver, _, _ = run
     import threading
 
+    args.checkpoint_commit, forms = "marker", []
     may_write = threading.Event()
     real = folders.commit
-    monkeypatch.setattr(folders, "commit", lambda *a: may_write.wait(10) and real(*a))
+    monkeypatch.setattr(folders, "commit", lambda *a: (may_write.wait(10) and forms.append(a[-1])) or real(*a))
     saver.save(0)
     assert not (saver.folder / "meta.json").exists()
     may_write.set()
     saver.finish()
+    assert forms == ["marker"]
     assert (saver.folder / "meta.json").exists()
 
 

@@ -508,6 +508,7 @@ def test_check_folder_ignores_unfinished_checkpoints(tmp_path, monkeypatch):
     (root / "4/.unfinished").touch()
     (root / "4/tiny.pdparams").touch()
     saver.check_folder(root, None, *flags)
+    assert not (root / ".lock").exists()
     (root / "4/.unfinished").unlink()
     message = r"contains checkpoints of another program \(4\); continue the newest with --from-checkpoint .*Tiny --last"
     with pytest.raises(UsageError, match=message):
@@ -523,6 +524,9 @@ def test_check_folder_ignores_unfinished_checkpoints(tmp_path, monkeypatch):
     saver.check_folder(root / "new", None, *flags)
     with pytest.raises(UsageError, match="is not a writable folder"):
         saver.check_folder(tmp_path / "new", None, *flags)
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="file is not a writable folder"):
+        saver.check_folder(tmp_path / "file/Tiny", None, *flags)
 
 
 def test_non_finite_state_is_never_saved(run_train, tmp_path, monkeypatch, capsys):

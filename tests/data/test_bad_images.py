@@ -1,6 +1,8 @@
 import io
+import os
 import shlex
 import shutil
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -47,6 +49,8 @@ def test_undecodable_image_is_reported_with_full_relative_path(
     assert str(e.value).startswith(f"{root}/{name}")
     assert str(e.value).count(name) == 1
     assert ": cannot be decoded (rank 0); repair" in str(e.value)
+    next_command = "convert the data set" if data_format == "lmdb" else "train"
+    assert str(e.value).endswith(f" --fix-list bad.txt` and {next_command} with --skip-list bad.txt")
 
 
 @pytest.mark.parametrize("root", ["data/z", "./data/z", "my data/z"])
@@ -93,6 +97,18 @@ def test_image_with_too_many_pixels_after_resize_is_rejected():
     Image.new("RGB", (65536, 1)).save(file, "png")
     problem = "has 65536 x 1 pixels and would exceed the limit of 268,435,456 after resizing"
     assert [bad_images.header_problem(file.getvalue(), side) for side in (64, 65)] == [None, problem]
+
+
+def test_only_output_of_c_libraries_is_discarded(monkeypatch, capfd):
+    monkeypatch.setattr(bad_images, "_descriptor", lambda stream: 2)
+    stderr, files = sys.stderr, os.listdir("/proc/self/fd")
+    with pytest.raises(ZeroDivisionError), bad_images.decoders_silenced():
+        os.write(2, b"decoder\n")
+        print("python", file=sys.stderr)
+        raise ZeroDivisionError
+    assert sys.stderr is stderr and os.listdir("/proc/self/fd") == files
+    os.write(2, b"after\n")
+    assert capfd.readouterr().err == "python\nafter\n"
 
 
 def test_empty_file_and_unknown_format_are_rejected():

@@ -3,9 +3,10 @@ from types import SimpleNamespace
 import numpy as np
 import paddle
 import pytest
+from paddle import static
 
 from paddle_resnet import dali
-from paddle_resnet.data import readers
+from paddle_resnet.data import iterators, readers
 from paddle_resnet.data.iterators import EmptyIterator, ShardIterator
 from utils.errors import UsageError
 from utils.mode import Mode
@@ -49,6 +50,7 @@ def test_synthetic_batch_is_not_written_into_target_tensors(parse):
     loader.write_into(targets)
     batch = next(loader)[0]
     assert not any(batch[name] is tensor for name, tensor in targets.items())
+    assert next(loader)[0] is batch  # all full batches are the same
     for name, values in arrays(batch).items():
         np.testing.assert_array_equal(values, expected[name])
 
@@ -105,6 +107,58 @@ def test_images_of_classes_are_counted_without_invalid_labels():
         assert loader.class_images.tolist() == expected
     loader._data_set = SimpleNamespace(labels=None)
     assert loader.class_images is None
+
+
+@pytest.fixture
+def program():
+    """Return a stand-in for a compiled program with two inputs."""
+    main = static.Program()
+    with static.program_guard(main, static.Program()):
+        static.data("data", [None, 2], "float32")
+        static.data("label", [None, 1], "int64")
+    return SimpleNamespace(_program=main)
+
+
+DATA, LABELS = np.arange(6, dtype=np.float32).reshape(3, 2), np.array([[5], [6], [7]])
+
+
+def test_any_iterable_is_adapted(program):
+    tensor = paddle.framework.core.LoDTensor()
+    tensor.set(LABELS, paddle.CPUPlace())
+    every = [[{"data": DATA, "label": tensor, "name": "unused"}], ({"data": DATA[::-1], "label": LABELS},)]
+    loader = iterators.adapted(every, program)
+    assert len(loader) == 2
+    assert iterators.adapted(loader, program) is loader
+    assert len(iterators.adapted(iter(every), program)) == iterators.UNKNOWN_LENGTH
+    for _ in range(2):  # each iteration is an epoch
+        (first,), (second,) = loader
+        assert first.keys() == {"data", "label"} and first["label"] is tensor
+        np.testing.assert_array_equal(np.array(first["data"]), DATA)
+        np.testing.assert_array_equal(np.array(second["data"]), DATA[::-1])
+    batches = iter(iterators.adapted(every * 2, program))
+    seen = [next(batches)[0] for _ in range(4)]
+    assert [*batches.gi_frame.f_locals["in_use"]] == seen[1:]  # the GPU may still read the last three batches
+
+
+@pytest.mark.parametrize(
+    ("batches", "problem"),
+    [
+        ([], "no batches; pass an iterable that can be iterated repeatedly"),
+        ([{"data": DATA, "label": LABELS}], r'a batch in an unexpected format; yield \[{"data": ..., "label": ...}\]'),
+        ([[{"data": DATA, "label": LABELS}] * 2], "a batch in an unexpected format"),
+        ([[{"data": DATA}]], "a batch in an unexpected format"),
+        (
+            [[{"data": DATA, "label": LABELS.astype(np.int32)}]],
+            r"label as int32 \['N', 1\], but the program expects int64 \['N', 1\]; convert it",
+        ),
+        ([[{"data": DATA[:, :1], "label": LABELS}]], r"data as float32 \['N', 1\], but the program expects float32"),
+        ([[{"data": DATA, "label": LABELS[:2]}]], "a batch with 3 data and 2 label; yield at least one image, and one"),
+        ([[{"data": DATA[:0], "label": LABELS[:0]}]], "a batch with 0 data and 0 label; yield at least one image"),
+    ],
+)
+def test_invalid_batches_of_an_iterable_are_rejected(program, batches, problem):
+    with pytest.raises(UsageError, match=f"^run: the loader yielded {problem}"):
+        list(iterators.adapted(batches, program))
 
 
 def test_empty_iterator_accepts_targets_and_yields_no_batch():

@@ -353,7 +353,8 @@ def test_ignored_files_are_counted_by_kind_and_class(root, capsys):
         "1 folder (class2 1; for example class2/inner.jpg)",
     ]
     assert line.startswith(f"warning: {root}/val: 7 entries ignored: {', '.join(parts)}; images must be in")
-    assert len(listing.ignored_files(root, Mode.EVAL)) == 7
+    ignored = ["class0/a.gif", "class0/b.GIF", "class1/c.gif", "class1/notes", "class2/gone.heic", "class2/inner.jpg"]
+    assert sorted(listing.ignored_files(root, Mode.EVAL)) == [f"val/{name}" for name in [*ignored, "top.jpg"]]
 
 
 def test_warning_about_ignored_files_lists_some_classes_and_kinds(capsys):
@@ -444,6 +445,11 @@ def test_skip_list_restores_unusual_names(tmp_path):
     assert text == '"\\"quoted\\""\n"two\\nlines"\nplain name.jpg\na "b"\n\u00fc\n"\\udce9"\n'
     (tmp_path / "skip").write_text(text)
     assert listing.read_skip_list(tmp_path / "skip", tmp_path) == set(names)
+    (tmp_path / "skip").write_text('"open\n')
+    with pytest.raises(
+        UsageError, match=f'--skip-list {tmp_path}/skip: a line that begins with " is not a JSON string'
+    ):
+        listing.read_skip_list(tmp_path / "skip", tmp_path)
 
 
 def test_skip_list_may_name_records_of_an_lmdb(tmp_path):

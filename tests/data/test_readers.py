@@ -302,7 +302,7 @@ def test_more_class_names_than_outputs_are_rejected(converted, tmp_path, data_fo
     ("data_format", "message"),
     [
         ("filelist", "train.txt cannot be read"),
-        ("recordio", "has no train.rec"),
+        ("recordio", "has no train.rec; use the folder that contains the recordio files"),
         ("tfrecord", "has no train-00000-of-00001"),
         ("lmdb", "has no train_lmdb"),
         ("webdataset", "has no train-000000.tar"),
@@ -332,7 +332,9 @@ def test_unfinished_conversion_is_rejected(converted, tmp_path):
 
 def test_file_list_may_contain_spaces_and_tabs(make):
     root = make("some place/a b.jpg", "x.jpg")
-    make_list(root, "val", "\ufeffsome place/a b.jpg 2", "", "x.jpg\t0")  # the file list starts with a byte order mark
+    make_list(
+        root, "val", "\ufeffsome place/a b.jpg 2", "", "  ", "x.jpg\t0"
+    )  # the file list starts with a byte order mark
     data_set = readers.open_split(root, "filelist", Mode.EVAL, 10, 0)
     assert data_set.classes == ["0", "1", "2"]
     assert contents(data_set) == [("some place/a b.jpg", 2), ("x.jpg", 0)]
@@ -427,7 +429,7 @@ def test_lmdb_without_records_is_rejected(tmp_path, monkeypatch):
     assert "val_lmdb: contains no records; write it" in error_of(tmp_path, Mode.EVAL, data_format="lmdb")
 
 
-@pytest.mark.parametrize("text", [b"7", b"12\n", b"007", b"123456", b"000123456", b"0"])
+@pytest.mark.parametrize("text", [b"7", b"12\n", b"7 \t\r\v\n", b"007", b"123456", b"000123456", b"0"])
 def test_webdataset_labels_are_decimal_digits(tmp_path, text):
     with open(tmp_path / "val-0.tar", "wb") as f, webdataset.TarWriter(f, encoder=False) as writer:
         writer.write({"__key__": "a", "jpg": b"x", "cls": text})

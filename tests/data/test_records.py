@@ -121,7 +121,8 @@ def test_lmdb_record_beyond_end_of_file_is_rejected(tmp_path, size, problem):
     data = bytearray(path.read_bytes())
     struct.pack_into("<H", data, data.index(b"00000000") - 8, size)
     path.write_bytes(data)
-    assert lmdb_check.problem(str(path.parent)) == problem
+    (tmp_path / "link").symlink_to(path.parent)
+    assert lmdb_check.problem(str(path.parent)) == lmdb_check.problem(str(tmp_path / "link")) == problem
 
 
 def test_missing_lmdb_record_is_rejected(tmp_path):
