@@ -19,7 +19,7 @@ from paddle_resnet.checkpoints.saver import Saver
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.passes import all_reduces
 from paddle_resnet.settings import durations
-from utils import signals
+from utils import locks, signals
 from utils.errors import RunError, UsageError
 
 pytestmark = pytest.mark.usefixtures("one_block")
@@ -271,6 +271,14 @@ def test_checkpoint_has_state_of_current_stage(args, run, monkeypatch):
     assert state["loader"]["step"] == 7
     assert state["meters"]["loss"] == fetchs["loss"][1].state()
     assert set(np.load(io.BytesIO(statistics)).files) == set(all_reduces.own_statistics(main))
+    # After an epoch, the statistics of all processes are the same. Those of rank 0 are in the file of the parameters.
+    saver.save(4, 10, {"loss": 1.5})
+    saver.save(4)
+    monkeypatch.setattr(processes, "rank", lambda: 0)
+    monkeypatch.setattr(exchange, "gather", lambda data: packed.append(data) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        saver.save(5, 2)
+    assert [saver_module._unpack(data)[1] for data in packed[1:]] == [b""] * 3
 
 
 def test_restore_between_training_and_evaluation(args, run):
@@ -291,7 +299,13 @@ def test_run_that_resumes_from_outdated_checkpoint_is_rejected(args, run, saved)
     """Two processes resume the same run. While the second process starts, the first process saves and ends."""
     args.resume, (saver, schedule, fetchs) = True, run
     checkpoint = restore.find(args)
-    Saver(args, saver._program, schedule, Loader(), fetchs, checkpoint)
+    meta = checkpoint.meta | {"evaluations_since_best": 3}
+    resumed = Saver(args, saver._program, schedule, Loader(), fetchs, dataclasses.replace(checkpoint, meta=meta))
+    resumed.save(5, 0)  # nothing is saved, because no step has run
+    assert str(resumed.folder) == checkpoint.folder and resumed._pending is None
+    args.patience = 3
+    assert resumed.ends_early
+    args.patience = 0
     saver.save(5)
     saver.finish()
     message = f"--resume: {saver.folder} was saved by another run while this run started; repeat the command"
@@ -397,6 +411,7 @@ def test_error_if_run_folder_was_deleted(run, tmp_path):
     saver.save(1)
     with pytest.raises(RunError, match="Tiny: was deleted during the run; start the run again, and keep the folder"):
         saver.finish()
+    saver.finish()  # the error is raised only once
 
 
 def save_evaluated(saver, epoch, top1):
@@ -418,20 +433,28 @@ def test_newest_and_best_checkpoints_and_those_of_other_runs_are_kept(args, run,
     saver.finish()
     assert [folder.name for folder in folders.finished(tmp_path / "Tiny")] == ["0", "2", "4", "5"]
     assert (tmp_path / "Tiny/best").resolve().name == "2"
+    meta = folders.read_meta(tmp_path / "Tiny/5")
+    assert (meta["best"]["epoch"], meta["evaluations_since_best"]) == (2, 3)
+    for saver._loader.step in (1, 2, 3):
+        saver.save(6, saver._loader.step)
+    saver.finish()
+    assert [folder.name for folder in folders.finished(tmp_path / "Tiny")] == ["0", "2", "4", "5", "6_2", "6_3"]
 
 
 def test_file_in_place_of_a_link_triggers_warning(run, tmp_path, capsys):
     saver, _, _ = run
     (tmp_path / "Tiny/latest").write_text("mine")
+    (tmp_path / "Tiny/.lock").unlink()
     save_evaluated(saver, 0, 0.5)
     saver.finish()
     assert f"{tmp_path}/Tiny/latest: cannot be linked to 0 (not a link); remove" in capsys.readouterr().err
     assert (tmp_path / "Tiny/latest").read_text() == "mine"
     assert (tmp_path / "Tiny/best").resolve() == tmp_path / "Tiny/0"
+    assert locks.is_of(saver._lock, tmp_path / "Tiny/.lock")
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_non_finite_value_prevents_checkpoint(run, tmp_path, value):
+def test_non_finite_value_prevents_checkpoint(run, tmp_path, monkeypatch, value):
     saver, _, _ = run
     weight = variable("conv2d_0.w_0")
     weight[-1, -1, -1, -1] = value
@@ -439,6 +462,13 @@ def test_non_finite_value_prevents_checkpoint(run, tmp_path, value):
     saver.save(0)
     with pytest.raises(RunError, match="Tiny/0: checkpoint not written, because 1 of its arrays .*conv2d_0.w_0"):
         saver.finish()
+    bad = np.float32([value])
+    for epoch, (optimizer, averages) in enumerate((({"x": bad}, None), ({}, {"x": bad})), 1):
+        monkeypatch.setattr(variables, "snapshot", lambda _, optimizer=optimizer: ({}, optimizer))
+        monkeypatch.setattr(variables, "averaged", lambda *_, averages=averages: averages)
+        saver.save(epoch)
+        with pytest.raises(RunError, match=r"1 of its arrays have non-finite values \(x\)"):
+            saver.finish()
     states = [{str(i): np.float32([value])} for i in range(4)] + [{"count": np.int64([1])}]
     with pytest.raises(RunError, match=r"because 4 of its arrays have non-finite values \(0, 1, 2, \.\.\.\); resume"):
         saver_module._check_finite(tmp_path, states)
