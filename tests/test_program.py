@@ -497,13 +497,16 @@ def test_benchmark_includes_loader_restarts_in_time(parse, monkeypatch, batches)
     assert result["loss"] == pytest.approx(np.arange(3, 13).mean())
 
 
+class Rest(Batches):
+    """A loader that resumes within an epoch, after two batches."""
+
+    step = 2
+
+    def __iter__(self):
+        return iter(self.batches[2:])
+
+
 def test_resumed_epoch_averages_all_images_but_times_only_its_steps(parse):
-    class Rest(Batches):
-        step = 2
-
-        def __iter__(self):
-            return iter(self.batches[2:])
-
     fetchs = fake_fetchs()
     for _, meter in fetchs.values():
         meter.restore({"value": 2.0, "sum": 32.0, "count": 16})
@@ -534,6 +537,21 @@ def test_epoch_time_excludes_checkpoints(parse, monkeypatch):
     expected = [phase, *steps[0], (5, 1, 4), phase, *steps[1], (5, 2, 8), phase, *steps[2], "metric reduction"]
     assert events == expected
     assert result["epoch_time"] == pytest.approx(3 * 0.020 + 1 + 1 + 0.003)
+
+
+def test_accumulation_affects_checkpoints_but_not_evaluation(parse):
+    """A checkpoint is saved only after complete steps of two batches, but not before the first step of a resumed run.
+    The evaluation uses all batches one by one."""
+    args, saved = parse("--accumulate-steps", "2", "--save-interval-steps", "1"), []
+    compiled = SimpleNamespace(**{**vars(COMPILED), "accumulating": COMPILED})
+    batches = random_batches(7)
+    options = compiled, fake_fetchs(), 0, Mode.TRAIN, None, lambda *position: saved.append(position)
+    result = program.run_and_save(args, Batches(batches), Trace(), *options)
+    assert saved == [(0, 2), (0, 4)] and result["images"] == 48
+    program.run_and_save(args, Rest(batches), Trace(), *options)
+    assert saved[2:] == [(0, 4)]
+    result = program.run(args, Batches(batches), Trace(), COMPILED, fake_fetchs(), 0, Mode.EVAL)
+    assert (result["images"], result["steps"]) == (56, 7)
 
 
 def on_two_ranks(monkeypatch, function, *arguments):
