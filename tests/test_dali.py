@@ -399,6 +399,39 @@ def test_synthetic_batches_are_constant_and_epoch_has_size_of_imagenet(parse):
     assert sizes[-1] == 50000 % 64
 
 
+def test_synthetic_loaders_of_ranks_differ_and_resume(parse, shard, monkeypatch):
+    images = []
+    for rank in (0, 1):
+        shard(rank, 2)
+        args = parse("--data-format", "synthetic", "--batch-size", "64")
+        loader = dali.build_dataloader(args, Mode.TRAIN)
+        assert len(loader) == 1281167 // 2 // 64
+        take(loader, 3)
+        images.append(np.array(next(dali.build_dataloader(args, Mode.TRAIN))[0]["data"]))
+        state = json.loads(json.dumps(loader.state()))
+        assert dali.build_dataloader(args, Mode.TRAIN, state).step == 3
+        with pytest.raises(dali.StateError, match=f"step {len(loader) + 1} of {len(loader)}"):
+            dali.build_dataloader(args, Mode.TRAIN, state | {"step": len(loader) + 1})
+    assert not np.array_equal(*images)
+    monkeypatch.setitem(dali.SYNTHETIC_SIZE, Mode.TRAIN, 127)
+    with pytest.raises(UsageError, match="--batch-size 64: exceeds the 63 synthetic images per process"):
+        dali.build_dataloader(args, Mode.TRAIN)
+
+
+@pytest.mark.parametrize("is_in_epoch", [True, False])
+def test_changed_list_of_images_restarts_the_order(parse, photos, tmp_path, capsys, is_in_epoch):
+    loader = dali.build_dataloader(parse("--image-root", photos), Mode.TRAIN)
+    take(loader, 2)
+    if not is_in_epoch:
+        epoch(loader)
+    changed = shutil.copytree(photos, tmp_path / "changed")
+    (changed / "train/class0/00.jpg").rename(changed / "train/class0/renamed.jpg")
+    assert dali.build_dataloader(parse("--image-root", changed), Mode.TRAIN, loader.state()).step == 0
+    stderr = capsys.readouterr().err
+    assert "list of images and labels (hash) is " in stderr
+    assert "so the loader restarts at the beginning of the epoch, with the image order of the first epoch" in stderr
+
+
 @pytest.mark.parametrize(("outputs", "classes", "warns"), [(11, 10, True), (10, 10, False), (11, 0, False)])
 def test_unused_outputs_of_the_network_trigger_a_warning(capsys, outputs, classes, warns):
     """Synthetic images have no classes."""

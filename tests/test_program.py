@@ -536,6 +536,7 @@ def test_epoch_time_excludes_checkpoints(parse, monkeypatch):
     phase = "epoch 5 train"
     expected = [phase, *steps[0], (5, 1, 4), phase, *steps[1], (5, 2, 8), phase, *steps[2], "metric reduction"]
     assert events == expected
+    assert loader.restarts == 1
     assert result["epoch_time"] == pytest.approx(3 * 0.020 + 1 + 1 + 0.003)
 
 
@@ -550,6 +551,9 @@ def test_accumulation_affects_checkpoints_but_not_evaluation(parse):
     assert saved == [(0, 2), (0, 4)] and result["images"] == 48
     program.run_and_save(args, Rest(batches), Trace(), *options)
     assert saved[2:] == [(0, 4)]
+    loader = Batches(batches)
+    loader.reset = lambda: pytest.fail("the next call continues the epoch")
+    assert program.run_and_save(args, loader, Trace(), *options, end_step=4)["steps"] == 4
     result = program.run(args, Batches(batches), Trace(), COMPILED, fake_fetchs(), 0, Mode.EVAL)
     assert (result["images"], result["steps"]) == (56, 7)
 
