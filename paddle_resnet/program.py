@@ -678,8 +678,6 @@ class _Pass:
     def _show_progress(self, step, images, lr):
         """Display the mean metrics of this pass and the current speed."""
         data_time, batch_time = self._clock.recent()
-        if batch_time == 0:
-            return
         means = {name: meter.mean() for name, meter in self._averages().items()}
         fields = [f"loss {means['loss']:.3f}", f"top1 {means['top1']:.3f}", f"{images / batch_time:,.0f} images/s"]
         if lr is not None:

@@ -272,6 +272,10 @@ def test_confusion_matrix_matches_numpy(parse):
         np.testing.assert_array_equal(result["class_top1"][:6], expected.diagonal()[:6] / expected.sum(axis=1)[:6])
         assert np.isnan(result["class_top1"][6])
         assert result["top1"] == pytest.approx(expected.trace() / 32, abs=1e-15)
+        assert 0 <= result["f1_macro"] <= 1
+    args.set("Python", benchmark=True, benchmark_steps=1, benchmark_warmup_steps=0)
+    result = program.run(args, Batches(batches), exe, compiled, fetchs, 0, Mode.EVAL)
+    assert result["confusion"][:, 2].sum() == 8 and "f1_macro" not in result
 
 
 def test_training_has_no_confusion_matrix(parse):
@@ -454,7 +458,8 @@ class TimedLoader:
 
 
 class TimedExecutor:
-    """A fake Executor. Step i takes i + 1 ms, except for the two warm-up steps, which take 1 s each."""
+    """A fake Executor. Step i takes i + 1 ms, except for the two warm-up steps, which take 1 s each. The metrics of
+    step i are i + 1, i + 2 and i + 3."""
 
     def __init__(self, time):
         self.time = time
@@ -463,7 +468,7 @@ class TimedExecutor:
     def run(self, *args, **kwargs):
         self.time.now += 1.0 if self.steps < 2 else 0.001 * (self.steps + 1)
         self.steps += 1
-        return [np.array([float(self.steps)])] * 3
+        return [np.array([float(self.steps + i)]) for i in range(3)]
 
 
 @pytest.mark.parametrize("batches", [1, 2, 3, 100])
@@ -474,7 +479,10 @@ def test_benchmark_includes_loader_restarts_in_time(parse, monkeypatch, batches)
     logged = []
     monkeypatch.setattr(program, "log_info", lambda step, metrics, mode: logged.append(step))
     loader, exe = TimedLoader(time, batches), TimedExecutor(time)
+    monkeypatch.setattr(program.logger, "elapsed_s", time)
     result = program.run(args, loader, exe, COMPILED, fake_fetchs(), 0)
+    # The host has the metrics of the first step after it has dispatched the second step, or before the measurement.
+    assert result["first_step_s"] == pytest.approx(100 + 2 * 1.02 + 0.005 * (batches == 1))
     assert logged == [(0, step) for step in range(2, 12)]
 
     assert exe.steps == 12
@@ -617,7 +625,7 @@ def test_confusion_counts_need_no_matrix():
 
 
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
-def test_progress_estimates_remaining_time(parse, monkeypatch, accumulate_steps):
+def test_progress_estimates_remaining_time(parse, monkeypatch, capsys, accumulate_steps):
     time, shown = FakeTime(), []
     monkeypatch.setattr("utils.meters.perf_counter", time)
     monkeypatch.setattr(program.progress, "is_due", lambda: True)
@@ -629,9 +637,11 @@ def test_progress_estimates_remaining_time(parse, monkeypatch, accumulate_steps)
     compiled = SimpleNamespace(**{**vars(COMPILED), "accumulating": COMPILED})
     program.run(args, loader, TimedExecutor(time), compiled, fake_fetchs(), 1, lr_scheduler=schedule)
     assert [line[:2] for line in shown] == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    times = f"ips 3.922  data_time 0.02  compute_time 1  batch_time 1.02  lr {0.05 * accumulate_steps}"
+    assert capsys.readouterr().out.splitlines()[-1] == f"epoch 1 step 0 train  loss 1  top1 2  top5 3  {times}"
     # Steps 0 and 1 take 20 ms for the batch and 1 s for the computation. Their losses are 1 and 2.
     for loss, (*_, fields, more) in zip((1, 1.5), shown, strict=False):
-        assert fields == [f"loss {loss:.3f}", f"top1 {loss:.3f}", "4 images/s", f"lr {0.05 * accumulate_steps}"]
+        assert fields == [f"loss {loss:.3f}", f"top1 {loss + 1:.3f}", "4 images/s", f"lr {0.05 * accumulate_steps}"]
         assert more == ["waiting for data 2%"]
     ratios = [run_left_s / left_s for _, _, left_s, run_left_s, *_ in shown[:3]]
     assert ratios == pytest.approx([(3 + 8) / 3, (2 + 8) / 2, 1 + 8])
@@ -746,6 +756,8 @@ def test_steps_skipped_by_loss_scaling_do_not_count_as_non_finite(parse, scale, 
     else:
         result = program.run(args, Batches(random_batches(6)), Losses([INF] * 6), COMPILED, fake_fetchs(), 0)
         assert result["loss_scale"] == scale
+        evaluation = program.run(args, Batches(random_batches(1)), Losses([1]), COMPILED, fake_fetchs(), 0, Mode.EVAL)
+        assert "loss_scale" not in evaluation
 
 
 def test_fused_operators_are_counted(parse, monkeypatch):
