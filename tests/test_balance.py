@@ -89,10 +89,11 @@ def test_built_program_weights_mixed_images_by_both_labels(parse, monkeypatch):
         function = getattr(loss_head, name)
         monkeypatch.setattr(loss_head, name, lambda *args, f=function: made.append(f(*args)) or made[-1])
     monkeypatch.setattr(program.mixing, "draw", lambda _, __, h, w: mixing.Mix(np.zeros(h), np.ones(w), 0.7))
-    args = frozen(parse("--class-weights", "balanced", "--mixup", "1", "--batch-size", "2"))
+    args = frozen(parse("--class-weights", "balanced", "--mixup", "1", "--batch-size", "2", "--num-of-class", "4"))
     main, startup = static.Program(), static.Program()
     program.build(args, main, startup, 3, class_images=np.array(IMAGES))
     (class_weights, weights), labels = made, np.array([[0], [1], [2], [0]])
+    assert class_weights.shape == (4,) and class_weights[3] == 0  # the data set has no images of this class
     exe = static.Executor(paddle.CPUPlace())
     exe.run(startup)
     compiled = program.compile_prog(args, main)

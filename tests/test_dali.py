@@ -418,6 +418,17 @@ def test_synthetic_loaders_of_ranks_differ_and_resume(parse, shard, monkeypatch)
         dali.build_dataloader(args, Mode.TRAIN)
 
 
+@pytest.mark.parametrize("has_sizes", [True, False])
+def test_change_that_sizes_intends_is_not_a_warning(parse, capsys, has_sizes):
+    args = parse(*(["--sizes", "24:0,32:1", "--epochs", "2"] if has_sizes else []))
+    conditions = dali._conditions(args, "folder", 30)
+    state = {"conditions": conditions | {"--batch-size": 9}, "step": 0}
+    assert dali._usable(args, state, conditions, 3) == (state, True)
+    output = capsys.readouterr()
+    assert "but the image order continues" in (output.out if has_sizes else output.err)
+    assert not (output.err if has_sizes else output.out)
+
+
 @pytest.mark.parametrize("is_in_epoch", [True, False])
 def test_changed_list_of_images_restarts_the_order(parse, photos, tmp_path, capsys, is_in_epoch):
     loader = dali.build_dataloader(parse("--image-root", photos), Mode.TRAIN)

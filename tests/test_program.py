@@ -10,7 +10,7 @@ import paddle
 import pytest
 from paddle import static
 
-from conftest import frozen, phase, read_report
+from conftest import NHWC, frozen, phase, read_report
 from helpers import build, random_batches, variable
 from paddle_resnet import dali, models, program
 from paddle_resnet.data import iterators
@@ -645,6 +645,10 @@ def test_progress_estimates_remaining_time(parse, monkeypatch, capsys, accumulat
         assert more == ["waiting for data 2%"]
     ratios = [run_left_s / left_s for _, _, left_s, run_left_s, *_ in shown[:3]]
     assert ratios == pytest.approx([(3 + 8) / 3, (2 + 8) / 2, 1 + 8])
+    shown.clear()
+    args = parse("--benchmark", "--benchmark-warmup-steps", "0", "--benchmark-steps", "2")
+    program.run(args, loader, TimedExecutor(time), COMPILED, fake_fetchs(), 0, lr_scheduler=schedule)
+    assert [line[3] for line in shown] == [None, None]  # a benchmark has no other epochs
 
 
 def test_loader_with_wrong_length_is_an_error(parse):
@@ -684,6 +688,26 @@ def test_strategy_fuses_operators_only_in_training_on_gpu(parse, monkeypatch):
     assert {name for name in supported if not getattr(in_bfloat16, name)} == {"fuse_elewise_add_act_ops"}
     monkeypatch.setattr(program, "FUSED_OPERATORS", ("only_in_other_versions",))
     program.create_strategy(args)
+
+
+def test_all_programs_of_a_training_step_use_options_for_training(parse, monkeypatch):
+    modes, create = [], program.create_strategy
+    monkeypatch.setattr(program, "create_strategy", lambda args, mode: modes.append(mode) or create(args, mode))
+    for is_train in (True, False):
+        build(parse("--accumulate-steps", "2"), is_train)
+    assert modes == [True, True, False]
+
+
+def test_slow_depthwise_convolutions_are_reported_only_on_gpu(parse, monkeypatch):
+    warnings = []
+    args = parse(*NHWC, "--model-arch-name", "TinyMobile", "--kernels", "paddle", "--cuda-graph", "false")
+    main = build(args, is_train=False)[-1]
+    monkeypatch.setattr(program, "_warn_of_depthwise", lambda *arguments: warnings.append(arguments))
+    monkeypatch.setattr(program.processes, "place", lambda device: device)
+    for device in ("cpu", "gpu"):
+        program.compile_prog(frozen(args.copy(device=device)), main, is_train=False)
+    [(kernels, layers)] = warnings
+    assert kernels == "paddle" and "3x3, stride 1, 32 channels" in layers
 
 
 @pytest.mark.parametrize("is_train", [True, False])

@@ -91,14 +91,15 @@ def test_loss_of_mixed_batch_matches_formula(parse, monkeypatch, kernels, flag):
             pytest.skip(native.missing())
         native.load()
     monkeypatch.setattr(processes, "rank", lambda: 1)
-    flags = [*kernels, "--lr", "0", "--seed", "5", "--label-smoothing", "0.1"]
-    shape = (32, 32, 4) if "native" in kernels else (3, 32, 32)
+    channels = 4 if "native" in kernels else 3
+    flags = [*kernels, "--lr", "0", "--seed", "5", "--label-smoothing", "0.1", "--image-shape", f"{channels},48,32"]
+    shape = (48, 32, 4) if "native" in kernels else (3, 48, 32)
     batches = random_batches(3, shape)
     result = losses_of(parse(*flags, flag, "0.5"), batches)
     mixed, ratios = [], []
     for step, (images, labels) in enumerate(batches):
         random = random_numbers.generator(5, step, "mix", 1)
-        mix = mixing.draw(random, {flag.removeprefix("--"): 0.5}, 32, 32)
+        mix = mixing.draw(random, {flag.removeprefix("--"): 0.5}, 48, 32)
         weights = np.outer(mix.rows, mix.columns)[..., None] if "native" in kernels else np.outer(mix.rows, mix.columns)
         images = (1 - weights) * images + weights * images[::-1]
         mixed += [(images.astype("float32"), labels), (images.astype("float32"), labels[::-1].copy())]
@@ -163,6 +164,8 @@ def test_drop_path_rate_increases_with_depth_and_is_zero_in_evaluation(parse, fo
     program.build(frozen(parse("--drop-path", "0.2")), main, static.Program(), 10)
     rates = [op.attr("dropout_prob") for op in main.global_block().ops if op.type == "dropout"]
     assert rates == pytest.approx([0.05, 0.1, 0.15, 0.2])
+    seeds = [op.input("Seed")[0] for op in main.global_block().ops if op.type == "dropout"]
+    assert len({*seeds}) == 4 and {*seeds} <= scalars.of(main).keys()
     main = static.Program()
     program.build(frozen(parse("--drop-path", "0.2")), main, static.Program(), 0, is_train=False)
     assert "dropout" not in [op.type for op in main.global_block().ops]

@@ -179,8 +179,9 @@ def test_fused_update_contains_all_parameters(parse, use_native, gpu_lists, dtyp
     args.amp, args.amp_dtype, args.amp_level = True, dtype, level
     if dtype == "float16":
         args.scale_loss, args.use_dynamic_loss_scaling = 128.0, is_dynamic
-    main = static.Program()
-    program.build(frozen(args), main, static.Program(), 1)
+    main, startup = static.Program(), static.Program()
+    program.build(frozen(args), main, startup, 1)
+    assert {op.attr("op_device") for op in startup.global_block().ops} == {""}  # the state is on the device
     expected, rule = {}, table.OPTIMIZERS[name]
     for op in table.updates(main):
         others = [name for word in ("Grad", *rule.state, "MasterParam") for name in op.input(word)]
