@@ -197,6 +197,25 @@ def test_lack_of_memory_does_not_mean_that_a_state_is_damaged(error, is_damaged)
         dali._restored(SimpleNamespace(build=build), None)
 
 
+def test_damaged_image_does_not_mean_that_a_state_is_damaged():
+    def make():
+        raise DataError("x.jpg: cannot be decoded")
+
+    with pytest.raises(DataError, match="^x.jpg: cannot be decoded$"):
+        dali._restored(SimpleNamespace(build=lambda: None), make)
+
+
+def test_data_set_is_opened_with_values_of_flags(parse, monkeypatch):
+    calls = []
+    monkeypatch.setattr(listing, "read_skip_list", lambda *arguments: calls.append(arguments) or "skipped")
+    monkeypatch.setattr(readers, "open_split", lambda *arguments: calls.append(arguments))
+    args = parse("--image-root", "i", "--data-format", "folder", "--skip-list", "s", "--dali-random-seed", "9")
+    args.allow_outside, args.allow_empty_classes = "outside", "empty"
+    dali.open_data_set(args, Mode.TRAIN, ["a"])
+    options = ("outside", "empty", ["a"])
+    assert calls == [("s", "i", "outside"), ("i", "folder", Mode.TRAIN, 3, 9, "skipped", *options)]
+
+
 def test_loader_of_fewer_processes_restarts_epoch_with_a_reason(parse, photos, capsys, monkeypatch):
     args = parse("--image-root", photos, "--batch-size", "3")
     with monkeypatch.context() as two:
