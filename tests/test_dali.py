@@ -216,6 +216,24 @@ def test_data_set_is_opened_with_values_of_flags(parse, monkeypatch):
     assert calls == [("s", "i", "outside"), ("i", "folder", Mode.TRAIN, 3, 9, "skipped", *options)]
 
 
+@pytest.mark.parametrize(
+    ("scope", "data_format", "is_checked"),
+    [
+        ("eval_only", "folder", True),
+        ("eval_only", "auto", True),
+        ("eval_only", "tfrecord", False),
+        ("train_eval", "folder", False),
+    ],
+)
+def test_only_evaluations_of_folders_check_the_split_first(parse, monkeypatch, scope, data_format, is_checked):
+    checked = []
+    monkeypatch.setattr(listing, "check_split", lambda *arguments: checked.append(arguments))
+    monkeypatch.setattr(readers, "open_split", lambda *arguments: "data set")
+    args = parse("--image-root", "i", "--data-format", data_format, "--run-scope", scope, "--from-checkpoint", "c")
+    assert dali.open_data_set(args, Mode.EVAL) == "data set"
+    assert checked == [("--image-root", "i", Mode.EVAL)] * is_checked
+
+
 def test_loader_of_fewer_processes_restarts_epoch_with_a_reason(parse, photos, capsys, monkeypatch):
     args = parse("--image-root", photos, "--batch-size", "3")
     with monkeypatch.context() as two:
@@ -277,8 +295,11 @@ def test_added_processes_draw_their_own_crops_after_epoch(parse, photos, shard):
     assert mirrors[0] != mirrors[1]
 
 
-def test_batches_match_program_feeds(parse, photos):
+def test_batches_match_program_feeds(parse, photos, monkeypatch):
+    steps = []
+    monkeypatch.setattr(dali.watchdog, "phase", steps.append)
     loader = load(parse, photos, Mode.TRAIN)
+    assert steps == ["image listing (train)"]
     assert isinstance(loader, DALIGenericIterator)
     images, labels = epoch(loader)
     assert images[0].shape == (8, 3, 32, 32)

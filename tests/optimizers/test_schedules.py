@@ -80,8 +80,9 @@ def test_each_schedule_has_a_formula():
 def test_schedule_matches_formula_and_resumes(parse, monkeypatch, name, warmup_epochs):
     if name == "OneCycle":
         monkeypatch.setattr("test_schedules.START", PEAK / 50)
-    result = rates(build(parse, name, warmup_epochs))
+    *result, after, later = rates(build(parse, name, warmup_epochs), EPOCHS * STEPS + 2)
     np.testing.assert_allclose(result, expected(name, warmup_epochs), rtol=1e-12, atol=1e-15)
+    assert after == later == pytest.approx(0.04 * PEAK if name == "Piecewise" else LOW)  # after the last step
     resumed = build(parse, name, warmup_epochs)
     for _ in range(33):
         resumed.step()
@@ -115,6 +116,9 @@ def test_warmup_from_peak_or_above_is_rejected(parse, flags):
 
 
 def test_warmup_longer_than_run_is_shortened_with_warning(parse, capsys):
+    args = parse("--lr", "0.4", "--epochs", "2", "--warmup-epochs", "2")
+    schedules.build_lr_scheduler(args, durations.uniform(args, 10))
+    assert capsys.readouterr().err == ""
     args = parse("--lr", "0.4", "--epochs", "2", "--warmup-epochs", "5")
     result = rates(schedules.build_lr_scheduler(args, durations.uniform(args, 10)), 20)
     np.testing.assert_allclose(result, [0.4 * step / 20 for step in range(20)])
