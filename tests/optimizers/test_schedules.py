@@ -89,6 +89,14 @@ def test_schedule_matches_formula_and_resumes(parse, monkeypatch, name, warmup_e
     assert rates(resumed, EPOCHS * STEPS - 33) == result[33:]
 
 
+def test_adopted_schedule_applies_from_the_current_step(parse):
+    schedule = build(parse, "Cosine", 0)
+    rates(schedule, 5)
+    other = rates(build(parse, "Poly", 2))
+    schedule.adopt(build(parse, "Poly", 2))
+    assert rates(schedule, 30) == other[5:35]
+
+
 def test_default_schedule_equals_paddle_schedulers(parse):
     args = parse("--lr", "0.4", "--epochs", "10", "--warmup-epochs", "2", "--warmup-start-lr", "0.1")
     cosine = paddle.optimizer.lr.CosineAnnealingDecay(0.4, T_max=8 * STEPS)
