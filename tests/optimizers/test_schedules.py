@@ -90,7 +90,7 @@ def test_schedule_matches_formula_and_resumes(parse, monkeypatch, name, warmup_e
 
 
 def test_adopted_schedule_applies_from_the_current_step(parse):
-    schedule = build(parse, "Cosine", 0)
+    schedule = build(parse, "OneCycle", 0)
     rates(schedule, 5)
     other = rates(build(parse, "Poly", 2))
     schedule.adopt(build(parse, "Poly", 2))
