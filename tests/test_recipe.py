@@ -155,6 +155,7 @@ def test_learning_rate_follows_explicit_batch_size_and_optimizer():
     assert choose(294, "--batch-size", "64").lr == 5e-4
     assert choose(294, "--optimizer", "Nesterov", "--batch-size", "32").lr == 0.005
     assert choose(294, "--accumulate-steps", "4").lr == 1.25e-4
+    assert choose(294, "--optimizer", "LAMB", "--batch-size", "64").lr == 5e-3
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 GPU."""
 
 import struct
+from types import SimpleNamespace
 
 import numpy as np
 import paddle
@@ -121,8 +122,17 @@ def test_capabilities_are_read_from_library(tmp_path, monkeypatch):
         fatbin((2, 61, b"")) + gpus._FATBIN + struct.pack("<HHQ", 1, 16, 2**40) + fatbin((2, 80, b"")) + code
     )
     assert gpus._architectures(root / "start.so", files=2) == {(61, 2), (80, 2)}
+    (root / "cut.so").write_bytes(gpus._FATBIN + struct.pack("<HHQ", 1, 16, 8) + bytes(7))
+    assert gpus._architectures(root / "cut.so") == set()
     monkeypatch.setattr(gpus, "build_capabilities", list)
     assert gpus.describe_build().endswith("which supports compute capability unknown")
+
+
+def test_memory_of_each_gpu(monkeypatch):
+    monkeypatch.setattr(
+        paddle.device.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=index * 2**30)
+    )
+    assert gpus.memory(2) == 2**31
 
 
 def test_capabilities_are_read_from_paddle_version(monkeypatch):

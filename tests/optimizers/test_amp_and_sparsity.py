@@ -2,6 +2,7 @@
 
 import itertools
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import paddle
@@ -30,6 +31,7 @@ def test_pruning_keeps_two_of_four_weights(parse, algorithm, channels):
     assert set(masks) == {f"conv2d_{i}.w_0" for i in range(9)}
     dense = {"conv2d_0.w_0"} if channels == 3 else set()
     assert {name.removesuffix(".asp_mask") for name in pruned} == set(masks) - dense
+    assert {p.name for p in sparsity.layers(main)[0]} == set(masks) - dense
     for name in set(masks) - dense:
         weight = variable(name)
         assert_two_of_four(weight, algorithm)
@@ -57,6 +59,8 @@ def test_dense_layers_are_listed(parse, capfd):
     assert sparsity.counts(main) == {"asp.sparse_layers": len(sparse), "asp.dense_layers": len(narrow) + 1}
     line = sparsity.describe(main)
     assert f"--asp: {len(sparse)} of {len(sparse) + len(narrow) + 1} layers are 2:4 sparse" in line
+    sizes = [sum(variable(p.name).size for p in parameters) for parameters in (sparse, narrow, excluded)]
+    assert f", {sizes[0] / sum(sizes):.0%} of the weights; dense: " in line
     assert "conv2d_0, conv2d_1" in line and "classifier linear_0" in line
 
 
@@ -125,6 +129,16 @@ def test_amp_casts_network_and_keeps_loss_head_in_float32(
     for op in by_type.get("momentum", []) if kernels == "paddle" else []:  # Paddle's kernels support only these types
         allowed = {paddle.float32} if dtype == "bfloat16" else {paddle.float32, paddle.float16}
         assert dtypes(op, op.input_arg_names + op.output_arg_names) <= allowed
+
+
+def test_listed_variables_remain_in_float32(monkeypatch):
+    main, calls = static.Program(), []
+    assert "x" in amp._amp_lists(main, "float16", {"x"}).black_varnames
+    monkeypatch.setattr(amp.fp16_utils, "cast_model_to_fp16", lambda *arguments, **options: set())
+    monkeypatch.setattr(amp, "_amp_lists", lambda *arguments: calls.append(arguments) or SimpleNamespace())
+    for for_gpu in (False, True):
+        amp.cast_evaluation_program(main, paddle.CPUPlace(), "bfloat16", "O1", {"x"}, for_gpu)
+    assert calls == [(main, "bfloat16", {"x"})] * 2
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -319,6 +333,7 @@ def test_fused_update_with_loss_scaling_equals_plain_update(parse, use_native, i
             args.amp, args.use_dynamic_loss_scaling, args.scale_loss = True, is_dynamic, 1024.0
         with static.scope_guard(static.Scope()):
             compiled, exe, _, lr_scheduler, main = build(args)
+            assert not is_scaled or not is_dynamic or variable(program.LOSS_SCALE) == 1024
             for images, labels in random_batches(3, (32, 32, 4)):
                 exe.run(compiled, {"data": images, "label": labels}, [])
                 lr_scheduler.step()

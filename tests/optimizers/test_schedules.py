@@ -89,6 +89,15 @@ def test_schedule_matches_formula_and_resumes(parse, monkeypatch, name, warmup_e
     assert rates(resumed, EPOCHS * STEPS - 33) == result[33:]
 
 
+def test_learning_rate_is_multiplied_by_the_factor_of_the_stage(parse):
+    args = parse(*f"--lr-scheduler Poly --lr {PEAK} --epochs {EPOCHS} --warmup-epochs 2".split())
+    parts = durations.Part(0, STEPS), durations.Part(1, STEPS, 2.0), durations.Part(5, STEPS, 0.5)
+    result = rates(schedules.build_lr_scheduler(args, durations.Timeline(1, parts)))
+    plain = rates(schedules.build_lr_scheduler(args, durations.uniform(args, STEPS)))
+    factors = np.repeat([1, 2, 0.5], [STEPS, 4 * STEPS, 5 * STEPS])
+    np.testing.assert_allclose(result, plain * factors, rtol=1e-12)
+
+
 def test_adopted_schedule_applies_from_the_current_step(parse):
     schedule = build(parse, "OneCycle", 0)
     rates(schedule, 5)
@@ -124,7 +133,7 @@ def test_warmup_from_peak_or_above_is_rejected(parse, flags):
 
 
 def test_warmup_longer_than_run_is_shortened_with_warning(parse, capsys):
-    args = parse("--lr", "0.4", "--epochs", "2", "--warmup-epochs", "2")
+    args = parse("--lr", "0.4", "--epochs", "2", "--warmup-epochs", "2", "--lr-scheduler", "Poly")
     schedules.build_lr_scheduler(args, durations.uniform(args, 10))
     assert capsys.readouterr().err == ""
     args = parse("--lr", "0.4", "--epochs", "2", "--warmup-epochs", "5")

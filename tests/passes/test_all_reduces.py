@@ -18,6 +18,14 @@ def append_all_reduce(block, name, role=1):
         block.ops[-1]._set_attr("use_calc_stream", False)  # Fleet sets this value
 
 
+def test_all_reduces_of_the_project_run_on_the_computation_stream():
+    block = static.Program().global_block()
+    compat.append_all_reduce(block, block.create_var(name="g", shape=[2], dtype="float32"))
+    [op] = block.ops
+    assert op.attr("ring_id") == 0 and op.input_arg_names == op.output_arg_names == ["g"]
+    assert not compat.HAS_CALC_STREAM or op.attr("use_calc_stream")
+
+
 def test_fused_all_reduce_waits_for_every_gradient_in_its_buffer():
     """This test inspects the rewritten program. test_gpu.py tests the effect on two GPUs."""
     main = static.Program()
