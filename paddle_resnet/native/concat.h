@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "gpu.h"
-#include "max_pool.h"
+#include "pool.h"
 #include "reference/concat.h"
 #include "tensors.h"
 

@@ -10,7 +10,7 @@
 
 #include "batch_norm.h"
 #include "gpu.h"
-#include "max_pool.h"
+#include "pool.h"
 #include "reference/depthwise_conv.h"
 #include "tensors.h"
 

@@ -14,8 +14,8 @@
 #include "dropout.h"
 #include "gpu.h"
 #include "loss.h"
-#include "max_pool.h"
 #include "pointwise_conv.h"
+#include "pool.h"
 #include "paddle/phi/api/all.h"
 #include "squeeze_excitation.h"
 #include "tensors.h"
@@ -144,7 +144,7 @@ PD_BUILD_OP(native_bn_inference)
     .SetInferShapeFn(PD_INFER_SHAPE(BnInferenceShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(BnInferenceType));
 
-// Max pooling, max_pool.h
+// Pooling, pool.h
 
 Shapes MaxPoolShape(const Dims &x, int kernel, int stride, int padding) {
   const Window window = window_of(x[1], x[2], kernel, stride, padding, padding, 0);
@@ -171,6 +171,30 @@ PD_BUILD_OP(native_max_pool_backward)
     .SetKernelFn(PD_KERNEL(MaxPoolBackward))
     .SetInferShapeFn(PD_INFER_SHAPE(MaxPoolBackwardShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(MaxPoolBackwardType));
+
+Shapes AveragePoolShape(const Dims &x, int kernel, int stride, int padding, bool) {
+  return {MaxPoolShape(x, kernel, stride, padding)[0]};
+}
+Types AveragePoolType(DataType x) { return {x}; }
+PD_BUILD_OP(native_average_pool)
+    .Inputs({"X"})
+    .Outputs({"Y"})
+    .Attrs({"kernel: int", "stride: int", "padding: int", "excludes_padding: bool"})
+    .SetKernelFn(PD_KERNEL(AveragePool))
+    .SetInferShapeFn(PD_INFER_SHAPE(AveragePoolShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(AveragePoolType));
+
+Shapes AveragePoolBackwardShape(const Shapes &dy, int, int, int, bool, int height, int width) {
+  return {{dy[0][0], height, width, dy[0][3]}};
+}
+Types AveragePoolBackwardType(const Types &dy) { return {dy[0]}; }
+PD_BUILD_OP(native_average_pool_backward)
+    .Inputs({paddle::Vec("DY")})
+    .Outputs({"DX"})
+    .Attrs({"kernel: int", "stride: int", "padding: int", "excludes_padding: bool", "height: int", "width: int"})
+    .SetKernelFn(PD_KERNEL(AveragePoolBackward))
+    .SetInferShapeFn(PD_INFER_SHAPE(AveragePoolBackwardShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(AveragePoolBackwardType));
 
 // Depthwise convolution, depthwise_conv.h
 

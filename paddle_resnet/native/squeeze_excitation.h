@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "gpu.h"
-#include "max_pool.h"
+#include "pool.h"
 #include "reference/squeeze_excitation.h"
 #include "tensors.h"
 

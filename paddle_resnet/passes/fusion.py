@@ -1,4 +1,4 @@
-"""Replace Paddle's operators with custom operators (native/). In NHWC, custom operators compute BN, max pooling,
+"""Replace Paddle's operators with custom operators (native/). In NHWC, custom operators compute BN, pooling,
 global average pooling, the channel scaling of squeeze-and-excitation, concatenations of channels, depthwise
 convolutions, and the filter gradient of 1x1 convolutions with few channels. BN is fused with the next activation, or
 with the residual addition and, if it follows, ReLU or Mish; in evaluation, BN is also fused with a preceding depthwise
@@ -72,8 +72,8 @@ def fuse(program):
                 _fuse_inference(graph, op)
             elif not op.attr("is_test"):
                 _fuse_training(graph, op)
-        elif op.type == "pool2d" and _is_plain_max_pool(graph, op) and graph.fills_vectors(op):
-            _fuse_max_pool(graph, op)
+        elif op.type == "pool2d" and _is_plain_pool(graph, op) and graph.fills_vectors(op):
+            _fuse_pool(graph, op)
         elif op.type == "pool2d" and _is_global_average_pool(op) and graph.fills_vectors(op):
             _fuse_global_average_pool(graph, op)
         elif op.type == "elementwise_mul" and _scales_channels(graph, op) and graph.fills_vectors(op):
@@ -273,13 +273,13 @@ def _fuse_inference(graph, bn):
     graph.replace(ops, ops[-1], "native_bn_inference", inputs, {"Y": graph.block.var(tail.out)}, attrs)
 
 
-def _is_plain_max_pool(graph, op):
-    if op.attr("pooling_type") != "max" or op.attr("data_format") != "NHWC":
+def _is_plain_pool(graph, op):
+    if op.attr("data_format") != "NHWC":
         return False
     kernel, stride, padding = (op.attr(name) for name in ("ksize", "strides", "paddings"))
     is_square = all(len(set(values)) == 1 for values in (kernel, stride, padding))
     is_plain = not any(op.attr(name) for name in ("global_pooling", "adaptive"))
-    fits_a_byte = max(kernel) <= 15  # the kernel stores positions in the window as bytes
+    fits_a_byte = max(kernel) <= 15  # the kernel for max pooling stores positions in the window as bytes
     overlaps_the_image = max(padding) < min(kernel)  # every window contains at least one pixel of the image
     size = graph.variables(op, "X")["X"].shape[1:3]
     has_fixed_size = min(size) > 0
@@ -288,19 +288,24 @@ def _is_plain_max_pool(graph, op):
     return is_known and op.attr("padding_algorithm") == "EXPLICIT"
 
 
-def _fuse_max_pool(graph, pool):
-    block = graph.block
+def _fuse_pool(graph, pool):
     x, out = graph.variables(pool, "X", "Out").values()
     attrs = {"kernel": pool.attr("ksize")[0], "stride": pool.attr("strides")[0], "padding": pool.attr("paddings")[0]}
-    positions = block.create_var(name=f"{out.name}.positions", dtype=paddle.uint8, stop_gradient=True)
-    graph.replace([pool], pool, "native_max_pool", {"X": x}, {"Y": out, "Positions": positions}, dict(attrs))
+    if pool.attr("pooling_type") == "max":
+        name = "native_max_pool"
+        positions = graph.block.create_var(name=f"{out.name}.positions", dtype=paddle.uint8, stop_gradient=True)
+        results = {"Positions": positions}
+    else:
+        name, results = "native_average_pool", {}
+        attrs["excludes_padding"] = pool.attr("exclusive")
+    graph.replace([pool], pool, name, {"X": x}, {"Y": out, **results}, dict(attrs))
     gradient = graph.gradient(pool)
     if gradient is not None:
         summands, sums = graph.summands(f"{out.name}@GRAD")
         sizes = {"height": x.shape[1], "width": x.shape[2]}
         dx = graph.variables(gradient, "X@GRAD")["X@GRAD"]
-        inputs = {"DY@VECTOR": summands, "Positions": positions}
-        graph.replace([*sums, gradient], gradient, "native_max_pool_backward", inputs, {"DX": dx}, attrs | sizes)
+        inputs = {"DY@VECTOR": summands, **results}
+        graph.replace([*sums, gradient], gradient, f"{name}_backward", inputs, {"DX": dx}, attrs | sizes)
 
 
 def _is_global_average_pool(op):

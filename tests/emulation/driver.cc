@@ -235,6 +235,8 @@ struct Unpack<kKernel> {
   DEPTHWISE_ENTRIES(T, k5_s2) \
   ENTRY(max_pool_##T) \
   ENTRY(max_pool_gradient_##T) \
+  ENTRY(average_pool_##T) \
+  ENTRY(average_pool_gradient_##T) \
   ENTRY(image_sums_##T) \
   ENTRY(scale_images_##T)
 #define ENTRIES(T) \

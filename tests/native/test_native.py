@@ -311,14 +311,17 @@ def test_bn_inference(device, where, dtype, shape, activation):
     close(y, function(expected), dtype)
 
 
-@pytest.mark.parametrize("summands", [1, 2])
-@pytest.mark.parametrize("kernel, stride, padding", [(3, 2, 1), (2, 2, 0), (3, 1, 1), (5, 3, 2)])
-@pytest.mark.parametrize(
+POOLED = pytest.mark.parametrize(
     "where, dtype, shape",
     [("cpu", "float32", (2, 9, 8, 8)), ("emulated", "float32", (2, 9, 8, 8)), ("emulated", "bfloat16", (3, 17, 16, 40))]
     + [("emulated", "bfloat16", (2, 9, 8, 12))]
     + [pytest.param("gpu", dtype, (3, 17, 16, c), marks=pytest.mark.gpu) for dtype in TOLERANCE for c in (12, 40)],
 )
+
+
+@pytest.mark.parametrize("summands", [1, 2])
+@pytest.mark.parametrize("kernel, stride, padding", [(3, 2, 1), (2, 2, 0), (3, 1, 1), (5, 3, 2)])
+@POOLED
 def test_max_pool(device, where, dtype, shape, kernel, stride, padding, summands):
     """The reference is Paddle's pooling in float32. All values except zeros are distinct. If a window contains several
     zeros and no larger value, pooling selects the first zero."""
@@ -332,6 +335,26 @@ def test_max_pool(device, where, dtype, shape, kernel, stride, padding, summands
     dy = [random.images(y.shape) for _ in range(summands)]
     (dx,) = run("native_max_pool_backward", dy, positions, kernel, stride, padding, *shape[1:3])
     close(dx, max_pool_gradient(wide(plain), sum(wide(d) for d in dy), kernel, stride, padding), dtype)
+
+
+@pytest.mark.parametrize("summands, excludes_padding", [(1, True), (2, False)])
+@pytest.mark.parametrize("kernel, stride, padding", [(2, 1, 1), (2, 2, 0), (3, 2, 1), (5, 3, 2)])
+@POOLED
+def test_average_pool(device, where, dtype, shape, kernel, stride, padding, summands, excludes_padding):
+    """The reference is Paddle's pooling in float32."""
+    random = Random(dtype)
+    x = random.images(shape)
+    plain = x.astype("float32")
+    plain.stop_gradient = False
+    expected = paddle.nn.functional.avg_pool2d(
+        plain, kernel, stride, padding, exclusive=excludes_padding, data_format="NHWC"
+    )
+    (y,) = run("native_average_pool", x, kernel, stride, padding, excludes_padding)
+    close(y, wide(expected), dtype)
+    dy = [random.images(y.shape) for _ in range(summands)]
+    (dx,) = run("native_average_pool_backward", dy, kernel, stride, padding, excludes_padding, *shape[1:3])
+    [gradient] = paddle.grad(expected, plain, sum(d.astype("float32") for d in dy))
+    close(dx, wide(gradient), dtype)
 
 
 @pytest.mark.parametrize(
@@ -1325,7 +1348,15 @@ def test_kernels_compile_without_gpu(tmp_path, capability):
         "reduce": [*kinds["reduce"], "_add_relu_two", "_add_linear_two", "_add_mish_two"],
     }
     names = [f"bn_{kind}{fused}" for kind, all_fused in kinds.items() for fused in all_fused]
-    names += ["bn_statistics", "max_pool", "max_pool_gradient", "image_sums", "scale_images"]
+    names += [
+        "bn_statistics",
+        "max_pool",
+        "max_pool_gradient",
+        "average_pool",
+        "average_pool_gradient",
+        "image_sums",
+        "scale_images",
+    ]
     kinds = ("conv", "input_gradient", "filter_gradient")
     names += [f"depthwise_{kind}_k{kernel}_s{stride}" for kind in kinds for kernel in (3, 5) for stride in (1, 2)]
     for name in names:

@@ -396,14 +396,24 @@ UNUSUAL = {
                 + F.avg_pool2d(y, 3, 1, 1, exclusive=False, data_format="NHWC")
             )
         )(conv(x)),
-        4,
+        6,
     ),
     "factors of images with a gradient": (
         lambda x: with_gradient(x) * layers.sigmoid(global_average_pool(conv(x.detach()))),
         4,
     ),
     "one factor per value": (lambda x: (lambda y: y * layers.sigmoid(y))(global_average_pool(conv(x))), 1),
-    "mean over windows": (lambda x: F.avg_pool2d(conv(x), 2, data_format="NHWC"), 0),
+    "average over windows": (lambda x: F.avg_pool2d(conv(x), 2, data_format="NHWC"), 2),
+    "average without padding": (lambda x: F.avg_pool2d(conv(x), 2, 1, 1, data_format="NHWC"), 2),
+    "average with padding": (lambda x: F.avg_pool2d(conv(x), 3, 2, 1, exclusive=False, data_format="NHWC"), 2),
+    "average with two readers": (
+        lambda x: (lambda y: conv(y) + y)(F.avg_pool2d(conv(x), 3, 1, 1, data_format="NHWC")),
+        2,
+    ),
+    "average whose output size is rounded up": (
+        lambda x: F.avg_pool2d(conv(x), 3, 2, ceil_mode=True, data_format="NHWC"),
+        0,
+    ),
     "concatenation": (lambda x: paddle.concat([conv(x), x], axis=-1), 1),
     "concatenation of two layers": (lambda x: paddle.concat([conv(x), conv(x)], axis=3), 2),
     "concatenation of a layer with itself": (lambda x: (lambda y: paddle.concat([y, y], axis=3))(conv(x)), 2),
@@ -511,6 +521,11 @@ INFERENCE = {
     "max pooling with VALID padding": (lambda: pool(paddings=[1, 1], padding_algorithm="VALID"), []),
     "global average pooling": (lambda: pool(pooling_type="avg", global_pooling=True), ["image_sums"]),
     "adaptive average pooling": (lambda: pool(pooling_type="avg", ksize=[1, 1], adaptive=True), ["image_sums"]),
+    "average pooling in float64": (
+        lambda: F.avg_pool2d(images(dtype="float64"), 2, data_format="NHWC"),
+        [],
+    ),
+    "average pooling": (lambda: pool(pooling_type="avg", exclusive=True), ["average_pool"]),
     "adaptive average pooling to 2x2 pixels": (lambda: pool(pooling_type="avg", ksize=[2, 2], adaptive=True), []),
     "average of 6 channels": (lambda: global_average_pool(images(6)), []),
     "factors": (lambda: images() * images(height=1, name="factors"), ["scale_images"]),

@@ -1,0 +1,103 @@
+// Reference implementations of max pooling and average pooling of images [N, H, W, C] and of their gradients: float32
+// loops for the CPU.
+//
+// Position p in a window is the pixel (p / kernel, p % kernel), counted from the window's upper left corner, including
+// padding.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "../common.h"
+
+namespace reference {
+
+// Computes y and positions [batch, out_height, out_width, channels]. If several values are equal, the first one is the
+// maximum. NaN is treated as larger than all numbers.
+inline void max_pool(const float *x, int batch, int channels, const Window &window, float *y, uint8_t *positions) {
+  const int64_t outputs = static_cast<int64_t>(batch) * window.out_height * window.out_width * channels;
+  for (int64_t i = 0; i < outputs; ++i) {
+    const int channel = i % channels, column = i / channels % window.out_width;
+    const int row = i / channels / window.out_width % window.out_height;
+    const int64_t image = i / channels / window.out_width / window.out_height;
+    bool is_first = true;
+    for (int position = 0; position < window.kernel * window.kernel; ++position) {
+      const int h = row * window.stride - window.padding + position / window.kernel;
+      const int w = column * window.stride - window.padding + position % window.kernel;
+      if (h < 0 || h >= window.height || w < 0 || w >= window.width) continue;
+      const float value = x[((image * window.height + h) * window.width + w) * channels + channel];
+      if (!is_first && !(value > y[i]) && !std::isnan(value)) continue;
+      is_first = false;
+      y[i] = value;
+      positions[i] = position;
+    }
+  }
+}
+
+// Computes dx [batch, height, width, channels] from the gradient dy [+ dy2] of the output; `dy2` may be null.
+inline void max_pool_gradient(const float *dy, const float *dy2, const uint8_t *positions, int batch, int channels,
+                              const Window &window, float *dx) {
+  std::fill_n(dx, static_cast<int64_t>(batch) * window.height * window.width * channels, 0.f);
+  const int64_t outputs = static_cast<int64_t>(batch) * window.out_height * window.out_width * channels;
+  for (int64_t i = 0; i < outputs; ++i) {
+    const int channel = i % channels, column = i / channels % window.out_width;
+    const int row = i / channels / window.out_width % window.out_height;
+    const int64_t image = i / channels / window.out_width / window.out_height;
+    const int h = row * window.stride - window.padding + positions[i] / window.kernel;
+    const int w = column * window.stride - window.padding + positions[i] % window.kernel;
+    float &sum = dx[((image * window.height + h) * window.width + w) * channels + channel];
+    sum += dy[i];
+    if (dy2) sum += dy2[i];
+  }
+}
+
+// The pixels of the image in one window, and the factor of their average.
+struct Average {
+  int top, bottom, left, right;
+  float factor;
+
+  Average(const Window &window, int row, int column, bool excludes_padding) {
+    const int first_row = row * window.stride - window.padding, first_column = column * window.stride - window.padding;
+    top = std::max(first_row, 0), bottom = std::min(first_row + window.kernel, window.height);
+    left = std::max(first_column, 0), right = std::min(first_column + window.kernel, window.width);
+    factor = 1.f / (excludes_padding ? (bottom - top) * (right - left) : window.kernel * window.kernel);
+  }
+};
+
+// Computes y [batch, out_height, out_width, channels].
+inline void average_pool(const float *x, int batch, int channels, const Window &window, bool excludes_padding,
+                         float *y) {
+  const int64_t outputs = static_cast<int64_t>(batch) * window.out_height * window.out_width * channels;
+  for (int64_t i = 0; i < outputs; ++i) {
+    const int channel = i % channels, column = i / channels % window.out_width;
+    const int row = i / channels / window.out_width % window.out_height;
+    const int64_t image = i / channels / window.out_width / window.out_height;
+    const Average average(window, row, column, excludes_padding);
+    float sum = 0;
+    for (int h = average.top; h < average.bottom; ++h)
+      for (int w = average.left; w < average.right; ++w)
+        sum += x[((image * window.height + h) * window.width + w) * channels + channel];
+    y[i] = sum * average.factor;
+  }
+}
+
+// Computes dx [batch, height, width, channels] from the gradient dy [+ dy2] of the output; `dy2` may be null.
+inline void average_pool_gradient(const float *dy, const float *dy2, int batch, int channels, const Window &window,
+                                  bool excludes_padding, float *dx) {
+  std::fill_n(dx, static_cast<int64_t>(batch) * window.height * window.width * channels, 0.f);
+  const int64_t outputs = static_cast<int64_t>(batch) * window.out_height * window.out_width * channels;
+  for (int64_t i = 0; i < outputs; ++i) {
+    const int channel = i % channels, column = i / channels % window.out_width;
+    const int row = i / channels / window.out_width % window.out_height;
+    const int64_t image = i / channels / window.out_width / window.out_height;
+    const Average average(window, row, column, excludes_padding);
+    const float gradient = (dy[i] + (dy2 ? dy2[i] : 0.f)) * average.factor;
+    for (int h = average.top; h < average.bottom; ++h)
+      for (int w = average.left; w < average.right; ++w)
+        dx[((image * window.height + h) * window.width + w) * channels + channel] += gradient;
+  }
+}
+
+}  // namespace reference
