@@ -37,6 +37,7 @@ GPU_SHAPES = [*SHAPES, *NARROW_SHAPES, (8, 28, 28, 100), (16, 7, 7, 2048), (32, 
 # Each tolerance is half a unit in the last place for results between 1 and 16, plus a margin for rounding errors in
 # sums.
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
+DTYPES = (*TOLERANCE,)
 TOLERANCE["products in TF32"] = 1e-4  # for rounded factors; factors that are not rounded correctly cause errors of 1e-3
 UNIT = {"float32": 0, "float16": 2**-10, "bfloat16": 2**-7}  # unit in the last place (ulp) of the value 1
 IN_FLOAT32 = [(where, "float32", shape) for where in ("cpu", "emulated") for shape in SHAPES]
@@ -315,7 +316,7 @@ POOLED = pytest.mark.parametrize(
     "where, dtype, shape",
     [("cpu", "float32", (2, 9, 8, 8)), ("emulated", "float32", (2, 9, 8, 8)), ("emulated", "bfloat16", (3, 17, 16, 40))]
     + [("emulated", "bfloat16", (2, 9, 8, 12))]
-    + [pytest.param("gpu", dtype, (3, 17, 16, c), marks=pytest.mark.gpu) for dtype in TOLERANCE for c in (12, 40)],
+    + [pytest.param("gpu", dtype, (3, 17, 16, c), marks=pytest.mark.gpu) for dtype in DTYPES for c in (12, 40)],
 )
 
 
@@ -366,8 +367,8 @@ def test_average_pool(device, where, dtype, shape, kernel, stride, padding, summ
     [("cpu", "float32", (2, 9, 8, 8)), ("emulated", "float32", (2, 9, 8, 8)), ("emulated", "bfloat16", (3, 17, 15, 40))]
     + [("emulated", "float32", (2, 23, 26, 68))]  # a shape with several channel groups and many tasks per block
     + [("emulated", "bfloat16", (2, 9, 8, 12)), ("emulated", "bfloat16", (2, 9, 8, 100))]
-    + [pytest.param("gpu", dtype, (3, 17, 15, c), marks=pytest.mark.gpu) for dtype in TOLERANCE for c in (12, 40, 100)]
-    + [pytest.param("gpu", dtype, (32, 56, 56, 144), marks=pytest.mark.gpu) for dtype in TOLERANCE],
+    + [pytest.param("gpu", dtype, (3, 17, 15, c), marks=pytest.mark.gpu) for dtype in DTYPES for c in (12, 40, 100)]
+    + [pytest.param("gpu", dtype, (32, 56, 56, 144), marks=pytest.mark.gpu) for dtype in DTYPES],
 )
 def test_depthwise_conv(device, where, dtype, shape, kernel, stride, padding):
     random, channels = Random(dtype), shape[-1]
@@ -660,7 +661,7 @@ ALL_PLACES = ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)]
 # Tensor sizes: some are not multiples of the vector size, one is 1, and one requires many blocks. The number of tensors
 # exceeds the limit of a single launch.
 SIZES = [7, 8, 1, 64, 2048, 33, *[16] * 100, 999_001]
-UPDATED = [*NARROW, *[pytest.param("gpu", dtype, marks=pytest.mark.gpu) for dtype in TOLERANCE]]
+UPDATED = [*NARROW, *[pytest.param("gpu", dtype, marks=pytest.mark.gpu) for dtype in DTYPES]]
 
 
 def sizes_on(where):
