@@ -31,7 +31,7 @@ from conftest import (
 )
 from helpers import epoch, take
 from paddle_resnet import budget, dali, export, models, predict
-from paddle_resnet.models.resnet import BottleneckBlock, ResNet
+from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
 from paddle_resnet.serving import inference, networks
 from paddle_resnet.steps import cuda_graph
 from utils.mode import Mode
@@ -784,8 +784,9 @@ def test_float16_export_runs_in_paddle_inference(run_train, photos, tmp_path, ar
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 0.02), ("float16", 0.05), ("bfloat16", 0.2)])
-@pytest.mark.parametrize("arch", ["Tiny", "TinyMobile"])
-def test_captured_predictions_match_reference(run_train, photos, tmp_path, arch, precision, tolerance):
+@pytest.mark.parametrize("arch", ["Tiny", "TinyMobile", "TinyStem"])
+def test_captured_predictions_match_reference(run_train, photos, tmp_path, monkeypatch, arch, precision, tolerance):
+    monkeypatch.setitem(models.MODELS, "TinyStem", partial(ResNet, BasicBlock, (1,)))  # a stem with 64 filters
     run_train(*FP32_NHWC, "--model-arch-name", arch, "--epochs", "3")
     checkpoint, paths = tmp_path / f"output/{arch}/2", sorted(map(str, (photos / "val").glob("*/*.jpg")))
     reference = networks.load_checkpoint(checkpoint, "gpu").model()
@@ -795,7 +796,9 @@ def test_captured_predictions_match_reference(run_train, photos, tmp_path, arch,
         assert (model.engine, model.precision) == ("captured step", precision)
         operators = {op.type for op in model.steps._network.program.global_block().ops}
         assert precision != "float32" or "conv2d" not in operators
-        assert ("native_pointwise_conv_bn_inference" in operators) == (precision == "float32")
+        is_fused = precision == "float32" and arch != "TinyStem"  # this network has no 1x1 convolutions
+        assert ("native_pointwise_conv_bn_inference" in operators) == is_fused
+        assert ("native_stem_inference" in operators) == (arch == "TinyStem")
         actual = predict.predict(model, paths * 2, batch_size=4, device="gpu")
         actual = np.stack([row for _, row, _ in actual])
         first, second = np.split(actual, 2)  # steps are captured from the third batch on

@@ -22,6 +22,10 @@ constexpr int kPointwiseThreads = 256, kWideChannels = 64, kNarrowChannels = 32,
 // Constants for 1x1 convolutions with BN: rows per tile; bytes per row of a chunk of input channels; blocks per
 // multiprocessor if a block computes fewer than 128 output channels (otherwise kBlocksPerProcessor).
 constexpr int kTileRows = 128, kChunkBytes = 64, kNarrowTileBlocks = 3;
+// Constants for the stem of ResNets: filters; pooled columns per group of two warps; groups per block; elements per row
+// and number of rows of the part of an image in shared memory.
+constexpr int kStemFilters = 64, kStemColumns = 7, kStemGroups = 4, kStemRow = 368, kStemRows = 24;
+constexpr int kStemThreads = kStemGroups * 64;
 constexpr float kLargestFloat = 3.402823466e38f;
 
 // Geometry of a pooling layer or a depthwise convolution, in pixels. `vectors` is the number of channel vectors per
@@ -60,11 +64,23 @@ struct Averages {
   int count;
 };
 
+// Geometry of a stem. A block computes `strip` rows of pooled images.
+struct StemSize {
+  int height, width, out_height, out_width, strip;
+};
+
 #ifdef __CUDACC_RTC__
 #define ON_BOTH __device__
 #else
 #define ON_BOTH
 #endif
+
+// Return the 32-bit words of shared memory that a stem needs for the filters and in total. Each filter row occupies 24
+// elements per channel. The number of rows is rounded up to a multiple of the elements per word.
+ON_BOTH constexpr int stem_filter_words(int elements) { return (7 + elements - 1) / elements * 3 * 8 * kStemFilters; }
+ON_BOTH constexpr int stem_words(int elements) {
+  return stem_filter_words(elements) + 2 * kStemFilters + kStemRows * kStemRow / elements;
+}
 
 // Returns the random 32-bit word at index `at` in stream `key` of the Philox 4x32-10 generator (Salmon et al., SC
 // 2011).

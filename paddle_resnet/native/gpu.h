@@ -63,9 +63,9 @@ class Gpu {
   int blocks() const { return blocks_; }  // number of blocks that fill the GPU
 
   // Launches a kernel on the stream of tensor `on`. `grid` and `block` contain the sizes {x, y}. `arguments` contains
-  // the addresses of the kernel's arguments.
+  // the addresses of the kernel's arguments. `shared_bytes` is the size of the kernel's dynamic shared memory.
   void launch(const std::string &name, const Tensor &on, std::vector<unsigned> grid, std::vector<unsigned> block,
-              std::vector<void *> arguments) {
+              std::vector<void *> arguments, unsigned shared_bytes = 0) {
     using Launch = int (*)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream_st *,
                            void **, void **);
     static const auto launch = driver<Launch>("cuLaunchKernel");
@@ -74,10 +74,14 @@ class Gpu {
       void *function = nullptr;
       check(driver<int (*)(void **, void *, const char *)>("cuModuleGetFunction")(&function, module_, name.c_str()),
             name);
+      constexpr int kMaxDynamicSharedBytes = 8;
+      if (shared_bytes > 0)
+        check(driver<int (*)(void *, int, int)>("cuFuncSetAttribute")(function, kMaxDynamicSharedBytes, shared_bytes),
+              name);
       entry = functions_.emplace(name, function).first;
     }
-    check(launch(entry->second, grid[0], grid[1], 1, block[0], block[1], 1, 0, tensor_stream(&on), arguments.data(),
-                 nullptr),
+    check(launch(entry->second, grid[0], grid[1], 1, block[0], block[1], 1, shared_bytes, tensor_stream(&on),
+                 arguments.data(), nullptr),
           name);
   }
 

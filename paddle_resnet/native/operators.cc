@@ -18,6 +18,7 @@
 #include "pool.h"
 #include "paddle/phi/api/all.h"
 #include "squeeze_excitation.h"
+#include "stem.h"
 #include "tensors.h"
 #include "update.h"
 
@@ -286,6 +287,20 @@ PD_BUILD_OP(native_pointwise_conv_backward_filter)
     .SetKernelFn(PD_KERNEL(PointwiseFilterGradient))
     .SetInferShapeFn(PD_INFER_SHAPE(PointwiseFilterGradientShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(PointwiseFilterGradientType));
+
+// Stem of ResNets, stem.h
+
+Shapes StemInferenceShape(const Dims &x, const Dims &, const Dims &, const Dims &, const Dims &, const Dims &, float) {
+  return {{x[0], stem_positions(x[1]), stem_positions(x[2]), kStemFilters}};
+}
+Types StemInferenceType(DataType x, DataType, DataType, DataType, DataType, DataType) { return {x}; }
+PD_BUILD_OP(native_stem_inference)
+    .Inputs({"X", "Filter", "Scale", "Bias", "Mean", "Variance"})
+    .Outputs({"Y"})
+    .Attrs({"epsilon: float"})
+    .SetKernelFn(PD_KERNEL(StemInference))
+    .SetInferShapeFn(PD_INFER_SHAPE(StemInferenceShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(StemInferenceType));
 
 // Squeeze-and-excitation, squeeze_excitation.h
 

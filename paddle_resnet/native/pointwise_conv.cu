@@ -144,16 +144,6 @@ __device__ __forceinline__ int chunk_offset(unsigned row, unsigned vector) {
   return row * kChunkBytes + ((byte / 16 ^ row / 2 % 4) * 16 + byte % 16);
 }
 
-// Returns the output channel, relative to the first channel of the block, in row `row` of the filter's chunk. The
-// column 8 n + 2 quad + i of a warp's product then is element 2 n + i of the thread with this quad. The eight elements
-// of a thread are one vector, or two vectors of four elements between which are the vectors of three other threads.
-template <class T>
-__device__ __forceinline__ int filter_channel(unsigned row) {
-  constexpr int V = T::kLanes;
-  const unsigned quad = row % 8 / 2, element = row / 8 % 4 * 2 + row % 2;
-  return row / 32 * 32 + (element / V * 4 + quad) * V + element % V;
-}
-
 // load_matrices loads four 8x8 matrices of 16-bit elements. Each thread passes the address of one row. copy_vector
 // starts to copy a vector to shared memory, or zeros if `is_present` is false. wait_for_copies waits until at most
 // kPending of the groups of copies that end_copies separates are not complete.

@@ -167,3 +167,14 @@ void round_words(f32, unsigned (&words)[kWords]) {
   for (unsigned &word : words) word = emulated_round_to_tf32(word);
 }
 #endif
+
+// Returns the output channel, relative to the first channel of the block, in row `row` of the filters that a block
+// multiplies. The column 8 n + 2 quad + i of a warp's product then is element 2 n + i of the thread with this quad. The
+// eight elements of a thread are one vector, or two vectors of four elements between which are the vectors of three
+// other threads.
+template <class T>
+__device__ __forceinline__ int filter_channel(unsigned row) {
+  constexpr int V = T::kLanes;
+  const unsigned quad = row % 8 / 2, element = row / 8 % 4 * 2 + row % 2;
+  return row / 32 * 32 + (element / V * 4 + quad) * V + element % V;
+}

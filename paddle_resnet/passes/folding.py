@@ -15,6 +15,10 @@ from paddle import static
 from paddle_resnet.machine import compat
 from paddle_resnet.passes import fusion
 
+# Attributes of the stem's convolution and of its pooling that the custom kernel requires.
+STEM = {"strides": [2, 2], "paddings": [3, 3], "dilations": [1, 1], "groups": 1, "data_format": "NHWC"}
+STEM_POOL = {"ksize": [3, 3], "strides": [2, 2], "paddings": [1, 1], "data_format": "NHWC", "pooling_type": "max"}
+STEM_POOL |= {"global_pooling": False, "adaptive": False, "ceil_mode": False}
 NHWC = [0, 2, 3, 1]  # order of the axes of filters in cuDNN's layout for NHWC, relative to Paddle's layout
 
 
@@ -98,6 +102,56 @@ def fuse_convolutions(program, exe):
     return count, refold
 
 
+def fuse_stem(program):
+    """Replace the stem of a ResNet (7x7 convolution with stride 2 and 64 filters, BN, ReLU, and 3x3 max pooling with
+    stride 2) with one custom operator, in place. It reads images with three channels, so it also replaces the operator
+    that adds a fourth channel of zeros. Like replace_convolutions, this function requires TF32 in float32.
+
+    Args:
+        program: inference Program in NHWC, after cast_evaluation_program.
+    Returns:
+        the number of replaced operators.
+    """
+    graph = fusion.Graph(program.global_block())
+    for conv in [op for op in graph.block.ops if op.type == "conv2d" and _is_stem(graph, op)]:
+        x, out = graph.variables(conv, "Input", "Output").values()
+        pad = graph.producers.get(x.name)
+        ops = [conv]
+        if pad is not None and pad.type == "pad":
+            if pad.attr("paddings") != [0] * 7 + [1] or pad.attr("pad_value") != 0:
+                continue
+            x = graph.variables(pad, "X")["X"]
+            ops += [pad] if len(graph.readers[pad.output("Out")[0]]) == 1 else []
+        bn = graph.only_reader(out.name, ["batch_norm"])
+        tail = fusion.find_tail(graph, bn) if bn is not None else None
+        if x.shape[3] != 3 or tail is None or tail.activation != "relu" or tail.addend is not None:
+            continue
+        pool = graph.only_reader(tail.out, ["pool2d"])
+        if pool is None or not _has_attributes(pool, STEM_POOL):
+            continue
+        inputs = {"X": x} | graph.variables(conv, "Filter") | graph.variables(bn, "Scale", "Bias", "Mean", "Variance")
+        outputs = {"Y": graph.variables(pool, "Out")["Out"]}
+        ops += [bn, *tail.ops, pool]
+        graph.replace(ops, pool, "native_stem_inference", inputs, outputs, {"epsilon": bn.attr("epsilon")})
+    return graph.finish()
+
+
+def _is_stem(graph, conv):
+    x, filters = graph.variables(conv, "Input", "Filter").values()
+    has_shape = filters.shape in [(64, channels, 7, 7) for channels in (3, 4)] and min(x.shape[1:]) > 0
+    is_known = has_shape and _has_attributes(conv, STEM) and filters.dtype == x.dtype and x.dtype in fusion.TYPES
+    return is_known and (x.dtype != paddle.float32 or _has_tf32()) and fusion.has_bfloat16_tensor_cores()
+
+
+def _has_attributes(op, attributes):
+    is_explicit = op.attr("padding_algorithm") == "EXPLICIT"
+    return is_explicit and all(op.attr(name) == value for name, value in attributes.items())
+
+
+def _has_tf32():
+    return os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
+
+
 def replace_convolutions(program, exe):
     """Replace Paddle's float32 convolutions with custom operators, in place. In float32, Paddle's `conv2d` transposes
     its input and output in each step, because it does not support NHWC; the custom operator native_conv calls cuDNN in
@@ -116,13 +170,12 @@ def replace_convolutions(program, exe):
     Returns:
         the number of replaced operators.
     """
-    has_tf32 = os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
     graph, transpose_prog = fusion.Graph(program.global_block()), static.Program()
     for op in [op for op in graph.block.ops if op.type in ("conv2d", "depthwise_conv2d")]:
         x, filters, out = graph.variables(op, "Input", "Filter", "Output").values()
         if not filters.persistable or op.attr("data_format") != "NHWC" or min(x.shape[1:]) < 0:
             continue
-        is_pointwise = has_tf32 and fusion.is_pointwise(graph, op, [paddle.float32])
+        is_pointwise = _has_tf32() and fusion.is_pointwise(graph, op, [paddle.float32])
         if is_pointwise and fusion.fuse_pointwise_conv(graph, op):
             continue
         padding = fusion.padding(graph, op)

@@ -446,10 +446,10 @@ def is_pointwise(graph, op, types):
     is_plain = op.attr("strides") == [1, 1] and op.attr("groups") == 1 and op.attr("data_format") == "NHWC"
     has_channels = all(channels % CHANNELS == 0 for channels in filters.shape[:2])
     is_known = is_plain and not any(op.attr("paddings")) and has_channels
-    return is_known and x.dtype in types and _has_bfloat16_tensor_cores()
+    return is_known and x.dtype in types and has_bfloat16_tensor_cores()
 
 
-def _has_bfloat16_tensor_cores():  # and, in float32, TF32 tensor cores
+def has_bfloat16_tensor_cores():  # and, in float32, TF32 tensor cores
     return paddle.is_compiled_with_cuda() and paddle.device.cuda.get_device_capability()[0] >= 8
 
 

@@ -112,7 +112,7 @@ def load_fast(checkpoint, precision, device="gpu", model_arch_name=None, tta="no
         tta: "flip" averages the probabilities of each image and its mirror image.
     Returns:
         Network. The input is normalized images [N, H, W, 3] in float16 if the precision is float16, otherwise in
-        float32. The network adds the fourth channel, so the host copies fewer bytes to the GPU.
+        float32. The network adds the fourth channel, if it needs one, so the host copies fewer bytes to the GPU.
     Raises:
         native.Unavailable: the custom kernels cannot be built.
         UsageError: see load_checkpoint.
@@ -126,6 +126,7 @@ def load_fast(checkpoint, precision, device="gpu", model_arch_name=None, tta="no
     if args.amp:
         _cast(network, args.amp_dtype, args.amp_level)
     with static.scope_guard(network.scope), static.program_guard(network.program, static.Program()):
+        folding.fuse_stem(network.program)
         if precision == "float32":
             folding.replace_convolutions(network.program, network.exe)
         elif precision == "float16" and not args.qat:
@@ -278,11 +279,11 @@ def _build(args, uint8=False, quantize=False, mirror=False):
             shape = [3, *size] if is_nchw else [*size, 3]
             dtype = "float16" if args.dali_output_fp16 else "float32"
             images = normalized = static.data("images", [None, *shape], dtype=dtype)
+        if mirror:
+            normalized = paddle.concat([normalized, paddle.flip(normalized, [2])])
         if channels == 4:
             fourth = [0, 0, 0, 1, 0, 0, 0, 0] if is_nchw else [0, 0, 0, 0, 0, 0, 0, 1]
             normalized = paddle.nn.functional.pad(normalized, fourth)
-        if mirror:
-            normalized = paddle.concat([normalized, paddle.flip(normalized, [2])])
         model = build_model(args.model_arch_name, args.num_of_class, channels, args.data_layout)
         model.eval()
         logits = network_logits(model, normalized, args.model_arch_name, args.num_of_class)

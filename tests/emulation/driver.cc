@@ -188,6 +188,17 @@ void emulated_load_matrices(const char *row, unsigned (&words)[4]) {
   for (int i = 0; i < 4; ++i) std::memcpy(&words[i], rows[thread - lane + 8 * i + lane / 4] + lane % 4 * 4, 4);
   block.wait();
 }
+
+// All warps of a block must execute the instruction the same number of times.
+int __shfl_sync(unsigned, int value, int source) {
+  static int values[1024];
+  const unsigned thread = threadIdx.y * blockDim.x + threadIdx.x;
+  values[thread] = value;
+  block.wait();
+  const int result = values[thread / 32 * 32 + source];
+  block.wait();
+  return result;
+}
 void __threadfence() {}
 unsigned atomicInc(unsigned *counter, unsigned last) {
   const unsigned before = *counter;
@@ -270,6 +281,7 @@ const std::map<std::string, Call> kernels = {ENTRIES(f32) ENTRIES(bf16) VECTOR_E
                                              ENTRY(pointwise_conv_32_bf16) ENTRY(pointwise_conv_64_bf16) ENTRY(pointwise_conv_128_bf16)
                                              ENTRY(pointwise_conv_32_f32) ENTRY(pointwise_conv_64_f32) ENTRY(pointwise_conv_128_f32)
                                              ENTRY(pointwise_conv_32_bf16x4) ENTRY(pointwise_conv_64_bf16x4) ENTRY(pointwise_conv_128_bf16x4)
+                                             ENTRY(stem_f32) ENTRY(stem_bf16)
                                              ENTRY(follow_loss_scale) ENTRY(clip_factor) ENTRY(concat_8) ENTRY(concat_16) ENTRY(split_8) ENTRY(split_16) ENTRY(follow_averages)
                                           ENTRY(loss_rows) ENTRY(loss_means) ENTRY(loss_gradient)};
 
@@ -299,6 +311,7 @@ int cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned gr
   }
   return 0;
 }
+int cuFuncSetAttribute(void *, int, int) { return 0; }
 int cuMemAlloc_v2(void **memory, size_t bytes) {
   return *memory = std::aligned_alloc(256, (bytes + 255) / 256 * 256), 0;
 }

@@ -552,6 +552,56 @@ def test_unsupported_pointwise_convolutions_with_bn_raise(device, where):
             convolve(x, filters[:10], channels[:10])
 
 
+# The last element is the number of channels of the filters. In the second shape, an image has two columns of blocks. In
+# the last shape, it has two rows of blocks, which compute six and five pooled rows.
+STEM_SHAPES = [(2, 11, 14, 4), (1, 9, 125, 3), (1, 1, 1, 3), (3, 2, 7, 4), (14, 43, 8, 3)]
+
+
+@pytest.mark.parametrize(
+    "where, dtype, shape",
+    [(where, dtype, shape) for where, dtype in NARROW for shape in STEM_SHAPES[:4]]
+    + [("emulated", "float32", STEM_SHAPES[4])]
+    + [
+        pytest.param("gpu", dtype, shape, marks=pytest.mark.gpu)
+        for dtype in ("float32", "float16", "bfloat16")
+        for shape in [*STEM_SHAPES, (300, 61, 250, 4), (64, 224, 224, 4)]
+    ],
+)
+def test_stem_inference(device, where, dtype, shape):
+    random, (*image, channels) = Random(dtype), shape
+    x, filters = random.images((*image, 3)), random.images((64, channels, 7, 7)) / 147**0.5
+    scale, bias, mean, variance = (random.channels(64) for _ in range(4))
+    scale, bias = scale * paddle.to_tensor([1.0, -1.0] * 32), bias - 2
+    is_tf32 = dtype == "float32" and where != "cpu"
+    factor = scale / paddle.sqrt(variance + EPSILON)
+    folded = filters[:, :3].astype("float32") * paddle.reshape(factor, [-1, 1, 1, 1])
+    factors = [rounded_to_tf32(v) if is_tf32 else wide(v.astype(dtype)) for v in (x, folded)]
+    padded = np.pad(factors[0], [(0, 0), (3, 3), (3, 3), (0, 0)])
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (7, 7), (1, 2))[:, ::2, ::2]
+    product = np.tensordot(windows, factors[1], ([3, 4, 5], [1, 2, 3])) + wide(bias) - wide(mean) * wide(factor)
+    padded = np.pad(product.clip(0), [(0, 0), (1, 1), (1, 1), (0, 0)])
+    expected = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), (1, 2))[:, ::2, ::2].max((-1, -2))
+    inputs = x, filters, scale, bias, mean, variance, EPSILON
+    (y,) = run("native_stem_inference", *inputs)
+    assert (expected == 0).any()
+    close(y, expected, "products in TF32" if is_tf32 else dtype)
+    assert where == "emulated" or same(run("native_stem_inference", *inputs), [y])
+
+
+@pytest.mark.parametrize("where, dtype", NARROW)
+def test_unsupported_stems_raise(device, where, dtype):
+    x, filters, channels = paddle.ones([1, 8, 8, 3], dtype), paddle.ones([64, 4, 7, 7], dtype), paddle.ones([64])
+    for images, weights, values, message in (
+        (paddle.ones([1, 8, 8, 4], dtype), filters, channels, "requires images"),
+        (x, filters.astype("float16"), channels, "requires a filter"),
+        (x, filters[:32], channels, "requires a filter"),
+        (x, filters[:, :2], channels, "requires a filter"),
+        (x, filters, channels[:32], "BN requires 64 values"),
+    ):
+        with pytest.raises(Exception, match=message):
+            run("native_stem_inference", images, weights, *[values] * 4, EPSILON)
+
+
 @pytest.mark.parametrize("where", ["emulated"])
 def test_unsupported_pointwise_convolutions_raise(device, where):
     for channels, others, dtype in ((40, 40, "bfloat16"), (8, 10, "bfloat16"), (6, 16, "bfloat16"), (8, 8, "float32")):
@@ -1376,6 +1426,8 @@ def test_kernels_compile_without_gpu(tmp_path, capability):
         assert f"\0pointwise_filter_gradient_{dtype}\0".encode() in image
     for dtype in ("f32", "f16", "bf16", "f16x4", "bf16x4"):
         assert f"\0pointwise_conv_128_{dtype}\0".encode() in image
+    for dtype in ("f32", "f16", "bf16"):
+        assert f"\0stem_{dtype}\0".encode() in image
 
 
 def test_kernel_compiler_error_is_reported(tmp_path, monkeypatch):

@@ -152,22 +152,23 @@ UNUSUAL = {
 
 
 @contextlib.contextmanager
-def small_program(build_network):
-    """Yield (program with initialized parameters, executor, output) of a network for images [N, 6, 6, 8]."""
+def small_program(build_network, shape=(6, 6, 8)):
+    """Yield (program with initialized parameters, executor, output) of a network for images [N, *shape]."""
     main, startup = static.Program(), static.Program()
     with static.scope_guard(static.Scope()), static.program_guard(main, startup), paddle.utils.unique_name.guard():
-        out = build_network(static.data("data", [None, 6, 6, 8]))
+        out = build_network(static.data("data", [None, *shape]))
         exe = static.Executor(paddle.CPUPlace())
         exe.run(startup)
         yield main, exe, out
 
 
-def random_values(main, exe):
+def random_values(main, exe, shape=(6, 6, 8)):
     """Set random BN parameters and statistics, and return a random feed."""
     random = np.random.RandomState(1)
     for name in [v.name for v in main.list_vars() if v.persistable and v.name.startswith("batch_norm")]:
-        variables.set_variable(name, random.uniform(0.5, 2, 8).astype("float32"), exe.place)
-    return {"data": random.randn(2, 6, 6, 8).astype("float32")}
+        array = variables.read(name)
+        variables.set_variable(name, random.uniform(0.5, 2, array.shape).astype("float32"), exe.place)
+    return {"data": random.randn(2, *shape).astype("float32")}
 
 
 @pytest.mark.parametrize("fold", [partial(folding.fold_batch_norms, channel_axis=-1), folding.fuse_convolutions])
@@ -212,7 +213,7 @@ REPLACED = {
 @pytest.mark.parametrize("override", [None, "1", "0"])
 def test_pointwise_convolutions_with_bn_are_fused_if_tf32_is_enabled(monkeypatch, override):
     native.load()
-    monkeypatch.setattr(fusion, "_has_bfloat16_tensor_cores", lambda: True)
+    monkeypatch.setattr(fusion, "has_bfloat16_tensor_cores", lambda: True)
     monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
     if override is not None:
         monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", override)
@@ -246,4 +247,60 @@ def test_replaced_convolutions_have_same_results(case):
         assert folding.replace_convolutions(main, exe) == (len(before) if is_replaced else 0)
         after = [op.type for op in main.global_block().ops if "conv" in op.type]
         assert after == (["native_conv"] * len(before) if is_replaced else before)
+        np.testing.assert_allclose(exe.run(main, feed, [out])[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def stem(x, channels=4, filters=64, size=7, stride=2, activation=F.relu, pool=(3, 2, 1), **options):
+    pads = [0] * 7 + [channels - x.shape[3]]
+    x = F.pad(x, pads, value=options.pop("value", 0.0)) if pads[-1] else x
+    x = nn.Conv2D(channels, filters, size, stride, size // 2, bias_attr=False, data_format="NHWC")(x)
+    bn = nn.BatchNorm2D(filters, data_format="NHWC")
+    bn.eval()
+    return F.max_pool2d(activation(bn(x)), *pool, data_format="NHWC", **options) * 1
+
+
+def stem_with_readers(x):
+    padded = F.pad(x, [0] * 7 + [1])
+    return stem(padded).mean() + padded
+
+
+# For each case: function of images [N, 9, 6, 3], and the types of the operators before the multiplication.
+STEMS = {
+    "four channels": (stem, ["native_stem_inference"]),
+    "three channels": (lambda x: stem(x, 3), ["native_stem_inference"]),
+    "pad with two readers": (stem_with_readers, ["pad", "native_stem_inference"]),
+    "fourth channel not 0": (lambda x: stem(paddle.concat([x, x.mean(3, keepdim=True)], 3)), None),
+    **{
+        name: (partial(stem, **options), None)
+        for name, options in {
+            "five channels": {"channels": 5},
+            "ones": {"value": 1.0},
+            "filters": {"filters": 32},
+            "filter size": {"size": 5},
+            "stride": {"stride": 1},
+            "activation": {"activation": F.relu6},
+            "no activation": {"activation": lambda x: x},
+            "pooling size": {"pool": (2, 2, 1)},
+            "pooling padding": {"pool": (3, 2, 0)},
+            "ceil_mode": {"ceil_mode": True},
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("case", STEMS)
+def test_stem_is_fused_if_supported(monkeypatch, case):
+    native.load()
+    monkeypatch.setattr(fusion, "has_bfloat16_tensor_cores", lambda: True)
+    (build_network, fused), shape = STEMS[case], (9, 6, 3)
+    with small_program(build_network, shape) as (main, exe, out):
+        feed = random_values(main, exe, shape)
+        [expected] = exe.run(main, feed, [out])
+        before = [op.type for op in main.global_block().ops]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+            assert folding.fuse_stem(main) == 0
+        folding.fuse_stem(main)
+        after = [op.type for op in main.global_block().ops]
+        assert after[: len(fused)] == fused if fused else after == before
         np.testing.assert_allclose(exe.run(main, feed, [out])[0], expected, rtol=1e-4, atol=1e-5)

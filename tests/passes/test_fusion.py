@@ -109,7 +109,7 @@ def pointwise_kernels(monkeypatch):
     """Apply the custom operators for 1x1 convolutions to float32, the only type that they support on the CPU."""
     monkeypatch.setattr(fusion, "POINTWISE_TYPES", (paddle.float32,))
     monkeypatch.setattr(fusion, "POINTWISE_PIXELS", 1)
-    monkeypatch.setattr(fusion, "_has_bfloat16_tensor_cores", lambda: True)
+    monkeypatch.setattr(fusion, "has_bfloat16_tensor_cores", lambda: True)
 
 
 def test_fused_training_with_pointwise_convolutions_has_same_results(parse, monkeypatch, pointwise_kernels):
