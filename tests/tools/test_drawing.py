@@ -75,6 +75,17 @@ def test_long_names_are_shortened():
     assert [drawing._shortened("x" * length) for length in (40, 41)] == ["x" * 40, "x" * 39 + "…"]
 
 
+def test_pictures_are_drawn_row_by_row():
+    pictures = [np.full((2, 3, 3), i, np.uint8) for i in range(3)]
+    figure = drawing.pictures(pictures, ["a", "$b$", "c"], 2)
+    assert [axes.get_title() for axes in figure.axes] == ["a", "$b$", "c", ""]
+    assert not figure.axes[1].title.get_parse_math()
+    assert [axes.images[0].get_array().tolist() for axes in figure.axes[:3]] == [image.tolist() for image in pictures]
+    assert figure.axes[0].get_gridspec().get_geometry() == (2, 2)
+    assert not any(axes.axison for axes in figure.axes)
+    pyplot.close(figure)
+
+
 NAME = "猫 \u2312 a\x1b"  # no matplotlib font contains the first character, and only STIX contains the second
 
 

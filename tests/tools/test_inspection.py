@@ -55,6 +55,22 @@ def test_preview_applies_augmentation_flags_and_writes_png(photos, tmp_path, cap
     assert f"{output}: 5 training images, each with 3 augmented versions" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("images", "columns"), [(1, 4), (8, 4), (10, 8), (12, 8), (36, 12)])
+def test_preview_arranges_versions_next_to_their_image(monkeypatch, images, columns):
+    def augmented(root, images, versions, arguments):
+        assert (root, versions, arguments) == ("data", 3, ["--lr", "1"])
+        return [(f"{i}", [f"{i} {j}" for j in range(versions)], f"c{i}") for i in range(images)]
+
+    drawn = []
+    monkeypatch.setattr(inspection, "augmented", augmented)
+    monkeypatch.setattr(inspection.drawing, "pictures", lambda *arguments: arguments)
+    monkeypatch.setattr(inspection.drawing, "save", lambda *arguments: drawn.append(arguments))
+    assert inspection.preview("data", "x.png", images, ["--lr", "1"]) == images
+    pictures = [name for i in range(images) for name in (f"{i}", f"{i} 0", f"{i} 1", f"{i} 2")]
+    titles = [title for i in range(images) for title in (f"c{i}", "", "", "")]
+    assert drawn == [((pictures, titles, columns), "x.png")]
+
+
 def test_preview_skips_undecodable_images(colors, tmp_path, capsys):
     (colors / "train/c3/x.png").write_bytes(b"not an image")
     arguments = ["preview", str(colors), "--output", str(tmp_path / "x.png"), *TINY, "--num-of-class", "10"]
@@ -119,6 +135,14 @@ def test_info_omits_records_without_readable_label(colors, monkeypatch):
     assert list(rows.values()) == ["0", "0", "0 (-)", "0", "0 (-)", "-", "-", "-", "-", "0"]
 
 
+def test_statistics_of_info():
+    sizes = np.array([[40, 30], [50, 60], [60, 20]])
+    rows = {title: text({"a": 3, "b": 1, "c": 2}, sizes) for title, text in inspection._statistics().items()}
+    assert list(rows.values()) == [
+        *("6", "3", "3 (a)", "2", "1 (b)", "40 / 50 / 60", "20 / 30 / 60", "20 / 30 / 50", "1 / 1 / 3", "3")
+    ]
+
+
 def test_info_distinguishes_classes_with_same_name(colors):
     """Some ImageNet classes, for example, have the same name."""
     (colors / "classes.txt").write_text("crane\ncrane\nwren\n")
@@ -148,7 +172,7 @@ def test_speed_measures_the_flags_of_train_by_default(photos, capsys):
     assert "--image-root d: DIR already is the folder of the data set; remove the flag" in capsys.readouterr().err
 
 
-def test_speed_on_gpu_measures_decoder_loads(monkeypatch):
+def test_speed_on_gpu_measures_decoder_loads(monkeypatch, capsys):
     def open_loader(root, arguments):
         args = config.parse_args(arguments)
         opened.append((args.dali_device, args.cpu_decoder_load, args.hw_decoder_load))
@@ -157,11 +181,19 @@ def test_speed_on_gpu_measures_decoder_loads(monkeypatch):
     opened = []
     monkeypatch.setattr(inspection, "_parse", lambda root, arguments: SimpleNamespace(dali_device="gpu"))
     monkeypatch.setattr(inspection, "open_loader", open_loader)
-    monkeypatch.setattr(inspection, "perf_counter", itertools.count().__next__)  # each measurement takes a second
+    times = itertools.cycle([0, 1, 0, 4, 0, 2])  # begin and end of each measurement in seconds
+    monkeypatch.setattr(inspection, "perf_counter", lambda: next(times))
     arguments = ["--cpu-decoder-load", "0.4", "--batch-size", "8"]
-    rows = inspection.speed("", [1], [0.5, 0.7], batches=3, repeats=1, arguments=arguments)
-    assert [rates for *_, rates in rows] == [[24]] * 3  # images per second
-    assert opened == [("cpu", 0.0, 0.9), ("gpu", 0.4, 0.5), ("gpu", 0.4, 0.7)]
+    rows = inspection.speed("data", [1], [0.5, 0.7], batches=3, repeats=3, arguments=arguments)
+    assert [rates for *_, rates in rows] == [[24, 6, 12]] * 3  # images per second
+    expected = [("cpu", 0.0, 0.9), ("gpu", 0.4, 0.5), ("gpu", 0.4, 0.7)]
+    assert opened == [setting for setting in expected for _ in range(3)]
+    output = capsys.readouterr().out
+    assert "data: loader throughput in images/s, n = 3, 3 batches of 8" in " ".join(output.split())
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if "│" in line]
+    assert rows == [
+        [decoder, "1", load, "12", "6", "24"] for decoder, load in (("cpu", ""), ("mixed", "0.5"), ("mixed", "0.7"))
+    ]
 
 
 @pytest.mark.parametrize(
