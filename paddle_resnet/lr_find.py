@@ -198,7 +198,6 @@ def _claim(args, folder, inputs):
         {"--output-dir": folder},
         inputs=inputs,
         protected=[("the data set's", path) for path in listing.occupied(args.image_root)],
-        run_folder=folder,
     )
 
 

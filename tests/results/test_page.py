@@ -460,6 +460,52 @@ def test_page_omits_missing_metrics():
     assert page._times(reading.Run(None)) == []
 
 
+def test_metrics_of_training_and_evaluation():
+    results = {"val.top1": 0.5, "val.top5": 0.75, "val.loss": 1.25, "val.ips": 2000.0}
+    trained = {"train.loss": 1.0, "train.ips": 1000.0, "train.epoch_time": 2.0}
+    shown = [("50.00%", "final top1"), ("75.00%", "final top5"), ("1.25", "validation loss")]
+    time = ("1:01:02", "total time")
+    run = reading.Run(None, epochs={3: results | trained}, total_s=3661.6)
+    speed = ("1,000", "mean images/s in training")
+    assert page._metrics(run) == [("50.00%", "best top1, epoch 3"), *shown, speed, time]
+    run = reading.Run(None, summary=results, total_s=3661.6)
+    assert page._metrics(run) == [*shown, ("2,000", "images/s"), time]
+    assert page._duration(1e12) == page._duration(reading.LIMIT_S)
+
+
+def test_fractions_of_times():
+    run = reading.Run(None, start_s=2.0, total_s=10.0, spent_s=Counter(train=5.0, waiting=1.0, val=1.0))
+    assert page._times(run) == [
+        *(("start", 2, 0.2), ("waiting for images", 1, 0.1), ("training steps", 4, 0.4), ("evaluation", 1, 0.1)),
+        ("checkpoints and other", 2, 0.2),
+    ]
+    run = reading.Run(None, start_s=2.0, total_s=1.0, spent_s=Counter(train=2.0, waiting=3.0))
+    assert page._times(run) == [("start", 2, 0.4), ("waiting for images", 3, 0.6)]
+
+
+def test_chart_of_lr_curve_omits_high_losses(monkeypatch):
+    losses, smoothed = [2.0, None, 1.0, 9.0], [2.0, 1.5, 1.0]
+    curve = SimpleNamespace(lr=[1, 2, 3, 4], loss=losses, smoothed=smoothed, limit=lambda: 2.0, steepest=2.4)
+    monkeypatch.setattr(page.lr_curve, "path", lambda folders: Path("lr_find.json"))
+    monkeypatch.setattr(page.lr_curve, "read", lambda path: curve)
+    series, mark = page._lr_curve(reading.Run(Path("report.json")))
+    steps = [(1, 2.0), (3, 1.0)]
+    assert series == [("steps", "faint", steps), ("smoothed", "train", [(1, 2.0), (2, 1.5), (3, 1.0)])]
+    assert mark == (2, 1.5, "--lr 2.4")
+
+
+def test_tables_of_earlier_versions_have_no_precision():
+    rows = [{"class": "n01440764_tench", "images": "3", **dict.fromkeys(("precision", "recall", "f1"), "0.123456")}]
+    averages = {f"val.{name}_weighted": 0.5 for name in ("precision", "recall", "f1")}
+    run = reading.Run(None, epochs={0: {"val.top1": 0.5, "val.f1_macro": 0.5, **averages}})
+    assert page._per_class(run, rows) == [
+        ("weighted average", "", "0.5000", "0.5000", "0.5000"),
+        ("tench", "3", "0.1234", "0.1234", "0.1234"),
+    ]
+    del rows[0]["f1"]
+    assert page._per_class(run, rows) == []
+
+
 def test_class_names_are_shown_without_wnid():
     assert page._readable("n01440764_tench") == "tench"
     assert [page._readable(name) for name in ("n01440764", "n01440764_", "nine", "n0144_x")] == [

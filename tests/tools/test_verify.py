@@ -3,7 +3,7 @@ import os
 import re
 import shutil
 import signal
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -348,6 +348,35 @@ def test_only_many_failing_images_require_a_fix_list(capsys, count, more):
     *shown, more_shown = capsys.readouterr().out.split("is empty\n")
     assert len(shown) == 50
     assert more_shown == f"{more}0 images, {count} cannot be decoded: training would fail\n"
+
+
+def test_printed_report(capsys):
+    report = verify.Report(images=5, errors=["an error"], failing={"b": "is empty", "d": "is cut"})
+    report.unusual |= {"grayscale": ["c"], "CMYK": ["a", "b", "d"], verify.IN_BOTH_SPLITS: ["x = y"] * 51}
+    report.ignored = ["i", "j"]
+    verify.show(report)
+    output = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if "│" in line]
+    assert rows == [["CMYK", "3", "2", "a"], ["grayscale", "1", "0", "c"], [verify.IN_BOTH_SPLITS, "51", "0", "x = y"]]
+    assert output.count(f"{verify.IN_BOTH_SPLITS}: x = y\n") == 50
+    assert output.endswith(
+        "fails: b is empty\nfails: d is cut\nerror: an error\n"
+        "5 images, 2 cannot be decoded, 2 entries ignored: training would fail\n"
+    )
+    verify.show(verify.Report(images=5))
+    assert capsys.readouterr().out == "5 images, 0 cannot be decoded: training can read all images\n"
+
+
+@pytest.mark.parametrize(
+    ("images", "workers", "expected"), [(0, None, 1), (31, None, 1), (47, None, 2), (320, None, 4), (320, 9, 9)]
+)
+def test_each_process_checks_at_least_16_images(monkeypatch, images, workers, expected):
+    counts = []
+    monkeypatch.setattr(verify, "check", lambda task: task)
+    monkeypatch.setattr(verify.os, "sched_getaffinity", lambda pid: {0: range(4)}[pid])
+    monkeypatch.setattr(verify, "ProcessPoolExecutor", lambda count, *_: counts.append(count) or ThreadPoolExecutor(1))
+    assert list(verify.check_all(range(images), workers)) == list(range(images))
+    assert counts == [expected]
 
 
 def test_system_folders_are_not_classes(photos, tmp_path, capsys):
