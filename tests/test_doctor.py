@@ -108,7 +108,7 @@ def test_low_memory_disk_and_ulimits_are_notes(examine, facts, monkeypatch):
     assert rows["ulimits"].remedy == "ulimit -n 4096"
     monkeypatch.setattr(resource, "getrlimit", lambda what: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     unlimited = next(row for row in doctor._machine("cpu", 0) if row.what == "ulimits")
-    assert (unlimited.status, unlimited.remedy) == ("ok", "")
+    assert unlimited == ("ulimits", "open files unlimited, processes unlimited", "ok", "")
 
 
 def test_missing_shared_memory_is_ok_for_one_process(examine, facts, monkeypatch):
@@ -215,13 +215,67 @@ def test_reason_prefers_error_of_failed_rank():
     assert doctor._reason(-9, "") == "killed by SIGKILL"
 
 
+def program(path, *lines):
+    """Write an executable shell script, and return its path."""
+    path.write_text("\n".join(["#!/bin/sh", *lines]) + "\n")
+    path.chmod(0o755)
+    return path
+
+
 @pytest.mark.parametrize(
-    ("output", "returncode", "rows"), [("A, 1 MiB, 5\n", 0, [["A", "1 MiB", "5"]]), ("failed\n", 9, [])]
+    ("lines", "rows"),
+    [
+        (["echo A, 1 MiB, 5", "echo B, 2 MiB, 5"], [["A", "1 MiB", "5"], ["B", "2 MiB", "5"]]),
+        (["echo failed", "exit 9"], []),
+        (None, []),
+    ],
+    ids=["two GPUs", "no driver", "not installed"],
 )
-def test_output_of_nvidia_smi_is_used_only_if_it_succeeds(monkeypatch, output, returncode, rows):
-    done = SimpleNamespace(returncode=returncode, stdout=output)
-    monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: done)
+def test_output_of_nvidia_smi_is_used_only_if_it_succeeds(monkeypatch, tmp_path, capfd, lines, rows):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if lines is not None:
+        arguments = "--query-gpu=name,memory.total,driver_version --format=csv,noheader"
+        program(tmp_path / "nvidia-smi", f'[ "$*" = "{arguments}" ] || exit 1', *lines)
     assert doctor._nvidia_gpus() == rows
+    assert capfd.readouterr() == ("", "")
+
+
+def test_jpeg_decoder_of_gpu_0_is_reported(monkeypatch):
+    class NVMLError(Exception):
+        pass
+
+    def failing(*arguments):
+        raise NVMLError
+
+    nvml = SimpleNamespace(NVMLError=NVMLError, nvmlInit=lambda: None, nvmlDeviceGetHandleByIndex=lambda index: index)
+    nvml.nvmlDeviceGetJpgUtilization = {0: [5, 1000]}.__getitem__
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert doctor._has_jpeg_unit()
+    assert doctor._dali("gpu")[1].endswith(", decodes on the GPU, with a hardware JPEG decoder")
+    for name in ("nvmlInit", "nvmlDeviceGetJpgUtilization"):
+        with monkeypatch.context() as patch:
+            patch.setattr(nvml, name, failing)
+            assert not doctor._has_jpeg_unit()
+            assert doctor._dali("gpu")[1].endswith(", decodes on the GPU, without a hardware JPEG decoder")
+    assert doctor._dali("cpu")[1].endswith(", decodes on the CPU")
+
+
+def test_versions_of_compilers_and_size_of_cache(monkeypatch, tmp_path):
+    def version(major, minor):
+        major._obj.value, minor._obj.value = 11, 8
+
+    library = SimpleNamespace(_name="libnvrtc.so.11", nvrtcVersion=version)
+    found = doctor._nvrtc(SimpleNamespace(_nvrtc=lambda: library), None)
+    assert found == ("NVRTC", "11.8, libnvrtc.so.11", "ok")
+    compiler = program(tmp_path / "compiler", '[ "$*" = --version ] && echo "C 1.2" && echo more')
+    monkeypatch.setenv("CXX", f"{compiler} -O2")
+    assert doctor._compiler() == ("C++ compiler", "C 1.2", "ok", "")
+    program(compiler, "true")
+    assert doctor._compiler().detail == str(compiler)
+    for name in ("a.so", "b.so", "c.cubin", "d.txt"):
+        (tmp_path / name).touch()
+    cache = SimpleNamespace(cache_folder=lambda: tmp_path, Unavailable=native.Unavailable)
+    assert doctor._kernel_cache(cache) == ("kernel cache", f"{tmp_path}, 3 files", "ok")
 
 
 @pytest.mark.parametrize(("shortfall", "status"), [(0, "ok"), (1, "note")])
