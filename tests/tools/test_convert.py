@@ -7,6 +7,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -54,6 +55,31 @@ def test_recordio_header_contains_number_of_index(converted):
     for number, offset in index:
         extra_labels, _, image, unused = records.RECORDIO_HEAD.unpack_from(data, int(offset) + 8)
         assert (extra_labels, image, unused) == (0, int(number), 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "data", "expected"),
+    [
+        *[("a.JPEG", None, b"BM", "jpeg"), ("a.png", None, b"\xff\xd8", "png"), ("a.jfif", None, b"\xff\xd8", "jpg")],
+        *[("a", None, b"\x89PNG\r\n", "png"), ("x.png", "tfrecord", b"BM", "bmp"), ("a.dat", None, b"II*\0", "tif")],
+        *[("a", None, b"MM\0*", "tif"), ("a", None, b"RIFF", "webp"), ("a", None, b"", "jpg")],
+    ],
+)
+def test_extension_in_tar_file(path, kind, data, expected):
+    assert convert._extension(listing.Image("name", path, 0, kind), data) == expected
+
+
+def test_members_of_tar_file_and_entries_of_lmdb(converted):
+    with tarfile.open(converted["webdataset"] / "train-000001.tar") as tar:
+        members = {member.name: tar.extractfile(member).read() for member in tar}
+        assert {member.mtime for member in tar} == {0}
+    assert sorted(members) == [f"{i:08d}.{extension}" for i in range(10, 20) for extension in ("cls", "jpg")]
+    labels = [label for _, label in contents(converted["webdataset"], Mode.TRAIN)[10:20]]
+    assert [int(members[f"{i:08d}.cls"]) for i in range(10, 20)] == labels
+    with lmdb.open(str(converted["lmdb"] / "val_lmdb"), readonly=True, lock=False) as environment:
+        entries = list(environment.begin().cursor())
+    assert [key for key, _ in entries] == [f"{i:08d}".encode() for i in range(23)]
+    assert all(records.datum_class().FromString(value).encoded for _, value in entries)
 
 
 @pytest.mark.parametrize("to", convert.RECORD_FORMATS)
