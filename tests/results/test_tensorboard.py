@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -71,6 +72,30 @@ def test_scalars_match_report(board):
     assert result["train/lr"][0] == pytest.approx(0.05)
     assert {"train/ips", "train/top1", "train_epoch/ips", "val/top1", "val/ips"} <= result.keys()
     assert all(step in (2, 5) for step in result["val/loss"])
+
+
+def test_steps_of_entries_and_number_of_pictures():
+    calls = []
+    board = results._Board.__new__(results._Board)
+    board._timeline = SimpleNamespace(batches=lambda epoch: 10, batches_before=lambda epoch: 100 * epoch)
+    board._first_step = 3
+    board._writer = SimpleNamespace(
+        add_scalar=lambda *arguments: calls.append(arguments),
+        add_images=lambda tag, images, step, dataformats: calls.append((tag, len(images), step, dataformats)),
+        flush=lambda: calls.append("flush"),
+    )
+    for step, data, expected in (
+        ((2,), {"train.loss": 1.0, "train.step": 4}, [("train_epoch/loss", 1.0, 203), ("train_epoch/step", 4, 203)]),
+        ((2,), {"val.loss": 2.0, "val.step": 7}, [("val/loss", 2.0, 206), ("val/step", 7, 206)]),
+        ((2,), {"val.loss": 2.0, "lr": 1.0}, [("val/loss", 2.0, 209)]),
+        ((2, 5), {"train.loss": 1.0, "val.loss": 2.0, "train.lr": float("inf")}, [("train/loss", 1.0, 205)]),
+        ((), {"train.loss": 1.0}, []),
+    ):
+        board.add(step, data)
+        assert calls == expected + ["flush"] * (len(step) == 1)
+        calls.clear()
+    board.show(np.zeros((65, 2, 2, 3)))
+    assert calls == [("first_batch", 64, 3, "NHWC")]
 
 
 def test_other_ranks_write_no_events(tmp_path, monkeypatch):
