@@ -1,0 +1,210 @@
+"""Opening models, with fake engines. tests/test_predict.py and tests/test_export.py open real models."""
+
+import hashlib
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from paddle_resnet.serving import inference, networks
+from paddle_resnet.serving.model import Model
+from utils.errors import UsageError
+
+PREPROCESSING = {"resize_short": 2, "center_crop": [1, 2], "interp": "cubic", "scale": 1, "mean": [0] * 3}
+DESCRIPTION = {
+    "input": {"name": "images", "dtype": "float32", "layout": "NCHW", "shape": [None, 3, 1, 2]},
+    "output": {"name": "probabilities", "shape": [None, 3]},
+    "preprocessing": PREPROCESSING | {"std": [1, 1, 1]},
+    "classes": [],
+}
+
+
+def probabilities(images):
+    """Return three of the values of each image."""
+    return [images.reshape(len(images), -1)[:, :3]]
+
+
+def test_arguments_are_passed_on(monkeypatch, tmp_path):
+    calls, model = [], Model("", DESCRIPTION, probabilities, "float16", steps=object())
+    monkeypatch.setattr(inference, "open_checkpoint", lambda *arguments: calls.append(arguments) or model)
+    monkeypatch.setattr(inference.processes, "local_gpu", lambda: 3)
+    monkeypatch.setattr(inference.processes, "world_size", lambda: 2)
+    monkeypatch.setattr(inference.gpus, "resolve", lambda *arguments: calls.append(arguments) or "gpu")
+    assert inference.open_model(tmp_path, "gpu", "net", "float16", (4, 2), "flip") is model
+    monkeypatch.setattr(inference.processes, "world_size", lambda: 1)
+    assert inference.resolve_device("cpu") == "gpu"
+    assert calls.pop() == ("cpu", 3, False)
+    assert calls == [("gpu", 3, True), (tmp_path, "gpu", "net", "float16", (4, 2), "flip")]
+
+
+def test_checkpoint_on_a_gpu_runs_in_captured_steps(monkeypatch):
+    calls, network = [], SimpleNamespace(description=DESCRIPTION)
+    monkeypatch.setattr(networks, "load_fast", lambda *arguments: calls.append(arguments) or network)
+    monkeypatch.setattr(inference, "Steps", lambda *arguments: calls.append(arguments) or len)
+    monkeypatch.setattr(inference, "resolve_precision", lambda *arguments: calls.append(arguments) or "float16")
+    model = inference.open_checkpoint("m", "gpu", "net", None, (4, 2), "flip")
+    assert calls == [(None, "gpu"), ("m", "float16", "gpu", "net", "flip"), (network, (4, 2))]
+    assert (model.engine, model.description, model.precision, model.steps) == (
+        *("captured step", DESCRIPTION, "float16", len),
+    )
+    assert model.outputs([1, 2]) == [2]
+
+
+@pytest.mark.parametrize(("layout", "axis"), [("NCHW", 3), ("NHWC", 2)])
+def test_mirrored_images_are_averaged(layout, axis):
+    images = np.random.default_rng(0).random((2, 3, 4, 5), np.float32)
+    description = DESCRIPTION | {"input": {"layout": layout}}
+    model = inference._mirrored(Model("", description, probabilities), "flip")
+    [expected], [mirrored] = probabilities(images), probabilities(np.flip(images, axis))
+    np.testing.assert_array_equal(model.run(images), (expected + mirrored) / 2)
+    model = Model("", description, probabilities)
+    assert inference._mirrored(model, "none") is model
+
+
+def test_export_determines_precision_and_network(monkeypatch, tmp_path):
+    calls, model = [], Model("", DESCRIPTION, probabilities, "int8")
+    for name in ("open_onnx", "open_paddle"):
+        monkeypatch.setattr(inference, name, lambda *arguments, name=name: calls.append((name, *arguments)) or model)
+    (tmp_path / "model.json").touch()
+    for path, name in ((tmp_path, "open_paddle"), (Path("x.onnx"), "open_onnx")):
+        for precision in (None, "int8"):
+            assert inference.open_model(path, "cpu", precision=precision) is model
+            assert calls.pop() == (name, path, "cpu")
+        with pytest.raises(UsageError, match=f"^--precision float32: {path} was exported in int8; remove the flag, or"):
+            inference.open_model(path, "cpu", precision="float32")
+        with pytest.raises(UsageError, match=f"^--model-arch-name net: not supported with the export {path}; remove"):
+            inference.open_model(path, "cpu", "net")
+
+
+def test_checkpoints_that_onnxruntime_cannot_run(monkeypatch):
+    def to_onnx(*arguments):
+        raise UsageError("operator x")
+
+    fields = dict.fromkeys(("program", "images", "probabilities", "parameter"))
+    network = SimpleNamespace(args=SimpleNamespace(qat=True), description={}, **fields)
+    calls = []
+    monkeypatch.setattr(inference.onnx_writer, "require", lambda package: None)
+    monkeypatch.setattr(inference.onnx_writer, "to_onnx", to_onnx)
+    monkeypatch.setattr(networks, "load_checkpoint", lambda *path, **options: calls.append((*path, options)) or network)
+    reason = ", because folding the BN of a network trained with --qat changes its probabilities"
+    assert inference._open_as_onnx("m", "net") == (None, reason)
+    assert calls == [("m", {"model_arch_name": "net", "fold": True})]
+    network.args.qat = False
+    assert inference._open_as_onnx("m", "net") == (None, ": operator x")
+
+
+@pytest.mark.parametrize(
+    ("files", "is_error"),
+    [
+        (None, False),
+        ({}, False),
+        ({"model.onnx": {}}, False),
+        ({"model.onnx": {"size": 4, "sha256": hashlib.sha256(b"data").hexdigest()}}, False),
+        ({"other.onnx": {"size": 4, "sha256": "0"}}, False),
+        ({"model.onnx": {"size": 4, "sha256": "0"}}, True),
+        (UsageError("x"), False),
+    ],
+)
+def test_sha256_of_onnx_file_is_compared_if_it_is_listed(monkeypatch, tmp_path, files, is_error):
+    def read(folder):
+        assert folder == tmp_path
+        if isinstance(files, Exception):
+            raise files
+        return {"files": files}
+
+    path = tmp_path / "model.onnx"
+    monkeypatch.setattr(inference, "_read_description", read)
+    message = rf"^{path}: damaged \(it does not match its sha256 in model.json\); export it again$"
+    with pytest.raises(UsageError, match=message) if is_error else nullcontext():
+        inference._check_onnx(b"data", path)
+
+
+@pytest.fixture
+def sessions(monkeypatch):
+    """Replace onnxruntime, and return a list to which the arguments of each session are added."""
+
+    class Options(dict):
+        add_session_config_entry = dict.__setitem__
+
+    class Session:
+        def __init__(self, data, options, providers):
+            opened.append((dict(options), providers))
+            self._text = data.decode()
+
+        def get_modelmeta(self):
+            return SimpleNamespace(custom_metadata_map={inference.onnx_writer.METADATA: self._text})
+
+        def run(self, names, inputs):
+            assert names is None
+            return probabilities(inputs["images"])
+
+    opened = []
+    available = ["CPUExecutionProvider", "CUDAExecutionProvider", "Other"]
+    runtime = SimpleNamespace(
+        get_available_providers=lambda: available, SessionOptions=Options, InferenceSession=Session
+    )
+    monkeypatch.setattr(inference.onnx_writer, "require", {"onnxruntime": runtime}.__getitem__)
+    return opened
+
+
+@pytest.mark.parametrize(
+    ("changes", "precision", "options"),
+    [
+        ({}, "float32", [{}]),
+        ({"precision": "float16"}, "float16", [{}]),
+        ({"int8": {"weight_bits": 7}}, "int8", [{}]),
+        ({"int8": {"weight_bits": 8}}, "int8", [{}, {"session.x64quantprecision": "1"}]),
+    ],
+)
+def test_session_of_onnxruntime(sessions, changes, precision, options):
+    for device, providers in (
+        ("cpu", ["CPUExecutionProvider"]),
+        ("gpu", ["CUDAExecutionProvider", "CPUExecutionProvider"]),
+    ):
+        model = inference._onnx_model(json.dumps(DESCRIPTION | changes).encode(), "x.onnx", device)
+        assert (model.engine, model.precision) == ("onnxruntime", precision)
+        images = np.random.default_rng(0).random((2, 3, 1, 2), np.float32)
+        np.testing.assert_array_equal(model.run(images), *probabilities(images))
+        assert sessions == [(option, providers) for option in options]
+        sessions.clear()
+
+
+def test_session_without_gpu_uses_the_cpu(sessions, monkeypatch):
+    runtime = inference.onnx_writer.require("onnxruntime")
+    monkeypatch.setattr(runtime, "get_available_providers", lambda: ["CPUExecutionProvider"])
+    inference._onnx_model(json.dumps(DESCRIPTION).encode(), "x.onnx", "gpu")
+    assert sessions == [({}, ["CPUExecutionProvider"])]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        (
+            lambda images: [images],
+            r"^x: the network's output has shape \[1, 3, 1, 2\] instead of \[1, 4\]; export it ag",
+        ),
+        (
+            lambda images: 1 / 0,
+            r"^x: the network does not match its description \(division by zero\); export it again$",
+        ),
+    ],
+)
+def test_network_that_does_not_match_its_description_is_an_error(outputs, message):
+    with pytest.raises(UsageError, match=message):
+        inference._checked_model(Model("", DESCRIPTION | {"output": {"shape": [None, 4]}}, outputs), "x")
+
+
+@pytest.mark.parametrize(
+    ("precision", "is_valid"), [("float32", True), ("float16", True), ("int8", False), (None, False)]
+)
+def test_precision_of_description(precision, is_valid):
+    text = json.dumps(DESCRIPTION | {"precision": precision})
+    if is_valid:
+        assert inference._checked_description(text, "x")["precision"] == precision
+    else:
+        with pytest.raises(UsageError, match=r"^x: not a valid description of a network \(precision is '?(int8|None)"):
+            inference._checked_description(text, "x")
+    assert inference._checked_description(json.dumps(DESCRIPTION), "x") == DESCRIPTION
