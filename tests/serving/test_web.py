@@ -37,6 +37,14 @@ BOUNDARY = "boundary"
 HEAD = f"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary={BOUNDARY}\r\n"
 
 
+HEADERS = {
+    "cache-control": "no-store",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+
 def classify(upload):
     if not upload.content:
         return None, "is empty"
@@ -97,6 +105,7 @@ def test_predictions_of_all_images_are_answered_in_order(start):
     top += [{"label": 1, "class": "b", "probability": None}]
     status, headers, content = request(start(), body=form(("ä b.jpg", b"x"), ("../2.jpg", b"y")))
     assert (status, headers["Access-Control-Allow-Origin"]) == (200, None)
+    assert HEADERS.items() <= dict(headers).items()
     assert content == {"images": [{"image": "ä b.jpg", "top": top}, {"image": "../2.jpg", "top": top}]}
 
 
@@ -344,6 +353,11 @@ def test_page_loads_no_resources_and_escapes_names(start):
     assert not re.search(r"""https?://|@import|url\(|<(script|img|iframe)[^>]* src=""", page)
     nonce = re.search(r"script-src 'nonce-([\w-]+)'", headers["Content-Security-Policy"])[1]
     assert re.findall(r' nonce="([^"]*)"', page) == [nonce, nonce]
+    assert headers["Content-Security-Policy"].replace(nonce, "N") == (
+        "default-src 'none'; script-src 'nonce-N'; style-src 'nonce-N'; img-src blob: data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    assert HEADERS.items() <= dict(headers).items()
 
 
 def test_unusable_addresses_are_errors():
