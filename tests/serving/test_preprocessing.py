@@ -1,5 +1,7 @@
 import ast
+import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -135,3 +137,36 @@ def test_loader_flags_follow_description(dtype):
     assert args.dali_output_fp16 == (dtype == "float16")
     expected = (1, [0] * 3, [1] * 3) if dtype == "uint8" else tuple(normalization.values())
     assert (args.normalize_scale, args.normalize_mean, args.normalize_std) == expected
+
+
+def test_script_prints_predictions_of_onnxruntime(tmp_path, monkeypatch, capsys):
+    class Options(dict):
+        add_session_config_entry = dict.__setitem__
+
+    def session(path, options):
+        assert (path, options) == (tmp_path / "model.onnx", {"session.x64quantprecision": "1"})
+        return SimpleNamespace(run=run)
+
+    def run(names, inputs):
+        assert names is None and inputs["pixels"].shape == (1, 2, 3, 3)
+        return [np.array([[0.25, 0.5, 0.0, 0.125, 0.125, 0.0]], np.float32)]
+
+    def broken(path, options):
+        raise RuntimeError("not\na model")
+
+    recorded = description(4, [2, 3], "cubic") | {"scale": 1, "mean": [0, 0, 0], "std": [1, 1, 1]}
+    shapes = {"input": {"name": "pixels", "dtype": "uint8", "layout": "NHWC", "shape": [None, 2, 3, 3]}}
+    shapes |= {"output": {"shape": [None, 6]}, "classes": ["a", "b\x1b"], "preprocessing": recorded}
+    (tmp_path / "model.json").write_text(json.dumps(shapes))
+    (tmp_path / "model.onnx").touch()
+    Image.new("RGB", (9, 9), (0, 7, 9)).save(tmp_path / "x.png")
+    monkeypatch.setattr(preprocessing, "__file__", str(tmp_path / "preprocess.py"))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    line = f"{tmp_path}/x.png: uint8 [1, 2, 3, 3], from 0 to 9\n"
+    predictions = "  0.500000  b\\x1b\n  0.250000  a\n  0.125000  3\n  0.125000  4\n  0.000000  2\n"
+    problem = f"{tmp_path}/model.onnx: cannot be used for predictions (not a model); export it again\n"
+    for function, expected in ((session, (line + predictions, "")), (broken, (line, problem))):
+        runtime = SimpleNamespace(SessionOptions=Options, InferenceSession=function)
+        monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
+        assert preprocessing.main([str(tmp_path / "x.png")]) == 0
+        assert capsys.readouterr() == expected

@@ -69,14 +69,15 @@ def test_extension_in_tar_file(path, kind, data, expected):
     assert convert._extension(listing.Image("name", path, 0, kind), data) == expected
 
 
-def test_members_of_tar_file_and_entries_of_lmdb(converted):
+def test_members_of_tar_file_and_entries_of_lmdb(converted, tmp_path):
     with tarfile.open(converted["webdataset"] / "train-000001.tar") as tar:
         members = {member.name: tar.extractfile(member).read() for member in tar}
         assert {member.mtime for member in tar} == {0}
     assert sorted(members) == [f"{i:08d}.{extension}" for i in range(10, 20) for extension in ("cls", "jpg")]
     labels = [label for _, label in contents(converted["webdataset"], Mode.TRAIN)[10:20]]
     assert [int(members[f"{i:08d}.cls"]) for i in range(10, 20)] == labels
-    with lmdb.open(str(converted["lmdb"] / "val_lmdb"), readonly=True, lock=False) as environment:
+    copy = shutil.copytree(converted["lmdb"] / "val_lmdb", tmp_path / "copy")  # other tests keep the original open
+    with lmdb.open(str(copy), readonly=True, lock=False) as environment:
         entries = list(environment.begin().cursor())
     assert [key for key, _ in entries] == [f"{i:08d}".encode() for i in range(23)]
     assert all(records.datum_class().FromString(value).encoded for _, value in entries)
