@@ -52,7 +52,7 @@ def write(path, report_file, environment=None):
         matrix=_matrix(classes, confusion),
         changed=run.changed_flags(),
         configuration=yaml.safe_dump(run.parameters, sort_keys=False, default_flow_style=None),
-        environment=environment or {},
+        environment=environment,
     )
 
 

@@ -483,6 +483,24 @@ def test_fractions_of_times():
     assert page._times(run) == [("start", 2, 0.4), ("waiting for images", 3, 0.6)]
 
 
+def test_charts_of_a_training_run(monkeypatch):
+    options = []
+    monkeypatch.setattr(page, "chart", lambda series, **arguments: options.append(arguments) or "svg")
+    run = reading.Run(Path("report.json"), steps={(0, 0): {"train.loss": 1.0, "train.lr": 0.1}})
+    run.epochs[2] = {"train.loss": 1.0, "val.loss": 2.0, "val.top1": 0.5, "train.ips": 9.0}
+    assert [(title, series) for title, series, _ in page._charts(run)] == [
+        ("loss", [("training, steps", "faint"), ("training", "train"), ("validation", "val")]),
+        ("top1, best 0.5000 in epoch 2", [("validation", "val")]),
+        ("images/s", [("training", "train")]),
+        *(("learning rate", []), ("learning-rate finder", [])),
+    ]
+    assert options == [
+        *({"last_x": 3}, {"last_x": 3, "mark": (3, 0.5, "epoch 2")}),
+        *[{"last_x": 3, "from_zero": True}] * 2,
+        {"xlabel": "--lr", "mark": None, "has_log_x": True},
+    ]
+
+
 def test_chart_of_lr_curve_omits_high_losses(monkeypatch):
     losses, smoothed = [2.0, None, 1.0, 9.0], [2.0, 1.5, 1.0]
     curve = SimpleNamespace(lr=[1, 2, 3, 4], loss=losses, smoothed=smoothed, limit=lambda: 2.0, steepest=2.4)
