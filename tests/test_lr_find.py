@@ -550,7 +550,13 @@ def test_drawing_shows_curve_before_divergence():
     low, high = axis.get_ylim()
     assert low < min(y) and max(y[:40]) < high == curve.limit() < 4 and axis.get_xscale() == "log"
     labels = [text.get_text() for text in axis.get_legend().get_texts()]
-    assert f"steepest descent, --lr {curve.steepest:g}" in labels and f"lowest loss, {curve.minimum:g}" in labels
+    steepest, minimum = f"steepest descent, --lr {curve.steepest:g}", f"lowest loss, {curve.minimum:g}"
+    assert labels == ["loss per step", "smoothed", steepest, minimum]
+    lines = [line.get_xydata().tolist() for line in axis.lines]
+    assert lines[0][:-1] == [[*pair] for pair in zip(x[:-1], y[:-1], strict=True)]
+    assert lines[1] == [[*pair] for pair in zip(x[:-1], curve.smoothed, strict=True)]
+    assert [line[0][0] for line in lines[2:]] == [curve.steepest, curve.minimum]
+    assert (axis.get_title(), axis.get_xlabel(), axis.get_ylabel()) == ("a$b", "--lr", "training loss")
     drawing.pyplot.close(figure)
 
 

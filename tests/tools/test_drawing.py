@@ -42,6 +42,10 @@ def test_classes_are_labeled_in_same_order_in_both_splits(tmp_path, monkeypatch,
         counts = data[split]["classes"]
         assert [bar.get_width() for bar in axes.patches] == [counts.get(name, 0) for name in names]
         assert axes.get_ylim() == (len(names) - 0.5, -0.5)
+        assert axes.get_title() == f"{split}: {sum(counts.values()):,} images in {count:,} classes"
+    sizes = [axes for axes in figure.axes if axes.get_xlabel() == "width (pixels)"]
+    assert [axes.get_ylabel() for axes in sizes] == ["height (pixels)"] * 2
+    assert [axes.lines[0].get_xydata().tolist() for axes in sizes] == [[[40, 30], [50, 60]]] * 2
     curves = [axes for axes in figure.axes if axes.get_xlabel() == "class, in the order of train"]
     assert len(curves) == (2 if count > most else 0)
     for axes, split in zip(curves, data, strict=True) if curves else ():
@@ -69,6 +73,14 @@ def test_class_with_empty_name_has_a_bar(tmp_path):
 
 def test_limits_of_splits_without_readable_images():
     assert drawing._size_limits({"val": {"sizes": np.zeros((0, 2), int)}}).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(("largest", "limit"), [(20, 20), (21, 10)])
+def test_limits_exclude_a_size_above_twice_the_others(largest, limit):
+    sizes = np.full((1000, 2), 10)
+    sizes[5] = largest, 15
+    splits = {"train": {"sizes": sizes[:500]}, "val": {"sizes": sizes[500:]}}
+    assert drawing._size_limits(splits).tolist() == [limit, 15]
 
 
 def test_long_names_are_shortened():
