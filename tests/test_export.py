@@ -288,7 +288,9 @@ def test_int8_export_with_lower_accuracy_is_not_kept(checkpoint, photos, tmp_pat
     for correct in (995, 1010):
         export._check_top1("int8", score | {"correct": correct}, score)
     with pytest.raises(
-        RunError, match=r"int8 classifies 994 of 1000 images correctly, but float32 classifies 1000 \(tolerance 0.5"
+        RunError,
+        match=r"int8 classifies 994 of 1000 images correctly, but float32 classifies 1000 \(tolerance 0.5% of .*; "
+        "use a different --calibration-method or more --calibration-images$",
     ):
         export._check_top1("int8", score | {"correct": 994}, score)
     real = export._score
@@ -402,6 +404,7 @@ def test_float16_export_with_lower_accuracy_is_not_kept(checkpoint, photos):
     export._check_top1("float16", score | {"correct": 997}, score)
     message = (
         r"float16 classifies 996 of 1000 images correctly, but float32 classifies 1000 \(tolerance 0.1% of the images\)"
+        ", and nothing was written; use --precision float32$"
     )
     with pytest.raises(RunError, match=message):
         export._check_top1("float16", score | {"correct": 996}, score)
@@ -575,9 +578,14 @@ def test_verify_detects_wrong_softmax(checkpoint, photos, tmp_path, monkeypatch)
 def test_agreement_check_tolerates_ties_and_rounding():
     score = {"images": 100, "correct": 70, "ties": 1, "loss": 2.0}
     export._check_agreement("a", score, "b", score | {"correct": 72, "loss": 2.0001})
-    for other in ({"correct": 73}, {"loss": 2.0003}, {"loss": float("nan")}):
-        with pytest.raises(RunError):
+    for other, counts in (({"correct": 73}, "73"), ({"loss": 2.0003}, "70"), ({"loss": float("nan")}, "70")):
+        message = rf"^--verify: a and b disagree: 70 and {counts} of 100 images correct \(2 ties allowed\), loss 2 and "
+        with pytest.raises(RunError, match=message):
             export._check_agreement("a", score, "b", score | other)
+    # The difference between losses below 1 is absolute.
+    export._check_agreement("a", score | {"loss": 0.5}, "b", score | {"loss": 0.50009})
+    with pytest.raises(RunError, match=r"loss 0.5 and 0.50011 \(tolerance 0.0001\)"):
+        export._check_agreement("a", score | {"loss": 0.5}, "b", score | {"loss": 0.50011})
 
 
 def test_onnx_file_with_wrong_weights_is_not_kept(checkpoint, tmp_path, monkeypatch):
@@ -774,12 +782,15 @@ def test_export_keeps_weights_sparse(trained, tmp_path):
                 assert_two_of_four(arrays[name])
 
 
-def test_unusable_checkpoint_or_output_path_is_an_error(trained, tmp_path):
+def test_unusable_checkpoint_or_output_path_is_an_error(trained, photos, tmp_path):
     checkpoint, _ = trained("--save-interval-steps", "2", "--keep-checkpoints", "9")
     with pytest.raises(UsageError, match="nowhere: not a folder; choose a checkpoint"):
         export.export(tmp_path / "nowhere", tmp_path / "exported")
     with pytest.raises(UsageError, match=f"OUT {checkpoint}/x: would change CHECKPOINT {checkpoint}; choose a path"):
         export.export(checkpoint, checkpoint / "x")
+    for options in ({"verify": photos}, {"calibration": export.Calibration(photos)}):
+        with pytest.raises(UsageError, match=f"OUT {photos}/x: would change the data set {photos}; choose a path"):
+            export.export(checkpoint, photos / "x", **options)
     # The folder 7 is reserved for the checkpoint of a later epoch.
     with pytest.raises(UsageError, match="/Tiny/7 is reserved for a checkpoint; choose a path outside it"):
         export.export(checkpoint, checkpoint.with_name("7"))
