@@ -140,24 +140,37 @@ def test_run_is_identical_to_run_with_chosen_epochs(run, tmp_path, chooses_two):
     assert not list(tmp_path.rglob(".budget*"))
 
 
+class Loader(UserList):
+    step = reads = 0
+
+    def __next__(self):
+        self.reads += 1
+        raise StopIteration
+
+
 def test_measurement_takes_about_the_requested_time(monkeypatch):
     """A batch takes 0.01 s, and a step has 4 batches. The first measurement skips the 6 prefetched batches."""
     measured = []
 
     def run_program(options, *_):
+        assert options.benchmark
         measured.append((options.benchmark_warmup_steps, options.benchmark_steps))
+        loader.step = 99
         return {"batch_time": 0.01}
 
     monkeypatch.setattr(budget.program, "run", run_program)
-    loader = UserList(range(99))
-    loader.step = 0
+    calls = []
+    loader = Loader(range(99))
+    loader.reset = lambda: calls.append("reset")
     monkeypatch.setattr(budget.dali, "build_dataloader", lambda *_: loader)
     args = settings(accumulate_steps=4, dali_prefetch=6, device="cpu")
     args.copy = lambda **values: SimpleNamespace(**values)
     training = SimpleNamespace(program=static.Program(), compiled=SimpleNamespace(captured=None), fetchs={})
     assert budget._measure_training(args, None, training, 0.5) == 0.01
     assert measured == [(7, 8), (4, 4 * 12)]
+    assert calls == ["reset"] and loader.reads == 1  # at the end of an epoch, DALI requires a further read
     measured.clear()  # if steps are slow, the first measurement must suffice
+    loader.step = 0
     assert budget._measure_training(args, None, training, 0.08) == 0.01
     assert measured == [(7, 8)]
 
@@ -292,7 +305,7 @@ def test_resumed_run_cannot_choose_again(run, unmeasured, chooses_two, stop_befo
     stop_before(**stop)
     assert run("--budget-minutes", 1, "--run-scope", "train_only")[0] == (75 if stop else 0)
     stop_before()
-    capsys.readouterr()
+    assert "3 batches of 0.1 s, checkpoint 0.1 s; 2 epochs end after" in capsys.readouterr().out
     assert run("--budget-minutes", 2, "--run-scope", "train_only", "--resume")[0] == 2
     assert_one_error(
         capsys.readouterr().err, ["--budget-minutes 2: applies only to new runs, but this run continues from "]

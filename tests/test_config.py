@@ -530,6 +530,7 @@ def test_valid_combinations_and_limits_are_accepted(flags):
         ("batch-size: 3", "batch-size: unknown key; use batch_size, or see --help"),
         ("5: 3", "5: unknown key"),
         ("config: other.yaml", "config: unknown key"),
+        ("confi: other.yaml", "confi: unknown key; use show_config, or see --help"),
         ("- epochs", ": not a mapping; write lines of the form `flag: value`"),
         ("epochs 3", ": not a mapping; write lines of the form `flag: value`"),
         ("normalize_mean: [0, 0", "not valid YAML"),
@@ -645,12 +646,13 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9
         ("epochs: " + "9" * 5000, "is not a whole number; use"),
         ("epochs: 0x" + "f" * 5000, "is not a whole number; use"),
         ("epochs: !!int ''", "not valid YAML"),
+        ("epochs: !!int 0x" + "f" * 5000, "not valid YAML"),
         ("epochs: !!timestamp 2001-99-99", "not valid YAML"),
         ("epochs: !!python/object/apply:os.getpid []", "not valid YAML"),
         ("? [1, 2]\n: 3", "not valid YAML"),
         ("epochs: 3\n" * 10_000, "cannot be read (100000 bytes, limit 65536)"),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_hostile_config_file_is_an_immediate_error(config_file, content, expected):
     assert expected in error_of(f"--config {config_file(content)}")
@@ -855,6 +857,7 @@ def test_resize_short_follows_crop_size_unless_explicit(text, resize_short):
     ]
     assert len(warnings) == (args.crop_size == 32 and resize_short == 256)
     assert parsing.as_file(args).get("resize_short") == (256 if "--resize-short" in text else None)
+    assert "model_prefix" not in parsing.as_file(args) and parsing.as_file(args)["epochs"] == 90
 
 
 @pytest.mark.parametrize(
@@ -902,7 +905,7 @@ def test_flags_that_slow_down_cpus_trigger_warnings_on_cpu_only(flag):
         ("--lr-scheduler Piecewise --epochs 31", []),
         ("--lr-scheduler Piecewise --epochs 30", ["--lr-decay-epochs 30,60,80"]),
         ("--lr-scheduler Piecewise --epochs 30 --run-scope eval_only --benchmark", []),
-        ("--lr-scheduler Piecewise --budget-minutes 5", []),
+        ("--lr-scheduler Piecewise --lr-decay-epochs 90 --budget-minutes 5", []),
         ("--patience 3 --epochs 3", ["--patience 3"]),
         ("--patience 3 --epochs 4", []),
         ("--patience 3 --epochs 6 --eval-interval 2", ["--patience 3"]),
@@ -923,6 +926,18 @@ def test_warnings_depend_on_all_flags_of_a_combination(text, expected):
     warnings = list(validation.warnings(args))
     assert [warning.split(":")[0] for warning in warnings] == expected
     assert not [warning for warning in warnings if not re.search(r"; .*\w$", warning)]  # each ends with a remedy
+
+
+def test_warnings_depend_on_source_of_flags():
+    for flags, obstacle in (("--benchmark", "--benchmark"), ("--run-scope eval_only", "--run-scope eval_only")):
+        args = parse(f"--budget-minutes 5 --from-checkpoint d {flags}")
+        warning = f"--budget-minutes 5: has no effect with {obstacle}; remove it"
+        assert list(validation.warnings(args)) == [warning]
+        args.set("checkpoint d", budget_minutes=5)
+        assert list(validation.warnings(args)) == []
+    args = parse()
+    args.set("checkpoint d", patience=99)
+    assert list(validation.warnings(args)) == []
 
 
 def test_sizes_with_rectangular_image_shape_are_an_error():

@@ -166,6 +166,14 @@ def test_timeline_counts_steps_of_each_stage():
     assert [TIMELINE.lr_factor(step) for step in (0, 5, 6, 10, 11, 12)] == [1, 1, 0.5, 0.5, 1, 1]
 
 
+def test_durations_are_converted_to_steps(parse):
+    for flags, expected in ((["--epochs", "4"], (12, 8)), ([*STEPS, "--num-iter", "9"], (9, 2.4))):
+        args = parse(*flags)
+        assert (durations.total_steps(args, TIMELINE), durations.steps_of(args, TIMELINE, 2.4)) == expected
+    args = parse("--accumulate-steps", "2", "--sizes", "32:0,32:1:4:0.5", "--epochs", "2")
+    assert durations.timeline(args, 30) == (2, ((0, 1, 1), (1, 3, 0.5)))
+
+
 @pytest.mark.parametrize("flags", [["--epochs", "4"], [*STEPS, "--num-iter", "12", "--save-interval", "1"]], ids=str)
 def test_stops_count_steps_of_each_stage(parse, flags):
     args = parse(*flags, "--accumulate-steps", "2")
@@ -195,6 +203,9 @@ def test_unfreezing_keeps_size_of_its_stage(parse):
     ]
     expected = [(0, [32, 32], 8, ["stem"], 1), (1, [24, 24], 4, ["stem"], 0.5), (2, [24, 24], 4, None, 0.5)]
     assert actual == [*expected, (3, [32, 32], 8, None, 1)]
+    args = parse("--epochs", "4")
+    [(first_epoch, only, _)] = stages.stages(args)
+    assert first_epoch == 0 and only is args
 
 
 def test_num_iter_may_end_inside_a_stage(run_train):

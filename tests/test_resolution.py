@@ -9,6 +9,7 @@ from paddle_resnet.job import processes
 from paddle_resnet.machine import gpus
 from paddle_resnet.native import build as native
 from utils.errors import UsageError
+from utils.mode import Mode
 
 
 def resolve(args):
@@ -60,3 +61,98 @@ def test_steps_are_captured_with_custom_kernels_on_one_host_unless_they_are_trac
     resolve(args)
     resolution.resolve_kernels(args)
     assert bool(args.cuda_graph) == (is_one_host and not flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--amp", "--amp: requires a GPU, but this run is on the CPU, which has no float16 kernels; use --amp false"),
+        ("--dali-device gpu", "--dali-device gpu: requires a GPU, but this run is on the CPU; use --dali-device cpu"),
+        (
+            "--cpu-decoder-load 0.5",
+            "--cpu-decoder-load 0.5: with --dali-device cpu, the CPU decodes all images; remove",
+        ),
+    ],
+)
+def test_flags_that_require_a_gpu_are_errors_on_a_cpu(flags, message):
+    with pytest.raises(UsageError, match=message):
+        resolve(config.parse_args(["--device", "cpu", *flags.split()]))
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_images_are_decoded_on_device_of_run(monkeypatch, device):
+    monkeypatch.setattr(gpus, "resolve", lambda *args: device)
+    for flags, expected in ([], device), (["--dali-device", "cpu"], "cpu"):
+        args = config.parse_args(flags)
+        resolve(args)
+        assert (args.dali_device, args.device) == (expected, device)
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "kernels", "loads"),
+    [
+        ("gpu", "--data-layout NHWC", "native", [(9, 0)]),
+        ("gpu", "", "paddle", []),
+        ("cpu", "--data-layout NHWC", "paddle", []),
+        ("cpu", "--data-layout NHWC --kernels native", "native", [None]),
+        ("gpu", "--data-layout NHWC --kernels paddle", "paddle", []),
+    ],
+)
+def test_default_kernels_depend_on_device_and_layout(monkeypatch, device, flags, kernels, loads):
+    loaded = []
+    monkeypatch.setattr(gpus, "resolve", lambda *args: device)
+    monkeypatch.setattr(native, "load", loaded.append)
+    monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda index: (9, 0))
+    args = config.parse_args(flags.split())
+    resolve(args)
+    resolution.resolve_kernels(args)
+    assert (args.kernels, loaded) == (kernels, loads)
+    assert bool(args.cuda_graph) == (device == "gpu" and kernels == "native")
+
+
+def test_unavailable_kernels_are_replaced_unless_explicit(monkeypatch, capsys):
+    def fail(capability):
+        raise native.Unavailable("no compiler")
+
+    monkeypatch.setattr(gpus, "resolve", lambda *args: "gpu")
+    monkeypatch.setattr(native, "load", fail)
+    monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda index: (9, 0))
+    args = config.parse_args(["--data-layout", "NHWC"])
+    resolve(args)
+    resolution.resolve_kernels(args)
+    assert (args.kernels, args.cuda_graph) == ("paddle", False)
+    assert "--kernels auto: custom kernels are unavailable (no compiler); using Paddle" in capsys.readouterr().out
+    for layout, message in (
+        ("NHWC", "--kernels native: no compiler; fix this problem, or use --kernels paddle"),
+        ("NCHW", "--kernels native: supports NHWC only; use --data-layout NHWC or --kernels paddle"),
+    ):
+        args = config.parse_args(["--kernels", "native", "--data-layout", layout])
+        resolve(args)
+        with pytest.raises(UsageError, match=message):
+            resolution.resolve_kernels(args)
+
+
+def test_all_flags_are_resolved_and_frozen_once(tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set/val.txt").write_text("../a 0\n../b 1\n")
+    for name in ("a", "b"):
+        (tmp_path / name).touch()
+    flags = ["--device", "cpu", "--image-root", str(tmp_path / "set"), "--data-format", "filelist", "--allow-outside"]
+    args = config.parse_args(flags)
+    resolution.resolve(args, Mode.EVAL)
+    resolution.resolve(args, Mode.TRAIN)  # no effect
+    assert args.is_frozen
+    assert (args.num_of_class, args.origin("num_of_class"), args.dali_device, args.kernels) == (
+        2,
+        "data",
+        "cpu",
+        "paddle",
+    )
+    args = config.parse_args([*flags, "--num-of-class", "7", "--report-file", "r"])
+    resolution.resolve(args, Mode.EVAL)
+    resolution.resolve_report(args, tmp_path, "report.json")
+    assert (args.num_of_class, args.report_file) == (7, "r")
+    args = config.parse_args(["--data-format", "synthetic"])
+    resolution.resolve_classes(args, Mode.TRAIN)
+    resolution.resolve_report(args, tmp_path, "report.json")
+    assert (args.num_of_class, args.report_file) == (1000, str(tmp_path / "report.json"))
