@@ -109,10 +109,12 @@ def test_different_number_of_classes_is_rejected(args, saved):
     args.num_of_class = 4
     remedies = {"train_eval": "to train a new last layer, use --from-pretrained-params and --pretrained-mismatch skip"}
     remedies["eval_only"] = "use --num-of-class 3 and images of its classes$"
+    remedies["resume"] = "use --num-of-class 3$"
     for scope, remedy in remedies.items():
-        args.run_scope = RunScope(scope)
+        args.resume = scope == "resume"
+        args.run_scope = RunScope("train_eval" if args.resume else scope)
         with pytest.raises(UsageError, match=f"has 3 classes, but this run has 4; {remedy}"):
-            load(args, saved[0], is_train=scope == "train_eval")
+            load(args, saved[0], is_train=scope != "eval_only")
 
 
 def test_integer_parameters_are_rejected(args, saved):
@@ -177,6 +179,75 @@ def test_missing_optimizer_file_is_rejected(args, saved):
     (saved[0] / "tiny.pdopt").unlink()
     with pytest.raises(UsageError, match=r"tiny.pdopt cannot be read"):
         load(args, saved[0])
+    (saved[0] / "tiny.pdopt").write_bytes(pickle.dumps({}, protocol=4))
+    message = f"{saved[0]}: has no optimizer state; use --from-pretrained-params {saved[0]}$"
+    with pytest.raises(UsageError, match=message):
+        load(args, saved[0])
+
+
+def test_options_come_from_flags(args):
+    expected = variables.LoadOptions("Tiny", ("tiny", True), None, False, True, False, False, False, 1.0, False)
+    assert variables.LoadOptions.of(args) == expected
+    for flags, options in (
+        ({"model_arch_name": "ResNet18"}, {"arch": "ResNet18"}),
+        ({"from_pretrained_params": "d"}, {"pretrained": "d"}),
+        ({"pretrained_mismatch": "skip-classifier"}, {"skips_classifier": True}),
+        ({"run_scope": RunScope.EVAL_ONLY}, {"trains": False}),
+        ({"resume": True}, {"resumes": True}),
+        ({"prune_model": True}, {"prunes": True}),
+        ({"asp": False}, {"has_explicit_asp": True}),
+        ({"scale_loss": 8.0}, {"loss_scale": 8.0}),
+        ({"use_dynamic_loss_scaling": True}, {"loss_scale": None}),
+        ({"verbose": True}, {"is_verbose": True}),
+    ):
+        assert variables.LoadOptions.of(args.copy(**flags)) == dataclasses.replace(expected, **options)
+
+
+def test_start_is_checkpoint_or_pretrained_parameters_or_nothing(args, monkeypatch):
+    calls = []
+    monkeypatch.setattr(variables, "load", lambda *arguments: calls.append(arguments) or True)
+    monkeypatch.setattr(variables, "load_pretrained", lambda *arguments: calls.append(arguments))
+    options, checkpoint = variables.LoadOptions.of(args), restore.StartCheckpoint("DIR", 1, label="--resume: DIR")
+    assert variables.load_start(options, None, "program", "place") is False
+    assert calls == []
+    both = dataclasses.replace(options, pretrained="d")
+    assert variables.load_start(both, None, "program", "place") is False
+    assert variables.load_start(both, checkpoint, "program", "place") is True
+    assert calls == [(both, "program", "place"), (both, "DIR", "program", "place", "--resume: DIR")]
+
+
+def test_averages_are_loaded_only_if_program_and_checkpoint_have_them(args, saved, monkeypatch):
+    options, checkpoint = variables.LoadOptions.of(args), restore.StartCheckpoint(str(saved[0]), 1, label="DIR")
+    assert variables.load_averages(options, None, static.Program(), PLACE)
+    assert variables.averaged(static.Program(), {}) is None
+    monkeypatch.setattr(variables.averages, "of", lambda program: {"linear_0.b_0": "linear_0.b_0.ema"})
+    assert not variables.load_averages(options, None, None, PLACE)
+    assert not variables.load_averages(options, checkpoint, None, PLACE)
+    static.global_scope().var("linear_0.b_0.ema").get_tensor().set(np.zeros(3, np.float32), PLACE)
+    state = {"linear_0.b_0": np.float32([1, 2, 3]), "linear_0.w_0": np.float32([4])}
+    (saved[0] / "tiny.pdema").write_bytes(pickle.dumps(state, protocol=4))
+    assert variables.load_averages(options, checkpoint, None, PLACE)
+    assert variables.averaged(None, {"linear_0.b_0": 0, "x": 5}).pop("x") == 5
+    np.testing.assert_array_equal(variables.averaged(None, {})["linear_0.b_0"], [1, 2, 3])
+    (saved[0] / "tiny.pdema").write_bytes(pickle.dumps({"x": state["linear_0.w_0"]}, protocol=4))
+    with pytest.raises(UsageError, match=r"DIR: does not match the model \(1 missing\)"):
+        variables.load_averages(options, checkpoint, None, PLACE)
+
+
+def test_masks_of_sparse_weights_are_dropped_if_requested(args, saved, capsys):
+    path = saved[0] / "tiny.pdparams"
+    state = pickle.loads(path.read_bytes())
+    path.write_bytes(pickle.dumps(state | {"conv2d_0.w_0.asp_mask": np.ones_like(state["conv2d_0.w_0"])}, protocol=4))
+    for is_train in (False, True):
+        with static.scope_guard(static.Scope()):
+            main = build(args, is_train=is_train)[-1]
+            options = variables.LoadOptions.of(args)
+            if is_train:
+                with pytest.raises(UsageError, match="has 2:4 sparse weights, which training without --asp makes"):
+                    variables.load(options, saved[0], main, PLACE)
+                options = dataclasses.replace(options, has_explicit_asp=True)
+            assert variables.load(options, saved[0], main, PLACE) is True
+        assert ("which --asp false makes dense" in capsys.readouterr().err) == is_train
 
 
 @pytest.mark.parametrize("form", ["folder", "file", "prefix"])
