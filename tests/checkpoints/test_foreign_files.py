@@ -181,7 +181,10 @@ HOSTILE = {
     "complex.pth": (one(kind="ComplexFloatStorage"), "torch.ComplexFloatStorage is not supported"),
     "nan.pth": (zipped({"w": tensor("0", (4,))}, {"0": NAN}), "w has values that are not finite"),
     "legacy truncated.pth": (legacy({"w": tensor("0", (4,))}, {"0": (4, bytes(12))}), "12 bytes, not 4 values"),
-    "legacy length.pth": (legacy({"w": tensor("0", (4,))}, {"0": (1 << 40, bytes(16))}), "values instead of 4"),
+    "legacy length.pth": (
+        legacy({"w": tensor("0", (4,))}, {"0": (1 << 40, bytes(16))}),
+        "1099511627776 values instead of 4",
+    ),
     "legacy huge.pth": (
         legacy({"w": tensor("0", (4,), length=1 << 30)}, {"0": (1 << 30, bytes(16))}),
         "16 bytes, not 1073741824 values",

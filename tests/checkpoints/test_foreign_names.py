@@ -6,6 +6,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import other_projects
@@ -322,6 +323,69 @@ def test_error_lines_list_all_tensors(tiny):
     with pytest.raises(MismatchError, match=r"7 unexpected: extra0.weight.*extra4.weight, \.\.\.\)") as error:
         foreign_names.convert("resnet", state | extra, parameters)
     assert error.value.lines == [f"unexpected: {', '.join(extra)}"]
+
+
+def test_up_to_five_tensors_are_listed_in_the_message():
+    layout = foreign_names.LAYOUTS["resnet"][0]
+    for names, shown, lines in (
+        ("abcde", "a, b, c, d, e)", []),
+        ("abcdef", "a, b, c, d, e, ...)", ["missing: a, b, c"]),
+    ):
+        with pytest.raises(MismatchError) as error:
+            foreign_names._check(layout, {"missing": list(names), "unexpected": []})
+        assert str(error.value).endswith(f"do not match the network ({len(names)} missing: {shown}")
+        assert [line[:16] for line in error.value.lines] == lines
+    foreign_names._check(layout, {"missing": [], "unexpected": []})
+
+
+def test_prefix_of_data_parallel_is_removed_only_from_all_names():
+    names = {"module.conv1.weight": 0, "module.bn1.weight": 0, "module.bn1.num_batches_tracked": 0}
+    _, targets, leftover = foreign_names._translated("resnet", names)
+    assert (targets.keys(), leftover) == ({"module.conv1.weight", "module.bn1.weight"}, [])
+    _, targets, leftover = foreign_names._translated("resnet", names | {"conv1.weight": 0})
+    assert targets.keys() == {"conv1.weight"} and leftover == list(names)
+
+
+@pytest.mark.parametrize("is_torch", [True, False])
+def test_fully_connected_layers_have_the_layout_of_this_project(is_torch):
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    of_linear = array.T if is_torch else array  # [in, out]
+    np.testing.assert_array_equal(foreign_names._reshaped(array, of_linear.shape, is_torch), of_linear)
+    of_conv = foreign_names._reshaped(array, (*of_linear.T.shape, 1, 1), is_torch)
+    np.testing.assert_array_equal(of_conv, of_linear.T[:, :, None, None])
+    np.testing.assert_array_equal(foreign_names._reshaped(array[:, :, None, None], (3, 2), is_torch), array.T)
+    filters = np.zeros((2, 3, 3, 3), np.float32)
+    assert foreign_names._reshaped(filters, (3, 2), is_torch) is filters
+
+
+def test_bn_with_different_epsilon_has_the_same_output():
+    random = np.random.RandomState(0)
+    arrays = {
+        f"{layer}.{field}": random.uniform(0.5, 2, 4).astype(np.float32)
+        for layer in "ab"
+        for field in ("weight", "bias", "_mean", "_variance")
+    }
+    before, own = (
+        dict(arrays),
+        {"a._variance": SimpleNamespace(epsilon=1e-3), "b._variance": SimpleNamespace(epsilon=1)},
+    )
+    foreign_names._adapt_epsilon(arrays, own, 1)
+    changed = {name for name, array in arrays.items() if not np.array_equal(array, before[name])}
+    assert changed == {"a.weight"}
+    outputs = [state["a.weight"] / np.sqrt(before["a._variance"] + e) for state, e in ((arrays, 1e-3), (before, 1))]
+    np.testing.assert_allclose(*outputs, rtol=1e-6)
+
+
+def test_folded_bn_has_the_same_output():
+    random = np.random.RandomState(0)
+    filters, images = random.standard_normal((4, 3, 1, 1)), random.standard_normal((5, 3))
+    fields = {field: random.uniform(0.5, 2, 4) for field in ("weight", "bias", "_mean", "_variance")}
+    state = {"x.weight": filters} | {f"x.bn.{field}": value for field, value in fields.items()}
+    foreign_names._fold(state, "x", 0.1)
+    normalized = (images @ filters[:, :, 0, 0].T - fields["_mean"]) / np.sqrt(fields["_variance"] + 0.1)
+    expected = normalized * fields["weight"] + fields["bias"]
+    assert state.keys() == {"x.weight", "x.bias"}
+    np.testing.assert_allclose(images @ state["x.weight"][:, :, 0, 0].T + state["x.bias"], expected, rtol=1e-5)
 
 
 def test_shortcut_missing_in_this_project_is_reported(tiny):

@@ -96,6 +96,9 @@ def test_payloads_run_in_pickle_module(tmp_path):
 
 
 def test_error_contains_unsupported_function(tmp_path):
+    assert str(UnreadableError("a\x1b[0m\n" + "b" * 300)) == "a?[0m?" + "b" * 194
+    with pytest.raises(UnreadableError, match="^odd$"), arrays.errors():
+        raise OSError("odd")
     with pytest.raises(UnreadableError, match=r"^posix.mkdir is not supported; only arrays are supported$"):
         read(tmp_path, pickle.dumps({"a": Payload("x")}, 4))
     for data in (b"\x80\x04K\x01\x86.", b"\x80\x04]](ae."):  # a pair of one object; a mark above the end of the stack
@@ -307,6 +310,8 @@ IMPOSSIBLE = {
     "ranks": [
         *([None], [{}], [{"loader": LOADER}], [{"loader": {}, "meters": {}}], None, {}, []),
         [{"loader": LOADER | {"step": -1}, "meters": {}}],
+        [{"loader": LOADER | {"conditions": []}, "meters": {}}],
+        [{"loader": LOADER, "meters": []}],
         *([{"loader": LOADER | {"pipeline": value}, "meters": {}}] for value in ("*", 3)),
         [{"loader": LOADER | {"epoch": -1}, "meters": {}}],
         *([{"loader": LOADER, "meters": {"loss": METER | {name: -1}}}] for name in ("count", "not_finite")),
@@ -405,6 +410,22 @@ def test_error_for_invalid_value_contains_field(tmp_path, valid, field):
         return
     with pytest.raises(folders.DamagedError, match=f"^meta.json is damaged: {field} is missing$"):
         folders.read_meta(tmp_path / "4")
+
+
+def test_positions_of_checkpoint_and_loader_states_must_agree(tmp_path, valid):
+    ranks = [{"loader": LOADER | {"step": step}, "meters": {}} for step in (2, 1)]
+    for changes, problem in (
+        ({"step": 4}, "step is 4 of 3"),
+        ({"step": 2, "ranks": ranks}, "step is 2, but 1 in a loader state"),
+        ({"step": 3, "ranks": ranks, "trained": RESULT}, None),  # the evaluation is pending
+        ({"step": 2, "ranks": ranks[:1]}, None),
+    ):
+        craft(tmp_path / "4", valid | changes)
+        if problem is None:
+            folders.read_meta(tmp_path / "4")
+        else:
+            with pytest.raises(folders.DamagedError, match=f"^meta.json is damaged: {problem}$"):
+                folders.read_meta(tmp_path / "4")
 
 
 @pytest.mark.timeout(20)

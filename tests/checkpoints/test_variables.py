@@ -265,7 +265,10 @@ def test_pretrained_parameters_are_loaded_without_optimizer_state(args, saved, f
 def test_missing_pretrained_parameters_are_rejected(args, tmp_path):
     args.from_pretrained_params = str(tmp_path / "nothing")
     _, _, _, _, main = build(args)
-    with pytest.raises(UsageError, match="--from-pretrained-params .*nothing"):
+    message = (
+        "--from-pretrained-params .*nothing: neither .*/nothing.pdparams nor .*/nothing/.*pdparams exists; choose a"
+    )
+    with pytest.raises(UsageError, match=message):
         variables.load_pretrained(variables.LoadOptions.of(args), main, PLACE)
 
 
