@@ -15,8 +15,9 @@ once. "bound / step" is its fraction of the step time: at 100%, a step takes onl
 excludes views, such as reshape2, and tensors without a fixed size, such as some of self-attention.
 
 The fractions of the kinds of kernels are relative to their total time ("kernels"). "convolution" includes matrix
-products, "SE, concatenation" includes global average pooling, and "BN, activation, addition" includes dropout and
-other elementwise kernels. The file --output contains the time of each kernel, so --table can classify kernels again.
+products, "SE, concatenation" includes global average pooling, and "BN, activation, addition" includes dropout, other
+elementwise kernels and the gradients of biases. The file --output contains the time of each kernel, so --table can
+classify kernels again.
 """
 
 import argparse
@@ -54,15 +55,15 @@ KINDS = {
     "depthwise": r"^depthwise_|[Dd]epthwise|conv2d_c1_k1",
     "convolution": r"xmma|cutlass|gemm|gemv|scudnn|convolve|conv2d|winograd|fprop|[dw]grad|splitK|cask|im2col"
     r"|precompute_indices",
-    "pooling": r"^max_pool|[Pp]ool",
+    "pooling": r"[Pp]ool",
     "SE, concatenation": r"^image_sums|^scale_images|^concat_|^split_(8|16)|Concat|SplitTensor|Sigmoid",
     "loss, metrics": r"^loss_|[Ss]oft_?[Mm]ax|CrossEntropy|Accuracy|TopK|ArgM|OneHot",
     "update": r"^(momentum|adamw|radam|lamb|lookahead|advance|follow)_|^check_gradients|^sum_squares|^clip_factor"
     r"|Momentum|CheckFinite|LossScaling",
-    "casts, copies": r"Cast|[Tt]ranspose|SwapDim|[Nn](chw|CHW)To|[Nn](hwc|HWC)To|(?i:memcpy|memset)|scalePacked"
-    r"|convertTensor|AddPadding|FullFunctor|Fill",
+    "casts, copies": r"Cast|[Tt]ranspose|Shuffling|SwapDim|[Nn](chw|CHW)To|[Nn](hwc|HWC)To|(?i:memcpy|memset)"
+    r"|scalePacked|convertTensor|tensorTransform|Padding|FullFunctor|Fill|CwiseNullary",
     "BN, activation, addition": r"^bn_|^dropout|[Bb]atch_?[Nn]orm|bn_[fb]w|[Rr]elu|[Ss]wish|[Mm]ish|[Ss]ilu|SumArray"
-    r"|Elementwise|Broadcast",
+    r"|Elementwise|Broadcast|ReduceHigherDim",
 }
 
 

@@ -89,7 +89,8 @@ def test_measured_speeds_refer_to_existing_networks_and_pages():
     with open(ROOT / "benchmarks/networks.csv", newline="") as file:
         for row in csv.DictReader(file):
             assert row["network"] in MODELS
-            assert row["training"] in (ROOT / "benchmarks" / row["page"]).read_text()
+            page = (ROOT / "benchmarks" / row["page"]).read_text()
+            assert row["training"] in page and row["evaluation"] in page
 
 
 def test_page_lists_all_networks_with_their_sizes():
