@@ -107,6 +107,47 @@ def test_ranges_follow_largest_values_and_gradients_pass_through(parse):
         assert len(np.unique(levels)) > 50
 
 
+def quantized_network(on_gpu=False):
+    """Build a convolution with ReLU, pooling and a classifier, quantize them, and return (program, output). All ranges
+    are 1."""
+    paddle.seed(0)
+    main, startup = static.Program(), static.Program()
+    with static.program_guard(main, startup), paddle.utils.unique_name.guard():
+        x = paddle.nn.functional.relu(paddle.nn.Conv2D(3, 8, 3)(static.data("x", [2, 3, 6, 6])))
+        out = paddle.nn.Linear(8, 5)(paddle.flatten(paddle.nn.AdaptiveAvgPool2D(1)(x), 1))
+        quantization.insert(main, on_gpu=on_gpu)
+    exe = static.Executor(paddle.CPUPlace())
+    with static.scope_guard(static.Scope()):
+        exe.run(startup)
+        for name in quantization.ranges(main):
+            static.global_scope().find_var(name).get_tensor().set(np.ones(1, "float32"), exe.place)
+        images = np.random.RandomState(0).uniform(-1, 1, (2, 3, 6, 6)).astype("float32")
+        return main, exe.run(main, {"x": images}, [out])[0]
+
+
+def test_weights_are_quantized_along_their_first_axis_on_a_gpu():
+    outputs = []
+    for on_gpu in (False, True):
+        main, out = quantized_network(on_gpu)
+        outputs.append(out)
+        ops = main.global_block().ops
+        assert [op.attr("quant_axis") for op in ops if op.type == quantization.WEIGHT] == [0, 0 if on_gpu else 1]
+        assert sum(op.type == "transpose2" for op in ops) == 2 * on_gpu
+    assert np.abs(outputs[0]).max() > 0
+    np.testing.assert_allclose(outputs[1], outputs[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("engine", "not_negative"), [("onnxruntime", 9), ("tensorrt", 8)])
+def test_onnxruntime_uses_all_levels_of_values_that_are_not_negative(engine, not_negative):
+    """The images have both signs. Pooling and reshaping do not change the sign."""
+    main, _ = quantized_network()
+    quantization.use_levels_of(engine, main, weight_bits=7)
+    ops = main.global_block().ops
+    assert {quantization.bits(op) for op in ops if op.type == quantization.WEIGHT} == {7}
+    activations = [quantization.bits(op) for op in ops if op.type == quantization.ACTIVATION]
+    assert activations == [8, not_negative, not_negative]
+
+
 def test_mixing_of_images_is_not_quantized(parse):
     ranges = []
     for flags in ([], ["--mixup", "0.2"]):
