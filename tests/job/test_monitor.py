@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -320,6 +321,47 @@ def test_rank_that_does_not_exit_is_killed(capsys, monkeypatch, killed, is_pid_r
     run(scenario)
     assert set(killed) == (set() if is_pid_reused else {(os.getppid(), signal.SIGKILL)})
     assert "train.py: error: rank 2 failed first: no room\n" in capsys.readouterr().err
+
+
+def test_rank_that_leaves_normally_may_take_any_time_to_exit(monkeypatch, killed):
+    monkeypatch.setattr(monitor, "GRACE_S", 0.1)
+
+    async def scenario(job):
+        ranks = await job.start_all()
+        for rank in (1, 2, 0):
+            send(ranks[rank], {"bye": True})
+            assert await exit_code(ranks[rank], has_ended=False) == 0
+            await ranks[rank].monitor
+
+    run(scenario)
+    assert not killed
+
+
+@pytest.mark.parametrize(
+    ("world_size", "timeout_s", "period_s"), [(2, 600, 1), (400, 600, 4), (2, 5, 0.5), (400, 5, 0.5)]
+)
+def test_period_of_positions_depends_on_number_of_ranks_and_timeout(monkeypatch, world_size, timeout_s, period_s):
+    """The process can open as many files as the system allows."""
+    made, limits = [], []
+
+    class Monitor:
+        def __init__(self, *arguments):
+            made.append(arguments)
+
+        async def run(self):
+            pass
+
+    monkeypatch.setattr(monitor, "Monitor", Monitor)
+    monkeypatch.setattr(monitor.resource, "getrlimit", lambda resource: (5, 77))
+    monkeypatch.setattr(monitor.resource, "setrlimit", lambda *limit: limits.append(limit))
+    near, far = socket.socketpair()
+    facts = [1, world_size, timeout_s, "master:1", 5, 6, far.detach(), os.dup(Position().descriptor)]
+    with near:
+        monitor.main(json.dumps(facts))
+    [(*arguments, end, _, coordinator)] = made
+    end.close()
+    assert arguments == [1, timeout_s, period_s, "master:1", 5, 6] and coordinator is None
+    assert limits == [(monitor.resource.RLIMIT_NOFILE, (77, 77))]
 
 
 @pytest.mark.parametrize("parents", [[10, 10, 1, 1, 1], [1]])

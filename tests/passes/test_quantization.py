@@ -133,6 +133,7 @@ def test_weights_are_quantized_along_their_first_axis_on_a_gpu():
         ops = main.global_block().ops
         assert [op.attr("quant_axis") for op in ops if op.type == quantization.WEIGHT] == [0, 0 if on_gpu else 1]
         assert sum(op.type == "transpose2" for op in ops) == 2 * on_gpu
+        assert {op.attr("round_type") for op in ops if "quantize_dequantize" in op.type} == {0}  # ties to even
     assert np.abs(outputs[0]).max() > 0
     np.testing.assert_allclose(outputs[1], outputs[0], rtol=1e-6)
 
@@ -146,6 +147,18 @@ def test_onnxruntime_uses_all_levels_of_values_that_are_not_negative(engine, not
     assert {quantization.bits(op) for op in ops if op.type == quantization.WEIGHT} == {7}
     activations = [quantization.bits(op) for op in ops if op.type == quantization.ACTIVATION]
     assert activations == [8, not_negative, not_negative]
+
+
+def test_layers_with_their_biases_and_groups():
+    """The addition of two activations is not a bias."""
+    main = static.Program()
+    with static.program_guard(main, static.Program()), paddle.utils.unique_name.guard():
+        x = paddle.nn.Conv2D(3, 3, 3, padding=1, groups=3, bias_attr=False)(static.data("x", [2, 3, 6, 6]))
+        x = paddle.nn.Conv2D(3, 3, 3, padding=1, bias_attr=False)(x) + x
+        paddle.nn.Linear(108, 5)(paddle.flatten(x, 1))
+    layers = [(layer.weight, layer.bias, layer.axis, layer.groups) for layer in quantization.layers(main)]
+    convolutions = [("conv2d_0.w_0", None, 0, 3), ("conv2d_1.w_0", None, 0, 1)]
+    assert layers == [*convolutions, ("linear_0.w_0", "linear_0.b_0", 1, 1)]
 
 
 def test_mixing_of_images_is_not_quantized(parse):
