@@ -385,6 +385,12 @@ def test_parent_process_id():
     assert monitor._is_stopped(2**22 + 1) is False
 
 
+@pytest.mark.parametrize(("state", "is_stopped"), [("T", True), ("t", True), ("S", False), ("R", False)])
+def test_signals_and_debuggers_stop_processes(monkeypatch, state, is_stopped):
+    monkeypatch.setattr(monitor, "_stat", lambda pid: [state, "1"])
+    assert monitor._is_stopped(5) == is_stopped
+
+
 @pytest.mark.parametrize("kind", ["full disk", "broken pipe", "closed"])
 def test_ranks_exit_if_log_is_not_writable(monkeypatch, kind):
     read, write = os.pipe()
@@ -468,9 +474,12 @@ def test_monitor_exits_with_its_rank(capfd, tmp_path, monkeypatch, sends_bye):
     as its imports, such as socket.py."""
     (tmp_path / "socket.py").write_text("raise SystemExit(9)")
     monkeypatch.chdir(tmp_path)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     with socket.create_server(("127.0.0.1", 0)) as listener:
         process, rank = start(listener)
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
         with rank:
+            assert os.getsid(process.pid) == process.pid  # the monitor survives if the rank's session is killed
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 os.kill(process.pid, number)
             assert process.poll() is None

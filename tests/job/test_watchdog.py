@@ -132,9 +132,14 @@ def test_report_failure_sends_cause_and_exit_code(monkeypatch):
     monkeypatch.setattr(
         watchdog, "_monitor", type("Monitor", (), {"leave": lambda self, message: sent.append(message)})()
     )
-    for error in (DataError("bad.jpg"), RunError("no room"), KeyboardInterrupt(), ZeroDivisionError("by 0")):
+    for error in (DataError("bad.jpg"), RunError("no room" * 999), KeyboardInterrupt(), ZeroDivisionError("by 0")):
         watchdog.report_failure(error)
-    failures = [("bad.jpg", 2), ("no room", 1), ("KeyboardInterrupt", 130), ("ZeroDivisionError by 0", 1)]
+    failures = [
+        ("bad.jpg", 2),
+        (("no room" * 999)[:4000], 1),
+        ("KeyboardInterrupt", 130),
+        ("ZeroDivisionError by 0", 1),
+    ]
     messages = [{"failed": cause, "code": code} for cause, code in failures]
     # Only the last error may be the consequence of a failure of another rank.
     assert sent == [*messages[:3], watchdog.PATIENCE_S, messages[3]]
@@ -147,6 +152,16 @@ def test_master_on_different_machine_is_rejected():
 
     with pytest.raises(UsageError, match=r"PADDLE_MASTER 192\.0\.2\.1:5: rank 0's machine cannot listen .*; set"):
         watchdog.start(0, 2, 600, "192.0.2.1:5", never, never)
+
+
+def test_only_rank_0_listens(monkeypatch):
+    def start(*arguments):
+        raise Ended(arguments[-1])
+
+    monkeypatch.setattr(watchdog.monitor, "start", start)
+    monkeypatch.setattr(watchdog, "_listen", lambda host, master: pytest.fail("rank 1 listens"))
+    with pytest.raises(Ended, match="None"):
+        watchdog.start(1, 2, 600, "192.0.2.1:5", None, None)
 
 
 def test_monitors_connect_without_revealing_keys():

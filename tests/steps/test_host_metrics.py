@@ -102,15 +102,16 @@ def test_gpu_failure_raises_an_error():
         np.asarray(host_metrics.AsyncCopy(Library(), 0, 0, variable))
 
 
-def test_step_error_is_data_error_only_if_a_label_is_out_of_range():
+@pytest.mark.parametrize("error", [ValueError, IndexError])
+def test_step_error_is_data_error_only_if_a_label_is_out_of_range(error):
     def fail(**_):
-        raise ValueError("of Paddle")
+        raise error("of Paddle")
 
     with pytest.raises(DataError, match="has a label that is not a class of the network"):
         dispatch._fetch(fail, 3, {"label": np.array([[0], [3]])})
-    with pytest.raises(ValueError, match="of Paddle"):
+    with pytest.raises(error, match="of Paddle"):
         dispatch._fetch(fail, 3, {"label": np.array([[0], [2]])})
-    with pytest.raises(ValueError, match="of Paddle"):  # on a GPU, the caller passes None as the number of classes
+    with pytest.raises(error, match="of Paddle"):  # on a GPU, the caller passes None as the number of classes
         dispatch._fetch(fail, None, {"label": np.array([[0], [3]])})
 
 

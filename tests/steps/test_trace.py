@@ -64,6 +64,13 @@ def test_time_of_starting_and_writing_is_excluded(tmp_path):
     assert calls == [*start, "step", "drain", "close_step", "stop", "export", "resume"]
 
 
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_trace_on_a_gpu_contains_its_kernels(monkeypatch, device):
+    monkeypatch.setattr(trace, "Profiler", lambda targets, **_: SimpleNamespace(targets=targets))
+    targets = trace.Trace((1, 3), None, device)._profiler.targets
+    assert targets == [trace.ProfilerTarget.CPU, *([trace.ProfilerTarget.GPU] if device == "gpu" else [])]
+
+
 @pytest.mark.parametrize("flags", [[], ["--sizes", "24:0,32:1"]], ids=["one size", "stages"])
 def test_only_first_epoch_is_traced(run_train, tmp_path, monkeypatch, flags):
     started, start = [], Profiler.start
