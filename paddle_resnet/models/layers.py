@@ -57,7 +57,7 @@ def is_float32(op):
 def rounded(channels, divisor):
     """Round a number of channels to the nearest positive multiple of the divisor. If rounding to the nearest multiple
     would reduce the number by more than 10 %, round up instead."""
-    result = max(divisor, int(channels + divisor / 2) // divisor * divisor)
+    result = int(channels + divisor / 2) // divisor * divisor
     return result + divisor if result < 0.9 * channels else result
 
 
