@@ -261,6 +261,7 @@ def test_as_dict_excludes_config_and_print_config(config_file):
         ("--bach-size=3", "--bach-size: unknown flag; use --batch-size"),
         ("--benchmark_steps 3", "--benchmark_steps: unknown flag; use --benchmark-steps"),
         ("--foo 3", "--foo: unknown flag; see --help"),
+        ("--conf nowhere.yaml", "--conf: unknown flag; use --config"),
         ("--learning-rate 3", "--learning-rate: unknown flag; use --lr"),
         ("--num_classes=3", "--num_classes: unknown flag; use --num-of-class"),
         ("--data-dir d", "--data-dir: unknown flag; use --image-root"),
