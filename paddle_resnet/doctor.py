@@ -19,6 +19,8 @@ from collections import namedtuple
 from pathlib import Path
 from time import monotonic
 
+from utils.errors import python
+
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
 LEAST_MEMORY, LEAST_DISK, LEAST_SHARED_MEMORY = 4 * GIB, 2 * GIB, 1 * GIB
@@ -47,7 +49,7 @@ def examine(output_dir):
     device = facts.get("device", "gpu" if gpus else "cpu")
     yield from _gpu_rows(gpus, facts)
     if problem:
-        yield Row("Paddle", problem, "no", "python -m pip install -r requirements.txt; see docs/install.md")
+        yield Row("Paddle", problem, "no", f"{python()} -m pip install -r requirements.txt; see docs/install.md")
     yield from [Row(*row) for row in facts.get("rows", [])]
     yield _compiler()
     yield from _machine(device, len(gpus))
@@ -121,7 +123,7 @@ def _library(libraries, name, what):
     if not libraries.is_served():
         return (what, "located by Paddle itself", "ok")
     path = libraries.find(name)
-    return (what, path, "ok") if path else (what, "not found", "note", "python -m pip install -r requirements.txt")
+    return (what, path, "ok") if path else (what, "not found", "note", f"{python()} -m pip install -r requirements.txt")
 
 
 def _dali(device):
@@ -151,7 +153,7 @@ def _nvrtc(native, capability):
     library = native._nvrtc()
     if library is None:
         status = "no" if capability else "ok"
-        return ("NVRTC", "not found", status, "python -m pip install -r requirements.txt" if capability else "")
+        return ("NVRTC", "not found", status, f"{python()} -m pip install -r requirements.txt" if capability else "")
     import ctypes
 
     major, minor = ctypes.c_int(), ctypes.c_int()

@@ -13,7 +13,7 @@ from paddle_resnet import models
 from paddle_resnet.settings import inheritance, parsing, validation
 from paddle_resnet.settings.declarations import ACTIONS, EVALUATED, FLAGS, KINDS, PARSER, RESUMED, of_kinds
 from paddle_resnet.settings.values import flag
-from utils.errors import UsageError
+from utils.errors import UsageError, command
 from utils.mode import RunScope
 
 ROOT = Path(__file__).parent.parent
@@ -265,7 +265,7 @@ def test_as_dict_excludes_config_and_print_config(config_file):
         ("--learning-rate 3", "--learning-rate: unknown flag; use --lr"),
         ("--num_classes=3", "--num_classes: unknown flag; use --num-of-class"),
         ("--data-dir d", "--data-dir: unknown flag; use --image-root"),
-        ("--inference-dir d", "--inference-dir: unknown flag; run python -m paddle_resnet.export CHECKPOINT DIR after"),
+        ("--inference-dir d", f"--inference-dir: unknown flag; run {command('export', 'CHECKPOINT', 'DIR')} after"),
         ("--eval", "--eval: unknown flag; use --run-scope eval_only"),
         (
             "--model-prefix a/b",

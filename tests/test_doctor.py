@@ -17,6 +17,7 @@ from conftest import ROOT
 from paddle_resnet import doctor
 from paddle_resnet.machine import compat, gpus, libraries, memory
 from paddle_resnet.native import build as native
+from utils.errors import python
 
 
 @pytest.mark.soak
@@ -297,7 +298,7 @@ def test_exact_requirements_are_enough(monkeypatch, tmp_path, shortfall, status)
 def test_missing_libraries_of_a_gpu_are_reported(monkeypatch):
     monkeypatch.setattr(native, "_nvrtc", lambda: None)
     assert [doctor._nvrtc(native, capability)[2:] for capability in ((9, 0), None)] == [
-        ("no", "python -m pip install -r requirements.txt"),
+        ("no", f"{python()} -m pip install -r requirements.txt"),
         ("ok", ""),
     ]
     monkeypatch.setattr(libraries, "is_served", lambda: True)

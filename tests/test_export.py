@@ -784,7 +784,7 @@ def test_export_keeps_weights_sparse(trained, tmp_path):
 
 def test_unusable_checkpoint_or_output_path_is_an_error(trained, photos, tmp_path):
     checkpoint, _ = trained("--save-interval-steps", "2", "--keep-checkpoints", "9")
-    with pytest.raises(UsageError, match="nowhere: not a folder; choose a checkpoint"):
+    with pytest.raises(UsageError, match="nowhere: not a folder; choose the folder of a run"):
         export.export(tmp_path / "nowhere", tmp_path / "exported")
     with pytest.raises(UsageError, match=f"OUT {checkpoint}/x: would change CHECKPOINT {checkpoint}; choose a path"):
         export.export(checkpoint, checkpoint / "x")
@@ -856,7 +856,7 @@ def test_checkpoint_of_nvidia_example_is_exported(checkpoint, tmp_path, capsys, 
     monkeypatch.setattr(networks, "MODELS", {})
     with pytest.raises(UsageError, match=r"no meta.json, and its parameters match no supported network"):
         export.export(checkpoint, tmp_path / "none")
-    with pytest.raises(UsageError, match="own: contains neither meta.json nor parameters; choose a checkpoint"):
+    with pytest.raises(UsageError, match="own: contains neither meta.json nor parameters; choose the folder of a run"):
         export.export(tmp_path / "own", tmp_path / "none")
     monkeypatch.setattr(networks, "MODELS", {"Tiny": models.MODELS["Tiny"]})
     path = checkpoint / "resnet_50_paddle.pdparams"

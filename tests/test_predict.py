@@ -424,7 +424,7 @@ def test_benchmark_skips_unusable_engine_with_a_warning(checkpoint, tmp_path, ca
     ("arguments", "message"),
     [
         (["{root}/nowhere", "{image}"], "nowhere: does not exist; choose the folder of a checkpoint or export"),
-        (["{root}/empty", "{image}"], "empty: contains neither meta.json nor parameters; choose a checkpoint"),
+        (["{root}/empty", "{image}"], "empty: contains neither meta.json nor parameters; choose the folder of a run"),
         (["{run}/0"], "IMAGE: missing; add files, folders, or -"),
         (["{run}/0", "{root}/empty"], "empty: contains no images (.jpg,"),
         (["{run}/0", "{image}", "--json", "--csv", "-"], "--json: --csv - also writes to stdout"),

@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 from utils import cache, files
-from utils.errors import UsageError
+from utils.errors import UsageError, python
 
 # {package folder: version suffix of the library files that CUDA 11.8 and Paddle 2.6 need}. The folder may also contain
 # other versions, installed by other packages. Paddle opens cuSOLVER when the capture of a CUDA graph begins.
@@ -152,8 +152,8 @@ def problem(several_gpus=False):
         else:
             continue
         return (
-            f"Paddle {paddle.__version__} needs {library} {major}, but {name} {state}; install it with python -m pip "
-            "install -r requirements.txt, and remove other versions from LD_LIBRARY_PATH, which takes precedence"
+            f"Paddle {paddle.__version__} needs {library} {major}, but {name} {state}; install it with {python()} -m "
+            "pip install -r requirements.txt, and remove other versions from LD_LIBRARY_PATH, which takes precedence"
             + ("; import paddle_resnet before paddle" if _is_late else "")
         )
     return None

@@ -191,11 +191,11 @@ def log(line):
 
 def _read_meta(checkpoint):
     if not Path(checkpoint).is_dir():
-        raise UsageError(f"{checkpoint}: not a folder; choose a checkpoint, such as output/ResNet50/best")
+        raise UsageError(f"{checkpoint}: not a folder; choose the folder of a run or of a checkpoint")
     if not folders.is_checkpoint(checkpoint):
         raise UsageError(
-            f"{checkpoint}: contains neither {folders.META} nor parameters; choose a checkpoint, such as "
-            "output/ResNet50/best"
+            f"{checkpoint}: contains neither {folders.META} nor parameters; choose the folder of a run or of a "
+            "checkpoint"
         )
     if folders.is_foreign(checkpoint):
         return _meta_of_example(Path(checkpoint))

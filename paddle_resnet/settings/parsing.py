@@ -6,7 +6,7 @@ import difflib
 from paddle_resnet.settings import inheritance
 from paddle_resnet.settings.declarations import ACTIONS, DEFAULTS, FLAGS, PARSER
 from paddle_resnet.settings.values import Settings, flag, text
-from utils.errors import UsageError
+from utils.errors import UsageError, command
 from utils.mode import RunScope
 
 # Names that other programs use for the flags of train.py: {flag: names}.
@@ -34,7 +34,7 @@ ALIASES = {
 ALIASES = {alias: meant for meant, aliases in ALIASES.items() for alias in aliases.split()}
 # Flags of newer versions of NVIDIA's example: {flag: hint for the error message}.
 ELSEWHERE = {
-    "inference-dir": "run python -m paddle_resnet.export CHECKPOINT DIR after training",
+    "inference-dir": f"run {command('export', 'CHECKPOINT', 'DIR')} after training",
 }
 
 

@@ -11,6 +11,8 @@ import numpy as np
 from paddle import static
 from paddle.base.data_feeder import convert_dtype
 
+from utils.errors import command
+
 OPERATOR = "native_async_copy"
 
 
@@ -35,7 +37,5 @@ class AsyncCopy:
         if error == -1:
             raise RuntimeError("metrics: read more than three steps late; read them within three steps")
         if error:
-            raise RuntimeError(
-                f"GPU: this step or an earlier one failed (CUDA error {error}); run python -m paddle_resnet.doctor"
-            )
+            raise RuntimeError(f"GPU: this step or an earlier one failed (CUDA error {error}); run {command('doctor')}")
         return np.frombuffer(ctypes.string_at(memory, size.value), self._dtype).reshape(self._shape)

@@ -261,10 +261,10 @@ def test_connection_without_complete_request_is_closed(start, monkeypatch, sent)
 
 
 def test_connection_is_kept_while_its_second_request_is_in_progress(start, monkeypatch):
-    monkeypatch.setattr(web, "IDLE_S", 0.1)
+    monkeypatch.setattr(web, "IDLE_S", 0.3)
 
     def slow(upload):
-        sleep(0.25 if upload.name == "slow.jpg" else 0)
+        sleep(0.4 if upload.name == "slow.jpg" else 0)
         return classify(upload)
 
     sent = []
