@@ -534,6 +534,10 @@ INFERENCE = {
         lambda: append("elementwise_mul", {"X": images(dtype="float16"), "Y": images(height=1, name="factors")}),
         [],
     ),
+    "addend": (
+        lambda: append("elementwise_add", {"X": batch_norm(images()), "Y": images(name="addend")}),
+        ["bn_inference"],
+    ),
     "addend of a different type": (
         lambda: append("elementwise_add", {"X": batch_norm(images()), "Y": images(dtype="float16", name="addend")}),
         ["bn_inference", "elementwise_add"],
@@ -592,6 +596,26 @@ def test_custom_operators_of_inference_programs(pointwise_kernels, case):
     assert [name.removeprefix("native_") for name in after] == operators
     layers = {"depthwise with different strides", "depthwise with filters of a different type"}
     assert fusion.paddle_depthwise(main) == (("3x3, stride 1, 8 channels",) if case in layers else ())
+
+
+def test_limit_of_pointwise_convolutions_applies_to_input_channels(pointwise_kernels, monkeypatch):
+    monkeypatch.setitem(fusion.POINTWISE_BN_CHANNELS, paddle.float32, 8)
+    main = static.Program()
+    with static.program_guard(main, static.Program()):
+        batch_norm(convolve(images(), static.data("filters", [16, 8, 1, 1])))
+    main = main.clone(for_test=True)
+    fusion.fuse(main)
+    assert types(main)["native_pointwise_conv_bn_inference"] == 1
+
+
+@pytest.mark.parametrize(
+    "case", ["addition without activation", "second addend without activation", "Mish after an addition"]
+)
+def test_residual_additions_are_part_of_custom_operators(case):
+    main, _, _ = small_program(UNUSUAL[case][0])
+    before = types(main)
+    fusion.fuse(main)
+    assert types(main)["elementwise_add"] == before["elementwise_add"] - 1
 
 
 def test_only_operators_that_combine_overflow_flags_are_removed():
