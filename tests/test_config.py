@@ -735,6 +735,8 @@ def test_changed_flags_include_derived_values():
 
 def test_frozen_settings_cannot_be_assigned():
     args = parse()
+    assert (args.pending, args.is_frozen, args.start_paths()) == ((), False, {})
+    assert parse("--from-checkpoint d").start_paths() == {"--from-checkpoint": "d"}
     args.epochs = 3
     assert (args.epochs, args.origin("epochs")) == (3, "Python")
     with pytest.raises(AttributeError, match="settings.epoch: not a flag"):
@@ -746,6 +748,7 @@ def test_frozen_settings_cannot_be_assigned():
     assert args.copy(epochs=4).epochs == 4 and args.epochs == 3
     args = parse()
     args.finalize(("epochs",))
+    assert (args.pending, args.is_frozen) == (("epochs",), True)
     args.set("measurement", epochs=4)
     with pytest.raises(dataclasses.FrozenInstanceError):
         args.set("measurement", epochs=5, lr=1.0)

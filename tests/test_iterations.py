@@ -226,6 +226,9 @@ def test_stage_batch_larger_than_data_set_is_an_error(run_train, capsys):
 
 
 def test_batch_may_contain_the_whole_data_set(parse):
+    assert [durations.used_batches(batches, 4) for batches in (4, 7, 8)] == [4, 4, 8]
+    with pytest.raises(UsageError, match="--accumulate-steps 4: the loader has 3 batches per epoch; use a smaller num"):
+        durations.used_batches(3, 4)
     assert durations.timeline(parse("--batch-size", "30"), 30).batches(0) == 1
     with pytest.raises(UsageError, match="batch size 30 exceeds the 29 training images"):
         durations.timeline(parse("--batch-size", "30"), 29)

@@ -324,6 +324,12 @@ def test_failed_deletion_logs_warning_and_invalidates_checkpoint(tmp_path, capsy
     monkeypatch.setattr(folders, "_remove", lambda path: None)  # simulate SIGKILL before the files are removed
     folders.delete(folder)
     assert folders.newest_first(tmp_path)[0] == []
+    write_checkpoint(tmp_path, "5")
+    folders.remove_all(tmp_path)
+    assert folders.newest_first(tmp_path)[0] == []
+    monkeypatch.setattr(folders.Path, "write_text", deny)
+    folders.delete(write_checkpoint(tmp_path, "6"))
+    assert "6: cannot be deleted (Permission denied); delete it manually" in capsys.readouterr().err
 
 
 def commit_in_a_child(root, form, fatal):

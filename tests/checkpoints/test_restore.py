@@ -132,7 +132,10 @@ def test_best_evaluation_that_led_to_checkpoint(tmp_path):
     result = {"loss": 1.0, "top5": 1.0, "ips": 9.0}
     assert saver_module.best_before(tmp_path, start) == {"epoch": 0, "top1": 0.5, **result}
     write("1_2", 2, 1, 2, 0.6)
-    assert saver_module.best_before(tmp_path, start) == {"epoch": 1, "step": 2, "top1": 0.6, **result}
+    inside = restore.StartCheckpoint(str(tmp_path / "1_2"), 1, 2, meta=meta, resumes=True)
+    for checkpoint in (start, inside):
+        best = saver_module.best_before(tmp_path, checkpoint)
+        assert best == {"epoch": 1, "step": 2, "top1": 0.6, **result}
 
 
 def test_best_evaluation_and_patience(args):
@@ -621,6 +624,16 @@ def test_start_deletes_files_of_killed_run(args, tmp_path):
     (tmp_path / "Tiny" / ".7.partial").mkdir(parents=True)
     Saver(args, None, None, None, {})
     assert [path.name for path in (tmp_path / "Tiny").iterdir()] == [".lock"]
+
+
+def test_folder_without_space_is_an_error_at_the_start(args, tmp_path, monkeypatch):
+    def fail(dir):
+        assert dir == tmp_path / "Tiny"
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saver_module.tempfile, "TemporaryFile", fail)
+    with pytest.raises(UsageError, match=f"--output-dir {tmp_path}: cannot be written .No space left on device.; cho"):
+        Saver(args, None, None, None, {})
 
 
 def test_meta_json_contains_arguments_of_run(args, saved):

@@ -106,6 +106,10 @@ def test_lmdb_labels_returns_size_and_labels(tmp_path):
     (tmp_path / "train_lmdb/lock.mdb").unlink(missing_ok=True)
     assert records.lmdb_labels(str(tmp_path / "train_lmdb"), 1) == (3, [300, 1])
     assert [path.name for path in (tmp_path / "train_lmdb").iterdir()] == ["data.mdb"]
+    (tmp_path / "link").symlink_to("train_lmdb")
+    opened = records._lmdb_environment.cache_info().currsize
+    assert records.lmdb_labels(str(tmp_path / "link"), 1) == (3, [300, 1])
+    assert records._lmdb_environment.cache_info().currsize == opened  # a process must not open an LMDB twice
     assert records.lmdb_labels(str(tmp_path / "train_lmdb"), 100) == (3, [300, 2, 1])
 
 
@@ -157,6 +161,7 @@ def test_file_that_is_not_an_lmdb_of_images_is_rejected(tmp_path):
     (tmp_path / "other").mkdir()
     assert lmdb_check.problem(str(tmp_path / "other")) == "data.mdb is missing"
     (tmp_path / "other" / "data.mdb").write_bytes(b"x" * 10000)
+    assert records._lmdb_problem(str(tmp_path / "other"))
     with pytest.raises(UsageError, match="not a Caffe LMDB, or damaged"):
         records.lmdb_labels(str(tmp_path / "other"), 1)
     fields = {"pixels": {"label": 1}, "not encoded": {"label": 1, "encoded": False}, "no label": {"encoded": True}}
