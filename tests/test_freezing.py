@@ -171,9 +171,9 @@ def affine(monkeypatch):
 def test_learning_rate_depends_on_depth(parse, kernels, optimizer):
     """The first update of each parameter is multiplied by the learning-rate factor of its layer group."""
     shape = (32, 32, 4) if "native" in kernels else (3, 32, 32)
-    decay = 1 if optimizer == "LAMB" else 0.5
+    decay, last = 1 if optimizer == "LAMB" else 0.5, 1 if optimizer == "AdamW" else 4
     changes = []
-    for flags in ([], ["--lr-decay-by-layer", decay, "--classifier-lr-factor", "4"]):
+    for flags in ([], ["--lr-decay-by-layer", decay, "--classifier-lr-factor", last]):
         with static.scope_guard(static.Scope()):
             args = parse(*kernels, "--optimizer", optimizer, "--lr", "0.25", *flags)
             main, compiled, before, after = built(args, random_batches(1, shape))
@@ -184,7 +184,7 @@ def test_learning_rate_depends_on_depth(parse, kernels, optimizer):
         assert len(updates) == (2 if decay == 1 else 4)
     for name, change in changes[0].items():
         number = int(name.split("_")[1 if name.startswith(("conv2d", "linear")) else 2].partition(".")[0])
-        factor = 4 if name.startswith("linear") else decay ** (3 if number == 0 else 2 if number <= 4 else 1)
+        factor = last if name.startswith("linear") else decay ** (3 if number == 0 else 2 if number <= 4 else 1)
         np.testing.assert_allclose(changes[1][name], factor * change, rtol=2e-3, atol=2e-6, err_msg=name)
 
 
