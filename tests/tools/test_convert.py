@@ -448,8 +448,10 @@ def test_concurrent_conversion_to_same_output_is_rejected(photos, tmp_path, caps
         assert [path.name for path in (tmp_path / "x").iterdir()] == [".lock"]
         holder.communicate("")
     (tmp_path / "none").mkdir()
-    assert dataset.main(["convert", "--from", str(tmp_path / "none"), *command[3:], str(tmp_path / "y")]) == 2
-    assert not (tmp_path / "y").exists()
+    for name, is_kept in (("y", False), ("none", True)):  # a folder that existed before is kept
+        (tmp_path / "source").mkdir(exist_ok=True)
+        assert dataset.main(["convert", "--from", str(tmp_path / "source"), *command[3:], str(tmp_path / name)]) == 2
+        assert (tmp_path / name).exists() == is_kept
 
 
 @pytest.mark.parametrize(

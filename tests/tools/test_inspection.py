@@ -178,9 +178,10 @@ def test_speed_on_gpu_measures_decoder_loads(monkeypatch, capsys):
     def open_loader(root, arguments):
         args = config.parse_args(arguments)
         opened.append((args.dali_device, args.cpu_decoder_load, args.hw_decoder_load))
-        return iter(range(6)), args
+        loaders.append(iter(range(6)))
+        return loaders[-1], args
 
-    opened = []
+    opened, loaders = [], []
     monkeypatch.setattr(inspection, "_parse", lambda root, arguments: SimpleNamespace(dali_device="gpu"))
     monkeypatch.setattr(inspection, "open_loader", open_loader)
     times = itertools.cycle([0, 1, 0, 4, 0, 2])  # begin and end of each measurement in seconds
@@ -188,6 +189,7 @@ def test_speed_on_gpu_measures_decoder_loads(monkeypatch, capsys):
     arguments = ["--cpu-decoder-load", "0.4", "--batch-size", "8"]
     rows = inspection.speed("data", [1], [0.5, 0.7], batches=3, repeats=3, arguments=arguments)
     assert [rates for *_, rates in rows] == [[24, 6, 12]] * 3  # images per second
+    assert [list(loader) for loader in loaders] == [[]] * 9  # three batches as a warm-up, and three to measure
     expected = [("cpu", 0.0, 0.9), ("gpu", 0.4, 0.5), ("gpu", 0.4, 0.7)]
     assert opened == [setting for setting in expected for _ in range(3)]
     output = capsys.readouterr().out
