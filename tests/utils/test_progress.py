@@ -1,5 +1,6 @@
 """The progress line, tested in a pseudo-terminal."""
 
+import io
 import os
 import pty
 import re
@@ -150,6 +151,23 @@ def test_metrics_are_due_again_after_period(monkeypatch):
     assert not progress.is_due()
     now[0] = progress.PERIOD_S
     assert progress.is_due()
+
+
+def test_items_that_fit_exactly_are_shown_until_the_next_phase(monkeypatch):
+    console = SimpleNamespace(width=0)
+    monkeypatch.setattr(progress, "_live", SimpleNamespace(console=console, refresh=lambda: None))
+    monkeypatch.setattr(progress, "monotonic", lambda: 7.0)
+    for name in ("_phase", "_since_s", "_metrics", "_due_s"):
+        monkeypatch.setattr(progress, name, None)
+    progress.phase("p")
+    items = ["p  m  01:01 left", "step 1/20", "run 02:00", "x"]
+    for width, count in ((0, 1), (26, 1), (27, 2), (37, 2), (38, 3), (41, 4)):
+        console.width = width
+        progress.show(1, 20, 61, 120, ["m"], ["x"])
+        assert str(progress._line()) == "  ".join(items[:count])
+    progress.phase("q")
+    assert str(progress._line()) == "q  0 s" and progress.is_due()
+    assert not progress.write_above("a line", io.StringIO())  # not a terminal
 
 
 def test_duration_format():
