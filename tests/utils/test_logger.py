@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from datetime import datetime
+from types import SimpleNamespace
 
 import pytest
 
@@ -232,8 +233,22 @@ def test_full_disk_raises_run_error():
             match=r"^--report-file /dev/full: can no longer be written \(No space left.*; free disk space.*--resume$",
         ):
             logger.begin({"lr": 0.1})
+        logger.report((), {})  # without a report, entries are ignored
     finally:
         logger.close()
+
+
+def test_followers_receive_entries_of_the_report(report):
+    received = []
+    for name in "ab":
+        add, close = lambda *entry, name=name: received.append((name, *entry)), lambda name=name: received.append(name)
+        logger.follow(SimpleNamespace(add=add, close=close))
+    logger.report((1,), {"lr": 1})
+    logger.close()
+    assert received == [("a", (1,), {"lr": 1}), ("b", (1,), {"lr": 1}), "b", "a"]
+    begin(report)
+    logger.close()
+    assert len(received) == 4
 
 
 def test_close_may_be_called_twice(report):

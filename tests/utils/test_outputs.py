@@ -38,7 +38,7 @@ def test_valid_outputs_are_accepted_and_not_created(root, capsys):
     before = content(root)
     outputs.claim(
         {"--a": root / "new/a", "--b": root / "file", "--c": root / "run/report.json", "--d": None},
-        {"--e": root / "new/e", "--f": root / "run", "--g": root / "to_free/new"},
+        {"--e": root / "new/e", "--f": root / "run", "--g": root / "to_free/new", "--h": root / "free"},
         inputs=[("IN", root / "nowhere"), ("IN", root / "data/train/x.jpg")],
         protected=[("the data set", root / "data")],
         run_folder=root / "run",
@@ -134,9 +134,17 @@ def test_file_that_another_process_wrote_is_replaced_with_a_warning(tmp_path, ca
     first = f"warning: figure {path}: replaces an existing file; choose a different path to keep it\n" if before else ""
     assert capsys.readouterr().err == first
     path.write_text("of another process")
-    for expected in (f"warning: {path}: replaces the file that another process wrote", ""):
+    for is_warned in (True, False):
         with outputs.replaced(path) as partial:
             partial.write_text("new")
-        assert capsys.readouterr().err.startswith(expected) and path.read_text() == "new"
+        err = capsys.readouterr().err
+        assert err.startswith(f"warning: {path}: replaces the file that another process wrote") == is_warned
+        assert err.count("\n") == is_warned and path.read_text() == "new"
+    other, status = tmp_path / "other", path.stat()  # of the same size and time
+    other.write_text("own")
+    os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
+    other.rename(path)
+    outputs.warn_if_changed(path)
+    assert "replaces the file that another process wrote" in capsys.readouterr().err
     outputs.claim({"page": tmp_path / "page", "figure": path}, announced=["figure"])
     assert capsys.readouterr().err == ""
