@@ -235,14 +235,14 @@ def test_last_entry_of_step_is_used_and_startup_times_are_summed(write_run):
     assert report.changed_flags() == {"lr": 0.1, "output_dir": "a"}  # all parameters that differ from the defaults
     with open(report.path, "a") as f:
         f.write(
-            entry("PARAMETER", 5).replace('"data": {}', '"data": {"lr": 7}')
+            entry("PARAMETER", 5).replace('"data": {}', '"data": {"lr": 7}').replace("2026", "2027")
             + entry([0, 1], 9, train_loss=1.5)
             + '{"torn'
         )
     report = reading.read(path)
     assert report.steps[0, 1] == {"train.loss": 1.5}
     assert (report.total_s, report.start_s, report.summary) == (29, 6, {})
-    assert report.parameters == {"lr": 7}
+    assert report.parameters == {"lr": 7} and report.when == "2026-01-01 10:00"
 
 
 @pytest.mark.parametrize("text", ["", "DLLL []\n", "no JSON\n", "\udcff\n", None])
@@ -561,6 +561,69 @@ def test_metrics_do_not_depend_on_order_of_epochs():
     run.epochs[0] = {"val.top1": 0.75, "train.loss": 3.0}
     assert run.curve("train.loss") == [(1, 3.0), (3, 1.0)]
     assert (run.last("train.loss"), run.last("val.top1"), run.best()) == (1.0, 0.5, (0, 0.75))
+
+
+@pytest.mark.parametrize(
+    ("metric", "valid", "invalid"),
+    [
+        *(("top1", 1, 1.1), ("f1_macro", 0, -0.1), ("ips", 0, -1), ("loss_scale", 1e38, 1e39), ("images", 3, 1.5)),
+        *(("step", 0, -1), ("steps", 1, True), ("not_finite", 0, -1), ("epoch_time", 1e10, 1.1e10)),
+        *(("data_time", 0, -1), ("loss", -1e38, "x"), ("other", -1.0, "x")),
+    ],
+)
+def test_values_of_metrics(metric, valid, invalid):
+    assert reading._metric(f"val.{metric}", valid, False) == valid
+    with pytest.raises(reading._SchemaError, match=rf"^data.val.{metric} is "):
+        reading._metric(f"val.{metric}", invalid, False)
+    assert reading._metric(f"train.{metric}", math.inf, False) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("classes.csv", "label,class,images,correct,top1\n0,a,1,1,\n", None),
+        ("classes.csv", "label,class,images,correct,top1\n0,a,,1,\n", "line 2, images is ''"),
+        (
+            "classes.csv",
+            "label,class,images,correct,top1\n0,a\n",
+            "line 2 and the first line have different numbers of",
+        ),
+        ("classes.csv", "label,class,images,correct,top1\n0,a,1,1,1,1\n", "line 2 and the first line have different"),
+        ("predictions.csv", "label,prediction,probability_1,image,predicted_class\n0,,,a,\n", None),
+        ("predictions.csv", "label,prediction,probability_1,image,predicted_class\n,,,a,\n", "line 2, label is ''"),
+        ("confusion.csv", "label,predicted,images,class,predicted_class\n0,,1,a,b\n", "line 2, predicted is ''"),
+    ],
+)
+def test_cells_of_tables(tmp_path, name, text, problem):
+    (tmp_path / f"report.{name}").write_text(text)
+    run = reading.Run(tmp_path / "report.json")
+    if problem is None:
+        assert len(run.rows(name)) == 1
+    else:
+        with pytest.raises(UsageError, match=problem):
+            run.rows(name)
+
+
+def test_folders_and_explicit_flags_of_a_run(tmp_path):
+    path = tmp_path / "report.json"
+    data = {"output_dir": "out", "model_arch_name": "Net", "explicit_flags": ["lr"]}
+    path.write_text(START_OF_RUN.replace('{"lr": 1}', json.dumps(data)))
+    run = reading.read(path)
+    assert run.folders() == [tmp_path, Path("out/Net")] and run.explicit == ["lr"]
+    assert run.parameters == {"output_dir": "out", "model_arch_name": "Net"}
+    reading._spend(run, {"train.batch_time": 1.0, "train.data_time": 3.0})  # averages over different steps
+    run.total_s += 10
+    reading._spend(run, {"train.batch_time": 1.0, "train.data_time": 3.0})
+    assert run.open_s["waiting"] == run.open_s["train"] == 10
+
+
+def test_at_most_three_runs_are_suggested(tmp_path):
+    for name in "abcd":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "report.json").touch()
+    names = " or ".join(str(tmp_path / name) for name in "abc")
+    with pytest.raises(UsageError, match=f"; use {names}$"):
+        reading.read(tmp_path)
 
 
 def test_curves_in_a_terminal_have_at_most_60_bars(capsys):
