@@ -53,7 +53,7 @@ VIEWS = {f"{name}{grad}" for name in ("reshape2", "flatten_contiguous_range", "s
 KINDS = {
     "custom 1x1 convolution": r"^pointwise_",
     "depthwise": r"^depthwise_|[Dd]epthwise|conv2d_c1_k1",
-    "convolution": r"xmma|cutlass|gemm|gemv|scudnn|convolve|conv2d|winograd|fprop|[dw]grad|splitK|cask|im2col"
+    "convolution": r"^stem_|xmma|cutlass|gemm|gemv|scudnn|convolve|conv2d|winograd|fprop|[dw]grad|splitK|cask|im2col"
     r"|precompute_indices",
     "pooling": r"[Pp]ool",
     "SE, concatenation": r"^image_sums|^scale_images|^concat_|^split_(8|16)|Concat|SplitTensor|Sigmoid",

@@ -58,6 +58,8 @@ def test_every_custom_kernel_has_a_kind():
         "bn": "BN, activation, addition",
         "dropout": "BN, activation, addition",
         "max": "pooling",
+        "average": "pooling",
+        "stem": "convolution",
         "image": "SE, concatenation",
         "scale": "SE, concatenation",
         "concat": "SE, concatenation",
