@@ -1,0 +1,49 @@
+"""Tests of benchmarks/accuracy.py on the CPU."""
+
+import importlib.util
+import json
+
+import pytest
+
+from conftest import ROOT
+
+spec = importlib.util.spec_from_file_location("accuracy", ROOT / "benchmarks/accuracy.py")
+accuracy = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(accuracy)
+
+
+def test_table_of_finished_and_failed_runs():
+    lines = accuracy.table({"a": [(0.5, 1.0), (0.25, 3.0), (0.75, 2.0)], "b": [None, (0.1, 1.0)], "c": [None]})
+    assert lines.splitlines()[2:] == [
+        "| a | 3 | 0.5000 | 0.2500 to 0.7500 | 0.5000, 0.2500, 0.7500 | 2.0 |",
+        "| b | 1 (1 failed) | 0.1000 | 0.1000 to 0.1000 | 0.1000 | 1.0 |",
+        "| c | 0 (1 failed) |  |  |  |  |",
+    ]
+
+
+@pytest.mark.parametrize("rows", [["a:", "a:"], ["a/b:"], [":"]])
+def test_names_that_are_not_unique_folders_are_an_error(rows, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        accuracy.main(["--output", str(tmp_path), *(f"--row={row}" for row in rows)])
+    assert "rename them" in capsys.readouterr().err
+
+
+@pytest.mark.soak
+def test_repeated_command_resumes_unfinished_runs_only(photos, tmp_path, capsys):
+    flags = f"--image-root {photos} --device cpu --model-arch-name ResNet18 --crop-size 32 --batch-size 2 --lr 0.01"
+    rows = ["--row", "one: --epochs 1", "--row", "wrong: --batch-size none"]
+    command = ["--output", str(tmp_path / "runs"), "--seeds", "2", "--flags", flags, *rows]
+    assert accuracy.main(command) == 1
+    out, err = capsys.readouterr()
+    one, wrong = (line.split(" | ") for line in out.splitlines()[-2:])
+    assert one[1] == "2" and wrong[1] == "0 (2 failed)" and "wrong, seed 1: exit code 2 (" in err
+    reports = [tmp_path / f"runs/one/{seed}/report.json" for seed in (0, 1)]
+    texts = [report.read_text() for report in reports]
+    arguments = [json.loads(text.splitlines()[0].removeprefix("DLLL "))["data"] for text in texts]
+    assert [(each["seed"], each["dali_random_seed"]) for each in arguments] == [(0, 42), (1, 43)]
+    # Without its summary, the run of seed 1 counts as unfinished.
+    reports[1].write_text("".join(texts[1].splitlines(keepends=True)[:-1]))
+    assert accuracy.main(command[:-2]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split(" | ")[:4] == one[:4]
+    assert reports[0].read_text() == texts[0]
+    assert (tmp_path / "runs/one/1/log.txt").read_text().count("resum") >= 1
