@@ -368,7 +368,7 @@ def test_printed_report(capsys):
 
 
 @pytest.mark.parametrize(
-    ("images", "workers", "expected"), [(0, None, 1), (31, None, 1), (47, None, 2), (320, None, 4), (320, 9, 9)]
+    ("images", "workers", "expected"), [(0, None, 1), (31, None, 1), (32, None, 2), (320, None, 4), (320, 9, 9)]
 )
 def test_each_process_checks_at_least_16_images(monkeypatch, images, workers, expected):
     counts = []
