@@ -233,6 +233,8 @@ def test_restore_inside_epoch(args, run):
         Loader().state(),
     )
     _, _, fresh, schedule, _ = build(args)
+    random.seed(9)
+    np.random.seed(9)
     restore_run(checkpoint, schedule, fresh)
     assert fresh["loss"][1].state() == fetchs["loss"][1].state()
     assert (random.random(), np.random.rand()) == expected
@@ -306,6 +308,7 @@ def test_run_that_resumes_from_outdated_checkpoint_is_rejected(args, run, saved)
     resumed = Saver(args, saver._program, schedule, Loader(), fetchs, dataclasses.replace(checkpoint, meta=meta))
     resumed.save(5, 0)  # nothing is saved, because no step has run
     assert str(resumed.folder) == checkpoint.folder and resumed._pending is None
+    assert resumed._run == saver._run
     args.patience = 3
     assert resumed.ends_early
     args.patience = 0
