@@ -180,6 +180,7 @@ def test_changed_or_moved_file_resumes(run_train, own_run, file, trained, tmp_pa
         ),
         (".flatten(1))", ".flatten(1)), images", ["has the shape []; return logits [N, 3]"]),
         ("(32, num_classes)", "(32, 5)", ["has the shape [-1, 5]; return logits [N, 3]"]),
+        (".flatten(1))", ".flatten(1)).unsqueeze(1)", ["has the shape [-1, 1, 3]; return logits [N, 3]"]),
         ("class Net(nn.Layer):", "def Net(**_): return 3\nclass Other(nn.Layer):", ["returns int; return a paddle.nn"]),
     ],
     ids=lambda value: value[0][:24] if isinstance(value, list) else "",
@@ -209,6 +210,7 @@ def test_errors_of_registered_networks_are_unchanged():
     [
         ("nowhere.py:Net", "nowhere.py cannot be read (No such file or directory); use an existing file"),
         ("folder.py:Net", "folder.py cannot be read (Is a directory); use an existing file"),
+        ("\0.py:Net", "\0.py cannot be read (embedded null byte); use an existing file"),
         ("net.py", "unknown network; use one of ResNet18, "),
         ("net.py:../Net", "unknown network; use one of ResNet18, "),
         ("net.py:ConvBM", "net.py does not define ConvBM; use a name that it defines (Net)"),
