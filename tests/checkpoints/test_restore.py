@@ -4,6 +4,7 @@ checkpoint."""
 import dataclasses
 import io
 import json
+import os
 import random
 import shutil
 
@@ -319,6 +320,7 @@ def test_run_that_resumes_from_outdated_checkpoint_is_rejected(args, run, saved)
         with pytest.raises(UsageError, match=message):
             Saver(args, saver._program, schedule, Loader(), fetchs, start)
     (saver.folder / "tiny.pdopt").write_bytes(b"")  # --resume skips damaged checkpoints
+    args.output_dir = os.path.relpath(args.output_dir)
     Saver(args, saver._program, schedule, Loader(), fetchs, restore.find(args))
 
 
@@ -572,6 +574,10 @@ def test_run_folder_selects_best_or_newest_checkpoint(args, run, tmp_path, capsy
         args.from_pretrained_params = str(tmp_path)
         assert restore.find(args) is None
         assert args.from_pretrained_params == str(root / "7")
+    args.set("default", model_arch_name="Tiny")  # a default does not select a run
+    args.from_pretrained_params = str(tmp_path)
+    with pytest.raises(UsageError, match="contains runs of several networks"):
+        restore.find(args)
 
 
 @pytest.mark.parametrize("prefix", ["resnet_50_paddle", "tiny_paddle", "mine"])

@@ -115,6 +115,12 @@ def test_different_number_of_classes_is_rejected(args, saved):
         args.run_scope = RunScope("train_eval" if args.resume else scope)
         with pytest.raises(UsageError, match=f"has 3 classes, but this run has 4; {remedy}"):
             load(args, saved[0], is_train=scope != "eval_only")
+    _, _, _, _, main = build(args)
+    mask = "conv2d_0.w_0.asp_mask"  # a dense checkpoint has no masks
+    main.global_block().create_parameter(name=mask, shape=[1], dtype="float32")
+    static.global_scope().var(mask).get_tensor().set(np.ones(1, np.float32), PLACE)
+    with pytest.raises(UsageError, match="has 3 classes, but this run has 4"):
+        variables.load(variables.LoadOptions.of(args), saved[0], main, PLACE)
 
 
 def test_integer_parameters_are_rejected(args, saved):

@@ -47,6 +47,16 @@ def test_index_is_written_next_to_shard_and_lists_every_record(tmp_path, kind):
     assert labels == [0, 1, 2, 3, 4]
 
 
+def test_name_of_index_follows_suffix_of_shard():
+    for shard, name in (
+        ("a/val.rec", "a/val.idx"),
+        ("val-000000.tar", "val-000000.idx"),
+        ("val-00000-of-00002", "val-00000-of-00002.idx"),
+        ("val-00000-of-00002.tfrecord", "val-00000-of-00002.tfrecord.idx"),
+    ):
+        assert indexes.index_path(shard) == name
+
+
 def block_index(shard):
     """Put a folder in place of the temporary file, so that the next attempt to write an index fails. A read-only parent
     folder would not suffice, because root could write to it."""

@@ -146,11 +146,11 @@ def test_broken_hidden_link_is_ignored(photos, tmp_path):
 
 def test_hidden_images_are_ignored_with_warning(photos, tmp_path, capsys):
     shutil.copytree(photos, tmp_path, dirs_exist_ok=True)
-    for name in (".a.jpg", "._b.jpg", ".directory"):
+    for name in (".a.JPG", "._b.jpg", ".directory"):
         shutil.copy(tmp_path / "train/class0/00.jpg", tmp_path / "train/class1" / name)
     count = len(listing.list_folder(str(photos), Mode.TRAIN)[0])
     assert len(listing.list_folder(str(tmp_path), Mode.TRAIN)[0]) == count
-    message = f"{tmp_path}/train: 1 entry ignored: 1 hidden image (class1 1; for example class1/.a.jpg); "
+    message = f"{tmp_path}/train: 1 entry ignored: 1 hidden image (class1 1; for example class1/.a.JPG); "
     assert message in capsys.readouterr().err
 
 
