@@ -80,6 +80,7 @@ def test_weights_file_is_converted_to_checkpoint(file, tmp_path, capsys):
     assert meta["source"]["sha256"] == published.sha256(file)
     network = networks.load_checkpoint(tmp_path / "new/out")
     np.testing.assert_array_equal(network.parameter("linear_0.w_0"), tensors()["fc.weight"])
+    assert network.description["classes"][0] == "tench"
 
 
 def test_conversion_does_not_replace_that_of_a_simultaneous_process(small, tmp_path, monkeypatch, capsys):

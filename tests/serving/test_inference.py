@@ -94,6 +94,9 @@ def test_checkpoints_that_onnxruntime_cannot_run(monkeypatch):
     assert calls == [("m", {"model_arch_name": "net", "fold": True})]
     network.args.qat = False
     assert inference._open_as_onnx("m", "net") == (None, ": operator x")
+    network.model = lambda: "model"
+    assert inference.open_checkpoint("m", "cpu", "net", engine="Paddle") == "model"
+    assert calls[2:] == [("m", "cpu", {"model_arch_name": "net"})]
 
 
 @pytest.mark.parametrize(

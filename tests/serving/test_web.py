@@ -306,6 +306,8 @@ def test_other_host_names_and_other_sites_are_rejected(start):
 
 
 def test_all_host_names_are_accepted_unless_address_is_loopback():
+    with web.listen("127.0.0.2", 0) as listener:
+        assert web.allowed_hosts(listener, "name") == ["127.0.0.1", "127.0.0.2", "[::1]", "localhost", "name"]
     with web.listen("0.0.0.0", 0) as listener:
         assert web.allowed_hosts(listener, "0.0.0.0") == ["*"]
         assert not web.is_loopback(listener)

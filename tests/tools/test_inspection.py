@@ -32,6 +32,10 @@ def colors(tmp_path):
     ],
 )
 def test_preview_shows_original_and_input_of_network(colors, flags):
+    with Image.open(colors / "train/c0/x.png") as image:
+        exif = image.getexif()
+        exif[274] = 6  # orientation: the rows of the file are the columns of the image
+        image.rotate(90, expand=True).save(image.filename, exif=exif)
     rows = inspection.augmented(colors, 25, 2, [*TINY, "--num-of-class", "10", *flags])
     assert [name for _, _, name in rows] == [f"c{i}" for i in range(10)]
     for i, (original, versions, _) in enumerate(rows):

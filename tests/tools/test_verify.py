@@ -421,3 +421,8 @@ def test_split_that_dali_cannot_read_fails_verification(converted, monkeypatch):
     assert list(report.failing.values()) == ["has a different image or label when DALI reads it"]
     message = f"{root}: DALI cannot read the val split (its process exited with SIGKILL); write it again"
     assert report.errors == [message]
+    report = verify.Report()
+    images = [listing.Image(name, "x", 0, "recordio") for name in ("damaged", "different")]
+    checked = [("is empty", [], None, 0), (None, [], b"digest", 0)]
+    verify._compare_with_dali(root, Mode.TRAIN, "recordio", images, checked, report)
+    assert [*report.failing] == ["different"]  # DALI does not read the damaged image
