@@ -7,7 +7,8 @@
 Rows are the same as in sweep.py, without GPUS. The run of a row with seed S (0, 1, ...) uses `--seed S` and
 `--dali-random-seed 42+S`, and writes its checkpoints, report and log to OUTPUT/ROW/S. Runs start in the order of their
 seeds, so that after an interruption, all rows have about the same number of results. If the command is repeated, it
-resumes unfinished runs and does not repeat finished ones.
+resumes unfinished runs and does not repeat finished ones. OUTPUT/ROW/flags.json contains the flags of the row; other
+flags for this row are an error.
 """
 
 import argparse
@@ -30,11 +31,24 @@ import sweep  # noqa: E402
 def result(folder):
     """Return (top1 after the last epoch, minutes of the last start) of a finished run, or None."""
     path = folder / "report.json"
-    lines = path.read_text().splitlines() if path.exists() else []
-    entry = json.loads(lines[-1].removeprefix("DLLL ")) if lines else {"step": None}
-    if entry["step"] != []:  # the last line of a finished run is the summary
+    last = path.read_text().rpartition("DLLL ")[2] if path.exists() else ""
+    if not last.endswith("}\n"):  # empty, or the run was killed while it wrote the line
+        return None
+    entry = json.loads(last)
+    if "val.top1" not in entry["data"] or entry["step"] != []:  # the last line of a finished run is the summary
         return None
     return entry["data"]["val.top1"], float(entry["elapsedtime"]) / 60
+
+
+def check_flags(row, args):
+    """Write the flags of a row to OUTPUT/ROW/flags.json. Return an error message if this file has other flags."""
+    name, variables, flags = row
+    text, path = json.dumps({"variables": variables, "flags": [*args.flags, *flags]}), args.output / name / "flags.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and path.read_text() != text:
+        return f"{path.parent}: contains runs with different flags ({path.name}); use a different name or --output"
+    path.write_text(text)
+    return None
 
 
 def train(row, seed, args, gpus):
@@ -51,9 +65,9 @@ def train(row, seed, args, gpus):
         with open(folder / "log.txt", "ab") as log:
             code = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log).returncode
         gpus.put(gpu)
-        if code:
-            last = (folder / "log.txt").read_text(errors="replace").strip().splitlines()[-1]
-            print(f"{name}, seed {seed}: exit code {code} ({last})", file=sys.stderr, flush=True)
+        if code or result(folder) is None:
+            last = ((folder / "log.txt").read_text(errors="replace").strip() or "no message").splitlines()[-1]
+            print(f"{name}, seed {seed}: no result, exit code {code} ({last})", file=sys.stderr, flush=True)
             return None
     top1, minutes = result(folder)
     print(f"{name}, seed {seed}: {top1:.4f}", file=sys.stderr, flush=True)
@@ -90,6 +104,8 @@ def main(argv=None):
     names = [name for name, _, _ in args.row]
     if len(set(names)) < len(names) or not all(name and name == Path(name).name for name in names):
         parser.error(f"--row: names are empty, contain a slash or are not unique ({', '.join(names)}); rename them")
+    if problems := [problem for row in args.row if (problem := check_flags(row, args))]:
+        parser.error("\n".join(problems))
     gpus = queue.Queue()
     for gpu in args.gpus.split(",") * args.runs_per_gpu:
         gpus.put(gpu)

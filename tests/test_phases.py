@@ -149,23 +149,19 @@ def set_weights(record, monkeypatch):
 
 
 ARGS = SimpleNamespace(
-    **{
-        "device": "cpu",
-        "iter_unit": "epoch",
-        "ema": None,
-        "verbose": False,
-        "mask_algo": "mask_1d",
-        "data_layout": "NCHW",
-    },
-    **{
-        "amp": False,
-        "prune_model": False,
-        "asp": False,
-        "amp_dtype": "float16",
-        "amp_level": "O2",
-        "kernels": "paddle",
-    },
+    device="cpu",
+    data_layout="NCHW",
+    kernels="paddle",
+    iter_unit="epoch",
+    verbose=False,
+    ema=None,
     qat=False,
+    amp=False,
+    amp_dtype="float16",
+    amp_level="O2",
+    asp=False,
+    prune_model=False,
+    mask_algo="mask_1d",
 )
 LOAD = [("load_start", "options", None, "program", "place of cpu")]
 LOAD += [("load_averages", "options", None, "program", "place of cpu")]

@@ -75,8 +75,8 @@ struct StemSize {
 #define ON_BOTH
 #endif
 
-// Return the 32-bit words of shared memory that a stem needs for the filters and in total. Each filter row occupies 24
-// elements per channel. The number of rows is rounded up to a multiple of the elements per word.
+// Return the size of the shared memory that a stem needs for the filters and in total, in units of 32 bits. Each filter
+// row occupies 24 elements per channel. The number of rows is rounded up to a multiple of the elements per word.
 ON_BOTH constexpr int stem_filter_words(int elements) { return (7 + elements - 1) / elements * 3 * 8 * kStemFilters; }
 ON_BOTH constexpr int stem_words(int elements) {
   return stem_filter_words(elements) + 2 * kStemFilters + kStemRows * kStemRow / elements;

@@ -1,9 +1,8 @@
-"""Replace Paddle's operators with custom operators (native/). In NHWC, custom operators compute BN, pooling,
-global average pooling, the channel scaling of squeeze-and-excitation, concatenations of channels, depthwise
-convolutions, and the filter gradient of 1x1 convolutions with few channels. BN is fused with the next activation, or
-with the residual addition and, if it follows, ReLU or Mish; in evaluation, BN is also fused with a preceding depthwise
-convolution (without residual addition) or 1x1 convolution. In all layouts, custom operators also check the gradients,
-unscale them, and update all parameters.
+"""Replace Paddle's operators with custom operators (native/). In NHWC, custom operators compute BN, pooling, channel
+scaling (squeeze-and-excitation), concatenations of channels, depthwise convolutions, and the filter gradient of 1x1
+convolutions with few channels. BN is fused with the next activation, or with the residual addition and, if it follows,
+ReLU or Mish; in evaluation, BN is also fused with a preceding depthwise convolution (without residual addition) or 1x1
+convolution. In all layouts, custom operators also check the gradients, unscale them, and update all parameters.
 
 This pass runs after all of Paddle's passes (precision, gradients, all-reduces), so it does not change parameters,
 checkpoints or communication.
@@ -54,7 +53,7 @@ Tail = namedtuple("Tail", "ops out activation addend")
 def fuse(program):
     """Replace operators in a program with custom operators, in place. Operators that the custom kernels do not support
     are not replaced. The kernels for layers, except dropout, require the layout NHWC and a number of channels that
-    is a multiple of 4. These kernels do not support gradients through BN with fixed statistics, max pooling or
+    is a multiple of 4. These kernels do not support gradients through BN with fixed statistics, pooling or
     depthwise convolutions of images without a fixed size, depthwise convolutions with kernels other than 3x3 and 5x5,
     concatenations of more than two inputs, or 1x1 convolutions with a stride, with a bias or in float32.
 

@@ -28,6 +28,29 @@ def test_names_that_are_not_unique_folders_are_an_error(rows, tmp_path, capsys):
     assert "rename them" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "text", ["", 'DLLL {"step": [0], "data": {"val.top1": 0.5}}\n', 'DLLL {"step": [], "data": {}}\n']
+)
+def test_report_without_complete_summary_is_unfinished(text, tmp_path):
+    summary = 'DLLL {"step": [], "elapsedtime": "90", "data": {"val.top1": 0.5}}\n'
+    path = tmp_path / "report.json"
+    path.write_text(text)
+    assert accuracy.result(tmp_path) is None
+    path.write_text(text + summary[:-9])
+    assert accuracy.result(tmp_path) is None
+    path.write_text(text + summary)
+    assert accuracy.result(tmp_path) == (0.5, 1.5)
+
+
+def test_different_flags_for_finished_row_are_an_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(accuracy, "train", lambda *_: (0.5, 1.0))
+    command = ["--output", str(tmp_path), "--flags=--epochs 1", "--row"]
+    assert accuracy.main([*command, "a: --lr 0.1"]) == accuracy.main([*command, "a: --lr 0.1"]) == 0
+    with pytest.raises(SystemExit):
+        accuracy.main([*command, "a: --lr 0.2"])
+    assert "contains runs with different flags (flags.json)" in capsys.readouterr().err
+
+
 @pytest.mark.soak
 def test_repeated_command_resumes_unfinished_runs_only(photos, tmp_path, capsys):
     flags = f"--image-root {photos} --device cpu --model-arch-name ResNet18 --crop-size 32 --batch-size 2 --lr 0.01"
@@ -36,12 +59,12 @@ def test_repeated_command_resumes_unfinished_runs_only(photos, tmp_path, capsys)
     assert accuracy.main(command) == 1
     out, err = capsys.readouterr()
     one, wrong = (line.split(" | ") for line in out.splitlines()[-2:])
-    assert one[1] == "2" and wrong[1] == "0 (2 failed)" and "wrong, seed 1: exit code 2 (" in err
+    assert one[1] == "2" and wrong[1] == "0 (2 failed)" and "wrong, seed 1: no result, exit code 2 (" in err
     reports = [tmp_path / f"runs/one/{seed}/report.json" for seed in (0, 1)]
     texts = [report.read_text() for report in reports]
     arguments = [json.loads(text.splitlines()[0].removeprefix("DLLL "))["data"] for text in texts]
     assert [(each["seed"], each["dali_random_seed"]) for each in arguments] == [(0, 42), (1, 43)]
-    # Without its summary, the run of seed 1 counts as unfinished.
+    # Without a complete summary, the run of seed 1 counts as unfinished.
     reports[1].write_text("".join(texts[1].splitlines(keepends=True)[:-1]))
     assert accuracy.main(command[:-2]) == 0
     assert capsys.readouterr().out.splitlines()[-1].split(" | ")[:4] == one[:4]

@@ -14,14 +14,24 @@
 
 namespace reference {
 
+// The coordinates of element i of an array [images, out_height, out_width, channels].
+struct Element {
+  int64_t image;
+  int row, column, channel;
+
+  Element(int64_t i, const Window &window, int channels) {
+    channel = i % channels, column = i / channels % window.out_width;
+    row = i / channels / window.out_width % window.out_height;
+    image = i / channels / window.out_width / window.out_height;
+  }
+};
+
 // Computes y and positions [batch, out_height, out_width, channels]. If several values are equal, the first one is the
 // maximum. NaN is treated as larger than all numbers.
 inline void max_pool(const float *x, int batch, int channels, const Window &window, float *y, uint8_t *positions) {
   const int64_t outputs = static_cast<int64_t>(batch) * window.out_height * window.out_width * channels;
   for (int64_t i = 0; i < outputs; ++i) {
-    const int channel = i % channels, column = i / channels % window.out_width;
-    const int row = i / channels / window.out_width % window.out_height;
-    const int64_t image = i / channels / window.out_width / window.out_height;
+    const auto [image, row, column, channel] = Element(i, window, channels);
     bool is_first = true;
     for (int position = 0; position < window.kernel * window.kernel; ++position) {
       const int h = row * window.stride - window.padding + position / window.kernel;
@@ -42,9 +52,7 @@ inline void max_pool_gradient(const float *dy, const float *dy2, const uint8_t *
   std::fill_n(dx, static_cast<int64_t>(batch) * window.height * window.width * channels, 0.f);
   const int64_t outputs = static_cast<int64_t>(batch) * window.out_height * window.out_width * channels;
   for (int64_t i = 0; i < outputs; ++i) {
-    const int channel = i % channels, column = i / channels % window.out_width;
-    const int row = i / channels / window.out_width % window.out_height;
-    const int64_t image = i / channels / window.out_width / window.out_height;
+    const auto [image, row, column, channel] = Element(i, window, channels);
     const int h = row * window.stride - window.padding + positions[i] / window.kernel;
     const int w = column * window.stride - window.padding + positions[i] % window.kernel;
     float &sum = dx[((image * window.height + h) * window.width + w) * channels + channel];
@@ -71,9 +79,7 @@ inline void average_pool(const float *x, int batch, int channels, const Window &
                          float *y) {
   const int64_t outputs = static_cast<int64_t>(batch) * window.out_height * window.out_width * channels;
   for (int64_t i = 0; i < outputs; ++i) {
-    const int channel = i % channels, column = i / channels % window.out_width;
-    const int row = i / channels / window.out_width % window.out_height;
-    const int64_t image = i / channels / window.out_width / window.out_height;
+    const auto [image, row, column, channel] = Element(i, window, channels);
     const Average average(window, row, column, excludes_padding);
     float sum = 0;
     for (int h = average.top; h < average.bottom; ++h)
@@ -89,9 +95,7 @@ inline void average_pool_gradient(const float *dy, const float *dy2, int batch, 
   std::fill_n(dx, static_cast<int64_t>(batch) * window.height * window.width * channels, 0.f);
   const int64_t outputs = static_cast<int64_t>(batch) * window.out_height * window.out_width * channels;
   for (int64_t i = 0; i < outputs; ++i) {
-    const int channel = i % channels, column = i / channels % window.out_width;
-    const int row = i / channels / window.out_width % window.out_height;
-    const int64_t image = i / channels / window.out_width / window.out_height;
+    const auto [image, row, column, channel] = Element(i, window, channels);
     const Average average(window, row, column, excludes_padding);
     const float gradient = (dy[i] + (dy2 ? dy2[i] : 0.f)) * average.factor;
     for (int h = average.top; h < average.bottom; ++h)
