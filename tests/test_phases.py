@@ -15,6 +15,20 @@ from utils.mode import Mode
 
 
 @pytest.mark.parametrize(
+    ("device", "flag", "bound"), [("gpu", "true", [("bind_to_gpu", 1)]), ("gpu", "false", []), ("cpu", "true", [])]
+)
+def test_processes_of_gpus_are_bound_to_the_cpu_cores_closest_to_their_gpu(record, monkeypatch, device, flag, bound):
+    monkeypatch.setattr(phases.processes, "rank", lambda: 3)
+    monkeypatch.setattr(phases.processes, "local_gpu", lambda: 1)
+    monkeypatch.setattr(phases.logger, "setup", lambda rank: record.calls.append(("setup", rank)))
+    record(phases.paddle, "enable_static")
+    monkeypatch.setattr(phases.resolution, "resolve_device", lambda args: args.set("machine", device=device))
+    record(phases, "bind_to_gpu")
+    phases.start(config.parse_args(["--enable-cpu-affinity", flag]))
+    assert record.calls == [("setup", 3), *bound, ("enable_static",)]
+
+
+@pytest.mark.parametrize(
     ("flags", "mode", "is_saving"),
     [
         ([], Mode.TRAIN, True),
@@ -67,6 +81,46 @@ def test_only_runs_that_save_check_and_claim_the_output_folder(record, monkeypat
     assert others == [("setup", "r"), ("check_replaced", args, "checkpoint", folder)]
 
 
+def test_only_training_that_reached_its_end_is_done():
+    flags = "--iter-unit batch --num-iter 7 --epochs 90 --patience 2 --warmup-epochs 0"
+    args = config.parse_args([*TINY, *flags.split()])
+    checkpoint = SimpleNamespace(is_done=lambda *flags: flags == ("batch", 90, 7, 2))
+    assert phases.is_done(args, checkpoint)
+    assert not phases.is_done(args, None)
+    assert not phases.is_done(args, SimpleNamespace(is_done=lambda *_: False))
+    args = config.parse_args([*TINY, *flags.split(), "--run-scope", "eval_only", "--from-checkpoint", "c"])
+    assert not phases.is_done(args, checkpoint)
+
+
+def test_evaluated_checkpoint_is_logged(record):
+    record(phases.restore, "origin", "log_evaluated")
+    record.results |= {"origin": ("folder", "meta"), "log_evaluated": 4}
+    args = config.parse_args([*TINY, "--from-pretrained-params", "d"])
+    assert phases.log_evaluated(args, "checkpoint") == 4
+    assert record.calls == [("origin", "checkpoint", "d", ("tiny", True)), ("log_evaluated", "folder", "meta")]
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_loader_writes_normalized_images_to_tensorboard(record, device):
+    from paddle_resnet.results import tensorboard
+
+    record(tensorboard, "follow")
+    record(phases.pixels, "pictures")
+    record(phases.paddle.device.cuda, "synchronize")
+    record.results["follow"] = "writer"
+    training = phases.Work(None, "loader", "program", {}, SimpleNamespace(timeline="timeline"))
+    args = config.parse_args([*TINY, "--normalize-scale", "0.5"])
+    assert phases.show_on_tensorboard(args, training, None) is training
+    args = config.parse_args([*TINY, "--normalize-scale", "0.5", "--tensorboard-dir", "d"])
+    args.set("machine", device=device)
+    assert phases.show_on_tensorboard(args, training, "checkpoint") == training._replace(loader="writer")
+    [(*called, pictures)] = record.calls
+    assert called == ["follow", "d", "loader", "timeline", "checkpoint"]
+    pictures({"data": "images"})
+    expected = ("pictures", "images", "NCHW", 0.5, args.normalize_mean, args.normalize_std)
+    assert record.calls[1:] == [*[("synchronize",)] * (device == "gpu"), expected]
+
+
 def test_stages_share_the_schedule_and_one_startup_program_runs(monkeypatch):
     """Each of two processes has 4 of 9 images. The evaluation program shares the parameters of the training program, so
     its startup program runs only in an evaluation."""
@@ -117,12 +171,21 @@ def test_new_stage_continues_the_image_order_unless_batches_are_equal(monkeypatc
         now = SimpleNamespace(**(values | change))
         later = phases.Work(now, None, "later program", {}, schedule)
         training = phases.Work(SimpleNamespace(**values), loader, "program", {}, later=[(2, later)])
+        assert phases.enter_stage(training, 1, saver) is training
         entered = phases.enter_stage(training, 2, saver)
+        assert phases.enter_stage(entered, 3, saver) is entered  # no later stage
         assert entered.loader == ((now, Mode.TRAIN, "state") if change else loader)
         assert followed.pop() is entered.loader
     lines = capsys.readouterr().out.splitlines()
     text = "epoch 2: training with --image-shape {}, --batch-size {}, learning rate x 0.5 (--sizes)"
     assert lines == [text.format("3,32,32", 6), text.format("3,24,24", 8)]
+    for freeze, is_logged in (("stem", False), (None, True)):
+        later = phases.Work(SimpleNamespace(**values | {"freeze": freeze}), None, "later program", {}, schedule)
+        training = phases.Work(
+            SimpleNamespace(**values | {"freeze": "stem"}), loader, "program", {}, later=[(2, later)]
+        )
+        phases.enter_stage(training, 2, saver)
+        assert capsys.readouterr().out == "epoch 2: training all layers from now on (--unfreeze-at)\n" * is_logged
 
 
 @pytest.fixture
@@ -347,8 +410,9 @@ CHECKPOINT = SimpleNamespace(epoch=0, loader_state="state", folder="F")
         (["--run-scope", "train_only"], None, [9, None, (None, None, True)]),
         (["--run-scope", "eval_only"], None, [None, 4, (None, ["a"], False)]),
         (["--benchmark"], None, [9, None, (None, None, True)]),
+        (["--benchmark", "--run-scope", "eval_only"], None, [None, 4, (None, ["a"], False)]),
     ],
-    ids=["scratch", "checkpoint", "train", "eval", "benchmark"],
+    ids=["scratch", "checkpoint", "train", "eval", "benchmark", "benchmark of eval"],
 )
 def test_loaders_get_the_state_and_the_classes_of_the_checkpoint(open_data, flags, checkpoint, expected):
     train, evaluation, (state, trained, is_fine_tuning) = expected
@@ -364,6 +428,14 @@ def test_loaders_get_the_state_and_the_classes_of_the_checkpoint(open_data, flag
     assert others[0] == ("folder", "meta", loader, is_fine_tuning)
     assert others[1][0] == "warn_of_unused_outputs" and others[1][2] == loader
     assert others[2] == ("check", [1, 2], len(loader))
+
+
+@pytest.mark.parametrize(("checkpoint", "size"), [(None, 24), (SimpleNamespace(epoch=1, loader_state=None), 32)])
+def test_training_loader_has_the_image_size_of_the_first_stage(open_data, monkeypatch, checkpoint, size):
+    sizes = []
+    monkeypatch.setattr(phases.dali, "build_dataloader", lambda args, *_, **__: sizes.append(args.crop_size) or [0] * 9)
+    open_data("--epochs", "2", "--sizes", "24:0,32:1", checkpoint=checkpoint)
+    assert sizes == [size, 32]  # training and evaluation
 
 
 def test_damaged_loader_state_is_attributed_to_the_checkpoint(open_data, monkeypatch):

@@ -48,6 +48,10 @@ def test_default_image_channels_depend_on_device_and_layout(monkeypatch, device,
     args = config.parse_args([*flags.split(), *decoding.split()])
     resolve(args)
     assert args.image_shape == [channels, args.crop_size, args.crop_size]
+    inherited = config.parse_args(flags.split())
+    inherited.set("checkpoint d", image_shape=[7 - channels, 32, 32])
+    resolve(inherited)
+    assert inherited.image_shape == [7 - channels, 32, 32]
 
 
 @pytest.mark.parametrize("is_one_host", [True, False])
@@ -80,8 +84,9 @@ def test_flags_that_require_a_gpu_are_errors_on_a_cpu(flags, message):
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_images_are_decoded_on_device_of_run(monkeypatch, device):
-    monkeypatch.setattr(gpus, "resolve", lambda *args: device)
+def test_images_are_decoded_on_device_of_run(monkeypatch, shard, device):
+    shard(0, world_size := 1 if device == "cpu" else 2)
+    monkeypatch.setattr(gpus, "resolve", lambda _, gpu, is_job: device if (gpu, is_job) == (0, world_size > 1) else 1)
     for flags, expected in ([], device), (["--dali-device", "cpu"], "cpu"):
         args = config.parse_args(flags)
         resolve(args)
@@ -153,6 +158,7 @@ def test_all_flags_are_resolved_and_frozen_once(tmp_path):
     resolution.resolve_report(args, tmp_path, "report.json")
     assert (args.num_of_class, args.report_file) == (7, "r")
     args = config.parse_args(["--data-format", "synthetic"])
-    resolution.resolve_classes(args, Mode.TRAIN)
+    resolution.resolve_data(args, Mode.TRAIN)
+    assert args.device == gpus.resolve("auto", 0, False)
     resolution.resolve_report(args, tmp_path, "report.json")
     assert (args.num_of_class, args.report_file) == (1000, str(tmp_path / "report.json"))
