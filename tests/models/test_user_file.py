@@ -200,6 +200,12 @@ def test_file_that_failed_is_executed_again(file):
             user_file.load("net.py:Net")
 
 
+def test_file_is_executed_once_at_each_path(file, tmp_path):
+    (tmp_path / "copy.py").write_text(MARKED)
+    first, again, copy = (user_file.load(f"{path}:Net")[0] for path in ("net.py", file, "copy.py"))
+    assert first is again and first is not copy
+
+
 def test_errors_of_registered_networks_are_unchanged():
     with pytest.raises(ZeroDivisionError), user_file.errors("ResNet50"):
         raise ZeroDivisionError
