@@ -31,7 +31,7 @@ def follow(settings):
             settings.resolve("--image-shape", crop_size=min(settings.image_shape[1:]))
     if is_free("resize_short"):
         ratio = network.resize_ratio if network else RESIZE_RATIO
-        settings.resolve("--crop-size", resize_short=max(1, round(settings.crop_size * ratio)))
+        settings.resolve("--crop-size", resize_short=round(settings.crop_size * ratio))
     if settings.iter_unit == "batch" and settings.num_iter is not None:
         defaults = {"warmup_epochs": 0, "save_interval": settings.num_iter, "eval_interval": settings.num_iter}
         settings.resolve("--iter-unit", **{name: value for name, value in defaults.items() if is_free(name)})
