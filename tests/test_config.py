@@ -202,6 +202,7 @@ def test_arguments_default_to_command_line(monkeypatch):
         ("normalize_mean: [-1, 0, 0.5]", "normalize_mean", [-1.0, 0.0, 0.5]),
         ("normalize_mean: 0,0,0.5", "normalize_mean", [0.0, 0.0, 0.5]),
         ("{last_epoch_of_checkpoint: None, from_checkpoint: d}", "last_epoch_of_checkpoint", None),
+        ("sizes: '64:0, 96:5'", "sizes", ["64:0", "96:5"]),
         ("epochs: null", "epochs", 90),
         ("from_checkpoint: null", "from_checkpoint", None),
         ("", "epochs", 90),
