@@ -1140,7 +1140,8 @@ def test_nvrtc_of_the_environment_is_preferred(tmp_path, monkeypatch):
     monkeypatch.setattr(native.site, "getsitepackages", lambda: [str(tmp_path)])
     monkeypatch.setattr(native.site, "getusersitepackages", lambda: str(tmp_path / "user"))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
-    paths = [tmp_path / folder / "libnvrtc.so.12" for folder in ("nvidia/cuda_nvrtc/lib", "cuda/lib64")]
+    folders = "nvidia/cuda_nvrtc/lib", "user/nvidia/cuda_nvrtc/lib", "cuda/lib64"
+    paths = [tmp_path / folder / "libnvrtc.so.12" for folder in folders]
     for path in paths:
         path.parent.mkdir(parents=True)
         path.touch()
@@ -1326,6 +1327,32 @@ def test_change_of_any_source_file_triggers_rebuild(tmp_path, monkeypatch):
         assert (after[1] != before[1]) == (
             name.suffix in (".cu", ".cuh") or name.name in ("common.h", "activations.h", "optimizers.h")
         ), name
+
+
+def test_each_version_and_gpu_has_its_own_build(monkeypatch):
+    names = [native._operators_file()]
+    for module, name in ((native.platform, "machine"), (paddle.version, "full_version"), (paddle.version, "commit")):
+        value = (lambda: "other") if name == "machine" else "other"
+        monkeypatch.setattr(module, name, value)
+        names.append(native._operators_file())
+    monkeypatch.setattr(native, "COMPILER_FLAGS", (*native.COMPILER_FLAGS, "-g"))
+    names += [native._operators_file(), *(native._kernels_file(gpu) for gpu in ((9, 0), (8, 0), (8, 6)))]
+    assert len(set(names)) == len(names)
+
+
+def test_file_that_another_process_has_built_is_not_built_again(tmp_path, monkeypatch):
+    built = tmp_path / "operators-1.so"
+    monkeypatch.setattr(native.fcntl, "flock", lambda *args: built.write_bytes(b"by another process"))
+    assert native._build(built, lambda target: pytest.fail("compiled again")) == built
+
+
+def test_built_file_can_be_read_by_other_users(tmp_path):
+    umask = os.umask(0o077)
+    try:
+        built = native._build(tmp_path / "operators-1.so", lambda target: target.write_bytes(b""))
+    finally:
+        os.umask(umask)
+    assert built.stat().st_mode & 0o777 == 0o755
 
 
 def test_built_file_needs_no_writable_folder(tmp_path, monkeypatch):
