@@ -115,10 +115,11 @@ def test_default_schedule_equals_paddle_schedulers(parse):
     )
 
 
-def test_peak_and_minimum_scale_with_number_of_processes(parse, monkeypatch):
-    args = parse("--lr", "0.1", "--min-lr", "0.01", "--epochs", "4", "--warmup-epochs", "1")
-    monkeypatch.setattr(processes, "world_size", lambda: 8)
-    result = rates(schedules.build_lr_scheduler(args, durations.uniform(args, 5)), 21)
+def test_peak_and_minimum_scale_with_numbers_of_processes_and_accumulated_batches(parse, monkeypatch):
+    flags = ["--lr", "0.1", "--min-lr", "0.01", "--epochs", "4", "--warmup-epochs", "1", "--accumulate-steps", "2"]
+    args = parse(*flags)
+    monkeypatch.setattr(processes, "world_size", lambda: 4)
+    result = rates(schedules.build_lr_scheduler(args, durations.uniform(args, 10)), 21)
     assert max(result) == pytest.approx(0.8)
     assert result[-1] == pytest.approx(0.08)
 
