@@ -46,16 +46,15 @@ def examine(output_dir):
     facts, problem = _in_child(_library_facts)
     gpus = _nvidia_gpus()
     facts = facts or {}
-    device = facts.get("device", "gpu" if gpus else "cpu")
     yield from _gpu_rows(gpus, facts)
     if problem:
         yield Row("Paddle", problem, "no", f"{python()} -m pip install -r requirements.txt; see docs/install.md")
     yield from [Row(*row) for row in facts.get("rows", [])]
     yield _compiler()
-    yield from _machine(device, len(gpus))
+    yield from _machine(len(gpus))
     yield _disk(Path(output_dir))
     if not problem and facts["trains"]:
-        yield from _tests(device, facts["missing"])
+        yield from _tests(facts["device"], facts["missing"])
 
 
 def _nvidia_gpus():
@@ -183,7 +182,7 @@ def _compiler():
     return Row("C++ compiler", (done.stdout.splitlines() or [path])[0])
 
 
-def _machine(device, gpu_count):
+def _machine(gpu_count):
     from paddle_resnet.machine import memory
 
     cores = len(os.sched_getaffinity(0))

@@ -77,6 +77,11 @@ def test_gather_does_not_overwrite_unread_value(monkeypatch):
     with pytest.raises(KeyError, match="taken"):  # the real store waits instead of raising an error
         exchange.gather(b"second")
     assert bytes.fromhex(store.values["paddle_resnet/gathered/1"].decode()) == b"first"
+    monkeypatch.setattr(processes, "rank", lambda: 0)
+    monkeypatch.setattr(exchange, "_exchanges", 1)
+    assert exchange.gather(b"own") == [b"own", b"first"]
+    with pytest.raises(KeyError, match="3/1"):  # rank 0 does not read a value twice
+        exchange.gather(b"own")
 
 
 @pytest.fixture

@@ -292,6 +292,21 @@ def test_rank_exits_if_rank_0_is_lost(capsys):
     )
 
 
+def test_invalid_messages_of_coordinator_are_ignored(capsys):
+    async def scenario(job):
+        async def welcome(rank, reader, writer):
+            for message in ({"end": "a", "code": 0}, {"end": "b", "code": 256}, {"end": 3, "code": 3}, {"end": "d"}):
+                channel.send(writer, message)
+            channel.send(writer, {"end": "the cause", "code": 255})
+            await reader.read()
+
+        await channel.serve(job._listener, job.keys, welcome)
+        assert await exit_code(await job.start(1)) == 255
+
+    run(scenario)
+    assert capsys.readouterr().err == "train.py: error: the cause\n"
+
+
 def test_unreachable_rank_0_is_reported(capsys, monkeypatch):
     monkeypatch.setattr(channel, "CONNECT_S", 0.1)
 
@@ -364,19 +379,19 @@ def test_period_of_positions_depends_on_number_of_ranks_and_timeout(monkeypatch,
     assert limits == [(monitor.resource.RLIMIT_NOFILE, (77, 77))]
 
 
-@pytest.mark.parametrize("parents", [[10, 10, 1, 1, 1], [1]])
-def test_rank_receives_sigterm_if_launcher_is_killed(monkeypatch, killed, parents):
-    """The launcher (process 10) is killed before or after the monitor starts."""
-    parents = iter(parents)
-    monkeypatch.setattr(monitor, "_parent", lambda pid: next(parents, 1))
+@pytest.mark.parametrize(("parents", "last"), [([10, 10], 1), ([], 1), ([10], None)])
+def test_rank_receives_sigterm_if_launcher_is_killed(monkeypatch, killed, parents, last):
+    """The launcher (process 10) is killed before or after the monitor starts, or the rank has exited."""
+    asked, parents = [], iter(parents)
+    monkeypatch.setattr(monitor, "_parent", lambda pid: asked.append(pid) or next(parents, last))
 
     async def scenario(job):
         rank = await job.start(1, launcher=10)
-        await until(lambda: killed or rank.monitor.done())
+        await until(lambda: killed or len(asked) > 3 or rank.monitor.done())
         await asyncio.sleep(0.2)
 
     run(scenario)
-    assert killed == [(os.getppid(), signal.SIGTERM)]
+    assert killed == ([(os.getppid(), signal.SIGTERM)] if last else [])
 
 
 def test_parent_process_id():

@@ -92,8 +92,11 @@ def test_environment_of_launcher_is_valid(job_of_two):
     processes.check_environment()
 
 
-def test_environment_without_launcher_is_valid():
+def test_environment_without_launcher_is_valid(monkeypatch):
     processes.check_environment()
+    monkeypatch.setenv("PADDLE_MASTER", "127.0.0.1")
+    with pytest.raises(UsageError, match=r"^PADDLE_MASTER '127\.0\.0\.1': not of the form host:port; "):
+        processes.check_environment()
 
 
 @pytest.mark.parametrize(("name", "value", "problem"), INVALID)

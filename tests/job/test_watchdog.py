@@ -6,7 +6,9 @@ import signal
 import socket
 import subprocess
 import threading
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,10 +47,12 @@ def pair():
         yield watchdog._Monitor(near, process), far
 
 
-def test_position_needs_no_monitor():
+def test_position_needs_no_monitor(monkeypatch):
+    shown = []
+    monkeypatch.setattr(watchdog.progress, "phase", shown.append)
     watchdog.phase("epoch 0 train")
     watchdog.step(2, waits=True)
-    assert watchdog._position.read() == [1, 5, "epoch 0 train"]
+    assert watchdog._position.read() == [1, 5, "epoch 0 train"] and shown == ["epoch 0 train"]
 
 
 @pytest.mark.parametrize("code", [1, 2, 255])
@@ -106,6 +110,7 @@ def test_main_thread_waits_if_monitor_ends_process(pair, ended, monkeypatch):
 def test_rank_leaves_after_reply_of_monitor(pair, ended):
     one, monitor = pair
     monitor.sendall(b"\0")
+    wait_until(one._may_leave.is_set, 10)
     one.leave({"bye": True})
     assert monitor.recv(100) == channel.encode({"bye": True})
     monitor.close()
@@ -120,8 +125,12 @@ def test_monitor_that_does_not_exit_is_killed(pair, ended, monkeypatch, answers)
         one._process = process
         if answers:
             monitor.sendall(b"\0")
+        waiting = [t for t in threading.enumerate() if getattr(t, "_target", None) == one._wait_for_monitor]
         one.leave({"bye": True})
         assert process.returncode == -signal.SIGKILL
+    monitor.close()
+    for thread in waiting:
+        thread.join()
     assert not ended
 
 
@@ -155,13 +164,18 @@ def test_master_on_different_machine_is_rejected():
 
 
 def test_only_rank_0_listens(monkeypatch):
+    """A process that starts a second time, as in a notebook, first leaves the job."""
+
     def start(*arguments):
         raise Ended(arguments[-1])
 
     monkeypatch.setattr(watchdog.monitor, "start", start)
     monkeypatch.setattr(watchdog, "_listen", lambda host, master: pytest.fail("rank 1 listens"))
+    left = []
+    monkeypatch.setattr(watchdog, "_monitor", SimpleNamespace(leave=left.append))
     with pytest.raises(Ended, match="None"):
         watchdog.start(1, 2, 600, "192.0.2.1:5", None, None)
+    assert left == [{"bye": True}] and watchdog._monitor is None
 
 
 def test_monitors_connect_without_revealing_keys():
@@ -200,8 +214,7 @@ def test_monitors_connect_without_revealing_keys():
             monitors[rank], watchdog._monitor = watchdog._monitor, None
         for thread in threads:
             thread.join()
-    assert len(keys) == 4
-    assert len(set(keys)) == 2
+    assert [*Counter(keys).values()] == [2, 2]  # each rank has the key that rank 0 uses for it
     arguments = [Path(f"/proc/{one._process.pid}/cmdline").read_text() for one in monitors.values()]
     for key in keys:
         assert key not in str(stored)

@@ -15,25 +15,25 @@ from utils.errors import UsageError
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Simulate a GPU build of Paddle with one GPU. Return a list whose only item is the value that the simulated
-    Executor returns or the error that it raises."""
-    results = [np.arange(4, dtype=np.float32) * 2]
+    """Simulate a GPU build of Paddle whose only usable GPU is GPU 1. Return a list whose only item is the value that
+    the simulated Executor returns, the error that it raises, or None to run the program on the CPU."""
+    results, cpu = [None], static.Executor(paddle.CPUPlace())
 
     class Executor:
         def __init__(self, place):
-            pass
+            assert place == 1
 
-        def run(self, program, feed, fetch_list):
+        def run(self, program, **options):
             if isinstance(results[0], Exception):
                 raise results[0]
-            return results[:1]
+            return cpu.run(program, **options) if results[0] is None else results[:1]
 
     for name, value in {
         "is_compiled_with_cuda": lambda: True,
         "CUDAPlace": lambda index: index,
-        "device.cuda.device_count": lambda: 1,
-        "device.cuda.get_device_capability": lambda index: (9, 0),
-        "device.cuda.get_device_name": lambda index: "NVIDIA H100",
+        "device.cuda.device_count": lambda: 2,
+        "device.cuda.get_device_capability": lambda index: (9, index),
+        "device.cuda.get_device_name": lambda index: f"NVIDIA H10{index}",
         "version.cuda": lambda: "11.8",
     }.items():
         monkeypatch.setattr(f"paddle.{name}", value)
@@ -44,8 +44,8 @@ def gpu(monkeypatch):
 
 
 def test_working_gpu_has_no_problem(gpu):
-    assert gpus.problem(0) is None
-    assert gpus.resolve("auto", 0, False) == gpus.resolve("gpu", 0, False) == "gpu"
+    assert gpus.problem(1) is None
+    assert gpus.resolve("auto", 1, False) == gpus.resolve("gpu", 1, False) == "gpu"
 
 
 NO_KERNEL = OSError(
@@ -54,38 +54,42 @@ NO_KERNEL = OSError(
 )
 
 
-def test_gpu_without_kernels_is_reported(gpu, capsys):
-    gpu[0] = NO_KERNEL
+@pytest.mark.parametrize("kind", [OSError, RuntimeError])
+def test_gpu_without_kernels_is_reported(gpu, capsys, kind):
+    gpu[0] = kind(*NO_KERNEL.args)
     problem = (
-        "GPU 0 (NVIDIA H100, compute capability 9.0) cannot run the kernels of "
+        "GPU 1 (NVIDIA H101, compute capability 9.1) cannot run the kernels of "
         f"Paddle {paddle.__version__} for CUDA 11.8, which supports compute capability 6.1 7.0 8.6 "
         "(ExternalError: CUDA error(209), no kernel image is available for execution on the device); install "
     )
-    assert gpus.problem(0).startswith(problem)
+    assert gpus.problem(1).startswith(problem)
     with pytest.raises(UsageError) as e:
-        gpus.resolve("gpu", 0, False)
+        gpus.resolve("gpu", 1, False)
     assert str(e.value).startswith(f"--device gpu: {problem}")
-    assert gpus.resolve("auto", 0, False) == "cpu"
+    assert gpus.resolve("auto", 1, False) == "cpu"
     assert capsys.readouterr().err.startswith(f"warning: --device auto: using the CPU instead of the GPU: {problem}")
 
 
 def test_gpu_with_wrong_results_is_reported(gpu):
     gpu[0] = np.zeros(4, np.float32)
-    assert "[0.0, 1.0, 2.0, 3.0] + [0.0, 1.0, 2.0, 3.0] gives [0.0, 0.0, 0.0, 0.0]" in gpus.problem(0)
+    assert "[0.0, 1.0, 2.0, 3.0] + [0.0, 1.0, 2.0, 3.0] gives [0.0, 0.0, 0.0, 0.0]" in gpus.problem(1)
 
 
 def test_missing_library_is_reported_before_missing_kernel(gpu, monkeypatch):
     gpu[0] = NO_KERNEL
     monkeypatch.setattr(libraries, "problem", lambda several: f"no NCCL {several}")
-    assert gpus.problem(0, several=True) == "no NCCL True"
+    assert gpus.problem(1) == "no NCCL False"
+    with pytest.raises(UsageError, match="^--device gpu: no NCCL True$"):
+        gpus.resolve("gpu", 1, True)
 
 
 def test_cpu_build_or_missing_gpu_is_reported(gpu, monkeypatch, capsys):
-    assert "does not detect GPU 1" in gpus.problem(1)
+    assert "does not detect GPU 2" in gpus.problem(2)
     monkeypatch.setattr(paddle.device.cuda, "device_count", lambda: 0)
     assert "does not detect GPU 0" in gpus.problem(0)
     assert gpus.resolve("auto", 0, False) == "cpu"
     monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: False)
+    monkeypatch.setattr(paddle.device.cuda, "device_count", lambda: 2)
     assert "is a CPU build; use --device cpu" in gpus.problem(0)
     assert gpus.resolve("auto", 0, False) == "cpu"
     assert capsys.readouterr().err == ""  # no warning, because the machine has no GPU
@@ -117,10 +121,10 @@ def test_capabilities_are_read_from_library(tmp_path, monkeypatch):
     monkeypatch.setattr(paddle, "__file__", str(root / "__init__.py"))
     monkeypatch.delattr(paddle.version, "cuda_archs", raising=False)
     assert gpus.build_capabilities() == ["6.1", "7.5", "8.0", "9.0+"]
-    # Only the first fat binaries are read. A size beyond the end of the library is not that of a fat binary.
-    (root / "start.so").write_bytes(
-        fatbin((2, 61, b"")) + gpus._FATBIN + struct.pack("<HHQ", 1, 16, 2**40) + fatbin((2, 80, b"")) + code
-    )
+    # Only the first fat binaries are read. Bytes with a different version or with a size beyond the end of the library
+    # are not a fat binary.
+    others = gpus._FATBIN + struct.pack("<HHQ", 1, 16, 2**40) + fatbin((2, 70, b"")).replace(b"\1\0\20\0", b"\2\0\20\0")
+    (root / "start.so").write_bytes(fatbin((2, 61, b"")) + others + fatbin((2, 80, b"")) + code)
     assert gpus._architectures(root / "start.so", files=2) == {(61, 2), (80, 2)}
     (root / "cut.so").write_bytes(gpus._FATBIN + struct.pack("<HHQ", 1, 16, 8) + bytes(7))
     assert gpus._architectures(root / "cut.so") == set()

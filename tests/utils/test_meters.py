@@ -104,11 +104,11 @@ def test_restored_state_continues_average():
 def test_consecutive_non_finite_updates_are_counted():
     meter = AverageMeter("loss")
     counts = []
-    for value in (1.0, float("nan"), float("inf"), 2.0, float("nan")):
+    for value in (float("nan"), float("inf"), 2.0, float("nan")):
         meter.update(value, 1)
         meter.reset()
         counts.append(meter.bad_updates)
-    assert counts == [0, 1, 2, 0, 1]
+    assert counts == [1, 2, 0, 1]
     meter.excuse_update()
     assert meter.bad_updates == 0
 
@@ -127,8 +127,9 @@ def test_confusion_counts_pairs_of_label_and_prediction():
     codes, counts = meter.counts()
     assert codes.tolist() == [0, 34, 98]
     assert counts.tolist() == [1, 2, 1]
+    assert meter.labels().tolist() == [3, 0, 3, 9]
     meter.reset()
-    assert [part.tolist() for part in meter.counts()] == [[], []]
+    assert [part.tolist() for part in (*meter.counts(), meter.labels())] == [[], [], []]
 
 
 def test_non_finite_values_are_counted_and_not_averaged():
@@ -226,7 +227,8 @@ def test_step_clock_measures_steps_without_pauses(monkeypatch):
     assert clock.recent() == pytest.approx((19 / 20, (1 + 19 * 4) / 20))
     assert clock.images == 44 + 19 * 8
     clock.restart()
-    assert (clock.batch_times, clock.data_times, clock.images) == ([], [], 0)
+    clock.close_step()
+    assert (clock.batch_times, clock.data_times, clock.images, clock.recent()) == ([], [], 0, (0, 0))
 
 
 def test_precision_recall_and_f1_match_their_definitions():
