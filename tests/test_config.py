@@ -80,6 +80,14 @@ NVIDIA = {
     "prune-model": False,
     "mask-algo": "mask_1d",
 }
+# Defaults of the other flags. Flags that are in neither dictionary are off or automatic.
+OTHERS = {
+    **{"pretrained_mismatch": "error", "interp": "triangular", "auto_augment_magnitude": 9, "max_bad_steps": 10},
+    **{"lr_decay_by_layer": 1.0, "classifier_lr_factor": 1.0, "lr_decay_epochs": [30.0, 60.0, 80.0]},
+    **{"lr_decay_factor": 0.1, "lr_power": 2.0, "lr_rise": 0.25, "lr_flat": 0.75, "amp_dtype": "float16"},
+    **{"keep_checkpoints": 3, "checkpoint_commit": "rename", "dali_prefetch": 3, "hw_decoder_load": 0.9},
+    **{"amp_level": "O1", "cuda_graph": True, "comm_timeout_s": 600},
+}
 IMAGES = of_kinds(*EVALUATED)[2:]
 
 
@@ -112,6 +120,23 @@ def test_nvidia_flags_keep_their_defaults(flag):
     value = getattr(parse(), flag.replace("-", "_"))
     assert value == NVIDIA[flag]
     assert type(value) is type(NVIDIA[flag])
+
+
+def test_other_flags_keep_their_defaults():
+    others = {name: getattr(parse(), name) for name in FLAGS if name.replace("_", "-") not in NVIDIA}
+    assert {name: value for name, value in others.items() if value not in (None, False, "none", "auto")} == OTHERS
+
+
+def test_none_overrides_values_of_the_configuration_file(config_file):
+    values = {"num_iter": 5, "clip_grad_norm": 1, "bn_momentum": 0.9, "ema": 0.9, "freeze": "stem", "unfreeze_at": 5}
+    values |= {"lookahead": "6,0.5", "sizes": "224:0", "profile_steps": "1:2", "last_epoch_of_checkpoint": 3}
+    values |= dict.fromkeys(
+        ("from_pretrained_params", "report_file", "tensorboard_dir", "report_html", "predictions"), "f"
+    )
+    values["budget_minutes"] = 5
+    path = config_file(yaml.safe_dump(values))
+    args = parse(" ".join([f"--config {path}", *(f"{flag(name)} None" for name in values)]))
+    assert {name: getattr(args, name) for name in values} == dict.fromkeys(values)
 
 
 @pytest.mark.parametrize(
@@ -175,6 +200,8 @@ def test_commands_of_nvidia_example_parse(flags):
         ("--show-config false", "show_config", False),
         ("--show-config False", "show_config", False),
         ("--show-config 0", "show_config", False),
+        *((f"--amp {text}", "amp", True) for text in ("yes", "On", "1")),
+        *((f"--cuda-graph {text}", "cuda_graph", False) for text in ("no", "off", "False")),
         ("--from-checkpoint d --last-epoch-of-checkpoint None", "last_epoch_of_checkpoint", None),
         ("--from-checkpoint d --last-epoch-of-checkpoint auto", "last_epoch_of_checkpoint", "auto"),
         ("--from-checkpoint d --last-epoch-of-checkpoint 3", "last_epoch_of_checkpoint", 3),
@@ -203,6 +230,8 @@ def test_arguments_default_to_command_line(monkeypatch):
         ("normalize_mean: 0,0,0.5", "normalize_mean", [0.0, 0.0, 0.5]),
         ("{last_epoch_of_checkpoint: None, from_checkpoint: d}", "last_epoch_of_checkpoint", None),
         ("sizes: '64:0, 96:5'", "sizes", ["64:0", "96:5"]),
+        ("profile_steps: [10, 20]", "profile_steps", [10, 20]),
+        ("freeze: stem, stages.0", "freeze", ["stem", "stages.0"]),
         ("epochs: null", "epochs", 90),
         ("from_checkpoint: null", "from_checkpoint", None),
         ("", "epochs", 90),
@@ -337,6 +366,10 @@ def test_missing_value_is_an_error(name):
         ("--ema", "0.99999999"),
         ("--opt-epsilon", "9e-31"),
         ("--freeze", "stem,,stages.0"),
+        ("--freeze", "stem,all-but-classifier"),
+        ("--lr-decay-by-layer", "0"),
+        *((flag, "1") for flag in ("--dropout", "--drop-path", "--ema", "--bn-momentum")),
+        *(("--lookahead", value) for value in ("6", "0,0.5", "6,1.5", "6,0.5,1")),
     ],
 )
 def test_value_of_wrong_type_is_an_error(config_file, flag, value):
@@ -810,6 +843,17 @@ def test_rectangular_size_is_inherited_unless_a_flag_sets_a_different_size(flags
     assert actual == (image_shape, min(image_shape[1:]), resize_short)
 
 
+def test_flags_that_determine_batches():
+    images = "image_shape crop_size interp normalize_scale normalize_mean normalize_std batch_size dali_output_fp16"
+    augmentation = (
+        "rand_crop_scale rand_crop_ratio auto_augment auto_augment_magnitude color_jitter hue_degrees lighting"
+    )
+    augmentation += " rotate_degrees random_erasing"
+    others = "dali_random_seed balanced_sampling cpu_decoder_load dali_device"
+    expected = {*images.split(), *augmentation.split(), *others.split()}
+    assert {name for name, declaration in FLAGS.items() if declaration.batches} == expected
+
+
 def test_each_flag_has_a_known_kind():
     assert {declaration.kind for declaration in FLAGS.values()} == set(KINDS)
 
@@ -817,7 +861,7 @@ def test_each_flag_has_a_known_kind():
 @pytest.mark.parametrize(
     ("explicit", "expected"),
     [
-        ("", {"amp": True, "amp_level": "O2", "scale_loss": 128, "asp": True, "lr": 0.1, "epochs": 7}),
+        ("", {"amp": True, "amp_level": "O2", "scale_loss": 128, "asp": True, "lr": 0.1, "epochs": 7, "batch_size": 9}),
         ("--amp false", {"amp": False, "amp_level": "O1", "scale_loss": 1, "use_dynamic_loss_scaling": False}),
         ("--amp-level O1", {"amp": True, "use_pure_fp16": False, "scale_loss": 128}),
         ("--amp-dtype bfloat16 --asp false", {"scale_loss": 1, "use_dynamic_loss_scaling": False, "amp_level": "O2"}),
@@ -827,16 +871,25 @@ def test_each_flag_has_a_known_kind():
     ],
 )
 def test_resumed_run_inherits_recipe_and_saving_flags(explicit, expected):
-    text = "--amp --use-pure-fp16 --scale-loss 128 --use-dynamic-loss-scaling --asp --prune-model --lr 0.1 --epochs 7"
+    text = "--amp --use-pure-fp16 --scale-loss 128 --use-dynamic-loss-scaling --asp --prune-model --lr 0.1 --epochs 7 "
+    text += "--batch-size 9 --device cpu"
     recorded = parse(
         f"{text} --mask-algo mask_2d_best --keep-checkpoints 9 --dali-num-threads 9 --lr-scheduler Poly --lr-power 3"
     )
     args = parse(f"--resume {explicit}")
     _, differing = inheritance.inherit(args, parsing.from_dict(recorded.as_dict()), of_kinds(*RESUMED), "here")
     validation.check(args)
-    for name, value in {**expected, "dali_num_threads": 4}.items():
+    for name, value in {**expected, "dali_num_threads": 4, "device": "auto"}.items():
         assert getattr(args, name) == value, name
     assert set(differing) == {word for word in explicit.split() if word.startswith("--")}
+
+
+def test_budget_is_inherited_unless_the_epochs_are_explicit():
+    recorded = parsing.from_dict(parse("--budget-minutes 5").as_dict())
+    for flags, expected in (("", 5), ("--epochs 3", None)):
+        args = parse(f"--resume {flags}")
+        inheritance.inherit(args, recorded, of_kinds(*RESUMED), "here")
+        assert args.budget_minutes == expected
 
 
 def test_durations_in_a_different_unit_are_not_inherited():
@@ -968,7 +1021,7 @@ def test_sizes_are_checked_after_inheritance():
 
 
 def test_flags_missing_in_old_checkpoint_have_their_old_defaults():
-    assert parsing.from_dict({"lr": 1}).interp == "linear"
+    assert [getattr(parsing.from_dict({"lr": 1}), name) for name in ("interp", "num_of_class")] == ["linear", 1000]
     assert parsing.from_dict({"interp": "cubic", "a_flag_of_a_later_version": 1}).interp == "cubic"
 
 
