@@ -423,6 +423,15 @@ def test_earlier_curve_is_replaced_only_with_overwrite(find, tmp_path, capsys, n
         assert find("--overwrite", "--dry-run")[0] == 0
 
 
+def test_curve_does_not_replace_inputs(tmp_path, monkeypatch):
+    claims = []
+    monkeypatch.setattr(lr_find.outputs, "claim", lambda *files, **options: claims.append((files, options)))
+    monkeypatch.setattr(lr_find.listing, "occupied", lambda root: [f"{root}/x"])
+    lr_find._claim(SimpleNamespace(image_root="DATA"), tmp_path, ["an input"])
+    files = {f"{name} in --output-dir": tmp_path / name for name in NAMES}, {"--output-dir": tmp_path}
+    assert claims == [(files, {"inputs": ["an input"], "protected": [("the data set's", "DATA/x")]})]
+
+
 def test_unwritable_output_is_error_before_search(find, photos, tmp_path, capsys):
     (tmp_path / "search").write_text("")
     assert find()[0] == 2
@@ -477,9 +486,11 @@ def test_single_process_checks_the_folder_of_images_first(monkeypatch, flags, wo
     monkeypatch.setattr(lr_find.listing, "check_root", checked.append)
     monkeypatch.setattr(processes, "world_size", lambda: world_size)
     monkeypatch.setattr(compat, "check_version", lambda: importlib.import_module("missing"))
+    network = ["--model-arch-name", "resnet-18"]
+    search, args = lr_find.parse(["--image-root", "DIR", "--report-html", "None", *network, *flags.split()])
     with pytest.raises(RunError, match="No module named 'missing'"):
-        lr_find._run(*lr_find.parse(["--image-root", "DIR", "--report-html", "None", *flags.split()]))
-    assert bool(checked) == is_checked
+        lr_find._run(search, args)
+    assert (bool(checked), args.model_arch_name) == (is_checked, "ResNet18")
 
 
 def test_help_lists_flags_of_finder(capsys):
