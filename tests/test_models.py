@@ -5,7 +5,7 @@ import paddle
 import pytest
 from paddle import static
 
-from paddle_resnet.models import MODELS, registered
+from paddle_resnet.models import MODELS, layers, registered
 from paddle_resnet.models.mobilenet_v2 import MobileNetV2
 from paddle_resnet.models.resnet import BasicBlock, ResNet
 from utils.errors import UsageError
@@ -281,6 +281,13 @@ def test_initialization_and_batch_normalization_match_reference_code(arch, norm,
         values = np.array(static.global_scope().find_var(by_shape[shape]).get_tensor())
         assert values.std() == pytest.approx(deviation, rel=0.03), shape
         assert abs(values.mean()) < 0.05 * deviation, shape
+
+
+def test_normal_distribution_is_truncated_at_two_deviations_in_each_paddle_version(monkeypatch):
+    monkeypatch.setattr(layers, "TruncatedNormal", lambda std: std)
+    assert layers.truncated_normal(0.5) == 0.5
+    monkeypatch.setattr(layers, "TruncatedNormal", lambda std, a=-2, b=2: (std, a, b))
+    assert layers.truncated_normal(0.5) == (0.5, -1, 1)
 
 
 def norms(program):

@@ -137,6 +137,16 @@ def test_residual_branches_of_xresnet50_are_initially_zero():
     assert values[model.last.weight.name].std() == pytest.approx((2 / 2048) ** 0.5, rel=0.02)
 
 
+def test_xresnet50_mish_has_mish_and_blur_pools():
+    main = static.Program()
+    with static.program_guard(main, static.Program()), paddle.utils.unique_name.guard():
+        models.MODELS["XResNet50_Mish"]()(static.data("x", [None, 3, 64, 64]))
+    kinds = [op.attr("pooling_type") if op.type == "pool2d" else op.type for op in main.global_block().ops]
+    assert (kinds.count("mish"), kinds.count("relu")) == (3 + 16 * 3, 0)
+    # The stem and three shortcuts have a BlurPool, which consists of two average pools. The last pool is global.
+    assert (kinds.count("max"), kinds.count("avg")) == (4, 2 * 4 + 1)
+
+
 def test_network_for_imagenette_has_at_most_26_million_parameters():
     main = static.Program()
     with static.program_guard(main, static.Program()), paddle.utils.unique_name.guard():
