@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from paddle_resnet import dataset
-from paddle_resnet.data import listing, readers
+from paddle_resnet.data import listing, readers, records
 from utils.errors import UsageError
 from utils.mode import Mode
 
@@ -50,6 +50,24 @@ def test_missing_record_file_is_reported_with_remedy(converted, tmp_path):
     for path in tmp_path.glob("val*"):
         path.unlink()
     assert "has no val-000000.tar; create it, or use only train-000000.tar" in error_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("data_format", "first"),
+    [("recordio", "@0"), ("tfrecord", "@0"), ("webdataset", "@1536"), ("lmdb", "@00000000")],
+)
+def test_records_are_listed_in_stored_order(converted, tmp_path, data_format, first):
+    root = shutil.copytree(converted[data_format], tmp_path / "x")
+    found, classes, images = listing.images(root, Mode.TRAIN)
+    assert (found, classes, {(image.label, image.kind) for image in images}) == (data_format, TRAINED, {(None, found)})
+    shards = listing.shards(root, Mode.TRAIN, data_format)
+    assert list(dict.fromkeys(image.path for image in images)) == shards
+    assert images[0].name == os.path.basename(shards[0]) + first
+    assert sorted(records.read(image)[1] for image in images) == [0] * 10 + [1] * 10 + [2] * 10
+    manifest = (root / "convert.json").read_text()
+    (root / "convert.json").write_text(manifest.replace('"images": 30', '"images": 31'))
+    with pytest.raises(UsageError, match="has 30 train images, but 31 according to convert.json"):
+        listing.images(root, Mode.TRAIN)
 
 
 def test_root_without_splits_is_an_error(photos, tmp_path):
@@ -120,6 +138,13 @@ def test_class_folders_one_level_too_deep_are_an_error(photos, tmp_path, split):
     shutil.copytree(folder / "images/class0", folder / "other")
     files, _, _ = listing.list_folder(tmp_path, split, classes=["images", "other"])
     assert len(files) == len(list((folder / "other").iterdir()))
+    shutil.rmtree(folder / "images")
+    (folder / "other/images").mkdir()
+    assert len(listing.list_folder(tmp_path, split, classes=["other"])[0]) == len(files)
+    for path in (folder / "other").glob("*.jpg"):
+        path.unlink()
+    (folder / "other/images").rmdir()
+    assert listing.list_folder(tmp_path, split, classes=["other"])[0] == []
 
 
 @pytest.mark.parametrize("name", ["__MACOSX", ".ipynb_checkpoints", ".hidden", "lost+found", "@eaDir"])
@@ -188,6 +213,8 @@ def test_file_list_label_above_image_count_is_rejected(tmp_path, label):
     (tmp_path / "classes.txt").touch()  # an empty file contains no class names
     assert listing.count_classes(tmp_path, Mode.TRAIN, "filelist") == 2
     assert listing.count_classes(tmp_path, Mode.TRAIN, "lmdb") is None
+    (tmp_path / "classes.txt").write_text("x\ny\nz\n")  # names of classes without images
+    assert [listing.count_classes(tmp_path, Mode.TRAIN, kind) for kind in ("filelist", "lmdb", "folder")] == [3, 3, 1]
 
 
 @pytest.mark.parametrize("names", ["train", "class folders"])
@@ -456,6 +483,57 @@ def test_skip_list_may_name_records_of_an_lmdb(tmp_path):
     (tmp_path / "val_lmdb").mkdir()
     (tmp_path / "skip").write_text("val_lmdb@00000001\n  \n")
     assert listing.read_skip_list(tmp_path / "skip", tmp_path) == {"val_lmdb@00000001"}
+    (tmp_path / "broken.jpg").symlink_to("missing")
+    (tmp_path / "skip").write_bytes(b"\xef\xbb\xbf./broken.jpg\r\nx/../broken.jpg")
+    assert listing.read_skip_list(tmp_path / "skip", tmp_path) == {"broken.jpg"}
+    for name in ("val_lmdb", "missing", "missing@0", "@0"):
+        (tmp_path / "skip").write_text(f"{name}\n")
+        with pytest.raises(UsageError, match=f"skip: {name} is not a file in {tmp_path}; remove the line"):
+            listing.read_skip_list(tmp_path / "skip", tmp_path)
+    (tmp_path / "skip").write_text("../skip")
+    with pytest.raises(UsageError, match=f"skip: ../skip is outside {tmp_path}/val_lmdb; remove the line"):
+        listing.read_skip_list(tmp_path / "skip", tmp_path / "val_lmdb")
+    assert listing.read_skip_list(tmp_path / "skip", tmp_path / "val_lmdb", allow_outside=True) == {"../skip"}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_outside"),
+    [
+        ("a/../../root/b", False),
+        ("../root/b", False),
+        ("a..b", False),
+        ("../b", True),
+        ("../root2/b", True),
+        ("/b", True),
+    ],
+)
+def test_paths_outside_the_root_are_detected_without_resolving_links(tmp_path, monkeypatch, name, is_outside):
+    monkeypatch.chdir(tmp_path)
+    for path in (name, os.path.join(tmp_path / "root", name)):
+        assert listing._is_outside(path, "root") == listing._is_outside(path, f"{tmp_path}/x/../root") == is_outside
+    (tmp_path / "root/val").mkdir(parents=True)
+    (tmp_path / "root/val.txt").write_text(f"{name} 0\n")
+    with pytest.raises(UsageError, match="which is outside root; correct" if is_outside else "is not in root; use"):
+        listing.list_filelist("root", Mode.EVAL)
+
+
+def test_blank_lines_of_a_file_list_are_ignored(root):
+    (root / "val.txt").write_text(" \n\nval/class0/00.jpg 0\r\n\n val/class1/01.jpg\t1")
+    assert listing.list_filelist(root, Mode.EVAL) == (["val/class0/00.jpg", " val/class1/01.jpg"], [0, 1], None)
+
+
+def test_skipped_images_may_be_unusable(root):
+    link, name = root / "val/class0/broken.jpg", os.fsdecode(b"val/class1/\xe9.jpg")
+    link.symlink_to("/nowhere")
+    shutil.copy(root / "val/class1/01.jpg", root / name)
+    skip = {"val/class0/broken.jpg", name}
+    assert skip < set(listing.list_folder(root, Mode.EVAL, skip=skip)[0])
+    for missing, problem in (
+        (name, "is not valid UTF-8; rename"),
+        ("val/class0/broken.jpg", "a broken link, or not a"),
+    ):
+        with pytest.raises(UsageError, match=f"{problem}.*--skip-list"):
+            listing.list_folder(root, Mode.EVAL, skip=skip - {missing})
 
 
 def test_file_list_that_is_not_utf_8_is_rejected(root):
