@@ -452,12 +452,12 @@ def resolve(path, arch=None, log=logger.info):
         UsageError: the folder contains runs of several networks.
     """
     root = run_in(path, arch)
-    if is_checkpoint(root) or not finished(root):
+    if is_checkpoint(root):
         return root
     checkpoint = root / "best"
     if not is_checkpoint(checkpoint):
         checkpoint = next((folder for folder, meta in newest_first(root)[0] if meta["step"] is None), newest(root))
-    if checkpoint is None:  # all checkpoints are damaged
+    if checkpoint is None:  # there is no valid checkpoint
         return root
     folder = _target(checkpoint)
     if os.path.lexists(root / "best") and not is_checkpoint(root / "best"):

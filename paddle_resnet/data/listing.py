@@ -213,7 +213,7 @@ def _similar(image_root, mode, data_format="folder"):
     if ending is None:
         return None
     names = [f"{name}/" if os.path.isdir(os.path.join(image_root, name)) else name for name in os.listdir(image_root)]
-    name_of = {name.lower(): name for name in names if name.endswith(ending)}
+    name_of = {name.lower(): name for name in names}
     return next((name_of[name + ending] for name in OTHER_NAMES[mode] if name + ending in name_of), None)
 
 
@@ -706,7 +706,7 @@ def read_manifest(image_root):
         for split, described in manifest["splits"].items():
             if not all(type(number) is int for number in (described["images"], manifest["shards"][split])):
                 raise TypeError
-        if type(manifest["complete"]) is not bool or manifest["format"] not in SHARD_NAMES:
+        if type(manifest["complete"]) is not bool:
             raise TypeError
         patterns = SHARD_NAMES[manifest["format"]].values()
         for name, size in manifest.get("bytes", {}).items():

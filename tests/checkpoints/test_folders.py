@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,6 +38,7 @@ def test_commit_records_size_and_digest_of_each_file(tmp_path):
     expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     assert meta["files"]["a.pdparams"] == {"size": 3, "sha256": expected}
     assert names(tmp_path) == ["3_40"]
+    assert len((folder / "meta.json").read_text().splitlines()) > len(meta)  # indented for readability
 
 
 def test_commit_flushes_files_before_rename(tmp_path, monkeypatch):
@@ -124,7 +126,7 @@ def test_manifest_counts_the_bytes_of_arrays(tmp_path):
     assert entry == {"size": 27, "sha256": hashlib.sha256(data).hexdigest()}
 
 
-def test_kinds_of_folders(tmp_path):
+def test_kinds_of_folders(tmp_path, capsys):
     write_checkpoint(tmp_path, "1")
     files = {"2": ["meta.json"], "3": ["x.pdparams"], "4": ["x.pdparams", folders._UNFINISHED], "5": ["x.txt"], "6": []}
     for name in ("2", "3", "4", "5", "6", "7"):
@@ -136,6 +138,9 @@ def test_kinds_of_folders(tmp_path):
     assert [folder.name for folder in all_folders if folders.is_checkpoint(folder)] == ["1", "2", "3", "7"]
     assert [folder.name for folder in all_folders if folders.is_foreign(folder)] == ["3"]
     assert [folder.name for folder in folders.finished(tmp_path)] == ["1", "2", "3", "7"]
+    folders.clean(tmp_path)
+    assert [folder.name for folder in folders.below(tmp_path)] == ["1", "2", "3", "5", "7"]
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -189,6 +194,9 @@ def test_checkpoint_of_a_run_with_only_damaged_checkpoints_is_not_chosen(tmp_pat
     assert folders.resolve(tmp_path) == folder
     (folder / "meta.json").write_text("{}")
     assert folders.resolve(tmp_path) == tmp_path
+    write_checkpoint(tmp_path, "4")
+    (tmp_path / "x.pdparams").touch()  # the folder is also a checkpoint of a different program
+    assert folders.resolve(tmp_path) == tmp_path
 
 
 def test_run_in_an_output_folder_is_that_of_the_network(tmp_path):
@@ -201,8 +209,10 @@ def test_run_in_an_output_folder_is_that_of_the_network(tmp_path):
         with pytest.raises(UsageError, match=f"{tmp_path}: contains runs of several networks; choose one of"):
             folders.run_in(tmp_path, arch)
     write_checkpoint(tmp_path / "Tiny", "best")  # a folder of the user, not a link
-    for path in (tmp_path / "Tiny", tmp_path / "Tiny/1", tmp_path / "Tiny/best", tmp_path / "missing"):
-        assert folders.run_in(path, "Other") == path
+    write_checkpoint(tmp_path / "Tiny/old", "1")
+    (tmp_path / "empty").mkdir()
+    for name in ("Tiny", "Tiny/1", "Tiny/best", "missing", "empty"):
+        assert folders.run_in(tmp_path / name, "Other") == tmp_path / name
 
 
 def test_mark_replaces_only_links(tmp_path):
@@ -279,7 +289,7 @@ def test_deletion_keeps_files_of_other_programs(tmp_path, capsys):
     assert names(tmp_path) == [".3.notes", ".notes.partial", "1", "2", "3"]
     for name in ("1", "3"):
         assert names(tmp_path / name) == ["mine.pdparams", "notes.txt"]
-    assert "notes.txt" in names(tmp_path / "2")
+    assert names(tmp_path / "2") == ["mine.pdparams", "notes.txt"]
 
 
 @pytest.mark.parametrize("form", ["rename", "marker"])
@@ -294,6 +304,9 @@ def test_checkpoint_of_other_program_is_never_deleted(tmp_path, capsys, form):
     assert f"--overwrite: deleting 4, 6 in {tmp_path}" in output.out
     assert not (tmp_path / "6").is_symlink()
     assert f"--overwrite: keeps 3, 5 in {tmp_path}, which this program did not write; move them" in output.err
+    folders.delete(tmp_path / "5")
+    assert names(tmp_path / "5") == ["resnet_50_paddle.pdparams"]
+    capsys.readouterr()
     (tmp_path / "3.old").mkdir()
     files = {"a.pdparams": lambda f: f.write(b"abc"), "a.pdopt": lambda f: f.write(b"x")}
     folders.verify(folders.commit(tmp_path, "3", files, META, form))
@@ -420,6 +433,38 @@ def test_lock_excludes_other_processes_until_exit(tmp_path):
         folders.lock(tmp_path).close()
         folders.lock(tmp_path).close()
     assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {platform.node()}\n"
+
+
+def test_lock_file_that_was_deleted_is_locked_again(tmp_path, capsys):
+    with folders.lock(tmp_path) as lock:
+        assert folders.keep(tmp_path, lock) is lock
+        assert capsys.readouterr().err == ""
+        (tmp_path / ".lock").unlink()
+        with folders.keep(tmp_path, lock) as again:
+            assert again is not lock and locks.is_of(again, tmp_path / ".lock")
+        assert f"{tmp_path}/.lock: was deleted or replaced during the run, so" in capsys.readouterr().err
+
+
+def test_meta_json_lists_the_files_of_a_checkpoint(tmp_path):
+    folder, foreign = write_checkpoint(tmp_path, "1"), tmp_path / "foreign"
+    foreign.mkdir()
+    for path in (folder / "notes.txt", foreign / "x.pdparams"):
+        path.touch()
+    assert [folders.contains(folder / name) for name in ("a.pdopt", "notes.txt", "b.pdopt")] == [True, False, False]
+    assert [folders.contains(foreign / name) for name in ("x.pdparams", "x.pdopt")] == [True, False]
+    paths = folder / "a.pdparams", folder / "notes.txt", foreign / "x.pdparams"
+    assert [folders.read_listed(path) for path in paths] == [b"abc", None, None]
+    (folder / "a.pdparams").write_text("abd")
+    with pytest.raises(folders.DamagedError, match="a.pdparams does not match its sha256 in meta.json"):
+        folders.read_listed(folder / "a.pdparams")
+    folders._unmark(folder)
+    with pytest.raises(folders.DamagedError, match="the checkpoint is incomplete or being deleted"):
+        folders.contains(folder / "a.pdopt")
+
+
+def test_run_folder_has_the_name_of_the_network(tmp_path):
+    assert folders.run_folder("runs", "Tiny") == Path("runs/Tiny")
+    assert folders.run_folder(tmp_path, "nets/mine.py:Net") == tmp_path / "Net"
 
 
 def test_file_system_without_locks_triggers_warning(tmp_path, monkeypatch, capsys):

@@ -41,8 +41,8 @@ def test_missing_file_list_is_reported_with_remedy(photos, tmp_path):
     (tmp_path / "val").rename(tmp_path / "images")
     message = "has no val.txt; create it, or use only train.txt with --run-scope train_only"
     assert error_of(tmp_path) == f"--image-root {tmp_path}: {message}"
-    (tmp_path / "valid.txt").write_text("images/class0/00.jpg 0\n")
-    assert "has no val.txt; rename valid.txt to val.txt, or" in error_of(tmp_path)
+    (tmp_path / "Valid.TXT").write_text("images/class0/00.jpg 0\n")
+    assert "has no val.txt; rename Valid.TXT to val.txt, or" in error_of(tmp_path)
 
 
 def test_missing_record_file_is_reported_with_remedy(converted, tmp_path):
@@ -68,6 +68,8 @@ def test_records_are_listed_in_stored_order(converted, tmp_path, data_format, fi
     (root / "convert.json").write_text(manifest.replace('"images": 30', '"images": 31'))
     with pytest.raises(UsageError, match="has 30 train images, but 31 according to convert.json"):
         listing.images(root, Mode.TRAIN)
+    (root / "convert.json").unlink()
+    assert listing.images(root, Mode.TRAIN)[2] == images
 
 
 def test_root_without_splits_is_an_error(photos, tmp_path):
@@ -94,6 +96,8 @@ def test_only_complete_visible_data_sets_are_suggested(tmp_path, monkeypatch):
         for mode in Mode:
             (tmp_path / name / mode.value).mkdir(parents=True)
     (tmp_path / "incomplete/train").mkdir(parents=True)
+    listdir = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: sorted(listdir(path), reverse=True))
     assert error_of(tmp_path, Mode.TRAIN).endswith(f"; use '{tmp_path}/a b' or {tmp_path}/c")
     (tmp_path / "c/val").rmdir()
     assert error_of(tmp_path / "c").endswith("use only train/ with --run-scope train_only")
@@ -162,11 +166,12 @@ def test_system_folders_are_not_classes(photos, tmp_path, capsys, name):
     assert output.count(name) == output.count("\n") == 2
 
 
-def test_broken_hidden_link_is_ignored(photos, tmp_path):
+def test_broken_hidden_link_is_ignored(photos, tmp_path, capsys):
     shutil.copytree(photos, tmp_path, dirs_exist_ok=True)
     (tmp_path / "train/.trash").symlink_to("/nowhere")
     (tmp_path / "train/device").symlink_to("/dev/null")
     assert len(listing.list_folder(str(tmp_path), Mode.TRAIN)[2]) == 3
+    assert capsys.readouterr().out == ""
 
 
 def test_hidden_images_are_ignored_with_warning(photos, tmp_path, capsys):
@@ -204,6 +209,7 @@ def test_file_list_label_above_image_count_is_rejected(tmp_path, label):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/train.txt").write_text("../a 0\n")
     assert listing.count_classes(tmp_path / "sub", Mode.TRAIN, allow_outside=True) == 1
+    assert len(listing.images(tmp_path / "sub", Mode.TRAIN, allow_outside=True)[2]) == 1
     with pytest.raises(UsageError, match=r"val.txt cannot be read \(No such file"):
         listing.count_classes(tmp_path, Mode.EVAL, "filelist")
     # An explicit format takes precedence over the detected format.
@@ -264,12 +270,15 @@ def test_class_folder_unknown_to_network_is_rejected(root):
         listing.list_folder(root, Mode.EVAL, classes=TRAINED)
     with pytest.raises(UsageError, match=r"val/class0 is not one of the 3 classes of the checkpoint \(a, b, c\)"):
         listing.list_folder(root, Mode.EVAL, classes=["a", "b", "c"])
+    with pytest.raises(UsageError, match=r"val/class3 has no train/class3; add it, or remove val/class3$"):
+        listing.list_folder(root, Mode.EVAL)
 
 
 def test_unnamed_classes_do_not_define_labels(root):
     """Without classes.txt, the classes of a file list have no names, whereas class folders with numeric names do have
     names."""
     assert set(listing.list_folder(root, Mode.EVAL, classes=["0", "1", "2"])[1]) == {0, 1, 2}
+    assert listing.numbers(None) == []
     shutil.rmtree(root / "val/class0")
     for i in (1, 2):
         (root / f"val/class{i}").rename(root / f"val/{i}")
@@ -292,6 +301,7 @@ def test_names_of_class_folders_come_from_classes_txt(root):
     (root / "classes.txt").write_text("cat\ndog\nox\n")
     data_set = readers.open_split(root, "auto", Mode.EVAL, 3, 0)
     assert (data_set.classes, data_set.class_names) == (TRAINED, ["cat", "dog", "ox"])
+    assert listing.report_names(root / "val", "folder", TRAINED) == TRAINED
     (root / "classes.txt").write_text(f"cat\ndog\n{'x' * 1000}\n")
     assert listing.class_names(root) == ["cat", "dog", "x" * 1000]
     (root / "classes.txt").write_text(" a\nb \n\n")
@@ -304,6 +314,8 @@ def test_names_of_class_folders_come_from_classes_txt(root):
         UsageError, match=r"has the names of the class folders in a different order; write them in label"
     ):
         readers.open_split(root, "auto", Mode.EVAL, 3, 0)
+    with pytest.raises(UsageError, match="has the names of the class folders in a different order"):
+        listing.report_names(root, "folder", ["class2", "class1", "class0"])  # the order of a network's outputs
     (root / "classes.txt").write_text("class0\nclass1\nclass2\n")
     assert readers.open_split(root, "auto", Mode.EVAL, 3, 0).class_names == TRAINED
     # The text has a byte order mark and Windows line endings.
@@ -336,8 +348,8 @@ def test_empty_training_class_requires_allow_empty(root, capsys):
 
 
 def test_missing_class_of_file_list_logs_a_warning(root, capsys):
-    listing.check_classes(root, Mode.TRAIN, "filelist", [1, 1], ["a", "b"])
-    assert capsys.readouterr().err.endswith(": all train images belong to one class, b; add other classes\n")
+    listing.check_classes(root, Mode.TRAIN, "filelist", [1, 1], ["a", "b\n"])
+    assert capsys.readouterr().err.endswith(": all train images belong to one class, b\\n; add other classes\n")
     listing.check_classes(root, Mode.TRAIN, "filelist", [0, 2], ["class0", "a\nb", "class2"])
     message = r"train has no images for 1 of 3 classes (a\nb); add images"
     assert capsys.readouterr().err == f"warning: --image-root {root}: {message}\n"
@@ -385,10 +397,12 @@ def test_ignored_files_are_counted_by_kind_and_class(root, capsys):
 
 
 def test_warning_about_ignored_files_lists_some_classes_and_kinds(capsys):
-    listing.warn_of_ignored("x", [(".a", f"c{i}", "f.a") for i in range(4)] + [(f".{i}", "c", "f") for i in range(10)])
+    listing.warn_of_ignored(
+        "x", [(".a", f"c{i}", "f.a") for i in range(4)] + [(f".{i}", "c", "f\n") for i in range(10)]
+    )
     warning = capsys.readouterr().err
     assert "x: 14 entries ignored: 4 .a (c0 1, c1 1, c2 1 and 1 more; for example c0/f.a), 1 .0 (c 1; for" in warning
-    assert "1 .8 (c 1; for example c/f) and 1 more; images must be in" in warning
+    assert r"1 .8 (c 1; for example c/f\n) and 1 more; images must be in" in warning
 
 
 def test_root_path_that_is_not_utf_8_is_rejected(photos, tmp_path, monkeypatch):
@@ -403,6 +417,12 @@ def test_root_path_that_is_not_utf_8_is_rejected(photos, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     with pytest.raises(UsageError, match="--image-root '.': the path is not valid UTF-8; rename the folder"):
         listing.check_root(".")
+
+
+def test_record_files_are_sorted(tmp_path, monkeypatch):
+    names = [f"train-{i:06d}.tar" for i in range(3)]
+    monkeypatch.setattr(listing.os, "listdir", lambda path: [*reversed(names), "train.rec"])
+    assert listing.find_shards(tmp_path, "webdataset", Mode.TRAIN) == [f"{tmp_path}/{name}" for name in names]
 
 
 def test_paths_of_data_sets_are_reserved(tmp_path):
@@ -447,9 +467,10 @@ def test_labels_without_known_limit_are_checked(tmp_path):
         (2**31, None, "labels are whole numbers from 0"),
         (0.5, None, "labels are whole numbers from 0"),
         (2, 2, "--num-of-class 2 allows 0 to 1"),
+        (2, 3, "classes.txt allows 0 to 1"),
     ):
         with pytest.raises(UsageError, match=f"^x: has label .*, but {allowed}; number the classes"):
-            listing.check_labels("x", [label], limit, None)
+            listing.check_labels("x", [label], limit, ["a", "b"] if limit == 3 else None)
 
 
 def test_files_of_file_list_are_found_in_a_folder_that_cannot_be_listed(root, monkeypatch):
@@ -518,8 +539,16 @@ def test_paths_outside_the_root_are_detected_without_resolving_links(tmp_path, m
 
 
 def test_blank_lines_of_a_file_list_are_ignored(root):
-    (root / "val.txt").write_text(" \n\nval/class0/00.jpg 0\r\n\n val/class1/01.jpg\t1")
-    assert listing.list_filelist(root, Mode.EVAL) == (["val/class0/00.jpg", " val/class1/01.jpg"], [0, 1], None)
+    (root / "val.txt").write_text(" \n\nval/class0/00.jpg 0\r\n\n val/class1/0 1.jpg\t1")
+    assert listing.list_filelist(root, Mode.EVAL) == (["val/class0/00.jpg", " val/class1/0 1.jpg"], [0, 1], None)
+    assert [listing.images(root, Mode.EVAL, kind)[0] for kind in (None, "folder")] == ["filelist", "folder"]
+
+
+@pytest.mark.parametrize("line", ["x.jpg", "x.jpg y", "x.jpg 1234567890", "x.jpg -1", "x.jpg 1.5", "\0.jpg 1"])
+def test_malformed_line_of_a_file_list_is_rejected(root, line):
+    (root / "val.txt").write_text(f"val/class0/00.jpg 999999999\n  {line}\n")
+    with pytest.raises(UsageError, match=re.escape(f"val.txt: line 2 is not `PATH LABEL` but `{line}`; correct it")):
+        listing.list_filelist(root, Mode.EVAL)
 
 
 def test_skipped_images_may_be_unusable(root):
@@ -527,7 +556,7 @@ def test_skipped_images_may_be_unusable(root):
     link.symlink_to("/nowhere")
     shutil.copy(root / "val/class1/01.jpg", root / name)
     skip = {"val/class0/broken.jpg", name}
-    assert skip < set(listing.list_folder(root, Mode.EVAL, skip=skip)[0])
+    assert skip < {image.name for image in listing.images(root, Mode.EVAL, skip=skip)[2]}
     for missing, problem in (
         (name, "is not valid UTF-8; rename"),
         ("val/class0/broken.jpg", "a broken link, or not a"),
@@ -549,7 +578,7 @@ def test_lists_that_are_not_regular_files_are_rejected(root, tmp_path, name, kin
     path = tmp_path / name if name == "skip list" else root / name
     {"fifo": os.mkfifo, "zero": lambda path: os.symlink("/dev/zero", path), "folder": os.mkdir}[kind](path)
     message = "Is a directory" if kind == "folder" else "not a regular file"
-    with pytest.raises(UsageError, match=rf"{path}.* cannot be read \(.*{message}"):
+    with pytest.raises(UsageError, match=rf"{path}.* cannot be read \({message}\)"):
         if name == "skip list":
             listing.read_skip_list(path, root)
         else:
@@ -573,6 +602,7 @@ def test_counts_of_a_conversion_apply_only_to_its_format_and_splits(tmp_path):
     (tmp_path / "convert.json").write_text(json.dumps(manifest | {"bytes": {name: 9}}))
     assert listing.read_manifest(tmp_path)["bytes"] == {name: 9}
     changes = [{"bytes": {name: "9"}}, {"bytes": {f"../{name}": 9}}, {"bytes": {"notes": 9}}, {"complete": 1}]
+    changes.append({"format": "webdataset", "bytes": {"../x-train-0.tar": 9}})
     for change in (*changes, {"format": "folder"}, {"shards": {"train": True}}, {"shards": {}}, {"splits": []}):
         (tmp_path / "convert.json").write_text(json.dumps(manifest | change))
         with pytest.raises(UsageError, match="convert.json: damaged; convert the data set again, or remove the file"):
