@@ -436,7 +436,7 @@ def run_in(path, arch=None):
 
 def runs_below(path):
     """Return the sorted list of the folders in an --output-dir that contain checkpoints."""
-    return [folder for folder in sorted(Path(path).iterdir()) if folder.is_dir() and finished(folder)]
+    return [folder for folder in sorted(Path(path).iterdir()) if finished(folder)]
 
 
 def resolve(path, arch=None, log=logger.info):

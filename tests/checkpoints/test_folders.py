@@ -60,6 +60,7 @@ def test_commit_replaces_folder_with_same_name(tmp_path):
     assert names(tmp_path) == ["3"]
     (folder / "b.pdparams").write_text("of the user")  # this file must not replace a file of the next checkpoint
     folders.verify(folders.commit(tmp_path, "3", {f"b.{end}": lambda f: None for end in ("pdparams", "pdopt")}, META))
+    assert names(folder) == ["b.pdopt", "b.pdparams", "meta.json"]
 
 
 def flip_bit(path):
@@ -183,7 +184,10 @@ def test_checkpoint_at_end_of_epoch_is_used_before_newer_one_inside_epoch(tmp_pa
     folders.mark(tmp_path, "best", "3")
     # The result is the target of the link, because a run that is still training may change the link.
     assert folders.resolve(tmp_path) == folders.resolve(tmp_path / "best") == tmp_path / "3"
-    assert "warning" not in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert f"{tmp_path}: using the checkpoint {last}\n" in output
+    assert f"{tmp_path}: using the checkpoint {tmp_path}/best (3)\n" in output
+    assert "warning" not in output
     shutil.rmtree(tmp_path / "3")
     assert folders.resolve(tmp_path) == last
     assert f"warning: {tmp_path}/best: refers to a missing checkpoint" in capsys.readouterr().out
@@ -200,18 +204,22 @@ def test_checkpoint_of_a_run_with_only_damaged_checkpoints_is_not_chosen(tmp_pat
 
 
 def test_run_in_an_output_folder_is_that_of_the_network(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
     for name in ("Tiny", "Other"):
         write_checkpoint(tmp_path / name, "1")
         assert folders.run_in(tmp_path, name) == tmp_path / name
         if name == "Tiny":  # the only run
             assert folders.run_in(tmp_path) == folders.run_in(tmp_path, "Other") == tmp_path / name
     for arch in (None, "Third"):
-        with pytest.raises(UsageError, match=f"{tmp_path}: contains runs of several networks; choose one of"):
+        with pytest.raises(
+            UsageError, match=f"{tmp_path}: contains runs of several networks; choose one of .*/Other, .*/Tiny$"
+        ):
             folders.run_in(tmp_path, arch)
     write_checkpoint(tmp_path / "Tiny", "best")  # a folder of the user, not a link
     write_checkpoint(tmp_path / "Tiny/old", "1")
-    (tmp_path / "empty").mkdir()
-    for name in ("Tiny", "Tiny/1", "Tiny/best", "missing", "empty"):
+    (tmp_path / "link").symlink_to("Tiny")
+    for name in ("Tiny", "Tiny/1", "Tiny/best", "missing", "empty", "link"):
         assert folders.run_in(tmp_path / name, "Other") == tmp_path / name
 
 

@@ -100,7 +100,10 @@ def test_only_complete_visible_data_sets_are_suggested(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "listdir", lambda path: sorted(listdir(path), reverse=True))
     assert error_of(tmp_path, Mode.TRAIN).endswith(f"; use '{tmp_path}/a b' or {tmp_path}/c")
     (tmp_path / "c/val").rmdir()
-    assert error_of(tmp_path / "c").endswith("use only train/ with --run-scope train_only")
+    split = (
+        f"split {tmp_path}/c/train --output {tmp_path}/c_split` and use --image-root {tmp_path}/c_split, or use only"
+    )
+    assert error_of(tmp_path / "c").endswith(f"{split} train/ with --run-scope train_only")
     monkeypatch.chdir(tmp_path / "a b/train")
     assert error_of(".").endswith("; use ..")
     monkeypatch.chdir(tmp_path / "a b")
@@ -536,6 +539,58 @@ def test_paths_outside_the_root_are_detected_without_resolving_links(tmp_path, m
     (tmp_path / "root/val.txt").write_text(f"{name} 0\n")
     with pytest.raises(UsageError, match="which is outside root; correct" if is_outside else "is not in root; use"):
         listing.list_filelist("root", Mode.EVAL)
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "message"),
+    [
+        ("train.rec", "", "contains the train split as recordio and folder; choose one with --data-format"),
+        ("train.txt", "", "train.txt contains no images; add lines of the form"),
+        ("train.txt", "a 0", "a is not in .*root; use paths relative to that folder"),
+        ("train/link", None, "train/link: a broken link; repair or remove it"),
+    ],
+)
+def test_unusable_split_is_rejected(root, path, text, message):
+    if text is None:
+        (root / path).symlink_to("missing")
+    else:
+        (root / path).write_text(text)
+    assert message.replace(".*root", str(root)) in error_of(root, Mode.TRAIN)
+
+
+def test_network_with_too_few_outputs_is_rejected(root):
+    (root / "classes.txt").write_text("x\ny\nz")
+    (root / "val.txt").write_text("val/class0/00.jpg 2")
+    for read, kind in (
+        (lambda count: listing.list_folder(root, Mode.EVAL, count), "class folders"),
+        (lambda count: listing.class_names(root, count), "classes"),
+        (lambda count: listing.list_filelist(root, Mode.EVAL, count), "classes"),
+    ):
+        assert len(read(3)) == 3
+        with pytest.raises(UsageError, match=f"--num-of-class 2: fewer than the 3 {kind} in .*; use --num-of-class 3"):
+            read(2)
+    (root / "classes.txt").unlink()
+    with pytest.raises(UsageError, match="val.txt: has label 2, but --num-of-class 2 allows 0 to 1"):
+        listing.list_filelist(root, Mode.EVAL, 2)
+    shutil.rmtree(root / "train")
+    (root / "train").mkdir()
+    with pytest.raises(UsageError, match="train/ has no class folders; put the images into one folder per class"):
+        listing.list_folder(root, Mode.EVAL)
+
+
+def test_incomplete_conversion_is_rejected(tmp_path):
+    manifest = {"complete": True, "format": "webdataset", "splits": {"val": {"images": 5}}, "shards": {"val": 2}}
+    (tmp_path / "convert.json").write_text(json.dumps(manifest | {"complete": False}))
+    with pytest.raises(UsageError, match="the conversion is incomplete; repeat the `"):
+        listing.shards(tmp_path, Mode.EVAL, "webdataset")
+    (tmp_path / "convert.json").write_text(json.dumps(manifest))
+    with pytest.raises(UsageError, match="has no val-000000.tar; use the folder that contains the webdataset files"):
+        listing.shards(tmp_path, Mode.EVAL, "webdataset")
+    for i in range(2):
+        with pytest.raises(UsageError, match=f"has {i} val shards, but 2 according" if i else "has no val-000000.tar"):
+            listing.shards(tmp_path, Mode.EVAL, "webdataset")
+        (tmp_path / f"val-{i}.tar").touch()
+    assert len(listing.shards(tmp_path, Mode.EVAL, "webdataset")) == 2
 
 
 def test_blank_lines_of_a_file_list_are_ignored(root):
