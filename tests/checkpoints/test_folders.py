@@ -61,6 +61,9 @@ def test_commit_replaces_folder_with_same_name(tmp_path):
     (folder / "b.pdparams").write_text("of the user")  # this file must not replace a file of the next checkpoint
     folders.verify(folders.commit(tmp_path, "3", {f"b.{end}": lambda f: None for end in ("pdparams", "pdopt")}, META))
     assert names(folder) == ["b.pdopt", "b.pdparams", "meta.json"]
+    files = {f"c.{end}": lambda f: None for end in ("pdparams", "pdopt")}
+    folders.commit(tmp_path, "3", files, META, "marker")
+    assert names(folder) == ["c.pdopt", "c.pdparams", "meta.json"]
 
 
 def flip_bit(path):
@@ -268,12 +271,13 @@ def test_deletion_keeps_files_of_other_programs(tmp_path, capsys):
         write_checkpoint(tmp_path, name)
         (tmp_path / name / "notes.txt").write_text(name)
         (tmp_path / name / "mine.pdparams").mkdir()
-    shutil.copytree(tmp_path / "1", tmp_path / "4")
-    for i in range(2):
-        (tmp_path / "4" / f"other{i}").touch()
-    folders.delete(tmp_path / "4")
-    assert "(mine.pdparams, notes.txt, other0, ...); move or delete these files" in capsys.readouterr().err
-    shutil.rmtree(tmp_path / "4")
+    for count, more in ((1, ""), (2, ", ...")):
+        shutil.copytree(tmp_path / "1", tmp_path / "4")
+        for i in range(count):
+            (tmp_path / "4" / f"other{i}").touch()
+        folders.delete(tmp_path / "4")
+        assert f"(mine.pdparams, notes.txt, other0{more}); move or delete these files" in capsys.readouterr().err
+        shutil.rmtree(tmp_path / "4")
     (tmp_path / "2/meta.json").write_text("damaged")
     folders.delete(tmp_path / "1")
     assert "1: not deleted, because it contains files that this program did not write (mine.pdparams, notes.txt)" in (
@@ -307,10 +311,11 @@ def test_checkpoint_of_other_program_is_never_deleted(tmp_path, capsys, form):
         (tmp_path / name).mkdir()
         (tmp_path / name / "resnet_50_paddle.pdparams").write_text("NVIDIA's")
     (tmp_path / "6").symlink_to("3")
+    folders.mark(tmp_path, "best", "4")
     folders.remove_all(tmp_path)
     output = capsys.readouterr()
-    assert f"--overwrite: deleting 4, 6 in {tmp_path}" in output.out
-    assert not (tmp_path / "6").is_symlink()
+    assert f"--overwrite: deleting 4, 6, best in {tmp_path}" in output.out
+    assert names(tmp_path) == ["3", "5"]
     assert f"--overwrite: keeps 3, 5 in {tmp_path}, which this program did not write; move them" in output.err
     folders.delete(tmp_path / "5")
     assert names(tmp_path / "5") == ["resnet_50_paddle.pdparams"]
