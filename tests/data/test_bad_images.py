@@ -148,6 +148,28 @@ def test_search_for_bad_image_ends_after_deadline(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("text", "image"),
+    [
+        ("Could not open file a b/x.jpg: No such file or directory\nmore", "a b/x.jpg"),
+        ("\nFile mapping failed: x.jpg\nmore: Text", "x.jpg"),
+        ("Failed to decode sample #12 : a/x.jpg \nmore", "root/a/x.jpg"),
+        ("Failed to decode sample #0 : r/train.rec at index 5", "r/train.rec@5"),
+        ("Failed to decode sample #0 : r/train-0.tar:512:jpg", "r/train-0.tar@512"),
+        ("Failed to decode sample #0 : r/val_lmdb at key 0001", "r/val_lmdb@0001"),
+    ],
+)
+def test_image_in_a_message_is_found_without_a_search(monkeypatch, text, image):
+    assert bad_images.bad_image(f"Error: {text}", None, "root") == image
+
+    def fail(data_set):
+        raise RuntimeError(f"Error: {text}")
+
+    monkeypatch.setattr(bad_images, "_undecoded", fail)
+    for operator in ("decoders.image", "peek_image_shape", "_tensor_subscript", "reshape"):
+        assert bad_images.bad_image(f"Error in operator nvidia.dali.fn.{operator}", None, "root") == image
+
+
+@pytest.mark.parametrize(
     ("text", "reason"),
     [('\nencountered: Assert on "a" failed: no file\nmore', "no file"), ("\nencountered:", "unknown reason")],
 )

@@ -8,7 +8,7 @@ from paddle import static
 from paddle_resnet import dali
 from paddle_resnet.data import iterators, readers
 from paddle_resnet.data.iterators import EmptyIterator, ShardIterator
-from utils.errors import UsageError
+from utils.errors import DataError, UsageError
 from utils.mode import Mode
 
 
@@ -107,6 +107,26 @@ def test_images_of_classes_are_counted_without_invalid_labels():
         assert loader.class_images.tolist() == expected
     loader._data_set = SimpleNamespace(labels=None)
     assert loader.class_images is None
+
+
+@pytest.mark.parametrize(
+    ("path", "problem", "data_format", "message"),
+    [
+        (None, None, "folder", "original"),
+        (None, "no file", "lmdb", "root: the lmdb data cannot be read .rank 0: no file.; run `.* verify root`$"),
+        ("a.jpg", None, "folder", "a.jpg: cannot be decoded .rank 0.; .* root --fix-list bad.txt` and train with"),
+        ("a.jpg", "no file", "lmdb", "a.jpg: cannot be decoded .* and convert the data set with --skip-list bad.txt$"),
+    ],
+)
+def test_errors_of_a_pipeline_name_the_image(monkeypatch, path, problem, data_format, message):
+    calls, loader = [], ShardIterator.__new__(ShardIterator)
+    loader._data_set, loader._image_root = SimpleNamespace(data_format=data_format), "root"
+    monkeypatch.setattr(iterators.bad_images, "bad_image", lambda *arguments: calls.append(arguments) or path)
+    monkeypatch.setattr(iterators.bad_images, "reader_problem", lambda text: calls.append(text) or problem)
+    error = RuntimeError if message == "original" else DataError
+    with pytest.raises(error, match=f"^{message}"), loader._naming_bad_images():
+        raise RuntimeError("original")
+    assert calls == [("original", loader._data_set, "root"), "original"]
 
 
 @pytest.fixture

@@ -122,6 +122,8 @@ def test_missing_split_of_a_flag_is_reported_with_remedy(tmp_path):
     listing.check_split("--verify", tmp_path, Mode.EVAL)
     with pytest.raises(UsageError, match=f"^--verify {tmp_path}/x: not a folder; use the folder that contains val/$"):
         listing.check_split("--verify", tmp_path / "x", Mode.EVAL)
+    with pytest.raises(UsageError, match="x: not a folder; use the folder that contains train/ and val/$"):
+        listing.detect(tmp_path / "x", Mode.EVAL)
 
 
 @pytest.mark.parametrize("names", [["of-00001", "of-00003"], ["of-00002", "of-00002.tfrecord", "of-00001"]])

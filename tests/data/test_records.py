@@ -76,6 +76,17 @@ def test_records_without_one_image_and_label_are_rejected(tmp_path):
             records.read_label(str(tmp_path / "words"), "webdataset", 0, len(text))
 
 
+def test_image_and_label_of_a_tar_file_are_read_at_their_places(tmp_path):
+    path = tmp_path / "val-0.tar"
+    path.write_bytes(b"0image 012\n9")
+    image = listing.Image("val-0.tar@1", str(path), None, "webdataset", (1, 5, 7, 4))
+    assert records.read(image) == (b"image", 12)
+
+
+def test_outcome_of_a_failed_check_is_a_signal_or_an_exit_code():
+    assert [records._outcome(code) for code in (-11, 1)] == ["SIGSEGV", "exit code 1"]
+
+
 def test_parts_of_recordio_record_are_joined(tmp_path):
     """An image that contains the magic number is split at this number, and its parts are stored without the number."""
     magic = struct.pack("<I", records.RECORDIO_MAGIC)
