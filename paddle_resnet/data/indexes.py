@@ -95,7 +95,7 @@ def _reduced_index(index, shard, kind, skip):
         raise UsageError(f"{shard}: no record at byte {unknown[0]}; remove {entry} from --skip-list")
     kept = ~np.isin(starts, list(skip))
     if kind == "webdataset":
-        with open(index.path, encoding="utf-8") as f:
+        with open(index.path, encoding="utf-8", errors="surrogateescape") as f:
             version = f.readline().split()[0]
             lines = [line for line, keep in zip(f, kept, strict=True) if keep]
         lines.insert(0, f"{version} {len(lines)}\n")
@@ -105,7 +105,7 @@ def _reduced_index(index, shard, kind, skip):
         lines = [f"{i}\t{offset}\n" for i, offset in enumerate(starts[kept].tolist())]
     path = _cached_index_path(shard, skip)
     try:
-        write_file(path, "".join(lines).encode())
+        write_file(path, "".join(lines).encode(errors="surrogateescape"))
     except OSError as e:
         raise UsageError(
             f"{path}: the index for --skip-list cannot be written ({e.strerror}); make the folder writable"
@@ -150,7 +150,7 @@ def scan(shard, kind):
         raise UsageError(f"{shard}: contains no records; remove it or write it again")
     if kind == "webdataset":
         lines.insert(0, f"v1.1 {len(lines)}\n")
-    return "".join(lines).encode()
+    return "".join(lines).encode(errors="surrogateescape")  # a file extension in a tar file may not be UTF-8
 
 
 def _scan_tfrecord(shard):

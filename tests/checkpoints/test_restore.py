@@ -7,17 +7,20 @@ import json
 import os
 import random
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import paddle
 import pytest
 from paddle import static
 
+import config
 from helpers import build, random_batches, variable, write_checkpoint
 from paddle_resnet.checkpoints import folders, restore, variables
 from paddle_resnet.checkpoints import saver as saver_module
 from paddle_resnet.checkpoints.saver import Saver
 from paddle_resnet.job import exchange, processes
+from paddle_resnet.models import user_file
 from paddle_resnet.passes import all_reduces
 from paddle_resnet.settings import durations
 from utils import locks, signals
@@ -111,6 +114,127 @@ def test_run_continues_only_from_newest_checkpoint(tmp_path):
         start = restore.StartCheckpoint(str(tmp_path / "foreign" / epoch), int(epoch) + 1)
         assert start.continues(tmp_path / "foreign")
     assert not restore.StartCheckpoint(str(tmp_path / "foreign/1"), 2).continues(tmp_path / "foreign")
+
+
+@pytest.mark.parametrize(
+    ("scope", "start", "inherited"),
+    [
+        ("train_eval", "resumed", {"interp", "lr", "keep_checkpoints", "num_of_class", "asp"}),
+        ("train_eval", "restarted", {"interp", "num_of_class", "asp"}),
+        ("eval_only", "resumed", {"interp", "num_of_class"}),
+        ("train_eval", "pretrained", {"interp"}),
+        ("eval_only", "pretrained", {"interp", "num_of_class"}),
+    ],
+)
+def test_run_inherits_flags_by_kind(tmp_path, capsys, scope, start, inherited):
+    recorded = {"interp": "cubic", "lr": 0.3, "keep_checkpoints": 7, "num_of_class": 5, "asp": True}
+    recorded |= {"model_arch_name": "Tiny", "image_shape": [3, 224, 224]}
+    folder = write_checkpoint(tmp_path, "1", epoch=1, arguments=recorded)
+    checkpoint = restore.StartCheckpoint(str(folder), 2, 0, folders.read_meta(folder), start == "resumed")
+    checkpoint = None if start == "pretrained" else checkpoint
+    flags = ["--run-scope", scope, "--from-checkpoint" if checkpoint else "--from-pretrained-params", str(folder)]
+    args = config.parse_args(flags)
+    restore.inherit_flags(args, checkpoint)
+    assert {name for name, value in recorded.items() if getattr(args, name) == value} == {
+        *inherited,
+        "model_arch_name",
+        "image_shape",
+    }
+    assert f"from {folder}/meta.json: --model-arch-name Tiny" in capsys.readouterr().out
+    args = config.parse_args([*flags, "--lr", "0.2", "--keep-checkpoints", "2", "--interp", "linear"])
+    args.choose_recipe = True
+    restore.inherit_flags(args, checkpoint)
+    output = capsys.readouterr()
+    if (start, scope) == ("resumed", "train_eval"):
+        assert f"{folder}: resumed with --keep-checkpoints 2 (was 7)\n" in output.out
+        different = "--interp linear (was cubic), --lr 0.2 (was 0.3), so the losses will differ from those of an unint"
+    else:
+        assert "resumed with" not in output.out
+        different = "--interp linear (was cubic); remove the flags to use the recorded values"
+    assert f"{folder}: trained with different flags: {different}" in output.err
+    assert ("--choose-recipe: has no effect" in output.err) == ((start, scope) == ("resumed", "train_eval"))
+
+
+def test_network_of_the_start_selects_the_run_to_resume(tmp_path):
+    folder = write_checkpoint(tmp_path, "1", epoch=1, arguments={"model_arch_name": "ResNet18"})
+    start = ["--from-checkpoint", str(folder)]
+    for flags, network in (
+        ([*start, "--resume"], "ResNet18"),
+        (start, "ResNet50"),
+        (["--resume"], "ResNet50"),
+        ([*start, "--resume", "--model-arch-name", "ResNet34"], "ResNet34"),
+    ):
+        args = config.parse_args([*flags, "--output-dir", str(tmp_path / "output")])
+        restore.resolve_network(args)
+        assert args.model_arch_name == network
+        assert args.resume == ("--resume" in flags)
+
+
+def test_file_of_a_network_is_imported_only_if_a_flag_specifies_it(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("")
+    recorded, now = f"{tmp_path}/old.py:Net", f"{tmp_path}/mine.py:Net"
+    meta = {"arguments": {"model_arch_name": recorded}, "network_sha256": user_file.sha256(now)}
+    with pytest.raises(UsageError, match=f"DIR: its network {recorded} is from a file, .*; add --model-arch-name"):
+        restore.recorded_flags("DIR", meta, None)
+    assert restore.recorded_flags("DIR", meta, now).model_arch_name == now
+    assert restore.recorded_flags("DIR", meta, f"{tmp_path}/mine.py:Other").model_arch_name == recorded
+    assert restore.recorded_flags("DIR", meta, "Net").model_arch_name == recorded
+    assert capsys.readouterr().err == ""
+    restore.recorded_flags("DIR", meta | {"network_sha256": "0"}, now)
+    assert f"--model-arch-name {now}: the file has changed since the training of DIR;" in capsys.readouterr().err
+    meta = {"arguments": {"model_arch_name": "resnet18"}}
+    assert restore.recorded_flags("DIR", meta, None).model_arch_name == "ResNet18"
+    with pytest.raises(UsageError, match="DIR: invalid arguments in meta.json: .*--crop-size"):
+        restore.recorded_flags("DIR", {"arguments": {"crop_size": 0}}, None)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "is_fine_tuning", "difference"),
+    [
+        ("ab", "ab", False, None),
+        ("abc", "acc", False, "label 1 was ['b'] and is ['c']"),
+        ("ab", "ac", True, "label 1 was ['b'] and is ['c']"),
+        ("ab", "a", False, "label 1 was ['b'] and is none"),
+        ("a", "ab", False, "label 1 was none and is ['b']"),
+        ("a", "bc", True, None),
+        ("a", "", False, None),
+        ("", "a", False, None),
+        (None, "a", False, None),
+    ],
+)
+def test_different_classes_trigger_warning(capsys, before, now, is_fine_tuning, difference):
+    meta = None if before is None else {"classes": list(before)}
+    assert restore.recorded_classes(meta) == (list(before) if before else None)
+    restore.compare_classes("DIR", meta, SimpleNamespace(classes=tuple(now)), is_fine_tuning)
+    warning = f"warning: DIR: trained on different classes ({difference}); check --image-root\n"
+    assert capsys.readouterr().err == (warning if difference else "")
+
+
+def test_folder_of_another_run_is_rejected(tmp_path, monkeypatch):
+    root, starts = tmp_path / "new/Tiny", {"--from-pretrained-params": tmp_path / "new/Tiny/1"}
+    modes, access = [], os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: modes.append((path, mode)) or access(path, mode))
+    saver_module.check_folder(root, None, {}, False, False)
+    assert modes == [(tmp_path, os.W_OK | os.X_OK)]
+    assert not root.parent.exists()
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file"):
+        with pytest.raises(UsageError, match=f"{path / 'x'}: cannot be written .{path} is not a writable folder.;"):
+            saver_module.check_folder(path / "x/Tiny", None, {}, False, False)
+    for name in "0123":
+        write_checkpoint(root, name, sequence=int(name), epoch=int(name))
+        if name > "1":
+            more = ", ..." if name == "3" else ""
+            start = f"({', '.join('012'[: int(name) + 1])}{more}); continue the newest with --resume, or choose"
+            for used, remedy in ((starts, ""), ({}, ", or replace them with --overwrite")):
+                with pytest.raises(UsageError, match="contains checkpoints of an earlier run") as error:
+                    saver_module.check_folder(root, None, used, False, False)
+                assert start in str(error.value) and str(error.value).endswith(f"different --output-dir{remedy}")
+    saver_module.check_folder(root, None, {}, True, False)
+    with pytest.raises(UsageError, match="--overwrite: would delete --from-pretrained-params .*/1, which"):
+        saver_module.check_folder(root, None, starts, True, False)
+    saver_module.check_folder(root, restore.StartCheckpoint(str(root / "3"), 4), {}, False, True)
 
 
 def test_best_evaluation_that_led_to_checkpoint(tmp_path):

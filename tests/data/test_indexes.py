@@ -89,6 +89,10 @@ def test_cached_index_of_changed_shard_is_not_used(tmp_path, cache):
     os.utime(shard, ns=(0, 0))
     block_index(shard)
     third = indexes.open_index(str(shard), "tfrecord")
+    (tmp_path / "link").symlink_to("data")
+    assert indexes._cached_index_path(str(tmp_path / "link" / shard.name)) == third.path
+    (tmp_path / os.fsdecode(b"\xe9")).touch()
+    assert indexes._cached_index_path(str(tmp_path / os.fsdecode(b"\xe9"))).endswith(".idx")
     assert len({first.path, second.path, third.path}) == 3  # the cache identifies shards by size and modification time
 
 
@@ -114,7 +118,7 @@ def test_index_of_different_shard_is_rejected(tmp_path, kind, count):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("text", ["", "nonsense", "v1.1 5\n", "1 2 3\n", "v2 1\njpg 512 3 cls 1536 3\n"])
+@pytest.mark.parametrize("text", ["", "nonsense", "v1.1 5\n", "v1.1 0\n", "1 2 3\n", "v2 1\njpg 512 3 cls 1536 3\n"])
 def test_index_of_unknown_format_is_rejected(tmp_path, kind, text):
     shard = write(tmp_path, kind)
     with open(indexes.index_path(str(shard)), "w") as f:
@@ -216,7 +220,7 @@ def test_tar_member_with_space_in_extension_is_rejected(tmp_path, name):
         indexes.scan(tar(tmp_path / "train-0.tar", [name, "a.cls"]), "webdataset")
 
 
-@pytest.mark.parametrize(("old", "new"), [("jpg 512 3", "jpg 512 2"), ("1536 3\n", "1536 3 x\n")])
+@pytest.mark.parametrize(("old", "new"), [("jpg 512 3", "jpg 512 2"), ("1536 3\n", "1536 3 x\n"), ("v1.1 1", "v1.1 2")])
 def test_tar_index_with_wrong_size_or_additional_field_is_rejected(tmp_path, old, new):
     shard = tar(tmp_path / "train-0.tar", ["a.jpg", "a.cls"])
     index = Path(indexes.open_index(shard, "webdataset").path)
@@ -239,25 +243,34 @@ def test_tar_index_of_a_link_is_rejected(tmp_path):
                 indexes._webdataset_rows(*rows)
 
 
-def test_tar_member_of_enormous_size_does_not_match_the_index(tmp_path):
+def test_tar_member_of_enormous_size_does_not_match_the_index(tmp_path, monkeypatch):
     (tmp_path / "a.tar").write_bytes(header("README", 2**70) + header("a.jpg", 0) + header("a.cls", 0) + bytes(1024))
     (tmp_path / "a.idx").write_text("v1.1 1\njpg 1024 0 cls 1536 0\n")
-    with pytest.raises(UsageError, match="a.idx: does not match"):
-        indexes.open_index(str(tmp_path / "a.tar"), "webdataset")
+    monkeypatch.chdir(tmp_path)
+    for path, folder in ((f"{tmp_path}/a.tar", tmp_path), ("a.tar", r"\.")):
+        with pytest.raises(UsageError, match=f"a.idx: does not match {path}; .* index {folder}`$"):
+            indexes.open_index(path, "webdataset")
+
+
+def test_checked_records_are_evenly_spaced():
+    assert [indexes._spread(count, 3) for count in (1, 2, 3, 7)] == [[0], [0, 1], [0, 1, 2], [0, 3, 6]]
 
 
 def test_numbers_in_an_index_are_limited():
     assert indexes._numbers([b"9" * 18], None).tolist() == [10**18 - 1]
     assert indexes._numbers([b"5"], 5).tolist() == [5]
-    for text, limit in ((b"9" * 19, None), (b"6", 5), (b"-1", None)):
+    for texts, limit in (([b"1" * 19, b"9"], None), ([b"6", b"5"], 5), ([b"-1"], None)):
         with pytest.raises(ValueError, match="^$"):
-            indexes._numbers([text], limit)
+            indexes._numbers(texts, limit)
 
 
-def test_tfrecord_index_with_record_without_payload_is_rejected():
+@pytest.mark.parametrize(
+    "data", [b"0 16\n16 117\n", b"1 16\n17 116\n", b"0 17\n18 115\n", b"0 17\n17 115\n", b"0 18\n17 116\n"]
+)
+def test_tfrecord_index_must_list_every_record_with_payload(data):
     assert indexes._tfrecord_rows(b"0 17\n17 116\n", None, 133)[0].tolist() == [[0, 17], [17, 116]]
     with pytest.raises(ValueError, match="^$"):
-        indexes._tfrecord_rows(b"0 16\n16 117\n", None, 133)
+        indexes._tfrecord_rows(data, None, 133)
 
 
 def test_index_for_skip_list_that_cannot_be_written_is_an_error(tmp_path, cache):
@@ -267,12 +280,51 @@ def test_index_for_skip_list_that_cannot_be_written_is_an_error(tmp_path, cache)
         indexes.open_index(shard, "recordio", frozenset([0]))
 
 
+@pytest.mark.usefixtures("cache")
 def test_tar_may_contain_folders_long_names_hidden_files_and_other_members(tmp_path):
-    long = "folder/" + "x" * 150
-    names = ["dir/.hidden.jpg", "dir/a.b.json", "dir/a.JPG", "dir/a.cls", f"{long}.png", f"{long}.cls"]
-    path = tar(tmp_path / "train-0.tar", ["dir/a.json", *names[:4], "other/a.jpg", "other/a.cls", *names[4:]])
+    long = f"folder/{'x' * 150}"
+    names = [
+        "dir/.hidden.jpg",
+        "dir/a.b.json",
+        "dir/a.JPG",
+        os.fsdecode(b"dir/a.\xe9"),
+        "dir/a.cls",
+        f"{long}.png",
+        f"{long}.cls",
+    ]
+    path = tar(tmp_path / "train-0.tar", ["dir/a.json", *names[:5], "other/a.jpg", "other/a.cls", *names[5:], "README"])
     index = indexes.open_index(path, "webdataset")
     assert [records.read_label(path, "webdataset", *record) for record in index.labels.tolist()] == [123] * 3
+    skipped = int(index.images[1, 0])
+    assert indexes.open_index(path, "webdataset", frozenset({skipped})).images.tolist() == index.images[::2].tolist()
+    with pytest.raises(UsageError, match="contains \ufffd and cls instead of an image"):
+        indexes.open_index(tar(tmp_path / "val-0.tar", [os.fsdecode(b"a.\xe9"), "a.cls"]), "webdataset")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "is_sample_file"),
+    [
+        ("a.b/c.jpg", tarfile.REGTYPE, True),
+        ("a.b/c.jpg", tarfile.SYMTYPE, False),
+        ("a.b", tarfile.DIRTYPE, False),
+        ("a.b/c", tarfile.REGTYPE, False),
+        ("a.b/.jpg", tarfile.REGTYPE, False),
+        ("a.", tarfile.REGTYPE, False),
+    ],
+)
+def test_only_regular_files_with_extension_belong_to_samples(name, kind, is_sample_file):
+    member = tarfile.TarInfo(name)
+    member.type = kind
+    assert indexes._is_sample_file(member) is is_sample_file
+
+
+def test_compressed_archive_or_archive_that_ends_early_is_rejected(tmp_path):
+    with tarfile.open(tmp_path / "train-0.tar", "w:gz") as archive:
+        archive.add(__file__, "a.jpg")
+    with pytest.raises(UsageError, match="train-0.tar: damaged"):
+        indexes.scan(str(tmp_path / "train-0.tar"), "webdataset")
+    with pytest.raises(tarfile.TarError):  # a block of zeros ends an archive, so readers ignore what follows
+        indexes._check_between(io.BytesIO(bytes(512) + header("a.jpg", 0)), 0, 1024)
 
 
 def test_first_image_of_a_tar_sample_is_used(tmp_path):
@@ -298,7 +350,8 @@ def test_recordio_index_without_a_row_is_rejected(tmp_path, monkeypatch):
     index = Path(indexes.open_index(str(shard), "recordio").path)
     lines = index.read_text().splitlines(keepends=True)
     repeated = f"2\t{lines[1].split()[1]}\n"
-    for damaged in ([*lines[:2], *lines[3:]], [*lines[:2], repeated, *lines[3:]]):
+    without_first = [f"{key}\t{line.split()[1]}\n" for key, line in enumerate(lines[1:])]
+    for damaged in ([*lines[:2], *lines[3:]], [*lines[:2], repeated, *lines[3:]], without_first):
         index.write_text("".join(damaged))
         with pytest.raises(UsageError, match="idx: does not match"):
             indexes.open_index(str(shard), "recordio")

@@ -1,6 +1,7 @@
 import io
 import os
 import struct
+from types import SimpleNamespace
 
 import pytest
 
@@ -55,11 +56,13 @@ def test_records_without_one_image_and_label_are_rejected(tmp_path):
     with pytest.raises(UsageError, match="image/encoded and one number in image/class/label"):
         records.read_label(str(tmp_path / "other"), "tfrecord", 0, size)
 
-    writer = TFRecordWriter(str(tmp_path / "two"))
-    writer.write({records.TFRECORD_IMAGE: (b"x", "byte"), records.TFRECORD_LABEL: ([1, 2], "int")})
-    writer.close()
-    with pytest.raises(UsageError, match="expected one image in"):
-        records.read_label(str(tmp_path / "two"), "tfrecord", 0, os.path.getsize(tmp_path / "two"))
+    label = {records.TFRECORD_LABEL: ([1], "int")}
+    for features in ({records.TFRECORD_IMAGE: (b"x", "byte"), records.TFRECORD_LABEL: ([1, 2], "int")}, label):
+        writer = TFRecordWriter(str(tmp_path / "two"))
+        writer.write(features)
+        writer.close()
+        with pytest.raises(UsageError, match="expected one image in"):
+            records.read_label(str(tmp_path / "two"), "tfrecord", 0, os.path.getsize(tmp_path / "two"))
 
     (tmp_path / "flagged").write_bytes(writers.recordio_record(struct.pack("<IfQQ", 2, 0, 0, 0) + bytes(8)))
     with pytest.raises(UsageError, match="several labels"):
@@ -83,8 +86,19 @@ def test_image_and_label_of_a_tar_file_are_read_at_their_places(tmp_path):
     assert records.read(image) == (b"image", 12)
 
 
-def test_outcome_of_a_failed_check_is_a_signal_or_an_exit_code():
-    assert [records._outcome(code) for code in (-11, 1)] == ["SIGSEGV", "exit code 1"]
+@pytest.mark.parametrize(
+    ("code", "output", "problem"),
+    [
+        (0, "", None),
+        (1, "not an LMDB\n", "not an LMDB"),
+        (1, "\n", "reading it fails with exit code 1"),
+        (-11, "", "reading it fails with SIGSEGV"),
+    ],
+)
+def test_reason_why_an_lmdb_cannot_be_used(monkeypatch, code, output, problem):
+    done = SimpleNamespace(returncode=code, stdout=output)
+    monkeypatch.setattr(records.subprocess, "run", lambda *args, **_: done)
+    assert records._lmdb_problem.__wrapped__("folder") == problem
 
 
 def test_parts_of_recordio_record_are_joined(tmp_path):
@@ -101,6 +115,22 @@ def test_parts_of_recordio_record_are_joined(tmp_path):
     assert writers.recordio_record(magic) == first + last
     padded = magic + struct.pack("<I", 1 << 29 | 3) + b"abc\0"
     assert records._read_recordio(io.BytesIO(padded + last)) == b"abc" + magic
+
+
+@pytest.mark.parametrize("label", [3.0, 2.5])
+def test_label_of_a_recordio_record_is_a_number(tmp_path, label):
+    path = tmp_path / "val.rec"
+    path.write_bytes(writers.recordio_record(records.RECORDIO_HEAD.pack(0, label, 0, 0) + b"image"))
+    read = records.read_label(str(path), "recordio", 0, 0)
+    assert (read, type(read)) == (label, int if label == 3 else float)
+
+
+def test_end_of_a_recordio_record_is_checked():
+    record = writers.recordio_record(b"abcd")
+    assert records.recordio_end(io.BytesIO(record), 0, 12) == 12
+    for damaged, size in ((record, 11), (record[:7], 7), (b"x" + record[1:], 12)):
+        with pytest.raises(ValueError, match="^$"):
+            records.recordio_end(io.BytesIO(damaged), 0, size)
 
 
 def test_length_of_truncated_tfrecord_is_checked_before_reading():
@@ -152,7 +182,7 @@ def test_missing_lmdb_record_is_rejected(tmp_path):
 
 @pytest.mark.parametrize(
     ("error", "message"),
-    [(OSError("odd"), "p: cannot be read (odd); "), (OSError(5, "reason", "file"), "file: cannot be read (reason); ")],
+    [(OSError("odd"), "p: cannot be read (odd); "), (OSError(5, "reason", b"file"), "file: cannot be read (reason); ")],
 )
 def test_error_of_unreadable_file_names_the_file(error, message):
     with pytest.raises(UsageError) as e, records.readable("p"):
@@ -172,7 +202,7 @@ def test_file_that_is_not_an_lmdb_of_images_is_rejected(tmp_path):
     (tmp_path / "other").mkdir()
     assert lmdb_check.problem(str(tmp_path / "other")) == "data.mdb is missing"
     (tmp_path / "other" / "data.mdb").write_bytes(b"x" * 10000)
-    assert records._lmdb_problem(str(tmp_path / "other"))
+    assert isinstance(records._lmdb_problem(str(tmp_path / "other")), str)
     with pytest.raises(UsageError, match="not a Caffe LMDB, or damaged"):
         records.lmdb_labels(str(tmp_path / "other"), 1)
     fields = {"pixels": {"label": 1}, "not encoded": {"label": 1, "encoded": False}, "no label": {"encoded": True}}
