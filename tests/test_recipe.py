@@ -74,6 +74,7 @@ def test_chosen_values_of_optimizer():
     assert values(choose(2934)) == ("AdamW", 5e-4, default.momentum, 0.01, 0.9)
     assert values(choose(2934, weights={})) == ("Nesterov", 0.05, 0.9, 5e-4, default.bn_momentum)
     assert values(choose(2934, "--optimizer", "AdamW", weights={}))[:2] == ("AdamW", 0.001)
+    assert choose(294, "--optimizer", "AdamW", weights={}).weight_decay == 0.01
     assert values(choose(294, weights={})) == ("Nesterov", 0.0125, 0.9, 5e-4, default.bn_momentum)
 
 
@@ -186,6 +187,15 @@ def test_other_packages_and_training_from_scratch_can_be_requested():
     assert (s.from_pretrained_params, s.optimizer) == (None, "Nesterov")
 
 
+def test_explicit_weights_keep_the_network():
+    s = choose(294, "--from-pretrained-params", "DIR")
+    assert (s.model_arch_name, s.from_pretrained_params, s.pretrained_mismatch) == (
+        "ResNet50",
+        "DIR",
+        "skip-classifier",
+    )
+
+
 def test_resumed_run_keeps_its_network():
     assert choose(294, "--resume", resumed="ResNet18").model_arch_name == "ResNet18"
     assert choose(294, "--resume", resumed="ResNet18").from_pretrained_params is None
@@ -232,6 +242,7 @@ def test_processes_of_a_machine_share_its_memory(photos, tmp_path, monkeypatch):
 def test_facts_follow_flags_of_the_data_set(tmp_path, monkeypatch):
     """The data set contains class folders and a list of images outside its folder."""
     monkeypatch.setattr(recipe.processes, "cores", lambda: 3)
+    monkeypatch.setattr(published, "installed_file", lambda name: "file" if name == "efficientnet-lite1" else None)
     for split in ("train", "val"):
         for label in range(2):
             (tmp_path / "data" / split / f"class{label}").mkdir(parents=True)
@@ -240,9 +251,11 @@ def test_facts_follow_flags_of_the_data_set(tmp_path, monkeypatch):
     for i in range(3):
         (tmp_path / f"{i}.jpg").touch()
     for flags, images in (("filelist --allow-outside", 3), ("folder", 2)):
-        flags = ["--image-root", str(tmp_path / "data"), "--device", "cpu", "--data-format", *flags.split()]
+        places = ["--image-root", str(tmp_path / "data"), "--output-dir", str(tmp_path)]
+        flags = [*places, "--device", "cpu", "--data-format", *flags.split()]
         facts = recipe._facts(config.parse_args(flags))
         assert (facts.images, facts.cores) == (images, 3)
+        assert facts.weights == {"EfficientNet_Lite1": "efficientnet-lite1"}
 
 
 def test_weights_are_converted_once(photos, monkeypatch, tmp_path):
