@@ -10,6 +10,7 @@ import paddle
 import pytest
 from paddle import static
 
+import config
 from conftest import NHWC, frozen, phase, read_report
 from helpers import build, random_batches, variable
 from paddle_resnet import dali, models, program
@@ -115,6 +116,24 @@ def test_one_dnn_gradients_and_losses_match_paddle_kernels(parse, monkeypatch):
     monkeypatch.setattr(program, "compile_prog", lambda args, prog, *_, **__: static.CompiledProgram(prog))
     assert_same_gradients(gradients_one_dnn, gradients(parse(*one_step), batches[0]))
     np.testing.assert_allclose(losses_one_dnn, losses(parse(), batches), rtol=1e-3)
+
+
+def test_fleet_starts_once_for_a_run_and_its_stages(record, monkeypatch):
+    monkeypatch.setattr(program, "_started_with", None)
+    record(program.compat, "check_version")
+    record(program.paddle, "enable_static")
+    record(program.fleet, "connect", "start")
+    record(program.resolution, "resolve")
+    flags = ["--seed", "5", "--data-layout", "NHWC", "--comm-timeout-s", "7", "--cuda-graph", "false"]
+    args = config.parse_args(flags)
+    for settings in (args, args.stage(), args):
+        program.start(settings, Mode.EVAL)
+    expected = [("check_version",), ("enable_static",), ("connect", 7), ("resolve", args, Mode.EVAL)]
+    assert record.calls == [*expected, ("start", 5, "auto", "NHWC", "auto", False)]
+    for change in (["--cuda-graph", "true"], ["--profile-steps", "1:2"]):
+        program.start(config.parse_args([*flags, *change]))
+        assert record.calls[-1] == ("start", 5, "auto", "NHWC", "auto", True)
+    assert len(record.calls) == 3 * 5
 
 
 def test_feeds_have_default_dtype():
