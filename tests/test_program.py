@@ -297,6 +297,15 @@ def test_confusion_matrix_matches_numpy(parse):
     assert result["confusion"][:, 2].sum() == 8 and "f1_macro" not in result
 
 
+@pytest.mark.parametrize("flags", [[], ["--predictions", "f"], ["--report-html", "f"]], ids=str)
+def test_predictions_are_computed_only_if_they_are_written(parse, flags):
+    args = parse(*flags)
+    compiled, exe, fetchs, _, _ = build(args, is_train=False)
+    result = program.run(args, Batches(random_batches(2)), exe, compiled, fetchs, 0, Mode.EVAL)
+    assert ("predictions" in result) == bool(flags)
+    assert not flags or result["predictions"].shape == (16, 1 + 2 * 3)  # the network has three classes
+
+
 def test_training_has_no_confusion_matrix(parse):
     assert set(build(parse())[2]) == {"loss", "top1", "top5"}
 

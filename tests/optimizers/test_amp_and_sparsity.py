@@ -32,6 +32,7 @@ def test_pruning_keeps_two_of_four_weights(parse, algorithm, channels):
     dense = {"conv2d_0.w_0"} if channels == 3 else set()
     assert {name.removesuffix(".asp_mask") for name in pruned} == set(masks) - dense
     assert {p.name for p in sparsity.layers(main)[0]} == set(masks) - dense
+    assert ("fewer than 4 input channels per group (conv2d_0)" in sparsity.describe(main)) == (channels == 3)
     for name in set(masks) - dense:
         weight = variable(name)
         assert_two_of_four(weight, algorithm)
@@ -134,11 +135,20 @@ def test_amp_casts_network_and_keeps_loss_head_in_float32(
 def test_listed_variables_remain_in_float32(monkeypatch):
     main, calls = static.Program(), []
     assert "x" in amp._amp_lists(main, "float16", {"x"}).black_varnames
-    monkeypatch.setattr(amp.fp16_utils, "cast_model_to_fp16", lambda *arguments, **options: set())
-    monkeypatch.setattr(amp, "_amp_lists", lambda *arguments: calls.append(arguments) or SimpleNamespace())
-    for for_gpu in (False, True):
+    casts = []
+    monkeypatch.setattr(
+        amp.fp16_utils, "cast_model_to_fp16", lambda *values, **options: casts.append((*values, options))
+    )
+    monkeypatch.setattr(
+        amp, "_amp_lists", lambda *values: calls.append(values) or SimpleNamespace(unsupported_list="cpu")
+    )
+    for for_gpu, has_cuda in ((False, False), (True, False), (True, True)):
+        monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda has_cuda=has_cuda: has_cuda)
         amp.cast_evaluation_program(main, paddle.CPUPlace(), "bfloat16", "O1", {"x"}, for_gpu)
-    assert calls == [(main, "bfloat16", {"x"})] * 2
+    assert calls == [(main, "bfloat16", {"x"})] * 3
+    assert [lists.unsupported_list for _, lists, _ in casts] == ["cpu", set(), "cpu"]
+    options = {"use_fp16_guard": False, "dest_type": paddle.bfloat16, "level": "O1"}
+    assert all((program, given) == (main, options) for program, _, given in casts)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
