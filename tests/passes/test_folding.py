@@ -250,13 +250,16 @@ def test_replaced_convolutions_have_same_results(case):
         np.testing.assert_allclose(exe.run(main, feed, [out])[0], expected, rtol=1e-4, atol=1e-5)
 
 
-def stem(x, channels=4, filters=64, size=7, stride=2, activation=F.relu, pool=(3, 2, 1), **options):
+def stem(
+    x, channels=4, filters=64, size=7, stride=2, padding=3, dilation=1, activation=F.relu, pool=(3, 2, 1), **options
+):
     pads = [0] * 7 + [channels - x.shape[3]]
     x = F.pad(x, pads, value=options.pop("value", 0.0)) if pads[-1] else x
-    x = nn.Conv2D(channels, filters, size, stride, size // 2, bias_attr=False, data_format="NHWC")(x)
+    x = nn.Conv2D(channels, filters, size, stride, padding, dilation, bias_attr=False, data_format="NHWC")(x)
     bn = nn.BatchNorm2D(filters, data_format="NHWC")
     bn.eval()
-    return F.max_pool2d(activation(bn(x)), *pool, data_format="NHWC", **options) * 1
+    max_pool = options.pop("max_pool", F.max_pool2d)
+    return max_pool(activation(bn(x)), *pool, data_format="NHWC", **options) * 1
 
 
 def stem_with_readers(x):
@@ -269,6 +272,11 @@ STEMS = {
     "four channels": (stem, ["native_stem_inference"]),
     "three channels": (lambda x: stem(x, 3), ["native_stem_inference"]),
     "pad with two readers": (stem_with_readers, ["pad", "native_stem_inference"]),
+    "unknown height": (lambda x: stem(x.reshape([0, -1, 6, 3])), None),
+    "addition": (
+        lambda x: stem(x, activation=lambda y: F.relu(y + nn.Conv2D(3, 64, 1, 2, data_format="NHWC")(x))),
+        None,
+    ),
     "fourth channel not 0": (lambda x: stem(paddle.concat([x, x.mean(3, keepdim=True)], 3)), None),
     **{
         name: (partial(stem, **options), None)
@@ -277,6 +285,10 @@ STEMS = {
             "ones": {"value": 1.0},
             "filters": {"filters": 32},
             "filter size": {"size": 5},
+            "padding": {"padding": 2},
+            "dilation": {"dilation": 2},
+            "average pooling": {"max_pool": F.avg_pool2d},
+            "pooling stride": {"pool": (3, 1, 1)},
             "stride": {"stride": 1},
             "activation": {"activation": F.relu6},
             "no activation": {"activation": lambda x: x},
@@ -299,6 +311,9 @@ def test_stem_is_fused_if_supported(monkeypatch, case):
         before = [op.type for op in main.global_block().ops]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+            assert folding.fuse_stem(main) == 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fusion, "has_bfloat16_tensor_cores", lambda: False)
             assert folding.fuse_stem(main) == 0
         folding.fuse_stem(main)
         after = [op.type for op in main.global_block().ops]
