@@ -1,6 +1,9 @@
 """Opening and writing files. The tests of each command cover errors for unusable files."""
 
+import math
 import os
+import platform
+import stat
 from pathlib import Path
 
 import pytest
@@ -43,6 +46,41 @@ def test_touch_creates_target_of_broken_link(tmp_path):
     os.umask(umask)
     file = tmp_path / "new/folder/file"
     assert file.read_bytes() == b"" and file.stat().st_mode & 0o777 == 0o640
+    file.write_bytes(b"content")
+    files.touch(tmp_path / "link")
+    assert file.read_bytes() == b"content"
+
+
+def test_touch_accepts_pipes_with_a_reader_and_devices_except_block_devices(tmp_path, monkeypatch):
+    files.touch("/dev/null")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="a pipe without a reader, or a missing device"):
+        files.touch(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    files.touch(tmp_path / "pipe")
+    with pytest.raises(BlockingIOError):  # at the end of the file, the result would be b""
+        os.read(reader, 1)
+    os.close(reader)
+    block_device = os.stat_result((stat.S_IFBLK, *[0] * 9))
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="a block device"):
+        patch.setattr(os, "fstat", lambda descriptor: block_device)
+        files.touch(tmp_path / "file")
+
+
+def test_open_regular_closes_a_rejected_folder(tmp_path):
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(IsADirectoryError) as error:
+        files.open_regular(tmp_path)
+    assert error.value.filename == str(tmp_path) and os.listdir("/proc/self/fd") == before
+
+
+def test_partial_path_contains_host_and_process():
+    assert files.partial_path("a/b") == Path(f"a/b.{platform.node()}.{os.getpid()}.partial")
+
+
+def test_non_finite_numbers_become_none():
+    data = {"a": (1.5, math.nan), "b": [{"c": math.inf}, -math.inf], "d": "x", "e": 2**2000}
+    assert files.finite(data) == {"a": [1.5, None], "b": [{"c": None}, None], "d": "x", "e": 2**2000}
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
@@ -54,8 +92,8 @@ def test_written_is_atomic(tmp_path, monkeypatch, kind):
     def write(text, error=None):
         with files.written(tmp_path / "x", sync=True) as partial:
             if kind == "folder":
-                partial.mkdir()
-            (partial / "y" if kind == "folder" else partial).write_text(text)
+                (partial / "z").mkdir(parents=True)
+            (partial / "z/y" if kind == "folder" else partial).write_text(text)
             if error:
                 raise error
 
@@ -64,11 +102,12 @@ def test_written_is_atomic(tmp_path, monkeypatch, kind):
     assert not list(tmp_path.iterdir())
     write("complete")
     partial_path = str(files.partial_path(tmp_path / "x"))
-    assert calls == [*([f"{partial_path}/y"] if kind == "folder" else []), partial_path, "replace"]
+    parts = [f"{partial_path}/z", f"{partial_path}/z/y"] if kind == "folder" else []
+    assert calls == [*parts, partial_path, "replace"]
     with pytest.raises(ValueError):
         write("half", ValueError)
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
-    assert (tmp_path / "x/y" if kind == "folder" else tmp_path / "x").read_text() == "complete"
+    assert (tmp_path / "x/z/y" if kind == "folder" else tmp_path / "x").read_text() == "complete"
 
 
 def test_written_with_partial_name_is_not_flushed(tmp_path, monkeypatch):

@@ -1,9 +1,11 @@
 import io
 import json
+import math
 import os
 import socket
 import subprocess
 import sys
+import time
 from datetime import datetime
 from types import SimpleNamespace
 
@@ -99,14 +101,46 @@ def test_output_is_limited_only_inside_block(report, capsys, block, out, warning
     assert len(entries(report)) == count + 1
 
 
-def test_report_line_has_keys_of_dllogger(report):
+def test_progress_line_replaces_lines_of_steps(report, monkeypatch, capsys):
+    monkeypatch.setattr(logger.progress, "is_shown", lambda: True)
+    logger.log((0, 1), {"train.loss": 1.0})
+    assert capsys.readouterr().out == "" and len(entries(report)) == 1
+    logger.log((0,), {"train.loss": 1.0})
+    assert capsys.readouterr().out == "epoch 0 train  loss 1\n"
+    monkeypatch.setattr(logger.progress, "write_above", lambda text, stream: True)
+    logger.log((0,), {"train.loss": 1.0})
+    assert capsys.readouterr().out == ""
+
+
+def test_non_finite_numbers_are_null_in_the_report(report):
+    logger.log((0, 1), {"train.loss": math.nan})
+    assert '"train.loss": null' in report.read_text()
+
+
+def test_expendable_output_is_discarded_on_full_disk():
+    with open("/dev/full", "w") as full:
+        stream = logger.Expendable(full)
+        stream.write("x")
+        stream.flush()
+
+
+def test_result_stream_that_a_library_keeps_is_direct_after_the_block(monkeypatch, capsys):
+    with logger.result_on_stdout():
+        kept = sys.stdout
+    monkeypatch.setattr(logger, "_is_stdout_closed", True)
+    kept.write("late")
+    assert capsys.readouterr().out == "late"
+
+
+def test_report_line_has_keys_of_dllogger(report, monkeypatch):
+    monkeypatch.setattr(logger, "_start_s", time.time() - 100)
     logger.log((0, 1), {"train.loss": 1.0})
     logger.log((0, 2), {"train.loss": 1.0})
     first, second = entries(report)
     assert list(first) == ["timestamp", "datetime", "elapsedtime", "type", "step", "data"]
     assert first["type"] == "LOG"
     assert datetime.fromisoformat(first["datetime"]).timestamp() == pytest.approx(float(first["timestamp"]), abs=1e-3)
-    assert 0 <= float(first["elapsedtime"]) <= float(second["elapsedtime"])
+    assert 100 <= float(first["elapsedtime"]) <= float(second["elapsedtime"]) <= logger.elapsed_s() + 1e-6 < 1000
 
 
 @pytest.mark.parametrize("kind", [logger.Expendable, logger._Result])
@@ -298,7 +332,11 @@ def test_second_run_with_same_report_is_rejected(tmp_path):
             logger.setup(report)
         assert len(read_report(report)) == 1
         holder.communicate("")
-    (tmp_path / ".report.json.lock").write_text("process 1 on a machine that lost its power\n")
+    lock = tmp_path / ".report.json.lock"
+    lock.write_text("process 1 on a machine that lost its power\n")
+    logger.setup(report)
+    assert not lock.exists()
+    lock.write_text("process 1 on a machine that lost its power\n")
     begin(report)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".report.json.lock", "link.json", "report.json"]
     logger.close()

@@ -22,6 +22,9 @@ def root(tmp_path):
     (tmp_path / "copied").mkdir()
     for name in ("tiny.pdparams", "meta.json"):
         (tmp_path / "copied" / name).write_text("parameters")
+    (tmp_path / "older").mkdir()
+    for name in ("tiny.pdparams", "tiny.pdopt"):
+        (tmp_path / "older" / name).write_text("parameters")
     (tmp_path / "free").mkdir()
     (tmp_path / "to_free").symlink_to("free")
     (tmp_path / "broken").symlink_to("nowhere")
@@ -37,7 +40,7 @@ def content(folder):
 def test_valid_outputs_are_accepted_and_not_created(root, capsys):
     before = content(root)
     outputs.claim(
-        {"--a": root / "new/a", "--b": root / "file", "--c": root / "run/report.json", "--d": None},
+        {"--a": root / "new/deep/a", "--b": root / "file", "--c": root / "run/report.json", "--d": None},
         {"--e": root / "new/e", "--f": root / "run", "--g": root / "to_free/new", "--h": root / "free"},
         inputs=[("IN", root / "nowhere"), ("IN", root / "data/train/x.jpg")],
         protected=[("the data set", root / "data")],
@@ -69,6 +72,8 @@ def test_valid_outputs_are_accepted_and_not_created(root, capsys):
         (["run/latest"], [], "run/latest is reserved for a checkpoint"),
         ([], ["run/4_2"], "run/4_2 is reserved for a checkpoint"),
         (["copied/a"], [], "copied is reserved for a checkpoint"),
+        (["older/a"], [], "older is reserved for a checkpoint"),
+        (["free/images/a"], [], "--0 free/images/a: would change the images to_free/images; choose"),
         (["next/4/a"], [], "next/4 is reserved for a checkpoint"),
         (["file/a"], [], "--0 file/a: cannot be written (Not a directory); choose a different path"),
         (["data"], [], "--0 data: cannot be written (Is a directory)"),
@@ -93,7 +98,7 @@ def test_harmful_outputs_are_rejected(root, monkeypatch, files, folders, message
             {f"--{i}": path for i, path in enumerate(files)},
             {f"--{i}": path for i, path in enumerate(folders, 10)},
             inputs=[("IN", "data/train/x.jpg")],
-            protected=[("the data set's", "data/train")],
+            protected=[("the data set's", "data/train"), ("the images", "to_free/images")],
             run_folder="next",
         )
     assert message in str(error.value).replace(f"{root}/", "")
@@ -124,6 +129,12 @@ def test_replaced_keeps_old_file_if_writing_fails(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
     with outputs.replaced("/dev/null") as partial:
         assert str(partial) == "/dev/null"
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="a pipe without a reader"), outputs.replaced(tmp_path / "pipe"):
+        pass
+    with outputs.replaced(tmp_path / "folder/file") as partial:
+        partial.write_text("new")
+    assert (tmp_path / "folder/file").read_text() == "new"
 
 
 @pytest.mark.parametrize("before", ["", "old"])
@@ -146,5 +157,19 @@ def test_file_that_another_process_wrote_is_replaced_with_a_warning(tmp_path, ca
     other.rename(path)
     outputs.warn_if_changed(path)
     assert "replaces the file that another process wrote" in capsys.readouterr().err
+    for text, times in (("new", (0, 0)), ("longer", (status.st_atime_ns, status.st_mtime_ns))):
+        with outputs.replaced(path) as partial:
+            partial.write_text("new")
+            os.utime(partial, ns=(status.st_atime_ns, status.st_mtime_ns))
+        capsys.readouterr()
+        path.write_text(text)
+        os.utime(path, ns=times)
+        outputs.warn_if_changed(path)
+        assert "replaces the file that another process wrote" in capsys.readouterr().err
+    for text in ("new", "of another process"):  # files that were not claimed
+        with outputs.replaced(tmp_path / "csv") as partial:
+            partial.write_text("new")
+        (tmp_path / "csv").write_text(text)
+    assert capsys.readouterr().err == ""
     outputs.claim({"page": tmp_path / "page", "figure": path}, announced=["figure"])
     assert capsys.readouterr().err == ""
