@@ -116,6 +116,26 @@ def test_empty_file_and_unknown_format_are_rejected():
     assert bad_images.header_problem(b"GIF89a") == "is not in an image format that DALI supports"
 
 
+@pytest.mark.parametrize(
+    ("width", "height", "side", "problem"),
+    [
+        (1, 1, None, None),
+        (0, 9, None, "is not in an image format"),
+        (9, 0, None, "is not in an image format"),
+        (1, 65536, 64, None),
+        (1, 65536, 65, "has 1 x 65536 pixels"),
+        (65536, 1, 65, "has 65536 x 1 pixels"),
+        (16384, 16384, 16384, None),
+        (16385, 16384, None, "declares 16385 x 16384 pixels"),
+    ],
+)
+def test_sizes_of_images_are_limited(monkeypatch, width, height, side, problem):
+    stream = SimpleNamespace(width=width, height=height, codec_name="png")
+    monkeypatch.setattr(bad_images.nvimgcodec, "CodeStream", lambda data: stream)
+    found = bad_images.header_problem(b"x", side)
+    assert found is None if problem is None else found.startswith(problem)
+
+
 def test_image_with_too_many_pixels_is_rejected():
     file = io.BytesIO()
     Image.new("1", (16384, 1)).save(file, "bmp")

@@ -168,6 +168,9 @@ def test_index_without_skipped_images_keeps_format_v1_2(tmp_path, cache):
     assert remaining.images.tolist() == first.images[1:].tolist()
     assert remaining.labels.tolist() == first.labels[1:].tolist()
     assert Path(remaining.path).read_text().splitlines() == ["v1.2 4", *lines[1:]]
+    message = f"{shard}: no record at byte 3; remove train-000000.tar@3 from --skip-list"
+    with pytest.raises(UsageError, match=message):
+        indexes.open_index(shard, "webdataset", frozenset({7, 3, int(first.images[0, 0])}))
 
 
 def tar(path, names):

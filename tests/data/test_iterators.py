@@ -65,6 +65,19 @@ def test_loader_describes_its_data_set(parse, photos, monkeypatch):
     assert [getattr(photos_set, name) for name in names] == [23, expected.classes, expected.classes, expected.digest]
     assert synthetic.data_set_size == dali.SYNTHETIC_SIZE[Mode.EVAL]
     assert (synthetic.classes, synthetic.digest, synthetic.class_images) == (["0", "1", "2"], None, None)
+    next(photos_set)
+    assert len(list(photos_set)) == len(photos_set) - 1 == 2  # iteration continues the epoch
+
+
+def test_last_synthetic_batch_has_the_remaining_images():
+    batch = {"data": np.arange(4, dtype=np.float32), "label": np.arange(4)}
+    loader = iterators.SyntheticIterator(batch, paddle.CPUPlace(), 6, 3, {"number of images": 12})
+    assert (len(loader), loader.data_set_size, loader.class_names) == (2, 12, ["0", "1", "2"])
+    for _ in range(2):
+        assert [np.array(batch["data"]).tolist() for [batch] in loader] == [[0, 1, 2, 3], [0, 1]]
+        assert loader.step == 2
+        loader.reset()
+        assert loader.state() == {"conditions": {"number of images": 12}, "step": 0}
 
 
 def test_every_rank_has_its_own_synthetic_batch(parse, monkeypatch):
@@ -136,6 +149,7 @@ def program():
     with static.program_guard(main, static.Program()):
         static.data("data", [None, 2], "float32")
         static.data("label", [None, 1], "int64")
+        main.global_block().create_var(name="weight", shape=[2], dtype="float32")  # not an input
     return SimpleNamespace(_program=main)
 
 
@@ -167,6 +181,7 @@ def test_any_iterable_is_adapted(program):
         ([{"data": DATA, "label": LABELS}], r'a batch in an unexpected format; yield \[{"data": ..., "label": ...}\]'),
         ([[{"data": DATA, "label": LABELS}] * 2], "a batch in an unexpected format"),
         ([[{"data": DATA}]], "a batch in an unexpected format"),
+        ([{0: {"data": DATA, "label": LABELS}}], "a batch in an unexpected format"),
         (
             [[{"data": DATA, "label": LABELS.astype(np.int32)}]],
             r"label as int32 \['N', 1\], but the program expects int64 \['N', 1\]; convert it",

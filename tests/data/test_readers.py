@@ -2,6 +2,9 @@ import contextlib
 import json
 import os
 import shutil
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -478,6 +481,42 @@ def test_common_shard_names_are_recognized(converted, tmp_path, data_format, nam
 def make_list(root, split, *lines):
     with open(f"{root}/{split}.txt", "w") as f:
         f.write("".join(f"{line}\n" for line in lines))
+
+
+def test_balanced_sampler_draws_classes_and_images_uniformly(make):
+    root = make("a/0", "b/0", "b/1", "b/2", "c/0")
+    data_set = SimpleNamespace(files=["a/0", "b/0", "c/0", "b/1", "b/2"], labels=np.int64([0, 2, 5, 2, 2]))
+    sampler = readers.BalancedSampler(data_set, Path(root), 3, 1, 60, 2)
+    batches = [sampler() for _ in range(5)]
+    drawn = [[os.path.relpath(bytes(path).decode(), root) for path in paths] for paths, _ in batches]
+    label_of = {"a": 0, "b": 2, "c": 5}
+    for names, (_, labels) in zip(drawn, batches, strict=True):
+        assert labels.tolist() == [[label_of[name[0]]] for name in names]
+        counts = Counter(name[0] for name in names)
+        assert len(names) == 60 and min(counts.values()) > 10 and len(counts) == 3
+        assert {*names} == {*data_set.files}
+    assert len({*map(tuple, drawn)}) == 5
+    resumed = readers.BalancedSampler(data_set, root, 3, 1, 60, 2, 1, 1)
+    assert [resumed()[1].tolist() for _ in range(2)] == [labels.tolist() for _, labels in batches[3:]]
+    for seed, rank in ((3, 0), (1, 1)):
+        assert readers.BalancedSampler(data_set, root, seed, rank, 60, 2)()[1].tolist() != batches[0][1].tolist()
+
+
+def test_balanced_data_set_reads_the_drawn_images_only_if_it_shuffles(make):
+    root = make("train/a/0.jpg", "train/b/0.jpg", "train/b/1.jpg")
+    data_set = open_folder(root, Mode.TRAIN, 10, 0)
+    arguments = root, 0, 0, 3, 1
+    balanced = readers.balanced(data_set, readers.BalancedSampler(data_set, *arguments))
+    paths, labels = readers.BalancedSampler(data_set, *arguments)()
+    names = [os.path.relpath(bytes(path).decode(), root) for path in paths]
+    assert contents(balanced, 3, shuffle=True) == list(zip(names, labels[:, 0].tolist(), strict=True))
+    assert contents(balanced, 3) == contents(data_set, 3)
+    assert (balanced.has_reader, data_set.has_reader, balanced.size) == (False, True, 3)
+
+
+def test_encoded_images_have_no_labels():
+    batches = iter([[np.frombuffer(image, np.uint8) for image in (b"a", b"bcd")]])
+    assert raw_contents(readers.encoded_images(batches), 2) == [(b"a", -1), (b"bcd", -1)]
 
 
 def test_shards_shuffle_with_their_own_seeds_and_read_files_in_the_same_order():
