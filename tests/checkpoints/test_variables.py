@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import paddle
@@ -88,6 +89,18 @@ def test_evaluation_loads_only_parameters(args, saved):
         np.testing.assert_array_equal(value, expected[name], err_msg=name)
 
 
+def test_only_evaluation_reads_averages(args, tmp_path, monkeypatch):
+    for suffix in ("pdparams", "pdema"):
+        (tmp_path / f"tiny.{suffix}").touch()
+    read = []
+    monkeypatch.setattr(variables, "_read", lambda path, label: read.append(path.name) or 1 / 0)
+    for others in ({}, {"velocity": (1,)}):
+        monkeypatch.setattr(variables, "variables", lambda program, others=others: ({}, others))
+        with pytest.raises(ZeroDivisionError):
+            variables.load(variables.LoadOptions.of(args), tmp_path, None, PLACE)
+    assert read == ["tiny.pdema", "tiny.pdparams"]
+
+
 def test_different_model_is_rejected_and_verbose_lists_parameters(args, saved):
     args.model_arch_name = "ResNet18"
     message = (
@@ -96,10 +109,12 @@ def test_different_model_is_rejected_and_verbose_lists_parameters(args, saved):
     with pytest.raises(UsageError, match=message) as error:
         load(args, saved[0])
     assert "batch_norm" not in str(error.value)
+    assert str(error.value).endswith(" of its training (--verbose lists the variables)")
     args.verbose = True
     with pytest.raises(UsageError, match=message) as error:
         load(args, saved[0])
-    _, missing, reshaped = str(error.value).splitlines()
+    first, missing, reshaped = str(error.value).splitlines()
+    assert first.endswith(" of its training")
     assert missing.startswith("missing: batch_norm_10.b_0, batch_norm_10.w_0, batch_norm_10.w_1, ")
     assert "conv2d_2.w_0 is [" in reshaped
 
@@ -396,13 +411,63 @@ def test_weights_without_ranges_can_only_start_a_training(args, monkeypatch, pre
     with pytest.raises(UsageError, match="DIR: was trained without --qat") if is_error else contextlib.nullcontext():
         result = variables._match_ranges(options, None, {"w": (1,), "range": (1,)}, {"w": 0}, "DIR")
         assert result == ({"w": (1,)}, {"w": 0})
+    both = {"w": (1,), "range": (1,)}, {"w": 0, "range": 0}
+    assert variables._match_ranges(options, None, *both, "DIR") == both
 
 
-def test_host_scalars_are_not_saved():
+@pytest.mark.parametrize("pretrained", [None, "DIR"])
+def test_ranges_are_removed_only_from_pretrained_weights_of_a_float_network(args, monkeypatch, pretrained):
+    monkeypatch.setattr(variables.quantization, "is_range", lambda name: name == "range")
+    options = dataclasses.replace(variables.LoadOptions.of(args), pretrained=pretrained)
+    parameters, state = {"w": (1,)}, {"w": 0, "range": 0}
+    monkeypatch.setattr(variables.quantization, "ranges", lambda program: [])
+    expected = {"w": 0} if pretrained else state
+    assert variables._match_ranges(options, None, parameters, state, "DIR") == (parameters, expected)
+    monkeypatch.setattr(variables.quantization, "ranges", lambda program: ["range"])
+    assert variables._match_ranges(options, None, parameters, state, "DIR") == (parameters, state)
+
+
+def test_host_scalars_and_averages_are_not_saved():
     program = static.Program()
     with static.program_guard(program, static.Program()):
         scalars.declare("weight", lambda: 1)
-    assert variables.variables(program) == ({}, {})
+    for name, persistable in (("w.ema", True), ("feed", True), ("temporary", False), ("state", True)):
+        program.global_block().create_var(name=name, shape=[2], persistable=persistable)
+    static.global_scope().var("state").get_tensor().set(np.float32([1, 2]), PLACE)
+    assert variables.variables(program) == ({}, {"state": (2,)})
+    assert [variables._shape(shape) for shape in ((), [2, 3])] == [(1,), (2, 3)]
+
+
+def test_averages_and_slow_weights_start_from_the_weights(monkeypatch, capsys):
+    monkeypatch.setattr(variables, "snapshot", lambda program: ({"w": np.float32([1, 2]), "v": np.float32([3])}, {}))
+    tensor = static.global_scope().var("copy").get_tensor()
+    for module, start in (
+        (variables.averages, lambda: variables.start_averages(None, None, PLACE)),
+        (variables.averages, lambda: variables.start_averages(SimpleNamespace(folder="DIR"), None, PLACE)),
+        (variables.lookahead, lambda: variables.start_lookahead(None, PLACE)),
+    ):
+        monkeypatch.setattr(module, "of", lambda program: {"w": "copy"})
+        tensor.set(np.zeros(2, np.float32), PLACE)
+        start()
+        assert variables.read("copy").tolist() == [1, 2]
+    assert capsys.readouterr().out == "--ema: EMA weights initialized with the weights of DIR\n"
+
+
+def test_persistable_variables_are_restored_after_an_error():
+    program, scope = static.Program(), static.global_scope()
+    for name in ("persistable", "temporary", "absent", "empty"):
+        program.global_block().create_var(name=name, shape=[1], persistable=name != "temporary")
+    scope.var("empty")
+
+    def assign(value):
+        for name in ("persistable", "temporary"):
+            scope.var(name).get_tensor().set(np.float32([value]), PLACE)
+
+    assign(1)
+    with pytest.raises(ZeroDivisionError), variables.restored(program, PLACE):
+        assign(2)
+        raise ZeroDivisionError
+    assert [variables.read(name).item() for name in ("persistable", "temporary")] == [1, 2]
 
 
 def test_averaged_statistics_of_rank_are_ignored_without_ema(args, tmp_path):
