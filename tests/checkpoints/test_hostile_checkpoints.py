@@ -297,6 +297,7 @@ IMPOSSIBLE = {
     "epoch": [-5, -1, 2**31, 1.0, float("nan"), float("inf"), None, "0", True, [0], {}],
     "step": [-1, 4, 2**31, 1.5, "1", [], float("nan")],
     "steps_each_epoch": [-1, None, "3", 2.5],
+    "lr_scheduler": [None, {}, {"last_epoch": -1}, {"last_epoch": "1"}],
     "world_size": [0, -1, None, "1", 10**30],
     "classes": [None, "ab", {}, [1], [None], [["a"]]],
     "class_names": [None, "ab", {}, [1], [None], [["a"]]],
@@ -316,12 +317,21 @@ IMPOSSIBLE = {
         [{"loader": LOADER | {"epoch": -1}, "meters": {}}],
         *([{"loader": LOADER, "meters": {"loss": METER | {name: -1}}}] for name in ("count", "not_finite")),
         [{"loader": LOADER, "meters": {"loss": {}}}],
+        [{"loader": LOADER, "meters": {"loss": METER | {"sum": "1"}}}],
+        [{"loader": LOADER, "meters": {"loss": METER}}, {"loader": LOADER, "meters": {"loss": 1}}],
     ],
     "evaluations_since_best": [None, -1, 0.5, "1"],
     "files": [None, [], {}, {"a.pdparams": FILE}, {"a.pdparams": None, "a.pdopt": FILE}]
-    + [{"a.pdparams": FILE | {"size": value}, "a.pdopt": FILE} for value in (-1, "3")]
-    + [{"a.pdparams": FILE | {"sha256": value}, "a.pdopt": FILE} for value in ("0", 0)]
-    + [{"a.pdparams": FILE, "a.pdopt": FILE, name: FILE} for name in ("../../secret", "/etc/passwd", ".", "", "a/b")],
+    + [{"a.pdparams": FILE | {"size": value}, "a.pdopt": FILE} for value in (-1, "3", True)]
+    + [{"a.pdparams": FILE | {"sha256": value}, "a.pdopt": FILE} for value in ("0", 0, "A" * 64, "0" * 65)]
+    + [
+        {"a.pdparams": FILE, "b.pdopt": FILE},
+        {name: FILE for name in ("a.pdparams", "a.pdopt", "b.pdparams", "b.pdopt")},
+    ]
+    + [
+        {"a.pdparams": FILE, "a.pdopt": FILE, name: FILE}
+        for name in ("../../secret", "/etc/passwd", ".", "", "a/b", "a\0")
+    ],
 }
 # Invalid contents of meta.json, some of which take excessive time or memory to parse.
 CONTENTS = {
@@ -354,6 +364,7 @@ def valid(tmp_path):
 
 def test_valid_meta_json_is_accepted(tmp_path, valid):
     valid["files"]["empty"] = FILE | {"size": 0}
+    valid["trained"] = RESULT | {"loss": None, "images": None, "top1": 1, "top5": 0}
     valid["ranks"] = [{"loader": LOADER, "meters": {"loss": METER | {"not_finite": 0}}}]
     craft(tmp_path / "4", valid)
     assert folders.read_meta(tmp_path / "4") == valid

@@ -490,9 +490,13 @@ def test_schedule_is_restored_exactly(args, run):
     checkpoint = dataclasses.replace(checkpoint, epoch=2**31 - 1)
     restore_run(checkpoint, schedule, fetchs)
     assert schedule.last_epoch == (2**31 - 1) * 10 + 2
+    checkpoint = dataclasses.replace(checkpoint, meta=checkpoint.meta | {"steps_each_epoch": 9})
+    restore_run(checkpoint, schedule, fetchs)
+    flags = {"iter_unit": "batch", "is_averaged": False, "is_verbose": False}
+    with pytest.raises(UsageError, match="--iter-unit batch: .* has 9 steps per epoch, but this run has 10, so it"):
+        restore.restore(checkpoint, schedule, Loader(), fetchs, PLACE, **flags)
     # A run that starts from weights of another program has no steps to compare.
     checkpoint = restore.StartCheckpoint("DIR", 0)
-    flags = {"iter_unit": "batch", "is_averaged": False, "is_verbose": False}
     restore.restore(checkpoint, schedule, Loader(), fetchs, PLACE, **flags)
     assert schedule.last_epoch == 0
 
@@ -745,8 +749,17 @@ def test_folder_without_meta_json_needs_epoch_as_name(args, saved, tmp_path, cap
     args.iter_unit = "batch"
     with pytest.raises(UsageError, match="--iter-unit batch: .*10 has no meta.json, so its number of steps is unknown"):
         find(args, tmp_path / "theirs", "auto")
-    restore.log_evaluated(str(tmp_path / "theirs/10"), None)
-    assert f"evaluating {tmp_path}/theirs/10: epoch 10\n" in capsys.readouterr().out
+    capsys.readouterr()
+    inside = {"epoch": 4, "step": 2, "steps_each_epoch": 3}
+    for folder, meta, epoch, text in (
+        (str(tmp_path / "theirs/10"), None, 10, "epoch 10"),
+        ("DIR", inside, 4, "epoch 4 after 2 of 3 steps"),
+        ("DIR", inside | {"step": None}, 4, "epoch 4"),
+        ("DIR", None, 0, None),
+        (None, None, 0, None),
+    ):
+        assert restore.log_evaluated(folder, meta) == epoch
+        assert capsys.readouterr().out == (f"evaluating {folder}: {text}\n" if text else "")
     shutil.copytree(saved, tmp_path / "theirs/11")
     (tmp_path / "theirs/11/meta.json").write_text("damaged")
     with pytest.raises(UsageError, match="theirs: contains only damaged checkpoints"):

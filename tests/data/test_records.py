@@ -1,3 +1,4 @@
+import contextlib
 import io
 import os
 import struct
@@ -168,6 +169,48 @@ def test_lmdb_record_beyond_end_of_file_is_rejected(tmp_path, size, problem):
     path.write_bytes(data)
     (tmp_path / "link").symlink_to(path.parent)
     assert lmdb_check.problem(str(path.parent)) == lmdb_check.problem(str(tmp_path / "link")) == problem
+
+
+def test_truncated_lmdb_is_rejected(tmp_path):
+    with writers.SINGLE_FILE["lmdb"](str(tmp_path), "val") as writer:
+        writer.write([(bytes(5000), 3)])
+        writer.finish()
+    size = (tmp_path / "val_lmdb/data.mdb").stat().st_size
+    os.truncate(tmp_path / "val_lmdb/data.mdb", size - 1)
+    message = f"data.mdb has {size - 1} bytes instead of at least {size}"
+    assert lmdb_check.problem(str(tmp_path / "val_lmdb")) == message
+
+
+@pytest.mark.parametrize(
+    ("keys", "entries", "problem"),
+    [
+        ([b"a", b"b"], 2, None),
+        ([], 0, None),
+        ([b"b", b"a"], 2, "record b'a' is out of order"),
+        ([b"a", b"a"], 2, "record b'a' is out of order"),
+        ([b"a", b"b"], 1, "record b'b' is out of order"),
+        ([b"a"], 2, "only 1 of 2 records were found"),
+        (None, 1, "MemoryError"),
+    ],
+)
+def test_lmdb_with_wrong_order_or_number_of_records_is_rejected(tmp_path, monkeypatch, keys, entries, problem):
+    class Environment:
+        def stat(self):
+            return {"entries": entries, "psize": 4096}
+
+        def info(self):
+            return {"last_pgno": -1}
+
+        @contextlib.contextmanager
+        def begin(self, buffers):
+            if keys is None:
+                raise MemoryError
+            yield SimpleNamespace(cursor=lambda: [(key, b"") for key in keys])
+
+    (tmp_path / "data.mdb").touch()
+    monkeypatch.setattr(lmdb_check.lmdb, "open", lambda folder, **_: Environment())
+    monkeypatch.setattr(lmdb_check, "_mapped_at", lambda path: 0)
+    assert lmdb_check.problem(str(tmp_path)) == problem
 
 
 def test_missing_lmdb_record_is_rejected(tmp_path):
