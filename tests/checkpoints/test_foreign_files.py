@@ -74,7 +74,7 @@ def test_bfloat16_becomes_float32(tmp_path):
     entries = {"w": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}}
     assert_equal(read(tmp_path, "w.safetensors", safetensors(entries, data)), expected)
     value = {"w": tensor("0", (2,), kind="BFloat16Storage")}
-    assert_equal(read(tmp_path, "w.pth", zipped(value, {"0": data})), expected)
+    assert_equal(read(tmp_path, "W.PTH", zipped(value, {"0": data})), expected)
 
 
 def test_tensors_may_be_permuted_and_share_a_storage(tmp_path):

@@ -326,7 +326,7 @@ IMPOSSIBLE = {
     + [{"a.pdparams": FILE | {"sha256": value}, "a.pdopt": FILE} for value in ("0", 0, "A" * 64, "0" * 65)]
     + [
         {"a.pdparams": FILE, "b.pdopt": FILE},
-        {name: FILE for name in ("a.pdparams", "a.pdopt", "b.pdparams", "b.pdopt")},
+        dict.fromkeys(("a.pdparams", "a.pdopt", "b.pdparams", "b.pdopt"), FILE),
     ]
     + [
         {"a.pdparams": FILE, "a.pdopt": FILE, name: FILE}

@@ -234,7 +234,10 @@ def test_folder_of_another_run_is_rejected(tmp_path, monkeypatch):
     saver_module.check_folder(root, None, {}, True, False)
     with pytest.raises(UsageError, match="--overwrite: would delete --from-pretrained-params .*/1, which"):
         saver_module.check_folder(root, None, starts, True, False)
-    saver_module.check_folder(root, restore.StartCheckpoint(str(root / "3"), 4), {}, False, True)
+    for resume in (True, False):
+        saver_module.check_folder(root, restore.StartCheckpoint(str(root / "3"), 4), {}, False, resume)
+        with pytest.raises(UsageError, match="3 was saved by another run" if resume else "contains checkpoints of an"):
+            saver_module.check_folder(root, restore.StartCheckpoint(str(root / "2"), 3), {}, False, resume)
 
 
 def test_best_evaluation_that_led_to_checkpoint(tmp_path):
@@ -411,7 +414,7 @@ def test_checkpoint_has_state_of_current_stage(args, run, monkeypatch):
     assert [saver_module._unpack(data)[1] for data in packed[1:]] == [b""] * 3
 
 
-def test_restore_between_training_and_evaluation(args, run):
+def test_restore_between_training_and_evaluation(args, run, capsys):
     saver, _, _ = run
     trained = {"loss": 1.5, "top1": 0.5, "top5": 1.0, "ips": 20.0}
     saver.save(4, 10, trained=trained)
@@ -421,6 +424,14 @@ def test_restore_between_training_and_evaluation(args, run):
     assert not checkpoint.is_done("batch", 90, 2, 0)  # the evaluation is pending
     assert dataclasses.replace(checkpoint, step=0).is_done("batch", 90, 2, 0)
     assert checkpoint.label == f"--from-checkpoint {saver.folder}"
+    # The training of the epoch is complete, so the position of the loader and the other --accumulate-steps are allowed.
+    timeline = SimpleNamespace(accumulate_steps=4, batches=lambda epoch: 8, batches_before=lambda epoch: 8 * epoch)
+    steps = []
+    restore_run(checkpoint, SimpleNamespace(timeline=timeline, step=steps.append), None)
+    assert steps == [10]
+    output = capsys.readouterr()
+    assert "cannot continue" not in output.err
+    assert f"loaded {saver.folder}: continuing with epoch 4 step 10\n" in output.out
     args.resume = True
     assert restore.find(args).label == f"--resume: {saver.folder}"
 
