@@ -13,7 +13,7 @@ from nvidia.dali import pipeline_def
 from tfrecord import TFRecordWriter
 
 from paddle_resnet.data import listing, readers, records
-from paddle_resnet.tools import convert
+from paddle_resnet.tools import convert, writers
 from utils.errors import UsageError
 from utils.mode import Mode
 
@@ -440,6 +440,21 @@ def test_webdataset_labels_are_decimal_digits(tmp_path, text):
     assert contents(data_set) == [("x", int(text))]
 
 
+def test_invalid_labels_become_negative(tmp_path, monkeypatch):
+    """Only some of the labels are checked before the run."""
+    monkeypatch.setattr(readers, "CHECKED_LABELS", 1)
+    texts = [b"1", b"7x", b" 7", b"7 7", b"", b" ", b"x", b"-7", b"7\0", b"1234567890", b"123456789"]
+    with open(tmp_path / "val-0.tar", "wb") as f, webdataset.TarWriter(f, encoder=False) as writer:
+        for i, text in enumerate(texts):
+            writer.write({"__key__": str(i), "jpg": b"x", "cls": text})
+    labels = [label for _, label in contents(readers.open_split(str(tmp_path), "webdataset", Mode.EVAL, 10, 0))]
+    assert labels == [1, *[-1] * 9, 123456789]
+    heads = [records.RECORDIO_HEAD.pack(0, label, 0, 0) for label in (1, 2.5, 0.999, 3, -4)]
+    (tmp_path / "val.rec").write_bytes(b"".join(writers.recordio_record(head + b"x") for head in heads))
+    labels = [label for _, label in contents(readers.open_split(str(tmp_path), "recordio", Mode.EVAL, 10, 0))]
+    assert labels == [1, -1, -1, 3, -4]
+
+
 def test_label_of_every_shard_is_checked(tmp_path):
     for shard, label in enumerate((b"0", b"9")):
         with open(tmp_path / f"val-{shard}.tar", "wb") as f, webdataset.TarWriter(f, encoder=False) as writer:
@@ -512,6 +527,11 @@ def test_balanced_data_set_reads_the_drawn_images_only_if_it_shuffles(make):
     assert contents(balanced, 3, shuffle=True) == list(zip(names, labels[:, 0].tolist(), strict=True))
     assert contents(balanced, 3) == contents(data_set, 3)
     assert (balanced.has_reader, data_set.has_reader, balanced.size) == (False, True, 3)
+
+
+def test_folder_names_are_the_default_class_names():
+    data_sets = [readers.DataSet("folder", 1, ["a"], None, "", names) for names in (None, ["cat"])]
+    assert [(data_set.classes, data_set.class_names) for data_set in data_sets] == [(["a"], ["a"]), (["a"], ["cat"])]
 
 
 def test_encoded_images_have_no_labels():
