@@ -234,10 +234,20 @@ def test_folder_of_another_run_is_rejected(tmp_path, monkeypatch):
     saver_module.check_folder(root, None, {}, True, False)
     with pytest.raises(UsageError, match="--overwrite: would delete --from-pretrained-params .*/1, which"):
         saver_module.check_folder(root, None, starts, True, False)
+    with pytest.raises(UsageError, match=f"--overwrite: would delete --from-checkpoint {root}, which"):
+        saver_module.check_folder(root, None, {"--from-checkpoint": root}, True, False)
+    saver_module.check_folder(root, None, {"--from-checkpoint": tmp_path}, True, False)
+    folders.mark(root, "latest", "3")
+    (tmp_path / "link").symlink_to(root)
     for resume in (True, False):
-        saver_module.check_folder(root, restore.StartCheckpoint(str(root / "3"), 4), {}, False, resume)
+        for place, name in ((root, "3"), (root, "latest"), (tmp_path / "link", "3")):
+            start = restore.StartCheckpoint(str(place / name), 4)
+            saver_module.check_folder(root, start, {}, False, resume)
+            saver_module.check_folder(tmp_path / "link", start, {}, False, resume)
         with pytest.raises(UsageError, match="3 was saved by another run" if resume else "contains checkpoints of an"):
             saver_module.check_folder(root, restore.StartCheckpoint(str(root / "2"), 3), {}, False, resume)
+    (root / "3/a.pdopt").write_text("damaged")
+    saver_module.check_folder(root, restore.StartCheckpoint(str(root / "2"), 3), {}, False, True)
 
 
 def test_best_evaluation_that_led_to_checkpoint(tmp_path):
@@ -469,7 +479,7 @@ def test_new_run_that_starts_from_a_checkpoint_has_its_own_name(args, run, saved
     assert folders.read_meta(new.folder)["run"] != folders.read_meta(saver.folder)["run"]
 
 
-def test_save_on_error_saves_only_with_single_process(run, monkeypatch):
+def test_save_on_error_saves_only_with_single_process(run, monkeypatch, capsys):
     saver, _, _ = run
     monkeypatch.setattr(exchange, "gather", lambda data: [data])
     monkeypatch.setattr(processes, "world_size", lambda: 2)
@@ -483,8 +493,12 @@ def test_save_on_error_saves_only_with_single_process(run, monkeypatch):
     assert saver.folder.name == "3_2"
     saver.save_on_error(RuntimeError(), 4, 10, {"loss": 1.5})
     assert saver.folder.name == "4_10"
+    assert (
+        "epoch 4: trained and saved, but not evaluated; repeat the command with --resume\n" in capsys.readouterr().out
+    )
     monkeypatch.setattr(folders, "commit", lambda *arguments: 1 / 0)
     saver.save_on_error(RuntimeError(), 5, 10, {"loss": 1.5})
+    assert "warning: epoch 5: trained, but not saved: division by zero\n" in capsys.readouterr().err
     with pytest.raises(ZeroDivisionError):  # a run that lost its state must not exit like a saved one
         saver.save_on_error(signals.Preempted(), 6, 10, {"loss": 1.5})
 
@@ -620,6 +634,8 @@ def test_non_finite_value_prevents_checkpoint(run, tmp_path, monkeypatch, value)
     states = [{str(i): np.float32([value])} for i in range(4)] + [{"count": np.int64([1])}]
     with pytest.raises(RunError, match=r"because 4 of its arrays have non-finite values \(0, 1, 2, \.\.\.\); resume"):
         saver_module._check_finite(tmp_path, states)
+    with pytest.raises(RunError, match=r"because 3 of its arrays have non-finite values \(0, 1, 2\); resume"):
+        saver_module._check_finite(tmp_path, states[:3])
     assert folders.finished(tmp_path / "Tiny") == []
 
 
@@ -782,6 +798,20 @@ def test_start_deletes_files_of_killed_run(args, tmp_path):
     (tmp_path / "Tiny" / ".7.partial").mkdir(parents=True)
     Saver(args, None, None, None, {})
     assert [path.name for path in (tmp_path / "Tiny").iterdir()] == [".lock"]
+    write_checkpoint(tmp_path / "Tiny", "4")
+    args.overwrite = True
+    Saver(args, None, None, None, {})
+    assert [path.name for path in (tmp_path / "Tiny").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_only_a_resumed_run_continues_the_record_of_its_checkpoint(args, monkeypatch, resumes):
+    monkeypatch.setattr(saver_module, "best_before", lambda folder, checkpoint: "best")
+    meta = {"run": "r", "evaluations_since_best": 3}
+    saver = Saver(args, None, None, None, {}, restore.StartCheckpoint("DIR", 5, 0, meta, resumes))
+    state = saver.best, saver._run == "r", saver._evaluations_since_best
+    assert state == (("best", True, 3) if resumes else (None, False, 0))
+    assert (saver.folder, saver._last) == ("DIR", (5, 0))
 
 
 def test_folder_without_space_is_an_error_at_the_start(args, tmp_path, monkeypatch):

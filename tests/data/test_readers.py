@@ -529,6 +529,19 @@ def test_balanced_data_set_reads_the_drawn_images_only_if_it_shuffles(make):
     assert (balanced.has_reader, data_set.has_reader, balanced.size) == (False, True, 3)
 
 
+def test_file_reader_shuffles_and_changes_its_shard_only_in_training(monkeypatch):
+    calls = []
+    readers_of_dali = SimpleNamespace(file=lambda **options: calls.append(options) or ("image", "label"))
+    fake = SimpleNamespace(readers=readers_of_dali, cast=lambda label, dtype: (label, dtype))
+    monkeypatch.setattr(readers, "fn", fake)
+    for shuffle in (True, False):
+        read = readers._file_reader("root", ["a.jpg"], [7])("Reader", 1, 2, shuffle)
+        assert read == ("image", ("label", readers.types.INT64))
+        expected = {"name": "Reader", "shard_id": 1, "num_shards": 2, "stick_to_shard": not shuffle}
+        expected |= {"file_root": "root", "files": ["a.jpg"], "labels": [7], "shuffle_after_epoch": shuffle}
+        assert calls.pop() == expected | {"pad_last_batch": True, "dont_use_mmap": True}
+
+
 def test_folder_names_are_the_default_class_names():
     data_sets = [readers.DataSet("folder", 1, ["a"], None, "", names) for names in (None, ["cat"])]
     assert [(data_set.classes, data_set.class_names) for data_set in data_sets] == [(["a"], ["a"]), (["a"], ["cat"])]
