@@ -1216,7 +1216,7 @@ def test_only_recent_nvrtc_compiles_on_all_cores(tmp_path, monkeypatch, version,
     ("options", "problem"),
     [
         ({"error": 3}, "CreateProgram returned 3 for --gpu-architecture=sm_90"),
-        ({"log": b"a\nb"}, "a (--gpu-architecture=sm_90)"),
+        ({"log": b"\na\nb"}, "a (--gpu-architecture=sm_90)"),
         ({"log": b""}, "no error message (--gpu-architecture=sm_90)"),
     ],
 )
