@@ -249,6 +249,12 @@ def test_file_is_compared_between_processes(file, parse, monkeypatch):
     assert [name for name in first if first[name] != other[name]] == ["file of --model-arch-name (hash)"]
 
 
+def test_huge_file_is_not_read(file, monkeypatch):
+    monkeypatch.setattr(user_file, "MAX_BYTES", 10)
+    with pytest.raises(UsageError, match=r"net.py cannot be read \(\d+ bytes, limit 10\); use an existing file"):
+        models.registered_name("net.py:Net")
+
+
 @pytest.mark.parametrize("source", ["-" * 100_000 + "1", "x" + ".a" * 50_000], ids=["parser", "compiler"])
 def test_deep_nesting_is_an_error(tmp_path, source):
     path = tmp_path / "net.py"

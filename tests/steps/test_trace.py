@@ -64,6 +64,12 @@ def test_time_of_starting_and_writing_is_excluded(tmp_path):
     assert calls == [*start, "step", "drain", "close_step", "stop", "export", "resume"]
 
 
+def test_each_rank_has_its_own_file(shard, tmp_path):
+    shard(3, 4)
+    assert trace.path([1, 2], tmp_path) == tmp_path / "profile/steps_1_2_rank3.json"
+    assert trace.path(None, tmp_path) is None
+
+
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_trace_on_a_gpu_contains_its_kernels(monkeypatch, device):
     monkeypatch.setattr(trace, "Profiler", lambda targets, **_: SimpleNamespace(targets=targets))
