@@ -609,7 +609,11 @@ def test_limit_of_pointwise_convolutions_applies_to_input_channels(pointwise_ker
 
 
 @pytest.mark.parametrize(
-    "case", ["addition without activation", "second addend without activation", "Mish after an addition"]
+    "case",
+    [
+        *("addition without activation", "second addend without activation", "Mish after an addition"),
+        "second addend without activation, first with two readers",
+    ],
 )
 def test_residual_additions_are_part_of_custom_operators(case):
     main, _, _ = small_program(UNUSUAL[case][0])
