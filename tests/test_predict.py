@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from paddle_resnet import export, predict
 from paddle_resnet.checkpoints import folders
 from paddle_resnet.data import bad_images
 from paddle_resnet.data.records import IMAGE_SUFFIXES
+from paddle_resnet.machine import memory
 from paddle_resnet.serving import inference, networks, preprocessing
 from paddle_resnet.serving.model import Model
 from utils.errors import RunError, UsageError
@@ -212,13 +214,24 @@ def test_unusable_stdin_is_an_error(checkpoint, capsys, monkeypatch, data, messa
     assert f"paddle_resnet.predict: error: {message}" in capsys.readouterr().err
 
 
+def test_paths_on_stdin_may_begin_and_end_with_spaces_and_have_4096_bytes():
+    stdin = io.TextIOWrapper(io.BytesIO(b" a .jpg \n\n" + b"x" * 4096 + b"\n"))
+    assert predict.find_images(["-"], stdin) == [" a .jpg ", "x" * 4096]
+
+
 def test_text_json_and_csv_output(checkpoint, val_images, tmp_path, capsys, monkeypatch):
     paths = val_images[0][:3]
     expected = probabilities(checkpoint, paths)
     best = expected.argsort(axis=1)[:, ::-1]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("".join(f"{path}\n" for path in paths).encode())))
-    table = tmp_path / "new/folder/table.csv"
-    assert predict.main([str(checkpoint), "-", "--csv", str(table), "--json", "--device", "cpu"]) == 0
+    table, link = tmp_path / "new/folder/table.csv", tmp_path / "link.csv"
+    link.symlink_to(table)
+    monkeypatch.setattr(
+        signal, "signal", lambda *arguments, real=signal.signal: calls.append(arguments) or real(*arguments)
+    )
+    calls, ignored = [], (signal.SIGPIPE, signal.SIG_IGN)
+    assert predict.main([str(checkpoint), "-", "--csv", str(link), "--json", "--device", "cpu"]) == 0
+    assert calls.count(ignored) == 1
     for i, line in enumerate(capsys.readouterr().out.splitlines()):
         prediction = json.loads(line)
         assert prediction["image"] == paths[i]
@@ -234,6 +247,7 @@ def test_text_json_and_csv_output(checkpoint, val_images, tmp_path, capsys, monk
         assert row[:6] == [paths[i], *[str(best[i][0]), f"class{best[i][0]}"] * 2, f"{expected[i].max():.7g}"]
     assert predict.main([str(checkpoint), *paths, "--csv", "-", "--device", "cpu"]) == 0
     assert capsys.readouterr().out == table.read_text()
+    assert calls.count(ignored) == 1  # `--csv - | head` ends the command
     assert predict.main([str(checkpoint), *paths, "--device", "cpu"]) == 0
     assert capsys.readouterr().out.startswith(f"{paths[0]}: class{best[0][0]} {expected[0].max():.4f}, class")
 
@@ -243,6 +257,7 @@ def test_top_returns_the_five_most_probable_classes():
     assert [label for label, *_ in actual] == [1, 3, 0, 2, 4]
     assert actual[0] == (1, "b", 0.3)
     assert predict.top(np.array([0.1, 0.3, 0.6]), ["a", "b"]) == [(2, "2", 0.6), (1, "b", 0.3), (0, "a", 0.1)]
+    assert [label for label, *_ in predict.top(np.full(3, np.nan), [])] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(0, 5), (6 / 128, 6), (6.5 / 128, 7)])
@@ -252,7 +267,10 @@ def test_benchmark_measures_for_minimum_duration(monkeypatch, seconds, steps):
     monkeypatch.setattr(predict, "BENCHMARK_S", seconds)
     monkeypatch.setattr(predict, "perf_counter", lambda: next(clock))
     model = Model("Executor", {"input": {"shape": [None, 2], "dtype": "float32"}}, lambda images: [runs.append(images)])
-    [row] = predict.benchmark([model], [4], "cpu")
+    begun = []
+    monkeypatch.setattr(memory, "Peak", lambda device: begun.append(device) or SimpleNamespace(mib=lambda: 6.5))
+    [row] = predict.benchmark((begun.append("open") or model for _ in range(1)), [4], "cpu")
+    assert begun == ["cpu", "open", "cpu"] and row["memory_mib"] == 6.5  # opening the model also takes memory
     assert len(runs) == predict.BENCHMARK_WARMUP_STEPS + steps
     assert (row["batch"], row["ips"], row["latency_p50_ms"]) == (4, 4 * 128, 1000 / 128)
 
@@ -280,16 +298,19 @@ def test_benchmark_measures_every_available_engine(checkpoint, model_of, capsys,
 
 
 @pytest.mark.parametrize(
-    ("precision", "expected"),
+    ("precision", "error", "expected"),
     [
-        (None, ["float32", "float16", "Executor", "export", "float16 export", "onnxruntime"]),
-        ("float16", ["float16", "Executor", "export", "float16 export", "onnxruntime"]),
-        ("bfloat16", ["bfloat16", "Executor", "export", "onnxruntime"]),
+        (None, None, ["float32", "float16", "Executor", "export", "float16 export", "onnxruntime"]),
+        ("float16", None, ["float16", "Executor", "export", "float16 export", "onnxruntime"]),
+        ("bfloat16", None, ["bfloat16", "Executor", "export", "onnxruntime"]),
+        ("float16", RunError("differs"), ["float16", "Executor", "export", "float16 export"]),
     ],
 )
-def test_engines_of_a_checkpoint_on_a_gpu(monkeypatch, tmp_path, precision, expected):
+def test_engines_of_a_checkpoint_on_a_gpu(monkeypatch, tmp_path, capsys, precision, error, expected):
     def write(checkpoint, folder, onnx=False, model_arch_name=None, precision="float32"):
         assert (checkpoint, model_arch_name) == (tmp_path, "net")
+        if onnx and error:
+            raise error
         folder.mkdir()
         (folder / "model.onnx" if onnx else folder / precision).touch()
 
@@ -313,6 +334,7 @@ def test_engines_of_a_checkpoint_on_a_gpu(monkeypatch, tmp_path, precision, expe
     monkeypatch.setattr(inference, "open_onnx", lambda path, device: f"onnxruntime {device}")
     engines = predict.engines(tmp_path, "gpu", "net", precision, [4])
     assert list(engines) == [f"{name} gpu" for name in expected]
+    assert capsys.readouterr().err == (f"warning: onnxruntime: not measured: {error}\n" if error else "")
 
 
 def test_benchmark_table(monkeypatch, capsys):
@@ -621,7 +643,7 @@ def test_every_field_of_description_is_checked(checkpoint, tmp_path, uint8):
     for other in ([], None, {"preprocessing": 1}):
         assert preprocessing.problem(other) == "preprocessing.resize_short is missing"
     inconsistent = [json.dumps(description | change) for change in ({"classes": ["a"] * 4}, {"precision": "int4"})]
-    for text in ("[" * 100000, "{", *inconsistent, b"\xff"):
+    for text in ("[" * 100000, "{", "[]", *inconsistent, b"\xff"):
         with pytest.raises(UsageError, match="^model.json: not a valid description of a network "):
             inference._checked_description(text, "model.json")
 

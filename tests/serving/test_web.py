@@ -23,6 +23,7 @@ from PIL import Image
 
 from conftest import ROOT, strict_json, wait_until
 from paddle_resnet import export, predict, serving
+from paddle_resnet.data import bad_images
 from paddle_resnet.serving import inference
 from paddle_resnet.serving.model import Model
 from utils.errors import UsageError
@@ -105,7 +106,7 @@ def test_predictions_of_all_images_are_answered_in_order(start):
     top += [{"label": 1, "class": "b", "probability": None}]
     status, headers, content = request(start(), body=form(("ä b.jpg", b"x"), ("../2.jpg", b"y")))
     assert (status, headers["Access-Control-Allow-Origin"]) == (200, None)
-    assert HEADERS.items() <= dict(headers).items()
+    assert HEADERS.items() <= dict(headers).items() and "server" not in headers
     assert content == {"images": [{"image": "ä b.jpg", "top": top}, {"image": "../2.jpg", "top": top}]}
 
 
@@ -158,6 +159,7 @@ def test_requests_above_limits_are_answered_with_413(start):
             "POST /predict: not a",
         ),
         (b"a=b", "application/x-www-form-urlencoded", 415, "POST /predict: not multipart/form-data"),
+        (form(), f"Multipart/Form-Data; boundary={BOUNDARY}", 400, "POST /predict: contains no images"),
         (b"x", "image/jpeg", 415, "POST /predict: not multipart/form-data"),
     ],
 )
@@ -366,15 +368,17 @@ def test_unusable_addresses_are_errors():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
-            UsageError, match=rf"--serve {port}: cannot listen on 127.0.0.1 \(Address already in use\); "
+            UsageError,
+            match=rf"--serve {port}: cannot listen on 127.0.0.1 \(Address already in use\); choose .* free one$",
         ):
             web.listen("127.0.0.1", port)
     with pytest.raises(
-        UsageError, match=r"--serve 0: cannot listen on 192.0.2.1 \(Cannot assign requested address\); "
+        UsageError,
+        match=r"--serve 0: cannot listen on 192.0.2.1 \(Cannot assign requested address\); .*, and an address of this ",
     ):
         web.listen("192.0.2.1", 0)
-    for name in ("x" * 100, ""):
-        with pytest.raises(UsageError, match=f"--serve-host {name}: unknown address"):
+    for name, reason in (("x" * 100, "not a valid name"), ("", ".+")):
+        with pytest.raises(UsageError, match=rf"--serve-host {name}: unknown address \({reason}\)"):
             web.listen(name, 0)
 
 
@@ -383,6 +387,7 @@ def test_unusable_addresses_are_errors():
     [
         (["x.jpg", "--serve-host", "::1"], "--serve-host ::1: requires --serve; add it or remove --serve-host"),
         (["x.jpg", "--serve-max-mb", "3"], "--serve-max-mb 3: requires --serve"),
+        (["x.jpg", "--serve-max-images", "3"], "--serve-max-images 3: requires --serve"),
         (["x.jpg", "--serve", "0"], "--serve 0: not supported with images, --csv, --json"),
         (["--serve", "0", "--batch-size", "4"], "--serve 0: not supported with"),
         (["--serve", "0", "--benchmark"], "--serve 0: not supported with"),
@@ -450,8 +455,9 @@ def test_clients_that_reset_the_connection_do_not_stop_the_server():
             (3 * 10**6, 7, ["*"]),
             2,
         ),
+        (["--serve-host", "localhost"], (20 * 10**6, 16, ["127.0.0.1", "[::1]", "localhost"]), 4),
     ],
-    ids=["defaults", "flags"],
+    ids=["defaults", "flags", "localhost"],
 )
 def test_server_has_the_limits_of_its_flags(monkeypatch, capsys, flags, limits, threads):
     actual, model = [], Model("Executor", {"output": {"shape": [None, 3]}}, None)
@@ -465,12 +471,16 @@ def test_server_has_the_limits_of_its_flags(monkeypatch, capsys, flags, limits, 
     monkeypatch.setattr(inference, "open_model", lambda *arguments: actual.append(arguments[4]) or model)
     monkeypatch.setattr(predict, "predict", lambda *arguments: [actual.append(arguments[2:5]) or (None, None, "")])
     monkeypatch.setattr(web, "create_app", create_app)
+    monkeypatch.setattr(bad_images, "decoders_silenced", lambda: nullcontext(actual.append("silenced")))
     monkeypatch.setattr(web, "serve", lambda app, listener, announce: announce())
     assert predict.main(["model", "--serve", "0", "--device", "cpu", *flags]) == 0
     assert [future.cancelled() for future in futures] == [False, True]  # one image at a time
     end.set()
-    assert actual == [[1], (1, "cpu", threads), limits]
-    assert ("other machines can access the model without password" in capsys.readouterr().err) == bool(flags)
+    assert actual == [[1], (1, "cpu", threads), limits, "silenced"]
+    monkeypatch.setattr(predict, "predict", lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # the server must not start if it cannot predict
+        predict.main(["model", "--serve", "0", "--device", "cpu", *flags])
+    assert ("other machines can access the model without password" in capsys.readouterr().err) == ("0.0.0.0" in flags)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
