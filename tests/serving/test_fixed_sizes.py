@@ -88,19 +88,22 @@ def test_missing_kernels_never_change_an_explicit_precision(checkpoint, monkeypa
     monkeypatch.setattr(networks, "load_checkpoint", lambda *arguments, **options: reference)
     with pytest.raises(UsageError, match=r"--precision bfloat16: custom kernels are unavailable \(no compiler\); fix"):
         inference.open_checkpoint(checkpoint, "gpu", precision="bfloat16")
-    model = inference.open_checkpoint(checkpoint, "gpu")
-    assert (model.engine, model.precision) == ("Executor", "float32")
+    for precision in ("float32", None):
+        model = inference.open_checkpoint(checkpoint, "gpu", precision=precision)
+        assert (model.engine, model.precision) == ("Executor", "float32")
     assert "warning: --precision float32: custom kernels are unavailable (no compiler)" in capsys.readouterr().err
 
 
-def test_missing_onnx_package_is_replaced_by_the_executor(checkpoint, monkeypatch, capsys):
+@pytest.mark.parametrize("name", ["onnx", "onnxruntime"])
+def test_missing_onnx_package_is_replaced_by_the_executor(checkpoint, monkeypatch, capsys, name):
     def missing(package):
-        raise UsageError(f"{package}: not installed")
+        if package == name:
+            raise UsageError(f"{package}: not installed")
 
     monkeypatch.setattr(inference.onnx_writer, "require", missing)
     model = inference.open_checkpoint(checkpoint, "cpu")
     assert (model.engine, model.precision) == ("Executor", "float32")
-    assert "onnxruntime: not used, although it is faster than Paddle on a CPU: onnx: not" in capsys.readouterr().err
+    assert f"onnxruntime: not used, although it is faster than Paddle on a CPU: {name}: not" in capsys.readouterr().err
 
 
 def test_batches_of_any_size_are_padded_or_split(checkpoint, monkeypatch, capsys):
@@ -134,3 +137,9 @@ def test_batches_of_any_size_are_padded_or_split(checkpoint, monkeypatch, capsys
     assert not np.array_equal(buffer, previous)
     buffer[:] = images[:3]
     np.testing.assert_allclose(model.run(buffer), expected[:3], atol=1e-6)
+    first = model.submit(images[:2])
+    assert model.steps._step(2)._last is first
+    np.testing.assert_allclose(first, expected[:2], atol=1e-6)
+    for _ in range(2):
+        np.testing.assert_allclose(model.submit(images[2:4]), expected[2:4], atol=1e-6)
+    np.testing.assert_allclose(first, expected[:2], atol=1e-6)

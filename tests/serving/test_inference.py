@@ -97,6 +97,8 @@ def test_checkpoints_that_onnxruntime_cannot_run(monkeypatch):
     network.model = lambda: "model"
     assert inference.open_checkpoint("m", "cpu", "net", engine="Paddle") == "model"
     assert calls[2:] == [("m", "cpu", {"model_arch_name": "net"})]
+    assert inference.open_checkpoint("m", "cpu", "net") == "model"
+    assert calls[3:] == [calls[0], calls[2]]
 
 
 @pytest.mark.parametrize(
@@ -123,6 +125,66 @@ def test_sha256_of_onnx_file_is_compared_if_it_is_listed(monkeypatch, tmp_path, 
     message = rf"^{path}: damaged \(it does not match its sha256 in model.json\); export it again$"
     with pytest.raises(UsageError, match=message) if is_error else nullcontext():
         inference._check_onnx(b"data", path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_averaged"),
+    [
+        ({}, False),
+        ({"world_size": 1}, True),
+        ({"step": None}, True),
+        ({"trained": {}}, True),
+        ({"evaluated": {}}, True),
+    ],
+)
+def test_bn_statistics_of_a_checkpoint_must_be_averaged(monkeypatch, tmp_path, changes, is_averaged):
+    meta = {"epoch": 2, "step": 5, "trained": None, "evaluated": None, "world_size": 2} | changes
+    monkeypatch.setattr(networks.folders, "is_checkpoint", lambda folder: True)
+    monkeypatch.setattr(networks.folders, "is_foreign", lambda folder: False)
+    monkeypatch.setattr(networks.folders, "verify", lambda folder: meta)
+    message = f"^{tmp_path}: saved after 5 steps of epoch 2, before the processes averaged their BN statistics; choose"
+    with nullcontext() if is_averaged else pytest.raises(UsageError, match=message):
+        assert networks._read_meta(tmp_path) is meta
+
+
+@pytest.mark.parametrize("tta", ["none", "flip"])
+def test_description_of_a_network(tta):
+    flags = {"resize_short": 40, "interp": "cubic", "normalize_scale": 1, "normalize_mean": [0], "normalize_std": [1]}
+    args = SimpleNamespace(model_arch_name="a/net.py:Net", num_of_class=5, data_layout="NCHW", tta=tta, **flags)
+    results = {"top1": 0.5, "top5": 0.75, "loss": 1.5}
+    meta = {"epoch": 3, "classes": ["n01"], "class_names": ["tench"], "evaluated": results | {"images": 9}}
+    for crop, recorded in (([32, 32], 32), ([32, 48], [32, 48])):
+        args.image_shape = [4, *crop]
+        images = SimpleNamespace(name="x", shape=[-1, 3, *crop], dtype="float32")
+        description = networks._describe(args, meta, images, SimpleNamespace(name="y"))
+        assert description["arch"] == "Net" and description["classes"] == ["tench"] and description["epoch"] == 3
+        assert description["evaluated"] == results | ({"tta": "flip"} if tta == "flip" else {})
+        assert description["input"]["shape"] == [None, 3, *crop] and description["input"]["layout"] == "NCHW"
+        assert description["output"] == {"name": "y", "shape": [None, 5], "values": "probabilities"}
+        assert description["preprocessing"]["center_crop"] == recorded
+    del meta["class_names"]
+    assert networks._describe(args, meta | {"evaluated": None}, images, images)["classes"] == ["n01"]
+
+
+FILE = {"size": 1, "sha256": "0"}
+
+
+@pytest.mark.parametrize("entry", [{}, {"size": 1}, {"sha256": "0"}])
+@pytest.mark.parametrize("name", ["model.pdmodel", "model.pdiparams"])
+def test_export_must_list_both_files_of_paddle_inference(tmp_path, name, entry):
+    files = {"model.pdmodel": FILE, "model.pdiparams": FILE, name: entry}
+    (tmp_path / "model.json").write_text(json.dumps(DESCRIPTION | {"files": files, "precision": "float16"}))
+    with pytest.raises(UsageError, match=r"model.json: `files` lacks the size or sha256 of model.\*; export it again$"):
+        inference.open_paddle(tmp_path, "gpu")
+    with pytest.raises(UsageError, match=f"^{tmp_path}: Paddle Inference runs this float16 model only on a GPU; use"):
+        inference.open_paddle(tmp_path, "cpu")
+
+
+def test_images_for_a_captured_step_in_float16():
+    inputs = {"dtype": "float16", "layout": "NHWC", "shape": [None, 1, 2, 3]}
+    args = inference.loader_args(DESCRIPTION | {"input": inputs}, 5, threads=3)
+    assert (args.dali_output_fp16, args.data_layout, args.image_shape) == (True, "NHWC", [3, 1, 2])
+    assert (args.batch_size, args.dali_num_threads, args.crop_size) == (5, 3, 1)
 
 
 @pytest.fixture
@@ -159,6 +221,7 @@ def sessions(monkeypatch):
         ({}, "float32", [{}]),
         ({"precision": "float16"}, "float16", [{}]),
         ({"int8": {"weight_bits": 7}}, "int8", [{}]),
+        ({"int8": None}, "int8", [{}]),
         ({"int8": {"weight_bits": 8}}, "int8", [{}, {"session.x64quantprecision": "1"}]),
     ],
 )
