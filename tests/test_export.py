@@ -215,12 +215,15 @@ def test_network_does_not_depend_on_execution_flags_of_training(checkpoint, monk
     def of_gpu(*arguments):
         flags = recorded(*arguments)
         flags.set("test", amp=True, kernels="native", data_layout="NHWC", dali_output_fp16=True)
+        flags.set("test", fuse_resunit=True, resume=True, profile_steps=(0, 1), device="gpu")
         return flags
 
     expected = networks.load_checkpoint(checkpoint)
     monkeypatch.setattr(restore, "recorded_flags", of_gpu)
     network = networks.load_checkpoint(checkpoint)
     assert network.description == expected.description
+    args = network.args
+    assert (args.fuse_resunit, args.resume, args.profile_steps, args.device) == (False, False, None, "cpu")
     with pytest.raises(UsageError, match=f"{checkpoint}: does not match the model"):
         networks.load_checkpoint(checkpoint, model_arch_name="ResNet18")
     np.testing.assert_array_equal(network.model().run(images), expected.model().run(images))
@@ -371,7 +374,7 @@ def test_float16_network_of_paddle_requires_a_gpu(checkpoint, photos, tmp_path, 
         patch.setattr(inference, "resolve_device", lambda device: "gpu")
         patch.setattr(export, "_verify", lambda network, folder, root, device: devices.append((root, device)))
         assert export.main([str(checkpoint), str(half), "--precision", "float16", "--verify", str(photos)]) == 0
-    assert devices == [(str(photos), "gpu")]
+    assert devices == [(str(photos), "gpu")] and not (half / "model.onnx").exists()
     for flags in (["x.jpg"], ["--benchmark"], ["x.jpg", "--precision", "float32"]):
         assert predict_command.main([str(half), *flags]) == 2
         message = f"{half}: Paddle Inference runs this float16 model only on a GPU; use a machine with a GPU, or export"
@@ -391,13 +394,81 @@ def test_tolerance_of_onnx_file_depends_on_precision(checkpoint, tmp_path, monke
     assert calls == [("float32", False, 1e-4), ("float16", False, 0.02)]
 
 
-def test_float16_export_with_lower_accuracy_is_not_kept(checkpoint, photos):
+@pytest.mark.parametrize(
+    ("options", "result"),
+    [
+        ({}, None),
+        ({"onnx": True}, "onnxruntime"),
+        ({"int8": "tensorrt"}, "tensorrt"),
+        ({"int8": "tensorrt", "calibration": True}, "--calibrate .*: .* already has activation"),
+        (
+            {"onnx": True, "precision": "float16"},
+            "--precision float16: not supported with --onnx for a checkpoint trained",
+        ),
+    ],
+)
+def test_network_trained_with_qat_is_quantized_without_calibration(
+    checkpoint, photos, tmp_path, monkeypatch, options, result
+):
+    def load(*arguments, **flags):
+        network = real(checkpoint)
+        network.args.set("test", qat=True)
+        return network
+
+    def write(network, folder, unsigned, tolerance):
+        written.append((network.description["int8"], unsigned, tolerance))
+        return {}
+
+    written, real = [], networks.load_checkpoint
+    monkeypatch.setattr(networks, "load_checkpoint", load)
+    monkeypatch.setattr(onnx_writer, "require", lambda package: None)
+    monkeypatch.setattr(quantization, "use_levels_of", lambda engine, program, bits: written.append((engine, bits)))
+    monkeypatch.setattr(export, "_write_onnx", write)
+    if "calibration" in options:
+        options = options | {"calibration": export.Calibration(photos)}
+    with pytest.raises(UsageError, match=f"^{result}") if "--" in str(result) else nullcontext():
+        export.export(checkpoint, tmp_path / "exported", **options)
+        description = {"engine": result, "weight_bits": 8}
+        assert written == ([(result, 8), (description, result == "onnxruntime", 0.1)] if result else [])
+
+
+def test_export_passes_options_to_networks(checkpoint, photos, tmp_path, monkeypatch):
+    """The test file replaces the network of a user's file with the network of the checkpoint."""
+
+    def load(checkpoint, device="cpu", uint8=False, model_arch_name=None, fold=False, precision="float32"):
+        loaded.append((model_arch_name, uint8, fold, precision))
+        return real(checkpoint, uint8=uint8, fold=fold)
+
+    loaded, verified, real = [], [], networks.load_checkpoint
+    monkeypatch.setattr(export, "registered_name", {"my-net": "MyNet"}.get)
+    monkeypatch.setattr(networks, "load_checkpoint", load)
+    monkeypatch.setattr(inference, "resolve_device", lambda device: "gpu")
+    monkeypatch.setattr(onnx_writer, "require", lambda package: None)
+    monkeypatch.setattr(export, "_write_onnx", lambda *arguments, **options: {})
+    monkeypatch.setattr(export, "_verify", lambda network, folder, root, device: verified.append((root, device)))
+    flags = {"model_arch_name": "my-net", "uint8": True, "precision": "float16"}
+    export.export(checkpoint, tmp_path / "exported", onnx=True, verify=photos, **flags)
+    assert loaded == [
+        ("MyNet", True, False, "float16"),
+        ("MyNet", True, True, "float32"),
+        ("MyNet", False, False, "float32"),
+    ]
+    assert verified == [(photos, "gpu")]
+
+
+def test_float16_export_with_lower_accuracy_is_not_kept(checkpoint, photos, monkeypatch):
     def outputs(images):
         """Return the same probabilities for each image: 0.4201, 0.4244 and 0.1555."""
         logits = np.tile([1, 1.01, 0.006], (len(images), 1))
         return [np.exp(export._log_softmax(logits)), logits]
 
-    network = networks.load_checkpoint(checkpoint)
+    def build(args, mode, trained):
+        assert (args.image_root, args.num_of_class, mode) == (str(photos), 3, Mode.EVAL)
+        assert trained == restore.recorded_classes(network.meta) and len(trained) == 3
+        return real(args, mode, trained=trained)
+
+    network, real = networks.load_checkpoint(checkpoint), dali.build_dataloader
+    monkeypatch.setattr(dali, "build_dataloader", build)
     for precision, ties in (("float16", 23), ("float32", 0)):
         assert export._score(network, Model("", network.description, outputs, precision), photos)["ties"] == ties
     score = {"correct": 1000, "images": 1000, "ties": 2}
@@ -491,7 +562,7 @@ def test_export_that_fails_verification_is_not_kept(checkpoint, photos, tmp_path
     assert export.main(command) == 1
 
 
-RECORDED = {"top1": 0.5, "loss": 2.0, "images": 100}
+RECORDED = {"top1": 0.29, "loss": 2.0, "images": 100}  # 0.29 * 100 is less than 29
 
 
 @pytest.mark.parametrize(
@@ -510,17 +581,39 @@ def test_only_a_comparable_evaluation_is_compared(tmp_path, monkeypatch, recorde
     """The recorded evaluation is wrong: the exported network classifies 90 of 100 images correctly."""
     score = {"images": 100, "correct": 90, "ties": 0, "loss": 1.0, "clipped_loss": 1.0}
     model = Model("Executor", {}, None)
-    monkeypatch.setattr(inference, "open_paddle", lambda *arguments, **options: model)
+    opened = []
+    monkeypatch.setattr(inference, "open_paddle", lambda *arguments, **options: opened.append(arguments) or model)
     monkeypatch.setattr(export, "_score", lambda *arguments: dict(score))
     meta = {"evaluated": recorded, "arguments": {"device": device}}
     network = SimpleNamespace(model=lambda logits: model, meta=meta, args=SimpleNamespace(tta=tta))
     with pytest.raises(RunError, match="its recorded evaluation disagree") if is_compared else nullcontext():
+        export._verify(network, tmp_path, "photos", "gpu")
+    assert opened == [(tmp_path, "gpu")]
+
+
+@pytest.mark.parametrize(
+    ("precision", "correct", "message"),
+    [
+        ("float32", 90, "paddle.inference and the checkpoint's network disagree"),
+        ("float16", 90, None),
+        ("float16", 80, "float16 classifies 80 of 100 images correctly"),
+    ],
+)
+def test_float16_network_is_compared_only_by_top1(tmp_path, monkeypatch, precision, correct, message):
+    score = {"images": 100, "correct": 90, "ties": 0, "loss": 1.0, "clipped_loss": 1.0}
+    scores = iter([score, score | {"loss": 2.0, "correct": correct}])
+    monkeypatch.setattr(
+        inference, "open_paddle", lambda *arguments, **options: Model("paddle.inference", {}, None, precision)
+    )
+    monkeypatch.setattr(export, "_score", lambda *arguments: next(scores))
+    network = SimpleNamespace(model=lambda logits: Model("Executor", {}, None), meta={"evaluated": None})
+    with pytest.raises(RunError, match=message) if message else nullcontext():
         export._verify(network, tmp_path, "photos", "cpu")
 
 
 @pytest.mark.parametrize(("losses", "is_equal"), [((5.0, 2.0), True), ((2.0, 5.0), True), ((1.0, 2.1), False)])
 def test_recorded_loss_matches_exact_or_clipped_loss(tmp_path, monkeypatch, losses, is_equal):
-    score = {"images": 100, "correct": 50, "ties": 0, "loss": losses[0], "clipped_loss": losses[1]}
+    score = {"images": 100, "correct": 29, "ties": 0, "loss": losses[0], "clipped_loss": losses[1]}
     model = Model("Executor", {}, None)
     monkeypatch.setattr(inference, "open_paddle", lambda *arguments, **options: model)
     monkeypatch.setattr(export, "_score", lambda *arguments: dict(score))
@@ -795,8 +888,10 @@ def test_unusable_checkpoint_or_output_path_is_an_error(trained, photos, tmp_pat
     with pytest.raises(UsageError, match="/Tiny/7 is reserved for a checkpoint; choose a path outside it"):
         export.export(checkpoint, checkpoint.with_name("7"))
     (tmp_path / "taken").mkdir()
-    with pytest.raises(UsageError, match="taken: already exists"):
-        export.export(checkpoint, tmp_path / "taken")
+    (tmp_path / "link").symlink_to("missing")
+    for name in ("taken", "link"):
+        with pytest.raises(UsageError, match=f"{name}: already exists"):
+            export.export(checkpoint, tmp_path / name)
     (tmp_path / "file").write_text("")
     for name in ("file/exported", "x" * 300):
         with pytest.raises(UsageError, match="cannot be written"):
@@ -849,6 +944,8 @@ def test_checkpoint_of_nvidia_example_is_exported(checkpoint, tmp_path, capsys, 
         224,
         "triangular",
     )
+    monkeypatch.chdir(checkpoint)
+    assert networks.load_checkpoint(".").description["epoch"] == 89
     parameters = [(tmp_path / name / "model.pdiparams").read_bytes() for name in ("own", "exported")]
     assert parameters[0] == parameters[1]
     images = np.zeros((1, 3, 224, 224), np.float32)
