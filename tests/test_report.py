@@ -54,6 +54,30 @@ def test_class_tables_are_written_next_to_report(parse, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("flags", "kinds"),
+    [
+        ({}, ["classes", "averages", "confusion"]),
+        ({"report_html": "x.html"}, ["classes", "averages", "confusion", "predictions"]),
+        ({"report_html": "x.html", "predictions": "p.csv"}, ["classes", "averages", "confusion"]),
+        ({"benchmark": True, "predictions": "p.csv"}, []),
+        ({"run_scope": RunScope.TRAIN_ONLY}, []),
+        ({"report_file": "/dev/null"}, []),
+    ],
+)
+def test_outputs_of_a_run(parse, tmp_path, flags, kinds):
+    args = parse().copy(**{"report_file": str(tmp_path / "a.json"), **flags})
+    files = {f"{kind}.csv next to --report-file": tmp_path / f"a.{kind}.csv" for kind in kinds}
+    chosen = {"--report-file": args.report_file, "--report-html": args.report_html, "--predictions": args.predictions}
+    assert {name: path and str(path) for name, path in report.outputs(args).items()} == {
+        name: path and str(path) for name, path in (chosen | files).items()
+    }
+    assert report.announced(args) == {"--report-file"}
+    if kinds:
+        (tmp_path / "a.json").touch()
+        assert report.announced(args) >= {"--report-file", *files}
+
+
+@pytest.mark.parametrize(
     ("name", "stem"), [("a.json", "a"), ("resnet.lr0.1", "resnet.lr0.1"), ("a.b.json", "a.b"), ("report", "report")]
 )
 def test_class_tables_are_named_after_report(parse, tmp_path, name, stem):
@@ -115,8 +139,9 @@ def test_training_report_is_replaced_only_with_overwrite(run_train, tmp_path, ca
     for more in (evaluation, elsewhere, ["--benchmark", "--run-scope", "train_only"], [*evaluation, "--dry-run"]):
         capsys.readouterr()
         assert run_train(*flags, *more)[0] == 2
-        message = f"--report-file {kept}: is the report of a training run; choose a different file"
-        assert_one_error(capsys.readouterr().err, [message, "or replace it with --overwrite"])
+        remedy = "choose a different file" + ", continue that run with --resume," * (more is elsewhere)
+        message = f"--report-file {kept}: is the report of a training run; {remedy} or replace it with --overwrite"
+        assert_one_error(capsys.readouterr().err, [message])
         assert {path: path.read_bytes() for path in tmp_path.glob("kept*")} == tables
     assert run_train(*flags, *elsewhere, "--resume")[0] == 2  # --resume would append to the report
     message = f"--report-file {kept}: is the report of a different training run; choose a different file"
@@ -151,7 +176,7 @@ def line(step, **data):
 
 
 def test_end_of_training_names_checkpoints_and_evaluation_command(parse, tmp_path, capsys, monkeypatch):
-    args, logged, pages = parse("--report-file", tmp_path / "a.json").copy(patience=2), [], []
+    args, logged, pages = parse("--report-file", tmp_path / "a.json").copy(patience=2, profile_steps=(1, 2)), [], []
     monkeypatch.setattr(report.logger, "log", lambda step, data: logged.append((step, data)))
     monkeypatch.setattr(report, "_write_page", lambda *arguments: pages.append(arguments))
     monkeypatch.setattr(sparsity, "counts", lambda program: {"sparse": program})
@@ -204,6 +229,11 @@ def test_resumed_run_may_be_recorded_under_a_link(tmp_path):
         path.write_text(line("PARAMETER", output_dir=f"{tmp_path}/{target[0]}", model_arch_name="Tiny") + line([0]))
         with nullcontext() if target == "output" else pytest.raises(UsageError, match="of a different training run"):
             replaced(path, tmp_path / "output/Tiny")
+        if target == "output":  # the report is below a link to the run folder
+            below = tmp_path / "output/Tiny/report.json"
+            below.write_text(line("PARAMETER") + line([0]))
+            replaced(tmp_path / "o/Tiny/report.json", tmp_path / "output/Tiny")
+            replaced(below, tmp_path / "o/Tiny")
         # A run from a checkpoint also continues the report of the checkpoint's run.
         checkpoint = SimpleNamespace(folder=tmp_path / target / "Tiny/0", resumes=True)
         replaced(path, tmp_path / "output/Tiny", checkpoint=checkpoint)
@@ -270,7 +300,7 @@ def complete(parse, tmp_path, monkeypatch):
     return complete
 
 
-def test_missing_summary_and_page_of_a_completed_run_are_written(complete, tmp_path):
+def test_missing_summary_and_page_of_a_completed_run_are_written(complete, tmp_path, capsys):
     started = {"datetime": "2026-01-01 10:00:00", "elapsedtime": "1"}
     lines = [
         json.dumps(started | {"step": step, "data": data}) + "\n"
@@ -292,6 +322,8 @@ def test_missing_summary_and_page_of_a_completed_run_are_written(complete, tmp_p
     assert complete(lines[3], lines[1]) == ([], 0)
     (tmp_path / "page.html").touch()
     assert complete(*ended) == ([], 0)
+    assert complete(*training, '{"step": [4], "data": []}\n') == ([], 0)
+    assert "report.json: not a report written by train.py (line 3: data is [])" in capsys.readouterr().err
     assert complete(*training)[1] == 1
 
 
@@ -458,7 +490,9 @@ def test_start_line_lists_operators_learning_rate_and_steps(parse, monkeypatch):
     assert "train 3 steps per epoch, an update every 2 steps (last 1 unused), 2 gradient" in line
     line = report.start_line(args.copy(iter_unit="batch", num_iter=7), [1, 2], [1], {}, 2, False)
     assert "train 2 steps per epoch, val 1 steps per epoch, 7 steps in total, an update every 2 steps, 2" in line
-    line = report.start_line(args.copy(amp=True, amp_level="O2", amp_dtype="bfloat16"), None, [1], {}, 0, False)
+    line = report.start_line(
+        args.copy(amp=True, amp_level="O2", amp_dtype="bfloat16", iter_unit="batch"), None, [1], {}, 0, False
+    )
     assert "AMP O2 in bfloat16, NCHW" in line and line.endswith(" = 0.4, val 1 steps per epoch")
 
 
@@ -520,6 +554,11 @@ def test_other_ranks_print_no_table_and_write_no_page(parse, monkeypatch):
         monkeypatch.setattr(report.logger, "report", lambda step, data: logged.append(data))
         monkeypatch.setattr(report, "_peak_memory", lambda device: {"mib": device})
         report.conclude(args, [], {"ips": 1.0}, Mode.TRAIN)
+        with monkeypatch.context() as patch:
+            patch.setattr(report.logger, "log", lambda *entry: logged.append(entry))
+            patch.setattr(report, "_write_page", lambda *arguments: logged.append(arguments))
+            report.conclude(parse(), ["--lr"], {"top1": 0.5}, Mode.EVAL)
+        assert logged.pop()[1] == ["--lr"] and logged.pop() == ((), {"val.top1": 0.5})
         report._write_page(args.copy(report_html="page.html"), ["--a", "b c"])
         assert drawn == expected and logged.pop().items() >= {"processes": 1, "train.mib": "cpu"}.items()
     report._write_page(args, [])
