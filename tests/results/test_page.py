@@ -144,6 +144,9 @@ def test_classes_with_lowest_accuracy_come_first_with_wrong_predictions(monkeypa
     worst = page._worst(None, classes, confusion, [])
     mistakes = [(row["class"], row["mistaken_for"]) for row in worst]
     assert mistakes == [("b", [("a", "4"), ("empty", "1")]), ("a", [("c", "3")])]
+    pairs = [{"label": "0", "predicted": str(i), "images": "1", "predicted_class": f"c{i}"} for i in range(1, 6)]
+    many = page._worst(None, [classes[0] | {"label": str(i)} for i in range(10)], pairs, [])
+    assert len(many) == 8 and many[0]["mistaken_for"] == [("c1", "1"), ("c2", "1"), ("c3", "1")]
     monkeypatch.setattr(page, "_images", lambda run: {"right": "right", "wrong": "wrong", "nan": "nan"})
     monkeypatch.setattr(page, "_thumbnail", lambda image: image)
     keys = ("image", "label", "prediction", "predicted_class", "probability_1")
@@ -174,7 +177,11 @@ def test_images_are_listed_in_the_format_of_the_run(photos, converted):
     assert names(image_root=str(photos), data_format="auto") == expected
     assert names(image_root=str(photos), data_format="folder") == expected
     assert len(names(image_root=str(converted["webdataset"]), data_format="webdataset")) == 23
-    for parameters in ({"data_format": "auto"}, {"image_root": str(photos), "data_format": "synthetic"}):
+    for parameters in (
+        {"data_format": "auto"},
+        {"image_root": str(photos), "data_format": "synthetic"},
+        {"image_root": "a\0b", "data_format": "auto"},
+    ):
         assert names(**parameters) == set()
 
 
@@ -396,6 +403,8 @@ def test_chart_places_points_at_their_values():
 
 def test_chart_marks_points_of_short_curves():
     """A text next to a marked point must not cross the edge of the chart."""
+    svg = curves.chart([("a", "train", [(0, 1), (1.5, 2), (2, 3)])])
+    assert centers(svg, "dot") == []  # only values of complete epochs have dots
     for count, dots in ((30, 30), (31, 0)):
         points = [(x, x) for x in range(count)]
         svg = curves.chart([("a", "train", points)], mark=(0, 0, "text"))
@@ -510,6 +519,10 @@ def test_chart_of_lr_curve_omits_high_losses(monkeypatch):
     steps = [(1, 2.0), (3, 1.0)]
     assert series == [("steps", "faint", steps), ("smoothed", "train", [(1, 2.0), (2, 1.5), (3, 1.0)])]
     assert mark == (2, 1.5, "--lr 2.4")
+    curve.steepest = None
+    assert page._lr_curve(reading.Run(Path("report.json"))) == (series, None)
+    del smoothed[1:]
+    assert page._lr_curve(reading.Run(Path("report.json"))) == ([], None)
 
 
 def test_tables_of_earlier_versions_have_no_precision():
@@ -539,7 +552,10 @@ def test_matrix_of_many_classes_shows_the_most_frequent_confusions():
     matrix = page._matrix(classes, confusion)
     assert len(matrix["names"]) == 24 and {"c50", "c51", "c60", "c61", "c40"} <= set(matrix["names"])
     classes = [{"label": str(i), "class": "n" * (13 + i), "images": "1"} for i in range(2)]
-    assert page._matrix(classes, [])["names"] == ["n" * 13, "n" * 12 + "…"]
+    matrix = page._matrix(classes, [])
+    assert matrix["names"] == ["n" * 13, "n" * 12 + "…"]
+    assert (matrix["classes"], matrix["epoch"]) == (2, None)
+    assert page._matrix([{**row, "epoch": "7"} for row in classes], [])["epoch"] == "7"
 
 
 def test_mean_speed_covers_all_epochs(tmp_path):
@@ -576,6 +592,10 @@ def test_values_of_metrics(metric, valid, invalid):
     with pytest.raises(reading._SchemaError, match=rf"^data.val.{metric} is "):
         reading._metric(f"val.{metric}", invalid, False)
     assert reading._metric(f"train.{metric}", math.inf, False) is None
+    assert reading._metric(f"other.{metric}", "text", True) == "text"
+    if metric != "other":
+        with pytest.raises(reading._SchemaError, match=rf"^data.val.{metric} is "):
+            reading._metric(f"val.{metric}", invalid, True)
 
 
 @pytest.mark.parametrize(
@@ -615,6 +635,9 @@ def test_folders_and_explicit_flags_of_a_run(tmp_path):
     run.total_s += 10
     reading._spend(run, {"train.batch_time": 1.0, "train.data_time": 3.0})
     assert run.open_s["waiting"] == run.open_s["train"] == 10
+    run.epoch_s = run.total_s + 1  # the clock was set back
+    reading._spend(run, {"train.batch_time": 1.0})
+    assert run.open_s["train"] == 0
 
 
 def test_at_most_three_runs_are_suggested(tmp_path):
@@ -624,6 +647,11 @@ def test_at_most_three_runs_are_suggested(tmp_path):
     names = " or ".join(str(tmp_path / name) for name in "abc")
     with pytest.raises(UsageError, match=f"; use {names}$"):
         reading.read(tmp_path)
+
+
+def test_flags_that_a_report_lacks_differ():
+    runs = {"a": reading.Run(None, {"lr": 1, "x": 2, "output_dir": "o"}), "b": reading.Run(None, {"lr": 1, "y": None})}
+    assert comparison.flags(runs) == [("x", ["2", "-"]), ("y", ["-", "None"])]
 
 
 def test_curves_in_a_terminal_have_at_most_60_bars(capsys):
@@ -922,19 +950,21 @@ def test_page_does_not_replace_its_inputs(trained, photos, tmp_path, capsys):
     for path in trained.iterdir():
         shutil.copy(path, tmp_path / path.name)
     (tmp_path / "link").symlink_to("report.confusion.csv")
-    (tmp_path / "predictions").write_text("")
+    for name in ("predictions", "lr_find.json"):
+        (tmp_path / name).write_text("")
     report = tmp_path / "report.json"
     report.write_text(report.read_text().replace('"predictions": null', f'"predictions": "{tmp_path}/predictions"', 1))
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     for page_file, message in (
         (tmp_path / "report.json", f"the same file as RUN {tmp_path}/report.json, which this command reads; choose"),
         (tmp_path / "link", f"the same file as RUN's table {tmp_path}/report.confusion.csv"),
         (tmp_path / "predictions", f"the same file as RUN's table {tmp_path}/predictions"),
+        (tmp_path / "lr_find.json", f"the same file as RUN's curve {tmp_path}/lr_find.json"),
         (photos / "val/class0/page.html", f"would change the data set's {photos}/val"),
     ):
         assert comparison.main([str(tmp_path), "--html", str(page_file)]) == 2
         assert message in capsys.readouterr().err
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
 
 
 def test_pipes_and_devices_are_rejected_as_reports(tmp_path, capsys):

@@ -15,7 +15,7 @@ from paddle_resnet.data import listing, records
 from paddle_resnet.native import build as native
 from paddle_resnet.results import predictions, reading
 from paddle_resnet.steps import cuda_graph
-from utils.errors import RunError
+from utils.errors import RunError, UsageError
 from utils.meters import TopMeter
 from utils.mode import Mode
 
@@ -195,3 +195,12 @@ def test_skip_list_paths_are_normalized_like_in_loader(photos, tmp_path):
     (tmp_path / "skip.txt").write_text("val/./class0/00.jpg\n")
     images = predictions.list_images(tmp_path, "auto", tmp_path / "skip.txt", [], 1)
     assert [image.name for image in images] == ["./val/class1/01.jpg"]
+
+
+def test_images_may_be_outside_the_folder_only_if_allowed(photos, tmp_path):
+    (tmp_path / "val.txt").write_text(f"{photos}/val/class0/00.jpg 0\n{photos}/val/class1/01.jpg 1\n")
+    (tmp_path / "skip.txt").write_text(f"{photos}/val/class0/00.jpg\n")
+    for skip, count in ((None, 2), (tmp_path / "skip.txt", 1)):
+        assert len(predictions.list_images(tmp_path, "filelist", skip, True, count)) == count
+    with pytest.raises(UsageError, match="--allow-outside"):
+        predictions.list_images(tmp_path, "filelist", None, False, 2)
