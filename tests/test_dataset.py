@@ -229,6 +229,8 @@ def test_commands_pass_on_their_flags(run):
 
 
 def test_unknown_flags_are_errors(capsys):
+    assert dataset.main(["info", "s", "--allow"]) == 2
+    assert "--allow: unknown flag;" in capsys.readouterr().err  # flags must not be abbreviated
     assert dataset.main(["info", "s", "--lr", "1"]) == 2
     assert "--lr: unknown flag; see `python -m paddle_resnet.dataset info --help`" in capsys.readouterr().err
     assert dataset.main(["convert", "--from", "s", "--to", "lmdb", "--output", "x", "--quality", "9"]) == 2

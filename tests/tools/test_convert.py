@@ -143,8 +143,10 @@ def test_resize_short_shrinks_large_images_upright_and_keeps_small_ones(tmp_path
         output = tmp_path / to
         convert.convert(tmp_path / "source", output, to, resize_short=50, quality=90, workers=1)
         first, second, third = (data for data, _ in contents(output))
-        with Image.open(io.BytesIO(first)) as image:
+        Image.new("RGB", (1, 1)).save(tmp_path / "quality_90.jpg", quality=90)
+        with Image.open(io.BytesIO(first)) as image, Image.open(tmp_path / "quality_90.jpg") as expected:
             assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (50, 100))
+            assert image.quantization == expected.quantization
             gray = np.asarray(image.convert("L"))
             assert gray[:45].max() < 30
             assert gray[55:].min() > 225
@@ -273,7 +275,8 @@ def test_finished_files_are_not_rewritten(photos, tmp_path, to):
     manifest = json.loads((output / "convert.json").read_text())
     (output / "convert.json").write_text(json.dumps({**manifest, "complete": False}))
     done = []
-    convert.convert(photos, output, to, shards=shards, workers=1, progress=lambda n, total: done.append((n, total)))
+    progress = {"progress": lambda n, total: done.append((n, total)), "check": lambda *_: pytest.fail("checked again")}
+    convert.convert(photos, output, to, shards=shards, quality=80, workers=1, **progress)  # no image is resized
     after = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()}
     written = {path.name for path in after if after[path] != before[path]}
     assert written == {"convert.json", "classes.txt"}
@@ -302,6 +305,25 @@ def test_conversion_with_changed_image_list_is_rejected(photos, tmp_path):
     (tmp_path / "photos" / "train" / "class0" / "00.jpg").unlink()
     with pytest.raises(UsageError, match="contains a conversion with different images"):
         convert.convert(tmp_path / "photos", tmp_path / "x", "recordio", workers=1)
+    image, renamed = (listing.Image(name, str(photos / "val/class0/00.jpg"), 0) for name in ("a", "b"))
+    assert convert._digest([image]) != convert._digest([renamed])
+
+
+def test_digest_of_files_depends_on_size_time_and_database(tmp_path):
+    """An LMDB database is a folder, whose own size and modification time do not change with its content."""
+
+    def digest(path, content, time_s):
+        path.write_bytes(content)
+        os.utime(path, (time_s, time_s))
+        return convert._digest_of_files([listing.Image("name", str(tmp_path / "x"), 0)])
+
+    (tmp_path / "x").write_bytes(b"")
+    file = tmp_path / "x"
+    assert digest(file, b"a", 1) == digest(file, b"b", 1)
+    assert len({digest(file, b"a", 1), digest(file, b"ab", 1), digest(file, b"a", 2)}) == 3
+    file.unlink()
+    file.mkdir()
+    assert digest(file / "data.mdb", b"a", 1) != digest(file / "data.mdb", b"ab", 1)
 
 
 def test_conversion_with_changed_label_is_rejected(photos, tmp_path):
@@ -342,6 +364,7 @@ def test_changed_image_is_converted_again(photos, tmp_path, capsys, to, is_compl
 def test_conversion_of_older_version_is_kept_with_a_warning(photos, tmp_path, capsys):
     convert.convert(photos, tmp_path / "x", "recordio", workers=1)
     manifest = json.loads((tmp_path / "x/convert.json").read_text())
+    del manifest["bytes"]
     for split in manifest["splits"].values():
         del split["files_sha256"]
     (tmp_path / "x/convert.json").write_text(json.dumps(manifest))
@@ -393,9 +416,10 @@ def test_source_may_have_as_many_shards_as_images(photos, tmp_path):
     assert convert.convert(tmp_path / "source", tmp_path / "x", "tfrecord", shards=1, workers=1) == {"val": 1}
     with pytest.raises(UsageError, match="--output .*x.jpg: exists, but contains no conversion"):
         convert._continued(source / "x.jpg", {})
-    source.rename(source.with_name("a\rb"))
-    with pytest.raises(UsageError, match="a class name contains a line break"):
-        convert.convert(tmp_path / "source", tmp_path / "y", "tfrecord", workers=1)
+    for name in ("a\rb", "a\nb"):
+        source = source.rename(source.with_name(name))
+        with pytest.raises(UsageError, match="a class name contains a line break"):
+            convert.convert(tmp_path / "source", tmp_path / "y", "tfrecord", workers=1)
 
 
 def test_link_to_lmdb_is_removed_without_its_target(tmp_path):

@@ -76,13 +76,20 @@ def test_preview_arranges_versions_next_to_their_image(monkeypatch, images, colu
     assert drawn == [((pictures, titles, columns), "x.png")]
 
 
-def test_preview_skips_undecodable_images(colors, tmp_path, capsys):
+def test_preview_skips_undecodable_images(colors, tmp_path, capsys, monkeypatch):
+    def denied(path):
+        raise PermissionError(13, "Permission denied")
+
     (colors / "train/c3/x.png").write_bytes(b"not an image")
     arguments = ["preview", str(colors), "--output", str(tmp_path / "x.png"), *TINY, "--num-of-class", "10"]
     assert dataset.main(arguments) == 0
     output = capsys.readouterr()
     assert "x.png: 9 training images" in output.out
     assert f"warning: {colors}: 1 images cannot be decoded and are omitted" in output.err
+    with monkeypatch.context() as patch:
+        patch.setattr(inspection.Path, "read_bytes", denied)
+        assert dataset.main(arguments) == 2
+    assert "train/c0/x.png: cannot be read (Permission denied); make it readable" in capsys.readouterr().err
     for path in colors.glob("train/*/*"):
         path.write_bytes(b"not an image")
     assert dataset.main(arguments) == 2
@@ -132,6 +139,18 @@ def test_info_counts_images_and_measures_sizes(colors, tmp_path, capsys):
     assert sorted(actual["train"]["sizes"].tolist()) == [[40 + i, 30] for i in range(10)]
     assert actual["val"]["classes"] == {f"c{i}": 0 for i in range(10)}
     assert actual["val"]["sizes"].shape == (0, 2)
+
+
+def test_images_may_be_outside_the_folder_only_if_allowed(colors, tmp_path):
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list/train.txt").write_text(f"{colors}/train/c0/x.png 0\n{colors}/train/c1/x.png 1\n")
+    flags = [*TINY, "--num-of-class", "2"]
+    with pytest.raises(UsageError, match="--allow-outside"):
+        inspection.info(tmp_path / "list")
+    assert inspection.info(tmp_path / "list", allow_outside=True)["train"]["classes"] == {"0": 1, "1": 1}
+    with pytest.raises(UsageError, match="--allow-outside"):
+        inspection.augmented(tmp_path / "list", 2, 1, flags)
+    assert len(inspection.augmented(tmp_path / "list", 2, 1, [*flags, "--allow-outside"])) == 2
 
 
 def test_info_omits_records_without_readable_label(colors, monkeypatch):

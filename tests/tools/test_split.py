@@ -124,11 +124,17 @@ def test_invalid_source_or_output_exits_with_code_2(photos, source, tmp_path, ca
         split.split(few, tmp_path / "x", 0.2)
 
 
-def test_class_may_have_two_images_and_the_name_of_a_split(tmp_path):
+def test_class_may_have_two_images_and_the_name_of_a_split(tmp_path, capsys):
     for name in ("train/0.jpg", "train/1.jpg", "b/0.png", "b/1.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert split._list_source(tmp_path) == {"b": ["0.png", "1.png"], "train": ["0.jpg", "1.jpg"]}
+    assert capsys.readouterr().err == ""
+    for name in ("b/notes.txt", "top.jpg"):
+        (tmp_path / name).touch()
+    split._list_source(tmp_path)
+    error = capsys.readouterr().err
+    assert "2 entries ignored" in error and "b/notes.txt" in error
 
 
 @pytest.mark.parametrize(("count", "more"), [(5, ""), (7, " and 2 more")])

@@ -1,3 +1,4 @@
+import errno
 import io
 import os
 import re
@@ -11,7 +12,7 @@ import pytest
 from PIL import Image
 
 from paddle_resnet import dali, dataset
-from paddle_resnet.data import listing
+from paddle_resnet.data import listing, records
 from paddle_resnet.tools import convert, verify
 from utils.errors import DataError, UsageError
 from utils.mode import Mode, RunScope
@@ -63,6 +64,8 @@ FILES = {
     "exif.jpg": (rotated(), False, ["EXIF-rotated"]),
     "png.jpg": (encoded(kind="PNG"), False, ["png with a different extension"]),
     "alpha.png": (encoded("RGBA", "PNG"), False, ["transparent"]),
+    "gray_alpha.png": (encoded("LA", "PNG"), False, ["grayscale", "transparent"]),
+    "one_bit.png": (encoded("1", "PNG"), False, ["grayscale"]),
     "deep.png": (deep(), False, ["16 bits per channel", "grayscale"]),
     "several.tif": (several(), False, ["several pictures"]),
     "gif.jpg": (encoded("P", "GIF"), True, []),
@@ -336,6 +339,14 @@ def test_only_folders_with_one_label_per_list_are_compared(train, val, is_report
 def test_split_without_decodable_records_is_not_read_with_dali(converted, monkeypatch):
     root, report = str(converted["recordio"]), verify.Report()
     assert verify._read_with_dali(root, "recordio", Mode.EVAL, frozenset(), []) == ([], "23 images instead of 0")
+    images = listing.images(root, Mode.EVAL)[2]
+    expected = [verify.check((image, None))[2:] for image in images]
+    assert verify._read_with_dali(root, "recordio", Mode.EVAL, frozenset(), expected) == ([], None)
+    expected[3], expected[22] = (b"", expected[3][1]), (expected[22][0], 9)
+    assert verify._read_with_dali(root, "recordio", Mode.EVAL, frozenset(), expected) == ([3, 22], None)
+    skip = frozenset([images[3].name])
+    del expected[3]
+    assert verify._read_with_dali(root, "recordio", Mode.EVAL, skip, expected) == ([21], None)
     monkeypatch.setattr(verify, "_in_a_process", lambda *arguments: pytest.fail("DALI was started"))
     image = listing.Image("val.rec@0", f"{root}/val.rec", None, "recordio")
     verify._compare_with_dali(root, Mode.EVAL, "recordio", [image], [("is empty", [], None, 0)], report)
@@ -393,6 +404,31 @@ def test_system_folders_are_not_classes(photos, tmp_path, capsys):
     assert "53 images, 0 cannot be decoded, 1 entry ignored: training can read all other images" in output
     assert output.count(f"{root}/train: .ipynb_checkpoints, __MACOSX ignored: ") == 1
     assert output.count(f"{root}/val: @eaDir ignored: ") == 1
+
+
+def test_images_may_be_outside_the_folder_only_if_allowed(photos, tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / f"{split}.txt").write_text(f"{photos}/val/class0/00.jpg 0\n{photos}/val/class1/01.jpg 1\n")
+    assert ["--allow-outside" in error for error in verify.verify(tmp_path).errors] == [True, True]
+    assert not verify.verify(tmp_path, 2, allow_outside=True).training_would_fail
+    report = verify.verify(tmp_path, 1, allow_outside=True)
+    assert report.failing == {f"{photos}/val/class1/01.jpg": "has label 1, which is not one of 1 classes"}
+
+
+def test_lack_of_file_descriptors_does_not_mean_that_an_image_is_damaged(monkeypatch):
+    def read(image):
+        raise OSError(number, "reason")
+
+    monkeypatch.setattr(records, "read", read)
+    task = listing.Image("x.jpg", "x.jpg", 0), None
+    number = errno.EIO
+    assert verify.check(task) == ("cannot be read (reason)", [], None, None)
+    number = errno.EMFILE
+    with pytest.raises(OSError, match="reason"):
+        verify.check(task)
+    monkeypatch.setattr(records, "read", lambda image: (JPEG, 1.5))
+    assert verify.check(task)[0] == "has label 1.5, which is not a whole number from 0"
+    assert verify.check((task[0], 3))[0] == "has label 1.5, which is not one of 3 classes"
 
 
 def test_folder_without_splits_is_rejected(tmp_path, capsys):
