@@ -3,6 +3,7 @@ import itertools
 import json
 import shutil
 import warnings
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -203,6 +204,23 @@ def test_damaged_image_does_not_mean_that_a_state_is_damaged():
 
     with pytest.raises(DataError, match="^x.jpg: cannot be decoded$"):
         dali._restored(SimpleNamespace(build=lambda: None), make)
+
+
+@pytest.mark.parametrize(
+    ("class_weights", "balanced", "mode", "labels", "flag"),
+    [
+        ("balanced", False, Mode.TRAIN, None, "--class-weights balanced"),
+        ("balanced", False, Mode.TRAIN, [0], None),
+        ("weights.csv", True, Mode.TRAIN, None, "--balanced-sampling"),
+        ("weights.csv", False, Mode.TRAIN, None, None),
+        ("balanced", True, Mode.EVAL, None, None),
+    ],
+)
+def test_balancing_requires_labels_of_training_images(class_weights, balanced, mode, labels, flag):
+    args = SimpleNamespace(class_weights=class_weights, balanced_sampling=balanced)
+    message = f"^{flag}: requires class folders or file lists, but the data format is lmdb; remove"
+    with pytest.raises(UsageError, match=message) if flag else nullcontext():
+        dali._check_labels(args, mode, "lmdb", labels)
 
 
 def test_data_set_is_opened_with_values_of_flags(parse, monkeypatch):
@@ -462,6 +480,8 @@ def test_synthetic_loaders_of_ranks_differ_and_resume(parse, shard, monkeypatch)
 def test_change_that_sizes_intends_is_not_a_warning(parse, capsys, has_sizes):
     args = parse(*(["--sizes", "24:0,32:1", "--epochs", "2"] if has_sizes else []))
     conditions = dali._conditions(args, "folder", 30)
+    assert dali.LIST not in conditions
+    assert dali._conditions(args, "folder", 30, "0123456789abcdef-")[dali.LIST] == "0123456789abcdef"
     state = {"conditions": conditions | {"--batch-size": 9}, "step": 0}
     assert dali._usable(args, state, conditions, 3) == (state, True)
     output = capsys.readouterr()

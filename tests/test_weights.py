@@ -17,10 +17,12 @@ from PIL import Image
 
 import torch_files
 from conftest import assert_one_error, phase
-from paddle_resnet import export, models, predict, weights
-from paddle_resnet.checkpoints import conversion, folders, foreign_names, published
+from paddle_resnet import dali, export, models, predict, weights
+from paddle_resnet.checkpoints import conversion, folders, foreign_names, published, restore
 from paddle_resnet.models.resnet import BottleneckBlock
-from paddle_resnet.serving import networks
+from paddle_resnet.serving import inference, networks
+from paddle_resnet.serving.model import Model
+from utils.mode import Mode
 
 OPTIONS = {"block": BottleneckBlock, "depths": (1, 1), "width": 8}
 PREPROCESSING = {"interp": "cubic", "normalize_mean": [0.4, 0.5, 0.6]}
@@ -167,6 +169,31 @@ def test_verify_matches_subset_of_classes_by_name(small, some_classes, run_bare,
     assert description["preprocessing"]["interp"] == "cubic"
 
 
+def test_evaluation_uses_its_arguments_and_the_five_largest_logits(monkeypatch):
+    def load(*arguments):
+        assert arguments == ("checkpoint", "gpu")
+        return SimpleNamespace(model=lambda logits: model, args=SimpleNamespace(num_of_class=9), meta="meta")
+
+    def loader_args(*arguments):
+        assert arguments == ("description", 32, "gpu", 3)
+        return SimpleNamespace()
+
+    def build(args, mode, trained):
+        assert vars(args) == {"image_root": "root", "num_of_class": 9, "data_format": "lmdb"}
+        assert (mode, trained) == (Mode.EVAL, ["a"])
+        return [({"data": np.zeros((4, 1)), "label": np.array([[0], [4], [5], [5]])},)]
+
+    model = Model("", "description", lambda images: [None, np.tile(np.arange(9, 0, -1), (len(images), 1))])
+    monkeypatch.setattr(inference, "resolve_device", {"auto": "gpu"}.get)
+    monkeypatch.setattr(networks, "load_checkpoint", load)
+    monkeypatch.setattr(inference, "loader_args", loader_args)
+    monkeypatch.setattr(weights.listing, "detect", lambda root, mode: {("root", Mode.EVAL): "lmdb"}[root, mode])
+    monkeypatch.setattr(restore, "recorded_classes", {"meta": ["a"]}.get)
+    monkeypatch.setattr(dali, "build_dataloader", build)
+    result = weights.evaluate("checkpoint", Path("root"), threads=3)
+    assert result == {"images": 4, "classes": 3, "top1": 0.25, "top5": 0.5}
+
+
 def error(capsys, *arguments):
     capsys.readouterr()
     assert run(*arguments) == 2
@@ -213,7 +240,7 @@ def test_unreadable_or_unsuitable_file_is_an_error(small, tmp_path, capsys):
     path.write_bytes(pickle.dumps(tensors() | {f"x{i}.weight": np.zeros(1, np.float32) for i in range(9)}, 4))
     assert error(capsys, path, *out).endswith("(--verbose lists all tensors)")
     assert run(path, *out, "--verbose") == 2
-    assert "unexpected: x0.weight, x1.weight, x2.weight" in capsys.readouterr().err
+    assert f"unexpected: {', '.join(f'x{i}.weight' for i in range(9))}" in capsys.readouterr().err
     for claimed in ("f37072fd", hashlib.sha256(b"damaged").hexdigest()[8:16]):
         damaged = tmp_path / f"resnet18-{claimed}.pth"
         damaged.write_bytes(b"damaged")
