@@ -113,11 +113,15 @@ def pixels(image, preprocessing):
     """Resize and crop an image.
 
     Args:
-        image: path, file or PIL image.
+        image: path, file or PIL image. The PIL image must not be opened with a path, because Pillow 13.0 then scrambles
+            gray TIFF images with an EXIF orientation.
         preprocessing: the entry "preprocessing" of model.json.
     Returns:
         uint8 [H, W, 3], RGB.
     """
+    if isinstance(image, (str, Path)):
+        with open(image, "rb") as file:
+            return pixels(file, preprocessing)
     if not isinstance(image, Image.Image):
         image = Image.open(image)
     image = ImageOps.exif_transpose(image)
@@ -229,7 +233,7 @@ def _checked_input(path, model):
     """Like model_input, but raise ValueError unless the path is a regular file with at most MAX_PIXELS pixels."""
     if not Path(path).is_file():
         raise ValueError("not a regular file")
-    with Image.open(path) as image:
+    with open(path, "rb") as file, Image.open(file) as image:
         if image.width * image.height > MAX_PIXELS:
             raise ValueError(f"{image.width} x {image.height} pixels, more than the limit of {MAX_PIXELS:,}")
         return model_input(image, model)

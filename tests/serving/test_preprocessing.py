@@ -57,6 +57,8 @@ VARIANTS = {
     "16 bits": ("png", sixteen_bits, {}),
     "BMP": ("bmp", lambda image: image, {}),
     "TIFF": ("tif", lambda image: image, {}),
+    "gray TIFF with EXIF": ("tif", lambda image: image.convert("L"), oriented(6)),
+    "16-bit TIFF with EXIF": ("tif", sixteen_bits, oriented(8)),
     "WebP": ("webp", lambda image: image, {}),
 }
 
@@ -103,6 +105,8 @@ def test_pixels_of_unusual_images_match_evaluation_pipeline(evaluated, tmp_path,
     change(photo(*PHOTO)).save(path, **options)
     (expected,) = evaluated(60, 48, "triangular")
     assert np.abs(preprocessing.pixels(path, description(60, 48, "triangular")) - expected).max() <= 1
+    model = {"input": {"dtype": "uint8", "layout": "NHWC"}, "preprocessing": description(60, 48, "triangular")}
+    assert np.abs(preprocessing._checked_input(path, model)[0] - expected).max() <= 1
 
 
 def test_normalized_images_match_evaluation_pipeline(parse, photos):
