@@ -477,8 +477,9 @@ def test_metrics_of_training_and_evaluation():
     run = reading.Run(None, epochs={3: results | trained}, total_s=3661.6)
     speed = ("1,000", "mean images/s in training")
     assert page._metrics(run) == [("50.00%", "best top1, epoch 3"), *shown, speed, time]
-    run = reading.Run(None, summary=results, total_s=3661.6)
-    assert page._metrics(run) == [*shown, ("2,000", "images/s"), time]
+    for content in ({"summary": results}, {"epochs": {3: results | {"val.epoch_time": 2.0}}}):
+        run = reading.Run(None, total_s=3661.6, **content)
+        assert page._metrics(run) == [*shown, ("2,000", "images/s"), time]
     assert page._duration(1e12) == page._duration(reading.LIMIT_S)
 
 
