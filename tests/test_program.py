@@ -679,6 +679,19 @@ def test_progress_estimates_remaining_time(parse, monkeypatch, capsys, accumulat
     assert [line[3] for line in shown] == [None, None]  # a benchmark has no other epochs
 
 
+def test_progress_shows_memory_of_the_gpu(parse, monkeypatch):
+    args, shown = parse(), []
+    args.device = "gpu"
+    monkeypatch.setattr(program.progress, "is_due", lambda: True)
+    monkeypatch.setattr(program.progress, "show", lambda *line: shown.append(line[-1]))
+    monkeypatch.setattr(program.processes, "local_gpu", lambda: 2)
+    monkeypatch.setattr(paddle.device.cuda, "max_memory_allocated", lambda gpu: 3 * 2**29 if gpu == 2 else 0)
+    monkeypatch.setattr(program.processes, "place", lambda device: device)
+    monkeypatch.setattr(paddle.device.cuda, "synchronize", lambda place: None)
+    program.run(args, Batches(random_batches(1)), Trace(), COMPILED, fake_fetchs(), 0)
+    assert shown[0][1:] == ["GPU memory 1.5 GiB"]
+
+
 def test_loader_with_wrong_length_is_an_error(parse):
     args = parse()
     batches = Batches(random_batches(3))
