@@ -151,8 +151,10 @@ def test_kinds_of_folders(tmp_path, capsys):
     assert [folder.name for folder in all_folders if folders.is_checkpoint(folder)] == ["1", "2", "3", "7", "8"]
     assert [folder.name for folder in all_folders if folders.is_foreign(folder)] == ["3"]
     assert [folder.name for folder in folders.finished(tmp_path)] == ["1", "2", "3", "7", "8"]
+    (tmp_path / ".latest.partial").symlink_to("1")
     folders.clean(tmp_path)
-    assert [folder.name for folder in folders.below(tmp_path)] == ["1", "2", "3", "5", "7", "8"]
+    folders.delete(tmp_path / "9")
+    assert names(tmp_path) == ["1", "2", "3", "5", "7", "8"]
     assert capsys.readouterr().err == ""
 
 
@@ -479,6 +481,9 @@ def test_meta_json_lists_the_files_of_a_checkpoint(tmp_path):
     (folder / "a.pdparams").write_text("abd")
     with pytest.raises(folders.DamagedError, match="a.pdparams does not match its sha256 in meta.json"):
         folders.read_listed(folder / "a.pdparams")
+    (folder / "a.pdparams").write_text("ab")
+    with pytest.raises(folders.DamagedError, match="a.pdparams has 2 bytes instead of 3"):
+        folders.verify(folder)
     folders._unmark(folder)
     with pytest.raises(folders.DamagedError, match="the checkpoint is incomplete or being deleted"):
         folders.contains(folder / "a.pdopt")
