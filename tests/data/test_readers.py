@@ -333,6 +333,16 @@ def test_unfinished_conversion_is_rejected(converted, tmp_path):
     assert "the conversion is incomplete" in error_of(tmp_path, Mode.TRAIN, data_format="auto")
 
 
+@pytest.mark.parametrize("data_format", ["recordio", "lmdb"])
+def test_wrong_number_of_records_is_rejected(converted, tmp_path, data_format):
+    for path in converted[data_format].iterdir():
+        if path.name != "convert.json":
+            (tmp_path / path.name).symlink_to(path)
+    manifest = (converted[data_format] / "convert.json").read_text()
+    (tmp_path / "convert.json").write_text(manifest.replace('"images": 23', '"images": 24'))
+    assert "has 23 val images, but 24 according" in error_of(tmp_path, Mode.EVAL, data_format=data_format)
+
+
 def test_file_list_may_contain_spaces_and_tabs(make):
     root = make("some place/a b.jpg", "x.jpg")
     make_list(
