@@ -482,6 +482,8 @@ def test_files_of_file_list_are_found_in_a_folder_that_cannot_be_listed(root, mo
     def fail(path):
         raise PermissionError
 
+    with pytest.raises(UsageError, match=r"val.txt: val/class0 is missing or not a regular file; remove the line"):
+        listing.check_listed(root, Mode.EVAL, ["val/class0/00.jpg", "val/class0"])
     monkeypatch.setattr(listing.os, "scandir", fail)
     listing.check_listed(root, Mode.EVAL, ["val/class0/00.jpg"])
     with pytest.raises(
@@ -581,6 +583,10 @@ def test_network_with_too_few_outputs_is_rejected(root):
 
 
 def test_incomplete_conversion_is_rejected(tmp_path):
+    (tmp_path / "convert.json").mkdir()
+    with pytest.raises(UsageError, match=f"^{tmp_path}/convert.json: cannot be read"):
+        listing.read_manifest(tmp_path)
+    (tmp_path / "convert.json").rmdir()
     manifest = {"complete": True, "format": "webdataset", "splits": {"val": {"images": 5}}, "shards": {"val": 2}}
     (tmp_path / "convert.json").write_text(json.dumps(manifest | {"complete": False}))
     with pytest.raises(UsageError, match="the conversion is incomplete; repeat the `"):
