@@ -62,9 +62,11 @@ def train(row, seed, args, gpus):
         command = [sys.executable, "train.py", *args.flags, *flags, *seeds, *places]
         gpu = gpus.get()
         environment = os.environ | variables | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
-        with open(folder / "log.txt", "ab") as log:
-            code = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log).returncode
-        gpus.put(gpu)
+        try:
+            with open(folder / "log.txt", "ab") as log:
+                code = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log).returncode
+        finally:  # otherwise, the other runs would wait for this GPU forever
+            gpus.put(gpu)
         if code or result(folder) is None:
             last = ((folder / "log.txt").read_text(errors="replace").strip() or "no message").splitlines()[-1]
             print(f"{name}, seed {seed}: no result, exit code {code} ({last})", file=sys.stderr, flush=True)

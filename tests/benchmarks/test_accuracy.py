@@ -2,6 +2,10 @@
 
 import importlib.util
 import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -44,11 +48,58 @@ def test_report_without_complete_summary_is_unfinished(text, tmp_path):
 
 def test_different_flags_for_finished_row_are_an_error(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(accuracy, "train", lambda *_: (0.5, 1.0))
-    command = ["--output", str(tmp_path), "--flags=--epochs 1", "--row"]
-    assert accuracy.main([*command, "a: --lr 0.1"]) == accuracy.main([*command, "a: --lr 0.1"]) == 0
-    with pytest.raises(SystemExit):
-        accuracy.main([*command, "a: --lr 0.2"])
-    assert "contains runs with different flags (flags.json)" in capsys.readouterr().err
+
+    def main(flags, row):
+        return accuracy.main(["--output", str(tmp_path), f"--flags={flags}", "--row", row])
+
+    assert main("--epochs 1", "a: --lr 0.1") == main("--epochs 1", "a: --lr 0.1") == 0
+    for flags, row in (("--epochs 1", "a: --lr 0.2"), ("--epochs 2", "a: --lr 0.1"), ("--epochs 1", "a: X=1 --lr 0.1")):
+        with pytest.raises(SystemExit):
+            main(flags, row)
+        assert "contains runs with different flags (flags.json)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gpu", ["", "5"])
+def test_runs_use_their_seeds_flags_and_variables(tmp_path, monkeypatch, capsys, gpu):
+    """Rows "bad" and "failed" have no result: the first has no summary, the second has an exit code other than 0."""
+    calls = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def run(command, cwd, env, stdout, stderr):
+        folder = Path(command[command.index("--output-dir") + 1])
+        calls.append((str(folder.relative_to(tmp_path)), command, env))
+        stdout.write(b"started\nlast line\n")
+        if folder.parent.name != "bad":
+            (folder / "report.json").write_text('DLLL {"step": [], "elapsedtime": "60", "data": {"val.top1": 0.5}}\n')
+        return SimpleNamespace(returncode=int(folder.parent.name == "failed"))
+
+    monkeypatch.setattr(accuracy.subprocess, "run", run)
+    flags = ["--output", "runs", "--seeds", "2", "--gpus", gpu, "--flags=--epochs 1"]
+    rows = ["a: X=1 --lr 0.1", "bad:", "failed:"]
+    assert accuracy.main([*flags, *(f"--row={row}" for row in rows)]) == 1
+    err = capsys.readouterr().err
+    assert (
+        "bad, seed 1: no result, exit code 0 (last line)" in err and "failed, seed 0: no result, exit code 1 (" in err
+    )
+    names = [f"runs/{name}/{seed}" for seed in (0, 1) for name in ("a", "bad", "failed")]
+    assert [name for name, *_ in calls] == names
+    _, command, environment = calls[3]
+    folder = str(tmp_path / "runs/a/1")
+    expected = [sys.executable, "train.py", "--epochs", "1", "--lr", "0.1", "--seed", "1", "--dali-random-seed", "43"]
+    assert command == [*expected, "--output-dir", folder, "--report-file", f"{folder}/report.json", "--resume"]
+    assert environment == os.environ | {"X": "1"} | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
+    calls.clear()
+    assert accuracy.main([*flags, f"--row={rows[0]}"]) == 0 and not calls  # finished runs are not repeated
+    accuracy.main([*flags, f"--row={rows[1]}"])
+    assert Path("runs/bad/0/log.txt").read_text() == "started\nlast line\n" * 2
+
+
+def test_each_gpu_runs_several_processes(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(accuracy, "train", lambda row, seed, args, gpus: seen.append(sorted(gpus.queue)) or (0.5, 1.0))
+    assert accuracy.main(["--output", str(tmp_path), "--gpus", "5,6", "--runs-per-gpu", "2", "--row", "a:"]) == 0
+    assert seen == [["5", "5", "6", "6"]] * 3
 
 
 @pytest.mark.soak

@@ -101,11 +101,12 @@ def test_kernel_times_are_summed_without_durations_in_names():
         {"cat": "Kernel", "name": "void f<float [3]>(int)[666.660 us]", "dur": 666.66},
         {"cat": "Kernel", "name": "void f<float [3]>(int)[1.340 us]", "dur": 1.34},
         {"cat": "Memset", "name": "MEMSET[2.000 us]", "dur": 2.0},
+        {"cat": "Memcpy", "name": "MEMCPY_DtoH[3.000 us]", "dur": 3.0},
         {"cat": "Operator", "name": "conv2d[9.000 us]", "dur": 9.0},
         {"name": "process_name"},
     ]
     times = networks.kernel_times(json.dumps({"traceEvents": events}))
-    assert times == pytest.approx({"f<float [3]>(int)": 0.668, "MEMSET": 0.002})
+    assert times == pytest.approx({"f<float [3]>(int)": 0.668, "MEMSET": 0.002, "MEMCPY_DtoH": 0.003})
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -135,10 +136,12 @@ def test_table_contains_latest_results():
     results = [
         {"arch": "ResNet18", "task": "evaluate", "ips": 40.0, **cpu},
         {"arch": "ResNet18", "task": "train", "ips": 1.0, **cpu},
+        {"arch": "ResNet34", "task": "train", "ips": 1.0, **cpu},
         {"arch": "ResNet18", "task": "train", "ips": 25600.0, **gpu},
     ]
     header, _, *rows = networks.table(results, 4.8).splitlines()
     names, *cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (header, *rows)]
+    assert cells.pop(1)[:2] == ["ResNet34 (not captured)", "train"]
     train, evaluate = (dict(zip(names, row, strict=True)) for row in cells)
     assert cells[0][:8] == ["ResNet18", "train", "25,600", "2,486", "10.00", "10.00", "5.00", "50%"]
     assert cells[1][:8] == ["ResNet18 (not captured)", "evaluate", "40", "", "100.00", "", "0.01", "0%"]
@@ -149,6 +152,7 @@ def test_table_contains_latest_results():
 
 def test_failed_network_does_not_stop_the_others(monkeypatch, tmp_path, capsys):
     def run(command, **_):
+        assert "--batch-size=256" in command and "None" not in str(command)
         arch = command[command.index("--arch") + 1]
         return subprocess.CompletedProcess(command, int(arch == "GhostNet"), "", "a line\nout of memory\n")
 
@@ -159,5 +163,6 @@ def test_failed_network_does_not_stop_the_others(monkeypatch, tmp_path, capsys):
 
 
 def test_too_few_warmup_steps_are_an_error(monkeypatch):
+    assert parse(monkeypatch).arch == list(networks.MODELS)
     with pytest.raises(SystemExit):
         parse(monkeypatch, "--warmup-steps", "5")

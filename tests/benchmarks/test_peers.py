@@ -1,7 +1,9 @@
 """Tests of the parts of benchmarks/peers.py that require neither PyTorch nor a GPU."""
 
 import importlib.util
+import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -56,17 +58,83 @@ def test_table_contains_medians_and_ratios():
     task = "train, synthetic"
     own, eager, compiled = (f"{task}: {who}" for who in ("paddle_resnet", "PyTorch eager", "PyTorch compile"))
     results = [
-        {"row": own, "ips": ips, "first_step_s": 9.0, "peak_memory_allocated_mib": 5e3} for ips in (6e3, 7e3, 6.8e3)
+        {"row": own, "ips": ips, "first_step_s": ips / 1e3, "peak_memory_allocated_mib": ips - 1e3}
+        for ips in (6e3, 7.2e3, 6.8e3)
     ]
     results += [{"row": compiled, "ips": ips, "first_step_s": s} for ips, s in ((800.0, 40.0), (850.0, 20.0))]
     results += [{"row": compiled, "error": "out of memory"}, {"row": eager, "error": "no torch"}]
     results += [{"row": own, "arch": "GhostNet", "ips": 70.0, "first_step_s": 9.0}]
     assert peers.table(results).splitlines()[2:] == [
-        f"| ResNet50 | {task} | paddle_resnet | 3 | 6,800 | 6,000 to 7,000 | 1.000 x | 5,000 | 9.0 (9.0 to 9.0) |",
+        f"| ResNet50 | {task} | paddle_resnet | 3 | 6,800 | 6,000 to 7,200 | 1.000 x | 5,800 | 6.8 (6.0 to 7.2) |",
         f"| ResNet50 | {task} | PyTorch eager | 0 (1 failed) |  |  |  |  |  |",
         f"| ResNet50 | {task} | PyTorch compile | 2 (1 failed) | 825 | 800 to 850 | 8.242 x |  | 30.0 (20.0 to 40.0) |",
         f"| GhostNet | {task} | paddle_resnet | 1 | 70 | 70 to 70 | 1.000 x |  | 9.0 (9.0 to 9.0) |",
     ]
+
+
+@pytest.fixture
+def process(monkeypatch):
+    """Replace the processes of measurements. Return the (command, environment) of each process, and its result."""
+    calls, done = [], SimpleNamespace(returncode=0, stderr="", stdout='a line\n{"ips": 5, "first_step_at": 107}\n')
+
+    def run(command, env, **_):
+        calls.append((command, env))
+        return done
+
+    monkeypatch.setattr(peers.subprocess, "run", run)
+    monkeypatch.setattr(peers.time, "time", lambda: 100)
+    return calls, done
+
+
+def test_baseline_uses_same_settings_and_its_own_environment(monkeypatch, process, tmp_path):
+    calls, _ = process
+    monkeypatch.setenv("PYTHONPATH", "p")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "l")
+    flags = ["--image-root", "photos", "--batch-size", "64", "--torch-pythonpath", "extra"]
+    for more, path, libraries in (([], "extra:p", "l"), (["--torch-env-clear"], "extra", None)):
+        args = parse(monkeypatch, "run", "--torch-python", "python3", *flags, *more)
+        result = peers.measure(args, "ResNet18", "train, JPEG: PyTorch compile", tmp_path)
+        command, environment = calls[-1]
+        assert result == {"ips": 5, "first_step_s": 7, "command": command}
+        arguments = ["worker", "train, JPEG", "--arch", "ResNet18", "--compile", "default", "--image-root=photos"]
+        assert command[:9] == ["python3", peers.__file__, *arguments]
+        assert {"--device=gpu", "--batch-size=64", "--crop-size=224", "--warmup-steps=50"} < set(command)
+        assert (environment["PYTHONPATH"], environment.get("LD_LIBRARY_PATH")) == (path, libraries)
+    args = parse(monkeypatch, "run", "--torch-python", "python3")
+    peers.measure(args, "ResNet18", "train, synthetic, two GPUs: PyTorch compile", tmp_path)
+    command, environment = calls[-1]
+    assert command[:4] == ["python3", "-m", "torch.distributed.run", "--standalone"] and "None" not in str(command)
+    assert environment["PYTHONPATH"] == "p"
+
+
+def test_failed_measurement_returns_the_last_lines(monkeypatch, process, tmp_path):
+    _, done = process
+    args, done.returncode = parse(monkeypatch, "run"), 3
+    (tmp_path / "report.json").write_text("of an earlier process")
+    for stdout, stderr, error in (("a\n", "b\n" * 50 + "c\n", "c"), ("a\nd\n", "", "d"), ("", "", "no message")):
+        done.stdout, done.stderr = stdout, stderr
+        result = peers.measure(args, "ResNet18", "train, synthetic: paddle_resnet", tmp_path)
+        assert (result["error"], result["returncode"], result["stderr"][-1]) == (error, 3, error)
+        assert len(result["stderr"]) <= 40
+    assert not (tmp_path / "report.json").exists()
+
+
+def test_own_command_on_the_cpu_has_two_processes_and_float32(monkeypatch, tmp_path):
+    args = parse(monkeypatch, "run", "--device", "cpu")
+    command = peers.own_command(args, "ResNet18", "train, synthetic, two GPUs", tmp_path / "report.json")
+    assert command[command.index("--nproc_per_node") + 1] == "2" and not {"--gpus", "--amp"} & set(command)
+
+
+def test_rows_alternate_and_results_are_appended(monkeypatch, tmp_path):
+    rows = [f"evaluate, synthetic: {who}" for who in ("paddle_resnet", "PyTorch compile")]
+    results = {rows[0]: {"ips": 5.0, "first_step_s": 1.0}, rows[1]: {"error": "x"}}
+    monkeypatch.setattr(peers, "measure", lambda args, arch, row, folder: results[row])
+    output = tmp_path / "peers.jsonl"
+    args = parse(monkeypatch, "run", "--rows", "evaluate, synthetic", "--repeats", "2", "--output", output)
+    assert [peers.run(args) for _ in range(2)] == [1, 1]
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    order = [(repetition, "ResNet50", row) for repetition in (0, 1) for row in rows]
+    assert [(line["repetition"], line["arch"], line["row"]) for line in lines] == order * 2
 
 
 def test_zero_warmup_steps_is_an_error(monkeypatch):

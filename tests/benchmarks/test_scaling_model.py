@@ -109,3 +109,19 @@ def test_flags_change_the_prediction(capsys):
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert rows[1][4] == "1,000 (measured 1,000)"
     assert rows[1][7] == "0.2 |"
+
+
+def test_each_flag_sets_its_parameter(capsys):
+    flags = ["--batch", "100", "--gradient-mb", "30", "--buckets", "3", "--gpus-per-node", "4", "--nvlink-gb-s", "200"]
+    model.main(
+        [*flags, "--network-gb-s", "2", "--latency-us", "5", "--file-kb", "200", "--measured", "2:1900", "1:1000"]
+    )
+    network = {"nvlink": 200e9, "network": 2e9, "latency_s": 5e-6}
+    setup = model.Setup(batch=100, gradient_bytes=30e6, buckets=3, gpus_per_node=4, **network)
+    table = model.table(setup, {2: 1900.0, 1: 1000.0}, file_bytes=200e3)
+    assert capsys.readouterr().out == f"{table}\n"
+
+
+def test_table_contains_each_number_of_gpus_once():
+    lines = model.table(SETUP, {8: 60000.0, 1: 8338.0, 2: 16203.0}).splitlines()[4:]
+    assert [line.split(" | ")[0] for line in lines] == ["| 1", "| 2", "| 8", "| 64", "| 1024"]
