@@ -533,6 +533,9 @@ def test_number_of_calibration_images_is_positive(tmp_path, capsys):
     with pytest.raises(SystemExit):
         export.main(["checkpoint", str(tmp_path), "--int8", "--calibrate", "DATA", "--calibration-images", "0"])
     assert "--calibration-images: 0 is too small; use a whole number from 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit):  # flags must not be abbreviated
+        export.main(["checkpoint", str(tmp_path), "--uint"])
+    assert "unrecognized arguments: --uint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["correct", "loss", "images of the recorded evaluation"])

@@ -94,6 +94,12 @@ def test_flag_values_out_of_range_exit_with_code_2(tmp_path, capsys, flag, value
     assert f"{flag}: " in error and message in error
 
 
+def test_flags_must_not_be_abbreviated(capsys):
+    with pytest.raises(SystemExit):
+        predict.main(["model", "x.jpg", "--tt", "flip"])
+    assert "unrecognized arguments: --tt" in capsys.readouterr().err
+
+
 def test_predictions_do_not_depend_on_batch_size(checkpoint, val_images):
     paths, _ = val_images
     for batch_size in (1, 23, 64):
