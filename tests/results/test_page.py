@@ -664,6 +664,8 @@ def test_curves_in_a_terminal_have_at_most_60_bars(capsys):
         for name, length in lengths.items()
     }
     runs["c"].epochs[0] = {"val.loss": 1.0}  # a single value is not a curve
+    colors = [color for _, color, _ in comparison._series(dict.fromkeys("abcdefgh", runs["a"]), "train.loss")]
+    assert colors == ["c0", "c1", "c2", "c3", "c4", "c5", "c0", "c1"]
     comparison._print_curves(comparison.Console(width=200), runs)
     title, *rows = capsys.readouterr().out.splitlines()
     assert title == "training loss, 1 to 61"
