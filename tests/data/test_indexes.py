@@ -173,6 +173,16 @@ def test_index_without_skipped_images_keeps_format_v1_2(tmp_path, cache):
         indexes.open_index(shard, "webdataset", frozenset({7, 3, int(first.images[0, 0])}))
 
 
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize(("kind", "line"), [("tfrecord", "{start} {size}\n"), ("recordio", "{row}\t{start}\n")])
+def test_index_without_skipped_records_has_the_format_of_dali(tmp_path, kind, line):
+    index = indexes.open_index(str(write(tmp_path, kind)), kind)
+    remaining = indexes.open_index(str(tmp_path / KINDS[kind]), kind, frozenset({int(index.images[1, 0])}))
+    rows = enumerate(index.images[[0, 2, 3, 4]].tolist())
+    expected = [line.format(row=row, start=start, size=size) for row, (start, size) in rows]
+    assert Path(remaining.path).read_text() == "".join(expected)
+
+
 def tar(path, names):
     with tarfile.open(path, "w") as archive:
         for name in names:
@@ -268,7 +278,7 @@ def test_numbers_in_an_index_are_limited():
 
 
 @pytest.mark.parametrize(
-    "data", [b"0 16\n16 117\n", b"1 16\n17 116\n", b"0 17\n18 115\n", b"0 17\n17 115\n", b"0 18\n17 116\n"]
+    "data", [b"0 16\n16 117\n", b"1 17\n18 115\n", b"0 17\n18 115\n", b"0 17\n17 115\n", b"0 18\n17 116\n"]
 )
 def test_tfrecord_index_must_list_every_record_with_payload(data):
     assert indexes._tfrecord_rows(b"0 17\n17 116\n", None, 133)[0].tolist() == [[0, 17], [17, 116]]

@@ -85,6 +85,7 @@ def test_image_and_label_of_a_tar_file_are_read_at_their_places(tmp_path):
     path.write_bytes(b"0image 012\n9")
     image = listing.Image("val-0.tar@1", str(path), None, "webdataset", (1, 5, 7, 4))
     assert records.read(image) == (b"image", 12)
+    assert records.read(listing.Image("a.jpg", str(path), 3)) == (b"0image 012\n9", 3)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +135,15 @@ def test_end_of_a_recordio_record_is_checked():
             records.recordio_end(io.BytesIO(damaged), 0, size)
 
 
+@pytest.mark.parametrize(("place", "reason"), [(0, "no record starts"), (8, "no record starts"), (20, "the checksum")])
+def test_checksums_of_a_tfrecord_are_verified(tmp_path, place, reason):
+    data = bytearray(_tfrecords(tmp_path / "records", 1).read_bytes())
+    assert records.tfrecord_payload(io.BytesIO(data), len(data)) == data[12:-4]
+    data[place] ^= 1
+    with pytest.raises(ValueError, match=f"^{reason}"):
+        records.tfrecord_payload(io.BytesIO(data), len(data))
+
+
 def test_length_of_truncated_tfrecord_is_checked_before_reading():
     length = struct.pack("<Q", 2**62)
     head = length + struct.pack("<I", records._masked(crc32c(length)))
@@ -141,12 +151,15 @@ def test_length_of_truncated_tfrecord_is_checked_before_reading():
         records.tfrecord_payload(io.BytesIO(head), 100)
 
 
-def test_lmdb_labels_returns_size_and_labels(tmp_path):
+def test_lmdb_labels_returns_size_and_labels(tmp_path, monkeypatch):
+    watched = []
+    monkeypatch.setattr(records.truncation, "watch", watched.append)
     with writers.SINGLE_FILE["lmdb"](str(tmp_path), "train") as writer:
         writer.write([(b"x", 300), (b"y", 2), (b"z", 1)])
         writer.finish()
     (tmp_path / "train_lmdb/lock.mdb").unlink(missing_ok=True)
     assert records.lmdb_labels(str(tmp_path / "train_lmdb"), 1) == (3, [300, 1])
+    assert watched == [str(tmp_path / "train_lmdb/data.mdb")]
     assert [path.name for path in (tmp_path / "train_lmdb").iterdir()] == ["data.mdb"]
     (tmp_path / "link").symlink_to("train_lmdb")
     opened = records._lmdb_environment.cache_info().currsize
