@@ -335,6 +335,7 @@ def test_run_returns_epoch_metrics_and_steps_schedule(parse):
         *("data_time", "compute_time", "batch_time"),
     }
     assert (result["images"], result["steps"]) == (32, 4)
+    assert [type(result[name]) for name in ("images", "steps", "ips", "loss")] == [int, int, float, float]
     assert result["ips"] == pytest.approx(32 / result["epoch_time"])
     assert result["batch_time"] == pytest.approx(result["data_time"] + result["compute_time"])
     assert lr_scheduler.last_epoch == 4

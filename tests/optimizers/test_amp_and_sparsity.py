@@ -333,6 +333,14 @@ def test_overflow_does_not_change_parameters(request, parse, kernels, level, is_
         np.testing.assert_array_equal(variable(name), value)
 
 
+def test_constant_statistics_are_not_checked(parse):
+    frozen_layers = build(parse("--freeze", "all-but-classifier"))[-1]
+    for main in (frozen_layers, build(parse())[-1].clone(for_test=True)):
+        before = len(main.global_block().ops)
+        updates.keep_statistics_finite(main)
+        assert len(main.global_block().ops) == before
+
+
 @pytest.mark.parametrize("is_dynamic", [True, False], ids=["dynamic", "static"])
 def test_fused_update_with_loss_scaling_equals_plain_update(parse, use_native, is_dynamic):
     result = []

@@ -68,6 +68,7 @@ def test_each_rank_has_its_own_file(shard, tmp_path):
     shard(3, 4)
     assert trace.path([1, 2], tmp_path) == tmp_path / "profile/steps_1_2_rank3.json"
     assert trace.path(None, tmp_path) is None
+    trace.check(None, 0)  # without --profile-steps, every length is valid
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
