@@ -198,6 +198,7 @@ REPLACED = {
     "strides, paddings and dilations": (lambda x: conv(3, stride=[1, 2], padding=[2, 1], dilation=[2, 1])(x), True),
     "groups": (lambda x: conv([1, 3], groups=4)(x), True),
     "7x7 depthwise": (lambda x: conv(7, padding=3, groups=8)(x), True),
+    "SAME without padding": (lambda x: conv(stride=2, padding="SAME")(x), True),
     "symmetric SAME": (lambda x: conv(3, padding="SAME")(x), True),
     "VALID": (lambda x: conv(3, padding="VALID")(x), True),
     "shared filters": (lambda x: (lambda layer: layer(x) + layer(layer(x)))(conv()), True),
@@ -273,6 +274,7 @@ STEMS = {
     "three channels": (lambda x: stem(x, 3), ["native_stem_inference"]),
     "pad with two readers": (stem_with_readers, ["pad", "native_stem_inference"]),
     "unknown height": (lambda x: stem(x.reshape([0, -1, 6, 3])), None),
+    "no batch normalization": (lambda x: F.relu(nn.Conv2D(3, 64, 7, 2, 3, data_format="NHWC")(x)) * 1, None),
     "addition": (
         lambda x: stem(x, activation=lambda y: F.relu(y + nn.Conv2D(3, 64, 1, 2, data_format="NHWC")(x))),
         None,
