@@ -484,6 +484,8 @@ def test_bad_input_is_error(find, tmp_path, capsys, flags, message):
 def test_single_process_checks_the_folder_of_images_first(monkeypatch, flags, world_size, is_checked):
     checked = []
     monkeypatch.setattr(lr_find.listing, "check_root", checked.append)
+    environments = []
+    monkeypatch.setattr(processes, "check_environment", lambda: environments.append("checked"))
     monkeypatch.setattr(processes, "world_size", lambda: world_size)
     monkeypatch.setattr(compat, "check_version", lambda: importlib.import_module("missing"))
     network = ["--model-arch-name", "resnet-18"]
@@ -491,6 +493,7 @@ def test_single_process_checks_the_folder_of_images_first(monkeypatch, flags, wo
     with pytest.raises(RunError, match="No module named 'missing'"):
         lr_find._run(search, args)
     assert (bool(checked), args.model_arch_name) == (is_checked, "ResNet18")
+    assert environments == ["checked"]
 
 
 def test_help_lists_flags_of_finder(capsys):
