@@ -43,6 +43,9 @@ def test_error_lists_each_difference_with_its_ranks():
 def test_flags_for_paths_and_speed_may_differ(facts, parse):
     first = facts(agreement.check_start, parse("--image-root", "a", "--dali-num-threads", "3", "--report-file", "b"))
     assert first == facts(agreement.check_start, parse())
+    local = {"--image-root", "--skip-list", "--allow-outside", "--report-file", "--show-config", "--verbose"}
+    local |= {"--enable-cpu-affinity", "--dali-num-threads", "--dali-prefetch", "--hw-decoder-load"}
+    assert not local & set(first)
     # A checkpoint may replace a default value, but not a flag that was set explicitly to the same value.
     for seed in ("7", "42"):
         other = facts(agreement.check_start, parse("--dali-random-seed", seed))
@@ -67,6 +70,9 @@ def test_source_code_is_compared(facts, parse, monkeypatch):
     monkeypatch.setattr(agreement, "_sources", lambda: {**sources, "train.py": sources["train.py"] + "\n"})
     other = facts(agreement.check_start, parse())
     assert {name for name in first if first[name] != other[name]} == {"source code of this program (hash)"}
+    monkeypatch.setattr(agreement.user_file, "sha256", lambda name: name)
+    first, other, name = other, facts(agreement.check_start, parse()), "file of --model-arch-name (hash)"
+    assert {name for name in first if first[name] != other[name]} == {name}
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from utils.errors import RunError
     ("flags", "is_fused", "is_serial"),
     [
         ({}, False, True),  # oneDNN does not write gradients to the buffer of a fused all-reduce
+        ({"cuda_graph": False}, False, True),
         ({"data_layout": "NHWC"}, True, True),
         ({"device": "gpu", "cuda_graph": False, "kernels": "paddle"}, True, False),
         ({"device": "gpu", "cuda_graph": True, "kernels": "native"}, True, True),
@@ -33,14 +34,14 @@ def test_start_sets_strategy_for_device_and_layout(parse, monkeypatch, flags, is
     args, settings = parse("--seed", "5"), {}
     args = args.copy(**flags)
     monkeypatch.setattr(paddle, "set_flags", settings.update)
-    monkeypatch.setattr(fleet.fleet, "init", lambda is_collective, strategy: settings.update(strategy=strategy))
+    monkeypatch.setattr(fleet.fleet, "init", lambda **options: settings.update(options))
     monkeypatch.setattr(fleet, "set_log_level", lambda level: settings.update(level=level))
     program.start_fleet(args)
     is_gpu = args.device == "gpu"
     assert {name: settings.get(name) for name in fleet.GPU_FLAGS} == {
         name: value if is_gpu else None for name, value in fleet.GPU_FLAGS.items()
     }
-    assert settings["level"] == "ERROR"
+    assert settings["level"] == "ERROR" and settings["is_collective"] is True
     assert settings["strategy"].fuse_grad_size_in_num == (10**6 if is_gpu else 32)
     passes = settings["strategy"].build_strategy
     assert not passes.enable_inplace

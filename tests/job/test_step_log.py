@@ -9,12 +9,12 @@ from paddle_resnet.job import exchange, processes, step_log
 
 def test_step_metrics_are_combined_over_processes():
     all_ranks = [
-        (8, {"loss": 1.0, "top1": 0.5, "ips": 100.0, "data_time": 0.1}, {"lr": 0.3}),
-        (2, {"loss": 2.0, "top1": 0.0, "ips": 50.0, "data_time": 0.3}, {"lr": 0.3}),
+        (8, {"loss": 1.0, "top1": 0.5, "ips": 100.0, "data_time": 0.1, "batch_time": 0.25}, {"lr": 0.3}),
+        (2, {"loss": 2.0, "top1": 0.0, "ips": 50.0, "data_time": 0.3, "batch_time": 0.75}, {"lr": 0.3}),
     ]
     result = step_log.over_all(all_ranks)
-    assert result == {"loss": 1.2, "top1": 0.4, "ips": 150.0, "data_time": 0.2, "lr": 0.3}
-    assert list(result) == ["loss", "top1", "ips", "data_time", "lr"]
+    assert result == {"loss": 1.2, "top1": 0.4, "ips": 150.0, "data_time": 0.2, "batch_time": 0.5, "lr": 0.3}
+    assert list(result) == ["loss", "top1", "ips", "data_time", "batch_time", "lr"]
     all_ranks[1][1]["loss"] = math.inf
     assert step_log.over_all(all_ranks)["loss"] == 1
     all_ranks[0][1]["loss"] = math.nan

@@ -171,6 +171,7 @@ def test_versions_require_different_communicators_on_cpu():
     main, exe = static.Program(), static.Executor(paddle.CPUPlace())
     with static.program_guard(main):
         compat.append_all_reduce(main.global_block(), variable("float32"))
+    assert main.global_block().ops[-1].attr("ring_id") == 0  # Fleet's communicator of all ranks
     message = "NCCLCommContext is nullptr" if compat.IS_PADDLE_3 else "initialize the gloo environment"
     with pytest.raises(RuntimeError, match=message):
         exe.run(main, feed={"x": np.zeros(3, "float32")})
@@ -229,6 +230,8 @@ def test_assigned_returns_array_of_operator():
 @only_paddle_2
 def test_paddle_2_has_no_fused_residual_unit():
     assert not hasattr(static.BuildStrategy, "fuse_resunit")
+    with pytest.raises(UsageError, match="^--fuse-resunit: this build of Paddle 2.6"):
+        compat.fuse_residual_units(static.BuildStrategy())
 
 
 @only_paddle_3

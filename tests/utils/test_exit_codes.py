@@ -87,6 +87,15 @@ def test_inaccessible_path_exits_with_code_2(tmp_path, capsys, name, reason):
         exit_codes.of("x", lambda: os.listdir(tmp_path / "missing"))
 
 
+@pytest.mark.parametrize("name", ["EACCES", "EPERM", "EROFS", "ELOOP", "ENAMETOOLONG"])
+def test_each_error_of_an_inaccessible_path_exits_with_code_2(capsys, name):
+    def fail():
+        raise OSError(getattr(errno, name), "the reason", b"a/b")
+
+    assert exit_codes.of("x", fail) == 2
+    assert capsys.readouterr().err.startswith("x: error: a/b: cannot be used (the reason); change its permissions")
+
+
 def test_closed_stdout_exits_with_code_1():
     code = "import sys; from utils import exit_codes; sys.exit(exit_codes.of('x', lambda: print(1)))"
     command = [sys.executable, "-c", code]
@@ -169,6 +178,9 @@ def test_control_characters_in_errors_are_escaped(capsys):
             " (ResourceExhaustedError: Out of memory on GPU 0)",
         ),
         (OSError(12, "Cannot allocate memory"), " ([Errno 12] Cannot allocate memory)"),
+        (OSError("x.so: failed to map segment"), " (x.so: failed to map segment)"),
+        (RuntimeError("could not create a primitive"), " (could not create a primitive)"),
+        (RuntimeError("could not create a memory object"), " (could not create a memory object)"),
     ],
 )
 def test_out_of_memory_exits_with_code_1_and_an_error(capsys, error, message):
