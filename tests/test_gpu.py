@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 import paddle
+import paddle.nn.functional as F
 import pytest
 from paddle import static
 from PIL import Image
@@ -470,6 +471,43 @@ def test_mish_and_self_attention_are_captured_in_every_precision(run_train, dete
     network = partial(ResNet, BottleneckBlock, (1, 1, 1, 1), width=8, activation="mish", **options)
     monkeypatch.setitem(models.MODELS, "Tiny", network)
     assert_captured_losses_are_equal(run_train, capsys, "--epochs", "3", *flags, "--kernels", "native")
+
+
+# {name: function of an image x [4, 5, 6, 16] and a factor per image and channel} of Paddle's operators that networks
+# apply in half precision.
+OPERATORS = {
+    "relu": lambda x, factors: F.relu(x),
+    "relu6": lambda x, factors: F.relu6(x),
+    "hard_sigmoid": lambda x, factors: F.hardsigmoid(x),
+    "hard_swish": lambda x, factors: F.hardswish(x),
+    "mish": lambda x, factors: F.mish(x),
+    "product": lambda x, factors: x * factors,
+    "sum": lambda x, factors: x + factors,
+    "quotient": lambda x, factors: x / (factors + 8),
+    "mean": lambda x, factors: x - paddle.mean(x, axis=[1, 2], keepdim=True) * factors,
+    "concatenation": lambda x, factors: paddle.concat([x, x * 2], axis=3)[:, :, :, 8:24],
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_gradients_of_operators_in_half_precision_match_cpu(name, dtype):
+    """The inputs are exact in all types. A wrong gradient of sigmoid in float16 went unnoticed for a long time."""
+    random, results = np.random.RandomState(0), []
+    shapes = {"x": (4, 5, 6, 16), "factors": (4, 1, 1, 16), "dy": (4, 5, 6, 16)}
+    feed = {name: random.randint(-31, 32, shape).astype("float32") / 8 + 1 / 16 for name, shape in shapes.items()}
+    for place, precision in ((paddle.CPUPlace(), "float32"), (paddle.CUDAPlace(0), dtype)):
+        main = static.Program()
+        with static.program_guard(main, static.Program()):
+            x, factors, dy = (static.data(name, shape) for name, shape in shapes.items())
+            x.stop_gradient = factors.stop_gradient = False
+            y = OPERATORS[name](x.astype(precision), factors.astype(precision)).astype("float32")
+            inputs = [x, factors] if name in ("product", "sum", "quotient", "mean") else [x]
+            outputs = [y, *static.gradients([y * dy], inputs)]
+        results.append(static.Executor(place).run(main, feed, outputs))
+    for expected, result in zip(*results, strict=True):
+        tolerance = 2**-6 if dtype == "bfloat16" else 2**-9
+        np.testing.assert_allclose(result, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
 def test_graph_replay_writes_only_to_allocated_memory(run_train, monkeypatch):

@@ -35,9 +35,10 @@ struct hard_swish {
   }
 };
 
+ON_BOTH inline float sigmoid(float v) { return 1.f / (1.f + expf(-v)); }
+
 // v sigmoid(v): Elfwing et al., arXiv:1702.03118.
 struct silu {
-  static ON_BOTH float sigmoid(float v) { return 1.f / (1.f + expf(-v)); }
   static ON_BOTH float value(float v) { return v * sigmoid(v); }
   static ON_BOTH float gradient(float g, float v) { return g * sigmoid(v) * (1.f + v * (1.f - sigmoid(v))); }
 };

@@ -8,7 +8,7 @@
 
 constexpr int kVectorBytes = 16;                           // bytes per load or store of a thread; 8 for the x4 types
 constexpr int kMaxThreads = 512, kBlocksPerProcessor = 2;  // launch bounds of the BN and update kernels
-constexpr int kPoolThreads = 256;  // block size for pooling, scale_images and concatenation
+constexpr int kPoolThreads = 256;  // block size for pooling, scale_images, sigmoid and concatenation
 constexpr int kCopies = 4;         // vectors that one thread of the concatenation kernels copies
 constexpr int kLossThreads = 256;  // must be a power of two
 constexpr int kDropoutThreads = 256;

@@ -323,6 +323,24 @@ PD_BUILD_OP(native_scale_images)
     .SetInferShapeFn(PD_INFER_SHAPE(ScaleImagesShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(ScaleImagesType));
 
+Shapes SigmoidShape(const Dims &x) { return {x}; }
+Types SigmoidType(DataType x) { return {x}; }
+PD_BUILD_OP(native_sigmoid)
+    .Inputs({"X"})
+    .Outputs({"Y"})
+    .SetKernelFn(PD_KERNEL(Sigmoid))
+    .SetInferShapeFn(PD_INFER_SHAPE(SigmoidShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(SigmoidType));
+
+Shapes SigmoidBackwardShape(const Dims &y, const Dims &) { return {y}; }
+Types SigmoidBackwardType(DataType y, DataType) { return {y}; }
+PD_BUILD_OP(native_sigmoid_backward)
+    .Inputs({"Y", "DY"})
+    .Outputs({"DX"})
+    .SetKernelFn(PD_KERNEL(SigmoidBackward))
+    .SetInferShapeFn(PD_INFER_SHAPE(SigmoidBackwardShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(SigmoidBackwardType));
+
 // Concatenation, concat.h
 
 Shapes ConcatShape(const Dims &x, const Dims &y) { return {{x[0], x[1], x[2], x[3] + y[3]}}; }

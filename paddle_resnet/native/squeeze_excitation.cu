@@ -1,7 +1,8 @@
-// Kernels for squeeze-and-excitation: Hu et al., arXiv:1709.01507. Images are [N, pixels, C]. Both kernels serve the
-// forward and the backward pass (see squeeze_excitation.h). The order of summation is fixed, so the kernels are
-// deterministic.
+// Kernels for squeeze-and-excitation: Hu et al., arXiv:1709.01507. Images are [N, pixels, C]. image_sums and
+// scale_images serve the forward and the backward pass (see squeeze_excitation.h). The order of summation is fixed, so
+// the kernels are deterministic.
 
+#include "activations.h"
 #include "vector.cuh"
 
 // Computes out [N, C] as `factor` times the sum of x [times y] over the pixels of each image. A block has (lanes,
@@ -57,6 +58,31 @@ __device__ void scale_images(const Vector<T> *x, const Vector<T> *factors, const
   y[index] = pack_vector<T>(values);
 }
 
+// Computes y = 1 / (1 + e^-x). Each thread computes one of `count` vectors.
+template <class T>
+__device__ void sigmoid(const Vector<T> *x, unsigned count, Vector<T> *y) {
+  const unsigned index = blockIdx.x * kPoolThreads + threadIdx.x;
+  if (index >= count) return;
+  float values[T::kLanes];
+  unpack_vector<T>(x[index], values);
+#pragma unroll
+  for (int i = 0; i < T::kLanes; ++i) values[i] = activation::sigmoid(values[i]);
+  y[index] = pack_vector<T>(values);
+}
+
+// Computes dx = dy y (1 - y), where y is the sigmoid of x. Each thread computes one of `count` vectors.
+template <class T>
+__device__ void sigmoid_gradient(const Vector<T> *y, const Vector<T> *dy, unsigned count, Vector<T> *dx) {
+  const unsigned index = blockIdx.x * kPoolThreads + threadIdx.x;
+  if (index >= count) return;
+  float values[T::kLanes], gradients[T::kLanes];
+  unpack_vector<T>(y[index], values);
+  unpack_vector<T>(dy[index], gradients);
+#pragma unroll
+  for (int i = 0; i < T::kLanes; ++i) gradients[i] *= values[i] * (1.f - values[i]);
+  dx[index] = pack_vector<T>(gradients);
+}
+
 #define SQUEEZE_EXCITATION_IN_TYPE(T) \
   extern "C" __global__ void __launch_bounds__(kMaxThreads, kBlocksPerProcessor) \
       image_sums_##T(const Vector<T> *x, const Vector<T> *y, int pixels, float factor, Vector<T> *out) { \
@@ -66,6 +92,14 @@ __device__ void scale_images(const Vector<T> *x, const Vector<T> *factors, const
       scale_images_##T(const Vector<T> *x, const Vector<T> *factors, const Vector<T> *offsets, unsigned count, \
                        int pixels, int vectors, Vector<T> *y) { \
     scale_images<T>(x, factors, offsets, count, pixels, vectors, y); \
+  } \
+  extern "C" __global__ void __launch_bounds__(kPoolThreads) \
+      sigmoid_##T(const Vector<T> *x, unsigned count, Vector<T> *y) { \
+    sigmoid<T>(x, count, y); \
+  } \
+  extern "C" __global__ void __launch_bounds__(kPoolThreads) \
+      sigmoid_gradient_##T(const Vector<T> *y, const Vector<T> *dy, unsigned count, Vector<T> *dx) { \
+    sigmoid_gradient<T>(y, dy, count, dx); \
   }
 
 SQUEEZE_EXCITATION_IN_TYPE(f32)

@@ -1,7 +1,7 @@
-// Operators for squeeze-and-excitation, y = x gates(mean over the pixels of x), without the layers that compute the
-// gates. ImageSums computes the mean and the gradient of the gates, ScaleImages computes y and the gradient of x. The
-// operators check arguments and allocate results, and then launch the kernels in squeeze_excitation.cu or, on the CPU,
-// call the reference implementation.
+// Operators for squeeze-and-excitation, y = x gates(mean over the pixels of x), without the convolutions that compute
+// the gates. ImageSums computes the mean and the gradient of the gates, ScaleImages computes y and the gradient of x,
+// and Sigmoid computes the gates. The operators check arguments and allocate results, and then launch the kernels in
+// squeeze_excitation.cu or, on the CPU, call the reference implementation.
 
 #pragma once
 
@@ -67,6 +67,38 @@ std::vector<Tensor> ScaleImages(const Tensor &x, const Tensor &factors, const pa
   reference::scale_images(data<float>(x), data<float>(factors), offsets ? data<float>(*offsets) : nullptr, images,
                           pixels, shape.channels, data<float>(y));
   return {y};
+}
+
+// Returns the sigmoid of x [..., C].
+std::vector<Tensor> Sigmoid(const Tensor &x) {
+  const Shape shape(x);
+  Tensor y = empty_as(x);
+  if (x.is_gpu()) {
+    unsigned count = pool_threads(x, shape);
+    void *in = raw(x), *out = raw(y);
+    Gpu::get().launch("sigmoid" + shape.suffix, x, pool_grid(count), kPoolBlock, {&in, &count, &out});
+    return {y};
+  }
+  require_float32(x);
+  reference::sigmoid(data<float>(x), x.numel(), data<float>(y));
+  return {y};
+}
+
+// Returns the gradient of x. `y` is the sigmoid of x [..., C].
+std::vector<Tensor> SigmoidBackward(const Tensor &y, const Tensor &dy) {
+  const Shape shape(y);
+  require_like(y, dy, "gradient");
+  Tensor dx = empty_as(y);
+  if (y.is_gpu()) {
+    unsigned count = pool_threads(y, shape);
+    void *values = raw(y), *gradients = raw(dy), *out = raw(dx);
+    Gpu::get().launch("sigmoid_gradient" + shape.suffix, y, pool_grid(count), kPoolBlock,
+                      {&values, &gradients, &count, &out});
+    return {dx};
+  }
+  require_float32(y);
+  reference::sigmoid_gradient(data<float>(y), data<float>(dy), y.numel(), data<float>(dx));
+  return {dx};
 }
 
 }  // namespace

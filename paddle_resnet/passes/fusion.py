@@ -1,8 +1,9 @@
-"""Replace Paddle's operators with custom operators (native/). In NHWC, custom operators compute BN, pooling, channel
-scaling (squeeze-and-excitation), concatenations of channels, depthwise convolutions, and the filter gradient of 1x1
-convolutions with few channels. BN is fused with the next activation, or with the residual addition and, if it follows,
-ReLU or Mish; in evaluation, BN is also fused with a preceding depthwise convolution (without residual addition) or 1x1
-convolution. In all layouts, custom operators also check the gradients, unscale them, and update all parameters.
+"""Replace Paddle's operators with custom operators (native/). In NHWC, custom operators compute BN, pooling, sigmoid
+and channel scaling (squeeze-and-excitation), concatenations of channels, depthwise convolutions, and the filter
+gradient of 1x1 convolutions with few channels. BN is fused with the next activation, or with the residual addition and,
+if it follows, ReLU or Mish; in evaluation, BN is also fused with a preceding depthwise convolution (without residual
+addition) or 1x1 convolution. In all layouts, custom operators also check the gradients, unscale them, and update all
+parameters.
 
 This pass runs after all of Paddle's passes (precision, gradients, all-reduces), so it does not change parameters,
 checkpoints or communication.
@@ -77,6 +78,8 @@ def fuse(program):
             _fuse_global_average_pool(graph, op)
         elif op.type == "elementwise_mul" and _scales_channels(graph, op) and graph.fills_vectors(op):
             _fuse_channel_scaling(graph, op)
+        elif op.type == "sigmoid" and graph.fills_vectors(op):
+            _fuse_sigmoid(graph, op)
         elif op.type == "concat" and _concatenates_channels(graph, op):
             _fuse_concat(graph, op)
         elif op.type == "depthwise_conv2d" and has_depthwise_kernel(graph, op):
@@ -126,7 +129,7 @@ class Graph:
 
     def fills_vectors(self, op, name="X"):
         x = self.variables(op, name)[name]
-        return x.dtype in TYPES and x.shape[-1] % CHANNELS == 0
+        return x.dtype in TYPES and len(x.shape) > 0 and x.shape[-1] % CHANNELS == 0
 
     def only_reader(self, name, op_types):
         """Return the forward operator that reads a variable, or None if there is not exactly one such operator or its
@@ -356,6 +359,17 @@ def _addition_of_pool_gradient(graph, name):
     if len(producers) != 1 or producers[0].type != "pool2d_grad" or not _is_global_average_pool(producers[0]):
         return None, None
     return producers[0], add
+
+
+def _fuse_sigmoid(graph, op):
+    """Replace a sigmoid operator and its gradient. In the build of the benchmarks, half of the values of Paddle's
+    gradient are wrong in float16 (benchmarks/log/networks_h200_2026-11-27.md)."""
+    x, y = graph.variables(op, "X", "Out").values()
+    graph.replace([op], op, "native_sigmoid", {"X": x}, {"Y": y}, {})
+    gradient = graph.gradient(op)
+    if gradient is not None:
+        dy, dx = graph.variables(gradient, "Out@GRAD", "X@GRAD").values()
+        graph.replace([gradient], gradient, "native_sigmoid_backward", {"Y": y, "DY": dy}, {"DX": dx}, {})
 
 
 def _concatenates_channels(graph, op):

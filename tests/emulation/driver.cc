@@ -249,7 +249,9 @@ struct Unpack<kKernel> {
   ENTRY(average_pool_##T) \
   ENTRY(average_pool_gradient_##T) \
   ENTRY(image_sums_##T) \
-  ENTRY(scale_images_##T)
+  ENTRY(scale_images_##T) \
+  ENTRY(sigmoid_##T) \
+  ENTRY(sigmoid_gradient_##T)
 #define ENTRIES(T) \
   VECTOR_ENTRIES(T) \
   ENTRY(depthwise_filter_sum_##T) \

@@ -633,6 +633,16 @@ def test_scale_images(device, where, dtype, shape):
     close(run("native_scale_images", x, factors, offsets)[0], expected, dtype)
 
 
+@pytest.mark.parametrize("where, dtype, shape", CASES)
+def test_sigmoid(device, where, dtype, shape):
+    random = Random(dtype)
+    x, dy = random.images(shape) * 4, random.images(shape)
+    (y,) = run("native_sigmoid", x)
+    close(y, 1 / (1 + np.exp(-wide(x))), dtype)
+    (dx,) = run("native_sigmoid_backward", y, dy)
+    close(dx, wide(dy) * wide(y) * (1 - wide(y)), dtype)
+
+
 @pytest.mark.parametrize("where", ["cpu"])
 def test_unsupported_squeeze_and_excitation_raises(device, where):
     x, factors = paddle.ones([2, 3, 3, 8]), paddle.ones([2, 1, 1, 8])
@@ -641,6 +651,7 @@ def test_unsupported_squeeze_and_excitation_raises(device, where):
         ("native_image_sums", [x[0], None, True], "expected images"),
         ("native_scale_images", [x, factors[:1], None], "expected one factor per image and channel"),
         ("native_scale_images", [x, factors, x], "offsets differs"),
+        ("native_sigmoid_backward", [x, factors], "gradient differs"),
     ):
         with pytest.raises(Exception, match=message):
             run(name, *inputs)
@@ -1434,6 +1445,8 @@ def test_kernels_compile_without_gpu(tmp_path, capability):
         "average_pool_gradient",
         "image_sums",
         "scale_images",
+        "sigmoid",
+        "sigmoid_gradient",
     ]
     kinds = ("conv", "input_gradient", "filter_gradient")
     names += [f"depthwise_{kind}_k{kernel}_s{stride}" for kind in kinds for kernel in (3, 5) for stride in (1, 2)]

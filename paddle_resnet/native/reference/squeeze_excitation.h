@@ -1,8 +1,9 @@
-// Reference implementation of sums over the pixels of an image, and of the multiplication of its channels: float32
-// loops for the CPU. Images are [N, pixels, C], with contiguous channels.
+// Reference implementation of sums over the pixels of an image, of the multiplication of its channels, and of the
+// sigmoid: float32 loops for the CPU. Images are [N, pixels, C], with contiguous channels.
 
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -28,6 +29,15 @@ inline void scale_images(const float *x, const float *factors, const float *offs
     const int64_t channel = i / image_size * channels + i % channels;
     y[i] = x[i] * factors[channel] + (offsets ? offsets[channel] / pixels : 0);
   }
+}
+
+inline void sigmoid(const float *x, int64_t size, float *y) {
+  for (int64_t i = 0; i < size; ++i) y[i] = 1 / (1 + std::exp(-x[i]));
+}
+
+// Computes dx = dy y (1 - y), where y is the sigmoid of x.
+inline void sigmoid_gradient(const float *y, const float *dy, int64_t size, float *dx) {
+  for (int64_t i = 0; i < size; ++i) dx[i] = dy[i] * y[i] * (1 - y[i]);
 }
 
 }  // namespace reference
