@@ -56,7 +56,7 @@ KINDS = {
     "convolution": r"^stem_|xmma|cutlass|gemm|gemv|scudnn|convolve|conv2d|winograd|fprop|[dw]grad|splitK|cask|im2col"
     r"|precompute_indices",
     "pooling": r"[Pp]ool",
-    "SE, concatenation": r"^image_sums|^scale_images|^concat_|^split_(8|16)|Concat|SplitTensor|Sigmoid",
+    "SE, concatenation": r"^image_sums|^scale_images|^concat_|^split_(8|16)|Concat|SplitTensor|[Ss]igmoid",
     "loss, metrics": r"^loss_|[Ss]oft_?[Mm]ax|CrossEntropy|Accuracy|TopK|ArgM|OneHot",
     "update": r"^(momentum|adamw|radam|lamb|lookahead|advance|follow)_|^check_gradients|^sum_squares|^clip_factor"
     r"|Momentum|CheckFinite|LossScaling",

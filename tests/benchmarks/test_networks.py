@@ -62,6 +62,7 @@ def test_every_custom_kernel_has_a_kind():
         "stem": "convolution",
         "image": "SE, concatenation",
         "scale": "SE, concatenation",
+        "sigmoid": "SE, concatenation",
         "concat": "SE, concatenation",
         "split": "SE, concatenation",
         "depthwise": "depthwise",
