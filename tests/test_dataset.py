@@ -20,7 +20,7 @@ def files(folder):
 
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sample") / "new" / "digits"
+    folder = tmp_path_factory.mktemp("sample") / "new" / "parent" / "digits"
     assert dataset.write_sample(folder) == (1438, 359)
     return folder
 

@@ -388,9 +388,9 @@ def centers(svg, css):
 
 
 def test_chart_places_points_at_their_values():
-    """The y axis is logarithmic if the largest value is more than 30 times the smallest. The circle that marks a point
-    is centered on the point."""
-    for values, kind in (((1.0, 5.5, 10.0), {}), ((1.0, 10.0, 100.0), {}), ((0.0, 50.0, 100.0), {"from_zero": True})):
+    """If the y axis need not begin at 0, it is logarithmic if the largest value is more than 30 times the smallest. The
+    circle that marks a point is centered on the point."""
+    for values, kind in (((1.0, 5.5, 10.0), {}), ((1.0, 10.0, 100.0), {}), ((2.0, 51.0, 100.0), {"from_zero": True})):
         points = list(enumerate(values, 1))
         svg = curves.chart([("a", "train", points)], mark=(*points[1], "<1>"), **kind)
         (x1, y1), (x2, y2), (x3, y3) = centers(svg, "dot")

@@ -699,6 +699,8 @@ def test_full_disk_exits_with_code_2_and_resumes(photos, tmp_path, capsys, to):
     assert "Traceback" not in done.stderr
     assert done.returncode == 2, done.stderr
     assert f"--output {tmp_path}/out: cannot be written (" in done.stderr
+    if to == "lmdb":
+        assert f": {tmp_path}/out/train_lmdb); fix the cause" in done.stderr
     assert dataset.main(arguments) == 0
     assert "30 train and 23 val images" in capsys.readouterr().out
 

@@ -101,23 +101,26 @@ def test_pictures_are_drawn_row_by_row():
     pyplot.close(figure)
 
 
-NAME = "猫 \u2312 a\x1b"  # no matplotlib font contains the first character, and only STIX contains the second
+# No matplotlib font contains the first character. Among the fonts of the test, only STIX contains the second, and only
+# DejaVu Serif contains the third.
+NAME = "猫 \u2312\u02ef a\x1b"
 
 
 def test_character_without_font_is_escaped(tmp_path, monkeypatch):
-    fonts = [font for font in font_manager.fontManager.ttflist if font.name in ("DejaVu Sans", "STIXGeneral")]
+    families = ["DejaVu Sans", "DejaVu Serif", "STIXGeneral"]
+    fonts = [font for font in font_manager.fontManager.ttflist if font.name in families]
     fonts += [dataclasses.replace(font, name="Last Resort") for font in fonts if font.name == "STIXGeneral"]
     monkeypatch.setattr(font_manager.fontManager, "ttflist", fonts)
     assert "\u2312" not in drawing._characters(drawing.FONT, {"\u2312"})
-    assert drawing.drawable([NAME]) == ["\\u732b \u2312 a\\x1b"]
-    assert matplotlib.rcParams["font.family"] == ["DejaVu Sans", "STIXGeneral"]
+    assert drawing.drawable([NAME]) == ["\\u732b \u2312\u02ef a\\x1b"]
+    assert matplotlib.rcParams["font.family"] == families
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for ending in drawing.FORMATS:
             picture = np.zeros((8, 8, 3), np.uint8)
             drawing.save(drawing.pictures([picture] * 3, [NAME, "$a", "b"], 2), tmp_path / f"x{ending}")
     monkeypatch.setattr(font_manager.fontManager, "ttflist", [f for f in fonts if f.name == "DejaVu Sans"])
-    assert drawing.drawable([NAME, "cat"]) == ["\\u732b \\u2312 a\\x1b", "cat"]
+    assert drawing.drawable([NAME, "cat"]) == ["\\u732b \\u2312\\u02ef a\\x1b", "cat"]
     assert matplotlib.rcParams["font.family"] == ["DejaVu Sans"]
 
 
