@@ -58,8 +58,13 @@ def assert_equal(actual, state):
 
 
 @pytest.mark.parametrize("name", whole(STATE))
-def test_every_format_returns_the_stored_arrays(tmp_path, name):
-    assert_equal(read(tmp_path, name, whole(STATE)[name]), STATE)
+def test_every_format_returns_the_stored_arrays(tmp_path, monkeypatch, name):
+    data = whole(STATE)[name]
+    monkeypatch.setattr(foreign_files, "MAX_BYTES", len(data))
+    assert_equal(read(tmp_path, name, data), STATE)
+    monkeypatch.setattr(foreign_files, "MAX_BYTES", len(data) - 1)
+    with pytest.raises(UnreadableError, match=f"limit {len(data) - 1}"):
+        read(tmp_path, name, data)
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float16])

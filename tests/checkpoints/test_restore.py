@@ -771,6 +771,10 @@ def test_explicit_damaged_checkpoint_is_rejected(args, saved, file, epoch):
         find(args, saved if epoch is None else saved.parent, epoch)
     with pytest.raises(UsageError, match="Tiny: contains only damaged checkpoints"):
         find(args, saved.parent, "auto")
+    (saved / file).unlink()
+    (saved / file).symlink_to("missing")
+    with pytest.raises(UsageError, match=f"Tiny/4 is damaged: {file}"):
+        find(args, saved if epoch is None else saved.parent, epoch)
 
 
 def test_folder_without_meta_json_needs_epoch_as_name(args, saved, tmp_path, capsys):

@@ -600,6 +600,10 @@ def test_digest_depends_on_list_and_not_on_location(converted, photos, tmp_path,
     if data_format != "lmdb":  # the LMDB reader cannot skip records
         name = listing.images(str(root), Mode.EVAL)[2][3].name
         assert digest(root, skip=frozenset([name])) != expected
+    else:
+        database = tmp_path / "copy/val_lmdb/data.mdb"
+        os.truncate(database, database.stat().st_size + 4096)  # the records and their labels remain the same
+        assert digest(tmp_path / "copy") != expected
     # Only one image has moved to a different class.
     moved = shutil.copytree(photos, tmp_path / "moved")
     (moved / "val/class0/00.jpg").rename(moved / "val/class1/00.jpg")
