@@ -346,7 +346,7 @@ def test_logits_of_efficientnet_lite_equal_those_of_the_reference(number, tmp_pa
     meta = conversion.convert(name, tmp_path / "out")
     side = meta["arguments"]["crop_size"]
     images = np.random.default_rng(0).uniform(-1, 1, (2, 3, side, side)).astype(np.float32)
-    network = reference.EfficientNet.from_pretrained(name, weights_path=published.installed_file(name)).eval()
+    network = reference.EfficientNet.from_pretrained(name, weights_path=str(published.installed_file(name))).eval()
     with torch.no_grad():
         expected = network(torch.from_numpy(images)).numpy()
     paddle.enable_static()
