@@ -118,7 +118,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
 
     def __next__(self):
         if self._left == 0:
-            for _ in range(3):  # read the padding, at most two batches, until StopIteration
+            for _ in range(2):  # read the padding, at most one batch, until StopIteration
                 self._next_batch()
             raise StateError(
                 "loader state in the checkpoint: damaged (the epoch is too long); use a different checkpoint"

@@ -49,17 +49,17 @@ def activations(program, first=0):
 def layers(program):
     """Return a Layer for each layer whose weights insert() would quantize."""
     block = program.global_block()
-    biases = {
-        op.input("X")[0]: op.input("Y")[0]
-        for op in block.ops
-        if op.type == "elementwise_add" and block.var(op.input("Y")[0]).persistable
-    }
+    # A layer of Paddle reshapes its own bias before the addition.
+    reshaped = {op.output("Out")[0]: op.input("X")[0] for op in block.ops if op.type == "reshape2"}
+    additions = [op for op in block.ops if op.type == "elementwise_add"]
+    biases = {op.input("X")[0]: reshaped.get(op.input("Y")[0], op.input("Y")[0]) for op in additions}
     result = []
     for op in block.ops:
         if _slots(block, op) and _QUANTIZED[op.type][1]:
             [slot], (weight, axis) = _QUANTIZED[op.type]
             groups = op.attr("groups") if op.has_attr("groups") else 1
             bias = biases.get(op.output_arg_names[0])
+            bias = bias if bias and block.var(bias).persistable else None
             result.append(Layer(op.input(slot)[0], op.input(weight)[0], bias, axis, groups))
     return result
 
