@@ -72,8 +72,9 @@ def test_table_lists_networks_with_sizes(capsys, tmp_path, monkeypatch):
     assert __main__.main(["resnet18", f"{path}:Net"]) == 0
     lines = capsys.readouterr().out.splitlines()
     header, first, second = cells = [re.split(r" {2,}", line) for line in lines]
-    ends = [line.index(row[3]) + len(row[3]) for line, row in zip(lines, cells, strict=True)]
-    assert len(set(ends)) == 1, "multiply-adds are not right-aligned"
+    for i in range(1, 5):
+        ends = [line.index(f"  {row[i]}") + len(row[i]) for line, row in zip(lines, cells, strict=True)]
+        assert len(set(ends)) == 1, f"column {i} is not right-aligned"
     assert header[:6] == ["network", "image", "parameters", "multiply-adds", "activations", "paper"]
     assert first[:4] == ["ResNet18", "224", "11,689,512", "1,814 M"]
     assert first[5] == "arXiv:1512.03385" and "1 H200" in first[-1]

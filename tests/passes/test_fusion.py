@@ -415,7 +415,7 @@ UNUSUAL = {
         0,
     ),
     "concatenation": (lambda x: paddle.concat([conv(x), x], axis=-1), 1),
-    "concatenation of two layers": (lambda x: paddle.concat([conv(x), conv(x)], axis=3), 2),
+    "concatenation of two layers": (lambda x: paddle.concat([conv(x), conv(x)[..., :4]], axis=3), 2),
     "concatenation of a layer with itself": (lambda x: (lambda y: paddle.concat([y, y], axis=3))(conv(x)), 2),
     "concatenation of three layers": (lambda x: paddle.concat([conv(x)] * 3, axis=3), 0),
     "concatenation of rows": (lambda x: paddle.concat([conv(x), conv(x)], axis=1), 0),

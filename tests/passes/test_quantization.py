@@ -11,7 +11,7 @@ from conftest import NHWC, assert_one_error, frozen, losses, phase
 from paddle_resnet import export, program
 from paddle_resnet.models import layers
 from paddle_resnet.passes import quantization
-from paddle_resnet.serving import inference, networks
+from paddle_resnet.serving import fixed_sizes, inference, networks
 
 THREE = ["--qat", "--epochs", "3", "--print-interval", "1"]
 
@@ -203,6 +203,8 @@ def test_qat_keeps_accuracy_of_float_network_and_can_be_exported(run_train, phot
     assert model.engine == "Executor"
     assert "onnxruntime: not used, because folding the BN of a network trained with --qat" in capsys.readouterr().err
     np.testing.assert_array_equal(model.run(images), network.model().run(images))
+    steps = fixed_sizes.Steps(networks.load_fast(checkpoint, "float32", "cpu"), [8])
+    np.testing.assert_allclose(steps(images.transpose(0, 2, 3, 1)), model.run(images), rtol=0, atol=0.03)
 
 
 def test_qat_resumes_bit_identically(one_block, checkpoint, run_train, stop_before, tmp_path):
