@@ -109,7 +109,6 @@ def _make_folder(links):
     key = hashlib.sha256("\0".join(f"{name}\0{target}" for name, target in sorted(links.items())).encode())
     try:
         folder = cache.folder() / f"libraries-{key.hexdigest()[:16]}"
-        folder.parent.mkdir(parents=True, exist_ok=True)
         if not folder.exists():
             try:
                 with files.written(folder) as part:

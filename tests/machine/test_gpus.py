@@ -114,7 +114,7 @@ def test_capabilities_are_read_from_library(tmp_path, monkeypatch):
     the library."""
     root = tmp_path / "paddle"
     (root / "libs").mkdir(parents=True)
-    code = fatbin((2, 61, b"x" * 8), (2, 80, gpus._FATBIN * 2), (1, 90, b"y" * 16))
+    code = fatbin((1, 61, b""), (2, 61, b"x" * 8), (2, 80, gpus._FATBIN * 2), (1, 90, b"y" * 16))
     (root / "libs/libphi.so").write_bytes(
         b"\x7fELF" + gpus._FATBIN + bytes(100) + code + bytes(8) + fatbin((2, 75, b""))
     )

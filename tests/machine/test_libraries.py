@@ -96,6 +96,8 @@ def test_different_packages_have_different_links(links):
     second = libraries._make_folder({"libcudnn.so": ROOT / "LICENSE"})
     assert (second / "libcudnn.so").resolve() == ROOT / "LICENSE"
     assert libraries._make_folder(links) == first
+    links["a"] = ROOT / "LICENSE"
+    assert libraries._make_folder(links) == libraries._make_folder(dict(sorted(links.items()))) != first
 
 
 def test_concurrent_processes_share_links(links, monkeypatch):

@@ -447,6 +447,7 @@ def test_logarithmic_x_axis_has_few_labels_and_places_points():
     [(x, _)] = centers(svg, "mark")
     assert x == float(middle) == pytest.approx((float(begin) + float(end)) / 2, abs=0.1)
     assert float(end) == curves.WIDTH - curves.RIGHT
+    assert ">0.05</text>" in curves.chart([("a", "train", [(0.001, 1.0), (0.03, 2.0)])], has_log_x=True)
     for low in (1e-3, np.nextafter(1e-3, 0), np.nextafter(1e-3, 1)):
         assert "nan" not in curves.chart([("a", "train", [(low, 1.0), (low * 1.0001, 2.0)])], has_log_x=True)
 

@@ -11,7 +11,11 @@ from utils import checks
     ("check", "valid", "invalid"),
     [
         (checks.is_count, [0, 2**31 - 1], [-1, 2**31, 1.0, True, "1", None]),
-        (checks.is_number, [-1, 2**1023, -(2**1023), 0.5, math.nan, math.inf], [2**1023 + 1, True, "1", None]),
+        (
+            checks.is_number,
+            [-1, 2**1023, -(2**1023), 0.5, math.nan, math.inf],
+            [2**1023 + 1, -(2**1023) - 1, True, "1", None],
+        ),
         (checks.is_ratio, [0, 1, 0.5], [-1e-9, 1 + 1e-9, math.nan, 2, "1", None]),
         (checks.is_text, ["", "a"], [1, None, ["a"]]),
         (checks.is_list_of(checks.is_text), [[], ["a", "b"]], [["a", 1], "ab", None, ("a",), {"a": "b"}]),

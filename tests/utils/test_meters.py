@@ -144,6 +144,8 @@ def test_non_finite_values_are_counted_and_not_averaged():
     other = AverageMeter("loss")
     other.restore(meter.state())
     assert other.not_finite == 6
+    other.restore({"sum": 1.0, "count": 4})  # from an older checkpoint
+    assert other.mean() == 0.25
     meter.reset()
     assert meter.not_finite == 0
 
