@@ -237,6 +237,7 @@ def test_momentum_step_excludes_bn_from_weight_decay_by_default(parse):
 def test_evaluation_program_shares_parameters_and_uses_running_statistics(parse):
     args = parse()
     compiled, exe, _, _, main = build(args)
+    assert compiled.accumulating is None  # --accumulate-steps 1
     images, labels = random_batches(1)[0]
     for _ in range(3):
         exe.run(compiled, {"data": images, "label": labels})
@@ -244,6 +245,8 @@ def test_evaluation_program_shares_parameters_and_uses_running_statistics(parse)
     fetchs, lr_scheduler, _, optimizer = program.build(frozen(args), eval_main, unused_startup, 0, is_train=False)
     assert lr_scheduler is None
     assert optimizer is None
+    with pytest.raises(UsageError, match="run: the program is not compiled"):
+        program.run(args, [], exe, eval_main, fetchs, 0, Mode.EVAL)
     assert {p.name for p in eval_main.all_parameters()} == {p.name for p in main.all_parameters()}
     compiled_eval = program.compile_prog(args, eval_main, is_train=False)
 

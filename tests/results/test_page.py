@@ -622,7 +622,7 @@ def test_cells_of_tables(tmp_path, name, text, problem):
     (tmp_path / f"report.{name}").write_text(text)
     run = reading.Run(tmp_path / "report.json")
     if problem is None:
-        assert len(run.rows(name)) == 1
+        assert len(run.rows(name)) == 1 and run.rows(name, tmp_path / "missing.csv") == []
     else:
         with pytest.raises(UsageError, match=problem):
             run.rows(name)

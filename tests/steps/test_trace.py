@@ -56,12 +56,13 @@ def test_time_of_starting_and_writing_is_excluded(tmp_path):
     def recorder(*names):
         return SimpleNamespace(**{name: lambda *_, name=name: calls.append(name) for name in names})
 
-    traced, clock = trace.Trace((1, 3), tmp_path / "trace.json", "cpu"), recorder("close_step", "resume")
+    traced, clock = trace.Trace((1, 3), tmp_path / "a/b/trace.json", "cpu"), recorder("close_step", "resume")
     traced._profiler = recorder("start", "step", "stop", "export")
     for step in range(4):
         traced.before(step, lambda: calls.append("drain"), clock)
     start = ["drain", "close_step", "start", "resume"]
     assert calls == [*start, "step", "drain", "close_step", "stop", "export", "resume"]
+    assert (tmp_path / "a/b").is_dir()
 
 
 def test_each_rank_has_its_own_file(shard, tmp_path):
