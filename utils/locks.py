@@ -34,7 +34,6 @@ def acquire(path, warn):
             if e.errno not in (errno.EACCES, errno.EAGAIN):
                 warn(f"{path}: the file system does not support locks ({e.strerror}); do not start a second run")
                 return file
-            file.seek(0)
             owner = file.read().strip() or "unknown"
             file.close()
             raise BlockingIOError(e.errno, owner) from e

@@ -559,6 +559,7 @@ def test_matrix_of_many_classes_shows_the_most_frequent_confusions():
     matrix = page._matrix(classes, [])
     assert matrix["names"] == ["n" * 13, "n" * 12 + "…"]
     assert (matrix["classes"], matrix["epoch"]) == (2, None)
+    assert page._matrix([], []) is None
     assert page._matrix([{**row, "epoch": "7"} for row in classes], [])["epoch"] == "7"
 
 
