@@ -73,6 +73,8 @@ def test_outputs_of_a_run(parse, tmp_path, flags, kinds):
     }
     assert report.announced(args) == {"--report-file"}
     if kinds:
+        predictions = flags.get("predictions", files.get("predictions.csv next to --report-file"))
+        assert report._tables(args).get("predictions") == predictions
         (tmp_path / "a.json").touch()
         assert report.announced(args) >= {"--report-file", *files}
 
