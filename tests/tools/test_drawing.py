@@ -124,6 +124,17 @@ def test_character_without_font_is_escaped(tmp_path, monkeypatch):
     assert matplotlib.rcParams["font.family"] == ["DejaVu Sans"]
 
 
+def test_missing_or_damaged_font_has_no_characters(tmp_path, monkeypatch):
+    assert drawing._characters("no such font", {"a"}) == set()
+    damaged = tmp_path / "x.ttf"
+    damaged.write_text("not a font")
+    for path, error in ((damaged, RuntimeError), (tmp_path / "missing.ttf", OSError)):
+        monkeypatch.setattr(font_manager, "findfont", lambda *arguments, path=path, **options: str(path))
+        with pytest.raises(error):
+            font_manager.get_font(str(path))
+        assert drawing._characters(drawing.FONT, {"a"}) == set()
+
+
 def test_file_name_selects_format(photos, tmp_path):
     assert dataset.main(["info", str(photos), "--output", str(tmp_path / "x.PNG")]) == 0
     for ending in ("pdf", "svg"):

@@ -20,7 +20,7 @@ def tree(root):
 
 
 def test_split_assigns_each_image_once_with_fraction_per_class(source, tmp_path, capsys):
-    output = tmp_path / "new" / "data"
+    output = tmp_path / "new" / "folder" / "data"
     assert dataset.main(["split", str(source), "--output", str(output), "--val", "0.3"]) == 0
     assert capsys.readouterr().out == f"{output}: 21 training and 9 validation images in 3 classes\n"
     actual = tree(output)
