@@ -1,4 +1,5 @@
 import ast
+import copy
 import json
 import sys
 from types import SimpleNamespace
@@ -9,7 +10,8 @@ from PIL import Image
 
 from conftest import ROOT
 from paddle_resnet import dali
-from paddle_resnet.serving import inference, preprocessing
+from paddle_resnet.serving import inference, networks, preprocessing
+from utils.errors import UsageError
 from utils.mode import Mode
 
 ORIENTATION = 0x112  # EXIF orientation tag
@@ -141,6 +143,56 @@ def test_loader_flags_follow_description(dtype):
     assert args.dali_output_fp16 == (dtype == "float16")
     expected = (1, [0] * 3, [1] * 3) if dtype == "uint8" else tuple(normalization.values())
     assert (args.normalize_scale, args.normalize_mean, args.normalize_std) == expected
+
+
+@pytest.mark.usefixtures("one_block")
+@pytest.mark.parametrize("uint8", [False, True], ids=["float32", "uint8"])
+def test_every_field_of_description_is_checked(checkpoint, tmp_path, uint8):
+    description = networks.load_checkpoint(checkpoint, uint8=uint8).description
+    assert preprocessing.problem(description) is None
+    hostile = [None, True, -1, 0, 10**400, float("nan"), "object", "x" * 10**5, [], [[]], [None] * 4, {}, [10**400] * 3]
+    for path in preprocessing.SCHEMA:
+        *table, name = path.split(".")
+        for value in [*hostile, "missing"]:
+            changed = copy.deepcopy(description)
+            parent = changed[table[0]] if table else changed
+            if value == parent[name] or (value == "missing" and path == "input.name"):
+                continue
+            parent[name] = value
+            if value == "missing":
+                del parent[name]
+            problem = preprocessing.problem(changed)
+            is_free = (path == "input.name" and isinstance(value, str)) or (path == "classes" and value == [])
+            assert problem is None if is_free else problem.startswith(path) and len(problem) < 300, (path, value)
+    for crop, message in (
+        ([32], "preprocessing.center_crop is [32]"),
+        ([32, 0], "preprocessing.center_crop is [32, 0]"),
+        ([32, 48], f"input.shape is {description['input']['shape']} in "),
+    ):
+        changed = copy.deepcopy(description)
+        changed["preprocessing"]["center_crop"] = crop
+        assert preprocessing.problem(changed).startswith(message)
+    changed = copy.deepcopy(description)
+    changed["preprocessing"]["std"] = [1.0, 0, 1.0]
+    assert preprocessing.problem(changed) == "preprocessing.std is [1.0, 0, 1.0]"
+    changed = copy.deepcopy(description)
+    for side, message in ((32, None), (31, "preprocessing.resize_short is less than center_crop 32")):
+        changed["preprocessing"] |= {"center_crop": 32, "resize_short": side}
+        assert preprocessing.problem(changed) == message
+    changed["preprocessing"] |= {"center_crop": [1, 3], "resize_short": 4000}
+    changed["input"]["shape"] = [None, 1, 3, 3] if uint8 else [None, 3, 1, 3]
+    assert preprocessing.problem(changed) == "preprocessing.resize_short is too large for center_crop [1, 3]"
+    changed["preprocessing"] |= {"center_crop": [1, 2], "resize_short": preprocessing.MAX_SIDE // 2}
+    changed["input"]["shape"] = [None, 1, 2, 3] if uint8 else [None, 3, 1, 2]
+    assert preprocessing.problem(changed) is None
+    changed["output"]["shape"] = [None, None]
+    assert preprocessing.problem(changed) == "classes has 3 names, and output.shape is [None, None]"
+    for other in ([], None, {"preprocessing": 1}):
+        assert preprocessing.problem(other) == "preprocessing.resize_short is missing"
+    inconsistent = [json.dumps(description | change) for change in ({"classes": ["a"] * 4}, {"precision": "int4"})]
+    for text in ("[" * 100000, "{", "[]", *inconsistent, b"\xff"):
+        with pytest.raises(UsageError, match="^model.json: not a valid description of a network "):
+            inference._checked_description(text, "model.json")
 
 
 def test_script_prints_predictions_of_onnxruntime(tmp_path, monkeypatch, capsys):
