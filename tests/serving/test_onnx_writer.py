@@ -7,6 +7,7 @@ from paddle import static
 
 from paddle_resnet.models import layers
 from paddle_resnet.models.layers import BlurPool, SelfAttention, SqueezeExcitation, product, sigmoid
+from paddle_resnet.passes import quantization
 from paddle_resnet.serving import onnx_writer
 from utils.errors import UsageError
 
@@ -25,6 +26,14 @@ def inference_program(layer, shape=(3, 8, 8)):
         array = np.random.RandomState(0).randn(2, *shape).astype("float32")
         [expected] = exe.run(program, {"images": array}, [out])
     return program, [images], [out], lambda name: np.array(scope.find_var(name).get_tensor()), array, expected
+
+
+def folded_shift():
+    """Return a layer with two convolutions. The second one is followed by a shift, as of a folded BN layer."""
+    first, second = (paddle.nn.Conv2D(3, 3, 3, bias_attr=False) for _ in range(2))
+    values = paddle.nn.initializer.Assign(np.array([0.5, -1, 2], np.float32))
+    shift = static.create_parameter([3], "float32", default_initializer=values)
+    return lambda x: layers._append("elementwise_add", {"X": second(F.relu(first(x))), "Y": shift}, axis=1)
 
 
 def attention():
@@ -110,12 +119,37 @@ def test_unsupported_operator_is_an_error(layer, message):
         lambda: paddle.nn.BatchNorm2D(3, epsilon=1e-3),
         lambda: paddle.nn.Dropout(0.5),
         lambda: lambda x: x.reshape([-1, 192]),
+        paddle.nn.Flatten,
+        lambda: paddle.nn.Flatten(1, 3),
+        folded_shift,
     ],
 )
 def test_onnx_output_matches_paddle(layer):
     onnxruntime = pytest.importorskip("onnxruntime")
     program, inputs, outputs, read, array, expected = inference_program(layer)
-    model = onnx_writer.to_onnx(program, inputs, outputs, read, "")
+    model = onnx_writer.to_onnx(program, inputs, outputs, read, "a text")
+    assert [(entry.key, entry.value) for entry in model.metadata_props] == [(onnx_writer.METADATA, "a text")]
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    np.testing.assert_allclose(session.run(None, {"images": array})[0], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("unsigned", [False, True])
+def test_quantized_layers_match_fake_quantized_program(unsigned):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    program, inputs, outputs, read, array, _ = inference_program(folded_shift)
+    scope, exe = static.Scope(), static.Executor(paddle.CPUPlace())
+    parameters = {v.name: read(v.name) for v in program.list_vars() if isinstance(v, paddle.base.framework.Parameter)}
+    with static.program_guard(program, static.Program()), static.scope_guard(scope):
+        quantization.insert(program)
+        values = parameters | {quantization.range_name(0): [2.5], quantization.range_name(1): [1.5]}
+        for name, value in values.items():
+            scope.var(name).get_tensor().set(np.asarray(value, np.float32), paddle.CPUPlace())
+        [expected] = exe.run(program, {"images": array}, outputs)
+
+    def read_quantized(name):
+        return np.array(scope.find_var(name).get_tensor())
+
+    model = onnx_writer.to_onnx(program, inputs, outputs, read_quantized, "", unsigned)
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     np.testing.assert_allclose(session.run(None, {"images": array})[0], expected, atol=1e-5)
 
