@@ -155,10 +155,10 @@ def test_layers_with_their_biases_and_groups():
     with static.program_guard(main, static.Program()), paddle.utils.unique_name.guard():
         x = paddle.nn.Conv2D(3, 3, 3, padding=1, groups=3, bias_attr=False)(static.data("x", [2, 3, 6, 6]))
         x = paddle.nn.Conv2D(3, 3, 3, padding=1, bias_attr=False)(x) + x
-        x = paddle.nn.Conv2D(3, 3, 1)(x)
+        x = paddle.nn.Conv2D(3, 3, 1, weight_attr="weight", bias_attr="bias")(x)
         paddle.nn.Linear(108, 5)(paddle.flatten(x, 1))
     layers = [(layer.weight, layer.bias, layer.axis, layer.groups) for layer in quantization.layers(main)]
-    convolutions = [("conv2d_0.w_0", None, 0, 3), ("conv2d_1.w_0", None, 0, 1), ("conv2d_3.w_0", "conv2d_3.b_0", 0, 1)]
+    convolutions = [("conv2d_0.w_0", None, 0, 3), ("conv2d_1.w_0", None, 0, 1), ("weight", "bias", 0, 1)]
     assert layers == [*convolutions, ("linear_0.w_0", "linear_0.b_0", 1, 1)]
 
 
