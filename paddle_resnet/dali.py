@@ -346,7 +346,10 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
         # DALI assigns seeds in the order of the random operators in the graph. The optional augmentations have explicit
         # seeds, so that they do not change the random numbers for cropping and flipping.
         seeds = np.random.SeedSequence([args.dali_random_seed, shard_id]).generate_state(11).tolist()
-        images = _random_resized_crop(args, encoded, decoder, resize, seeds[5])
+        if args.crop_padding:
+            images = _padded_crop(args, encoded, decoder, resize, mean, seeds[5])
+        else:
+            images = _random_resized_crop(args, encoded, decoder, resize, seeds[5])
         mirror = fn.random.coin_flip(probability=0.5)
         if args.auto_augment != "none":
             images = _auto_augment(images, args, seeds[8:])
@@ -376,6 +379,31 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
         pad_output=args.image_shape[0] == 4,
     )
     return images, labels.gpu() if on_gpu else labels
+
+
+def _padded_crop(args, encoded, decoder, resize, mean, seed):
+    """Decode images, resize them so that they just cover the crop, pad them by --crop-padding pixels of the mean color
+    on each side, and crop them at a random position. All positions in the padded image are equally likely. See He et
+    al., arXiv:1512.03385, section 4.2."""
+    padding, crop = args.crop_padding, args.image_shape[1:]
+    images = fn.decoders.image(encoded, output_type=types.RGB, **decoder)
+    images = fn.resize(images, size=crop, mode="not_smaller", **resize)
+    margin = types.Constant(np.float32([2 * padding + 1 - side for side in crop]))
+    positions = fn.cast(images.shape()[:2], dtype=types.FLOAT) + margin  # number of positions along each axis
+    start = dali_math.floor(fn.random.uniform(range=[0, 1], shape=[2], seed=seed) * positions)
+    return fn.slice(
+        images,
+        start=fn.cast(start, dtype=types.INT32) - padding,
+        shape=crop,
+        axes=[0, 1],
+        out_of_bounds_policy="pad",
+        fill_values=_rounded(mean),
+    )
+
+
+def _rounded(color):
+    """Round an RGB color to 8 bits."""
+    return np.clip(np.round(color), 0, 255).tolist()
 
 
 def _decoded_by_cpu(args):
@@ -485,7 +513,7 @@ def _erase(images, probability, shape, mean, seed):
         images,
         anchor=random[3:5] * (types.Constant(np.float32(shape)) - size + 1),  # DALI rounds down
         shape=size * (random[2] < probability),
-        fill_value=np.clip(np.round(mean), 0, 255).tolist(),
+        fill_value=_rounded(mean),
     )
 
 

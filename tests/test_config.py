@@ -460,6 +460,10 @@ def test_list_element_of_wrong_type_is_an_error(flag, value, part):
             ["--normalize-std 0.0,1.0,1.0: expected 3 positive numbers, such as 0.229,0.224"],
         ),
         ("--normalize-mean 0,1", ["--normalize-mean 0.0,1.0: expected 3 numbers, such as 0.485,0.456,0.406"]),
+        (
+            "--crop-padding 4 --rand-crop-scale 0.5,1",
+            ["--rand-crop-scale 0.5,1.0: not used by --crop-padding 4; remove it, or use --crop-padding 0"],
+        ),
         ("--rand-crop-scale 0.5", ["--rand-crop-scale 0.5: expected 2 positive numbers, such as 0.08,1"]),
         ("--color-jitter 1e6", ["--color-jitter 1e+06: out of range", "0 to 100"]),
         ("--color-jitter 1e-8", ["--color-jitter 1e-08: too small; use 0, or 1e-06 or more"]),
@@ -848,7 +852,7 @@ def test_flags_that_determine_batches():
     augmentation = (
         "rand_crop_scale rand_crop_ratio auto_augment auto_augment_magnitude color_jitter hue_degrees lighting"
     )
-    augmentation += " rotate_degrees random_erasing"
+    augmentation += " rotate_degrees random_erasing crop_padding"
     others = "dali_random_seed balanced_sampling cpu_decoder_load dali_device"
     expected = {*images.split(), *augmentation.split(), *others.split()}
     assert {name for name, declaration in FLAGS.items() if declaration.batches} == expected

@@ -97,6 +97,7 @@ def test_loader_resumes_with_next_batch(parse, photos, shard, rank, done):
         (["--auto-augment", "randaug", "--auto-augment-magnitude", "5"], "--auto-augment-magnitude is 5 and was 9"),
         (["--hue-degrees", "10"], "--hue-degrees is 10.0 and was 0.0"),
         (["--random-erasing", "0.2"], "--random-erasing is 0.2 and was 0.0"),
+        (["--crop-padding", "4"], "--crop-padding is 4 and was 0"),
         (["--balanced-sampling"], "--balanced-sampling is True and was False"),
         (["--interp", "cubic"], "--interp is cubic and was linear"),
         (["--rand-crop-ratio", "1,1"], "--rand-crop-ratio is [1.0, 1.0] and was "),
@@ -142,7 +143,8 @@ def test_cpu_decoder_load_below_half_an_image_is_an_error(parse, photos, monkeyp
 
 
 @pytest.mark.parametrize(
-    "flag", ["--cpu-decoder-load", "--auto-augment", "--auto-augment-magnitude", "--random-erasing"]
+    "flag",
+    ["--cpu-decoder-load", "--auto-augment", "--auto-augment-magnitude", "--random-erasing", "--crop-padding"],
 )
 def test_loader_resumes_from_checkpoint_without_newer_flag(parse, photos, capsys, flag):
     loader = dali.build_dataloader(parse("--image-root", photos), Mode.TRAIN)
@@ -673,6 +675,22 @@ def test_random_crop_follows_scale_and_ratio_ranges(parse, copies):
     assert 0.3 < upright.mean() < 0.7
 
 
+def test_padded_crop_selects_each_position_of_the_padded_image(parse, copies):
+    """The images are resized to 4 x 6 pixels and padded to 8 x 10 pixels, so a crop of 4 x 6 has 5 x 5 positions."""
+    root = copies(np.random.RandomState(0).randint(0, 256, (8, 12, 3)), 512)
+    flags = ["--data-layout", "NHWC", "--image-shape", "3,4,6", "--crop-size", "4", "--resize-short", "4"]
+    flags += ["--normalize-mean", "100/255,110/255,120/255"]
+    [[resized]] = epoch(load(parse, root, Mode.EVAL, *flags))[0]
+    padded = np.pad(resized, ((2, 2), (2, 2), (0, 0)))
+    crops = [padded[y : y + 4, x : x + 6] for y in range(5) for x in range(5)]
+    crops += [crop[:, ::-1] for crop in crops]
+    images = np.concatenate(epoch(load(parse, root, Mode.TRAIN, *flags, "--crop-padding", "2"))[0])
+    differences = np.abs(images[:, None] - np.stack(crops)).max(axis=(2, 3, 4))
+    assert differences.min(axis=1).max() < 1e-5
+    counts = np.bincount(differences.argmin(axis=1), minlength=50)
+    assert counts.min() > 0 and counts.max() < 30
+
+
 def test_options_of_random_crop_are_passed_to_dali(parse, monkeypatch):
     """A second attempt is rarely necessary, so the other tests do not depend on the number of attempts."""
     crops, sizes = [], []
@@ -786,7 +804,11 @@ def test_augmentation_depends_on_seed_and_is_not_applied_in_evaluation(parse, ph
     assert np.array_equal(images(1, Mode.EVAL, AUGMENTATION[:-2]), images(2, Mode.EVAL, []))
 
 
-@pytest.mark.parametrize("flags", [AUGMENTATION, ["--auto-augment", "randaug"]], ids=["all", "randaug"])
+@pytest.mark.parametrize(
+    "flags",
+    [AUGMENTATION, ["--auto-augment", "randaug"], ["--crop-padding", "4", "--random-erasing", "0.5"]],
+    ids=["all", "randaug", "padding"],
+)
 def test_loader_with_augmentation_resumes_with_next_batch(parse, photos, monkeypatch, flags):
     """With batches of three images, most operations of --auto-augment are applied to no image. All random numbers have
     different seeds; otherwise, they would be correlated."""
@@ -815,8 +837,9 @@ def test_loader_with_augmentation_resumes_with_next_batch(parse, photos, monkeyp
         ["--hue-degrees", "90"],
         ["--lighting", "0.1"],
         ["--random-erasing", "1"],
+        ["--crop-padding", "4"],
     ],
-    ids=["crop", "trivial", "jitter", "hue", "lighting", "erasing"],
+    ids=["crop", "trivial", "jitter", "hue", "lighting", "erasing", "padding"],
 )
 def test_ranks_draw_different_random_numbers(parse, copies, shard, flags):
     """Except in the test of crops, the images are uniform, so that crops and flips have no effect."""

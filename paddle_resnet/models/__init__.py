@@ -53,6 +53,7 @@ MISH, SA = {"activation": "mish", "shortcut_pool": "max-blur"}, {"self_attention
 # in_channels and data_format.
 MODELS = {
     "ResNet18": Network("resnet", "ResNet18", RESNET),
+    "ResNet18_CIFAR": Network("resnet", "ResNet18", RESNET, {"stem": "small"}, 32, 1.0),
     "ResNet34": Network("resnet", "ResNet34", RESNET),
     "ResNet50": Network("resnet", "ResNet50", RESNET),
     "ResNet101": Network("resnet", "ResNet101", RESNET),

@@ -260,6 +260,7 @@ def _batches(add):
         type=numbers.ratio,
         default=0.0,
         help="fraction of each training batch to decode on the CPU",
+        used_by=("crop_padding", (0,)),
         batches=True,
     )
     add(
@@ -268,6 +269,7 @@ def _batches(add):
         default=[0.08, 1.0],
         metavar="MIN,MAX",
         help="range of the random crop's area, as a fraction of the image",
+        used_by=("crop_padding", (0,)),
         batches=True,
     )
     add(
@@ -276,6 +278,16 @@ def _batches(add):
         default=[3 / 4, 4 / 3],
         metavar="MIN,MAX",
         help="range of the random crop's aspect ratio, width/height",
+        used_by=("crop_padding", (0,)),
+        batches=True,
+    )
+    add(
+        "--crop-padding",
+        type=numbers.integer(0, 1024),
+        default=0,
+        metavar="N",
+        help="if positive, training images are resized to cover the crop, padded by N pixels on each side and cropped "
+        "at a random position; the scale is not random",
         batches=True,
     )
     add(

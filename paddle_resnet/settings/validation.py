@@ -218,7 +218,7 @@ def _conflicts_of_schedule(settings):
         if choice and chosen not in users and value != DEFAULTS[name]:
             yield (
                 f"{flag(name)} {text(value)}: not used by {flag(choice)} {chosen}; remove it, or use "
-                f"{flag(choice)} {' or '.join(users)}"
+                f"{flag(choice)} {' or '.join(map(str, users))}"
             )
     if settings.iter_unit == "batch" and settings.num_iter is None:
         yield "--iter-unit batch: requires the number of training steps; add --num-iter"
