@@ -52,6 +52,7 @@ def test_only_runs_that_save_check_and_claim_the_output_folder(record, monkeypat
     record.results |= {"find": "checkpoint", "pending": ("epochs",), "outputs": {"the report": "r"}, "announced": "a"}
     places = ["--output-dir", "o", "--report-file", "r", "--skip-list", "s", "--image-root", "i"]
     args = config.parse_args([*TINY, *places, "--profile-steps", "1:2", "--overwrite", *flags])
+    args.tensorboard_dir = "t"
 
     assert phases.find_start(args) == "checkpoint"
     folder = Path("o/Tiny")
@@ -75,7 +76,7 @@ def test_only_runs_that_save_check_and_claim_the_output_folder(record, monkeypat
         "the report": "r",
         "the trace of --profile-steps": "o/profile/steps_1_2_rank0.json",
     }
-    assert folders == {"--output-dir": folder if is_saving else None, "--tensorboard-dir": None}
+    assert folders == {"--output-dir": folder if is_saving else None, "--tensorboard-dir": "t"}
     assert options.pop("inputs") == [*phases.input_files(args), ("the lr_find curve", folder / "lr_find.json")]
     assert options == {"protected": [("the data set's", "i/x")], "run_folder": folder, "announced": "a"}
     assert others == [("setup", "r"), ("check_replaced", args, "checkpoint", folder)]
@@ -163,19 +164,20 @@ def test_new_stage_continues_the_image_order_unless_batches_are_equal(monkeypatc
     loader = SimpleNamespace(state=lambda: "state")
     values = {"image_shape": [3, 32, 32], "batch_size": 8, "freeze": None}
     schedule = SimpleNamespace(timeline=SimpleNamespace(lr_factor=lambda step: step / 8), done=4)
-    monkeypatch.setattr(phases.program, "compile_prog", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(phases.program, "compile_prog", lambda *inputs: SimpleNamespace(inputs=inputs, trace="trace"))
     monkeypatch.setattr(phases.dali, "build_dataloader", lambda *arguments: arguments)
     followed = []
-    saver = SimpleNamespace(follow=lambda loader, *_: followed.append(loader))
+    saver = SimpleNamespace(follow=lambda *arguments: followed.append(arguments))
     for change in ({}, {"batch_size": 6}, {"image_shape": [3, 24, 24]}):
         now = SimpleNamespace(**(values | change))
-        later = phases.Work(now, None, "later program", {}, schedule)
-        training = phases.Work(SimpleNamespace(**values), loader, "program", {}, later=[(2, later)])
+        later = phases.Work(now, None, "later program", "later fetchs", schedule)
+        training = phases.Work(SimpleNamespace(**values), loader, "program", "fetchs", later=[(2, later)])
         assert phases.enter_stage(training, 1, saver) is training
         entered = phases.enter_stage(training, 2, saver)
         assert phases.enter_stage(entered, 3, saver) is entered  # no later stage
         assert entered.loader == ((now, Mode.TRAIN, "state") if change else loader)
-        assert followed.pop() is entered.loader
+        assert followed.pop() == (entered.loader, "later fetchs", "later program")
+        assert (entered.compiled.inputs, entered.compiled.trace) == ((now, "later program"), None)
     lines = capsys.readouterr().out.splitlines()
     text = "epoch 2: training with --image-shape {}, --batch-size {}, learning rate x 0.5 (--sizes)"
     assert lines == [text.format("3,32,32", 6), text.format("3,24,24", 8)]

@@ -227,7 +227,8 @@ def test_processes_of_a_machine_share_its_memory(photos, tmp_path, monkeypatch):
     facts = recipe._facts(settings)
     assert (facts.images, facts.memory) == (30, 3 * GIB // 2)
     assert (facts.has_gpu, facts.resumed) == (False, None)
-    monkeypatch.setattr(recipe.gpus, "memory", lambda index: 5 * GIB)
+    monkeypatch.setattr(recipe.processes, "local_gpu", lambda: 2)
+    monkeypatch.setattr(recipe.gpus, "memory", {2: 5 * GIB}.get)
     (tmp_path / "train").symlink_to(photos / "train")
     flags = ["--run-scope", "train_only", "--resume", "--output-dir", str(tmp_path / "output"), "--device", "gpu"]
     for network, resumed in (("Unknown", None), ("ResNet18", "ResNet18"), ("ResNet50", None)):

@@ -19,9 +19,10 @@ def resolve(args):
 
 def test_bfloat16_on_old_gpu_is_an_error(monkeypatch):
     monkeypatch.setattr(gpus, "problem", lambda *_: None)
+    monkeypatch.setattr(processes, "local_gpu", lambda: 2)
     flags = ["--amp", "--amp-dtype", "bfloat16"]
     for capability, fails in (((7, 5), True), ((8, 0), False), ((9, 0), False)):
-        monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda _, capability=capability: capability)
+        monkeypatch.setattr(paddle.device.cuda, "get_device_capability", {2: capability}.get)
         resolve(config.parse_args(["--amp"]))
         if not fails:
             resolve(config.parse_args(flags))
@@ -96,7 +97,7 @@ def test_images_are_decoded_on_device_of_run(monkeypatch, shard, device):
 @pytest.mark.parametrize(
     ("device", "flags", "kernels", "loads"),
     [
-        ("gpu", "--data-layout NHWC", "native", [(9, 0)]),
+        ("gpu", "--data-layout NHWC", "native", [(9, 2)]),
         ("gpu", "", "paddle", []),
         ("cpu", "--data-layout NHWC", "paddle", []),
         ("cpu", "--data-layout NHWC --kernels native", "native", [None]),
@@ -107,7 +108,8 @@ def test_default_kernels_depend_on_device_and_layout(monkeypatch, device, flags,
     loaded = []
     monkeypatch.setattr(gpus, "resolve", lambda *args: device)
     monkeypatch.setattr(native, "load", loaded.append)
-    monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(processes, "local_gpu", lambda: 2)
+    monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda index: (9, index))
     args = config.parse_args(flags.split())
     resolve(args)
     resolution.resolve_kernels(args)

@@ -111,9 +111,10 @@ def test_different_crop_size_keeps_channels_of_checkpoint(checkpoint, scope):
     resolution.resolve_loader(args)
     assert args.image_shape == [3, 64, 64]
     args = config.parse_args([*map(str, flags[:4])])
-    args.choose("test", crop_size=64, resize_short=72)
+    args.choose("test", crop_size=64, resize_short=80)
     restore.inherit_flags(args, None)
-    assert args.crop_size == (64 if scope == "train_eval" else 32)  # training keeps the choices of --choose-recipe
+    # Training keeps the choices of --choose-recipe.
+    assert (args.crop_size, args.resize_short) == ((64, 80) if scope == "train_eval" else (32, 36))
 
 
 def test_checkpoint_without_meta_json_has_four_channels(checkpoint, tmp_path):

@@ -298,8 +298,9 @@ def test_class_names_in_different_order_than_in_network_are_rejected(converted, 
         (root / "classes.txt").write_text("".join(f"{name}\n" for name in names))
         assert readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=trained).classes == names
     (root / "classes.txt").write_text("class1\nclass2\nx\n")
-    with pytest.raises(UsageError, match=r"classes.txt: class1 has label 0, but label 1 in the checkpoint; number the"):
-        readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=TRAINED)
+    for trained in (TRAINED, ["x", "class1", "class1"]):
+        with pytest.raises(UsageError, match=r"classes.txt: class1 has label 0, but label 1 in the checkpoint; number"):
+            readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=trained)
 
 
 def test_names_of_class_folders_come_from_classes_txt(root):
