@@ -67,6 +67,10 @@ def saved(run):
     return saver.folder
 
 
+def fail_to_lock(path, warn):
+    raise BlockingIOError(11, "process 1 on x")
+
+
 def find(args, folder, epoch=None):
     args.from_checkpoint, args.last_epoch_of_checkpoint = str(folder), epoch
     return restore.find(args)
@@ -153,6 +157,16 @@ def test_run_inherits_flags_by_kind(tmp_path, capsys, scope, start, inherited):
         different = "--interp linear (was cubic); remove the flags to use the recorded values"
     assert f"{folder}: trained with different flags: {different}" in output.err
     assert ("--choose-recipe: has no effect" in output.err) == ((start, scope) == ("resumed", "train_eval"))
+    args = config.parse_args(flags)
+    args.choose("test", interp="linear")
+    restore.inherit_flags(args, checkpoint)
+    assert args.interp == ("linear" if (start, scope) == ("pretrained", "train_eval") else "cubic")
+    folder = write_checkpoint(tmp_path, "1", epoch=1, arguments=recorded | {"choose_recipe": True})
+    if checkpoint:
+        args, checkpoint = config.parse_args(flags), dataclasses.replace(checkpoint, meta=folders.read_meta(folder))
+        args.choose_recipe = True
+        restore.inherit_flags(args, checkpoint)
+        assert "--choose-recipe: has no effect" not in capsys.readouterr().err
 
 
 def test_network_of_the_start_selects_the_run_to_resume(tmp_path):
@@ -304,12 +318,17 @@ def test_best_evaluation_and_patience(args):
     assert saved[2:] == [(4, None, "trained", None)]
 
 
-def test_resume_without_checkpoint_cleans_folder_and_uses_other_start(args, tmp_path, capsys):
+def test_resume_without_checkpoint_cleans_folder_and_uses_other_start(args, tmp_path, capsys, monkeypatch):
     root, args.resume = tmp_path / "Tiny", True
     assert restore.find(args) is None
     assert not root.exists()
     restore._check_default_network(tmp_path / "missing/Tiny")
     (root / ".7.partial").mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(locks, "acquire", fail_to_lock)
+        with pytest.raises(UsageError, match=r"another run \(process 1 on x\) is writing its checkpoints"):
+            restore.find(args)
+    assert (root / ".7.partial").exists()
     assert restore.find(args) is None
     assert not (root / ".7.partial").exists()
     assert f"--resume: {root} contains no checkpoint yet" in capsys.readouterr().out
@@ -807,8 +826,13 @@ def test_folder_without_meta_json_needs_epoch_as_name(args, saved, tmp_path, cap
         find(args, tmp_path / "theirs", "auto")
 
 
-def test_start_deletes_files_of_killed_run(args, tmp_path):
+def test_start_deletes_files_of_killed_run(args, tmp_path, monkeypatch):
     (tmp_path / "Tiny" / ".7.partial").mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(locks, "acquire", fail_to_lock)
+        with pytest.raises(UsageError, match=r"another run \(process 1 on x\) is writing its checkpoints"):
+            Saver(args, None, None, None, {})
+    assert (tmp_path / "Tiny" / ".7.partial").exists()
     Saver(args, None, None, None, {})
     assert [path.name for path in (tmp_path / "Tiny").iterdir()] == [".lock"]
     write_checkpoint(tmp_path / "Tiny", "4")
