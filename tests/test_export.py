@@ -20,7 +20,7 @@ from PIL import Image
 
 from conftest import NHWC, ROOT, assert_sparse, assert_two_of_four, phase
 from helpers import predict
-from paddle_resnet import dali, export, models
+from paddle_resnet import dali, export
 from paddle_resnet import predict as predict_command
 from paddle_resnet.checkpoints import restore
 from paddle_resnet.passes import quantization
@@ -207,26 +207,6 @@ def test_calibration_images_are_not_augmented(checkpoint, photos):
     differences = abs(images[:, None] - expected).mean(axis=(2, 3, 4))  # images are in random order
     assert sorted(differences.argmin(axis=1)) == list(range(30))
     assert differences.min(axis=1).max() < 0.02
-
-
-def test_network_does_not_depend_on_execution_flags_of_training(checkpoint, monkeypatch):
-    recorded, images = restore.recorded_flags, np.random.rand(2, 3, 32, 32).astype("float32")
-
-    def of_gpu(*arguments):
-        flags = recorded(*arguments)
-        flags.set("test", amp=True, kernels="native", data_layout="NHWC", dali_output_fp16=True)
-        flags.set("test", fuse_resunit=True, resume=True, profile_steps=(0, 1), device="gpu")
-        return flags
-
-    expected = networks.load_checkpoint(checkpoint)
-    monkeypatch.setattr(restore, "recorded_flags", of_gpu)
-    network = networks.load_checkpoint(checkpoint)
-    assert network.description == expected.description
-    args = network.args
-    assert (args.fuse_resunit, args.resume, args.profile_steps, args.device) == (False, False, None, "cpu")
-    with pytest.raises(UsageError, match=f"{checkpoint}: does not match the model"):
-        networks.load_checkpoint(checkpoint, model_arch_name="ResNet18")
-    np.testing.assert_array_equal(network.model().run(images), expected.model().run(images))
 
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "tensorrt"])
@@ -904,71 +884,6 @@ def test_unusable_checkpoint_or_output_path_is_an_error(trained, photos, tmp_pat
     with pytest.raises(UsageError, match=r"Tiny/0: damaged \(tiny.pdparams.* sha256"):
         export.export(checkpoint, tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
-
-
-def test_parameters_that_are_not_finite_are_an_error(checkpoint, tmp_path, monkeypatch):
-    """train.py does not save such parameters, but NVIDIA's example does."""
-    (checkpoint / "meta.json").unlink()
-    path = checkpoint / "tiny.pdparams"
-    state = pickle.loads(path.read_bytes())
-    state["batch_norm_0.w_2"][0] = np.nan
-    path.write_bytes(pickle.dumps(state, 4))
-    monkeypatch.setattr(networks, "MODELS", {"Tiny": models.MODELS["Tiny"]})
-    with pytest.raises(
-        UsageError, match=r"checkpoint: batch_norm_0.w_2 has values that are not finite; choose a differ"
-    ):
-        export.export(checkpoint, tmp_path / "exported")
-
-
-def test_checkpoint_of_nvidia_example_is_exported(checkpoint, tmp_path, capsys, monkeypatch):
-    """The checkpoint contains no meta.json, and the argument of the command is the run folder instead of the checkpoint
-    folder."""
-    export.export(checkpoint, tmp_path / "own")
-    (checkpoint / "meta.json").unlink()
-    for end in ("pdparams", "pdopt"):
-        (checkpoint / f"tiny.{end}").rename(checkpoint / f"resnet_50_paddle.{end}")
-    path = checkpoint / "resnet_50_paddle.pdparams"
-    state = pickle.loads(path.read_bytes())
-    path.write_bytes(pickle.dumps(state | {"linear_0.w_0.asp_mask": np.ones_like(state["linear_0.w_0"])}, 4))
-    (tmp_path / "run").mkdir()
-    checkpoint = checkpoint.rename(tmp_path / "run/89")
-    monkeypatch.setattr(networks, "MODELS", {name: models.MODELS[name] for name in ("ResNet18", "Tiny")})
-    capsys.readouterr()
-    description = export.export(tmp_path / "run", tmp_path / "exported")
-    stderr = capsys.readouterr().err
-    assert f"{tmp_path}/run: using the checkpoint {checkpoint}" in stderr
-    message = "contains no meta.json, so the network (Tiny) is inferred from the parameters, the preprocessing"
-    assert f"warning: {checkpoint}: {message}" in stderr
-    assert description["input"]["shape"] == [None, 3, 224, 224] and description["output"]["shape"] == [None, 3]
-    assert (description["classes"], description["epoch"], description["evaluated"]) == ([], 89, None)
-    preprocessing_flags = description["preprocessing"]
-    assert (preprocessing_flags["resize_short"], preprocessing_flags["center_crop"], preprocessing_flags["interp"]) == (
-        256,
-        224,
-        "triangular",
-    )
-    monkeypatch.chdir(checkpoint)
-    assert networks.load_checkpoint(".").description["epoch"] == 89
-    parameters = [(tmp_path / name / "model.pdiparams").read_bytes() for name in ("own", "exported")]
-    assert parameters[0] == parameters[1]
-    images = np.zeros((1, 3, 224, 224), np.float32)
-    assert inference.open_model(tmp_path / "run", "cpu").run(images).shape == (1, 3)
-    monkeypatch.setattr(networks, "MODELS", {})
-    with pytest.raises(UsageError, match=r"no meta.json, and its parameters match no supported network"):
-        export.export(checkpoint, tmp_path / "none")
-    with pytest.raises(UsageError, match="own: contains neither meta.json nor parameters; choose the folder of a run"):
-        export.export(tmp_path / "own", tmp_path / "none")
-    monkeypatch.setattr(networks, "MODELS", {"Tiny": models.MODELS["Tiny"]})
-    path = checkpoint / "resnet_50_paddle.pdparams"
-    for name, shape in (
-        ("conv2d_0.w_0", ()),
-        ("conv2d_0.w_0", (16, 2, 3, 3)),
-        ("linear_0.b_0", ()),
-        ("linear_0.b_0", (0,)),
-    ):
-        path.write_bytes(pickle.dumps(state | {name: np.zeros(shape, np.float32)}, 4))
-        with pytest.raises(UsageError, match=r"no meta.json, and its parameters match no supported network"):
-            networks.load_checkpoint(checkpoint)
 
 
 def test_command_prints_summary_and_rejects_existing_output(trained, tmp_path, capsys):

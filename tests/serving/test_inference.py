@@ -127,45 +127,6 @@ def test_sha256_of_onnx_file_is_compared_if_it_is_listed(monkeypatch, tmp_path, 
         inference._check_onnx(b"data", path)
 
 
-@pytest.mark.parametrize(
-    ("changes", "is_averaged"),
-    [
-        ({}, False),
-        ({"world_size": 1}, True),
-        ({"step": None}, True),
-        ({"trained": {}}, True),
-        ({"evaluated": {}}, True),
-    ],
-)
-def test_bn_statistics_of_a_checkpoint_must_be_averaged(monkeypatch, tmp_path, changes, is_averaged):
-    meta = {"epoch": 2, "step": 5, "trained": None, "evaluated": None, "world_size": 2} | changes
-    monkeypatch.setattr(networks.folders, "is_checkpoint", lambda folder: True)
-    monkeypatch.setattr(networks.folders, "is_foreign", lambda folder: False)
-    monkeypatch.setattr(networks.folders, "verify", lambda folder: meta)
-    message = f"^{tmp_path}: saved after 5 steps of epoch 2, before the processes averaged their BN statistics; choose"
-    with nullcontext() if is_averaged else pytest.raises(UsageError, match=message):
-        assert networks._read_meta(tmp_path) is meta
-
-
-@pytest.mark.parametrize("tta", ["none", "flip"])
-def test_description_of_a_network(tta):
-    flags = {"resize_short": 40, "interp": "cubic", "normalize_scale": 1, "normalize_mean": [0], "normalize_std": [1]}
-    args = SimpleNamespace(model_arch_name="a/net.py:Net", num_of_class=5, data_layout="NCHW", tta=tta, **flags)
-    results = {"top1": 0.5, "top5": 0.75, "loss": 1.5}
-    meta = {"epoch": 3, "classes": ["n01"], "class_names": ["tench"], "evaluated": results | {"images": 9}}
-    for crop, recorded in (([32, 32], 32), ([32, 48], [32, 48])):
-        args.image_shape = [4, *crop]
-        images = SimpleNamespace(name="x", shape=[-1, 3, *crop], dtype="float32")
-        description = networks._describe(args, meta, images, SimpleNamespace(name="y"))
-        assert description["arch"] == "Net" and description["classes"] == ["tench"] and description["epoch"] == 3
-        assert description["evaluated"] == results | ({"tta": "flip"} if tta == "flip" else {})
-        assert description["input"]["shape"] == [None, 3, *crop] and description["input"]["layout"] == "NCHW"
-        assert description["output"] == {"name": "y", "shape": [None, 5], "values": "probabilities"}
-        assert description["preprocessing"]["center_crop"] == recorded
-    del meta["class_names"]
-    assert networks._describe(args, meta | {"evaluated": None}, images, images)["classes"] == ["n01"]
-
-
 FILE = {"size": 1, "sha256": "0"}
 
 
