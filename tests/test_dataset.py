@@ -133,6 +133,8 @@ def test_invalid_command_line_exits_with_code_2(argv, capsys):
         (["preview", "x", "--output", "y", "--images", "1000000000"], "1000000000 is too large"),
         (["verify", "x", "--num-of-class", str(2**31)], f"{2**31} is too large"),
         (["convert", "--from", "x", "--to", "lmdb", "--output", "y", "--workers", "100000"], "100000 is too large"),
+        (["convert", "--from", "x", "--to", "zip", "--output", "y"], "invalid choice: 'zip'"),
+        (["verify", "x", "--run-scope", "all"], "invalid choice: 'all'"),
     ],
 )
 def test_invalid_value_exits_with_code_2_and_an_error(argv, message, capsys):
@@ -163,6 +165,43 @@ def test_killed_workers_exit_with_code_2_and_a_remedy(tmp_path, capsys, monkeypa
         assert dataset.main(argv) == 2
         err = capsys.readouterr().err
         assert "a worker process was killed, possibly because memory ran out" in err and message in err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "split {0} --output {0}/new",
+        "convert --from {0} --to lmdb --output {0}/new",
+        "preview {0} --output {0}/train/a/x.png",
+        "verify {0} --fix-list {0}/train/a/x.txt",
+        "info {0} --output {0}/train/a/x.png",
+    ],
+)
+def test_outputs_in_the_data_set_exit_with_code_2(tmp_path, capsys, command):
+    (tmp_path / "train/a").mkdir(parents=True)
+    assert dataset.main(command.format(tmp_path).split()) == 2
+    assert re.search(rf": would change the data set('s)? {tmp_path}(/train)?; choose a path", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("name", [None, "full"])
+def test_write_errors_exit_with_code_2_and_a_remedy(tmp_path, capsys, monkeypatch, name):
+    def fail(*args, **options):
+        raise OSError(28, "No space", name)
+
+    for module, function in ((split, "split"), (convert, "convert"), (convert, "build_indexes")):
+        monkeypatch.setattr(module, function, fail)
+    output, file = tmp_path / "new", f" {name}" if name else ""
+    for command, message in (
+        ("split s --output {}", f"{output}: cannot be written (No space{file}); choose a different folder"),
+        (
+            "convert --from s --to lmdb --output {}",
+            f"{output}: cannot be written (No space{file and ':' + file}); fix the cause and repeat the command",
+        ),
+        ("index s", f"{name}: the index cannot be written (No space); make the folder writable"),
+    ):
+        assert dataset.main(command.format(output).split()) == 2
+        flag = "" if command == "index s" else "--output "
+        assert capsys.readouterr().err.splitlines()[-1] == f"paddle_resnet.dataset: error: {flag}{message}"
 
 
 REPORT = verify.Report(failing={"a.jpg": "is empty"})

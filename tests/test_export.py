@@ -199,16 +199,6 @@ def test_int8_network_is_quantized_for_its_engine(checkpoint_of, photos, tmp_pat
             assert (zero == 0) == (source is not None and source.op_type in ("Relu", "Clip")), node.name
 
 
-def test_calibration_images_are_not_augmented(checkpoint, photos):
-    network = networks.load_checkpoint(checkpoint)
-    images = np.concatenate(list(calibration._batches(network.description, photos, 30)))
-    paths = photos.glob("train/*/*.jpg")
-    expected = np.concatenate([preprocessing.model_input(path, network.description) for path in paths])
-    differences = abs(images[:, None] - expected).mean(axis=(2, 3, 4))  # images are in random order
-    assert sorted(differences.argmin(axis=1)) == list(range(30))
-    assert differences.min(axis=1).max() < 0.02
-
-
 @pytest.mark.parametrize("engine", ["onnxruntime", "tensorrt"])
 def test_int8_network_matches_fake_quantized_program(checkpoint_of, photos, tmp_path, engine):
     """A different rounding of sums may change an activation by one quantization level."""
@@ -224,19 +214,6 @@ def test_int8_network_matches_fake_quantized_program(checkpoint_of, photos, tmp_
     scale = np.abs(expected).max()
     assert 0 < np.abs(actual - expected).max() < 0.2 * scale
     np.testing.assert_allclose(actual, simulated, rtol=0, atol=0.03 * scale)
-
-
-def test_mean_error_is_subtracted_from_biases(checkpoint, photos, monkeypatch):
-    network = networks.load_checkpoint(checkpoint, fold=True)
-    layers = quantization.layers(network.program)
-    before = [np.array(network.parameter(layer.bias)) for layer in layers]
-    monkeypatch.setattr(calibration, "_mean_error", lambda *args: 0.25)
-    without_bias = layers[0]._replace(bias=None)
-    monkeypatch.setattr(quantization, "layers", lambda program: [without_bias, *layers[1:]])
-    calibration.quantize(network, 7, photos, "percentile", 10)
-    for i, (layer, bias) in enumerate(zip(layers, before, strict=True)):
-        expected = bias - 0.25 if i else bias
-        np.testing.assert_allclose(network.parameter(layer.bias), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_int8_network_with_a_nearly_zero_filter(checkpoint, photos, tmp_path):
@@ -255,14 +232,6 @@ def test_int8_network_with_a_nearly_zero_filter(checkpoint, photos, tmp_path):
         for model in (network.model(logits=True), inference.open_onnx(tmp_path / "model.onnx", "cpu", logits=True))
     )
     np.testing.assert_allclose(actual, expected, rtol=0, atol=0.03 * np.abs(expected).max())
-
-
-def test_calibration_of_a_network_that_overflows_is_an_error(checkpoint, photos, tmp_path):
-    network = networks.load_checkpoint(checkpoint, fold=True)
-    name = quantization.layers(network.program)[0].weight
-    calibration._set(network, name, network.parameter(name) * 1e38)
-    with pytest.raises(UsageError, match=f"--calibrate {photos}: activations of the network are not finite; use a dif"):
-        export._write_int8(network, tmp_path, "onnxruntime", export.Calibration(photos))
 
 
 def test_int8_export_with_lower_accuracy_is_not_kept(checkpoint, photos, tmp_path, monkeypatch):

@@ -105,11 +105,11 @@ def to_float16(model):
 
 
 def with_logits(serialized):
-    """Add the input of the softmax as a second output to a serialized ONNX model written by to_onnx. Return the
+    """Add the input of the last softmax as a second output to a serialized ONNX model written by to_onnx. Return the
     serialized result."""
     onnx = require("onnx")
     model = onnx.load_from_string(serialized)
-    [logits] = [node.input[0] for node in model.graph.node if node.op_type == "Softmax"]
+    [*_, logits] = [node.input[0] for node in model.graph.node if node.op_type == "Softmax"]
     output = onnx.ValueInfoProto.FromString(model.graph.output[0].SerializeToString())
     output.name = logits
     model.graph.output.append(output)

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from paddle_resnet.passes import quantization
+from paddle_resnet.serving import calibration, networks, preprocessing
 from paddle_resnet.serving.calibration import BINS, SMALLEST, Histogram, _entropy_bins, _mean_error
+from utils.errors import UsageError
+
+
+@pytest.fixture
+def checkpoint(one_block, checkpoint):
+    return checkpoint
 
 
 def histogram(*arrays):
@@ -102,3 +109,54 @@ def test_mean_error_equals_error_of_quantized_layer(groups):
     levels, scales = quantization.quantized(weight, 1, 8)
     expected = means @ (levels * scales - weight)
     np.testing.assert_allclose(_mean_error(layer, weight, means, 8), expected, rtol=1e-6)
+
+
+def test_calibration_images_are_not_augmented(checkpoint, photos):
+    """The last batch is shortened if fewer images are needed."""
+    network = networks.load_checkpoint(checkpoint)
+    sizes = [len(batch) for batch in calibration._batches(network.description, photos, 11)]
+    assert sizes == [8, 3]
+    uint8 = network.description | {"input": network.description["input"] | {"dtype": "uint8", "layout": "NHWC"}}
+    uint8["input"]["shape"] = [None, 32, 32, 3]
+    [pixels] = calibration._batches(uint8, photos, 2)
+    assert (pixels.shape, pixels.dtype) == ((2, 32, 32, 3), np.uint8) and 50 < pixels.mean() < 200
+    images = np.concatenate(list(calibration._batches(network.description, photos, 99)))
+    paths = photos.glob("train/*/*.jpg")
+    expected = np.concatenate([preprocessing.model_input(path, network.description) for path in paths])
+    differences = abs(images[:, None] - expected).mean(axis=(2, 3, 4))  # images are in random order
+    assert sorted(differences.argmin(axis=1)) == list(range(30))
+    assert differences.min(axis=1).max() < 0.02
+
+
+@pytest.mark.parametrize("method", ["percentile", "entropy"])
+def test_ranges_and_mean_errors_of_training_images(checkpoint, photos, monkeypatch, method):
+    """The first activation is the images."""
+    network = networks.load_checkpoint(checkpoint, fold=True)
+    names, layers = list(quantization.activations(network.program)), quantization.layers(network.program)
+    before, calls = [np.array(network.parameter(layer.bias)) for layer in layers], []
+    batches = list(calibration._batches(network.description, photos, 11))
+    monkeypatch.setattr(calibration, "_mean_error", lambda *args: calls.append(args) or 0.25)
+    monkeypatch.setattr(calibration, "_batches", lambda *args: calls.append(args) or batches)
+    without_bias = layers[-1]._replace(bias=None)
+    monkeypatch.setattr(quantization, "layers", lambda program: [*layers[:-1], without_bias])
+    assert calibration.quantize(network, 7, photos, method, 11) == 11
+    for layer, bias in zip(layers, before, strict=True):
+        expected = bias - 0.25 if layer is not layers[-1] else bias
+        np.testing.assert_allclose(network.parameter(layer.bias), expected, rtol=1e-5, atol=1e-6)
+    assert calls.pop(0) == (network.description, photos, 11)
+    assert [call[0] for call in calls] == layers[:-1] and {call[3] for call in calls} == {7}
+    images = np.concatenate(batches)
+    assert names[0] == layers[0].input == "images"
+    np.testing.assert_allclose(calls[0][2], images.mean(axis=(0, 2, 3)), rtol=1e-4)
+    np.testing.assert_array_equal(calls[0][1], network.parameter(layers[0].weight))
+    ranges = [network.parameter(quantization.range_name(i)).item() for i in range(len(names))]
+    assert ranges[0] == np.float32(histogram(*batches).range(method))
+    assert len(set(ranges)) > 2
+
+
+def test_calibration_of_a_network_that_overflows_is_an_error(checkpoint, photos):
+    network = networks.load_checkpoint(checkpoint, fold=True)
+    name = quantization.layers(network.program)[0].weight
+    calibration._set(network, name, network.parameter(name) * 1e38)
+    with pytest.raises(UsageError, match=f"--calibrate {photos}: activations of the network are not finite; use a dif"):
+        calibration.quantize(network, 7, photos, "percentile", 8)

@@ -1,17 +1,12 @@
-from contextlib import nullcontext
-
 import numpy as np
-import paddle
 import pytest
 
 from paddle_resnet import predict
-from paddle_resnet.native import build as native
 from paddle_resnet.program import compile_prog
 from paddle_resnet.serving import fixed_sizes, inference, networks, preprocessing
 from paddle_resnet.serving.fixed_sizes import Steps
 from paddle_resnet.serving.model import Model
 from utils import logger
-from utils.errors import UsageError
 
 
 @pytest.fixture
@@ -48,62 +43,6 @@ def test_preprocessing_module_returns_input_of_network(checkpoint, photo_paths):
     np.testing.assert_allclose(model.run(image), expected, atol=1e-5)
     image = preprocessing.model_input(photo_paths[0], reference.description)
     np.testing.assert_array_equal(reference.submit(image.astype("float64")), expected)
-
-
-@pytest.mark.parametrize(
-    ("capability", "default", "bfloat16"),
-    [((6, 1), "float32", False), ((7, 0), "float16", False), ((8, 0), "float16", True)],
-)
-def test_precision_depends_on_compute_capability(monkeypatch, capability, default, bfloat16):
-    monkeypatch.setattr(inference.processes, "local_gpu", lambda: 3)
-    monkeypatch.setattr(paddle.device.cuda, "get_device_capability", {3: capability}.get)
-    assert inference.resolve_precision(None, "gpu") == default
-    assert inference.resolve_precision("float32", "gpu") == "float32"
-    assert inference.resolve_precision("float16", "gpu") == "float16"
-    problem = "requires compute capability 8.0, but this GPU has {}.{}; use --precision float16".format(*capability)
-    with nullcontext() if bfloat16 else pytest.raises(UsageError, match=f"^--precision bfloat16: {problem}$"):
-        assert inference.resolve_precision("bfloat16", "gpu") == "bfloat16"
-
-
-@pytest.mark.parametrize(
-    ("precision", "message"),
-    [
-        ("float16", "--precision float16: requires a GPU; use --precision float32"),
-        ("bfloat16", "--precision bfloat16: requires a GPU; use --precision float32"),
-        ("int8", "--precision int8: not supported with a checkpoint; export it with --int8"),
-    ],
-)
-def test_precision_that_a_checkpoint_does_not_support_on_a_cpu_is_an_error(precision, message):
-    with pytest.raises(UsageError, match=message):
-        inference.resolve_precision(precision, "cpu")
-
-
-def test_missing_kernels_never_change_an_explicit_precision(checkpoint, monkeypatch, capsys):
-    def unavailable(*arguments):
-        raise native.Unavailable("no compiler")
-
-    reference = networks.load_checkpoint(checkpoint)
-    monkeypatch.setattr(inference, "resolve_precision", lambda precision, device: precision or "float16")
-    monkeypatch.setattr(networks, "load_fast", unavailable)
-    monkeypatch.setattr(networks, "load_checkpoint", lambda *arguments, **options: reference)
-    with pytest.raises(UsageError, match=r"--precision bfloat16: custom kernels are unavailable \(no compiler\); fix"):
-        inference.open_checkpoint(checkpoint, "gpu", precision="bfloat16")
-    for precision in ("float32", None):
-        model = inference.open_checkpoint(checkpoint, "gpu", precision=precision)
-        assert (model.engine, model.precision) == ("Executor", "float32")
-    assert "warning: --precision float32: custom kernels are unavailable (no compiler)" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["onnx", "onnxruntime"])
-def test_missing_onnx_package_is_replaced_by_the_executor(checkpoint, monkeypatch, capsys, name):
-    def missing(package):
-        if package == name:
-            raise UsageError(f"{package}: not installed")
-
-    monkeypatch.setattr(inference.onnx_writer, "require", missing)
-    model = inference.open_checkpoint(checkpoint, "cpu")
-    assert (model.engine, model.precision) == ("Executor", "float32")
-    assert f"onnxruntime: not used, although it is faster than Paddle on a CPU: {name}: not" in capsys.readouterr().err
 
 
 def test_batches_of_any_size_are_padded_or_split(checkpoint, monkeypatch, capsys):

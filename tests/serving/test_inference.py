@@ -7,8 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import paddle
 import pytest
+from paddle import static
 
+from paddle_resnet.native import build as native
 from paddle_resnet.serving import inference, networks
 from paddle_resnet.serving.model import Model
 from utils.errors import UsageError
@@ -79,13 +82,13 @@ def test_export_determines_precision_and_network(monkeypatch, tmp_path):
             inference.open_model(path, "cpu", "net")
 
 
-def test_checkpoints_that_onnxruntime_cannot_run(monkeypatch):
+def test_checkpoint_on_a_cpu_runs_in_onnxruntime_if_possible(monkeypatch, capsys):
     def to_onnx(*arguments):
         raise UsageError("operator x")
 
     fields = dict.fromkeys(("program", "images", "probabilities", "parameter"))
     network = SimpleNamespace(args=SimpleNamespace(qat=True), description={}, **fields)
-    calls = []
+    calls, opened = [], []
     monkeypatch.setattr(inference.onnx_writer, "require", lambda package: None)
     monkeypatch.setattr(inference.onnx_writer, "to_onnx", to_onnx)
     monkeypatch.setattr(networks, "load_checkpoint", lambda *path, **options: calls.append((*path, options)) or network)
@@ -94,11 +97,21 @@ def test_checkpoints_that_onnxruntime_cannot_run(monkeypatch):
     assert calls == [("m", {"model_arch_name": "net", "fold": True})]
     network.args.qat = False
     assert inference._open_as_onnx("m", "net") == (None, ": operator x")
+    message = SimpleNamespace(SerializeToString=lambda: b"data")
+    network.description, network.images, network.probabilities = {"a": 1}, "x", "y"
+    monkeypatch.setattr(inference.onnx_writer, "to_onnx", lambda *arguments: opened.append(arguments) or message)
+    monkeypatch.setattr(inference, "_onnx_model", lambda *arguments: opened.append(arguments) or "onnx model")
+    assert inference.open_checkpoint("m", "cpu", "net") == "onnx model"
+    assert opened == [(None, ["x"], ["y"], None, '{"a": 1}'), (b"data", "m", "cpu")]
+    monkeypatch.setattr(inference.onnx_writer, "to_onnx", to_onnx)
+    del calls[2:]
     network.model = lambda: "model"
     assert inference.open_checkpoint("m", "cpu", "net", engine="Paddle") == "model"
     assert calls[2:] == [("m", "cpu", {"model_arch_name": "net"})]
+    assert capsys.readouterr().err == ""
     assert inference.open_checkpoint("m", "cpu", "net") == "model"
     assert calls[3:] == [calls[0], calls[2]]
+    assert capsys.readouterr().err == "onnxruntime: not used: operator x\n"
 
 
 @pytest.mark.parametrize(
@@ -141,11 +154,115 @@ def test_export_must_list_both_files_of_paddle_inference(tmp_path, name, entry):
         inference.open_paddle(tmp_path, "cpu")
 
 
-def test_images_for_a_captured_step_in_float16():
-    inputs = {"dtype": "float16", "layout": "NHWC", "shape": [None, 1, 2, 3]}
-    args = inference.loader_args(DESCRIPTION | {"input": inputs}, 5, threads=3)
-    assert (args.dali_output_fp16, args.data_layout, args.image_shape) == (True, "NHWC", [3, 1, 2])
-    assert (args.batch_size, args.dali_num_threads, args.crop_size) == (5, 3, 1)
+@pytest.mark.parametrize(
+    ("dtype", "layout", "size"),
+    [("float16", "NHWC", [6, 4]), ("float32", "NCHW", [6, 4]), ("uint8", "NHWC", [5, 5])],
+)
+def test_flags_of_the_loader(dtype, layout, size):
+    """The loader returns pixels for a network that normalizes them."""
+    shape = [None, 3, *size] if layout == "NCHW" else [None, *size, 3]
+    recorded = {"resize_short": 8, "interp": "cubic", "scale": 0.5, "mean": [1, 2, 3], "std": [4, 5, 6]}
+    description = {
+        "input": {"dtype": dtype, "layout": layout, "shape": shape},
+        "preprocessing": recorded | {"center_crop": 5 if size == [5, 5] else size},
+    }
+    args = inference.loader_args(description, 5, threads=3)
+    assert (args.dali_output_fp16, args.data_layout, args.image_shape) == (dtype == "float16", layout, [3, *size])
+    assert (args.batch_size, args.dali_num_threads, args.device) == (5, 3, "cpu")
+    assert (args.crop_size, args.resize_short, args.interp) == (min(size), 8, "cubic")
+    normalization = (args.normalize_scale, list(args.normalize_mean), list(args.normalize_std))
+    assert normalization == ((1, [0] * 3, [1] * 3) if dtype == "uint8" else (0.5, [1, 2, 3], [4, 5, 6]))
+    assert inference.loader_args(description, 5).dali_num_threads == 4
+
+
+@pytest.mark.parametrize(
+    ("device", "calls"),
+    [
+        ("cpu", [("disable_gpu",), ("enable_memory_optim",)]),
+        ("gpu", [("enable_use_gpu", 100, 3)]),
+    ],
+)
+def test_export_is_opened_with_paddle_inference(monkeypatch, tmp_path, device, calls):
+    """The fake predictor returns a second output with the values of the first one plus 1."""
+    made, files = [], {}
+
+    class Settings:
+        def __getattr__(self, name):
+            return lambda *arguments: made.append((name, *arguments))
+
+    class Predictor(SimpleNamespace):
+        def get_input_handle(self, name):
+            return SimpleNamespace(
+                copy_from_cpu=lambda images: made.append((name, images.flags["C_CONTIGUOUS"], images))
+            )
+
+        def run(self):
+            [self.result] = probabilities(made[-1][2])
+
+        def get_output_names(self):
+            return ["a", "b"]
+
+        def get_output_handle(self, name):
+            return SimpleNamespace(copy_to_cpu=lambda: self.result + (name == "b"))
+
+    for name, data in (("model.pdmodel", b"program"), ("model.pdiparams", b"values")):
+        (tmp_path / name).write_bytes(data)
+        files[name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    description = DESCRIPTION | {"files": files, "precision": "float16" if device == "gpu" else "float32"}
+    (tmp_path / "model.json").write_text(json.dumps(description))
+    monkeypatch.setattr(inference.processes, "local_gpu", lambda: 3)
+    monkeypatch.setattr(inference.os, "sched_getaffinity", lambda process: {1, 4, 5})
+    monkeypatch.setattr(paddle.inference, "Config", Settings)
+    monkeypatch.setattr(paddle.inference, "create_predictor", lambda settings: Predictor())
+    monkeypatch.setattr(inference, "_with_logits", lambda program: program + b" with logits")
+    model = inference.open_paddle(tmp_path, device)
+    assert made[:-1] == [
+        ("set_model_buffer", b"program", 7, b"values", 6),
+        ("disable_glog_info",),
+        ("set_cpu_math_library_num_threads", 3),
+        *calls,
+    ]
+    assert (model.engine, model.description, model.precision) == (
+        *("paddle.inference", description, description["precision"]),
+    )
+    images = np.random.default_rng(0).random((2, 3, 2, 1), np.float32).transpose(0, 1, 3, 2)
+    first, second = model.outputs(images)
+    assert made[-1][:2] == ("images", True)
+    np.testing.assert_array_equal(first, *probabilities(images))
+    np.testing.assert_array_equal(second, first + 1)
+    made.clear()
+    inference.open_paddle(tmp_path, device, logits=True)
+    assert made[0] == ("set_model_buffer", b"program with logits", 19, b"values", 6)
+    (tmp_path / "model.pdiparams").write_bytes(b"valuez")
+    with pytest.raises(UsageError, match=rf"^{tmp_path}: damaged \(.*model.pdiparams.*sha256.*; export it again$"):
+        inference.open_paddle(tmp_path, device)
+
+
+def test_logits_are_added_to_an_exported_program():
+    program = static.Program()
+    with static.program_guard(program, static.Program()):
+        images = static.data("images", [None, 4])
+        logits = 2 * paddle.nn.functional.softmax(images)
+        serialized = static.serialize_program([images], [paddle.nn.functional.softmax(logits)])
+    with_logits = static.deserialize_program(inference._with_logits(serialized)).global_block()
+    [first, second] = [op for op in with_logits.ops if op.type == "fetch"]
+    [_, softmax] = [op for op in with_logits.ops if op.type == "softmax"]
+    assert second.input("X") == softmax.input("X") and second.output("Out") == first.output("Out")
+    assert (first.attr("col"), second.attr("col")) == (0, 1)
+
+
+@pytest.mark.parametrize(("dtype", "layout"), [("float32", "NCHW"), ("uint8", "NHWC")])
+def test_model_without_captured_steps(dtype, layout):
+    description = DESCRIPTION | {"input": {"dtype": dtype, "layout": layout, "shape": [None, 3, 1, 2]}}
+    model = Model("", description, probabilities)
+    memory = model.host_images(2)
+    assert (memory.shape, memory.dtype) == ((2, 3, 1, 2), dtype)
+    values = np.arange(12, dtype="float64").reshape(2, 3, 1, 2)
+    batch = SimpleNamespace(as_cpu=lambda: SimpleNamespace(as_tensor=lambda: values))
+    for images in (values, batch):
+        result = model.submit(images)
+        assert result.dtype == dtype
+        np.testing.assert_array_equal(result, *probabilities(values))
 
 
 @pytest.fixture
@@ -235,3 +352,59 @@ def test_precision_of_description(precision, is_valid):
         with pytest.raises(UsageError, match=r"^x: not a valid description of a network \(precision is '?(int8|None)"):
             inference._checked_description(text, "x")
     assert inference._checked_description(json.dumps(DESCRIPTION), "x") == DESCRIPTION
+
+
+@pytest.mark.parametrize(
+    ("capability", "default", "bfloat16"),
+    [((6, 1), "float32", False), ((7, 0), "float16", False), ((8, 0), "float16", True)],
+)
+def test_precision_depends_on_compute_capability(monkeypatch, capability, default, bfloat16):
+    monkeypatch.setattr(inference.processes, "local_gpu", lambda: 3)
+    monkeypatch.setattr(paddle.device.cuda, "get_device_capability", {3: capability}.get)
+    assert inference.resolve_precision(None, "gpu") == default
+    assert inference.resolve_precision("float32", "gpu") == "float32"
+    assert inference.resolve_precision("float16", "gpu") == "float16"
+    problem = "requires compute capability 8.0, but this GPU has {}.{}; use --precision float16".format(*capability)
+    with nullcontext() if bfloat16 else pytest.raises(UsageError, match=f"^--precision bfloat16: {problem}$"):
+        assert inference.resolve_precision("bfloat16", "gpu") == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("precision", "message"),
+    [
+        ("float16", "--precision float16: requires a GPU; use --precision float32"),
+        ("bfloat16", "--precision bfloat16: requires a GPU; use --precision float32"),
+        ("int8", "--precision int8: not supported with a checkpoint; export it with --int8"),
+    ],
+)
+def test_precision_that_a_checkpoint_does_not_support_on_a_cpu_is_an_error(precision, message):
+    with pytest.raises(UsageError, match=message):
+        inference.resolve_precision(precision, "cpu")
+
+
+def test_missing_kernels_never_change_an_explicit_precision(checkpoint, monkeypatch, capsys):
+    def unavailable(*arguments):
+        raise native.Unavailable("no compiler")
+
+    reference = networks.load_checkpoint(checkpoint)
+    monkeypatch.setattr(inference, "resolve_precision", lambda precision, device: precision or "float16")
+    monkeypatch.setattr(networks, "load_fast", unavailable)
+    monkeypatch.setattr(networks, "load_checkpoint", lambda *arguments, **options: reference)
+    with pytest.raises(UsageError, match=r"--precision bfloat16: custom kernels are unavailable \(no compiler\); fix"):
+        inference.open_checkpoint(checkpoint, "gpu", precision="bfloat16")
+    for precision in ("float32", None):
+        model = inference.open_checkpoint(checkpoint, "gpu", precision=precision)
+        assert (model.engine, model.precision) == ("Executor", "float32")
+    assert "warning: --precision float32: custom kernels are unavailable (no compiler)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["onnx", "onnxruntime"])
+def test_missing_onnx_package_is_replaced_by_the_executor(checkpoint, monkeypatch, capsys, name):
+    def missing(package):
+        if package == name:
+            raise UsageError(f"{package}: not installed")
+
+    monkeypatch.setattr(inference.onnx_writer, "require", missing)
+    model = inference.open_checkpoint(checkpoint, "cpu")
+    assert (model.engine, model.precision) == ("Executor", "float32")
+    assert f"onnxruntime: not used, although it is faster than Paddle on a CPU: {name}: not" in capsys.readouterr().err

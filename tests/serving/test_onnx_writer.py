@@ -12,18 +12,19 @@ from paddle_resnet.serving import onnx_writer
 from utils.errors import UsageError
 
 
-def inference_program(layer, shape=(3, 8, 8)):
+def inference_program(layer, shape=(3, 8, 8), dtype="float32"):
     """Run a layer in evaluation mode and return (program, inputs, outputs, read, input array, output array)."""
     program, startup, scope = static.Program(), static.Program(), static.Scope()
     with static.program_guard(program, startup), paddle.utils.unique_name.guard(), static.scope_guard(scope):
-        images = static.data("images", [None, *shape])
+        images = static.data("images", [None, *shape], dtype=dtype)
         network = layer()
         if hasattr(network, "eval"):
             network.eval()
         out = network(images)
         exe = static.Executor(paddle.CPUPlace())
         exe.run(startup)
-        array = np.random.RandomState(0).randn(2, *shape).astype("float32")
+        array = np.random.RandomState(0).randn(2, *shape)
+        array = (100 * np.abs(array) if dtype == "uint8" else array).clip(max=255).astype(dtype)
         [expected] = exe.run(program, {"images": array}, [out])
     return program, [images], [out], lambda name: np.array(scope.find_var(name).get_tensor()), array, expected
 
@@ -154,20 +155,33 @@ def test_quantized_layers_match_fake_quantized_program(unsigned):
     np.testing.assert_allclose(session.run(None, {"images": array})[0], expected, atol=1e-5)
 
 
-def test_float16_model_matches_paddle():
-    """The types of the output and of integer constants do not change. Only the last softmax runs in float32."""
+@pytest.mark.parametrize("dtype", ["float32", "uint8"])
+def test_float16_model_matches_paddle(dtype):
+    """The types of the input, the output and integer constants do not change. Only the last softmax runs in float32."""
     onnx, onnxruntime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
-    program, inputs, outputs, read, array, expected = inference_program(
-        lambda: lambda x: F.softmax((F.softmax(x) * x).reshape([-1, 192]))
-    )
+
+    def layer():
+        def network(x):
+            x = x.astype("float32") * 0.01 if dtype == "uint8" else x
+            return F.softmax((F.softmax(x) * x).reshape([-1, 192]))
+
+        return network
+
+    program, inputs, outputs, read, array, expected = inference_program(layer, dtype=dtype)
     model = onnx_writer.to_float16(onnx_writer.to_onnx(program, inputs, outputs, read, ""))
-    kinds = [node.op_type for node in model.graph.node]
-    assert kinds == ["Cast", "Softmax", "Mul", "Reshape", "Cast", "Softmax"]
-    assert onnx.numpy_helper.to_array(model.graph.initializer[0]).tolist() == [-1, 192]
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    actual = session.run(None, {"images": array})[0]
-    assert actual.dtype == np.float32
+    assert [node.op_type for node in model.graph.node] == [
+        *("Cast", *["Mul"] * (dtype == "uint8"), "Softmax", "Mul", "Reshape", "Cast", "Softmax"),
+    ]
+    arrays = [onnx.numpy_helper.to_array(constant) for constant in model.graph.initializer]
+    assert arrays[-1].tolist() == [-1, 192] and all(a.dtype == np.float16 for a in arrays[:-1])
+    session = onnxruntime.InferenceSession(
+        onnx_writer.with_logits(model.SerializeToString()), providers=["CPUExecutionProvider"]
+    )
+    actual, logits = session.run(None, {"images": array})
+    assert actual.dtype == logits.dtype == np.float32
     np.testing.assert_allclose(actual, expected, rtol=5e-3)
+    exponentials = np.exp(logits)
+    np.testing.assert_allclose(actual, exponentials / exponentials.sum(1, keepdims=True), rtol=1e-4)
 
 
 def test_scales_for_large_biases_do_not_change_weights():
