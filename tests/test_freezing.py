@@ -14,7 +14,7 @@ from helpers import random_batches, variable
 from paddle_resnet import models, phases, program
 from paddle_resnet.models import build_model, parts
 from paddle_resnet.native import build as native
-from paddle_resnet.passes import all_reduces, averages
+from paddle_resnet.passes import all_reduces
 
 KERNELS = [["--kernels", "paddle"], ["--kernels", "native", *NHWC]]
 
@@ -136,16 +136,6 @@ def test_frozen_batch_norm_uses_running_statistics(parse):
             _, _, before, after = built(args.copy(model_arch_name="Affine"), [(images[batch], labels[batch])])
             changes.append(after["conv2d_0.w_0"] - before["conv2d_0.w_0"])
     np.testing.assert_allclose((changes[0] + changes[1]) / 2, changes[2], rtol=1e-3, atol=1e-6)
-
-
-def test_averages_of_frozen_half_precision_parameters_use_master_weights(one_block, parse, gpu_lists):
-    args, main = parse("--freeze", "stem", "--ema", "0.9"), static.Program()
-    args.amp, args.amp_dtype, args.amp_level = True, "bfloat16", "O2"  # the parser rejects --amp on a CPU
-    program.build(frozen(args), main, static.Program(), 10)
-    block = main.global_block()
-    values = [op.input("Y")[0] for op in block.ops if op.type == "lerp" and averages.contains(op)]
-    assert any(name.startswith("conv2d_0.w_0") for name in values)
-    assert {block.var(name).dtype for name in values} == {paddle.float32}
 
 
 @pytest.fixture(autouse=True)

@@ -234,6 +234,20 @@ def test_momentum_step_excludes_bn_from_weight_decay_by_default(parse):
         np.testing.assert_allclose(all_decayed[name], plain[name] + extra, atol=2e-4)
 
 
+def test_averages_and_slow_weights_of_frozen_parameters_use_master_weights(one_block, parse, gpu_lists):
+    args = parse("--freeze", "stem", "--ema", "0.9", "--lookahead", "5,0.5")
+    main, startup = static.Program(), static.Program()
+    args.amp, args.amp_dtype, args.amp_level = True, "bfloat16", "O2"  # the parser rejects --amp on a CPU
+    program.build(frozen(args), main, startup, 10)
+    initial = {op.output("Out")[0]: op.input("X")[0] for op in startup.global_block().ops if op.type == "assign"}
+    for suffix in (".ema", ".slow"):
+        assert initial[f"conv2d_0.w_0{suffix}"] == "conv2d_0.w_0_fp32_master_0"
+        assert initial[f"batch_norm_0.w_0{suffix}"] == "batch_norm_0.w_0"  # float32 in level O2
+    block = main.global_block()
+    values = [block.var(op.input("Y")[0]) for op in block.ops if op.type == "lerp"]
+    assert {value.dtype for value in values} == {paddle.float32}
+
+
 def test_evaluation_program_shares_parameters_and_uses_running_statistics(parse):
     args = parse()
     compiled, exe, _, _, main = build(args)
