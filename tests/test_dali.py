@@ -144,7 +144,14 @@ def test_cpu_decoder_load_below_half_an_image_is_an_error(parse, photos, monkeyp
 
 @pytest.mark.parametrize(
     "flag",
-    ["--cpu-decoder-load", "--auto-augment", "--auto-augment-magnitude", "--random-erasing", "--crop-padding"],
+    [
+        "--cpu-decoder-load",
+        "--auto-augment",
+        "--auto-augment-magnitude",
+        "--random-erasing",
+        "--crop-padding",
+        dali.LIST,
+    ],
 )
 def test_loader_resumes_from_checkpoint_without_newer_flag(parse, photos, capsys, flag):
     loader = dali.build_dataloader(parse("--image-root", photos), Mode.TRAIN)

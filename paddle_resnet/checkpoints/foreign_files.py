@@ -268,7 +268,7 @@ def _torch_arrays(tensors, storages, raw):
     for tensor in tensors.values():
         storages[tensor.key].used.append((tensor.offset, tensor.offset + math.prod(tensor.shape)))
     for storage in storages.values():
-        ends = [0, *(end for limits in sorted(storage.used) for end in limits), storage.length]
+        ends = [*(end for limits in sorted(storage.used) for end in limits), storage.length]
         if ends != sorted(ends):
             raise UnreadableError("the tensors overlap or exceed their storage")
     values = {key: _array(data, storages[key].dtype) for key, data in raw.items()}

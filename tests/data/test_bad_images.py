@@ -9,7 +9,7 @@ import pytest
 from PIL import Image, features
 
 from paddle_resnet import dali
-from paddle_resnet.data import bad_images, listing
+from paddle_resnet.data import bad_images, listing, readers
 from paddle_resnet.tools import convert
 from utils.errors import DataError
 from utils.mode import Mode
@@ -159,12 +159,24 @@ def test_decoder_without_memory_is_replaced(monkeypatch):
 def test_search_for_bad_image_ends_after_deadline(monkeypatch):
     file = io.BytesIO()
     Image.new("RGB", (8, 8)).save(file, "png")
-    monkeypatch.setattr(bad_images, "_undecoded", lambda data_set: iter([(file.getvalue(), "a.png"), (b"", "b.png")]))
     message = "Error in operator nvidia.dali.fn.decoders.image"
-    assert bad_images.bad_image(message, None, "root") == "root/b.png"
+    damaged = (file.getvalue().replace(b"IDAT", b"IDAX"), "c.png")
+    monkeypatch.setattr(bad_images, "_undecoded", lambda data_set: iter([damaged]))
+    assert bad_images.bad_image(message, None, "root") == "root/c.png"
+    images = [damaged, (file.getvalue(), "a.png"), (b"", "b.png")]
+    monkeypatch.setattr(bad_images, "_undecoded", lambda data_set: iter(images))
+    assert bad_images.bad_image(message, None, "root") == "root/b.png"  # the headers of all images are checked first
     assert bad_images.bad_image("Error in operator nvidia.dali.fn.resize", None, "root") is None
     monkeypatch.setattr(bad_images, "SEARCH_S", -1)
     assert bad_images.bad_image(message, None, "root") == "an image in root"
+
+
+def test_search_reads_a_data_set_with_fewer_images_than_cpu_cores(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    (tmp_path / "a.png").write_bytes(b"abc")
+    (tmp_path / "val.txt").write_text("a.png 0\n")
+    data_set = readers.open_split(tmp_path, "filelist", Mode.EVAL, 1, 0)
+    assert set(bad_images._undecoded(data_set)) == {(b"abc", "a.png")}
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,8 @@ def test_index_of_read_only_folder_is_written_to_cache(tmp_path, cache, monkeypa
     # If the cached index is used, the record file is not scanned.
     monkeypatch.setattr(indexes, "scan", None)
     assert indexes.open_index(str(shard), kind).path == index.path
+    Path(default_path).write_bytes(Path(index.path).read_bytes())
+    assert indexes.open_index(str(shard), kind).path == default_path
 
 
 def test_cached_index_of_changed_shard_is_not_used(tmp_path, cache):
@@ -225,6 +227,11 @@ def test_tar_member_of_negative_size_is_rejected(tmp_path):
             indexes.scan(str(path), "webdataset")
     with pytest.raises(ValueError, match="^$"):
         indexes._check_between(io.BytesIO(header("README", -256) + bytes(2048)), 0, None)
+
+
+@pytest.mark.parametrize("kind", [tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE])
+def test_folders_and_links_in_a_tar_file_have_no_data(kind):
+    indexes._check_between(io.BytesIO(header("x", 600, kind) + bytes(1024)), 0, None)
 
 
 @pytest.mark.parametrize("name", ["a.j pg", "a. "])

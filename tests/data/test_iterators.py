@@ -42,6 +42,8 @@ def test_full_batch_is_written_into_target_tensors(parse, photos, mode):
         assert all((batch[name] is tensor) == is_full for name, tensor in targets.items())
         for name, values in arrays(batch).items():
             np.testing.assert_array_equal(values, reference[name])
+    if mode is Mode.TRAIN:
+        assert (loader.state()["epoch"], loader.state()["step"]) == (1, 3)
 
 
 def test_synthetic_batch_is_not_written_into_target_tensors(parse):

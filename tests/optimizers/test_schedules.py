@@ -98,6 +98,14 @@ def test_learning_rate_is_multiplied_by_the_factor_of_the_stage(parse):
     np.testing.assert_allclose(result, plain * factors, rtol=1e-12)
 
 
+def test_batches_of_all_steps_are_counted(parse):
+    args = parse("--accumulate-steps", "4")
+    schedule = schedules.build_lr_scheduler(args, durations.uniform(args, 8))
+    rates(schedule, 3)
+    schedule.batch = 2
+    assert (schedule.done, schedule.batches) == (3, 14)
+
+
 def test_adopted_schedule_applies_from_the_current_step(parse):
     schedule = build(parse, "OneCycle", 0)
     rates(schedule, 5)

@@ -105,10 +105,13 @@ def test_bn_statistics_are_averaged_over_all_processes(one_block, parse, monkeyp
     monkeypatch.setattr(
         compat, "append_all_reduce", lambda block, value: paddle.assign(paddle.scale(value, 3.0, 2.0), output=value)
     )
+    programs = set()
     for count in (1, 2):
         all_reduces.average_bn(exe, main)
         for name, value in before.items():
             np.testing.assert_allclose(variable(name), value + count * 2 / 3, rtol=1e-6, err_msg=name)
+        programs.add(main.bn_average)
+    assert len(programs) == 1
     np.testing.assert_array_equal(variable("conv2d_0.w_0"), weight)
     assert {name.removesuffix(".ema") for name in names} == {*all_reduces.bn_statistics(main)}
     assert len(names) == 2 * len(all_reduces.bn_statistics(main)) > 0

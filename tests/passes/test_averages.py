@@ -160,6 +160,10 @@ def test_ema_weights_are_computed_from_float32_masters_and_masked(parse, gpu_lis
     assert values["batch_norm_0.w_0.ema"] == "batch_norm_0.w_0"
     masked = [op.output("Out")[0] for op in ops if op.type == "elementwise_mul" and op.input("X") == op.output("Out")]
     assert masked == [f"conv2d_{i}.w_0.ema" for i in range(9)]
+    main = static.Program()
+    program.build(frozen(parse("--ema", "0.9", "--asp", "--prune-model")), main, static.Program(), 1)
+    types = {op.type for op in main.global_block().ops if averages.contains(op)}
+    assert types == {"lerp"}  # in float32, the parameters themselves are masked
 
 
 @pytest.mark.parametrize("decay", ["1", "-0.1"])
