@@ -106,7 +106,7 @@ def recordio_record(payload):
     while i >= 0:
         if i % 4 == 0:
             cuts.append(i)
-        i = payload.find(magic, i + (4 if i % 4 == 0 else 1))
+        i = payload.find(magic, i + 4)  # the magic number cannot overlap with itself
     starts, ends = [0, *(i + 4 for i in cuts)], [*cuts, len(payload)]
     flags = [0] if not cuts else [1, *[2] * (len(cuts) - 1), 3]
     parts = []
