@@ -6,6 +6,8 @@ If a test fails, either a line of compat.py is no longer needed or Paddle has ch
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import paddle
@@ -240,6 +242,96 @@ def test_paddle_3_has_fused_residual_unit_in_some_builds():
     if not paddle.is_compiled_with_cuda():
         with pytest.raises(UsageError, match="--fuse-resunit"):
             compat.fuse_residual_units(static.BuildStrategy())
+
+
+@pytest.mark.parametrize("is_paddle_3", [False, True])
+def test_legacy_programs_are_required_and_enabled_in_paddle_3(monkeypatch, is_paddle_3):
+    flags, calls = {"FLAGS_enable_pir_api": True}, []
+    monkeypatch.setattr(compat, "IS_PADDLE_3", is_paddle_3)
+    monkeypatch.setattr(paddle, "get_flags", lambda name: {name: flags[name]})
+    monkeypatch.setattr(paddle, "set_flags", flags.update)
+    utilities = SimpleNamespace(_switch_to_old_ir_=lambda: calls.append("switched"))
+    monkeypatch.setattr(paddle, "pir_utils", utilities, raising=False)
+    monkeypatch.setitem(sys.modules, "paddle.pir_utils", utilities)
+    message = "^FLAGS_enable_pir_api: Paddle 3.3.1 builds PIR programs, .*; unset FLAGS_enable_pir_api, and import"
+    with pytest.raises(UsageError, match=message) if is_paddle_3 else nullcontext():
+        compat.check_version("3.3.1")
+    for _ in range(2):
+        compat.leave_pir()
+    assert (flags["FLAGS_enable_pir_api"], calls) == ((False, ["switched"]) if is_paddle_3 else (True, []))
+    flags["FLAGS_enable_pir_api"] = False
+    compat.check_version("3.3.1")
+
+
+@pytest.mark.parametrize("is_paddle_3", [False, True])
+def test_operators_of_each_version(monkeypatch, is_paddle_3):
+    appended, block = [], SimpleNamespace(append_op=lambda **options: appended.append(options))
+    monkeypatch.setattr(compat, "IS_PADDLE_3", is_paddle_3)
+    compat.append_all_reduce(block, "v")
+    attrs = {"reduce_type": 0} if is_paddle_3 else {"use_calc_stream": True}
+    x, out = ("x", "out") if is_paddle_3 else ("X", "Out")
+    expected = {"type": compat.ALL_REDUCE, "inputs": {x: "v"}, "outputs": {out: "v"}, "attrs": attrs | {"ring_id": 0}}
+    assert appended == [expected]
+    values = [SimpleNamespace(value=lambda i=i: i) for i in range(6)]
+    attributes = {"shape": [2, 3], "values": values} if is_paddle_3 else {"shape": [2, 3], "fp32_values": range(6)}
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    np.testing.assert_array_equal(compat.assigned(SimpleNamespace(attr=attributes.get)), array, strict=True)
+
+
+def test_gloo_of_paddle_3_uses_the_store_of_the_launcher(monkeypatch):
+    calls, core = [], paddle.base.core
+    manager = SimpleNamespace(create_gloo_comm_context=lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(compat, "IS_PADDLE_3", True)
+    monkeypatch.setattr(core, "create_or_get_global_tcp_store", lambda: "store")
+    monkeypatch.setattr(core, "CommContextManager", manager, raising=False)
+    monkeypatch.setattr(paddle.distributed, "ParallelEnv", lambda: SimpleNamespace(rank=1, world_size=4))
+    compat.start_gloo(lambda: pytest.fail("no helper processes are started"))
+    assert calls == [("store", "0", 1, 4)]
+
+
+@pytest.mark.parametrize("is_paddle_3", [False, True])
+def test_any_is_patched_in_paddle_3(monkeypatch, is_paddle_3):
+    """Only calls with a legacy variable as the single argument are replaced."""
+    calls, original = [], paddle.any
+    monkeypatch.setattr(paddle, "any", original)
+    monkeypatch.setattr(compat, "IS_PADDLE_3", is_paddle_3)
+    compat.accept_legacy_any()
+    assert (paddle.any is original) == (not is_paddle_3)
+    monkeypatch.setattr(compat, "_paddle_any", lambda *arguments, **options: calls.append((arguments, options)))
+    with static.program_guard(static.Program()):
+        x = variable("bool")
+        compat._any(x)
+        op = x.block.ops[-1]
+        assert (op.type, op.attr("reduce_all"), op.attr("keep_dim")) == ("reduce_any", True, False)
+        assert calls == []
+        compat._any(x, 1)
+        compat._any(x, axis=1)
+        compat._any([True])
+        assert calls == [((x, 1), {}), ((x,), {"axis": 1}), (([True],), {})]
+
+
+@pytest.mark.parametrize("build", ["no attribute", "no support", "support"])
+def test_fused_residual_units_require_a_build_with_support(build):
+    class Strategy:
+        pass
+
+    class Supported:
+        fuse_resunit = False
+
+    class Unsupported:
+        @property
+        def fuse_resunit(self):
+            return False
+
+        @fuse_resunit.setter
+        def fuse_resunit(self, value):
+            raise RuntimeError("no frontend")
+
+    strategy = {"no attribute": Strategy, "no support": Unsupported, "support": Supported}[build]()
+    message = rf"^--fuse-resunit: this build of Paddle {paddle.__version__} does not support fused .*; remove the flag$"
+    with nullcontext() if build == "support" else pytest.raises(UsageError, match=message):
+        compat.fuse_residual_units(strategy)
+    assert getattr(strategy, "fuse_resunit", None) == {"no attribute": None, "no support": False}.get(build, True)
 
 
 GOLDENS = sorted((ROOT / "tests/goldens").glob("paddle_*"))
