@@ -268,7 +268,12 @@ def test_unwritable_fix_list_is_rejected_before_verification(photos, tmp_path, m
 def test_class_only_in_val_fails_verification(photos, tmp_path):
     shutil.copytree(photos, tmp_path / "root")
     shutil.copytree(photos / "val" / "class0", tmp_path / "root" / "val" / "class9")
+    (tmp_path / "root/val/class9/bad.jpg").write_text("x")
     report = verify.verify(tmp_path / "root", num_of_class=2)
+    copied = len(list((photos / "val/class0").iterdir()))
+    assert report.images == 30 + 23 + copied + 1
+    assert [*report.failing] == ["val/class9/bad.jpg"]
+    assert len(report.unusual["the same file in two classes"]) == copied
     assert len(report.errors) == 3  # each split has more than two classes
     assert "val/class9 has no train/class9" in report.errors[2]
     assert report.training_would_fail
@@ -440,7 +445,10 @@ def test_folder_without_splits_is_rejected(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("crash", "message"),
-    [(partial(os._exit, 3), "exit code 3"), (partial(signal.raise_signal, signal.SIGKILL), "SIGKILL")],
+    [
+        (partial(os._exit, 0), "exit code 0"),
+        (partial(signal.raise_signal, signal.SIGKILL), "SIGKILL"),
+    ],
 )
 def test_crash_of_reader_process_is_reported(crash, message):
     """Certain damaged record files crash DALI's readers."""
