@@ -1,0 +1,58 @@
+"""Host scalars, and the random numbers of a step."""
+
+import numpy as np
+import paddle
+import pytest
+from paddle import static
+
+from paddle_resnet.steps import random_numbers, scalars
+
+
+def test_host_scalars_are_written_before_each_step():
+    main, startup, exe = static.Program(), static.Program(), static.Executor(paddle.CPUPlace())
+    values = iter([(1.5, [[1, 2]]), (2.5, np.array([3, 4]))])
+    with static.program_guard(main, startup):
+        first = scalars.declare("first", lambda: current[0])
+        second = scalars.declare("second", lambda: current[1], (2,), "int64")
+        out = first * 2
+    assert [v.name for v in (first, second)] == ["host_scalar.first", "host_scalar.second"]
+    assert all(v.stop_gradient and v.persistable for v in (first, second))
+    assert list(scalars.of(main)) == [first.name, second.name] and scalars.of(static.Program()) == {}
+    exe.run(startup)
+    write = scalars.Writer(main, paddle.CPUPlace())
+    for current in values:
+        write()
+        results = exe.run(main, fetch_list=[out, second])
+        assert (results[0].tolist(), results[1].tolist()) == ([2 * current[0]], np.ravel(current[1]).tolist())
+        assert [result.dtype for result in results] == [np.float32, np.int64]
+
+
+def test_only_the_seed_of_dropout_stays_on_the_host():
+    main, place = static.Program(), object()
+    with static.program_guard(main):
+        seed, other = scalars.declare("seed", int, dtype="int32"), scalars.declare("other", int)
+        x, block = static.data("x", [2]), main.global_block()
+        outputs = {name: block.create_var(name=name, shape=[2], dtype="float32") for name in ("Out", "Mask")}
+        for inputs in ({"X": x, "Seed": seed}, {"X": x}):
+            block.append_op(type="dropout", inputs=inputs, outputs=outputs)
+    places = scalars.Writer(main, place)._places
+    assert isinstance(places[seed.name], paddle.CPUPlace) and places[other.name] is place
+
+
+def test_registered_scalars_of_other_programs_do_not_change():
+    first = static.Program()
+    scalars.register(first, "a", int)
+    second = first.clone()
+    second.host_scalars = first.host_scalars
+    scalars.register(second, "b", float)
+    assert (scalars.of(first), scalars.of(second)) == ({"a": int}, {"a": int, "b": float})
+
+
+@pytest.mark.parametrize("changed", ["seed", "step", "layer", "rank"])
+def test_random_numbers_depend_on_seed_step_layer_and_rank(changed):
+    """Consecutive steps and ranks do not share numbers, even if a step draws many numbers."""
+    facts = {"seed": 3, "step": 5, "layer": "mixup", "rank": 1}
+    draw = [random_numbers.generator(**facts).random(4000).tolist() for _ in range(2)]
+    assert draw[0] == draw[1]
+    other = facts | {changed: "cutmix" if changed == "layer" else facts[changed] + 1}
+    assert not set(draw[0]) & set(random_numbers.generator(**other).random(4000).tolist())
