@@ -5,6 +5,7 @@ import contextlib
 import json
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -77,6 +78,13 @@ def test_messages_after_end_are_dropped():
         return received
 
     assert run(scenario) == [(1, {"at": "home"})]
+
+
+def test_end_of_a_lost_connection_is_ignored():
+    def write_eof():
+        raise OSError("not connected")
+
+    channel.end(SimpleNamespace(write_eof=write_eof))
 
 
 def test_message_of_rank_is_received():

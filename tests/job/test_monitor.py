@@ -122,11 +122,12 @@ def test_first_failure_is_sent_to_all_ranks(capsys):
     assert capsys.readouterr().err == "train.py: error: rank 2 failed first: no room\n" * 2
 
 
-def test_failure_of_rank_0_is_sent_to_other_ranks(capsys):
+@pytest.mark.parametrize("code", [1, 255])
+def test_failure_of_rank_0_is_sent_to_other_ranks(capsys, code):
     async def scenario(job):
         ranks = await job.start_all()
-        send(ranks[0], NO_ROOM)
-        assert await asyncio.gather(*map(exit_code, ranks)) == [0, 2, 2]
+        send(ranks[0], NO_ROOM | {"code": code})
+        assert await asyncio.gather(*map(exit_code, ranks)) == [0, code, code]
 
     run(scenario)
     assert capsys.readouterr().err == "train.py: error: rank 0 failed first: no room\n" * 2
