@@ -386,13 +386,14 @@ def _padded_crop(args, encoded, decoder, resize, mean, seed):
     on each side, and crop them at a random position. All positions in the padded image are equally likely. See He et
     al., arXiv:1512.03385, section 4.2."""
     padding, crop = args.crop_padding, args.image_shape[1:]
-    images = fn.decoders.image(encoded, output_type=types.RGB, **decoder)
-    images = fn.resize(images, size=crop, mode="not_smaller", **resize)
-    margin = types.Constant(np.float32([2 * padding + 1 - side for side in crop]))
-    positions = fn.cast(images.shape()[:2], dtype=types.FLOAT) + margin  # number of positions along each axis
+    # The sizes come from the headers, because the CPU cannot wait for the GPU inside a pipeline.
+    size = fn.cast(fn.peek_image_shape(encoded)[:2], dtype=types.FLOAT)
+    size = dali_math.floor(size * dali_math.max(crop[0] / size[0], crop[1] / size[1]) + 0.5)
+    positions = size + types.Constant(np.float32([2 * padding + 1 - side for side in crop]))  # along each axis
     start = dali_math.floor(fn.random.uniform(range=[0, 1], shape=[2], seed=seed) * positions)
+    images = fn.decoders.image(encoded, output_type=types.RGB, **decoder)
     return fn.slice(
-        images,
+        fn.resize(images, size=size, **resize),
         start=fn.cast(start, dtype=types.INT32) - padding,
         shape=crop,
         axes=[0, 1],
