@@ -89,7 +89,11 @@ AUGMENTATION = ["--color-jitter", "0.4", "--lighting", "0.1", "--rotate-degrees"
 AUGMENTATION = ["--hue-degrees", "20", "--random-erasing", "0.5", *AUGMENTATION]
 
 
-@pytest.mark.parametrize("augmentation", [AUGMENTATION, ["--auto-augment", "trivial"]], ids=["flags", "trivial"])
+@pytest.mark.parametrize(
+    "augmentation",
+    [AUGMENTATION, ["--auto-augment", "trivial"], ["--crop-padding", "4"]],
+    ids=["flags", "trivial", "padding"],
+)
 def test_gpu_loader_augmentation_matches_cpu_loader(parse, photos, augmentation):
     images, plain = [], None
     for device, flags in (("cpu", augmentation), ("gpu", augmentation), ("cpu", [])):
