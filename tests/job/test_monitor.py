@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -69,9 +70,12 @@ class Job:
 
 
 def run(scenario, *args, **kwargs):
-    """Run the coroutine function `scenario`, passing a Job(**kwargs) and *args."""
+    """Run the coroutine function `scenario`, passing a Job(**kwargs) and *args. Check that no task raises an unexpected
+    exception."""
+    problems = []
 
     async def run():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: problems.append(context))
         job = Job(**kwargs)
         try:
             return await asyncio.wait_for(scenario(job, *args), 60)
@@ -79,7 +83,10 @@ def run(scenario, *args, **kwargs):
             for end in job._ends:
                 end.close()
 
-    return asyncio.run(run())
+    result = asyncio.run(run())
+    gc.collect(1)  # asyncio reports the exception of a task when the task is deleted
+    assert not problems
+    return result
 
 
 def send(rank, message):

@@ -17,6 +17,7 @@ from utils.errors import UsageError
 
 def test_rank_and_gpu_come_from_launcher_environment(monkeypatch, parse):
     assert (processes.rank(), processes.world_size(), processes.local_gpu()) == (0, 1, 0)
+    assert processes.local_size() == 1 and processes.is_one_host()
     monkeypatch.setenv("PADDLE_TRAINER_ID", "3")
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "4")
     monkeypatch.setenv("FLAGS_selected_gpus", "2,3")
