@@ -241,7 +241,7 @@ TRUNCATED = 0.8796  # standard deviation of a standard normal distribution that 
         (
             "MobileNetV3_Small",
             (1e-3, 0.99),
-            {(576, 96, 1, 1): 0.09 * TRUNCATED, (576, 1, 5, 5): 0.09 * TRUNCATED, (1024, 1000): 0.09 * TRUNCATED},
+            dict.fromkeys([(576, 96, 1, 1), (576, 1, 5, 5), (576, 1024), (1024, 1000)], 0.09 * TRUNCATED),
         ),
         (
             "MobileNetV2",
@@ -264,6 +264,7 @@ TRUNCATED = 0.8796  # standard deviation of a standard normal distribution that 
             {
                 (960, 160, 1, 1): UNIFORM * 160**-0.5,
                 (480, 1, 3, 3): UNIFORM * 9**-0.5,
+                (1280, 960, 1, 1): UNIFORM * 960**-0.5,
                 (1280, 1000): UNIFORM * 1280**-0.5,
             },
         ),

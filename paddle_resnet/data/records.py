@@ -221,7 +221,7 @@ def _lmdb_problem(folder):
     """Return the reason why an LMDB cannot be used, or None. The check runs in a separate process, because reading a
     damaged LMDB can crash the process."""
     command = [sys.executable, os.path.join(os.path.dirname(__file__), "lmdb_check.py"), folder]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode == 0:
         return None
     return done.stdout.strip() or f"reading it fails with {_outcome(done.returncode)}"

@@ -152,10 +152,8 @@ class DropPath(nn.Layer):
         places = list(range(1, len(x.shape)))
         ones = block.create_var(name=unique_name.generate("drop_path.ones"), dtype=x.dtype, stop_gradient=True)
         first = paddle.slice(x, places, [0] * len(places), [1] * len(places))
-        first.stop_gradient = True
         block.append_op(type="fill_any_like", inputs={"X": first}, outputs={"Out": ones}, attrs={"value": 1.0})
         factors = dropout(ones, self.rate, self.seed)
-        factors.stop_gradient = True
         return x * factors
 
 

@@ -53,6 +53,6 @@ class _YamlLoader(yaml.SafeLoader):
 # _YamlLoader keeps numbers and dates as text, because YAML would convert 10:20 to 620, 010 to 8 and 2024_01_31 to
 # 20240131.
 _YamlLoader.yaml_implicit_resolvers = {
-    first: [(tag, form) for tag, form in resolvers if tag.rpartition(":")[2] in ("bool", "null", "merge")]
+    first: [(tag, form) for tag, form in resolvers if tag.rpartition(":")[2] in ("bool", "null")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }

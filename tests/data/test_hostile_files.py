@@ -565,11 +565,14 @@ def test_verify_detects_records_that_dali_reads_differently(copy, monkeypatch, d
 READ_BEYOND_END = """
 import mmap, os, sys
 from paddle_resnet.data import truncation
+from paddle_resnet.job import watchdog
 
+watchdog.report_failure = lambda error: print("reported:", error, flush=True)
 watched, read = sys.argv[1:]
 truncation.watch(watched)
 with open(read) as f:
     data = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)
+os.truncate(watched, 10_000)  # a file that grows is not reported
 os.truncate(read, 0)
 data[-1]
 """
@@ -583,5 +586,6 @@ def test_sigbus_of_truncated_lmdb_is_an_error(tmp_path):
         command = [sys.executable, "-c", READ_BEYOND_END, tmp_path / "data.mdb", tmp_path / name]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == code
-    message = f"error: {tmp_path}/data.mdb: was truncated while it was read; write or copy it again\n"
-    assert done.stderr.endswith(message)
+    message = f"{tmp_path}/data.mdb: was truncated while it was read; write or copy it again\n"
+    assert done.stderr.endswith(f"error: {message}")
+    assert done.stdout == f"reported: {message}"

@@ -149,6 +149,11 @@ def test_length_of_truncated_tfrecord_is_checked_before_reading():
     head = length + struct.pack("<I", records._masked(crc32c(length)))
     with pytest.raises(ValueError, match="^the record is truncated$"):
         records.tfrecord_payload(io.BytesIO(head), 100)
+    length = struct.pack("<Q", 84)
+    head = length + struct.pack("<I", records._masked(crc32c(length)))
+    for size, reason in ((99, "the record is truncated"), (100, "the checksum does not match")):
+        with pytest.raises(ValueError, match=f"^{reason}$"):
+            records.tfrecord_payload(io.BytesIO(head + bytes(88)), size)
 
 
 def test_lmdb_labels_returns_size_and_labels(tmp_path, monkeypatch):

@@ -103,6 +103,9 @@ def test_binary_loss_with_class_and_image_weights(name, smoothing):
     feed["i"] = image_weights.astype("float32")
     result, _ = run(add_weighted, 7, smoothing, True, feed, is_weighted=True, is_binary=True)
     assert result["loss"] == pytest.approx((image_weights * of_images).mean(), rel=1e-5)
+    result, _ = run(add_weighted, 7, smoothing, False, feed, is_weighted=True, is_binary=True)
+    log_softmax = x - np.log(np.exp(x).sum(1, keepdims=True))  # evaluation ignores image weights and --loss bce
+    np.testing.assert_allclose(result["loss"], -(weights * log_softmax).sum(1, keepdims=True), rtol=1e-4)
 
 
 def test_training_with_bce(run_train):

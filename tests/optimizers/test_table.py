@@ -95,6 +95,8 @@ def test_flags_follow_from_table():
     users = {flag: uses.used_by[1] for flag, uses in FLAGS.items() if uses.used_by and uses.used_by[0] == "optimizer"}
     for name, rule in table.OPTIMIZERS.items():
         assert {flag for flag in users if name in users[flag]} == set(rule.flags)
+    adaptive = {name: rule.rates for name, rule in table.OPTIMIZERS.items() if rule.is_adaptive}
+    assert adaptive == {"AdamW": (5e-4, 1e-3), "RAdam": (5e-4, 1e-3), "LAMB": (5e-3, 5e-3)}
 
 
 @pytest.mark.parametrize("name", table.OPTIMIZERS)

@@ -200,6 +200,7 @@ REPLACED = {
     "7x7 depthwise": (lambda x: conv(7, padding=3, groups=8)(x), True),
     "SAME without padding": (lambda x: conv(stride=2, padding="SAME")(x), True),
     "symmetric SAME": (lambda x: conv(3, padding="SAME")(x), True),
+    "SAME without dilations": (lambda x: conv(3, padding="SAME", dilation=2)(x), True),  # Paddle ignores dilations
     "VALID": (lambda x: conv(3, padding="VALID")(x), True),
     "shared filters": (lambda x: (lambda layer: layer(x) + layer(layer(x)))(conv()), True),
     "asymmetric SAME": (lambda x: conv(3, stride=2, padding="SAME")(x), False),

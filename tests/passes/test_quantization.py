@@ -1,6 +1,7 @@
 """Quantization-aware training (--qat). tests/test_export.py tests INT8 exports."""
 
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import paddle
@@ -147,6 +148,10 @@ def test_onnxruntime_uses_all_levels_of_values_that_are_not_negative(engine, not
     assert {quantization.bits(op) for op in ops if op.type == quantization.WEIGHT} == {7}
     activations = [quantization.bits(op) for op in ops if op.type == quantization.ACTIVATION]
     assert activations == [8, not_negative, not_negative]
+    for kind in ("relu", "relu6", "sigmoid", "hard_sigmoid"):
+        assert quantization._is_not_negative({"y": SimpleNamespace(type=kind)}, "y")
+    for kind in ("hard_swish", "swish", "silu", "mish", "elementwise_add"):
+        assert not quantization._is_not_negative({"y": SimpleNamespace(type=kind)}, "y")
 
 
 def test_layers_with_their_biases_and_groups():
