@@ -250,7 +250,6 @@ def _decode_image(device):
         return fn.decoders.image(encoded, device="mixed" if device == "gpu" else "cpu")
 
     pipeline = decode()
-    pipeline.build()
     (images,) = pipeline.run()
     pixels = np.asarray((images.as_cpu() if device == "gpu" else images)[0])
     if pixels.shape != (48, 64, 3) or np.abs(pixels.astype(int) - (200, 100, 50)).max() > 8:

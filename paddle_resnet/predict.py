@@ -164,7 +164,6 @@ def _decoded(description, batches, batch_size, device, threads):
 
     args = inference.loader_args(description, batch_size, device, threads)
     pipeline = dali.create_dali_pipeline(args, readers.encoded_images(batches), Mode.EVAL, 0, 1)
-    pipeline.build()
     while True:
         try:
             images, _ = pipeline.run()

@@ -131,10 +131,13 @@ QUICK = [
 def test_verify_scores_every_engine_like_the_checkpoint(trained, photos, tmp_path, capsys, name, images):
     pytest.importorskip("onnxruntime")
     checkpoint, expected = trained(*FLAGS[name])
+    capsys.readouterr()
     uint8, width = images == "uint8", 48 if name == "rectangle" else 32
     description = export.export(checkpoint, tmp_path / "exported", onnx=True, verify=photos, uint8=uint8)
     assert description["input"]["shape"] == ([None, 32, width, 3] if uint8 else [None, 3, 32, width])
-    scores = [line for line in capsys.readouterr().out.splitlines() if line.endswith("23 images")]
+    out = capsys.readouterr().out
+    assert "--data-format" not in out  # not logged once per engine
+    scores = [line for line in out.splitlines() if line.endswith("23 images")]
     assert [line.split(":")[0] for line in scores[-3:]] == ["Executor", "paddle.inference", "onnxruntime"]
     for line in scores[-3:]:  # the loss has four decimal places
         assert f"top1 {expected['top1']:.6g}, " in line

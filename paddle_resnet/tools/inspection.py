@@ -82,7 +82,6 @@ def augmented(root, images, versions, arguments):
         )
     batches = iter([[np.frombuffer(data, np.uint8)] * versions for data, _ in decodable])
     pipeline = dali.create_dali_pipeline(args, readers.encoded_images(batches), Mode.TRAIN, 0, 1)
-    pipeline.build()
     rows = []
     for data, name in decodable:
         batch = np.array(pipeline.run()[0].as_cpu().as_tensor())

@@ -111,9 +111,10 @@ def test_mean_error_equals_error_of_quantized_layer(groups):
     np.testing.assert_allclose(_mean_error(layer, weight, means, 8), expected, rtol=1e-6)
 
 
-def test_calibration_images_are_not_augmented(checkpoint, photos):
+def test_calibration_images_are_not_augmented(checkpoint, photos, capsys):
     """The last batch is shortened if fewer images are needed."""
     network = networks.load_checkpoint(checkpoint)
+    capsys.readouterr()
     sizes = [len(batch) for batch in calibration._batches(network.description, photos, 11)]
     assert sizes == [8, 3]
     uint8 = network.description | {"input": network.description["input"] | {"dtype": "uint8", "layout": "NHWC"}}
@@ -126,6 +127,7 @@ def test_calibration_images_are_not_augmented(checkpoint, photos):
     differences = abs(images[:, None] - expected).mean(axis=(2, 3, 4))  # images are in random order
     assert sorted(differences.argmin(axis=1)) == list(range(30))
     assert differences.min(axis=1).max() < 0.02
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("method", ["percentile", "entropy"])
