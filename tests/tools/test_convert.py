@@ -525,6 +525,13 @@ def test_invalid_names_and_sizes_in_convert_json_are_rejected(photos, converted,
     assert (tmp_path / "train-0.tar").exists()
 
 
+def test_output_folder_that_cannot_be_created_is_an_error(tmp_path):
+    (tmp_path / "file").touch()
+    message = f"^--output {tmp_path}/file/x: cannot be written \\(Not a directory\\); choose a different path$"
+    with pytest.raises(UsageError, match=message), convert.locked(tmp_path / "file/x"):
+        pass
+
+
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink("/dev/null", path)])
 def test_unusable_lock_is_an_error(photos, tmp_path, capsys, make):
     (tmp_path / "x").mkdir()
@@ -607,6 +614,7 @@ def test_index_command_creates_missing_indexes(converted, tmp_path, capsys):
         assert dataset.main(["index", str(root)]) == 0
         assert f"{root}: {len(kept) - 1} index files created, 1 already existed" in capsys.readouterr().out
         assert {path: path.read_bytes() for path in sorted(root.glob("*.idx"))} == expected
+        assert convert.build_indexes(root) == (0, len(kept))
         kept[0].write_bytes(b"".join(kept[0].read_bytes().splitlines(keepends=True)[:-1]))
         assert dataset.main(["index", str(root)]) == 2  # existing indexes are checked, too
         assert f"{kept[0]}: does not match" in capsys.readouterr().err

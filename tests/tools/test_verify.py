@@ -255,6 +255,7 @@ def test_folder_without_decodable_images_fails_verification(tmp_path, capsys):
 def test_valid_folder_passes_verification(photos, tmp_path):
     assert dataset.main(["verify", str(photos), "--fix-list", str(tmp_path / "bad.txt")]) == 0
     assert (tmp_path / "bad.txt").read_text() == ""
+    assert verify.verify(photos, run_scope=RunScope.TRAIN_ONLY).images == 53  # val/ is checked if it exists
 
 
 def test_unwritable_fix_list_is_rejected_before_verification(photos, tmp_path, monkeypatch, capsys):
@@ -367,16 +368,19 @@ def test_only_many_failing_images_require_a_fix_list(capsys, count, more):
 
 
 def test_printed_report(capsys):
-    report = verify.Report(images=5, errors=["an error"], failing={"b": "is empty", "d": "is cut"})
-    report.unusual |= {"grayscale": ["c"], "CMYK": ["a", "b", "d"], verify.IN_BOTH_SPLITS: ["x = y"] * 51}
+    """Names are neither interpreted as markup nor wrapped."""
+    long = "[b]" + 100 * "x"
+    report = verify.Report(images=5, errors=[f"an error in {long}"], failing={"b": "is empty", long: "is cut"})
+    report.unusual |= {"grayscale": ["c"], "CMYK": ["[b]a", "b", long], verify.IN_BOTH_SPLITS: [f"x = {long}"] * 51}
     report.ignored = ["i", "j"]
     verify.show(report)
     output = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if "│" in line]
-    assert rows == [["CMYK", "3", "2", "a"], ["grayscale", "1", "0", "c"], [verify.IN_BOTH_SPLITS, "51", "0", "x = y"]]
-    assert output.count(f"{verify.IN_BOTH_SPLITS}: x = y\n") == 50
+    assert rows[:2] == [["CMYK", "3", "2", "[b]a"], ["grayscale", "1", "0", "c"]]
+    assert rows[2][:3] == [verify.IN_BOTH_SPLITS, "51", "0"]
+    assert output.count(f"{verify.IN_BOTH_SPLITS}: x = {long}\n") == 50
     assert output.endswith(
-        "fails: b is empty\nfails: d is cut\nerror: an error\n"
+        f"fails: b is empty\nfails: {long} is cut\nerror: an error in {long}\n"
         "5 images, 2 cannot be decoded, 2 entries ignored: training would fail\n"
     )
     verify.show(verify.Report(images=5))
