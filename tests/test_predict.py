@@ -99,7 +99,10 @@ def test_flags_must_not_be_abbreviated(capsys):
     assert "unrecognized arguments: --tt" in capsys.readouterr().err
 
 
-def test_predictions_do_not_depend_on_batch_size(checkpoint, val_images):
+def test_predictions_do_not_depend_on_batch_size(checkpoint, val_images, monkeypatch):
+    """DALI allocates memory for at most as many images as there are files."""
+    loader_args, loaders = inference.loader_args, []
+    monkeypatch.setattr(inference, "loader_args", lambda *args: loaders.append(args[1]) or loader_args(*args))
     model, sizes, rows = inference.open_model(checkpoint, "cpu"), [], []
     run = model.outputs
     model.outputs = lambda images: sizes.append(len(images)) or run(images)
@@ -108,6 +111,7 @@ def test_predictions_do_not_depend_on_batch_size(checkpoint, val_images):
         assert sizes == expected
         sizes.clear()
         np.testing.assert_allclose(rows[-1], rows[0], atol=1e-6)
+    assert loaders == [1, 8, 23, 23]
 
 
 def test_invalid_image_files_are_reported_and_skipped(checkpoint, photos, tmp_path, capfd, monkeypatch):
