@@ -1,7 +1,7 @@
 """Inference networks of checkpoints. tests/test_export.py and tests/test_predict.py compare them with evaluations."""
 
 import pickle
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,8 +25,22 @@ def checkpoint(one_block, checkpoint):
 def loaded(monkeypatch):
     """Replace the steps of load_checkpoint and load_fast, and return (list of their calls, flags of the checkpoint)."""
 
-    def step(name):
-        return lambda *arguments, **options: calls.append((name, arguments, options)) or results.get(name)
+    def step(name, is_rewrite=False):
+        def call(*arguments, **options):
+            if is_rewrite:
+                assert static.global_scope() is scope
+                assert name == "fold_batch_norms" or static.default_main_program() is program
+            assert (name == "add_copy") == loss_head.is_active
+            calls.append((name, arguments, options))
+            return results.get(name)
+
+        return call
+
+    @contextmanager
+    def float32_scope():
+        loss_head.is_active = True
+        yield
+        loss_head.is_active = False
 
     args = parsing.from_dict({"num_of_class": 3, "image_shape": [3, 32, 32]})
     program, scope = static.Program(), static.Scope()
@@ -35,9 +49,11 @@ def loaded(monkeypatch):
     for name in ("_recorded", "_load", "_cast"):
         monkeypatch.setattr(networks, name, step(name))
     for name in ("fuse_stem", "replace_convolutions", "fuse_convolutions", "fold_batch_norms"):
-        monkeypatch.setattr(networks.folding, name, step(name))
-    monkeypatch.setattr(networks.host_metrics, "add_copy", step("add_copy"))
-    monkeypatch.setattr(networks.quantization, "insert", step("insert"))
+        monkeypatch.setattr(networks.folding, name, step(name, is_rewrite=True))
+    monkeypatch.setattr(networks.host_metrics, "add_copy", step("add_copy", is_rewrite=True))
+    monkeypatch.setattr(networks.quantization, "insert", step("insert", is_rewrite=True))
+    loss_head = SimpleNamespace(scope=float32_scope, is_active=False)
+    monkeypatch.setattr(networks, "loss_head", loss_head)
     monkeypatch.setattr(networks.native, "load", step("native"))
     monkeypatch.setattr(networks.processes, "local_gpu", lambda: 3)
     monkeypatch.setattr(paddle.device.cuda, "get_device_capability", {3: (9, 0)}.get)
@@ -166,6 +182,24 @@ def test_checkpoint_of_nvidia_example_is_exported(checkpoint, tmp_path, capsys, 
         path.write_bytes(pickle.dumps(state | {name: np.zeros(shape, np.float32)}, 4))
         with pytest.raises(UsageError, match=r"no meta.json, and its parameters match no supported network"):
             networks.load_checkpoint(checkpoint)
+
+
+def test_network_is_cast_in_its_scope(monkeypatch):
+    def cast(*arguments):
+        assert static.global_scope() is network.scope and static.default_main_program() is network.program
+        calls.append(arguments)
+
+    network = SimpleNamespace(program=static.Program(), scope=static.Scope(), args=SimpleNamespace(device="d"))
+    calls = []
+    monkeypatch.setattr(networks.processes, "place", lambda device: f"place of {device}")
+    monkeypatch.setattr(networks.quantization, "float32_variables", {network.program: {"a"}}.get)
+    monkeypatch.setattr(networks.amp, "cast_evaluation_program", cast)
+    networks._cast(network, "bfloat16", "O1")
+    networks._cast(network, "float16", "O2", for_gpu=True)
+    assert calls == [
+        (network.program, "place of d", "bfloat16", "O1", {"a"}, False),
+        (network.program, "place of d", "float16", "O2", {"a"}, True),
+    ]
 
 
 @pytest.mark.parametrize("qat", [False, True])
