@@ -234,6 +234,39 @@ def test_momentum_step_excludes_bn_from_weight_decay_by_default(parse):
         np.testing.assert_allclose(all_decayed[name], plain[name] + extra, atol=2e-4)
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", []),
+        ("--bn-momentum 0.7", [("set_bn_momentum", 0.7)]),
+        ("--freeze stem", [("stop_gradients",)]),
+        ("--asp --prune-model", [("exclude_classifier",)]),
+        ("--lr-decay-by-layer 0.5", [("rate_factors", 0.5, 1), ("scale_rates",)]),
+        ("--classifier-lr-factor 3", [("rate_factors", 1, 3), ("scale_rates",)]),
+        ("--optimizer RAdam --lr 0.001", [("rectify",)]),
+        ("--clip-grad-norm 2", [("clip_gradients", 2)]),
+        ("--lookahead 5,0.5", [("lookahead", 5, 0.5)]),
+        ("--ema 0.9", [("averages", 0.9, False)]),
+    ],
+)
+def test_flags_determine_the_parts_of_the_update(record, monkeypatch, parse, flags, expected):
+    record(program.parts, "set_bn_momentum", "stop_gradients", "rate_factors")
+    record(program.sparsity, "exclude_classifier")
+    record(program.updates, "scale_rates", "rectify", "clip_gradients", "fix_updates", "place_state")
+    record(program.accumulation, "add_sums")
+    record(program.all_reduces, "adapt_communication")
+    for name in ("lookahead", "averages"):
+        add = partial(lambda *arguments: record.calls.append(arguments), name)
+        monkeypatch.setattr(program, name, SimpleNamespace(add=add))
+    args = parse("--accumulate-steps", "2", *flags.split())
+    args.amp_dtype, args.use_dynamic_loss_scaling = "bfloat16", True  # without --amp
+    program.build(frozen(args), static.Program(), static.Program(), 10)
+    calls = [tuple(argument for argument in call if isinstance(argument, int | float | str)) for call in record.calls]
+    before = [call for call in expected if call[0] not in ("clip_gradients", "lookahead", "averages")]
+    after = expected[len(before) :]
+    assert calls == [*before, ("add_sums", 2), *after, ("fix_updates", False, True), ("adapt_communication", "cpu")]
+
+
 def test_averages_and_slow_weights_of_frozen_parameters_use_master_weights(one_block, parse, gpu_lists):
     args = parse("--freeze", "stem", "--ema", "0.9", "--lookahead", "5,0.5")
     main, startup = static.Program(), static.Program()
