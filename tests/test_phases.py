@@ -43,6 +43,7 @@ def test_only_runs_that_save_check_and_claim_the_output_folder(record, monkeypat
     record(phases.restore, "resolve_network", "find", "inherit_flags")
     record(phases.resolution, "resolve_loader", "resolve_kernels", "resolve_classes", "resolve_report")
     record(phases.budget, "pending")
+    record(phases.progress, "phase")
     record(phases.saver, "check_folder")
     record(phases.logger, "warn", "setup")
     record(phases.report, "outputs", "announced", "check_replaced")
@@ -58,7 +59,7 @@ def test_only_runs_that_save_check_and_claim_the_output_folder(record, monkeypat
     folder = Path("o/Tiny")
     expected = [(name, args) for name in ("check_start", "choose", "resolve_network", "find")]
     expected += [("inherit_flags", args, "checkpoint"), ("resolve_loader", args), ("warn", "unusual")]
-    expected += [("resolve_kernels", args), ("resolve_classes", args, mode)]
+    expected += [("phase", "kernel compilation"), ("resolve_kernels", args), ("resolve_classes", args, mode)]
     expected += [("resolve_report", args, folder, phases.report.default_name(args)), ("pending", args, "checkpoint")]
     if is_saving:
         expected += [("check_folder", folder, "checkpoint", args.start_paths(), True, False)]
@@ -195,6 +196,7 @@ def set_weights(record, monkeypatch):
     """Return a function that calls set_weights for a training run and returns (its result, the calls)."""
     variables = ("load_start", "load_averages", "start_lookahead", "start_averages")
     record(phases.variables, *variables)
+    record(phases.progress, "phase")
     monkeypatch.setattr(phases.variables.LoadOptions, "of", lambda args: "options")
     monkeypatch.setattr(phases.processes, "place", lambda device: f"place of {device}")
     record(phases.restore, "restore")
@@ -266,7 +268,7 @@ def averages(checkpoint):
 )
 def test_weights_are_loaded_pruned_and_copied_in_this_order(set_weights, checkpoint, state, flags, expected):
     result, calls = set_weights(checkpoint, **state, **flags)
-    assert calls == expected
+    assert calls == [("phase", "weight loading"), *expected]
     assert result == (checkpoint and "restored")
 
 
@@ -293,6 +295,7 @@ def test_half_precision_casts_only_the_evaluation_program_without_its_float32_va
 )
 def test_weights_of_half_precision_evaluations_are_averaged_then_folded(monkeypatch, flags, trains, expected):
     updates, compiled = [], []
+    monkeypatch.setattr(phases.progress, "phase", updates.append)
     monkeypatch.setattr(phases.averages, "evaluate", lambda *arguments: lambda: updates.append("averages"))
     monkeypatch.setattr(phases, "_fold", lambda *arguments: [lambda: updates.append("folded")])
     monkeypatch.setattr(
@@ -302,7 +305,7 @@ def test_weights_of_half_precision_evaluations_are_averaged_then_folded(monkeypa
     training = phases.Work("stage", None, "training", None) if trains else None
     training, evaluation = phases.compile_programs(args, "exe", training, phases.Work(args, None, "evaluation", None))
     evaluation.refresh()
-    assert updates == expected
+    assert updates == ["program compilation", *expected]
     assert compiled == [*([("stage", "training", True)] if trains else []), (args, "evaluation", False)]
     assert evaluation.compiled == (args, "evaluation")
     assert training is None or training.compiled == ("stage", "training")

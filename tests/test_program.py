@@ -18,6 +18,7 @@ from paddle_resnet.data import iterators
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
 from paddle_resnet.settings import durations
+from paddle_resnet.steps import scalars
 from paddle_resnet.steps.dispatch import Dispatcher
 from utils import logger
 from utils.errors import RunError, UsageError
@@ -265,6 +266,30 @@ def test_flags_determine_the_parts_of_the_update(record, monkeypatch, parse, fla
     before = [call for call in expected if call[0] not in ("clip_gradients", "lookahead", "averages")]
     after = expected[len(before) :]
     assert calls == [*before, ("add_sums", 2), *after, ("fix_updates", False, True), ("adapt_communication", "cpu")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", []),
+        ("--dropout 0.2", ["dropout.seed"]),
+        ("--drop-path 0.2", ["drop_path.1.seed"]),
+        ("--mixup 0.2", ["mix.columns", "mix.fraction", "mix.rows"]),
+        ("--cutmix 1", ["mix.columns", "mix.fraction", "mix.rows"]),
+        ("--class-weights balanced", ["class_weights"]),
+        ("--qat", ["range_weight"]),
+        ("--ema 0.9", ["ema_weight"]),
+        ("--lookahead 5,0.5", ["lookahead"]),
+        ("--optimizer RAdam --lr 0.001", ["radam_Beta1Pow", "radam_Beta2Pow"]),
+    ],
+)
+def test_flags_determine_the_scalars_that_the_host_writes(parse, flags, expected):
+    args, names = frozen(parse(*flags.split())), []
+    for is_train in (True, False):
+        main = static.Program()
+        program.build(args, main, static.Program(), 10, is_train, class_images=np.array([1, 2, 3]))
+        names.append(sorted(name.removeprefix(scalars.PREFIX) for name in scalars.of(main)))
+    assert names == [sorted([*expected, "learning_rate_0"]), []]
 
 
 def test_averages_and_slow_weights_of_frozen_parameters_use_master_weights(one_block, parse, gpu_lists):
