@@ -630,6 +630,10 @@ def test_numbers_out_of_range_are_errors(flags, expected):
         config.parse_args(flags)
 
 
+def test_each_flag_has_a_help_text_without_full_stop():
+    assert [action.dest for action in PARSER._actions if not action.help or action.help.endswith(".")] == []
+
+
 INTEGER_FLAGS = [flag(a.dest) for a in PARSER._actions if type(a.default) is int] + [
     *("--num-of-class", "--image-shape", "--profile-steps", "--last-epoch-of-checkpoint")
 ]

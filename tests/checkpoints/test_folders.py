@@ -369,6 +369,22 @@ def test_failed_deletion_logs_warning_and_invalidates_checkpoint(tmp_path, capsy
     assert "6: cannot be deleted (Permission denied); delete it manually" in capsys.readouterr().err
 
 
+def test_unreadable_folder_may_contain_a_checkpoint_and_is_kept(tmp_path, monkeypatch):
+    for name in "12":
+        (tmp_path / name).mkdir()  # unfinished
+    listdir = os.listdir
+
+    def deny(path):
+        if str(path).endswith("/1"):
+            raise PermissionError(13, "Permission denied")
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", deny)
+    assert folders.finished(tmp_path) == [tmp_path / "1"]
+    folders.clean(tmp_path)
+    assert listdir(tmp_path) == ["1"]
+
+
 def commit_in_a_child(root, form, fatal):
     """In a child process, replace checkpoint 2 and delete checkpoint 1. The child kills itself just before its file
     change number `fatal`, counted from 0.

@@ -375,6 +375,11 @@ def test_recordio_index_without_a_row_is_rejected(tmp_path, monkeypatch):
         index.write_text("".join(damaged))
         with pytest.raises(UsageError, match="idx: does not match"):
             indexes.open_index(str(shard), "recordio")
+    index.write_text("".join(lines))
+    ends, recordio_end = [], records.recordio_end
+    monkeypatch.setattr(records, "recordio_end", lambda *place: ends.append(place[1]) or recordio_end(*place))
+    rows = indexes.open_index(str(shard), "recordio").images
+    assert ends == [rows[0, 0], rows[-1, 0]]  # if no row is missing, checking a few records suffices
 
 
 def test_write_file_is_atomic(tmp_path, monkeypatch):

@@ -99,6 +99,9 @@ def test_only_complete_visible_data_sets_are_suggested(tmp_path, monkeypatch):
     listdir = os.listdir
     monkeypatch.setattr(os, "listdir", lambda path: sorted(listdir(path), reverse=True))
     assert error_of(tmp_path, Mode.TRAIN).endswith(f"; use '{tmp_path}/a b' or {tmp_path}/c")
+    for name in "de":  # the message contains at most three data sets
+        shutil.copytree(tmp_path / "c", tmp_path / name)
+    assert error_of(tmp_path, Mode.TRAIN).endswith(f"; use '{tmp_path}/a b' or {tmp_path}/c or {tmp_path}/d")
     (tmp_path / "c/val").rmdir()
     split = (
         f"split {tmp_path}/c/train --output {tmp_path}/c_split` and use --image-root {tmp_path}/c_split, or use only"

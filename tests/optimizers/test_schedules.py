@@ -107,6 +107,12 @@ def test_batches_of_all_steps_are_counted(parse):
     assert schedule.batches == 14
 
 
+def test_fall_may_take_a_single_step():
+    span = schedules.Span(10, PEAK, LOW, 0, None)
+    assert [span.fall(step, begin=9) for step in (9, 10, 11)] == pytest.approx([PEAK, LOW, LOW])
+    assert span.fall(10, begin=10) == PEAK
+
+
 def test_adopted_schedule_applies_from_the_current_step(parse):
     schedule = build(parse, "OneCycle", 0)
     rates(schedule, 5)

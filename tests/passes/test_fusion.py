@@ -21,7 +21,9 @@ from paddle_resnet.models.ghostnet import GhostNet
 from paddle_resnet.models.mobilenet_v3 import MobileNetV3
 from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
 from paddle_resnet.native import build as native
+from paddle_resnet.optimizers import table
 from paddle_resnet.passes import all_reduces, fusion
+from paddle_resnet.steps import scalars
 
 BLOCKS = {
     "bottleneck": partial(ResNet, BottleneckBlock, (1, 2, 1, 1), width=8),
@@ -146,6 +148,33 @@ def test_all_operators_of_residual_network_are_replaced(parse):
     for includes_frozen in (True, False):
         assert len(all_reduces.bn_statistics(main, includes_frozen)) == 2 * before["batch_norm"]
     assert fusion.fuse(main) == 0
+
+
+def test_all_parts_of_an_update_in_half_precision_are_replaced(parse, gpu_lists):
+    flags = "--clip-grad-norm 1 --ema 0.9 --lookahead 5,0.5 --dropout 0.2 --lr-decay-by-layer 0.5"
+    args = parse(*NHWC, *flags.split())
+    args.amp, args.amp_dtype, args.amp_level, args.use_dynamic_loss_scaling = True, "float16", "O2", True
+    main = static.Program()
+    program.build(frozen(args), main, static.Program(), 10)
+    masters = {bool(op.input("MasterParam")) for op in table.updates(main)}
+    assert masters == {True, False}
+    rates = len({(op.input("LearningRate")[0], bool(op.input("MasterParam"))) for op in table.updates(main)})
+    fusion.fuse(main)
+    after = types(main)
+    removed = ["momentum", "check_finite_and_unscale", "update_loss_scaling", "squared_l2_norm", "lerp", "memcpy"]
+    assert not any(after[name] for name in (*removed, "dropout", "dropout_grad"))
+    expected = {"native_check_finite": 1, "native_clip_factor": 1, "native_momentum": rates, "native_lookahead": 2}
+    expected |= {"native_ema": 1, "native_dropout": 2}  # dropout and its gradient
+    assert {name: after[name] for name in expected} == expected
+    operators = main.global_block().ops
+    unscale = {op.type: op.input("Unscale@OPTIONAL")[0] for op in operators if "Unscale@OPTIONAL" in op.input_names}
+    assert unscale["native_clip_factor"] == "unscale"
+    assert unscale["native_momentum"] == unscale["native_ema"] == "clip_factor"  # 0 in a skipped step
+    for op in operators:
+        if op.type == "native_lookahead":
+            assert op.input("Rate") == op.input("Unscale@OPTIONAL") == [f"{scalars.PREFIX}lookahead"]
+            assert op.attr("hyperparameters") == [0.5]
+            assert len(op.attr("decays")) == len(op.input("Parameters@VECTOR"))
 
 
 @pytest.mark.parametrize("has_pointwise", [False, True])
@@ -633,13 +662,13 @@ def test_only_operators_that_combine_overflow_flags_are_removed():
         outputs = {"Out": gradient, "FoundInfinite": flag}
         block.append_op(type="check_finite_and_unscale", inputs={"X": gradient, "Scale": scale}, outputs=outputs)
         both = append("concat", {"X": [flag, flag]}, axis=0)
-        append("reduce_any", {"X": both})
+        append("memcpy", {"X": append("reduce_any", {"X": both})}, dst_place_type=1)
         other = static.data("other", [1], "bool")
         append("concat", {"X": [other, flag]}, axis=0)
         append("reduce_any", {"X": other})
     graph = fusion.Graph(block)
     fusion._fuse_loss_scaling(graph)
-    assert [op.type for op in graph.replaced] == ["check_finite_and_unscale", "concat", "reduce_any"]
+    assert [op.type for op in graph.replaced] == ["check_finite_and_unscale", "concat", "reduce_any", "memcpy"]
 
 
 @pytest.mark.parametrize("case, is_sum", [("squeeze-and-excitation", False), ("residual sum with two readers", True)])
