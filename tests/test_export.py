@@ -416,10 +416,12 @@ def test_float16_export_with_lower_accuracy_is_not_kept(checkpoint, photos, monk
 
     def build(args, mode, trained):
         assert (args.image_root, args.num_of_class, mode) == (str(photos), 3, Mode.EVAL)
+        assert args.batch_size == 32
         assert trained == restore.recorded_classes(network.meta) and len(trained) == 3
         return real(args, mode, trained=trained)
 
     network, real = networks.load_checkpoint(checkpoint), dali.build_dataloader
+    network.args.set("test", batch_size=512)
     monkeypatch.setattr(dali, "build_dataloader", build)
     for precision, ties in (("float16", 23), ("float32", 0)):
         assert export._score(network, Model("", network.description, outputs, precision), photos)["ties"] == ties
@@ -660,10 +662,15 @@ def test_missing_onnx_package_is_an_error(checkpoint, tmp_path, capsys, monkeypa
     assert not (tmp_path / "exported").exists()
 
 
-def test_export_folder_contains_model_and_standalone_script(checkpoint, photos, tmp_path):
-    export.export(checkpoint, tmp_path / "exported")
+def test_export_folder_contains_model_and_standalone_script(checkpoint, photos, tmp_path, monkeypatch):
+    """All files are flushed to the disk before the folder appears, and then the rename."""
+    synced, fsync = [], export.files.fsync
+    monkeypatch.setattr(export.files, "fsync", lambda path: synced.append(path) or fsync(path))
+    export.export(checkpoint, tmp_path / "new/exported")
+    (tmp_path / "new/exported").rename(tmp_path / "exported")
     files = ["labels.txt", "model.json", "model.pdiparams", "model.pdmodel", "preprocess.py"]
     assert sorted(path.name for path in (tmp_path / "exported").iterdir()) == files
+    assert {path.name for path in synced} >= {*files, "exported"} and synced[-1] == tmp_path / "new"
     assert (tmp_path / "exported/labels.txt").read_text() == "class0\nclass1\nclass2\n"
     # This process records no call stacks, so also check that the file has no place for them.
     model = (tmp_path / "exported/model.pdmodel").read_bytes()

@@ -7,6 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from conftest import NHWC, ROOT, phase
+from conftest import NHWC, ROOT, phase, wait_until
 from paddle_resnet import export, predict
 from paddle_resnet.checkpoints import folders
 from paddle_resnet.data import bad_images
@@ -279,12 +282,21 @@ def test_benchmark_measures_for_minimum_duration(monkeypatch, seconds, steps):
     clock, runs = itertools.count(step=1 / 128), []
     monkeypatch.setattr(predict, "BENCHMARK_S", seconds)
     monkeypatch.setattr(predict, "perf_counter", lambda: next(clock))
-    model = Model("Executor", {"input": {"shape": [None, 2], "dtype": "float32"}}, lambda images: [runs.append(images)])
-    begun = []
+    description, begun, opened = {"input": {"shape": [None, 2], "dtype": "float32"}}, [], []
+
+    def models():
+        for _ in range(2):
+            assert not any(reference() for reference in opened)  # the memory of the previous model has been freed
+            begun.append("open")
+            model = Model("Executor", description, lambda images: [runs.append(images)])
+            opened.append(weakref.ref(model))
+            yield model
+            del model
+
     monkeypatch.setattr(memory, "Peak", lambda device: begun.append(device) or SimpleNamespace(mib=lambda: 6.5))
-    [row] = predict.benchmark((begun.append("open") or model for _ in range(1)), [4], "cpu")
-    assert begun == ["cpu", "open", "cpu"] and row["memory_mib"] == 6.5  # opening the model also takes memory
-    assert len(runs) == predict.BENCHMARK_WARMUP_STEPS + steps
+    row, _ = predict.benchmark(models(), [4], "cpu")
+    assert begun == ["cpu", "open", "cpu", "open", "cpu"]  # opening the model also takes memory
+    assert len(runs) == 2 * (predict.BENCHMARK_WARMUP_STEPS + steps) and row["memory_mib"] == 6.5
     assert (row["batch"], row["ips"], row["latency_p50_ms"]) == (4, 4 * 128, 1000 / 128)
 
 
@@ -738,3 +750,43 @@ def test_csv_that_another_process_wrote_during_startup_is_replaced_with_a_warnin
     assert predict.main([str(checkpoint), val_images[0][0], "--device", "cpu", "--csv", str(table)]) == 0
     assert f"warning: {table}: replaces the file that another process wrote" in capsys.readouterr().err
     assert len(table.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "limits", "threads"),
+    [
+        ([], (20 * 10**6, 16, ["127.0.0.1", "[::1]", "localhost"]), 4),
+        (
+            ["--serve-max-mb", "3", "--serve-max-images", "7", "--serve-host", "0.0.0.0", "--dali-num-threads", "2"],
+            (3 * 10**6, 7, ["*"]),
+            2,
+        ),
+        (["--serve-host", "localhost"], (20 * 10**6, 16, ["127.0.0.1", "[::1]", "localhost"]), 4),
+    ],
+    ids=["defaults", "flags", "localhost"],
+)
+def test_server_has_the_limits_of_its_flags(monkeypatch, capsys, flags, limits, threads):
+    pytest.importorskip("starlette", reason="requirements-serve.txt is not installed")
+    from paddle_resnet.serving import web
+
+    actual, model = [], Model("Executor", {"output": {"shape": [None, 3]}}, None)
+    futures, end = [], threading.Event()
+
+    def create_app(classify, worker, description, *limits):
+        futures.extend([worker.submit(end.wait, 60), worker.submit(end.wait, 60)])
+        wait_until(futures[0].running, 60)
+        return actual.append(limits)
+
+    monkeypatch.setattr(inference, "open_model", lambda *arguments: actual.append(arguments[4]) or model)
+    monkeypatch.setattr(predict, "predict", lambda *arguments: [actual.append(arguments[2:5]) or (None, None, "")])
+    monkeypatch.setattr(web, "create_app", create_app)
+    monkeypatch.setattr(bad_images, "decoders_silenced", lambda: nullcontext(actual.append("silenced")))
+    monkeypatch.setattr(web, "serve", lambda app, listener, announce: announce())
+    assert predict.main(["model", "--serve", "0", "--device", "cpu", *flags]) == 0
+    assert [future.cancelled() for future in futures] == [False, True]  # one image at a time
+    end.set()
+    assert actual == [[1], (1, "cpu", threads), limits, "silenced"]
+    monkeypatch.setattr(predict, "predict", lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # the server must not start if it cannot predict
+        predict.main(["model", "--serve", "0", "--device", "cpu", *flags])
+    assert ("other machines can access the model without password" in capsys.readouterr().err) == ("0.0.0.0" in flags)
