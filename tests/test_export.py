@@ -483,13 +483,24 @@ def test_flags_are_passed_on(capsys, monkeypatch):
     ]
 
 
-def test_number_of_calibration_images_is_positive(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        export.main(["checkpoint", str(tmp_path), "--int8", "--calibrate", "DATA", "--calibration-images", "0"])
-    assert "--calibration-images: 0 is too small; use a whole number from 1" in capsys.readouterr().err
-    with pytest.raises(SystemExit):  # flags must not be abbreviated
-        export.main(["checkpoint", str(tmp_path), "--uint"])
-    assert "unrecognized arguments: --uint" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["c", "o", "--calibration-images", "0"], "--calibration-images: 0 is too small; use a whole number from 1"),
+        (["c", "o", "--calibration-method", "mean"], "--calibration-method: invalid choice: 'mean'"),
+        (["c", "o", "--int8-engine", "paddle"], "--int8-engine: invalid choice: 'paddle'"),
+        (["c", "o", "--precision", "int8"], "--precision: invalid choice: 'int8'"),
+        (["c", "o", "--calibrate", ""], "--calibrate: '' is an empty path"),
+        (["c", "o", "--verify", ""], "--verify: '' is an empty path"),
+        (["", "o"], "CHECKPOINT: '' is an empty path"),
+        (["c", ""], "OUT: '' is an empty path"),
+        (["c", "o", "--uint"], "unrecognized arguments: --uint"),  # flags must not be abbreviated
+    ],
+)
+def test_invalid_value_exits_with_code_2_and_an_error(capsys, arguments, message):
+    with pytest.raises(SystemExit, match="^2$"):
+        export.main(arguments)
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["correct", "loss", "images of the recorded evaluation"])

@@ -3,6 +3,7 @@ import io
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -86,6 +87,13 @@ def test_predictions_match_evaluation(run_train, tmp_path, model_of, val_images,
         ("--batch-size", "1" * 400, "is too large; use a whole number from 1 to 65536"),
         ("--dali-num-threads", "100000", "100000 is too large; use a whole number from 1 to 1024"),
         ("--benchmark-batches", "1,1000000000", "1000000000 is too large; use a whole number from 1 to 65536"),
+        ("--serve", "65536", "65536 is too large; use a whole number from 0 to 65535"),
+        ("--serve-max-mb", "257", "257 is too large; use a whole number from 1 to 256"),
+        ("--serve-max-images", "0", "0 is too small; use a whole number from 1 to 1000"),
+        ("--device", "tpu", "invalid choice: 'tpu' (choose from"),
+        ("--precision", "half", "invalid choice: 'half' (choose from"),
+        ("--tta", "rotate", "invalid choice: 'rotate' (choose from"),
+        ("--csv", "", "'' is an empty path"),
     ],
 )
 def test_flag_values_out_of_range_exit_with_code_2(tmp_path, capsys, flag, value, message):
@@ -93,7 +101,10 @@ def test_flag_values_out_of_range_exit_with_code_2(tmp_path, capsys, flag, value
         predict.main([str(tmp_path), str(tmp_path), flag, value])
     assert e.value.code == 2
     error = capsys.readouterr().err
-    assert f"{flag}: " in error and message in error
+    assert re.search(rf"argument {flag}( \[\w+\])?: ", error) and message in error
+    with pytest.raises(SystemExit):
+        predict.main(["", "x.jpg"])
+    assert "argument MODEL: '' is an empty path" in capsys.readouterr().err
 
 
 def test_flags_must_not_be_abbreviated(capsys):

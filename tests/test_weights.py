@@ -215,6 +215,15 @@ def test_invalid_command_is_an_error(file, tmp_path, capsys):
     assert "--lr: not a preprocessing flag" in error(capsys, file, *out, "--arch", "Small", "--lr", "1")
     assert "--nothing: unknown flag" in error(capsys, file, *out, "--arch", "Small", "--nothing")
     assert "--arch Tiny: weights of this network cannot be converted" in error(capsys, file, *out, "--arch", "Tiny")
+    for arguments, message in (
+        (["", "--output", "x"], "FILE|NAME: '' is an empty path"),
+        (["x", "--output", ""], "--output: '' is an empty path"),
+        (["x", "--output", "y", "--verify", ""], "--verify: '' is an empty path"),
+        (["x"], "the following arguments are required: --output"),
+    ):
+        with pytest.raises(SystemExit, match="^2$"):
+            weights.main(arguments)
+        assert message in capsys.readouterr().err
     (tmp_path / "train").mkdir()
     for root, problem in (
         (tmp_path / "none", "not a folder; use"),

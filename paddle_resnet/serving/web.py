@@ -258,7 +258,7 @@ def allowed_hosts(listener, host):
 
 
 def is_loopback(listener):
-    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
+    return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 
 class _Protocol(H11Protocol):

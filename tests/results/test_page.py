@@ -261,8 +261,14 @@ def test_invalid_report_is_rejected(tmp_path, capsys, text):
     assert ("(not UTF-8)" in str(e.value)) == (text == "\udcff\n")
     assert comparison.main([str(tmp_path)]) == 2
     assert f"error: {tmp_path}/report.json" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        comparison.main([str(tmp_path), "--htm", "x"])  # flags must not be abbreviated
+    for arguments, message in (
+        ([str(tmp_path), "--htm", "x"], "unrecognized arguments: --htm"),  # flags must not be abbreviated
+        ([str(tmp_path), "--html", ""], "--html: '' is an empty path"),
+        ([""], "RUN: '' is an empty path"),
+    ):
+        with pytest.raises(SystemExit, match="^2$"):
+            comparison.main(arguments)
+        assert message in capsys.readouterr().err
 
 
 def test_comparison_lists_differing_flags_and_first_differing_step(write_run, capsys, monkeypatch):

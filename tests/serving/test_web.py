@@ -16,6 +16,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext, suppress
 from time import monotonic, sleep
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -325,6 +326,12 @@ def test_all_host_names_are_accepted_unless_address_is_loopback():
     with web.listen("0.0.0.0", 0) as listener:
         assert web.allowed_hosts(listener, "0.0.0.0") == ["*"]
         assert not web.is_loopback(listener)
+    for address, hosts in (
+        ("fe80::1%eth0", ["*"]),
+        ("::1%lo", ["127.0.0.1", "[::1%lo]", "[::1]", "localhost", "name"]),
+    ):
+        listener = SimpleNamespace(getsockname=lambda address=address: (address, 80, 0, 2))
+        assert web.allowed_hosts(listener, "name") == hosts
 
 
 def test_server_listens_on_ipv6_address(start):
