@@ -215,9 +215,11 @@ def test_replayed_proof_is_rejected():
     assert run(scenario)
 
 
-@pytest.mark.parametrize("answer", ["no proof", "wrong key", "reflected proof"])
+@pytest.mark.parametrize("answer", ["no proof", "wrong key", "reflected proof", "long line"])
 def test_rank_rejects_unauthenticated_server(monkeypatch, answer):
+    messages, is_proof = [], channel._is_proof
     monkeypatch.setattr(channel, "CONNECT_S", 0)
+    monkeypatch.setattr(channel, "_is_proof", lambda *message: messages.append(message[0]) or is_proof(*message))
 
     async def impostor(reader, writer):
         writer.write(channel.encode({"challenge": "mine"}))
@@ -227,6 +229,8 @@ def test_rank_rejects_unauthenticated_server(monkeypatch, answer):
             writer.write(channel.encode({"proof": proof}))
         elif answer == "reflected proof":
             writer.write(channel.encode({"proof": message["proof"]}))
+        elif answer == "long line":
+            writer.write(channel.encode({"proof": 2 * channel.LINE_BYTES * "x"}))
         writer.close()
 
     async def run():
@@ -236,3 +240,4 @@ def test_rank_rejects_unauthenticated_server(monkeypatch, answer):
                 await channel.connect(*server.sockets[0].getsockname(), "key 1", 1)
 
     asyncio.run(run())
+    assert (messages == [None]) == (answer in ("no proof", "long line"))

@@ -194,8 +194,10 @@ def test_stream_delivers_all_items_to_rank_0_without_waiting(streams):
     assert add(2, "a2") == []
     assert add(0, "c0") == [["c0"], ["a1"], ["a2"]]
     assert add(0, "d0") == [["d0"]]
-    assert [add(1, "d1"), add(2, "b2")] == [[], []]
+    assert [add(1, "d1"), add(1, "e1"), add(2, "b2")] == [[], [], []]  # rank 0 has not read the second batch of rank 1
     assert add(0, "e0") == [["e0"], ["b1", "c1", "d1"], ["b2"]]
+    assert [add(1, "f1"), add(2, "c2")] == [[], []]
+    assert add(0, "f0") == [["f0"], ["e1", "f1"], ["c2"]]
 
 
 def test_next_stream_does_not_read_items_of_its_predecessor(streams, as_rank):
@@ -246,13 +248,19 @@ def test_wait_for_store_releases_gil():
     assert not thread.is_alive()
 
 
-def test_only_store_connection_disables_nagle():
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_only_store_connection_disables_nagle(host):
     """A process may have other sockets, such as an unnamed UNIX socket as its stdin."""
+    family = socket.AF_INET6 if host == "::1" else socket.AF_INET
+    try:
+        socket.create_server((host, 0), family=family).close()
+    except OSError:
+        pytest.skip("no IPv6")
     with contextlib.ExitStack() as stack:
         for end in socket.socketpair():
             stack.enter_context(end)
-        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
-        clients = [stack.enter_context(socket.create_connection(server.getsockname())) for server in servers]
+        servers = [stack.enter_context(socket.create_server((host, 0), family=family)) for _ in range(2)]
+        clients = [stack.enter_context(socket.create_connection(server.getsockname()[:2])) for server in servers]
         exchange._send_at_once(servers[0].getsockname()[1])
         assert [bool(c.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)) for c in clients] == [True, False]
 
