@@ -19,7 +19,7 @@ from paddle_resnet.checkpoints import folders, restore, variables
 from paddle_resnet.job import exchange
 from paddle_resnet.native import build as native
 from paddle_resnet.steps import cuda_graph
-from utils import logger
+from utils import logger, progress
 from utils.errors import UsageError
 from utils.mode import RunScope
 
@@ -237,7 +237,9 @@ def test_warning_about_captured_step_is_shown_during_measurement(run, fake, choo
     monkeypatch.setattr(cuda_graph, "TESTED", cuda_graph.TESTED - {"matmul_v2"})
     monkeypatch.setattr(cuda_graph, "_differing", lambda *_: ["fc.w_0"])
     assert run("--budget-minutes", 1, *NHWC, "--kernels", "native", "--run-scope", "train_only")[0] == 0
-    assert capsys.readouterr().err.count("a captured and an uncaptured step have different results (fc.w_0)") == 1
+    output = capsys.readouterr()
+    assert output.err.count("a captured and an uncaptured step have different results (fc.w_0)") == 1
+    assert output.out.count(" lr ") == 2 * 3  # only the steps of the run are logged
 
 
 def test_run_stopped_during_measurement_starts_again(run, chooses_two, stop_before, tmp_path):
@@ -256,8 +258,11 @@ def test_other_processes_use_the_choice_of_rank_0(run, unmeasured, monkeypatch, 
         return [2, 6.0, 53.1, [0.1, 1.0, 0.2]] if function.__name__ == "plan" else from_rank_0(function)
 
     monkeypatch.setattr(exchange, "from_rank_0", receive)
+    shown, phase = [], progress.phase
+    monkeypatch.setattr(progress, "phase", lambda name: shown.append(name) or phase(name))
     code, report = run("--budget-minutes", 1)
     assert code == 0
+    assert shown.index("program compilation") < shown.index("measurement for --budget-minutes")
     assert report[0]["data"]["epochs"] == 2 and (1, "train") in losses(report)
     assert unmeasured == pytest.approx([0.02 * 60] * 2)
     ends = "2 epochs end after about 0.885 minutes, of which 0.1 have passed"

@@ -862,6 +862,49 @@ def test_flags_that_determine_batches():
     assert {name for name, declaration in FLAGS.items() if declaration.batches} == expected
 
 
+# {other flag, and its values for which the flags on the right have an effect}
+USED_BY = {
+    "crop_padding 0": "cpu_decoder_load rand_crop_scale rand_crop_ratio",
+    "auto_augment randaug": "auto_augment_magnitude",
+    "iter_unit batch": "num_iter",
+    "iter_unit epoch": "epochs budget_minutes save_interval_steps",
+    "optimizer Momentum Nesterov": "momentum",
+    "optimizer AdamW RAdam LAMB": "beta1 beta2 opt_epsilon",
+    "lr_scheduler Cosine Poly OneCycle FlatCosine": "min_lr",
+    "lr_scheduler Piecewise": "lr_decay_epochs lr_decay_factor",
+    "lr_scheduler Poly": "lr_power",
+    "lr_scheduler OneCycle": "lr_rise",
+    "lr_scheduler FlatCosine": "lr_flat",
+}
+# A flag on the right is not inherited if the user has changed the flag on the left.
+DEPENDING = {
+    "crop_size": "resize_short",
+    "image_shape": "resize_short",
+    "epochs": "budget_minutes",
+    "iter_unit": "warmup_epochs lr_decay_epochs save_interval eval_interval",
+    "amp": "amp_dtype amp_level scale_loss use_dynamic_loss_scaling use_pure_fp16",
+    "amp_dtype": "scale_loss use_dynamic_loss_scaling use_pure_fp16",
+    "amp_level": "use_pure_fp16",
+    "asp": "prune_model mask_algo",
+    "model_arch_name": "model_prefix",
+}
+
+
+def test_flags_that_depend_on_other_flags():
+    used_by = {name: d.used_by for name, d in FLAGS.items() if d.used_by}
+    expected = {name: choice for choice, names in USED_BY.items() for name in names.split()}
+    assert {name: " ".join(map(str, (other, *values))) for name, (other, values) in used_by.items()} == expected
+    pairs = {(other, name) for name, d in FLAGS.items() for other in d.depends_on}
+    pairs -= {(other, name) for name, (other, _) in used_by.items()}
+    assert pairs == {(other, name) for other, names in DEPENDING.items() for name in names.split()}
+    assert {name: d.before for name, d in FLAGS.items() if d.before is not None} == {
+        "num_of_class": 1000,
+        "interp": "linear",
+    }
+    texts = [a.dest for a in PARSER._actions if isinstance(a.default, str) and not (a.choices or a.type)]
+    assert texts == ["help", "model_arch_name"]  # all other flags without a type have choices
+
+
 def test_each_flag_has_a_known_kind():
     assert {declaration.kind for declaration in FLAGS.values()} == set(KINDS)
 

@@ -1,10 +1,12 @@
 """The learning-rate finder: its steps equal those of train.py, and it does not affect a run in the same folder."""
 
+import contextlib
 import importlib
 import json
 import math
 import re
 import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,6 +25,7 @@ from paddle_resnet.optimizers import schedules
 from paddle_resnet.results import comparison, lr_curve, page
 from paddle_resnet.settings import durations
 from paddle_resnet.tools import drawing
+from utils import locks
 from utils.errors import RunError, UsageError
 
 pytestmark = pytest.mark.usefixtures("one_block")
@@ -168,9 +171,35 @@ def test_search_does_not_replace_curve_of_simultaneous_search(find, tmp_path, mo
         data.write_text("of the other search")
         return [1.0] * STEPS, False
 
+    on_rank_0, held, closed, calls, from_rank_0 = [], [], [], [], exchange.from_rank_0
+
+    def run_on_rank_0(function):
+        on_rank_0.append(function)
+        try:
+            return from_rank_0(function)
+        finally:
+            on_rank_0.pop()
+
+    def call(function, *arguments):
+        calls.append((function.__name__, bool(on_rank_0)))
+        return function(*arguments)
+
+    def hold(path, subject, warn):
+        held.append((path, subject))
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(exchange, "from_rank_0", run_on_rank_0)
+    for function in (lr_find._claim, lr_find._write):
+        monkeypatch.setattr(lr_find, function.__name__, partial(call, function))
+    monkeypatch.setattr(lr_find.locks, "held", hold)
+    monkeypatch.setattr(lr_find.logger, "close", lambda: closed.append(True))
     monkeypatch.setattr(lr_find, "_search", search_while_another_ends)
     monkeypatch.setattr(lr_curve, "read", lambda path: path.read_text())
     assert find() == (2, "of the other search")
+    assert calls == [("_claim", True), ("_write", True)]
+    drawing_lock = locks.file_of(data.with_name(lr_curve.DRAWING))
+    assert held == [(drawing_lock, f"--output-dir {tmp_path}/search")]
+    assert len(closed) == 2  # at the start and at the end
     assert (
         f"--output-dir {tmp_path}/search: {data.parent} contains {lr_curve.DATA}; choose a" in capsys.readouterr().err
     )

@@ -139,6 +139,13 @@ def test_unavailable_kernels_are_replaced_unless_explicit(monkeypatch, capsys):
             resolution.resolve_kernels(args)
 
 
+def test_classes_are_counted_on_rank_0(monkeypatch):
+    monkeypatch.setattr(resolution.exchange, "from_rank_0", lambda count: 7)
+    args = config.parse_args(["--image-root", "missing"])
+    resolution.resolve_classes(args, Mode.TRAIN)
+    assert (args.num_of_class, args.origin("num_of_class")) == (7, "data")
+
+
 def test_all_flags_are_resolved_and_frozen_once(tmp_path):
     (tmp_path / "set").mkdir()
     (tmp_path / "set/val.txt").write_text("../a 0\n../b 1\n")

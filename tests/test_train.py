@@ -52,6 +52,7 @@ PHASES += ("compile_programs", "check_and_describe")
 def test_phases_run_in_order(record, monkeypatch, flags, processes, is_done, last):
     record(train, "check_environment", "_run_epochs", "_benchmark_training", "_evaluate_only")
     record(train.listing, "check_root")
+    record(train.progress, "phase")
     record(train.report, "all_done")
     record(compat, "check_version")
     record(fleet, "connect")
@@ -65,13 +66,17 @@ def test_phases_run_in_order(record, monkeypatch, flags, processes, is_done, las
     record.results["compile_programs"] = training and "compiled", evaluation
     train._run(args, flags)
     calls = {name: arguments for name, *arguments in record.calls}
-    names = ["check_environment", "check_root", "check_version", "start", "connect", *PHASES[1:3]]
+    names = ["check_environment", "check_root", "phase", "check_version", "start", "connect", *PHASES[1:3]]
     if "synthetic" in flags or processes == 2:  # synthetic images have no folder, and rank 0 checks the folder later
         names.remove("check_root")
     if not is_done:
         names += ["claim_outputs", "start_fleet", *PHASES[4:]]
     assert [name for name, *_ in record.calls] == [*names, *([last] if last else [])]
-    assert calls["connect"] == [55] and calls.get("check_root", ["photos"]) == ["photos"]
+    assert (
+        calls["phase"] == ["Paddle import"]
+        and calls["connect"] == [55]
+        and calls.get("check_root", ["photos"]) == ["photos"]
+    )
     if is_done:
         assert calls["all_done"] == [args, flags, "checkpoint"]
         return

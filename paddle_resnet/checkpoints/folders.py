@@ -124,7 +124,7 @@ def commit(root, name, files, meta, form="rename"):
     if form == "marker":
         delete(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        _write_unfinished(folder, [*files, META])
+        _write_unfinished(folder, files)
         _write_files(folder, files, meta)
         (folder / _UNFINISHED).unlink()
         return folder

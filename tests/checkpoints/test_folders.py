@@ -71,6 +71,7 @@ def test_commit_replaces_folder_with_same_name(tmp_path):
     files = {f"c.{end}": lambda f: None for end in ("pdparams", "pdopt")}
     folders.commit(tmp_path, "3", files, META, "marker")
     assert names(folder) == ["c.pdopt", "c.pdparams", "meta.json"]
+    folders.verify(folders.commit(tmp_path / "new/root", "3", files, META, "marker"))
 
 
 def flip_bit(path):

@@ -805,7 +805,10 @@ def test_folder_without_meta_json_needs_epoch_as_name(args, saved, tmp_path, cap
     assert find(args, tmp_path / "mine").epoch == 0
     for epoch in ("9", "10"):  # "auto" selects the newest checkpoint
         shutil.copytree(tmp_path / "mine", tmp_path / "theirs" / epoch)
+    capsys.readouterr()
     assert find(args, tmp_path / "theirs", "auto").epoch == 11
+    warning = "theirs/10: has no meta.json, and therefore no checksums, loader state or best result; training continues"
+    assert f"{warning} with epoch 11, its" in capsys.readouterr().err
     args.iter_unit = "batch"
     with pytest.raises(UsageError, match="--iter-unit batch: .*10 has no meta.json, so its number of steps is unknown"):
         find(args, tmp_path / "theirs", "auto")

@@ -199,6 +199,19 @@ def test_file_list_with_contradictory_labels_is_rejected(photos, tmp_path):
     assert error_of(tmp_path, Mode.TRAIN) == message
 
 
+def test_size_of_lists_is_limited(tmp_path, monkeypatch):
+    monkeypatch.setattr(listing, "_TEXT_LIMIT", 3)
+    for path, read in (
+        ("train.txt", lambda root: listing.list_filelist(root, Mode.TRAIN)),
+        ("classes.txt", listing.class_names),
+        ("skip.txt", lambda root: listing.read_skip_list(root / "skip.txt", root)),
+    ):
+        (tmp_path / path).write_text("a 00")
+        with pytest.raises(UsageError, match=f"{path}:? cannot be read"):
+            read(tmp_path)
+        (tmp_path / path).unlink()
+
+
 @pytest.mark.parametrize("label", [2, 10_000_000])
 def test_file_list_label_above_image_count_is_rejected(tmp_path, label):
     """If labels were not limited, a typo in a label could create a network with millions of outputs."""
@@ -218,6 +231,9 @@ def test_file_list_label_above_image_count_is_rejected(tmp_path, label):
     (tmp_path / "sub/train.txt").write_text("../a 0\n")
     assert listing.count_classes(tmp_path / "sub", Mode.TRAIN, allow_outside=True) == 1
     assert len(listing.images(tmp_path / "sub", Mode.TRAIN, allow_outside=True)[2]) == 1
+    for list_images in (listing.images, listing.list_filelist, listing.count_classes):
+        with pytest.raises(UsageError, match="correct it, or add --allow-outside"):
+            list_images(tmp_path / "sub", Mode.TRAIN)
     with pytest.raises(UsageError, match=r"val.txt cannot be read \(No such file"):
         listing.count_classes(tmp_path, Mode.EVAL, "filelist")
     # An explicit format takes precedence over the detected format.

@@ -1358,12 +1358,14 @@ def test_file_that_another_process_has_built_is_not_built_again(tmp_path, monkey
 
 
 def test_built_file_can_be_read_by_other_users(tmp_path):
-    umask = os.umask(0o077)
-    try:
-        built = native._build(tmp_path / "operators-1.so", lambda target: target.write_bytes(b""))
-    finally:
-        os.umask(umask)
-    assert built.stat().st_mode & 0o777 == 0o755
+    for mask in (0o077, 0):
+        umask = os.umask(mask)
+        try:
+            built = native._build(tmp_path / f"{mask}/new/operators-1.so", lambda target: target.write_bytes(b""))
+        finally:
+            os.umask(umask)
+        assert built.stat().st_mode & 0o777 == 0o755
+    assert built.parent.stat().st_mode & 0o777 == 0o755  # otherwise, the cache would not be trusted
 
 
 def test_built_file_needs_no_writable_folder(tmp_path, monkeypatch):
