@@ -418,10 +418,13 @@ def test_system_folders_are_not_classes(photos, tmp_path, capsys):
 def test_images_may_be_outside_the_folder_only_if_allowed(photos, tmp_path):
     for split in ("train", "val"):
         (tmp_path / f"{split}.txt").write_text(f"{photos}/val/class0/00.jpg 0\n{photos}/val/class1/01.jpg 1\n")
+    (tmp_path / "train/class0").mkdir(parents=True)
+    (tmp_path / "train/class0/notes.txt").touch()
     assert ["--allow-outside" in error for error in verify.verify(tmp_path).errors] == [True, True]
     assert not verify.verify(tmp_path, 2, allow_outside=True).training_would_fail
     report = verify.verify(tmp_path, 1, allow_outside=True)
     assert report.failing == {f"{photos}/val/class1/01.jpg": "has label 1, which is not one of 1 classes"}
+    assert report.ignored == []  # training reads only the listed files
 
 
 def test_lack_of_file_descriptors_does_not_mean_that_an_image_is_damaged(monkeypatch):
