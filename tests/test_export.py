@@ -8,7 +8,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ import numpy as np
 import paddle
 import pytest
 from paddle import static
-from PIL import Image
 
 from conftest import NHWC, ROOT, assert_sparse, assert_two_of_four, phase
 from helpers import predict
@@ -693,80 +691,6 @@ def test_export_folder_contains_model_and_standalone_script(checkpoint, photos, 
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"{image}: float32 [1, 3, 32, 32], from -")
-
-
-def test_preprocess_script_reports_unusable_files(checkpoint, photos, tmp_path, capsys, monkeypatch):
-    export.export(checkpoint, tmp_path / "exported")
-    model = tmp_path / "exported/model.json"
-    monkeypatch.setattr(preprocessing, "__file__", str(model.with_name("preprocess.py")))
-    (image, *_) = sorted((photos / "val").glob("*/*.jpg"))
-    (tmp_path / "text.jpg").write_text("no image")
-    (tmp_path / "cut.jpg").write_bytes(image.read_bytes()[:500])
-    os.mkfifo(tmp_path / "pipe.jpg")
-    monkeypatch.setattr(preprocessing, "MAX_PIXELS", 70 * 70)
-    Image.new("1", (80, 80)).save(tmp_path / "large.png")
-    Image.new("1", (70, 70)).save(tmp_path / "largest.png")
-    bad = [
-        str(photos),
-        *(str(tmp_path / name) for name in ("text.jpg", "cut.jpg", "pipe.jpg", "large.png", "gone.jpg")),
-    ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30 * 30)
-        assert preprocessing.main([*bad, str(image), str(tmp_path / "largest.png")]) == 1
-    out, err = capsys.readouterr()
-    assert out.startswith(f"{image}: float32 [1, 3, 32, 32], from -")
-    assert [line.split(": cannot be used (")[0] for line in err.splitlines()] == bad
-    assert "large.png: cannot be used (80 x 80 pixels, more than the limit of 4,900)" in err
-    assert preprocessing.main([f"{tmp_path}/\x1b\n.jpg"]) == 1
-    assert capsys.readouterr().err == f"{tmp_path}/\\x1b\\n.jpg: cannot be used (not a regular file)\n"
-    assert preprocessing._reason(ValueError()) == "ValueError"
-    assert preprocessing.main([]) == 2
-    assert capsys.readouterr().err == "usage: python preprocess.py IMAGE...\n"
-    size = model.stat().st_size
-    monkeypatch.setattr(preprocessing, "MAX_JSON_BYTES", size)
-    assert preprocessing.main([str(image)]) == 0
-    capsys.readouterr()
-    for damage, message in (
-        (
-            lambda: monkeypatch.setattr(preprocessing, "MAX_JSON_BYTES", size - 1),
-            f"not a file of up to {size - 1} bytes",
-        ),
-        (
-            lambda: monkeypatch.setattr(preprocessing, "MAX_JSON_BYTES", 2**24) or model.write_text("[" * 100000),
-            "cannot be read (maximum recursion depth exceeded",
-        ),
-        (lambda: model.write_text('{"preprocessing": {"resize_short": 0}}'), "(preprocessing.resize_short is 0)"),
-        (lambda: model.write_bytes(b"\xff"), "cannot be read ('utf-8' codec can't decode"),
-        (model.unlink, "cannot be read (not a file of up to"),
-    ):
-        damage()
-        assert preprocessing.main([str(image)]) == 2
-        out, err = capsys.readouterr()
-        assert out == "" and err.startswith(f"{model}: ") and message in err and err.count("\n") == 1
-
-
-def test_preprocess_script_predicts_with_onnx_model(checkpoint, photos, tmp_path, capsys, monkeypatch):
-    pytest.importorskip("onnxruntime")
-    export.export(checkpoint, tmp_path / "exported", onnx=True, uint8=True)
-    (image, *_) = sorted((photos / "val").glob("*/*.jpg"))
-    command = [sys.executable, tmp_path / "exported/preprocess.py", image]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    lines = done.stdout.splitlines()
-    assert lines[0].startswith(f"{image}: uint8 [1, 32, 32, 3], from ")
-    assert len(lines) == 4
-    assert sum(float(line.split()[0]) for line in lines[1:]) == pytest.approx(1, abs=1e-5)
-    # The module prints the same result as its copy in the export. Without onnxruntime, the module prints only the shape
-    # of the image.
-    monkeypatch.setattr(preprocessing, "__file__", str(tmp_path / "exported/preprocess.py"))
-    capsys.readouterr()
-    preprocessing.main([str(image)])
-    assert capsys.readouterr().out.splitlines() == lines
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    preprocessing.main([str(image)])
-    output = capsys.readouterr()
-    assert output.out.splitlines() == lines[:1]
-    assert output.err == "onnxruntime: not installed; to print predictions, run `pip install onnxruntime`\n"
 
 
 @pytest.mark.parametrize("uint8", [False, True], ids=["float32", "uint8"])

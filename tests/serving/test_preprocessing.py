@@ -1,7 +1,10 @@
 import ast
 import copy
 import json
+import os
+import subprocess
 import sys
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +12,7 @@ import pytest
 from PIL import Image
 
 from conftest import ROOT
-from paddle_resnet import dali
+from paddle_resnet import dali, export
 from paddle_resnet.serving import inference, networks, preprocessing
 from utils.errors import UsageError
 from utils.mode import Mode
@@ -109,6 +112,13 @@ def test_pixels_of_unusual_images_match_evaluation_pipeline(evaluated, tmp_path,
     assert np.abs(preprocessing.pixels(path, description(60, 48, "triangular")) - expected).max() <= 1
     model = {"input": {"dtype": "uint8", "layout": "NHWC"}, "preprocessing": description(60, 48, "triangular")}
     assert np.abs(preprocessing._checked_input(path, model)[0] - expected).max() <= 1
+
+
+def test_16_bit_levels_are_scaled_to_8_bits():
+    levels = np.random.RandomState(0).randint(0, 65536, (8, 8)).astype(np.uint16)
+    levels[0, :2] = 0, 65535
+    pixels = preprocessing.pixels(Image.fromarray(levels), description(8, 8, "linear"))
+    np.testing.assert_array_equal(pixels, np.rint(levels[..., None] * (255 / 65535)).repeat(3, axis=2))
 
 
 def test_normalized_images_match_evaluation_pipeline(parse, photos):
@@ -226,3 +236,77 @@ def test_script_prints_predictions_of_onnxruntime(tmp_path, monkeypatch, capsys)
         monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
         assert preprocessing.main([str(tmp_path / "x.png")]) == 0
         assert capsys.readouterr() == expected
+
+
+def test_preprocess_script_reports_unusable_files(checkpoint, photos, tmp_path, capsys, monkeypatch):
+    export.export(checkpoint, tmp_path / "exported")
+    model = tmp_path / "exported/model.json"
+    monkeypatch.setattr(preprocessing, "__file__", str(model.with_name("preprocess.py")))
+    (image, *_) = sorted((photos / "val").glob("*/*.jpg"))
+    (tmp_path / "text.jpg").write_text("no image")
+    (tmp_path / "cut.jpg").write_bytes(image.read_bytes()[:500])
+    os.mkfifo(tmp_path / "pipe.jpg")
+    monkeypatch.setattr(preprocessing, "MAX_PIXELS", 70 * 70)
+    Image.new("1", (80, 80)).save(tmp_path / "large.png")
+    Image.new("1", (70, 70)).save(tmp_path / "largest.png")
+    bad = [
+        str(photos),
+        *(str(tmp_path / name) for name in ("text.jpg", "cut.jpg", "pipe.jpg", "large.png", "gone.jpg")),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30 * 30)
+        assert preprocessing.main([*bad, str(image), str(tmp_path / "largest.png")]) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{image}: float32 [1, 3, 32, 32], from -")
+    assert [line.split(": cannot be used (")[0] for line in err.splitlines()] == bad
+    assert "large.png: cannot be used (80 x 80 pixels, more than the limit of 4,900)" in err
+    assert preprocessing.main([f"{tmp_path}/\x1b\n.jpg"]) == 1
+    assert capsys.readouterr().err == f"{tmp_path}/\\x1b\\n.jpg: cannot be used (not a regular file)\n"
+    assert preprocessing._reason(ValueError()) == "ValueError"
+    assert preprocessing.main([]) == 2
+    assert capsys.readouterr().err == "usage: python preprocess.py IMAGE...\n"
+    size = model.stat().st_size
+    monkeypatch.setattr(preprocessing, "MAX_JSON_BYTES", size)
+    assert preprocessing.main([str(image)]) == 0
+    capsys.readouterr()
+    for damage, message in (
+        (
+            lambda: monkeypatch.setattr(preprocessing, "MAX_JSON_BYTES", size - 1),
+            f"not a file of up to {size - 1} bytes",
+        ),
+        (
+            lambda: monkeypatch.setattr(preprocessing, "MAX_JSON_BYTES", 2**24) or model.write_text("[" * 100000),
+            "cannot be read (maximum recursion depth exceeded",
+        ),
+        (lambda: model.write_text('{"preprocessing": {"resize_short": 0}}'), "(preprocessing.resize_short is 0)"),
+        (lambda: model.write_bytes(b"\xff"), "cannot be read ('utf-8' codec can't decode"),
+        (model.unlink, "cannot be read (not a file of up to"),
+    ):
+        damage()
+        assert preprocessing.main([str(image)]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith(f"{model}: ") and message in err and err.count("\n") == 1
+
+
+def test_preprocess_script_predicts_with_onnx_model(checkpoint, photos, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("onnxruntime")
+    export.export(checkpoint, tmp_path / "exported", onnx=True, uint8=True)
+    (image, *_) = sorted((photos / "val").glob("*/*.jpg"))
+    command = [sys.executable, tmp_path / "exported/preprocess.py", image]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(f"{image}: uint8 [1, 32, 32, 3], from ")
+    assert len(lines) == 4
+    assert sum(float(line.split()[0]) for line in lines[1:]) == pytest.approx(1, abs=1e-5)
+    # The module prints the same result as its copy in the export. Without onnxruntime, the module prints only the shape
+    # of the image.
+    monkeypatch.setattr(preprocessing, "__file__", str(tmp_path / "exported/preprocess.py"))
+    capsys.readouterr()
+    preprocessing.main([str(image)])
+    assert capsys.readouterr().out.splitlines() == lines
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    preprocessing.main([str(image)])
+    output = capsys.readouterr()
+    assert output.out.splitlines() == lines[:1]
+    assert output.err == "onnxruntime: not installed; to print predictions, run `pip install onnxruntime`\n"
