@@ -556,11 +556,13 @@ def test_class_names_are_shown_without_wnid():
 
 def test_matrix_of_many_classes_shows_the_most_frequent_confusions():
     """Class 40 has the most errors, but they are spread over many classes. The most frequent confusion is (50, 51)."""
-    classes = [{"label": str(i), "class": f"c{i}", "images": "60", "correct": "55"} for i in range(100)]
+    classes = [{"label": str(i), "class": f"c{i}", "images": str(60 + i), "correct": "55"} for i in range(100)]
     pairs = [(40, k, 1) for k in range(30)] + [(50, 51, 9), (60, 61, 8)] + [(i, i, 50) for i in range(100)]
     confusion = [{"label": str(a), "predicted": str(b), "images": str(n), "predicted_class": ""} for a, b, n in pairs]
     matrix = page._matrix(classes, confusion)
     assert len(matrix["names"]) == 24 and {"c50", "c51", "c60", "c61", "c40"} <= set(matrix["names"])
+    fractions = {(row["label"], row["predicted"]): fraction for _, _, row, fraction in matrix["cells"]}
+    assert (fractions["50", "51"], fractions["51", "51"]) == (9 / 110, 50 / 111)
     classes = [{"label": str(i), "class": "n" * (13 + i), "images": "1"} for i in range(2)]
     matrix = page._matrix(classes, [])
     assert matrix["names"] == ["n" * 13, "n" * 12 + "…"]
