@@ -194,10 +194,12 @@ def test_faults_in_file_are_reported(own_run, file, capsys, old, new, message):
 
 
 def test_file_that_failed_is_executed_again(file):
-    file.write_text(NETWORK_EXAMPLE.replace("class Net(", "raise SystemExit(3)\nclass Net("))
-    for _ in range(2):
-        with pytest.raises(UsageError, match="line 5: SystemExit: 3; correct net.py"):
-            user_file.load("net.py:Net")
+    # Messages of Paddle's errors contain the name of the error.
+    for error, message in (("SystemExit(3)", "SystemExit: 3"), ('ValueError("ValueError: a b")', "ValueError: a b")):
+        file.write_text(NETWORK_EXAMPLE.replace("class Net(", f"raise {error}\nclass Net("))
+        for _ in range(2):
+            with pytest.raises(UsageError, match=f"net.py:Net: line 5: {message}; correct net.py"):
+                user_file.load("net.py:Net")
 
 
 def test_file_is_executed_once_at_each_path(file, tmp_path):
