@@ -560,7 +560,7 @@ def test_matrix_of_many_classes_shows_the_most_frequent_confusions():
     pairs = [(40, k, 1) for k in range(30)] + [(50, 51, 9), (60, 61, 8)] + [(i, i, 50) for i in range(100)]
     confusion = [{"label": str(a), "predicted": str(b), "images": str(n), "predicted_class": ""} for a, b, n in pairs]
     matrix = page._matrix(classes, confusion)
-    assert len(matrix["names"]) == 24 and {"c50", "c51", "c60", "c61", "c40"} <= set(matrix["names"])
+    assert matrix["names"] == [f"c{i}" for i in (*range(19), 40, 50, 51, 60, 61)]
     fractions = {(row["label"], row["predicted"]): fraction for _, _, row, fraction in matrix["cells"]}
     assert (fractions["50", "51"], fractions["51", "51"]) == (9 / 110, 50 / 111)
     classes = [{"label": str(i), "class": "n" * (13 + i), "images": "1"} for i in range(2)]
