@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,14 +120,22 @@ def test_coordinator_receives_keys_of_many_ranks():
     run(scenario)
 
 
-def test_first_failure_is_sent_to_all_ranks(capsys):
+def test_first_failure_is_sent_to_all_ranks(capsys, killed):
+    """A rank that exits within GRACE_S is not killed."""
+
     async def scenario(job):
         ranks = await job.start_all()
         send(ranks[2], NO_ROOM)
-        assert await asyncio.gather(*map(exit_code, ranks)) == [2, 2, 0]
+        assert await asyncio.gather(*(exit_code(rank, has_ended=False) for rank in ranks)) == [2, 2, 0]
+        await asyncio.sleep(0.3)
+        for rank in ranks:
+            rank.writer.close()
+        for rank in ranks:
+            await rank.monitor
 
     run(scenario)
     assert capsys.readouterr().err == "train.py: error: rank 2 failed first: no room\n" * 2
+    assert killed == []
 
 
 @pytest.mark.parametrize("code", [1, 255])
@@ -414,10 +423,20 @@ def test_signals_and_debuggers_stop_processes(monkeypatch, state, is_stopped):
     assert monitor._is_stopped(5) == is_stopped
 
 
-@pytest.mark.parametrize("kind", ["full disk", "broken pipe", "closed"])
+@pytest.mark.parametrize("kind", ["full disk", "broken pipe", "blocked pipe", "closed"])
 def test_ranks_exit_if_log_is_not_writable(monkeypatch, kind):
     read, write = os.pipe()
-    os.close(read)
+    if kind == "blocked pipe":
+        monkeypatch.setattr(monitor, "GRACE_S", 0.1)
+        os.set_blocking(write, False)
+        with contextlib.suppress(BlockingIOError):
+            while os.write(write, bytes(1 << 16)):
+                pass
+        os.set_blocking(write, True)
+        timer = threading.Timer(10, os.close, [read])  # ends a monitor that would wait for the pipe
+        timer.start()
+    else:
+        os.close(read)
     stream = open("/dev/full" if kind == "full disk" else write, "w")  # noqa: SIM115
     if kind == "closed":
         stream.close()
@@ -430,6 +449,10 @@ def test_ranks_exit_if_log_is_not_writable(monkeypatch, kind):
 
     run(scenario)
     monkeypatch.undo()
+    if kind == "blocked pipe":
+        assert timer.is_alive()
+        timer.cancel()
+        os.close(read)
     with contextlib.suppress(OSError):
         stream.close()
 

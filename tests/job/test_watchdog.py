@@ -122,12 +122,16 @@ def test_monitor_that_does_not_exit_is_killed(pair, ended, monkeypatch, answers)
     monkeypatch.setattr(watchdog, "LEAVE_S", 0.05)
     one, monitor = pair
     with subprocess.Popen(["sleep", "1000"]) as process:
+        wait, waits_s = process.wait, []
+        process.wait = lambda timeout=None: waits_s.append(timeout) or wait(timeout)
         one._process = process
         if answers:
             monitor.sendall(b"\0")
+            wait_until(one._may_leave.is_set, 10)
         waiting = [t for t in threading.enumerate() if getattr(t, "_target", None) == one._wait_for_monitor]
         one.leave({"bye": True})
         assert process.returncode == -signal.SIGKILL
+        assert waits_s[:2] == [0.05 if answers else 0, None]
     monitor.close()
     for thread in waiting:
         thread.join()
