@@ -239,7 +239,7 @@ def test_warning_about_captured_step_is_shown_during_measurement(run, fake, choo
     assert run("--budget-minutes", 1, *NHWC, "--kernels", "native", "--run-scope", "train_only")[0] == 0
     output = capsys.readouterr()
     assert output.err.count("a captured and an uncaptured step have different results (fc.w_0)") == 1
-    assert output.out.count("  lr ") == 2 * 3  # only the steps of the run are logged
+    assert output.out.count(" train  loss ") == 2 * (3 + 1) + 1  # the steps and epochs of the run, and a summary
 
 
 def test_run_stopped_during_measurement_starts_again(run, chooses_two, stop_before, tmp_path):
