@@ -91,8 +91,18 @@ def test_occupied_launcher_port_raises(monkeypatch):
 
 
 def test_launcher_port_is_reserved_for_paddle_server(monkeypatch):
-    """No other program can bind the port before Paddle's server binds it."""
-    monkeypatch.setattr(os, "register_at_fork", lambda **hooks: None)
+    """No other program can bind the port before Paddle's server binds it. Only rank 0 reserves the port."""
+    hooks, parents = {}, []
+    monkeypatch.setattr(os, "register_at_fork", lambda **functions: hooks.update(functions))
+    monkeypatch.setattr(fleet.signals, "die_with_parent", parents.append)
+    monkeypatch.setattr(fleet.processes, "rank", lambda: 1)
+    assert fleet._prepare_for_gloo() is None
+    hooks["before"]()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: 1)  # the process ID of the child
+        hooks["after_in_child"]()
+    assert parents == [os.getpid()]
+    monkeypatch.setattr(fleet.processes, "rank", lambda: 0)
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
     monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", f"127.0.0.1:{port},127.0.0.1:1")
