@@ -332,7 +332,7 @@ def test_checkpoint_of_other_program_is_never_deleted(tmp_path, capsys, form):
     folders.delete(tmp_path / "5")
     assert names(tmp_path / "5") == ["resnet_50_paddle.pdparams"]
     capsys.readouterr()
-    (tmp_path / "3.old").mkdir()
+    (tmp_path / "3.old").symlink_to("missing")
     files = {"a.pdparams": lambda f: f.write(b"abc"), "a.pdopt": lambda f: f.write(b"x")}
     folders.verify(folders.commit(tmp_path, "3", files, META, form))
     assert names(tmp_path) == ["3", "3.old", "3.old1", "5"]

@@ -3,6 +3,7 @@ Invalid files must be rejected."""
 
 import base64
 import contextlib
+import io
 import json
 import os
 import pickle
@@ -104,6 +105,18 @@ def test_error_contains_unsupported_function(tmp_path):
     for data in (b"\x80\x04K\x01\x86.", b"\x80\x04]](ae."):  # a pair of one object; a mark above the end of the stack
         with pytest.raises(UnreadableError, match="^stack underflow$"):
             read(tmp_path, data)
+
+
+def test_long_string_in_pickle_does_not_need_more_memory_than_the_file():
+    class File(io.BytesIO):
+        def read(self, length):
+            lengths.append(length)
+            return super().read(length)
+
+    lengths, data = [], b"\x80\x04\x8e" + struct.pack("<Q", 2**40) + b"abc."
+    with pytest.raises(ValueError, match="expected 1099511627776 bytes in a bytes8, but only 4 remain"):
+        arrays.interpret(File(data), len(data), arrays.NumPyObjects())
+    assert max(lengths) <= len(data)
 
 
 @pytest.mark.parametrize("command", ["--from-pretrained-params", "--from-checkpoint", "--dry-run", "export"])

@@ -337,9 +337,9 @@ def test_resume_without_checkpoint_cleans_folder_and_uses_other_start(args, tmp_
     args.set("default", model_arch_name="Tiny")
     with pytest.raises(UsageError, match=f"{root} contains no checkpoint, but {tmp_path} contains runs of Other"):
         restore.find(args)
-    args.from_pretrained_params = str(tmp_path / "Other")
+    args.set("command line", from_pretrained_params=str(tmp_path / "Other"))
     assert restore.find(args) is None
-    assert (args.from_pretrained_params, args.origin("from_pretrained_params")) == (str(start), "Python")
+    assert (args.from_pretrained_params, args.origin("from_pretrained_params")) == (str(start), "command line")
     for epoch in ("5", "6", "7", "8"):  # checkpoints of a different program
         (root / epoch).mkdir()
         for end in ("pdparams", "pdopt"):

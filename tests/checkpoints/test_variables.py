@@ -12,6 +12,7 @@ from paddle import static
 
 from helpers import META, build, random_batches, variable
 from paddle_resnet.checkpoints import folders, restore, variables
+from paddle_resnet.passes import accumulation
 from paddle_resnet.steps import scalars
 from utils.errors import UsageError
 from utils.mode import RunScope
@@ -427,11 +428,12 @@ def test_ranges_are_removed_only_from_pretrained_weights_of_a_float_network(args
     assert variables._match_ranges(options, None, parameters, state, "DIR") == (parameters, state)
 
 
-def test_host_scalars_and_averages_are_not_saved():
+def test_host_scalars_averages_and_accumulated_gradients_are_not_saved():
     program = static.Program()
     with static.program_guard(program, static.Program()):
         scalars.declare("weight", lambda: 1)
-    for name, persistable in (("w.ema", True), ("feed", True), ("temporary", False), ("state", True)):
+    names = {"w.ema": True, f"{accumulation.PREFIX}w": True, "feed": True, "temporary": False, "state": True}
+    for name, persistable in names.items():
         program.global_block().create_var(name=name, shape=[2], persistable=persistable)
     static.global_scope().var("state").get_tensor().set(np.float32([1, 2]), PLACE)
     assert variables.variables(program) == ({}, {"state": (2,)})

@@ -649,6 +649,9 @@ def test_skipped_images_may_be_unusable(root):
     ):
         with pytest.raises(UsageError, match=f"{problem}.*--skip-list"):
             listing.list_folder(root, Mode.EVAL, skip=skip - {missing})
+    link.unlink()
+    link.symlink_to("broken.jpg")  # a link to itself
+    assert listing.image_files(root / "val/class0")[1] == ["broken.jpg"]
 
 
 def test_file_list_that_is_not_utf_8_is_rejected(root):

@@ -87,12 +87,15 @@ def float16_programs(count, append=lambda block: None):
 
 def test_sums_are_added_before_all_reduce():
     def append(block):
-        compat.append_all_reduce(block, block.var("p@GRAD"))
-        block.ops[-1]._set_attr("op_role", int(accumulation.OpRole.Backward))
+        gradient, attrs = block.var("p@GRAD"), {"op_role": int(accumulation.OpRole.Backward)}
+        inputs = {"X": gradient, "Dep": gradient}
+        block.append_op(type="depend", inputs=inputs, outputs={"Out": gradient}, attrs=attrs)
+        compat.append_all_reduce(block, gradient)
+        block.ops[-1]._set_attr("op_role", attrs["op_role"])
 
     main, *_ = float16_programs(2, append)
-    sums = ["cast", "elementwise_add", "cast", "fill_constant"]
-    assert [op.type for op in main.global_block().ops] == ["fill_constant", "cast", *sums, compat.ALL_REDUCE, "sgd"]
+    sums, communication = ["cast", "elementwise_add", "cast", "fill_constant"], ["depend", compat.ALL_REDUCE]
+    assert [op.type for op in main.global_block().ops] == ["fill_constant", "cast", *sums, *communication, "sgd"]
     accumulating = accumulation.without_update(main).global_block()
     assert [op.type for op in accumulating.ops] == ["fill_constant", "cast", *sums[:2]]
 
