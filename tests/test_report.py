@@ -156,9 +156,9 @@ def test_training_report_is_replaced_only_with_overwrite(run_train, tmp_path, ca
     assert kept.read_text() == "my notes\n"
 
 
-def replaced(path, folder, resume=True, checkpoint=None):
+def replaced(path, folder, resume=True, checkpoint=None, html=None):
     scope = {"benchmark": False, "run_scope": RunScope.TRAIN_EVAL}
-    settings = SimpleNamespace(report_file=str(path), report_html=None, resume=resume, overwrite=False, **scope)
+    settings = SimpleNamespace(report_file=str(path), report_html=html, resume=resume, overwrite=False, **scope)
     return report.check_replaced(settings, checkpoint, folder)
 
 
@@ -211,6 +211,17 @@ def test_end_of_training_names_checkpoints_and_evaluation_command(parse, tmp_pat
     monkeypatch.setattr(processes, "rank", lambda: 1)
     assert lines(None)[-1] == f"report: {tmp_path}/a.json"
     assert len(pages) == 6
+
+
+def test_page_requires_that_the_report_is_a_regular_file(tmp_path, capsys):
+    for path, html in ((tmp_path / "new.json", "p.html"), ("/dev/null", None)):
+        replaced(path, tmp_path, html=html)
+    message = (
+        "^--report-html p.html: requires that --report-file is a regular file, but /dev/null is not; choose a diff"
+    )
+    with pytest.raises(UsageError, match=message):
+        replaced("/dev/null", tmp_path, html="p.html")
+    assert capsys.readouterr() == ("", "")
 
 
 def test_report_without_results_is_replaced_without_a_message(tmp_path, capsys):
