@@ -166,6 +166,7 @@ def test_training_is_tested_with_the_kernels_of_the_machine(monkeypatch, device,
 
 def test_incorrectly_decoded_image_is_an_error(monkeypatch):
     new = Image.new
+    doctor._decode_image("cpu")
     monkeypatch.setattr(Image, "new", lambda mode, size, color: new(mode, size, (color[0], color[1], color[2] + 20)))
     with pytest.raises(ValueError, match="DALI decoded a test image incorrectly"):
         doctor._decode_image("cpu")

@@ -524,7 +524,7 @@ def test_start_line_lists_operators_learning_rate_and_steps(parse, monkeypatch):
 def test_slow_loader_logs_a_warning_with_flag_to_try(parse, capsys, monkeypatch, flags, message):
     monkeypatch.setattr(report.os, "sched_getaffinity", lambda pid: range(16))
     monkeypatch.setenv("PADDLE_LOCAL_SIZE", "2")
-    args = parse().copy(**{"device": "gpu", "dali_device": "gpu", "dali_num_threads": 6} | flags)
+    args = parse("--image-root", "d").copy(**{"device": "gpu", "dali_device": "gpu", "dali_num_threads": 6} | flags)
     trained = {"data_time": 0.03, "batch_time": 0.1, "steps": 49}
     assert not report.advise_on_loader(args, 0, trained)  # no warning, because the first epoch is short
     assert not report.advise_on_loader(args, 1, trained | {"data_time": 0.025, "batch_time": 0.125})  # a fifth
@@ -532,7 +532,10 @@ def test_slow_loader_logs_a_warning_with_flag_to_try(parse, capsys, monkeypatch,
     assert report.advise_on_loader(args, 1, trained)
     assert report.advise_on_loader(args, 0, trained | {"steps": 50})
     [line, _] = capsys.readouterr().err.splitlines()
-    assert f"the GPU waited for images 30% of the time; set {message}, or measure" in line
+    assert line == (
+        f"warning: epoch 1: the GPU waited for images 30% of the time; set {message}, or measure the speed of the "
+        f"loader with `{python()} -m paddle_resnet.dataset speed d`"
+    )
 
 
 def test_slow_loader_logs_no_warning_on_cpu(run_train, parse, capsys, monkeypatch):

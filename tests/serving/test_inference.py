@@ -30,6 +30,10 @@ def probabilities(images):
     return [images.reshape(len(images), -1)[:, :3]]
 
 
+def raise_error(message):
+    raise RuntimeError(message)
+
+
 def test_arguments_are_passed_on(monkeypatch, tmp_path):
     calls, model = [], Model("", DESCRIPTION, probabilities, "float16", steps=object())
     monkeypatch.setattr(inference, "open_checkpoint", lambda *arguments: calls.append(arguments) or model)
@@ -316,6 +320,15 @@ def test_session_of_onnxruntime(sessions, changes, precision, options):
         sessions.clear()
 
 
+def test_onnx_file_without_description_is_an_error(sessions, monkeypatch):
+    session = inference.onnx_writer.require("onnxruntime").InferenceSession
+    monkeypatch.setattr(session, "get_modelmeta", lambda self: SimpleNamespace(custom_metadata_map={}))
+    with pytest.raises(
+        UsageError, match=r"^x.onnx: not a valid description of a network \(Expecting value: .*; export"
+    ):
+        inference._onnx_model(b"", "x.onnx", "cpu")
+
+
 def test_session_without_gpu_uses_the_cpu(sessions, monkeypatch):
     runtime = inference.onnx_writer.require("onnxruntime")
     monkeypatch.setattr(runtime, "get_available_providers", lambda: ["CPUExecutionProvider"])
@@ -333,6 +346,10 @@ def test_session_without_gpu_uses_the_cpu(sessions, monkeypatch):
         (
             lambda images: 1 / 0,
             r"^x: the network does not match its description \(division by zero\); export it again$",
+        ),
+        (
+            lambda images: raise_error("C++ Traceback\n  InvalidArgumentError: too small.\n  [Hint: x]"),
+            r"^x: the network does not match its description \(InvalidArgumentError: too small\); export it again$",
         ),
     ],
 )
