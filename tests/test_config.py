@@ -849,6 +849,7 @@ def test_rectangular_size_is_inherited_unless_a_flag_sets_a_different_size(flags
     validation.check(args)
     actual = args.image_shape, args.crop_size, args.resize_short
     assert actual == (image_shape, min(image_shape[1:]), resize_short)
+    assert args.origin("interp") == "checkpoint here"
 
 
 def test_flags_that_determine_batches():

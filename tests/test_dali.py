@@ -535,7 +535,7 @@ def test_batch_larger_than_data_set_is_an_error(parse, numbered):
 
 def test_more_processes_than_training_images_is_an_error(parse, numbered, shard):
     shard(0, 10)
-    with pytest.raises(UsageError, match="--batch-size 2: exceeds the 1 training images per process in .*; use 1"):
+    with pytest.raises(UsageError, match="--batch-size 2: exceeds the 1 training images per process in /.*; use 1"):
         load(parse, numbered, Mode.TRAIN, "--batch-size", "2")
     shard(0, 11)
     with pytest.raises(UsageError, match="10 training images .* 11 processes; start at most 10"):

@@ -519,7 +519,9 @@ def test_single_process_checks_the_folder_of_images_first(monkeypatch, flags, wo
     monkeypatch.setattr(compat, "check_version", lambda: importlib.import_module("missing"))
     network = ["--model-arch-name", "resnet-18"]
     search, args = lr_find.parse(["--image-root", "DIR", "--report-html", "None", *network, *flags.split()])
-    with pytest.raises(RunError, match="No module named 'missing'"):
+    with pytest.raises(
+        RunError, match="^Paddle or DALI: cannot be imported .No module named 'missing'.; run .*doctor$"
+    ):
         lr_find._run(search, args)
     assert (bool(checked), args.model_arch_name) == (is_checked, "ResNet18")
     assert environments == ["checked"]

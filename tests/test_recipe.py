@@ -86,6 +86,9 @@ def test_installed_weights_are_fine_tuned():
     assert s.origin("batch_size") == "chosen: 294 training images"
     assert s.origin("lr") == "chosen: fine-tuning with AdamW, 16 images per step"
     assert s.origin("amp") == "chosen: the run is on a CPU"
+    assert s.origin("weight_decay") == "chosen: --optimizer AdamW, 294 training images"
+    assert s.origin("epochs") == "chosen: fine-tuning, 294 training images on a CPU"
+    assert s.origin("warmup_epochs") == "chosen: 20 epochs"
 
 
 def test_images_are_larger_in_evaluation():
@@ -110,6 +113,7 @@ def test_log_contains_install_command_if_weights_are_missing(capsys):
     assert choose(294, "--model-arch-name", "ResNet18", weights={}).model_arch_name == "ResNet18"
     assert capsys.readouterr().out == ""
     assert choose(294, weights={}, has_gpu=True).model_arch_name == "ResNet50"
+    assert choose(294, weights={}, has_gpu=True).origin("model_arch_name") == "chosen: training from scratch on a GPU"
     # On a GPU, at least 20,000 images are enough to train from scratch at the default size.
     assert [choose(n, weights={}, has_gpu=True).crop_size for n in (19_999, 20_000)] == [128, 224]
 

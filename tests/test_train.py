@@ -1,6 +1,7 @@
 """The order of the phases of train.py, with simulated phases; and complete runs, with real images and programs."""
 
 import contextlib
+import importlib
 import importlib.util
 import pickle
 import shutil
@@ -22,6 +23,7 @@ from paddle_resnet.machine import compat
 from paddle_resnet.optimizers import schedules
 from paddle_resnet.passes import all_reduces
 from paddle_resnet.settings import durations
+from utils.errors import RunError
 from utils.mode import Mode
 
 pytestmark = pytest.mark.usefixtures("one_block")
@@ -84,6 +86,14 @@ def test_phases_run_in_order(record, monkeypatch, flags, processes, is_done, las
     assert calls["set_weights"] == [args, "checkpoint", training, evaluation]
     if last == "_run_epochs":
         assert calls[last][3:] == ["restored checkpoint", "compiled", evaluation]
+
+
+def test_paddle_that_cannot_be_imported_is_a_failure(monkeypatch):
+    monkeypatch.setattr(compat, "check_version", lambda: importlib.import_module("missing"))
+    with pytest.raises(
+        RunError, match="^Paddle or DALI: cannot be imported .No module named 'missing'.; run .*doctor$"
+    ):
+        train._run(config.parse_args([*TINY, "--data-format", "synthetic"]), [])
 
 
 STOPS = [

@@ -337,7 +337,8 @@ def test_checkpoint_of_other_program_is_never_deleted(tmp_path, capsys, form):
     folders.verify(folders.commit(tmp_path, "3", files, META, form))
     assert names(tmp_path) == ["3", "3.old", "3.old1", "5"]
     assert names(tmp_path / "3.old1") == ["resnet_50_paddle.pdparams"]
-    assert "renamed to 3.old1" in capsys.readouterr().err
+    problem = "not written by this program (no meta.json), so it is renamed to 3.old1; move it elsewhere"
+    assert f"{tmp_path}/3: {problem}" in capsys.readouterr().err
 
 
 def test_error_contains_the_file_that_cannot_be_written(tmp_path):

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import random
+import reprlib
 import shutil
 import struct
 import tracemalloc
@@ -117,6 +118,8 @@ def test_long_string_in_pickle_does_not_need_more_memory_than_the_file():
     with pytest.raises(ValueError, match="expected 1099511627776 bytes in a bytes8, but only 4 remain"):
         arrays.interpret(File(data), len(data), arrays.NumPyObjects())
     assert max(lengths) <= len(data)
+    with pytest.raises(UnreadableError, match="^the opcode NEWOBJ is not supported; only arrays are supported$"):
+        arrays.interpret(io.BytesIO(b"\x80\x04\x81."), 4, arrays.NumPyObjects())
 
 
 @pytest.mark.parametrize("command", ["--from-pretrained-params", "--from-checkpoint", "--dry-run", "export"])
@@ -426,8 +429,10 @@ def test_damaged_loader_state_is_reported(run_train, stop_before, tmp_path, caps
 def test_error_for_invalid_value_contains_field(tmp_path, valid, field):
     for value in IMPOSSIBLE[field]:
         craft(tmp_path / "4", valid | {field: value})
-        with pytest.raises(folders.DamagedError, match=rf"^meta.json is damaged: {field} is [^\n]{{1,200}}$"):
+        with pytest.raises(folders.DamagedError) as error:
             folders.read_meta(tmp_path / "4")
+        limit = " of 3" if (field, value) == ("step", 4) else ""
+        assert str(error.value) == f"meta.json is damaged: {field} is {reprlib.repr(value)[:100]}{limit}"
     craft(tmp_path / "4", {name: value for name, value in valid.items() if name != field})
     if field in ("class_names", "evaluations_since_best"):  # older checkpoints do not contain these fields
         assert field not in folders.read_meta(tmp_path / "4")

@@ -547,6 +547,14 @@ def test_schedule_is_restored_exactly(args, run):
     assert schedule.last_epoch == 0
 
 
+def test_position_within_a_step_is_rejected():
+    meta = {"steps_each_epoch": 8, "trained": None}
+    timeline = SimpleNamespace(accumulate_steps=3)
+    message = "--accumulate-steps 3: DIR was saved after 4 batches of an epoch, which is not a multiple of 3; use"
+    with pytest.raises(UsageError, match=f"^{message}"):
+        restore_run(restore.StartCheckpoint("DIR", 2, 4, meta, True), SimpleNamespace(timeline=timeline), {})
+
+
 def test_different_number_of_processes_triggers_warning(args, run, monkeypatch, capsys):
     saver, _, _ = run
     saver.save(0)
@@ -582,7 +590,7 @@ def test_write_error_raises_at_next_save(args, run, tmp_path):
     saver.finish()
     (tmp_path / "Tiny" / ".1.partial").write_text("a file in place of the folder")
     saver.save(1)
-    with pytest.raises(RunError, match="Tiny/1: checkpoint cannot be written .*; free disk space"):
+    with pytest.raises(RunError, match=r"Tiny/1: checkpoint cannot be written \(File exists\), .*; free disk space"):
         saver.save(2)
     assert folders.newest_first(tmp_path / "Tiny")[0][0][0].name == "0"
 

@@ -299,7 +299,8 @@ def test_skip_classifier_skips_only_classifier(args, saved, capsys):
     args.from_pretrained_params, args.num_of_class = str(folder), 5
     with static.scope_guard(static.Scope()):
         _, _, _, _, main = build(args, seed=7)
-        with pytest.raises(UsageError, match="has 3 classes, but this run has 5; add --pretrained-mismatch skip"):
+        problem = "has 3 classes, but this run has 5; add --pretrained-mismatch skip"
+        with pytest.raises(UsageError, match=f"^--from-pretrained-params {folder}: {problem}"):
             variables.load_pretrained(variables.LoadOptions.of(args), main, PLACE)
         args.pretrained_mismatch = "skip-classifier"
         assert variable("linear_0.w_0").any()
@@ -478,7 +479,7 @@ def test_averaged_statistics_of_rank_are_ignored_without_ema(args, tmp_path):
     np.savez(path, **{"batch_norm_0.w_1": value, "batch_norm_0.w_1.ema": value})
     variables.load_statistics(path, PLACE, is_averaged=False, is_verbose=False)
     np.testing.assert_array_equal(variable("batch_norm_0.w_1"), value)
-    with pytest.raises(UsageError, match="1 unexpected"):
+    with pytest.raises(UsageError, match=f"^--resume: {path}: does not match the model .1 unexpected"):
         variables.load_statistics(path, PLACE, is_averaged=True, is_verbose=False)
 
 

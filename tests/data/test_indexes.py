@@ -98,6 +98,13 @@ def test_cached_index_of_changed_shard_is_not_used(tmp_path, cache):
     assert len({first.path, second.path, third.path}) == 3  # the cache identifies shards by size and modification time
 
 
+def test_equal_shards_in_different_folders_have_their_own_cached_index(tmp_path, cache):
+    shards = [write(tmp_path / name, "recordio") for name in "ab"]
+    for shard in shards:
+        os.utime(shard, ns=(0, 0))
+    assert len({indexes._cached_index_path(str(shard)) for shard in shards}) == 2
+
+
 def test_unwritable_folder_and_cache_are_an_error(tmp_path, cache):
     shard = write(tmp_path / "data", "tfrecord")
     block_index(shard)
@@ -296,7 +303,8 @@ def test_tfrecord_index_must_list_every_record_with_payload(data):
 def test_index_for_skip_list_that_cannot_be_written_is_an_error(tmp_path, cache):
     shard = str(write(tmp_path, "recordio"))
     cache.write_text("no folder")
-    with pytest.raises(UsageError, match="the index for --skip-list cannot be written"):
+    problem = "the index for --skip-list cannot be written .Not a directory.; make the folder writable"
+    with pytest.raises(UsageError, match=f"^{cache}/.*: {problem}$"):
         indexes.open_index(shard, "recordio", frozenset([0]))
 
 

@@ -294,7 +294,8 @@ def test_class_folder_unknown_to_network_is_rejected(root):
         listing.list_folder(root, Mode.EVAL, classes=TRAINED)
     with pytest.raises(UsageError, match=r"val/class0 is not one of the 3 classes of the checkpoint \(a, b, c\)"):
         listing.list_folder(root, Mode.EVAL, classes=["a", "b", "c"])
-    with pytest.raises(UsageError, match=r"val/class3 has no train/class3; add it, or remove val/class3$"):
+    problem = "val/class3 has no train/class3; add it, or remove val/class3"
+    with pytest.raises(UsageError, match=f"^--image-root {root}: {problem}$"):
         listing.list_folder(root, Mode.EVAL)
 
 
@@ -416,7 +417,9 @@ def test_ignored_files_are_counted_by_kind_and_class(root, capsys):
         "1 .heic (class2 1; for example class2/gone.heic)",
         "1 folder (class2 1; for example class2/inner.jpg)",
     ]
-    assert line.startswith(f"warning: {root}/val: 7 entries ignored: {', '.join(parts)}; images must be in")
+    suffixes = ".jpg, .jpeg, .jfif, .png, .bmp, .tif, .tiff, .webp"
+    rule = f"images must be in a class folder and have a name that ends in {suffixes} and does not begin with a dot"
+    assert line == f"warning: {root}/val: 7 entries ignored: {', '.join(parts)}; {rule}"
     ignored = ["class0/a.gif", "class0/b.GIF", "class1/c.gif", "class1/notes", "class2/gone.heic", "class2/inner.jpg"]
     assert sorted(listing.ignored_files(root, Mode.EVAL)) == [f"val/{name}" for name in [*ignored, "top.jpg"]]
 

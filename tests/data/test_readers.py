@@ -432,7 +432,8 @@ def test_missing_skipped_record_is_rejected(converted, tmp_path, monkeypatch, da
 
 def test_lmdb_with_skip_list_is_rejected(converted):
     skip = frozenset({"val_lmdb@00000001"})
-    assert "LMDBs do not support --skip-list" in error_of(converted["lmdb"], Mode.EVAL, data_format="lmdb", skip=skip)
+    error = error_of(converted["lmdb"], Mode.EVAL, data_format="lmdb", skip=skip)
+    assert error.startswith(f"{converted['lmdb']}/val_lmdb: LMDBs do not support --skip-list; convert")
     assert readers.open_split(converted["lmdb"], "lmdb", Mode.TRAIN, 3, 0, skip).size == 30
 
 

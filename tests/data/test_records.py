@@ -264,11 +264,11 @@ def test_file_that_is_not_an_lmdb_of_images_is_rejected(tmp_path):
     assert lmdb_check.problem(str(tmp_path / "other")) == "data.mdb is missing"
     (tmp_path / "other" / "data.mdb").write_bytes(b"x" * 10000)
     assert isinstance(records._lmdb_problem(str(tmp_path / "other")), str)
-    with pytest.raises(UsageError, match="not a Caffe LMDB, or damaged"):
+    with pytest.raises(UsageError, match=f"^{tmp_path}/other: not a Caffe LMDB, or damaged .*MDB_INVALID: .*; write"):
         records.lmdb_labels(str(tmp_path / "other"), 1)
     fields = {"pixels": {"label": 1}, "not encoded": {"label": 1, "encoded": False}, "no label": {"encoded": True}}
     values = {name: records.datum_class()(data=b"x", **rest).SerializeToString() for name, rest in fields.items()}
-    damaged, unusable = "not a Caffe LMDB, or damaged", "record 0 is not an encoded image"
+    damaged, unusable = "raw: not a Caffe LMDB, or damaged", "record 0 is not an encoded image"
     for name, value in {"raw": b"hello", **values}.items():
         with lmdb.open(str(tmp_path / name)) as environment, environment.begin(write=True) as transaction:
             transaction.put(b"0", value)
