@@ -303,6 +303,8 @@ def test_as_dict_excludes_config_and_print_config(config_file):
         ),
         ("--model-prefix=", "--model-prefix: '' is not a valid file name"),
         (f"--model-prefix {'é' * 121}", "leading dot, such as"),
+        ("--mixup 1e7", "--mixup: 1e7 is too large; use a number up to 1e6, such as 0.2"),
+        ("--budget-minutes 1e6", "--budget-minutes: 1e6 is too large; use at most 527040, which is a year"),
         ("--lr-decay-factor 1e30", "--lr-decay-factor: 1e30 is too large; use a number up to 1000, such as 0.1"),
         ("stray", "'stray'"),
         ("--epochs 3 stray", "'stray'"),

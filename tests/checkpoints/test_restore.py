@@ -794,8 +794,9 @@ def test_meta_json_does_not_describe_files_of_other_programs(args, saved):
 def test_explicit_damaged_checkpoint_is_rejected(args, saved, file, epoch):
     data = (saved / file).read_bytes()
     (saved / file).write_bytes(data[:-1] + b"\x01")
-    with pytest.raises(UsageError, match=f"Tiny/4 is damaged: {file}"):
-        find(args, saved if epoch is None else saved.parent, epoch)
+    start = saved if epoch is None else saved.parent
+    with pytest.raises(UsageError, match=f"^--from-checkpoint {start}: {saved} is damaged: {file}"):
+        find(args, start, epoch)
     with pytest.raises(UsageError, match="Tiny: contains only damaged checkpoints"):
         find(args, saved.parent, "auto")
     (saved / file).unlink()

@@ -240,7 +240,7 @@ def test_unreadable_skip_list_is_rejected(tmp_path):
 
 def test_skipping_every_image_is_rejected(make, tmp_path):
     root = make("val/a/0.jpg")
-    with pytest.raises(UsageError, match="--skip-list leaves no val images"):
+    with pytest.raises(UsageError, match=f"^--image-root {root}: --skip-list leaves no val images"):
         open_folder(root, Mode.EVAL, 10, 0, frozenset({"val/a/0.jpg"}))
 
 

@@ -142,7 +142,9 @@ def test_peak_and_minimum_scale_with_numbers_of_processes_and_accumulated_batche
 @pytest.mark.parametrize("flags", [["--lr", "0"], ["--lr", "0.1", "--warmup-start-lr", "0.1"]])
 def test_warmup_from_peak_or_above_is_rejected(parse, flags):
     args = parse("--epochs", "2", "--warmup-epochs", "1", *flags)
-    with pytest.raises(UsageError, match=r"--warmup-start-lr .*: not below .*--lr .* --warmup-epochs 0"):
+    rate = "0.1" if "0.1" in flags else "0"
+    after = f"not below {rate}, the learning rate after the warm-up .--lr {rate} times 1 for processes"
+    with pytest.raises(UsageError, match=f"--warmup-start-lr {rate}: {after} .* --warmup-epochs 0"):
         schedules.build_lr_scheduler(args, durations.uniform(args, 5))
     args.warmup_epochs = 0
     schedules.build_lr_scheduler(args, durations.uniform(args, 5))
