@@ -328,6 +328,9 @@ def test_html_page_of_comparison_and_of_one_run(write_run, trained, tmp_path):
     html_page = Reader((tmp_path / "two.html").read_text())
     assert html_page.open == [] and html_page.addresses == [] and "<i>" in html_page.text
     assert "first differs at epoch 0 step 1" in html_page.text
+    text = "".join(html_page.text.split())
+    assert "2runs" in text and "Firstdifferencefroma<i>firstdiffers" in text
+    assert "Metricsa<i>epochs11besttop1" in text and "Flagsthatdiffera<i>lr0.10.2" in text
     assert comparison.main([str(trained), "--html", str(tmp_path / "one.html")]) == 0
     assert "Confusion matrix" in (tmp_path / "one.html").read_text()
 
