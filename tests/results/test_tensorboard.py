@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import yaml
 
 from conftest import ROOT, losses, phase, read_report, strict_json
 from paddle_resnet.data import pixels
@@ -148,6 +149,8 @@ def test_first_batch_and_configuration_are_written(run_train, tmp_path, monkeypa
     assert (grid[:32, :32] == batch[0]).all()
     text = next(value for tag, value in values.items() if tag.startswith("configuration")).tensor.string_val[0].decode()
     assert "model_arch_name: Tiny" in text and "lr: 0.05" in text
+    configuration = yaml.safe_load(text.removeprefix("```yaml\n").removesuffix("```"))
+    assert list(configuration)[:3] == list(report[0]["data"])[:3]  # in the order of the report
 
 
 def test_resumed_run_has_each_step_once(board, run_train, stop_before, tmp_path, capsys):

@@ -7,6 +7,7 @@ import pytest
 from matplotlib import font_manager, pyplot
 
 from paddle_resnet import dataset
+from paddle_resnet.results import lr_curve
 from paddle_resnet.tools import drawing
 from utils.errors import UsageError
 
@@ -51,6 +52,11 @@ def test_classes_are_labeled_in_same_order_in_both_splits(tmp_path, monkeypatch,
     assert len(curves) == (2 if count > most else 0)
     for axes, split in zip(curves, data, strict=True) if curves else ():
         assert axes.lines[0].get_ydata().tolist() == [data[split]["classes"][name] for name in largest]
+        assert axes.lines[0].get_xdata().tolist() == [*range(1, count + 1)]
+        assert (axes.get_xlim(), axes.get_ylim()[0], axes.get_ylabel()) == ((0, count + 1), 0, "images")
+    heights = [0.2 * len(names) + 1, *([3] if curves else []), 4]
+    assert figure.get_size_inches().tolist() == [12, sum(heights)]
+    assert figure.axes[0].get_gridspec().get_height_ratios() == heights
     if count == most:
         pyplot.close(figure)
         return  # to save time
@@ -97,7 +103,30 @@ def test_pictures_are_drawn_row_by_row():
     assert not figure.axes[1].title.get_parse_math()
     assert [axes.images[0].get_array().tolist() for axes in figure.axes[:3]] == [image.tolist() for image in pictures]
     assert figure.axes[0].get_gridspec().get_geometry() == (2, 2)
+    wide = drawing.pictures(pictures, ["a", "b", "c"], 3)
+    assert wide.get_size_inches().tolist() == pytest.approx([4.8, 1.6])
+    pyplot.close(wide)
     assert not any(axes.axison for axes in figure.axes)
+    pyplot.close(figure)
+
+
+@pytest.mark.parametrize(
+    ("losses", "suggestion", "limits"),
+    [([3.0, 2.0, None], (1e-3, 1e-2), (2 - 0.05 * 1.9, 3.9)), ([None], (None, None), (-0.065, 1.3))],
+)
+def test_curve_of_learning_rates(losses, suggestion, limits):
+    rates = [1e-3, 1e-2, 1e-1][: len(losses)]
+    curve = lr_curve.Curve(rates, losses, losses[:-1], 1, *suggestion, True, {})
+    figure = drawing.lr_curve(curve, "a$b")
+    [axis] = figure.axes
+    assert axis.get_ylim() == pytest.approx(limits)
+    assert [line.get_xdata()[0] for line in axis.lines[2:]] == [rate for rate in suggestion if rate]
+    assert axis.lines[0].get_ydata()[:-1].tolist() == losses[:-1] and np.isnan(axis.lines[0].get_ydata()[-1])
+    assert axis.lines[1].get_xydata().tolist() == [[*pair] for pair in zip(rates, losses[:-1], strict=False)]
+    labels = [text.get_text() for text in axis.get_legend().get_texts()]
+    named = ["steepest descent, --lr 0.001", "lowest loss, 0.01"] if suggestion[0] else []
+    assert labels == ["loss per step", "smoothed", *named]
+    assert (axis.get_title(), axis.get_xscale(), axis.get_xlabel()) == ("a$b", "log", "--lr")
     pyplot.close(figure)
 
 
