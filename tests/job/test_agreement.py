@@ -50,6 +50,7 @@ def test_flags_for_paths_and_speed_may_differ(facts, parse):
     for seed in ("7", "42"):
         other = facts(agreement.check_start, parse("--dali-random-seed", seed))
         assert {name for name in first if first[name] != other[name]} == {"--dali-random-seed"}
+        assert (first["--dali-random-seed"], other["--dali-random-seed"]) == ("42 (default)", int(seed))
 
 
 def test_kernels_missing_on_one_machine_raise_with_remedy(facts):

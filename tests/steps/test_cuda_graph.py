@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import pickle
+import warnings
 from functools import partial
 from types import SimpleNamespace
 
@@ -352,14 +353,18 @@ def test_gpu_kernels_are_deterministic_only_if_the_flag_is_set(monkeypatch, flag
     assert cuda_graph._is_deterministic(paddle.CPUPlace())
 
 
+@pytest.mark.filterwarnings("error")
 def test_flags_of_a_capture_are_reset_even_after_an_error(monkeypatch):
     name = "FLAGS_check_nan_inf"
     monkeypatch.setattr(cuda_graph, "CAPTURE_FLAGS", {name: True})
     monkeypatch.setattr(gc, "collect", lambda: None)  # takes half a second
     with pytest.raises(ZeroDivisionError), cuda_graph._capturing():
         assert paddle.get_flags(name) == {name: True} and not gc.isenabled()
+        warnings.warn("learning rate", stacklevel=1)
         raise ZeroDivisionError
     assert paddle.get_flags(name) == {name: False} and gc.isenabled()
+    with pytest.raises(UserWarning):
+        warnings.warn("another warning", stacklevel=1)
 
 
 @pytest.fixture
