@@ -52,7 +52,7 @@ class Block(nn.Layer):
         convolutions: (output channels, kernel size, stride, groups) for each convolution of the branch.
         projects: whether the shortcut is a projection even if the shape is unchanged.
         self_attention: whether SelfAttention follows the branch.
-        activation, shortcut_pool, blur_pool, se, zero_init, data_format: see ResNet.
+        activation, shortcut_pool, se, zero_init, data_format: see ResNet.
     """
 
     def __init__(
@@ -63,32 +63,25 @@ class Block(nn.Layer):
         self_attention=False,
         activation=F.relu,
         shortcut_pool=None,
-        blur_pool=False,
         se=False,
         zero_init=False,
         data_format="NCHW",
     ):
         super().__init__()
-        branch, pool, channels, reduction = [], None, in_channels, 1
+        branch, channels, reduction = [], in_channels, 1
         for i, (out_channels, kernel_size, stride, groups) in enumerate(convolutions, 1):
-            is_blurred = blur_pool and stride > 1
             scale = 0.0 if zero_init and i == len(convolutions) else 1.0
-            own_stride = 1 if is_blurred else stride
-            conv = ConvBN(channels, out_channels, kernel_size, own_stride, data_format, groups, scale=scale)
-            branch.append(_after(pool, conv))
-            pool = BlurPool(data_format) if is_blurred else None
+            branch.append(ConvBN(channels, out_channels, kernel_size, stride, data_format, groups, scale=scale))
             channels, reduction = out_channels, reduction * stride
         self.branch = nn.LayerList(branch)
         # The shortcut is created after the branch, so that parameter names match those of NVIDIA's RN50v1.5 example.
         self.shortcut = None
         if projects or reduction > 1 or in_channels != channels:
-            pool = None
             if reduction > 1 and shortcut_pool:
                 pool = SHORTCUT_POOLS[shortcut_pool](data_format)
-            elif reduction > 1 and blur_pool:
-                pool = BlurPool(data_format)
-            stride = reduction if pool is None else 1
-            self.shortcut = _after(pool, ConvBN(in_channels, channels, 1, stride, data_format))
+                self.shortcut = nn.Sequential(pool, ConvBN(in_channels, channels, 1, 1, data_format))
+            else:
+                self.shortcut = ConvBN(in_channels, channels, 1, reduction, data_format)
         self.se = SqueezeExcitation(channels, channels // SE_REDUCTION, data_format, activation) if se else None
         self.self_attention = SelfAttention(channels, data_format) if self_attention else None
         self.drop_path = DropPath()
@@ -103,10 +96,6 @@ class Block(nn.Layer):
         y = self.drop_path(y if self.self_attention is None else self.self_attention(y))
         # The pass that fuses BN, addition and activation recognizes only the form activation(a + b).
         return self.activation(y + (x if self.shortcut is None else self.shortcut(x)))
-
-
-def _after(pool, conv_bn):
-    return conv_bn if pool is None else nn.Sequential(pool, conv_bn)
 
 
 class BasicBlock(Block):
@@ -153,8 +142,6 @@ class ResNet(nn.Layer):
             for example "mish".
         shortcut_pool: a key of SHORTCUT_POOLS, or None. If set, shortcuts with stride 2 consist of this pooling and a
             1x1 convolution with stride 1. "max-blur" also adds BlurPool to the max pooling of the stem.
-        blur_pool: whether to replace stride 2 with stride 1 and BlurPool (Zhang, arXiv:1904.11486) in max pooling and
-            in all convolutions outside the stem.
         se: whether each branch ends with squeeze-and-excitation.
         self_attention: whether the last branch of the first stage ends with SelfAttention.
         zero_init: whether to initialize the scale of the last BN layer in each branch with 0: arXiv:1706.02677, section
@@ -179,7 +166,6 @@ class ResNet(nn.Layer):
         classifier_std=0.01,
         activation=F.relu,
         shortcut_pool=None,
-        blur_pool=False,
         self_attention=False,
         **options,
     ):
@@ -194,9 +180,8 @@ class ResNet(nn.Layer):
         self.pool = None
         if has_pool:
             max_pool = nn.MaxPool2D(3, stride=2, padding=1, data_format=data_format)
-            is_blurred = blur_pool or shortcut_pool == "max-blur"
-            self.pool = _max_blur_pool(data_format) if is_blurred else max_pool
-        options |= {"activation": activation, "shortcut_pool": shortcut_pool, "blur_pool": blur_pool}
+            self.pool = _max_blur_pool(data_format) if shortcut_pool == "max-blur" else max_pool
+        options |= {"activation": activation, "shortcut_pool": shortcut_pool}
         options |= {"groups": groups, "group_width": group_width, "data_format": data_format}
         self.stages = nn.Sequential()
         for stage, depth in enumerate(depths):

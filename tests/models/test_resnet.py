@@ -27,7 +27,6 @@ VARIANTS = {
     "first projection": (BasicBlock, D | {"first_projection": True}, (-7.43781881, 1.05194235)),
     "SE": (BottleneckBlock, D | {"se": True}, (0.126724056, 5.43775911)),
     "groups": (BottleneckBlock, {"groups": 32, "group_width": 4}, (2.38648805, 2.24756167)),
-    "blur pool": (BottleneckBlock, {"blur_pool": True}, (-6.24615551, 4.03649015)),
     "small stem, Mish": (BasicBlock, {"stem": "small", "activation": F.mish}, (-3.65511253, 0.812830967)),
     "max-blur": (BottleneckBlock, {"stem": "deep", "shortcut_pool": "max-blur"}, (-1.55886665, 2.30295693)),
     "SE, groups, Mish, self-attention": (

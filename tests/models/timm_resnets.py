@@ -23,16 +23,6 @@ class EdgeBlur(BlurPool2d):
         super().__init__(channels, 3, stride, "replicate", **kwargs)
 
 
-def blur_pool():
-    """Blur the shortcuts too, as in Zhang's code. timm blurs only the residual branches."""
-    net = ResNet(Bottleneck, (1, 2, 1, 1), aa_layer=EdgeBlur)
-    for stage in (net.layer2, net.layer3, net.layer4):
-        conv = stage[0].downsample[0]
-        conv.stride = (1, 1)
-        stage[0].downsample.insert(0, EdgeBlur(conv.in_channels, 2))
-    return net
-
-
 def small_stem():
     net = ResNet(BasicBlock, (1, 2, 1, 1), act_layer=nn.Mish)
     net.conv1, net.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
@@ -84,7 +74,6 @@ CASES = {
     "first projection": first_projection,
     "SE": partial(ResNet, Bottleneck, (1, 2, 1, 1), block_args={"attn_layer": "se"}, **D),
     "groups": partial(ResNet, Bottleneck, (1, 2, 1, 1), cardinality=32, base_width=4),
-    "blur pool": blur_pool,
     "small stem, Mish": small_stem,
     "max-blur": max_blur,
     "SE, groups, Mish, self-attention": xse_resnext,
