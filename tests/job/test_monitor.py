@@ -187,6 +187,17 @@ def test_late_rank_receives_first_failure(capsys, is_connected):
     assert capsys.readouterr().err.count("rank 0 failed first: no room") == 2
 
 
+def test_coordinator_waits_until_all_ranks_have_closed_their_connections():
+    async def scenario(job):
+        ended, writers = [], job.coordinator._writers
+        writers[1] = SimpleNamespace(write_eof=lambda: ended.append(1))
+        asyncio.get_running_loop().call_later(0.1, writers.clear)
+        await job.coordinator.finish()
+        assert ended == [1] and not writers
+
+    run(scenario)
+
+
 def test_normal_exit_of_ranks_is_not_failure(capsys):
     async def scenario(job):
         ranks = await job.start_all()
@@ -451,6 +462,8 @@ def test_ranks_exit_if_log_is_not_writable(monkeypatch, kind):
     monkeypatch.undo()
     if kind == "blocked pipe":
         assert timer.is_alive()
+        blocked = [thread for thread in threading.enumerate() if "(write)" in thread.name]
+        assert blocked and all(thread.daemon for thread in blocked)  # the monitor can exit
         timer.cancel()
         os.close(read)
     with contextlib.suppress(OSError):
