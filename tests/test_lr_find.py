@@ -300,7 +300,7 @@ def test_suggestion_states_factor_and_too_low_limit(tmp_path, capsys, monkeypatc
 
 
 def test_outputs_in_a_configuration_file_are_ignored(tmp_path):
-    (tmp_path / "flags.yaml").write_text("report_html: page.html\n")
+    (tmp_path / "flags.yaml").write_text('report_html: page.html\nprofile_steps: "1:2"\n')
     search, args = lr_find.parse(["--config", str(tmp_path / "flags.yaml")])
     assert (search.from_lr, search.to_lr, search.steps) == (1e-6, 10, 100)
     assert args.benchmark and args.profile_steps is None

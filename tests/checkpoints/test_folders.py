@@ -494,6 +494,10 @@ def test_meta_json_lists_the_files_of_a_checkpoint(tmp_path):
         path.touch()
     assert [folders.contains(folder / name) for name in ("a.pdopt", "notes.txt", "b.pdopt")] == [True, False, False]
     assert [folders.contains(foreign / name) for name in ("x.pdparams", "x.pdopt")] == [True, False]
+    for name in ("3", "10"):
+        (tmp_path / "theirs" / name).mkdir(parents=True)
+        (tmp_path / "theirs" / name / "x.pdparams").touch()
+    assert folders.newest(tmp_path / "theirs").name == "10"
     paths = folder / "a.pdparams", folder / "notes.txt", foreign / "x.pdparams"
     assert [folders.read_listed(path) for path in paths] == [b"abc", None, None]
     (folder / "a.pdparams").write_text("abd")

@@ -569,6 +569,13 @@ def test_different_number_of_processes_triggers_warning(args, run, monkeypatch, 
     restore_run(checkpoint, schedule, fetchs)
     warning = "written by 1 processes, but this run has 2, so the global batch size and the peak learning rate change"
     assert warning in capsys.readouterr().err
+    monkeypatch.setattr(processes, "world_size", lambda: 1)
+    for changes in ({}, {"paddle_version": "2.5.0"}):  # older checkpoints do not contain the version
+        meta = {name: value for name, value in checkpoint.meta.items() if name != "paddle_version"} | changes
+        restore_run(dataclasses.replace(checkpoint, meta=meta), schedule, fetchs)
+        error = f"{checkpoint.folder}: written with Paddle 2.5.0, but this run uses {paddle.__version__}, so"
+        stderr = capsys.readouterr().err
+        assert error in stderr if changes else "written with" not in stderr
 
 
 def test_same_position_is_saved_once(args, run, tmp_path):

@@ -459,19 +459,19 @@ def test_averages_and_slow_weights_start_from_the_weights(monkeypatch, capsys):
 
 def test_persistable_variables_are_restored_after_an_error():
     program, scope = static.Program(), static.global_scope()
-    for name in ("persistable", "temporary", "absent", "empty"):
+    for name in ("persistable", "second", "temporary", "absent", "empty"):
         program.global_block().create_var(name=name, shape=[1], persistable=name != "temporary")
     scope.var("empty")
 
     def assign(value):
-        for name in ("persistable", "temporary"):
+        for name in ("persistable", "second", "temporary"):
             scope.var(name).get_tensor().set(np.float32([value]), PLACE)
 
     assign(1)
     with pytest.raises(ZeroDivisionError), variables.restored(program, PLACE):
         assign(2)
         raise ZeroDivisionError
-    assert [variables.read(name).item() for name in ("persistable", "temporary")] == [1, 2]
+    assert [variables.read(name).item() for name in ("persistable", "second", "temporary")] == [1, 1, 2]
 
 
 def test_averaged_statistics_of_rank_are_ignored_without_ema(args, tmp_path):

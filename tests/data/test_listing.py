@@ -392,7 +392,7 @@ def test_single_class_logs_a_warning(root, capsys):
     )
 
 
-def test_ignored_files_are_counted_by_kind_and_class(root, capsys):
+def test_ignored_files_are_counted_by_kind_and_class(root, capsys, monkeypatch):
     for name in (
         "class0/a.gif",
         "class0/b.GIF",
@@ -422,6 +422,18 @@ def test_ignored_files_are_counted_by_kind_and_class(root, capsys):
     assert line == f"warning: {root}/val: 7 entries ignored: {', '.join(parts)}; {rule}"
     ignored = ["class0/a.gif", "class0/b.GIF", "class1/c.gif", "class1/notes", "class2/gone.heic", "class2/inner.jpg"]
     assert sorted(listing.ignored_files(root, Mode.EVAL)) == [f"val/{name}" for name in [*ignored, "top.jpg"]]
+    scandir = os.scandir
+
+    def deny(path):
+        if str(path).endswith("class1"):
+            raise PermissionError(13, "Permission denied")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", deny)  # list_folder reports the error
+    assert [name for name in listing.ignored_files(root, Mode.EVAL) if "class2" in name] == [
+        "val/class2/gone.heic",
+        "val/class2/inner.jpg",
+    ]
 
 
 def test_warning_about_ignored_files_lists_some_classes_and_kinds(capsys):

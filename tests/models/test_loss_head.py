@@ -108,6 +108,10 @@ def test_binary_loss_with_class_and_image_weights(name, smoothing):
     np.testing.assert_allclose(result["loss"], -(weights * log_softmax).sum(1, keepdims=True), rtol=1e-4)
 
 
+def test_balanced_weights_are_inversely_proportional_to_the_numbers_of_images():
+    assert loss_head.balanced_weights(np.array([1, 0, 3])).tolist() == [2, 0, pytest.approx(2 / 3)]
+
+
 def test_training_with_bce(run_train):
     """The initial training loss is close to log(2), and evaluation reports the cross entropy of the softmax.
     Paddle's and the custom kernels compute the same losses."""

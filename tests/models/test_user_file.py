@@ -221,6 +221,7 @@ def test_errors_of_registered_networks_are_unchanged():
         ("\0.py:Net", "\0.py cannot be read (embedded null byte); use an existing file"),
         ("net.py", "unknown network; use one of ResNet18, "),
         ("net.py:../Net", "unknown network; use one of ResNet18, "),
+        ("net.py:N\u00e9", "unknown network; use one of ResNet18, "),
         ("net.py:ConvBM", "net.py does not define ConvBM; use a name that it defines (Net)"),
     ],
 )

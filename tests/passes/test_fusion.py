@@ -691,6 +691,18 @@ def test_gradient_that_another_operator_reads_is_computed(case, is_sum):
     np.testing.assert_allclose(copies[1], copies[0], rtol=1e-4, atol=1e-6)
 
 
+def test_sums_of_gradients_in_place_are_part_of_custom_operators():
+    """job/fleet.py sets the same flag."""
+    paddle.set_flags({"FLAGS_max_inplace_grad_add": 8})
+    try:
+        main, _, _ = small_program(UNUSUAL["residual sum with two readers"][0])
+    finally:
+        paddle.set_flags({"FLAGS_max_inplace_grad_add": 0})
+    assert types(main)["grad_add"] == 1
+    fusion.fuse(main)
+    assert types(main)["grad_add"] == 0
+
+
 @pytest.mark.parametrize("case", UNUSUAL)
 def test_unsupported_operators_are_not_fused(case):
     """Only supported operators are fused, and the results do not change."""
