@@ -207,6 +207,13 @@ def test_lack_of_memory_does_not_mean_that_a_state_is_damaged(error, is_damaged)
         dali._restored(SimpleNamespace(build=build), None)
 
 
+def test_damaged_pipeline_state_is_an_error(parse, photos):
+    args = parse("--image-root", photos)
+    state = dali.build_dataloader(args, Mode.TRAIN).state() | {"pipeline": base64.b64encode(b"damaged").decode()}
+    with pytest.raises(dali.StateError, match="^the loader state is damaged"):
+        dali.build_dataloader(args, Mode.TRAIN, state)
+
+
 def test_damaged_image_does_not_mean_that_a_state_is_damaged():
     def make():
         raise DataError("x.jpg: cannot be decoded")
@@ -813,7 +820,7 @@ def test_augmentation_depends_on_seed_and_is_not_applied_in_evaluation(parse, ph
 
 @pytest.mark.parametrize(
     "flags",
-    [AUGMENTATION, ["--auto-augment", "randaug"], ["--crop-padding", "4", "--random-erasing", "0.5"]],
+    [AUGMENTATION, ["--auto-augment", "randaug"], ["--crop-padding", "4", *AUGMENTATION[2:]]],
     ids=["all", "randaug", "padding"],
 )
 def test_loader_with_augmentation_resumes_with_next_batch(parse, photos, monkeypatch, flags):

@@ -284,6 +284,11 @@ def test_initialization_and_batch_normalization_match_reference_code(arch, norm,
         assert abs(values.mean()) < 0.05 * deviation, shape
 
 
+def test_numbers_of_channels_are_reduced_by_at_most_a_tenth():
+    assert [layers.rounded(channels, 8) for channels in (1, 11, 12, 17, 18, 19, 20)] == [8, 16, 16, 16, 24, 24, 24]
+    assert layers.rounded(10, 9) == 9
+
+
 def test_normal_distribution_is_truncated_at_two_deviations_in_each_paddle_version(monkeypatch):
     monkeypatch.setattr(layers, "TruncatedNormal", lambda std: std)
     assert layers.truncated_normal(0.5) == 0.5
