@@ -277,6 +277,7 @@ def test_text_json_and_csv_output(checkpoint, val_images, tmp_path, capsys, monk
     assert calls.count(ignored) == 1  # `--csv - | head` ends the command
     assert predict.main([str(checkpoint), *paths, "--device", "cpu"]) == 0
     assert capsys.readouterr().out.startswith(f"{paths[0]}: class{best[0][0]} {expected[0].max():.4f}, class")
+    assert calls.count(ignored) == 1
 
 
 def test_top_returns_the_five_most_probable_classes():
