@@ -116,7 +116,13 @@ def test_network_does_not_depend_on_execution_flags_of_training(checkpoint, monk
     assert (args.fuse_resunit, args.resume, args.profile_steps, args.device) == (False, False, None, "cpu")
     with pytest.raises(UsageError, match=f"{checkpoint}: does not match the model"):
         networks.load_checkpoint(checkpoint, model_arch_name="ResNet18")
-    np.testing.assert_array_equal(network.model().run(images), expected.model().run(images))
+    model = network.model()
+    assert (model.engine, model.description, model.precision) == ("Executor", network.description, "float32")
+    np.testing.assert_array_equal(model.run(images), expected.model().run(images))
+    probabilities, logits = network.model(logits=True).outputs(images)
+    np.testing.assert_array_equal(probabilities, model.run(images))
+    np.testing.assert_allclose(probabilities, np.exp(logits) / np.exp(logits).sum(1, keepdims=True), rtol=1e-4)
+    assert len(model.outputs(images)) == 1
 
 
 def test_parameters_that_are_not_finite_are_an_error(checkpoint, tmp_path, monkeypatch):
@@ -178,8 +184,12 @@ def test_checkpoint_of_nvidia_example_is_exported(checkpoint, tmp_path, capsys, 
         ("conv2d_0.w_0", (16, 2, 3, 3)),
         ("linear_0.b_0", ()),
         ("linear_0.b_0", (0,)),
+        ("conv2d_0.w_0", None),
+        ("linear_0.b_0", None),
     ):
-        path.write_bytes(pickle.dumps(state | {name: np.zeros(shape, np.float32)}, 4))
+        changed = {key: array for key, array in state.items() if key != name}
+        changed |= {} if shape is None else {name: np.zeros(shape, np.float32)}
+        path.write_bytes(pickle.dumps(changed, 4))
         with pytest.raises(UsageError, match=r"no meta.json, and its parameters match no supported network"):
             networks.load_checkpoint(checkpoint)
 
