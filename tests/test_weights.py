@@ -335,10 +335,17 @@ def test_published_models_have_the_preprocessing_of_their_authors():
     assert lite.preprocessing == sizes | {"normalize_mean": [127 / 255] * 3, "normalize_std": [128 / 255] * 3}
     assert [model.preprocessing["crop_size"] for model in published.PACKAGED.values()] == [224, 240, 260]
     # torchvision's first weights were trained for 256 pixels, its second weights for 232.
-    for digest, arch, side in (("0676ba61", "ResNet50", 256), ("11ad3fa6", "ResNet50", 232)):
-        model = published.HASHED[digest]
-        assert (model.arch, model.license, model.package) == (arch, "BSD-3-Clause", None)
-        assert model.preprocessing == {"crop_size": 224, "resize_short": side, "interp": "triangular"}
+    first = {"ResNet18": "f37072fd", "ResNet34": "b627a593", "ResNet50": "0676ba61", "ResNet101": "63fe2227"}
+    first |= {"ResNet152": "394f9c45", "MobileNetV2": "b0353104", "MobileNetV3_Large": "8738ca79"}
+    first |= {"MobileNetV3_Small": "047dcff4", "ResNeXt50_32x4d": "7cdf4587"}
+    second = {"ResNet50": "11ad3fa6", "ResNet101": "cd907fc2", "ResNet152": "f82ba261", "MobileNetV2": "7ebf99e0"}
+    second |= {"MobileNetV3_Large": "5c1a4163", "ResNeXt50_32x4d": "1a0047aa"}
+    for digests, side in ((first, 256), (second, 232)):
+        for arch, digest in digests.items():
+            model = published.HASHED[digest]
+            assert (model.arch, model.license, model.package) == (arch, "BSD-3-Clause", None)
+            assert model.preprocessing == {"crop_size": 224, "resize_short": side, "interp": "triangular"}
+    assert len(published.HASHED) == len(first) + len(second) + len(published.PACKAGED)
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])

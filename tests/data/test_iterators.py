@@ -144,6 +144,16 @@ def test_errors_of_a_pipeline_name_the_image(monkeypatch, path, problem, data_fo
     assert calls == [("original", loader._data_set, "root"), "original"]
 
 
+def test_errors_of_the_first_batches_name_the_image(monkeypatch):
+    def fail(self, *arguments, **options):
+        raise RuntimeError("Failed to decode sample #0 : a.jpg")
+
+    monkeypatch.setattr(iterators.DALIGenericIterator, "__init__", fail)
+    data_set = readers.DataSet("folder", 3, ["a"], None, "")
+    with pytest.raises(DataError, match="^root/a.jpg: cannot be decoded"):
+        ShardIterator(SimpleNamespace(max_batch_size=2), 3, data_set, "root", {})
+
+
 @pytest.fixture
 def program():
     """Return a stand-in for a compiled program with two inputs."""

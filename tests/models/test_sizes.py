@@ -75,6 +75,7 @@ def test_table_lists_networks_with_sizes(capsys, tmp_path, monkeypatch):
     for i in range(1, 5):
         ends = [line.index(f"  {row[i]}") + len(row[i]) for line, row in zip(lines, cells, strict=True)]
         assert len(set(ends)) == 1, f"column {i} is not right-aligned"
+    assert len({line.index(f"  {row[5]}") for line, row in zip(lines[:2], cells[:2], strict=True)}) == 1  # left-aligned
     assert header[:6] == ["network", "image", "parameters", "multiply-adds", "activations", "paper"]
     assert first[:4] == ["ResNet18", "224", "11,689,512", "1,814 M"]
     assert first[5] == "arXiv:1512.03385" and "1 H200" in first[-1]

@@ -1,6 +1,7 @@
 """Mixed precision, loss scaling and 2:4 sparsity in training programs."""
 
 import itertools
+import logging
 from functools import partial
 from types import SimpleNamespace
 
@@ -142,11 +143,15 @@ def test_listed_variables_remain_in_float32(monkeypatch):
     monkeypatch.setattr(
         amp, "_amp_lists", lambda *values: calls.append(values) or SimpleNamespace(unsupported_list="cpu")
     )
+    levels = []
+    loggers = {"paddle.static.amp.fp16_lists": SimpleNamespace(setLevel=levels.append)}
+    monkeypatch.setattr(amp, "logging", SimpleNamespace(getLogger=loggers.get, ERROR=logging.ERROR))
     for for_gpu, has_cuda in ((False, False), (True, False), (True, True)):
         monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda has_cuda=has_cuda: has_cuda)
         amp.cast_evaluation_program(main, paddle.CPUPlace(), "bfloat16", "O1", {"x"}, for_gpu)
     assert calls == [(main, "bfloat16", {"x"})] * 3
     assert [lists.unsupported_list for _, lists, _ in casts] == ["cpu", set(), "cpu"]
+    assert levels == [logging.ERROR]  # Paddle's warnings about missing kernels do not apply
     options = {"use_fp16_guard": False, "dest_type": paddle.bfloat16, "level": "O1"}
     assert all((program, given) == (main, options) for program, _, given in casts)
 

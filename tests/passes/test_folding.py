@@ -197,6 +197,7 @@ def nchw(x):
 REPLACED = {
     "strides, paddings and dilations": (lambda x: conv(3, stride=[1, 2], padding=[2, 1], dilation=[2, 1])(x), True),
     "groups": (lambda x: conv([1, 3], groups=4)(x), True),
+    "paddings of all sides": (lambda x: conv(3, padding=[2, 2, 0, 0])(x), True),
     "7x7 depthwise": (lambda x: conv(7, padding=3, groups=8)(x), True),
     "SAME without padding": (lambda x: conv(stride=2, padding="SAME")(x), True),
     "symmetric SAME": (lambda x: conv(3, padding="SAME")(x), True),

@@ -691,6 +691,13 @@ def test_gradient_that_another_operator_reads_is_computed(case, is_sum):
     np.testing.assert_allclose(copies[1], copies[0], rtol=1e-4, atol=1e-6)
 
 
+def test_paddings_of_all_sides_are_top_bottom_left_right():
+    with static.program_guard(static.Program(), static.Program()):
+        nn.Conv2D(8, 8, 3, padding=[1, 2, 3, 4], data_format="NHWC")(images())
+        graph = fusion.Graph(static.default_main_program().global_block())
+    assert fusion.padding(graph, graph.block.ops[0]) == ((1, 2), (3, 4))
+
+
 def test_sums_of_gradients_in_place_are_part_of_custom_operators():
     """job/fleet.py sets the same flag."""
     paddle.set_flags({"FLAGS_max_inplace_grad_add": 8})
