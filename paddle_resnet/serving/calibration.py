@@ -10,6 +10,7 @@ from paddle_resnet.job import processes
 from paddle_resnet.passes import quantization
 from paddle_resnet.program import compile_prog
 from paddle_resnet.serving import inference
+from utils import logger
 from utils.errors import UsageError
 from utils.mode import Mode
 
@@ -20,6 +21,9 @@ BATCH = 8
 BINS = 2048
 SMALLEST = 1e-30
 PERCENTILE = 99.99  # percentage of values that the "percentile" method does not clip
+# Images with an activation more than this many times as large as usual are ignored. In some networks, the activations
+# of one image in 200 are 100 to 1,000 times as large as usual, and would determine the means of all images.
+OUTLIER = 10
 
 
 class Histogram:
@@ -94,7 +98,8 @@ def _divergence(expected, actual):
 
 def quantize(network, bits, image_root, method, images):
     """Quantize a network in place: insert fake-quantization operators, determine the activation ranges from training
-    images, and correct the biases. The images are preprocessed as in evaluation.
+    images, and correct the biases. The images are preprocessed as in evaluation. Images with much larger activations
+    than the median of all images so far are ignored, with a warning.
 
     Args:
         network: networks.Network on a CPU, with BN layers folded into the convolutions.
@@ -108,18 +113,28 @@ def quantize(network, bits, image_root, method, images):
         UsageError: the data set cannot be used, or an activation is not finite.
     """
     names, layers = list(quantization.activations(network.program)), quantization.layers(network.program)
-    histograms, means, count = {name: Histogram() for name in names}, dict.fromkeys(names, 0.0), 0
+    histograms, means = {name: Histogram() for name in names}, dict.fromkeys(names, 0.0)
+    sizes, count = [], 0  # the largest value of each activation, [activations, images], for each batch
     compiled, exe = compile_prog(network.args, network.program, is_train=False), network.exe
     for batch in _batches(network.description, image_root, images):
         arrays = exe.run(compiled, {network.images.name: batch}, names, scope=network.scope)
+        if not all(np.isfinite(array).all() for array in arrays):
+            raise UsageError(
+                f"--calibrate {image_root}: activations of the network are not finite; use a different checkpoint"
+            )
+        sizes.append(np.array([np.abs(array).reshape(len(batch), -1).max(axis=1) for array in arrays]))
+        usual = np.median(np.concatenate(sizes, axis=1), axis=1, keepdims=True)
+        used = (sizes[-1] <= OUTLIER * usual).all(axis=0)
         for name, array in zip(names, arrays, strict=True):
-            if not np.isfinite(array).all():
-                raise UsageError(
-                    f"--calibrate {image_root}: activations of the network are not finite; use a different checkpoint"
-                )
-            histograms[name].add(array)
-            means[name] += array.mean(axis=tuple(range(2, array.ndim))).sum(axis=0, dtype=np.float64)
-        count += len(batch)
+            histograms[name].add(array[used])
+            means[name] += array[used].mean(axis=tuple(range(2, array.ndim))).sum(axis=0, dtype=np.float64)
+        count += int(used.sum())
+    total = sum(largest.shape[1] for largest in sizes)
+    if count < total:
+        logger.warn(
+            f"--calibrate {image_root}: {total - count} of {total} images ignored, because they cause activations more "
+            f"than {OUTLIER} times as large as usual"
+        )
     with static.program_guard(network.program, static.Program()):
         quantization.insert(network.program)
     for i, histogram in enumerate(histograms.values()):

@@ -156,6 +156,33 @@ def test_ranges_and_mean_errors_of_training_images(checkpoint, photos, monkeypat
     assert len(set(ranges)) > 2
 
 
+def test_images_with_unusual_activations_are_ignored(checkpoint, photos, monkeypatch, capsys):
+    """The first activation is the images. The first batch does not determine which activations are usual."""
+
+    def quantize(*batches):
+        network = networks.load_checkpoint(checkpoint, fold=True)
+        [layer, *_] = quantization.layers(network.program)
+        monkeypatch.setattr(calibration, "_batches", lambda *args: batches)
+        capsys.readouterr()
+        count = calibration.quantize(network, 7, photos, "percentile", 12)
+        parameters = [*quantization.ranges(network.program), layer.bias]
+        return count, np.concatenate([network.parameter(name) for name in parameters]), capsys.readouterr().err
+
+    first, second = calibration._batches(networks.load_checkpoint(checkpoint).description, photos, 11)
+    count, expected, log = quantize(first, second)
+    assert (count, log) == (11, "")
+    bright = np.concatenate([second[:1], second[1:2] * 1000, second[1:]])
+    count, actual, log = quantize(first, bright)
+    assert count == 11
+    np.testing.assert_array_equal(actual, expected)
+    assert log == (
+        f"warning: --calibrate {photos}: 1 of 12 images ignored, because they cause activations more than 10 times as "
+        "large as usual\n"
+    )
+    count, _, log = quantize(first[:5] / 1000, first, second)
+    assert (count, log) == (16, "")
+
+
 def test_calibration_of_a_network_that_overflows_is_an_error(checkpoint, photos):
     network = networks.load_checkpoint(checkpoint, fold=True)
     name = quantization.layers(network.program)[0].weight
