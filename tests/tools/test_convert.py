@@ -525,6 +525,20 @@ def test_invalid_names_and_sizes_in_convert_json_are_rejected(photos, converted,
     assert (tmp_path / "train-0.tar").exists()
 
 
+def test_class_names_of_one_split_are_enough(photos, tmp_path):
+    """The class folders of train/ have names; the file list of the validation split has only labels."""
+    (tmp_path / "train").symlink_to(photos / "train")
+    (tmp_path / "images").symlink_to(photos / "val")
+    names = sorted(str(path.relative_to(photos / "val")) for path in (photos / "val").glob("*/*"))
+    (tmp_path / "val.txt").write_text("".join(f"images/{name} {name[5]}\n" for name in names))
+    splits, classes = convert._list_source(tmp_path, None, False)
+    assert classes == ["class0", "class1", "class2"]
+    assert [image.name for image in splits["val"]] == [f"images/{name}" for name in names]
+    train = [image.name for image in splits["train"]]
+    assert train != sorted(train) and len(train) == 30
+    assert [image.name for image in convert._list_source(tmp_path, None, False)[0]["train"]] == train
+
+
 def test_output_folder_that_cannot_be_created_is_an_error(tmp_path):
     (tmp_path / "file").touch()
     message = f"^--output {tmp_path}/file/x: cannot be written \\(Not a directory\\); choose a different path$"
