@@ -202,13 +202,10 @@ def _choose_augmentation(settings, facts, is_fine_tuned):
     benchmarks/log/finetune_h200_2026-11-26.md."""
     images = f"{facts.images} training images"
     has_many, has_few = facts.images >= MANY_IMAGES, is_fine_tuned and facts.images < FEW_IMAGES
-    _set(
-        settings,
-        images,
-        rand_crop_scale=[0.08, 1.0] if has_many or has_few else [0.35, 1.0],
-        color_jitter=0.0 if has_many else 0.4 if has_few else 0.2,
-        dropout=0.2 if has_few else 0.0,
-    )
+    if not settings.crop_padding:
+        _set(settings, images, rand_crop_scale=[0.08, 1.0] if has_many or has_few else [0.35, 1.0])
+    color_jitter = 0.0 if has_many else 0.4 if has_few else 0.2
+    _set(settings, images, color_jitter=color_jitter, dropout=0.2 if has_few else 0.0)
 
 
 def _choose_training(settings, facts, is_fine_tuned):

@@ -181,6 +181,9 @@ def test_learning_rate_follows_explicit_batch_size_and_optimizer():
 def test_regularization_depends_on_number_of_images(images, weights, expected):
     s = choose(images, weights=weights)
     assert (s.rand_crop_scale, s.color_jitter, s.dropout, s.weight_decay) == expected
+    # Padded crops have no random scale.
+    s = choose(images, "--crop-padding", "4", weights=weights)
+    assert (s.rand_crop_scale, s.color_jitter, s.dropout, s.weight_decay) == ([0.08, 1.0], *expected[1:])
 
 
 def test_other_packages_and_training_from_scratch_can_be_requested():
