@@ -340,6 +340,8 @@ def test_results_differ_if_they_differ_by_more_than_a_fraction_of_the_largest_ch
         assert cuda_graph._differing(other, expected, before, 0.02) == ["a"]
         other, expected, before = (values | {"b": values["a"]} for values in (other, expected, before))
         assert cuda_graph._differing(other, expected, before, 0.02) == ["a", "b"]
+    before, expected, actual = ({"a": np.array([1, 1 + change])} for change in (0, 1e-3, 1.1e-3))
+    assert cuda_graph._differing(actual, expected, before, 0.02) == ["a"]
 
 
 @pytest.mark.parametrize("flag", [True, False])

@@ -55,7 +55,9 @@ def test_split_depends_only_on_names_fraction_and_seed(source, tmp_path):
     assert split.divide("x", names, 0.2, 0) != split.divide("y", names, 0.2, 0)
 
 
-@pytest.mark.parametrize(("count", "fraction", "val"), [(2, 0.01, 1), (2, 0.99, 1), (10, 0.25, 2), (100, 0.2, 20)])
+@pytest.mark.parametrize(
+    ("count", "fraction", "val"), [(2, 0.01, 1), (2, 0.99, 1), (10, 0.25, 2), (9, 0.2, 2), (100, 0.2, 20)]
+)
 def test_each_split_has_at_least_one_image(count, fraction, val):
     train, evaluation = split.divide("x", [f"{i}.jpg" for i in range(count)], fraction, 0)
     assert (len(train), len(evaluation)) == (count - val, val)
