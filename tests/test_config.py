@@ -973,10 +973,10 @@ def test_durations_in_a_different_unit_are_not_inherited():
 def test_resize_short_follows_crop_size_unless_explicit(text, resize_short):
     args = parse(text)
     assert args.resize_short == resize_short
-    warnings = [
-        warning for warning in validation.warnings(args) if warning.startswith("--resize-short 256: 8.00 times")
-    ]
-    assert len(warnings) == (args.crop_size == 32 and resize_short == 256)
+    problem = (
+        "--resize-short 256: 8.00 times --crop-size 32, so an evaluation uses only the center of each image; use 37"
+    )
+    assert (problem in validation.warnings(args)) == (args.crop_size == 32 and resize_short == 256)
     assert parsing.as_file(args).get("resize_short") == (256 if "--resize-short" in text else None)
     assert "model_prefix" not in parsing.as_file(args) and parsing.as_file(args)["epochs"] == 90
 

@@ -184,6 +184,14 @@ def test_search_does_not_replace_curve_of_simultaneous_search(find, tmp_path, mo
         calls.append((function.__name__, bool(on_rank_0)))
         return function(*arguments)
 
+    @contextlib.contextmanager
+    def barrier():
+        calls.append("start of barrier")
+        try:
+            yield
+        finally:
+            calls.append("end of barrier")
+
     def hold(path, subject, warn):
         held.append((path, subject))
         return contextlib.nullcontext()
@@ -191,12 +199,13 @@ def test_search_does_not_replace_curve_of_simultaneous_search(find, tmp_path, mo
     monkeypatch.setattr(exchange, "from_rank_0", run_on_rank_0)
     for function in (lr_find._claim, lr_find._write):
         monkeypatch.setattr(lr_find, function.__name__, partial(call, function))
+    monkeypatch.setattr(exchange, "exit_barrier", barrier)
     monkeypatch.setattr(lr_find.locks, "held", hold)
     monkeypatch.setattr(lr_find.logger, "close", lambda: closed.append(True))
     monkeypatch.setattr(lr_find, "_search", search_while_another_ends)
     monkeypatch.setattr(lr_curve, "read", lambda path: path.read_text())
     assert find() == (2, "of the other search")
-    assert calls == [("_claim", True), ("_write", True)]
+    assert calls == ["start of barrier", ("_claim", True), ("_write", True), "end of barrier"]
     drawing_lock = locks.file_of(data.with_name(lr_curve.DRAWING))
     assert held == [(drawing_lock, f"--output-dir {tmp_path}/search")]
     assert len(closed) == 2  # at the start and at the end
@@ -531,7 +540,13 @@ def test_help_lists_flags_of_finder(capsys):
     with pytest.raises(SystemExit, match="0"):
         lr_find.main(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "--from-lr LR" in text and "(default: 100)" in text and "flags of train.py are also supported" in text
+    for flag, meaning in (
+        ("--from-lr LR", "value of --lr in the first step"),
+        ("--to-lr LR", "value of --lr in the last step"),
+        ("--steps N", "number of training steps (default: 100)"),
+    ):
+        assert f"{flag} {meaning}" in text
+    assert "flags of train.py are also supported" in text
 
 
 def curve_file(path, **changes):

@@ -296,8 +296,11 @@ def test_half_precision_casts_only_the_evaluation_program_without_its_float32_va
 def test_weights_of_half_precision_evaluations_are_averaged_then_folded(monkeypatch, flags, trains, expected):
     updates, compiled = [], []
     monkeypatch.setattr(phases.progress, "phase", updates.append)
-    monkeypatch.setattr(phases.averages, "evaluate", lambda *arguments: lambda: updates.append("averages"))
-    monkeypatch.setattr(phases, "_fold", lambda *arguments: [lambda: updates.append("folded")])
+    made = []
+    monkeypatch.setattr(
+        phases.averages, "evaluate", lambda *inputs: made.append(inputs) or (lambda: updates.append("averages"))
+    )
+    monkeypatch.setattr(phases, "_fold", lambda *inputs: made.append(inputs) or [lambda: updates.append("folded")])
     monkeypatch.setattr(
         phases.program, "compile_prog", lambda *program, is_train=True: compiled.append((*program, is_train)) or program
     )
@@ -306,6 +309,8 @@ def test_weights_of_half_precision_evaluations_are_averaged_then_folded(monkeypa
     training, evaluation = phases.compile_programs(args, "exe", training, phases.Work(args, None, "evaluation", None))
     evaluation.refresh()
     assert updates == ["program compilation", *expected]
+    inputs = {"averages": ("training", "evaluation", "exe"), "folded": (args, "exe", "evaluation")}
+    assert made == [inputs[name] for name in expected]
     assert compiled == [*([("stage", "training", True)] if trains else []), (args, "evaluation", False)]
     assert evaluation.compiled == (args, "evaluation")
     assert training is None or training.compiled == ("stage", "training")
