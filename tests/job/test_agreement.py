@@ -40,6 +40,13 @@ def test_error_lists_each_difference_with_its_ranks():
     )
 
 
+def test_value_that_rank_0_lacks_is_a_difference():
+    with pytest.raises(
+        UsageError, match="^job: the processes differ: --asp is None on rank 0 and True on rank 1; start"
+    ):
+        agreement._check_equal([{"--lr": 1}, {"--lr": 1, "--asp": True}])
+
+
 def test_flags_for_paths_and_speed_may_differ(facts, parse):
     first = facts(agreement.check_start, parse("--image-root", "a", "--dali-num-threads", "3", "--report-file", "b"))
     assert first == facts(agreement.check_start, parse())
@@ -117,6 +124,7 @@ def test_image_lists_classes_and_parameter_shapes_are_compared(facts, parse, pho
     assert first["number of steps per epoch"] == 3
     assert first["number of training images"] == 30
     assert first["number of validation images"] == 23
+    assert {len(value) for name, value in first.items() if "(hash)" in name} == {8}
     assert first == work()
     (tmp_path / "list").write_text("val/class0/00.jpg\n")
     other = work("--skip-list", tmp_path / "list")
