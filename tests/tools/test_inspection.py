@@ -161,10 +161,11 @@ def test_info_omits_records_without_readable_label(colors, monkeypatch):
 
 
 def test_statistics_of_info():
-    sizes = np.array([[40, 30], [50, 60], [60, 20]])
+    sizes = 10 * np.array([[40, 30], [50, 60], [60, 20]])
     rows = {title: text({"a": 3, "b": 1, "c": 2}, sizes) for title, text in inspection._statistics().items()}
     assert list(rows.values()) == [
-        *("6", "3", "3 (a)", "2", "1 (b)", "40 / 50 / 60", "20 / 30 / 60", "20 / 30 / 50", "1 / 1 / 3", "3")
+        *("6", "3", "3 (a)", "2", "1 (b)", "400 / 500 / 600", "200 / 300 / 600", "200 / 300 / 500"),
+        *("120 / 120 / 300", "3"),
     ]
 
 
@@ -190,11 +191,13 @@ def test_speed_measures_each_setting(photos, capsys):
     assert output.count("--data-format auto: the train split") == 1
 
 
-def test_speed_measures_the_flags_of_train_by_default(photos, capsys):
+def test_speed_measures_the_flags_of_train_by_default(photos, tmp_path, capsys):
     [(_, threads, _, _)] = inspection.speed(photos, None, None, batches=1, repeats=1, arguments=TINY)
     assert f"--dali-num-threads {threads}" in " ".join(TINY)
     assert dataset.main(["speed", str(photos), "--image-root", "d"]) == 2
     assert "--image-root d: DIR already is the folder of the data set; remove the flag" in capsys.readouterr().err
+    (tmp_path / "config.yaml").write_text("image_root: d\n")  # DIR replaces the value in the file
+    assert inspection._parse(photos, [*TINY, "--config", str(tmp_path / "config.yaml")]).image_root == str(photos)
 
 
 def test_speed_on_gpu_measures_decoder_loads(monkeypatch, capsys):
