@@ -354,6 +354,11 @@ def test_session_without_gpu_uses_the_cpu(sessions, monkeypatch):
     ],
 )
 def test_network_that_does_not_match_its_description_is_an_error(outputs, message):
+    pixels = DESCRIPTION["input"] | {"dtype": "uint8"}
+    model = Model(
+        "", DESCRIPTION | {"input": pixels}, lambda images: probabilities(images) * (images.dtype == np.uint8)
+    )
+    assert inference._checked_model(model, "x") is model
     with pytest.raises(UsageError, match=message):
         inference._checked_model(Model("", DESCRIPTION | {"output": {"shape": [None, 4]}}, outputs), "x")
 

@@ -123,14 +123,20 @@ def test_network_does_not_depend_on_execution_flags_of_training(checkpoint, monk
     np.testing.assert_array_equal(probabilities, model.run(images))
     np.testing.assert_allclose(probabilities, np.exp(logits) / np.exp(logits).sum(1, keepdims=True), rtol=1e-4)
     assert len(model.outputs(images)) == 1
+    folder, meta, args = networks._recorded(checkpoint, "cpu", None)
+    args.set("test", amp=False, kernels="paddle", data_layout="NCHW", dali_output_fp16=False)
+    four = networks._load(args, meta, folder, 4)  # the weights of the fourth channel are zero
+    assert args.image_shape == [4, 32, 32] and four.images.shape == (-1, 3, 32, 32)
+    np.testing.assert_allclose(four.model().run(images), model.run(images), rtol=1e-5)
 
 
-def test_parameters_that_are_not_finite_are_an_error(checkpoint, tmp_path, monkeypatch):
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_parameters_that_are_not_finite_are_an_error(checkpoint, tmp_path, monkeypatch, value):
     """train.py does not save such parameters, but NVIDIA's example does."""
     (checkpoint / "meta.json").unlink()
     path = checkpoint / "tiny.pdparams"
     state = pickle.loads(path.read_bytes())
-    state["batch_norm_0.w_2"][0] = np.nan
+    state["batch_norm_0.w_2"][0] = value
     path.write_bytes(pickle.dumps(state, 4))
     monkeypatch.setattr(networks, "MODELS", {"Tiny": models.MODELS["Tiny"]})
     with pytest.raises(

@@ -142,6 +142,8 @@ def test_quantized_layers_match_fake_quantized_program(unsigned):
     parameters = {v.name: read(v.name) for v in program.list_vars() if isinstance(v, paddle.base.framework.Parameter)}
     with static.program_guard(program, static.Program()), static.scope_guard(scope):
         quantization.insert(program)
+        if unsigned:
+            quantization.use_levels_of("onnxruntime", program, 8)
         values = parameters | {quantization.range_name(0): [2.5], quantization.range_name(1): [1.5]}
         for name, value in values.items():
             scope.var(name).get_tensor().set(np.asarray(value, np.float32), paddle.CPUPlace())
