@@ -84,6 +84,7 @@ def test_predicted_duration(values, expected):
 )
 def test_number_of_epochs_is_closest_to_budget(seconds, epochs):
     assert budget.epochs_within(settings(), seconds, 20, TIMES) == epochs
+    assert budget.epochs_within(settings(accumulate_steps=4), seconds, 20, TIMES) == epochs
 
 
 def test_huge_number_of_epochs_is_chosen_quickly_and_is_a_valid_value():
