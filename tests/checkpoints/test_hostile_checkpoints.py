@@ -271,13 +271,12 @@ def test_npz_files_with_objects_or_compression_are_rejected(tmp_path):
         arrays.read_npz(path)
     assert not made.exists()
     np.savez_compressed(path, a=np.zeros(10**6))
-    stored = tmp_path / "stored.npz"
-    np.savez(stored, b=np.zeros(1))
-    for _ in range(2):
-        with pytest.raises(UnreadableError, match="compressed files are not supported"):
-            arrays.read_npz(path)
-        with zipfile.ZipFile(path, "a") as archive, zipfile.ZipFile(stored) as other:  # now one of two is compressed
-            archive.writestr("b.npy", other.read("b.npy"))
+    with pytest.raises(UnreadableError, match="compressed files are not supported"):
+        arrays.read_npz(path)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("b.npy", b"stored")
+    with pytest.raises(UnreadableError, match="compressed files are not supported"):
+        arrays.read_npz(path)
 
 
 @pytest.mark.timeout(20)

@@ -141,11 +141,11 @@ def test_ranges_and_mean_errors_of_training_images(checkpoint, photos, monkeypat
     monkeypatch.setattr(calibration, "_batches", lambda *args: calls.append(args) or batches)
     without_bias = layers[-1]._replace(bias=None)
     monkeypatch.setattr(quantization, "layers", lambda program: [*layers[:-1], without_bias])
-    assert calibration.quantize(network, 7, photos, method, 11) == 11
+    assert calibration.quantize(network, 7, photos, method, 99) == 11
     for layer, bias in zip(layers, before, strict=True):
         expected = bias - 0.25 if layer is not layers[-1] else bias
         np.testing.assert_allclose(network.parameter(layer.bias), expected, rtol=1e-5, atol=1e-6)
-    assert calls.pop(0) == (network.description, photos, 11)
+    assert calls.pop(0) == (network.description, photos, 99)
     assert [call[0] for call in calls] == layers[:-1] and {call[3] for call in calls} == {7}
     images = np.concatenate(batches)
     assert names[0] == layers[0].input == "images"

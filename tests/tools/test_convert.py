@@ -115,6 +115,14 @@ def test_shards_flag_sets_number_of_equal_shards(photos, tmp_path, to, names):
     sizes = [len(indexes.open_index(str(shard), to)) for shard in shards]
     assert sum(sizes) == 30
     assert max(sizes) - min(sizes) <= 1
+    swapped = tmp_path / "swapped"  # more validation images than training images
+    swapped.mkdir()
+    (swapped / "train").symlink_to(photos / "val")
+    (swapped / "val").symlink_to(photos / "train")
+    convert.convert(swapped, tmp_path / "y", to, shards=7, workers=2)
+    assert [len(list((tmp_path / "y").glob(names.format(split)))) for split in ("train", "val")] == [7, 10]
+    with pytest.raises(UsageError, match="has only 23 images"):
+        convert.convert(swapped, tmp_path / "z", to, shards=24, workers=2)
 
 
 def test_lmdb_grows_beyond_its_initial_size(tmp_path, monkeypatch):
