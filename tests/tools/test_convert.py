@@ -105,7 +105,7 @@ def test_conversion_of_file_list_writes_no_class_names(converted, tmp_path, monk
     assert contents(tmp_path / "x") == contents(converted["filelist"])
 
 
-@pytest.mark.parametrize(("to", "names"), [("tfrecord", "{}-*-of-0000?"), ("webdataset", "{}-??????.tar")])
+@pytest.mark.parametrize(("to", "names"), [("tfrecord", "{}-*-of-000??"), ("webdataset", "{}-??????.tar")])
 def test_shards_flag_sets_number_of_equal_shards(photos, tmp_path, to, names):
     convert.convert(photos, tmp_path / "x", to, shards=7, workers=2)
     shards = sorted(path for path in (tmp_path / "x").glob(names.format("train")))
