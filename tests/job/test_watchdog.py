@@ -57,7 +57,9 @@ def test_position_needs_no_monitor(monkeypatch):
 
 @pytest.mark.parametrize("code", [1, 2, 255])
 def test_process_exits_with_code_of_monitor(pair, ended, code):
+    """Otherwise, the waiting thread does not keep the process alive."""
     _, monitor = pair
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "watchdog")
     monitor.sendall(bytes([code]))
     wait_until(lambda: ended, 10)
     assert ended == [code]

@@ -1,6 +1,7 @@
 """Checks of the output paths of a command."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -135,6 +136,16 @@ def test_replaced_keeps_old_file_if_writing_fails(tmp_path):
     with outputs.replaced(tmp_path / "folder/file") as partial:
         partial.write_text("new")
     assert (tmp_path / "folder/file").read_text() == "new"
+
+
+@pytest.mark.parametrize("name", ["file", "link/file"])
+def test_file_that_another_process_wrote_is_found_by_relative_and_linked_paths(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path)
+    outputs.claim({"figure": Path(name)})
+    (tmp_path / "file").write_text("of another process")
+    outputs.warn_if_changed(Path(name))
+    assert "replaces the file that another process wrote" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("before", ["", "old"])
