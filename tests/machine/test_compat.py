@@ -292,7 +292,7 @@ def test_gloo_of_paddle_3_uses_the_store_of_the_launcher(monkeypatch):
 @pytest.mark.parametrize("is_paddle_3", [False, True])
 def test_any_is_patched_in_paddle_3(monkeypatch, is_paddle_3):
     """Only calls with a legacy variable as the single argument are replaced."""
-    calls, original = [], paddle.any
+    calls, original = [], compat._paddle_any
     monkeypatch.setattr(paddle, "any", original)
     monkeypatch.setattr(compat, "IS_PADDLE_3", is_paddle_3)
     compat.accept_legacy_any()
