@@ -1,5 +1,7 @@
 """Post-training quantization: determine activation ranges from training images."""
 
+from collections import Counter
+
 import numpy as np
 from paddle import static
 
@@ -21,8 +23,8 @@ BATCH = 8
 BINS = 2048
 SMALLEST = 1e-30
 PERCENTILE = 99.99  # percentage of values that the "percentile" method does not clip
-# Images with an activation more than this many times as large as usual are ignored. In some networks, the activations
-# of one image in 200 are 100 to 1,000 times as large as usual, and would determine the means of all images.
+# Activations of an image that are more than this many times as large as usual are ignored. In some networks, the
+# activations of one image in 100 are 10 to 1,000 times as large as usual, and would determine the means of all images.
 OUTLIER = 10
 
 
@@ -98,8 +100,8 @@ def _divergence(expected, actual):
 
 def quantize(network, bits, image_root, method, images):
     """Quantize a network in place: insert fake-quantization operators, determine the activation ranges from training
-    images, and correct the biases. The images are preprocessed as in evaluation. Images with much larger activations
-    than the median of all images so far are ignored, with a warning.
+    images, and correct the biases. The images are preprocessed as in evaluation. If the largest value of an activation
+    is much larger than the median of all images so far, this activation of the image is ignored, with a warning.
 
     Args:
         network: networks.Network on a CPU, with BN layers folded into the convolutions.
@@ -113,8 +115,8 @@ def quantize(network, bits, image_root, method, images):
         UsageError: the data set cannot be used, or an activation is not finite.
     """
     names, layers = list(quantization.activations(network.program)), quantization.layers(network.program)
-    histograms, means = {name: Histogram() for name in names}, dict.fromkeys(names, 0.0)
-    sizes, count = [], 0  # the largest value of each activation, [activations, images], for each batch
+    histograms, means, counts = {name: Histogram() for name in names}, dict.fromkeys(names, 0.0), Counter()
+    largest, total, unusual = {name: [] for name in names}, 0, 0  # largest: of each image, [images] for each batch
     compiled, exe = compile_prog(network.args, network.program, is_train=False), network.exe
     for batch in _batches(network.description, image_root, images):
         arrays = exe.run(compiled, {network.images.name: batch}, names, scope=network.scope)
@@ -122,18 +124,20 @@ def quantize(network, bits, image_root, method, images):
             raise UsageError(
                 f"--calibrate {image_root}: activations of the network are not finite; use a different checkpoint"
             )
-        sizes.append(np.array([np.abs(array).reshape(len(batch), -1).max(axis=1) for array in arrays]))
-        usual = np.median(np.concatenate(sizes, axis=1), axis=1, keepdims=True)
-        used = (sizes[-1] <= OUTLIER * usual).all(axis=0)
+        are_usual = np.ones(len(batch), bool)
         for name, array in zip(names, arrays, strict=True):
-            histograms[name].add(array[used])
-            means[name] += array[used].mean(axis=tuple(range(2, array.ndim))).sum(axis=0, dtype=np.float64)
-        count += int(used.sum())
-    total = sum(largest.shape[1] for largest in sizes)
-    if count < total:
+            largest[name].append(np.abs(array).reshape(len(batch), -1).max(axis=1))
+            usual = np.median(np.concatenate(largest[name]))
+            is_usual = (largest[name][-1] <= OUTLIER * usual) | (usual == 0)
+            histograms[name].add(array[is_usual])
+            means[name] += array[is_usual].mean(axis=tuple(range(2, array.ndim))).sum(axis=0, dtype=np.float64)
+            counts[name] += is_usual.sum()
+            are_usual &= is_usual
+        total, unusual = total + len(batch), unusual + (~are_usual).sum()
+    if unusual:
         logger.warn(
-            f"--calibrate {image_root}: {total - count} of {total} images ignored, because they cause activations more "
-            f"than {OUTLIER} times as large as usual"
+            f"--calibrate {image_root}: {unusual} of {total} images cause activations more than {OUTLIER} times as "
+            "large as usual; these activations are ignored"
         )
     with static.program_guard(network.program, static.Program()):
         quantization.insert(network.program)
@@ -141,9 +145,9 @@ def quantize(network, bits, image_root, method, images):
         _set(network, quantization.range_name(i), [histogram.range(method)])
     for layer in layers:
         if layer.bias is not None:
-            shift = _mean_error(layer, network.parameter(layer.weight), means[layer.input] / count, bits)
+            shift = _mean_error(layer, network.parameter(layer.weight), means[layer.input] / counts[layer.input], bits)
             _set(network, layer.bias, network.parameter(layer.bias) - shift)
-    return count
+    return total
 
 
 def _mean_error(layer, weight, means, bits):

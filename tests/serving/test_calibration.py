@@ -156,7 +156,7 @@ def test_ranges_and_mean_errors_of_training_images(checkpoint, photos, monkeypat
     assert len(set(ranges)) > 2
 
 
-def test_images_with_unusual_activations_are_ignored(checkpoint, photos, monkeypatch, capsys):
+def test_unusual_activations_of_an_image_are_ignored(checkpoint, photos, monkeypatch, capsys):
     """The first activation is the images. The first batch does not determine which activations are usual."""
 
     def quantize(*batches):
@@ -173,14 +173,16 @@ def test_images_with_unusual_activations_are_ignored(checkpoint, photos, monkeyp
     assert (count, log) == (11, "")
     bright = np.concatenate([second[:1], second[1:2] * 1000, second[1:]])
     count, actual, log = quantize(first, bright)
-    assert count == 11
+    assert count == 12
     np.testing.assert_array_equal(actual, expected)
     assert log == (
-        f"warning: --calibrate {photos}: 1 of 12 images ignored, because they cause activations more than 10 times as "
-        "large as usual\n"
+        f"warning: --calibrate {photos}: 1 of 12 images cause activations more than 10 times as large as usual; these "
+        "activations are ignored\n"
     )
     count, _, log = quantize(first[:5] / 1000, first, second)
     assert (count, log) == (16, "")
+    _, ranges, _ = quantize(0 * first, second)  # an activation that is usually zero
+    assert ranges[0] == np.float32(histogram(second).range("percentile"))
 
 
 def test_calibration_of_a_network_that_overflows_is_an_error(checkpoint, photos):
