@@ -463,6 +463,10 @@ def test_list_element_of_wrong_type_is_an_error(flag, value, part):
         ),
         ("--normalize-mean 0,1", ["--normalize-mean 0.0,1.0: expected 3 numbers, such as 0.485,0.456,0.406"]),
         (
+            "--crop-padding 32 --crop-size 32",
+            ["--crop-padding 32: not below --crop-size 32, so crops could contain only padding; use a smaller value"],
+        ),
+        (
             "--crop-padding 4 --rand-crop-scale 0.5,1",
             ["--rand-crop-scale 0.5,1.0: not used by --crop-padding 4; remove it, or use --crop-padding 0"],
         ),

@@ -192,6 +192,11 @@ def _conflicts_of_augmentation(settings):
             yield from _out_of_range(settings, name)
     for name in [name for name in AUGMENTATION_RANGES if name not in counts]:
         yield from _out_of_range(settings, name)
+    if 0 < settings.crop_size <= settings.crop_padding:
+        yield (
+            f"--crop-padding {settings.crop_padding}: not below --crop-size {settings.crop_size}, so crops could "
+            "contain only padding; use a smaller value"
+        )
     for name in ("rotate_degrees", "hue_degrees"):
         if getattr(settings, name) > 180:
             yield f"{flag(name)} {getattr(settings, name):g}: exceeds 180 degrees; use 180 or less"
