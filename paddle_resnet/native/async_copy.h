@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -56,7 +57,7 @@ class AsyncCopies {
     const Slot &slot = slots_[number % kSlots];
     if (slot.is_on_gpu) {
       driver<int (*)(void *)>("cuCtxSetCurrent")(context_);
-      if (int error = driver<int (*)(void *)>("cuEventSynchronize")(slot.event)) return error;
+      if (int error = wait_for(slot)) return error;
     }
     *memory = slot.memory + slot.parts[i].start;
     *bytes = slot.parts[i].bytes;
@@ -64,6 +65,7 @@ class AsyncCopies {
   }
 
  private:
+  using Clock = std::chrono::steady_clock;
   struct Part {
     size_t start, bytes;  // location of a value in the memory of its slot; `start` is a multiple of kVectorBytes
   };
@@ -75,7 +77,23 @@ class AsyncCopies {
     size_t pinned_size = 0;
     bool is_on_gpu = false;
     void *event = nullptr;
+    Clock::time_point enqueued;
   };
+
+  // Blocks until a copy from the GPU is complete. On some hosts, waking a sleeping thread takes about as long as a small
+  // step. Therefore, the host polls if the copy was enqueued recently, and sleeps later. Returns 0 or the driver's error
+  // code.
+  static int wait_for(const Slot &slot) {
+    static const auto query = driver<int (*)(void *)>("cuEventQuery");
+    static const auto sleep = driver<int (*)(void *)>("cuEventSynchronize");
+    constexpr std::chrono::milliseconds kPolling(2);
+    constexpr int kNotReady = 600;
+    int error;
+    do {
+      error = query(slot.event);
+    } while (error == kNotReady && Clock::now() - slot.enqueued < kPolling);
+    return error == kNotReady ? sleep(slot.event) : error;
+  }
 
   void copy_from_gpu(Slot &slot, const Tensors &values, size_t size) {
     static const auto copy = driver<int (*)(void *, uintptr_t, size_t, CUstream_st *)>("cuMemcpyDtoHAsync_v2");
@@ -99,6 +117,7 @@ class AsyncCopies {
             "cuMemcpyDtoHAsync");
     }
     check(record(slot.event, tensor_stream(&values[0])), "cuEventRecord");
+    slot.enqueued = Clock::now();
   }
 
   Slot slots_[kSlots];

@@ -178,20 +178,23 @@ __device__ void statistics(const Vector<T> *x, int rows, const float *scale, con
 }
 
 // Computes y = A(a x + b [+ z]), where A is the activation. If `mask` is not null, writes one byte per vector to
-// `mask`; bit i is set if element i is positive before the ReLU.
-template <class T, bool kAdd, class A>
-__device__ void apply(const Vector<T> *x, const Vector<T> *z, int rows, const float (&a)[T::kLanes],
-                      const float (&b)[T::kLanes], Vector<T> *y, unsigned char *mask) {
-  constexpr int V = T::kLanes, kUnroll = kAdd ? 2 : 4;
+// `mask`; bit i is set if element i is positive before the ReLU. load_coefficients(channel, a, b) sets the coefficients
+// of a vector of channels. It is called after the first loads of `x`, so that a small tensor does not wait for both.
+template <class T, bool kAdd, class A, class F>
+__device__ void apply(const Vector<T> *x, const Vector<T> *z, int rows, const F &load_coefficients, Vector<T> *y,
+                      unsigned char *mask) {
+  constexpr int V = T::kLanes, kUnroll = kAdd ? kAddedRows : kAppliedRows;
   const Position<T, kUnroll> at;
-  const int tiles = at.tiles(rows);
-  for (int tile = tiles - 1 - blockIdx.y; tile >= 0; tile -= gridDim.y) {
+  float a[V], b[V];
+  const int first = at.tiles(rows) - 1 - blockIdx.y;
+  for (int tile = first; tile >= 0; tile -= gridDim.y) {
     Vector<T> raw[kUnroll], addend[kUnroll];
 #pragma unroll
     for (int step = 0; step < kUnroll; ++step) {
       raw[step] = __ldcs(x + at.load_at(tile, step, rows));
       if (kAdd) addend[step] = z[at.load_at(tile, step, rows)];
     }
+    if (tile == first) load_coefficients(at.channel, a, b);
 #pragma unroll
     for (int step = 0; step < kUnroll; ++step) {
       float values[V], added[V];
@@ -216,29 +219,31 @@ __device__ void apply(const Vector<T> *x, const Vector<T> *z, int rows, const fl
 template <class T, bool kAdd, class A>
 __device__ void apply_training(const Vector<T> *x, const Vector<T> *z, int rows, const float *coefficients,
                                Vector<T> *y, unsigned char *mask) {
-  const Position<T> at;
-  float a[T::kLanes], b[T::kLanes];
-  load_floats<T>(coefficients + at.channel, a);
-  load_floats<T>(coefficients + at.vectors * T::kLanes + at.channel, b);
-  apply<T, kAdd, A>(x, z, rows, a, b, y, mask);
+  constexpr int V = T::kLanes;
+  const auto load_coefficients = [=](int channel, float(&a)[V], float(&b)[V]) {
+    load_floats<T>(coefficients + channel, a);
+    load_floats<T>(coefficients + Position<T>().vectors * V + channel, b);
+  };
+  apply<T, kAdd, A>(x, z, rows, load_coefficients, y, mask);
 }
 
 template <class T, bool kAdd, class A>
 __device__ void apply_inference(const Vector<T> *x, const Vector<T> *z, int rows, const float *scale, const float *bias,
                                 const float *mean, const float *variance, float epsilon, Vector<T> *y) {
-  const Position<T> at;
-  float a[T::kLanes], b[T::kLanes];
-  float means[T::kLanes], variances[T::kLanes];
-  load_floats<T>(scale + at.channel, a);
-  load_floats<T>(bias + at.channel, b);
-  load_floats<T>(mean + at.channel, means);
-  load_floats<T>(variance + at.channel, variances);
+  constexpr int V = T::kLanes;
+  const auto load_coefficients = [=](int channel, float(&a)[V], float(&b)[V]) {
+    float means[V], variances[V];
+    load_floats<T>(scale + channel, a);
+    load_floats<T>(bias + channel, b);
+    load_floats<T>(mean + channel, means);
+    load_floats<T>(variance + channel, variances);
 #pragma unroll
-  for (int i = 0; i < T::kLanes; ++i) {
-    a[i] /= sqrtf(variances[i] + epsilon);
-    b[i] -= means[i] * a[i];
-  }
-  apply<T, kAdd, A>(x, z, rows, a, b, y, nullptr);
+    for (int i = 0; i < V; ++i) {
+      a[i] /= sqrtf(variances[i] + epsilon);
+      b[i] -= means[i] * a[i];
+    }
+  };
+  apply<T, kAdd, A>(x, z, rows, load_coefficients, y, nullptr);
 }
 
 // Whether the gradient of an activation depends on its input.

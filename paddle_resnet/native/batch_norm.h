@@ -54,18 +54,24 @@ void require_added(const std::string &activation) {
   PD_THROW("custom BN: no kernel for the residual addition with activation ", activation);
 }
 
-// A grid that fills the GPU. Each block processes one group of channels and iterates over rows.
+// A grid that fills the GPU. Each block processes one group of channels and iterates over rows. If `rows_per_thread` is
+// not 0, blocks are smaller for a tensor whose rows would otherwise not fill the GPU.
 struct RowGrid {
   std::vector<unsigned> grid, block;
-  explicit RowGrid(const Shape &shape) {
+  explicit RowGrid(const Shape &shape, int rows_per_thread = 0) {
     int lanes = std::min(shape.vectors, kMaxLanes);
     while (shape.vectors % lanes != 0) --lanes;
-    const int groups = shape.vectors / lanes, height = kMaxThreads / lanes;
+    const int groups = shape.vectors / lanes;
+    int height = kMaxThreads / lanes, tile_rows = height;
     if (groups > kMaxChannelGroups) PD_THROW("custom operator: ", shape.channels, " channels are not supported");
     const int row_groups = std::max(1, Gpu::get().blocks() / groups);
+    if (rows_per_thread > 0) {
+      while (lanes * height > kMinThreads && shape.rows <= (row_groups - 1) * height * rows_per_thread) height /= 2;
+      tile_rows = height * rows_per_thread;
+    }
     block = {static_cast<unsigned>(lanes), static_cast<unsigned>(height)};
     grid = {static_cast<unsigned>(groups),
-            static_cast<unsigned>(std::min(row_groups, (shape.rows + height - 1) / height))};
+            static_cast<unsigned>(std::min(row_groups, (shape.rows + tile_rows - 1) / tile_rows))};
   }
 };
 
@@ -213,7 +219,7 @@ std::vector<Tensor> BnInference(const Tensor &x, const Tensor &scale, const Tens
   Tensor y = empty_as(x);
   float *s = data<float>(scale), *b = data<float>(bias), *m = data<float>(mean), *v = data<float>(variance);
   if (x.is_gpu()) {
-    const RowGrid grid(shape);
+    const RowGrid grid(shape, z ? kAddedRows : kAppliedRows);
     void *in = raw(x), *added = z ? raw(*z) : nullptr, *out = raw(y);
     int rows = shape.rows;
     Gpu::get().launch("bn_infer" + fused(z ? 1 : 0, activation) + shape.suffix, x, grid.grid, grid.block,

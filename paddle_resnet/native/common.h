@@ -8,6 +8,9 @@
 
 constexpr int kVectorBytes = 16;                           // bytes per load or store of a thread; 8 for the x4 types
 constexpr int kMaxThreads = 512, kBlocksPerProcessor = 2;  // launch bounds of the BN and update kernels
+constexpr int kMinThreads = 64;  // block size of BN in inference for small tensors
+// Rows that a thread of a BN kernel loads before it normalizes them, with and without a residual addition.
+constexpr int kAddedRows = 2, kAppliedRows = 4;
 constexpr int kPoolThreads = 256;  // block size for pooling, scale_images, sigmoid and concatenation
 constexpr int kCopies = 4;         // vectors that one thread of the concatenation kernels copies
 constexpr int kLossThreads = 256;  // must be a power of two

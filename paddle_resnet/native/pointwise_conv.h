@@ -56,10 +56,14 @@ std::vector<Tensor> PointwiseFilterGradient(const Tensor &x, const Tensor &dy, c
   return {dfilter};
 }
 
-// Returns the number of output channels that a block computes. Each group of channels reads the input again, which
-// costs about as much as 32 more channels.
-int pointwise_columns(int out) {
-  const auto cost = [&](int columns) { return (out + columns - 1) / columns * (columns + 32); };
+// Returns the number of output channels that a block computes, such that the multiprocessor with the most blocks
+// finishes early. Each group of channels reads the input again, which costs about as much as 32 more channels.
+int pointwise_columns(int rows, int out) {
+  const int64_t processors = Gpu::get().blocks() / kBlocksPerProcessor, tiles = (rows + kTileRows - 1) / kTileRows;
+  const auto cost = [&](int columns) {
+    const int64_t blocks = tiles * ((out + columns - 1) / columns);
+    return (blocks + processors - 1) / processors * (columns + 32);
+  };
   int best = 128;
   for (int columns : {64, 32}) {
     if (cost(columns) < cost(best)) best = columns;
@@ -89,7 +93,7 @@ std::vector<Tensor> PointwiseConvBnInference(const Tensor &x, const Tensor &filt
                   epsilon,            code_of(activation == "linear" ? "" : activation)};
     void *from = raw(x), *weights = raw(filter), *added = z ? raw(*z) : nullptr, *to = raw(y);
     int rows = input.rows;
-    const int columns = pointwise_columns(out), groups = (out + columns - 1) / columns;
+    const int columns = pointwise_columns(rows, out), groups = (out + columns - 1) / columns;
     const int blocks = Gpu::get().blocks() / kBlocksPerProcessor * (columns < 128 ? kNarrowTileBlocks : kBlocksPerProcessor);
     const int row_groups = std::min(std::max(1, blocks / groups), (rows + kTileRows - 1) / kTileRows);
     Gpu::get().launch("pointwise_conv_" + std::to_string(columns) + (in % 8 == 0 ? output : input).suffix, x,
