@@ -56,13 +56,15 @@ std::vector<Tensor> PointwiseFilterGradient(const Tensor &x, const Tensor &dy, c
   return {dfilter};
 }
 
+int processors() { return Gpu::get().blocks() / kBlocksPerProcessor; }
+int tiles_of(int rows) { return (rows + kTileRows - 1) / kTileRows; }
+
 // Returns the number of output channels that a block computes, such that the multiprocessor with the most blocks
 // finishes early. Each group of channels reads the input again, which costs about as much as 32 more channels.
 int pointwise_columns(int rows, int out) {
-  const int64_t processors = Gpu::get().blocks() / kBlocksPerProcessor, tiles = (rows + kTileRows - 1) / kTileRows;
-  const auto cost = [&](int columns) {
-    const int64_t blocks = tiles * ((out + columns - 1) / columns);
-    return (blocks + processors - 1) / processors * (columns + 32);
+  const auto cost = [=](int columns) {
+    const int64_t blocks = int64_t{tiles_of(rows)} * ((out + columns - 1) / columns);
+    return (blocks + processors() - 1) / processors() * (columns + 32);
   };
   int best = 128;
   for (int columns : {64, 32}) {
@@ -94,8 +96,8 @@ std::vector<Tensor> PointwiseConvBnInference(const Tensor &x, const Tensor &filt
     void *from = raw(x), *weights = raw(filter), *added = z ? raw(*z) : nullptr, *to = raw(y);
     int rows = input.rows;
     const int columns = pointwise_columns(rows, out), groups = (out + columns - 1) / columns;
-    const int blocks = Gpu::get().blocks() / kBlocksPerProcessor * (columns < 128 ? kNarrowTileBlocks : kBlocksPerProcessor);
-    const int row_groups = std::min(std::max(1, blocks / groups), (rows + kTileRows - 1) / kTileRows);
+    const int blocks = processors() * (columns < 128 ? kNarrowTileBlocks : kBlocksPerProcessor);
+    const int row_groups = std::min(std::max(1, blocks / groups), tiles_of(rows));
     Gpu::get().launch("pointwise_conv_" + std::to_string(columns) + (in % 8 == 0 ? output : input).suffix, x,
                       {static_cast<unsigned>(groups), static_cast<unsigned>(row_groups)}, {kPointwiseThreads, 1},
                       {&from, &weights, &added, &rows, &in, &out, &bn, &to});
