@@ -80,8 +80,8 @@ class AsyncCopies {
     Clock::time_point enqueued;
   };
 
-  // Blocks until a copy from the GPU is complete. Returns 0 or the driver's error code. Waking a sleeping thread can take
-  // a tenth of a small step. Therefore, the host polls if the copy was enqueued recently, and sleeps only later.
+  // Blocks until a copy from the GPU is complete. Returns 0 or the driver's error code. Waking a sleeping thread can
+  // take a tenth of a small step. Therefore, the host polls if the copy was enqueued recently, and sleeps only later.
   static int wait_for(const Slot &slot) {
     static const auto query = driver<int (*)(void *)>("cuEventQuery");
     static const auto sleep = driver<int (*)(void *)>("cuEventSynchronize");
