@@ -203,7 +203,8 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_sche
             quantization.insert(main_prog, first, lr_scheduler, args.device == "gpu")
         if not is_train and args.tta == "flip":
             out = loss_head.mean_over_mirrored(out)
-        loss_head.configure(main_prog, args.kernels == "native", args.loss == "bce")
+        if args.kernels == "native":
+            loss_head.use_native(main_prog)
         fetchs = create_fetchs(out, targets, args.num_of_class, args.label_smoothing, mode)
         if not is_train and (args.predictions is not None or args.report_html is not None):
             fetchs["logits"] = loss_head.add_logits(out), TopMeter(min(5, args.num_of_class))

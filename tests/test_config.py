@@ -65,7 +65,6 @@ NVIDIA = {
     "beta2": 0.999,
     "opt-epsilon": 1e-8,
     "lookahead": None,
-    "loss": "cross-entropy",
     "weight-decay": 3.0517578125e-05,
     "lr-scheduler": "Cosine",
     "lr": 0.256,

@@ -29,25 +29,14 @@ def contains(op):
     return op.attr("op_namescope").startswith(f"/{SCOPE}")
 
 
-def configure(program, is_native=False, is_binary=False):
-    """Configure the loss head that add() adds to a program.
-
-    Args:
-        program: the Program.
-        is_native: whether to use the custom operator instead of Paddle's operators.
-        is_binary: whether the training loss is the binary cross entropy, averaged over all classes (--loss bce;
-            Wightman et al., arXiv:2110.00476). The targets are the same as for the cross entropy of the softmax.
-    """
-    program.has_native_loss_head, program.has_binary_loss = is_native, is_binary
-
-
-def _is_binary(is_train):
-    return is_train and getattr(static.default_main_program(), "has_binary_loss", False)
+def use_native(program):
+    """Let add() use the custom operator in a program instead of Paddle's operators."""
+    program.has_native_loss_head = True
 
 
 def add(logits, targets, class_num, label_smoothing, is_train):
-    """Add the loss head to the current program. If configure has chosen the custom operator, use add_native;
-    otherwise, use add_paddle."""
+    """Add the loss head to the current program, with add_native after use_native(program), otherwise with
+    add_paddle."""
     is_native = getattr(static.default_main_program(), "has_native_loss_head", False)
     return (add_native if is_native else add_paddle)(logits, targets, class_num, label_smoothing, is_train)
 
@@ -71,18 +60,13 @@ def add_paddle(logits, targets, class_num, label_smoothing, is_train):
     label, weights = targets["label"], targets.get("weights")
     with scope():
         finite = _nan_rows(logits)
-        smoothing, is_binary = label_smoothing if is_train else 0, _is_binary(is_train)
-        if weights is None and (smoothing or is_binary):
-            weights = F.one_hot(paddle.reshape(label, [-1]), class_num)
-        if smoothing:
-            weights = F.label_smooth(weights, epsilon=smoothing)
+        if label_smoothing and is_train:
+            if weights is None:
+                weights = F.one_hot(paddle.reshape(label, [-1]), class_num)
+            weights = F.label_smooth(weights, epsilon=label_smoothing)
         image_weights = targets.get("image_weights") if is_train else None
         reduction = "mean" if is_train and image_weights is None else "none"
-        if is_binary:
-            inputs = {"X": finite, "Label": weights}
-            loss = _op("sigmoid_cross_entropy_with_logits", inputs, stop_gradient=False)
-            loss = paddle.mean(loss, axis=None if image_weights is None else 1, keepdim=image_weights is not None)
-        elif weights is None:
+        if weights is None:
             loss = F.cross_entropy(finite, label, reduction=reduction)
         else:
             loss = F.cross_entropy(finite, weights, soft_label=True, reduction=reduction)
@@ -228,8 +212,7 @@ def add_native(logits, targets, class_num, label_smoothing, is_train):
         for name, dtype in (("Loss", "float32"), ("Top1", "float32"), ("TopK", "float32"), ("OfSoftmax", "float32"))
     }
     made["Pairs"] = block.create_var(name=f"{logits.name}.Pairs", dtype="int64", stop_gradient=True)
-    attrs = {"smoothing": float(label_smoothing if is_train else 0), "is_binary": _is_binary(is_train)}
-    attrs |= {"k": min(5, class_num), "mean": is_train}
+    attrs = {"smoothing": float(label_smoothing if is_train else 0), "k": min(5, class_num), "mean": is_train}
     inputs = {"Logits": logits, "Labels": targets["label"]}
     if "weights" in targets:
         inputs["Weights@OPTIONAL"] = targets["weights"]

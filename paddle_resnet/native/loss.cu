@@ -1,6 +1,6 @@
-// Kernels for the softmax or binary cross entropy with label smoothing, the gradient of this loss, top-1 and top-k
-// hits, and the predicted class. Logits are float32 [rows, classes], and labels are 64-bit integers. Each block
-// processes one row. The order of summation is fixed.
+// Kernels for softmax cross entropy with label smoothing, its gradient, top-1 and top-k hits, and the predicted class.
+// Logits are float32 [rows, classes], and labels are 64-bit integers. Each block processes one row. The order of
+// summation is fixed.
 
 #include "common.h"
 
@@ -54,27 +54,18 @@ __device__ Value join_all(const Value &value, Value *shared, const Join &join) {
   return shared[0];
 }
 
-// Returns the target probability of class i in a row.
-__device__ __forceinline__ float target_of(const float *weights, long long label, int row, int i, int classes,
-                                           float smoothing) {
-  const float weight = weights != nullptr ? weights[static_cast<size_t>(row) * classes + i] : i == label;
-  return smoothing / classes + (1 - smoothing) * weight;
-}
-
 // Computes for each row, with logits x:
 // losses[row] = log(sum(exp(x))) - (1 - smoothing) x[label] - smoothing mean(x), or NaN if a logit is NaN or the label
-// is out of range. If `weights` [rows, classes] is not null, sum(weights x) replaces x[label]. If `is_binary` is set,
-// losses[row] = mean(log(1 + exp(x)) - target x) instead, where target = smoothing / classes + (1 - smoothing) weight,
-// and without `weights`, the weight is 1 for the label and 0 for all other classes. If `image_weights` [rows] is not
-// null, losses[row] is multiplied by image_weights[row].
+// is out of range. If `weights` [rows, classes] is not null, sum(weights x) replaces x[label]. If `image_weights`
+// [rows] is not null, losses[row] is multiplied by image_weights[row].
 // of_softmax[row] = {largest x, log(sum(exp(x - largest)))}, so that softmax(x) = exp(x - largest - log(sum)).
 // hits[row]: bit 0 is set if the label ranks first, bit 1 if the label ranks among the first k classes, bit 2 if the
 // label is out of range. pairs[row] = {label, class that ranks first}; the class is `classes` if all logits are NaN.
 // models/loss_head.py describes how classes with equal logits or NaN are ranked.
 extern "C" __global__ void __launch_bounds__(kLossThreads)
     loss_rows(const float *logits, const long long *labels, const float *weights, const float *image_weights,
-              int classes, float smoothing, bool is_binary, int k, float *losses, float *of_softmax,
-              unsigned char *hits, long long *pairs) {
+              int classes, float smoothing, int k, float *losses, float *of_softmax, unsigned char *hits,
+              long long *pairs) {
   __shared__ Largest largest_of[kLossThreads];
   __shared__ RowSums sums_of[kLossThreads];
   const int row = blockIdx.x;
@@ -91,10 +82,7 @@ extern "C" __global__ void __launch_bounds__(kLossThreads)
     const float difference = x[i] - largest.value;
     sums.exponentials += expf(difference);
     sums.differences += difference;
-    if (is_binary) {
-      const float target = target_of(weights, label, row, i, classes, smoothing);
-      sums.weighted += (x[i] > 0 ? x[i] : 0) + log1pf(expf(-fabsf(x[i]))) - (target != 0 ? target * x[i] : 0);
-    } else if (weights != nullptr) {
+    if (weights != nullptr) {
       const float weight = weights[static_cast<size_t>(row) * classes + i];
       if (weight != 0) sums.weighted += weight * difference;  // skip zero weights, because 0 times infinity is NaN
     }
@@ -108,8 +96,6 @@ extern "C" __global__ void __launch_bounds__(kLossThreads)
   float loss = log_sum - (1 - smoothing) * target;
   // If smoothing is 0, skip this term, because it would be 0 times infinity for a logit of -inf.
   if (smoothing != 0) loss -= smoothing / classes * sums.differences;
-  // Adding 0 * log_sum makes the loss NaN if a logit is NaN or +inf.
-  if (is_binary) loss = is_class ? sums.weighted / classes + 0.f * log_sum : own;
   losses[row] = image_weights != nullptr ? image_weights[row] * loss : loss;
   of_softmax[2 * row] = largest.value;
   of_softmax[2 * row + 1] = log_sum;
@@ -138,8 +124,7 @@ extern "C" __global__ void __launch_bounds__(kLossThreads)
 // loss of this row are NaN.
 extern "C" __global__ void __launch_bounds__(kLossThreads)
     loss_gradient(const float *logits, const long long *labels, const float *weights, const float *image_weights,
-                  const float *of_softmax, const float *dloss, int classes, float smoothing, bool is_binary,
-                  float *dlogits) {
+                  const float *of_softmax, const float *dloss, int classes, float smoothing, float *dlogits) {
   const int row = blockIdx.x;
   const size_t start = static_cast<size_t>(row) * classes;
   const long long label = labels[row];
@@ -147,10 +132,9 @@ extern "C" __global__ void __launch_bounds__(kLossThreads)
   float factor = is_class ? *dloss / gridDim.x : __uint_as_float(0x7fc00000u);
   if (image_weights != nullptr) factor *= image_weights[row];
   const float largest = of_softmax[2 * row], log_sum = of_softmax[2 * row + 1];
-  if (is_binary) factor = factor / classes + 0.f * log_sum;
   for (int i = threadIdx.x; i < classes; i += kLossThreads) {
-    const float x = logits[start + i], target = target_of(weights, label, row, i, classes, smoothing);
-    const float probability = is_binary ? 1 / (1 + expf(-x)) : expf(x - largest - log_sum);
-    dlogits[start + i] = (probability - target) * factor;
+    const float weight = weights != nullptr ? weights[start + i] : static_cast<float>(i == label);
+    const float target = smoothing / classes + (1 - smoothing) * weight;
+    dlogits[start + i] = (expf(logits[start + i] - largest - log_sum) - target) * factor;
   }
 }

@@ -1,6 +1,6 @@
-// Operators that compute the softmax or binary cross entropy and the accuracies of a batch of logits, and the gradient
-// of the mean loss. The operators check arguments and allocate results, and then launch the kernels in loss.cu or, on
-// the CPU, call the reference implementation.
+// Operators for the loss: cross entropy and accuracies of a batch of logits, and the gradient of the mean loss. The
+// operators check arguments and allocate results, and then launch the kernels in loss.cu or, on the CPU, call the
+// reference implementation.
 
 #pragma once
 
@@ -51,12 +51,10 @@ const std::vector<unsigned> kLossBlock = {kLossThreads, 1};
 //   of_softmax [N, 2]: the largest logit, and log(sum(exp(logit - largest)));
 //   pairs [N, 2]: the label, and the predicted class, which is C if all logits are NaN
 // }.
-// If `is_binary` is set, the loss of an image is the mean of the binary cross entropies of all classes. If class
-// weights [N, C] are passed, they replace the labels in the loss. If image weights [N] are passed, the loss of each
-// image is multiplied by the weight of the image; the mean loss is still the sum of all losses divided by N.
+// If class weights [N, C] are passed, they replace the labels in the loss. If image weights [N] are passed, the loss of
+// each image is multiplied by the weight of the image; the mean loss is still the sum of all losses divided by N.
 std::vector<Tensor> Loss(const Tensor &logits, const Tensor &labels, const paddle::optional<Tensor> &given_weights,
-                         const paddle::optional<Tensor> &given_image_weights, float smoothing, bool is_binary, int k,
-                         bool mean) {
+                         const paddle::optional<Tensor> &given_image_weights, float smoothing, int k, bool mean) {
   LogitsShape shape(logits, labels);
   const int rows = shape.rows;
   const auto place = logits.place();
@@ -72,12 +70,12 @@ std::vector<Tensor> Loss(const Tensor &logits, const Tensor &labels, const paddl
     Tensor hits = paddle::empty({rows}, DataType::UINT8, place);
     void *in = raw(logits), *label_data = raw(labels), *bits = raw(hits);
     Gpu::get().launch("loss_rows", logits, shape.grid(), kLossBlock,
-                      {&in, &label_data, &weights, &image_weights, &shape.classes, &smoothing, &is_binary, &k, &each,
-                       &norms, &bits, &pair});
+                      {&in, &label_data, &weights, &image_weights, &shape.classes, &smoothing, &k, &each, &norms, &bits,
+                       &pair});
     Gpu::get().launch("loss_means", logits, {1, 1}, kLossBlock, {&each, &bits, &shape.rows, &batch, &first, &among});
   } else {
     reference::loss(data<float>(logits), data<int64_t>(labels), weights, image_weights, rows, shape.classes, smoothing,
-                    is_binary, k, each, norms, pair, batch, first, among);
+                    k, each, norms, pair, batch, first, among);
   }
   return {loss, top1, topk, of_softmax, pairs};
 }
@@ -86,7 +84,7 @@ std::vector<Tensor> Loss(const Tensor &logits, const Tensor &labels, const paddl
 std::vector<Tensor> LossGradient(const Tensor &logits, const Tensor &labels,
                                  const paddle::optional<Tensor> &given_weights,
                                  const paddle::optional<Tensor> &given_image_weights, const Tensor &of_softmax,
-                                 const Tensor &dloss, float smoothing, bool is_binary, int, bool mean) {
+                                 const Tensor &dloss, float smoothing, int, bool mean) {
   LogitsShape shape(logits, labels);
   if (!mean || of_softmax.numel() != 2 * shape.rows || dloss.numel() != 1)
     PD_THROW("custom loss: the gradient requires mean=true and matching sizes");
@@ -96,11 +94,10 @@ std::vector<Tensor> LossGradient(const Tensor &logits, const Tensor &labels,
   if (logits.is_gpu()) {
     void *in = raw(logits), *label_data = raw(labels);
     Gpu::get().launch("loss_gradient", logits, shape.grid(), kLossBlock,
-                      {&in, &label_data, &weights, &image_weights, &norms, &above, &shape.classes, &smoothing,
-                       &is_binary, &out});
+                      {&in, &label_data, &weights, &image_weights, &norms, &above, &shape.classes, &smoothing, &out});
   } else {
     reference::loss_gradient(data<float>(logits), data<int64_t>(labels), weights, image_weights, norms, *above,
-                             shape.rows, shape.classes, smoothing, is_binary, out);
+                             shape.rows, shape.classes, smoothing, out);
   }
   return {dlogits};
 }

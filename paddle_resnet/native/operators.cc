@@ -379,7 +379,7 @@ PD_BUILD_OP(native_dropout)
 // Loss and accuracies, loss.h
 
 Shapes LossShape(const Dims &logits, const Dims &, const paddle::optional<Dims> &, const paddle::optional<Dims> &,
-                 float, bool, int, bool mean) {
+                 float, int, bool mean) {
   const int64_t rows = logits[0];
   return {mean ? Dims{} : Dims{rows, 1}, {}, {}, {rows, 2}, {rows, 2}};
 }
@@ -390,7 +390,7 @@ Types LossType(DataType logits, DataType labels, const paddle::optional<DataType
 PD_BUILD_OP(native_loss)
     .Inputs({"Logits", "Labels", paddle::Optional("Weights"), paddle::Optional("ImageWeights")})
     .Outputs({"Loss", "Top1", "TopK", "OfSoftmax", "Pairs"})
-    .Attrs({"smoothing: float", "is_binary: bool", "k: int", "mean: bool"})
+    .Attrs({"smoothing: float", "k: int", "mean: bool"})
     .SetKernelFn(PD_KERNEL(Loss))
     .SetInferShapeFn(PD_INFER_SHAPE(LossShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(LossType));
@@ -399,7 +399,7 @@ PD_BUILD_GRAD_OP(native_loss)
     .Inputs({"Logits", "Labels", paddle::Optional("Weights"), paddle::Optional("ImageWeights"), "OfSoftmax",
              paddle::Grad("Loss")})
     .Outputs({paddle::Grad("Logits")})
-    .Attrs({"smoothing: float", "is_binary: bool", "k: int", "mean: bool"})
+    .Attrs({"smoothing: float", "k: int", "mean: bool"})
     .SetKernelFn(PD_KERNEL(LossGradient));
 
 // Loss scale and optimizers, update.h. Operators that have only in-place outputs need no shape functions.

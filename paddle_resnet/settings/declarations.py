@@ -400,13 +400,6 @@ def _training(add):
         help="fraction of each label that is spread evenly over all classes",
     )
     add(
-        "--loss",
-        default="cross-entropy",
-        choices=["cross-entropy", "bce"],
-        help="training loss; cross-entropy: cross entropy of the softmax; bce: binary cross entropy of the sigmoids, "
-        "averaged over all classes; evaluation always reports the cross entropy of the softmax",
-    )
-    add(
         "--class-weights",
         default="none",
         choices=["none", "balanced"],

@@ -20,7 +20,6 @@ ALIASES = {
     "from-pretrained-params": "pretrained weights",
     "image-root": "data data-dir data-path dataset",
     "label-smoothing": "smoothing",
-    "loss bce": "bce-loss",
     "lr": "base-lr learning-rate",
     "lr-scheduler": "scheduler",
     "model-arch-name": "arch backbone model model-name",

@@ -5,7 +5,6 @@ import paddle
 import pytest
 from paddle import static
 
-from conftest import NHWC, losses
 from paddle_resnet.models import loss_head
 from paddle_resnet.native import build as native
 from utils.meters import ConfusionMeter, TopMeter
@@ -13,7 +12,7 @@ from utils.meters import ConfusionMeter, TopMeter
 CLASSES = [1, 2, 5, 7]
 
 
-def run(add_head, classes, smoothing, is_train, feed=None, is_weighted=False, is_binary=False):
+def run(add_head, classes, smoothing, is_train, feed=None, is_weighted=False):
     """Run a loss head on random logits.
 
     Returns:
@@ -21,7 +20,6 @@ def run(add_head, classes, smoothing, is_train, feed=None, is_weighted=False, is
         logits.
     """
     main = static.Program()
-    loss_head.configure(main, is_binary=is_binary)
     random = np.random.RandomState(0)
     feed = feed or {"x": random.randn(6, classes).astype("float32") * 3, "y": random.randint(0, classes, (6, 1))}
     with static.program_guard(main):
@@ -40,11 +38,11 @@ def run(add_head, classes, smoothing, is_train, feed=None, is_weighted=False, is
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 @pytest.mark.parametrize("is_train", [True, False])
 @pytest.mark.parametrize("classes", CLASSES)
-@pytest.mark.parametrize(("smoothing", "is_binary"), [(0, False), (0.1, False), (0, True), (0.1, True)])
-def test_native_head_equals_paddle_head(classes, smoothing, is_binary, is_train):
+@pytest.mark.parametrize("smoothing", [0, 0.1])
+def test_native_head_equals_paddle_head(classes, smoothing, is_train):
     native.load()
-    expected, _ = run(loss_head.add_paddle, classes, smoothing, is_train, is_binary=is_binary)
-    result, main = run(loss_head.add_native, classes, smoothing, is_train, is_binary=is_binary)
+    expected, _ = run(loss_head.add_paddle, classes, smoothing, is_train)
+    result, main = run(loss_head.add_native, classes, smoothing, is_train)
     assert list(result) == list(expected) == ["loss", "top1", "top5", "gradient" if is_train else "confusion"]
     for name, value in expected.items():
         assert result[name].shape == value.shape, name
@@ -76,54 +74,8 @@ def test_class_weights_replace_label_in_loss(name, smoothing):
     assert result["top1"] == np.float32((x.argmax(1) == y[:, 0]).mean())
 
 
-@pytest.mark.parametrize("smoothing", [0, 0.1])
-@pytest.mark.parametrize("name", ["paddle", "native"])
-def test_binary_loss_with_class_and_image_weights(name, smoothing):
-    """The reference is F.binary_cross_entropy_with_logits of PyTorch and timm's BinaryCrossEntropy, in float64: the
-    mean over all images and classes."""
-    if name == "native":
-        if native.missing() is not None:
-            pytest.skip(native.missing())
-        native.load()
-    random = np.random.RandomState(0)
-    x, y, weights = random.randn(6, 7) * 3, random.randint(0, 7, (6, 1)), random.dirichlet(np.ones(7), 6)
-    feed = {"x": x.astype("float32"), "y": y, "w": weights.astype("float32")}
-    add_head = getattr(loss_head, f"add_{name}")
-    target = (1 - smoothing) * weights + smoothing / 7
-    of_images = (np.logaddexp(0, x) - target * x).mean(1, keepdims=True)
-    result, _ = run(add_head, 7, smoothing, True, feed, is_weighted=True, is_binary=True)
-    assert result["loss"] == pytest.approx(of_images.mean(), rel=1e-5)
-    gradient = 2 * of_images.mean() * (1 / (1 + np.exp(-x)) - target) / (6 * 7)
-    np.testing.assert_allclose(result["gradient"], gradient, rtol=1e-4, atol=1e-6)
-
-    def add_weighted(logits, targets, *arguments):
-        return add_head(logits, targets | {"image_weights": static.data("i", [None, 1])}, *arguments)
-
-    image_weights = random.rand(6, 1)
-    feed["i"] = image_weights.astype("float32")
-    result, _ = run(add_weighted, 7, smoothing, True, feed, is_weighted=True, is_binary=True)
-    assert result["loss"] == pytest.approx((image_weights * of_images).mean(), rel=1e-5)
-    result, _ = run(add_weighted, 7, smoothing, False, feed, is_weighted=True, is_binary=True)
-    log_softmax = x - np.log(np.exp(x).sum(1, keepdims=True))  # evaluation ignores image weights and --loss bce
-    np.testing.assert_allclose(result["loss"], -(weights * log_softmax).sum(1, keepdims=True), rtol=1e-4)
-
-
 def test_balanced_weights_are_inversely_proportional_to_the_numbers_of_images():
     assert loss_head.balanced_weights(np.array([1, 0, 3])).tolist() == [2, 0, pytest.approx(2 / 3)]
-
-
-def test_training_with_bce(run_train):
-    """The initial training loss is close to log(2), and evaluation reports the cross entropy of the softmax.
-    Paddle's and the custom kernels compute the same losses."""
-    flags = ["--loss", "bce", "--mixup", "0.2", "--class-weights", "balanced", "--print-interval", "1", "--lr", "0.01"]
-    results = []
-    for kernels in ["paddle", *(["native"] if native.missing() is None else [])]:
-        code, report = run_train(*flags, *NHWC, "--kernels", kernels, "--overwrite")
-        assert code == 0
-        results.append(losses(report))
-        assert 0.3 < results[-1][0, 0] < 0.9 < results[-1][0, "val"]
-    for key, value in results[0].items():
-        assert results[-1][key] == pytest.approx(value, rel=1e-3)
 
 
 HEADS = [loss_head.add_paddle, *([loss_head.add_native] if native.missing() is None else [])]

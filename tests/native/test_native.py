@@ -973,14 +973,14 @@ def test_loss(device, where, rows, classes, k, smoothing):
     losses, gradient = cross_entropy(x, labels, smoothing)
     order = np.argsort(-x, axis=1, kind="stable")  # equal logits rank in class order
     for mean in (True, False):
-        loss, top1, topk, _, pairs = run("native_loss", logits, targets, None, None, smoothing, False, k, mean)
+        loss, top1, topk, _, pairs = run("native_loss", logits, targets, None, None, smoothing, k, mean)
         assert loss.shape == ([] if mean else [rows, 1])
         np.testing.assert_allclose(wide(loss).reshape(-1), losses.mean() if mean else losses, rtol=1e-5, atol=2e-5)
         assert top1.item() == np.float32((order[:, 0] == labels).mean())
         assert topk.item() == np.float32((order[:, :k] == labels[:, None]).any(1).mean())
         np.testing.assert_array_equal(pairs.numpy(), np.stack([labels, order[:, 0]], 1))
     logits.stop_gradient = False
-    (run("native_loss", logits, targets, None, None, smoothing, False, k, True)[0] * 64).backward()
+    (run("native_loss", logits, targets, None, None, smoothing, k, True)[0] * 64).backward()
     np.testing.assert_allclose(wide(logits.grad), 64 * gradient, rtol=1e-4, atol=64e-6 / rows)
 
 
@@ -992,14 +992,14 @@ def test_loss_with_class_weights(device, where):
     image_weights = random.rand(5, 1) * 3
     logits = paddle.to_tensor(x.astype("float32"), stop_gradient=False)
     targets = paddle.to_tensor(labels[:, None]), paddle.to_tensor(weights.astype("float32"))
-    losses = run("native_loss", logits, *targets, None, 0.1, False, 5, False)[0]
+    losses = run("native_loss", logits, *targets, None, 0.1, 5, False)[0]
     target, log_softmax = 0.9 * weights + 0.1 / 300, x - np.log(np.exp(x).sum(1, keepdims=True))
     np.testing.assert_allclose(wide(losses)[:, 0], -(target * log_softmax).sum(1), rtol=1e-5)
-    run("native_loss", logits, *targets, None, 0.1, False, 5, True)[0].backward()
+    run("native_loss", logits, *targets, None, 0.1, 5, True)[0].backward()
     np.testing.assert_allclose(wide(logits.grad), (np.exp(log_softmax) - target) / 5, rtol=1e-4, atol=1e-8)
     logits.clear_gradient()
     targets = *targets, paddle.to_tensor(image_weights.astype("float32"))
-    loss = run("native_loss", logits, *targets, 0.1, False, 5, True)[0]
+    loss = run("native_loss", logits, *targets, 0.1, 5, True)[0]
     assert loss.item() == pytest.approx(
         (image_weights * -(target * log_softmax).sum(1, keepdims=True)).mean(), rel=1e-5
     )
@@ -1009,34 +1009,8 @@ def test_loss_with_class_weights(device, where):
     )
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("is_mixed", [False, True])
 @pytest.mark.parametrize("where", ALL_PLACES)
-def test_binary_loss(device, where, is_mixed, smoothing):
-    """The reference is the mean of the binary cross entropies of all classes, in float64."""
-    random = np.random.RandomState(0)
-    x, labels, weights = random.randn(5, 300) * 4, random.randint(0, 300, 5), random.dirichlet(np.ones(300), 5)
-    x[0, :3] = 90, -90, 1000
-    image_weights = random.rand(5, 1) * 3
-    logits = paddle.to_tensor(x.astype("float32"), stop_gradient=False)
-    given = paddle.to_tensor(weights.astype("float32")) if is_mixed else None
-    targets = paddle.to_tensor(labels[:, None]), given, paddle.to_tensor(image_weights.astype("float32"))
-    target = (1 - smoothing) * (weights if is_mixed else np.eye(300)[labels]) + smoothing / 300
-    with np.errstate(over="ignore"):
-        gradient = image_weights * (1 / (1 + np.exp(-x)) - target) / (5 * 300)
-    expected = image_weights * (np.logaddexp(0, x) - target * x).mean(1, keepdims=True)
-    losses, top1, *_ = run("native_loss", logits, *targets, smoothing, True, 5, False)
-    np.testing.assert_allclose(wide(losses), expected, rtol=1e-5)
-    assert top1.item() == np.float32((x.argmax(1) == labels).mean())
-    loss = run("native_loss", logits, *targets, smoothing, True, 5, True)[0]
-    assert loss.item() == pytest.approx(expected.mean(), rel=1e-5)
-    loss.backward()
-    np.testing.assert_allclose(wide(logits.grad), gradient, rtol=1e-4, atol=1e-8)
-
-
-@pytest.mark.parametrize("is_binary", [False, True])
-@pytest.mark.parametrize("where", ALL_PLACES)
-def test_loss_of_non_finite_logits(device, where, is_binary):
+def test_loss_of_non_finite_logits(device, where):
     """The loss of an image with non-finite logits is NaN, and a NaN logit ranks last. Other images are not affected. If
     any label is out of range, top1 is -1."""
     x = np.random.RandomState(0).randn(6, 9).astype("float32")
@@ -1050,23 +1024,22 @@ def test_loss_of_non_finite_logits(device, where, is_binary):
         None,
         None,
         0.0,
-        is_binary,
         9,
         False,
     )[1]
     assert top1.item() == np.float32(3 / 5)
     inputs = [paddle.to_tensor(x), paddle.to_tensor(labels[:, None])]
-    loss, top1, top9, _, pairs = run("native_loss", *inputs, None, None, 0.0, is_binary, 9, False)
+    loss, top1, top9, _, pairs = run("native_loss", *inputs, None, None, 0.0, 9, False)
     has_loss = np.array([True, False, True, False, False, False])
     np.testing.assert_array_equal(np.isfinite(wide(loss)[:, 0]), has_loss)
     assert (top1.item(), top9.item()) == (-1, 0.5)
     np.testing.assert_array_equal(pairs.numpy()[:, 1], [*np.nanargmax(x[:5], 1), 9])
     logits = paddle.to_tensor(x, stop_gradient=False)
-    run("native_loss", logits, inputs[1], None, None, 0.0, is_binary, 5, True)[0].backward()
+    run("native_loss", logits, inputs[1], None, None, 0.0, 5, True)[0].backward()
     gradient = wide(logits.grad)
     np.testing.assert_array_equal(np.isnan(gradient).all(1), ~has_loss)
     assert np.isfinite(gradient[has_loss]).all()
-    smoothed = run("native_loss", *inputs, None, None, 0.1, is_binary, 5, True)[0]
+    smoothed = run("native_loss", *inputs, None, None, 0.1, 5, True)[0]
     assert np.isnan(smoothed.item())
 
 

@@ -1,5 +1,5 @@
-// Reference implementation of softmax and binary cross entropy, their gradients, and accuracies: float32 loops that sum
-// in float64. The operators call this implementation on the CPU. Logits are [rows, classes], with contiguous classes.
+// Reference implementation of softmax cross entropy, its gradient, and accuracies: float32 loops that sum in float64.
+// The operators call this implementation on the CPU. Logits are [rows, classes], with contiguous classes.
 
 #pragma once
 
@@ -10,19 +10,13 @@
 
 namespace reference {
 
-// Returns the target probability of class i in a row.
-inline double target_of(const float *weights, int64_t label, int64_t row, int i, int classes, float smoothing) {
-  const double weight = weights ? weights[row * classes + i] : i == label;
-  return smoothing / classes + (1 - smoothing) * weight;
-}
-
 // Computes losses [rows], of_softmax [rows, 2] and pairs [rows, 2], like loss_rows in loss.cu. Also computes the
 // accuracies and, if `loss` is not null, the mean loss of the batch. If a label is out of range, top1 is -1. If
 // `weights` [rows, classes] is not null, the weights replace the labels in the loss. If `image_weights` [rows] is not
 // null, it contains a factor for the loss of each row.
 inline void loss(const float *logits, const int64_t *labels, const float *weights, const float *image_weights,
-                 int rows, int classes, float smoothing, bool is_binary, int k, float *losses, float *of_softmax,
-                 int64_t *pairs, float *loss, float *top1, float *topk) {
+                 int rows, int classes, float smoothing, int k, float *losses, float *of_softmax, int64_t *pairs,
+                 float *loss, float *top1, float *topk) {
   double total = 0;
   int hits = 0, hits_k = 0, out_of_range = 0;
   for (int row = 0; row < rows; ++row) {
@@ -35,7 +29,7 @@ inline void loss(const float *logits, const int64_t *labels, const float *weight
     for (int i = classes - 1; i >= 0; --i) {
       if (x[i] >= largest) largest = x[i], first = i;  // the comparison is false for NaN
     }
-    double exponentials = 0, differences = 0, binary = 0, target = static_cast<double>(own) - largest;
+    double exponentials = 0, differences = 0, target = static_cast<double>(own) - largest;
     if (weights && is_class) target = 0;
     int ahead = 0;  // number of classes that rank above the label; equal logits rank in class order
     for (int i = 0; i < classes; ++i) {
@@ -45,17 +39,10 @@ inline void loss(const float *logits, const int64_t *labels, const float *weight
         const double weight = weights[static_cast<int64_t>(row) * classes + i];
         if (weight != 0) target += weight * (static_cast<double>(x[i]) - largest);
       }
-      if (is_binary) {
-        const double of_class = target_of(weights, label, row, i, classes, smoothing);
-        binary += std::max<double>(x[i], 0) + std::log1p(std::exp(-std::abs(static_cast<double>(x[i]))));
-        if (of_class != 0) binary -= of_class * x[i];
-      }
       ahead += x[i] > own || (x[i] == own && i < label);
     }
     double value = std::log(exponentials) - (1 - smoothing) * target;
     if (smoothing != 0) value -= smoothing / classes * differences;
-    // Adding 0 * log(exponentials) makes the loss NaN if a logit is NaN or +inf.
-    if (is_binary) value = is_class ? binary / classes + 0 * std::log(exponentials) : own;
     if (image_weights) value *= image_weights[row];
     losses[row] = value;
     total += value;
@@ -76,16 +63,15 @@ inline void loss(const float *logits, const int64_t *labels, const float *weight
 // row is NaN.
 inline void loss_gradient(const float *logits, const int64_t *labels, const float *weights,
                           const float *image_weights, const float *of_softmax, float dloss, int rows, int classes,
-                          float smoothing, bool is_binary, float *dlogits) {
+                          float smoothing, float *dlogits) {
   for (int64_t i = 0; i < static_cast<int64_t>(rows) * classes; ++i) {
     const int64_t row = i / classes, label = labels[row];
     const double image_weight = image_weights ? image_weights[row] : 1;
-    const double of_row = label >= 0 && label < classes ? image_weight * (dloss / rows) : NAN;
-    const double target = target_of(weights, label, row, i % classes, classes, smoothing);
-    const double x = logits[i], largest = of_softmax[2 * row], log_sum = of_softmax[2 * row + 1];
-    const double factor = is_binary ? of_row / classes + 0 * log_sum : of_row;
-    const double probability = is_binary ? 1 / (1 + std::exp(-x)) : std::exp(x - largest - log_sum);
-    dlogits[i] = (probability - target) * factor;
+    const double factor = label >= 0 && label < classes ? image_weight * (dloss / rows) : NAN;
+    const double weight = weights ? weights[i] : i % classes == label;
+    const double target = smoothing / classes + (1 - smoothing) * weight;
+    dlogits[i] =
+        (std::exp(static_cast<double>(logits[i]) - of_softmax[2 * row] - of_softmax[2 * row + 1]) - target) * factor;
   }
 }
 
