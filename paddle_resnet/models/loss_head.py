@@ -30,7 +30,7 @@ def contains(op):
 
 
 def use_native(program):
-    """Let add() use the custom operator in a program instead of Paddle's operators."""
+    """Make add() use the custom operator in a program, instead of Paddle's operators."""
     program.has_native_loss_head = True
 
 
