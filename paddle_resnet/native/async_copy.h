@@ -80,8 +80,8 @@ class AsyncCopies {
     Clock::time_point enqueued;
   };
 
-  // Blocks until a copy from the GPU is complete. Returns 0 or the driver's error code. Waking a sleeping thread can
-  // take a tenth of a small step. Therefore, the host polls if the copy was enqueued recently, and sleeps only later.
+  // Blocks until a copy from the GPU is complete. Returns 0 or the driver's error code. Because waking a sleeping
+  // thread takes time, the host first polls if the copy was enqueued recently.
   static int wait_for(const Slot &slot) {
     static const auto query = driver<int (*)(void *)>("cuEventQuery");
     static const auto sleep = driver<int (*)(void *)>("cuEventSynchronize");
@@ -98,7 +98,7 @@ class AsyncCopies {
     static const auto copy = driver<int (*)(void *, uintptr_t, size_t, CUstream_st *)>("cuMemcpyDtoHAsync_v2");
     static const auto record = driver<int (*)(void *, CUstream_st *)>("cuEventRecord");
     if (slot.event == nullptr) {
-      constexpr unsigned kBlockingSync = 1, kDisableTiming = 2;  // event flags; the host sleeps instead of polling
+      constexpr unsigned kBlockingSync = 1, kDisableTiming = 2;  // event flags; cuEventSynchronize sleeps
       check(driver<int (*)(void **)>("cuCtxGetCurrent")(&context_), "cuCtxGetCurrent");
       check(driver<int (*)(void **, unsigned)>("cuEventCreate")(&slot.event, kBlockingSync | kDisableTiming),
             "cuEventCreate");

@@ -66,7 +66,7 @@ struct RowGrid {
     if (groups > kMaxChannelGroups) PD_THROW("custom operator: ", shape.channels, " channels are not supported");
     const int row_groups = std::max(1, Gpu::get().blocks() / groups);
     if (rows_per_thread > 0) {
-      while (lanes * height > kMinThreads && shape.rows <= (row_groups - 1) * height * rows_per_thread) height /= 2;
+      while (lanes * height > kSmallThreads && shape.rows <= (row_groups - 1) * height * rows_per_thread) height /= 2;
       tile_rows = height * rows_per_thread;
     }
     block = {static_cast<unsigned>(lanes), static_cast<unsigned>(height)};

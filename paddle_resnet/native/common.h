@@ -8,7 +8,8 @@
 
 constexpr int kVectorBytes = 16;                           // bytes per load or store of a thread; 8 for the x4 types
 constexpr int kMaxThreads = 512, kBlocksPerProcessor = 2;  // launch bounds of the BN and update kernels
-constexpr int kMinThreads = 64;  // block size of BN in inference for small tensors
+// In inference, blocks of BN kernels with more threads than this may be halved for small tensors.
+constexpr int kSmallThreads = 64;
 // Rows that a thread of a BN kernel loads before it normalizes them, with and without a residual addition.
 constexpr int kAddedRows = 2, kAppliedRows = 4;
 constexpr int kPoolThreads = 256;  // block size for pooling, scale_images, sigmoid and concatenation

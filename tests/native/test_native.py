@@ -298,7 +298,10 @@ def test_async_copies(device, request, where):
         assert np.array_equal(np.asarray(handle), value.numpy())
 
 
-@pytest.mark.parametrize("activation, where, dtype, shape", with_activations("add_relu", "add_linear", "add_mish"))
+@pytest.mark.parametrize(
+    "activation, where, dtype, shape",
+    [*with_activations("add_relu", "add_linear", "add_mish"), ("relu", "emulated", "float32", (1, 4, 25, 1024))],
+)
 def test_bn_inference(device, where, dtype, shape, activation):
     with_addition, activation = activation.startswith("add_"), activation.removeprefix("add_")
     function = ACTIVATIONS["" if activation == "linear" else activation][0]
@@ -498,9 +501,10 @@ def test_pointwise_filter_gradient(device, where, dtype, shape):
 
 
 # On the emulated GPU, a block computes 32 output channels in the first shapes, 64 in the next two, and 128 in the last
-# two. In the last shape of each group, channels fill 8-byte vectors only.
+# two. In the last shapes of each group, channels fill 8-byte vectors only. In (1, 88, 88, 8, 8) and the last shapes, a
+# block computes several tiles.
 POINTWISE_BN_SHAPES = [(2, 5, 7, 24, 144), (2, 9, 9, 144, 24), (1, 1, 1, 8, 8), (2, 5, 7, 72, 96), (1, 12, 11, 16, 64)]
-POINTWISE_BN_SHAPES += [(2, 5, 7, 24, 36), (2, 5, 7, 100, 20), (1, 12, 11, 36, 100)]
+POINTWISE_BN_SHAPES += [(1, 88, 88, 8, 8), (2, 5, 7, 24, 36), (2, 5, 7, 100, 20), (1, 12, 11, 36, 100)]
 POINTWISE_BN_SHAPES += [(2, 25, 26, 24, 144), (5, 23, 17, 12, 300), (3, 23, 17, 40, 640), (5, 23, 17, 12, 500)]
 
 
