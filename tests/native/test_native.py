@@ -506,6 +506,7 @@ def test_pointwise_filter_gradient(device, where, dtype, shape):
 POINTWISE_BN_SHAPES = [(2, 5, 7, 24, 144), (2, 9, 9, 144, 24), (1, 1, 1, 8, 8), (2, 5, 7, 72, 96), (1, 12, 11, 16, 64)]
 POINTWISE_BN_SHAPES += [(1, 88, 88, 8, 8), (2, 5, 7, 24, 36), (2, 5, 7, 100, 20), (1, 12, 11, 36, 100)]
 POINTWISE_BN_SHAPES += [(2, 25, 26, 24, 144), (5, 23, 17, 12, 300), (3, 23, 17, 40, 640), (5, 23, 17, 12, 500)]
+LARGE_POINTWISE_BN_SHAPES = [(32, 56, 56, 24, 144), (16, 56, 56, 24, 256), (32, 28, 28, 512, 128), (32, 7, 7, 960, 160)]
 
 
 @pytest.mark.parametrize(
@@ -515,7 +516,7 @@ POINTWISE_BN_SHAPES += [(2, 25, 26, 24, 144), (5, 23, 17, 12, 300), (3, 23, 17, 
     + [
         pytest.param("gpu", dtype, shape, marks=pytest.mark.gpu)
         for dtype in ("float32", "float16", "bfloat16")
-        for shape in [*POINTWISE_BN_SHAPES, (32, 56, 56, 24, 144), (16, 56, 56, 24, 256), (32, 7, 7, 960, 160)]
+        for shape in [*POINTWISE_BN_SHAPES, *LARGE_POINTWISE_BN_SHAPES]
     ],
 )
 def test_pointwise_conv_bn_inference(device, where, dtype, shape):
