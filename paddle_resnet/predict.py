@@ -3,10 +3,10 @@
 import argparse
 import contextlib
 import csv
-import io
 import json
 import os
 import signal
+import stat
 import sys
 import tempfile
 import threading
@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -51,37 +52,61 @@ def predict(model, paths, batch_size=32, device="cpu", threads=4, read=None):
         read: function that returns (content of the image file, None) or (None, problem) for a path. By default, each
             path must refer to a regular file. A custom function can read images from other sources.
     Returns:
-        iterator. `probabilities` is float32 [classes]. If a file cannot be decoded, `probabilities` is None and
-        `problem` describes the error.
+        iterator. `probabilities` is float32 [classes]. If a file cannot be decoded or its probabilities are not finite,
+        `probabilities` is None and `problem` describes the error.
     """
-    running, read = ([], None), _checked(read or _read_file, model.description)
+    for files_read, probabilities in predict_batches(model, paths, batch_size, device, threads, read):
+        rows = iter(probabilities)
+        for path, problem in files_read:
+            yield path, next(rows) if problem is None else None, problem
+
+
+def predict_batches(model, paths, batch_size, device, threads, read=None):
+    """Yield ([(path, problem or None)], probabilities [N, classes] of the files without a problem) for each batch. For
+    the arguments, see predict."""
+    running = [], ()
     for files_read, images in _images(model.description, paths, batch_size, device, threads, read):
-        submitted = files_read, None if images is None else model.submit(images)
-        yield from _results(*running)  # while the device runs this batch, the host processes the previous batch
+        submitted = files_read, () if images is None else model.submit(images)
+        yield _results(model, *running)  # while the device runs this batch, the host processes the previous batch
         running = submitted
-    yield from _results(*running)
+    yield _results(model, *running)
 
 
-def _results(files_read, probabilities):
-    rows = iter(() if probabilities is None else np.asarray(probabilities))
+def _results(model, files_read, probabilities):
+    """Return an item of predict_batches, in which each image whose probabilities are not finite has a problem."""
+    probabilities = np.asarray(probabilities)
+    if np.isfinite(probabilities).all():
+        return files_read, probabilities
+    rows, checked, kept = iter(probabilities), [], []
+    remedy = "use --precision float32" if model.precision == "float16" else "use a different checkpoint"
     for path, problem in files_read:
-        yield path, next(rows) if problem is None else None, problem
+        if problem is None:
+            row = next(rows)
+            if np.isfinite(row).all():
+                kept.append(row)
+            else:
+                problem = f"has probabilities that are not finite in {model.precision}; {remedy}"
+        checked.append((path, problem))
+    return checked, np.array(kept)
 
 
 def _images(description, paths, batch_size, device, threads, read):
     """Yield ([(path, problem or None)], images of the files without a problem) for each batch.
 
-    DALI decodes a few batches in advance and stops at the first image that it cannot decode. All images that were read
-    but not yielded are then decoded one by one."""
-    remaining, ahead = iter(paths), deque()
+    DALI decodes a few batches in advance. Unless `read` is set, DALI also reads the files, which is faster than reading
+    them in Python. DALI stops at the first image that it cannot read or decode. From then on, `read` (by default,
+    _read_file) reads the files, and their headers are checked. If DALI stops again, all images that were read but not
+    yielded are decoded one by one."""
+    remaining, ahead, is_read_by_dali = iter(paths), deque(), read is None
+    read = _checked(read or _read_file, description)
 
     def batches():
         files_read, batch = [], []
         for path in remaining:
-            encoded, problem = read(path)
+            source, problem = _checked_path(path, read) if is_read_by_dali else read(path)
             files_read.append((path, problem))
             if problem is None:
-                batch.append(encoded)
+                batch.append(source)
             if len(batch) == batch_size:
                 ahead.append(files_read)
                 yield batch
@@ -91,13 +116,18 @@ def _images(description, paths, batch_size, device, threads, read):
             yield batch
 
     while True:
+        options = min(batch_size, len(paths)), device, threads
         try:
-            for images in _decoded(description, batches(), min(batch_size, len(paths)), device, threads):
+            for images in _decoded(description, batches(), *options, are_paths=is_read_by_dali):
                 yield ahead.popleft(), images
         except RuntimeError as error:
-            for path, problem in chain.from_iterable(ahead):
-                yield from _alone(description, path, problem, device, threads, read, error)
+            files_read = [*chain.from_iterable(ahead)]
             ahead.clear()
+            if is_read_by_dali:
+                remaining, is_read_by_dali = chain([path for path, _ in files_read], remaining), False
+                continue
+            for path, problem in files_read:
+                yield from _alone(description, path, problem, device, threads, read, error)
         else:
             yield from ((files_read, None) for files_read in ahead)  # only files without a decodable image remain
             return
@@ -127,10 +157,8 @@ def _checked(read, description):
     """Return a function that returns (content of an image file as uint8 [size], None), or (None, problem) if the file
     cannot be read or its header is invalid."""
     from paddle_resnet.data import bad_images
-    from paddle_resnet.serving import preprocessing
 
-    crop = preprocessing.sides(description["preprocessing"])
-    shorter_side = description["preprocessing"]["resize_short"] * max(crop) / min(crop)
+    shorter_side = _shorter_side(description)
 
     def read_and_check(path):
         data, problem = read(path)
@@ -140,9 +168,29 @@ def _checked(read, description):
     return read_and_check
 
 
+def _shorter_side(description):
+    """Return the number of pixels to which the shorter side of an image is resized at most."""
+    from paddle_resnet.serving import preprocessing
+
+    crop = preprocessing.sides(description["preprocessing"])
+    return description["preprocessing"]["resize_short"] * max(crop) / min(crop)
+
+
+def _checked_path(path, read):
+    """Return (path as uint8 [length], None) if DALI may open the file, otherwise (None, problem). DALI would block on
+    pipes and read devices endlessly. `read` is the result of _checked, which describes the problem."""
+    from paddle_resnet.data import bad_images
+
+    with contextlib.suppress(OSError, ValueError):
+        status = os.stat(path)
+        if stat.S_ISREG(status.st_mode) and 0 < status.st_size <= bad_images.MAX_BYTES:
+            absolute = os.path.join(os.getcwd(), path)  # DALI would interpret s3:// at the start of a relative path
+            return np.frombuffer(os.fsencode(absolute), np.uint8), None
+    return None, read(path)[1] or "cannot be read (changed while it was read)"
+
+
 def _read_file(path):
-    """Return (content of a file, None), or (None, problem). DALI does not open the files itself, because it would block
-    on pipes and read devices endlessly."""
+    """Return (content of a regular file, None), or (None, problem)."""
     from paddle_resnet.data import bad_images
 
     try:
@@ -154,16 +202,21 @@ def _read_file(path):
         return None, f"cannot be read ({e})"
 
 
-def _decoded(description, batches, batch_size, device, threads):
-    """Decode batches of encoded images, and yield DALI's output for each batch. An output is valid until the next batch
-    is requested. DALI raises RuntimeError if it cannot decode an image."""
+def _decoded(description, batches, batch_size, device, threads, are_paths=False):
+    """Decode batches of images, and yield DALI's output for each batch. An output is valid until the next batch is
+    requested. `batches` yields lists of encoded images or, if `are_paths` is set, of paths. DALI raises RuntimeError if
+    it cannot read or decode an image."""
     from paddle_resnet import dali
     from paddle_resnet.data import readers
     from paddle_resnet.serving import inference
     from utils.mode import Mode
 
     args = inference.loader_args(description, batch_size, device, threads)
-    pipeline = dali.create_dali_pipeline(args, readers.encoded_images(batches), Mode.EVAL, 0, 1)
+    if are_paths:
+        data_set = readers.image_files(batches, _shorter_side(description))
+    else:
+        data_set = readers.encoded_images(batches)
+    pipeline = dali.create_dali_pipeline(args, data_set, Mode.EVAL, 0, 1)
     while True:
         try:
             images, _ = pipeline.run()
@@ -249,14 +302,20 @@ def _images_below(folder):
 
 
 def top(probabilities, classes):
-    """Return [(label, class name, probability)] of the TOP most probable classes, in descending order. Classes with
-    equal probabilities are in label order."""
-    keys, k = -probabilities, min(TOP, len(probabilities))
-    # For 1,000 classes, sorting only those whose probability is at least the k-th largest is four times as fast as
-    # sorting all classes.
-    candidates = np.flatnonzero(~(keys > np.partition(keys, k - 1)[k - 1]))
-    labels = candidates[np.argsort(keys[candidates], kind="stable")[:k]].tolist()
-    return [(i, classes[i] if i < len(classes) else str(i), float(probabilities[i])) for i in labels]
+    """Return [(label, class name, probability)] of the TOP most probable classes for each image, in descending order.
+    Classes with equal probabilities are in label order. `probabilities` is [N, C] without NaN."""
+    if not len(probabilities):
+        return []
+    remaining, labels = np.array(probabilities), []
+    for _ in range(min(TOP, probabilities.shape[1])):  # much faster than sorting or partitioning 1,000 classes
+        labels.append(remaining.argmax(axis=1))
+        np.put_along_axis(remaining, labels[-1][:, None], -np.inf, axis=1)
+    labels = np.stack(labels, axis=1)
+    values = np.take_along_axis(probabilities, labels, axis=1)
+    return [
+        [(i, classes[i] if i < len(classes) else str(i), p) for i, p in zip(*image, strict=True)]
+        for image in zip(labels.tolist(), values.tolist(), strict=True)
+    ]
 
 
 def benchmark(models, batch_sizes, device):
@@ -339,8 +398,8 @@ def engines(path, device, model_arch_name=None, precision=None, sizes=(32,)):
 
 
 def main(argv=None):
-    """Run the command and return the exit code: 0 if all images are classified, 1 if some files are not images, 2 for a
-    usage error, 130 if interrupted."""
+    """Run the command and return the exit code: 0 if all images are classified, 1 if some are not, 2 for a usage error,
+    130 if interrupted."""
     parser = argparse.ArgumentParser(prog="python -m paddle_resnet.predict", description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "model", type=files.argument, metavar="MODEL", help="folder of a checkpoint, run or export, or an ONNX file"
@@ -459,20 +518,22 @@ def _main(args):
     bad = 0
     classes = model.description["output"]["shape"][1]
     with _csv_writer(args.csv, min(TOP, classes)) as write, bad_images.decoders_silenced():
-        for path, row, problem in predict(model, paths, batch_size, device, args.dali_num_threads):
-            if row is None:
-                bad += 1
-                logger.write_line(printable(f"{path} {problem}"), sys.stderr)
-                continue
-            best = top(row, model.description["classes"])
-            if write:
-                write([path, *best[0][:2], *predictions.top_cells(best)])
-            if args.json:
-                entries = [{"label": label, "class": name, "probability": p} for label, name, p in best]
-                logger.write_line(json.dumps({"image": path, "top": entries}), sys.stdout)
-            elif args.csv != "-":
-                line = f"{path}: " + ", ".join(f"{name} {p:.4f}" for _, name, p in best)
-                logger.write_line(printable(line), sys.stdout)
+        for files_read, probabilities in predict_batches(model, paths, batch_size, device, args.dali_num_threads):
+            tops = iter(top(probabilities, model.description["classes"]))
+            for path, problem in files_read:
+                if problem is not None:
+                    bad += 1
+                    logger.write_line(printable(f"{path} {problem}"), sys.stderr)
+                    continue
+                best = next(tops)
+                if write:
+                    write([path, *best[0][:2], *predictions.top_cells(best)])
+                if args.json:
+                    entries = [{"label": label, "class": name, "probability": p} for label, name, p in best]
+                    logger.write_line(json.dumps({"image": path, "top": entries}), sys.stdout)
+                elif args.csv != "-":
+                    line = f"{path}: " + ", ".join(f"{name} {p:.4f}" for _, name, p in best)
+                    logger.write_line(printable(line), sys.stdout)
     return exit_codes.FAILURE if bad else exit_codes.DONE
 
 
@@ -502,7 +563,7 @@ def _serve(args, model, device, listener):
 
     def classify(upload):
         [(_, row, problem)] = predict(model, [upload], 1, device, args.dali_num_threads, web.Upload.read)
-        return (None, problem) if row is None else (top(row, model.description["classes"]), None)
+        return (None, problem) if row is None else (top(row[None], model.description["classes"])[0], None)
 
     host, worker = _host(args), ThreadPoolExecutor(1)
     worker.submit(classify, web.blank_image()).result()  # warm up, because the first image takes longest
@@ -554,11 +615,9 @@ def _csv_writer(path, k):
                 partial = stack.enter_context(outputs.replaced(path))
                 file = stack.enter_context(open(partial, "w", **options))
 
-            def write(row):
-                line = io.StringIO(newline="")
-                csv.writer(line).writerow(row)  # with lineterminator="\n", fields that contain \r would not be quoted
-                file.write(line.getvalue().removesuffix("\r\n") + "\n")
-
+            # With lineterminator="\n", fields that contain \r would not be quoted.
+            lines = SimpleNamespace(write=lambda line: file.write(line.removesuffix("\r\n") + "\n"))
+            write = csv.writer(lines).writerow
             write(header)
             yield write
     except OSError as e:

@@ -177,6 +177,44 @@ def test_invalid_image_files_are_reported_and_skipped(checkpoint, photos, tmp_pa
     ]
 
 
+def test_dali_reads_the_files_until_the_first_bad_image(checkpoint, val_images, tmp_path, monkeypatch):
+    """Relative paths that resemble the address of an S3 object are local files."""
+    (tmp_path / "s3:").mkdir()
+    (tmp_path / "s3:/b.jpg").write_text("no image")
+    monkeypatch.chdir(tmp_path)
+    images, read_in_python, real = val_images[0][:7], [], predict._read_file
+    shutil.copy(images[0], tmp_path / "s3:/a.jpg")
+    monkeypatch.setattr(predict, "_read_file", lambda path: read_in_python.append(path) or real(path))
+    expected = [row.tolist() for row in probabilities(checkpoint, images[:1] + images, batch_size=2)]
+    paths = ["s3://a.jpg", *images]
+    model = inference.open_model(checkpoint, "cpu")
+    assert [row.tolist() for _, row, _ in predict.predict(model, paths, batch_size=2)] == expected
+    assert read_in_python == []
+    *first, problem, last = predict.predict(model, [*paths[:-1], "s3://b.jpg", paths[-1]], batch_size=2)
+    assert [row.tolist() for _, row, _ in [*first, last]] == expected
+    assert problem == ("s3://b.jpg", None, "is not in an image format that DALI supports")
+    assert "s3://a.jpg" not in read_in_python and read_in_python[-2:] == ["s3://b.jpg", paths[-1]]
+
+
+def test_file_that_changes_while_it_is_checked_is_reported(val_images):
+    problem = "cannot be read (changed while it was read)"
+    assert predict._checked_path("missing.jpg", lambda path: (np.ones(1, np.uint8), None)) == (None, problem)
+
+
+@pytest.mark.parametrize(
+    ("precision", "remedy"), [("float16", "use --precision float32"), ("float32", "use a different checkpoint")]
+)
+def test_probabilities_that_are_not_finite_are_reported(checkpoint, val_images, precision, remedy):
+    """The values of a network may exceed the range of float16."""
+    rows = np.arange(9, dtype=np.float32).reshape(3, 3)
+    rows[1, 2] = np.nan
+    description = networks.load_checkpoint(checkpoint).description
+    model = Model("", description, lambda images: [rows], precision)
+    first, (_, row, problem), last = predict.predict(model, val_images[0][:3])
+    assert (first[1].tolist(), last[1].tolist()) == ([0, 1, 2], [6, 7, 8])
+    assert (row, problem) == (None, f"has probabilities that are not finite in {precision}; {remedy}")
+
+
 def test_intact_image_that_dali_cannot_load_is_an_error(checkpoint, val_images, tmp_path, monkeypatch):
     data = Path(val_images[0][0]).read_bytes()
     (tmp_path / "a.jpg").write_bytes(data[: len(data) // 2])
@@ -281,11 +319,12 @@ def test_text_json_and_csv_output(checkpoint, val_images, tmp_path, capsys, monk
 
 
 def test_top_returns_the_five_most_probable_classes():
-    actual = predict.top(np.array([0.1, 0.3, 0.1, 0.2, 0.1, 0.1, 0.1]), list("abcdef"))
-    assert [label for label, *_ in actual] == [1, 3, 0, 2, 4]
-    assert actual[0] == (1, "b", 0.3)
-    assert predict.top(np.array([0.1, 0.3, 0.6]), ["a", "b"]) == [(2, "2", 0.6), (1, "b", 0.3), (0, "a", 0.1)]
-    assert [label for label, *_ in predict.top(np.full(3, np.nan), [])] == [0, 1, 2]
+    rows = np.array([[0.1, 0.3, 0.1, 0.2, 0.1, 0.1, 0.1], [0.2, 0.2, 0.2, 0.1, 0.1, 0.1, 0.1], [0, 0, 0, 0, 0, 0, 1]])
+    actual = predict.top(rows, list("abcdef"))
+    assert [[label for label, *_ in best] for best in actual] == [[1, 3, 0, 2, 4], [0, 1, 2, 3, 4], [6, 0, 1, 2, 3]]
+    assert actual[0][0] == (1, "b", 0.3)
+    assert predict.top(np.array([[0.1, 0.3, 0.6]]), ["a", "b"]) == [[(2, "2", 0.6), (1, "b", 0.3), (0, "a", 0.1)]]
+    assert predict.top(np.array(()), []) == []
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(0, 5), (6 / 128, 6), (6.5 / 128, 7)])
@@ -425,7 +464,7 @@ def test_flags_are_passed_on(monkeypatch, tmp_path, flags, opened, decoded):
         assert (path, device, arguments) == ("m", "gpu", opened)
         return model
 
-    monkeypatch.setattr(predict, "predict", predictions)
+    monkeypatch.setattr(predict, "predict_batches", predictions)
     monkeypatch.setattr(inference, "resolve_device", {"auto": "gpu"}.get)
     monkeypatch.setattr(inference, "open_model", open_model)
     assert predict.main(["m", "x.jpg", *flags]) == 0
@@ -687,12 +726,12 @@ def test_csv_of_an_interrupted_command_does_not_replace_the_previous_file(
 ):
     def interrupted(model, paths, *args):
         assert args == (2, "cpu", 3)
-        yield paths[0], np.ones(3), None
+        yield [(paths[0], None)], np.ones((1, 3))
         raise KeyboardInterrupt
 
     table = tmp_path / "table.csv"
     table.write_text("previous\n")
-    monkeypatch.setattr(predict, "predict", interrupted)
+    monkeypatch.setattr(predict, "predict_batches", interrupted)
     flags = ["--device", "cpu", "--csv", str(table), "--batch-size", "2", "--dali-num-threads", "3"]
     assert predict.main([str(checkpoint), *val_images[0], *flags]) == 130
     assert table.read_text() == "previous\n"

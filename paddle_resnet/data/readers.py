@@ -22,6 +22,7 @@ from nvidia.dali import fn, types
 from nvidia.dali.tfrecord import FixedLenFeature, int64, string
 
 from paddle_resnet.data import listing, records
+from paddle_resnet.data.bad_images import MAX_PIXELS
 from paddle_resnet.data.indexes import open_index
 from utils import logger
 from utils.errors import UsageError, command
@@ -149,6 +150,24 @@ def encoded_images(batches):
 
     def read(name, shard_id, num_shards, shuffle):
         encoded = fn.external_source(source=batches, name=name, dtype=types.UINT8, ndim=1)
+        return encoded, fn.constant(idata=-1, dtype=types.INT64, shape=[1])
+
+    return DataSet("filelist", 0, [], read, "")
+
+
+def image_files(batches, shorter_side):
+    """Return a DataSet that reads image files without labels. `batches` yields each batch as a list of paths, uint8
+    arrays [length]. DALI raises RuntimeError for an image that has more than bad_images.MAX_PIXELS, or would have after
+    its shorter side is resized to `shorter_side` pixels."""
+
+    def read(name, shard_id, num_shards, shuffle):
+        paths = fn.external_source(source=batches, name=name, dtype=types.UINT8, ndim=1)
+        encoded = fn.io.file.read(paths, dont_use_mmap=True)
+        sides = fn.cast(fn.peek_image_shape(encoded)[:2], dtype=types.INT64)
+        short, long = fn.reductions.min(sides), fn.reductions.max(sides)
+        is_large = (short * long > MAX_PIXELS) | (shorter_side**2 * long > MAX_PIXELS * short)
+        # The reshape deliberately fails for large images. It does not copy data.
+        encoded = fn.reshape(encoded, shape=encoded.shape() + is_large)
         return encoded, fn.constant(idata=-1, dtype=types.INT64, shape=[1])
 
     return DataSet("filelist", 0, [], read, "")

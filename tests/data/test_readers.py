@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import webdataset
 from nvidia.dali import pipeline_def
+from PIL import Image
 from tfrecord import TFRecordWriter
 
 from paddle_resnet.data import listing, readers, records
@@ -561,6 +562,20 @@ def test_folder_names_are_the_default_class_names():
 def test_encoded_images_have_no_labels():
     batches = iter([[np.frombuffer(image, np.uint8) for image in (b"a", b"bcd")]])
     assert raw_contents(readers.encoded_images(batches), 2) == [(b"a", -1), (b"bcd", -1)]
+
+
+@pytest.mark.parametrize(("limit", "shorter_side", "is_large"), [(8000, 80, False), (8000, 81, True), (7999, 8, True)])
+def test_image_files_are_limited_to_a_number_of_pixels(tmp_path, monkeypatch, limit, shorter_side, is_large):
+    """The image has 100 x 80 pixels."""
+    monkeypatch.setattr(readers, "MAX_PIXELS", limit)
+    Image.new("RGB", (100, 80)).save(tmp_path / "a.png")
+    batches = iter([[np.frombuffer(os.fsencode(tmp_path / "a.png"), np.uint8)]])
+    data_set = readers.image_files(batches, shorter_side)
+    if is_large:
+        with pytest.raises(RuntimeError, match="reshape"):
+            raw_contents(data_set, 1)
+    else:
+        assert raw_contents(data_set, 1) == [((tmp_path / "a.png").read_bytes(), -1)]
 
 
 def test_shards_shuffle_with_their_own_seeds_and_read_files_in_the_same_order():
