@@ -564,7 +564,9 @@ def test_encoded_images_have_no_labels():
     assert raw_contents(readers.encoded_images(batches), 2) == [(b"a", -1), (b"bcd", -1)]
 
 
-@pytest.mark.parametrize(("limit", "shorter_side", "is_large"), [(8000, 80, False), (8000, 81, True), (7999, 8, True)])
+@pytest.mark.parametrize(
+    ("limit", "shorter_side", "is_large"), [(8000, 80.0, False), (8000, 81.0, True), (7999, 8.0, True)]
+)
 def test_image_files_are_limited_to_a_number_of_pixels(tmp_path, monkeypatch, limit, shorter_side, is_large):
     """The image has 100 x 80 pixels."""
     monkeypatch.setattr(readers, "MAX_PIXELS", limit)
