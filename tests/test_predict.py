@@ -196,7 +196,10 @@ def test_dali_reads_the_files_until_the_first_bad_image(checkpoint, val_images, 
     assert "s3://a.jpg" not in read_in_python and read_in_python[-2:] == ["s3://b.jpg", paths[-1]]
 
 
-def test_file_that_changes_while_it_is_checked_is_reported(val_images):
+def test_dali_opens_only_regular_files(tmp_path):
+    """A folder has a size. A file may change while it is checked."""
+    for path in (tmp_path, tmp_path / "missing.jpg"):
+        assert predict._checked_path(str(path), lambda path: (None, f"{path} is bad")) == (None, f"{path} is bad")
     problem = "cannot be read (changed while it was read)"
     assert predict._checked_path("missing.jpg", lambda path: (np.ones(1, np.uint8), None)) == (None, problem)
 

@@ -570,6 +570,10 @@ def test_encoded_images_have_no_labels():
 def test_image_files_are_limited_to_a_number_of_pixels(tmp_path, monkeypatch, limit, shorter_side, is_large):
     """The image has 100 x 80 pixels."""
     monkeypatch.setattr(readers, "MAX_PIXELS", limit)
+    options, read = [], readers.fn.io.file.read
+    monkeypatch.setattr(
+        readers.fn.io.file, "read", lambda paths, **given: options.append(given) or read(paths, **given)
+    )
     Image.new("RGB", (100, 80)).save(tmp_path / "a.png")
     batches = iter([[np.frombuffer(os.fsencode(tmp_path / "a.png"), np.uint8)]])
     data_set = readers.image_files(batches, shorter_side)
@@ -578,6 +582,7 @@ def test_image_files_are_limited_to_a_number_of_pixels(tmp_path, monkeypatch, li
             raw_contents(data_set, 1)
     else:
         assert raw_contents(data_set, 1) == [((tmp_path / "a.png").read_bytes(), -1)]
+    assert options == [{"dont_use_mmap": True}]  # truncating a mapped file would kill the process
 
 
 def test_shards_shuffle_with_their_own_seeds_and_read_files_in_the_same_order():
