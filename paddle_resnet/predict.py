@@ -6,13 +6,11 @@ import csv
 import json
 import os
 import signal
-import stat
 import sys
 import tempfile
 import threading
-from collections import Counter, deque
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
@@ -36,193 +34,6 @@ MAX_LINE_BYTES = 4098  # maximum length of a path in Linux, plus a line break
 BATCH_SIZE, THREADS = 32, 4
 HOST, MAX_MB, MAX_IMAGES = "127.0.0.1", 20, 16  # defaults of --serve-host, --serve-max-mb and --serve-max-images
 SHOWN_REASONS = 8  # maximum number of reasons in the warning about skipped files
-
-
-def predict(model, paths, batch_size=32, device="cpu", threads=4, read=None):
-    """Yield (path, probabilities, problem) for each image file, in order.
-
-    Images are decoded, resized and normalized as in an evaluation (dali.py, Mode.EVAL).
-
-    Args:
-        model: serving.model.Model.
-        paths: image files.
-        batch_size: images per batch.
-        device: device on which DALI decodes, "cpu" or "gpu".
-        threads: number of CPU threads for DALI.
-        read: function that returns (content of the image file, None) or (None, problem) for a path. By default, each
-            path must refer to a regular file. A custom function can read images from other sources.
-    Returns:
-        iterator. `probabilities` is float32 [classes]. If a file cannot be decoded or its probabilities are not finite,
-        `probabilities` is None and `problem` describes the error.
-    """
-    for files_read, probabilities in predict_batches(model, paths, batch_size, device, threads, read):
-        rows = iter(probabilities)
-        for path, problem in files_read:
-            yield path, next(rows) if problem is None else None, problem
-
-
-def predict_batches(model, paths, batch_size, device, threads, read=None):
-    """Yield ([(path, problem or None)], probabilities [N, classes] of the files without a problem) for each batch. For
-    the arguments, see predict."""
-    running = [], ()
-    for files_read, images in _images(model.description, paths, batch_size, device, threads, read):
-        submitted = files_read, () if images is None else model.submit(images)
-        yield _results(model, *running)  # while the device runs this batch, the host processes the previous batch
-        running = submitted
-    yield _results(model, *running)
-
-
-def _results(model, files_read, probabilities):
-    """Return an item of predict_batches, in which each image whose probabilities are not finite has a problem."""
-    probabilities = np.asarray(probabilities)
-    if np.isfinite(probabilities).all():
-        return files_read, probabilities
-    rows, checked, kept = iter(probabilities), [], []
-    remedy = "use --precision float32" if model.precision == "float16" else "use a different checkpoint"
-    for path, problem in files_read:
-        if problem is None:
-            row = next(rows)
-            if np.isfinite(row).all():
-                kept.append(row)
-            else:
-                problem = f"has probabilities that are not finite in {model.precision}; {remedy}"
-        checked.append((path, problem))
-    return checked, np.array(kept)
-
-
-def _images(description, paths, batch_size, device, threads, read):
-    """Yield ([(path, problem or None)], images of the files without a problem) for each batch.
-
-    DALI decodes a few batches in advance. Unless `read` is set, DALI also reads the files, which is faster than reading
-    them in Python. DALI stops at the first image that it cannot read or decode. From then on, `read` (by default,
-    _read_file) reads the files, and their headers are checked. If DALI stops again, all images that were read but not
-    yielded are decoded one by one."""
-    remaining, ahead, is_read_by_dali = iter(paths), deque(), read is None
-    read = _checked(read or _read_file, description)
-
-    def batches():
-        files_read, batch = [], []
-        for path in remaining:
-            source, problem = _checked_path(path, read) if is_read_by_dali else read(path)
-            files_read.append((path, problem))
-            if problem is None:
-                batch.append(source)
-            if len(batch) == batch_size:
-                ahead.append(files_read)
-                yield batch
-                files_read, batch = [], []
-        ahead.append(files_read)
-        if batch:
-            yield batch
-
-    while True:
-        options = min(batch_size, len(paths)), device, threads
-        try:
-            for images in _decoded(description, batches(), *options, are_paths=is_read_by_dali):
-                yield ahead.popleft(), images
-        except RuntimeError as error:
-            files_read = [*chain.from_iterable(ahead)]
-            ahead.clear()
-            if is_read_by_dali:
-                remaining, is_read_by_dali = chain([path for path, _ in files_read], remaining), False
-                continue
-            for path, problem in files_read:
-                yield from _alone(description, path, problem, device, threads, read, error)
-        else:
-            yield from ((files_read, None) for files_read in ahead)  # only files without a decodable image remain
-            return
-
-
-def _alone(description, path, problem, device, threads, read, error):
-    """Decode a single image, after DALI failed to decode a batch. Yield one item in the format of _images."""
-    from paddle_resnet.data import bad_images
-
-    encoded, problem = (None, problem) if problem else read(path)
-    if problem is None:
-        decoded = _decoded(description, iter([[encoded]]), 1, device, threads)
-        try:
-            images = next(decoded)
-        except RuntimeError:
-            problem = bad_images.decode(encoded.tobytes())
-            if problem is None:
-                reason = str(error).strip().splitlines()[-1]
-                raise RunError(f"{path}: DALI cannot load this image ({reason}); remove it") from error
-        else:
-            yield [(path, None)], images
-            return
-    yield [(path, problem)], None
-
-
-def _checked(read, description):
-    """Return a function that returns (content of an image file as uint8 [size], None), or (None, problem) if the file
-    cannot be read or its header is invalid."""
-    from paddle_resnet.data import bad_images
-
-    shorter_side = _shorter_side(description)
-
-    def read_and_check(path):
-        data, problem = read(path)
-        problem = problem or bad_images.header_problem(data, shorter_side)
-        return (None, problem) if problem else (np.frombuffer(data, np.uint8), None)
-
-    return read_and_check
-
-
-def _shorter_side(description):
-    """Return the number of pixels to which the shorter side of an image is resized at most."""
-    from paddle_resnet.serving import preprocessing
-
-    crop = preprocessing.sides(description["preprocessing"])
-    return description["preprocessing"]["resize_short"] * max(crop) / min(crop)
-
-
-def _checked_path(path, read):
-    """Return (path as uint8 [length], None) if DALI may open the file, otherwise (None, problem). DALI would block on
-    pipes and read devices endlessly. `read` is the result of _checked, which describes the problem."""
-    from paddle_resnet.data import bad_images
-
-    with contextlib.suppress(OSError, ValueError):
-        status = os.stat(path)
-        if stat.S_ISREG(status.st_mode) and 0 < status.st_size <= bad_images.MAX_BYTES:
-            absolute = os.path.join(os.getcwd(), path)  # DALI would interpret s3:// at the start of a relative path
-            return np.frombuffer(os.fsencode(absolute), np.uint8), None
-    return None, read(path)[1] or "cannot be read (changed while it was read)"
-
-
-def _read_file(path):
-    """Return (content of a regular file, None), or (None, problem)."""
-    from paddle_resnet.data import bad_images
-
-    try:
-        with files.open_regular(path, bad_images.MAX_BYTES) as file:
-            return file.read(), None
-    except OSError as e:
-        return None, f"cannot be read ({e.strerror})"
-    except ValueError as e:  # the path contains a null byte
-        return None, f"cannot be read ({e})"
-
-
-def _decoded(description, batches, batch_size, device, threads, are_paths=False):
-    """Decode batches of images, and yield DALI's output for each batch. An output is valid until the next batch is
-    requested. `batches` yields lists of encoded images or, if `are_paths` is set, of paths. DALI raises RuntimeError if
-    it cannot read or decode an image."""
-    from paddle_resnet import dali
-    from paddle_resnet.data import readers
-    from paddle_resnet.serving import inference
-    from utils.mode import Mode
-
-    args = inference.loader_args(description, batch_size, device, threads)
-    if are_paths:
-        data_set = readers.image_files(batches, _shorter_side(description))
-    else:
-        data_set = readers.encoded_images(batches)
-    pipeline = dali.create_dali_pipeline(args, data_set, Mode.EVAL, 0, 1)
-    while True:
-        try:
-            images, _ = pipeline.run()
-        except StopIteration:
-            return
-        yield images
 
 
 def find_images(arguments, stdin):
@@ -500,7 +311,7 @@ def _main(args):
 
         compat.check_version()
         from paddle_resnet.data import bad_images
-        from paddle_resnet.serving import inference
+        from paddle_resnet.serving import image_files, inference
 
     device = inference.resolve_device(args.device)
     if args.benchmark:
@@ -518,7 +329,8 @@ def _main(args):
     bad = 0
     classes = model.description["output"]["shape"][1]
     with _csv_writer(args.csv, min(TOP, classes)) as write, bad_images.decoders_silenced():
-        for files_read, probabilities in predict_batches(model, paths, batch_size, device, args.dali_num_threads):
+        batches = image_files.predict_batches(model, paths, batch_size, device, args.dali_num_threads)
+        for files_read, probabilities in batches:
             tops = iter(top(probabilities, model.description["classes"]))
             for path, problem in files_read:
                 if problem is not None:
@@ -559,10 +371,11 @@ def _host(args):
 def _serve(args, model, device, listener):
     """Answer requests until a signal stops the server, and return the exit code."""
     from paddle_resnet.data import bad_images
-    from paddle_resnet.serving import web
+    from paddle_resnet.serving import image_files, web
 
     def classify(upload):
-        [(_, row, problem)] = predict(model, [upload], 1, device, args.dali_num_threads, web.Upload.read)
+        options = 1, device, args.dali_num_threads, web.Upload.read
+        [(_, row, problem)] = image_files.predict(model, [upload], *options)
         return (None, problem) if row is None else (top(row[None], model.description["classes"])[0], None)
 
     host, worker = _host(args), ThreadPoolExecutor(1)

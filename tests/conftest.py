@@ -185,6 +185,12 @@ def once(tmp_path_factory, worker_id):
     return once
 
 
+@pytest.fixture
+def photo_paths(photos):
+    """Return the paths of the 23 validation images."""
+    return sorted(map(str, (photos / "val").glob("*/*.jpg")))
+
+
 @pytest.fixture(scope="session")
 def photos(once):
     """Create class folders with images of color gradients and a little noise: 3 classes, 30 training and 23 validation

@@ -31,9 +31,9 @@ from conftest import (
     read_report,
 )
 from helpers import epoch, take
-from paddle_resnet import budget, dali, export, models, predict
+from paddle_resnet import budget, dali, export, models
 from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
-from paddle_resnet.serving import inference, networks
+from paddle_resnet.serving import image_files, inference, networks
 from paddle_resnet.steps import cuda_graph
 from utils.mode import Mode
 
@@ -832,7 +832,7 @@ def test_captured_predictions_match_reference(run_train, photos, tmp_path, monke
     run_train(*FP32_NHWC, "--model-arch-name", arch, "--epochs", "3")
     checkpoint, paths = tmp_path / f"output/{arch}/2", sorted(map(str, (photos / "val").glob("*/*.jpg")))
     reference = networks.load_checkpoint(checkpoint, "gpu").model()
-    reference = np.stack([row for _, row, _ in predict.predict(reference, paths, device="gpu")])
+    reference = np.stack([row for _, row, _ in image_files.predict(reference, paths, device="gpu")])
     for tta in ("none", "flip"):
         model = inference.open_model(checkpoint, "gpu", None, precision, [4], tta)
         assert (model.engine, model.precision) == ("captured step", precision)
@@ -841,7 +841,7 @@ def test_captured_predictions_match_reference(run_train, photos, tmp_path, monke
         is_fused = precision == "float32" and arch != "TinyStem"  # this network has no 1x1 convolutions
         assert ("native_pointwise_conv_bn_inference" in operators) == is_fused
         assert ("native_stem_inference" in operators) == (arch == "TinyStem")
-        actual = predict.predict(model, paths * 2, batch_size=4, device="gpu")
+        actual = image_files.predict(model, paths * 2, batch_size=4, device="gpu")
         actual = np.stack([row for _, row, _ in actual])
         first, second = np.split(actual, 2)  # steps are captured from the third batch on
         if tta == "none":

@@ -11,12 +11,10 @@ import sys
 import threading
 import weakref
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from conftest import NHWC, ROOT, phase, wait_until
 from paddle_resnet import export, predict
@@ -24,7 +22,7 @@ from paddle_resnet.checkpoints import folders
 from paddle_resnet.data import bad_images
 from paddle_resnet.data.records import IMAGE_SUFFIXES
 from paddle_resnet.machine import memory
-from paddle_resnet.serving import inference, networks
+from paddle_resnet.serving import image_files, inference, networks
 from paddle_resnet.serving.model import Model
 from utils.errors import RunError, UsageError
 
@@ -34,10 +32,9 @@ KINDS = ["checkpoint", "export", "uint8 export", "ONNX", "uint8 ONNX"]
 
 
 @pytest.fixture
-def val_images(photos):
+def val_images(photo_paths):
     """Return the paths and the labels of the validation images."""
-    paths = sorted(map(str, (photos / "val").glob("*/*.jpg")))
-    return paths, [int(path.split("/class")[1][0]) for path in paths]
+    return photo_paths, [int(path.split("/class")[1][0]) for path in photo_paths]
 
 
 @pytest.fixture
@@ -57,7 +54,7 @@ def model_of(tmp_path):
 
 
 def probabilities(path, images, **options):
-    actual = list(predict.predict(inference.open_model(path, "cpu"), images, **options))
+    actual = list(image_files.predict(inference.open_model(path, "cpu"), images, **options))
     assert [image for image, *_ in actual] == images
     return np.stack([row for _, row, _ in actual])
 
@@ -113,21 +110,6 @@ def test_flags_must_not_be_abbreviated(capsys):
     assert "unrecognized arguments: --tt" in capsys.readouterr().err
 
 
-def test_predictions_do_not_depend_on_batch_size(checkpoint, val_images, monkeypatch):
-    """DALI allocates memory for at most as many images as there are files."""
-    loader_args, loaders = inference.loader_args, []
-    monkeypatch.setattr(inference, "loader_args", lambda *args: loaders.append(args[1]) or loader_args(*args))
-    model, sizes, rows = inference.open_model(checkpoint, "cpu"), [], []
-    run = model.outputs
-    model.outputs = lambda images: sizes.append(len(images)) or run(images)
-    for batch_size, expected in ((1, [1] * 23), (8, [8, 8, 7]), (23, [23]), (64, [23])):
-        rows.append([row for _, row, _ in predict.predict(model, val_images[0], batch_size)])
-        assert sizes == expected
-        sizes.clear()
-        np.testing.assert_allclose(rows[-1], rows[0], atol=1e-6)
-    assert loaders == [1, 8, 23, 23]
-
-
 def test_invalid_image_files_are_reported_and_skipped(checkpoint, photos, tmp_path, capfd, monkeypatch):
     """There must be one line on stderr per invalid file. The fixture capfd also captures C libraries, which must not
     print anything."""
@@ -175,69 +157,6 @@ def test_invalid_image_files_are_reported_and_skipped(checkpoint, photos, tmp_pa
         "a\\x00b.jpg cannot be read (embedded null byte)",
         f"{tmp_path} cannot be read (Is a directory)",
     ]
-
-
-def test_dali_reads_the_files_until_the_first_bad_image(checkpoint, val_images, tmp_path, monkeypatch):
-    """Relative paths that resemble the address of an S3 object are local files."""
-    (tmp_path / "s3:").mkdir()
-    (tmp_path / "s3:/b.jpg").write_text("no image")
-    monkeypatch.chdir(tmp_path)
-    images, read_in_python, real = val_images[0][:7], [], predict._read_file
-    shutil.copy(images[0], tmp_path / "s3:/a.jpg")
-    monkeypatch.setattr(predict, "_read_file", lambda path: read_in_python.append(path) or real(path))
-    expected = [row.tolist() for row in probabilities(checkpoint, images[:1] + images, batch_size=2)]
-    paths = ["s3://a.jpg", *images]
-    model = inference.open_model(checkpoint, "cpu")
-    assert [row.tolist() for _, row, _ in predict.predict(model, paths, batch_size=2)] == expected
-    assert read_in_python == []
-    *first, problem, last = predict.predict(model, [*paths[:-1], "s3://b.jpg", paths[-1]], batch_size=2)
-    assert [row.tolist() for _, row, _ in [*first, last]] == expected
-    assert problem == ("s3://b.jpg", None, "is not in an image format that DALI supports")
-    assert "s3://a.jpg" not in read_in_python and read_in_python[-2:] == ["s3://b.jpg", paths[-1]]
-
-
-def test_dali_opens_only_regular_files(tmp_path):
-    """A folder has a size. A file may change while it is checked."""
-    for path in (tmp_path, tmp_path / "missing.jpg"):
-        assert predict._checked_path(str(path), lambda path: (None, f"{path} is bad")) == (None, f"{path} is bad")
-    problem = "cannot be read (changed while it was read)"
-    assert predict._checked_path("missing.jpg", lambda path: (np.ones(1, np.uint8), None)) == (None, problem)
-
-
-@pytest.mark.parametrize(
-    ("precision", "remedy"), [("float16", "use --precision float32"), ("float32", "use a different checkpoint")]
-)
-def test_probabilities_that_are_not_finite_are_reported(checkpoint, val_images, precision, remedy):
-    """The values of a network may exceed the range of float16."""
-    rows = np.arange(9, dtype=np.float32).reshape(3, 3)
-    rows[1, 2] = np.nan
-    description = networks.load_checkpoint(checkpoint).description
-    model = Model("", description, lambda images: [rows], precision)
-    first, (_, row, problem), last = predict.predict(model, val_images[0][:3])
-    assert (first[1].tolist(), last[1].tolist()) == ([0, 1, 2], [6, 7, 8])
-    assert (row, problem) == (None, f"has probabilities that are not finite in {precision}; {remedy}")
-
-
-def test_intact_image_that_dali_cannot_load_is_an_error(checkpoint, val_images, tmp_path, monkeypatch):
-    data = Path(val_images[0][0]).read_bytes()
-    (tmp_path / "a.jpg").write_bytes(data[: len(data) // 2])
-    monkeypatch.setattr(bad_images, "decode", lambda data: None)
-    model = Model("", networks.load_checkpoint(checkpoint).description, None)
-    with pytest.raises(RunError, match=rf"{tmp_path}/a.jpg: DALI cannot load this image \(.+\); remove it"):
-        list(predict.predict(model, [str(tmp_path / "a.jpg")]))
-
-
-def test_image_with_too_many_pixels_after_resize_is_reported(checkpoint, tmp_path):
-    """Resizing 5 x 65,000 pixels to 256 x 3,328,000 pixels would need 2.6 GB. The shorter side of the image must cover
-    the longer side of the crop."""
-    description = networks.load_checkpoint(checkpoint).description
-    description["preprocessing"] |= {"resize_short": 128, "center_crop": [32, 64]}
-    for shape in ((65000, 5), (1, 65000), (6500, 20)):
-        Image.new("RGB", shape).save(tmp_path / "thin.png")
-        model = Model("", description, lambda images: [np.zeros((1, 3), np.float32)])
-        [(_, row, problem)] = predict.predict(model, [str(tmp_path / "thin.png")])
-        expected = f"has {shape[0]} x {shape[1]} pixels and would exceed the limit of 268,435,456 after resizing"
-        assert (row is None, problem) == ((False, None) if 20 in shape else (True, expected))
 
 
 def test_folders_are_searched_like_in_training(photos, tmp_path, capsys):
@@ -467,7 +386,7 @@ def test_flags_are_passed_on(monkeypatch, tmp_path, flags, opened, decoded):
         assert (path, device, arguments) == ("m", "gpu", opened)
         return model
 
-    monkeypatch.setattr(predict, "predict_batches", predictions)
+    monkeypatch.setattr(image_files, "predict_batches", predictions)
     monkeypatch.setattr(inference, "resolve_device", {"auto": "gpu"}.get)
     monkeypatch.setattr(inference, "open_model", open_model)
     assert predict.main(["m", "x.jpg", *flags]) == 0
@@ -734,7 +653,7 @@ def test_csv_of_an_interrupted_command_does_not_replace_the_previous_file(
 
     table = tmp_path / "table.csv"
     table.write_text("previous\n")
-    monkeypatch.setattr(predict, "predict_batches", interrupted)
+    monkeypatch.setattr(image_files, "predict_batches", interrupted)
     flags = ["--device", "cpu", "--csv", str(table), "--batch-size", "2", "--dali-num-threads", "3"]
     assert predict.main([str(checkpoint), *val_images[0], *flags]) == 130
     assert table.read_text() == "previous\n"
@@ -832,7 +751,7 @@ def test_server_has_the_limits_of_its_flags(monkeypatch, capsys, flags, limits, 
         return actual.append(limits)
 
     monkeypatch.setattr(inference, "open_model", lambda *arguments: actual.append(arguments[4]) or model)
-    monkeypatch.setattr(predict, "predict", lambda *arguments: [actual.append(arguments[2:5]) or (None, None, "")])
+    monkeypatch.setattr(image_files, "predict", lambda *arguments: [actual.append(arguments[2:5]) or (None, None, "")])
     monkeypatch.setattr(web, "create_app", create_app)
     monkeypatch.setattr(bad_images, "decoders_silenced", lambda: nullcontext(actual.append("silenced")))
     monkeypatch.setattr(web, "serve", lambda app, listener, announce: announce())
@@ -840,7 +759,7 @@ def test_server_has_the_limits_of_its_flags(monkeypatch, capsys, flags, limits, 
     assert [future.cancelled() for future in futures] == [False, True]  # one image at a time
     end.set()
     assert actual == [[1], (1, "cpu", threads), limits, "silenced"]
-    monkeypatch.setattr(predict, "predict", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(image_files, "predict", lambda *arguments: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # the server must not start if it cannot predict
         predict.main(["model", "--serve", "0", "--device", "cpu", *flags])
     assert ("other machines can access the model without password" in capsys.readouterr().err) == ("0.0.0.0" in flags)

@@ -14,7 +14,7 @@ from paddle_resnet.checkpoints import variables
 from paddle_resnet.models import loss_head
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import quantization
-from paddle_resnet.serving import inference
+from paddle_resnet.serving import image_files, inference
 from paddle_resnet.steps import cuda_graph
 
 NATIVE = [*NHWC, "--kernels", "native"]
@@ -126,7 +126,7 @@ def test_training_evaluation_prediction_and_export(run_train, roots, tmp_path, c
         description = export.export(checkpoint, folder, uint8=uint8, verify=None if uint8 else root)
         assert description["evaluated"]["tta"] == "flip"
         for model in (checkpoint, folder):
-            actual = list(predict.predict(inference.open_model(model, "cpu", tta="flip"), paths, batch_size=4))
+            actual = list(image_files.predict(inference.open_model(model, "cpu", tta="flip"), paths, batch_size=4))
             np.testing.assert_allclose([row for _, row, _ in actual], mean, atol=1e-5)
     assert predict.main([str(checkpoint), *paths, "--csv", str(tmp_path / "p.csv"), "--tta", "flip"]) == 0
     np.testing.assert_allclose(table(tmp_path / "p.csv"), mean, atol=1e-5)

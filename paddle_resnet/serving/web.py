@@ -67,7 +67,7 @@ class Upload:
         return self.name
 
     def read(self):
-        """Return (content, problem), as predict.predict expects for images that are not files."""
+        """Return (content, problem), as image_files.predict expects for images that are not files."""
         return self.content, None
 
 

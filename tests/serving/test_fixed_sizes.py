@@ -1,17 +1,11 @@
 import numpy as np
 import pytest
 
-from paddle_resnet import predict
 from paddle_resnet.program import compile_prog
-from paddle_resnet.serving import fixed_sizes, inference, networks, preprocessing
+from paddle_resnet.serving import fixed_sizes, image_files, inference, networks, preprocessing
 from paddle_resnet.serving.fixed_sizes import Steps
 from paddle_resnet.serving.model import Model
 from utils import logger
-
-
-@pytest.fixture
-def photo_paths(photos):
-    return sorted(map(str, (photos / "val").glob("*/*.jpg")))
 
 
 def fast_model(checkpoint, sizes, tta="none"):
@@ -26,10 +20,10 @@ def fast_model(checkpoint, sizes, tta="none"):
 def test_fast_network_matches_reference(run_train, tmp_path, photo_paths, shape, tta):
     run_train("--image-shape", shape)
     checkpoint = tmp_path / "output/Tiny/0"
-    expected = predict.predict(inference.open_model(checkpoint, "cpu", tta=tta), photo_paths)
+    expected = image_files.predict(inference.open_model(checkpoint, "cpu", tta=tta), photo_paths)
     model = fast_model(checkpoint, [8], tta)
     assert inference._mirrored(model, tta) is model  # the network already averages the probabilities
-    actual = predict.predict(model, photo_paths, batch_size=8)
+    actual = image_files.predict(model, photo_paths, batch_size=8)
     for (path, probabilities, _), (other, reference, _) in zip(actual, expected, strict=True):
         assert path == other
         np.testing.assert_allclose(probabilities, reference, atol=1e-5)

@@ -24,7 +24,7 @@ from PIL import Image
 
 from conftest import ROOT, strict_json, wait_until
 from paddle_resnet import export, predict, serving
-from paddle_resnet.serving import inference
+from paddle_resnet.serving import image_files, inference
 from utils.errors import UsageError
 
 for package in ("starlette", "uvicorn", "python_multipart"):
@@ -468,7 +468,7 @@ def test_clients_that_reset_the_connection_do_not_stop_the_server():
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_server_predicts_like_the_command_and_stops_on_signal(checkpoint, photos, capfd, number, code):
     paths = sorted(map(str, (photos / "val").glob("*/*.jpg")))[:2]
-    rows = [row for _, row, _ in predict.predict(inference.open_model(checkpoint, "cpu"), paths)]
+    rows = [row for _, row, _ in image_files.predict(inference.open_model(checkpoint, "cpu"), paths)]
     contents = [open(path, "rb").read() for path in paths]  # noqa: SIM115
     answers = []
 
