@@ -242,11 +242,17 @@ def test_text_json_and_csv_output(checkpoint, val_images, tmp_path, capsys, monk
 
 def test_top_returns_the_five_most_probable_classes():
     rows = np.array([[0.1, 0.3, 0.1, 0.2, 0.1, 0.1, 0.1], [0.2, 0.2, 0.2, 0.1, 0.1, 0.1, 0.1], [0, 0, 0, 0, 0, 0, 1]])
-    actual = predict.top(rows, list("abcdef"))
-    assert [[label for label, *_ in best] for best in actual] == [[1, 3, 0, 2, 4], [0, 1, 2, 3, 4], [6, 0, 1, 2, 3]]
-    assert actual[0][0] == (1, "b", 0.3)
-    assert predict.top(np.array([[0.1, 0.3, 0.6]]), ["a", "b"]) == [[(2, "2", 0.6), (1, "b", 0.3), (0, "a", 0.1)]]
-    assert predict.top(np.array(()), []) == []
+    labels, probabilities = predict.top(rows)
+    assert labels.tolist() == [[1, 3, 0, 2, 4], [0, 1, 2, 3, 4], [6, 0, 1, 2, 3]]
+    np.testing.assert_array_equal(probabilities, np.take_along_axis(rows, labels, axis=1))
+
+
+def test_classes_without_a_name_are_named_by_their_label():
+    model = Model("", {"output": {"shape": [None, 3]}, "classes": ["a", "b"]}, None)
+    assert predict.class_names(model) == ["a", "b", "2"]
+    [image] = predict.entries(*predict.top(np.array([[0.1, 0.3, 0.6]])), predict.class_names(model))
+    expected = [(2, "2", 0.6), (1, "b", 0.3), (0, "a", 0.1)]
+    assert image == [{"label": label, "class": name, "probability": p} for label, name, p in expected]
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(0, 5), (6 / 128, 6), (6.5 / 128, 7)])
@@ -637,9 +643,11 @@ def test_model_folder_name_may_be_invalid_utf_8(checkpoint, model_of, val_images
 def test_image_name_may_be_invalid_utf_8(checkpoint, val_images, tmp_path, capsys):
     name = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.jpg")
     shutil.copy(val_images[0][0], name)
+    assert predict.main([str(checkpoint), name, "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/\\udcff.jpg: class")
     table = tmp_path / "table.csv"
     assert predict.main([str(checkpoint), name, "--device", "cpu", "--csv", str(table)]) == 0
-    assert capsys.readouterr().out.startswith(f"{tmp_path}/\\udcff.jpg: class")
+    assert capsys.readouterr().out == ""
     assert table.read_text().splitlines()[1].startswith(f"{tmp_path}/\\udcff.jpg,")
 
 
@@ -663,15 +671,15 @@ def test_csv_of_an_interrupted_command_does_not_replace_the_previous_file(
 def test_csv_device_is_not_locked(monkeypatch):
     monkeypatch.setattr(predict.locks, "held", None)
     with predict._csv_writer("/dev/null", 1) as write:
-        write([0])
+        write([[0]])
 
 
-def test_csv_requires_that_stdout_is_read(checkpoint, val_images, tmp_path):
+def test_csv_with_json_requires_that_stdout_is_read(checkpoint, val_images, tmp_path):
     """`... | head -1` would otherwise end the command without an error message and without the file."""
     export.export(checkpoint, tmp_path / "export")
     command = [sys.executable, "-m", "paddle_resnet.predict", tmp_path / "export", *val_images[0], "--device", "cpu"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([*command, "--csv", tmp_path / "table.csv"], cwd=ROOT, **pipes) as process:
+    with subprocess.Popen([*command, "--csv", tmp_path / "table.csv", "--json"], cwd=ROOT, **pipes) as process:
         process.stdout.close()
         assert process.stderr.read().endswith(
             "error: stdout: cannot be written (Broken pipe); free disk space, or redirect stdout\n"
@@ -742,7 +750,7 @@ def test_server_has_the_limits_of_its_flags(monkeypatch, capsys, flags, limits, 
     pytest.importorskip("starlette", reason="requirements-serve.txt is not installed")
     from paddle_resnet.serving import web
 
-    actual, model = [], Model("Executor", {"output": {"shape": [None, 3]}}, None)
+    actual, model = [], Model("Executor", {"output": {"shape": [None, 3]}, "classes": []}, None)
     futures, end = [], threading.Event()
 
     def create_app(classify, worker, description, *limits):

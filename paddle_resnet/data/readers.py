@@ -156,12 +156,12 @@ def encoded_images(batches):
 
 
 def image_files(batches, shorter_side):
-    """Return a DataSet that reads image files without labels. `batches` yields each batch as a list of paths, uint8
-    arrays [length]. DALI raises RuntimeError for an image that has more than bad_images.MAX_PIXELS, or would have after
-    its shorter side is resized to `shorter_side` pixels."""
+    """Return a DataSet that reads image files without labels. `batches` yields each batch as a list of paths (bytes).
+    DALI raises RuntimeError for an image that has more than bad_images.MAX_PIXELS, or would have after its shorter side
+    is resized to `shorter_side` pixels."""
 
     def read(name, shard_id, num_shards, shuffle):
-        paths = fn.external_source(source=batches, name=name, dtype=types.UINT8, ndim=1)
+        paths = fn.external_source(source=map(_padded, batches), name=name, dtype=types.UINT8, ndim=1)
         encoded = fn.io.file.read(paths, dont_use_mmap=True)
         sides = fn.cast(fn.peek_image_shape(encoded)[:2], dtype=types.INT64)
         short, long = fn.reductions.min(sides), fn.reductions.max(sides)
@@ -171,6 +171,12 @@ def image_files(batches, shorter_side):
         return encoded, fn.constant(idata=-1, dtype=types.INT64, shape=[1])
 
     return DataSet("filelist", 0, [], read, "")
+
+
+def _padded(paths):
+    """Return paths as uint8 [N, L], padded with null bytes, which end a path for DALI. DALI copies a single array much
+    faster than N arrays."""
+    return np.array(paths).view(np.uint8).reshape(len(paths), -1)
 
 
 class BalancedSampler:
@@ -199,14 +205,13 @@ class BalancedSampler:
         self._epoch, self._drawn = None, None
 
     def __call__(self):
-        """Return (paths, labels) of the next batch: a list of uint8 arrays [length], and int64 [batch_size, 1]."""
+        """Return (paths, labels) of the next batch: uint8 [batch_size, L], see _padded, and int64 [batch_size, 1]."""
         epoch, step = divmod(self._next, self._steps)
         self._next += 1
         if epoch != self._epoch:
             self._epoch, self._drawn = epoch, self._draw(epoch)
         images = self._drawn[step * self._batch_size : (step + 1) * self._batch_size]
-        paths = [os.path.join(self._root, self._files[i]) for i in images]
-        paths = [np.frombuffer(os.fsencode(path), np.uint8) for path in paths]
+        paths = _padded([os.fsencode(os.path.join(self._root, self._files[i])) for i in images])
         return paths, self._labels[images, None]
 
     def _draw(self, epoch):

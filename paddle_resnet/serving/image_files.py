@@ -1,6 +1,5 @@
 """Predict the classes of image files: read, decode and preprocess them with DALI, and run a network on the batches."""
 
-import contextlib
 import os
 import stat
 from collections import deque
@@ -149,13 +148,15 @@ def _shorter_side(description):
 
 
 def _checked_path(path, read):
-    """Return (path as uint8 [length], None) if DALI may open the file, otherwise (None, problem). DALI would block on
-    pipes and read devices endlessly. `read` is the result of _checked, which describes the problem."""
-    with contextlib.suppress(OSError, ValueError):
-        status = os.stat(path)
+    """Return (path as bytes, None) if DALI may open the file, otherwise (None, problem). DALI would block on pipes and
+    read devices endlessly. `read` is the result of _checked, which describes the problem."""
+    try:
+        name = os.fsencode(path)
+        status = os.stat(name)
         if stat.S_ISREG(status.st_mode) and 0 < status.st_size <= bad_images.MAX_BYTES:
-            absolute = os.path.join(os.getcwd(), path)  # DALI would interpret s3:// at the start of a relative path
-            return np.frombuffer(os.fsencode(absolute), np.uint8), None
+            return name if name.startswith(b"/") else b"./" + name, None  # DALI would interpret s3:// at the start
+    except (OSError, ValueError):
+        pass
     return None, read(path)[1] or "cannot be read (changed while it was read)"
 
 
@@ -172,8 +173,8 @@ def _read_file(path):
 
 def _decoded(description, batches, batch_size, device, threads, are_paths=False):
     """Decode batches of images, and yield DALI's output for each batch. An output is valid until the next batch is
-    requested. `batches` yields lists of encoded images or, if `are_paths` is set, of paths. DALI raises RuntimeError if
-    it cannot read or decode an image."""
+    requested. `batches` yields lists of encoded images or, if `are_paths` is set, of paths (bytes). DALI raises
+    RuntimeError if it cannot read or decode an image."""
     args = inference.loader_args(description, batch_size, device, threads)
     if are_paths:
         data_set = readers.image_files(batches, _shorter_side(description))

@@ -82,7 +82,7 @@ def create_app(predict, worker, description, max_bytes, max_images, hosts=("*",)
     """Return the application: the page at /, and predictions at POST /predict.
 
     Args:
-        predict: function that maps an Upload to ([(label, class name, probability)], None), or to (None, problem) if
+        predict: function that maps an Upload to ([{"label", "class", "probability"}], None), or to (None, problem) if
             the image cannot be decoded.
         worker: ThreadPoolExecutor(1), whose thread makes all calls to predict, one after the other.
         description: content of model.json.
@@ -146,10 +146,7 @@ def create_app(predict, worker, description, max_bytes, max_images, hosts=("*",)
 
 def _entry(upload, top, problem):
     """Return the JSON object for an image."""
-    if problem is not None:
-        return {"image": upload.name, "error": problem}
-    entries = [{"label": label, "class": name, "probability": p} for label, name, p in top]
-    return {"image": upload.name, "top": entries}
+    return {"image": upload.name} | ({"top": top} if problem is None else {"error": problem})
 
 
 def _json(content, status=200, headers=None):

@@ -48,7 +48,8 @@ HEADERS = {
 def classify(upload):
     if not upload.content:
         return None, "is empty"
-    return [(2, "c\udcff", 0.75), (0, "<i>a</i>", 0.25), (1, "b", float("nan"))], None
+    top = [(2, "c\udcff", 0.75), (0, "<i>a</i>", 0.25), (1, "b", float("nan"))]
+    return [{"label": label, "class": name, "probability": p} for label, name, p in top], None
 
 
 @pytest.fixture
