@@ -345,20 +345,20 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
     if mode is Mode.TRAIN:
         # DALI assigns seeds in the order of the random operators in the graph. The optional augmentations have explicit
         # seeds, so that they do not change the random numbers for cropping and flipping.
-        seeds = np.random.SeedSequence([args.dali_random_seed, shard_id]).generate_state(11).tolist()
+        seeds = np.random.SeedSequence([args.dali_random_seed, shard_id]).generate_state(10).tolist()
         if args.crop_padding:
             images = _padded_crop(args, encoded, decoder, resize, mean, seeds[5])
         else:
             images = _random_resized_crop(args, encoded, decoder, resize, seeds[5])
         mirror = fn.random.coin_flip(probability=0.5)
         if args.auto_augment != "none":
-            images = _auto_augment(images, args, seeds[8:])
-        if args.color_jitter or args.hue_degrees:
-            images = _jitter(images, args.color_jitter, args.hue_degrees, [*seeds[:3], seeds[6]])
+            images = _auto_augment(images, args, seeds[7:])
+        if args.color_jitter:
+            images = _jitter(images, args.color_jitter, seeds[:3])
         if args.rotate_degrees:
             images = _rotate(images, args.rotate_degrees, seeds[3])
         if args.random_erasing:
-            images = _erase(images, args.random_erasing, args.image_shape[1:], mean, seeds[7])
+            images = _erase(images, args.random_erasing, args.image_shape[1:], mean, seeds[6])
         if args.lighting:
             mean = types.Constant(np.float32(mean)) - _lighting(args.lighting, seeds[4])
     else:
@@ -475,20 +475,12 @@ def _apply(operations, choice, images, options):
     return images
 
 
-def _jitter(images, strength, degrees, seeds):
-    """Rotate the hue by a random angle from [-degrees, degrees], and scale saturation, contrast (around the level 128)
-    and brightness, in this order, each by a random factor from [max(0, 1 - strength), 1 + strength]. Values are rounded
-    only once, at the end.
-    """
-    changes = {}
-    if strength:
-        factors = [max(0, 1 - strength), 1 + strength]
-        changes["brightness"] = fn.random.uniform(range=factors, seed=seeds[0])
-        changes["contrast"] = fn.random.uniform(range=factors, seed=seeds[1])
-        changes["saturation"] = fn.random.uniform(range=factors, seed=seeds[2])
-    if degrees:
-        changes["hue"] = fn.random.uniform(range=[-degrees, degrees], seed=seeds[3])
-    return fn.color_twist(images, **changes)
+def _jitter(images, strength, seeds):
+    """Scale saturation, contrast (around the level 128) and brightness, in this order, each by a random factor from
+    [max(0, 1 - strength), 1 + strength]. Values are rounded only once, at the end."""
+    factors = [max(0, 1 - strength), 1 + strength]
+    brightness, contrast, saturation = (fn.random.uniform(range=factors, seed=seed) for seed in seeds)
+    return fn.color_twist(images, brightness=brightness, contrast=contrast, saturation=saturation)
 
 
 def _rotate(images, degrees, seed):

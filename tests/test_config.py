@@ -351,7 +351,6 @@ def test_missing_value_is_an_error(name):
         ("--color-jitter", "-0.1"),
         ("--lighting", "much"),
         ("--rotate-degrees", "-5"),
-        ("--hue-degrees", "-5"),
         ("--auto-augment", "autoaugment"),
         ("--auto-augment-magnitude", "31"),
         ("--random-erasing", "1.5"),
@@ -448,7 +447,6 @@ def test_list_element_of_wrong_type_is_an_error(flag, value, part):
             "--auto-augment trivial --auto-augment-magnitude 5",
             ["--auto-augment-magnitude 5: not used by --auto-augment trivial", "use --auto-augment randaug"],
         ),
-        ("--hue-degrees 181", ["--hue-degrees 181", "180"]),
         ("--rand-crop-ratio 1e-6,1e6", ["--rand-crop-ratio 1e-06,1e+06: out of range", "0.001 to 1000"]),
         ("--rand-crop-ratio 1,1001", ["--rand-crop-ratio 1,1001: out of range"]),
         ("--rand-crop-scale 1e-40,1", ["--rand-crop-scale 1e-40,1: out of range; use values from 1e-06 to 1"]),
@@ -472,7 +470,6 @@ def test_list_element_of_wrong_type_is_an_error(flag, value, part):
         ("--rand-crop-scale 0.5", ["--rand-crop-scale 0.5: expected 2 positive numbers, such as 0.08,1"]),
         ("--color-jitter 1e6", ["--color-jitter 1e+06: out of range", "0 to 100"]),
         ("--color-jitter 1e-8", ["--color-jitter 1e-08: too small; use 0, or 1e-06 or more"]),
-        ("--hue-degrees 1e-8", ["--hue-degrees 1e-08: too small; use 0, or 1e-06 or more"]),
         ("--rotate-degrees 1e-46", ["--rotate-degrees 1e-46: too small; use 0, or 1e-06 or more"]),
         ("--lighting 1e38", ["--lighting 1e+38: out of range", "0 to 100"]),
         ("--normalize-scale 1e-300", ["--normalize-scale 1e-300: out of range; use values from 1e-12 to 1e+12"]),
@@ -544,10 +541,10 @@ def test_conflicting_flags_are_errors(flags, expected):
         "--last-epoch-of-checkpoint None",
         "--image-shape 3,32,32 --crop-size 32 --resize-short 32",
         "--rand-crop-ratio 0.001,1000 --rand-crop-scale 1e-6,1 --color-jitter 100 --lighting 100 --resize-short 8192 "
-        "--hue-degrees 180 --random-erasing 1 --auto-augment randaug --auto-augment-magnitude 30",
+        "--random-erasing 1 --auto-augment randaug --auto-augment-magnitude 30",
         "--normalize-scale 1e12 --normalize-mean=-1e12,0,1e12 --normalize-std 1e-12,1,1e12",
         *("--lr 0.1 --min-lr 0.1", "--rand-crop-scale 1,1 --rand-crop-ratio 1,1", "--resize-short 224"),
-        *("--rotate-degrees 180 --hue-degrees 180", "--rotate-degrees 1e-6 --hue-degrees 1e-6 --color-jitter 1e-6"),
+        *("--rotate-degrees 180", "--rotate-degrees 1e-6 --color-jitter 1e-6"),
         *("--optimizer RAdam --opt-epsilon 1e-12", "--freeze stem --unfreeze-at 1 --epochs 2"),
         *("--sizes 24:0,32:1 --epochs 2", "--iter-unit batch --num-iter 1"),
         "--iter-unit batch --num-iter 1 --lr-scheduler Piecewise --lr-decay-epochs 0",
@@ -859,9 +856,7 @@ def test_rectangular_size_is_inherited_unless_a_flag_sets_a_different_size(flags
 
 def test_flags_that_determine_batches():
     images = "image_shape crop_size interp normalize_scale normalize_mean normalize_std batch_size dali_output_fp16"
-    augmentation = (
-        "rand_crop_scale rand_crop_ratio auto_augment auto_augment_magnitude color_jitter hue_degrees lighting"
-    )
+    augmentation = "rand_crop_scale rand_crop_ratio auto_augment auto_augment_magnitude color_jitter lighting"
     augmentation += " rotate_degrees random_erasing crop_padding"
     others = "dali_random_seed balanced_sampling cpu_decoder_load dali_device"
     expected = {*images.split(), *augmentation.split(), *others.split()}

@@ -95,7 +95,6 @@ def test_loader_resumes_with_next_batch(parse, photos, shard, rank, done):
         (["--rotate-degrees", "10"], "--rotate-degrees is 10.0 and was 0.0"),
         (["--auto-augment", "trivial"], "--auto-augment is trivial and was none"),
         (["--auto-augment", "randaug", "--auto-augment-magnitude", "5"], "--auto-augment-magnitude is 5 and was 9"),
-        (["--hue-degrees", "10"], "--hue-degrees is 10.0 and was 0.0"),
         (["--random-erasing", "0.2"], "--random-erasing is 0.2 and was 0.0"),
         (["--crop-padding", "4"], "--crop-padding is 4 and was 0"),
         (["--balanced-sampling"], "--balanced-sampling is True and was False"),
@@ -804,7 +803,7 @@ def test_default_augmentation_matches_plain_dali_operators(parse, photos):
 
 
 AUGMENTATION = ["--color-jitter", "0.4", "--lighting", "0.1", "--rotate-degrees", "15", "--interp", "triangular"]
-AUGMENTATION = ["--auto-augment", "trivial", "--hue-degrees", "20", "--random-erasing", "0.5", *AUGMENTATION]
+AUGMENTATION = ["--auto-augment", "trivial", "--random-erasing", "0.5", *AUGMENTATION]
 
 
 def test_augmentation_depends_on_seed_and_is_not_applied_in_evaluation(parse, photos):
@@ -848,12 +847,11 @@ def test_loader_with_augmentation_resumes_with_next_batch(parse, photos, monkeyp
         [],
         ["--auto-augment", "trivial"],
         ["--color-jitter", "0.4"],
-        ["--hue-degrees", "90"],
         ["--lighting", "0.1"],
         ["--random-erasing", "1"],
         ["--crop-padding", "4"],
     ],
-    ids=["crop", "trivial", "jitter", "hue", "lighting", "erasing", "padding"],
+    ids=["crop", "trivial", "jitter", "lighting", "erasing", "padding"],
 )
 def test_ranks_draw_different_random_numbers(parse, copies, shard, flags):
     """Except in the test of crops, the images are uniform, so that crops and flips have no effect."""
@@ -954,19 +952,6 @@ def test_rand_augment_applies_two_operations_with_the_requested_magnitude(withou
     assert {first for first, *_ in drawn} | {second for *_, second, _ in drawn} == names
     assert len({(first, second) for first, _, second, _ in drawn}) > 80
     assert {(sign, next_sign) for _, sign, _, next_sign in drawn} == {(0, 0), (0, 1), (1, 0), (1, 1)}
-
-
-def test_hue_rotation_preserves_luma_and_saturation(parse, copies):
-    pixels = np.full((32, 32, 3), (140, 100, 120))
-    root = copies(pixels)
-    chroma = np.array([[0.596, -0.275, -0.321], [0.212, -0.523, 0.311]])  # I and Q of YIQ
-    images = np.concatenate(epoch(load(parse, root, Mode.TRAIN, *RAW, "--hue-degrees", "60"))[0])[:, 0, 0]
-    np.testing.assert_allclose(images @ LUMA, pixels[0, 0] @ LUMA, atol=1)
-    (i, q), before = chroma @ images.T, complex(*(chroma @ pixels[0, 0]))
-    angles = np.rad2deg(np.angle((i + 1j * q) / before))
-    np.testing.assert_allclose(np.hypot(i, q), abs(before), atol=1.5)
-    assert -63 < angles.min() < -45 and 45 < angles.max() < 63
-    assert np.std(angles) == pytest.approx(60 / np.sqrt(3), rel=0.25)
 
 
 @pytest.mark.parametrize("shape", [(32, 32), (24, 40)])

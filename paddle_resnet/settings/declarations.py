@@ -316,14 +316,6 @@ def _batches(add):
         batches=True,
     )
     add(
-        "--hue-degrees",
-        type=_not_negative_number,
-        default=0.0,
-        metavar="D",
-        help="maximum angle of random hue rotations in either direction, in degrees",
-        batches=True,
-    )
-    add(
         "--lighting",
         type=_not_negative_number,
         default=0.0,

@@ -23,7 +23,7 @@ AUGMENTATION_RANGES = {
 }
 
 # Smaller nonzero values make DALI fail, because the range of its random numbers would be empty in float32.
-LEAST_AUGMENTATION = {"color_jitter": 1e-6, "hue_degrees": 1e-6, "rotate_degrees": 1e-6}
+LEAST_AUGMENTATION = {"color_jitter": 1e-6, "rotate_degrees": 1e-6}
 
 
 def check(settings):
@@ -197,9 +197,8 @@ def _conflicts_of_augmentation(settings):
             f"--crop-padding {settings.crop_padding}: not below --crop-size {settings.crop_size}, so crops could "
             "contain only padding; use a smaller value"
         )
-    for name in ("rotate_degrees", "hue_degrees"):
-        if getattr(settings, name) > 180:
-            yield f"{flag(name)} {getattr(settings, name):g}: exceeds 180 degrees; use 180 or less"
+    if settings.rotate_degrees > 180:
+        yield f"--rotate-degrees {settings.rotate_degrees:g}: exceeds 180 degrees; use 180 or less"
     for name, least in LEAST_AUGMENTATION.items():
         if 0 < getattr(settings, name) < least:
             yield f"{flag(name)} {getattr(settings, name):g}: too small; use 0, or {least:g} or more"
