@@ -90,16 +90,13 @@ def _images_below(folder):
             folders.clear()
             continue
         read.add((status.st_dev, status.st_ino))
-        skipped["hidden or system files"] += sum(map(is_system_name, [*folders, *names]))
+        visible = [name for name in names if not is_system_name(name)]
+        skipped["hidden or system files"] += len(names) - len(visible) + sum(map(is_system_name, folders))
         folders[:] = sorted(name for name in folders if not is_system_name(name))
-        for name in names:
-            suffix = os.path.splitext(name)[1].lower()
-            if is_system_name(name):
-                continue
-            if suffix in IMAGE_SUFFIXES:
-                paths.append(os.path.join(parent, name))
-            else:
-                skipped[suffix or "without suffix"] += 1
+        images = [name for name in visible if name.lower().endswith(IMAGE_SUFFIXES)]
+        start = os.path.join(parent, "")
+        paths += [start + name for name in images]
+        skipped.update(os.path.splitext(name)[1].lower() or "without suffix" for name in {*visible} - {*images})
     suffixes = ", ".join(IMAGE_SUFFIXES)
     reasons = sorted((-count, what) for what, count in skipped.items() if count)
     counts = ", ".join(f"{-count} {what}" for count, what in reasons[:SHOWN_REASONS])
@@ -425,7 +422,9 @@ def _claim_csv(args, paths):
     model = Path(args.model)
     read = [("MODEL", path) for path in (model.glob("*") if model.is_dir() else [model])]
     read += [("--model-arch-name", path) for path, _ in filter(None, [user_file.split(args.model_arch_name or "")])]
-    outputs.claim({"--csv": args.csv}, inputs=[*read, *(("the image", path) for path in paths)])
+    if os.path.exists(args.csv):  # a new file cannot be an image, and checking all images takes time
+        read += [("the image", path) for path in paths]
+    outputs.claim({"--csv": args.csv}, inputs=read)
 
 
 @contextlib.contextmanager

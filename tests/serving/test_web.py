@@ -45,11 +45,14 @@ HEADERS = {
 }
 
 
+def entries(*classes):
+    return [{"label": label, "class": name, "probability": p} for label, name, p in classes]
+
+
 def classify(upload):
     if not upload.content:
         return None, "is empty"
-    top = [(2, "c\udcff", 0.75), (0, "<i>a</i>", 0.25), (1, "b", float("nan"))]
-    return [{"label": label, "class": name, "probability": p} for label, name, p in top], None
+    return entries((2, "c\udcff", 0.75), (0, "<i>a</i>", 0.25), (1, "b", float("nan"))), None
 
 
 @pytest.fixture
@@ -575,7 +578,7 @@ def test_page_shows_predictions_in_chromium(start, tmp_path):
     def classify(upload):
         if upload.content[:2] != b"\xff\xd8":
             return None, "is not in an image format that DALI supports"
-        return [(3, "<b>tench</b>", 0.875), (1, "cat", 0.1)], None
+        return entries((3, "<b>tench</b>", 0.875), (1, "cat", 0.1)), None
 
     names = ["a.jpg", "<img src=x onerror=alert(1)>.jpg", "b.txt", "large.jpg", "fifth.jpg"]
     paths = [str(tmp_path / name) for name in names]
