@@ -109,12 +109,6 @@ def _images_below(folder):
     return sorted(paths)
 
 
-def class_names(model):
-    """Return the names of all classes of a Model. Classes without a name have their label as the name."""
-    known, classes = model.description["classes"], model.description["output"]["shape"][1]
-    return [*known, *map(str, range(len(known), classes))]
-
-
 def top(probabilities):
     """Return the TOP most probable classes of each image in descending order: (labels, probabilities), both [N, k].
     Classes with equal probabilities are in label order. `probabilities` is [N, C] without NaN."""
@@ -341,7 +335,7 @@ def _main(args):
     if args.csv not in (None, "-"):
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # `... | head` must not stop the command before FILE is complete
     bad = 0
-    names = class_names(model)
+    names = _class_names(model)
     with _csv_writer(args.csv, min(TOP, len(names))) as write, bad_images.decoders_silenced():
         batches = image_files.predict_batches(model, paths, batch_size, device, args.dali_num_threads)
         for files_read, probabilities in batches:
@@ -355,15 +349,24 @@ def _main(args):
             best = *top(probabilities), names
             if write:
                 write(_rows(found, *best))
-            if write and not args.json:
-                continue
-            for path, classes in zip(found, entries(*best), strict=True):
-                if args.json:
-                    logger.write_line(json.dumps({"image": path, "top": classes}), sys.stdout)
-                else:
-                    line = ", ".join("{class} {probability:.4f}".format(**each) for each in classes)
-                    logger.write_line(printable(f"{path}: {line}"), sys.stdout)
+            if args.json or not write:
+                _print(found, entries(*best), args.json)
     return exit_codes.FAILURE if bad else exit_codes.DONE
+
+
+def _class_names(model):
+    return predictions.class_names(model.description["classes"], model.description["output"]["shape"][1])
+
+
+def _print(paths, images, as_json):
+    """Print a line for each image. `images` is the result of entries."""
+    for path, classes in zip(paths, images, strict=True):
+        if as_json:
+            line = json.dumps({"image": path, "top": classes})
+        else:
+            names = ", ".join("{class} {probability:.4f}".format(**each) for each in classes)
+            line = printable(f"{path}: {names}")
+        logger.write_line(line, sys.stdout)
 
 
 def _listen(args):
@@ -390,7 +393,7 @@ def _serve(args, model, device, listener):
     from paddle_resnet.data import bad_images
     from paddle_resnet.serving import image_files, web
 
-    names = class_names(model)
+    names = _class_names(model)
 
     def classify(upload):
         options = 1, device, args.dali_num_threads, web.Upload.read

@@ -448,9 +448,11 @@ def write_classes(args, result, classes, epoch, is_best=True):
         )
     if not is_best:
         return numbers
+    from paddle_resnet.results import predictions as table
+
     tables = _tables(args)
     class_num = len(result["class_top1"])
-    names = [*classes, *map(str, range(len(classes), class_num))]
+    names = table.class_names(classes, class_num)
     ratios = meters.CLASS_METRICS
     metrics = meters.class_metrics(result["confusion"], class_num)
     rows = []
@@ -465,8 +467,6 @@ def write_classes(args, result, classes, epoch, is_best=True):
     rows = [(*pair, names[pair[0]], names[pair[1]], epoch) for pair in pairs]
     _write(tables.get("confusion"), ("label", "predicted", "images", "class", "predicted_class", "epoch"), rows)
     if "predictions" in result:
-        from paddle_resnet.results import predictions as table
-
         place = args.image_root, args.data_format, args.skip_list, args.allow_outside
         images = table.list_images(*place, count=len(result["predictions"]))
         table.write(tables["predictions"], images, result["predictions"], names)

@@ -249,8 +249,7 @@ def test_top_returns_the_five_most_probable_classes():
 
 def test_classes_without_a_name_are_named_by_their_label():
     model = Model("", {"output": {"shape": [None, 3]}, "classes": ["a", "b"]}, None)
-    assert predict.class_names(model) == ["a", "b", "2"]
-    [image] = predict.entries(*predict.top(np.array([[0.1, 0.3, 0.6]])), predict.class_names(model))
+    [image] = predict.entries(*predict.top(np.array([[0.1, 0.3, 0.6]])), predict._class_names(model))
     expected = [(2, "2", 0.6), (1, "b", 0.3), (0, "a", 0.1)]
     assert image == [{"label": label, "class": name, "probability": p} for label, name, p in expected]
 

@@ -42,6 +42,12 @@ def write(path, images, predictions, names):
         raise RunError(f"{path}: cannot be written ({e.strerror}); free disk space") from e
 
 
+def class_names(known, count):
+    """Return the names of `count` classes in label order. Classes without a name in `known` have their label as the
+    name."""
+    return [*known, *map(str, range(len(known), count))]
+
+
 def top_columns(k):
     """Return the column names for the k most probable classes."""
     return [f"{name}_{i}" for i in range(1, k + 1) for name in ("label", "class", "probability")]
