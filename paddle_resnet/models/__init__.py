@@ -66,6 +66,9 @@ MODELS = {
     "XResNet50_Mish": Network("resnet", "ResNet50", "1908.08681", XRESNET | MISH),
     "XResNet50_Mish_SA": Network("resnet", "ResNet50", "1908.08681", XRESNET | MISH | SA),
     "XSEResNeXt50_Mish_SA": Network("resnet", "ResNet50", "1908.08681", XRESNET | MISH | SA | RESNEXT | {"se": True}),
+    "XResNeXt50_Mish_SA_NoPool": Network(
+        "resnet", "ResNet50", "1908.08681", XRESNET | MISH | SA | RESNEXT | {"stem": "deep-no-pool"}
+    ),
     "MobileNetV2": Network("mobilenet_v2", "MobileNetV2", "1801.04381"),
     "MobileNetV3_Large": Network("mobilenet_v3", "Large", "1905.02244"),
     "MobileNetV3_Small": Network("mobilenet_v3", "Small", "1905.02244"),

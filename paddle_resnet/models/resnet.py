@@ -10,7 +10,7 @@ The variants are options of ResNet; models/__init__.py lists the options for eac
 - XResNet50: fastai's xresnet50, a ResNet-D whose branches initially output zero. XSEResNeXt50_Mish_SA: fastai's
   xse_resnext50 with the options of its Imagenette leaderboard.
 - ..._Mish: Mish (Misra, arXiv:1908.08681) instead of ReLU; max pooling with BlurPool in the stem and in the shortcuts.
-  ..._SA: SelfAttention.
+  ..._SA: SelfAttention. ..._NoPool: no max pooling in the stem.
 """
 
 from functools import partial
@@ -22,11 +22,13 @@ from paddle.nn.initializer import Normal
 
 from paddle_resnet.models.layers import BlurPool, ConvBN, DropPath, SelfAttention, SqueezeExcitation
 
+DEEP = [(0.5, 3, 2), (0.5, 3, 1), (1, 3, 1)]
 # {stem: ([(fraction of the stem's output channels, kernel size, stride) of each convolution], whether max pooling
 # follows)}
 STEMS = {
     "7x7": ([(1, 7, 2)], True),
-    "deep": ([(0.5, 3, 2), (0.5, 3, 1), (1, 3, 1)], True),
+    "deep": (DEEP, True),
+    "deep-no-pool": (DEEP, False),
     "small": ([(1, 3, 1)], False),
 }
 
@@ -131,8 +133,9 @@ class ResNet(nn.Layer):
         in_channels: 3, or 4 if the loader adds a zero channel to RGB, which accelerates half-precision convolutions.
         data_format: layout of the input and of all activations, "NCHW" or "NHWC".
         width: number of channels of the stem and of the first stage.
-        stem: a key of STEMS: "7x7"; "deep" for three 3x3 convolutions; or "small" for one 3x3 convolution with stride 1
-            and no max pooling, for images of about 32 to 64 pixels.
+        stem: a key of STEMS: "7x7"; "deep" for three 3x3 convolutions; "deep-no-pool" for the same without max
+            pooling, which doubles the height and width of all later activations; or "small" for one 3x3 convolution
+            with stride 1 and no max pooling, for images of about 32 to 64 pixels.
         first_projection: whether the shortcut of the first block is a projection even if the shape is unchanged.
         groups, group_width: number of groups of the 3x3 convolutions, and number of channels per group in a stage of
             width 64; only for BottleneckBlock.

@@ -110,6 +110,7 @@ def test_logits_equal_recorded_values(float64, case):
             "XSEResNeXt50_Mish_SA",
             25_028_904 + (25_576_264 - 25_557_032) + (28_107_256 - 25_576_264) + 256 * 256 + 1,
         ),
+        ("XResNeXt50_Mish_SA_NoPool", 25_028_904 + (25_576_264 - 25_557_032) + 256 * 256 + 1),
     ],
 )
 def test_parameter_counts_match_timm_and_torchvision(arch, parameters):
@@ -146,10 +147,22 @@ def test_xresnet50_mish_has_mish_and_blur_pools():
     assert (kinds.count("max"), kinds.count("avg")) == (4, 2 * 4 + 1)
 
 
-def test_network_for_imagenette_has_at_most_26_million_parameters():
+def test_network_without_max_pooling_in_the_stem_has_twice_the_resolution():
+    with static.program_guard(static.Program(), static.Program()), paddle.utils.unique_name.guard():
+        x = static.data("x", [None, 3, 64, 64])
+        sizes = []
+        for arch in ("XSEResNeXt50_Mish_SA", "XResNeXt50_Mish_SA_NoPool"):
+            model = models.MODELS[arch]()
+            model.global_pool.register_forward_pre_hook(lambda layer, inputs: sizes.append(inputs[0].shape[2:]))
+            model(x)
+    assert sizes == [(2, 2), (4, 4)]
+
+
+@pytest.mark.parametrize("arch", ["XSEResNeXt50_Mish_SA", "XResNeXt50_Mish_SA_NoPool"])
+def test_network_for_imagenette_has_at_most_26_million_parameters(arch):
     main = static.Program()
     with static.program_guard(main, static.Program()), paddle.utils.unique_name.guard():
-        models.MODELS["XSEResNeXt50_Mish_SA"](num_classes=10)
+        models.MODELS[arch](num_classes=10)
     assert sum(int(np.prod(p.shape)) for p in main.all_parameters() if p.trainable) <= 26_000_000
 
 
