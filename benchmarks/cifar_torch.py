@@ -1,5 +1,4 @@
-"""Train ResNet18 on CIFAR-10 with PyTorch and the settings of configs/cifar10_30epochs.yaml without random erasing, to
-compare both.
+"""Train ResNet18 on CIFAR-10 with PyTorch and the settings of configs/cifar10_30epochs.yaml, to compare both.
 
     python benchmarks/cifar_torch.py --image-root DIR --seed 0
 

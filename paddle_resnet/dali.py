@@ -2,7 +2,6 @@
 
 import base64
 import functools
-import math
 import warnings
 
 import numpy as np
@@ -291,8 +290,8 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=
         args: flags.
         data_set: readers.DataSet.
         mode: determines the augmentation. With Mode.TRAIN: random resized crop, TrivialAugment or RandAugment, color
-            jitter, rotation, random erasing, horizontal flip and PCA lighting noise. With Mode.EVAL: resizing of the
-            shorter side to --resize-short and center crop.
+            jitter, rotation, horizontal flip and PCA lighting noise. With Mode.EVAL: resizing of the shorter side to
+            --resize-short and center crop.
         shard_id: index of the shard, from 0.
         num_shards: number of shards.
         checkpoint: DALI checkpoint (bytes) from which a training pipeline resumes, or None.
@@ -357,8 +356,6 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
             images = _jitter(images, args.color_jitter, seeds[:3])
         if args.rotate_degrees:
             images = _rotate(images, args.rotate_degrees, seeds[3])
-        if args.random_erasing:
-            images = _erase(images, args.random_erasing, args.image_shape[1:], mean, seeds[6])
         if args.lighting:
             mean = types.Constant(np.float32(mean)) - _lighting(args.lighting, seeds[4])
     else:
@@ -488,26 +485,6 @@ def _rotate(images, degrees, seed):
     uncovered corners are black."""
     angle = fn.random.uniform(range=[-degrees, degrees], seed=seed)
     return fn.rotate(images, angle=angle, keep_size=True, fill_value=0, interp_type=types.INTERP_LINEAR)
-
-
-def _erase(images, probability, shape, mean, seed):
-    """Fill a random rectangle of an image with the mean color, rounded to 8 bits, so that its pixels are almost 0 after
-    normalization. The ranges of area (2% to a third of the image) and aspect ratio (0.3 to 1/0.3, uniform on a
-    logarithmic scale) are timm's defaults. A rectangle that would exceed the height or width of the image is shortened.
-    See Zhong et al., "Random Erasing Data Augmentation", arXiv:1708.04896.
-    """
-    height, width = shape
-    random = fn.random.uniform(range=[0, 1], shape=[5], seed=seed)
-    side = dali_math.sqrt((1 / 50 + random[0] * (1 / 3 - 1 / 50)) * (height * width))
-    stretch = dali_math.exp((random[1] - 0.5) * math.log(1 / 0.3))  # square root of the aspect ratio
-    size = fn.stack(dali_math.min(side * stretch, height), dali_math.min(side / stretch, width))
-    size = dali_math.floor(size + 0.5)
-    return fn.erase(
-        images,
-        anchor=random[3:5] * (types.Constant(np.float32(shape)) - size + 1),  # DALI rounds down
-        shape=size * (random[2] < probability),
-        fill_value=_rounded(mean),
-    )
 
 
 def _lighting(std, seed):

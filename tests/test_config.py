@@ -353,7 +353,6 @@ def test_missing_value_is_an_error(name):
         ("--rotate-degrees", "-5"),
         ("--auto-augment", "autoaugment"),
         ("--auto-augment-magnitude", "31"),
-        ("--random-erasing", "1.5"),
         ("--interp", "nearest"),
         ("--optimizer", "Adam"),
         ("--lr-scheduler", "Step"),
@@ -541,7 +540,7 @@ def test_conflicting_flags_are_errors(flags, expected):
         "--last-epoch-of-checkpoint None",
         "--image-shape 3,32,32 --crop-size 32 --resize-short 32",
         "--rand-crop-ratio 0.001,1000 --rand-crop-scale 1e-6,1 --color-jitter 100 --lighting 100 --resize-short 8192 "
-        "--random-erasing 1 --auto-augment randaug --auto-augment-magnitude 30",
+        "--auto-augment randaug --auto-augment-magnitude 30",
         "--normalize-scale 1e12 --normalize-mean=-1e12,0,1e12 --normalize-std 1e-12,1,1e12",
         *("--lr 0.1 --min-lr 0.1", "--rand-crop-scale 1,1 --rand-crop-ratio 1,1", "--resize-short 224"),
         *("--rotate-degrees 180", "--rotate-degrees 1e-6 --color-jitter 1e-6"),
@@ -857,7 +856,7 @@ def test_rectangular_size_is_inherited_unless_a_flag_sets_a_different_size(flags
 def test_flags_that_determine_batches():
     images = "image_shape crop_size interp normalize_scale normalize_mean normalize_std batch_size dali_output_fp16"
     augmentation = "rand_crop_scale rand_crop_ratio auto_augment auto_augment_magnitude color_jitter lighting"
-    augmentation += " rotate_degrees random_erasing crop_padding"
+    augmentation += " rotate_degrees crop_padding"
     others = "dali_random_seed balanced_sampling cpu_decoder_load dali_device"
     expected = {*images.split(), *augmentation.split(), *others.split()}
     assert {name for name, declaration in FLAGS.items() if declaration.batches} == expected

@@ -95,7 +95,6 @@ def test_loader_resumes_with_next_batch(parse, photos, shard, rank, done):
         (["--rotate-degrees", "10"], "--rotate-degrees is 10.0 and was 0.0"),
         (["--auto-augment", "trivial"], "--auto-augment is trivial and was none"),
         (["--auto-augment", "randaug", "--auto-augment-magnitude", "5"], "--auto-augment-magnitude is 5 and was 9"),
-        (["--random-erasing", "0.2"], "--random-erasing is 0.2 and was 0.0"),
         (["--crop-padding", "4"], "--crop-padding is 4 and was 0"),
         (["--balanced-sampling"], "--balanced-sampling is True and was False"),
         (["--interp", "cubic"], "--interp is cubic and was linear"),
@@ -147,7 +146,6 @@ def test_cpu_decoder_load_below_half_an_image_is_an_error(parse, photos, monkeyp
         "--cpu-decoder-load",
         "--auto-augment",
         "--auto-augment-magnitude",
-        "--random-erasing",
         "--crop-padding",
         dali.LIST,
     ],
@@ -803,7 +801,7 @@ def test_default_augmentation_matches_plain_dali_operators(parse, photos):
 
 
 AUGMENTATION = ["--color-jitter", "0.4", "--lighting", "0.1", "--rotate-degrees", "15", "--interp", "triangular"]
-AUGMENTATION = ["--auto-augment", "trivial", "--random-erasing", "0.5", *AUGMENTATION]
+AUGMENTATION = ["--auto-augment", "trivial", *AUGMENTATION]
 
 
 def test_augmentation_depends_on_seed_and_is_not_applied_in_evaluation(parse, photos):
@@ -848,10 +846,9 @@ def test_loader_with_augmentation_resumes_with_next_batch(parse, photos, monkeyp
         ["--auto-augment", "trivial"],
         ["--color-jitter", "0.4"],
         ["--lighting", "0.1"],
-        ["--random-erasing", "1"],
         ["--crop-padding", "4"],
     ],
-    ids=["crop", "trivial", "jitter", "lighting", "erasing", "padding"],
+    ids=["crop", "trivial", "jitter", "lighting", "padding"],
 )
 def test_ranks_draw_different_random_numbers(parse, copies, shard, flags):
     """Except in the test of crops, the images are uniform, so that crops and flips have no effect."""
@@ -952,33 +949,6 @@ def test_rand_augment_applies_two_operations_with_the_requested_magnitude(withou
     assert {first for first, *_ in drawn} | {second for *_, second, _ in drawn} == names
     assert len({(first, second) for first, _, second, _ in drawn}) > 80
     assert {(sign, next_sign) for _, sign, _, next_sign in drawn} == {(0, 0), (0, 1), (1, 0), (1, 1)}
-
-
-@pytest.mark.parametrize("shape", [(32, 32), (24, 40)])
-def test_random_erasing_fills_rectangles_with_mean_color(parse, copies, shape):
-    root = copies(np.full((40, 40, 3), 250), 256)
-    flags = ["--image-shape", "4,{},{}".format(*shape), "--crop-size", min(shape), "--random-erasing", "0.7"]
-    images = np.concatenate(epoch(load(parse, root, Mode.TRAIN, *flags))[0])
-    white = images[:, :3].max(axis=(2, 3), keepdims=True)
-    boxes = []
-    for image, unchanged in zip(images[:, :3], white, strict=True):
-        erased = (image != unchanged).all(axis=0)
-        rows, columns = (np.flatnonzero(erased.any(axis=axis)) for axis in (1, 0))
-        assert np.abs(image[:, erased]).max(initial=0) < 0.5 / 255 / 0.224
-        if erased.any():
-            assert erased[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1].all()
-            boxes.append((rows[0], columns[0], len(rows), len(columns)))
-    assert 0.6 < len(boxes) / len(images) < 0.8
-    top, left, height, width = np.transpose(boxes)
-    area, ratio = height * width / np.prod(shape), height / width
-    for actual, low, high in ((area, 0.02, 1 / 3), (np.log(ratio), np.log(0.3), -np.log(0.3))):
-        margin = 0.1 * (high - low)
-        assert low - margin < actual.min() < low + margin and high - margin < actual.max() < high + margin
-        assert actual.mean() == pytest.approx((low + high) / 2, abs=margin)
-    for start, size, side in ((top, height, shape[0]), (left, width, shape[1])):
-        assert start.min() == 0 and (start + size).max() == side
-        assert size.max() > 0.85 * min(side, np.sqrt(np.prod(shape) / 3 / 0.3))
-    assert not images[:, 3].any()
 
 
 def rotated(pixels, degrees):

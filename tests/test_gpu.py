@@ -86,7 +86,6 @@ def test_gpu_loader_images_are_equal_in_every_format(parse, photos, converted):
 
 
 AUGMENTATION = ["--color-jitter", "0.4", "--lighting", "0.1", "--rotate-degrees", "20", "--interp", "triangular"]
-AUGMENTATION = ["--random-erasing", "0.5", *AUGMENTATION]
 
 
 @pytest.mark.parametrize(

@@ -331,14 +331,6 @@ def _batches(add):
         help="maximum angle of random rotations in either direction, in degrees",
         batches=True,
     )
-    add(
-        "--random-erasing",
-        type=numbers.ratio,
-        default=0.0,
-        metavar="P",
-        help="probability of filling a random rectangle of an image (2%% to a third of its area) with the mean color",
-        batches=True,
-    )
 
 
 def _training(add):
