@@ -11,7 +11,7 @@ from paddle import static
 from paddle_resnet import budget, dali, program, recipe, report, resolution
 from paddle_resnet.checkpoints import folders, restore, saver, variables
 from paddle_resnet.data import listing, pixels
-from paddle_resnet.job import agreement, exchange, processes
+from paddle_resnet.job import agreement, exchange, processes, watchdog
 from paddle_resnet.models import user_file
 from paddle_resnet.optimizers import amp, sparsity
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
@@ -236,7 +236,7 @@ def set_weights(args, checkpoint, training, evaluation):
         UsageError: the weights or the state do not match this run.
     """
     place = processes.place(args.device)
-    progress.phase("weight loading")
+    watchdog.phase("weight loading")
     options = variables.LoadOptions.of(args)
     is_sparse = variables.load_start(options, checkpoint, (training or evaluation).program, place)
     if training:
@@ -267,7 +267,7 @@ def set_weights(args, checkpoint, training, evaluation):
 
 def compile_programs(args, exe, training, evaluation):
     """Compile the programs, and return (training, evaluation) with the compiled programs."""
-    progress.phase("program compilation")
+    watchdog.phase("program compilation")
     if training:
         training = training._replace(compiled=program.compile_prog(training.settings, training.program))
     if evaluation:

@@ -196,7 +196,7 @@ def set_weights(record, monkeypatch):
     """Return a function that calls set_weights for a training run and returns (its result, the calls)."""
     variables = ("load_start", "load_averages", "start_lookahead", "start_averages")
     record(phases.variables, *variables)
-    record(phases.progress, "phase")
+    record(phases.watchdog, "phase")
     monkeypatch.setattr(phases.variables.LoadOptions, "of", lambda args: "options")
     monkeypatch.setattr(phases.processes, "place", lambda device: f"place of {device}")
     record(phases.restore, "restore")
@@ -295,7 +295,7 @@ def test_half_precision_casts_only_the_evaluation_program_without_its_float32_va
 )
 def test_weights_of_half_precision_evaluations_are_averaged_then_folded(monkeypatch, flags, trains, expected):
     updates, compiled = [], []
-    monkeypatch.setattr(phases.progress, "phase", updates.append)
+    monkeypatch.setattr(phases.watchdog, "phase", updates.append)
     made = []
     monkeypatch.setattr(
         phases.averages, "evaluate", lambda *inputs: made.append(inputs) or (lambda: updates.append("averages"))
