@@ -239,10 +239,11 @@ def _usable(args, state, conditions, steps):
     older = {flag(name): DEFAULTS[name] if before is None else before for name, before in batches.items()}
     older |= {LIST: conditions.get(LIST), VERSION: 1}
     before = older | state["conditions"]
+    # They may also have conditions of flags that no longer exist; these had no effect if they were 0 or false.
     changes = {
-        name: f"{name} is {now} and was {before.get(name)}"
-        for name, now in conditions.items()
-        if now != before.get(name)
+        name: f"{name} is {conditions.get(name)} and was {before.get(name)}"
+        for name in conditions | before
+        if (conditions.get(name) or None) != (before.get(name) or None)
     }
     if changes and state["step"] == 0 and not set(changes) & {*ORDER_CONDITIONS, LIST}:
         text = (

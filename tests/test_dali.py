@@ -159,6 +159,21 @@ def test_loader_resumes_from_checkpoint_without_newer_flag(parse, photos, capsys
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("value", "step", "warning"), [(0.0, 2, ""), (0.5, 0, "--removed is None and was 0.5, so the")]
+)
+def test_loader_restarts_epoch_of_checkpoint_with_removed_flag_if_it_had_an_effect(
+    parse, photos, capsys, value, step, warning
+):
+    loader = dali.build_dataloader(parse("--image-root", photos), Mode.TRAIN)
+    take(loader, 2)
+    state = loader.state()
+    state["conditions"]["--removed"] = value
+    assert dali.build_dataloader(parse("--image-root", photos), Mode.TRAIN, state).step == step
+    error = capsys.readouterr().err
+    assert warning in error if warning else not error
+
+
 @pytest.mark.parametrize("is_in_epoch", [True, False])
 def test_loader_of_a_newer_version_restarts_epoch_or_continues_order(parse, photos, capsys, is_in_epoch):
     args = parse("--image-root", photos, "--batch-size", "3")
