@@ -239,11 +239,12 @@ def _usable(args, state, conditions, steps):
     older = {flag(name): DEFAULTS[name] if before is None else before for name, before in batches.items()}
     older |= {LIST: conditions.get(LIST), VERSION: 1}
     before = older | state["conditions"]
-    # They may also have conditions of flags that no longer exist; these had no effect if they were 0 or false.
+    # They may have conditions of flags that have been removed since. Such a flag had no effect if it was 0 or false.
+    removed = {name for name, value in before.items() if value and name.startswith("--")} - {*conditions}
     changes = {
-        name: f"{name} is {conditions.get(name)} and was {before.get(name)}"
-        for name in conditions | before
-        if (conditions.get(name) or None) != (before.get(name) or None)
+        name: f"{name} is {now} and was {before.get(name)}"
+        for name, now in (conditions | dict.fromkeys(removed, "a removed flag")).items()
+        if now != before.get(name)
     }
     if changes and state["step"] == 0 and not set(changes) & {*ORDER_CONDITIONS, LIST}:
         text = (
@@ -345,14 +346,14 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
     if mode is Mode.TRAIN:
         # DALI assigns seeds in the order of the random operators in the graph. The optional augmentations have explicit
         # seeds, so that they do not change the random numbers for cropping and flipping.
-        seeds = np.random.SeedSequence([args.dali_random_seed, shard_id]).generate_state(10).tolist()
+        seeds = np.random.SeedSequence([args.dali_random_seed, shard_id]).generate_state(9).tolist()
         if args.crop_padding:
             images = _padded_crop(args, encoded, decoder, resize, mean, seeds[5])
         else:
             images = _random_resized_crop(args, encoded, decoder, resize, seeds[5])
         mirror = fn.random.coin_flip(probability=0.5)
         if args.auto_augment != "none":
-            images = _auto_augment(images, args, seeds[7:])
+            images = _auto_augment(images, args, seeds[6:])
         if args.color_jitter:
             images = _jitter(images, args.color_jitter, seeds[:3])
         if args.rotate_degrees:

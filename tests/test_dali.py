@@ -160,7 +160,7 @@ def test_loader_resumes_from_checkpoint_without_newer_flag(parse, photos, capsys
 
 
 @pytest.mark.parametrize(
-    ("value", "step", "warning"), [(0.0, 2, ""), (0.5, 0, "--removed is None and was 0.5, so the")]
+    ("value", "step", "warning"), [(0.0, 2, ""), (0.5, 0, "--removed is a removed flag and was 0.5, so the")]
 )
 def test_loader_restarts_epoch_of_checkpoint_with_removed_flag_if_it_had_an_effect(
     parse, photos, capsys, value, step, warning
