@@ -27,13 +27,17 @@ TIE = 1e-4
 PROBABILITY_TOLERANCE = 1e-4
 PADDLE_CLIP = 64  # Paddle's CPU kernels raise logits to at least the maximum minus 64, so recorded losses can be lower
 TRITON_MAX_BATCH = 64
-# Tolerances for quantized networks. An engine may round a sum differently, which can change an activation by one
-# quantization level.
-INT8_TOP1_TOLERANCE = 0.005  # maximum decrease of top1
+# {kind of network: (maximum decrease of top1, remedy if top1 decreases more)}. In quantized networks, and in the
+# simulated quantization of --qat, engines may round a sum differently, which can change an activation by one
+# quantization level. Even Paddle's rounding of weights depends on their address in memory.
+TOP1_CHECKS = {
+    "int8": (0.005, "use a different --calibration-method or more --calibration-images"),
+    "--qat": (0.005, "train longer with --qat"),
+    "float16": (0.001, "use --precision float32"),
+}
 INT8_PROBABILITY_TOLERANCE = 0.1
 # Tolerances for networks in float16. If the two largest probabilities differ by less than HALF_TIE, rounding may
 # change the predicted class.
-HALF_TOP1_TOLERANCE = 0.001
 HALF_TIE = 0.02
 HALF_PROBABILITY_TOLERANCE = 0.02
 
@@ -292,10 +296,11 @@ def _verify(network, folder, image_root, device):
             f"{score['images']} images"
         )
     for model, score in zip(models[1:], others, strict=True):
-        if model.precision == "float32":
+        kind = "--qat" if network.args.qat and model.precision != "float16" else model.precision
+        if kind == "float32":
             _check_agreement(model.engine, score, "the checkpoint's network", expected)
         else:
-            _check_top1(model.precision, score, expected)
+            _check_top1(model.engine, kind, score, expected)
     recorded = network.meta["evaluated"]
     # A recorded evaluation on a GPU is not comparable to one on a CPU, because a GPU uses different decoders and
     # computes convolutions in TF32 or half precision.
@@ -365,20 +370,15 @@ def _check_agreement(name, score, reference_name, reference):
         )
 
 
-def _check_top1(precision, score, reference):
-    """Compare a network in reduced precision with the float32 network."""
+def _check_top1(engine, kind, score, reference):
+    """Compare top1 of a network with that of the checkpoint's network. `kind` is a key of TOP1_CHECKS."""
     lost, images = reference["correct"] - score["correct"], score["images"]
-    if precision == "int8":
-        tolerance, allowed = INT8_TOP1_TOLERANCE, INT8_TOP1_TOLERANCE * images
-        remedy = "use a different --calibration-method or more --calibration-images"
-    else:
-        tolerance, allowed = HALF_TOP1_TOLERANCE, HALF_TOP1_TOLERANCE * images + score["ties"]
-        remedy = "use --precision float32"
-    if lost > allowed:
+    tolerance, remedy = TOP1_CHECKS[kind]
+    if lost > tolerance * images + (score["ties"] if kind == "float16" else 0):
         raise RunError(
-            f"--verify: {precision} classifies {score['correct']} of {images} images correctly, but float32 "
-            f"classifies {reference['correct']} (tolerance {tolerance:.1%} of the images), and nothing was written; "
-            f"{remedy}"
+            f"--verify: {engine} ({kind}) classifies {score['correct']} of {images} images correctly, but the "
+            f"checkpoint's network classifies {reference['correct']} (tolerance {tolerance:.1%} of the images), and "
+            f"nothing was written; {remedy}"
         )
 
 

@@ -239,20 +239,23 @@ def test_int8_export_with_lower_accuracy_is_not_kept(checkpoint, photos, tmp_pat
     pytest.importorskip("onnxruntime")
     score = {"correct": 1000, "images": 1000}
     for correct in (995, 1010):
-        export._check_top1("int8", score | {"correct": correct}, score)
+        export._check_top1("onnxruntime", "int8", score | {"correct": correct}, score)
     with pytest.raises(
         RunError,
-        match=r"int8 classifies 994 of 1000 images correctly, but float32 classifies 1000 \(tolerance 0.5% of .*; "
+        match=r"onnxruntime \(int8\) classifies 994 of 1000 images correctly, but the checkpoint's network classifies "
+        r"1000 \(tolerance 0.5% of .*; "
         "use a different --calibration-method or more --calibration-images$",
     ):
-        export._check_top1("int8", score | {"correct": 994}, score)
+        export._check_top1("onnxruntime", "int8", score | {"correct": 994}, score)
     real = export._score
     monkeypatch.setattr(
         export,
         "_score",
         lambda network, model, root: real(network, model, root) | {"correct": 10 - (model.engine == "onnxruntime")},
     )
-    with pytest.raises(RunError, match="--verify: int8 classifies 9 of 23 images correctly, but float32 classifies 10"):
+    with pytest.raises(
+        RunError, match=r"--verify: onnxruntime \(int8\) classifies 9 of 23 images correctly, but .* 10 "
+    ):
         export.export(
             *(checkpoint, tmp_path / "exported"),
             verify=photos,
@@ -424,13 +427,13 @@ def test_float16_export_with_lower_accuracy_is_not_kept(checkpoint, photos, monk
     for precision, ties in (("float16", 23), ("float32", 0)):
         assert export._score(network, Model("", network.description, outputs, precision), photos)["ties"] == ties
     score = {"correct": 1000, "images": 1000, "ties": 2}
-    export._check_top1("float16", score | {"correct": 997}, score)
+    export._check_top1("paddle.inference", "float16", score | {"correct": 997}, score)
     message = (
-        r"float16 classifies 996 of 1000 images correctly, but float32 classifies 1000 \(tolerance 0.1% of the images\)"
-        ", and nothing was written; use --precision float32$"
+        r"paddle.inference \(float16\) classifies 996 of 1000 images correctly, but the checkpoint's network "
+        r"classifies 1000 \(tolerance 0.1% of the images\), and nothing was written; use --precision float32$"
     )
     with pytest.raises(RunError, match=message):
-        export._check_top1("float16", score | {"correct": 996}, score)
+        export._check_top1("paddle.inference", "float16", score | {"correct": 996}, score)
 
 
 @pytest.mark.parametrize(
@@ -551,28 +554,33 @@ def test_only_a_comparable_evaluation_is_compared(tmp_path, monkeypatch, recorde
     monkeypatch.setattr(inference, "open_paddle", lambda *arguments, **options: opened.append(arguments) or model)
     monkeypatch.setattr(export, "_score", lambda *arguments: dict(score))
     meta = {"evaluated": recorded, "arguments": {"device": device}}
-    network = SimpleNamespace(model=lambda logits: model, meta=meta, args=SimpleNamespace(tta=tta))
+    network = SimpleNamespace(model=lambda logits: model, meta=meta, args=SimpleNamespace(tta=tta, qat=False))
     with pytest.raises(RunError, match="its recorded evaluation disagree") if is_compared else nullcontext():
         export._verify(network, tmp_path, "photos", "gpu")
     assert opened == [(tmp_path, "gpu")]
 
 
 @pytest.mark.parametrize(
-    ("precision", "correct", "message"),
+    ("precision", "qat", "correct", "message"),
     [
-        ("float32", 90, "paddle.inference and the checkpoint's network disagree"),
-        ("float16", 90, None),
-        ("float16", 80, "float16 classifies 80 of 100 images correctly"),
+        ("float32", False, 90, "paddle.inference and the checkpoint's network disagree"),
+        ("float16", False, 90, None),
+        ("float16", False, 80, r"paddle.inference \(float16\) classifies 80 .*; use --precision float32$"),
+        ("float16", True, 80, r"paddle.inference \(float16\) classifies 80 .*; use --precision float32$"),
+        ("float32", True, 90, None),
+        ("float32", True, 80, r"paddle.inference \(--qat\) classifies 80 .*; train longer with --qat$"),
+        ("int8", True, 80, r"paddle.inference \(--qat\) classifies 80 .*; train longer with --qat$"),
     ],
 )
-def test_float16_network_is_compared_only_by_top1(tmp_path, monkeypatch, precision, correct, message):
+def test_float16_and_qat_networks_are_compared_only_by_top1(tmp_path, monkeypatch, precision, qat, correct, message):
     score = {"images": 100, "correct": 90, "ties": 0, "loss": 1.0, "clipped_loss": 1.0}
     scores = iter([score, score | {"loss": 2.0, "correct": correct}])
     monkeypatch.setattr(
         inference, "open_paddle", lambda *arguments, **options: Model("paddle.inference", {}, None, precision)
     )
     monkeypatch.setattr(export, "_score", lambda *arguments: next(scores))
-    network = SimpleNamespace(model=lambda logits: Model("Executor", {}, None), meta={"evaluated": None})
+    meta, args = {"evaluated": None}, SimpleNamespace(qat=qat)
+    network = SimpleNamespace(model=lambda logits: Model("Executor", {}, None), meta=meta, args=args)
     with pytest.raises(RunError, match=message) if message else nullcontext():
         export._verify(network, tmp_path, "photos", "cpu")
 
@@ -584,7 +592,7 @@ def test_recorded_loss_matches_exact_or_clipped_loss(tmp_path, monkeypatch, loss
     monkeypatch.setattr(inference, "open_paddle", lambda *arguments, **options: model)
     monkeypatch.setattr(export, "_score", lambda *arguments: dict(score))
     meta = {"evaluated": RECORDED, "arguments": {"device": "cpu"}}
-    network = SimpleNamespace(model=lambda logits: model, meta=meta, args=SimpleNamespace(tta="none"))
+    network = SimpleNamespace(model=lambda logits: model, meta=meta, args=SimpleNamespace(tta="none", qat=False))
     with nullcontext() if is_equal else pytest.raises(RunError, match="its recorded evaluation disagree: .* loss 2.1"):
         export._verify(network, tmp_path, "photos", "cpu")
 
