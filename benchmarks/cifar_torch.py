@@ -2,7 +2,8 @@ r"""Train ResNet18 on CIFAR-10 with PyTorch, to compare it with this project. Th
 
     python benchmarks/cifar_torch.py --image-root DIR --seed 0
     python train.py --config configs/cifar10_30epochs.yaml --image-root DIR --seed 0 --dali-random-seed 42 \
-        --crop-size 32 --resize-short 32 --crop-padding 4 --mixup 0
+        --crop-size 32 --sizes None --resize-short 32 --crop-padding 4 --rand-crop-scale 0.08,1 --mixup 0 \
+        --bn-weight-decay false
 
 DIR contains train/CLASS/*.jpg and val/CLASS/*.jpg with images of 32x32 pixels. The network is torchvision's ResNet-18
 with a 3x3 convolution with stride 1 and no max pooling in the stem. All images are decoded with Pillow at the start.
