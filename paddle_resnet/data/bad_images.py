@@ -10,6 +10,9 @@ import numpy as np
 from nvidia import nvimgcodec
 from nvidia.dali import fn, pipeline_def, types
 
+from paddle_resnet.data import records
+from utils.errors import UsageError
+
 # Patterns of the source_info that DALI reports for a record: RecordIO or TFRecord, WebDataset, LMDB.
 RECORD_PATTERNS = (r"(.+) at index (\d+)", r"(.+\.tar):(\d+):.*", r"(.+) at key (.+)")
 SEARCH_S = 40  # maximum duration of the search, so that a run stops within a minute
@@ -108,6 +111,34 @@ def reader_problem(message):
         return None
     reason = message.partition("encountered:")[2].strip().partition("\n")[0]
     return re.sub(r'^Assert on ".*?" failed: ', "", reason) or "unknown reason"
+
+
+def bad_record(message, data_set, image_root):
+    """Find the record that made a DALI reader, or the check for exactly one label in readers.py, fail.
+
+    Args:
+        message: text of DALI's error.
+        data_set: readers.DataSet that the loader reads.
+        image_root: folder of the data set.
+    Returns:
+        Error message with the file and the place of the first record that is not an image with one label, or with
+        image_root if the search for this record timed out after SEARCH_S seconds; None if the error has a different
+        cause.
+    """
+    is_label = re.search(r"Cannot apply an index to a scalar|Requested shape:\s+1\s", message)
+    if data_set.records is None or not (is_label or reader_problem(message)):
+        return None
+    deadline = monotonic() + SEARCH_S
+    for image in data_set.records():
+        try:
+            records.read(image)
+        except UsageError as e:
+            return str(e)
+        if monotonic() > deadline and is_label:
+            return f"{image_root}: a record is not an image with one label; write it again"
+        if monotonic() > deadline:
+            break
+    return None
 
 
 def bad_image(message, data_set, image_root):

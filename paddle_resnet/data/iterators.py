@@ -146,6 +146,14 @@ class ShardIterator(_Steps, DALIGenericIterator):
         try:
             yield
         except RuntimeError as e:
+            is_lmdb = self._data_set.data_format == "lmdb"
+            remedy = (
+                f"run `{command('dataset', 'verify', self._image_root, '--fix-list', 'bad.txt')}` and "
+                f"{'convert the data set' if is_lmdb else 'train'} with --skip-list bad.txt"
+            )
+            record = bad_images.bad_record(str(e), self._data_set, self._image_root)
+            if record is not None:
+                raise DataError(f"{record}, or {remedy} (rank {processes.rank()})") from e
             path = bad_images.bad_image(str(e), self._data_set, self._image_root)
             problem = bad_images.reader_problem(str(e))
             if path is None and problem is None:
@@ -155,11 +163,8 @@ class ShardIterator(_Steps, DALIGenericIterator):
                     f"{self._image_root}: the {self._data_set.data_format} data cannot be read (rank "
                     f"{processes.rank()}: {problem}); run `{command('dataset', 'verify', self._image_root)}`"
                 ) from e
-            next_command = "train" if self._data_set.data_format != "lmdb" else "convert the data set"
             raise DataError(
-                f"{path}: cannot be decoded (rank {processes.rank()}); repair or remove it, or run "
-                f"`{command('dataset', 'verify', self._image_root, '--fix-list', 'bad.txt')}` and {next_command} with "
-                "--skip-list bad.txt"
+                f"{path}: cannot be decoded (rank {processes.rank()}); repair or remove it, or {remedy}"
             ) from e
 
     def _next_batch(self):

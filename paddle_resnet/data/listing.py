@@ -241,16 +241,25 @@ def images(image_root, mode, data_format=None, allow_outside=False, classes=None
         return data_format, classes, listed
     listed = []
     for shard in shards(image_root, mode, data_format):
-        name = os.path.basename(shard)
         if data_format == "lmdb":
-            keys = records.lmdb_keys(shard)
-            listed += [Image(f"{name}@{os.fsdecode(key)}", shard, None, data_format, key) for key in keys]
-            continue
-        index = indexes.open_index(shard, data_format)
-        for row in np.hstack([index.images, index.labels]).tolist():
-            listed.append(Image(f"{name}@{row[0]}", shard, None, data_format, tuple(row)))
+            listed += lmdb_records(shard)
+        else:
+            listed += records_of(shard, data_format, indexes.open_index(shard, data_format))
     check_count(image_root, mode, data_format, len(listed))
     return data_format, class_names(image_root), listed
+
+
+def records_of(shard, data_format, index):
+    """Yield the Image of each record in a record file with an indexes.Index."""
+    name = os.path.basename(shard)
+    for row in np.hstack([index.images, index.labels]).tolist():
+        yield Image(f"{name}@{row[0]}", shard, None, data_format, tuple(row))
+
+
+def lmdb_records(path):
+    """Yield the Image of each record in an LMDB."""
+    for key in records.lmdb_keys(path):
+        yield Image(f"{os.path.basename(path)}@{os.fsdecode(key)}", path, None, "lmdb", key)
 
 
 def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=None):

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from nvidia.dali import fn, types
-from nvidia.dali.tfrecord import FixedLenFeature, int64, string
+from nvidia.dali.tfrecord import FixedLenFeature, VarLenFeature, int64, string
 
 from paddle_resnet.data import listing, records
 from paddle_resnet.data.bad_images import MAX_PIXELS
@@ -51,6 +51,7 @@ class DataSet:
         files, labels: path relative to image_root and label (int64 array) of each image, in list order; None for record
             files, whose labels are not read in advance.
         has_reader: whether `read` adds a DALI reader with the given name.
+        records: function that yields the listing.Image of each record in stored order, or None for image files.
     """
 
     data_format: str
@@ -62,6 +63,7 @@ class DataSet:
     files: list = None
     labels: np.ndarray = None
     has_reader: bool = True
+    records: Callable = None
 
     def __post_init__(self):
         self.class_names = self.class_names or self.classes
@@ -267,7 +269,9 @@ def recordio(image_root, mode, num_of_class, seed, skip, trained=None):
 
     See open_split for the arguments of recordio() and the other record readers.
     """
-    shards, indexes, classes, size, digest = _open_shards(image_root, mode, "recordio", num_of_class, skip, trained)
+    shards, indexes, classes, size, digest, records_of = _open_shards(
+        image_root, mode, "recordio", num_of_class, skip, trained
+    )
 
     def read(name, shard_id, num_shards, shuffle):
         encoded, label = fn.readers.mxnet(
@@ -276,9 +280,9 @@ def recordio(image_root, mode, num_of_class, seed, skip, trained=None):
             dont_use_mmap=True,
             **_reader_arguments(name, shard_id, num_shards, shuffle, size, seed),
         )
-        return encoded, _to_integer(label)
+        return encoded, _to_integer(_single(label))
 
-    return DataSet("recordio", size, classes, read, digest)
+    return DataSet("recordio", size, classes, read, digest, records=records_of)
 
 
 def tfrecord(image_root, mode, num_of_class, seed, skip, trained=None):
@@ -286,7 +290,9 @@ def tfrecord(image_root, mode, num_of_class, seed, skip, trained=None):
 
     Each record has the features image/encoded (bytes) and image/class/label (one int64, counted from 0).
     """
-    shards, indexes, classes, size, digest = _open_shards(image_root, mode, "tfrecord", num_of_class, skip, trained)
+    shards, indexes, classes, size, digest, records_of = _open_shards(
+        image_root, mode, "tfrecord", num_of_class, skip, trained
+    )
 
     def read(name, shard_id, num_shards, shuffle):
         features = fn.readers.tfrecord(
@@ -294,17 +300,17 @@ def tfrecord(image_root, mode, num_of_class, seed, skip, trained=None):
             index_path=[index.path for index in indexes],
             features={
                 records.TFRECORD_IMAGE: FixedLenFeature((), string, ""),
-                records.TFRECORD_LABEL: FixedLenFeature([1], int64, -1),
+                # DALI never uses the default value -1. With FixedLenFeature, an empty or float label would come back as
+                # arbitrary memory; with VarLenFeature, it has no elements.
+                records.TFRECORD_LABEL: VarLenFeature(int64, -1),
             },
             dont_use_mmap=True,
             **_reader_arguments(name, shard_id, num_shards, shuffle, size, seed),
             **_shard_order(shuffle, seed),
         )
-        # DALI returns a missing label as a scalar with the value of an earlier label. The slice rejects scalars.
-        label = features[records.TFRECORD_LABEL][0:1]
-        return features[records.TFRECORD_IMAGE], fn.cast(label, dtype=types.INT64)
+        return features[records.TFRECORD_IMAGE], _single(features[records.TFRECORD_LABEL])
 
-    return DataSet("tfrecord", size, classes, read, digest)
+    return DataSet("tfrecord", size, classes, read, digest, records=records_of)
 
 
 def lmdb(image_root, mode, num_of_class, seed, skip, trained=None):
@@ -326,10 +332,11 @@ def lmdb(image_root, mode, num_of_class, seed, skip, trained=None):
         encoded, label = fn.readers.caffe(
             path=path, **_reader_arguments(name, shard_id, num_shards, shuffle, size, seed)
         )
-        return encoded, fn.cast(label, dtype=types.INT64)
+        return encoded, fn.cast(_single(label), dtype=types.INT64)
 
     digest = _digest(size, os.path.getsize(os.path.join(path, "data.mdb")), labels)
-    return DataSet("lmdb", size, classes or listing.numbers(num_of_class), read, digest)
+    names = classes or listing.numbers(num_of_class)
+    return DataSet("lmdb", size, names, read, digest, records=lambda: listing.lmdb_records(path))
 
 
 def webdataset(image_root, mode, num_of_class, seed, skip, trained=None):
@@ -338,7 +345,9 @@ def webdataset(image_root, mode, num_of_class, seed, skip, trained=None):
     A sample consists of an image (KEY.jpg, KEY.png ...) and its label in decimal digits (KEY.cls). The names of
     shards may have a prefix before `train`, `val` or `validation`.
     """
-    shards, indexes, classes, size, digest = _open_shards(image_root, mode, "webdataset", num_of_class, skip, trained)
+    shards, indexes, classes, size, digest, records_of = _open_shards(
+        image_root, mode, "webdataset", num_of_class, skip, trained
+    )
 
     def read(name, shard_id, num_shards, shuffle):
         encoded, digits = fn.readers.webdataset(
@@ -353,7 +362,14 @@ def webdataset(image_root, mode, num_of_class, seed, skip, trained=None):
         )
         return encoded, _decimal(digits)
 
-    return DataSet("webdataset", size, classes, read, digest)
+    return DataSet("webdataset", size, classes, read, digest, records=records_of)
+
+
+def _single(label):
+    """Add DALI operators that return a label with shape [1]. A record without exactly one label makes them fail, with an
+    error that bad_images.bad_record recognizes. They do not copy data."""
+    # For a TFRecord without a label, DALI returns a scalar with the value of an earlier label. The slice rejects scalars.
+    return fn.reshape(label[0:], shape=[1])
 
 
 def _to_integer(number):
@@ -412,8 +428,8 @@ def _skipped(skip, shard):
 
 
 def _open_shards(image_root, mode, data_format, num_of_class, skip, trained):
-    """Open a split's record files and check some labels. Return (paths, [Index], class names, number of images,
-    digest)."""
+    """Open a split's record files and check some labels. Return (paths, [Index], class names, number of images, digest,
+    DataSet.records)."""
     classes = listing.class_names(image_root, num_of_class, trained)
     shards, indexes, total = [], [], 0
     for shard in listing.shards(image_root, mode, data_format):
@@ -441,7 +457,12 @@ def _open_shards(image_root, mode, data_format, num_of_class, skip, trained):
         part for shard, index in zip(shards, indexes, strict=True) for part in (os.path.basename(shard), index.images)
     ]
     digest = _digest(*parts, *(index.labels for index in indexes), labels)
-    return shards, indexes, classes or listing.numbers(num_of_class), size, digest
+
+    def records_of():
+        for shard, index in zip(shards, indexes, strict=True):
+            yield from listing.records_of(shard, data_format, index)
+
+    return shards, indexes, classes or listing.numbers(num_of_class), size, digest, records_of
 
 
 RECORD_READERS = {"recordio": recordio, "tfrecord": tfrecord, "lmdb": lmdb, "webdataset": webdataset}

@@ -19,7 +19,7 @@ from utils.files import open_regular
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".tif", ".tiff", ".webp")
 IMAGE_EXTENSIONS = tuple(suffix[1:] for suffix in IMAGE_SUFFIXES)
 RECORDIO_MAGIC = 0xCED7230A
-RECORDIO_HEAD = struct.Struct("<IfQQ")  # fields: number of extra labels, label, two numbers that identify the image
+RECORDIO_HEAD = struct.Struct("<IfQQ")  # fields: number of labels after the header, label if it is 0, two numbers that identify the image
 TFRECORD_OVERHEAD = 16  # bytes per record in addition to the payload: length and two checksums
 LABEL_DIGITS = 9  # maximum length of a label in a tar file; the DALI pipeline uses the same limit
 TFRECORD_IMAGE, TFRECORD_LABEL = "image/encoded", "image/class/label"
@@ -83,11 +83,20 @@ def _read_record(f, kind, offset, size):
         if kind == "tfrecord":
             return _read_example(tfrecord_payload(f, size))
         data = _read_recordio(f)
-        flag, label, _, _ = RECORDIO_HEAD.unpack_from(data)
-        if flag != 0:
-            raise ValueError("several labels")
-        return data[RECORDIO_HEAD.size :], int(label) if label.is_integer() else label
+        count, label, _, _ = RECORDIO_HEAD.unpack_from(data)
+        start = RECORDIO_HEAD.size
+        if count > 1:
+            raise UsageError(
+                f"{f.name}: the record at byte {offset} has {count} labels; this program trains one label per image, so "
+                "write the record again with one label"
+            )
+        if count == 1:  # the label is stored after the header, and the header's own label has no meaning
+            (label,) = struct.unpack_from("<f", data, start)
+            start += 4
+        return data[start:], int(label) if label.is_integer() else label
     except (ValueError, struct.error) as e:
+        if isinstance(e, UsageError):
+            raise
         raise _no_label(f.name, offset, e) from e
 
 

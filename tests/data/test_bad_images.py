@@ -1,16 +1,20 @@
+import contextlib
 import io
 import os
 import shlex
 import shutil
+import struct
 import sys
 from types import SimpleNamespace
 
+import lmdb
 import pytest
 from PIL import Image, features
+from tfrecord import TFRecordWriter
 
-from paddle_resnet import dali
-from paddle_resnet.data import bad_images, listing, readers
-from paddle_resnet.tools import convert
+from paddle_resnet import dali, dataset
+from paddle_resnet.data import bad_images, indexes, listing, readers, records
+from paddle_resnet.tools import convert, writers
 from utils.errors import DataError
 from utils.mode import Mode
 
@@ -51,6 +55,97 @@ def test_undecodable_image_is_reported_with_full_relative_path(
     assert ": cannot be decoded (rank 0); repair" in str(e.value)
     next_command = "convert the data set" if data_format == "lmdb" else "train"
     assert str(e.value).endswith(f" --fix-list bad.txt` and {next_command} with --skip-list bad.txt")
+
+
+BAD = 17  # number of the record with a bad label
+TFRECORD_LABELS = {
+    "empty": ([], "int"),
+    "missing": None,
+    "float": (1.0, "float"),
+    "bytes": (b"1", "byte"),
+    "two labels": ([1, 2], "int"),
+}
+
+
+def write_records(root, images, data_format, bad):
+    """Write `images`, [(bytes, label)], as training records. Record BAD has the label or header `bad`. Return its name
+    in messages."""
+    if data_format == "tfrecord":
+        with contextlib.closing(TFRecordWriter(str(root / "train-00000-of-00001"))) as writer:
+            for i, (image, label) in enumerate(images):
+                feature = bad if i == BAD else (label, "int")
+                labels = {} if feature is None else {records.TFRECORD_LABEL: feature}
+                writer.write({records.TFRECORD_IMAGE: (image, "byte"), **labels})
+    elif data_format == "recordio":
+        heads = [records.RECORDIO_HEAD.pack(0, label, i, 0) for i, (_, label) in enumerate(images)]
+        heads[BAD] = bad
+        content = [writers.recordio_record(head + image) for head, (image, _) in zip(heads, images, strict=True)]
+        (root / "train.rec").write_bytes(b"".join(content))
+    else:
+        (root / "train_lmdb").mkdir()
+        with lmdb.open(str(root / "train_lmdb"), map_size=1 << 24) as env, env.begin(write=True) as transaction:
+            for i, (image, label) in enumerate(images):
+                fields = bad if i == BAD else {"label": label, "encoded": True}
+                transaction.put(b"%08d" % i, records.datum_class()(data=image, **fields).SerializeToString())
+        return f"{root}/train_lmdb: record {BAD:08d} is not an encoded image with a label; write encoded images"
+    [shard] = listing.find_shards(root, data_format, Mode.TRAIN)
+    place = indexes.open_index(shard, data_format).images[BAD, 0]
+    return f"{shard}: the record at byte {place} "
+
+
+@pytest.mark.parametrize(
+    ("data_format", "bad", "reason"),
+    [
+        *(("tfrecord", label, "image/class/label); write it again") for label in TFRECORD_LABELS.values()),
+        ("recordio", struct.pack("<IfQQfff", 3, 0, BAD, 0, 1, 2, 0), "3 labels; this program trains one label per im"),
+        ("lmdb", {"encoded": True}, ""),
+        ("lmdb", {"label": 1, "encoded": False}, ""),
+    ],
+    ids=[*TFRECORD_LABELS, "three labels", "LMDB without label", "raw LMDB"],
+)
+def test_record_without_one_label_is_reported_with_place(
+    photos, parse, tmp_path, monkeypatch, verify_here, data_format, bad, reason
+):
+    """Only some of the labels are checked before the run."""
+    monkeypatch.setattr(readers, "CHECKED_LABELS", 2)
+    images = [(path.read_bytes(), int(path.parent.name[-1])) for path in sorted((photos / "train").glob("*/*"))]
+    place = write_records(tmp_path, images, data_format, bad)
+    flags = ["--image-root", tmp_path, "--run-scope", "train_only"]
+    with pytest.raises(DataError) as e:
+        list(dali.build_dataloader(parse(*flags), Mode.TRAIN))
+    message = str(e.value)
+    assert message.startswith(place) and reason in message and message.endswith("--skip-list bad.txt (rank 0)")
+    if data_format == "lmdb":
+        return
+    bad_list = tmp_path / "bad.txt"
+    command = shlex.split(message.partition("`")[2].partition("`")[0].replace("bad.txt", str(bad_list)))
+    assert dataset.main([*command[3:], "--run-scope", "train_only"]) == 1
+    batches = list(dali.build_dataloader(parse(*flags, "--skip-list", bad_list), Mode.TRAIN))
+    assert len(batches) == 29 // 8
+
+
+def test_record_with_a_bad_label_stops_run_with_exit_code_2(photos, run_train, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(readers, "CHECKED_LABELS", 2)
+    images = [(path.read_bytes(), int(path.parent.name[-1])) for path in sorted((photos / "train").glob("*/*"))]
+    (tmp_path / "root").mkdir()
+    place = write_records(tmp_path / "root", images, "tfrecord", ([], "int"))
+    assert run_train("--run-scope", "train_only", image_root=tmp_path / "root")[0] == 2
+    assert place in capsys.readouterr().err
+
+
+def test_search_for_a_record_ends_after_deadline(tmp_path, monkeypatch):
+    (tmp_path / "x").write_bytes(b"7")
+    image = listing.Image("x@0", str(tmp_path / "x"), None, "webdataset", (0, 1, 0, 1))
+    data_set = SimpleNamespace(records=lambda: iter([image, image]))
+    label_error, reader_error = "Requested shape:\t1\n", "Error in nvidia.dali.fn.readers.x encountered: y"
+    for message in (label_error, reader_error):
+        assert bad_images.bad_record(message, data_set, "root") is None
+    monkeypatch.setattr(bad_images, "SEARCH_S", -1)
+    assert bad_images.bad_record(label_error, data_set, "root") == (
+        "root: a record is not an image with one label; write it again"
+    )
+    assert bad_images.bad_record(reader_error, data_set, "root") is None
+    assert bad_images.bad_record(label_error, SimpleNamespace(records=None), "root") is None
 
 
 @pytest.mark.parametrize("root", ["data/z", "./data/z", "my data/z"])

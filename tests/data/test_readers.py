@@ -2,6 +2,7 @@ import contextlib
 import json
 import os
 import shutil
+import struct
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -465,6 +466,15 @@ def test_invalid_labels_become_negative(tmp_path, monkeypatch):
     (tmp_path / "val.rec").write_bytes(b"".join(writers.recordio_record(head + b"x") for head in heads))
     labels = [label for _, label in contents(readers.open_split(str(tmp_path), "recordio", Mode.EVAL, 10, 0))]
     assert labels == [1, -1, -1, 3, -4]
+
+
+def test_recordio_label_may_follow_the_header(tmp_path):
+    """MXNet writes a list of one label this way. The label in the header has no meaning then."""
+    heads = [records.RECORDIO_HEAD.pack(0, 2, 0, 0), struct.pack("<IfQQf", 1, 0, 1, 0, 3)]
+    (tmp_path / "val.rec").write_bytes(b"".join(writers.recordio_record(head + b"x") for head in heads))
+    data_set = readers.open_split(str(tmp_path), "recordio", Mode.EVAL, 10, 0)
+    assert raw_contents(data_set) == [(b"x", 2), (b"x", 3)]
+    assert [records.read(image) for image in data_set.records()] == [(b"x", 2), (b"x", 3)]
 
 
 def test_label_of_every_shard_is_checked(tmp_path):
