@@ -233,10 +233,7 @@ def _add_index(commands):
 
 
 def _run_index(args):
-    try:
-        created, existing = convert.build_indexes(args.root)
-    except OSError as e:
-        raise UsageError(f"{e.filename}: the index cannot be written ({e.strerror}); make the folder writable") from e
+    created, existing = convert.build_indexes(args.root)
     print(f"{args.root}: {created} index files created, {existing} already existed")
 
 

@@ -249,6 +249,13 @@ def convert_here(monkeypatch):
 
 
 @pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Use a new cache folder, in which indexes of tar shards are written, and return its parent."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
 def shard(monkeypatch):
     """Return a function that makes this process act as one rank of a job of several processes."""
 

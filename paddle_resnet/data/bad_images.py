@@ -114,7 +114,7 @@ def reader_problem(message):
 
 
 def bad_record(message, data_set, image_root):
-    """Find the record that made a DALI reader, or the check for exactly one label in readers.py, fail.
+    """Find the record for which the check for exactly one label (readers.py) failed.
 
     Args:
         message: text of DALI's error.
@@ -122,11 +122,9 @@ def bad_record(message, data_set, image_root):
         image_root: folder of the data set.
     Returns:
         Error message with the file and the place of the first record that is not an image with one label, or with
-        image_root if the search for this record timed out after SEARCH_S seconds; None if the error has a different
-        cause.
+        image_root if the search timed out after SEARCH_S seconds; None if the error has a different cause.
     """
-    is_label = re.search(r"Cannot apply an index to a scalar|Requested shape:\s+1\s", message)
-    if data_set.records is None or not (is_label or reader_problem(message)):
+    if not re.search(r"Cannot apply an index to a scalar|Requested shape:\s+1\s", message) or not data_set.records:
         return None
     deadline = monotonic() + SEARCH_S
     for image in data_set.records():
@@ -134,10 +132,8 @@ def bad_record(message, data_set, image_root):
             records.read(image)
         except UsageError as e:
             return str(e)
-        if monotonic() > deadline and is_label:
-            return f"{image_root}: a record is not an image with one label; write it again"
         if monotonic() > deadline:
-            break
+            return f"{image_root}: a record is not an image with one label; write it again"
     return None
 
 

@@ -48,8 +48,7 @@ class Index:
 def open_index(shard, kind, skip=frozenset()):
     """Open the index of a record file, and create the index if it does not exist.
 
-    A new index is stored in the shard's folder. If that folder is not writable, the index is stored in the user's cache
-    folder.
+    A new index is stored in the first writable folder of index_paths.
 
     Args:
         shard: path of the record file.
@@ -66,24 +65,22 @@ def open_index(shard, kind, skip=frozenset()):
 
 
 def _open_full_index(shard, kind):
-    adjacent, cached = index_path(shard), _cached_index_path(shard)
-    for path in (adjacent, cached):
-        if os.path.exists(path):
-            return check_index(shard, path, kind)
-    text = scan(shard, kind)
-    try:
-        write_file(adjacent, text)
-    except OSError as e:
+    if path := existing_index(shard):
+        return check_index(shard, path, kind)
+    text, failed = scan(shard, kind), []
+    for path in index_paths(shard, kind):
         try:
-            write_file(cached, text)
-        except OSError as e2:
-            raise UsageError(
-                f"{shard}: has no index, and neither {adjacent} ({e.strerror}) nor {cached} ({e2.strerror}) can be "
-                "written; make one of the folders writable"
-            ) from e2
-        logger.info(f"index of {shard}: {cached} ({os.path.dirname(adjacent)} cannot be written)")
-        return check_index(shard, cached, kind)
-    return check_index(shard, adjacent, kind)
+            write_file(path, text)
+        except OSError as e:
+            failed.append((path, e.strerror))
+            continue
+        if failed:
+            logger.info(f"index of {shard}: {path} ({os.path.dirname(failed[0][0])} cannot be written)")
+        return check_index(shard, path, kind)
+    places = " nor ".join(f"{path} ({reason})" for path, reason in failed)
+    raise UsageError(
+        f"{shard}: has no index, and neither {places} can be written; make one of the folders writable"
+    )
 
 
 def _reduced_index(index, shard, kind, skip):
@@ -119,6 +116,19 @@ def index_path(shard):
     """
     root, extension = os.path.splitext(shard)
     return f"{root}.idx" if extension in (".rec", ".tar") else f"{shard}.idx"
+
+
+def index_paths(shard, kind):
+    """Return the paths at which a new index may be stored, preferred path first: the shard's folder and the user's cache
+    folder. For tar shards, the cache folder comes first, because other readers, such as Hugging Face's `datasets`,
+    refuse a folder that contains other files than shards."""
+    adjacent, cached = index_path(shard), _cached_index_path(shard)
+    return (cached, adjacent) if kind == "webdataset" else (adjacent, cached)
+
+
+def existing_index(shard):
+    """Return the path of a shard's index, preferably in the shard's folder, or None if there is no index."""
+    return next((path for path in (index_path(shard), _cached_index_path(shard)) if os.path.exists(path)), None)
 
 
 def _cached_index_path(shard, skip=frozenset()):

@@ -170,14 +170,14 @@ def locked(output):
 
 
 def build_indexes(image_root):
-    """Create missing index files next to the TFRecord, RecordIO and WebDataset files of a folder.
+    """Create the missing index files of the TFRecord, RecordIO and WebDataset files in a folder, see
+    indexes.index_paths.
 
     Returns:
         (number of index files created, number of index files that already existed).
     Raises:
-        UsageError: the folder contains no record files in these formats, a file is damaged, or an index does not match
-            its record file.
-        OSError: an index cannot be written.
+        UsageError: the folder contains no record files in these formats, a file is damaged, an index does not match its
+            record file, or an index cannot be written.
     """
     if not os.path.isdir(image_root):
         raise UsageError(f"{image_root}: not a folder; use the folder that contains the shards")
@@ -185,12 +185,9 @@ def build_indexes(image_root):
     for kind in INDEXED:
         for mode in Mode:
             for shard in listing.find_shards(image_root, kind, mode):
-                path = indexes.index_path(shard)
-                existing += os.path.exists(path)
-                if not os.path.exists(path):
-                    indexes.write_file(path, indexes.scan(shard, kind))
-                    created += 1
-                indexes.check_index(shard, path, kind)
+                is_new = indexes.existing_index(shard) is None
+                created, existing = created + is_new, existing + (not is_new)
+                indexes.open_index(shard, kind)
     if created + existing == 0:
         raise UsageError(f"{image_root}: contains no RecordIO, TFRecord or tar files; use a folder with such files")
     return created, existing

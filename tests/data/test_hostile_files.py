@@ -26,7 +26,7 @@ from paddle_resnet.tools import inspection, verify
 from utils.errors import DataError, UsageError
 from utils.mode import Mode, RunScope
 
-pytestmark = pytest.mark.usefixtures("convert_here", "verify_here")
+pytestmark = pytest.mark.usefixtures("convert_here", "verify_here", "cache")
 INDEXED = ("recordio", "tfrecord", "webdataset")
 
 

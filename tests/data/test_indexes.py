@@ -11,6 +11,7 @@ from paddle_resnet.tools import writers
 from utils import files
 from utils.errors import UsageError
 
+pytestmark = pytest.mark.usefixtures("cache")
 KINDS = {"tfrecord": "train-00000-of-00001", "recordio": "train.rec", "webdataset": "train-000000.tar"}
 
 
@@ -31,18 +32,18 @@ def write(folder, kind, count=5):
     return path
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_index_is_written_next_to_shard_and_lists_every_record(tmp_path, kind):
-    shard = write(tmp_path, kind)
+def test_index_lists_every_record_and_only_that_of_a_tar_shard_is_in_the_cache(tmp_path, cache, kind):
+    """Hugging Face's `datasets` would take an index next to a tar shard for a shard, and refuse the folder."""
+    shard = write(tmp_path / "data", kind)
     index = indexes.open_index(str(shard), kind)
-    assert index.path == indexes.index_path(str(shard))
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([shard.name, os.path.basename(index.path)])
+    names = [shard.name]
+    if kind == "webdataset":
+        assert index.path.startswith(str(cache / "paddle_resnet/indexes"))
+    else:
+        assert index.path == indexes.index_path(str(shard))
+        names.append(os.path.basename(index.path))
+    assert sorted(os.listdir(tmp_path / "data")) == sorted(names)
     labels = [records.read_label(str(shard), kind, offset, size) for offset, size in index.labels.tolist()]
     assert labels == [0, 1, 2, 3, 4]
 
@@ -57,27 +58,27 @@ def test_name_of_index_follows_suffix_of_shard():
         assert indexes.index_path(shard) == name
 
 
-def block_index(shard):
-    """Put a folder in place of the temporary file, so that the next attempt to write an index fails. A read-only parent
-    folder would not suffice, because root could write to it."""
-    files.partial_path(indexes.index_path(str(shard))).mkdir()
+def block_index(shard, kind="tfrecord"):
+    """Put a folder in place of the temporary file, so that the next attempt to write an index at the preferred place
+    fails. A read-only parent folder would not suffice, because root could write to it."""
+    files.partial_path(indexes.index_paths(str(shard), kind)[0]).mkdir(parents=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_index_of_read_only_folder_is_written_to_cache(tmp_path, cache, monkeypatch, capsys, kind):
+def test_index_is_written_to_second_place_if_first_is_not_writable(tmp_path, monkeypatch, capsys, kind):
     shard = write(tmp_path / "data", kind)
-    default_path = indexes.index_path(str(shard))
-    block_index(shard)
+    preferred, other = indexes.index_paths(str(shard), kind)
+    block_index(shard, kind)
     index = indexes.open_index(str(shard), kind)
-    assert index.path.startswith(str(cache / "paddle_resnet"))
+    assert index.path == other
     assert index.path in capsys.readouterr().out
-    assert not os.path.exists(default_path)
+    assert not os.path.exists(preferred)
     assert len(index) == 5
-    # If the cached index is used, the record file is not scanned.
+    # If the existing index is used, the record file is not scanned.
     monkeypatch.setattr(indexes, "scan", None)
     assert indexes.open_index(str(shard), kind).path == index.path
-    Path(default_path).write_bytes(Path(index.path).read_bytes())
-    assert indexes.open_index(str(shard), kind).path == default_path
+    Path(preferred).write_bytes(Path(index.path).read_bytes())
+    assert indexes.open_index(str(shard), kind).path == indexes.index_path(str(shard))
 
 
 def test_cached_index_of_changed_shard_is_not_used(tmp_path, cache):
@@ -107,8 +108,8 @@ def test_equal_shards_in_different_folders_have_their_own_cached_index(tmp_path,
 
 def test_unwritable_folder_and_cache_are_an_error(tmp_path, cache):
     shard = write(tmp_path / "data", "tfrecord")
-    block_index(shard)
     cache.write_text("a file")
+    block_index(shard)
     with pytest.raises(UsageError, match=r"neither .*train.*\(Is a dir.*\) nor .*/cache/.* \(Not a directory\) can"):
         indexes.open_index(str(shard), "tfrecord")
 
@@ -117,11 +118,10 @@ def test_unwritable_folder_and_cache_are_an_error(tmp_path, cache):
 @pytest.mark.parametrize("kind", KINDS)
 def test_index_of_different_shard_is_rejected(tmp_path, kind, count):
     shard = write(tmp_path, kind)
-    index = Path(indexes.open_index(str(shard), kind).path)
-    stale = index.read_bytes()
+    stale = Path(indexes.open_index(str(shard), kind).path).read_bytes()
     shard.unlink()
     write(tmp_path, kind, count=count)
-    index.write_bytes(stale)
+    Path(indexes.index_path(str(shard))).write_bytes(stale)
     with pytest.raises(UsageError, match="does not match .*; remove this index"):
         indexes.open_index(str(shard), kind)
 

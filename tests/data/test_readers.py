@@ -19,6 +19,8 @@ from paddle_resnet.tools import convert, writers
 from utils.errors import UsageError
 from utils.mode import Mode
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 
 @pytest.fixture
 def make(tmp_path):
@@ -408,8 +410,7 @@ def test_skipped_images_are_omitted(make, data_format):
 
 
 @pytest.mark.parametrize("data_format", ["recordio", "tfrecord", "webdataset"])
-def test_skipped_records_are_omitted(converted, tmp_path, monkeypatch, data_format):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_skipped_records_are_omitted(converted, data_format):
     root = converted[data_format]
     for mode in Mode:
         _, _, images = listing.images(str(root), mode)
@@ -424,8 +425,7 @@ def test_skipped_records_are_omitted(converted, tmp_path, monkeypatch, data_form
 
 @pytest.mark.parametrize("data_format", ["recordio", "tfrecord", "webdataset"])
 @pytest.mark.parametrize("place", ["1", "x"])
-def test_missing_skipped_record_is_rejected(converted, tmp_path, monkeypatch, data_format, place):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_missing_skipped_record_is_rejected(converted, data_format, place):
     root = converted[data_format]
     shard = listing.find_shards(root, data_format, Mode.EVAL)[0]
     name = f"{shard.rpartition('/')[2]}@{place}"
