@@ -186,7 +186,7 @@ def open_data_set(args, mode, trained=None):
         skip = listing.read_skip_list(args.skip_list, args.image_root, args.allow_outside)
     return readers.open_split(
         *(args.image_root, args.data_format, mode, args.num_of_class, args.dali_random_seed, skip),
-        *(args.allow_outside, args.allow_empty_classes, trained),
+        *(args.allow_outside, args.allow_empty_classes, trained, args.allow_one_class),
     )
 
 

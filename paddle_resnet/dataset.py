@@ -286,6 +286,9 @@ def _add_verify(commands):
     command.add_argument(
         "--allow-empty-classes", action="store_true", help="whether class folders in train/ may be empty"
     )
+    command.add_argument(
+        "--allow-one-class", action="store_true", help="whether all training images may belong to one class"
+    )
     _add_allow_outside(command)
 
 
@@ -295,7 +298,8 @@ def _run_verify(args):
     _claim_file("--fix-list", args.fix_list, args.root)
     try:
         scope = RunScope(args.run_scope)
-        report = verify.verify(args.root, args.num_of_class, args.allow_outside, scope, args.allow_empty_classes)
+        allowed = args.allow_empty_classes, args.allow_one_class
+        report = verify.verify(args.root, args.num_of_class, args.allow_outside, scope, *allowed)
     except BrokenProcessPool as e:
         raise UsageError(
             "verify: a worker process was killed, possibly because memory ran out, before all images were checked; "

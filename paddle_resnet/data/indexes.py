@@ -78,9 +78,7 @@ def _open_full_index(shard, kind):
             logger.info(f"index of {shard}: {path} ({os.path.dirname(failed[0][0])} cannot be written)")
         return check_index(shard, path, kind)
     places = " nor ".join(f"{path} ({reason})" for path, reason in failed)
-    raise UsageError(
-        f"{shard}: has no index, and neither {places} can be written; make one of the folders writable"
-    )
+    raise UsageError(f"{shard}: has no index, and neither {places} can be written; make one of the folders writable")
 
 
 def _reduced_index(index, shard, kind, skip):
@@ -119,9 +117,9 @@ def index_path(shard):
 
 
 def index_paths(shard, kind):
-    """Return the paths at which a new index may be stored, preferred path first: the shard's folder and the user's cache
-    folder. For tar shards, the cache folder comes first, because other readers, such as Hugging Face's `datasets`,
-    refuse a folder that contains other files than shards."""
+    """Return the paths at which a new index may be stored, preferred path first: in the shard's folder and in the
+    user's cache folder. For tar shards, the cache folder comes first, because Hugging Face's `datasets` refuses a
+    folder that contains indexes next to the shards."""
     adjacent, cached = index_path(shard), _cached_index_path(shard)
     return (cached, adjacent) if kind == "webdataset" else (adjacent, cached)
 

@@ -5,6 +5,7 @@ This module imports neither DALI nor Paddle, so that the worker processes of the
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import re
@@ -27,8 +28,8 @@ SHARD_NAMES = {
         Mode.EVAL: re.compile(r"val(idation)?-\d+-of-(?P<total>\d+)(\.tfrecords?)?"),
     },
     "webdataset": {
-        Mode.TRAIN: re.compile(r"(.*[-_])?train-\d+\.tar"),
-        Mode.EVAL: re.compile(r"(.*[-_])?val(idation)?-\d+\.tar"),
+        Mode.TRAIN: re.compile(r"(?P<stem>(.*[-_])?train-)(?P<number>\d+)\.tar"),
+        Mode.EVAL: re.compile(r"(?P<stem>(.*[-_])?val(idation)?-)(?P<number>\d+)\.tar"),
     },
     "lmdb": {Mode.TRAIN: re.compile(r"train_lmdb"), Mode.EVAL: re.compile(r"val_lmdb")},
 }
@@ -45,6 +46,9 @@ HIDDEN = "hidden image"  # kind of an ignored file, for warn_of_ignored
 OUTSIDE = "image outside the class folders"  # kind of an ignored file, for warn_of_ignored
 _TEXT_LIMIT = 1 << 30  # maximum size in bytes of a file list, classes.txt or skip list
 _NAME_LIMIT = 1000  # maximum number of characters in a class name; Python's CSV reader accepts 131,072
+# Files in which other programs list the shards of a WebDataset: timm's _info.json, and sizes.json of webdataset.
+SHARD_LISTS = ("_info.json", "info.json", "sizes.json")
+_LABEL_TABLE = re.compile(r".+\.csv|metadata\..+", re.IGNORECASE)  # files that probably contain labels
 # File that describes a conversion; tools/convert.py writes it to the output folder.
 MANIFEST = "convert.json"
 EXAMPLE_NAMES = {
@@ -239,12 +243,16 @@ def images(image_root, mode, data_format=None, allow_outside=False, classes=None
             files, labels, classes = list_filelist(image_root, mode, allow_outside=allow_outside)
         listed = [Image(name, os.path.join(image_root, name), label) for name, label in zip(files, labels, strict=True)]
         return data_format, classes, listed
-    listed = []
+    listed, counts = [], {}
     for shard in shards(image_root, mode, data_format):
+        before = len(listed)
         if data_format == "lmdb":
             listed += lmdb_records(shard)
         else:
             listed += records_of(shard, data_format, indexes.open_index(shard, data_format))
+        counts[os.path.basename(shard)] = len(listed) - before
+    if data_format == "webdataset":
+        check_samples(image_root, mode, counts)
     check_count(image_root, mode, data_format, len(listed))
     return data_format, class_names(image_root), listed
 
@@ -293,12 +301,14 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
     folders = class_folders(split_dir)
     if len(folders) == 1:
         _check_nesting(os.path.join(split_dir, folders[0]), split_dir)
+    check_utf8(split_dir, folders)
     if classes and not set(folders) & set(classes) and list(classes) == numbers(len(classes)):
         classes = None
     is_trained = classes is not None
     if classes is None:
         label_dir = _label_dir(image_root, mode)
         classes = class_folders(label_dir)
+        check_utf8(label_dir, classes)
         if not classes:
             raise UsageError(
                 f"--image-root {image_root}: {os.path.basename(label_dir)}/ has no class folders; put the images "
@@ -339,6 +349,13 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
                 )
     warn_of_ignored(split_dir, ignored)
     return files, labels, classes
+
+
+def check_utf8(path, names):
+    """Raise UsageError if the name of a class folder in `path` is not valid UTF-8, as text files and JSON require."""
+    for name in names:
+        if not is_utf8(name):
+            raise UsageError(f"{path}: the class folder {os.fsencode(name)!r} is not valid UTF-8; rename the folder")
 
 
 def _check_nesting(folder, split_dir):
@@ -403,9 +420,8 @@ def entries(count):
     return f"{count} {'entry' if count == 1 else 'entries'}"
 
 
-def check_classes(image_root, mode, data_format, labels, classes, allow_empty=False):
-    """Raise an error or log a warning if classes have no images. Log a warning if all training images belong to one
-    class.
+def check_classes(image_root, mode, data_format, labels, classes, allow_empty=False, allow_one_class=False):
+    """Raise an error or log a warning if classes have no images, or if all training images belong to one class.
 
     Args:
         image_root: the folder that contains the split.
@@ -414,8 +430,10 @@ def check_classes(image_root, mode, data_format, labels, classes, allow_empty=Fa
         labels: labels of all images.
         classes: class names in label order.
         allow_empty: whether empty class folders in train/ trigger a warning instead of an error.
+        allow_one_class: whether training images of only one class trigger a warning instead of an error.
     Raises:
-        UsageError: a class folder in train/ has no images, and allow_empty is False.
+        UsageError: a class folder in train/ has no images, and allow_empty is False; or all training images belong to
+            one class, and allow_one_class is False.
     """
     there = set(labels)
     empty = [name for label, name in enumerate(classes) if label not in there]
@@ -430,18 +448,38 @@ def check_classes(image_root, mode, data_format, labels, classes, allow_empty=Fa
             )
         _log_once(printable(f"{message}; add images"), logger.warn)
     if mode is Mode.TRAIN and len(there) == 1:
-        _log_once(
-            printable(
-                f"--image-root {image_root}: all {mode.value} images belong to one class, "
-                f"{classes[min(there)]}; add other classes"
-            ),
-            logger.warn,
-        )
+        check_one_class(image_root, classes[min(there)], allow_one_class)
 
 
-def _some(names, most=5):
-    """Return a string that contains the first `most` names, separated by commas, and the number of remaining names."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
+def check_one_class(image_root, name, allow):
+    """Raise UsageError, or log a warning if `allow` is True, because all training images belong to the class `name`."""
+    folders = (".", "train", f"train/{name}")
+    tables = label_tables(image_root, folders)
+    message = f"--image-root {image_root}: all train images belong to one class, {name}"
+    if tables:
+        message = f"{message}; {_some(tables)} {'is' if len(tables) == 1 else 'are'} not used to assign labels"
+    remedy = "put the images into one folder per class" if tables else "add other classes"
+    if not allow:
+        raise UsageError(f"{message}; {remedy}, or use --allow-one-class")
+    _log_once(printable(f"{message}; {remedy}"), logger.warn)
+
+
+def label_tables(root, folders):
+    """Return the paths, relative to root, of the files in some of its folders that probably contain labels, such as
+    metadata.jsonl, train.csv and _classes.csv."""
+    paths = []
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            names = sorted(os.listdir(os.path.join(root, folder)))
+            paths += [os.path.normpath(os.path.join(folder, name)) for name in names if _LABEL_TABLE.fullmatch(name)]
+    return paths
+
+
+def _some(names, most=5, count=None):
+    """Return a string that contains the first `most` names, separated by commas, and the number of remaining names.
+    `count` is the number of all names if `names` does not contain all."""
+    count = count or len(names)
+    more = f" and {count - most} more" if count > most else ""
     return f"{', '.join(names[:most])}{more}"
 
 
@@ -685,8 +723,10 @@ def shards(image_root, mode, data_format):
         example = EXAMPLE_NAMES[data_format].format(mode.value)
         remedy = f"use the folder that contains the {data_format} files"
         raise UsageError(f"--image-root {image_root}: has no {example}; {remedy}")
+    pattern = SHARD_NAMES[data_format][mode]
+    if data_format == "webdataset":
+        _check_numbers(image_root, mode, [pattern.fullmatch(os.path.basename(shard)) for shard in paths])
     if data_format == "tfrecord":
-        pattern = SHARD_NAMES[data_format][mode]
         total = max(int(pattern.fullmatch(os.path.basename(shard))["total"]) for shard in paths)
         if total != len(paths):
             raise UsageError(
@@ -694,6 +734,125 @@ def shards(image_root, mode, data_format):
             )
     check_count(image_root, mode, data_format, len(paths), "shards")
     return paths
+
+
+def _check_numbers(image_root, mode, shards):
+    """Check that tar shards belong to one data set and that none is missing.
+
+    Args:
+        shards: matches of SHARD_NAMES["webdataset"] with the names of the shards.
+    Raises:
+        UsageError: the shards have several prefixes or widths of their numbers; a number is missing between 0 or 1 and
+            the largest number; or a file of SHARD_LISTS or nshards.txt lists different shards.
+    """
+    # The numbers of a data set have the same format, such as %06d; %d also has the width 2 from number 10 on.
+    width = min(len(shard["number"]) for shard in shards)
+    first_of = {}  # {(prefix, whether the number has this format): name of the first shard}
+    for shard in shards:
+        has_format = shard["number"] == f"{int(shard['number']):0{width}d}"
+        first_of.setdefault((shard["stem"], has_format), shard[0])
+    if len(first_of) > 1:
+        raise UsageError(
+            f"--image-root {image_root}: contains {mode.value} shards of several data sets "
+            f"({_some([*first_of.values()])}); move the shards of all but one to a different folder"
+        )
+    stem, numbers = shards[0]["stem"], {int(shard["number"]) for shard in shards}
+    start = 0 if 0 in numbers or 1 not in numbers else 1
+    if count := max(numbers) + 1 - start - len(numbers):
+        missing = (f"{stem}{number:0{width}d}.tar" for number in itertools.count(start) if number not in numbers)
+        raise UsageError(
+            f"--image-root {image_root}: has {len(numbers)} of {len(numbers) + count} {mode.value} shards; add the "
+            f"missing ones ({_some([*itertools.islice(missing, min(count, 5))], count=count)})"
+        )
+    for name, counts in listed_shards(image_root, mode, stem).items():
+        there = {shard[0] for shard in shards}
+        for problem, names in (("missing", counts.keys() - there), ("not listed", there - counts.keys())):
+            if names:
+                raise UsageError(
+                    f"{os.path.join(image_root, name)}: lists {len(counts)} {mode.value} shards, but the folder has "
+                    f"{len(there)} ({problem}: {_some(sorted(names))}); copy the data set again, or remove this list"
+                )
+    _check_shard_count(image_root, mode, len(shards))
+
+
+def _check_shard_count(image_root, mode, count):
+    """Raise UsageError if nshards.txt contains neither the number of training shards nor the number of all shards."""
+    path = os.path.join(image_root, "nshards.txt")
+    if not os.path.isfile(path):
+        return
+    with records.readable(path), records.open_regular(path, _TEXT_LIMIT) as f:
+        text = f.read().decode(errors="replace").strip()
+    counts = {m: len(find_shards(image_root, "webdataset", m)) for m in Mode}
+    allowed = {counts[Mode.TRAIN] or counts[Mode.EVAL], sum(counts.values())}
+    if re.fullmatch("[0-9]{1,9}", text) and int(text) not in allowed:
+        raise UsageError(
+            f"{path}: says {int(text)} shards, but the folder has {count} {mode.value} shards; copy the data set "
+            "again, or remove this file"
+        )
+
+
+def listed_shards(image_root, mode, stem):
+    """Read the files of SHARD_LISTS.
+
+    Args:
+        stem: start of the names of the split's shards. Other shards are ignored.
+    Returns:
+        {name of the file: {name of a shard: number of samples, or None}} of the files that list shards of the split.
+    Raises:
+        UsageError: a file is not JSON, or cannot be read.
+    """
+    lists = {}
+    for name in SHARD_LISTS:
+        path = os.path.join(image_root, name)
+        if not os.path.isfile(path):
+            continue
+        try:
+            with records.readable(path), records.open_regular(path, _TEXT_LIMIT) as f:
+                content = json.loads(f.read())
+        except (ValueError, RecursionError) as e:
+            if isinstance(e, UsageError):
+                raise
+            raise UsageError(f"{path}: damaged; copy it again, or remove it") from e
+        counts = {}
+        pattern = SHARD_NAMES["webdataset"][mode]
+        for shard, count in _shard_rows(content):
+            found = pattern.fullmatch(os.path.basename(shard)) if type(shard) is str else None
+            if found and found["stem"] == stem:
+                counts[found[0]] = count if type(count) is int else None
+        if counts:
+            lists[name] = counts
+    return lists
+
+
+def _shard_rows(content):
+    """Yield (name, number of samples or None) of each shard in the content of a file of SHARD_LISTS. A file of a
+    different program has no rows."""
+    splits = content.get("splits") if isinstance(content, dict) else None
+    if not isinstance(splits, dict):
+        yield from content.items() if isinstance(content, dict) else ()
+        return
+    for split in splits.values():
+        names, lengths = (
+            split.get(key) if isinstance(split, dict) and isinstance(split.get(key), list) else []
+            for key in ("filenames", "shard_lengths")
+        )
+        yield from itertools.zip_longest(names, lengths[: len(names)])
+
+
+def check_samples(image_root, mode, counts):
+    """Raise UsageError if the number of samples in a tar shard differs from a file of SHARD_LISTS.
+
+    Args:
+        counts: {name of a shard: number of samples}.
+    """
+    found = SHARD_NAMES["webdataset"][mode].fullmatch(next(iter(counts)))
+    for name, listed in listed_shards(image_root, mode, found["stem"]).items():
+        for shard, count in counts.items():
+            if listed.get(shard) not in (None, count):
+                raise UsageError(
+                    f"{os.path.join(image_root, shard)}: has {count} samples, but {listed[shard]} according to {name}; "
+                    f"copy it again, or remove {name}"
+                )
 
 
 def read_manifest(image_root):

@@ -11,6 +11,7 @@ order through a buffer of SHUFFLE_BUFFER images, from which the next image is dr
 WebDataset shards are read in a different random order in each epoch. All processes use the same order.
 """
 
+import functools
 import hashlib
 import os
 import re
@@ -52,6 +53,7 @@ class DataSet:
             files, whose labels are not read in advance.
         has_reader: whether `read` adds a DALI reader with the given name.
         records: function that yields the listing.Image of each record in stored order, or None for image files.
+        checked: labels of the records that were read in advance.
     """
 
     data_format: str
@@ -64,6 +66,7 @@ class DataSet:
     labels: np.ndarray = None
     has_reader: bool = True
     records: Callable = None
+    checked: list = None
 
     def __post_init__(self):
         self.class_names = self.class_names or self.classes
@@ -79,6 +82,7 @@ def open_split(
     allow_outside=False,
     allow_empty=False,
     trained=None,
+    allow_one_class=False,
 ):
     """Open the split that --image-root and --data-format specify.
 
@@ -94,6 +98,7 @@ def open_split(
         allow_empty: whether class folders in train/ may be empty.
         trained: class name of each output of a trained network, used to assign labels to class folders. If None, the
             data set defines the labels.
+        allow_one_class: whether all training images may belong to one class.
     Returns:
         DataSet.
     Raises:
@@ -103,18 +108,24 @@ def open_split(
     image_root = str(image_root)
     if data_format == "auto":
         data_format = listing.detect(image_root, mode)
-        data_set = open_split(
-            image_root, data_format, mode, num_of_class, seed, skip, allow_outside, allow_empty, trained
-        )
+        allowed = allow_outside, allow_empty, trained, allow_one_class
+        data_set = open_split(image_root, data_format, mode, num_of_class, seed, skip, *allowed)
         logger.info(f"--data-format auto: the {mode.value} split in {image_root} has the format {data_set.data_format}")
         return data_set
     if data_format in listing.FILE_FORMATS:
-        return _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outside, allow_empty, trained)
+        allowed = allow_outside, allow_empty, trained, allow_one_class
+        return _files(data_format, image_root, mode, num_of_class, seed, skip, *allowed)
     listing.check_root(image_root, f"the {data_format} files")
-    return RECORD_READERS[data_format](image_root, mode, num_of_class, seed, skip, trained)
+    data_set = RECORD_READERS[data_format](image_root, mode, num_of_class, seed, skip, trained)
+    if mode is Mode.TRAIN and data_set.size == len(data_set.checked) and len(set(data_set.checked)) == 1:
+        name = dict(enumerate(data_set.classes)).get(data_set.checked[0], data_set.checked[0])
+        listing.check_one_class(image_root, name, allow_one_class)
+    return data_set
 
 
-def _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outside, allow_empty, trained):
+def _files(
+    data_format, image_root, mode, num_of_class, seed, skip, allow_outside, allow_empty, trained, allow_one_class
+):
     """Open class folders or file lists; see listing.list_folder and list_filelist."""
     if data_format == "folder":
         files, labels, classes = listing.list_folder(image_root, mode, num_of_class, skip, trained)
@@ -125,13 +136,13 @@ def _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outsid
         raise UsageError(f"--image-root {image_root}: {mode.value}/ contains no images ({suffixes}); add images")
     if classes is None:
         classes = listing.numbers(None if num_of_class is None else max(labels) + 1)
-    listing.check_classes(image_root, mode, data_format, labels, classes, allow_empty)
+    listing.check_classes(image_root, mode, data_format, labels, classes, allow_empty, allow_one_class)
     if skip:
         kept = [i for i, name in enumerate(files) if os.path.normpath(name) not in skip]
         files, labels = [files[i] for i in kept], [labels[i] for i in kept]
         if not files:
             raise UsageError(f"--image-root {image_root}: --skip-list leaves no {mode.value} images; shorten the list")
-        listing.check_classes(image_root, mode, data_format, labels, classes, allow_empty=True)
+        listing.check_classes(image_root, mode, data_format, labels, classes, True, allow_one_class)
     if data_format == "filelist":
         listing.check_listed(image_root, mode, files)
     digest = _digest("\n".join([*files, *map(str, labels)]))
@@ -269,20 +280,18 @@ def recordio(image_root, mode, num_of_class, seed, skip, trained=None):
 
     See open_split for the arguments of recordio() and the other record readers.
     """
-    shards, indexes, classes, size, digest, records_of = _open_shards(
-        image_root, mode, "recordio", num_of_class, skip, trained
-    )
+    shards, indexes, data_set = _open_shards(image_root, mode, "recordio", num_of_class, skip, trained)
 
     def read(name, shard_id, num_shards, shuffle):
         encoded, label = fn.readers.mxnet(
             path=shards,
             index_path=[index.path for index in indexes],
             dont_use_mmap=True,
-            **_reader_arguments(name, shard_id, num_shards, shuffle, size, seed),
+            **_reader_arguments(name, shard_id, num_shards, shuffle, data_set.size, seed),
         )
         return encoded, _to_integer(_single(label))
 
-    return DataSet("recordio", size, classes, read, digest, records=records_of)
+    return replace(data_set, read=read)
 
 
 def tfrecord(image_root, mode, num_of_class, seed, skip, trained=None):
@@ -290,9 +299,7 @@ def tfrecord(image_root, mode, num_of_class, seed, skip, trained=None):
 
     Each record has the features image/encoded (bytes) and image/class/label (one int64, counted from 0).
     """
-    shards, indexes, classes, size, digest, records_of = _open_shards(
-        image_root, mode, "tfrecord", num_of_class, skip, trained
-    )
+    shards, indexes, data_set = _open_shards(image_root, mode, "tfrecord", num_of_class, skip, trained)
 
     def read(name, shard_id, num_shards, shuffle):
         features = fn.readers.tfrecord(
@@ -305,12 +312,12 @@ def tfrecord(image_root, mode, num_of_class, seed, skip, trained=None):
                 records.TFRECORD_LABEL: VarLenFeature(int64, -1),
             },
             dont_use_mmap=True,
-            **_reader_arguments(name, shard_id, num_shards, shuffle, size, seed),
+            **_reader_arguments(name, shard_id, num_shards, shuffle, data_set.size, seed),
             **_shard_order(shuffle, seed),
         )
         return features[records.TFRECORD_IMAGE], _single(features[records.TFRECORD_LABEL])
 
-    return DataSet("tfrecord", size, classes, read, digest, records=records_of)
+    return replace(data_set, read=read)
 
 
 def lmdb(image_root, mode, num_of_class, seed, skip, trained=None):
@@ -336,7 +343,8 @@ def lmdb(image_root, mode, num_of_class, seed, skip, trained=None):
 
     digest = _digest(size, os.path.getsize(os.path.join(path, "data.mdb")), labels)
     names = classes or listing.numbers(num_of_class)
-    return DataSet("lmdb", size, names, read, digest, records=lambda: listing.lmdb_records(path))
+    records_of = functools.partial(listing.lmdb_records, path)
+    return DataSet("lmdb", size, names, read, digest, records=records_of, checked=labels)
 
 
 def webdataset(image_root, mode, num_of_class, seed, skip, trained=None):
@@ -345,9 +353,7 @@ def webdataset(image_root, mode, num_of_class, seed, skip, trained=None):
     A sample consists of an image (KEY.jpg, KEY.png ...) and its label in decimal digits (KEY.cls). The names of
     shards may have a prefix before `train`, `val` or `validation`.
     """
-    shards, indexes, classes, size, digest, records_of = _open_shards(
-        image_root, mode, "webdataset", num_of_class, skip, trained
-    )
+    shards, indexes, data_set = _open_shards(image_root, mode, "webdataset", num_of_class, skip, trained)
 
     def read(name, shard_id, num_shards, shuffle):
         encoded, digits = fn.readers.webdataset(
@@ -357,18 +363,18 @@ def webdataset(image_root, mode, num_of_class, seed, skip, trained=None):
             case_sensitive_extensions=False,
             missing_component_behavior="error",
             dont_use_mmap=True,
-            **_reader_arguments(name, shard_id, num_shards, shuffle, size, seed),
+            **_reader_arguments(name, shard_id, num_shards, shuffle, data_set.size, seed),
             **_shard_order(shuffle, seed),
         )
         return encoded, _decimal(digits)
 
-    return DataSet("webdataset", size, classes, read, digest, records=records_of)
+    return replace(data_set, read=read)
 
 
 def _single(label):
-    """Add DALI operators that return a label with shape [1]. A record without exactly one label makes them fail, with an
-    error that bad_images.bad_record recognizes. They do not copy data."""
-    # For a TFRecord without a label, DALI returns a scalar with the value of an earlier label. The slice rejects scalars.
+    """Add DALI operators that return a label with shape [1]. For a record without exactly one label, they fail with an
+    error that bad_images.bad_record recognizes."""
+    # If a TFRecord has no label, DALI returns a scalar with the value of an earlier label. The slice rejects scalars.
     return fn.reshape(label[0:], shape=[1])
 
 
@@ -428,10 +434,9 @@ def _skipped(skip, shard):
 
 
 def _open_shards(image_root, mode, data_format, num_of_class, skip, trained):
-    """Open a split's record files and check some labels. Return (paths, [Index], class names, number of images, digest,
-    DataSet.records)."""
+    """Open a split's record files and check some labels. Return (paths, [Index], DataSet without `read`)."""
     classes = listing.class_names(image_root, num_of_class, trained)
-    shards, indexes, total = [], [], 0
+    shards, indexes, counts = [], [], {}
     for shard in listing.shards(image_root, mode, data_format):
         places = _skipped(skip, shard)
         for place in places:
@@ -439,13 +444,15 @@ def _open_shards(image_root, mode, data_format, num_of_class, skip, trained):
                 raise UsageError(f"{shard}@{place}: no offset after @; remove the line from --skip-list")
         places = frozenset(map(int, places))
         index = open_index(shard, data_format, places)
-        total += len(index) + len(places)
+        counts[os.path.basename(shard)] = len(index) + len(places)
         if len(index):
             shards.append(shard)
             indexes.append(index)
     if not shards:
         raise UsageError(f"--image-root {image_root}: --skip-list leaves no {mode.value} images; shorten the list")
-    listing.check_count(image_root, mode, data_format, total)
+    listing.check_count(image_root, mode, data_format, sum(counts.values()))
+    if data_format == "webdataset":
+        listing.check_samples(image_root, mode, counts)
     ends = np.cumsum([len(index) for index in indexes])
     size = int(ends[-1])
     labels = []
@@ -462,7 +469,8 @@ def _open_shards(image_root, mode, data_format, num_of_class, skip, trained):
         for shard, index in zip(shards, indexes, strict=True):
             yield from listing.records_of(shard, data_format, index)
 
-    return shards, indexes, classes or listing.numbers(num_of_class), size, digest, records_of
+    names = classes or listing.numbers(num_of_class)
+    return shards, indexes, DataSet(data_format, size, names, None, digest, records=records_of, checked=labels)
 
 
 RECORD_READERS = {"recordio": recordio, "tfrecord": tfrecord, "lmdb": lmdb, "webdataset": webdataset}

@@ -19,7 +19,8 @@ from utils.files import open_regular
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".tif", ".tiff", ".webp")
 IMAGE_EXTENSIONS = tuple(suffix[1:] for suffix in IMAGE_SUFFIXES)
 RECORDIO_MAGIC = 0xCED7230A
-RECORDIO_HEAD = struct.Struct("<IfQQ")  # fields: number of labels after the header, label if it is 0, two numbers that identify the image
+# Fields: number of labels after the header, the label if this number is 0, two numbers that identify the image.
+RECORDIO_HEAD = struct.Struct("<IfQQ")
 TFRECORD_OVERHEAD = 16  # bytes per record in addition to the payload: length and two checksums
 LABEL_DIGITS = 9  # maximum length of a label in a tar file; the DALI pipeline uses the same limit
 TFRECORD_IMAGE, TFRECORD_LABEL = "image/encoded", "image/class/label"
@@ -87,8 +88,8 @@ def _read_record(f, kind, offset, size):
         start = RECORDIO_HEAD.size
         if count > 1:
             raise UsageError(
-                f"{f.name}: the record at byte {offset} has {count} labels; this program trains one label per image, so "
-                "write the record again with one label"
+                f"{f.name}: the record at byte {offset} has {count} labels; this program trains one label per image, "
+                "so write the record again with one label"
             )
         if count == 1:  # the label is stored after the header, and the header's own label has no meaning
             (label,) = struct.unpack_from("<f", data, start)

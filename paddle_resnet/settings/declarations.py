@@ -738,6 +738,11 @@ def _loader(add):
         **_switch(),
         help="whether empty class folders in train/ cause a warning instead of an error",
     )
+    add(
+        "--allow-one-class",
+        **_switch(),
+        help="whether training images of only one class cause a warning instead of an error",
+    )
     add("--allow-outside", **_switch(), help="whether file lists and --skip-list may contain files outside IMAGE_ROOT")
     add(
         "--dali-device",

@@ -63,6 +63,11 @@ def warnings(settings):
             f"evaluation uses only the center of each image; use {round(settings.crop_size * RESIZE_RATIO)}"
         )
     trains = settings.run_scope is not RunScope.EVAL_ONLY
+    if settings.batch_size == 1 and trains:
+        yield (
+            "--batch-size 1: batch normalization computes its statistics from a single image per process, so the "
+            "network may not learn; use 2 or more"
+        )
     if settings.freeze and trains and not (_has_start(settings) or settings.resume):
         yield (
             f"--freeze {text(settings.freeze)}: frozen layers would keep random initial weights; add "

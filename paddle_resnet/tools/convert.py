@@ -205,7 +205,7 @@ def _list_source(source, skip_list, allow_outside):
             raise UsageError(f"{source}: no {mode.value} images to convert; add images, or shorten --skip-list")
         if data_format == "folder":
             labels = [image.label for image in images]
-            listing.check_classes(source, mode, data_format, labels, names, allow_empty=True)
+            listing.check_classes(source, mode, data_format, labels, names, True, allow_one_class=True)
         if mode is Mode.TRAIN:
             images = [images[i] for i in np.random.RandomState(ORDER_SEED).permutation(len(images)).tolist()]
         splits[mode.value] = images

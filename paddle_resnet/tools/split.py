@@ -3,12 +3,20 @@
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 from pathlib import Path
 
 from paddle_resnet.data import listing
 from utils import files
 from utils.errors import UsageError
+
+# Names of folders that contain a split or all images, such as train_images, val2017 and images.
+_SPLIT_NAME = re.compile(
+    r"(train|training|test|testing|val|valid|validation|eval|dev)([-_. ]?(images?|imgs?|set|data|jpe?g|png|\d+))*"
+    r"|images?|imgs?",
+    re.IGNORECASE,
+)
 
 
 def split(source, output, fraction, seed=0):
@@ -27,7 +35,8 @@ def split(source, output, fraction, seed=0):
     Returns:
         ({"train": number of images, "val": number of images}, number of classes)
     Raises:
-        UsageError: source has no class folders, a class has fewer than two images, or output exists.
+        UsageError: source has no class folders or only one, a class has fewer than two images, the name of a folder is
+            that of a split or not valid UTF-8, or output exists.
         OSError: output cannot be written.
     """
     source, output = Path(source), Path(output)
@@ -61,6 +70,8 @@ def _list_source(source):
         raise UsageError(f"{source}: contains train/; use {source}/train to split that folder")
     if not images:
         raise UsageError(f"{source}: contains no class folders; put the images into one folder per class")
+    listing.check_utf8(source, images)
+    _check_names(source, [*images])
     few = [f"{label} ({len(names)})" for label, names in images.items() if len(names) < 2]
     if few:
         more = f" and {len(few) - 5} more" if len(few) > 5 else ""
@@ -70,6 +81,22 @@ def _list_source(source):
         )
     listing.warn_of_ignored(source, ignored)
     return images
+
+
+def _check_names(source, labels):
+    """Raise UsageError if there is only one class folder, or if folders have names of splits."""
+    splits = [name for name in labels if _SPLIT_NAME.fullmatch(name)]
+    if splits == ["train"]:  # without other names of splits, this is a class, as in CIFAR-100
+        splits = []
+    if len(labels) > 1 and not splits:
+        return
+    problem, remedy = f"{labels[0]} is the only class folder", "put the images into one folder per class"
+    if len(labels) > 1:
+        problem = f"{', '.join(splits[:5])}: named like splits, not like classes"
+        remedy = f"{remedy}, or rename these folders if they are classes"
+    if tables := listing.label_tables(source, [".", *labels])[:5]:
+        problem = f"{problem} ({', '.join(tables)} may contain the labels, but cannot be read)"
+    raise UsageError(f"{source}: {problem}; {remedy}")
 
 
 def divide(label, names, fraction, seed):

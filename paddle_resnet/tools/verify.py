@@ -68,7 +68,14 @@ class Report:
         return bool(self.errors or self.failing)
 
 
-def verify(root, num_of_class=None, allow_outside=False, run_scope=RunScope.TRAIN_EVAL, allow_empty=False):
+def verify(
+    root,
+    num_of_class=None,
+    allow_outside=False,
+    run_scope=RunScope.TRAIN_EVAL,
+    allow_empty=False,
+    allow_one_class=False,
+):
     """Decode every image of both splits on all cores, with the CPU decoders that training uses.
 
     Record files are read twice: record by record to find damaged records, and by DALI in a separate process. Both
@@ -80,6 +87,7 @@ def verify(root, num_of_class=None, allow_outside=False, run_scope=RunScope.TRAI
         allow_outside: whether file lists may contain files outside root.
         run_scope: scope of the training run, which determines the required splits.
         allow_empty: whether class folders in train/ may be empty.
+        allow_one_class: whether all training images may belong to one class.
     Returns:
         Report.
     Raises:
@@ -92,9 +100,8 @@ def verify(root, num_of_class=None, allow_outside=False, run_scope=RunScope.TRAI
     there = listing.splits(root)
     for mode in (mode for mode in Mode if mode in there or needed[mode]):
         try:
-            readers.open_split(
-                root, "auto", mode, num_of_class, 0, allow_outside=allow_outside, allow_empty=allow_empty
-            )
+            allowed = {"allow_outside": allow_outside, "allow_empty": allow_empty, "allow_one_class": allow_one_class}
+            readers.open_split(root, "auto", mode, num_of_class, 0, **allowed)
         except UsageError as e:
             report.errors.append(str(e))
         try:
@@ -238,7 +245,7 @@ def _read_with_dali(root, data_format, mode, skip, expected):
         return data_set.read("Reader", 0, 1, shuffle=False)
 
     try:
-        data_set = readers.open_split(root, data_format, mode, None, 0, skip)
+        data_set = readers.open_split(root, data_format, mode, None, 0, skip, allow_one_class=True)
         if data_set.size != len(expected):
             raise UsageError(f"{data_set.size} images instead of {len(expected)}")
         pipeline = read()

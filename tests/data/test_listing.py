@@ -10,13 +10,22 @@ import pytest
 
 from paddle_resnet import dataset
 from paddle_resnet.data import listing, readers, records
+from paddle_resnet.tools import convert, writers
 from utils.errors import UsageError
 from utils.mode import Mode
+
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def error_of(root, mode=Mode.EVAL):
     with pytest.raises(UsageError) as e:
         listing.images(str(root), mode)
+    return str(e.value)
+
+
+def error_of_reader(root, mode):
+    with pytest.raises(UsageError) as e:
+        readers.open_split(root, "auto", mode, 5, 0)
     return str(e.value)
 
 
@@ -136,6 +145,179 @@ def test_tfrecord_shards_of_several_data_sets_are_rejected(tmp_path, names):
     total = max(name[7] for name in names)
     with pytest.raises(UsageError, match=f"has {len(names)} of {total} train shards; add the missing ones"):
         listing.shards(tmp_path, Mode.TRAIN, "tfrecord")
+
+
+def write_shards(root, *names, samples=5):
+    """Write tar shards of `samples` images with labels 0 to 4."""
+    for name in names:
+        with writers.SHARDED["webdataset"](str(root / name)) as write:
+            for i in range(samples):
+                write(i, b"x", "jpg", i % 5)
+
+
+def names_of(stem, *numbers):
+    return [f"{stem}{number:04d}.tar" for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "problem"),
+    [
+        ((0, 1, 3), r"has 3 of 4 train shards; add the missing ones \(imagenet1k-train-0002.tar\)$"),
+        ((1, 2, 3), None),
+        ((0,), None),
+        ((1,), None),
+        ((2,), r"has 1 of 3 train shards; .* \(imagenet1k-train-0000.tar, imagenet1k-train-0001.tar\)$"),
+        ((1, 9999), r"has 2 of 9999 .* \(imagenet1k-train-0002.tar, .*, imagenet1k-train-0006.tar and 9992 more\)$"),
+    ],
+)
+def test_missing_tar_shard_is_an_error(tmp_path, numbers, problem):
+    write_shards(tmp_path, *names_of("imagenet1k-train-", *numbers), "imagenet1k-validation-00.tar")
+    assert len(listing.images(tmp_path, Mode.EVAL)[2]) == 5
+    if problem is None:
+        assert len(listing.images(tmp_path, Mode.TRAIN)[2]) == 5 * len(numbers)
+        return
+    for read in (error_of, error_of_reader):
+        assert re.search(problem, read(tmp_path, Mode.TRAIN))
+
+
+def test_numbers_of_tar_shards_may_be_unpadded(tmp_path):
+    write_shards(tmp_path, *(f"train-{i}.tar" for i in range(11)), samples=1)
+    assert len(listing.images(tmp_path, Mode.TRAIN)[2]) == 11
+
+
+@pytest.mark.parametrize(
+    ("other", "mode"),
+    [
+        ("cifar10-train-000000.tar", Mode.TRAIN),
+        ("imagenet1k-train-000004.tar", Mode.TRAIN),
+        ("train-0004.tar", Mode.TRAIN),
+        ("imagenet1k-val-01.tar", Mode.EVAL),
+    ],
+)
+def test_tar_shards_of_several_data_sets_are_an_error(tmp_path, other, mode):
+    root = tmp_path / "root"
+    root.mkdir()
+    write_shards(root, *names_of("imagenet1k-train-", 0, 1, 2, 3), "imagenet1k-validation-00.tar", other)
+    first = "imagenet1k-train-0000.tar" if mode is Mode.TRAIN else "imagenet1k-validation-00.tar"
+    message = error_of(root, mode)
+    assert f"contains {mode.value} shards of several data sets (" in message and first in message and other in message
+    assert message.endswith("); move the shards of all but one to a different folder")
+    (root / other).rename(tmp_path / other)  # obey the message
+    assert len(listing.images(root, mode)[2]) == (20 if mode is Mode.TRAIN else 5)
+
+
+def test_shard_lists_of_other_programs_are_compared(tmp_path):
+    names = names_of("imagenet1k-train-", 0, 1, 2)
+    write_shards(tmp_path, *names[:2], "imagenet1k-validation-00.tar")
+    split = {"name": "train", "num_samples": 15, "filenames": names, "shard_lengths": [5, 5, 5]}
+    lists = {
+        "_info.json": json.dumps({"splits": {"train": split}}),
+        "info.json": json.dumps({"splits": {"train": {"filenames": names}}}),
+        "sizes.json": json.dumps(dict.fromkeys(names, 5)),
+    }
+    remedy = "copy the data set again, or remove this list"
+    for name, text in lists.items():
+        (tmp_path / name).write_text(text)
+        assert error_of(tmp_path, Mode.TRAIN) == (
+            f"{tmp_path}/{name}: lists 3 train shards, but the folder has 2 (missing: {names[2]}); {remedy}"
+        )
+        assert len(listing.images(tmp_path, Mode.EVAL)[2]) == 5  # no list contains this split
+        (tmp_path / name).unlink()  # obey the message
+        assert len(listing.images(tmp_path, Mode.TRAIN)[2]) == 10
+    write_shards(tmp_path, names[2])
+    for name, text in lists.items():
+        (tmp_path / name).write_text(text)
+    assert len(listing.images(tmp_path, Mode.TRAIN)[2]) == 15
+    write_shards(tmp_path, "imagenet1k-train-0003.tar")
+    assert "/_info.json: lists 3 train shards, but the folder has 4 (not listed: imagenet1k-train-0003" in error_of(
+        tmp_path, Mode.TRAIN
+    )
+    (tmp_path / "imagenet1k-train-0003.tar").unlink()
+    (tmp_path / "_info.json").write_text(lists["_info.json"].replace("[5, 5, 5]", "[5, 8, 5]"))
+    for read in (error_of, error_of_reader):
+        message = f"{names[1]}: has 5 samples, but 8 according to _info.json; copy it again, or remove _info.json"
+        assert message in read(tmp_path, Mode.TRAIN)
+    (tmp_path / "_info.json").write_text("{")
+    assert error_of(tmp_path, Mode.TRAIN) == f"{tmp_path}/_info.json: damaged; copy it again, or remove it"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *([], 3, {"a": {}}, {"cifar10-train-0000.tar": 9}, {"splits": 1}, {"splits": {"train": []}}),
+        {"splits": {"train": {"filenames": [3], "shard_lengths": 1}}},
+        {"splits": {"train": {"filenames": ["x-train-{0000..0003}.tar"]}}},
+    ],
+)
+def test_lists_of_other_data_sets_are_ignored(tmp_path, content):
+    write_shards(tmp_path, "x-train-0000.tar")
+    for name in listing.SHARD_LISTS:
+        (tmp_path / name).write_text(json.dumps(content))
+    assert len(listing.images(tmp_path, Mode.TRAIN)[2]) == 5
+
+
+def test_nshards_is_compared(tmp_path):
+    write_shards(tmp_path, *names_of("train-", 0, 1, 2), "val-0.tar")
+    for text in ("3\n", "4", "many"):
+        (tmp_path / "nshards.txt").write_text(text)
+        assert [len(listing.shards(tmp_path, mode, "webdataset")) for mode in Mode] == [3, 1]
+    (tmp_path / "nshards.txt").write_text("5\n")
+    assert error_of(tmp_path, Mode.TRAIN) == (
+        f"{tmp_path}/nshards.txt: says 5 shards, but the folder has 3 train shards; copy the data set again, or remove "
+        "this file"
+    )
+
+
+TABLES = ["train/images/x.csv", "train/metadata.jsonl", "_classes.csv"]
+
+
+@pytest.mark.parametrize("tables", [[], TABLES[1:2], TABLES])
+def test_training_set_with_one_class_is_an_error(photos, tmp_path, capsys, tables):
+    for mode in Mode:
+        shutil.copytree(photos / mode.value / "class0", tmp_path / mode.value / "images")
+    for name in tables:
+        (tmp_path / name).touch()
+    is_read = "; _classes.csv, train/metadata.jsonl, train/images/x.csv are not used to assign labels"
+    is_read = {0: "", 1: "; train/metadata.jsonl is not used to assign labels", 3: is_read}[len(tables)]
+    remedy = "put the images into one folder per class" if tables else "add other classes"
+    problem = f"--image-root {tmp_path}: all train images belong to one class, images{is_read}; {remedy}"
+    with pytest.raises(UsageError) as e:
+        readers.open_split(tmp_path, "auto", Mode.TRAIN, 3, 0)
+    assert str(e.value) == f"{problem}, or use --allow-one-class"
+    assert readers.open_split(tmp_path, "auto", Mode.EVAL, 3, 0).size == 8
+    listing._log_once.cache_clear()
+    capsys.readouterr()
+    assert readers.open_split(tmp_path, "auto", Mode.TRAIN, 3, 0, allow_one_class=True).size == 10
+    assert problem in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("convert_here")
+@pytest.mark.parametrize("data_format", convert.RECORD_FORMATS)
+def test_records_of_one_class_are_an_error(photos, tmp_path, data_format):
+    shutil.copytree(photos / "train/class0", tmp_path / "x/train/images")
+    convert.convert(tmp_path / "x", tmp_path / "y", data_format, workers=1)
+    with pytest.raises(UsageError, match="all train images belong to one class, images; add other classes, or use"):
+        readers.open_split(tmp_path / "y", data_format, Mode.TRAIN, 3, 0)
+    assert readers.open_split(tmp_path / "y", data_format, Mode.TRAIN, 3, 0, allow_one_class=True).size == 10
+
+
+def test_class_folder_that_is_not_utf8_is_an_error(photos, tmp_path):
+    """The skip list of `verify` may contain all images of the folder, but the class would remain."""
+    shutil.copytree(photos, tmp_path, dirs_exist_ok=True)
+    name = os.fsdecode(b"caf\xe9")
+    for mode in Mode:
+        (tmp_path / mode.value / "class1").rename(tmp_path / mode.value / name)
+    skip = frozenset(f"{mode.value}/{name}/{path.name}" for mode in Mode for path in photos.glob(f"{mode.value}/*/*"))
+    for mode in Mode:
+        message = f"{tmp_path}/{mode.value}: the class folder b'caf\\xe9' is not valid UTF-8; rename the folder"
+        with pytest.raises(UsageError) as e:
+            readers.open_split(tmp_path, "auto", mode, 3, 0, skip)
+        assert str(e.value) == message
+    with pytest.raises(UsageError, match=r"is not valid UTF-8; rename the folder$"):
+        convert.convert(tmp_path, tmp_path / "output", "tfrecord", workers=1)
+    for mode in Mode:
+        (tmp_path / mode.value / name).rename(tmp_path / mode.value / "café")  # obey the message
+        assert readers.open_split(tmp_path, "auto", mode, 3, 0).classes == ["café", "class0", "class2"]
 
 
 @pytest.mark.parametrize("split", Mode)

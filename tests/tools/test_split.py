@@ -139,6 +139,58 @@ def test_class_may_have_two_images_and_the_name_of_a_split(tmp_path, capsys):
     assert "2 entries ignored" in error and "b/notes.txt" in error
 
 
+APTOS = {"train_images": 20, "test_images": 5}
+NO_CLASSES = "put the images into one folder per class"
+
+
+@pytest.mark.parametrize(
+    ("folders", "files", "problem"),
+    [
+        (APTOS, ["train.csv"], "test_images, train_images: named like splits, not like classes (train.csv may contain"),
+        (
+            {"train": 4, "test": 4},
+            ["train/metadata.csv"],
+            "test, train: named like splits, not like classes (train/met",
+        ),
+        ({"images": 4}, ["_classes.csv", "a.csv"], "images is the only class folder (_classes.csv, a.csv may contain"),
+        ({"cat": 4}, [], "cat is the only class folder; put the images into one folder per class"),
+        ({"a": 2, "val2017": 2}, [], f"val2017: named like splits, not like classes; {NO_CLASSES}, or rename these"),
+        ({"a": 2, "Images": 2}, [], "Images: named like splits"),
+        ({"a": 2, "train": 2}, [], None),
+        ({"valley": 2, "train station": 2, "trainer": 2, "testudo": 2, "image": 2, "imagery": 2}, [], "image: named"),
+        ({"valley": 2, "train station": 2, "trainer": 2, "testudo": 2, "imagery": 2}, [], None),
+    ],
+)
+def test_folders_named_like_splits_and_single_classes_are_rejected(tmp_path, capsys, folders, files, problem):
+    source = tmp_path / "source"
+    for name, count in folders.items():
+        (source / name).mkdir(parents=True)
+        for i in range(count):
+            (source / name / f"{i}.png").touch()
+    for name in files:
+        (source / name).touch()
+    code = dataset.main(["split", str(source), "--output", str(tmp_path / "x")])
+    message = capsys.readouterr().err
+    assert (code, (tmp_path / "x").exists()) == ((0, True) if problem is None else (2, False))
+    if problem is not None:
+        assert f"{source}: {problem}" in message and NO_CLASSES in message
+    if problem is not None and "or rename" in message:  # obey the message
+        for name in folders:
+            (source / name).rename(source / f"class {name}")
+        assert dataset.main(["split", str(source), "--output", str(tmp_path / "x")]) == 0
+
+
+def test_class_folder_that_is_not_utf8_is_rejected(source, tmp_path, capsys):
+    shutil.copytree(source, tmp_path / "source")
+    name = os.fsdecode(b"caf\xe9")
+    (tmp_path / "source/class1").rename(tmp_path / "source" / name)
+    command = ["split", str(tmp_path / "source"), "--output", str(tmp_path / "x")]
+    assert dataset.main(command) == 2
+    assert "the class folder b'caf\\xe9' is not valid UTF-8; rename the folder" in capsys.readouterr().err
+    (tmp_path / "source" / name).rename(tmp_path / "source/café")
+    assert dataset.main(command) == 0
+
+
 @pytest.mark.parametrize(("count", "more"), [(5, ""), (7, " and 2 more")])
 def test_small_classes_are_listed(tmp_path, count, more):
     for i in range(count):
