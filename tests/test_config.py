@@ -1005,6 +1005,9 @@ def test_flags_that_slow_down_cpus_trigger_warnings_on_cpu_only(flag):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        ("--batch-size 1", ["--batch-size 1"]),
+        ("--batch-size 2", []),
+        ("--batch-size 1 --run-scope eval_only --benchmark", []),
         ("--freeze stem", ["--freeze stem"]),
         ("--freeze stem --resume", []),
         ("--freeze stem --from-checkpoint d", []),

@@ -256,9 +256,9 @@ def test_data_set_is_opened_with_values_of_flags(parse, monkeypatch):
     monkeypatch.setattr(listing, "read_skip_list", lambda *arguments: calls.append(arguments) or "skipped")
     monkeypatch.setattr(readers, "open_split", lambda *arguments: calls.append(arguments))
     args = parse("--image-root", "i", "--data-format", "folder", "--skip-list", "s", "--dali-random-seed", "9")
-    args.allow_outside, args.allow_empty_classes = "outside", "empty"
+    args.allow_outside, args.allow_empty_classes, args.allow_one_class = "outside", "empty", "one"
     dali.open_data_set(args, Mode.TRAIN, ["a"])
-    options = ("outside", "empty", ["a"])
+    options = ("outside", "empty", ["a"], "one")
     assert calls == [("s", "i", "outside"), ("i", "folder", Mode.TRAIN, 3, 9, "skipped", *options)]
 
 

@@ -250,10 +250,10 @@ def test_commands_pass_on_their_flags(run):
     assert run(f"convert --from s --to lmdb --output {{}} {flags}")[1] == [["convert", "s", "OUT", "lmdb", options]]
     text = "s: 1 index files created, 2 already existed\n"
     assert run("index s") == (0, [["build_indexes", "s"]], text)
-    calls = [["verify", "s", None, False, RunScope.TRAIN_EVAL, False], ["show", REPORT]]
+    calls = [["verify", "s", None, False, RunScope.TRAIN_EVAL, False, False], ["show", REPORT]]
     assert run("verify s") == (1, calls, "")
-    flags = "--num-of-class 9 --run-scope train_only --allow-outside --allow-empty-classes"
-    calls = [["verify", "s", 9, True, RunScope.TRAIN_ONLY, True], *calls[1:], ["write_fix_list", REPORT, "OUT"]]
+    flags = "--num-of-class 9 --run-scope train_only --allow-outside --allow-empty-classes --allow-one-class"
+    calls = [["verify", "s", 9, True, RunScope.TRAIN_ONLY, True, True], *calls[1:], ["write_fix_list", REPORT, "OUT"]]
     assert run(f"verify s --fix-list {{}} {flags}") == (1, calls, "OUT: 1 images for train.py --skip-list\n")
     text = f"OUT: 5 training images, each with {inspection.VERSIONS} augmented versions\n"
     assert run("preview s --output {}") == (0, [["preview", "s", "OUT", 12, []]], text)

@@ -390,6 +390,12 @@ def empty(folder):
     folder.mkdir()
 
 
+def keep_one_class(root):
+    for name in ("class1", "class2"):
+        for mode in Mode:
+            shutil.rmtree(root / mode.value / name)
+
+
 def flatten(split):
     for path in list(split.rglob("*.jpg")):
         path.rename(split / f"{path.parent.name}_{path.name}")
@@ -407,8 +413,9 @@ def flatten(split):
         (lambda root: flatten(root / "train"), ["--image-root", "no class folders", "one folder per class"]),
         (lambda root: empty(root / "val"), ["--image-root", "val/ contains no images"]),
         (lambda root: empty(root / "train/class0"), ["train has no images for 1 of 3", "--allow-empty-classes"]),
+        (keep_one_class, ["all train images belong to one class, class0", "--allow-one-class"]),
     ],
-    ids=["missing", "empty", "no val", "no train", "no class folders", "no images", "empty class"],
+    ids=["missing", "empty", "no val", "no train", "no class folders", "no images", "empty class", "one class"],
 )
 def test_invalid_data_set_exits_with_code_2(run_train, photos, tmp_path, capsys, change, message):
     root = changed_copy(photos, tmp_path, change)

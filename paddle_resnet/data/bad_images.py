@@ -124,7 +124,9 @@ def bad_record(message, data_set, image_root):
         Error message with the file and the place of the first record that is not an image with one label, or with
         image_root if the search timed out after SEARCH_S seconds; None if the error has a different cause.
     """
-    if not re.search(r"Cannot apply an index to a scalar|Requested shape:\s+1\s", message) or not data_set.records:
+    # The first two messages are those of DALI for a record without a label: alone, and with others in a batch.
+    failed = r"Cannot apply an index to a scalar|Samples must have the same|Requested shape:\s+1\s"
+    if not re.search(failed, message) or data_set.records is None:
         return None
     deadline = monotonic() + SEARCH_S
     for image in data_set.records():

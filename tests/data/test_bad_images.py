@@ -151,7 +151,7 @@ def test_deleted_file_of_file_list_is_reported_with_path(photos, parse, tmp_path
     monkeypatch.setattr(listing, "check_listed", lambda *args: None)
     shutil.copytree(photos, root)
     (tmp_path / root / "train.txt").write_text("".join(f"train/class0/{i:02d}.jpg 0\n" for i in (0, 3, 6, 9, 99)))
-    args = parse("--image-root", root, "--data-format", "filelist", "--batch-size", "5")
+    args = parse("--image-root", root, "--data-format", "filelist", "--batch-size", "5", "--allow-one-class")
     with pytest.raises(DataError) as e:
         list(dali.build_dataloader(args, Mode.TRAIN))
     assert str(e.value).startswith(f"{root}/train/class0/99.jpg: cannot be decoded (rank 0); repair")

@@ -556,18 +556,18 @@ def test_empty_training_class_requires_allow_empty(root, capsys):
 
 
 def test_missing_class_of_file_list_logs_a_warning(root, capsys):
-    listing.check_classes(root, Mode.TRAIN, "filelist", [1, 1], ["a", "b\n"])
+    listing.check_classes(root, Mode.TRAIN, "filelist", [1, 1], ["a", "b\n"], allow_one_class=True)
     assert capsys.readouterr().err.endswith(": all train images belong to one class, b\\n; add other classes\n")
     listing.check_classes(root, Mode.TRAIN, "filelist", [0, 2], ["class0", "a\nb", "class2"])
     message = r"train has no images for 1 of 3 classes (a\nb); add images"
     assert capsys.readouterr().err == f"warning: --image-root {root}: {message}\n"
 
 
-def test_single_class_logs_a_warning(root, capsys):
+def test_allowed_single_class_logs_a_warning(root, capsys):
     listing.check_classes(root, Mode.EVAL, "folder", [0], ["class0"])
     for name in ("class0", "class2"):
         shutil.rmtree(root / "train" / name)
-    readers.open_split(root, "auto", Mode.TRAIN, 3, 0)
+    readers.open_split(root, "auto", Mode.TRAIN, 3, 0, allow_one_class=True)
     assert (
         capsys.readouterr().err
         == f"warning: --image-root {root}: all train images belong to one class, class1; add other classes\n"

@@ -39,8 +39,8 @@ def make(tmp_path):
     return make
 
 
-def open_folder(image_root, *arguments):
-    return readers.open_split(image_root, "folder", *arguments)
+def open_folder(image_root, *arguments, **options):
+    return readers.open_split(image_root, "folder", *arguments, **options)
 
 
 def raw_contents(data_set, batch_size=None, **shard):
@@ -172,7 +172,7 @@ def test_name_that_is_not_utf8_can_be_skipped(make, tmp_path, line):
         pass
     (tmp_path / "skip.txt").write_bytes(line + b"\n")
     skip = listing.read_skip_list(tmp_path / "skip.txt", root)
-    assert contents(open_folder(root, Mode.TRAIN, 10, 0, skip)) == [("train/a/0.jpg", 0)]
+    assert contents(open_folder(root, Mode.TRAIN, 10, 0, skip, allow_one_class=True)) == [("train/a/0.jpg", 0)]
     assert listing.skip_list_line(*skip) == '"train/a/caf\\udce9.jpg"\n'
 
 
@@ -219,7 +219,8 @@ def test_skip_list_omits_images_and_keeps_labels(make, tmp_path, capsys):
     (tmp_path / "skip.txt").write_text("train/a/0.jpg\r\n\r\n./train/b/1.jpg\nval/a/0.jpg\n")
     skip = listing.read_skip_list(tmp_path / "skip.txt", root)
     for mode in Mode:
-        assert contents(open_folder(root, mode, 10, 0, skip)) == [(f"{mode.value}/b/0.jpg", 1)]
+        data_set = open_folder(root, mode, 10, 0, skip, allow_one_class=True)
+        assert contents(data_set) == [(f"{mode.value}/b/0.jpg", 1)]
         assert f"{mode.value} has no images for 1 of 2 classes (a)" in capsys.readouterr().err
 
 
@@ -264,7 +265,7 @@ def test_root_with_several_formats_requires_data_format(make, tmp_path):
     assert "contains the train split as recordio and folder; choose one" in error_of(
         root, Mode.TRAIN, data_format="auto"
     )
-    assert readers.open_split(root, "folder", Mode.TRAIN, 10, 0).size == 1
+    assert readers.open_split(root, "folder", Mode.TRAIN, 10, 0, allow_one_class=True).size == 1
     assert readers.open_split(root, "auto", Mode.EVAL, 10, 0).size == 1
 
 
