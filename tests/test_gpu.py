@@ -112,7 +112,7 @@ def test_cpu_decodes_its_fraction_of_each_training_batch(parse, tmp_path):
     for i in range(24):
         pixels = random.randint(0, 256, (32, 32, 3)).astype(np.uint8)
         Image.fromarray(pixels).save(folder / f"{i:02d}.jpg", quality=90, subsampling="4:2:0")
-    flags = ["--image-root", tmp_path, *FP32, "--num-of-class", "1", "--batch-size", "12"]
+    flags = ["--image-root", tmp_path, *FP32, "--num-of-class", "1", "--batch-size", "12", "--allow-one-class"]
     flags += ["--rand-crop-scale", "1,1", "--rand-crop-ratio", "1,1"]
     decoded = {}
     for fraction in (0, 0.3, 1):

@@ -469,7 +469,7 @@ def label_tables(root, folders):
     metadata.jsonl, train.csv and _classes.csv."""
     paths = []
     for folder in folders:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # ValueError: a name in classes.txt contains a null character
             names = sorted(os.listdir(os.path.join(root, folder)))
             paths += [os.path.normpath(os.path.join(folder, name)) for name in names if _LABEL_TABLE.fullmatch(name)]
     return paths
