@@ -83,12 +83,10 @@ def test_loader_does_not_decode_jpeg_2000_image_with_suffix_of_jpeg(photos, pars
 
 @needs_jpeg_2000
 def test_jpeg_2000_is_not_decoded():
-    """DALI's decoder crashes if the quantization table is missing."""
+    """DALI decodes this valid image; only the check rejects it."""
     file = io.BytesIO()
     Image.new("RGB", (64, 48)).save(file, "jpeg2000")
-    damaged = file.getvalue().replace(b"\xff\x5c", b"\xff\x6e")
-    for content in (file.getvalue(), damaged):
-        assert bad_images.decode(content) == "is a JPEG 2000 image, which is not supported"
+    assert bad_images.decode(file.getvalue()) == "is a JPEG 2000 image, which is not supported"
 
 
 def test_image_with_too_many_pixels_after_resize_is_rejected():
