@@ -186,6 +186,7 @@ def _scan_webdataset(shard):
     try:
         with records.open_regular(shard) as f, tarfile.open(fileobj=f, mode="r:") as tar:
             for member in tar:
+                # With a negative size, tarfile in Python 3.11 can return the same member again and again.
                 if member.size < 0 or tar.offset <= offset:
                     raise tarfile.ReadError(f"the size at byte {member.offset} is negative")
                 offset = tar.offset

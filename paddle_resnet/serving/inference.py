@@ -194,7 +194,7 @@ def open_paddle(folder, device, logits=False):
     if not is_table(description.get("files"), **{path.name: _is_file for path in paths}):
         raise UsageError(f"{folder}/{NAME}.json: `files` lacks the size or sha256 of {NAME}.*; export it again")
     # The files are read in Python, because Paddle cannot open paths that are not valid UTF-8. Their sizes and hashes
-    # are checked, because Paddle crashes on damaged files.
+    # are checked, because Paddle 2.6.2 crashes (segmentation fault) if model.pdmodel is not a program.
     entries = description["files"]
     try:
         program, parameters = (folders.read_file(path, entries[path.name], f"{NAME}.json") for path in paths)
