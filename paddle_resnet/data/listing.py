@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import unicodedata
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
@@ -166,7 +167,9 @@ def _missing(image_root, mode):
     data_format = detect(image_root, other)
     wanted, there = (examples[data_format].format(split.value) for split in (mode, other))
     similar = _similar(image_root, mode, data_format)
-    if similar:
+    if compressed := _compressed(image_root, [mode]):
+        remedy = compressed
+    elif similar:
         remedy = f"rename {similar} to {wanted}"
     elif data_format == "folder" and mode is Mode.EVAL:
         remedy = f"create it, or {_split_command(os.path.join(image_root, mode.TRAIN.value), image_root)}"
@@ -178,7 +181,25 @@ def _missing(image_root, mode):
     )
 
 
+def _compressed(image_root, modes):
+    """If record files of a split are compressed with gzip, return the remedy, otherwise None."""
+    patterns = [patterns[mode] for patterns in SHARD_NAMES.values() for mode in modes]
+
+    def is_compressed(name):
+        stem, ending = os.path.splitext(name)
+        original = {".gz": stem, ".tgz": f"{stem}.tar"}.get(ending, "")
+        return any(pattern.fullmatch(original) for pattern in patterns)
+
+    names = sorted(filter(is_compressed, os.listdir(image_root)))
+    if not names:
+        return None
+    files = f"{shlex.quote(str(image_root))}/*{os.path.splitext(names[0])[1]}"
+    return f"{printable(_some(names))} cannot be read, because DALI does not support gzip: run `gunzip {files}`"
+
+
 def _splits_remedy(image_root):
+    if compressed := _compressed(image_root, list(Mode)):
+        return compressed
     similar = {mode: _similar(image_root, mode) for mode in Mode}
     renames = [f"rename {name} to {mode.value}/" for mode, name in similar.items() if name]
     if renames:
@@ -303,6 +324,7 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
     files, labels = [], []
     ignored = [(OUTSIDE, "", name) for name in images_at_the_top(split_dir)]
     label_of = {name: label for label, name in enumerate(classes)}
+    _check_unicode(split_dir, [name for name in folders if not is_trained or name not in label_of], classes)
     for name in folders:
         if name not in label_of:
             raise UsageError(
@@ -330,6 +352,25 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
                 )
     warn_of_ignored(split_dir, ignored)
     return files, labels, classes
+
+
+def _check_unicode(folder, names, classes):
+    """Raise UsageError if the name of a class folder looks like that of a different class, because one of them is in
+    the Unicode form of macOS (NFD) and one in the form of other systems (NFC)."""
+    forms = {unicodedata.normalize("NFC", name): name for name in classes}
+    for name in names:
+        other = forms.get(unicodedata.normalize("NFC", name), name)
+        if other != name:
+            paths = [os.path.join(folder, each) for each in (name, other)]
+            remedy = (
+                "move the images into one of the folders and remove the other"
+                if other in names
+                else f"rename it: `{shlex.join(['mv', *paths])}`"
+            )
+            raise UsageError(
+                f"{paths[0]}: the name {name!a} looks like the class {other!a}, but has a different Unicode "
+                f"form; {remedy}"
+            )
 
 
 def _check_nesting(folder, split_dir):
@@ -674,7 +715,7 @@ def shards(image_root, mode, data_format):
     paths = find_shards(image_root, data_format, mode)
     if not paths:
         example = EXAMPLE_NAMES[data_format].format(mode.value)
-        remedy = f"use the folder that contains the {data_format} files"
+        remedy = _compressed(image_root, [mode]) or f"use the folder that contains the {data_format} files"
         raise UsageError(f"--image-root {image_root}: has no {example}; {remedy}")
     if data_format == "tfrecord":
         pattern = SHARD_NAMES[data_format][mode]

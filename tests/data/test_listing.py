@@ -1,10 +1,13 @@
 """Splits that are missing, have a wrong name or are inconsistent. test_readers.py tests valid splits."""
 
+import gzip
 import json
 import os
 import re
 import shlex
 import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +53,51 @@ def test_missing_record_file_is_reported_with_remedy(converted, tmp_path):
     for path in tmp_path.glob("val*"):
         path.unlink()
     assert "has no val-000000.tar; create it, or use only train-000000.tar" in error_of(tmp_path)
+
+
+@pytest.mark.parametrize("ending", [".tar.gz", ".tgz"])
+def test_compressed_shards_are_named_with_remedy(converted, tmp_path, ending):
+    root = tmp_path / "a b"
+    root.mkdir()
+    content = (converted["webdataset"] / "val-000000.tar").read_bytes()
+    names = [f"train-000000{ending}", *(f"val-{number:06d}{ending}" for number in range(6))]
+    for name in names:
+        (root / name).write_bytes(gzip.compress(content))
+    with pytest.raises(UsageError) as error:
+        listing.splits(root)
+    problem = (
+        f"{root}: contains neither train/ nor val/ in any format; {', '.join(names[:5])} and 2 more cannot be read, "
+    )
+    command = f"gunzip '{root}'/*{Path(f'x{ending}').suffix}"
+    assert str(error.value) == f"{problem}because DALI does not support gzip: run `{command}`"
+    assert command in error_of(root, Mode.TRAIN)
+    with pytest.raises(UsageError, match="has no train-000000.tar; train-000000"):
+        listing.images(str(root), Mode.TRAIN, "webdataset")
+    subprocess.run(["gunzip", root / names[0]], check=True)
+    assert f"has no val-000000.tar; val-000000{ending}, " in error_of(root)
+    subprocess.run(command, shell=True, check=True)
+    counts = [len(listing.images(str(root), mode)[2]) for mode in Mode]
+    assert counts[0] > 0 and counts[1] == 6 * counts[0]
+
+
+def test_class_names_that_differ_only_in_unicode_form_are_reported(photos, tmp_path):
+    """macOS writes an accented letter as a letter and an accent (NFD)."""
+    shutil.copytree(photos, tmp_path, dirs_exist_ok=True)
+    nfc, nfd = "caf\xe9", "cafe\u0301"
+    (tmp_path / "train/class0").rename(tmp_path / "train" / nfc)
+    (tmp_path / "val/class0").rename(tmp_path / "val" / nfd)
+    command = f"mv {tmp_path}/val/{nfd} {tmp_path}/val/{nfc}"
+    message = error_of(tmp_path).replace("'", "")
+    problem = (
+        rf"the name cafe\u0301 looks like the class caf\xe9, but has a different Unicode form; rename it: `{command}`"
+    )
+    assert message == f"{tmp_path}/val/{nfd}: {problem}"
+    subprocess.run(error_of(tmp_path).split("`")[1], shell=True, check=True)
+    assert len(listing.images(str(tmp_path), Mode.EVAL)[2]) == 23
+    (tmp_path / "train" / nfd).mkdir()
+    message = error_of(tmp_path, Mode.TRAIN)
+    assert r"'cafe\u0301'" in message and r"'caf\xe9'" in message
+    assert message.endswith("move the images into one of the folders and remove the other")
 
 
 @pytest.mark.parametrize(
