@@ -259,6 +259,7 @@ def test_preprocess_script_reports_unusable_files(checkpoint, photos, tmp_path, 
     out, err = capsys.readouterr()
     assert out.startswith(f"{image}: float32 [1, 3, 32, 32], from -")
     assert [line.split(": cannot be used (")[0] for line in err.splitlines()] == bad
+    assert "device.jpg: cannot be used (not a regular file)" in err
     assert "large.png: cannot be used (80 x 80 pixels, more than the limit of 4,900)" in err
     assert preprocessing.main([f"{tmp_path}/\x1b\n.jpg"]) == 1
     assert capsys.readouterr().err == f"{tmp_path}/\\x1b\\n.jpg: cannot be used (not a regular file)\n"
