@@ -16,6 +16,7 @@ import paddle
 
 from paddle_resnet.checkpoints import folders, schema, variables
 from paddle_resnet.job import exchange, processes
+from paddle_resnet.machine import cpu
 from paddle_resnet.models import registered_name, user_file
 from paddle_resnet.settings import inheritance, parsing, validation
 from paddle_resnet.settings.declarations import EVALUATED, RESUMED, of_kinds
@@ -498,7 +499,7 @@ def restore(checkpoint, lr_scheduler, loader, fetchs, place, *, iter_unit, is_av
     done += timeline.batches_before(checkpoint.epoch)
     lr_scheduler.step(done // accumulate_steps)
     if checkpoint.resumes:
-        _log_environment_changes(checkpoint.folder, checkpoint.meta)
+        _log_environment_changes(checkpoint.folder, checkpoint.meta, place)
         random.setstate(schema.as_tuples(json.loads(checkpoint.meta["seeds"]["python"])))
         np.random.set_state(schema.as_tuples(json.loads(checkpoint.meta["seeds"]["numpy"])))
     if checkpoint.is_inside:
@@ -523,7 +524,7 @@ def _epoch_of(folder):
         return at[0] if at and at[1] is None else None
 
 
-def _log_environment_changes(folder, meta):
+def _log_environment_changes(folder, meta, place):
     before = meta.get("paddle_version", paddle.__version__)  # older checkpoints lack this key
     if before != paddle.__version__:
         logger.warn(
@@ -535,4 +536,26 @@ def _log_environment_changes(folder, meta):
             f"{folder}: written by {meta['world_size']} processes, but this run has "
             f"{processes.world_size()}, so the global batch size and the peak learning rate change in proportion; "
             "start the same number of processes to keep them"
+        )
+    if "cpu" in meta and meta["arguments"].get("device") == "cpu" and isinstance(place, paddle.CPUPlace):
+        _log_arithmetic_changes(folder, meta["cpu"], cpu.arithmetic())
+
+
+def _log_arithmetic_changes(folder, before, now):
+    """Warn if the CPU's kernels round differently than in the run that wrote a checkpoint. `before` and `now` are
+    results of cpu.arithmetic."""
+    effect = "so losses may differ in the last digits from those of an uninterrupted run"
+    if before["threads"] != now["threads"]:
+        logger.warn(
+            f"{folder}: written with OMP_NUM_THREADS={before['threads']}, but this run has {now['threads']}, {effect}; "
+            f"set OMP_NUM_THREADS={before['threads']} to reproduce them"
+        )
+    lacking, additional = (
+        [name for name in some["instructions"] if name not in others["instructions"]]
+        for some, others in ((before, now), (now, before))
+    )
+    if differing := [f"without {name}" for name in lacking] + [f"with {name}" for name in additional]:
+        logger.warn(
+            f"{folder}: written with a different instruction set (this run: {', '.join(differing[:3])}"
+            f"{', ...' * (len(differing) > 3)}), {effect}; resume on the same type of CPU to reproduce them"
         )

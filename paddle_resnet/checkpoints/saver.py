@@ -25,6 +25,7 @@ import paddle
 
 from paddle_resnet.checkpoints import folders, variables
 from paddle_resnet.job import exchange, processes, watchdog
+from paddle_resnet.machine import cpu
 from paddle_resnet.models import ends
 from paddle_resnet.passes import all_reduces
 from paddle_resnet.settings import durations
@@ -253,6 +254,7 @@ class Saver:
         meta = {
             "run": self._run,
             "paddle_version": paddle.__version__,
+            "cpu": cpu.arithmetic(),
             "epoch": epoch,
             "step": step,
             "steps_each_epoch": durations.used_batches(len(self._loader), self._args.accumulate_steps),
