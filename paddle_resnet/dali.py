@@ -243,7 +243,7 @@ def _usable(args, state, conditions, steps):
     removed = {name for name, value in before.items() if value and name.startswith("--")} - {*conditions}
     changes = {
         name: f"{name} is {now} and was {before.get(name)}"
-        for name, now in (conditions | dict.fromkeys(removed, "a removed flag")).items()
+        for name, now in (conditions | dict.fromkeys(sorted(removed), "a removed flag")).items()
         if now != before.get(name)
     }
     if changes and state["step"] == 0 and not set(changes) & {*ORDER_CONDITIONS, LIST}:
