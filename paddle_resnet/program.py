@@ -17,9 +17,8 @@ from paddle_resnet.job import exchange, fleet, processes, watchdog
 from paddle_resnet.job.step_log import StepLog
 from paddle_resnet.machine import compat
 from paddle_resnet.models import build_model, layers, logits, loss_head, mixing, parts
-from paddle_resnet.optimizers import amp, sparsity
+from paddle_resnet.optimizers import amp, sparsity, table
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
-from paddle_resnet.optimizers.table import build_optimizer
 from paddle_resnet.passes import accumulation, all_reduces, averages, fusion, lookahead, quantization, updates
 from paddle_resnet.settings import durations
 from paddle_resnet.steps import cuda_graph, host_metrics, random_numbers, scalars, trace
@@ -226,7 +225,7 @@ def _set_up_layers(args, model):
 def _minimize(args, main_prog, startup_prog, model, loss, lr_scheduler, frozen):
     """Add the backward pass and the parameter update to a training program, and return the optimizer."""
     is_native = args.kernels == "native"
-    own_optimizer = build_optimizer(args, lr_scheduler)
+    own_optimizer = table.build_optimizer(args, lr_scheduler)
     optimizer = dist_optimizer(args, own_optimizer)
     if frozen:
         parts.stop_gradients(main_prog)
@@ -348,9 +347,11 @@ def compile_prog(args, program, loss_name=None, is_train=True):
         compiled program for all batches of a training step except the last, or None if each step has one batch
         (--accumulate-steps 1).
     Raises:
-        UsageError: create_strategy fails; or --cuda-graph true is explicit, but the step cannot be captured.
+        UsageError: create_strategy or table.check_rule fails; or --cuda-graph true is explicit, but the step cannot be
+            captured.
     """
     processes.check_resolved(args.device)
+    table.check_rule(program, args.optimizer)
     compiled = _compile(args, program, is_train)
     compiled.accumulating = None
     if is_train and args.accumulate_steps > 1:

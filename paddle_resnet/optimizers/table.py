@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from utils.errors import UsageError
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -31,6 +33,8 @@ class Rule:
         attrs: the attributes of Paddle's operator that contain the rule's hyperparameters, in the order of the rule's
             members. These attributes are the same for all parameters.
         decay: function that returns the weight decay of a parameter, given Paddle's operator.
+        mark: None if `op` implements the rule. Otherwise, Paddle lacks the rule: a pass changes the operators `op` of
+            another rule and sets their boolean attribute `mark`, which is false for the other rule.
     """
 
     build: Callable
@@ -42,6 +46,7 @@ class Rule:
     state: tuple
     attrs: tuple
     decay: Callable
+    mark: str | None = None
 
 
 def _momentum(rate, decay, decayed, momentum, nesterov):
@@ -103,7 +108,7 @@ OPTIMIZERS = {
     "Momentum": _momentum_rule(nesterov=False),
     "Nesterov": _momentum_rule(nesterov=True),
     "AdamW": _ADAMW,
-    "RAdam": replace(_ADAMW, native="radam"),  # rectify() in passes/updates.py changes Paddle's operators
+    "RAdam": replace(_ADAMW, native="radam", mark="use_global_beta_pow"),  # set by rectify() in passes/updates.py
     "LAMB": replace(
         _ADAMW, build=_lamb, rates=(5e-3, 5e-3), op="lamb", native="lamb", decay=lambda op: op.attr("weight_decay")
     ),
@@ -112,8 +117,25 @@ OPTIMIZERS = {
 
 def rule_of(op):
     """Return the Rule that one of Paddle's update operators implements, or None."""
-    native = "radam" if op.type == "adamw" and op.attr("use_global_beta_pow") else op.type
-    return next((rule for rule in OPTIMIZERS.values() if rule.native == native), None)
+    rules = [rule for rule in OPTIMIZERS.values() if rule.op == op.type and (rule.mark is None or op.attr(rule.mark))]
+    return min(rules, key=lambda rule: rule.mark is None, default=None)  # a mark takes precedence
+
+
+def check_rule(program, optimizer):
+    """Check that a training program does not update parameters with a different rule because Paddle lacks the rule of
+    --optimizer.
+
+    Raises:
+        UsageError: Paddle lacks the rule, and no pass has changed the operators of the program.
+    """
+    rule = OPTIMIZERS[optimizer]
+    others = [op.type for op in updates(program) if rule.native != rule.op and rule_of(op) is not rule]
+    if others:
+        raise UsageError(
+            f"--optimizer {optimizer}: Paddle lacks this update rule, and the program has {len(others)} unchanged "
+            f"operators {others[0]}; build the program with program.build, or apply the pass for {optimizer} after "
+            "minimize (passes/updates.py)"
+        )
 
 
 def build_optimizer(args, lr_scheduler):

@@ -1,6 +1,8 @@
 """Every optimizer in a small program: weight decay groups, Paddle's operators compared with the custom operator,
 skipped steps, and resuming. tests/native/test_native.py tests the formulas."""
 
+import dataclasses
+
 import numpy as np
 import paddle
 import paddle.nn.functional as F
@@ -8,8 +10,9 @@ import pytest
 from paddle import nn, static
 
 import config
-from conftest import NHWC, assert_sparse
+from conftest import NHWC, assert_sparse, frozen
 from helpers import build, random_batches
+from paddle_resnet import program
 from paddle_resnet.checkpoints import variables
 from paddle_resnet.native import build as native
 from paddle_resnet.optimizers import schedules, sparsity, table
@@ -118,6 +121,27 @@ def test_weight_decay_groups(name, with_bn):
     expected |= {"last.bias": not rule.is_adaptive}
     expected |= dict.fromkeys(["batch_norm2d_0.w_0", "batch_norm2d_0.b_0"], with_bn)
     assert decays == {name: pytest.approx(0.1 * has_decay) for name, has_decay in expected.items()}
+
+
+@pytest.mark.parametrize("kernels", ["paddle", "native"])
+@pytest.mark.parametrize("mark", [None, "lazy_mode"])
+@pytest.mark.parametrize("name", ["Lion", "RAdam"])
+def test_rule_that_paddle_lacks_is_never_replaced_by_adamw(parse, monkeypatch, name, mark, kernels):
+    """Paddle 2.6 has no Lion, so a new entry would build AdamW for a pass that is missing here."""
+    lion = dataclasses.replace(table.OPTIMIZERS["AdamW"], native="lion", mark=mark)
+    monkeypatch.setitem(table.OPTIMIZERS, "Lion", lion)
+    monkeypatch.setattr(updates, "rectify", lambda main_prog, lr_scheduler: None)
+    args = parse("--kernels", kernels)
+    args.optimizer = name
+    main = static.Program()
+    program.build(frozen(args), main, static.Program(), 10)
+    assert {table.rule_of(op) for op in table.updates(main)} == {table.OPTIMIZERS["AdamW"]}
+    with pytest.raises(UsageError, match=rf"^--optimizer {name}: Paddle lacks .* has \d+ unchanged operators adamw; "):
+        program.compile_prog(args, main)
+    for op in table.updates(main):
+        if mark:
+            op._set_attr(mark, True)
+    assert {table.rule_of(op) for op in table.updates(main)} == {lion if mark else table.OPTIMIZERS["AdamW"]}
 
 
 @pytest.mark.parametrize("scale", [False, True], ids=["unscaled", "scaled"])
