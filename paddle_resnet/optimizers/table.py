@@ -12,6 +12,11 @@ from functools import partial
 
 from utils.errors import UsageError
 
+# Paddle's operators that multiply by a vector or normalize, and operators that add a vector.
+FACTORS = {"batch_norm", "sync_batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm"}
+FACTORS |= {"elementwise_mul", "elementwise_div", "prelu"}
+SUMMANDS = {"elementwise_add", "elementwise_sub"}
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -55,7 +60,7 @@ def _momentum(rate, decay, decayed, momentum, nesterov):
     from paddle.regularizer import L2Decay
 
     for parameter in static.default_main_program().all_parameters():
-        if parameter.name not in decayed:
+        if parameter.name not in decayed and parameter.regularizer is None:
             parameter.regularizer = L2Decay(0.0)  # override the optimizer's regularizer
     return paddle.optimizer.Momentum(rate, momentum, use_nesterov=nesterov, weight_decay=L2Decay(decay))
 
@@ -141,7 +146,9 @@ def check_rule(program, optimizer):
 def build_optimizer(args, lr_scheduler):
     """Build the optimizer that --optimizer selects, for the network in the current program.
 
-    Weight decay applies to the scale and shift of batch normalization only if --bn-weight-decay is set.
+    Weight decay applies to weights. It applies to biases if the optimizer is not adaptive, and to the parameters of
+    normalization layers and to scales if --bn-weight-decay is set. A parameter with a regularizer of its own
+    (ParamAttr) has only this regularizer.
 
     Args:
         args: settings for the optimizer and weight decay.
@@ -150,17 +157,45 @@ def build_optimizer(args, lr_scheduler):
     from paddle import static
 
     rule, program = OPTIMIZERS[args.optimizer], static.default_main_program()
-    layers = [op for op in program.global_block().ops if op.type == "batch_norm"]
-    scales_and_shifts = {name for op in layers for kind in ("Scale", "Bias") for name in op.input(kind)}
-    decayed = set()
-    for parameter in program.all_parameters():
-        if parameter.name in scales_and_shifts:
-            has_decay = args.bn_weight_decay
-        else:
-            has_decay = not rule.is_adaptive or len(parameter.shape) > 1
-        if has_decay:
-            decayed.add(parameter.name)
+    has_decay = {"weight": True, "bias": not rule.is_adaptive, "factor": args.bn_weight_decay}
+    decayed = {
+        parameter.name
+        for parameter, kind in _kinds(program)
+        if has_decay[kind] and getattr(parameter, "regularizer", None) is None
+    }
     return rule.build(lr_scheduler, args.weight_decay, decayed, *(getattr(args, flag) for flag in rule.flags))
+
+
+def _kinds(program):
+    """Yield (parameter, kind) for each parameter of a network: "factor" for the scale and shift of normalization layers
+    and for other factors of channels or layers, "bias", or "weight". The kind follows from the operators that read the
+    parameter, because its shape depends on the layout: a factor of the channels has the shape [C, 1, 1] in NCHW, and
+    [C] in NHWC."""
+    readers = {}
+    for op in program.global_block().ops:
+        for name in op.input_arg_names:
+            readers.setdefault(name, []).append(op)
+    for parameter in program.all_parameters():
+        types = {op.type for op in _first_combinations(readers, parameter.name)}
+        is_vector = sum(size != 1 for size in parameter.shape) <= 1
+        if is_vector and types & FACTORS:
+            yield parameter, "factor"
+        elif len(parameter.shape) == 1 or (is_vector and types & SUMMANDS):
+            yield parameter, "bias"
+        else:
+            yield parameter, "weight"
+
+
+def _first_combinations(readers, name):
+    """Yield the operators that combine a parameter with another variable, directly or after operators with a single
+    input, such as reshape or cast."""
+    for op in readers.get(name, []):
+        if len(op.input_arg_names) > 1:
+            yield op
+            continue
+        for out in op.output_arg_names:
+            if out != name:
+                yield from _first_combinations(readers, out)
 
 
 def updates(program):

@@ -508,7 +508,8 @@ def _training(add):
     add(
         "--bn-weight-decay",
         **_switch(),
-        help="whether weight decay applies to the scale and shift of batch normalization",
+        help="whether weight decay also applies to the scale and shift of normalization layers and to other factors of "
+        "channels",
     )
 
 

@@ -10,9 +10,10 @@ import pytest
 from paddle import nn, static
 
 import config
+import few_blocks
 from conftest import NHWC, assert_sparse, frozen
 from helpers import build, random_batches
-from paddle_resnet import program
+from paddle_resnet import models, program
 from paddle_resnet.checkpoints import variables
 from paddle_resnet.native import build as native
 from paddle_resnet.optimizers import schedules, sparsity, table
@@ -121,6 +122,94 @@ def test_weight_decay_groups(name, with_bn):
     expected |= {"last.bias": not rule.is_adaptive}
     expected |= dict.fromkeys(["batch_norm2d_0.w_0", "batch_norm2d_0.b_0"], with_bn)
     assert decays == {name: pytest.approx(0.1 * has_decay) for name, has_decay in expected.items()}
+
+
+def decays(parse, layout, *flags):
+    """Return {name of a parameter: its weight decay} for the training program of a network."""
+    shape = "3,32,32" if layout == "NCHW" else "4,32,32"
+    args = parse("--data-layout", layout, "--image-shape", shape, "--weight-decay", "0.1", *flags)
+    main = static.Program()
+    program.build(frozen(args), main, static.Program(), 10)
+    return {op.input("Param")[0]: table.OPTIMIZERS[args.optimizer].decay(op) for op in table.updates(main)}
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_decayed_parameters_of_registered_networks_do_not_depend_on_layout(parse, monkeypatch, name):
+    """Momentum decays all parameters except those of BN layers, as in NVIDIA's example, and except the factor of
+    self-attention. AdamW additionally excludes biases."""
+    monkeypatch.setitem(models.MODELS, name, few_blocks.with_few_blocks(models.MODELS[name]))
+    for optimizer in ("Momentum", "AdamW"):
+        first, second = (
+            decays(parse, layout, "--model-arch-name", name, "--optimizer", optimizer) for layout in ("NCHW", "NHWC")
+        )
+        assert first == second
+        for parameter, decay in first.items():
+            is_factor = parameter.startswith(("batch_norm", "self_attention_0.w_1"))
+            is_bias = parameter.startswith(("conv2d", "linear")) and parameter.split(".")[1].startswith("b_")
+            assert decay == pytest.approx(0.1 * (not is_factor and not (is_bias and optimizer == "AdamW"))), parameter
+
+
+USER_NETWORK = """
+import paddle
+from paddle import nn
+
+
+class Net(nn.Layer):
+    def __init__(self, num_classes, in_channels, data_format):
+        super().__init__()
+        self.is_nchw = data_format == "NCHW"
+
+        def parameter(name, shape, **attributes):
+            return self.create_parameter(shape, attr=paddle.ParamAttr(name=name, **attributes))
+
+        def attributes(layer, **more):
+            return {f"{kind}_attr": paddle.ParamAttr(name=f"{layer}.{kind}", **more) for kind in ("weight", "bias")}
+
+        self.first = nn.Conv2D(in_channels, 8, 3, stride=4, data_format=data_format, **attributes("first"))
+        self.norms = nn.LayerList([
+            nn.GroupNorm(2, 8, data_format=data_format, **attributes("group_norm")),
+            nn.LayerNorm([8, 8, 8], **attributes("layer_norm")),
+        ])
+        own = paddle.regularizer.L2Decay(0.7)
+        self.own = nn.BatchNorm2D(8, data_format=data_format, **attributes("own_norm", regularizer=own))
+        vector = [8, 1, 1] if self.is_nchw else [8]
+        self.scale, self.shift = parameter("scale", vector), parameter("shift", vector)
+        self.log_scale = parameter("log_scale", vector)
+        self.prelu = nn.PReLU(8, data_format=data_format, weight_attr=paddle.ParamAttr(name="slope"))
+        self.prior = parameter("prior", [8, 8, 1] if not self.is_nchw else [1, 8, 8])
+        self.narrow = nn.Linear(8, 1, **attributes("narrow"))
+        self.hidden = nn.Linear(1, 8, **attributes("hidden", regularizer=own))
+        self.last = nn.Linear(8, num_classes, **attributes("last"))
+
+    def forward(self, images):
+        x = self.first(images)
+        for norm in [*self.norms, self.own]:
+            x = norm(x)
+        x = self.prelu(x * self.scale * paddle.exp(self.log_scale) + self.shift) + self.prior
+        x = paddle.mean(x, [2, 3] if self.is_nchw else [1, 2])
+        return self.last(self.hidden(self.narrow(x)))
+"""
+
+
+@pytest.mark.parametrize("flags", [[], ["--bn-weight-decay"], ["--qat"]], ids=["default", "all", "qat"])
+@pytest.mark.parametrize("optimizer", table.OPTIMIZERS)
+def test_decayed_parameters_of_user_network_do_not_depend_on_layout(parse, tmp_path, optimizer, flags):
+    """Regression test: a scale of shape [C, 1, 1] decayed with AdamW, a scale of shape [C] did not; LayerNorm decayed
+    with Momentum; and a regularizer of BN was ignored with Momentum."""
+    file = tmp_path / "net.py"
+    file.write_text(USER_NETWORK)
+    flags = ["--model-arch-name", f"{file}:Net", "--optimizer", optimizer, *flags]
+    first, second = (decays(parse, layout, *flags) for layout in ("NCHW", "NHWC"))
+    assert first == second
+    rule = table.OPTIMIZERS[optimizer]
+    expected = dict.fromkeys(["first.weight", "narrow.weight", "last.weight", "prior"], 0.1)
+    expected |= dict.fromkeys(["first.bias", "narrow.bias", "last.bias", "shift"], 0 if rule.is_adaptive else 0.1)
+    factors = ["group_norm.weight", "group_norm.bias", "layer_norm.weight", "layer_norm.bias", "scale", "log_scale"]
+    expected |= dict.fromkeys([*factors, "slope"], 0.1 if "--bn-weight-decay" in flags else 0)
+    # Adaptive optimizers add the parameter's own regularization to its gradient.
+    own = ["own_norm.weight", "own_norm.bias", "hidden.weight", "hidden.bias"]
+    expected |= dict.fromkeys(own, 0 if rule.is_adaptive else 0.7)
+    assert first == {name: pytest.approx(decay) for name, decay in expected.items()}
 
 
 @pytest.mark.parametrize("kernels", ["paddle", "native"])
