@@ -29,7 +29,7 @@ PLACE = paddle.CPUPlace()
 class Run:
     """A network of two linear layers with batch normalization between them. Each instance has its own scope."""
 
-    def __init__(self, *flags, fuse=False, scale=False):
+    def __init__(self, *flags, fuse=False, scale=False, regularizer=None):
         args = config.parse_args(["--weight-decay", "0.1", "--lr", "0.1", "--warmup-epochs", "0", *flags])
         args.kernels, args.use_dynamic_loss_scaling = "native" if fuse else "paddle", scale
         self._scope = static.Scope()
@@ -42,7 +42,10 @@ class Run:
             paddle.seed(0)
             x = nn.Linear(8, 6, bias_attr=False)(static.data("x", [16, 8])).reshape([16, 6, 1, 1])
             x = F.relu(nn.BatchNorm2D(6)(x)).reshape([16, 6])
-            last = {f"{kind}_attr": paddle.ParamAttr(name=f"last.{kind}") for kind in ("weight", "bias")}
+            last = {
+                f"{kind}_attr": paddle.ParamAttr(name=f"last.{kind}", regularizer=regularizer)
+                for kind in ("weight", "bias")
+            }
             self._loss = paddle.mean(nn.Linear(6, 3, **last)(x) ** 2)
             self._rate = schedules.build_lr_scheduler(args, durations.uniform(args, 10))
             optimizer = table.build_optimizer(args, self._rate)
@@ -122,6 +125,27 @@ def test_weight_decay_groups(name, with_bn):
     expected |= {"last.bias": not rule.is_adaptive}
     expected |= dict.fromkeys(["batch_norm2d_0.w_0", "batch_norm2d_0.b_0"], with_bn)
     assert decays == {name: pytest.approx(0.1 * has_decay) for name, has_decay in expected.items()}
+
+
+@pytest.mark.parametrize("regularizer", [paddle.regularizer.L1Decay(0.3), paddle.regularizer.L2Decay(0.3)])
+@pytest.mark.parametrize("name", ["Momentum", "AdamW"])
+def test_regularizer_of_parameter_replaces_weight_decay(name, regularizer):
+    """Momentum applies L2Decay in its update operator; all other regularizers are added to the gradient."""
+    runs = [Run("--optimizer", name, fuse=fuse, regularizer=regularizer) for fuse in (False, True)]
+    is_l2 = isinstance(regularizer, paddle.regularizer.L2Decay)
+    decay = 0.3 if name == "Momentum" and is_l2 else 0
+    decays = {op.input("Param")[0]: table.OPTIMIZERS[name].decay(op) for op in runs[0].paddle_updates}
+    assert decays["last.weight"] == decays["last.bias"] == pytest.approx(decay)
+    for run in runs:
+        run.step(0)
+    expected, result = (run.state() for run in runs)
+    for key, value in expected.items():
+        np.testing.assert_allclose(result[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
+    if decay:
+        Run("--optimizer", name, fuse=True, scale=True, regularizer=regularizer)
+    else:
+        with pytest.raises(UsageError, match="^--kernels native: loss scaling is not supported with a regularizer of"):
+            Run("--optimizer", name, fuse=True, scale=True, regularizer=regularizer)
 
 
 def decays(parse, layout, *flags):
