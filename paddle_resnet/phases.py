@@ -1,6 +1,7 @@
 """The phases of a run before its first step, in the order in which train.py calls them."""
 
 import functools
+import math
 from collections import namedtuple
 from pathlib import Path
 
@@ -32,6 +33,10 @@ from utils.mode import Mode
 Work = namedtuple(
     "Work", "settings loader program fetchs lr_scheduler optimizer compiled refresh later", defaults=[None] * 4 + [()]
 )
+
+
+# Maximum weight of the initial BN statistics in the running statistics at the end of a run, without a warning.
+INITIAL_BN_WEIGHT = 0.05
 
 
 def start(args):
@@ -301,10 +306,29 @@ def check_and_describe(args, exe, training, evaluation):
     fused = program.fused_operators(args, main.compiled)
     if args.pending and not args.dry_run:
         budget.choose(args, exe, training, evaluation)
+    if training and not args.benchmark:
+        _warn_of_bn_momentum(args, training)
     if args.show_config:
         logger.info(describe(args))
     count = all_reduces.count_gradient_all_reduces(main.program)
     logger.info(report.start_line(main.settings, *loaders, fused, count, main.compiled.captured is not None))
+
+
+def _warn_of_bn_momentum(args, training):
+    """Warn if the run is so short that the initial BN statistics would dominate the running statistics, with which
+    evaluations normalize. A resumed run is not checked again."""
+    programs = [training.program, *(work.program for _, work in training.later)]
+    momentum = max(map(all_reduces.bn_momentum, programs))
+    schedule = training.lr_scheduler
+    batches = durations.total_steps(args, schedule.timeline) * schedule.timeline.accumulate_steps
+    if momentum**batches <= INITIAL_BN_WEIGHT or schedule.done:
+        return
+    fitting = min(0.9, math.floor(INITIAL_BN_WEIGHT ** (1 / batches) * 100) / 100)
+    origin = " (value of the network)" if args.bn_momentum is None else ""
+    logger.warn(
+        f"--bn-momentum {momentum:g}{origin}: too high for {batches} training batches, because the initial BN "
+        f"statistics keep a weight of {momentum**batches:.0%} until the last evaluation; use --bn-momentum {fitting:g}"
+    )
 
 
 def describe(settings):

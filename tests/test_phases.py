@@ -351,12 +351,12 @@ def test_settings_are_described_after_the_epochs_are_chosen(record, monkeypatch,
     record(phases.agreement, "check_work")
     record(phases.program, "fused_operators")
     record(phases.budget, "choose")
-    record(phases, "describe")
+    record(phases, "_warn_of_bn_momentum", "describe")
     record(phases.report, "start_line")
     record(phases.logger, "info")
     record(phases.all_reduces, "count_gradient_all_reduces")
     record.results |= {"fused_operators": {"native_bn": 1}, "count_gradient_all_reduces": 3}
-    args = SimpleNamespace(kernels="native", pending=pending, dry_run=is_dry, show_config=shows)
+    args = SimpleNamespace(kernels="native", pending=pending, dry_run=is_dry, show_config=shows, benchmark=False)
     captured = SimpleNamespace(captured="graph")
     training = phases.Work("stage", "train loader", SimpleNamespace(name="training"), None, compiled=captured)
     evaluation = phases.Work(args, "eval loader", SimpleNamespace(), None, compiled=SimpleNamespace(captured=None))
@@ -364,6 +364,7 @@ def test_settings_are_described_after_the_epochs_are_chosen(record, monkeypatch,
     assert record.calls[0] == ("check_work", "native", "train loader", "eval loader", training.program)
     assert ("fused_operators", args, captured) in record.calls
     assert [name for name, *_ in record.calls if name in ("choose", "describe")] == expected
+    assert ("_warn_of_bn_momentum", args, training) in record.calls
     line = ("start_line", "stage", "train loader", "eval loader", {"native_bn": 1}, 3, True)
     assert record.calls[-2] == line
     phases.check_and_describe(args, "exe", None, evaluation)

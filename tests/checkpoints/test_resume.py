@@ -192,7 +192,7 @@ def test_different_batch_size_in_first_epoch_continues_same_run(run_train, stop_
 
 
 def test_resume_with_more_epochs_uses_new_schedule(run_train, tmp_path, capsys):
-    flags = ["--print-interval", "1", "--resume"]
+    flags = ["--print-interval", "1", "--resume", "--bn-momentum", "0.3"]
     assert run_train("--epochs", "1", *flags)[0] == 0
     assert capsys.readouterr().err == ""
     code, report = run_train("--epochs", "2", *flags)
