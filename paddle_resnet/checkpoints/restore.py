@@ -551,7 +551,7 @@ def _log_arithmetic_changes(folder, before, now):
             f"set OMP_NUM_THREADS={before['threads']} to reproduce them"
         )
     lacking, additional = (
-        [name for name in some["instructions"] if name not in others["instructions"]]
+        [name for name in some["instructions"].split() if name not in others["instructions"].split()]
         for some, others in ((before, now), (now, before))
     )
     if differing := [f"without {name}" for name in lacking] + [f"with {name}" for name in additional]:

@@ -32,7 +32,7 @@ def problem(meta):
         return f"evaluations_since_best is {reprlib.repr(meta['evaluations_since_best'])[:100]}"
     if not is_list_of(is_text)(meta.get("class_names", [])):  # older checkpoints lack this key
         return f"class_names is {reprlib.repr(meta['class_names'])[:100]}"
-    if "cpu" in meta and not is_table(meta["cpu"], threads=is_count, instructions=is_list_of(is_text)):
+    if "cpu" in meta and not is_table(meta["cpu"], threads=is_count, instructions=is_text):
         return f"cpu is {reprlib.repr(meta['cpu'])[:100]}"
     return None
 

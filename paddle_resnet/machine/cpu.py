@@ -11,12 +11,12 @@ _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 
 
 def arithmetic():
-    """Return {"threads": number of threads of Paddle's CPU kernels, "instructions": sorted names of the CPU's vector
-    extensions, followed by NAME=VALUE for environment variables that limit them}. Sums depend on both in their last
+    """Return {"threads": number of threads of Paddle's CPU kernels, "instructions": names of the CPU's vector extensions,
+    sorted and separated by spaces, followed by NAME=VALUE for environment variables that limit them}. Sums depend on both in their last
     digits, because they determine the order of the additions. Paddle must have been imported."""
     text = _INFO.read_text() if _INFO.exists() else ""
     listed = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
     names = sorted(filter(_VECTOR_EXTENSIONS.fullmatch, listed[1].split() if listed else []))
     limits = [f"{name}={os.environ[name]}" for name in _LIMITS if os.environ.get(name)]
     # Paddle replaces a missing or invalid value with 1 when it is imported.
-    return {"threads": int(os.environ["OMP_NUM_THREADS"]), "instructions": names + limits}
+    return {"threads": int(os.environ["OMP_NUM_THREADS"]), "instructions": " ".join(names + limits)}

@@ -83,17 +83,17 @@ def test_resume_with_other_threads_or_instructions_warns(one_block, run_train, t
     [
         ({}, "cpu", paddle.CPUPlace(), ""),
         ({"cpu": None}, "cpu", paddle.CPUPlace(), ""),  # older versions did not write cpu
-        ({"cpu": {"threads": 8, "instructions": []}}, "gpu", paddle.CPUPlace(), ""),
-        ({"cpu": {"threads": 8, "instructions": []}}, "cpu", "gpu", ""),
+        ({"cpu": {"threads": 8, "instructions": ""}}, "gpu", paddle.CPUPlace(), ""),
+        ({"cpu": {"threads": 8, "instructions": ""}}, "cpu", "gpu", ""),
         (
-            {"cpu": {"threads": 1, "instructions": ["avx", "avx2", "avx512f", "avx512_vnni", "fma"]}},
+            {"cpu": {"threads": 1, "instructions": "avx avx2 avx512f avx512_vnni fma"}},
             *("cpu", paddle.CPUPlace()),
             "(this run: without avx, without avx2, without avx512f, ...)",
         ),
     ],
 )
 def test_arithmetic_is_compared_only_if_recorded_and_on_cpu(monkeypatch, capsys, changes, device, place, message):
-    monkeypatch.setattr(cpu, "arithmetic", lambda: {"threads": 1, "instructions": ["fma"]})
+    monkeypatch.setattr(cpu, "arithmetic", lambda: {"threads": 1, "instructions": "fma"})
     meta = {"arguments": {"device": device}, "world_size": 1, "cpu": cpu.arithmetic()} | changes
     meta = {name: value for name, value in meta.items() if value is not None}
     restore._log_environment_changes("run/1", meta, place)

@@ -346,7 +346,7 @@ IMPOSSIBLE = {
     "world_size": [0, -1, None, "1", 10**30],
     "classes": [None, "ab", {}, [1], [None], [["a"]]],
     "class_names": [None, "ab", {}, [1], [None], [["a"]]],
-    "cpu": [None, [], {"threads": 1}, {"threads": "1", "instructions": []}, {"threads": 1, "instructions": [2]}],
+    "cpu": [None, [], {"threads": 1}, {"threads": "1", "instructions": ""}, {"threads": 1, "instructions": []}],
     "arguments": [None, [], "lr"],
     "trained": [[], {}, 1, {"loss": 1.5}, RESULT | {"top1": "high"}, RESULT | {"top1": -1}, RESULT | {"steps": []}],
     "evaluated": [[], {}, RESULT | {"top1": 1.5}, RESULT | {"top1": float("nan")}, RESULT | {"top5": None}],
