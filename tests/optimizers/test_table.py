@@ -176,6 +176,7 @@ def test_decayed_parameters_of_registered_networks_do_not_depend_on_layout(parse
 USER_NETWORK = """
 import paddle
 from paddle import nn
+from paddle_resnet.models.layers import sigmoid
 
 
 class Net(nn.Layer):
@@ -198,7 +199,7 @@ class Net(nn.Layer):
         self.own = nn.BatchNorm2D(8, data_format=data_format, **attributes("own_norm", regularizer=own))
         vector = [8, 1, 1] if self.is_nchw else [8]
         self.scale, self.shift = parameter("scale", vector), parameter("shift", vector)
-        self.log_scale = parameter("log_scale", vector)
+        self.gate = parameter("gate", vector)
         self.prelu = nn.PReLU(8, data_format=data_format, weight_attr=paddle.ParamAttr(name="slope"))
         self.prior = parameter("prior", [8, 8, 1] if not self.is_nchw else [1, 8, 8])
         self.narrow = nn.Linear(8, 1, **attributes("narrow"))
@@ -209,7 +210,7 @@ class Net(nn.Layer):
         x = self.first(images)
         for norm in [*self.norms, self.own]:
             x = norm(x)
-        x = self.prelu(x * self.scale * paddle.exp(self.log_scale) + self.shift) + self.prior
+        x = self.prelu(x * self.scale * sigmoid(self.gate) + self.shift) + self.prior
         x = paddle.mean(x, [2, 3] if self.is_nchw else [1, 2])
         return self.last(self.hidden(self.narrow(x)))
 """
@@ -228,7 +229,7 @@ def test_decayed_parameters_of_user_network_do_not_depend_on_layout(parse, tmp_p
     rule = table.OPTIMIZERS[optimizer]
     expected = dict.fromkeys(["first.weight", "narrow.weight", "last.weight", "prior"], 0.1)
     expected |= dict.fromkeys(["first.bias", "narrow.bias", "last.bias", "shift"], 0 if rule.is_adaptive else 0.1)
-    factors = ["group_norm.weight", "group_norm.bias", "layer_norm.weight", "layer_norm.bias", "scale", "log_scale"]
+    factors = ["group_norm.weight", "group_norm.bias", "layer_norm.weight", "layer_norm.bias", "scale", "gate"]
     expected |= dict.fromkeys([*factors, "slope"], 0.1 if "--bn-weight-decay" in flags else 0)
     # Adaptive optimizers add the parameter's own regularization to its gradient.
     own = ["own_norm.weight", "own_norm.bias", "hidden.weight", "hidden.bias"]
