@@ -147,7 +147,7 @@ def build_optimizer(args, lr_scheduler):
     """Build the optimizer that --optimizer selects, for the network in the current program.
 
     Weight decay applies to weights. It applies to biases if the optimizer is not adaptive, and to the parameters of
-    normalization layers and to scales if --bn-weight-decay is set. A parameter with a regularizer of its own
+    normalization layers and to other factors if --bn-weight-decay is set. A parameter with a regularizer of its own
     (ParamAttr) has only this regularizer.
 
     Args:

@@ -530,7 +530,7 @@ def _fuse_updates(graph):
         # Paddle adds the regularization to the gradients, which are still scaled.
         raise UsageError(
             "--kernels native: loss scaling is not supported with a regularizer of a parameter (paddle.ParamAttr); use "
-            "--amp-dtype bfloat16 without loss scaling, or remove the regularizer"
+            "--kernels paddle, or remove the regularizer"
         )
     unscale = _fuse_clipping(graph, unscale)
     groups = {}

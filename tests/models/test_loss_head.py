@@ -12,7 +12,7 @@ from utils.meters import ConfusionMeter, TopMeter
 CLASSES = [1, 2, 5, 7]
 
 
-def run(add_head, classes, smoothing, is_train, feed=None, is_weighted=False, has_image_weights=False):
+def run(add_head, classes, smoothing, is_train, feed=None, is_weighted=False, has_image_weights=False, place=None):
     """Run a loss head on random logits.
 
     Returns:
@@ -33,7 +33,7 @@ def run(add_head, classes, smoothing, is_train, feed=None, is_weighted=False, ha
         if is_train:
             # The loss is squared, so that its gradient is not 1.
             outputs += static.gradients(head["loss"] * head["loss"], logits)
-    exe = static.Executor(paddle.CPUPlace())
+    exe = static.Executor(place or paddle.CPUPlace())
     return dict(zip([*head, "gradient"], exe.run(main, feed, outputs), strict=False)), main
 
 
@@ -112,6 +112,16 @@ def test_losses_above_64_are_exact(add_head, smoothing, has_image_weights, is_we
     assert result["loss"] == pytest.approx(loss, rel=1e-6)
     gradient = 2 * loss * factors * (np.exp(log_softmax) - smoothed) / 4  # run() squares the loss
     np.testing.assert_allclose(result["gradient"], gradient, rtol=1e-4, atol=1e-6 * loss)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_train", [True, False])
+def test_paddle_head_on_gpu_equals_cpu(is_train):
+    feed = {"x": np.array([[0, 100, 3], [1e7, -1e7, 5], [1, 2, 3]], np.float32), "y": np.array([[0], [1], [1]])}
+    expected, _ = run(loss_head.add_paddle, 3, 0.1, is_train, feed)
+    result, _ = run(loss_head.add_paddle, 3, 0.1, is_train, feed, place=paddle.CUDAPlace(0))
+    for name, value in expected.items():
+        np.testing.assert_allclose(result[name], value, rtol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("add_head", HEADS, ids=["paddle", "native"][: len(HEADS)])

@@ -146,6 +146,10 @@ def test_regularizer_of_parameter_replaces_weight_decay(name, regularizer):
     else:
         with pytest.raises(UsageError, match="^--kernels native: loss scaling is not supported with a regularizer of"):
             Run("--optimizer", name, fuse=True, scale=True, regularizer=regularizer)
+        scaled = Run("--optimizer", name, scale=True, regularizer=regularizer)
+        scaled.step(0)
+        result = scaled.state()
+        np.testing.assert_allclose(result["last.weight"], expected["last.weight"], rtol=1e-5, atol=1e-6)
 
 
 def decays(parse, layout, *flags):
