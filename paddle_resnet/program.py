@@ -587,7 +587,7 @@ class _Pass:
         the run, counted over all epochs. The parameters of a benchmark are not kept, so they are not compared."""
         if processes.world_size() == 1 or self._mode is not Mode.TRAIN or self._args.benchmark:
             return False
-        done = 0 if self._lr_scheduler is None else self._lr_scheduler.done
+        done = 0 if self._lr_scheduler is None else self._lr_scheduler.last_epoch  # Paddle's name for the step count
         return done > 0 and done % replicas.INTERVAL_STEPS == 0 and step % self._batches_each_step == 0
 
     def check_replicas(self, step):

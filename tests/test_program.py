@@ -695,8 +695,8 @@ def test_ranks_are_compared_after_every_interval(parse, monkeypatch, flags, done
         monkeypatch.setattr(program, "processes", several)
         for mode in (Mode.EVAL, Mode.TRAIN):
             assert not checks
-            schedule = SimpleNamespace(last_lr=0.1, done=done)
-            schedule.step = lambda schedule=schedule: setattr(schedule, "done", schedule.done + 1)
+            schedule = paddle.optimizer.lr.StepDecay(0.1, 10)
+            schedule.last_epoch = done
             options = compiled, fake_fetchs(), 3, mode, schedule, lambda *position: None
             program.run_and_save(parse(*flags), Batches(random_batches(5)), Trace(), *options)
     assert checks == [("the program", f"before step {step} of epoch 3") for step in expected]

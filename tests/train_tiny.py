@@ -93,9 +93,12 @@ def raise_error():
 def flip_bit():
     """Change one bit of a variable, the sign of its first element. A change of the lowest bit could be lost by rounding
     in the next update."""
+    place = processes.place("gpu" if "gpu" in sys.argv else "cpu")
+    if "gpu" in sys.argv:
+        paddle.device.cuda.synchronize(place)  # the previous step may still update the variable
     array = variables.read(options.flipped)
     array.reshape(-1).view(np.uint8)[array.itemsize - 1] ^= 0x80
-    variables.set_variable(options.flipped, array, processes.place("gpu" if "gpu" in sys.argv else "cpu"))
+    variables.set_variable(options.flipped, array, place)
 
 
 def wait_with_gil():
