@@ -330,9 +330,10 @@ def _score(network, model, image_root):
 
     args = inference.loader_args(model.description, min(32, network.args.batch_size))
     args.image_root, args.num_of_class = str(image_root), network.args.num_of_class
-    args.data_format = listing.detect(args.image_root, Mode.EVAL)
+    args.data_format, args.label_offset = listing.detect(args.image_root, Mode.EVAL), network.args.label_offset
+    trained = restore.recorded_classes(network.meta) or listing.numbers(args.num_of_class)
     losses, correct, ties = np.zeros((0, 2)), 0, 0
-    for (batch,) in dali.build_dataloader(args, Mode.EVAL, trained=restore.recorded_classes(network.meta)):
+    for (batch,) in dali.build_dataloader(args, Mode.EVAL, trained=trained):
         labels = np.array(batch["label"])
         probabilities, logits = model.outputs(np.array(batch["data"]).astype(model.description["input"]["dtype"]))
         of_label = [np.take_along_axis(_log_softmax(logits, clip), labels, axis=1) for clip in (np.inf, EARLIER_CLIP)]

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import shlex
 from collections import namedtuple
 from pathlib import Path
 
@@ -18,12 +19,13 @@ from paddle_resnet.optimizers import amp, sparsity
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
 from paddle_resnet.passes import all_reduces, averages, folding, quantization
 from paddle_resnet.settings import durations, parsing, validation
+from paddle_resnet.settings.declarations import RESUMED, of_kinds
 from paddle_resnet.settings.stages import stages_from
 from paddle_resnet.settings.values import flag, text
 from paddle_resnet.steps import trace
 from utils import logger, outputs, progress
 from utils.affinity import bind_to_gpu
-from utils.errors import UsageError
+from utils.errors import UsageError, python
 from utils.mode import Mode
 
 # A Work contains what a run needs for training or for evaluation: a loader, the program that it feeds, and their
@@ -139,6 +141,8 @@ def open_data(args, checkpoint):
     """
     trains = args.run_scope.trains
     evaluates = args.run_scope.evaluates and not (trains and args.benchmark)
+    if trains and checkpoint and checkpoint.resumes:
+        restore.check_resumed_classes(checkpoint, dali.data_classes(args), _fine_tuning(args, checkpoint.folder))
     try:
         stage = stages_from(args, checkpoint.epoch if checkpoint else 0)[0].settings
         state = checkpoint and checkpoint.loader_state
@@ -146,12 +150,26 @@ def open_data(args, checkpoint):
     except dali.StateError as e:
         raise UsageError(f"{checkpoint.folder}: {e}; move this checkpoint away, or choose a different one") from e
     folder, meta = _origin(args, checkpoint)
-    trained = None if trains else restore.recorded_classes(meta)  # in training, the data set defines the classes
+    trained = None  # in training, the data set defines the classes
+    if not trains and folder is not None:
+        trained = restore.recorded_classes(meta) or listing.numbers(args.num_of_class)
     eval_loader = dali.build_dataloader(args, Mode.EVAL, trained=trained) if evaluates else None
     restore.compare_classes(folder, meta, train_loader or eval_loader, is_fine_tuning=trains and not checkpoint)
-    dali.warn_of_unused_outputs(args, train_loader or eval_loader)
+    if trains:
+        dali.warn_of_unused_outputs(args, train_loader)
     trace.check(args.profile_steps, durations.first_pass(args, len(train_loader or eval_loader)))
     return train_loader, eval_loader
+
+
+def _fine_tuning(args, folder):
+    """Return the command that starts a new run with these flags from the weights in a checkpoint folder, for example
+    because the classes have changed."""
+    changed = parsing.changed(args.as_dict())
+    kept = [name for name in of_kinds(*RESUMED, "loader", "machine") if name in changed or args.is_explicit(name)]
+    values = {name: args.as_dict()[name] for name in (*kept, "run_scope") if name != "num_of_class"}
+    values |= {"from_pretrained_params": folder, "pretrained_mismatch": "skip-classifier"}
+    values["output_dir"] = f"{args.output_dir.rstrip('/')}_fine_tuned"
+    return shlex.join([python(), "train.py", *parsing.arguments(values)])
 
 
 def build_programs(args, exe, train_loader, eval_loader, checkpoint=None):

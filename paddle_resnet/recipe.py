@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paddle_resnet.checkpoints import conversion, folders, published
-from paddle_resnet.data import listing
+from paddle_resnet.data import listing, numbering
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.machine import gpus, memory
 from paddle_resnet.models import registered
@@ -103,7 +103,8 @@ def _facts(settings):
         for mode, is_needed in ((Mode.TRAIN, True), (Mode.EVAL, settings.run_scope.evaluates))
         if is_needed
     }
-    if listing.count_classes(root, Mode.TRAIN, data_format, settings.allow_outside) == 1:
+    place = root, Mode.TRAIN, data_format, settings.allow_outside, settings.label_offset
+    if numbering.count_classes(*place) == 1:
         raise UsageError(f"--image-root {root}: contains only one class; add a folder for each additional class")
     has_gpu, output_dir = settings.device == "gpu", settings.output_dir
     runs = [run.name for run in folders.runs_below(output_dir)] if Path(output_dir).is_dir() else []

@@ -897,6 +897,7 @@ def test_flags_that_depend_on_other_flags():
     assert {name: d.before for name, d in FLAGS.items() if d.before is not None} == {
         "num_of_class": 1000,
         "interp": "linear",
+        "label_offset": 0,
     }
     texts = [a.dest for a in PARSER._actions if isinstance(a.default, str) and not (a.choices or a.type)]
     assert texts == ["help", "model_arch_name"]  # all other flags without a type have choices

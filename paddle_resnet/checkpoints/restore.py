@@ -15,6 +15,7 @@ import numpy as np
 import paddle
 
 from paddle_resnet.checkpoints import folders, schema, variables
+from paddle_resnet.data import numbering
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.machine import cpu
 from paddle_resnet.models import registered_name, user_file
@@ -437,8 +438,35 @@ def recorded_classes(meta):
     return (meta or {}).get("classes") or None
 
 
+def check_resumed_classes(checkpoint, now, fine_tuning):
+    """Raise UsageError if the classes of a resumed run differ from those of its checkpoint.
+
+    Args:
+        checkpoint: result of find.
+        now: result of numbering.data_classes, or None. Classes without names are only counted.
+        fine_tuning: command that fine-tunes the network of the checkpoint, for the error message.
+    """
+    before, outputs = recorded_classes(checkpoint.meta), checkpoint.meta["arguments"].get("num_of_class")
+    if not before or not now:
+        return
+    if numbering.are_numbers(before) or numbering.are_numbers(now):
+        problem = outputs is not None and len(now) > outputs and f"{outputs} classes, now {len(now)}"
+    else:
+        problem = before != now and _first_difference(before, now)
+    if problem:
+        raise UsageError(
+            f"{checkpoint.label}: a resumed run cannot change its classes ({problem}); restore the classes, or start a "
+            f"new run that fine-tunes the network: `{fine_tuning}`"
+        )
+
+
+def _first_difference(before, now):
+    i = next(i for i in range(max(len(before), len(now))) if before[i : i + 1] != now[i : i + 1])
+    return f"label {i} was {before[i : i + 1] or 'none'} and is {now[i : i + 1] or 'none'}"
+
+
 def compare_classes(folder, meta, loader, is_fine_tuning):
-    """Warn if the classes of the initial checkpoint and of the data set differ.
+    """Warn if the names of the classes of the initial checkpoint and of the data set differ.
 
     Args:
         folder, meta: result of origin.
@@ -446,14 +474,10 @@ def compare_classes(folder, meta, loader, is_fine_tuning):
         is_fine_tuning: whether the run fine-tunes the network; a different number of classes is then intended.
     """
     before, now = recorded_classes(meta) or [], list(loader.classes)
-    if is_fine_tuning and len(before) != len(now):
+    if numbering.are_numbers(before) or numbering.are_numbers(now) or (is_fine_tuning and len(before) != len(now)):
         return
-    if before and now and before != now:
-        i = next(i for i in range(max(len(before), len(now))) if before[i : i + 1] != now[i : i + 1])
-        logger.warn(
-            f"{folder}: trained on different classes (label {i} was {before[i : i + 1] or 'none'} and is "
-            f"{now[i : i + 1] or 'none'}); check --image-root"
-        )
+    if before != now:
+        logger.warn(f"{folder}: trained on different classes ({_first_difference(before, now)}); check --image-root")
 
 
 def restore(checkpoint, lr_scheduler, loader, fetchs, place, *, iter_unit, is_averaged, is_verbose):

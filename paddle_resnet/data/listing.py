@@ -67,6 +67,7 @@ class Image:
         label: label of the image, or None for a record; records.read returns the label of a record.
         kind: None for an image file, otherwise the format of the record file.
         place: position for records.read: (offset, size, label offset, label size) in bytes, or the key in an LMDB.
+        label_offset: number that records.read subtracts from the stored label of a record.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Image:
     label: int | None
     kind: str | None = None
     place: tuple | bytes = ()
+    label_offset: int = 0
 
     @property
     def full_name(self):
@@ -238,15 +240,26 @@ def _similar(image_root, mode, data_format="folder"):
     return next((name_of[name + ending] for name in OTHER_NAMES[mode] if name + ending in name_of), None)
 
 
-def images(image_root, mode, data_format=None, allow_outside=False, classes=None, skip=frozenset()):
-    """List all images of a split in stored order, which is also the order of evaluation.
+def images(
+    image_root,
+    mode,
+    data_format=None,
+    allow_outside=False,
+    classes=None,
+    skip=frozenset(),
+    label_offset=0,
+    is_trained=False,
+):
+    """List all images of a split in stored order, which is also the order of evaluation. numbering.images also checks
+    that both splits number their classes in the same way.
 
     Args:
         image_root: the folder that contains the split.
         mode: Mode.TRAIN or Mode.EVAL.
         data_format: one of STORAGE_FORMATS, or None to detect the format.
         allow_outside: whether a file list may contain files outside image_root.
-        classes, skip: for class folders, see list_folder.
+        classes, skip, is_trained: for class folders, see list_folder.
+        label_offset: number to subtract from the labels in file lists and records.
     Returns:
         (storage format, classes or None, [Image])
     Raises:
@@ -255,9 +268,9 @@ def images(image_root, mode, data_format=None, allow_outside=False, classes=None
     data_format = data_format or detect(image_root, mode)
     if data_format in FILE_FORMATS:
         if data_format == "folder":
-            files, labels, classes = list_folder(image_root, mode, skip=skip, classes=classes)
+            files, labels, classes = list_folder(image_root, mode, None, skip, classes, is_trained)
         else:
-            files, labels, classes = list_filelist(image_root, mode, allow_outside=allow_outside)
+            files, labels, classes = list_filelist(image_root, mode, None, allow_outside, label_offset)
         listed = [Image(name, os.path.join(image_root, name), label) for name, label in zip(files, labels, strict=True)]
         return data_format, classes, listed
     listed = []
@@ -265,21 +278,21 @@ def images(image_root, mode, data_format=None, allow_outside=False, classes=None
         name = os.path.basename(shard)
         if data_format == "lmdb":
             keys = records.lmdb_keys(shard)
-            listed += [Image(f"{name}@{os.fsdecode(key)}", shard, None, data_format, key) for key in keys]
+            of_record = None, data_format
+            listed += [Image(f"{name}@{os.fsdecode(key)}", shard, *of_record, key, label_offset) for key in keys]
             continue
         index = indexes.open_index(shard, data_format)
         for row in np.hstack([index.images, index.labels]).tolist():
-            listed.append(Image(f"{name}@{row[0]}", shard, None, data_format, tuple(row)))
+            listed.append(Image(f"{name}@{row[0]}", shard, None, data_format, tuple(row), label_offset))
     check_count(image_root, mode, data_format, len(listed))
     return data_format, class_names(image_root), listed
 
 
-def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=None):
+def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=None, is_trained=False):
     """List class folders: IMAGE_ROOT/train/CLASS/IMAGE and IMAGE_ROOT/val/CLASS/IMAGE.
 
-    The label of a class is the index of its folder among the sorted class folders of train/, or of val/ if train/ does
-    not exist. A class without validation images does not shift the labels of other classes. A single warning states how
-    many files are ignored because of their name or folder.
+    A class without validation images does not shift the labels of other classes. A single warning states how many files
+    are ignored because of their name or folder.
 
     Args:
         image_root: the folder above train/ and val/.
@@ -287,9 +300,9 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
         num_of_class: number of network outputs, or None for any number.
         skip: names of images that the caller will drop. These images are listed even if they are not regular files or
             their names are not valid UTF-8.
-        classes: class name of each output of a trained network, used to assign labels to the folders; None if the
-            folders define the labels. The names "0", "1", ... stand for unnamed classes, and are ignored if no folder
-            has one of these names.
+        classes: names of the class folders in label order (numbering.Numbering.classes); None for the sorted class
+            folders of train/, or of val/ if train/ does not exist.
+        is_trained: whether `classes` are those of a trained network.
     Returns:
         (paths relative to image_root, labels, names of the class folders)
     Raises:
@@ -305,11 +318,8 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
     folders = class_folders(split_dir)
     if len(folders) == 1:
         _check_nesting(os.path.join(split_dir, folders[0]), split_dir)
-    if classes and not set(folders) & set(classes) and list(classes) == numbers(len(classes)):
-        classes = None
-    is_trained = classes is not None
     if classes is None:
-        label_dir = _label_dir(image_root, mode)
+        label_dir = label_folder(image_root, mode)
         classes = class_folders(label_dir)
         if not classes:
             raise UsageError(
@@ -477,44 +487,13 @@ def _some(names, most=5):
     return f"{', '.join(names[:most])}{more}"
 
 
-def count_classes(image_root, mode, data_format="auto", allow_outside=False):
-    """Return the number of classes in a data set, which is defined by class folders, the lines of classes.txt, or the
-    labels in file lists.
-
-    Args:
-        image_root: the folder that contains both splits.
-        mode: the split that must exist, Mode.TRAIN or Mode.EVAL.
-        data_format: one of STORAGE_FORMATS, or "auto".
-        allow_outside: whether a file list may contain files outside image_root.
-    Returns:
-        number of classes, or None if record files have no class names in classes.txt or the split is missing.
-    Raises:
-        UsageError: the data set cannot be read, or its file lists have fewer images than classes.
-    """
-    if data_format == "auto":
-        data_format = detect(image_root, mode)
-    if data_format == "folder":
-        folder = _label_dir(image_root, mode)
-        return len(class_folders(folder)) if os.path.isdir(folder) else None
-    names = class_names(image_root)
-    if not names and data_format == "filelist":
-        splits = [m for m in Mode if m is mode or os.path.isfile(os.path.join(image_root, f"{m.value}.txt"))]
-        labels = [label for m in splits for label in list_filelist(image_root, m, None, allow_outside)[1]]
-        if max(labels) >= len(labels):
-            raise UsageError(
-                f"--image-root {image_root}: the file lists contain only {len(labels)} images, but an image "
-                f"has label {max(labels)}; number the classes from 0, or set --num-of-class"
-            )
-        return max(labels) + 1
-    return len(names) if names else None
-
-
-def _label_dir(image_root, mode):
+def label_folder(image_root, mode):
+    """Return the path of the folder whose class folders are numbered: train/, or if it does not exist, the split's."""
     folder = os.path.join(image_root, "train")
     return folder if os.path.isdir(folder) else os.path.join(image_root, mode.value)
 
 
-def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, trained=None):
+def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, label_offset=0):
     """Read a file list, IMAGE_ROOT/train.txt or val.txt, with lines `PATH LABEL`. Paths are relative to image_root.
 
     Args:
@@ -523,7 +502,7 @@ def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, trai
         num_of_class: number of network outputs, or None for any number.
         allow_outside: whether the list may contain paths outside image_root. Symbolic links in image_root are always
             allowed to point outside image_root.
-        trained: see class_names.
+        label_offset: number to subtract from the labels.
     Returns:
         (paths relative to image_root, labels, class names or None)
     Raises:
@@ -531,7 +510,7 @@ def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, trai
             or the network has no output for a label.
     """
     path = os.path.join(image_root, f"{mode.value}.txt")
-    classes = class_names(image_root, num_of_class, trained)
+    classes = class_names(image_root)
     files, labels = [], []
     try:
         with records.open_regular(path, _TEXT_LIMIT) as f:
@@ -554,7 +533,7 @@ def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, trai
         raise UsageError(f"--image-root {image_root}: {path} cannot be read ({reason}); write or correct it") from e
     if not files:
         raise UsageError(f"--image-root {image_root}: {path} contains no images; add lines of the form `PATH LABEL`")
-    check_labels(path, [max(labels)], num_of_class, classes)
+    check_labels(path, [min(labels), max(labels)], num_of_class, classes, label_offset)
     label_of = {}
     for name, label in zip(files, labels, strict=True):
         if label_of.setdefault(name, label) != label:
@@ -563,7 +542,7 @@ def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, trai
     # report unreadable images.
     if not os.path.isfile(os.path.join(image_root, files[0])):
         raise UsageError(f"{path}: {files[0]} is not in {image_root}; use paths relative to that folder")
-    return files, labels, classes
+    return files, [label - label_offset for label in labels], classes
 
 
 def check_listed(image_root, mode, files):
@@ -774,18 +753,9 @@ def check_count(image_root, mode, data_format, count, what="images"):
         )
 
 
-def class_names(image_root, num_of_class=None, trained=None):
-    """Return the class names in label order: the lines of IMAGE_ROOT/classes.txt, or None if there is no such file.
-
-    Args:
-        image_root: the folder that contains classes.txt.
-        num_of_class: number of network outputs, or None for any number.
-        trained: class name of each output of a trained network, or None. A name must have the same label in the data
-            set and the network.
-    Raises:
-        UsageError: there are more names than network outputs, a name has a different label in the trained network, or
-            the file cannot be read.
-    """
+def class_names(image_root):
+    """Return the lines of IMAGE_ROOT/classes.txt, or None if there is no such file. Raise UsageError if the file cannot
+    be read."""
     path = os.path.join(image_root, "classes.txt")
     if not os.path.lexists(path):
         return None
@@ -798,63 +768,34 @@ def class_names(image_root, num_of_class=None, trained=None):
     except (OSError, ValueError) as e:  # ValueError: for example, the text is not UTF-8
         reason = getattr(e, "strerror", None) or e
         raise UsageError(f"{path}: cannot be read ({reason}); write one class name per line, or remove it") from e
-    if num_of_class is not None and len(classes) > num_of_class:
-        raise UsageError(
-            f"--num-of-class {num_of_class}: fewer than the {len(classes)} classes in {path}; "
-            f"use --num-of-class {len(classes)}"
-        )
-    labels_of = defaultdict(list)
-    for label, name in enumerate(trained or []):
-        labels_of[name].append(label)
-    for label, name in enumerate(classes):
-        if labels_of[name] and label not in labels_of[name]:
-            raise UsageError(
-                f"{path}: {name} has label {label}, but label {labels_of[name][0]} in the checkpoint; number the "
-                "labels in the data set as in training"
-            )
     return classes
 
 
-def report_names(image_root, data_format, classes):
-    """Return the class names to use in reports: the lines of classes.txt if this file exists next to class folders,
-    otherwise `classes`.
-
-    Raises:
-        UsageError: the number of lines in classes.txt differs from the number of class folders, the lines are the
-            folder names in a different order, or the file cannot be read.
-    """
-    names = class_names(image_root) if data_format == "folder" else None
-    if names is not None and len(names) != len(classes):
-        raise UsageError(
-            f"{os.path.join(image_root, 'classes.txt')}: has {len(names)} lines for {len(classes)} classes; write one "
-            "name per class, in label order, or remove the file"
-        )
-    if names is not None and names != list(classes) and sorted(names) == sorted(classes):
-        raise UsageError(
-            f"{os.path.join(image_root, 'classes.txt')}: has the names of the class folders in a different order; "
-            "write them in label order, or remove the file"
-        )
-    return classes if names is None else names
-
-
-def check_labels(path, labels, num_of_class, classes):
+def check_labels(path, labels, num_of_class, classes, label_offset=0):
     """Check labels against the number of class names or, without names, the number of network outputs.
 
     Args:
         path: file that contains the labels, for the error message.
-        labels: iterable of numbers.
+        labels: iterable of stored labels.
         num_of_class: number of network outputs, or None for any number.
         classes: class names, or None.
+        label_offset: number that is subtracted from the labels.
     Raises:
         UsageError: a label is out of range.
     """
     limit = len(classes) if classes else num_of_class
     for label in labels:
-        if not is_class(label, limit):
+        if not is_class(label - label_offset, limit):
             source = "classes.txt" if classes else f"--num-of-class {num_of_class}"
-            allowed = "labels are whole numbers from 0" if limit is None else f"{source} allows 0 to {limit - 1}"
+            first = label_offset
+            allowed = f"labels are whole numbers from {first}"
+            if limit is not None:
+                allowed = f"{source} allows {first} to {first + limit - 1}"
+            if label_offset:
+                allowed += f" with --label-offset {label_offset}"
             raise UsageError(
-                f"{path}: has label {label:g}, but {allowed}; number the classes from 0, or use a larger --num-of-class"
+                f"{path}: has label {label:g}, but {allowed}; number the classes from 0, set --label-offset to the "
+                "first label, or use a larger --num-of-class"
             )
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from nvidia.dali import fn, types
 from nvidia.dali.tfrecord import FixedLenFeature, int64, string
 
-from paddle_resnet.data import listing, records
+from paddle_resnet.data import listing, numbering, records
 from paddle_resnet.data.bad_images import MAX_PIXELS
 from paddle_resnet.data.indexes import open_index
 from utils import logger
@@ -77,6 +77,7 @@ def open_split(
     allow_outside=False,
     allow_empty=False,
     trained=None,
+    label_offset=numbering.AUTO,
 ):
     """Open the split that --image-root and --data-format specify.
 
@@ -90,34 +91,48 @@ def open_split(
             not change.
         allow_outside: whether a file list may contain files outside image_root.
         allow_empty: whether class folders in train/ may be empty.
-        trained: class name of each output of a trained network, used to assign labels to class folders. If None, the
-            data set defines the labels.
+        trained, label_offset: see numbering.establish.
     Returns:
         DataSet.
     Raises:
-        UsageError: a file is missing, incomplete or damaged; the network has no output for a label; or list_folder or
-            list_filelist raises UsageError.
+        UsageError: a file is missing, incomplete or damaged; the network has no output for a label; or
+            numbering.establish, list_folder or list_filelist raises UsageError.
     """
     image_root = str(image_root)
+    stored_as = listing.detect(image_root, mode) if data_format == "auto" else data_format
+    content = "train/ and val/" if stored_as in listing.FILE_FORMATS else f"the {stored_as} files"
+    listing.check_root(image_root, content)
+    numbers = numbering.establish(image_root, mode, data_format, num_of_class, allow_outside, label_offset, trained)
+    if stored_as in listing.FILE_FORMATS:
+        data_set = _files(stored_as, image_root, mode, num_of_class, seed, skip, allow_outside, allow_empty, numbers)
+    else:
+        data_set = RECORD_READERS[stored_as](image_root, mode, num_of_class, seed, skip, numbers)
+        if numbers.offset:
+            digest = _digest(data_set.digest, numbers.offset)
+            data_set = replace(data_set, read=_shifted(data_set.read, numbers.offset), digest=digest)
     if data_format == "auto":
-        data_format = listing.detect(image_root, mode)
-        data_set = open_split(
-            image_root, data_format, mode, num_of_class, seed, skip, allow_outside, allow_empty, trained
-        )
-        logger.info(f"--data-format auto: the {mode.value} split in {image_root} has the format {data_set.data_format}")
-        return data_set
-    if data_format in listing.FILE_FORMATS:
-        return _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outside, allow_empty, trained)
-    listing.check_root(image_root, f"the {data_format} files")
-    return RECORD_READERS[data_format](image_root, mode, num_of_class, seed, skip, trained)
+        logger.info(f"--data-format auto: the {mode.value} split in {image_root} has the format {stored_as}")
+    return replace(data_set, class_names=numbers.class_names or data_set.classes)
 
 
-def _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outside, allow_empty, trained):
+def _shifted(read, offset):
+    """Return DataSet.read with labels that are reduced by `offset`."""
+
+    def shifted(name, shard_id, num_shards, shuffle):
+        encoded, label = read(name, shard_id, num_shards, shuffle)
+        return encoded, label - np.int64(offset)
+
+    return shifted
+
+
+def _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outside, allow_empty, numbers):
     """Open class folders or file lists; see listing.list_folder and list_filelist."""
     if data_format == "folder":
-        files, labels, classes = listing.list_folder(image_root, mode, num_of_class, skip, trained)
+        known = numbers.classes, numbers.is_trained
+        files, labels, classes = listing.list_folder(image_root, mode, num_of_class, skip, *known)
     else:
-        files, labels, classes = listing.list_filelist(image_root, mode, num_of_class, allow_outside, trained)
+        files, labels, classes = listing.list_filelist(image_root, mode, num_of_class, allow_outside, numbers.offset)
+        classes = numbers.classes
     if not files:
         suffixes = ", ".join(records.IMAGE_SUFFIXES)
         raise UsageError(f"--image-root {image_root}: {mode.value}/ contains no images ({suffixes}); add images")
@@ -140,8 +155,8 @@ def _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outsid
         files = [files[i] for i in order]
         labels = [labels[i] for i in order]
 
-    names = listing.report_names(image_root, data_format, classes)
-    return DataSet(data_format, len(files), classes, _file_reader(image_root, files, labels), digest, names, *in_list)
+    read = _file_reader(image_root, files, labels)
+    return DataSet(data_format, len(files), classes, read, digest, classes, *in_list)
 
 
 def encoded_images(batches):
@@ -262,12 +277,12 @@ def _file_reader(image_root, files, labels):
     return read
 
 
-def recordio(image_root, mode, num_of_class, seed, skip, trained=None):
+def recordio(image_root, mode, num_of_class, seed, skip, numbers):
     """Open MXNet RecordIO files: IMAGE_ROOT/train.rec and val.rec with the indexes train.idx and val.idx.
 
     See open_split for the arguments of recordio() and the other record readers.
     """
-    shards, indexes, classes, size, digest = _open_shards(image_root, mode, "recordio", num_of_class, skip, trained)
+    shards, indexes, classes, size, digest = _open_shards(image_root, mode, "recordio", num_of_class, skip, numbers)
 
     def read(name, shard_id, num_shards, shuffle):
         encoded, label = fn.readers.mxnet(
@@ -281,12 +296,12 @@ def recordio(image_root, mode, num_of_class, seed, skip, trained=None):
     return DataSet("recordio", size, classes, read, digest)
 
 
-def tfrecord(image_root, mode, num_of_class, seed, skip, trained=None):
+def tfrecord(image_root, mode, num_of_class, seed, skip, numbers):
     """Open TFRecord shards: IMAGE_ROOT/train-00000-of-00008 ... and val-... or validation-..., each with an index.
 
     Each record has the features image/encoded (bytes) and image/class/label (one int64, counted from 0).
     """
-    shards, indexes, classes, size, digest = _open_shards(image_root, mode, "tfrecord", num_of_class, skip, trained)
+    shards, indexes, classes, size, digest = _open_shards(image_root, mode, "tfrecord", num_of_class, skip, numbers)
 
     def read(name, shard_id, num_shards, shuffle):
         features = fn.readers.tfrecord(
@@ -307,7 +322,7 @@ def tfrecord(image_root, mode, num_of_class, seed, skip, trained=None):
     return DataSet("tfrecord", size, classes, read, digest)
 
 
-def lmdb(image_root, mode, num_of_class, seed, skip, trained=None):
+def lmdb(image_root, mode, num_of_class, seed, skip, numbers):
     """Open a Caffe LMDB: the folders IMAGE_ROOT/train_lmdb and val_lmdb, with encoded images."""
     [path] = listing.shards(image_root, mode, "lmdb")
     if _skipped(skip, path):
@@ -315,12 +330,12 @@ def lmdb(image_root, mode, num_of_class, seed, skip, trained=None):
             f"{path}: LMDBs do not support --skip-list; convert the original data set again with "
             f"`{command('dataset', 'convert', '--skip-list')}`"
         )
-    classes = listing.class_names(image_root, num_of_class, trained)
+    classes = numbers.classes
     size, labels = records.lmdb_labels(path, CHECKED_LABELS)
     if size == 0:
         raise UsageError(f"{path}: contains no records; write it again")
     listing.check_count(image_root, mode, "lmdb", size)
-    listing.check_labels(path, labels, num_of_class, classes)
+    listing.check_labels(path, labels, num_of_class, classes, numbers.offset)
 
     def read(name, shard_id, num_shards, shuffle):
         encoded, label = fn.readers.caffe(
@@ -332,13 +347,13 @@ def lmdb(image_root, mode, num_of_class, seed, skip, trained=None):
     return DataSet("lmdb", size, classes or listing.numbers(num_of_class), read, digest)
 
 
-def webdataset(image_root, mode, num_of_class, seed, skip, trained=None):
+def webdataset(image_root, mode, num_of_class, seed, skip, numbers):
     """Open WebDataset tar shards: IMAGE_ROOT/train-000000.tar ... and val-..., each with an index.
 
     A sample consists of an image (KEY.jpg, KEY.png ...) and its label in decimal digits (KEY.cls). The names of
     shards may have a prefix before `train`, `val` or `validation`.
     """
-    shards, indexes, classes, size, digest = _open_shards(image_root, mode, "webdataset", num_of_class, skip, trained)
+    shards, indexes, classes, size, digest = _open_shards(image_root, mode, "webdataset", num_of_class, skip, numbers)
 
     def read(name, shard_id, num_shards, shuffle):
         encoded, digits = fn.readers.webdataset(
@@ -411,10 +426,10 @@ def _skipped(skip, shard):
     return [place for name, _, place in named if name == file]
 
 
-def _open_shards(image_root, mode, data_format, num_of_class, skip, trained):
+def _open_shards(image_root, mode, data_format, num_of_class, skip, numbers):
     """Open a split's record files and check some labels. Return (paths, [Index], class names, number of images,
     digest)."""
-    classes = listing.class_names(image_root, num_of_class, trained)
+    classes = numbers.classes
     shards, indexes, total = [], [], 0
     for shard in listing.shards(image_root, mode, data_format):
         places = _skipped(skip, shard)
@@ -436,7 +451,7 @@ def _open_shards(image_root, mode, data_format, num_of_class, skip, trained):
     for i in np.unique(np.linspace(0, size - 1, CHECKED_LABELS).astype(int)).tolist():
         k = int(np.searchsorted(ends, i, side="right"))
         labels.append(records.read_label(shards[k], data_format, *indexes[k].labels[i - ends[k]].tolist()))
-        listing.check_labels(shards[k], labels[-1:], num_of_class, classes)
+        listing.check_labels(shards[k], labels[-1:], num_of_class, classes, numbers.offset)
     parts = [
         part for shard, index in zip(shards, indexes, strict=True) for part in (os.path.basename(shard), index.images)
     ]

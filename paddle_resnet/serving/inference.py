@@ -24,7 +24,7 @@ from paddle_resnet.serving import networks, onnx_writer, preprocessing
 from paddle_resnet.serving.fixed_sizes import Steps
 from paddle_resnet.serving.model import Model
 from paddle_resnet.settings import parsing
-from utils import errors, files
+from utils import errors, files, numbers
 from utils.checks import is_number, is_table, is_text
 from utils.errors import UsageError
 
@@ -356,7 +356,7 @@ def loader_args(description, batch_size, device="cpu", threads=4):
         **{"normalize_scale": 1 if is_pixels else recorded["scale"]},
         **{"normalize_mean": [0, 0, 0] if is_pixels else recorded["mean"]},
         **{"normalize_std": [1, 1, 1] if is_pixels else recorded["std"]},
-        **{"batch_size": batch_size, "dali_num_threads": threads, "device": device},
+        **{"batch_size": batch_size, "dali_num_threads": threads, "device": device, "label_offset": numbers.AUTO},
     }
     args = parsing.from_dict(values)
     resolution.resolve_device(args)

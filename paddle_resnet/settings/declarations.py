@@ -249,6 +249,15 @@ def _batches(add):
         batches=True,
     )
     add(
+        "--label-offset",
+        type=numbers.label_offset,
+        default=numbers.AUTO,
+        metavar="{auto,N}",
+        help="first label in file lists and records, which is subtracted from all labels; auto: 1 if the labels in "
+        "TFRecords are 1 to the number of classes, otherwise 0",
+        before=0,
+    )
+    add(
         "--balanced-sampling",
         **_switch(),
         help="whether to draw the training images of an epoch with replacement, from all classes with equal "

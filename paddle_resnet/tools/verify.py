@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paddle_resnet.data import bad_images, listing, readers, records
+from paddle_resnet.data import bad_images, listing, numbering, readers, records
 from utils import outputs, signals
 from utils.errors import UsageError, printable
 from utils.mode import Mode, RunScope
@@ -68,7 +68,14 @@ class Report:
         return bool(self.errors or self.failing)
 
 
-def verify(root, num_of_class=None, allow_outside=False, run_scope=RunScope.TRAIN_EVAL, allow_empty=False):
+def verify(
+    root,
+    num_of_class=None,
+    allow_outside=False,
+    run_scope=RunScope.TRAIN_EVAL,
+    allow_empty=False,
+    label_offset=numbering.AUTO,
+):
     """Decode every image of both splits on all cores, with the CPU decoders that training uses.
 
     Record files are read twice: record by record to find damaged records, and by DALI in a separate process. Both
@@ -80,6 +87,7 @@ def verify(root, num_of_class=None, allow_outside=False, run_scope=RunScope.TRAI
         allow_outside: whether file lists may contain files outside root.
         run_scope: scope of the training run, which determines the required splits.
         allow_empty: whether class folders in train/ may be empty.
+        label_offset: value of --label-offset.
     Returns:
         Report.
     Raises:
@@ -92,21 +100,20 @@ def verify(root, num_of_class=None, allow_outside=False, run_scope=RunScope.TRAI
     there = listing.splits(root)
     for mode in (mode for mode in Mode if mode in there or needed[mode]):
         try:
-            readers.open_split(
-                root, "auto", mode, num_of_class, 0, allow_outside=allow_outside, allow_empty=allow_empty
-            )
+            options = {"allow_outside": allow_outside, "label_offset": label_offset}
+            readers.open_split(root, "auto", mode, num_of_class, 0, allow_empty=allow_empty, **options)
         except UsageError as e:
-            report.errors.append(str(e))
+            report.errors += [str(e)] if str(e) not in report.errors else []  # both splits may have the same error
         try:
-            data_format, classes, images = listing.images(root, mode, allow_outside=allow_outside)
+            data_format, numbers, images = numbering.images(root, mode, num_of_class=num_of_class, **options)
         except UsageError as e:
             # Check the images despite the error, whose cause can be, for example, a broken link or a class that exists
             # only in val.
             report.errors += [str(e)] if str(e) not in report.errors else []
-            data_format, classes, images = "folder", None, _images_of_folders(root, mode)
+            data_format, images = "folder", _images_of_folders(root, mode)
             limit = None
         else:
-            limit = len(classes) if classes else num_of_class
+            limit = len(numbers.classes) if numbers.classes else num_of_class
         splits.append((mode, data_format, images))
         tasks += [(image, limit) for image in images]
         if data_format == "folder":
@@ -193,7 +200,8 @@ def _compare_with_dali(root, mode, data_format, images, checked, report):
     if not kept:
         return
     expected = [(digest, label) for _, digest, label in kept]
-    differing, problem = _in_a_process(_read_with_dali, root, data_format, mode, skip, expected)
+    arguments = root, data_format, mode, skip, expected, images[0].label_offset
+    differing, problem = _in_a_process(_read_with_dali, *arguments)
     for place in differing:
         report.failing[kept[place][0]] = "has a different image or label when DALI reads it"
     if problem is not None:
@@ -223,11 +231,12 @@ def _send_result(sender, function, arguments):
     sender.send(function(*arguments))
 
 
-def _read_with_dali(root, data_format, mode, skip, expected):
+def _read_with_dali(root, data_format, mode, skip, expected, label_offset=0):
     """Compare the images that DALI reads with the expected images, in order.
 
     Args:
         expected: [(digest, label)] of all images.
+        label_offset: number to subtract from the stored labels.
     Returns:
         ([index of each image that differs], problem or None)
     """
@@ -238,7 +247,7 @@ def _read_with_dali(root, data_format, mode, skip, expected):
         return data_set.read("Reader", 0, 1, shuffle=False)
 
     try:
-        data_set = readers.open_split(root, data_format, mode, None, 0, skip)
+        data_set = readers.open_split(root, data_format, mode, None, 0, skip, label_offset=label_offset)
         if data_set.size != len(expected):
             raise UsageError(f"{data_set.size} images instead of {len(expected)}")
         pipeline = read()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from paddle_resnet import dataset
-from paddle_resnet.data import listing, readers, records
+from paddle_resnet.data import listing, numbering, readers, records
 from utils.errors import UsageError
 from utils.mode import Mode
 
@@ -269,30 +269,30 @@ def test_file_list_label_above_image_count_is_rejected(tmp_path, label):
     with pytest.raises(
         UsageError, match=f"the file lists contain only 2 images, but an image has label {label}; number the"
     ):
-        listing.count_classes(tmp_path, Mode.TRAIN)
+        numbering.count_classes(tmp_path, Mode.TRAIN)
     (tmp_path / "train.txt").write_text("a 0\nb 1\n")
-    assert listing.count_classes(tmp_path, Mode.TRAIN) == 2
+    assert numbering.count_classes(tmp_path, Mode.TRAIN) == 2
     (tmp_path / "val.txt").write_text("b 2\n")  # both lists define the classes
-    assert listing.count_classes(tmp_path, Mode.TRAIN) == listing.count_classes(tmp_path, Mode.EVAL) == 3
+    assert numbering.count_classes(tmp_path, Mode.TRAIN) == numbering.count_classes(tmp_path, Mode.EVAL) == 3
     (tmp_path / "val.txt").unlink()
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/train.txt").write_text("../a 0\n")
-    assert listing.count_classes(tmp_path / "sub", Mode.TRAIN, allow_outside=True) == 1
+    assert numbering.count_classes(tmp_path / "sub", Mode.TRAIN, "auto", True) == 1
     assert len(listing.images(tmp_path / "sub", Mode.TRAIN, allow_outside=True)[2]) == 1
-    for list_images in (listing.images, listing.list_filelist, listing.count_classes):
+    for list_images in (listing.images, listing.list_filelist, numbering.count_classes):
         with pytest.raises(UsageError, match="correct it, or add --allow-outside"):
             list_images(tmp_path / "sub", Mode.TRAIN)
     with pytest.raises(UsageError, match=r"val.txt cannot be read \(No such file"):
-        listing.count_classes(tmp_path, Mode.EVAL, "filelist")
+        numbering.count_classes(tmp_path, Mode.EVAL, "filelist")
     # An explicit format takes precedence over the detected format.
-    assert listing.count_classes(tmp_path, Mode.TRAIN, "folder") is None
+    assert numbering.count_classes(tmp_path, Mode.TRAIN, "folder") is None
     (tmp_path / "train/a").mkdir(parents=True)
-    assert listing.count_classes(tmp_path, Mode.TRAIN, "folder") == 1
+    assert numbering.count_classes(tmp_path, Mode.TRAIN, "folder") == 1
     (tmp_path / "classes.txt").touch()  # an empty file contains no class names
-    assert listing.count_classes(tmp_path, Mode.TRAIN, "filelist") == 2
-    assert listing.count_classes(tmp_path, Mode.TRAIN, "lmdb") is None
+    assert numbering.count_classes(tmp_path, Mode.TRAIN, "filelist") == 2
+    assert numbering.count_classes(tmp_path, Mode.TRAIN, "lmdb") is None
     (tmp_path / "classes.txt").write_text("x\ny\nz\n")  # names of classes without images
-    assert [listing.count_classes(tmp_path, Mode.TRAIN, kind) for kind in ("filelist", "lmdb", "folder")] == [3, 3, 1]
+    assert [numbering.count_classes(tmp_path, Mode.TRAIN, kind) for kind in ("filelist", "lmdb", "folder")] == [3, 3, 1]
 
 
 @pytest.mark.parametrize("names", ["train", "class folders"])
@@ -339,9 +339,9 @@ def test_class_folder_unknown_to_network_is_rejected(root):
     with pytest.raises(
         UsageError, match=r"val/class3 is not one of the 3 classes of the checkpoint \(class0, class1, "
     ):
-        listing.list_folder(root, Mode.EVAL, classes=TRAINED)
+        listing.list_folder(root, Mode.EVAL, classes=TRAINED, is_trained=True)
     with pytest.raises(UsageError, match=r"val/class0 is not one of the 3 classes of the checkpoint \(a, b, c\)"):
-        listing.list_folder(root, Mode.EVAL, classes=["a", "b", "c"])
+        readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=["a", "b", "c"])
     problem = "val/class3 has no train/class3; add it, or remove val/class3"
     with pytest.raises(UsageError, match=f"^--image-root {root}: {problem}$"):
         listing.list_folder(root, Mode.EVAL)
@@ -350,12 +350,13 @@ def test_class_folder_unknown_to_network_is_rejected(root):
 def test_unnamed_classes_do_not_define_labels(root):
     """Without classes.txt, the classes of a file list have no names, whereas class folders with numeric names do have
     names."""
-    assert set(listing.list_folder(root, Mode.EVAL, classes=["0", "1", "2"])[1]) == {0, 1, 2}
+    unnamed = listing.numbers(3)
+    assert set(readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=unnamed).labels) == {0, 1, 2}
     assert listing.numbers(None) == []
     shutil.rmtree(root / "val/class0")
     for i in (1, 2):
         (root / f"val/class{i}").rename(root / f"val/{i}")
-    assert set(listing.list_folder(root, Mode.EVAL, classes=["0", "1", "2"])[1]) == {1, 2}
+    assert set(readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=unnamed).labels) == {1, 2}
 
 
 @pytest.mark.parametrize("data_format", ["filelist", "recordio"])
@@ -375,7 +376,6 @@ def test_names_of_class_folders_come_from_classes_txt(root):
     (root / "classes.txt").write_text("cat\ndog\nox\n")
     data_set = readers.open_split(root, "auto", Mode.EVAL, 3, 0)
     assert (data_set.classes, data_set.class_names) == (TRAINED, ["cat", "dog", "ox"])
-    assert listing.report_names(root / "val", "folder", TRAINED) == TRAINED
     (root / "classes.txt").write_text(f"cat\ndog\n{'x' * 1000}\n")
     assert listing.class_names(root) == ["cat", "dog", "x" * 1000]
     (root / "classes.txt").write_text(" a\nb \n\n")
@@ -384,12 +384,11 @@ def test_names_of_class_folders_come_from_classes_txt(root):
     with pytest.raises(UsageError, match=r"classes.txt: cannot be read \(a line exceeds 1000 characters\); write one"):
         readers.open_split(root, "auto", Mode.EVAL, 3, 0)
     (root / "classes.txt").write_text("class0\nclass2\nclass1\n")
-    with pytest.raises(
-        UsageError, match=r"has the names of the class folders in a different order; write them in label"
-    ):
-        readers.open_split(root, "auto", Mode.EVAL, 3, 0)
-    with pytest.raises(UsageError, match="has the names of the class folders in a different order"):
-        listing.report_names(root, "folder", ["class2", "class1", "class0"])  # the order of a network's outputs
+    data_set = readers.open_split(root, "auto", Mode.EVAL, 3, 0)
+    assert data_set.classes == data_set.class_names == ["class0", "class2", "class1"]
+    (root / "classes.txt").write_text("Class 0\nClass 2\nClass 1\n")
+    data_set = readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=["class2", "class1", "class0"])
+    assert data_set.class_names == ["Class 2", "Class 1", "Class 0"]  # the order of the network's outputs
     (root / "classes.txt").write_text("class0\nclass1\nclass2\n")
     assert readers.open_split(root, "auto", Mode.EVAL, 3, 0).class_names == TRAINED
     # The text has a byte order mark and Windows line endings.
@@ -653,10 +652,9 @@ def test_network_with_too_few_outputs_is_rejected(root):
     (root / "val.txt").write_text("val/class0/00.jpg 2")
     for read, kind in (
         (lambda count: listing.list_folder(root, Mode.EVAL, count), "class folders"),
-        (lambda count: listing.class_names(root, count), "classes"),
-        (lambda count: listing.list_filelist(root, Mode.EVAL, count), "classes"),
+        (lambda count: readers.open_split(root, "filelist", Mode.EVAL, count, 0), "classes"),
     ):
-        assert len(read(3)) == 3
+        assert read(3)
         with pytest.raises(UsageError, match=f"--num-of-class 2: fewer than the 3 {kind} in .*; use --num-of-class 3"):
             read(2)
     (root / "classes.txt").unlink()
