@@ -258,7 +258,7 @@ def test_data_set_is_opened_with_values_of_flags(parse, monkeypatch):
     args = parse("--image-root", "i", "--data-format", "folder", "--skip-list", "s", "--dali-random-seed", "9")
     args.allow_outside, args.allow_empty_classes = "outside", "empty"
     dali.open_data_set(args, Mode.TRAIN, ["a"])
-    options = ("outside", "empty", ["a"])
+    options = ("outside", "empty", ["a"], "auto")
     assert calls == [("s", "i", "outside"), ("i", "folder", Mode.TRAIN, 3, 9, "skipped", *options)]
 
 

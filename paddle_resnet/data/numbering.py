@@ -117,8 +117,8 @@ def images(
     numbers = establish(image_root, mode, data_format, num_of_class, allow_outside, label_offset)
     stored_as = None if data_format == AUTO else data_format
     options = numbers.classes, skip, numbers.offset
-    stored_as, classes, listed = listing.images(image_root, mode, stored_as, allow_outside, *options)
-    return stored_as, numbers if numbers.classes else Numbering(classes, classes, numbers.offset), listed
+    stored_as, _, listed = listing.images(image_root, mode, stored_as, allow_outside, *options)
+    return stored_as, numbers, listed
 
 
 def data_classes(image_root, mode, data_format=AUTO, allow_outside=False, label_offset=AUTO):
@@ -323,17 +323,23 @@ def _check_lists(image_root, formats, allow_outside, offsets, classes, source):
     label_of = {name: label for label, name in enumerate(classes) if counts[name] == 1}
     is_checked = False
     for mode in (mode for mode, kind in formats.items() if kind == "filelist"):
+        path, names = (os.path.join(image_root, name) for name in (f"{mode.value}.txt", "classes.txt"))
         files, labels, _ = listing.list_filelist(image_root, mode, None, allow_outside, offsets[mode])
+        if source == SORTED and max(labels) >= len(classes):
+            raise UsageError(
+                f"{path}: has label {max(labels) + offsets[mode]}, but there are only {len(classes)} class folders, so "
+                f"the labels of the folders are unknown; write the names of all classes to {names} in the order of the "
+                "labels"
+            )
         for file, label in zip(files, labels, strict=True):
             name = os.path.basename(os.path.dirname(file))
             if name not in label_of:
                 continue
             is_checked = True
             if label_of[name] != label:
-                names = os.path.join(image_root, "classes.txt")
                 order = f"write the names of all class folders to {names} in the order of the labels, or correct them"
                 raise UsageError(
-                    f"{os.path.join(image_root, mode.value)}.txt: {file} has label {label + offsets[mode]}, but class "
+                    f"{path}: {file} has label {label + offsets[mode]}, but class "
                     f"{name} has label {label_of[name] + offsets[mode]} {source}; "
                     f"{order if source == SORTED else 'correct the labels'}"
                 )
@@ -385,7 +391,8 @@ def _sample(image_root, formats):
         shards = listing.find_shards(image_root, "tfrecord", mode)
         chosen = np.unique(np.linspace(0, len(shards) - 1, min(SAMPLES, len(shards))).astype(int)).tolist()
         for i in chosen:
-            status = os.stat(shards[i])
+            with records.readable(shards[i]):
+                status = os.stat(shards[i])
             for label, *names in _examples(shards[i], -(-SAMPLES // len(chosen)), status.st_size, status.st_mtime_ns):
                 sampled[label].add(tuple(names))
     return dict(sampled)

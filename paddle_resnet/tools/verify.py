@@ -103,7 +103,7 @@ def verify(
             options = {"allow_outside": allow_outside, "label_offset": label_offset}
             readers.open_split(root, "auto", mode, num_of_class, 0, allow_empty=allow_empty, **options)
         except UsageError as e:
-            report.errors += [str(e)] if str(e) not in report.errors else []  # both splits may have the same error
+            report.errors.append(str(e))
         try:
             data_format, numbers, images = numbering.images(root, mode, num_of_class=num_of_class, **options)
         except UsageError as e:

@@ -2,6 +2,7 @@
 
 import colorsys
 import io
+import shutil
 import tarfile
 
 import numpy as np
@@ -10,6 +11,7 @@ from nvidia.dali import pipeline_def
 from PIL import Image
 from tfrecord import TFRecordWriter
 
+from conftest import assert_one_error, phase
 from paddle_resnet.data import listing, numbering, readers, records
 from paddle_resnet.tools import convert, verify
 from utils.errors import UsageError
@@ -117,7 +119,7 @@ def error_of(root):
         with pytest.raises(UsageError) as error:
             read()
         messages.add(str(error.value))
-    assert verify.verify(root).errors == [*messages]
+    assert set(verify.verify(root).errors) == messages
     [message] = messages
     return message
 
@@ -178,6 +180,23 @@ def test_unchecked_numbering_triggers_one_warning(tmp_path, capsys, verify_here)
     put_list(tmp_path, "train", NAMES)
     assert_list_order(tmp_path)
     assert "warning" not in capsys.readouterr().err
+
+
+def test_list_with_more_classes_than_folders_is_an_error(tmp_path, verify_here):
+    """Two of the five classes have validation images. Sorted, these folders would get the labels 0 and 1."""
+    put_list(tmp_path, "train", NAMES, "images/{k}{i}.jpg")
+    for k in range(5):
+        for i in range(2):
+            put(tmp_path / f"images/{k}{i}.jpg", jpeg(k, i))
+    for k in (2, 4):
+        put(tmp_path / f"val/{NAMES[k]}/0.jpg", jpeg(k))
+    assert error_of(tmp_path) == (
+        f"{tmp_path}/train.txt: has label 4, but there are only 2 class folders, so the labels of the folders are "
+        f"unknown; write the names of all classes to {tmp_path}/classes.txt in the order of the labels"
+    )
+    put_names(tmp_path, NAMES)
+    assert labels_of(tmp_path, Mode.EVAL) == {2: {2}, 4: {4}}
+    assert_list_order(tmp_path, modes=[Mode.TRAIN])
 
 
 def test_records_and_class_folders_share_the_order_of_classes_txt(tmp_path, capsys, verify_here, convert_here):
@@ -364,3 +383,39 @@ def test_wordnet_ids_get_the_labels_of_imagenet(tmp_path):
     assert labels == {0: {7}, 1: {0}, 2: {999}}
     with pytest.raises(UsageError, match="has 3 class folders, but the network has 8 outputs without names"):
         readers.open_split(tmp_path, "auto", Mode.EVAL, 8, 0, trained=listing.numbers(8))
+
+
+def test_network_trained_with_labels_from_1_is_evaluated_with_class_folders(
+    run_train, photos, tmp_path, capsys, one_block
+):
+    """Records with labels 1 to 3 and the class folders with the same images give the same loss and top1."""
+    root, names = tmp_path / "records", ["class0", "class1", "class2"]
+    root.mkdir()
+    for split in ("train", "val"):
+        writer = TFRecordWriter(str(root / f"{split}-00000-of-00001"))
+        for path in sorted((photos / split).glob("*/*")):
+            label = names.index(path.parent.name) + 1
+            writer.write({"image/encoded": (path.read_bytes(), "byte"), "image/class/label": (label, "int")})
+        writer.close()
+    assert run_train("--epochs", "2", image_root=root)[0] == 0
+    evaluate = ["--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/1"]
+    results = [phase(run_train(*evaluate, image_root=data)[1], [], "val.") for data in (root, photos)]
+    for name in ("loss", "top1"):
+        assert results[0][name] == pytest.approx(results[1][name], abs=1e-6)
+    subset = tmp_path / "subset"
+    shutil.copytree(photos / "val", subset / "val")
+    shutil.rmtree(subset / "val/class0")
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "replaces an existing file" not in line]
+    assert not warnings
+    assert run_train(*evaluate, image_root=subset)[0] == 2
+    assert_one_error(capsys.readouterr().err, ["has 2 class folders, but the network has 3 outputs without names"])
+    predictions = tmp_path / "predictions.csv"
+    put_names(subset, names)  # the remedy in the message
+    assert run_train(*evaluate, "--predictions", predictions, image_root=subset)[0] == 0
+    labels = {tuple(row.split(",")[:2]) for row in predictions.read_text().splitlines()[1:]}
+    assert {(image.split("/")[1], label) for image, label in labels} == {("class1", "1"), ("class2", "2")}
+    shutil.copytree(photos / "train", subset / "train")
+    (subset / "classes.txt").unlink()
+    put(subset / "val.txt", f"val/class1/{next((subset / 'val/class1').iterdir()).name} 2")
+    assert run_train("--output-dir", tmp_path / "new", image_root=subset)[0] == 2
+    assert_one_error(capsys.readouterr().err, ["has label 2, but class class1 has label 1 among the sorted"])
