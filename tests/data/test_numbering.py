@@ -12,8 +12,9 @@ from PIL import Image
 from tfrecord import TFRecordWriter
 
 from conftest import assert_one_error, phase
+from paddle_resnet import dataset
 from paddle_resnet.data import listing, numbering, readers, records
-from paddle_resnet.tools import convert, verify
+from paddle_resnet.tools import convert, inspection, verify
 from utils.errors import UsageError
 from utils.mode import Mode
 
@@ -295,6 +296,28 @@ def test_label_offset_applies_to_every_format_with_labels(tmp_path, capsys, veri
         assert len(digests) == 2
     with pytest.raises(UsageError, match="--label-offset 1: class folders in .* contain no labels; use --label-offset"):
         readers.open_split(root, "folder", Mode.TRAIN, 5, 0, label_offset=1)
+
+
+def test_tools_subtract_label_offset(tmp_path, capsys, verify_here):
+    root = tmp_path / "root"
+    put_folders(root, NAMES, ["images"])
+    for split in ("train", "val"):
+        text = "".join(f"images/{name}/0.jpg {k + 1}\n" for k, name in enumerate(NAMES))
+        put(root / f"{split}.txt", text)
+    put_names(root, NAMES)
+    flags = ["--label-offset", "1"]
+    assert list(inspection.info(root, label_offset=1)["train"]["classes"]) == NAMES
+    rows = inspection.augmented(root, 5, 1, [*flags, "--device", "cpu", "--image-shape", "3,32,32"])
+    assert [name for _, _, name in rows] == NAMES
+    for command in (["verify"], ["info"]):
+        assert dataset.main([*command, str(root), *flags]) == 0
+    capsys.readouterr()
+    assert dataset.main(["verify", str(root)]) == 1
+    message = "train.txt: has label 5, but classes.txt allows 0 to 4; number the classes from 0, set --label-offset to"
+    assert message in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        dataset.main(["info", str(root), "--label-offset", "-1"])
+    assert "argument --label-offset: -1 is too small" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
