@@ -248,7 +248,6 @@ def images(
     classes=None,
     skip=frozenset(),
     label_offset=0,
-    is_trained=False,
 ):
     """List all images of a split in stored order, which is also the order of evaluation. numbering.images also checks
     that both splits number their classes in the same way.
@@ -258,7 +257,7 @@ def images(
         mode: Mode.TRAIN or Mode.EVAL.
         data_format: one of STORAGE_FORMATS, or None to detect the format.
         allow_outside: whether a file list may contain files outside image_root.
-        classes, skip, is_trained: for class folders, see list_folder.
+        classes, skip: for class folders, see list_folder.
         label_offset: number to subtract from the labels in file lists and records.
     Returns:
         (storage format, classes or None, [Image])
@@ -268,7 +267,7 @@ def images(
     data_format = data_format or detect(image_root, mode)
     if data_format in FILE_FORMATS:
         if data_format == "folder":
-            files, labels, classes = list_folder(image_root, mode, None, skip, classes, is_trained)
+            files, labels, classes = list_folder(image_root, mode, None, skip, classes)
         else:
             files, labels, classes = list_filelist(image_root, mode, None, allow_outside, label_offset)
         listed = [Image(name, os.path.join(image_root, name), label) for name, label in zip(files, labels, strict=True)]

@@ -69,15 +69,15 @@ def establish(
     """
     image_root = str(image_root)
     formats = _formats(image_root, mode, data_format)
+    sampled = _sample(image_root, formats)
+    offsets = _offsets(image_root, formats, sampled, label_offset, num_of_class)
+    path, names, class_names = _names(image_root, sampled, offsets, num_of_class)
     if trained is not None:
-        formats = {mode: formats[mode]}  # the other split does not matter
+        formats = {mode: formats[mode]}  # the network, not the other split, numbers this split
     if label_offset != AUTO and label_offset and set(formats.values()) == {"folder"}:
         raise UsageError(
             f"--label-offset {label_offset}: class folders in {image_root} contain no labels; use --label-offset auto"
         )
-    sampled = _sample(image_root, formats)
-    offsets = _offsets(image_root, formats, sampled, label_offset, num_of_class)
-    path, names, class_names = _names(image_root, sampled, offsets, num_of_class)
     if "folder" not in formats.values():
         if names is not None:
             _check_names(path or f"--image-root {image_root}", names, num_of_class, trained)
@@ -329,7 +329,7 @@ def _check_lists(image_root, formats, allow_outside, offsets, classes, source):
             raise UsageError(
                 f"{path}: has label {max(labels) + offsets[mode]}, but there are only {len(classes)} class folders, so "
                 f"the labels of the folders are unknown; write the names of all classes to {names} in the order of the "
-                "labels"
+                "labels, or set --label-offset if the labels do not start at 0"
             )
         for file, label in zip(files, labels, strict=True):
             name = os.path.basename(os.path.dirname(file))

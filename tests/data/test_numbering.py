@@ -193,7 +193,8 @@ def test_list_with_more_classes_than_folders_is_an_error(tmp_path, verify_here):
         put(tmp_path / f"val/{NAMES[k]}/0.jpg", jpeg(k))
     assert error_of(tmp_path) == (
         f"{tmp_path}/train.txt: has label 4, but there are only 2 class folders, so the labels of the folders are "
-        f"unknown; write the names of all classes to {tmp_path}/classes.txt in the order of the labels"
+        f"unknown; write the names of all classes to {tmp_path}/classes.txt in the order of the labels, or set "
+        "--label-offset if the labels do not start at 0"
     )
     put_names(tmp_path, NAMES)
     assert labels_of(tmp_path, Mode.EVAL) == {2: {2}, 4: {4}}
@@ -344,6 +345,21 @@ def test_imagenet_labels_are_detected_by_synsets():
     names, class_names = numbering._sampled_names(sampled, 1, 1000)
     assert (names, class_names[:2]) == (wnids, ["tench", "goldfish"])
     assert numbering._sampled_names(sampled, 0, 1000) == numbering._sampled_names(sampled, 1, 1001) == (None, None)
+
+
+def test_offset_is_detected_from_both_splits(tmp_path):
+    """An evaluation subtracts the same number as training, even if the validation images are of few classes."""
+    put_tfrecords(tmp_path / "few", classes=2)
+    put_tfrecords(tmp_path / "all", names=lambda k: {"image/class/text": f"color {k}"})
+    name = "validation-00000-of-00001"
+    (tmp_path / "few" / name).replace(tmp_path / "all" / name)
+    assert labels_of(tmp_path / "all", Mode.EVAL, 8, trained=listing.numbers(8)) == {0: {0}, 1: {1}}
+    assert labels_of(tmp_path / "few", Mode.TRAIN, 8, trained=listing.numbers(8)) == {0: {1}, 1: {2}}
+    # Class folders get the numbers of the names in train/, although the network has none.
+    (tmp_path / "all" / name).unlink()
+    (tmp_path / "all" / f"{name}.idx").unlink()
+    put_folders(tmp_path / "all", ["Color_7"], ["val"])
+    assert labels_of(tmp_path / "all", Mode.EVAL, 8, trained=listing.numbers(8)) == {0: {7}}
 
 
 @pytest.mark.parametrize("first", [0, 1])
