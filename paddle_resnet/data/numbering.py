@@ -440,10 +440,11 @@ def _sampled_names(sampled, offset, outputs):
         offset: number to subtract from the labels.
         outputs: number of network outputs, or None.
     """
-    labels = range(offset, max(sampled) + 1)
-    if set(labels) == set(sampled) and all(len(sampled[label]) == 1 for label in labels):
+    labels = sorted(sampled)
+    is_complete = labels[0] == offset and labels[-1] - labels[0] + 1 == len(labels)
+    if is_complete and all(len(sampled[label]) == 1 for label in labels):
         pairs = [next(iter(sampled[label])) for label in labels]
-    elif set(sampled) <= set(labels) and _is_imagenet(sampled, offset):
+    elif _is_imagenet(sampled, offset):
         pairs = imagenet_classes()
     else:
         return None, None

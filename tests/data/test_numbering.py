@@ -393,6 +393,11 @@ def test_examples_without_usable_names_have_none(tmp_path):
     put_tfrecords(tmp_path, first=0, names=lambda k: {"image/class/text": "x"} if k else {})
     assert readers.open_split(tmp_path, "auto", Mode.EVAL, 8, 0).classes == listing.numbers(8)
     assert records.read_class(str(tmp_path / "train-00000-of-00001"), 0, 10**6) == (0, None, None)
+    invalid = {label: {("n00", "x")} for label in (-(2**63), 2**63 - 1)}
+    assert numbering._sampled_names(invalid, 0, None) == (None, None)
+    assert numbering._detected_offset({2**63 - 1: {("n00", "x")}}, None) == 0
+    ambiguous = {0: {("n00", "x"), ("n01", "y")}}
+    assert numbering._sampled_names(ambiguous, 0, 1) == (None, None)
 
 
 def test_subset_of_class_folders_requires_names_of_outputs(tmp_path):
