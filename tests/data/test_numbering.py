@@ -441,7 +441,7 @@ def test_network_trained_with_labels_from_1_is_evaluated_with_class_folders(
             label = names.index(path.parent.name) + 1
             writer.write({"image/encoded": (path.read_bytes(), "byte"), "image/class/label": (label, "int")})
         writer.close()
-    assert run_train("--epochs", "2", image_root=root)[0] == 0
+    assert run_train("--epochs", "2", "--bn-momentum", "0.6", image_root=root)[0] == 0
     evaluate = ["--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/1"]
     results = [phase(run_train(*evaluate, image_root=data)[1], [], "val.") for data in (root, photos)]
     for name in ("loss", "top1"):
