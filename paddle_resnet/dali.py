@@ -13,7 +13,7 @@ from nvidia.dali.auto_aug.core import signed_bin
 from nvidia.dali.pipeline import do_not_convert
 
 from paddle_resnet import resolution
-from paddle_resnet.data import listing, readers
+from paddle_resnet.data import listing, numbering, readers
 from paddle_resnet.data.iterators import READER, EmptyIterator, ShardIterator, StateError, SyntheticIterator
 from paddle_resnet.job import processes, watchdog
 from paddle_resnet.settings.declarations import DEFAULTS, FLAGS
@@ -176,6 +176,14 @@ def _check_labels(args, mode, data_format, labels):
             )
 
 
+def data_classes(args):
+    """Return the classes of the training data (numbering.data_classes), or None if they are unknown."""
+    if args.data_format == "synthetic":
+        return None
+    place = args.image_root, Mode.TRAIN, args.data_format, args.allow_outside, args.label_offset
+    return numbering.data_classes(*place)
+
+
 def open_data_set(args, mode, trained=None):
     """Return the readers.DataSet of a split, without the images in --skip-list. Raise UsageError if the data set cannot
     be used."""
@@ -186,7 +194,7 @@ def open_data_set(args, mode, trained=None):
         skip = listing.read_skip_list(args.skip_list, args.image_root, args.allow_outside)
     return readers.open_split(
         *(args.image_root, args.data_format, mode, args.num_of_class, args.dali_random_seed, skip),
-        *(args.allow_outside, args.allow_empty_classes, trained, args.allow_one_class),
+        *(args.allow_outside, args.allow_empty_classes, trained, args.label_offset, args.allow_one_class),
     )
 
 
@@ -243,7 +251,7 @@ def _usable(args, state, conditions, steps):
     removed = {name for name, value in before.items() if value and name.startswith("--")} - {*conditions}
     changes = {
         name: f"{name} is {now} and was {before.get(name)}"
-        for name, now in (conditions | dict.fromkeys(removed, "a removed flag")).items()
+        for name, now in (conditions | dict.fromkeys(sorted(removed), "a removed flag")).items()
         if now != before.get(name)
     }
     if changes and state["step"] == 0 and not set(changes) & {*ORDER_CONDITIONS, LIST}:

@@ -174,7 +174,7 @@ def _add_convert(commands):
         action="store_true",
         help="whether to skip the initial check of all images; use only after `verify`",
     )
-    _add_allow_outside(command)
+    _add_label_flags(command)
 
 
 def _run_convert(args):
@@ -213,6 +213,7 @@ def _run_convert(args):
                 skip_list=args.skip_list,
                 allow_outside=args.allow_outside,
                 check=check,
+                label_offset=args.label_offset,
             )
         except BrokenProcessPool as e:
             raise UsageError(
@@ -289,7 +290,7 @@ def _add_verify(commands):
     command.add_argument(
         "--allow-one-class", action="store_true", help="whether all training images may belong to one class"
     )
-    _add_allow_outside(command)
+    _add_label_flags(command)
 
 
 def _run_verify(args):
@@ -298,8 +299,8 @@ def _run_verify(args):
     _claim_file("--fix-list", args.fix_list, args.root)
     try:
         scope = RunScope(args.run_scope)
-        allowed = args.allow_empty_classes, args.allow_one_class
-        report = verify.verify(args.root, args.num_of_class, args.allow_outside, scope, *allowed)
+        options = args.allow_outside, scope, args.allow_empty_classes, args.label_offset, args.allow_one_class
+        report = verify.verify(args.root, args.num_of_class, *options)
     except BrokenProcessPool as e:
         raise UsageError(
             "verify: a worker process was killed, possibly because memory ran out, before all images were checked; "
@@ -329,14 +330,14 @@ def _add_info(commands):
     command.add_argument(
         "--output", metavar="FILE", help="figure to write, with class balance and image sizes: .png, .pdf or .svg"
     )
-    _add_allow_outside(command)
+    _add_label_flags(command)
 
 
 def _run_info(args):
     _claim_file("--output", args.output, args.root)
     inspection = _inspection()
 
-    inspection.info(args.root, args.output, args.allow_outside)
+    inspection.info(args.root, args.output, args.allow_outside, args.label_offset)
 
 
 def _add_speed(commands):
@@ -368,9 +369,16 @@ def _run_speed(args):
     inspection.speed(args.root, args.threads, args.loads, args.batches, args.repeats, args.train_flags)
 
 
-def _add_allow_outside(command):
+def _add_label_flags(command):
     command.add_argument(
         "--allow-outside", action="store_true", help="whether file lists may contain files outside DIR"
+    )
+    command.add_argument(
+        "--label-offset",
+        type=numbers.label_offset,
+        default=numbers.AUTO,
+        metavar="{auto,N}",
+        help="first label in file lists and records, as for train.py (default: auto)",
     )
 
 

@@ -25,7 +25,9 @@ from utils.mode import Mode
 LOSS_TOLERANCE = 1e-4  # maximum difference between the mean losses; relative if the loss exceeds 1
 TIE = 1e-4
 PROBABILITY_TOLERANCE = 1e-4
-PADDLE_CLIP = 64  # Paddle's CPU kernels raise logits to at least the maximum minus 64, so recorded losses can be lower
+# Earlier versions computed losses on a CPU with Paddle's cross entropy, which raises logits to at least the maximum
+# minus 64, so the losses that they recorded can be lower. Their checkpoints lack the key "cpu" in meta.json.
+EARLIER_CLIP = 64
 TRITON_MAX_BATCH = 64
 # {kind of network: (maximum decrease of top1, remedy if top1 decreases more)}. In quantized networks, and in the
 # simulated quantization of --qat, engines may round a sum differently, which can change an activation by one
@@ -309,15 +311,15 @@ def _verify(network, folder, image_root, device):
     is_comparable = is_comparable and network.args.tta == "none"
     if is_comparable and recorded.get("images") == expected["images"]:
         recorded = {"correct": round(recorded["top1"] * recorded["images"]), "ties": 0, "loss": recorded["loss"]}
-        losses = expected["loss"], expected["clipped_loss"]
+        losses = [expected["loss"], *([] if "cpu" in network.meta else [expected["clipped_loss"]])]
         expected["loss"] = min(losses, key=lambda loss: abs(loss - recorded["loss"]))
         _check_agreement("the checkpoint's network", expected, "its recorded evaluation", recorded)
 
 
 def _score(network, model, image_root):
     """Evaluate a Model that also returns logits. Return {"images", "correct", "ties" (images whose two largest
-    probabilities differ by less than TIE or, in float16, HALF_TIE), "loss", "clipped_loss" (loss as Paddle computes it
-    on a CPU)}.
+    probabilities differ by less than TIE or, in float16, HALF_TIE), "loss", "clipped_loss" (loss with
+    EARLIER_CLIP)}.
 
     Raises:
         RunError: the model's probabilities are not the softmax of its logits.
@@ -328,12 +330,13 @@ def _score(network, model, image_root):
 
     args = inference.loader_args(model.description, min(32, network.args.batch_size))
     args.image_root, args.num_of_class = str(image_root), network.args.num_of_class
-    args.data_format = listing.detect(args.image_root, Mode.EVAL)
+    args.data_format, args.label_offset = listing.detect(args.image_root, Mode.EVAL), network.args.label_offset
+    trained = restore.recorded_classes(network.meta) or listing.numbers(args.num_of_class)
     losses, correct, ties = np.zeros((0, 2)), 0, 0
-    for (batch,) in dali.build_dataloader(args, Mode.EVAL, trained=restore.recorded_classes(network.meta)):
+    for (batch,) in dali.build_dataloader(args, Mode.EVAL, trained=trained):
         labels = np.array(batch["label"])
         probabilities, logits = model.outputs(np.array(batch["data"]).astype(model.description["input"]["dtype"]))
-        of_label = [np.take_along_axis(_log_softmax(logits, clip), labels, axis=1) for clip in (np.inf, PADDLE_CLIP)]
+        of_label = [np.take_along_axis(_log_softmax(logits, clip), labels, axis=1) for clip in (np.inf, EARLIER_CLIP)]
         losses = np.concatenate([losses, -np.hstack(of_label)])
         expected = np.exp(_log_softmax(logits))
         if not np.allclose(probabilities, expected, rtol=0, atol=PROBABILITY_TOLERANCE):

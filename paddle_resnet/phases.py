@@ -1,6 +1,8 @@
 """The phases of a run before its first step, in the order in which train.py calls them."""
 
 import functools
+import math
+import shlex
 from collections import namedtuple
 from pathlib import Path
 
@@ -17,12 +19,13 @@ from paddle_resnet.optimizers import amp, sparsity
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
 from paddle_resnet.passes import all_reduces, averages, folding, quantization
 from paddle_resnet.settings import durations, parsing, validation
+from paddle_resnet.settings.declarations import RESUMED, of_kinds
 from paddle_resnet.settings.stages import stages_from
 from paddle_resnet.settings.values import flag, text
 from paddle_resnet.steps import trace
 from utils import logger, outputs, progress
 from utils.affinity import bind_to_gpu
-from utils.errors import UsageError
+from utils.errors import UsageError, python
 from utils.mode import Mode
 
 # A Work contains what a run needs for training or for evaluation: a loader, the program that it feeds, and their
@@ -32,6 +35,10 @@ from utils.mode import Mode
 Work = namedtuple(
     "Work", "settings loader program fetchs lr_scheduler optimizer compiled refresh later", defaults=[None] * 4 + [()]
 )
+
+
+# Maximum weight of the initial BN statistics in the running statistics at the end of a run, without a warning.
+INITIAL_BN_WEIGHT = 0.05
 
 
 def start(args):
@@ -134,6 +141,8 @@ def open_data(args, checkpoint):
     """
     trains = args.run_scope.trains
     evaluates = args.run_scope.evaluates and not (trains and args.benchmark)
+    if trains and checkpoint and checkpoint.resumes:
+        restore.check_resumed_classes(checkpoint, dali.data_classes(args), _fine_tuning(args, checkpoint.folder))
     try:
         stage = stages_from(args, checkpoint.epoch if checkpoint else 0)[0].settings
         state = checkpoint and checkpoint.loader_state
@@ -141,12 +150,26 @@ def open_data(args, checkpoint):
     except dali.StateError as e:
         raise UsageError(f"{checkpoint.folder}: {e}; move this checkpoint away, or choose a different one") from e
     folder, meta = _origin(args, checkpoint)
-    trained = None if trains else restore.recorded_classes(meta)  # in training, the data set defines the classes
+    trained = None  # in training, the data set defines the classes
+    if not trains and folder is not None:
+        trained = restore.recorded_classes(meta) or listing.numbers(args.num_of_class)
     eval_loader = dali.build_dataloader(args, Mode.EVAL, trained=trained) if evaluates else None
     restore.compare_classes(folder, meta, train_loader or eval_loader, is_fine_tuning=trains and not checkpoint)
-    dali.warn_of_unused_outputs(args, train_loader or eval_loader)
+    if trains:
+        dali.warn_of_unused_outputs(args, train_loader)
     trace.check(args.profile_steps, durations.first_pass(args, len(train_loader or eval_loader)))
     return train_loader, eval_loader
+
+
+def _fine_tuning(args, folder):
+    """Return the command that starts a new run with these flags from the weights in a checkpoint folder, for example
+    because the classes have changed."""
+    changed = parsing.changed(args.as_dict())
+    kept = [name for name in of_kinds(*RESUMED, "loader", "machine") if name in changed or args.is_explicit(name)]
+    values = {name: args.as_dict()[name] for name in (*kept, "run_scope") if name != "num_of_class"}
+    values |= {"from_pretrained_params": folder, "pretrained_mismatch": "skip-classifier"}
+    values["output_dir"] = f"{args.output_dir.rstrip('/')}_fine_tuned"
+    return shlex.join([python(), "train.py", *parsing.arguments(values)])
 
 
 def build_programs(args, exe, train_loader, eval_loader, checkpoint=None):
@@ -301,10 +324,29 @@ def check_and_describe(args, exe, training, evaluation):
     fused = program.fused_operators(args, main.compiled)
     if args.pending and not args.dry_run:
         budget.choose(args, exe, training, evaluation)
+    if training and not args.benchmark:
+        _warn_of_bn_momentum(args, training)
     if args.show_config:
         logger.info(describe(args))
     count = all_reduces.count_gradient_all_reduces(main.program)
     logger.info(report.start_line(main.settings, *loaders, fused, count, main.compiled.captured is not None))
+
+
+def _warn_of_bn_momentum(args, training):
+    """Warn if the run is so short that the initial BN statistics would dominate the running statistics, with which
+    evaluations normalize. A resumed run is not checked again."""
+    programs = [training.program, *(work.program for _, work in training.later)]
+    momentum = max(map(all_reduces.bn_momentum, programs))
+    schedule = training.lr_scheduler
+    batches = durations.total_steps(args, schedule.timeline) * schedule.timeline.accumulate_steps
+    if momentum**batches <= INITIAL_BN_WEIGHT or schedule.done:
+        return
+    fitting = min(0.9, math.floor(INITIAL_BN_WEIGHT ** (1 / batches) * 100) / 100)
+    origin = " (value of the network)" if args.bn_momentum is None else ""
+    logger.warn(
+        f"--bn-momentum {momentum:g}{origin}: too high for {batches} training batches, because the initial BN "
+        f"statistics keep a weight of {momentum**batches:.0%} until the last evaluation; use --bn-momentum {fitting:g}"
+    )
 
 
 def describe(settings):

@@ -11,15 +11,15 @@ from paddle import static
 from paddle.incubate import asp
 
 from paddle_resnet import resolution
+from paddle_resnet.checkpoints import replicas
 from paddle_resnet.checkpoints.variables import LOSS_SCALE, MASTER
 from paddle_resnet.data import iterators
 from paddle_resnet.job import exchange, fleet, processes, watchdog
 from paddle_resnet.job.step_log import StepLog
 from paddle_resnet.machine import compat
 from paddle_resnet.models import build_model, layers, logits, loss_head, mixing, parts
-from paddle_resnet.optimizers import amp, sparsity
+from paddle_resnet.optimizers import amp, sparsity, table
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
-from paddle_resnet.optimizers.table import build_optimizer
 from paddle_resnet.passes import accumulation, all_reduces, averages, fusion, lookahead, quantization, updates
 from paddle_resnet.settings import durations
 from paddle_resnet.steps import cuda_graph, host_metrics, random_numbers, scalars, trace
@@ -226,7 +226,7 @@ def _set_up_layers(args, model):
 def _minimize(args, main_prog, startup_prog, model, loss, lr_scheduler, frozen):
     """Add the backward pass and the parameter update to a training program, and return the optimizer."""
     is_native = args.kernels == "native"
-    own_optimizer = build_optimizer(args, lr_scheduler)
+    own_optimizer = table.build_optimizer(args, lr_scheduler)
     optimizer = dist_optimizer(args, own_optimizer)
     if frozen:
         parts.stop_gradients(main_prog)
@@ -342,17 +342,20 @@ def compile_prog(args, program, loss_name=None, is_train=True):
         is_train: whether this is the training program.
     Returns:
         static.CompiledProgram with additional attributes:
+        source: `program`.
         captured: cuda_graph.CapturedStep, or None if the step cannot be captured.
         write_scalars: scalars.Writer.
         trace: trace.Trace of the first pass over the loader, or None if --profile-steps is not set. accumulating:
         compiled program for all batches of a training step except the last, or None if each step has one batch
         (--accumulate-steps 1).
     Raises:
-        UsageError: create_strategy fails; or --cuda-graph true is explicit, but the step cannot be captured.
+        UsageError: create_strategy or table.check_rule fails; or --cuda-graph true is explicit, but the step cannot be
+            captured.
     """
     processes.check_resolved(args.device)
+    table.check_rule(program, args.optimizer)
     compiled = _compile(args, program, is_train)
-    compiled.accumulating = None
+    compiled.source, compiled.accumulating = program, None
     if is_train and args.accumulate_steps > 1:
         accumulating = accumulation.without_update(program)
         accumulating.host_scalars = scalars.of(program)
@@ -473,7 +476,7 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         set, with the columns label, the k = min(5, C) most probable classes, and their probabilities).
     Raises:
         Preempted: a stop was requested, and all processes stopped before the same step.
-        RunError: --max-bad-steps consecutive losses were not finite.
+        RunError: --max-bad-steps consecutive losses were not finite, or the parameters differ between the ranks.
         UsageError: a step of --profile-steps is outside this pass, the program is not compiled, its parameters have no
             values, or a batch does not match the program.
     """
@@ -490,7 +493,9 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
             if this.is_stopped(step):
                 break
             if save is not None and this.is_save_due(step):
-                this.save(step, save)
+                this.save(step, save)  # also compares the ranks
+            elif this.is_check_due(step):
+                this.check_replicas(step)
             this.prepare(step)
             feed = this.next_batch(step)
             if feed is None:
@@ -519,7 +524,7 @@ class _Pass:
 
     def __init__(self, args, loader, exe, program, fetchs, epoch, mode, lr_scheduler, end_step=None):
         self._args, self._epoch, self._mode = args, epoch, mode
-        self._lr_scheduler = lr_scheduler
+        self._program, self._lr_scheduler = program, lr_scheduler
         self._meters = {name: meter for name, (_, meter) in fetchs.items()}
         self._batches_each_step = args.accumulate_steps if mode is Mode.TRAIN else 1
         variables = [variable for variable, _ in fetchs.values()]
@@ -573,10 +578,30 @@ class _Pass:
         return interval > 0 and step > self.first_step and step % interval == 0
 
     def save(self, step, save):
-        """Save a checkpoint between two steps, and exclude the time for saving from the step times."""
+        """Save a checkpoint between two steps."""
+        with self._paused():
+            save(self._epoch, step)
+
+    def is_check_due(self, step):
+        """Return whether to compare the ranks before a step, which is every replicas.INTERVAL_STEPS training steps of
+        the run, counted over all epochs. The parameters of a benchmark are not kept, so they are not compared."""
+        if processes.world_size() == 1 or self._mode is not Mode.TRAIN or self._args.benchmark:
+            return False
+        done = 0 if self._lr_scheduler is None else self._lr_scheduler.last_epoch  # Paddle's name for the step count
+        return done > 0 and done % replicas.INTERVAL_STEPS == 0 and step % self._batches_each_step == 0
+
+    def check_replicas(self, step):
+        """Check between two steps that all ranks have the same parameters."""
+        with self._paused():
+            watchdog.phase("comparison of parameters")
+            replicas.check(self._program.source, f"before step {step} of epoch {self._epoch}")
+
+    @contextlib.contextmanager
+    def _paused(self):
+        """Wait until the device is idle, and exclude the time in the `with` block from the step times."""
         self._drain()
         self._clock.close_step()
-        save(self._epoch, step)
+        yield
         self._enter_phase()
         self._clock.resume()
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paddle_resnet.checkpoints import conversion, folders, published
-from paddle_resnet.data import listing
+from paddle_resnet.data import listing, numbering
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.machine import gpus, memory
 from paddle_resnet.models import registered
@@ -103,7 +103,8 @@ def _facts(settings):
         for mode, is_needed in ((Mode.TRAIN, True), (Mode.EVAL, settings.run_scope.evaluates))
         if is_needed
     }
-    if listing.count_classes(root, Mode.TRAIN, data_format, settings.allow_outside) == 1:
+    place = root, Mode.TRAIN, data_format, settings.allow_outside, settings.label_offset
+    if numbering.count_classes(*place) == 1:
         raise UsageError(f"--image-root {root}: contains only one class; add a folder for each additional class")
     has_gpu, output_dir = settings.device == "gpu", settings.output_dir
     runs = [run.name for run in folders.runs_below(output_dir)] if Path(output_dir).is_dir() else []
@@ -220,10 +221,9 @@ def _choose_training(settings, facts, is_fine_tuned):
             warmup_epochs=warmup_epochs(settings.epochs),
         )
     _set(settings, kind, optimizer="AdamW" if is_fine_tuned else "Nesterov")
-    if is_fine_tuned:
-        # The BN statistics of the pretrained network must fade within the run. With EfficientNet-Lite's momentum of
-        # 0.99, the old statistics still have a weight of one half after 70 steps.
-        _set(settings, kind, bn_momentum=0.9)
+    # The initial BN statistics must fade within the run. With EfficientNet-Lite's momentum of 0.99, they still have a
+    # weight of one half after 70 steps.
+    _set(settings, "the initial BN statistics fade", bn_momentum=0.9)
     rule = OPTIMIZERS[settings.optimizer]
     if "momentum" in rule.flags:
         _set(settings, f"--optimizer {settings.optimizer}", momentum=0.9)

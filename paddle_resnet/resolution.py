@@ -12,7 +12,7 @@ output               resolve_report
 
 import paddle
 
-from paddle_resnet.data import listing
+from paddle_resnet.data import numbering
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.machine import gpus
 from paddle_resnet.native import build as native
@@ -140,8 +140,8 @@ def resolve_classes(settings, mode):
     if settings.data_format != "synthetic":
         # Only rank 0 counts the classes, because all ranks must have the same number when Fleet's startup program
         # broadcasts the parameters.
-        root, data_format = settings.image_root, settings.data_format
-        counted = exchange.from_rank_0(lambda: listing.count_classes(root, mode, data_format, settings.allow_outside))
+        place = settings.image_root, mode, settings.data_format, settings.allow_outside, settings.label_offset
+        counted = exchange.from_rank_0(lambda: numbering.count_classes(*place))
     settings.set("data", num_of_class=counted or DEFAULT_CLASSES)
 
 

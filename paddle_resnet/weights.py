@@ -43,8 +43,9 @@ def evaluate(checkpoint, image_root, device="auto", threads=4):
     args = inference.loader_args(model.description, EVALUATION_BATCH, device, threads)
     args.image_root, args.num_of_class = str(image_root), network.args.num_of_class
     args.data_format = listing.detect(args.image_root, Mode.EVAL)
+    trained = restore.recorded_classes(network.meta) or listing.numbers(args.num_of_class)
     images, classes_seen, top1, top5 = 0, set(), 0, 0
-    loader = dali.build_dataloader(args, Mode.EVAL, trained=restore.recorded_classes(network.meta))
+    loader = dali.build_dataloader(args, Mode.EVAL, trained=trained)
     for (batch,) in loader:
         labels = np.array(batch["label"])
         _, logits = model.outputs(np.array(batch["data"]))

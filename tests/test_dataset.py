@@ -241,25 +241,28 @@ def test_commands_pass_on_their_flags(run):
     assert run("split s --output {}") == (0, [["split", "s", "OUT", 0.2, 0]], text)
     assert run("split s --output {} --val 0.3 --seed 7")[1] == [["split", "s", "OUT", 0.3, 7]]
     options = dict.fromkeys(("shards", "resize_short", "workers", "skip_list")) | {"quality": 95}
-    options |= {"progress": True, "check": True, "allow_outside": False}
+    options |= {"progress": True, "check": True, "allow_outside": False, "label_offset": "auto"}
     text = "OUT: 3 train and 2 val images as lmdb\n"
     assert run("convert --from s --to lmdb --output {}") == (0, [["convert", "s", "OUT", "lmdb", options]], text)
     flags = "--shards 2 --resize-short 64 --quality 80 --workers 3 --skip-list f --allow-outside --unchecked"
+    flags += " --label-offset 1"
     options = {"shards": 2, "resize_short": 64, "quality": 80, "workers": 3, "skip_list": "f", "allow_outside": True}
-    options |= {"progress": True, "check": None}
+    options |= {"progress": True, "check": None, "label_offset": 1}
     assert run(f"convert --from s --to lmdb --output {{}} {flags}")[1] == [["convert", "s", "OUT", "lmdb", options]]
     text = "s: 1 index files created, 2 already existed\n"
     assert run("index s") == (0, [["build_indexes", "s"]], text)
-    calls = [["verify", "s", None, False, RunScope.TRAIN_EVAL, False, False], ["show", REPORT]]
+    calls = [["verify", "s", None, False, RunScope.TRAIN_EVAL, False, "auto", False], ["show", REPORT]]
     assert run("verify s") == (1, calls, "")
-    flags = "--num-of-class 9 --run-scope train_only --allow-outside --allow-empty-classes --allow-one-class"
-    calls = [["verify", "s", 9, True, RunScope.TRAIN_ONLY, True, True], *calls[1:], ["write_fix_list", REPORT, "OUT"]]
+    flags = "--num-of-class 9 --run-scope train_only --allow-outside --allow-empty-classes --allow-one-class "
+    flags += "--label-offset 1"
+    options = True, RunScope.TRAIN_ONLY, True, 1, True
+    calls = [["verify", "s", 9, *options], *calls[1:], ["write_fix_list", REPORT, "OUT"]]
     assert run(f"verify s --fix-list {{}} {flags}") == (1, calls, "OUT: 1 images for train.py --skip-list\n")
     text = f"OUT: 5 training images, each with {inspection.VERSIONS} augmented versions\n"
     assert run("preview s --output {}") == (0, [["preview", "s", "OUT", 12, []]], text)
     assert run("preview s --output {} --images 7 --lr 1")[1] == [["preview", "s", "OUT", 7, ["--lr", "1"]]]
-    assert run("info s") == (0, [["info", "s", None, False]], "")
-    assert run("info s --output {} --allow-outside")[1] == [["info", "s", "OUT", True]]
+    assert run("info s") == (0, [["info", "s", None, False, "auto"]], "")
+    assert run("info s --output {} --allow-outside --label-offset 2")[1] == [["info", "s", "OUT", True, 2]]
     assert run("speed s") == (0, [["speed", "s", None, None, 20, 3, []]], "")
     flags = "--threads 1,2 --loads 0.5,1 --batches 4 --repeats 5 --lr 1"
     assert run(f"speed s {flags}")[1] == [["speed", "s", [1, 2], [0.5, 1], 4, 5, ["--lr", "1"]]]

@@ -20,7 +20,7 @@ from conftest import NHWC, ROOT, assert_sparse, assert_two_of_four, phase
 from helpers import predict
 from paddle_resnet import dali, export
 from paddle_resnet import predict as predict_command
-from paddle_resnet.checkpoints import restore
+from paddle_resnet.checkpoints import folders, restore
 from paddle_resnet.passes import quantization
 from paddle_resnet.serving import calibration, inference, networks, onnx_writer, preprocessing
 from paddle_resnet.serving.model import Model
@@ -585,15 +585,23 @@ def test_float16_and_qat_networks_are_compared_only_by_top1(tmp_path, monkeypatc
         export._verify(network, tmp_path, "photos", "cpu")
 
 
-@pytest.mark.parametrize(("losses", "is_equal"), [((5.0, 2.0), True), ((2.0, 5.0), True), ((1.0, 2.1), False)])
-def test_recorded_loss_matches_exact_or_clipped_loss(tmp_path, monkeypatch, losses, is_equal):
+@pytest.mark.parametrize(
+    ("is_earlier", "losses", "is_equal"),
+    [
+        *[(True, (5.0, 2.0), True), (True, (2.0, 5.0), True), (True, (1.0, 2.1), False)],
+        *[(False, (5.0, 2.0), False), (False, (2.0, 5.0), True)],
+    ],
+)
+def test_recorded_loss_matches_exact_or_in_earlier_checkpoint_clipped_loss(
+    tmp_path, monkeypatch, is_earlier, losses, is_equal
+):
     score = {"images": 100, "correct": 29, "ties": 0, "loss": losses[0], "clipped_loss": losses[1]}
     model = Model("Executor", {}, None)
     monkeypatch.setattr(inference, "open_paddle", lambda *arguments, **options: model)
     monkeypatch.setattr(export, "_score", lambda *arguments: dict(score))
-    meta = {"evaluated": RECORDED, "arguments": {"device": "cpu"}}
+    meta = {"evaluated": RECORDED, "arguments": {"device": "cpu"}} | ({} if is_earlier else {"cpu": {}})
     network = SimpleNamespace(model=lambda logits: model, meta=meta, args=SimpleNamespace(tta="none", qat=False))
-    with nullcontext() if is_equal else pytest.raises(RunError, match="its recorded evaluation disagree: .* loss 2.1"):
+    with nullcontext() if is_equal else pytest.raises(RunError, match="its recorded evaluation disagree: .* loss [25]"):
         export._verify(network, tmp_path, "photos", "cpu")
 
 
@@ -601,10 +609,9 @@ def test_recorded_loss_matches_exact_or_clipped_loss(tmp_path, monkeypatch, loss
 def test_verify_compares_logits_of_network_with_saturated_probabilities(
     trained, photos, tmp_path, monkeypatch, capsys, is_wrong
 ):
-    """Nearly all probabilities are 0 or 1. For a probability of 0, Paddle's evaluation limits the loss to 64."""
+    """Nearly all probabilities are 0 or 1."""
     onnx = importlib.util.find_spec("onnxruntime") is not None
     checkpoint, recorded = trained("--lr", "10")
-    assert 5 < recorded["loss"] <= 65
     real = export._write_paddle
 
     def write(network, folder):
@@ -618,11 +625,31 @@ def test_verify_compares_logits_of_network_with_saturated_probabilities(
     assert code == int(is_wrong)
     out, err = capsys.readouterr()
     losses = [float(re.search(r"loss (\S+),", line)[1]) for line in out.splitlines() if line.endswith("23 images")]
-    assert losses[0] > 100 and losses[0] > recorded["loss"]
+    assert losses[0] > 100 and losses[0] == pytest.approx(recorded["loss"], rel=1e-5)
     if is_wrong:
         assert "--verify: paddle.inference and the checkpoint's network disagree: " in err
     else:
         assert losses == [pytest.approx(losses[0], rel=1e-5)] * (2 + onnx)
+
+
+def test_checkpoint_of_earlier_version_with_clipped_loss_is_verified(trained, photos, tmp_path):
+    """Earlier versions limited the loss of an image on a CPU to about 64 and did not record the CPU."""
+    checkpoint, _ = trained("--lr", "10")
+    network = networks.load_checkpoint(checkpoint)
+    loss, clipped_loss = (
+        export._score(network, network.model(logits=True), photos)[n] for n in ("loss", "clipped_loss")
+    )
+    assert clipped_loss < 65 and loss > 100
+    for is_earlier, code in ((True, 0), (False, 1)):
+        meta = folders.read_meta(checkpoint)
+        meta["evaluated"]["loss"] = clipped_loss
+        if is_earlier:
+            del meta["cpu"]
+        root, files = tmp_path / str(is_earlier), {name: (checkpoint / name).read_bytes() for name in meta["files"]}
+        writers = {name: lambda file, data=data: file.write(data) for name, data in files.items()}
+        meta = {name: value for name, value in meta.items() if name not in ("format", "files", "checksum")}
+        folder = folders.commit(root, "0", writers, meta)
+        assert export.main([str(folder), str(root / "exported"), "--verify", str(photos)]) == code
 
 
 def test_verify_detects_wrong_softmax(checkpoint, photos, tmp_path, monkeypatch):

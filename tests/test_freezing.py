@@ -270,6 +270,42 @@ def test_two_processes_train_the_same_network_with_frozen_layers(launch):
         np.testing.assert_array_equal(parameters[0][name], parameters[1][name], err_msg=name)
 
 
+def test_run_too_short_for_bn_momentum_warns_with_a_value_that_fits(one_block, run_train, tmp_path, capsys):
+    """Regression test: the validation top1 of a short run stayed at chance, although it trained well."""
+
+    def warnings(*flags):
+        capsys.readouterr()
+        assert run_train(*flags)[0] == 0
+        return [line for line in capsys.readouterr().err.splitlines() if "--bn-momentum" in line]
+
+    [warning] = warnings("--accumulate-steps", "3")
+    assert warning == (
+        "warning: --bn-momentum 0.9 (value of the network): too high for 3 training batches, because the initial BN "
+        "statistics keep a weight of 73% until the last evaluation; use --bn-momentum 0.36"
+    )
+    assert not warnings("--resume", "--epochs", "2")
+    shutil.rmtree(tmp_path / "output")
+    assert not warnings("--bn-momentum", "0.36")  # 0.36^3 is 0.047
+    assert warnings("--bn-momentum", "0.37", "--overwrite")[0].startswith(
+        "warning: --bn-momentum 0.37: too high for 3 "
+    )
+    assert not warnings("--benchmark", "--benchmark-steps", "2", "--benchmark-warmup-steps", "0")
+    assert not warnings("--freeze", "all-but-classifier", "--overwrite")  # frozen BN keeps its statistics
+
+
+@pytest.mark.parametrize(
+    ("batches", "momentum", "value"),
+    [(28, 0.9, "0.89"), (29, 0.9, None), (298, 0.99, "0.9"), (299, 0.99, None), (1, 0.9, "0.05"), (100, 0, None)],
+)
+def test_bn_momentum_of_run_with_few_batches(parse, capsys, batches, momentum, value):
+    args = parse("--bn-momentum", momentum, "--epochs", batches)
+    main = static.Program()
+    _, schedule, *_ = program.build(frozen(args), main, static.Program(), 1)
+    phases._warn_of_bn_momentum(args, phases.Work(args, None, main, None, schedule))
+    err = capsys.readouterr().err
+    assert err.endswith(f"use --bn-momentum {value}\n") if value else err == ""
+
+
 @pytest.mark.parametrize("kernels", ["paddle", "native"])
 def test_bn_momentum_weighs_previous_statistics(one_block, run_train, tmp_path, kernels):
     layout = NHWC if kernels == "native" else []

@@ -711,6 +711,16 @@ def test_failed_rank_stops_job_on_two_gpus(two_gpus, fault, message):
     assert_one_error(logs[0], [message])
 
 
+@pytest.mark.parametrize("flags", [FP32_NHWC, O2, BF16_O2], ids=["fp32 NHWC", "O2", "bf16 O2"])
+def test_changed_bit_on_one_of_two_gpus_stops_job(two_gpus, flags):
+    """The bit changes between two replays of the captured step. In half precision, the bit belongs to the master
+    weight, because the next update overwrites the half-precision copy."""
+    name = "conv2d_2.w_0" if flags is FP32_NHWC else "conv2d_2.w_0_fp32_master_0"
+    flags = [*flags, "--run-scope", "train_only", "--epochs", "4", "--save-interval", "4", "--check-interval", "7"]
+    for log in two_gpus(*flags, "--flipped", name, fault="1 5 flips"):
+        assert_one_error(log, ["state: differ between rank 0 and rank 1 before step 1 of epoch 2 (", name])
+
+
 @pytest.mark.parametrize("flags", [*KINDS.values(), *PADDLE_KERNELS.values()], ids=[*KINDS, *PADDLE_KERNELS])
 def test_two_gpus_have_identical_parameters(two_gpus, tmp_path, flags):
     two_gpus(*flags)

@@ -621,7 +621,7 @@ def test_damaged_curve_is_omitted_with_warning(tmp_path, capsys, changes):
     path.write_text("[")
     assert page._lr_curve(run) == ([], None)
     path.unlink()
-    path.symlink_to("/dev/zero")
+    path.symlink_to("/dev/null")
     assert page._lr_curve(run) == ([], None)
 
 

@@ -351,12 +351,12 @@ def test_settings_are_described_after_the_epochs_are_chosen(record, monkeypatch,
     record(phases.agreement, "check_work")
     record(phases.program, "fused_operators")
     record(phases.budget, "choose")
-    record(phases, "describe")
+    record(phases, "_warn_of_bn_momentum", "describe")
     record(phases.report, "start_line")
     record(phases.logger, "info")
     record(phases.all_reduces, "count_gradient_all_reduces")
     record.results |= {"fused_operators": {"native_bn": 1}, "count_gradient_all_reduces": 3}
-    args = SimpleNamespace(kernels="native", pending=pending, dry_run=is_dry, show_config=shows)
+    args = SimpleNamespace(kernels="native", pending=pending, dry_run=is_dry, show_config=shows, benchmark=False)
     captured = SimpleNamespace(captured="graph")
     training = phases.Work("stage", "train loader", SimpleNamespace(name="training"), None, compiled=captured)
     evaluation = phases.Work(args, "eval loader", SimpleNamespace(), None, compiled=SimpleNamespace(captured=None))
@@ -364,6 +364,7 @@ def test_settings_are_described_after_the_epochs_are_chosen(record, monkeypatch,
     assert record.calls[0] == ("check_work", "native", "train loader", "eval loader", training.program)
     assert ("fused_operators", args, captured) in record.calls
     assert [name for name, *_ in record.calls if name in ("choose", "describe")] == expected
+    assert ("_warn_of_bn_momentum", args, training) in record.calls
     line = ("start_line", "stage", "train loader", "eval loader", {"native_bn": 1}, 3, True)
     assert record.calls[-2] == line
     phases.check_and_describe(args, "exe", None, evaluation)
@@ -409,7 +410,7 @@ def open_data(record, monkeypatch):
     return open_data
 
 
-CHECKPOINT = SimpleNamespace(epoch=0, loader_state="state", folder="F")
+CHECKPOINT = SimpleNamespace(epoch=0, loader_state="state", folder="F", resumes=False)
 
 
 @pytest.mark.parametrize(
@@ -436,11 +437,14 @@ def test_loaders_get_the_state_and_the_classes_of_the_checkpoint(open_data, flag
     loader = [Mode.TRAIN] * 9 if train else [Mode.EVAL] * 4  # the training loader if there is one
     others = [call for call in calls if call[0] not in ("build", "recorded_classes")]
     assert others[0] == ("folder", "meta", loader, is_fine_tuning)
-    assert others[1][0] == "warn_of_unused_outputs" and others[1][2] == loader
-    assert others[2] == ("check", [1, 2], len(loader))
+    # An evaluation cannot change the number of outputs.
+    assert [(call[0], call[2]) for call in others[1:-1]] == ([("warn_of_unused_outputs", loader)] if train else [])
+    assert others[-1] == ("check", [1, 2], len(loader))
 
 
-@pytest.mark.parametrize(("checkpoint", "size"), [(None, 24), (SimpleNamespace(epoch=1, loader_state=None), 32)])
+@pytest.mark.parametrize(
+    ("checkpoint", "size"), [(None, 24), (SimpleNamespace(epoch=1, loader_state=None, resumes=False), 32)]
+)
 def test_training_loader_has_the_image_size_of_the_first_stage(open_data, monkeypatch, checkpoint, size):
     sizes = []
     monkeypatch.setattr(phases.dali, "build_dataloader", lambda args, *_, **__: sizes.append(args.crop_size) or [0] * 9)

@@ -14,7 +14,9 @@ import config
 from conftest import NHWC, frozen, phase, read_report
 from helpers import build, random_batches, variable
 from paddle_resnet import dali, models, program
+from paddle_resnet.checkpoints import replicas
 from paddle_resnet.data import iterators
+from paddle_resnet.job import processes
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
 from paddle_resnet.settings import durations
@@ -668,6 +670,37 @@ def test_accumulation_affects_checkpoints_but_not_evaluation(parse):
     assert program.run_and_save(args, loader, Trace(), *options, end_step=4)["steps"] == 4
     result = program.run(args, Batches(batches), Trace(), COMPILED, fake_fetchs(), 0, Mode.EVAL)
     assert (result["images"], result["steps"]) == (56, 7)
+
+
+@pytest.mark.parametrize(
+    ("flags", "done", "expected"),
+    [
+        ([], 0, [2, 4]),
+        ([], 4, [0, 2, 4]),  # a run that resumes after step 4 compares the loaded state
+        (["--accumulate-steps", "2"], 1, [2]),
+        (["--save-interval-steps", "1"], 1, []),  # saving includes the comparison
+        (["--benchmark", "--benchmark-warmup-steps", "0", "--benchmark-steps", "5"], 1, []),
+    ],
+)
+def test_ranks_are_compared_after_every_interval(parse, monkeypatch, flags, done, expected):
+    """An interval has two steps, and an earlier epoch had `done` steps. Evaluations and runs with a single process do
+    not compare anything."""
+    checks, phases = [], []
+    compiled = SimpleNamespace(**{**vars(COMPILED), "accumulating": COMPILED, "source": "the program"})
+    monkeypatch.setattr(replicas, "INTERVAL_STEPS", 2)
+    monkeypatch.setattr(replicas, "check", lambda *call: checks.append(call))
+    monkeypatch.setattr(program.watchdog, "phase", phases.append)
+    for count in (1, 2):
+        several = SimpleNamespace(**{**vars(processes), "world_size": lambda count=count: count})
+        monkeypatch.setattr(program, "processes", several)
+        for mode in (Mode.EVAL, Mode.TRAIN):
+            assert not checks
+            schedule = paddle.optimizer.lr.StepDecay(0.1, 10)
+            schedule.last_epoch = done
+            options = compiled, fake_fetchs(), 3, mode, schedule, lambda *position: None
+            program.run_and_save(parse(*flags), Batches(random_batches(5)), Trace(), *options)
+    assert checks == [("the program", f"before step {step} of epoch 3") for step in expected]
+    assert phases.count("comparison of parameters") == len(checks)
 
 
 def on_two_ranks(monkeypatch, function, *arguments):

@@ -72,10 +72,10 @@ def test_chosen_values_of_optimizer():
 
     default = config.parse_args([])
     assert values(choose(2934)) == ("AdamW", 5e-4, default.momentum, 0.01, 0.9)
-    assert values(choose(2934, weights={})) == ("Nesterov", 0.05, 0.9, 5e-4, default.bn_momentum)
+    assert values(choose(2934, weights={})) == ("Nesterov", 0.05, 0.9, 5e-4, 0.9)
     assert values(choose(2934, "--optimizer", "AdamW", weights={}))[:2] == ("AdamW", 0.001)
     assert choose(294, "--optimizer", "AdamW", weights={}).weight_decay == 0.01
-    assert values(choose(294, weights={})) == ("Nesterov", 0.0125, 0.9, 5e-4, default.bn_momentum)
+    assert values(choose(294, weights={})) == ("Nesterov", 0.0125, 0.9, 5e-4, 0.9)
 
 
 def test_installed_weights_are_fine_tuned():

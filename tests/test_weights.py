@@ -19,6 +19,7 @@ import torch_files
 from conftest import assert_one_error, phase
 from paddle_resnet import dali, export, models, predict, weights
 from paddle_resnet.checkpoints import conversion, folders, foreign_names, published, restore
+from paddle_resnet.data import numbering
 from paddle_resnet.models.resnet import BottleneckBlock
 from paddle_resnet.serving import inference, networks
 from paddle_resnet.serving.model import Model
@@ -306,7 +307,7 @@ def test_file_of_package_must_be_unique(monkeypatch, files, found):
 
 
 def test_imagenet_classes_have_names_and_wordnet_ids():
-    wnids, names = zip(*published.imagenet_classes(), strict=True)
+    wnids, names = zip(*numbering.imagenet_classes(), strict=True)
     assert len({*wnids}) == len({*names}) == 1000
     assert list(wnids) == sorted(wnids)
     assert [names[i] for i in (0, 217, 482, 491, 497, 566, 569, 571, 574, 701)] == [

@@ -24,7 +24,7 @@ from paddle import static
 import few_blocks
 import train
 from paddle_resnet import dali, lr_find, models, program
-from paddle_resnet.checkpoints import variables
+from paddle_resnet.checkpoints import replicas, variables
 from paddle_resnet.checkpoints.saver import Saver
 from paddle_resnet.job import exchange, fleet, processes
 from paddle_resnet.models import layers
@@ -58,6 +58,8 @@ def parse_options():
     add("--slow-evaluation", type=float, default=0, help="seconds added to some steps of an evaluation")
     add("--fault", default="", help="'RANK STEP KIND', comma-separated: fault of a rank before a step")
     add("--fault-after", default="/", help="path that must exist before a fault happens")
+    add("--flipped", default="conv2d_2.w_0", help="variable of which the fault 'flips' changes a bit")
+    add("--check-interval", type=int, default=1000, help="steps between two comparisons of the ranks")
     add("--find-lr", action="store_true", help="whether to run the learning-rate finder instead of train.py")
     add("--differs", default="", help="'RANK FLAGS' or 'RANK version', comma-separated: differences of a rank")
     options, sys.argv[1:] = parser.parse_known_args()
@@ -88,6 +90,17 @@ def raise_error():
     raise ZeroDivisionError("of the test")
 
 
+def flip_bit():
+    """Change one bit of a variable, the sign of its first element. A change of the lowest bit could be lost by rounding
+    in the next update."""
+    place = processes.place("gpu" if "gpu" in sys.argv else "cpu")
+    if "gpu" in sys.argv:
+        paddle.device.cuda.synchronize(place)  # the previous step may still update the variable
+    array = variables.read(options.flipped)
+    array.reshape(-1).view(np.uint8)[array.itemsize - 1] ^= 0x80
+    variables.set_variable(options.flipped, array, place)
+
+
 def wait_with_gil():
     """Wait for a mutex that this thread holds. Unlike a sleep, this wait cannot be interrupted by signals."""
     mutex = ctypes.create_string_buffer(64)
@@ -105,6 +118,7 @@ FAULTS = {
     "locks": wait_with_gil,
     "locks_soon": lambda: threading.Timer(0.3, wait_with_gil).start(),
     "leaves": lambda: os._exit(0),
+    "flips": flip_bit,
 }
 
 
@@ -209,6 +223,7 @@ if __name__ == "__main__":
         Saver.save = write_state(Saver.save)
     if options.fatal_change is not None:
         kill_at(options.fatal_root, options.fatal_change)
+    replicas.INTERVAL_STEPS = options.check_interval
     exchange.stop_agreed = slow(exchange.stop_agreed, options.slow_step)
     exchange.stop_asked = slow(exchange.stop_asked, options.slow_evaluation)
     captures = []

@@ -32,8 +32,8 @@ def core(error):
 
 
 NO_CLASS = (
-    "--num-of-class: an image has a label that is not a class of the network; use a larger number, or number classes "
-    "from 0"
+    "--num-of-class: an image has a label that is not a class of the network; use a larger number, number classes from "
+    "0, or set --label-offset to the first label"
 )
 
 

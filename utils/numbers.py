@@ -8,6 +8,7 @@ import argparse
 import math
 from fractions import Fraction
 
+AUTO = "auto"  # value of --label-offset that requests detection
 MAX_NUMBER = 1e38  # Paddle and DALI convert numbers to float32, whose largest value is 3.4e38
 
 
@@ -71,6 +72,11 @@ def list_of(parse):
 
 def short(text):
     return text if len(text) <= 40 else f"{text[:30]}... ({len(text)} characters)"
+
+
+def label_offset(text):
+    """Parse the value of --label-offset: AUTO or a whole number."""
+    return AUTO if text == AUTO else integer(0, 10**6)(text)
 
 
 positive = integer(1)

@@ -218,6 +218,7 @@ class NumPyObjects:
             match function, arguments:
                 case "numpy.core.multiarray._reconstruct", _:
                     return _Array()
+                # NumPy 1.26 reads an array of objects from bytes as pointers, and crashes when the objects are used.
                 case "numpy.dtype", (str(code), *_) if re.fullmatch(r"b1|[iu][1248]|f[248]", code):
                     return np.dtype(code)
                 case "_codecs.encode", (str(text), "latin1"):

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from paddle_resnet.checkpoints import arrays, folders, foreign_files, foreign_names, published
+from paddle_resnet.data import numbering
 from paddle_resnet.models import registered, registered_name
 from paddle_resnet.settings import parsing
 from utils import locks, logger, outputs, signals
@@ -155,7 +156,7 @@ def _settings(arch, classes, preprocessing):
 def _meta(arguments):
     """Return the content of meta.json (see checkpoints/schema.py) for a checkpoint of a run that has not trained
     yet."""
-    pairs = published.imagenet_classes() if arguments["num_of_class"] == IMAGENET_CLASSES else []
+    pairs = numbering.imagenet_classes() if arguments["num_of_class"] == IMAGENET_CLASSES else []
     name, keys, *rest = np.random.RandomState(0).get_state()
     return {
         **{"sequence": 0, "run": "weights", "epoch": 0, "step": None, "steps_each_epoch": 0, "world_size": 1},

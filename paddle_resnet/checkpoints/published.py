@@ -8,7 +8,6 @@ from pathlib import Path
 
 from utils import files
 
-IMAGENET_CLASSES = Path(__file__).parent.parent / "data" / "imagenet_classes.txt"
 _HASH = re.compile(r"-([0-9a-f]{8})\.pth")  # PyTorch Hub's file names end with the first digits of the sha256
 
 
@@ -98,9 +97,3 @@ def claimed_hash(path):
     """Return the sha256 digits that a file name contains, or None."""
     match = _HASH.search(Path(path).name)
     return match and match[1]
-
-
-def imagenet_classes():
-    """Return [(wnid, WordNet name)] for ImageNet's classes, in label order."""
-    lines = IMAGENET_CLASSES.read_text(encoding="utf-8").splitlines()
-    return [tuple(line.split("\t")) for line in lines]

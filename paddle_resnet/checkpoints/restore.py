@@ -15,7 +15,9 @@ import numpy as np
 import paddle
 
 from paddle_resnet.checkpoints import folders, schema, variables
+from paddle_resnet.data import numbering
 from paddle_resnet.job import exchange, processes
+from paddle_resnet.machine import cpu
 from paddle_resnet.models import registered_name, user_file
 from paddle_resnet.settings import inheritance, parsing, validation
 from paddle_resnet.settings.declarations import EVALUATED, RESUMED, of_kinds
@@ -436,8 +438,35 @@ def recorded_classes(meta):
     return (meta or {}).get("classes") or None
 
 
+def check_resumed_classes(checkpoint, now, fine_tuning):
+    """Raise UsageError if the classes of a resumed run differ from those of its checkpoint.
+
+    Args:
+        checkpoint: result of find.
+        now: result of numbering.data_classes, or None. Classes without names are only counted.
+        fine_tuning: command that fine-tunes the network of the checkpoint, for the error message.
+    """
+    before, outputs = recorded_classes(checkpoint.meta), checkpoint.meta["arguments"].get("num_of_class")
+    if not before or not now:
+        return
+    if numbering.are_numbers(before) or numbering.are_numbers(now):
+        problem = outputs is not None and len(now) > outputs and f"{outputs} classes, now {len(now)}"
+    else:
+        problem = before != now and _first_difference(before, now)
+    if problem:
+        raise UsageError(
+            f"{checkpoint.label}: a resumed run cannot change its classes ({problem}); restore the classes, or start a "
+            f"new run that fine-tunes the network: `{fine_tuning}`"
+        )
+
+
+def _first_difference(before, now):
+    i = next(i for i in range(max(len(before), len(now))) if before[i : i + 1] != now[i : i + 1])
+    return f"label {i} was {before[i : i + 1] or 'none'} and is {now[i : i + 1] or 'none'}"
+
+
 def compare_classes(folder, meta, loader, is_fine_tuning):
-    """Warn if the classes of the initial checkpoint and of the data set differ.
+    """Warn if the names of the classes of the initial checkpoint and of the data set differ.
 
     Args:
         folder, meta: result of origin.
@@ -445,14 +474,10 @@ def compare_classes(folder, meta, loader, is_fine_tuning):
         is_fine_tuning: whether the run fine-tunes the network; a different number of classes is then intended.
     """
     before, now = recorded_classes(meta) or [], list(loader.classes)
-    if is_fine_tuning and len(before) != len(now):
+    if numbering.are_numbers(before) or numbering.are_numbers(now) or (is_fine_tuning and len(before) != len(now)):
         return
-    if before and now and before != now:
-        i = next(i for i in range(max(len(before), len(now))) if before[i : i + 1] != now[i : i + 1])
-        logger.warn(
-            f"{folder}: trained on different classes (label {i} was {before[i : i + 1] or 'none'} and is "
-            f"{now[i : i + 1] or 'none'}); check --image-root"
-        )
+    if before != now:
+        logger.warn(f"{folder}: trained on different classes ({_first_difference(before, now)}); check --image-root")
 
 
 def restore(checkpoint, lr_scheduler, loader, fetchs, place, *, iter_unit, is_averaged, is_verbose):
@@ -498,7 +523,7 @@ def restore(checkpoint, lr_scheduler, loader, fetchs, place, *, iter_unit, is_av
     done += timeline.batches_before(checkpoint.epoch)
     lr_scheduler.step(done // accumulate_steps)
     if checkpoint.resumes:
-        _log_environment_changes(checkpoint.folder, checkpoint.meta)
+        _log_environment_changes(checkpoint.folder, checkpoint.meta, place)
         random.setstate(schema.as_tuples(json.loads(checkpoint.meta["seeds"]["python"])))
         np.random.set_state(schema.as_tuples(json.loads(checkpoint.meta["seeds"]["numpy"])))
     if checkpoint.is_inside:
@@ -523,7 +548,7 @@ def _epoch_of(folder):
         return at[0] if at and at[1] is None else None
 
 
-def _log_environment_changes(folder, meta):
+def _log_environment_changes(folder, meta, place):
     before = meta.get("paddle_version", paddle.__version__)  # older checkpoints lack this key
     if before != paddle.__version__:
         logger.warn(
@@ -535,4 +560,26 @@ def _log_environment_changes(folder, meta):
             f"{folder}: written by {meta['world_size']} processes, but this run has "
             f"{processes.world_size()}, so the global batch size and the peak learning rate change in proportion; "
             "start the same number of processes to keep them"
+        )
+    if "cpu" in meta and meta["arguments"].get("device") == "cpu" and isinstance(place, paddle.CPUPlace):
+        _log_arithmetic_changes(folder, meta["cpu"], cpu.arithmetic())
+
+
+def _log_arithmetic_changes(folder, before, now):
+    """Warn if the CPU's kernels round differently than in the run that wrote a checkpoint. `before` and `now` are
+    results of cpu.arithmetic."""
+    effect = "so losses may differ in the last digits from those of an uninterrupted run"
+    if before["threads"] != now["threads"]:
+        logger.warn(
+            f"{folder}: written with OMP_NUM_THREADS={before['threads']}, but this run has {now['threads']}, {effect}; "
+            f"set OMP_NUM_THREADS={before['threads']} to reproduce them"
+        )
+    lacking, additional = (
+        [name for name in some["instructions"].split() if name not in others["instructions"].split()]
+        for some, others in ((before, now), (now, before))
+    )
+    if differing := [f"without {name}" for name in lacking] + [f"with {name}" for name in additional]:
+        logger.warn(
+            f"{folder}: written with a different instruction set (this run: {', '.join(differing[:3])}"
+            f"{', ...' * (len(differing) > 3)}), {effect}; resume on the same type of CPU to reproduce them"
         )

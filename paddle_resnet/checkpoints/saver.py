@@ -23,8 +23,9 @@ from pathlib import Path
 import numpy as np
 import paddle
 
-from paddle_resnet.checkpoints import folders, variables
+from paddle_resnet.checkpoints import folders, replicas, variables
 from paddle_resnet.job import exchange, processes, watchdog
+from paddle_resnet.machine import cpu
 from paddle_resnet.models import ends
 from paddle_resnet.passes import all_reduces
 from paddle_resnet.settings import durations
@@ -226,7 +227,7 @@ class Saver:
                 None.
             evaluated: result of the evaluation, or None.
         Raises:
-            RunError: the previous checkpoint could not be written.
+            RunError: the previous checkpoint could not be written, or the state differs between the ranks.
         """
         at = (epoch + 1, 0) if step is None else (epoch, step)
         if at == self._last and evaluated is None:
@@ -234,6 +235,8 @@ class Saver:
         self._last = at
         watchdog.phase(f"checkpoint of epoch {epoch}")
         self.finish()
+        where = f"at the end of epoch {epoch}" if step is None else f"before step {step} of epoch {epoch}"
+        replicas.check(self._program, where)
         in_epoch = step is not None and trained is None
         arrays = self._bn_statistics() if in_epoch and processes.rank() > 0 else {}
         rank_state = {"loader": self._loader.state(), "meters": self._meters()}
@@ -253,6 +256,7 @@ class Saver:
         meta = {
             "run": self._run,
             "paddle_version": paddle.__version__,
+            "cpu": cpu.arithmetic(),
             "epoch": epoch,
             "step": step,
             "steps_each_epoch": durations.used_batches(len(self._loader), self._args.accumulate_steps),

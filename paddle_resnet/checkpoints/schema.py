@@ -32,6 +32,8 @@ def problem(meta):
         return f"evaluations_since_best is {reprlib.repr(meta['evaluations_since_best'])[:100]}"
     if not is_list_of(is_text)(meta.get("class_names", [])):  # older checkpoints lack this key
         return f"class_names is {reprlib.repr(meta['class_names'])[:100]}"
+    if "cpu" in meta and not is_table(meta["cpu"], threads=is_count, instructions=is_text):
+        return f"cpu is {reprlib.repr(meta['cpu'])[:100]}"
     return None
 
 
@@ -75,7 +77,7 @@ def _are_seeds(value):
         random.Random().setstate(as_tuples(json.loads(value["python"])))
         name, keys, position, *rest = json.loads(value["numpy"])
         np.random.RandomState().set_state((name, keys, position, *rest))
-        return 0 <= position <= len(keys)  # NumPy does not check the position
+        return 0 <= position <= len(keys)  # NumPy 1.26 does not check it, and crashes
     except Exception:  # each generator raises different errors
         return False
 

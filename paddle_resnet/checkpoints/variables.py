@@ -385,12 +385,18 @@ def variables(program):
     """Return ({parameter: shape}, {optimizer variable: shape}). The parameters include BN statistics and ASP masks.
     Neither dictionary includes EMA weights (--ema)."""
     parameters, others = {}, {}
-    for var in program.list_vars():
-        is_other = var.name.startswith((scalars.PREFIX, accumulation.PREFIX)) or var.name.endswith(averages.SUFFIX)
-        if var.persistable and var.name not in ("feed", "fetch") and not is_other:
+    for var in saved(program):
+        if not var.name.endswith(averages.SUFFIX):
             is_parameter = isinstance(var, paddle.base.framework.Parameter)
             (parameters if is_parameter else others)[var.name] = _shape(_tensor(var.name).shape())
     return parameters, others
+
+
+def saved(program):
+    """Return the variables of a program that a checkpoint contains, including EMA weights (--ema)."""
+    omitted = (scalars.PREFIX, accumulation.PREFIX)
+    persistable = [var for var in program.list_vars() if var.persistable and var.name not in ("feed", "fetch")]
+    return [var for var in persistable if not var.name.startswith(omitted)]
 
 
 def _has_type_of(name, array):

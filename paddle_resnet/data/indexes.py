@@ -11,6 +11,7 @@ This module imports neither DALI nor Paddle, so that the tools' worker processes
 import hashlib
 import itertools
 import os
+import shlex
 import tarfile
 from dataclasses import dataclass
 
@@ -153,12 +154,24 @@ def scan(shard, kind):
         UsageError: the shard is damaged, empty or unreadable.
     """
     with records.readable(shard):
+        _check_compression(shard)
         lines = {"tfrecord": _scan_tfrecord, "recordio": _scan_recordio, "webdataset": _scan_webdataset}[kind](shard)
     if not lines:
         raise UsageError(f"{shard}: contains no records; remove it or write it again")
     if kind == "webdataset":
         lines.insert(0, f"v1.1 {len(lines)}\n")
     return "".join(lines).encode(errors="surrogateescape")  # a file extension in a tar file may not be UTF-8
+
+
+def _check_compression(shard):
+    """Raise UsageError if a record file is compressed."""
+    with records.open_regular(shard) as f:
+        if f.read(2) == b"\x1f\x8b":  # the file signature of gzip
+            old, new = shlex.quote(shard), shlex.quote(f"{shard}.partial")
+            raise UsageError(
+                f"{shard}: compressed with gzip, which DALI does not support; run `gzip -dc < {old} > {new} && "
+                f"mv {new} {old}`"
+            )
 
 
 def _scan_tfrecord(shard):
@@ -194,6 +207,7 @@ def _scan_webdataset(shard):
     try:
         with records.open_regular(shard) as f, tarfile.open(fileobj=f, mode="r:") as tar:
             for member in tar:
+                # With a negative size, tarfile in Python 3.11 can return the same member again and again.
                 if member.size < 0 or tar.offset <= offset:
                     raise tarfile.ReadError(f"the size at byte {member.offset} is negative")
                 offset = tar.offset
@@ -290,19 +304,34 @@ def _webdataset_rows(data, f, shard_size):
     _check_tar_places(f, places)
     part_of = {extension: _part(extension) for extension in set(extensions)}
     parts = np.array([part_of[extension] for extension in extensions])
-    of_parts = []
+    rows, of_parts = {}, []
     for part in ("image", "label"):
         of_part = np.flatnonzero(parts == part)
-        rows, first = np.unique(row_of[of_part], return_index=True)
-        if len(rows) != len(lines):
-            row = fields[int(np.setdiff1d(np.arange(len(lines)), rows)[0])]
-            extensions = b" and ".join(row[::width]).decode(errors="replace")
-            raise UsageError(
-                f"{f.name}: the sample at byte {row[1].decode()} contains {extensions} instead of an image "
-                f"({', '.join(IMAGE_EXTENSIONS)}) and a .cls file; write the shard again without this sample"
-            )
+        rows[part], first = np.unique(row_of[of_part], return_index=True)
         of_parts.append(places[of_part[first]])
+    incomplete = np.setdiff1d(np.arange(len(lines)), np.intersect1d(*rows.values()))
+    if len(incomplete):
+        row = fields[int(incomplete[0])]
+        found = [extension.decode(errors="replace") for extension in row[::width]]
+        raise UsageError(
+            f"{f.name}: the sample at byte {row[1].decode()} contains {_listed(found)} instead of an image "
+            f"({', '.join(IMAGE_EXTENSIONS)}) and a .cls file, and {len(incomplete)} of {len(lines)} samples are "
+            f"incomplete; write the shard again {_remedy(found)}"
+        )
     return of_parts
+
+
+def _listed(names):
+    return " and ".join(names if len(names) <= 5 else [", ".join(names[:5]), f"{len(names) - 5} more"])
+
+
+def _remedy(extensions):
+    """Return how to write the shard again, given the extensions in a sample without image or label."""
+    if any("." in e and _part(e.rpartition(".")[2].encode()) != "other" for e in extensions):
+        return "with keys that contain no dots, because a key ends at its first dot"
+    if "json" in extensions and "cls" not in extensions:
+        return "with the class number of each sample in a .cls file"
+    return "with the files of each sample next to each other, and without samples that lack one of the two"
 
 
 def _part(extension):

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import unicodedata
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
@@ -70,6 +71,7 @@ class Image:
         label: label of the image, or None for a record; records.read returns the label of a record.
         kind: None for an image file, otherwise the format of the record file.
         place: position for records.read: (offset, size, label offset, label size) in bytes, or the key in an LMDB.
+        label_offset: number that records.read subtracts from the stored label of a record.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Image:
     label: int | None
     kind: str | None = None
     place: tuple | bytes = ()
+    label_offset: int = 0
 
     @property
     def full_name(self):
@@ -170,7 +173,9 @@ def _missing(image_root, mode):
     data_format = detect(image_root, other)
     wanted, there = (examples[data_format].format(split.value) for split in (mode, other))
     similar = _similar(image_root, mode, data_format)
-    if similar:
+    if compressed := _compressed(image_root, [mode]):
+        remedy = compressed
+    elif similar:
         remedy = f"rename {similar} to {wanted}"
     elif data_format == "folder" and mode is Mode.EVAL:
         remedy = f"create it, or {_split_command(os.path.join(image_root, mode.TRAIN.value), image_root)}"
@@ -182,7 +187,25 @@ def _missing(image_root, mode):
     )
 
 
+def _compressed(image_root, modes):
+    """If record files of a split are compressed with gzip, return the remedy, otherwise None."""
+    patterns = [patterns[mode] for patterns in SHARD_NAMES.values() for mode in modes]
+
+    def is_compressed(name):
+        stem, ending = os.path.splitext(name)
+        original = {".gz": stem, ".tgz": f"{stem}.tar"}.get(ending, "")
+        return any(pattern.fullmatch(original) for pattern in patterns)
+
+    names = sorted(filter(is_compressed, os.listdir(image_root)))
+    if not names:
+        return None
+    files = f"{shlex.quote(str(image_root))}/*{os.path.splitext(names[0])[1]}"
+    return f"{printable(_some(names))} cannot be read, because DALI does not support gzip: run `gunzip {files}`"
+
+
 def _splits_remedy(image_root):
+    if compressed := _compressed(image_root, list(Mode)):
+        return compressed
     similar = {mode: _similar(image_root, mode) for mode in Mode}
     renames = [f"rename {name} to {mode.value}/" for mode, name in similar.items() if name]
     if renames:
@@ -221,8 +244,17 @@ def _similar(image_root, mode, data_format="folder"):
     return next((name_of[name + ending] for name in OTHER_NAMES[mode] if name + ending in name_of), None)
 
 
-def images(image_root, mode, data_format=None, allow_outside=False, classes=None, skip=frozenset()):
-    """List all images of a split in stored order, which is also the order of evaluation.
+def images(
+    image_root,
+    mode,
+    data_format=None,
+    allow_outside=False,
+    classes=None,
+    skip=frozenset(),
+    label_offset=0,
+):
+    """List all images of a split in stored order, which is also the order of evaluation. numbering.images also checks
+    that both splits number their classes in the same way.
 
     Args:
         image_root: the folder that contains the split.
@@ -230,6 +262,7 @@ def images(image_root, mode, data_format=None, allow_outside=False, classes=None
         data_format: one of STORAGE_FORMATS, or None to detect the format.
         allow_outside: whether a file list may contain files outside image_root.
         classes, skip: for class folders, see list_folder.
+        label_offset: number to subtract from the labels in file lists and records.
     Returns:
         (storage format, classes or None, [Image])
     Raises:
@@ -238,18 +271,16 @@ def images(image_root, mode, data_format=None, allow_outside=False, classes=None
     data_format = data_format or detect(image_root, mode)
     if data_format in FILE_FORMATS:
         if data_format == "folder":
-            files, labels, classes = list_folder(image_root, mode, skip=skip, classes=classes)
+            files, labels, classes = list_folder(image_root, mode, None, skip, classes)
         else:
-            files, labels, classes = list_filelist(image_root, mode, allow_outside=allow_outside)
+            files, labels, classes = list_filelist(image_root, mode, None, allow_outside, label_offset)
         listed = [Image(name, os.path.join(image_root, name), label) for name, label in zip(files, labels, strict=True)]
         return data_format, classes, listed
     listed, counts = [], {}
     for shard in shards(image_root, mode, data_format):
         before = len(listed)
-        if data_format == "lmdb":
-            listed += lmdb_records(shard)
-        else:
-            listed += records_of(shard, data_format, indexes.open_index(shard, data_format))
+        index = None if data_format == "lmdb" else indexes.open_index(shard, data_format)
+        listed += records_of(shard, data_format, index, label_offset)
         counts[os.path.basename(shard)] = len(listed) - before
     if data_format == "webdataset":
         check_samples(image_root, mode, counts)
@@ -257,25 +288,28 @@ def images(image_root, mode, data_format=None, allow_outside=False, classes=None
     return data_format, class_names(image_root), listed
 
 
-def records_of(shard, data_format, index):
-    """Yield the Image of each record in a record file with an indexes.Index."""
-    name = os.path.basename(shard)
-    for row in np.hstack([index.images, index.labels]).tolist():
-        yield Image(f"{name}@{row[0]}", shard, None, data_format, tuple(row))
+def records_of(shard, data_format, index, label_offset):
+    """Yield the Image of each record in a record file in stored order.
+
+    Args:
+        shard: path of the record file.
+        data_format: a key of SHARD_NAMES.
+        index: indexes.Index of the shard, or None for an LMDB.
+        label_offset: number that records.read subtracts from the labels.
+    """
+    if data_format == "lmdb":
+        places = ((os.fsdecode(key), key) for key in records.lmdb_keys(shard))
+    else:
+        places = ((row[0], tuple(row)) for row in np.hstack([index.images, index.labels]).tolist())
+    for shown, place in places:
+        yield Image(f"{os.path.basename(shard)}@{shown}", shard, None, data_format, place, label_offset)
 
 
-def lmdb_records(path):
-    """Yield the Image of each record in an LMDB."""
-    for key in records.lmdb_keys(path):
-        yield Image(f"{os.path.basename(path)}@{os.fsdecode(key)}", path, None, "lmdb", key)
-
-
-def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=None):
+def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=None, is_trained=False):
     """List class folders: IMAGE_ROOT/train/CLASS/IMAGE and IMAGE_ROOT/val/CLASS/IMAGE.
 
-    The label of a class is the index of its folder among the sorted class folders of train/, or of val/ if train/ does
-    not exist. A class without validation images does not shift the labels of other classes. A single warning states how
-    many files are ignored because of their name or folder.
+    A class without validation images does not shift the labels of other classes. A single warning states how many files
+    are ignored because of their name or folder.
 
     Args:
         image_root: the folder above train/ and val/.
@@ -283,9 +317,9 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
         num_of_class: number of network outputs, or None for any number.
         skip: names of images that the caller will drop. These images are listed even if they are not regular files or
             their names are not valid UTF-8.
-        classes: class name of each output of a trained network, used to assign labels to the folders; None if the
-            folders define the labels. The names "0", "1", ... stand for unnamed classes, and are ignored if no folder
-            has one of these names.
+        classes: names of the class folders in label order (numbering.Numbering.classes); None for the sorted class
+            folders of train/, or of val/ if train/ does not exist.
+        is_trained: whether `classes` are those of a trained network.
     Returns:
         (paths relative to image_root, labels, names of the class folders)
     Raises:
@@ -302,13 +336,9 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
     if len(folders) == 1:
         _check_nesting(os.path.join(split_dir, folders[0]), split_dir)
     check_utf8(split_dir, folders)
-    if classes and not set(folders) & set(classes) and list(classes) == numbers(len(classes)):
-        classes = None
-    is_trained = classes is not None
     if classes is None:
-        label_dir = _label_dir(image_root, mode)
+        label_dir = label_folder(image_root, mode)
         classes = class_folders(label_dir)
-        check_utf8(label_dir, classes)
         if not classes:
             raise UsageError(
                 f"--image-root {image_root}: {os.path.basename(label_dir)}/ has no class folders; put the images "
@@ -322,6 +352,7 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
     files, labels = [], []
     ignored = [(OUTSIDE, "", name) for name in images_at_the_top(split_dir)]
     label_of = {name: label for label, name in enumerate(classes)}
+    _check_unicode(split_dir, [name for name in folders if not is_trained or name not in label_of], classes)
     for name in folders:
         if name not in label_of:
             raise UsageError(
@@ -356,6 +387,25 @@ def check_utf8(path, names):
     for name in names:
         if not is_utf8(name):
             raise UsageError(f"{path}: the class folder {os.fsencode(name)!r} is not valid UTF-8; rename the folder")
+
+
+def _check_unicode(folder, names, classes):
+    """Raise UsageError if the name of a class folder looks like that of a different class, because one of them is in
+    the Unicode form of macOS (NFD) and one in the form of other systems (NFC)."""
+    forms = {unicodedata.normalize("NFC", name): name for name in classes}
+    for name in names:
+        other = forms.get(unicodedata.normalize("NFC", name), name)
+        if other != name:
+            paths = [os.path.join(folder, each) for each in (name, other)]
+            remedy = (
+                "move the images into one of the folders and remove the other"
+                if other in names
+                else f"rename it: `{shlex.join(['mv', *paths])}`"
+            )
+            raise UsageError(
+                f"{paths[0]}: the name {name!a} looks like the class {other!a}, but has a different Unicode "
+                f"form; {remedy}"
+            )
 
 
 def _check_nesting(folder, split_dir):
@@ -448,11 +498,13 @@ def check_classes(image_root, mode, data_format, labels, classes, allow_empty=Fa
             )
         _log_once(printable(f"{message}; add images"), logger.warn)
     if mode is Mode.TRAIN and len(there) == 1:
-        check_one_class(image_root, classes[min(there)], allow_one_class)
+        check_one_class(image_root, classes, min(there), allow_one_class)
 
 
-def check_one_class(image_root, name, allow):
-    """Raise UsageError, or log a warning if `allow` is True, because all training images belong to the class `name`."""
+def check_one_class(image_root, classes, label, allow):
+    """Raise UsageError, or log a warning if `allow` is True, because all training images have the same label. If
+    `classes`, the class names in label order, do not contain the label, the message contains its number."""
+    name = classes[label] if label < len(classes) else label
     folders = (".", "train", f"train/{name}")
     tables = label_tables(image_root, folders)
     message = f"--image-root {image_root}: all train images belong to one class, {name}"
@@ -483,44 +535,13 @@ def _some(names, most=5, count=None):
     return f"{', '.join(names[:most])}{more}"
 
 
-def count_classes(image_root, mode, data_format="auto", allow_outside=False):
-    """Return the number of classes in a data set, which is defined by class folders, the lines of classes.txt, or the
-    labels in file lists.
-
-    Args:
-        image_root: the folder that contains both splits.
-        mode: the split that must exist, Mode.TRAIN or Mode.EVAL.
-        data_format: one of STORAGE_FORMATS, or "auto".
-        allow_outside: whether a file list may contain files outside image_root.
-    Returns:
-        number of classes, or None if record files have no class names in classes.txt or the split is missing.
-    Raises:
-        UsageError: the data set cannot be read, or its file lists have fewer images than classes.
-    """
-    if data_format == "auto":
-        data_format = detect(image_root, mode)
-    if data_format == "folder":
-        folder = _label_dir(image_root, mode)
-        return len(class_folders(folder)) if os.path.isdir(folder) else None
-    names = class_names(image_root)
-    if not names and data_format == "filelist":
-        splits = [m for m in Mode if m is mode or os.path.isfile(os.path.join(image_root, f"{m.value}.txt"))]
-        labels = [label for m in splits for label in list_filelist(image_root, m, None, allow_outside)[1]]
-        if max(labels) >= len(labels):
-            raise UsageError(
-                f"--image-root {image_root}: the file lists contain only {len(labels)} images, but an image "
-                f"has label {max(labels)}; number the classes from 0, or set --num-of-class"
-            )
-        return max(labels) + 1
-    return len(names) if names else None
-
-
-def _label_dir(image_root, mode):
+def label_folder(image_root, mode):
+    """Return the path of the folder whose class folders are numbered: train/, or if it does not exist, the split's."""
     folder = os.path.join(image_root, "train")
     return folder if os.path.isdir(folder) else os.path.join(image_root, mode.value)
 
 
-def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, trained=None):
+def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, label_offset=0):
     """Read a file list, IMAGE_ROOT/train.txt or val.txt, with lines `PATH LABEL`. Paths are relative to image_root.
 
     Args:
@@ -529,7 +550,7 @@ def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, trai
         num_of_class: number of network outputs, or None for any number.
         allow_outside: whether the list may contain paths outside image_root. Symbolic links in image_root are always
             allowed to point outside image_root.
-        trained: see class_names.
+        label_offset: number to subtract from the labels.
     Returns:
         (paths relative to image_root, labels, class names or None)
     Raises:
@@ -537,7 +558,7 @@ def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, trai
             or the network has no output for a label.
     """
     path = os.path.join(image_root, f"{mode.value}.txt")
-    classes = class_names(image_root, num_of_class, trained)
+    classes = class_names(image_root)
     files, labels = [], []
     try:
         with records.open_regular(path, _TEXT_LIMIT) as f:
@@ -560,7 +581,7 @@ def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, trai
         raise UsageError(f"--image-root {image_root}: {path} cannot be read ({reason}); write or correct it") from e
     if not files:
         raise UsageError(f"--image-root {image_root}: {path} contains no images; add lines of the form `PATH LABEL`")
-    check_labels(path, [max(labels)], num_of_class, classes)
+    check_labels(path, [min(labels), max(labels)], num_of_class, classes, label_offset)
     label_of = {}
     for name, label in zip(files, labels, strict=True):
         if label_of.setdefault(name, label) != label:
@@ -569,7 +590,7 @@ def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, trai
     # report unreadable images.
     if not os.path.isfile(os.path.join(image_root, files[0])):
         raise UsageError(f"{path}: {files[0]} is not in {image_root}; use paths relative to that folder")
-    return files, labels, classes
+    return files, [label - label_offset for label in labels], classes
 
 
 def check_listed(image_root, mode, files):
@@ -721,7 +742,7 @@ def shards(image_root, mode, data_format):
     paths = find_shards(image_root, data_format, mode)
     if not paths:
         example = EXAMPLE_NAMES[data_format].format(mode.value)
-        remedy = f"use the folder that contains the {data_format} files"
+        remedy = _compressed(image_root, [mode]) or f"use the folder that contains the {data_format} files"
         raise UsageError(f"--image-root {image_root}: has no {example}; {remedy}")
     pattern = SHARD_NAMES[data_format][mode]
     if data_format == "webdataset":
@@ -901,18 +922,9 @@ def check_count(image_root, mode, data_format, count, what="images"):
         )
 
 
-def class_names(image_root, num_of_class=None, trained=None):
-    """Return the class names in label order: the lines of IMAGE_ROOT/classes.txt, or None if there is no such file.
-
-    Args:
-        image_root: the folder that contains classes.txt.
-        num_of_class: number of network outputs, or None for any number.
-        trained: class name of each output of a trained network, or None. A name must have the same label in the data
-            set and the network.
-    Raises:
-        UsageError: there are more names than network outputs, a name has a different label in the trained network, or
-            the file cannot be read.
-    """
+def class_names(image_root):
+    """Return the lines of IMAGE_ROOT/classes.txt, or None if there is no such file. Raise UsageError if the file cannot
+    be read."""
     path = os.path.join(image_root, "classes.txt")
     if not os.path.lexists(path):
         return None
@@ -925,63 +937,34 @@ def class_names(image_root, num_of_class=None, trained=None):
     except (OSError, ValueError) as e:  # ValueError: for example, the text is not UTF-8
         reason = getattr(e, "strerror", None) or e
         raise UsageError(f"{path}: cannot be read ({reason}); write one class name per line, or remove it") from e
-    if num_of_class is not None and len(classes) > num_of_class:
-        raise UsageError(
-            f"--num-of-class {num_of_class}: fewer than the {len(classes)} classes in {path}; "
-            f"use --num-of-class {len(classes)}"
-        )
-    labels_of = defaultdict(list)
-    for label, name in enumerate(trained or []):
-        labels_of[name].append(label)
-    for label, name in enumerate(classes):
-        if labels_of[name] and label not in labels_of[name]:
-            raise UsageError(
-                f"{path}: {name} has label {label}, but label {labels_of[name][0]} in the checkpoint; number the "
-                "labels in the data set as in training"
-            )
     return classes
 
 
-def report_names(image_root, data_format, classes):
-    """Return the class names to use in reports: the lines of classes.txt if this file exists next to class folders,
-    otherwise `classes`.
-
-    Raises:
-        UsageError: the number of lines in classes.txt differs from the number of class folders, the lines are the
-            folder names in a different order, or the file cannot be read.
-    """
-    names = class_names(image_root) if data_format == "folder" else None
-    if names is not None and len(names) != len(classes):
-        raise UsageError(
-            f"{os.path.join(image_root, 'classes.txt')}: has {len(names)} lines for {len(classes)} classes; write one "
-            "name per class, in label order, or remove the file"
-        )
-    if names is not None and names != list(classes) and sorted(names) == sorted(classes):
-        raise UsageError(
-            f"{os.path.join(image_root, 'classes.txt')}: has the names of the class folders in a different order; "
-            "write them in label order, or remove the file"
-        )
-    return classes if names is None else names
-
-
-def check_labels(path, labels, num_of_class, classes):
+def check_labels(path, labels, num_of_class, classes, label_offset=0):
     """Check labels against the number of class names or, without names, the number of network outputs.
 
     Args:
         path: file that contains the labels, for the error message.
-        labels: iterable of numbers.
+        labels: iterable of stored labels.
         num_of_class: number of network outputs, or None for any number.
         classes: class names, or None.
+        label_offset: number that is subtracted from the labels.
     Raises:
         UsageError: a label is out of range.
     """
     limit = len(classes) if classes else num_of_class
     for label in labels:
-        if not is_class(label, limit):
+        if not is_class(label - label_offset, limit):
             source = "classes.txt" if classes else f"--num-of-class {num_of_class}"
-            allowed = "labels are whole numbers from 0" if limit is None else f"{source} allows 0 to {limit - 1}"
+            first = label_offset
+            allowed = f"labels are whole numbers from {first}"
+            if limit is not None:
+                allowed = f"{source} allows {first} to {first + limit - 1}"
+            if label_offset:
+                allowed += f" with --label-offset {label_offset}"
             raise UsageError(
-                f"{path}: has label {label:g}, but {allowed}; number the classes from 0, or use a larger --num-of-class"
+                f"{path}: has label {label:g}, but {allowed}; number the classes from 0, set --label-offset to the "
+                "first label, or use a larger --num-of-class"
             )
 
 

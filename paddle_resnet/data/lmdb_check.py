@@ -1,7 +1,8 @@
 """Check that every record of an LMDB is stored within data.mdb: `python lmdb_check.py DIR`.
 
-Reading a damaged LMDB can kill the process with SIGBUS or SIGABRT, so this script runs in its own process. The script
-imports nothing from this project, so it starts quickly and can be run by its path.
+Reading a damaged LMDB can kill the process with SIGBUS or SIGABRT, because LMDB 0.9 and DALI 2.4 map the file into
+memory and follow references to places beyond its end. Therefore, this script runs in its own process. It imports
+nothing from this project, so it starts quickly and can be run by its path.
 
 If the LMDB is damaged, the script prints the reason and the exit code is 2; otherwise, the exit code is 0.
 """

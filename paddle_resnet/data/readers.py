@@ -22,7 +22,7 @@ import numpy as np
 from nvidia.dali import fn, types
 from nvidia.dali.tfrecord import FixedLenFeature, VarLenFeature, int64, string
 
-from paddle_resnet.data import listing, records
+from paddle_resnet.data import listing, numbering, records
 from paddle_resnet.data.bad_images import MAX_PIXELS
 from paddle_resnet.data.indexes import open_index
 from utils import logger
@@ -53,7 +53,7 @@ class DataSet:
             files, whose labels are not read in advance.
         has_reader: whether `read` adds a DALI reader with the given name.
         records: function that yields the listing.Image of each record in stored order, or None for image files.
-        checked: labels of the records that were read in advance.
+        checked: stored labels of the records that were read in advance.
     """
 
     data_format: str
@@ -82,6 +82,7 @@ def open_split(
     allow_outside=False,
     allow_empty=False,
     trained=None,
+    label_offset=numbering.AUTO,
     allow_one_class=False,
 ):
     """Open the split that --image-root and --data-format specify.
@@ -96,41 +97,55 @@ def open_split(
             not change.
         allow_outside: whether a file list may contain files outside image_root.
         allow_empty: whether class folders in train/ may be empty.
-        trained: class name of each output of a trained network, used to assign labels to class folders. If None, the
-            data set defines the labels.
+        trained, label_offset: see numbering.establish.
         allow_one_class: whether all training images may belong to one class.
     Returns:
         DataSet.
     Raises:
-        UsageError: a file is missing, incomplete or damaged; the network has no output for a label; or list_folder or
-            list_filelist raises UsageError.
+        UsageError: a file is missing, incomplete or damaged; the network has no output for a label; or
+            numbering.establish, list_folder or list_filelist raises UsageError.
     """
     image_root = str(image_root)
+    stored_as = listing.detect(image_root, mode) if data_format == "auto" else data_format
+    content = "train/ and val/" if stored_as in listing.FILE_FORMATS else f"the {stored_as} files"
+    listing.check_root(image_root, content)
+    numbers = numbering.establish(image_root, mode, data_format, num_of_class, allow_outside, label_offset, trained)
+    if stored_as in listing.FILE_FORMATS:
+        options = allow_outside, allow_empty, numbers, allow_one_class
+        data_set = _files(stored_as, image_root, mode, num_of_class, seed, skip, *options)
+    else:
+        data_set = RECORD_READERS[stored_as](image_root, mode, num_of_class, seed, skip, numbers)
+        if numbers.offset:
+            digest = _digest(data_set.digest, numbers.offset)
+            data_set = replace(data_set, read=_shifted(data_set.read, numbers.offset), digest=digest)
+        labels = {label - numbers.offset for label in data_set.checked}
+        if mode is Mode.TRAIN and data_set.size == len(data_set.checked) and len(labels) == 1:
+            listing.check_one_class(image_root, data_set.classes, labels.pop(), allow_one_class)
     if data_format == "auto":
-        data_format = listing.detect(image_root, mode)
-        allowed = allow_outside, allow_empty, trained, allow_one_class
-        data_set = open_split(image_root, data_format, mode, num_of_class, seed, skip, *allowed)
-        logger.info(f"--data-format auto: the {mode.value} split in {image_root} has the format {data_set.data_format}")
-        return data_set
-    if data_format in listing.FILE_FORMATS:
-        allowed = allow_outside, allow_empty, trained, allow_one_class
-        return _files(data_format, image_root, mode, num_of_class, seed, skip, *allowed)
-    listing.check_root(image_root, f"the {data_format} files")
-    data_set = RECORD_READERS[data_format](image_root, mode, num_of_class, seed, skip, trained)
-    if mode is Mode.TRAIN and data_set.size == len(data_set.checked) and len(set(data_set.checked)) == 1:
-        name = dict(enumerate(data_set.classes)).get(data_set.checked[0], data_set.checked[0])
-        listing.check_one_class(image_root, name, allow_one_class)
-    return data_set
+        logger.info(f"--data-format auto: the {mode.value} split in {image_root} has the format {stored_as}")
+    return replace(data_set, class_names=numbers.class_names or data_set.classes)
+
+
+def _shifted(read, offset):
+    """Return DataSet.read with labels that are reduced by `offset`."""
+
+    def shifted(name, shard_id, num_shards, shuffle):
+        encoded, label = read(name, shard_id, num_shards, shuffle)
+        return encoded, label - np.int64(offset)
+
+    return shifted
 
 
 def _files(
-    data_format, image_root, mode, num_of_class, seed, skip, allow_outside, allow_empty, trained, allow_one_class
+    data_format, image_root, mode, num_of_class, seed, skip, allow_outside, allow_empty, numbers, allow_one_class
 ):
     """Open class folders or file lists; see listing.list_folder and list_filelist."""
     if data_format == "folder":
-        files, labels, classes = listing.list_folder(image_root, mode, num_of_class, skip, trained)
+        known = numbers.classes, numbers.is_trained
+        files, labels, classes = listing.list_folder(image_root, mode, num_of_class, skip, *known)
     else:
-        files, labels, classes = listing.list_filelist(image_root, mode, num_of_class, allow_outside, trained)
+        files, labels, classes = listing.list_filelist(image_root, mode, num_of_class, allow_outside, numbers.offset)
+        classes = numbers.classes
     if not files:
         suffixes = ", ".join(records.IMAGE_SUFFIXES)
         raise UsageError(f"--image-root {image_root}: {mode.value}/ contains no images ({suffixes}); add images")
@@ -153,8 +168,8 @@ def _files(
         files = [files[i] for i in order]
         labels = [labels[i] for i in order]
 
-    names = listing.report_names(image_root, data_format, classes)
-    return DataSet(data_format, len(files), classes, _file_reader(image_root, files, labels), digest, names, *in_list)
+    read = _file_reader(image_root, files, labels)
+    return DataSet(data_format, len(files), classes, read, digest, classes, *in_list)
 
 
 def encoded_images(batches):
@@ -275,12 +290,12 @@ def _file_reader(image_root, files, labels):
     return read
 
 
-def recordio(image_root, mode, num_of_class, seed, skip, trained=None):
+def recordio(image_root, mode, num_of_class, seed, skip, numbers):
     """Open MXNet RecordIO files: IMAGE_ROOT/train.rec and val.rec with the indexes train.idx and val.idx.
 
     See open_split for the arguments of recordio() and the other record readers.
     """
-    shards, indexes, data_set = _open_shards(image_root, mode, "recordio", num_of_class, skip, trained)
+    shards, indexes, data_set = _open_shards(image_root, mode, "recordio", num_of_class, skip, numbers)
 
     def read(name, shard_id, num_shards, shuffle):
         encoded, label = fn.readers.mxnet(
@@ -294,12 +309,12 @@ def recordio(image_root, mode, num_of_class, seed, skip, trained=None):
     return replace(data_set, read=read)
 
 
-def tfrecord(image_root, mode, num_of_class, seed, skip, trained=None):
+def tfrecord(image_root, mode, num_of_class, seed, skip, numbers):
     """Open TFRecord shards: IMAGE_ROOT/train-00000-of-00008 ... and val-... or validation-..., each with an index.
 
-    Each record has the features image/encoded (bytes) and image/class/label (one int64, counted from 0).
+    Each record has the features image/encoded (bytes) and image/class/label (one int64).
     """
-    shards, indexes, data_set = _open_shards(image_root, mode, "tfrecord", num_of_class, skip, trained)
+    shards, indexes, data_set = _open_shards(image_root, mode, "tfrecord", num_of_class, skip, numbers)
 
     def read(name, shard_id, num_shards, shuffle):
         features = fn.readers.tfrecord(
@@ -320,7 +335,7 @@ def tfrecord(image_root, mode, num_of_class, seed, skip, trained=None):
     return replace(data_set, read=read)
 
 
-def lmdb(image_root, mode, num_of_class, seed, skip, trained=None):
+def lmdb(image_root, mode, num_of_class, seed, skip, numbers):
     """Open a Caffe LMDB: the folders IMAGE_ROOT/train_lmdb and val_lmdb, with encoded images."""
     [path] = listing.shards(image_root, mode, "lmdb")
     if _skipped(skip, path):
@@ -328,12 +343,12 @@ def lmdb(image_root, mode, num_of_class, seed, skip, trained=None):
             f"{path}: LMDBs do not support --skip-list; convert the original data set again with "
             f"`{command('dataset', 'convert', '--skip-list')}`"
         )
-    classes = listing.class_names(image_root, num_of_class, trained)
+    classes = numbers.classes
     size, labels = records.lmdb_labels(path, CHECKED_LABELS)
     if size == 0:
         raise UsageError(f"{path}: contains no records; write it again")
     listing.check_count(image_root, mode, "lmdb", size)
-    listing.check_labels(path, labels, num_of_class, classes)
+    listing.check_labels(path, labels, num_of_class, classes, numbers.offset)
 
     def read(name, shard_id, num_shards, shuffle):
         encoded, label = fn.readers.caffe(
@@ -343,17 +358,17 @@ def lmdb(image_root, mode, num_of_class, seed, skip, trained=None):
 
     digest = _digest(size, os.path.getsize(os.path.join(path, "data.mdb")), labels)
     names = classes or listing.numbers(num_of_class)
-    records_of = functools.partial(listing.lmdb_records, path)
+    records_of = functools.partial(listing.records_of, path, "lmdb", None, numbers.offset)
     return DataSet("lmdb", size, names, read, digest, records=records_of, checked=labels)
 
 
-def webdataset(image_root, mode, num_of_class, seed, skip, trained=None):
+def webdataset(image_root, mode, num_of_class, seed, skip, numbers):
     """Open WebDataset tar shards: IMAGE_ROOT/train-000000.tar ... and val-..., each with an index.
 
     A sample consists of an image (KEY.jpg, KEY.png ...) and its label in decimal digits (KEY.cls). The names of
     shards may have a prefix before `train`, `val` or `validation`.
     """
-    shards, indexes, data_set = _open_shards(image_root, mode, "webdataset", num_of_class, skip, trained)
+    shards, indexes, data_set = _open_shards(image_root, mode, "webdataset", num_of_class, skip, numbers)
 
     def read(name, shard_id, num_shards, shuffle):
         encoded, digits = fn.readers.webdataset(
@@ -433,9 +448,9 @@ def _skipped(skip, shard):
     return [place for name, _, place in named if name == file]
 
 
-def _open_shards(image_root, mode, data_format, num_of_class, skip, trained):
+def _open_shards(image_root, mode, data_format, num_of_class, skip, numbers):
     """Open a split's record files and check some labels. Return (paths, [Index], DataSet without `read`)."""
-    classes = listing.class_names(image_root, num_of_class, trained)
+    classes = numbers.classes
     shards, indexes, counts = [], [], {}
     for shard in listing.shards(image_root, mode, data_format):
         places = _skipped(skip, shard)
@@ -459,7 +474,7 @@ def _open_shards(image_root, mode, data_format, num_of_class, skip, trained):
     for i in np.unique(np.linspace(0, size - 1, CHECKED_LABELS).astype(int)).tolist():
         k = int(np.searchsorted(ends, i, side="right"))
         labels.append(records.read_label(shards[k], data_format, *indexes[k].labels[i - ends[k]].tolist()))
-        listing.check_labels(shards[k], labels[-1:], num_of_class, classes)
+        listing.check_labels(shards[k], labels[-1:], num_of_class, classes, numbers.offset)
     parts = [
         part for shard, index in zip(shards, indexes, strict=True) for part in (os.path.basename(shard), index.images)
     ]
@@ -467,7 +482,7 @@ def _open_shards(image_root, mode, data_format, num_of_class, skip, trained):
 
     def records_of():
         for shard, index in zip(shards, indexes, strict=True):
-            yield from listing.records_of(shard, data_format, index)
+            yield from listing.records_of(shard, data_format, index, numbers.offset)
 
     names = classes or listing.numbers(num_of_class)
     return shards, indexes, DataSet(data_format, size, names, None, digest, records=records_of, checked=labels)

@@ -24,6 +24,7 @@ RECORDIO_HEAD = struct.Struct("<IfQQ")
 TFRECORD_OVERHEAD = 16  # bytes per record in addition to the payload: length and two checksums
 LABEL_DIGITS = 9  # maximum length of a label in a tar file; the DALI pipeline uses the same limit
 TFRECORD_IMAGE, TFRECORD_LABEL = "image/encoded", "image/class/label"
+TFRECORD_SYNSET, TFRECORD_TEXT = "image/class/synset", "image/class/text"  # optional names of the class
 
 
 @contextlib.contextmanager
@@ -44,11 +45,16 @@ def read(image):
         image: listing.Image.
     Returns:
         (content of the image file as stored, label). The label is an int, or a float if a RecordIO file is damaged. The
-        label is not checked against the classes.
+        label is not checked against the classes. image.label_offset is subtracted from the label of a record.
     Raises:
         UsageError: the record is damaged or is not an image with one label.
         OSError: the file cannot be read.
     """
+    data, label = _read_stored(image)
+    return data, label - image.label_offset
+
+
+def _read_stored(image):
     if image.kind == "lmdb":
         return _read_datum(image.path, image.place)
     with open_regular(image.path) as f:
@@ -173,14 +179,33 @@ def _masked(crc):
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def _read_example(example):
+def read_class(shard, offset, size):
+    """Return (label, synset, text) of a TFRecord example. Features without a value are None. For exceptions, see
+    `read`."""
+    with open_regular(shard) as f:
+        f.seek(offset)
+        try:
+            features = _features(tfrecord_payload(f, size))
+        except ValueError as e:
+            raise _no_label(shard, offset, e) from e
+    labels = features[TFRECORD_LABEL].int64_list.value
+    names = (features[name].bytes_list.value for name in (TFRECORD_SYNSET, TFRECORD_TEXT))
+    texts = (value[0].decode(errors="replace") if len(value) == 1 else None for value in names)
+    return (labels[0] if len(labels) == 1 else None, *texts)
+
+
+def _features(example):
     from google.protobuf.message import DecodeError
     from tfrecord import example_pb2
 
     try:
-        features = example_pb2.Example.FromString(example).features.feature
+        return example_pb2.Example.FromString(example).features.feature
     except DecodeError as e:
         raise ValueError("not a tf.train.Example") from e
+
+
+def _read_example(example):
+    features = _features(example)
     images, labels = features[TFRECORD_IMAGE].bytes_list.value, features[TFRECORD_LABEL].int64_list.value
     if not images or len(labels) != 1:
         raise ValueError(f"expected one image in {TFRECORD_IMAGE} and one number in {TFRECORD_LABEL}")

@@ -155,14 +155,20 @@ def _wait_for_all():
         return
     watchdog.phase("exit")
     all_gather([0])
+    let_others_leave()
+    if processes.rank() == 0:
+        watchdog.stop()
+
+
+def let_others_leave():
+    """Make all ranks except rank 0 leave the job. Rank 0 waits, because the other ranks use its store until then."""
     key = _next_exchange()
     if processes.rank() != 0:
-        watchdog.stop()  # this rank must leave the job before rank 0 exits
+        watchdog.stop()
         _store().set(f"{key}/{processes.rank()}", "00")
     else:
         for r in range(1, processes.world_size()):
             _get(f"{key}/{r}")
-        watchdog.stop()
 
 
 def stop_agreed():

@@ -14,13 +14,24 @@ from utils.errors import UsageError
 LOWEST, HIGHEST = (2, 6, 2), (3, 3, 1)
 IS_PADDLE_3 = paddle.version.major == "3"
 _PIR = "FLAGS_enable_pir_api"
+# {flag of Paddle with which programs fail: (reason, alternative)}
+_ONEDNN = "oneDNN cannot compute the gradient of the loss", "on a CPU, convolutions in NCHW use oneDNN without it"
+_HARMFUL_FLAGS = {
+    "FLAGS_check_nan_inf": (
+        "loss and loss scaling use infinite values on purpose",
+        "--max-bad-steps stops a run whose losses are not finite",
+    ),
+    "FLAGS_use_mkldnn": _ONEDNN,
+    **({"FLAGS_use_onednn": _ONEDNN} if IS_PADDLE_3 else {}),
+}
 
 
 def check_version(version=paddle.__version__):
-    """Check that the version of Paddle is supported and that Paddle builds legacy programs.
+    """Check that the version of Paddle is supported, that Paddle builds legacy programs, and that no flag of Paddle
+    makes these programs fail.
 
     Raises:
-        UsageError: the version is not supported, or Paddle builds PIR programs.
+        UsageError: the version is not supported, Paddle builds PIR programs, or such a flag is set.
     """
     numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
     if not any(numbers[:2] == tested[:2] and numbers >= tested for tested in (LOWEST, HIGHEST)):
@@ -34,6 +45,9 @@ def check_version(version=paddle.__version__):
             f"{_PIR}: Paddle {version} builds PIR programs, which lack Fleet's optimizer, mixed precision and "
             f"sparsity; unset {_PIR}, and import paddle_resnet before Paddle (see docs/paddle3.md)"
         )
+    for name, (reason, alternative) in _HARMFUL_FLAGS.items():
+        if paddle.get_flags(name)[name]:
+            raise UsageError(f"{name}: not supported, because {reason}; unset {name} ({alternative})")
 
 
 def leave_pir():

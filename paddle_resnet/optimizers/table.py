@@ -10,6 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from utils.errors import UsageError
+
+# Paddle's operators that multiply by a vector or normalize, and operators that add a vector.
+FACTORS = {"batch_norm", "sync_batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm"}
+FACTORS |= {"elementwise_mul", "elementwise_div", "prelu"}
+SUMMANDS = {"elementwise_add", "elementwise_sub"}
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -31,6 +38,8 @@ class Rule:
         attrs: the attributes of Paddle's operator that contain the rule's hyperparameters, in the order of the rule's
             members. These attributes are the same for all parameters.
         decay: function that returns the weight decay of a parameter, given Paddle's operator.
+        mark: None if `op` implements the rule. Otherwise, Paddle lacks the rule: a pass changes the operators `op` of
+            another rule and sets their boolean attribute `mark`, which is false for the other rule.
     """
 
     build: Callable
@@ -42,6 +51,7 @@ class Rule:
     state: tuple
     attrs: tuple
     decay: Callable
+    mark: str | None = None
 
 
 def _momentum(rate, decay, decayed, momentum, nesterov):
@@ -50,7 +60,7 @@ def _momentum(rate, decay, decayed, momentum, nesterov):
     from paddle.regularizer import L2Decay
 
     for parameter in static.default_main_program().all_parameters():
-        if parameter.name not in decayed:
+        if parameter.name not in decayed and parameter.regularizer is None:
             parameter.regularizer = L2Decay(0.0)  # override the optimizer's regularizer
     return paddle.optimizer.Momentum(rate, momentum, use_nesterov=nesterov, weight_decay=L2Decay(decay))
 
@@ -103,7 +113,7 @@ OPTIMIZERS = {
     "Momentum": _momentum_rule(nesterov=False),
     "Nesterov": _momentum_rule(nesterov=True),
     "AdamW": _ADAMW,
-    "RAdam": replace(_ADAMW, native="radam"),  # rectify() in passes/updates.py changes Paddle's operators
+    "RAdam": replace(_ADAMW, native="radam", mark="use_global_beta_pow"),  # set by rectify() in passes/updates.py
     "LAMB": replace(
         _ADAMW, build=_lamb, rates=(5e-3, 5e-3), op="lamb", native="lamb", decay=lambda op: op.attr("weight_decay")
     ),
@@ -112,14 +122,33 @@ OPTIMIZERS = {
 
 def rule_of(op):
     """Return the Rule that one of Paddle's update operators implements, or None."""
-    native = "radam" if op.type == "adamw" and op.attr("use_global_beta_pow") else op.type
-    return next((rule for rule in OPTIMIZERS.values() if rule.native == native), None)
+    rules = [rule for rule in OPTIMIZERS.values() if rule.op == op.type and (rule.mark is None or op.attr(rule.mark))]
+    return min(rules, key=lambda rule: rule.mark is None, default=None)  # a mark takes precedence
+
+
+def check_rule(program, optimizer):
+    """Check that a training program does not update parameters with a different rule because Paddle lacks the rule of
+    --optimizer.
+
+    Raises:
+        UsageError: Paddle lacks the rule, and no pass has changed the operators of the program.
+    """
+    rule = OPTIMIZERS[optimizer]
+    others = [op.type for op in updates(program) if rule.native != rule.op and rule_of(op) is not rule]
+    if others:
+        raise UsageError(
+            f"--optimizer {optimizer}: Paddle lacks this update rule, and the program has {len(others)} unchanged "
+            f"operators {others[0]}; build the program with program.build, or apply the pass for {optimizer} after "
+            "minimize (passes/updates.py)"
+        )
 
 
 def build_optimizer(args, lr_scheduler):
     """Build the optimizer that --optimizer selects, for the network in the current program.
 
-    Weight decay applies to the scale and shift of batch normalization only if --bn-weight-decay is set.
+    Weight decay applies to weights. It applies to biases if the optimizer is not adaptive, and to the parameters of
+    normalization layers and to other factors if --bn-weight-decay is set. A parameter with a regularizer of its own
+    (ParamAttr) has only this regularizer.
 
     Args:
         args: settings for the optimizer and weight decay.
@@ -128,17 +157,45 @@ def build_optimizer(args, lr_scheduler):
     from paddle import static
 
     rule, program = OPTIMIZERS[args.optimizer], static.default_main_program()
-    layers = [op for op in program.global_block().ops if op.type == "batch_norm"]
-    scales_and_shifts = {name for op in layers for kind in ("Scale", "Bias") for name in op.input(kind)}
-    decayed = set()
-    for parameter in program.all_parameters():
-        if parameter.name in scales_and_shifts:
-            has_decay = args.bn_weight_decay
-        else:
-            has_decay = not rule.is_adaptive or len(parameter.shape) > 1
-        if has_decay:
-            decayed.add(parameter.name)
+    has_decay = {"weight": True, "bias": not rule.is_adaptive, "factor": args.bn_weight_decay}
+    decayed = {
+        parameter.name
+        for parameter, kind in _kinds(program)
+        if has_decay[kind] and getattr(parameter, "regularizer", None) is None
+    }
     return rule.build(lr_scheduler, args.weight_decay, decayed, *(getattr(args, flag) for flag in rule.flags))
+
+
+def _kinds(program):
+    """Yield (parameter, kind) for each parameter of a network: "factor" for the scale and shift of normalization layers
+    and for other factors of channels or layers, "bias", or "weight". The kind follows from the operators that read the
+    parameter, because its shape depends on the layout: a factor of the channels has the shape [C, 1, 1] in NCHW, and
+    [C] in NHWC."""
+    readers = {}
+    for op in program.global_block().ops:
+        for name in op.input_arg_names:
+            readers.setdefault(name, []).append(op)
+    for parameter in program.all_parameters():
+        types = {op.type for op in _first_combinations(readers, parameter.name)}
+        is_vector = sum(size != 1 for size in parameter.shape) <= 1
+        if is_vector and types & FACTORS:
+            yield parameter, "factor"
+        elif len(parameter.shape) == 1 or (is_vector and types & SUMMANDS):
+            yield parameter, "bias"
+        else:
+            yield parameter, "weight"
+
+
+def _first_combinations(readers, name):
+    """Yield the operators that combine a parameter with another variable, directly or after operators with a single
+    input, such as reshape or cast."""
+    for op in readers.get(name, []):
+        if len(op.input_arg_names) > 1:
+            yield op
+            continue
+        for out in op.output_arg_names:
+            if out != name:
+                yield from _first_combinations(readers, out)
 
 
 def updates(program):

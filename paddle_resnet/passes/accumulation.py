@@ -35,7 +35,7 @@ def add_sums(main_prog, startup_prog, accumulate_steps):
     last = {}
     for i, op in enumerate(block.ops):
         if op.attr("op_role") & int(OpRole.Backward) and op.type not in (*_COMMUNICATION, "coalesce_tensor"):
-            last |= dict.fromkeys(gradients.intersection(op.output_arg_names), i)
+            last |= dict.fromkeys((name for name in op.output_arg_names if name in gradients), i)
     with static.name_scope(SCOPE):
         for name, i in sorted(last.items(), key=lambda item: -item[1]):
             _add_sum(block, startup_prog.global_block(), block.var(name), i + 1)

@@ -101,7 +101,17 @@ def own_statistics(train_prog):
 
 def bn_statistics(train_prog, includes_frozen=True):
     """Return the names of the running means and variances in a training program."""
+    ops = _bn_layers(train_prog, includes_frozen)
+    return [name for op in ops for name in (*op.output("MeanOut"), *op.output("VarianceOut"))]
+
+
+def bn_momentum(train_prog):
+    """Return the largest momentum of the BN layers that are not frozen; 0 if there are none."""
+    return max((op.attr("momentum") for op in _bn_layers(train_prog, includes_frozen=False)), default=0)
+
+
+def _bn_layers(train_prog, includes_frozen):
     ops = [op for op in train_prog.global_block().ops if "MeanOut" in op.output_names]
     if not includes_frozen:
         ops = [op for op in ops if not (op.has_attr("use_global_stats") and op.attr("use_global_stats"))]
-    return [name for op in ops for name in (*op.output("MeanOut"), *op.output("VarianceOut"))]
+    return ops

@@ -15,6 +15,7 @@ import paddle
 
 from paddle_resnet.optimizers import table
 from paddle_resnet.passes import averages, lookahead, updates
+from utils.errors import UsageError
 
 TYPES = (paddle.float32, paddle.float16, paddle.bfloat16)
 # The number of channels must be a multiple of CHANNELS, the size of the smallest vector that a kernel thread loads.
@@ -524,7 +525,14 @@ def _fuse_updates(graph):
     paddles = table.updates(block.program)
     if not paddles or any(table.rule_of(op) is None for op in paddles):
         return  # keep Paddle's operators, which cannot read the factor `unscale`
-    unscale = _fuse_clipping(graph, _fuse_loss_scaling(graph))
+    unscale = _fuse_loss_scaling(graph)
+    if unscale is not None and any("/regularization" in op.attr("op_namescope") for op in block.ops):
+        # Paddle adds the regularization to the gradients, which are still scaled.
+        raise UsageError(
+            "--kernels native: loss scaling is not supported with a regularizer of a parameter (paddle.ParamAttr); use "
+            "--kernels paddle, or remove the regularizer"
+        )
+    unscale = _fuse_clipping(graph, unscale)
     groups = {}
     for op in paddles:
         groups.setdefault((op.type, op.input("LearningRate")[0], bool(op.input("MasterParam"))), []).append(op)

@@ -81,7 +81,7 @@ def clip_gradients(main_prog, maximum):
         norm = insert("sqrt", insert("sum", [insert("squared_l2_norm", g) for g in wide]))
         larger = insert("clip", norm, min=maximum, max=float(np.finfo(np.float32).max))
         factor = insert("scale", insert("reciprocal", larger), scale=maximum)
-        for dtype in {g.dtype for g in gradients}:
+        for dtype in dict.fromkeys(g.dtype for g in gradients):
             cast_factor = factor
             if dtype != paddle.float32:
                 cast_factor = insert("cast", factor, dtype=dtype, in_dtype=paddle.float32, out_dtype=dtype)

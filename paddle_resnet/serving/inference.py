@@ -24,7 +24,7 @@ from paddle_resnet.serving import networks, onnx_writer, preprocessing
 from paddle_resnet.serving.fixed_sizes import Steps
 from paddle_resnet.serving.model import Model
 from paddle_resnet.settings import parsing
-from utils import errors, files
+from utils import errors, files, numbers
 from utils.checks import is_number, is_table, is_text
 from utils.errors import UsageError
 
@@ -194,7 +194,7 @@ def open_paddle(folder, device, logits=False):
     if not is_table(description.get("files"), **{path.name: _is_file for path in paths}):
         raise UsageError(f"{folder}/{NAME}.json: `files` lacks the size or sha256 of {NAME}.*; export it again")
     # The files are read in Python, because Paddle cannot open paths that are not valid UTF-8. Their sizes and hashes
-    # are checked, because Paddle crashes on damaged files.
+    # are checked, because Paddle 2.6.2 crashes (segmentation fault) if model.pdmodel is not a program.
     entries = description["files"]
     try:
         program, parameters = (folders.read_file(path, entries[path.name], f"{NAME}.json") for path in paths)
@@ -356,7 +356,7 @@ def loader_args(description, batch_size, device="cpu", threads=4):
         **{"normalize_scale": 1 if is_pixels else recorded["scale"]},
         **{"normalize_mean": [0, 0, 0] if is_pixels else recorded["mean"]},
         **{"normalize_std": [1, 1, 1] if is_pixels else recorded["std"]},
-        **{"batch_size": batch_size, "dali_num_threads": threads, "device": device},
+        **{"batch_size": batch_size, "dali_num_threads": threads, "device": device, "label_offset": numbers.AUTO},
     }
     args = parsing.from_dict(values)
     resolution.resolve_device(args)

@@ -249,6 +249,15 @@ def _batches(add):
         batches=True,
     )
     add(
+        "--label-offset",
+        type=numbers.label_offset,
+        default=numbers.AUTO,
+        metavar="{auto,N}",
+        help="first label in file lists and records, which is subtracted from all labels; auto: 1 if the labels in "
+        "TFRecords are 1 to the number of classes, otherwise 0",
+        before=0,
+    )
+    add(
         "--balanced-sampling",
         **_switch(),
         help="whether to draw the training images of an epoch with replacement, from all classes with equal "
@@ -508,7 +517,8 @@ def _training(add):
     add(
         "--bn-weight-decay",
         **_switch(),
-        help="whether weight decay applies to the scale and shift of batch normalization",
+        help="whether weight decay also applies to the scale and shift of normalization layers and to other factors of "
+        "channels",
     )
 
 

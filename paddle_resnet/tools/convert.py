@@ -24,7 +24,7 @@ from functools import partial
 
 import numpy as np
 
-from paddle_resnet.data import indexes, listing, records
+from paddle_resnet.data import indexes, listing, numbering, records
 from paddle_resnet.tools.writers import SHARDED, SINGLE_FILE
 from utils import files, locks, logger, outputs, signals
 from utils.errors import UsageError, command
@@ -55,11 +55,12 @@ def convert(
     skip_list=None,
     allow_outside=False,
     check=None,
+    label_offset=numbering.AUTO,
 ):
     """Convert all splits of a data set to a record format.
 
-    The labels are those that training would use. The class names are written to output/classes.txt. Training images are
-    written in random order, and validation images in stored order.
+    The labels are those that training would use, so they start at 0. The class names are written to output/classes.txt.
+    Training images are written in random order, and validation images in stored order.
 
     Args:
         source: folder of a data set in any format (--image-root).
@@ -74,6 +75,7 @@ def convert(
         progress: function to call with (number of converted images, total number of images).
         skip_list: file that lists the images to omit (--skip-list).
         allow_outside: whether file lists and skip_list may contain files outside source.
+        label_offset: value of --label-offset.
         check: progress function for the check that decodes all images before any file is written, or None to skip this
             check. A resumed conversion does not repeat the check.
     Returns:
@@ -83,7 +85,8 @@ def convert(
             shards.
         OSError: the output cannot be written.
     """
-    splits, classes = _list_source(source, skip_list, allow_outside)
+    splits, classes = _list_source(source, skip_list, allow_outside, label_offset)
+    offsets = {image.label_offset for images in splits.values() for image in images}
     if to in SINGLE_FILE and shards is not None:
         raise UsageError(f"--shards {shards}: {to} has one file per split; remove --shards")
     counts = {split: len(images) for split, images in splits.items()}
@@ -101,6 +104,7 @@ def convert(
         "shards": {split: shard_count(count) for split, count in counts.items()},
         "resize_short": resize_short,
         "quality": quality if resize_short else None,
+        "label_offset": max(offsets) or None,  # older versions did not store a value
         "splits": {
             split: {"images": len(images), "sha256": _digest(images), "files_sha256": _digest_of_files(images)}
             for split, images in splits.items()
@@ -193,12 +197,14 @@ def build_indexes(image_root):
     return created, existing
 
 
-def _list_source(source, skip_list, allow_outside):
+def _list_source(source, skip_list, allow_outside, label_offset=numbering.AUTO):
     """Return ({split: [listing.Image]}, class names or None) of the source. Training images are in random order."""
     skip = listing.read_skip_list(skip_list, source, allow_outside) if skip_list is not None else frozenset()
     splits, classes = {}, None
     for mode in listing.splits(source):
-        data_format, names, images = listing.images(source, mode, allow_outside=allow_outside, skip=skip)
+        options = {"allow_outside": allow_outside, "skip": skip, "label_offset": label_offset}
+        data_format, numbers, images = numbering.images(source, mode, **options)
+        names = numbers.classes
         classes = classes or names
         images = [image for image in images if os.path.normpath(image.name) not in skip]
         if not images:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 import config
 from paddle_resnet import dali, resolution
-from paddle_resnet.data import bad_images, listing, pixels, readers, records
+from paddle_resnet.data import bad_images, listing, numbering, pixels, readers, records
 from paddle_resnet.tools import drawing
 from utils import logger
 from utils.errors import UsageError, printable
@@ -60,9 +60,9 @@ def augmented(root, images, versions, arguments):
         raise UsageError("--data-format synthetic: preview needs images; remove the flag")
     resolution.resolve_classes(args, Mode.TRAIN)
     args.batch_size = versions
-    stored_as = None if args.data_format == "auto" else args.data_format
-    data_format, classes, listed = listing.images(root, Mode.TRAIN, stored_as, args.allow_outside)
-    names = listing.report_names(root, data_format, classes) or []
+    place = root, Mode.TRAIN, args.data_format, args.num_of_class, args.allow_outside, args.label_offset
+    _, numbers, listed = numbering.images(*place)
+    names = numbers.class_names or []
     places = np.linspace(0, len(listed) - 1, min(images, len(listed))).astype(int)
     decodable, skipped = [], 0
     for image in (listed[place] for place in places):
@@ -92,13 +92,14 @@ def augmented(root, images, versions, arguments):
     return rows
 
 
-def info(root, output=None, allow_outside=False):
+def info(root, output=None, allow_outside=False, label_offset=numbering.AUTO):
     """Count images and classes, determine image sizes, and print and draw the result.
 
     Args:
         root: folder of a data set in any format, with a train split, a val split or both.
         output: file for the drawing, in one of drawing.FORMATS, or None.
         allow_outside: whether file lists may contain files outside root.
+        label_offset: value of --label-offset.
     Returns:
         {split: {"classes": {class: images}, "sizes": int array [images, 2]}}. Sizes are the stored width and height in
         pixels. Images with an unreadable header are counted, but omitted from "sizes".
@@ -111,11 +112,10 @@ def info(root, output=None, allow_outside=False):
     result = {}
     with ThreadPoolExecutor(16) as pool:  # disk access is the bottleneck, not the CPU
         for mode in listing.splits(root):
-            data_format, classes, images = listing.images(root, mode, allow_outside=allow_outside)
-            names = listing.report_names(root, data_format, classes)
+            _, numbers, images = numbering.images(root, mode, allow_outside=allow_outside, label_offset=label_offset)
             measured = list(pool.map(_measure, images))
             counts = Counter(label for label, _ in measured if label is not None)
-            name_of = dict(enumerate(names or []))
+            name_of = dict(enumerate(numbers.class_names or []))
             name_of |= {label: str(label) for label in sorted(counts) if label not in name_of}
             # Several classes may have the same name, as in ImageNet.
             repeated = {name for name, count in Counter(name_of.values()).items() if count > 1}

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paddle_resnet.data import bad_images, listing, readers, records
+from paddle_resnet.data import bad_images, listing, numbering, readers, records
 from utils import outputs, signals
 from utils.errors import UsageError, printable
 from utils.mode import Mode, RunScope
@@ -74,6 +74,7 @@ def verify(
     allow_outside=False,
     run_scope=RunScope.TRAIN_EVAL,
     allow_empty=False,
+    label_offset=numbering.AUTO,
     allow_one_class=False,
 ):
     """Decode every image of both splits on all cores, with the CPU decoders that training uses.
@@ -87,6 +88,7 @@ def verify(
         allow_outside: whether file lists may contain files outside root.
         run_scope: scope of the training run, which determines the required splits.
         allow_empty: whether class folders in train/ may be empty.
+        label_offset: value of --label-offset.
         allow_one_class: whether all training images may belong to one class.
     Returns:
         Report.
@@ -100,20 +102,21 @@ def verify(
     there = listing.splits(root)
     for mode in (mode for mode in Mode if mode in there or needed[mode]):
         try:
-            allowed = {"allow_outside": allow_outside, "allow_empty": allow_empty, "allow_one_class": allow_one_class}
-            readers.open_split(root, "auto", mode, num_of_class, 0, **allowed)
+            options = {"allow_outside": allow_outside, "label_offset": label_offset}
+            allowed = {"allow_empty": allow_empty, "allow_one_class": allow_one_class}
+            readers.open_split(root, "auto", mode, num_of_class, 0, **options, **allowed)
         except UsageError as e:
             report.errors.append(str(e))
         try:
-            data_format, classes, images = listing.images(root, mode, allow_outside=allow_outside)
+            data_format, numbers, images = numbering.images(root, mode, num_of_class=num_of_class, **options)
         except UsageError as e:
             # Check the images despite the error, whose cause can be, for example, a broken link or a class that exists
             # only in val.
             report.errors += [str(e)] if str(e) not in report.errors else []
-            data_format, classes, images = "folder", None, _images_of_folders(root, mode)
+            data_format, images = "folder", _images_of_folders(root, mode)
             limit = None
         else:
-            limit = len(classes) if classes else num_of_class
+            limit = len(numbers.classes) if numbers.classes else num_of_class
         splits.append((mode, data_format, images))
         tasks += [(image, limit) for image in images]
         if data_format == "folder":
@@ -200,7 +203,8 @@ def _compare_with_dali(root, mode, data_format, images, checked, report):
     if not kept:
         return
     expected = [(digest, label) for _, digest, label in kept]
-    differing, problem = _in_a_process(_read_with_dali, root, data_format, mode, skip, expected)
+    arguments = root, data_format, mode, skip, expected, images[0].label_offset
+    differing, problem = _in_a_process(_read_with_dali, *arguments)
     for place in differing:
         report.failing[kept[place][0]] = "has a different image or label when DALI reads it"
     if problem is not None:
@@ -230,11 +234,12 @@ def _send_result(sender, function, arguments):
     sender.send(function(*arguments))
 
 
-def _read_with_dali(root, data_format, mode, skip, expected):
+def _read_with_dali(root, data_format, mode, skip, expected, label_offset=0):
     """Compare the images that DALI reads with the expected images, in order.
 
     Args:
         expected: [(digest, label)] of all images.
+        label_offset: number to subtract from the stored labels.
     Returns:
         ([index of each image that differs], problem or None)
     """
@@ -245,7 +250,8 @@ def _read_with_dali(root, data_format, mode, skip, expected):
         return data_set.read("Reader", 0, 1, shuffle=False)
 
     try:
-        data_set = readers.open_split(root, data_format, mode, None, 0, skip, allow_one_class=True)
+        options = {"label_offset": label_offset, "allow_one_class": True}
+        data_set = readers.open_split(root, data_format, mode, None, 0, skip, **options)
         if data_set.size != len(expected):
             raise UsageError(f"{data_set.size} images instead of {len(expected)}")
         pipeline = read()

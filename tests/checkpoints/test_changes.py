@@ -6,11 +6,13 @@ import subprocess
 import sys
 import textwrap
 
+import paddle
 import pytest
 
 from conftest import ROOT, losses, phase
 from helpers import HOLDER, write_checkpoint
 from paddle_resnet.checkpoints import folders, restore
+from paddle_resnet.machine import cpu
 from utils import locks
 from utils.errors import UsageError
 
@@ -48,11 +50,55 @@ def test_resume_restarts_epoch_if_image_changed_class(run_train, stop_before, ph
 
 def test_different_paddle_version_triggers_warning(capsys):
     meta = {"paddle_version": "2.5.1", "arguments": {}, "world_size": 1}
-    restore._log_environment_changes("run/1", meta)
+    restore._log_environment_changes("run/1", meta, paddle.CPUPlace())
     assert "run/1: written with Paddle 2.5.1, but this run uses " in capsys.readouterr().err
     del meta["paddle_version"]  # older versions did not write paddle_version
-    restore._log_environment_changes("run/1", meta)
+    restore._log_environment_changes("run/1", meta, paddle.CPUPlace())
     assert capsys.readouterr().err == ""
+
+
+def test_resume_with_other_threads_or_instructions_warns(one_block, run_train, tmp_path, monkeypatch, capsys):
+    assert run_train("--epochs", "1")[0] == 0
+    folder = tmp_path / "output/Tiny/0"
+    own = folders.read_meta(folder)["cpu"]
+    assert own == cpu.arithmetic() and own["threads"] == int(os.environ["OMP_NUM_THREADS"])
+    monkeypatch.setenv("OMP_NUM_THREADS", str(own["threads"] + 1))
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    capsys.readouterr()
+    assert run_train("--epochs", "2", "--resume")[0] == 0
+    effect = "so losses may differ in the last digits from those of an uninterrupted run; "
+    threads, instructions = (line for line in capsys.readouterr().err.splitlines() if "written with" in line)
+    assert threads.endswith(
+        f"/Tiny/0: written with OMP_NUM_THREADS={own['threads']}, but this run has {own['threads'] + 1}, {effect}set "
+        f"OMP_NUM_THREADS={own['threads']} to reproduce them"
+    )
+    assert instructions.endswith(
+        "/Tiny/0: written with a different instruction set (this run: with ONEDNN_MAX_CPU_ISA=AVX2), "
+        f"{effect}resume on the same type of CPU to reproduce them"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "place", "message"),
+    [
+        ({}, "cpu", paddle.CPUPlace(), ""),
+        ({"cpu": None}, "cpu", paddle.CPUPlace(), ""),  # older versions did not write cpu
+        ({"cpu": {"threads": 8, "instructions": ""}}, "gpu", paddle.CPUPlace(), ""),
+        ({"cpu": {"threads": 8, "instructions": ""}}, "cpu", "gpu", ""),
+        (
+            {"cpu": {"threads": 1, "instructions": "avx avx2 avx512f avx512_vnni fma"}},
+            *("cpu", paddle.CPUPlace()),
+            "(this run: without avx, without avx2, without avx512f, ...)",
+        ),
+    ],
+)
+def test_arithmetic_is_compared_only_if_recorded_and_on_cpu(monkeypatch, capsys, changes, device, place, message):
+    monkeypatch.setattr(cpu, "arithmetic", lambda: {"threads": 1, "instructions": "fma"})
+    meta = {"arguments": {"device": device}, "world_size": 1, "cpu": cpu.arithmetic()} | changes
+    meta = {name: value for name, value in meta.items() if value is not None}
+    restore._log_environment_changes("run/1", meta, place)
+    err = capsys.readouterr().err
+    assert message in err if message else err == ""
 
 
 @pytest.mark.parametrize("link", ["symbolic", "hard", "dangling"])

@@ -3,12 +3,15 @@
 import json
 import os
 import pickle
+import re
+import shlex
 import shutil
 
 import numpy as np
 import pytest
 from paddle import static
 
+import train
 from conftest import NHWC, assert_one_error, losses, phase, read_report
 from paddle_resnet.checkpoints import folders, restore, saver
 from paddle_resnet.job import processes
@@ -192,7 +195,7 @@ def test_different_batch_size_in_first_epoch_continues_same_run(run_train, stop_
 
 
 def test_resume_with_more_epochs_uses_new_schedule(run_train, tmp_path, capsys):
-    flags = ["--print-interval", "1", "--resume"]
+    flags = ["--print-interval", "1", "--resume", "--bn-momentum", "0.3"]
     assert run_train("--epochs", "1", *flags)[0] == 0
     assert capsys.readouterr().err == ""
     code, report = run_train("--epochs", "2", *flags)
@@ -569,6 +572,48 @@ def test_class_mismatch_is_warning_in_training_and_error_in_evaluation(run_train
     assert "trained on different classes (label 1 was ['class1'] and is ['class2'])" in capsys.readouterr().err
     assert run_train(*start, "--run-scope", "eval_only", image_root=root)[0] == 2
     assert_one_error(capsys.readouterr().err, [f"{root}: val/other is not one of the 3 classes of the checkpoint"])
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("other", "label 1 was ['class1'] and is ['class2']"),
+        ("new", "label 3 was none and is ['new']"),
+        ("number", "3 classes, now 4"),
+    ],
+    ids=["renamed", "added", "added to a list"],
+)
+def test_resume_with_changed_classes_is_an_error(run_train, photos, tmp_path, capsys, one_block, name, change):
+    """A renamed folder permutes the classes: class2 gets the label of class1."""
+    root = shutil.copytree(photos, tmp_path / "root")
+    if name == "number":
+        for split in ("train", "val"):
+            names = sorted(str(path.relative_to(root)) for path in (root / split).glob("*/*"))
+            (root / f"{split}.txt").write_text("".join(f"{path} {path.split('class')[1][0]}\n" for path in names))
+    assert run_train(image_root=root)[0] == 0
+    for split in ("train", "val"):
+        if name == "other":
+            (root / split / "class1").rename(root / split / name)
+        elif name == "new":
+            shutil.copytree(root / split / "class1", root / split / name)
+        else:
+            with open(root / f"{split}.txt", "a") as f:
+                f.write(f"{split}/class1/../class2/{sorted(os.listdir(root / split / 'class2'))[0]} 3\n")
+    capsys.readouterr()
+    message = f"--resume: {tmp_path}/output/Tiny/0: a resumed run cannot change its classes ({change}); restore the"
+    for flags in ([], ["--num-of-class", "4"]):
+        assert run_train("--resume", "--epochs", "2", *flags, image_root=root)[0] == 2
+        stderr = capsys.readouterr().err
+        assert_one_error(stderr, [message])
+        assert "use --num-of-class" not in stderr
+    [command] = re.findall("`(.*)`", stderr)
+    _, script, *arguments = shlex.split(command)
+    assert script == "train.py"
+    assert {"--batch-size=8", "--lr=0.05", "--epochs=2"} <= {*arguments}
+    assert train.main(arguments) == 0
+    meta = json.loads((tmp_path / "output_fine_tuned/Tiny/1/meta.json").read_text())
+    assert meta["arguments"]["from_pretrained_params"] == f"{tmp_path}/output/Tiny/0"
+    assert meta["arguments"]["num_of_class"] == (3 if name == "other" else 4)
 
 
 def test_evaluation_uses_labels_of_checkpoint(run_train, checkpoint, photos, tmp_path, capsys):

@@ -1,9 +1,13 @@
 """Damage small data sets at random, train on them, and verify them: `python fuzz.py DIR FORMAT:N ...`.
 
-Mutation N of a format is the same in every run. test_fuzz.py runs this script in a separate process, because a mutation
-may crash the process. The script prints a line `start FORMAT:N` before each mutation and a line `end FORMAT:N OUTCOME`
-after the mutation. An outcome that begins with "BAD" indicates a bug in this project. SIGALRM stops the process if a
-mutation takes more than LIMIT_S seconds.
+The mutations test this project's own parsers of record files, indexes and lists. Image files and LMDBs are not mutated.
+DALI reads a mutated data set only if these parsers find nothing but intact images in it, so that mutated bytes reach
+neither image decoders nor other libraries.
+
+Mutation N of a format is the same in every run. test_fuzz.py runs this script in a separate process, so that the memory
+of DALI's pipelines is freed. The script prints a line `start FORMAT:N` before each mutation and a line `end FORMAT:N
+OUTCOME` after the mutation. An outcome that begins with "BAD" indicates a bug in this project. SIGALRM stops the
+process if a mutation takes more than LIMIT_S seconds.
 """
 
 import contextlib
@@ -25,6 +29,7 @@ from PIL import Image
 import config
 import paddle_resnet  # noqa: F401  sets environment variables before Paddle is imported
 from paddle_resnet import dali, resolution
+from paddle_resnet.data import listing, records
 from paddle_resnet.tools import convert, verify
 from utils.errors import UsageError
 from utils.mode import Mode
@@ -57,10 +62,7 @@ def make(root):
 
 def mutate(folder, random):
     """Damage one regular file, never a link, and return (description, mode of the split)."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    images = [path for path in files if path.suffix in (".jpg", ".png")]
-    others = [path for path in files if path not in images]
-    files = images if not others or (images and random.rand() < 0.3) else others
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".jpg", ".png", ".mdb"))
     path = files[random.randint(len(files))]
     data = path.read_bytes()
     is_text = path.suffix in (".idx", ".txt", ".json")
@@ -156,6 +158,30 @@ TEXT = {f.__name__: lines(f) for f in (line_deleted, line_doubled, line_replaced
 TEXT["number_replaced"] = number_replaced
 
 
+def problem(folder, data_format, contents):
+    """Read all records with this project's parsers. Return the reason why DALI and its decoders must not read them, or
+    None if each record is an image whose content is in the set `contents`. A split whose list of images is invalid is
+    not a reason, because then DALI does not read the split."""
+    for mode in Mode:
+        try:
+            images = listing.images(str(folder), mode, data_format)[2]
+        except UsageError as e:
+            assert "\n" not in str(e), e
+            continue
+        for image in images:
+            try:
+                content, label = records.read(image)
+            except UsageError as e:
+                assert "\n" not in str(e), e
+                return "rejected"
+            except OSError:  # a file list may contain the path of a missing file
+                continue
+            assert isinstance(label, int | float)
+            if content not in contents:
+                return "different image"
+    return None
+
+
 def train(folder, mode, data_format):
     """Read one epoch of a split and return [(label, digest of the pixels)], or the error message if reading fails."""
     args = config.parse_args([*FLAGS.split(), "--image-root", str(folder), "--data-format", data_format])
@@ -187,7 +213,7 @@ def classify(intact, result, report, lists_images):
     return "trained, but verify fails" if report.training_would_fail else "trained"
 
 
-def run(base, work, data_format, number, intact):
+def run(base, work, data_format, number, intact, contents):
     """Apply a mutation and return (description, OUTCOME)."""
     shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(base / data_format, work)
@@ -196,11 +222,14 @@ def run(base, work, data_format, number, intact):
     for _ in range(random.randint(1, 3)):
         done, mode = mutate(work, random)
     try:
+        reason = problem(work, data_format, contents)
+        if reason is not None:
+            return done, reason
         result = train(work, mode, data_format)
         report = verify.verify(work, num_of_class=3)
         verify.show(report)
-        lists_images = data_format in ("folder", "filelist") or mode is Mode.TRAIN
-        if lists_images and data_format not in ("folder", "filelist") and not isinstance(result, str):
+        lists_images = data_format == "filelist" or mode is Mode.TRAIN
+        if lists_images and data_format != "filelist" and not isinstance(result, str):
             # Training shuffles and augments images, so only their number is compared.
             lists_images = len(result) == IMAGES
         return done, classify(intact, result, report, lists_images)
@@ -217,7 +246,7 @@ def main(folder, *mutations):
     os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
     verify.ProcessPoolExecutor = lambda *arguments: ThreadPoolExecutor(1)
     verify._in_a_process = lambda function, *arguments: function(*arguments)
-    stdout = sys.stdout
+    stdout, contents = sys.stdout, {path.read_bytes() for path in (base / "folder").rglob("*.*")}
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         intact = {}
         for mutation in mutations:
@@ -229,7 +258,7 @@ def main(folder, *mutations):
                 assert len(intact[data_format]) == IMAGES, intact[data_format]
             # Use a new folder for each mutation, because a process must not open the same LMDB twice.
             work = Path(folder) / f"{data_format}-{os.getpid()}-{number}"
-            done, outcome = run(base, work, data_format, int(number), intact[data_format])
+            done, outcome = run(base, work, data_format, int(number), intact[data_format], contents)
             signal.alarm(0)
             shutil.rmtree(work)
             print("end", mutation, f"{outcome} ({done})", file=stdout, flush=True)

@@ -11,13 +11,14 @@ import pytest
 
 from paddle_resnet.data import listing
 
+FORMATS = [name for name in listing.STORAGE_FORMATS if name != "folder"]  # the script does not mutate images
 SCRIPT = Path(__file__).with_name("fuzz.py")
 BATCH = 60  # number of mutations per process
 
 
 def fuzz(folder, mutations):
-    """Run mutations and return {"FORMAT:N": outcome}. If a mutation crashes a process, a new process continues with the
-    next mutation."""
+    """Run mutations and return {"FORMAT:N": outcome}. If a process ends early, a new process continues with the next
+    mutation."""
     outcomes = {}
     while mutations:
         command = [sys.executable, str(SCRIPT), str(folder), *mutations[:BATCH]]
@@ -38,11 +39,11 @@ def check(outcomes):
 
 
 def test_damaged_data_is_rejected_or_harmless(tmp_path):
-    check(fuzz(tmp_path, [f"{name}:{n}" for n in range(3) for name in listing.STORAGE_FORMATS]))
+    check(fuzz(tmp_path, [f"{name}:{n}" for n in range(3) for name in FORMATS]))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
+@pytest.mark.parametrize("data_format", FORMATS)
 def test_2000_damaged_data_sets_are_rejected_or_harmless(tmp_path, data_format):
     check(fuzz(tmp_path, [f"{data_format}:{n}" for n in range(1000, 3000)]))

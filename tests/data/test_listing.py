@@ -1,15 +1,18 @@
 """Splits that are missing, have a wrong name or are inconsistent. test_readers.py tests valid splits."""
 
+import gzip
 import json
 import os
 import re
 import shlex
 import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 
 from paddle_resnet import dataset
-from paddle_resnet.data import listing, readers, records
+from paddle_resnet.data import listing, numbering, readers, records
 from paddle_resnet.tools import convert, writers
 from utils.errors import UsageError
 from utils.mode import Mode
@@ -59,6 +62,51 @@ def test_missing_record_file_is_reported_with_remedy(converted, tmp_path):
     for path in tmp_path.glob("val*"):
         path.unlink()
     assert "has no val-000000.tar; create it, or use only train-000000.tar" in error_of(tmp_path)
+
+
+@pytest.mark.parametrize("ending", [".tar.gz", ".tgz"])
+def test_compressed_shards_are_named_with_remedy(converted, tmp_path, ending):
+    root = tmp_path / "a b"
+    root.mkdir()
+    content = (converted["webdataset"] / "val-000000.tar").read_bytes()
+    names = [f"train-000000{ending}", *(f"val-{number:06d}{ending}" for number in range(6))]
+    for name in names:
+        (root / name).write_bytes(gzip.compress(content))
+    with pytest.raises(UsageError) as error:
+        listing.splits(root)
+    problem = (
+        f"{root}: contains neither train/ nor val/ in any format; {', '.join(names[:5])} and 2 more cannot be read, "
+    )
+    command = f"gunzip '{root}'/*{Path(f'x{ending}').suffix}"
+    assert str(error.value) == f"{problem}because DALI does not support gzip: run `{command}`"
+    assert command in error_of(root, Mode.TRAIN)
+    with pytest.raises(UsageError, match="has no train-000000.tar; train-000000"):
+        listing.images(str(root), Mode.TRAIN, "webdataset")
+    subprocess.run(["gunzip", root / names[0]], check=True)
+    assert f"has no val-000000.tar; val-000000{ending}, " in error_of(root)
+    subprocess.run(command, shell=True, check=True)
+    counts = [len(listing.images(str(root), mode)[2]) for mode in Mode]
+    assert counts[0] > 0 and counts[1] == 6 * counts[0]
+
+
+def test_class_names_that_differ_only_in_unicode_form_are_reported(photos, tmp_path):
+    """macOS writes an accented letter as a letter and an accent (NFD)."""
+    shutil.copytree(photos, tmp_path, dirs_exist_ok=True)
+    nfc, nfd = "caf\xe9", "cafe\u0301"
+    (tmp_path / "train/class0").rename(tmp_path / "train" / nfc)
+    (tmp_path / "val/class0").rename(tmp_path / "val" / nfd)
+    command = f"mv {tmp_path}/val/{nfd} {tmp_path}/val/{nfc}"
+    message = error_of(tmp_path).replace("'", "")
+    problem = (
+        rf"the name cafe\u0301 looks like the class caf\xe9, but has a different Unicode form; rename it: `{command}`"
+    )
+    assert message == f"{tmp_path}/val/{nfd}: {problem}"
+    subprocess.run(error_of(tmp_path).split("`")[1], shell=True, check=True)
+    assert len(listing.images(str(tmp_path), Mode.EVAL)[2]) == 23
+    (tmp_path / "train" / nfd).mkdir()
+    message = error_of(tmp_path, Mode.TRAIN)
+    assert r"'cafe\u0301'" in message and r"'caf\xe9'" in message
+    assert message.endswith("move the images into one of the folders and remove the other")
 
 
 @pytest.mark.parametrize(
@@ -308,15 +356,19 @@ def test_class_folder_that_is_not_utf8_is_an_error(photos, tmp_path):
     for mode in Mode:
         (tmp_path / mode.value / "class1").rename(tmp_path / mode.value / name)
     skip = frozenset(f"{mode.value}/{name}/{path.name}" for mode in Mode for path in photos.glob(f"{mode.value}/*/*"))
-    for mode in Mode:
-        message = f"{tmp_path}/{mode.value}: the class folder b'caf\\xe9' is not valid UTF-8; rename the folder"
+    message = f"{tmp_path}/{{}}: the class folder b'caf\\xe9' is not valid UTF-8; rename the folder"
+    for mode in Mode:  # the folders in train/ number the classes of both splits
         with pytest.raises(UsageError) as e:
             readers.open_split(tmp_path, "auto", mode, 3, 0, skip)
-        assert str(e.value) == message
+        assert str(e.value) == message.format("train")
     with pytest.raises(UsageError, match=r"is not valid UTF-8; rename the folder$"):
         convert.convert(tmp_path, tmp_path / "output", "tfrecord", workers=1)
+    (tmp_path / "train" / name).rename(tmp_path / "train/café")  # obey the message
+    with pytest.raises(UsageError) as e:
+        readers.open_split(tmp_path, "auto", Mode.EVAL, 3, 0, skip)
+    assert str(e.value) == message.format("val")
+    (tmp_path / "val" / name).rename(tmp_path / "val/café")
     for mode in Mode:
-        (tmp_path / mode.value / name).rename(tmp_path / mode.value / "café")  # obey the message
         assert readers.open_split(tmp_path, "auto", mode, 3, 0).classes == ["café", "class0", "class2"]
 
 
@@ -403,30 +455,30 @@ def test_file_list_label_above_image_count_is_rejected(tmp_path, label):
     with pytest.raises(
         UsageError, match=f"the file lists contain only 2 images, but an image has label {label}; number the"
     ):
-        listing.count_classes(tmp_path, Mode.TRAIN)
+        numbering.count_classes(tmp_path, Mode.TRAIN)
     (tmp_path / "train.txt").write_text("a 0\nb 1\n")
-    assert listing.count_classes(tmp_path, Mode.TRAIN) == 2
+    assert numbering.count_classes(tmp_path, Mode.TRAIN) == 2
     (tmp_path / "val.txt").write_text("b 2\n")  # both lists define the classes
-    assert listing.count_classes(tmp_path, Mode.TRAIN) == listing.count_classes(tmp_path, Mode.EVAL) == 3
+    assert numbering.count_classes(tmp_path, Mode.TRAIN) == numbering.count_classes(tmp_path, Mode.EVAL) == 3
     (tmp_path / "val.txt").unlink()
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/train.txt").write_text("../a 0\n")
-    assert listing.count_classes(tmp_path / "sub", Mode.TRAIN, allow_outside=True) == 1
+    assert numbering.count_classes(tmp_path / "sub", Mode.TRAIN, "auto", True) == 1
     assert len(listing.images(tmp_path / "sub", Mode.TRAIN, allow_outside=True)[2]) == 1
-    for list_images in (listing.images, listing.list_filelist, listing.count_classes):
+    for list_images in (listing.images, listing.list_filelist, numbering.count_classes):
         with pytest.raises(UsageError, match="correct it, or add --allow-outside"):
             list_images(tmp_path / "sub", Mode.TRAIN)
     with pytest.raises(UsageError, match=r"val.txt cannot be read \(No such file"):
-        listing.count_classes(tmp_path, Mode.EVAL, "filelist")
+        numbering.count_classes(tmp_path, Mode.EVAL, "filelist")
     # An explicit format takes precedence over the detected format.
-    assert listing.count_classes(tmp_path, Mode.TRAIN, "folder") is None
+    assert numbering.count_classes(tmp_path, Mode.TRAIN, "folder") is None
     (tmp_path / "train/a").mkdir(parents=True)
-    assert listing.count_classes(tmp_path, Mode.TRAIN, "folder") == 1
+    assert numbering.count_classes(tmp_path, Mode.TRAIN, "folder") == 1
     (tmp_path / "classes.txt").touch()  # an empty file contains no class names
-    assert listing.count_classes(tmp_path, Mode.TRAIN, "filelist") == 2
-    assert listing.count_classes(tmp_path, Mode.TRAIN, "lmdb") is None
+    assert numbering.count_classes(tmp_path, Mode.TRAIN, "filelist") == 2
+    assert numbering.count_classes(tmp_path, Mode.TRAIN, "lmdb") is None
     (tmp_path / "classes.txt").write_text("x\ny\nz\n")  # names of classes without images
-    assert [listing.count_classes(tmp_path, Mode.TRAIN, kind) for kind in ("filelist", "lmdb", "folder")] == [3, 3, 1]
+    assert [numbering.count_classes(tmp_path, Mode.TRAIN, kind) for kind in ("filelist", "lmdb", "folder")] == [3, 3, 1]
 
 
 @pytest.mark.parametrize("names", ["train", "class folders"])
@@ -473,9 +525,9 @@ def test_class_folder_unknown_to_network_is_rejected(root):
     with pytest.raises(
         UsageError, match=r"val/class3 is not one of the 3 classes of the checkpoint \(class0, class1, "
     ):
-        listing.list_folder(root, Mode.EVAL, classes=TRAINED)
+        listing.list_folder(root, Mode.EVAL, classes=TRAINED, is_trained=True)
     with pytest.raises(UsageError, match=r"val/class0 is not one of the 3 classes of the checkpoint \(a, b, c\)"):
-        listing.list_folder(root, Mode.EVAL, classes=["a", "b", "c"])
+        readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=["a", "b", "c"])
     problem = "val/class3 has no train/class3; add it, or remove val/class3"
     with pytest.raises(UsageError, match=f"^--image-root {root}: {problem}$"):
         listing.list_folder(root, Mode.EVAL)
@@ -484,12 +536,13 @@ def test_class_folder_unknown_to_network_is_rejected(root):
 def test_unnamed_classes_do_not_define_labels(root):
     """Without classes.txt, the classes of a file list have no names, whereas class folders with numeric names do have
     names."""
-    assert set(listing.list_folder(root, Mode.EVAL, classes=["0", "1", "2"])[1]) == {0, 1, 2}
+    unnamed = listing.numbers(3)
+    assert set(readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=unnamed).labels) == {0, 1, 2}
     assert listing.numbers(None) == []
     shutil.rmtree(root / "val/class0")
     for i in (1, 2):
         (root / f"val/class{i}").rename(root / f"val/{i}")
-    assert set(listing.list_folder(root, Mode.EVAL, classes=["0", "1", "2"])[1]) == {1, 2}
+    assert set(readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=unnamed).labels) == {1, 2}
 
 
 @pytest.mark.parametrize("data_format", ["filelist", "recordio"])
@@ -509,7 +562,6 @@ def test_names_of_class_folders_come_from_classes_txt(root):
     (root / "classes.txt").write_text("cat\ndog\nox\n")
     data_set = readers.open_split(root, "auto", Mode.EVAL, 3, 0)
     assert (data_set.classes, data_set.class_names) == (TRAINED, ["cat", "dog", "ox"])
-    assert listing.report_names(root / "val", "folder", TRAINED) == TRAINED
     (root / "classes.txt").write_text(f"cat\ndog\n{'x' * 1000}\n")
     assert listing.class_names(root) == ["cat", "dog", "x" * 1000]
     (root / "classes.txt").write_text(" a\nb \n\n")
@@ -518,12 +570,11 @@ def test_names_of_class_folders_come_from_classes_txt(root):
     with pytest.raises(UsageError, match=r"classes.txt: cannot be read \(a line exceeds 1000 characters\); write one"):
         readers.open_split(root, "auto", Mode.EVAL, 3, 0)
     (root / "classes.txt").write_text("class0\nclass2\nclass1\n")
-    with pytest.raises(
-        UsageError, match=r"has the names of the class folders in a different order; write them in label"
-    ):
-        readers.open_split(root, "auto", Mode.EVAL, 3, 0)
-    with pytest.raises(UsageError, match="has the names of the class folders in a different order"):
-        listing.report_names(root, "folder", ["class2", "class1", "class0"])  # the order of a network's outputs
+    data_set = readers.open_split(root, "auto", Mode.EVAL, 3, 0)
+    assert data_set.classes == data_set.class_names == ["class0", "class2", "class1"]
+    (root / "classes.txt").write_text("Class 0\nClass 2\nClass 1\n")
+    data_set = readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=["class2", "class1", "class0"])
+    assert data_set.class_names == ["Class 2", "Class 1", "Class 0"]  # the order of the network's outputs
     (root / "classes.txt").write_text("class0\nclass1\nclass2\n")
     assert readers.open_split(root, "auto", Mode.EVAL, 3, 0).class_names == TRAINED
     # The text has a byte order mark and Windows line endings.
@@ -787,10 +838,9 @@ def test_network_with_too_few_outputs_is_rejected(root):
     (root / "val.txt").write_text("val/class0/00.jpg 2")
     for read, kind in (
         (lambda count: listing.list_folder(root, Mode.EVAL, count), "class folders"),
-        (lambda count: listing.class_names(root, count), "classes"),
-        (lambda count: listing.list_filelist(root, Mode.EVAL, count), "classes"),
+        (lambda count: readers.open_split(root, "filelist", Mode.EVAL, count, 0), "classes"),
     ):
-        assert len(read(3)) == 3
+        assert read(3)
         with pytest.raises(UsageError, match=f"--num-of-class 2: fewer than the 3 {kind} in .*; use --num-of-class 3"):
             read(2)
     (root / "classes.txt").unlink()
@@ -859,10 +909,10 @@ def test_file_list_that_is_not_utf_8_is_rejected(root):
 
 @pytest.mark.timeout(5)
 @pytest.mark.parametrize("name", ["val.txt", "classes.txt", "skip list"])
-@pytest.mark.parametrize("kind", ["fifo", "zero", "folder"])
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
 def test_lists_that_are_not_regular_files_are_rejected(root, tmp_path, name, kind):
     path = tmp_path / name if name == "skip list" else root / name
-    {"fifo": os.mkfifo, "zero": lambda path: os.symlink("/dev/zero", path), "folder": os.mkdir}[kind](path)
+    {"fifo": os.mkfifo, "device": lambda path: os.symlink("/dev/null", path), "folder": os.mkdir}[kind](path)
     message = "Is a directory" if kind == "folder" else "not a regular file"
     with pytest.raises(UsageError, match=rf"{path}.* cannot be read \({message}\)"):
         if name == "skip list":

@@ -173,20 +173,19 @@ def test_lmdb_labels_returns_size_and_labels(tmp_path, monkeypatch):
     assert records.lmdb_labels(str(tmp_path / "train_lmdb"), 100) == (3, [300, 2, 1])
 
 
-@pytest.mark.parametrize(
-    ("size", "problem"), [(2 * 4096 - 16, None), (2 * 4096 - 15, "record b'00000000' is outside the file")]
-)
-def test_lmdb_record_beyond_end_of_file_is_rejected(tmp_path, size, problem):
-    """The image occupies the last two pages of the file, after a header of 16 bytes. Its size precedes its key."""
+def test_lmdb_record_outside_the_file_is_rejected(tmp_path, monkeypatch):
+    """Reading beyond the end of the file would raise SIGBUS, so the LMDB is intact. Instead, the test moves the start
+    of the file in memory. The record occupies the last two pages of the file, after a header of 16 bytes."""
     with writers.SINGLE_FILE["lmdb"](str(tmp_path), "val") as writer:
-        writer.write([(bytes(5000), 3)])
+        writer.write([(bytes(2 * 4096 - 16 - 7), 3)])  # the label and other fields take 7 bytes
         writer.finish()
-    path = tmp_path / "val_lmdb/data.mdb"
-    data = bytearray(path.read_bytes())
-    struct.pack_into("<H", data, data.index(b"00000000") - 8, size)
-    path.write_bytes(data)
-    (tmp_path / "link").symlink_to(path.parent)
-    assert lmdb_check.problem(str(path.parent)) == lmdb_check.problem(str(tmp_path / "link")) == problem
+    folder, mapped_at = tmp_path / "val_lmdb", lmdb_check._mapped_at
+    (tmp_path / "link").symlink_to(folder)
+    place = (folder / "data.mdb").stat().st_size - 2 * 4096 + 16
+    for moved, problem in ((0, None), (-1, "outside"), (place, None), (place + 1, "outside")):
+        monkeypatch.setattr(lmdb_check, "_mapped_at", lambda path, moved=moved: mapped_at(path) + moved)
+        problem = problem and "record b'00000000' is outside the file"
+        assert lmdb_check.problem(str(folder)) == lmdb_check.problem(str(tmp_path / "link")) == problem
 
 
 def test_truncated_lmdb_is_rejected(tmp_path):

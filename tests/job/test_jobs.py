@@ -296,6 +296,46 @@ def test_failed_rank_stops_job_and_is_reported(launch, tmp_path, fault, message)
     folders.verify(tmp_path / "output/Tiny/0")
 
 
+def assert_change_is_reported(logs, message):
+    for rank, log in enumerate(logs):
+        assert_one_error(log, [f"rank {rank}: parameters and optimizer state: {message} (conv2d_2.w_0"])
+        assert "Traceback" not in log
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags", "message"),
+    [
+        (2, [], "differ between rank 0 and rank 1 at the end of epoch 1"),
+        pytest.param(
+            *(3, ["--save-interval-steps", "1"], "differ on rank 2 from all other ranks before step 1 of epoch 1"),
+            marks=pytest.mark.soak,
+        ),
+    ],
+)
+def test_changed_bit_on_one_rank_stops_job(launch, tmp_path, processes, flags, message):
+    """The last rank changes one bit of a filter after the first epoch is saved. The next checkpoint is not written."""
+    fault = ["--fault", f"{processes - 1} 3 flips", "--fault-after", tmp_path / "output/Tiny/latest"]
+    code, logs = launch(processes, *TWO_EPOCHS, *flags, *fault, succeeds=False)
+    assert code == 1
+    assert_change_is_reported(logs, message)
+    assert not {path.name for path in folders.finished(tmp_path / "output/Tiny")} & {"1", "1_1"}
+
+
+@pytest.mark.soak
+def test_job_resumes_after_changed_bit(launch, two_processes, tmp_path):
+    """The ranks are compared between two checkpoints. As the message recommends, the same command is then repeated with
+    --resume."""
+    fault = ["--fault", "1 3 flips", "--fault-after", tmp_path / "output/Tiny/latest"]
+    code, logs = launch(2, *TWO_EPOCHS, "--check-interval", "5", *fault, succeeds=False)
+    assert code == 1
+    assert_change_is_reported(logs, "differ between rank 0 and rank 1 before step 2 of epoch 1")
+    assert "and repeat the command with --resume" in logs[0]
+    _, parameters = launch(2, *TWO_EPOCHS, "--check-interval", "5", "--resume", "--overwrite", "false")
+    for expected, actual in zip(two_processes[1], parameters, strict=True):
+        for name in expected.files:
+            np.testing.assert_array_equal(actual[name], expected[name], err_msg=name)
+
+
 @pytest.mark.soak
 def test_rank_without_gil_reports_failure_of_other_rank(launch, tmp_path):
     """Rank 0 executes C code that holds the GIL, like a CUDA call that waits for the GPU. Neither threads nor signal

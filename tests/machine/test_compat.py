@@ -16,7 +16,7 @@ from paddle import static
 from paddle.base.framework import OpProtoHolder
 
 import other_paddle
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, assert_one_error
 from paddle_resnet.machine import compat
 from utils.errors import UsageError
 
@@ -248,7 +248,7 @@ def test_paddle_3_has_fused_residual_unit_in_some_builds():
 def test_legacy_programs_are_required_and_enabled_in_paddle_3(monkeypatch, is_paddle_3):
     flags, calls = {"FLAGS_enable_pir_api": True}, []
     monkeypatch.setattr(compat, "IS_PADDLE_3", is_paddle_3)
-    monkeypatch.setattr(paddle, "get_flags", lambda name: {name: flags[name]})
+    monkeypatch.setattr(paddle, "get_flags", lambda name: {name: flags.get(name, False)})
     monkeypatch.setattr(paddle, "set_flags", flags.update)
     utilities = SimpleNamespace(_switch_to_old_ir_=lambda: calls.append("switched"))
     monkeypatch.setattr(paddle, "pir_utils", utilities, raising=False)
@@ -261,6 +261,32 @@ def test_legacy_programs_are_required_and_enabled_in_paddle_3(monkeypatch, is_pa
     assert (flags["FLAGS_enable_pir_api"], calls) == ((False, ["switched"]) if is_paddle_3 else (True, []))
     flags["FLAGS_enable_pir_api"] = False
     compat.check_version("3.3.1")
+
+
+@pytest.mark.parametrize("name", compat._HARMFUL_FLAGS)
+def test_flag_with_which_programs_fail_is_rejected(name):
+    paddle.set_flags({name: True})
+    try:
+        with pytest.raises(UsageError, match=f"^{name}: not supported, because .*; unset {name} "):
+            compat.check_version()
+    finally:
+        paddle.set_flags({name: False})
+    compat.check_version()
+
+
+@pytest.mark.parametrize("name", ["FLAGS_check_nan_inf", pytest.param("FLAGS_use_mkldnn", marks=pytest.mark.soak)])
+def test_environment_with_harmful_flag_exits_with_code_2_before_first_step(name, train_process, monkeypatch, tmp_path):
+    """As the message recommends, the run then succeeds without the variable."""
+    flags = [*TINY, "--model-arch-name", "ResNet18_CIFAR", "--data-format", "synthetic", "--output-dir", tmp_path]
+    flags += ["--benchmark", "--benchmark-warmup-steps", "1", "--benchmark-steps", "1", "--report-file"]
+    monkeypatch.setenv(name, "1")
+    done = train_process(*flags, tmp_path / "report.json")
+    assert done.returncode == 2
+    assert_one_error(done.stderr, [f"train.py: error: {name}: not supported, "])
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "report.json").exists()
+    monkeypatch.delenv(name)
+    assert train_process(*flags, tmp_path / "report.json").returncode == 0
 
 
 @pytest.mark.parametrize("is_paddle_3", [False, True])

@@ -12,7 +12,7 @@ from utils.meters import ConfusionMeter, TopMeter
 CLASSES = [1, 2, 5, 7]
 
 
-def run(add_head, classes, smoothing, is_train, feed=None, is_weighted=False):
+def run(add_head, classes, smoothing, is_train, feed=None, is_weighted=False, has_image_weights=False, place=None):
     """Run a loss head on random logits.
 
     Returns:
@@ -26,12 +26,14 @@ def run(add_head, classes, smoothing, is_train, feed=None, is_weighted=False):
         logits = static.data("x", [None, classes])
         logits.stop_gradient = False
         weights = {"weights": static.data("w", [None, classes])} if is_weighted else {}
+        if has_image_weights:
+            weights["image_weights"] = static.data("v", [None, 1])
         head = add_head(logits, {"label": static.data("y", [None, 1], "int64")} | weights, classes, smoothing, is_train)
         outputs = list(head.values())
         if is_train:
             # The loss is squared, so that its gradient is not 1.
             outputs += static.gradients(head["loss"] * head["loss"], logits)
-    exe = static.Executor(paddle.CPUPlace())
+    exe = static.Executor(place or paddle.CPUPlace())
     return dict(zip([*head, "gradient"], exe.run(main, feed, outputs), strict=False)), main
 
 
@@ -79,6 +81,56 @@ def test_balanced_weights_are_inversely_proportional_to_the_numbers_of_images():
 
 
 HEADS = [loss_head.add_paddle, *([loss_head.add_native] if native.missing() is None else [])]
+
+
+@pytest.mark.parametrize("is_train", [True, False])
+@pytest.mark.parametrize("is_weighted", [True, False])
+@pytest.mark.parametrize("has_image_weights", [True, False])
+@pytest.mark.parametrize("smoothing", [0, 0.1])
+@pytest.mark.parametrize("add_head", HEADS, ids=["paddle", "native"][: len(HEADS)])
+def test_losses_above_64_are_exact(add_head, smoothing, has_image_weights, is_weighted, is_train):
+    """On a CPU, Paddle's cross entropy limits the loss of an image to about 64, but not the gradient."""
+    if add_head is loss_head.add_native:
+        native.load()
+    x = np.array([[0, 100, 3], [1e7, -1e7, 5], [0.5, 70, -7_147_899], [1, 2, 3]], np.float32)
+    y, image_weights = np.array([[0], [1], [2], [1]]), np.array([[0.5], [2], [1], [1]], np.float32)
+    target = np.eye(3)[y[:, 0]]
+    if is_weighted:  # a mixed image, and classes with weight 0
+        target[1:3] = [[0.25, 0.75, 0], [0.5, 0, 0.5]]
+    feed = {"x": x, "y": y, "w": target.astype("float32"), "v": image_weights}
+    result, _ = run(add_head, 3, smoothing, is_train, feed, is_weighted, has_image_weights)
+    smoothed = (1 - smoothing) * target + smoothing / 3 if is_train else target
+    shifted = x.astype(np.float64) - x.max(1, keepdims=True)
+    log_softmax = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    losses = -(smoothed * log_softmax).sum(1, keepdims=True)
+    assert losses.max() > 1e7
+    if not is_train:
+        np.testing.assert_allclose(result["loss"], losses, rtol=1e-6)
+        return
+    factors = image_weights if has_image_weights else np.ones((4, 1))
+    loss = (factors * losses).mean()
+    assert result["loss"] == pytest.approx(loss, rel=1e-6)
+    gradient = 2 * loss * factors * (np.exp(log_softmax) - smoothed) / 4  # run() squares the loss
+    np.testing.assert_allclose(result["gradient"], gradient, rtol=1e-4, atol=1e-6 * loss)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_train", [True, False])
+def test_paddle_head_on_gpu_equals_cpu(is_train):
+    feed = {"x": np.array([[0, 100, 3], [1e7, -1e7, 5], [1, 2, 3]], np.float32), "y": np.array([[0], [1], [1]])}
+    expected, _ = run(loss_head.add_paddle, 3, 0.1, is_train, feed)
+    result, _ = run(loss_head.add_paddle, 3, 0.1, is_train, feed, place=paddle.CUDAPlace(0))
+    for name, value in expected.items():
+        np.testing.assert_allclose(result[name], value, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("add_head", HEADS, ids=["paddle", "native"][: len(HEADS)])
+def test_logit_of_class_with_weight_0_can_be_minus_infinity(add_head):
+    if add_head is loss_head.add_native:
+        native.load()
+    feed = {"x": np.array([[1, 2, -np.inf]], "float32"), "y": np.array([[0]]), "w": np.array([[1, 0, 0]], "float32")}
+    result, _ = run(add_head, 3, 0, False, feed, is_weighted=True)
+    assert result["loss"].item() == pytest.approx(np.log(np.e + np.e**2) - 1)
 
 
 @pytest.mark.parametrize("add_head", HEADS, ids=["paddle", "native"][: len(HEADS)])

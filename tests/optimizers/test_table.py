@@ -1,6 +1,8 @@
 """Every optimizer in a small program: weight decay groups, Paddle's operators compared with the custom operator,
 skipped steps, and resuming. tests/native/test_native.py tests the formulas."""
 
+import dataclasses
+
 import numpy as np
 import paddle
 import paddle.nn.functional as F
@@ -8,8 +10,10 @@ import pytest
 from paddle import nn, static
 
 import config
-from conftest import NHWC, assert_sparse
+import few_blocks
+from conftest import NHWC, assert_sparse, frozen
 from helpers import build, random_batches
+from paddle_resnet import models, program
 from paddle_resnet.checkpoints import variables
 from paddle_resnet.native import build as native
 from paddle_resnet.optimizers import schedules, sparsity, table
@@ -25,7 +29,7 @@ PLACE = paddle.CPUPlace()
 class Run:
     """A network of two linear layers with batch normalization between them. Each instance has its own scope."""
 
-    def __init__(self, *flags, fuse=False, scale=False):
+    def __init__(self, *flags, fuse=False, scale=False, regularizer=None):
         args = config.parse_args(["--weight-decay", "0.1", "--lr", "0.1", "--warmup-epochs", "0", *flags])
         args.kernels, args.use_dynamic_loss_scaling = "native" if fuse else "paddle", scale
         self._scope = static.Scope()
@@ -38,7 +42,10 @@ class Run:
             paddle.seed(0)
             x = nn.Linear(8, 6, bias_attr=False)(static.data("x", [16, 8])).reshape([16, 6, 1, 1])
             x = F.relu(nn.BatchNorm2D(6)(x)).reshape([16, 6])
-            last = {f"{kind}_attr": paddle.ParamAttr(name=f"last.{kind}") for kind in ("weight", "bias")}
+            last = {
+                f"{kind}_attr": paddle.ParamAttr(name=f"last.{kind}", regularizer=regularizer)
+                for kind in ("weight", "bias")
+            }
             self._loss = paddle.mean(nn.Linear(6, 3, **last)(x) ** 2)
             self._rate = schedules.build_lr_scheduler(args, durations.uniform(args, 10))
             optimizer = table.build_optimizer(args, self._rate)
@@ -118,6 +125,141 @@ def test_weight_decay_groups(name, with_bn):
     expected |= {"last.bias": not rule.is_adaptive}
     expected |= dict.fromkeys(["batch_norm2d_0.w_0", "batch_norm2d_0.b_0"], with_bn)
     assert decays == {name: pytest.approx(0.1 * has_decay) for name, has_decay in expected.items()}
+
+
+@pytest.mark.parametrize("regularizer", [paddle.regularizer.L1Decay(0.3), paddle.regularizer.L2Decay(0.3)])
+@pytest.mark.parametrize("name", ["Momentum", "AdamW"])
+def test_regularizer_of_parameter_replaces_weight_decay(name, regularizer):
+    """Momentum applies L2Decay in its update operator; all other regularizers are added to the gradient."""
+    runs = [Run("--optimizer", name, fuse=fuse, regularizer=regularizer) for fuse in (False, True)]
+    is_l2 = isinstance(regularizer, paddle.regularizer.L2Decay)
+    decay = 0.3 if name == "Momentum" and is_l2 else 0
+    decays = {op.input("Param")[0]: table.OPTIMIZERS[name].decay(op) for op in runs[0].paddle_updates}
+    assert decays["last.weight"] == decays["last.bias"] == pytest.approx(decay)
+    for run in runs:
+        run.step(0)
+    expected, result = (run.state() for run in runs)
+    for key, value in expected.items():
+        np.testing.assert_allclose(result[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
+    if decay:
+        Run("--optimizer", name, fuse=True, scale=True, regularizer=regularizer)
+    else:
+        with pytest.raises(UsageError, match="^--kernels native: loss scaling is not supported with a regularizer of"):
+            Run("--optimizer", name, fuse=True, scale=True, regularizer=regularizer)
+        scaled = Run("--optimizer", name, scale=True, regularizer=regularizer)
+        scaled.step(0)
+        result = scaled.state()
+        np.testing.assert_allclose(result["last.weight"], expected["last.weight"], rtol=1e-5, atol=1e-6)
+
+
+def decays(parse, layout, *flags):
+    """Return {name of a parameter: its weight decay} for the training program of a network."""
+    shape = "3,32,32" if layout == "NCHW" else "4,32,32"
+    args = parse("--data-layout", layout, "--image-shape", shape, "--weight-decay", "0.1", *flags)
+    main = static.Program()
+    program.build(frozen(args), main, static.Program(), 10)
+    return {op.input("Param")[0]: table.OPTIMIZERS[args.optimizer].decay(op) for op in table.updates(main)}
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_decayed_parameters_of_registered_networks_do_not_depend_on_layout(parse, monkeypatch, name):
+    """Momentum decays all parameters except those of BN layers, as in NVIDIA's example, and except the factor of
+    self-attention. AdamW additionally excludes biases."""
+    monkeypatch.setitem(models.MODELS, name, few_blocks.with_few_blocks(models.MODELS[name]))
+    for optimizer in ("Momentum", "AdamW"):
+        first, second = (
+            decays(parse, layout, "--model-arch-name", name, "--optimizer", optimizer) for layout in ("NCHW", "NHWC")
+        )
+        assert first == second
+        for parameter, decay in first.items():
+            is_factor = parameter.startswith(("batch_norm", "self_attention_0.w_1"))
+            is_bias = parameter.startswith(("conv2d", "linear")) and parameter.split(".")[1].startswith("b_")
+            assert decay == pytest.approx(0.1 * (not is_factor and not (is_bias and optimizer == "AdamW"))), parameter
+
+
+USER_NETWORK = """
+import paddle
+from paddle import nn
+from paddle_resnet.models.layers import sigmoid
+
+
+class Net(nn.Layer):
+    def __init__(self, num_classes, in_channels, data_format):
+        super().__init__()
+        self.is_nchw = data_format == "NCHW"
+
+        def parameter(name, shape, **attributes):
+            return self.create_parameter(shape, attr=paddle.ParamAttr(name=name, **attributes))
+
+        def attributes(layer, **more):
+            return {f"{kind}_attr": paddle.ParamAttr(name=f"{layer}.{kind}", **more) for kind in ("weight", "bias")}
+
+        self.first = nn.Conv2D(in_channels, 8, 3, stride=4, data_format=data_format, **attributes("first"))
+        self.norms = nn.LayerList([
+            nn.GroupNorm(2, 8, data_format=data_format, **attributes("group_norm")),
+            nn.LayerNorm([8, 8, 8], **attributes("layer_norm")),
+        ])
+        own = paddle.regularizer.L2Decay(0.7)
+        self.own = nn.BatchNorm2D(8, data_format=data_format, **attributes("own_norm", regularizer=own))
+        vector = [8, 1, 1] if self.is_nchw else [8]
+        self.scale, self.shift = parameter("scale", vector), parameter("shift", vector)
+        self.gate = parameter("gate", vector)
+        self.prelu = nn.PReLU(8, data_format=data_format, weight_attr=paddle.ParamAttr(name="slope"))
+        self.prior = parameter("prior", [8, 8, 1] if not self.is_nchw else [1, 8, 8])
+        self.narrow = nn.Linear(8, 1, **attributes("narrow"))
+        self.hidden = nn.Linear(1, 8, **attributes("hidden", regularizer=own))
+        self.last = nn.Linear(8, num_classes, **attributes("last"))
+
+    def forward(self, images):
+        x = self.first(images)
+        for norm in [*self.norms, self.own]:
+            x = norm(x)
+        x = self.prelu(x * self.scale * sigmoid(self.gate) + self.shift) + self.prior
+        x = paddle.mean(x, [2, 3] if self.is_nchw else [1, 2])
+        return self.last(self.hidden(self.narrow(x)))
+"""
+
+
+@pytest.mark.parametrize("flags", [[], ["--bn-weight-decay"], ["--qat"]], ids=["default", "all", "qat"])
+@pytest.mark.parametrize("optimizer", table.OPTIMIZERS)
+def test_decayed_parameters_of_user_network_do_not_depend_on_layout(parse, tmp_path, optimizer, flags):
+    """Regression test: a scale of shape [C, 1, 1] decayed with AdamW, a scale of shape [C] did not; LayerNorm decayed
+    with Momentum; and a regularizer of BN was ignored with Momentum."""
+    file = tmp_path / "net.py"
+    file.write_text(USER_NETWORK)
+    flags = ["--model-arch-name", f"{file}:Net", "--optimizer", optimizer, *flags]
+    first, second = (decays(parse, layout, *flags) for layout in ("NCHW", "NHWC"))
+    assert first == second
+    rule = table.OPTIMIZERS[optimizer]
+    expected = dict.fromkeys(["first.weight", "narrow.weight", "last.weight", "prior"], 0.1)
+    expected |= dict.fromkeys(["first.bias", "narrow.bias", "last.bias", "shift"], 0 if rule.is_adaptive else 0.1)
+    factors = ["group_norm.weight", "group_norm.bias", "layer_norm.weight", "layer_norm.bias", "scale", "gate"]
+    expected |= dict.fromkeys([*factors, "slope"], 0.1 if "--bn-weight-decay" in flags else 0)
+    # Adaptive optimizers add the parameter's own regularization to its gradient.
+    own = ["own_norm.weight", "own_norm.bias", "hidden.weight", "hidden.bias"]
+    expected |= dict.fromkeys(own, 0 if rule.is_adaptive else 0.7)
+    assert first == {name: pytest.approx(decay) for name, decay in expected.items()}
+
+
+@pytest.mark.parametrize("kernels", ["paddle", "native"])
+@pytest.mark.parametrize("mark", [None, "lazy_mode"])
+@pytest.mark.parametrize("name", ["Lion", "RAdam"])
+def test_rule_that_paddle_lacks_is_never_replaced_by_adamw(parse, monkeypatch, name, mark, kernels):
+    """Paddle 2.6 has no Lion, so a new entry would build AdamW for a pass that is missing here."""
+    lion = dataclasses.replace(table.OPTIMIZERS["AdamW"], native="lion", mark=mark)
+    monkeypatch.setitem(table.OPTIMIZERS, "Lion", lion)
+    monkeypatch.setattr(updates, "rectify", lambda main_prog, lr_scheduler: None)
+    args = parse("--kernels", kernels)
+    args.optimizer = name
+    main = static.Program()
+    program.build(frozen(args), main, static.Program(), 10)
+    assert {table.rule_of(op) for op in table.updates(main)} == {table.OPTIMIZERS["AdamW"]}
+    with pytest.raises(UsageError, match=rf"^--optimizer {name}: Paddle lacks .* has \d+ unchanged operators adamw; "):
+        program.compile_prog(args, main)
+    for op in table.updates(main):
+        if mark:
+            op._set_attr(mark, True)
+    assert {table.rule_of(op) for op in table.updates(main)} == {lion if mark else table.OPTIMIZERS["AdamW"]}
 
 
 @pytest.mark.parametrize("scale", [False, True], ids=["unscaled", "scaled"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paddle_resnet.data import bad_images
+from paddle_resnet.data import bad_images, readers
 from paddle_resnet.serving import image_files, inference, networks
 from paddle_resnet.serving.model import Model
 from utils.errors import RunError
@@ -79,14 +79,16 @@ def test_intact_image_that_dali_cannot_load_is_an_error(checkpoint, photo_paths,
         list(image_files.predict(model, [str(tmp_path / "a.jpg")]))
 
 
-def test_image_with_too_many_pixels_after_resize_is_reported(checkpoint, tmp_path):
-    """Resizing 5 x 65,000 pixels to 256 x 3,328,000 pixels would need 2.6 GB. The shorter side of the image must cover
-    the longer side of the crop."""
+def test_image_with_too_many_pixels_after_resize_is_reported(checkpoint, tmp_path, monkeypatch):
+    """The shorter side of the image must cover the longer side of the crop. The test lowers the limit, so that resizing
+    would not need gigabytes."""
+    for module in (bad_images, readers):
+        monkeypatch.setattr(module, "MAX_PIXELS", 4 * 10**6)
     description = networks.load_checkpoint(checkpoint).description
     description["preprocessing"] |= {"resize_short": 128, "center_crop": [32, 64]}
-    for shape in ((65000, 5), (1, 65000), (6500, 20)):
+    for shape in ((650, 5), (1, 650), (650, 20)):
         Image.new("RGB", shape).save(tmp_path / "thin.png")
         model = Model("", description, lambda images: [np.zeros((1, 3), np.float32)])
         [(_, row, problem)] = image_files.predict(model, [str(tmp_path / "thin.png")])
-        expected = f"has {shape[0]} x {shape[1]} pixels and would exceed the limit of 268,435,456 after resizing"
+        expected = f"has {shape[0]} x {shape[1]} pixels and would exceed the limit of 4,000,000 after resizing"
         assert (row is None, problem) == ((False, None) if 20 in shape else (True, expected))

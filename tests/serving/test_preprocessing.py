@@ -1,7 +1,6 @@
 import ast
 import copy
 import json
-import os
 import subprocess
 import sys
 import warnings
@@ -245,13 +244,13 @@ def test_preprocess_script_reports_unusable_files(checkpoint, photos, tmp_path, 
     (image, *_) = sorted((photos / "val").glob("*/*.jpg"))
     (tmp_path / "text.jpg").write_text("no image")
     (tmp_path / "cut.jpg").write_bytes(image.read_bytes()[:500])
-    os.mkfifo(tmp_path / "pipe.jpg")
+    (tmp_path / "device.jpg").symlink_to("/dev/null")
     monkeypatch.setattr(preprocessing, "MAX_PIXELS", 70 * 70)
     Image.new("1", (80, 80)).save(tmp_path / "large.png")
     Image.new("1", (70, 70)).save(tmp_path / "largest.png")
     bad = [
         str(photos),
-        *(str(tmp_path / name) for name in ("text.jpg", "cut.jpg", "pipe.jpg", "large.png", "gone.jpg")),
+        *(str(tmp_path / name) for name in ("text.jpg", "cut.jpg", "device.jpg", "large.png", "gone.jpg")),
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -260,6 +259,7 @@ def test_preprocess_script_reports_unusable_files(checkpoint, photos, tmp_path, 
     out, err = capsys.readouterr()
     assert out.startswith(f"{image}: float32 [1, 3, 32, 32], from -")
     assert [line.split(": cannot be used (")[0] for line in err.splitlines()] == bad
+    assert "device.jpg: cannot be used (not a regular file)" in err
     assert "large.png: cannot be used (80 x 80 pixels, more than the limit of 4,900)" in err
     assert preprocessing.main([f"{tmp_path}/\x1b\n.jpg"]) == 1
     assert capsys.readouterr().err == f"{tmp_path}/\\x1b\\n.jpg: cannot be used (not a regular file)\n"

@@ -1,0 +1,454 @@
+"""Number the classes of a data set: one numbering for both splits and all storage formats.
+
+Class folders have names but no numbers; file lists and records have numbers and possibly names. `establish` combines
+what both splits contain, and every program that reads labels uses its result. docs/data.md describes the rules.
+
+This module imports neither DALI nor Paddle, so that the worker processes of the data-set tools start quickly.
+"""
+
+import contextlib
+import functools
+import os
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from paddle_resnet.data import indexes, listing, records
+from utils import logger
+from utils.errors import UsageError
+from utils.mode import Mode
+from utils.numbers import AUTO
+
+IMAGENET_CLASSES = Path(__file__).parent / "imagenet_classes.txt"
+# Approximate number of TFRecord examples per split whose labels and class names are read before step 1.
+SAMPLES = 256
+# Where the numbers of class folders come from, for messages.
+SORTED, CHECKPOINT = "among the sorted class folders", "in the checkpoint"
+
+
+@dataclass(frozen=True)
+class Numbering:
+    """How the images of a split are numbered.
+
+    Attributes:
+        classes: names that identify the classes, in label order: the names of the class folders, the classes of a
+            trained network, the lines of classes.txt, or the names in TFRecords; None if classes have only numbers.
+        class_names: names for reports in label order; None if classes have only numbers.
+        offset: number to subtract from the stored labels of the split.
+        is_trained: whether `classes` are those of a trained network.
+    """
+
+    classes: list | None
+    class_names: list | None
+    offset: int = 0
+    is_trained: bool = False
+
+
+def establish(
+    image_root, mode, data_format=AUTO, num_of_class=None, allow_outside=False, label_offset=AUTO, trained=None
+):
+    """Number the classes of a data set.
+
+    Args:
+        image_root: the folder that contains both splits.
+        mode: the split to read, Mode.TRAIN or Mode.EVAL.
+        data_format: one of listing.STORAGE_FORMATS, or "auto".
+        num_of_class: number of network outputs, or None for any number.
+        allow_outside: whether file lists may contain files outside image_root.
+        label_offset: value of --label-offset, a number or AUTO.
+        trained: class name of each output of a trained network, or None if the data set defines the numbers. The names
+            "0", "1", ... stand for outputs without names.
+    Returns:
+        Numbering.
+    Raises:
+        UsageError: the splits contradict each other, classes.txt or the trained network; the numbers of class folders
+            are unknown; or the data set cannot be read.
+    """
+    image_root = str(image_root)
+    formats = _formats(image_root, mode, data_format)
+    sampled = _sample(image_root, formats)
+    offsets = _offsets(image_root, formats, sampled, label_offset, num_of_class)
+    path, names, class_names = _names(image_root, sampled, offsets, num_of_class)
+    if trained is not None:
+        formats = {mode: formats[mode]}  # the network, not the other split, numbers this split
+    if label_offset != AUTO and label_offset and set(formats.values()) == {"folder"}:
+        raise UsageError(
+            f"--label-offset {label_offset}: class folders in {image_root} contain no labels; use --label-offset auto"
+        )
+    if "folder" not in formats.values():
+        if names is not None:
+            _check_names(path or f"--image-root {image_root}", names, num_of_class, trained)
+        if trained is not None and not are_numbers(trained):
+            _check_lists(image_root, formats, allow_outside, offsets, trained, CHECKPOINT)
+        return Numbering(names, class_names, offsets[mode])
+    classes, source = _folder_classes(image_root, mode, formats, names, trained)
+    if classes is None:  # listing.list_folder reports missing folders
+        return Numbering(None, None)
+    if names is not None:
+        class_names = _shown(path, names, class_names, classes)
+    if trained is None and len(set(formats.values())) > 1:
+        is_checked = _check_lists(image_root, formats, allow_outside, offsets, classes, source)
+        if source == SORTED and not is_checked:
+            _warn_of_unchecked(image_root, formats)
+    return Numbering(classes, class_names or classes, offsets[mode], source == CHECKPOINT)
+
+
+def images(
+    image_root,
+    mode,
+    data_format=AUTO,
+    num_of_class=None,
+    allow_outside=False,
+    label_offset=AUTO,
+    skip=frozenset(),
+):
+    """List all images of a split, numbered by establish().
+
+    Args:
+        skip: see listing.list_folder. For the other arguments, see establish().
+    Returns:
+        (storage format, Numbering, [listing.Image])
+    Raises:
+        UsageError: the split cannot be used.
+    """
+    numbers = establish(image_root, mode, data_format, num_of_class, allow_outside, label_offset)
+    stored_as = None if data_format == AUTO else data_format
+    options = numbers.classes, skip, numbers.offset
+    stored_as, _, listed = listing.images(image_root, mode, stored_as, allow_outside, *options)
+    return stored_as, numbers, listed
+
+
+def data_classes(image_root, mode, data_format=AUTO, allow_outside=False, label_offset=AUTO):
+    """Return the classes of a data set, which are defined by class folders, the lines of classes.txt, the labels in
+    file lists, or the labels and names in TFRecords.
+
+    Args:
+        mode: the split that must exist, Mode.TRAIN or Mode.EVAL. For the other arguments, see establish().
+    Returns:
+        names in label order, which are "0", "1", ... for classes without names; or None if the number of classes is
+        unknown or the split is missing.
+    Raises:
+        UsageError: the data set cannot be read, or its file lists have fewer images than classes.
+    """
+    image_root = str(image_root)
+    formats = _formats(image_root, mode, data_format)
+    sampled = _sample(image_root, formats)
+    offsets = _offsets(image_root, formats, sampled, label_offset)
+    _, names, _ = _names(image_root, sampled, offsets)
+    if formats[mode] == "folder":
+        return _folder_classes(image_root, mode, formats, names, None)[0]
+    if names:
+        return names
+    if formats[mode] == "filelist":
+        lists = [m for m, kind in formats.items() if kind == "filelist"]
+        labels = [n for m in lists for n in listing.list_filelist(image_root, m, None, allow_outside, offsets[m])[1]]
+        if max(labels) >= len(labels):
+            raise UsageError(
+                f"--image-root {image_root}: the file lists contain only {len(labels)} images, but an image "
+                f"has label {max(labels) + offsets[mode]}; number the classes from 0, or set --num-of-class"
+            )
+        return listing.numbers(max(labels) + 1)
+    return listing.numbers(max(sampled)) if label_offset == AUTO and offsets[mode] else None
+
+
+def count_classes(*arguments):
+    """Return the number of data_classes(), or None if it is unknown."""
+    classes = data_classes(*arguments)
+    return None if classes is None else len(classes)
+
+
+def imagenet_classes():
+    """Return [(wnid, WordNet name)] for ImageNet's classes, in label order."""
+    lines = IMAGENET_CLASSES.read_text(encoding="utf-8").splitlines()
+    return [tuple(line.split("\t")) for line in lines]
+
+
+def _formats(image_root, mode, data_format):
+    """Return {mode: storage format} for `mode` and, if it exists, for the other split."""
+    other = next(m for m in Mode if m is not mode)
+    if data_format != AUTO:
+        is_list = data_format == "filelist" and os.path.isfile(os.path.join(image_root, f"{other.value}.txt"))
+        are_shards = data_format in listing.SHARD_NAMES and listing.find_shards(image_root, data_format, other)
+        return {mode: data_format, **({other: data_format} if is_list or are_shards else {})}
+    formats = {mode: listing.detect(image_root, mode)}
+    with contextlib.suppress(UsageError):  # only reading the other split requires that it is usable
+        kind = listing.detect(image_root, other)
+        folder = os.path.join(image_root, other.value)
+        if kind != "folder" or (os.path.isdir(folder) and listing.class_folders(folder)):
+            formats[other] = kind
+    return formats
+
+
+def _folder_classes(image_root, mode, formats, names, trained):
+    """Return (names of the class folders in label order, or None if there are no folders; where the numbers come
+    from).
+
+    Args:
+        formats: result of _formats.
+        names: names of the classes in classes.txt or in records, in label order, or None.
+        trained: see establish().
+    """
+    split = mode if formats[mode] == "folder" else next(m for m, kind in formats.items() if kind == "folder")
+    own = os.path.join(image_root, split.value)
+    if not os.path.isdir(own):
+        return None, None
+    if trained is not None and not (are_numbers(trained) and not set(trained) & set(listing.class_folders(own))):
+        return trained, CHECKPOINT
+    folder = listing.label_folder(image_root, split)
+    folders = listing.class_folders(folder)
+    if not folders and len(formats) > 1:
+        folder, folders = own, listing.class_folders(own)  # train/ contains the images of a file list
+    listing.check_utf8(folder, folders)
+    if not folders:
+        return None, None
+    labels = _match(folders, names or [])
+    # If all images are in class folders, each line must belong to a folder.
+    if labels and (trained is not None or set(formats.values()) != {"folder"} or len(names) == len(folders)):
+        name_of = {label: folder for folder, label in labels.items()}
+        return [name_of.get(label, name) for label, name in enumerate(names)], "in classes.txt"
+    if trained is None:
+        return folders, SORTED
+    wnids = [wnid for wnid, _ in imagenet_classes()]
+    if len(trained) == len(wnids) and set(folders) <= set(wnids):
+        _log_once(f"{image_root}: class folders are WordNet ids, and get their labels in ImageNet", logger.info)
+        return wnids, "in ImageNet"
+    if len(folders) < len(trained):
+        raise UsageError(
+            f"--image-root {image_root}: has {len(folders)} class folders, but the network has {len(trained)} outputs "
+            f"without names, so the labels of the folders are unknown; write the names of all {len(trained)} classes "
+            f"to {os.path.join(image_root, 'classes.txt')}, one per line, in the order of the outputs"
+        )
+    return folders, SORTED
+
+
+def _match(classes, names):
+    """Match classes to names, first exactly, then ignoring case, spaces, _ and -, then also a leading number.
+
+    Returns:
+        {class: index of its name}, or None if a class has no name, or the match is not unique.
+    """
+    for key in (str, _plain, _without_number):
+        indexes_of = {key(name): i for i, name in enumerate(names)}
+        keys = {name: key(name) for name in classes}
+        is_unique = len(indexes_of) == len(names) and len(set(keys.values())) == len(classes)
+        if is_unique and set(keys.values()) <= indexes_of.keys():
+            return {name: indexes_of[key] for name, key in keys.items()}
+    return None
+
+
+def _plain(name):
+    return re.sub(r"[\s_-]", "", name.casefold())
+
+
+def _without_number(name):
+    return re.sub(r"^[\d.:)]+", "", _plain(name)) or _plain(name)
+
+
+def _shown(path, names, class_names, classes):
+    """Return the names for reports in the label order of `classes`.
+
+    Args:
+        path: classes.txt, or None if the names come from records.
+        names, class_names: names that identify the classes, and names for reports, in the same order.
+        classes: names of the class folders.
+    Raises:
+        UsageError: the number of lines in classes.txt differs from the number of classes, or a line is the name of a
+            class with a different label.
+    """
+    labels = _match(classes, names)
+    if labels is not None:
+        return [class_names[labels[name]] for name in classes]
+    if path is None:
+        return classes
+    if len(names) != len(classes):
+        raise UsageError(
+            f"{path}: has {len(names)} lines for {len(classes)} classes; write one name per class, in label order, or "
+            "remove the file"
+        )
+    label_of = {_without_number(name): label for label, name in enumerate(classes)}
+    for label, name in enumerate(names):
+        other = label_of.get(_without_number(name), label)
+        if other != label and len(label_of) == len(classes):
+            raise UsageError(
+                f"{path}: line {label + 1} is {name}, but class folder {classes[other]} has label {other}; write the "
+                f"names of all class folders, which are then numbered in this order, or write {name} to line "
+                f"{other + 1}"
+            )
+    return names
+
+
+def _names(image_root, sampled, offsets, num_of_class=None):
+    """Return (path of classes.txt, its lines, its lines) or, without this file, (None, names that identify the classes,
+    names for reports) from TFRecords. The names are None if there are none."""
+    names = listing.class_names(image_root)
+    if names is not None or not sampled:
+        return os.path.join(image_root, "classes.txt"), names, names
+    return None, *_sampled_names(sampled, max(offsets.values()), num_of_class)
+
+
+def _check_names(path, classes, num_of_class, trained):
+    """Raise UsageError if there are more names than network outputs, or if a name has a different label in a trained
+    network."""
+    if num_of_class is not None and len(classes) > num_of_class:
+        raise UsageError(
+            f"--num-of-class {num_of_class}: fewer than the {len(classes)} classes in {path}; "
+            f"use --num-of-class {len(classes)}"
+        )
+    labels_of = defaultdict(list)
+    for label, name in enumerate(trained or []):
+        labels_of[name].append(label)
+    for label, name in enumerate(classes):
+        if labels_of[name] and label not in labels_of[name]:
+            raise UsageError(
+                f"{path}: {name} has label {label}, but label {labels_of[name][0]} in the checkpoint; number the "
+                "labels in the data set as in training"
+            )
+
+
+def _check_lists(image_root, formats, allow_outside, offsets, classes, source):
+    """Compare the labels in file lists with the numbers of the class folders that contain the images.
+
+    Args:
+        formats: result of _formats.
+        offsets: {mode: label offset}.
+        classes: names of the class folders in label order.
+        source: where their numbers come from, for the error message.
+    Returns:
+        whether a file list contains images in class folders.
+    Raises:
+        UsageError: a label differs.
+    """
+    counts = Counter(classes)
+    label_of = {name: label for label, name in enumerate(classes) if counts[name] == 1}
+    is_checked = False
+    for mode in (mode for mode, kind in formats.items() if kind == "filelist"):
+        path, names = (os.path.join(image_root, name) for name in (f"{mode.value}.txt", "classes.txt"))
+        files, labels, _ = listing.list_filelist(image_root, mode, None, allow_outside, offsets[mode])
+        if source == SORTED and max(labels) >= len(classes):
+            raise UsageError(
+                f"{path}: has label {max(labels) + offsets[mode]}, but there are only {len(classes)} class folders, so "
+                f"the labels of the folders are unknown; write the names of all classes to {names} in the order of the "
+                "labels, or set --label-offset if the labels do not start at 0"
+            )
+        for file, label in zip(files, labels, strict=True):
+            name = os.path.basename(os.path.dirname(file))
+            if name not in label_of:
+                continue
+            is_checked = True
+            if label_of[name] != label:
+                order = f"write the names of all class folders to {names} in the order of the labels, or correct them"
+                raise UsageError(
+                    f"{path}: {file} has label {label + offsets[mode]}, but class "
+                    f"{name} has label {label_of[name] + offsets[mode]} {source}; "
+                    f"{order if source == SORTED else 'correct the labels'}"
+                )
+    return is_checked
+
+
+def _warn_of_unchecked(image_root, formats):
+    how = {"folder": "the sorted names of its class folders", "filelist": "the numbers in its file list"}
+    ways = [how.get(formats[mode], f"the labels in its {formats[mode]} files") for mode in Mode]
+    _log_once(
+        f"--image-root {image_root}: train is numbered by {ways[0]}, and val by {ways[1]}; to have this checked, write "
+        f"the names of the class folders to {os.path.join(image_root, 'classes.txt')} in the order of the labels",
+        logger.warn,
+    )
+
+
+@functools.cache
+def _log_once(message, log):
+    log(message)
+
+
+def are_numbers(classes):
+    """Return whether classes have no names."""
+    return list(classes) == listing.numbers(len(classes))
+
+
+def _offsets(image_root, formats, sampled, label_offset, num_of_class=None):
+    """Return {mode: number to subtract from the stored labels}."""
+    if label_offset != AUTO:
+        return {mode: 0 if kind == "folder" else label_offset for mode, kind in formats.items()}
+    detected = _detected_offset(sampled, num_of_class) if sampled else 0
+    if detected:
+        _log_once(
+            f"--label-offset auto: the labels in the TFRecord files in {image_root} start at 1, so 1 is subtracted; to "
+            "use them unchanged, set --label-offset 0",
+            logger.info,
+        )
+    return {mode: detected if kind == "tfrecord" else 0 for mode, kind in formats.items()}
+
+
+def _sample(image_root, formats):
+    """Read the labels and class names of about SAMPLES evenly spaced examples of each split in TFRecord format.
+
+    Returns:
+        {stored label: {(synset or None, text or None)}}
+    """
+    sampled = defaultdict(set)
+    for mode in (mode for mode, kind in formats.items() if kind == "tfrecord"):
+        shards = listing.find_shards(image_root, "tfrecord", mode)
+        chosen = np.unique(np.linspace(0, len(shards) - 1, min(SAMPLES, len(shards))).astype(int)).tolist()
+        for i in chosen:
+            with records.readable(shards[i]):
+                status = os.stat(shards[i])
+            for label, *names in _examples(shards[i], -(-SAMPLES // len(chosen)), status.st_size, status.st_mtime_ns):
+                sampled[label].add(tuple(names))
+    return dict(sampled)
+
+
+@functools.cache  # several parts of a run read the same examples; size and time invalidate the entry
+def _examples(shard, count, size, mtime_ns):
+    """Return [(label, synset, text)] of up to `count` evenly spaced examples in a TFRecord file."""
+    rows = indexes.open_index(shard, "tfrecord").images.tolist()
+    examples = []
+    for i in np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)).tolist():
+        with contextlib.suppress(UsageError):  # a damaged example is reported by the reader, unless it is skipped
+            examples.append(records.read_class(shard, *rows[i]))
+    return [example for example in examples if example[0] is not None]
+
+
+def _detected_offset(sampled, outputs):
+    """Return 1 if the labels of TFRecords are the numbers from 1 to the number of classes, otherwise 0.
+
+    The number of classes is the number of network outputs. If it is unknown, it is the largest label, provided that
+    all numbers from 1 occur, or 1,000 if the synsets are ImageNet's.
+    """
+    largest = max(sampled)
+    if min(sampled) < 1 or largest < 2:
+        return 0
+    if len(sampled) < largest and _is_imagenet(sampled, 1):
+        largest = len(imagenet_classes())
+    elif len(sampled) < largest and outputs is None:
+        return 0
+    return int(outputs in (None, largest))
+
+
+def _is_imagenet(sampled, offset):
+    """Return whether the synset of each sampled example is that of ImageNet's class `label - offset`."""
+    label_of = {wnid: label for label, (wnid, _) in enumerate(imagenet_classes())}
+    return all(label_of.get(synset) == label - offset for label, names in sampled.items() for synset, _ in names)
+
+
+def _sampled_names(sampled, offset, outputs):
+    """Return (names that identify the classes, names for reports) in label order, or (None, None) if the names of some
+    classes are unknown.
+
+    Args:
+        sampled: result of _sample.
+        offset: number to subtract from the labels.
+        outputs: number of network outputs, or None.
+    """
+    labels = sorted(sampled)
+    is_complete = labels[0] == offset and labels[-1] - labels[0] + 1 == len(labels)
+    if is_complete and all(len(sampled[label]) == 1 for label in labels):
+        pairs = [next(iter(sampled[label])) for label in labels]
+    elif _is_imagenet(sampled, offset):
+        pairs = imagenet_classes()
+    else:
+        return None, None
+    known = [list(column) for column in zip(*pairs, strict=True) if None not in column]
+    return (known[0], known[-1]) if known and outputs in (None, len(pairs)) else (None, None)

@@ -1,0 +1,70 @@
+"""Every process builds the same programs, although each has its own hash seed, which determines the order of sets."""
+
+import json
+import os
+import subprocess
+import sys
+
+from conftest import NHWC, ROOT, TINY
+from paddle_resnet.native import build as native
+
+# For each set of flags, print the operators of the startup program, the training program and the compiled programs.
+PRINT_PROGRAMS = """
+import json
+import sys
+
+import paddle_resnet  # sets environment variables before Paddle is imported
+import config
+import paddle
+from paddle import static
+from paddle_resnet import program, resolution
+
+paddle.enable_static()
+for flags in json.loads(sys.argv[1]):
+    args = config.parse_args(flags)
+    resolution.resolve_device(args)
+    resolution.resolve_loader(args)
+    resolution.resolve_kernels(args)
+    program.start_fleet(args)
+    main, startup = static.Program(), static.Program()
+    program.build(args, main, startup, 10, class_images=[5, 4, 3])
+    compiled = program.compile_prog(args, main)
+    for each in (startup, main, compiled._program, compiled.accumulating._program):
+        print("PROGRAM of", flags)
+        for op in each.global_block().ops:
+            ends = [(name, op.input(name)) for name in op.input_names]
+            ends += [(name, op.output(name)) for name in op.output_names]
+            print(op.type, ends, [(name, op.attr(name)) for name in op.attr_names if name != "op_callstack"])
+"""
+ACCUMULATION = ["--accumulate-steps", "2"]
+FLAGS = [
+    [
+        *("--optimizer", "RAdam", "--lookahead", "6,0.5", "--ema", "0.9", "--clip-grad-norm", "1", *ACCUMULATION),
+        *("--lr-decay-by-layer", "0.9", "--mixup", "0.4", "--cutmix", "1", "--dropout", "0.2"),
+    ],
+    ["--optimizer", "LAMB", "--asp", "--prune-model", "--qat", *ACCUMULATION],
+    [
+        *(*NHWC, "--kernels", "native", "--optimizer", "AdamW", "--ema", "0.9", "--clip-grad-norm", "1"),
+        *("--class-weights", "balanced", "--freeze", "stem", *ACCUMULATION),
+    ],
+]
+
+
+def test_order_of_operators_is_equal_in_every_process():
+    """Regression test: with --accumulate-steps, the order of the added operators depended on the hash seed."""
+    common = [*TINY, "--model-arch-name", "ResNet18_CIFAR", "--data-format", "synthetic"]
+    flags = [[*common, *flags] for flags in FLAGS if "native" not in flags or native.missing() is None]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", PRINT_PROGRAMS, json.dumps(flags)],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("1", "2")
+    ]
+    first, second = (process.communicate()[0].splitlines() for process in started)
+    assert [process.returncode for process in started] == [0, 0]
+    assert sum(line.startswith("PROGRAM") for line in first) == 4 * len(flags)
+    assert first == second
