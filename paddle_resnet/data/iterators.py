@@ -146,7 +146,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
         try:
             yield
         except RuntimeError as e:
-            path = bad_images.bad_image(str(e), self._data_set, self._image_root)
+            path, undecodable = bad_images.bad_image(str(e), self._data_set, self._image_root)
             problem = bad_images.reader_problem(str(e))
             if path is None and problem is None:
                 raise
@@ -157,7 +157,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
                 ) from e
             next_command = "train" if self._data_set.data_format != "lmdb" else "convert the data set"
             raise DataError(
-                f"{path}: cannot be decoded (rank {processes.rank()}); repair or remove it, or run "
+                f"{path}: {undecodable} (rank {processes.rank()}); repair or remove it, or run "
                 f"`{command('dataset', 'verify', self._image_root, '--fix-list', 'bad.txt')}` and {next_command} with "
                 "--skip-list bad.txt"
             ) from e

@@ -120,6 +120,18 @@ def test_16_bit_levels_are_scaled_to_8_bits():
     np.testing.assert_array_equal(pixels, np.rint(levels[..., None] * (255 / 65535)).repeat(3, axis=2))
 
 
+@pytest.mark.parametrize(
+    ("values", "kind"), [([0, 65536], np.int32), ([-1, 65535], np.int32), ([0, 1], np.float32), ([0, 65535], np.int32)]
+)
+def test_images_with_more_than_16_bits_are_not_clipped(values, kind):
+    picture = Image.fromarray(np.array([values], kind))
+    if values == [0, 65535]:
+        assert preprocessing.upright_rgb(picture).tolist() == [[[0] * 3, [255] * 3]]
+    else:
+        with pytest.raises(ValueError, match="more than 16 bits per channel|floating-point"):
+            preprocessing.upright_rgb(picture)
+
+
 def test_normalized_images_match_evaluation_pipeline(parse, photos):
     args = parse("--image-root", photos, "--batch-size", "23", "--interp", "cubic")
     ((batch,),) = list(dali.build_dataloader(args, Mode.EVAL))
