@@ -240,14 +240,17 @@ def pretrained_file(path, model_prefix):
 
 
 def _check_number_of_classes(options, state, parameters, classifier, label):
-    """Raise UsageError if the checkpoint matches the network except for the number of classes. The remedy in the
-    message depends on how the run uses the checkpoint."""
+    """Raise UsageError if the checkpoint matches the network except for the number of classes, or except for a missing
+    classifier. The remedy in the message depends on how the run uses the checkpoint."""
     differing = {
         name
         for name, shape in parameters.items()
         if not name.endswith(MASK) and (name not in state or _shape(state[name].shape) != shape)
     }
     weight = next(name for name in classifier if name.endswith(".w_0"))
+    if differing == set(classifier) and not differing & set(state):
+        remedy = "--from-pretrained-params and --pretrained-mismatch skip-classifier"
+        raise UsageError(f"{label}: has no classifier; train one with {remedy}")
     if differing != set(classifier) or weight not in state or state[weight].ndim != 2:
         return
     (inputs, classes), own = state[weight].shape, parameters[weight]
@@ -303,8 +306,8 @@ def _load_parameters(options, program, state, label, place, skipped=()):
     is_sparse = any(name.endswith(MASK) for name in state)
     if is_sparse and has_masks_of_signed_search(state):
         logger.warn(
-            f"{label}: its masks are from Paddle's mask_2d_best, which maximizes the sum of the kept weights instead of "
-            "their magnitudes and thereby removes half of the total magnitude; prune the dense weights again with "
+            f"{label}: its masks are from Paddle's mask_2d_best, which maximizes the sum of the kept weights instead "
+            "of their magnitudes and thereby removes half of the total magnitude; prune the dense weights again with "
             "--asp --prune-model"
         )
     if not any(name.endswith(MASK) for name in parameters):

@@ -203,9 +203,12 @@ def model_input(image, model):
 def read_model(path):
     """Read and check model.json.
 
+    Args:
+        path: path of the file, str or Path.
     Raises:
         ValueError: the file cannot be read, or its content is not valid.
     """
+    path = Path(path)
     try:
         if not path.is_file() or path.stat().st_size > MAX_JSON_BYTES:  # opening a pipe would block
             raise ValueError(f"not a file of up to {MAX_JSON_BYTES} bytes")

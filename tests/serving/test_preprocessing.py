@@ -167,6 +167,16 @@ def test_loader_flags_follow_description(dtype):
 
 
 @pytest.mark.usefixtures("one_block")
+def test_path_of_model_json_may_be_str_or_path(checkpoint, tmp_path):
+    description = networks.load_checkpoint(checkpoint).description
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(description))
+    assert preprocessing.read_model(str(path)) == preprocessing.read_model(path) == json.loads(path.read_text())
+    with pytest.raises(ValueError, match="none: cannot be read"):
+        preprocessing.read_model("none")
+
+
+@pytest.mark.usefixtures("one_block")
 @pytest.mark.parametrize("uint8", [False, True], ids=["float32", "uint8"])
 def test_every_field_of_description_is_checked(checkpoint, tmp_path, uint8):
     description = networks.load_checkpoint(checkpoint, uint8=uint8).description
