@@ -18,7 +18,15 @@ from PIL import Image
 import torch_files
 from conftest import assert_one_error, phase
 from paddle_resnet import dali, export, models, predict, weights
-from paddle_resnet.checkpoints import conversion, folders, foreign_names, look_alikes, published, restore
+from paddle_resnet.checkpoints import (
+    conversion,
+    folders,
+    foreign_files,
+    foreign_names,
+    look_alikes,
+    published,
+    restore,
+)
 from paddle_resnet.data import numbering
 from paddle_resnet.models.resnet import BottleneckBlock
 from paddle_resnet.serving import inference, networks
@@ -289,6 +297,16 @@ def test_unreadable_or_unsuitable_file_is_an_error(small, tmp_path, capsys):
         f"{shard}: contains only a part of the weights, shard 1 of 2; save the tensors of all shards that "
         "model.safetensors.index.json lists in one file, and use this file"
     )
+    # Save the tensors of both shards in one file, as the message says.
+    halves = [dict(list(tensors().items())[i::2]) for i in range(2)]
+    merged = {}
+    for i, half in enumerate(halves):
+        part = tmp_path / f"pytorch_model-0000{i + 1}-of-00002.bin"
+        part.write_bytes(torch_file(half))
+        assert f"{part}: contains only a part of the weights, shard {i + 1} of 2" in error(capsys, part, *out)
+        merged |= foreign_files.read(part)
+    (tmp_path / "merged.bin").write_bytes(torch_file(merged))
+    assert run(tmp_path / "merged.bin", "--output", tmp_path / "merged", "--arch", "Small") == 0
     single = shard.rename(tmp_path / "model-00001-of-00001.safetensors")
     assert error(capsys, single, *out).startswith(f"{single}: cannot be read (the header")
     assert not (tmp_path / "out").exists()

@@ -61,7 +61,9 @@ def tensor(key, shape, strides=None, offset=0, length=None, kind="FloatStorage",
     length = int(np.prod(shape)) if length is None else length
     storage = Stored(("storage", Global("torch", kind), key, "cpu", length, *end))
     hooks = Call(Global("collections", "OrderedDict"), ())
-    return Call(Global("torch._utils", "_rebuild_tensor_v2"), (storage, offset, shape, strides, False, hooks, *metadata))
+    return Call(
+        Global("torch._utils", "_rebuild_tensor_v2"), (storage, offset, shape, strides, False, hooks, *metadata)
+    )
 
 
 def tensors(state, end=()):

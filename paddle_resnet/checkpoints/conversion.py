@@ -18,9 +18,7 @@ from utils import locks, logger, outputs, signals
 from utils.errors import UsageError, printable
 
 IMAGENET_CLASSES = 1000
-_SHARD = re.compile(
-    r"(.+)-(\d{5})-of-(\d{5})\.(\w+)"
-)  # name of one of several files, as Hugging Face's tools save them
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(\w+)")  # file name of a part of the weights in Hugging Face's format
 
 
 def convert(file, output, arch=None, preprocessing=None, verbose=False, source=None):

@@ -21,6 +21,7 @@ _FIELDS = {
 _BN = ("weight", "bias", "_mean", "_variance")
 _COUNTER = "num_batches_tracked"  # counter of PyTorch's BN layers, which this project ignores
 _AVERAGED = "n_averaged"  # counter of PyTorch's AveragedModel
+_MAX_WRAPPERS = 8  # maximum number of components in a prefix of all tensor names
 _CLASSIFIER = "classifier"
 _BLOCK = re.compile(r"(?:stages|blocks)\.([0-9_]+)(?=\.)")
 _LISTED = 5  # maximum number of names in an error message
@@ -258,7 +259,7 @@ def without_prefix(family, tensors):
     names = [name for name in tensors if name != _AVERAGED]
     if len(names) < len(tensors) and all(name.startswith("module.") for name in names):
         tensors = {name: tensors[name] for name in names}
-    components = zip(*(name.split(".") for name in tensors), strict=False)
+    components = zip(*(name.split(".", _MAX_WRAPPERS)[:_MAX_WRAPPERS] for name in tensors), strict=False)
     shared = itertools.takewhile(lambda parts: len({*parts}) == 1, components)
     prefixes = itertools.accumulate((f"{parts[0]}." for parts in shared), initial="")
 

@@ -61,7 +61,7 @@ def check(path, arch, tensors, projects, source):
         remedy = f"use weights of {' or '.join(same)}" if same else "set --arch to the network of the weights"
         raise UsageError(f"--source {source}: {known[stated]}, unlike {arch}; {remedy}")
     if source is not None:
-        remedy = f"use {' or '.join(known)}" if known else "remove --source"
+        remedy = f"use {' or '.join(same or known)}" if known else "remove --source"
         raise UsageError(f"--source {source}: not a network with these tensor names and look-alikes; {remedy}")
     if known:
         others = " or ".join(f"{name} (which {problem})" for name, problem in known.items() if problem)

@@ -349,6 +349,8 @@ def test_prefix_is_removed_only_from_all_names_and_if_it_is_unknown():
     # All names of a part of torchvision's MobileNetV2 begin with "features.".
     state = {"features.0.0.weight": 0, "features.0.1.bias": 0}
     assert foreign_names.without_prefix("mobilenet_v2", state) == (state, "")
+    state = {"a." * 9 + "conv1.weight": 0}
+    assert foreign_names.without_prefix("resnet", state) == (state, "")
     state = {"a.module.conv1.weight": 0, "n_averaged": 0}
     assert foreign_names.without_prefix("resnet", state) == (state, "")
 

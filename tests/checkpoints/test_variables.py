@@ -323,7 +323,10 @@ def test_skip_classifier_skips_only_classifier(args, saved, capsys):
         no_classifier = "has no classifier; train one with --from-pretrained-params and --pretrained-mismatch skip-cla"
         for classifier, message in (
             ({}, no_classifier),
-            ({"w_0": weight[:, :3, None], "b_0": weight[0, :3]}, r"does not match the model \(2 with a different shape\)"),
+            (
+                {"w_0": weight[:, :3, None], "b_0": weight[0, :3]},
+                r"does not match the model \(2 with a different shape\)",
+            ),
             ({"w_0": weight[:4, :3], "b_0": weight[0, :3]}, r"does not match the model \(2 with a different shape\)"),
         ):
             set_classifier(folder, **classifier)
