@@ -1,7 +1,7 @@
 """Networks of timm and torchvision whose weights have the same names and shapes, but whose outputs differ.
 
-tests/checkpoints/look_alikes.py compared all networks of timm 1.0.31 and torchvision 0.28.0 and their outputs for the
-same random weights. A network that is missing here has no look-alikes in these libraries.
+tests/checkpoints/look_alikes.py compared all classifiers in timm 1.0.31 and torchvision 0.28.0, and their outputs for
+the same random weights. A network that is missing here has no look-alikes in these libraries.
 """
 
 from paddle_resnet.checkpoints.foreign_names import is_from_torch

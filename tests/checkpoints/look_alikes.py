@@ -1,7 +1,7 @@
 """Find the networks of timm and torchvision whose weights have the same names and shapes as those of a given network.
 
 `look_alikes.py NETWORK...`, run as a program, prints {NETWORK: {other network: difference of its logits for the same
-weights and images, relative to the largest logit}} in JSON. Networks have names such as timm.resnet50. This takes three
+weights and images, relative to its largest logit}} in JSON. Networks have names such as timm.resnet50. This takes three
 minutes. Paddle is not imported, because importing PyTorch after Paddle may crash.
 """
 
@@ -16,9 +16,10 @@ import torchvision
 
 
 def networks():
-    return [f"timm.{name}" for name in timm.list_models()] + [
-        f"torchvision.{name}" for name in torchvision.models.list_models()
-    ]
+    """Return the names of all classifiers."""
+    models = torchvision.models
+    names = [*models.list_models(module=models), *models.list_models(module=models.quantization)]
+    return [f"timm.{name}" for name in timm.list_models()] + [f"torchvision.{name}" for name in names]
 
 
 def build(network, classes):
@@ -28,11 +29,11 @@ def build(network, classes):
     return torchvision.models.get_model(name, weights=None, num_classes=classes)
 
 
-def shapes(network, device="cpu"):
+def shapes(network):
     try:
-        with torch.device(device):
+        with torch.device("meta"):
             return {name: tuple(tensor.shape) for name, tensor in build(network, 7).state_dict().items()}
-    except Exception:  # networks for detection download weights, and some cannot be built on the meta device
+    except Exception:  # some networks cannot be built on the meta device
         return None
 
 
@@ -49,12 +50,12 @@ def difference(actual, expected):
 
 
 def main(sources):
-    all_shapes = {network: shapes(network, "meta") for network in networks()}
+    all_shapes = {network: shapes(network) for network in networks()}
     found = {}
     for source in sources:
         expected = logits(source)
-        others = [name for name, found in all_shapes.items() if found == shapes(source) and name != source]
-        found[source] = {name: difference(logits(name), expected) for name in others}
+        others = [name for name, its in all_shapes.items() if its == all_shapes[source] and name != source]
+        found[source] = {name: difference(expected, logits(name)) for name in others}
     print(json.dumps(found))
 
 
