@@ -242,7 +242,9 @@ def main(paths):
 
             options = onnxruntime.SessionOptions()
             options.add_session_config_entry("session.x64quantprecision", "1")  # prevent overflows of INT8 sums
-            session = onnxruntime.InferenceSession(folder / "model.onnx", options)
+            # Version 1.16 requires the providers.
+            providers = ["CPUExecutionProvider"]
+            session = onnxruntime.InferenceSession(folder / "model.onnx", options, providers=providers)
         except ImportError:
             _report("onnxruntime: not installed; to print predictions, run `pip install onnxruntime`")
         except Exception as e:  # the errors of onnxruntime have no common base class

@@ -230,7 +230,8 @@ def test_script_prints_predictions_of_onnxruntime(tmp_path, monkeypatch, capsys)
     class Options(dict):
         add_session_config_entry = dict.__setitem__
 
-    def session(path, options):
+    def session(path, options, providers):
+        assert providers == ["CPUExecutionProvider"]  # onnxruntime 1.16 requires the providers
         assert (path, options) == (tmp_path / "model.onnx", {"session.x64quantprecision": "1"})
         return SimpleNamespace(run=run)
 
@@ -238,7 +239,7 @@ def test_script_prints_predictions_of_onnxruntime(tmp_path, monkeypatch, capsys)
         assert names is None and inputs["pixels"].shape == (1, 2, 3, 3)
         return [np.array([[0.25, 0.5, 0.0, 0.125, 0.125, 0.0]], np.float32)]
 
-    def broken(path, options):
+    def broken(path, options, providers):
         raise RuntimeError("not\na model")
 
     recorded = description(4, [2, 3], "cubic") | {"scale": 1, "mean": [0, 0, 0], "std": [1, 1, 1]}
