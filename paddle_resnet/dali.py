@@ -13,7 +13,7 @@ from nvidia.dali.auto_aug.core import signed_bin
 from nvidia.dali.pipeline import do_not_convert
 
 from paddle_resnet import resolution
-from paddle_resnet.data import listing, numbering, readers
+from paddle_resnet.data import headers, listing, numbering, readers
 from paddle_resnet.data.iterators import READER, EmptyIterator, ShardIterator, StateError, SyntheticIterator
 from paddle_resnet.job import processes, watchdog
 from paddle_resnet.settings.declarations import DEFAULTS, FLAGS
@@ -39,6 +39,8 @@ PCA_VALUES = np.array([55.46, 4.794, 1.148])
 # Size of the largest image in ImageNet's train/. nvJPEG preallocates buffers of this size, because each later
 # reallocation would stall the GPU.
 PREALLOCATE_WIDTH, PREALLOCATE_HEIGHT = 5980, 6430
+# Arguments of fn.slice for positions and sizes in pixels along both axes.
+PIXELS = {"axes": [0, 1], "normalized_anchor": False, "normalized_shape": False}
 # Number of magnitude levels per operation of --auto-augment, as in torchvision.
 MAGNITUDES = 31
 # Conditions that determine the order of the training images. The order does not depend on the number of processes.
@@ -47,7 +49,7 @@ ORDER_CONDITIONS = ("--data-format", "--dali-random-seed", "--balanced-sampling"
 LIST = "list of images and labels (hash)"
 # Name and value of the condition for the version of this module. Increase the value if the operators of the training
 # pipeline change, because DALI then rejects older checkpoints.
-VERSION, VERSION_NUMBER = "version of the loader", 2
+VERSION, VERSION_NUMBER = "version of the loader", 3
 
 
 def warn_of_unused_outputs(args, loader):
@@ -322,30 +324,19 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=
         exec_dynamic=False,
         enable_checkpointing=mode is Mode.TRAIN,
         checkpoint=checkpoint,
-        enable_conditionals=mode is Mode.TRAIN and (args.cpu_decoder_load > 0 or args.auto_augment != "none"),
+        enable_conditionals=True,
     )(_define)
-    return batch(args, data_set, mode, shard_id, num_shards, on_gpu)
+    return batch(args, data_set, mode, shard_id, num_shards)
 
 
-def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
+def _define(args, data_set, mode, shard_id, num_shards):
     encoded, labels = data_set.read(READER, shard_id, num_shards, shuffle=mode is Mode.TRAIN)
-    if on_gpu:
-        decoder = {
-            "device": "mixed",
-            "hw_decoder_load": args.hw_decoder_load,
-            "preallocate_width_hint": PREALLOCATE_WIDTH,
-            "preallocate_height_hint": PREALLOCATE_HEIGHT,
-        }
-    else:
-        decoder = {"device": "cpu"}
     # For large batches, DALI 2.4's decoders parse the headers in several threads and ignore errors, so they crash on an
     # invalid header. `peek_image_shape` raises an error for an invalid header. The reshape makes the decoder's input
-    # depend on `peek_image_shape`, which therefore runs before the decoder. The reshape does not copy data. The reshape
-    # deliberately fails for JPEG 2000 images, because the decoder crashes if an image in this format is damaged. JPEG
-    # 2000 is the only format known to DALI whose second byte is 0 (container) or 0x4F (codestream).
-    header = fn.peek_image_shape(encoded)
-    is_jpeg_2000 = fn.lookup_table(encoded[1], keys=[0, 0x4F], values=[1, 1], dtype=types.INT64)
-    encoded = fn.reshape(encoded, shape=encoded.shape() + 0 * header[0] + is_jpeg_2000)
+    # depend on `peek_image_shape`, which therefore runs before the decoder. The reshape does not copy data. It
+    # deliberately fails for files that DALI would misread.
+    header, kind = fn.peek_image_shape(encoded), _kind(encoded)
+    encoded = fn.reshape(encoded, shape=encoded.shape() + 0 * header[0] + (kind & headers.UNREADABLE))
     resize = INTERPOLATION[args.interp]
     # crop_mirror_normalize computes (pixel - mean) / std without scaling the pixels, so mean and std are divided by the
     # scale.
@@ -356,9 +347,9 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
         # seeds, so that they do not change the random numbers for cropping and flipping.
         seeds = np.random.SeedSequence([args.dali_random_seed, shard_id]).generate_state(9).tolist()
         if args.crop_padding:
-            images = _padded_crop(args, encoded, decoder, resize, mean, seeds[5])
+            images = _padded_crop(args, encoded, kind, resize, mean, seeds[5])
         else:
-            images = _random_resized_crop(args, encoded, decoder, resize, seeds[5])
+            images = _random_resized_crop(args, encoded, kind, header, resize, seeds[5])
         mirror = fn.random.coin_flip(probability=0.5)
         if args.auto_augment != "none":
             images = _auto_augment(images, args, seeds[6:])
@@ -369,7 +360,7 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
         if args.lighting:
             mean = types.Constant(np.float32(mean)) - _lighting(args.lighting, seeds[4])
     else:
-        images = fn.decoders.image(encoded, output_type=types.RGB, **decoder)
+        images = _decode(args, encoded, kind)
         # The following computation matches serving/preprocessing.py. For a square crop, the shorter side becomes
         # --resize-short.
         covered = [int(args.resize_short * side / args.crop_size + 0.5) for side in args.image_shape[1:]]
@@ -385,10 +376,10 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
         mirror=mirror,
         pad_output=args.image_shape[0] == 4,
     )
-    return images, labels.gpu() if on_gpu else labels
+    return images, labels.gpu() if args.dali_device == "gpu" else labels
 
 
-def _padded_crop(args, encoded, decoder, resize, mean, seed):
+def _padded_crop(args, encoded, kind, resize, mean, seed):
     """Decode images, resize them so that they just cover the crop, pad them by --crop-padding pixels of the mean color
     on each side, and crop them at a random position. All positions in the padded image are equally likely. See He et
     al., arXiv:1512.03385, section 4.2."""
@@ -398,9 +389,8 @@ def _padded_crop(args, encoded, decoder, resize, mean, seed):
     size = dali_math.floor(size * dali_math.max(crop[0] / size[0], crop[1] / size[1]) + 0.5)
     positions = size + types.Constant(np.float32([2 * padding + 1 - side for side in crop]))  # along each axis
     start = dali_math.floor(fn.random.uniform(range=[0, 1], shape=[2], seed=seed) * positions)
-    images = fn.decoders.image(encoded, output_type=types.RGB, **decoder)
     return fn.slice(
-        fn.resize(images, size=size, **resize),
+        fn.resize(_decode(args, encoded, kind), size=size, **resize),
         start=fn.cast(start, dtype=types.INT32) - padding,
         shape=crop,
         axes=[0, 1],
@@ -419,31 +409,72 @@ def _decoded_by_cpu(args):
     return round(args.cpu_decoder_load * args.batch_size)
 
 
-def _random_resized_crop(args, encoded, decoder, resize, seed):
+def _random_resized_crop(args, encoded, kind, header, resize, seed):
     """Decode random crops and resize them. With --cpu-decoder-load, the CPU decodes and resizes a random subset of each
-    batch. The CPU and GPU operators then draw separate random numbers, so the flag changes crops and flips.
-    """
-    decode = functools.partial(
-        fn.decoders.image_random_crop,
-        output_type=types.RGB,
+    batch. The crops depend neither on the device nor on the decoder."""
+    crop = fn.random_crop_generator(
+        header,
         random_area=args.rand_crop_scale,
         random_aspect_ratio=args.rand_crop_ratio,
         num_attempts=100,
     )
     height, width = args.image_shape[1:]
     resize = functools.partial(fn.resize, resize_x=width, resize_y=height, **resize)
-    on_cpu = _decoded_by_cpu(args)
-    if on_cpu == 0:
-        return resize(decode(encoded, **decoder))
-    if on_cpu == args.batch_size:
-        return resize(decode(encoded, device="cpu")).gpu()
-    # DALI evaluates the condition below for each image. The number of images that the CPU decodes is constant, so that
-    # neither branch is ever empty; DALI cannot checkpoint an operator whose batch was empty.
-    if fn.batch_permutation(seed=seed) < on_cpu:
-        images = resize(decode(encoded, device="cpu")).gpu()
+    needs_cpu = kind & headers.CPU
+    if _decoded_by_cpu(args):
+        needs_cpu = needs_cpu | (fn.batch_permutation(seed=seed) < _decoded_by_cpu(args))
+    if args.dali_device == "cpu":
+        images = resize(_crop_on_cpu(encoded, kind, crop))
+    elif needs_cpu != 0:  # DALI evaluates this condition for each image
+        images = resize(_crop_on_cpu(encoded, kind, crop)).gpu()
     else:
-        images = resize(decode(encoded, **decoder))
+        # The GPU decodes entire images, because it decodes crops with interpolated chroma at a lower speed
+        # (benchmarks/log/decoders_h200_2026-11-28.md).
+        images = resize(fn.slice(_decode_on_gpu(args, encoded), *crop, **PIXELS))
     return images
+
+
+def _crop_on_cpu(encoded, kind, crop):
+    """Decode a crop, (start, shape) in pixels, with the CPU decoder."""
+    if kind & headers.PROGRESSIVE != 0:
+        images = fn.slice(fn.decoders.image(encoded, output_type=types.RGB), *crop, **PIXELS)
+    else:
+        images = fn.decoders.image_slice(encoded, *crop, output_type=types.RGB, **PIXELS)
+    return images
+
+
+def _decode(args, encoded, kind):
+    """Decode entire images. On a GPU, the CPU decodes the files that the GPU decoder would misread."""
+    if args.dali_device == "cpu":
+        images = fn.decoders.image(encoded, output_type=types.RGB)
+    elif kind & headers.CPU != 0:
+        images = fn.decoders.image(encoded, output_type=types.RGB).gpu()
+    else:
+        images = _decode_on_gpu(args, encoded)
+    return images
+
+
+def _decode_on_gpu(args, encoded):
+    return fn.decoders.image(
+        encoded,
+        device="mixed",
+        output_type=types.RGB,
+        hw_decoder_load=args.hw_decoder_load,
+        jpeg_fancy_upsampling=True,  # interpolate chroma, as the CPU decoder does
+        preallocate_width_hint=PREALLOCATE_WIDTH,
+        preallocate_height_hint=PREALLOCATE_HEIGHT,
+    )
+
+
+def _kind(encoded):
+    """Return the flags of headers.kinds. Python inspects only files whose headers are not common."""
+    head = fn.slice(encoded, start=0, shape=len(headers.COMMON), axes=[0], out_of_bounds_policy="pad")
+    differs = fn.reductions.max((head ^ types.Constant(headers.COMMON)) & types.Constant(headers.COMMON_MASK))
+    if differs != 0:  # noqa: SIM108 (DALI converts only if statements)
+        kind = fn.python_function(encoded, function=headers.kinds, batch_processing=True)
+    else:
+        kind = 0
+    return kind
 
 
 def _auto_augment(images, args, seeds):

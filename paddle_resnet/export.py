@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -29,11 +30,12 @@ PROBABILITY_TOLERANCE = 1e-4
 # minus 64, so the losses that they recorded can be lower. Their checkpoints lack the key "cpu" in meta.json.
 EARLIER_CLIP = 64
 TRITON_MAX_BATCH = 64
+SPEED_BATCH, SPEED_S = 8, 0.5  # images per batch, and minimum duration, of the comparison of INT8 with float32
 # {kind of network: (maximum decrease of top1, remedy if top1 decreases more)}. In quantized networks, and in the
 # simulated quantization of --qat, engines may round a sum differently, which can change an activation by one
 # quantization level. Even Paddle's rounding of weights depends on their address in memory.
 TOP1_CHECKS = {
-    "int8": (0.005, "use a different --calibration-method or more --calibration-images"),
+    "int8": (0.005, "use {more}a different --calibration-method, or train with --qat"),
     "--qat": (0.005, "train longer with --qat"),
     "float16": (0.001, "use --precision float32"),
 }
@@ -241,22 +243,70 @@ def _write_int8(network, folder, engine, calibration):
     from paddle_resnet.serving.calibration import WEIGHT_BITS, quantize
 
     bits = 8 if network.args.qat else WEIGHT_BITS[engine]
+    network.description["int8"] = {"engine": engine, "weight_bits": bits}
     source = "ranges from --qat"
     if not network.args.qat:
-        source = f"calibrated with {quantize(network, bits, *calibration)} training images ({calibration.method})"
+        sample = quantize(network, bits, *calibration)
+        network.description["int8"]["calibration"] = sample._asdict() | {"method": calibration.method}
+        source = f"ranges from {_sample_text(network.description)} ({calibration.method})"
     quantization.use_levels_of(engine, network.program, bits)
     logger.info(f"model.onnx: INT8 for {engine}, {source}")
-    network.description["int8"] = {"engine": engine, "weight_bits": bits}
-    return _write_onnx(network, folder, unsigned=engine == "onnxruntime", tolerance=INT8_PROBABILITY_TOLERANCE)
+    entry = _write_onnx(network, folder, engine, INT8_PROBABILITY_TOLERANCE)
+    if engine == "onnxruntime":
+        _report_speed(network, folder)
+    return entry
 
 
-def _write_onnx(network, folder, unsigned=False, tolerance=PROBABILITY_TOLERANCE):
-    """Write model.onnx, compare it with the network on random images, and return its entry for model.json."""
+def _report_speed(network, folder):
+    """Measure the speed of model.onnx relative to the same network in float32, and warn if INT8 is slower."""
+    from paddle_resnet.serving import inference, onnx_writer
+
+    description = {name: value for name, value in network.description.items() if name != "int8"}
+    ends = [network.images], [network.probabilities]
+    proto = onnx_writer.to_onnx(network.program, *ends, network.parameter, json.dumps(description))
+    path = folder / f"{inference.NAME}.onnx"
+    ratio = _speed_ratio(inference.open_onnx(path, "cpu"), inference.load_onnx(proto.SerializeToString(), path, "cpu"))
+    speed = (
+        f"{ratio:.2f} times as many images/s in INT8 as in float32 (onnxruntime "
+        f"{onnx_writer.require('onnxruntime').__version__}, this CPU, batches of {SPEED_BATCH})"
+    )
+    if ratio >= 1:
+        logger.info(f"model.onnx: {speed}")
+    else:
+        remedy = "train without --qat" if network.args.qat else "use --onnx instead of --int8 and the calibration flags"
+        logger.warn(f"model.onnx: {speed}; for speed, {remedy}")
+
+
+def _speed_ratio(model, reference):
+    """Return the images/s of a Model relative to those of a reference Model with the same input. The ratio of the
+    shortest times of alternating runs hardly depends on other programs on the machine."""
+    image = model.description["input"]
+    images = np.ones([SPEED_BATCH, *image["shape"][1:]], image["dtype"])
+    times = {id(model): [], id(reference): []}
+    start = perf_counter()
+    while len(times[id(model)]) < 4 or perf_counter() - start < SPEED_S:
+        for each in (model, reference):
+            before = perf_counter()
+            each.run(images)
+            times[id(each)].append(perf_counter() - before)
+    return min(times[id(reference)]) / min(times[id(model)])
+
+
+def _sample_text(description):
+    """Describe the calibration images of an INT8 model."""
+    sample, classes = description["int8"]["calibration"], description["output"]["shape"][1]
+    images = f"{sample['images']} of {sample['available']} training images"
+    return f"{images}, which contain {sample['classes']} of {classes} classes"
+
+
+def _write_onnx(network, folder, engine=None, tolerance=PROBABILITY_TOLERANCE):
+    """Write model.onnx, compare it with the network on random images, and return its entry for model.json. For
+    `engine`, see onnx_writer.to_onnx."""
     from paddle_resnet.checkpoints import folders
     from paddle_resnet.serving import inference, onnx_writer
 
     ends, text = ([network.images], [network.probabilities]), json.dumps(network.description)
-    proto = onnx_writer.to_onnx(network.program, *ends, network.parameter, text, unsigned)
+    proto = onnx_writer.to_onnx(network.program, *ends, network.parameter, text, engine)
     if network.description["precision"] == "float16":
         proto = onnx_writer.to_float16(proto)
     path = folder / f"{inference.NAME}.onnx"
@@ -302,7 +352,7 @@ def _verify(network, folder, image_root, device):
         if kind == "float32":
             _check_agreement(model.engine, score, "the checkpoint's network", expected)
         else:
-            _check_top1(model.engine, kind, score, expected)
+            _check_top1(model, kind, score, expected)
     recorded = network.meta["evaluated"]
     # A recorded evaluation on a GPU is not comparable to one on a CPU, because a GPU uses different decoders and
     # computes convolutions in TF32 or half precision.
@@ -373,16 +423,22 @@ def _check_agreement(name, score, reference_name, reference):
         )
 
 
-def _check_top1(engine, kind, score, reference):
-    """Compare top1 of a network with that of the checkpoint's network. `kind` is a key of TOP1_CHECKS."""
+def _check_top1(model, kind, score, reference):
+    """Compare top1 of a Model with that of the checkpoint's network. `kind` is a key of TOP1_CHECKS."""
     lost, images = reference["correct"] - score["correct"], score["images"]
     tolerance, remedy = TOP1_CHECKS[kind]
-    if lost > tolerance * images + (score["ties"] if kind == "float16" else 0):
-        raise RunError(
-            f"--verify: {engine} ({kind}) classifies {score['correct']} of {images} images correctly, but the "
-            f"checkpoint's network classifies {reference['correct']} (tolerance {tolerance:.1%} of the images), and "
-            f"nothing was written; {remedy}"
-        )
+    if lost <= tolerance * images + (score["ties"] if kind == "float16" else 0):
+        return
+    source = ""
+    if kind == "int8":
+        sample = model.description["int8"]["calibration"]
+        source = f"; its activation ranges come from {_sample_text(model.description)}"
+        remedy = remedy.format(more="more --calibration-images, " * (sample["images"] < sample["available"]))
+    raise RunError(
+        f"--verify: {model.engine} ({kind}) classifies {score['correct']} of {images} images correctly, but the "
+        f"checkpoint's network classifies {reference['correct']} (tolerance {tolerance:.1%} of the images){source}, "
+        f"and nothing was written; {remedy}"
+    )
 
 
 def _write_triton(description, folder):

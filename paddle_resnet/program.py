@@ -237,6 +237,8 @@ def _minimize(args, main_prog, startup_prog, model, loss, lr_scheduler, frozen):
     # Also create the optimizer state of frozen parameters, so that --freeze does not change which variables a
     # checkpoint contains.
     own_optimizer._create_accumulators(main_prog.global_block(), frozen)
+    if args.asp:
+        sparsity.add_masks(main_prog, startup_prog, frozen)
     if args.lr_decay_by_layer != 1 or args.classifier_lr_factor != 1:
         factors = parts.rate_factors(model, args.lr_decay_by_layer, args.classifier_lr_factor)
         updates.scale_rates(main_prog, factors)

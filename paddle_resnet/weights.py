@@ -68,12 +68,18 @@ def main(argv=None):
         allow_abbrev=False,
     )
     parser.add_argument(
-        "source",
+        "file",
         type=files.argument,
         metavar="FILE|NAME",
         help=f".pth, .safetensors or .pdparams file, or one of {names}",
     )
     parser.add_argument("--arch", metavar="NAME", help="name of the network, as for --model-arch-name")
+    parser.add_argument(
+        "--source",
+        metavar="LIBRARY.NETWORK",
+        help="network that the weights were trained with, such as torchvision.resnet50 or timm.resnet50; required if "
+        "other networks have the same tensor names and shapes",
+    )
     parser.add_argument("--output", type=files.argument, required=True, metavar="DIR", help="folder to create")
     parser.add_argument(
         "--verify", type=files.argument, metavar="IMAGE_ROOT", help="data set on which to evaluate the checkpoint"
@@ -90,9 +96,10 @@ def _main(args, flags):
         raise UsageError(f"{', '.join(other)}: not a preprocessing flag; remove it")
     if args.verify is not None:
         listing.check_split("--verify", args.verify, Mode.EVAL)
-    meta = convert(args.source, args.output, args.arch, preprocessing, args.verbose)
-    classes, license = meta["arguments"]["num_of_class"], meta["license"] or "unknown"
-    logger.info(f"{args.output}: {meta['arguments']['model_arch_name']}, {classes} classes, license {license}")
+    meta = convert(args.file, args.output, args.arch, preprocessing, args.verbose, args.source)
+    classes = f"{meta['arguments']['num_of_class']} classes" if meta["has_classifier"] else "no classifier"
+    arch, license = meta["arguments"]["model_arch_name"], meta["license"] or "unknown"
+    logger.info(f"{args.output}: {arch}, {classes}, license {license}")
     if args.verify is not None:
         result = evaluate(args.output, args.verify)
         logger.info(

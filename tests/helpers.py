@@ -15,6 +15,7 @@ from paddle import static
 from conftest import ROOT, frozen
 from paddle_resnet import program
 from paddle_resnet.checkpoints import folders
+from paddle_resnet.serving import calibration
 
 META = {
     "sequence": 0,
@@ -155,3 +156,9 @@ def predict(folder, images, output=""):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return np.load(folder / "probabilities.npy")
+
+
+def training_images(description, image_root, count):
+    """Return the batches of calibration images in a network's input format."""
+    drawn, _ = calibration.draw(image_root, count)
+    return [batch for batch, _ in calibration._batches(description, image_root, drawn)]

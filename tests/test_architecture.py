@@ -31,7 +31,7 @@ LAYERS = [
     ["paddle_resnet.machine"],
     ["config"],
     ["paddle_resnet.settings"],
-    ["paddle_resnet.models", "paddle_resnet.optimizers.table"],
+    ["paddle_resnet.models", "paddle_resnet.optimizers.table", "paddle_resnet.serving.preprocessing"],
     ["utils"],
 ]
 LIBRARIES_OF_UTILS = {"paddle", "nvidia"}

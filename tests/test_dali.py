@@ -5,7 +5,6 @@ import shutil
 import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -188,7 +187,7 @@ def test_loader_of_a_newer_version_restarts_epoch_or_continues_order(parse, phot
     assert dali.build_dataloader(args, Mode.TRAIN, state).step == 0
     effect = "the loader restarts at the beginning of the epoch" if is_in_epoch else "the image order continues"
     stderr = capsys.readouterr().err
-    assert "version of the loader is 2 and was 1, so" in stderr
+    assert f"version of the loader is {dali.VERSION_NUMBER} and was 1, so" in stderr
     assert effect in stderr
 
 
@@ -726,32 +725,42 @@ def test_padded_crop_selects_each_position_of_the_padded_image(parse, copies):
 def test_options_of_random_crop_are_passed_to_dali(parse, monkeypatch):
     """A second attempt is rarely necessary, so the other tests do not depend on the number of attempts."""
     crops, sizes = [], []
-    monkeypatch.setattr(fn.decoders, "image_random_crop", lambda encoded, **options: crops.append(options))
+    monkeypatch.setattr(fn, "random_crop_generator", lambda header, **options: crops.append(options) or (0, 0))
+    monkeypatch.setattr(dali, "_crop_on_cpu", lambda encoded, kind, crop: None)
     monkeypatch.setattr(fn, "resize", lambda images, **options: sizes.append(options))
     args = parse("--rand-crop-scale", "0.2,0.9", "--rand-crop-ratio", "0.5,2", "--image-shape", "3,32,48")
-    dali._random_resized_crop(args, None, {"device": "cpu"}, {}, 0)
-    options = {"random_area": [0.2, 0.9], "random_aspect_ratio": [0.5, 2], "num_attempts": 100}
-    assert crops == [{"output_type": types.RGB, "device": "cpu", **options}]
+    dali._random_resized_crop(args, None, 0, None, {}, 0)
+    assert crops == [{"random_area": [0.2, 0.9], "random_aspect_ratio": [0.5, 2], "num_attempts": 100}]
     assert sizes == [{"resize_x": 48, "resize_y": 32}]
 
 
 @pytest.mark.parametrize(
-    ("load", "place", "device"),
-    [(0, None, "mixed"), (1, None, "cpu"), (0.25, 1, "cpu"), (0.25, 2, "mixed")],
+    ("load", "place", "kind", "is_on_cpu"),
+    [
+        (0, None, 0, False),
+        (1, 7, 0, True),
+        (0.25, 1, 0, True),
+        (0.25, 2, 0, False),
+        (0, None, 2, True),
+        (0.25, 2, 2, True),
+    ],
     ids=str,
 )
-def test_cpu_decodes_the_requested_fraction_of_a_batch(parse, monkeypatch, load, place, device):
+def test_cpu_decodes_the_requested_fraction_of_a_batch_and_files_that_need_it(
+    parse, monkeypatch, load, place, kind, is_on_cpu
+):
     """`place` is the random position of an image in its batch of eight images."""
-    decoded = []
     image = SimpleNamespace(gpu=lambda: "copied to the GPU")
-    monkeypatch.setattr(fn.decoders, "image_random_crop", lambda encoded, device, **_: decoded.append(device))
+    monkeypatch.setattr(dali, "_crop_on_cpu", lambda *arguments: None)
+    monkeypatch.setattr(dali, "_decode_on_gpu", lambda *arguments: None)
+    monkeypatch.setattr(fn, "random_crop_generator", lambda header, **options: (0, 0))
+    monkeypatch.setattr(fn, "slice", lambda images, *crop, **options: None)
     monkeypatch.setattr(fn, "resize", lambda images, **_: image)
     monkeypatch.setattr(fn, "batch_permutation", lambda seed: {5: place}[seed])
     args = parse()
-    args.cpu_decoder_load = load
-    images = dali._random_resized_crop(args, None, {"device": "mixed"}, {}, 5)
-    assert decoded == [device]
-    assert images == ("copied to the GPU" if device == "cpu" else image)
+    args.dali_device, args.cpu_decoder_load = "gpu", load
+    images = dali._random_resized_crop(args, None, kind, None, {}, 5)
+    assert images == ("copied to the GPU" if is_on_cpu else image)
 
 
 def test_options_of_pipeline_follow_flags_and_shard(parse, monkeypatch):
@@ -762,41 +771,24 @@ def test_options_of_pipeline_follow_flags_and_shard(parse, monkeypatch):
     assert on_cpu == {
         **{"batch_size": 6, "num_threads": 5, "prefetch_queue_depth": 4, "seed": 7 + 2, "device_id": None},
         **{"checkpoint": b"checkpoint", "enable_checkpointing": True, "exec_dynamic": False},
-        "enable_conditionals": False,
+        "enable_conditionals": True,
     }
     args.dali_device = "gpu"
     assert dali.create_dali_pipeline(args, None, Mode.TRAIN, 2, 8, b"checkpoint") == on_cpu | {"device_id": 3}
-    for change in ({"cpu_decoder_load": 0.5}, {"auto_augment": "trivial"}):
-        changed = args.copy(**change)
-        assert dali.create_dali_pipeline(changed, None, Mode.TRAIN, 0, 1)["enable_conditionals"]
-        evaluation = dali.create_dali_pipeline(changed, None, Mode.EVAL, 0, 1)
-        assert not evaluation["enable_conditionals"] and not evaluation["enable_checkpointing"]
+    assert not dali.create_dali_pipeline(args, None, Mode.EVAL, 0, 1)["enable_checkpointing"]
 
 
-@pytest.mark.parametrize("on_gpu", [True, False])
-def test_gpu_decodes_with_hardware_decoder_and_preallocated_buffers(parse, monkeypatch, on_gpu):
-    operators = MagicMock()
-    operators.peek_image_shape.return_value = [0]
-    monkeypatch.setattr(dali, "fn", operators)
+def test_gpu_decodes_with_hardware_decoder_and_preallocated_buffers(parse, monkeypatch):
+    options = []
+    monkeypatch.setattr(fn.decoders, "image", lambda encoded, **given: options.append(given))
     monkeypatch.setattr(dali, "PREALLOCATE_WIDTH", 5)
     monkeypatch.setattr(dali, "PREALLOCATE_HEIGHT", 6)
-    labels = SimpleNamespace(gpu=lambda: "labels on the GPU")
-    shards = []
-    data_set = SimpleNamespace(
-        read=lambda name, *shard, shuffle: shards.append((*shard, shuffle)) or (MagicMock(), labels)
-    )
-    _, actual = dali._define(parse("--hw-decoder-load", "0.7"), data_set, Mode.EVAL, 2, 8, on_gpu)
-    assert actual == ("labels on the GPU" if on_gpu else labels)
-    assert shards == [(2, 8, False)]
-    expected = {"device": "cpu"}
-    if on_gpu:
-        expected = {
-            "device": "mixed",
-            "hw_decoder_load": 0.7,
-            "preallocate_width_hint": 5,
-            "preallocate_height_hint": 6,
-        }
-    assert operators.decoders.image.call_args.kwargs == {"output_type": types.RGB, **expected}
+    args = parse("--hw-decoder-load", "0.7")
+    args.dali_device = "gpu"
+    dali._decode(args, None, 0)
+    expected = {"device": "mixed", "hw_decoder_load": 0.7, "jpeg_fancy_upsampling": True}
+    expected |= {"preallocate_width_hint": 5, "preallocate_height_hint": 6}
+    assert options == [{"output_type": types.RGB, **expected}]
 
 
 def test_default_augmentation_matches_plain_dali_operators(parse, photos):

@@ -9,7 +9,7 @@ import paddle
 import pytest
 from paddle import static
 
-from conftest import NHWC, assert_one_error, frozen, losses
+from conftest import NHWC, assert_one_error, assert_sparse, frozen, losses
 from helpers import random_batches, variable
 from paddle_resnet import models, phases, program
 from paddle_resnet.models import build_model, parts
@@ -229,6 +229,34 @@ def test_frozen_phase_keeps_pretrained_weights(one_block, run_train, checkpoint,
     shutil.rmtree(tmp_path / "output/Tiny/1")
     assert run_train("--resume", "--unfreeze-at", "None", "--freeze", "stem", "--epochs", "2")[0] == 0
     assert "--freeze stem (was all-but-classifier)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layout", [[], ["--kernels", "native", *NHWC]], ids=["NCHW", "NHWC"])
+def test_frozen_layers_are_pruned_and_remain_sparse(one_block, run_train, tmp_path, layout):
+    """Layers that are frozen at first have masks, so that they remain sparse after --unfreeze-at and in later runs."""
+
+    def train(name, *flags):
+        assert run_train(*layout, *flags, "--output-dir", tmp_path / name)[0] == 0
+        return pickle.loads((tmp_path / name / "Tiny/latest/tiny.pdparams").read_bytes())
+
+    def assert_frozen(params, start):
+        assert_sparse(params)
+        convolutions = [name for name in start if name.startswith("conv2d") and name.endswith(".w_0")]
+        for name in convolutions:
+            np.testing.assert_array_equal(params[name], start[name] * params[f"{name}.asp_mask"])
+        return {name: params[f"{name}.asp_mask"] for name in convolutions}
+
+    dense = train("dense")
+    sparse = ["--asp", "--prune-model", "--from-pretrained-params", tmp_path / "dense/Tiny/latest"]
+    frozen = ["--freeze", "all-but-classifier"]
+    masks = assert_frozen(train("frozen", *sparse, *frozen), dense)
+    unfrozen = train("frozen", *sparse, *frozen, "--unfreeze-at", "1", "--epochs", "2", "--resume")
+    assert_sparse(unfrozen)
+    assert any((unfrozen[name] != dense[name] * mask).any() for name, mask in masks.items())
+    assert all((unfrozen[f"{name}.asp_mask"] == mask).all() for name, mask in masks.items())
+    # Fine-tune the sparse weights.
+    start = ["--asp", "--prune-model", "--from-pretrained-params", tmp_path / "frozen/Tiny/latest"]
+    assert_frozen(train("tuned", *start, "--freeze", "stem,stages"), unfrozen)
 
 
 @pytest.mark.parametrize(

@@ -834,6 +834,22 @@ def test_float16_export_runs_in_paddle_inference(run_train, photos, tmp_path, ar
     np.testing.assert_allclose(model.run(images), expected, atol=0.05)
 
 
+@pytest.mark.parametrize("flags", [FP32_NHWC, O2], ids=["fp32", "O2"])
+def test_int8_export_of_network_trained_on_gpu(run_train, photos, tmp_path, flags):
+    """Calibration and the INT8 model run on the CPU."""
+    pytest.importorskip("onnxruntime")
+    run_train(*flags, "--epochs", "3")
+    checkpoint = tmp_path / "output/Tiny/2"
+    calibration = export.Calibration(str(photos))
+    export.export(checkpoint, tmp_path / "int8", int8="onnxruntime", calibration=calibration)
+    model = inference.open_model(tmp_path / "int8/model.onnx", "cpu")
+    paths = sorted(map(str, (photos / "val").glob("*/*.jpg")))
+    reference = networks.load_checkpoint(checkpoint, "gpu").model()
+    expected = [row for _, row, _ in image_files.predict(reference, paths)]
+    actual = [row for _, row, _ in image_files.predict(model, paths)]
+    np.testing.assert_allclose(actual, expected, atol=0.1)
+
+
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 0.02), ("float16", 0.05), ("bfloat16", 0.2)])
 @pytest.mark.parametrize("arch", ["Tiny", "TinyMobile", "TinyStem"])
 def test_captured_predictions_match_reference(run_train, photos, tmp_path, monkeypatch, arch, precision, tolerance):

@@ -351,6 +351,8 @@ def test_pretrained_and_frozen_network_is_searched(find, checkpoint):
     _, scratch = find("--overwrite")
     assert frozen.loss[0] < scratch.loss[0] - 0.05
     assert frozen.arguments["from_pretrained_params"] == str(checkpoint)
+    _, sparse = find(*start, "--asp", "--prune-model", "--overwrite")
+    assert sparse.arguments["asp"] and np.isfinite(sparse.loss).all()
 
 
 def test_recipe_is_chosen_as_in_training(find):

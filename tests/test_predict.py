@@ -418,7 +418,7 @@ def test_onnxruntime_uses_available_providers(monkeypatch, device, available, ex
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: names)
     monkeypatch.setattr(onnxruntime, "InferenceSession", session)
     with pytest.raises(UsageError, match="end of the test"):
-        inference._onnx_model(b"", "model.onnx", device)
+        inference.load_onnx(b"", "model.onnx", device)
 
 
 def test_benchmark_of_an_onnx_file_measures_only_onnxruntime(checkpoint, model_of, capsys):

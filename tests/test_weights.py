@@ -18,7 +18,15 @@ from PIL import Image
 import torch_files
 from conftest import assert_one_error, phase
 from paddle_resnet import dali, export, models, predict, weights
-from paddle_resnet.checkpoints import conversion, folders, foreign_names, published, restore
+from paddle_resnet.checkpoints import (
+    conversion,
+    folders,
+    foreign_files,
+    foreign_names,
+    look_alikes,
+    published,
+    restore,
+)
 from paddle_resnet.data import numbering
 from paddle_resnet.models.resnet import BottleneckBlock
 from paddle_resnet.serving import inference, networks
@@ -51,6 +59,26 @@ def tensors(classes=1000, arch="Small"):
 def torch_file(state):
     raw = {str(i): array.tobytes() for i, array in enumerate(state.values())}
     return torch_files.zipped(torch_files.tensors(state), raw)
+
+
+def of_torch(state):
+    """Convert a state to PyTorch's names and layout."""
+    names = {"_mean": "running_mean", "_variance": "running_var"}
+    state = {name: np.ascontiguousarray(array.T) if array.ndim == 2 else array for name, array in state.items()}
+    return {re.sub("_mean$|_variance$", lambda match: names[match[0]], name): a for name, a in state.items()}
+
+
+def nested_file(state):
+    """Return a .pth file for a dict of arrays, or for a dict of such dicts."""
+    arrays = [a for value in state.values() for a in (value.values() if isinstance(value, dict) else [value])]
+    keys = map(str, range(len(arrays)))
+
+    def stored(value):
+        if isinstance(value, dict):
+            return {name: stored(entry) for name, entry in value.items()}
+        return torch_files.tensor(next(keys), value.shape, kind=torch_files.STORAGES[value.dtype.str])
+
+    return torch_files.zipped(stored(state), {str(i): array.tobytes() for i, array in enumerate(arrays)})
 
 
 @pytest.fixture
@@ -140,6 +168,11 @@ def test_continuing_from_converted_checkpoint_is_rejected(file, run_train, tmp_p
 @pytest.fixture
 def some_classes(tmp_path):
     """Create three images for each of three ImageNet classes."""
+    return some_images(tmp_path)
+
+
+def some_images(tmp_path):
+    """Create the data set of some_classes."""
     random = np.random.default_rng(1)
     for wnid in ("n03888257", "n01440764", "n01443537"):
         (tmp_path / "some/val" / wnid).mkdir(parents=True)
@@ -258,12 +291,115 @@ def test_unreadable_or_unsuitable_file_is_an_error(small, tmp_path, capsys):
     matching = tmp_path / f"resnet18-{hashlib.sha256(b'damaged').hexdigest()[:8]}.pth"
     damaged.rename(matching)
     assert error(capsys, matching, *out).startswith(f"{matching}: cannot be read (not written by torch.save)")
-    for prefix, end in (("tf_", "use the weights of a timm network without the prefix tf_"), ("", "state_dict in it")):
-        path = tmp_path / f"{prefix}mobilenetv3_large_100.pth"
-        path.write_bytes(b"")
-        assert error(capsys, path, "--output", tmp_path / "out", "--arch", "MobileNetV3_Large").endswith(end)
-        assert error(capsys, path, *out).endswith("state_dict in it")
+    shard = tmp_path / "model-00001-of-00002.safetensors"
+    shard.write_bytes(b"")
+    assert error(capsys, shard, *out) == (
+        f"{shard}: contains only a part of the weights, shard 1 of 2; save the tensors of all shards that "
+        "model.safetensors.index.json lists in one file, and use this file"
+    )
+    # Save the tensors of both shards in one file, as the message says.
+    halves = [dict(list(tensors().items())[i::2]) for i in range(2)]
+    merged = {}
+    for i, half in enumerate(halves):
+        part = tmp_path / f"pytorch_model-0000{i + 1}-of-00002.bin"
+        part.write_bytes(torch_file(half))
+        assert f"{part}: contains only a part of the weights, shard {i + 1} of 2" in error(capsys, part, *out)
+        merged |= foreign_files.read(part)
+    (tmp_path / "merged.bin").write_bytes(torch_file(merged))
+    assert run(tmp_path / "merged.bin", "--output", tmp_path / "merged", "--arch", "Small") == 0
+    single = shard.rename(tmp_path / "model-00001-of-00001.safetensors")
+    assert error(capsys, single, *out).startswith(f"{single}: cannot be read (the header")
     assert not (tmp_path / "out").exists()
+
+
+def test_state_of_look_alikes_requires_the_source(small, monkeypatch, tmp_path, capsys):
+    """The tiny network has the tensor names of ResNet50, and therefore the same look-alikes."""
+    monkeypatch.setitem(look_alikes.LOOK_ALIKES, "Small", look_alikes.LOOK_ALIKES["ResNet50"])
+    path, out = tmp_path / "resnet.pth", ["--arch", "Small", "--output", tmp_path / "out"]
+    path.write_bytes(torch_file(of_torch(tensors())))
+    message = error(capsys, path, *out)
+    assert "but also those of timm.resnetaa50 (which" in message and "or timm.resnetblur50 (which" in message
+    for name in ("timm.resnetaa50", "timm.resnetblur50"):
+        assert error(capsys, path, *out, "--source", name).startswith(f"--source {name}: ")
+    assert not (tmp_path / "out").exists()
+    [first, second] = re.findall(r"--source [\w.]+", message)
+    assert (first, second) == ("--source torchvision.resnet50", "--source timm.resnet50")
+    assert run(path, *out, *first.split()) == 0
+    assert folders.verify(tmp_path / "out")["source"]["network"] == "torchvision.resnet50"
+    # The source of a published file is known.
+    model = published.Published("Small", "MIT", "https://example.org")
+    monkeypatch.setitem(published.HASHED, published.sha256(path)[:8], model)
+    assert run(path, "--output", tmp_path / "known") == 0
+
+
+WRAPPERS = {
+    "_orig_mod.": lambda state: state,
+    "model.": lambda state: {"state_dict": state},
+    "module._orig_mod.": lambda state: {"model": state},
+    "module.": lambda state: state | {"n_averaged": np.array([3])},
+    "backbone.": lambda state: state,
+}
+
+
+@pytest.mark.parametrize("prefix", WRAPPERS)
+def test_prefix_common_to_all_names_is_removed(small, tmp_path, capsys, prefix):
+    state = WRAPPERS[prefix]({prefix + name: array for name, array in tensors().items()})
+    path = tmp_path / "wrapped.pth"
+    path.write_bytes(nested_file(state))
+    assert run(path, "--arch", "Small", "--output", tmp_path / "out") == 0
+    assert f"{path}: removing the prefix {prefix} from all tensor names" in capsys.readouterr().out
+    network = networks.load_checkpoint(tmp_path / "out")
+    np.testing.assert_array_equal(network.parameter("linear_0.w_0"), tensors()["fc.weight"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        (["state_dict", "state_dict_ema"], "state_dict_ema: using these EMA weights instead of state_dict"),
+        (["model_ema", "model"], "model_ema: using these EMA weights instead of model"),
+        (["state_dict_ema"], "state_dict_ema: using these EMA weights"),
+        (["state_dict"], None),
+    ],
+)
+def test_ema_weights_are_preferred(small, tmp_path, capsys, keys, says):
+    ema = next((key for key in keys if key.endswith("_ema")), keys[0])
+    states = {key: tensors() if key == ema else {n: -a for n, a in tensors().items()} for key in keys}
+    path = tmp_path / "trained.pth"
+    path.write_bytes(nested_file(states))
+    assert run(path, "--arch", "Small", "--output", tmp_path / "out") == 0
+    out = capsys.readouterr().out
+    assert says in out if says else "EMA" not in out
+    network = networks.load_checkpoint(tmp_path / "out")
+    np.testing.assert_array_equal(network.parameter("linear_0.w_0"), tensors()["fc.weight"])
+
+
+def test_backbone_without_classifier_can_be_fine_tuned(small, run_bare, tmp_path, capsys):
+    path, out = tmp_path / "backbone.pdparams", tmp_path / "out"
+    state = {name: array for name, array in tensors().items() if not name.startswith("fc.")}
+    path.write_bytes(pickle.dumps(state, 4))
+    assert error(capsys, path, "--arch", "Small", "--output", tmp_path / "x", "--verify", some_images(tmp_path)) == (
+        f"{tmp_path}/x: has no classifier; train one with --from-pretrained-params and --pretrained-mismatch "
+        "skip-classifier"
+    )
+    assert run(path, "--arch", "Small", "--output", out) == 0
+    output = capsys.readouterr().out
+    assert "out: Small, no classifier, license unknown" in output
+    [remedy] = re.findall(r"has no classifier; train one with train.py (.*)", output)
+    assert remedy == f"--from-pretrained-params {out} --pretrained-mismatch skip-classifier"
+    meta = folders.verify(out)
+    assert (meta["classes"], meta["class_names"], meta["has_classifier"]) == ([], [], False)
+    assert run_bare(*remedy.split())[0] == 0
+    assert "skipped linear_0.b_0, linear_0.w_0, which start at 0" in capsys.readouterr().out
+    assert run_bare("--from-pretrained-params", out, "--overwrite")[0] == 2
+    assert "has no classifier; train one with" in capsys.readouterr().err
+    image = tmp_path / "some/val/n01440764/0.jpg"
+    assert predict.main([str(out), str(image), "--device", "cpu"]) == 2
+    assert "has no classifier; train one with --from-pretrained-params" in capsys.readouterr().err
+    # A part of the network is missing, too.
+    del state["conv1.weight"]
+    path.write_bytes(pickle.dumps(state, 4))
+    message = error(capsys, path, "--arch", "Small", "--output", tmp_path / "y")
+    assert "1 missing: stem.0.conv.weight" in message
 
 
 def package(root, name, file, content):

@@ -56,12 +56,14 @@ def pickled(value):
     return b"\x80\x02" + opcodes(value) + b"."
 
 
-def tensor(key, shape, strides=None, offset=0, length=None, kind="FloatStorage", end=()):
+def tensor(key, shape, strides=None, offset=0, length=None, kind="FloatStorage", end=(), metadata=()):
     strides = tuple(int(np.prod(shape[i + 1 :])) for i in range(len(shape))) if strides is None else strides
     length = int(np.prod(shape)) if length is None else length
     storage = Stored(("storage", Global("torch", kind), key, "cpu", length, *end))
     hooks = Call(Global("collections", "OrderedDict"), ())
-    return Call(Global("torch._utils", "_rebuild_tensor_v2"), (storage, offset, shape, strides, False, hooks))
+    return Call(
+        Global("torch._utils", "_rebuild_tensor_v2"), (storage, offset, shape, strides, False, hooks, *metadata)
+    )
 
 
 def tensors(state, end=()):

@@ -4,12 +4,13 @@ import json
 import os
 import pickle
 import random
+import re
 import sys
 from pathlib import Path
 
 import numpy as np
 
-from paddle_resnet.checkpoints import arrays, folders, foreign_files, foreign_names, published
+from paddle_resnet.checkpoints import arrays, folders, foreign_files, foreign_names, look_alikes, published
 from paddle_resnet.data import numbering
 from paddle_resnet.models import registered, registered_name
 from paddle_resnet.settings import parsing
@@ -17,37 +18,37 @@ from utils import locks, logger, outputs, signals
 from utils.errors import UsageError, printable
 
 IMAGENET_CLASSES = 1000
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(\w+)")  # file name of a part of the weights in Hugging Face's format
 
 
-def convert(source, output, arch=None, preprocessing=None, verbose=False):
+def convert(file, output, arch=None, preprocessing=None, verbose=False, source=None):
     """Write a checkpoint with weights from a file, or from an installed package that contains a published model.
 
+    If the weights have no classifier, the checkpoint has none, so that it can only be fine-tuned.
+
     Args:
-        source: path of a file that foreign_files.read accepts, or a key of published.PACKAGED.
+        file: path of a file that foreign_files.read accepts, or a key of published.PACKAGED.
         output: folder to create. The folder appears only when all its files are complete.
         arch: value for --model-arch-name, or None to use the network of the published model.
         preprocessing: {attribute name of a preprocessing flag: value}, or None to use the values of the published
             model. Unspecified flags have the network's default values.
         verbose: whether error messages list all tensors that do not match the network.
+        source: LIBRARY.NETWORK of the weights, which distinguishes look-alikes, or None.
     Returns:
         content of meta.json, without the entries for format, files and checksum.
     Raises:
-        UsageError: the package is not installed; the file cannot be read or does not match the network; or the output
-            exists or cannot be written.
+        UsageError: the package is not installed; the file cannot be read, does not match the network, or may belong to
+            a look-alike; or the output exists or cannot be written.
     """
     output = Path(output)
     _check_new(output)
-    path, digest, model = _find(str(source))
+    path, digest, model = _find(str(file))
     if arch is None and model is None:
-        raise UsageError(f"{source}: not a published model, so its network is unknown; set --arch")
+        raise UsageError(f"{file}: not a published model, so its network is unknown; set --arch")
     arch = registered_name(arch or model.arch)
     if model is not None and arch != model.arch:
-        raise UsageError(f"--arch {arch}: {source} has weights of {model.arch}; remove --arch")
-    # timm's tf_mobilenetv3 and mobilenetv3 networks have the same tensor names and shapes, so only the file name
-    # distinguishes them.
-    if arch.startswith("MobileNetV3") and "tf_mobilenetv3" in str(path):
-        problem = f"timm's tf_mobilenetv3 pads as in TensorFlow, which {arch} does not support"
-        raise UsageError(f"{path}: {problem}; use the weights of a timm network without the prefix tf_")
+        raise UsageError(f"--arch {arch}: {file} has weights of {model.arch}; remove --arch")
+    _check_complete(path)
     outputs.claim(folders={"--output": output}, protected=[("FILE", path)])
     tensors = _read(path)
     with signals.importing_paddle():
@@ -55,17 +56,27 @@ def convert(source, output, arch=None, preprocessing=None, verbose=False):
 
         compat.check_version()
     try:
-        params, classes, projects = _match(arch, tensors)
+        params, classes, projects, tensors = _match(path, arch, tensors)
     except foreign_names.MismatchError as e:
         hint = " (--verbose lists all tensors)" if e.lines and not verbose else ""
         message = f"{path}: {e}; set --arch to the network of the weights{hint}"
         raise UsageError(message, *(e.lines if verbose else [])) from e
+    if model is None or source is not None:
+        look_alikes.check(path, arch, tensors, projects, source)
     logger.info(printable(f"{path}: {len(params)} parameters of {arch}, with tensor names as in {projects}"))
+    if classes is None:
+        logger.info(
+            printable(
+                f"{path}: has no classifier; train one with train.py --from-pretrained-params {output} "
+                "--pretrained-mismatch skip-classifier"
+            )
+        )
     values = {**(model.preprocessing if model else {}), **(preprocessing or {})}
     args = _settings(arch, classes, values)
-    meta = _meta(args.as_dict()) | {
+    meta = _meta(args.as_dict(), classes) | {
+        "has_classifier": classes is not None,
         "license": model and model.license,
-        "source": {"file": path.name, "sha256": digest, "url": model and model.source},
+        "source": {"file": path.name, "sha256": digest, "url": model and model.source, "network": source},
     }
     prefix = args.model_prefix
     files = {f"{prefix}.pdparams": _pickled(params), f"{prefix}.pdopt": _pickled({})}
@@ -84,20 +95,20 @@ def _check_new(output):
         raise UsageError(f"--output {output}: already exists; remove it or choose a different folder")
 
 
-def _find(source):
+def _find(file):
     """Return (path of the file, its sha256, Published or None)."""
-    path = Path(source)
-    if source in published.PACKAGED:
-        path, package = published.installed_file(source), published.PACKAGED[source].package
+    path = Path(file)
+    if file in published.PACKAGED:
+        path, package = published.installed_file(file), published.PACKAGED[file].package
         if path is None:
             raise UsageError(
-                f"{source}: requires the package {package}; install it with {sys.executable} -m pip install {package}"
+                f"{file}: requires the package {package}; install it with {sys.executable} -m pip install {package}"
             )
     try:
         digest = published.sha256(path)
     except OSError as e:
         names = ", ".join(published.PACKAGED)
-        raise UsageError(f"{source}: cannot be read ({e.strerror}); use an existing file, or one of {names}") from e
+        raise UsageError(f"{file}: cannot be read ({e.strerror}); use an existing file, or one of {names}") from e
     claimed = published.claimed_hash(path)
     if claimed and not digest.startswith(claimed):
         raise UsageError(
@@ -107,6 +118,16 @@ def _find(source):
     return path, digest, published.HASHED.get(digest[:8])
 
 
+def _check_complete(path):
+    """Raise UsageError if the file contains only some of the tensors of a network."""
+    if (match := _SHARD.fullmatch(path.name)) and int(match[3]) > 1:
+        stem, number, count, suffix = match.groups()
+        raise UsageError(
+            f"{path}: contains only a part of the weights, shard {int(number)} of {int(count)}; save the tensors of "
+            f"all shards that {stem}.{suffix}.index.json lists in one file, and use this file"
+        )
+
+
 def _read(path):
     try:
         return foreign_files.read(path)
@@ -114,9 +135,9 @@ def _read(path):
         raise UsageError(f"{path}: cannot be read ({e}); save only the network's state_dict in it") from e
 
 
-def _match(arch, tensors):
-    """Return ({name of a variable: float32 array}, number of classes, names of the projects that use these tensor
-    names).
+def _match(path, arch, tensors):
+    """Return ({name of a variable: float32 array}, number of classes or None if there is no classifier, names of the
+    projects that use these tensor names, tensors without the prefix of their names).
 
     Raises:
         UsageError: weights for this network cannot be converted.
@@ -127,9 +148,15 @@ def _match(arch, tensors):
     if family not in foreign_names.LAYOUTS:
         known = ", ".join(foreign_names.LAYOUTS)
         raise UsageError(f"--arch {arch}: weights of this network cannot be converted; use a network of {known}")
+    tensors, prefix = foreign_names.without_prefix(family, tensors)
+    if prefix:
+        logger.info(printable(f"{path}: removing the prefix {prefix} from all tensor names"))
     classes = foreign_names.number_of_classes(family, tensors)
-    params, projects = foreign_names.convert(family, tensors, _parameters(arch, classes))
-    return params, classes, projects
+    own = _parameters(arch, classes or IMAGENET_CLASSES)
+    if classes is None:
+        own = {name: parameter for name, parameter in own.items() if not foreign_names.is_of_classifier(name)}
+    params, projects = foreign_names.convert(family, tensors, own)
+    return params, classes, projects, tensors
 
 
 def _parameters(arch, classes):
@@ -147,16 +174,16 @@ def _settings(arch, classes, preprocessing):
     """Return the Settings to store in the checkpoint: the network, its preprocessing, and the default values of all
     other flags."""
     side = preprocessing.get("crop_size", registered(arch).image_size)
-    network = {"model_arch_name": arch, "num_of_class": classes, "image_shape": [3, side, side]}
+    network = {"model_arch_name": arch, "num_of_class": classes or IMAGENET_CLASSES, "image_shape": [3, side, side]}
     values = network | preprocessing
     parsed = parsing.parse(parsing.arguments(values))
     return parsing.settings(parsed, dict.fromkeys(parsed, "Python"))
 
 
-def _meta(arguments):
+def _meta(arguments, classes):
     """Return the content of meta.json (see checkpoints/schema.py) for a checkpoint of a run that has not trained
     yet."""
-    pairs = numbering.imagenet_classes() if arguments["num_of_class"] == IMAGENET_CLASSES else []
+    pairs = numbering.imagenet_classes() if classes == IMAGENET_CLASSES else []
     name, keys, *rest = np.random.RandomState(0).get_state()
     return {
         **{"sequence": 0, "run": "weights", "epoch": 0, "step": None, "steps_each_epoch": 0, "world_size": 1},

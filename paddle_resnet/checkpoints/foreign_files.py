@@ -16,7 +16,7 @@ import numpy as np
 
 from paddle_resnet.checkpoints import arrays
 from paddle_resnet.checkpoints.arrays import UnreadableError
-from utils import files
+from utils import files, logger
 
 MAX_BYTES = 1 << 32
 _MAX_HEADER_BYTES = 1 << 24
@@ -25,7 +25,8 @@ _MAX_DIMENSIONS = 8
 # pickles.
 _ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _LEGACY_PROTOCOL = 1001
-_NESTED = ("state_dict", "model")  # keys under which training scripts save the weights
+# Keys under which training scripts save the weights. EMA weights take precedence, as in timm.
+_NESTED = ("state_dict_ema", "model_ema", "state_dict", "model")
 _BFLOAT16 = "bfloat16"  # placeholder, because NumPy has no bfloat16 type
 _STORAGES = {
     **{"FloatStorage": "<f4", "DoubleStorage": "<f8", "HalfStorage": "<f2", "BFloat16Storage": _BFLOAT16},
@@ -208,6 +209,7 @@ class _Tensor:
     offset: int
     shape: tuple
     strides: tuple
+    is_negative: bool  # whether the tensor's values are those of the storage multiplied by -1 (PyTorch's negative bit)
 
 
 class _TorchObjects(arrays.NumPyObjects):
@@ -226,10 +228,13 @@ class _TorchObjects(arrays.NumPyObjects):
             match function, arguments:
                 case "collections.OrderedDict", ():
                     return {}
-                case "torch._utils._rebuild_tensor_v2", (str(key), int(offset), tuple(shape), tuple(strides), *_):
+                case "torch._utils._rebuild_tensor_v2", (str(key), int(offset), tuple(shape), tuple(strides), *rest):
                     is_valid = len(shape) == len(strides) and all(map(_are_counts, ((offset,), shape, strides)))
+                    metadata = rest[2] if len(rest) > 2 else {}
+                    if metadata not in (None, {}, {"neg": True}):
+                        raise UnreadableError("contains a tensor with metadata other than the negative bit")
                     if is_valid and key in self.storages:
-                        return _Tensor(key, offset, shape, strides)
+                        return _Tensor(key, offset, shape, strides, bool(metadata))
                 case "torch._utils._rebuild_parameter", (_Tensor() as tensor, *_):
                     return tensor
         raise UnreadableError("contains a call that a state_dict does not need")
@@ -250,9 +255,12 @@ class _TorchObjects(arrays.NumPyObjects):
 
 def _tensors(state):
     """Return {name: _Tensor} for the object in a .pth file."""
-    for key in _NESTED:
-        if isinstance(state, dict) and isinstance(state.get(key), dict):
-            state = state[key]
+    for _ in range(2):  # a dict in a damaged file may contain itself
+        keys = [key for key in _NESTED if isinstance(state, dict) and isinstance(state.get(key), dict)]
+        if keys and keys[0].endswith("_ema"):
+            others = f" instead of {', '.join(keys[1:])}" if keys[1:] else ""
+            logger.info(f"{keys[0]}: using these EMA weights{others}")
+        state = state[keys[0]] if keys else state
     if not isinstance(state, dict) or not state:
         raise UnreadableError("the object is not a state_dict, or is empty")
     for name, value in state.items():
@@ -284,4 +292,4 @@ def _view(name, tensor, values):
     if any(tensor.shape[i] > 1 and tensor.strides[i] != stride for i, stride in zip(order, expected, strict=True)):
         raise UnreadableError(f"{name} does not have consecutive values")
     values = values[tensor.offset : tensor.offset + math.prod(shape)].reshape(shape)
-    return values.transpose(np.argsort(order))
+    return (-values if tensor.is_negative else values).transpose(np.argsort(order))

@@ -6,6 +6,7 @@ block, and * in the replacement stands for the corresponding block in this proje
 block with the n-th lowest numbers corresponds to the n-th block of this project's network.
 """
 
+import itertools
 import re
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ _FIELDS = {
 }
 _BN = ("weight", "bias", "_mean", "_variance")
 _COUNTER = "num_batches_tracked"  # counter of PyTorch's BN layers, which this project ignores
+_AVERAGED = "n_averaged"  # counter of PyTorch's AveragedModel
+_MAX_WRAPPERS = 8  # maximum number of components in a prefix of all tensor names
 _CLASSIFIER = "classifier"
 _BLOCK = re.compile(r"(?:stages|blocks)\.([0-9_]+)(?=\.)")
 _LISTED = 5  # maximum number of names in an error message
@@ -202,14 +205,10 @@ LAYOUTS = {
         Layout("fastai's XResNet", _XRESNET_OF_FASTAI),
     ),
     "mobilenet_v2": (Layout("torchvision, paddle.vision", _MOBILENET_V2), Layout("timm", _TIMM)),
-    # The weights of timm's efficientnet_lite networks (without the prefix tf_) have the same names as those of its
-    # tf_efficientnet_lite networks, but require different padding and are not supported.
     "efficientnet_lite": (
         Layout("efficientnet-lite-pytorch", _LITE, epsilon=1e-3),
-        Layout("timm's tf_efficientnet_lite", _TIMM, epsilon=1e-3),
+        Layout("timm's tf_efficientnet_lite", _TIMM, epsilon=1e-3),  # see look_alikes.py
     ),
-    # The weights of timm's tf_mobilenetv3 networks have the same names as those of its mobilenetv3 networks, but
-    # require different padding and are not supported.
     "mobilenet_v3": (
         Layout("torchvision", _MOBILENET_V3_OF_TORCHVISION, epsilon=1e-3),
         Layout("timm", _mobilenet_v3_of_timm(last=6)),
@@ -247,8 +246,32 @@ def parameters(model):
     }
 
 
+def without_prefix(family, tensors):
+    """Remove the names of wrappers, such as "module." (DataParallel), "_orig_mod." (torch.compile) or "model.", that
+    precede the name of every tensor. Also remove the counter of PyTorch's AveragedModel, which adds "module.".
+
+    Args:
+        family: a key of LAYOUTS.
+        tensors: {name: array}.
+    Returns:
+        ({name without prefix: array}, the prefix). The prefix is empty unless its removal makes more names known.
+    """
+    names = [name for name in tensors if name != _AVERAGED]
+    if len(names) < len(tensors) and all(name.startswith("module.") for name in names):
+        tensors = {name: tensors[name] for name in names}
+    components = zip(*(name.split(".", _MAX_WRAPPERS)[:_MAX_WRAPPERS] for name in tensors), strict=False)
+    shared = itertools.takewhile(lambda parts: len({*parts}) == 1, components)
+    prefixes = itertools.accumulate((f"{parts[0]}." for parts in shared), initial="")
+
+    def known(prefix):
+        return len(_translated(family, {name.removeprefix(prefix): None for name in tensors})[1])
+
+    prefix = max(prefixes, key=known)
+    return {name.removeprefix(prefix): array for name, array in tensors.items()}, prefix
+
+
 def number_of_classes(family, tensors):
-    """Return the number of outputs of the network to which the tensors belong.
+    """Return the number of outputs of the network to which the tensors belong, or None if there is no classifier.
 
     Args:
         family: a key of LAYOUTS.
@@ -257,6 +280,8 @@ def number_of_classes(family, tensors):
         MismatchError: the names are unknown, or the classifier has no outputs.
     """
     _, targets, _ = _translated(family, tensors)
+    if targets and not any(is_of_classifier(path) for _, path in targets.values()):
+        return None
     biases = [name for name, target in targets.items() if target == ((), f"{_CLASSIFIER}.bias")]
     if len(biases) != 1 or tensors[biases[0]].ndim != 1 or not tensors[biases[0]].size:
         raise MismatchError(f"no classifier bias with a known name ({_some(tensors)})")
@@ -287,7 +312,7 @@ def convert(family, tensors, own):
             leftover.append(name)
         else:
             sources[target] = name
-    is_torch = any(name.endswith(".running_mean") for name in tensors)
+    is_torch = is_from_torch(tensors)
     missing = [name for name in shapes if name not in sources]
     arrays = {target: _reshaped(tensors[name], shapes[target], is_torch) for target, name in sources.items()}
     if layout.gate:
@@ -313,6 +338,16 @@ def convert(family, tensors, own):
     return {own[name].variable: np.ascontiguousarray(array) for name, array in arrays.items()}, layout.projects
 
 
+def is_from_torch(tensors):
+    """Return whether the tensors have the names of PyTorch's BN layers."""
+    return any(name.endswith(".running_mean") for name in tensors)
+
+
+def is_of_classifier(name):
+    """Return whether a parameter of this project's networks belongs to the classifier."""
+    return name.startswith(f"{_CLASSIFIER}.")
+
+
 def _shapes(layout, own):
     """Return {name in this project: shape} for the tensors of a layout."""
     shapes = {name: parameter.shape for name, parameter in own.items()}
@@ -335,12 +370,11 @@ def _reshaped(array, shape, is_torch):
 def _translated(family, tensors):
     """Translate names with the layout that matches the most names. Return (Layout, {name: (numbers of the block,
     path)}, names that match no rule). PyTorch's num_batches_tracked is omitted."""
-    prefix = "module." if all(name.startswith("module.") for name in tensors) else ""  # added by PyTorch's DataParallel
     results = []
     for layout in LAYOUTS[family]:
         targets, leftover = {}, []
         for name in tensors:
-            layer, _, field = name.removeprefix(prefix).rpartition(".")
+            layer, _, field = name.rpartition(".")
             target = _translate(layout, layer)
             if target is None or field not in (*_FIELDS, _COUNTER):
                 leftover.append(name)

@@ -16,7 +16,7 @@ from paddle import static
 
 from paddle_resnet.checkpoints import arrays, folders
 from paddle_resnet.models import ends
-from paddle_resnet.optimizers.sparsity import MASK
+from paddle_resnet.optimizers.sparsity import MASK, has_masks_of_signed_search
 from paddle_resnet.passes import accumulation, averages, lookahead, quantization
 from paddle_resnet.settings.values import Setting
 from paddle_resnet.steps import scalars
@@ -240,14 +240,17 @@ def pretrained_file(path, model_prefix):
 
 
 def _check_number_of_classes(options, state, parameters, classifier, label):
-    """Raise UsageError if the checkpoint matches the network except for the number of classes. The remedy in the
-    message depends on how the run uses the checkpoint."""
+    """Raise UsageError if the checkpoint matches the network except for the number of classes, or except for a missing
+    classifier. The remedy in the message depends on how the run uses the checkpoint."""
     differing = {
         name
         for name, shape in parameters.items()
         if not name.endswith(MASK) and (name not in state or _shape(state[name].shape) != shape)
     }
     weight = next(name for name in classifier if name.endswith(".w_0"))
+    if differing == set(classifier) and not differing & set(state):
+        remedy = "--from-pretrained-params and --pretrained-mismatch skip-classifier"
+        raise UsageError(f"{label}: has no classifier; train one with {remedy}")
     if differing != set(classifier) or weight not in state or state[weight].ndim != 2:
         return
     (inputs, classes), own = state[weight].shape, parameters[weight]
@@ -301,6 +304,12 @@ def _load_parameters(options, program, state, label, place, skipped=()):
     parameters = {name: shape for name, shape in parameters.items() if name not in skipped}
     parameters, state = _match_ranges(options, program, parameters, state, label)
     is_sparse = any(name.endswith(MASK) for name in state)
+    if is_sparse and has_masks_of_signed_search(state):
+        logger.warn(
+            f"{label}: its masks are from Paddle's mask_2d_best, which maximizes the sum of the kept weights instead "
+            "of their magnitudes and thereby removes half of the total magnitude; prune the dense weights again with "
+            "--asp --prune-model"
+        )
     if not any(name.endswith(MASK) for name in parameters):
         # A program without --asp loads sparse weights without their masks, so training would make them dense.
         if is_sparse and others:

@@ -10,7 +10,7 @@ import numpy as np
 from nvidia import nvimgcodec
 from nvidia.dali import fn, pipeline_def, types
 
-from paddle_resnet.data import records
+from paddle_resnet.data import headers, records
 from utils.errors import UsageError
 
 # Patterns of the source_info that DALI reports for a record: RecordIO or TFRecord, WebDataset, LMDB.
@@ -18,6 +18,7 @@ RECORD_PATTERNS = (r"(.+) at index (\d+)", r"(.+\.tar):(\d+):.*", r"(.+) at key 
 SEARCH_S = 40  # maximum duration of the search, so that a run stops within a minute
 # Maximum number of pixels in a decoded image; paddle_resnet/__init__.py also sets this limit for DALI's OpenCV.
 MAX_PIXELS = 2**28
+UNDECODABLE = "cannot be decoded"
 MAX_BYTES = 2**28  # maximum size of an image file in bytes
 _decoder = None
 
@@ -90,13 +91,14 @@ def header_problem(data, shorter_side=None):
         return "is empty"
     try:
         stream = nvimgcodec.CodeStream(data)
-        width, height, codec = stream.width, stream.height, stream.codec_name
+        width, height = stream.width, stream.height
     except RuntimeError:
-        width, height, codec = 0, 0, None
+        width, height = 0, 0
     if min(width, height) < 1:
         return "is not in an image format that DALI supports"
-    if codec == "jpeg2k":
-        return "is a JPEG 2000 image, which is not supported"  # DALI's decoder crashes if the image is damaged
+    misread = headers.problem(data)
+    if misread is not None:
+        return misread
     if width * height > MAX_PIXELS:
         return f"declares {width} x {height} pixels, more than the limit of {MAX_PIXELS:,}"
     if shorter_side is not None and shorter_side**2 * max(width, height) > MAX_PIXELS * min(width, height):
@@ -151,28 +153,29 @@ def bad_image(message, data_set, image_root):
         data_set: readers.DataSet that the loader reads.
         image_root: folder of the data set.
     Returns:
-        Path or FILE@PLACE of the image, including image_root; "an image in IMAGE_ROOT" if the search timed out; None if
-        no bad image was found.
+        (path or FILE@PLACE of the image, including image_root; problem). The place is "an image in IMAGE_ROOT" if the
+        search timed out, and None if no bad image was found. The problem is "cannot be decoded" or a more specific
+        reason.
     """
     unopened = re.search(r"(?:File mapping failed: |Could not open file )(.+?)(?:: [A-Z][a-z ]+)?$", message, re.M)
     if unopened:
-        return unopened[1]
+        return unopened[1], UNDECODABLE
     undecoded = re.search(r"Failed to decode sample #\d+ : (.+)", message)
     if undecoded:
-        return _whole_name(undecoded[1].strip(), image_root)
+        return _whole_name(undecoded[1].strip(), image_root), UNDECODABLE
     if not re.search(r"nvidia\.dali\.fn\.(decoders\.|peek_image_shape|_tensor_subscript|reshape)", message):
-        return None
+        return None, UNDECODABLE
     deadline = monotonic() + SEARCH_S
     for find_problem in (header_problem, decode):
         try:
             for encoded, source in _undecoded(data_set):
                 if find_problem(encoded) is not None:
-                    return _whole_name(source, image_root)
+                    return _whole_name(source, image_root), headers.problem(encoded) or UNDECODABLE
                 if monotonic() > deadline:
-                    return f"an image in {image_root}"
+                    return f"an image in {image_root}", UNDECODABLE
         except RuntimeError as e:  # the reader's message contains the file name
             return bad_image(str(e), data_set, image_root)
-    return None
+    return None, UNDECODABLE
 
 
 def _whole_name(source, image_root):

@@ -154,7 +154,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
             record = bad_images.bad_record(str(e), self._data_set, self._image_root)
             if record is not None:
                 raise DataError(f"{record}, or {remedy} (rank {processes.rank()})") from e
-            path = bad_images.bad_image(str(e), self._data_set, self._image_root)
+            path, undecodable = bad_images.bad_image(str(e), self._data_set, self._image_root)
             problem = bad_images.reader_problem(str(e))
             if path is None and problem is None:
                 raise
@@ -164,7 +164,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
                     f"{processes.rank()}: {problem}); run `{command('dataset', 'verify', self._image_root)}`"
                 ) from e
             raise DataError(
-                f"{path}: cannot be decoded (rank {processes.rank()}); repair or remove it, or {remedy}"
+                f"{path}: {undecodable} (rank {processes.rank()}); repair or remove it, or {remedy}"
             ) from e
 
     def _next_batch(self):

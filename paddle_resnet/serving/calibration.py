@@ -1,19 +1,19 @@
 """Post-training quantization: determine activation ranges from training images."""
 
 from collections import Counter
+from typing import NamedTuple
 
 import numpy as np
 from paddle import static
 
-from paddle_resnet import dali
-from paddle_resnet.data import listing
-from paddle_resnet.data.iterators import ShardIterator
+from paddle_resnet.data import listing, records
 from paddle_resnet.job import processes
 from paddle_resnet.passes import quantization
 from paddle_resnet.program import compile_prog
-from paddle_resnet.serving import inference
+from paddle_resnet.serving import image_files
+from paddle_resnet.serving.model import from_dali
 from utils import logger
-from utils.errors import UsageError
+from utils.errors import UsageError, command
 from utils.mode import Mode
 
 # Number of bits per weight for each engine. For onnxruntime, the number is 7, because x86 CPUs that lack VNNI
@@ -26,6 +26,20 @@ PERCENTILE = 99.99  # percentage of values that the "percentile" method does not
 # Activations of an image that are more than this many times as large as usual are ignored. In some networks, the
 # activations of one image in 100 are 10 to 1,000 times as large as usual, and would determine the means of all images.
 OUTLIER = 10
+
+
+class Sample(NamedTuple):
+    """The calibration images of a data set.
+
+    Attributes:
+        images: number of images.
+        available: number of images in the training split.
+        classes: number of different labels among the calibration images.
+    """
+
+    images: int
+    available: int
+    classes: int
 
 
 class Histogram:
@@ -110,15 +124,18 @@ def quantize(network, bits, image_root, method, images):
         method: "percentile" or "entropy".
         images: maximum number of images to use.
     Returns:
-        number of images used.
+        Sample.
     Raises:
-        UsageError: the data set cannot be used, or an activation is not finite.
+        UsageError: the data set or an image cannot be used, or an activation is not finite.
     """
+    drawn, available = draw(image_root, images)
     names, layers = list(quantization.activations(network.program)), quantization.layers(network.program)
     histograms, means, counts = {name: Histogram() for name in names}, dict.fromkeys(names, 0.0), Counter()
-    largest, total, unusual = {name: [] for name in names}, 0, 0  # largest: of each image, [images] for each batch
+    largest, unusual = {name: [] for name in names}, 0  # largest: of each image, [images] for each batch
+    classes = set()
     compiled, exe = compile_prog(network.args, network.program, is_train=False), network.exe
-    for batch in _batches(network.description, image_root, images):
+    for batch, labels in _batches(network.description, image_root, drawn):
+        classes |= {*labels}
         arrays = exe.run(compiled, {network.images.name: batch}, names, scope=network.scope)
         if not all(np.isfinite(array).all() for array in arrays):
             raise UsageError(
@@ -133,11 +150,11 @@ def quantize(network, bits, image_root, method, images):
             means[name] += array[is_usual].mean(axis=tuple(range(2, array.ndim))).sum(axis=0, dtype=np.float64)
             counts[name] += is_usual.sum()
             are_usual &= is_usual
-        total, unusual = total + len(batch), unusual + (~are_usual).sum()
+        unusual += (~are_usual).sum()
     if unusual:
         logger.warn(
-            f"--calibrate {image_root}: {unusual} of {total} images cause activations more than {OUTLIER} times as "
-            "large as usual; these activations are ignored"
+            f"--calibrate {image_root}: {unusual} of {len(drawn)} images cause activations more than {OUTLIER} times "
+            "as large as usual; these activations are ignored"
         )
     with static.program_guard(network.program, static.Program()):
         quantization.insert(network.program)
@@ -147,7 +164,7 @@ def quantize(network, bits, image_root, method, images):
         if layer.bias is not None:
             shift = _mean_error(layer, network.parameter(layer.weight), means[layer.input] / counts[layer.input], bits)
             _set(network, layer.bias, network.parameter(layer.bias) - shift)
-    return total
+    return Sample(len(drawn), available, len(classes))
 
 
 def _mean_error(layer, weight, means, bits):
@@ -172,13 +189,46 @@ def _set(network, name, values):
     tensor.set(np.asarray(values, np.float32), processes.place("cpu"))
 
 
+def draw(image_root, count):
+    """Draw training images at random, one from each of `count` sections of nearly equal length. Thus the sample is
+    representative if the images are sorted by class, and also if the classes alternate.
+
+    Args:
+        image_root: folder of the data set.
+        count: maximum number of images. If the data set has fewer, all are drawn.
+    Returns:
+        ([listing.Image], number of images in the training split). The images are in random order and depend only on
+        the data set and `count`.
+    Raises:
+        UsageError: the data set cannot be used.
+    """
+    _, _, images = listing.images(image_root, Mode.TRAIN)
+    if not images:
+        raise UsageError(f"--calibrate {image_root}: the training split contains no images; add images")
+    count = min(count, len(images))
+    edges = np.arange(count + 1) * len(images) // count
+    random = np.random.RandomState(0)
+    places = random.randint(edges[:-1], edges[1:])
+    return [images[place] for place in random.permutation(places)], len(images)
+
+
 def _batches(description, image_root, images):
-    """Yield batches of training images in the network's input format. Image files are read in random order."""
-    args = inference.loader_args(description, BATCH)
-    args.image_root, args.num_of_class = str(image_root), None
-    args.data_format = listing.detect(args.image_root, Mode.TRAIN)
-    data_set = dali.open_data_set(args, Mode.TRAIN)
-    pipeline = dali.create_dali_pipeline(args, data_set, Mode.EVAL, 0, 1)
-    loader = ShardIterator(pipeline, data_set.size, data_set, args.image_root, {})
-    for start, (batch,) in zip(range(0, images, BATCH), loader, strict=False):
-        yield np.array(batch["data"])[: images - start].astype(description["input"]["dtype"])
+    """Yield (batch in the network's input format, labels) for listing.Images."""
+    label_of = {}
+
+    def read(image):
+        try:
+            data, label_of[image] = records.read(image)
+        except OSError as e:
+            return None, f"cannot be read ({e.strerror})"
+        return data, None
+
+    for files_read, batch in image_files.image_batches(description, images, BATCH, "cpu", 4, read):
+        for image, problem in files_read:
+            if problem is not None:
+                raise UsageError(
+                    f"--calibrate {image_root}: {image.full_name}: {problem}; repair it, or list all such images with "
+                    f"`{command('dataset', 'verify', image_root)}`"
+                )
+        if files_read:  # the last item is empty if the batch size divides the number of images
+            yield from_dali(description, batch), [label_of.pop(image) for image, _ in files_read]

@@ -42,7 +42,7 @@ def predict_batches(model, paths, batch_size, device, threads, read=None):
     """Yield ([(path, problem or None)], probabilities [N, classes] of the files without a problem) for each batch. For
     the arguments, see predict."""
     running = [], ()
-    for files_read, images in _images(model.description, paths, batch_size, device, threads, read):
+    for files_read, images in image_batches(model.description, paths, batch_size, device, threads, read):
         submitted = files_read, () if images is None else model.submit(images)
         yield _results(model, *running)  # while the device runs this batch, the host processes the previous batch
         running = submitted
@@ -67,7 +67,7 @@ def _results(model, files_read, probabilities):
     return checked, np.array(kept)
 
 
-def _images(description, paths, batch_size, device, threads, read):
+def image_batches(description, paths, batch_size, device, threads, read):
     """Yield ([(path, problem or None)], images of the files without a problem) for each batch.
 
     DALI decodes a few batches in advance. Unless `read` is set, DALI also reads the files, which is faster than reading
@@ -111,7 +111,7 @@ def _images(description, paths, batch_size, device, threads, read):
 
 
 def _alone(description, path, problem, device, threads, read, error):
-    """Decode a single image, after DALI failed to decode a batch. Yield one item in the format of _images."""
+    """Decode a single image, after DALI failed to decode a batch. Yield one item in the format of image_batches."""
     encoded, problem = (None, problem) if problem else read(path)
     if problem is None:
         decoded = _decoded(description, iter([[encoded]]), 1, device, threads)

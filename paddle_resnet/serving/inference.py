@@ -149,7 +149,7 @@ def _open_as_onnx(path, model_arch_name):
         data = onnx_writer.to_onnx(network.program, *ends, network.parameter, text).SerializeToString()
     except UsageError as e:
         return None, f": {e}"
-    return _onnx_model(data, path, "cpu"), None
+    return load_onnx(data, path, "cpu"), None
 
 
 def resolve_precision(precision, device):
@@ -245,7 +245,7 @@ def open_onnx(path, device, logits=False):
     except OSError as e:
         raise UsageError(f"{path}: cannot be read ({e.strerror}); use an exported ONNX file") from e
     _check_onnx(data, Path(path))
-    return _onnx_model(onnx_writer.with_logits(data) if logits else data, path, device)
+    return load_onnx(onnx_writer.with_logits(data) if logits else data, path, device)
 
 
 def _check_onnx(data, path):
@@ -259,7 +259,8 @@ def _check_onnx(data, path):
         raise UsageError(f"{path}: damaged (it does not match its sha256 in {NAME}.json); export it again")
 
 
-def _onnx_model(data, path, device):
+def load_onnx(data, path, device):
+    """Open a serialized ONNX model. `path` is the name in messages. For exceptions, see open_model."""
     onnxruntime = onnx_writer.require("onnxruntime")
     preferred = ["CUDAExecutionProvider"] * (device == "gpu") + ["CPUExecutionProvider"]
     providers = [name for name in preferred if name in onnxruntime.get_available_providers()]

@@ -26,7 +26,7 @@ def require(name):
         raise UsageError(f"{name}: cannot be imported, but is required for ONNX ({reason}); run {INSTALL}") from e
 
 
-def to_onnx(program, inputs, outputs, read, metadata, unsigned=False):
+def to_onnx(program, inputs, outputs, read, metadata, engine=None):
     """Translate an inference program to ONNX.
 
     Args:
@@ -35,8 +35,10 @@ def to_onnx(program, inputs, outputs, read, metadata, unsigned=False):
         outputs: output Variables [None, ...] of the program.
         read: function that maps a parameter name to the parameter's array.
         metadata: text to store in the file.
-        unsigned: whether activations quantized by passes/quantization.py are stored as uint8 instead of int8. The
-            represented values are the same: with uint8, signed activations have the zero point 128.
+        engine: engine that runs a network quantized by passes/quantization.py, or None to omit the quantization. For
+            "onnxruntime", activations are uint8 and biases int32. uint8 represents the same values as int8: signed
+            activations have the zero point 128. For "tensorrt", activations are int8 and biases float32, because
+            TensorRT does not dequantize int32.
     Returns:
         onnx.ModelProto that has passed ONNX's checker.
     Raises:
@@ -50,10 +52,13 @@ def to_onnx(program, inputs, outputs, read, metadata, unsigned=False):
             constants[op.output("Out")[0]] = compat.assigned(op)
             continue
         if _is_folded_shift(block, op):
-            _add_bias(onnx, op, nodes, constants, read)
+            _add_bias(onnx, op, nodes, constants, read, engine)
             continue
-        if op.type == quantization.ACTIVATION:
-            kind, operands, result, attributes = _quantized_activation(op, read, unsigned)
+        if engine is None and op.type in (quantization.ACTIVATION, quantization.WEIGHT):
+            constants |= {name: read(name) for name in op.input("X") if block.var(name).persistable}
+            kind, operands, result, attributes = "Identity", ["X"], "Out", {}
+        elif op.type == quantization.ACTIVATION:
+            kind, operands, result, attributes = _quantized_activation(op, read, engine)
         elif op.type == quantization.WEIGHT:
             kind, operands, result, attributes = _quantized_weight(op, read)
         else:
@@ -147,16 +152,33 @@ def _is_folded_shift(block, op):
     return writers in (["conv2d"], ["depthwise_conv2d"]) and len(readers) == 1
 
 
-def _add_bias(onnx, op, nodes, constants, read):
+def _add_bias(onnx, op, nodes, constants, read, engine):
     """Replace an addition to the output of a convolution with a bias of this convolution."""
     at, conv = next((i, node) for i, node in enumerate(nodes) if node.output[0] == op.input("X")[0])
     bias, output = op.input("Y")[0], op.output("Out")[0]
     constants[bias] = read(bias)
     producers = {node.output[0]: node for node in nodes if node.op_type == "DequantizeLinear"}
     if {*conv.input} <= {*producers}:
-        _limit_bias(constants[bias], *(producers[name].input for name in conv.input), constants)
+        activation, weight = (producers[name].input for name in conv.input)
+        _limit_bias(constants[bias], activation, weight, constants)
+        if engine == "onnxruntime":
+            # Versions before 1.23 run a convolution in INT8 only if its bias is int32.
+            levels, scales = f"{output}.bias.levels", f"{output}.bias.scales"
+            values = _quantized_bias(constants[bias], constants[activation[1]], constants[weight[1]])
+            constants[levels], constants[scales] = values
+            bias = f"{output}.bias"
+            node = onnx.helper.make_node("DequantizeLinear", [levels, scales], [bias], name=bias, axis=0)
+            nodes.insert(at, node)
+            at += 1
     attributes = {a.name: onnx.helper.get_attribute_value(a) for a in conv.attribute}
     nodes[at] = onnx.helper.make_node(conv.op_type, [*conv.input, bias], [output], name=output, **attributes)
+
+
+def _quantized_bias(bias, activation_scale, weight_scales):
+    """Return (int32 levels, float32 scales) of a bias, float32 [channels]. An INT8 convolution adds the levels to its
+    sums of products of activation and weight levels, so the scales are those of the products."""
+    scales = weight_scales.astype(np.float64) * activation_scale
+    return np.rint(bias / scales).astype(np.int32), scales.astype(np.float32)
 
 
 def _limit_bias(bias, activation, weight, constants):
@@ -175,9 +197,9 @@ def _limit_bias(bias, activation, weight, constants):
     constants[weight[0]], constants[weight[1]] = np.rint(levels * factors).astype(np.int8), larger.astype(np.float32)
 
 
-def _quantized_activation(op, read, unsigned):
+def _quantized_activation(op, read, engine):
     levels = 2 ** (quantization.bits(op) - 1) - 1
-    zero = np.uint8(0 if levels == 255 else 128) if unsigned else np.int8(0)
+    zero = np.uint8(0 if levels == 255 else 128) if engine == "onnxruntime" else np.int8(0)
     scale = read(op.input("InScale")[0]).reshape(()) / np.float32(levels)
     return "DequantizeLinear", [("QuantizeLinear", ["X", scale, zero], {}), scale, zero], "Out", {}
 

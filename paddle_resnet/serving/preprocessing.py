@@ -14,7 +14,8 @@ import numpy as np
 from PIL import Image, ImageOps
 
 CONVENTIONS = {
-    "decode": "the EXIF orientation is applied; gray, palette and CMYK become RGB; alpha is dropped",
+    "decode": "the orientation in the EXIF block (in TIFF, tag 274) is applied, but not that in XMP or text; gray, "
+    "palette and CMYK become RGB; alpha is dropped; 16 bits are scaled to 8 bits; chroma is interpolated",
     "resize": "the scale is resize_short / shorter side on both axes, with the source centered; the longer side is "
     "rounded half up; pixels beyond an edge repeat the edge; results are rounded to integers from 0 to 255. If "
     "center_crop is [H, W], the scale is the smallest at which the image covers resize_short / min(H, W) times H and "
@@ -42,6 +43,7 @@ FILTERS = {
 
 
 LAYOUTS = {"float32": "NCHW", "uint8": "NHWC"}
+ORIENTATION = 0x0112  # EXIF tag
 MAX_PIXELS = 2**28  # maximum number of pixels in an image file, as in training
 MAX_JSON_BYTES = 2**24
 MAX_SIDE = 8192  # maximum height and width of resized images in pixels, as in training
@@ -109,6 +111,38 @@ def sides(preprocessing):
     return crop if isinstance(crop, list) else [crop, crop]
 
 
+def orientation(image):
+    """Return the orientation in the EXIF block (in TIFF, tag 274) of an opened image file: 1 to 8. As in training,
+    orientations in XMP or text are ignored, and so is a WebP EXIF block with the prefix of JPEG files."""
+    if image.format == "TIFF":
+        value = image.tag_v2.get(ORIENTATION)
+    else:
+        if image.format == "PNG":
+            image.load()  # the EXIF block may follow the pixels
+        block, exif = image.info.get("exif", b""), Image.Exif()
+        if not (image.format == "WEBP" and block.startswith(b"Exif")):
+            exif.load(block)
+        value = exif.get(ORIENTATION)
+    return value if value in range(2, 9) else 1
+
+
+def upright_rgb(image):
+    """Return the pixels of an opened image file, converted to RGB and turned upright: uint8 [H, W, 3]."""
+    # Without this assignment, Pillow would also follow the orientation in XMP and, in PNG files, in text.
+    image.getexif()[ORIENTATION] = orientation(image)
+    image.load()
+    if image.format != "TIFF":  # Pillow turns TIFF images when it loads them
+        image = ImageOps.exif_transpose(image)
+    if image.mode == "F":
+        raise ValueError("floating-point pixels are not supported")
+    if image.mode.startswith("I"):  # 16 bits; Pillow would clip the levels to 255
+        levels = np.asarray(image)
+        if levels.min() < 0 or levels.max() > 65535:
+            raise ValueError("more than 16 bits per channel are not supported")
+        return np.rint(levels[..., None] / np.float32(257)).astype(np.uint8).repeat(3, axis=2)
+    return np.asarray(image.convert("RGB"))
+
+
 def pixels(image, preprocessing):
     """Resize and crop an image.
 
@@ -124,11 +158,7 @@ def pixels(image, preprocessing):
             return pixels(file, preprocessing)
     if not isinstance(image, Image.Image):
         image = Image.open(image)
-    image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I;16"):
-        levels = np.rint(np.asarray(image)[..., None] / np.float32(257)).repeat(3, axis=2)
-    else:
-        levels = np.asarray(image.convert("RGB"), np.float32)
+    levels = upright_rgb(image).astype(np.float32)
     crop, interp = sides(preprocessing), preprocessing["interp"]
     covered = [int(preprocessing["resize_short"] * side / min(crop) + 0.5) for side in crop]
     scale = max(covered[0] / levels.shape[0], covered[1] / levels.shape[1])
@@ -173,9 +203,12 @@ def model_input(image, model):
 def read_model(path):
     """Read and check model.json.
 
+    Args:
+        path: path of the file, str or Path.
     Raises:
         ValueError: the file cannot be read, or its content is not valid.
     """
+    path = Path(path)
     try:
         if not path.is_file() or path.stat().st_size > MAX_JSON_BYTES:  # opening a pipe would block
             raise ValueError(f"not a file of up to {MAX_JSON_BYTES} bytes")
@@ -209,7 +242,9 @@ def main(paths):
 
             options = onnxruntime.SessionOptions()
             options.add_session_config_entry("session.x64quantprecision", "1")  # prevent overflows of INT8 sums
-            session = onnxruntime.InferenceSession(folder / "model.onnx", options)
+            # Version 1.16 requires the providers.
+            providers = ["CPUExecutionProvider"]
+            session = onnxruntime.InferenceSession(folder / "model.onnx", options, providers=providers)
         except ImportError:
             _report("onnxruntime: not installed; to print predictions, run `pip install onnxruntime`")
         except Exception as e:  # the errors of onnxruntime have no common base class

@@ -25,6 +25,7 @@ from functools import partial
 import numpy as np
 
 from paddle_resnet.data import indexes, listing, numbering, records
+from paddle_resnet.serving import preprocessing
 from paddle_resnet.tools.writers import SHARDED, SINGLE_FILE
 from utils import files, locks, logger, outputs, signals
 from utils.errors import UsageError, command
@@ -375,7 +376,7 @@ def _start_worker(parent, images, stop, resize_short, quality):
 def _prepare(image):
     """Read a listing.Image, and shrink the image if requested. Return (bytes to store, extension without dot,
     label)."""
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     if _stop.is_set():
         raise InterruptedError
@@ -393,29 +394,14 @@ def _prepare(image):
             short = min(picture.size)
             if short <= _resize_short:
                 return data, _extension(image, data), label
+            picture = Image.fromarray(preprocessing.upright_rgb(picture))
             size = [max(1, round(side * _resize_short / short)) for side in picture.size]
-            # Apply the EXIF orientation, because the new file does not store the orientation.
-            picture = ImageOps.exif_transpose(_in_rgb(picture).resize(size, Image.Resampling.BICUBIC))
+            picture = picture.resize(size, Image.Resampling.BICUBIC)
             out = io.BytesIO()
             picture.save(out, "JPEG", quality=_quality)
     except Exception as e:  # Pillow raises many types of exceptions for damaged files
         raise UsageError(f"{image.full_name}: cannot be decoded ({e}); repair it or omit it with --skip-list") from e
     return out.getvalue(), "jpg", label
-
-
-def _in_rgb(picture):
-    """Convert an image to RGB as DALI does, with 16-bit values scaled to 8 bits. Pillow would clip the values at
-    255."""
-    from PIL import Image
-
-    if picture.mode.startswith("I") or picture.mode == "F":
-        values = np.asarray(picture)
-        if picture.mode == "F" or values.min() < 0 or values.max() > 65535:
-            raise ValueError("more than 16 bits per channel")
-        scaled = Image.fromarray(np.rint(values / 257).astype(np.uint8))
-        scaled.info = picture.info
-        picture = scaled
-    return picture.convert("RGB")
 
 
 def _extension(image, data):

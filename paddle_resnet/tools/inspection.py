@@ -9,7 +9,6 @@ from time import perf_counter
 
 import numpy as np
 import PIL.Image
-import PIL.ImageOps
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +16,7 @@ from rich.text import Text
 import config
 from paddle_resnet import dali, resolution
 from paddle_resnet.data import bad_images, listing, numbering, pixels, readers, records
+from paddle_resnet.serving import preprocessing
 from paddle_resnet.tools import drawing
 from utils import logger
 from utils.errors import UsageError, printable
@@ -87,7 +87,7 @@ def augmented(root, images, versions, arguments):
         batch = np.array(pipeline.run()[0].as_cpu().as_tensor())
         normalization = args.normalize_scale, args.normalize_mean, args.normalize_std
         with PIL.Image.open(BytesIO(data)) as original:
-            original = np.asarray(PIL.ImageOps.exif_transpose(original).convert("RGB"))
+            original = preprocessing.upright_rgb(original)
             rows.append((original, list(pixels.pictures(batch, args.data_layout, *normalization)), name))
     return rows
 

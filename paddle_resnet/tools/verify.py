@@ -28,6 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paddle_resnet.data import bad_images, listing, numbering, readers, records
+from paddle_resnet.serving import preprocessing
 from utils import outputs, signals
 from utils.errors import UsageError, printable
 from utils.mode import Mode, RunScope
@@ -37,7 +38,6 @@ CODEC_OF_SUFFIX = {
     **{".jpg": "jpeg", ".jpeg": "jpeg", ".jfif": "jpeg", ".png": "png", ".bmp": "bmp"},
     **{".tif": "tiff", ".tiff": "tiff", ".webp": "webp"},
 }
-EXIF_ORIENTATION = 0x0112
 DALI_BATCH = 64
 SHOWN = 50  # maximum number of failing images, and of unusual images of each kind, to print
 IN_BOTH_SPLITS, IN_TWO_CLASSES = "the same file in train and val", "the same file in two classes"
@@ -326,7 +326,7 @@ def _unusual(image, data):
     try:
         with Image.open(io.BytesIO(data)) as picture:
             mode, frames = picture.mode, getattr(picture, "n_frames", 1)
-            orientation = picture.getexif().get(EXIF_ORIENTATION, 1)
+            is_turned = preprocessing.orientation(picture) != 1
     except Exception:  # Pillow's plugins raise many kinds of exceptions for damaged files
         return [*kinds, "unknown to Pillow"]
     if mode == "CMYK":
@@ -337,7 +337,7 @@ def _unusual(image, data):
         kinds.append("transparent")
     if frames > 1:
         kinds.append("several pictures")
-    if orientation in range(2, 9):
+    if is_turned:
         kinds.append("EXIF-rotated")
     return kinds
 

@@ -93,6 +93,24 @@ def test_tensors_may_be_permuted_and_share_a_storage(tmp_path):
     assert_equal(actual, {"a": channels_last, "b": np.float32([[25], [26]])})
 
 
+def test_tensor_with_negative_bit_is_negated(tmp_path):
+    parts = {"0": BIAS.tobytes()}
+    for metadata, sign in (({"neg": True}, -1), ({}, 1)):
+        value = tensor("0", (2,), metadata=(metadata,))
+        assert_equal(read(tmp_path, "a.pth", zipped({"a": value}, parts)), {"a": sign * BIAS})
+    value = tensor("0", (2,), metadata=({"conj": True},))
+    with pytest.raises(UnreadableError, match="metadata other than the negative bit"):
+        read(tmp_path, "a.pth", zipped({"a": value}, parts))
+
+
+def test_state_dict_that_contains_itself_is_rejected(tmp_path):
+    content = b"\x80\x02}q\x00" + opcodes("model") + b"h\x00s."
+    with zipfile.ZipFile(tmp_path / "a.pth", "w") as archive:
+        archive.writestr("m/data.pkl", content)
+    with pytest.raises(UnreadableError, match="model is not a tensor"):
+        foreign_files.read(tmp_path / "a.pth")
+
+
 def test_state_dict_may_contain_parameters_and_attributes(tmp_path):
     parameter = Call(Global("torch._utils", "_rebuild_parameter"), (tensor("0", (2,)), True, ()))
     table = opcodes(Call(Global("collections", "OrderedDict"), ())) + b"(" + opcodes("a") + opcodes(parameter) + b"u"

@@ -102,6 +102,8 @@ def test_logits_equal_those_of_paddle_vision(arch, vision, classifier):
     np.testing.assert_allclose(logits(arch, params, images) / scale, expected / scale, rtol=0, atol=1e-4)
     for prefix in ("", "module.") if classifier else ():  # torchvision's MobileNetV3 uses different names
         torch_state = {prefix + key: value for key, value in as_torch(state, classifier).items()}
+        torch_state, removed = foreign_names.without_prefix(family, torch_state)
+        assert removed == prefix
         found, _ = foreign_names.convert(family, torch_state, own(arch))
         assert found.keys() == params.keys()
         assert all((found[name] == params[name]).all() for name in params)
@@ -338,12 +340,19 @@ def test_up_to_five_tensors_are_listed_in_the_message():
     foreign_names._check(layout, {"missing": [], "unexpected": []})
 
 
-def test_prefix_of_data_parallel_is_removed_only_from_all_names():
+def test_prefix_is_removed_only_from_all_names_and_if_it_is_unknown():
     names = {"module.conv1.weight": 0, "module.bn1.weight": 0, "module.bn1.num_batches_tracked": 0}
-    _, targets, leftover = foreign_names._translated("resnet", names)
-    assert (targets.keys(), leftover) == ({"module.conv1.weight", "module.bn1.weight"}, [])
-    _, targets, leftover = foreign_names._translated("resnet", names | {"conv1.weight": 0})
-    assert targets.keys() == {"conv1.weight"} and leftover == list(names)
+    state, prefix = foreign_names.without_prefix("resnet", names)
+    assert (state.keys(), prefix) == ({"conv1.weight", "bn1.weight", "bn1.num_batches_tracked"}, "module.")
+    for state in (names | {"conv1.weight": 0}, {"other.model.weight": 0}, {}):
+        assert foreign_names.without_prefix("resnet", state) == (state, "")
+    # All names of a part of torchvision's MobileNetV2 begin with "features.".
+    state = {"features.0.0.weight": 0, "features.0.1.bias": 0}
+    assert foreign_names.without_prefix("mobilenet_v2", state) == (state, "")
+    state = {"a." * 9 + "conv1.weight": 0}
+    assert foreign_names.without_prefix("resnet", state) == (state, "")
+    state = {"a.module.conv1.weight": 0, "n_averaged": 0}
+    assert foreign_names.without_prefix("resnet", state) == (state, "")
 
 
 @pytest.mark.parametrize("is_torch", [True, False])

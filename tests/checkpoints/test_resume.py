@@ -10,11 +10,14 @@ import shutil
 import numpy as np
 import pytest
 from paddle import static
+from paddle.incubate.asp.asp import ASPHelper
+from paddle.incubate.asp.utils import MaskAlgo
 
 import train
 from conftest import NHWC, assert_one_error, losses, phase, read_report
 from paddle_resnet.checkpoints import folders, restore, saver
 from paddle_resnet.job import processes
+from paddle_resnet.optimizers import sparsity
 from utils.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("one_block")
@@ -396,6 +399,27 @@ def test_sparse_checkpoint_of_older_version_keeps_dense_first_layer(run_train, t
         result = pickle.loads((tmp_path / place / "Tiny/1/tiny.pdparams").read_bytes())
         assert result[mask].mean() == density
         assert (f"has no {mask}; these weights remain dense" in capsys.readouterr().out) == (place == "old")
+
+
+def test_masks_of_signed_search_trigger_a_warning(run_train, monkeypatch, capsys):
+    """Older versions pruned with Paddle's mask_2d_best, which maximizes the sum of the kept weights."""
+
+    def prune(main_prog, place, _):
+        return ASPHelper.prune_model_by_program(place, main_program=main_prog, mask_algo=MaskAlgo.MASK_2D_BEST)
+
+    monkeypatch.setattr(sparsity, "_MIN_BLOCKS", 16)
+    flags = ["--asp", "--prune-model", "--mask-algo", "mask_2d_best"]
+    with monkeypatch.context() as patch:
+        patch.setattr(sparsity, "prune", prune)
+        assert run_train(*flags)[0] == 0
+    assert "mask_2d_best" not in capsys.readouterr().err
+    assert run_train(*flags, "--resume", "--epochs", "2")[0] == 0
+    error = capsys.readouterr().err
+    assert "its masks are from Paddle's mask_2d_best" in error
+    assert "prune the dense weights again with --asp --prune-model" in error
+    assert run_train(*flags, "--overwrite")[0] == 0
+    assert run_train(*flags, "--resume", "--epochs", "2")[0] == 0
+    assert "mask_2d_best" not in capsys.readouterr().err
 
 
 def test_resume_rejects_different_number_of_classes(run_train, capsys):

@@ -190,7 +190,7 @@ def test_loader_does_not_decode_jpeg_2000_image_with_suffix_of_jpeg(photos, pars
     shutil.copytree(photos, tmp_path / "z")
     image = tmp_path / "z" / mode.value / "class0/00.jpg"
     Image.new("RGB", (64, 48)).save(image, "jpeg2000", no_jp2=no_jp2)
-    with pytest.raises(DataError, match=f"^{image}: cannot be decoded"):
+    with pytest.raises(DataError, match=f"^{image}: is a JPEG 2000 image"):
         list(dali.build_dataloader(parse("--image-root", tmp_path / "z"), mode))
 
 
@@ -273,13 +273,13 @@ def test_search_for_bad_image_ends_after_deadline(monkeypatch):
     message = "Error in operator nvidia.dali.fn.decoders.image"
     damaged = (file.getvalue().replace(b"IDAT", b"IDAX"), "c.png")
     monkeypatch.setattr(bad_images, "_undecoded", lambda data_set: iter([damaged]))
-    assert bad_images.bad_image(message, None, "root") == "root/c.png"
+    assert bad_images.bad_image(message, None, "root") == ("root/c.png", "cannot be decoded")
     images = [damaged, (file.getvalue(), "a.png"), (b"", "b.png")]
     monkeypatch.setattr(bad_images, "_undecoded", lambda data_set: iter(images))
-    assert bad_images.bad_image(message, None, "root") == "root/b.png"  # the headers of all images are checked first
-    assert bad_images.bad_image("Error in operator nvidia.dali.fn.resize", None, "root") is None
+    assert bad_images.bad_image(message, None, "root")[0] == "root/b.png"  # the headers of all images are checked first
+    assert bad_images.bad_image("Error in operator nvidia.dali.fn.resize", None, "root")[0] is None
     monkeypatch.setattr(bad_images, "SEARCH_S", -1)
-    assert bad_images.bad_image(message, None, "root") == "an image in root"
+    assert bad_images.bad_image(message, None, "root")[0] == "an image in root"
 
 
 def test_search_reads_a_data_set_with_fewer_images_than_cpu_cores(tmp_path, monkeypatch):
@@ -302,14 +302,14 @@ def test_search_reads_a_data_set_with_fewer_images_than_cpu_cores(tmp_path, monk
     ],
 )
 def test_image_in_a_message_is_found_without_a_search(monkeypatch, text, image):
-    assert bad_images.bad_image(f"Error: {text}", None, "root") == image
+    assert bad_images.bad_image(f"Error: {text}", None, "root")[0] == image
 
     def fail(data_set):
         raise RuntimeError(f"Error: {text}")
 
     monkeypatch.setattr(bad_images, "_undecoded", fail)
     for operator in ("decoders.image", "peek_image_shape", "_tensor_subscript", "reshape"):
-        assert bad_images.bad_image(f"Error in operator nvidia.dali.fn.{operator}", None, "root") == image
+        assert bad_images.bad_image(f"Error in operator nvidia.dali.fn.{operator}", None, "root")[0] == image
 
 
 @pytest.mark.parametrize(

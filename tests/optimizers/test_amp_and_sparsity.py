@@ -9,6 +9,8 @@ import numpy as np
 import paddle
 import pytest
 from paddle import static
+from paddle.incubate import asp
+from paddle.incubate.asp.utils import MaskAlgo
 
 from conftest import MASK_ALGORITHMS, NHWC, assert_two_of_four, frozen
 from helpers import build, random_batches, variable
@@ -43,6 +45,64 @@ def test_pruning_keeps_two_of_four_weights(parse, algorithm, channels):
         if algorithm == "mask_1d":
             sums = np.sort(np.abs(before[name]).transpose(2, 3, 0, 1).reshape(-1, 4), axis=1)[:, 2:].sum()
             np.testing.assert_allclose(np.abs(weight).sum(), sums, rtol=1e-5)
+
+
+# [out, in, height, width] of convolutions and [in, out] of fully connected layers. 5, 6, 7 and 10 are not divisible by
+# 4, so that the last blocks are padded.
+SHAPES = [(64, 64, 3, 3), (6, 10, 3, 3), (7, 5, 1, 1), (4, 6, 1, 1), (128, 64), (10, 6), (5, 7)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_masks_keep_the_large_weights_in_two_of_four_inputs(shape):
+    weight = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    kept = {}
+    for algorithm in MASK_ALGORITHMS:
+        mask = sparsity.compute_mask(weight, algorithm)
+        assert (mask.shape, mask.dtype, set(np.unique(mask))) == (shape, np.float32, {0, 1})
+        rows = mask.T if len(shape) == 2 else mask.transpose(3, 2, 0, 1).reshape(-1, shape[1])
+        padded = np.pad(rows, [(0, -size % 4) for size in rows.shape])
+        assert (padded.reshape(len(padded), -1, 4).sum(2) <= 2).all()
+        if algorithm != "mask_1d":
+            assert (padded.reshape(-1, 4, padded.shape[1]).sum(1) <= 2).all()
+        kept[algorithm] = np.abs(weight * mask).sum() / np.abs(weight).sum()
+    assert kept["mask_1d"] >= kept["mask_2d_best"] >= kept["mask_2d_greedy"]
+    if shape == (64, 64, 3, 3):
+        assert [kept[name] for name in MASK_ALGORITHMS] == pytest.approx([0.74, 0.69, 0.70], abs=0.005)
+
+
+def test_mask_2d_best_may_keep_seven_weights():
+    """Paddle's search considers only masks with eight ones, with which it keeps 15 of this block's magnitude 16."""
+    weight = np.zeros((4, 4), np.float32)
+    weight[0, 0] = 10
+    weight[1:, 1:] = [[1, 1, 0], [0, -1, 1], [-1, 0, 1]]
+    for algorithm in ("mask_2d_best", "mask_2d_greedy"):
+        assert (sparsity.compute_mask(weight, algorithm) == (weight != 0)).all()
+    assert (np.abs(weight) * sparsity.utils.get_mask_2d_best(np.abs(weight), 2, 4)).sum() == 15
+
+
+def masked(search):
+    """Return the parameters of two layers, pruned with masks [rows, inputs] that `search` computes."""
+    random = np.random.default_rng(0)
+    state = {"conv2d_1.w_0": random.standard_normal((64, 64, 3, 3)), "linear_1.w_0": random.standard_normal((64, 62))}
+    state = {name: array.astype(np.float32) for name, array in state.items()}
+    masks = {name + sparsity.MASK: search(array.T).T.astype(np.float32) for name, array in state.items()}
+    dense = {"conv2d_0.w_0.asp_mask": np.ones((8, 3, 3, 3)), "conv2d_0.w_0": np.ones((8, 3, 3, 3))}
+    return dense | {name: array * masks[name + sparsity.MASK] for name, array in state.items()} | masks
+
+
+def test_masks_of_signed_search_are_recognized(monkeypatch):
+    def paddle_search(matrix):
+        return asp.create_mask(matrix, MaskAlgo.MASK_2D_BEST, 2, 4)
+
+    old = masked(paddle_search)
+    assert sparsity.has_masks_of_signed_search(old)
+    trained = {name: array * (1 if name.endswith(sparsity.MASK) else 1.5) for name, array in old.items()}
+    assert sparsity.has_masks_of_signed_search(trained)
+    for name in MASK_ALGORITHMS:
+        assert not sparsity.has_masks_of_signed_search(masked(lambda m, n=name: sparsity.compute_mask(m.T, n).T))
+    assert not sparsity.has_masks_of_signed_search(masked(lambda matrix: paddle_search(np.abs(matrix))))
+    for unusual in ({}, {"a.asp_mask": np.zeros(3)}, {"a.asp_mask": np.zeros((4, 4))}, {"a.asp_mask": np.zeros(())}):
+        assert not sparsity.has_masks_of_signed_search(unusual)
 
 
 def test_dense_layers_are_listed(parse, capfd):

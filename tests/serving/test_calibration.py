@@ -1,12 +1,19 @@
 """Calibration of quantized networks. tests/test_export.py tests the export command."""
 
+import shutil
+
 import numpy as np
 import pytest
+from PIL import Image
 
+from helpers import training_images
+from paddle_resnet.data import listing, records
 from paddle_resnet.passes import quantization
 from paddle_resnet.serving import calibration, networks, preprocessing
 from paddle_resnet.serving.calibration import BINS, SMALLEST, Histogram, _entropy_bins, _mean_error
+from paddle_resnet.tools import writers
 from utils.errors import UsageError
+from utils.mode import Mode
 
 
 @pytest.fixture
@@ -111,17 +118,96 @@ def test_mean_error_equals_error_of_quantized_layer(groups):
     np.testing.assert_allclose(_mean_error(layer, weight, means, 8), expected, rtol=1e-6)
 
 
+def write_sorted(root, data_format, count):
+    """Write a training split of three classes, sorted by class, and return its labels in stored order. The color of an
+    image is its label."""
+    sizes = []
+    for label in range(3):
+        for i in range(count):
+            path = root / f"train/{label}/{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (32, 32), (100 * label,) * 3).save(path)
+            sizes.append((path, label))
+    encoded = [(path.read_bytes(), label) for path, label in sizes]
+    if data_format == "filelist":
+        (root / "train.txt").write_text("".join(f"{path.relative_to(root)} {label}\n" for path, label in sizes))
+    elif data_format in writers.SINGLE_FILE:
+        with writers.SINGLE_FILE[data_format](str(root), "train") as writer:
+            writer.write(encoded)
+            writer.finish()
+    elif data_format in writers.SHARDED:
+        name = {"tfrecord": "train-00000-of-00001", "webdataset": "train-000000.tar"}[data_format]
+        with writers.SHARDED[data_format](str(root / name)) as write:
+            for number, (image, label) in enumerate(encoded):
+                write(number, image, "png", label)
+    if data_format not in listing.FILE_FORMATS:
+        shutil.rmtree(root / "train")
+
+
+@pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
+def test_calibration_images_are_drawn_evenly(checkpoint, tmp_path, data_format):
+    """Regression test: of record files, the first images were used, which were all in one class if the records were
+    sorted."""
+    write_sorted(tmp_path, data_format, 30)
+    drawn, available = calibration.draw(tmp_path, 9)
+    assert (len(drawn), available) == (9, 90)
+    assert drawn == calibration.draw(tmp_path, 9)[0]
+    description = networks.load_checkpoint(checkpoint, uint8=True).description
+    batches = list(calibration._batches(description, tmp_path, drawn))
+    labels = [label for _, of_batch in batches for label in of_batch]
+    assert sorted(labels) == [0, 0, 0, 1, 1, 1, 2, 2, 2] and labels != sorted(labels)
+    images = np.concatenate([batch for batch, _ in batches])
+    np.testing.assert_array_equal(images, np.array(labels, np.uint8)[:, None, None, None] * 100 + 0 * images)
+    drawn, _ = calibration.draw(tmp_path, 500)
+    assert sorted(image.name for image in drawn) == sorted(i.name for i in listing.images(tmp_path, Mode.TRAIN)[2])
+
+
+def test_images_are_drawn_from_all_classes_if_classes_alternate(tmp_path):
+    """Every tenth image would be in the same class."""
+    with writers.SINGLE_FILE["recordio"](str(tmp_path), "train") as writer:
+        writer.write([(b"image", i % 10) for i in range(500)])
+        writer.finish()
+    drawn, _ = calibration.draw(tmp_path, 50)
+    assert len({image.name for image in drawn}) == 50
+    assert {records.read(image)[1] for image in drawn} == {*range(10)}
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [(b"no image", "is not in an image format that DALI supports"), (None, r"cannot be read \(No such file .*\)")],
+)
+def test_calibration_image_that_cannot_be_decoded_is_an_error(checkpoint, photos, tmp_path, content, problem):
+    shutil.copytree(photos, tmp_path / "photos")
+    path = tmp_path / "photos/train/class1/01.jpg"
+    drawn, _ = calibration.draw(tmp_path / "photos", 30)
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    description = networks.load_checkpoint(checkpoint).description
+    with pytest.raises(UsageError, match=f"^--calibrate {tmp_path}/photos: {path}: {problem}; repair it, or list all"):
+        list(calibration._batches(description, tmp_path / "photos", drawn))
+
+
+def test_calibration_without_training_images_is_an_error(tmp_path):
+    (tmp_path / "train/a").mkdir(parents=True)
+    with pytest.raises(UsageError, match=f"--calibrate {tmp_path}: the training split contains no images; add images"):
+        calibration.draw(tmp_path, 9)
+
+
 def test_calibration_images_are_not_augmented(checkpoint, photos, capsys):
     """The last batch is shortened if fewer images are needed."""
     network = networks.load_checkpoint(checkpoint)
     capsys.readouterr()
-    sizes = [len(batch) for batch in calibration._batches(network.description, photos, 11)]
-    assert sizes == [8, 3]
+    drawn, _ = calibration.draw(photos, 11)
+    sizes = [(len(batch), len(labels)) for batch, labels in calibration._batches(network.description, photos, drawn)]
+    assert sizes == [(8, 8), (3, 3)]
+    drawn, _ = calibration.draw(photos, 16)
+    assert [len(batch) for batch, _ in calibration._batches(network.description, photos, drawn)] == [8, 8]
     uint8 = network.description | {"input": network.description["input"] | {"dtype": "uint8", "layout": "NHWC"}}
     uint8["input"]["shape"] = [None, 32, 32, 3]
-    [pixels] = calibration._batches(uint8, photos, 2)
+    [pixels] = training_images(uint8, photos, 2)
     assert (pixels.shape, pixels.dtype) == ((2, 32, 32, 3), np.uint8) and 50 < pixels.mean() < 200
-    images = np.concatenate(list(calibration._batches(network.description, photos, 99)))
+    images = np.concatenate(training_images(network.description, photos, 99))
     paths = photos.glob("train/*/*.jpg")
     expected = np.concatenate([preprocessing.model_input(path, network.description) for path in paths])
     differences = abs(images[:, None] - expected).mean(axis=(2, 3, 4))  # images are in random order
@@ -136,16 +222,16 @@ def test_ranges_and_mean_errors_of_training_images(checkpoint, photos, monkeypat
     network = networks.load_checkpoint(checkpoint, fold=True)
     names, layers = list(quantization.activations(network.program)), quantization.layers(network.program)
     before, calls = [np.array(network.parameter(layer.bias)) for layer in layers], []
-    batches = list(calibration._batches(network.description, photos, 11))
+    batches = training_images(network.description, photos, 11)
     monkeypatch.setattr(calibration, "_mean_error", lambda *args: calls.append(args) or 0.25)
-    monkeypatch.setattr(calibration, "_batches", lambda *args: calls.append(args) or batches)
+    monkeypatch.setattr(calibration, "_batches", lambda *args: calls.append(args) or [(b, [2]) for b in batches])
     without_bias = layers[-1]._replace(bias=None)
     monkeypatch.setattr(quantization, "layers", lambda program: [*layers[:-1], without_bias])
-    assert calibration.quantize(network, 7, photos, method, 99) == 11
+    assert calibration.quantize(network, 7, photos, method, 11) == (11, 30, 1)
     for layer, bias in zip(layers, before, strict=True):
         expected = bias - 0.25 if layer is not layers[-1] else bias
         np.testing.assert_allclose(network.parameter(layer.bias), expected, rtol=1e-5, atol=1e-6)
-    assert calls.pop(0) == (network.description, photos, 99)
+    assert calls.pop(0) == (network.description, photos, calibration.draw(photos, 11)[0])
     assert [call[0] for call in calls] == layers[:-1] and {call[3] for call in calls} == {7}
     images = np.concatenate(batches)
     assert names[0] == layers[0].input == "images"
@@ -162,13 +248,13 @@ def test_unusual_activations_of_an_image_are_ignored(checkpoint, photos, monkeyp
     def quantize(*batches):
         network = networks.load_checkpoint(checkpoint, fold=True)
         [layer, *_] = quantization.layers(network.program)
-        monkeypatch.setattr(calibration, "_batches", lambda *args: batches)
+        monkeypatch.setattr(calibration, "_batches", lambda *args: [(batch, [0]) for batch in batches])
         capsys.readouterr()
-        count = calibration.quantize(network, 7, photos, "percentile", 12)
+        count, *_ = calibration.quantize(network, 7, photos, "percentile", sum(map(len, batches)))
         parameters = [*quantization.ranges(network.program), layer.bias]
         return count, np.concatenate([network.parameter(name) for name in parameters]), capsys.readouterr().err
 
-    first, second = calibration._batches(networks.load_checkpoint(checkpoint).description, photos, 11)
+    first, second = training_images(networks.load_checkpoint(checkpoint).description, photos, 11)
     count, expected, log = quantize(first, second)
     assert (count, log) == (11, "")
     bright = np.concatenate([second[:1], second[1:2] * 1000, second[1:]])

@@ -104,7 +104,7 @@ def test_checkpoint_on_a_cpu_runs_in_onnxruntime_if_possible(monkeypatch, capsys
     message = SimpleNamespace(SerializeToString=lambda: b"data")
     network.description, network.images, network.probabilities = {"a": 1}, "x", "y"
     monkeypatch.setattr(inference.onnx_writer, "to_onnx", lambda *arguments: opened.append(arguments) or message)
-    monkeypatch.setattr(inference, "_onnx_model", lambda *arguments: opened.append(arguments) or "onnx model")
+    monkeypatch.setattr(inference, "load_onnx", lambda *arguments: opened.append(arguments) or "onnx model")
     assert inference.open_checkpoint("m", "cpu", "net") == "onnx model"
     assert opened == [(None, ["x"], ["y"], None, '{"a": 1}'), (b"data", "m", "cpu")]
     monkeypatch.setattr(inference.onnx_writer, "to_onnx", to_onnx)
@@ -312,7 +312,7 @@ def test_session_of_onnxruntime(sessions, changes, precision, options):
         ("cpu", ["CPUExecutionProvider"]),
         ("gpu", ["CUDAExecutionProvider", "CPUExecutionProvider"]),
     ):
-        model = inference._onnx_model(json.dumps(DESCRIPTION | changes).encode(), "x.onnx", device)
+        model = inference.load_onnx(json.dumps(DESCRIPTION | changes).encode(), "x.onnx", device)
         assert (model.engine, model.precision) == ("onnxruntime", precision)
         images = np.random.default_rng(0).random((2, 3, 1, 2), np.float32)
         np.testing.assert_array_equal(model.run(images), *probabilities(images))
@@ -326,13 +326,13 @@ def test_onnx_file_without_description_is_an_error(sessions, monkeypatch):
     with pytest.raises(
         UsageError, match=r"^x.onnx: not a valid description of a network \(Expecting value: .*; export"
     ):
-        inference._onnx_model(b"", "x.onnx", "cpu")
+        inference.load_onnx(b"", "x.onnx", "cpu")
 
 
 def test_session_without_gpu_uses_the_cpu(sessions, monkeypatch):
     runtime = inference.onnx_writer.require("onnxruntime")
     monkeypatch.setattr(runtime, "get_available_providers", lambda: ["CPUExecutionProvider"])
-    inference._onnx_model(json.dumps(DESCRIPTION).encode(), "x.onnx", "gpu")
+    inference.load_onnx(json.dumps(DESCRIPTION).encode(), "x.onnx", "gpu")
     assert sessions == [({}, ["CPUExecutionProvider"])]
 
 

@@ -134,27 +134,34 @@ def test_onnx_output_matches_paddle(layer):
     np.testing.assert_allclose(session.run(None, {"images": array})[0], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("unsigned", [False, True])
-def test_quantized_layers_match_fake_quantized_program(unsigned):
-    onnxruntime = pytest.importorskip("onnxruntime")
-    program, inputs, outputs, read, array, _ = inference_program(folded_shift)
+@pytest.mark.parametrize("engine", ["tensorrt", "onnxruntime", None])
+def test_quantized_layers_match_fake_quantized_program(engine):
+    """Without an engine, the quantization is omitted. For onnxruntime, the bias is rounded to INT32 levels."""
+    onnx, onnxruntime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    paddle.seed(0)  # with other weights, a different rounding of a sum may change an activation by one level
+    program, inputs, outputs, read, array, unquantized = inference_program(folded_shift)
     scope, exe = static.Scope(), static.Executor(paddle.CPUPlace())
     parameters = {v.name: read(v.name) for v in program.list_vars() if isinstance(v, paddle.base.framework.Parameter)}
     with static.program_guard(program, static.Program()), static.scope_guard(scope):
         quantization.insert(program)
-        if unsigned:
-            quantization.use_levels_of("onnxruntime", program, 8)
+        if engine is not None:
+            quantization.use_levels_of(engine, program, 8)
         values = parameters | {quantization.range_name(0): [2.5], quantization.range_name(1): [1.5]}
         for name, value in values.items():
             scope.var(name).get_tensor().set(np.asarray(value, np.float32), paddle.CPUPlace())
         [expected] = exe.run(program, {"images": array}, outputs)
+        assert np.abs(expected - unquantized).max() > 1e-2
+        expected = unquantized if engine is None else expected
 
     def read_quantized(name):
         return np.array(scope.find_var(name).get_tensor())
 
-    model = onnx_writer.to_onnx(program, inputs, outputs, read_quantized, "", unsigned)
+    model = onnx_writer.to_onnx(program, inputs, outputs, read_quantized, "", engine)
+    constants = {constant.name: onnx.numpy_helper.to_array(constant) for constant in model.graph.initializer}
+    [bias_scales] = [v for k, v in constants.items() if k.endswith(".bias.scales")] or [np.zeros(3)]
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    np.testing.assert_allclose(session.run(None, {"images": array})[0], expected, atol=1e-5)
+    differences = np.abs(session.run(None, {"images": array})[0] - expected).max(axis=(0, 2, 3))
+    assert np.all(differences <= 1e-5 + bias_scales / 2)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "uint8"])
@@ -184,6 +191,24 @@ def test_float16_model_matches_paddle(dtype):
     np.testing.assert_allclose(actual, expected, rtol=5e-3)
     exponentials = np.exp(logits)
     np.testing.assert_allclose(actual, exponentials / exponentials.sum(1, keepdims=True), rtol=1e-4)
+
+
+def test_bias_of_int8_convolution_is_rounded_to_nearest_level():
+    """float32 represents the largest levels only to the nearest multiple of 64."""
+    random = np.random.RandomState(0)
+    scale, scales = np.float32(0.0123), random.uniform(1e-4, 1e-2, 1000).astype(np.float32)
+    bias = random.uniform(-3, 3, 1000).astype(np.float32)
+    levels, bias_scales = onnx_writer._quantized_bias(bias, scale, scales)
+    quanta = scales.astype(np.float64) * scale
+    assert (levels.dtype, bias_scales.dtype) == (np.int32, np.float32)
+    assert np.abs(levels * quanta - bias).max() <= quanta.max() / 2
+    assert np.all(np.abs(levels * quanta - bias) <= quanta / 2 * (1 + 1e-9))
+    np.testing.assert_allclose(bias_scales, quanta, rtol=1e-7)
+    constants = {"w": np.full([1000, 1, 1, 1], 63, np.int8), "s": 1e-12 * scales, "x": scale}
+    onnx_writer._limit_bias(bias, ("", "x", ""), ("w", "s", ""), constants)
+    levels, _ = onnx_writer._quantized_bias(bias, scale, constants["s"])
+    assert np.abs(levels).min() >= 2**30 - 64 and np.abs(levels).max() <= 2**30 + 64
+    assert np.all(np.sign(levels) == np.sign(bias))
 
 
 def test_scales_for_large_biases_do_not_change_weights():

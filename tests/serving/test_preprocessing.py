@@ -120,6 +120,18 @@ def test_16_bit_levels_are_scaled_to_8_bits():
     np.testing.assert_array_equal(pixels, np.rint(levels[..., None] * (255 / 65535)).repeat(3, axis=2))
 
 
+@pytest.mark.parametrize(
+    ("values", "kind"), [([0, 65536], np.int32), ([-1, 65535], np.int32), ([0, 1], np.float32), ([0, 65535], np.int32)]
+)
+def test_images_with_more_than_16_bits_are_not_clipped(values, kind):
+    picture = Image.fromarray(np.array([values], kind))
+    if values == [0, 65535]:
+        assert preprocessing.upright_rgb(picture).tolist() == [[[0] * 3, [255] * 3]]
+    else:
+        with pytest.raises(ValueError, match="more than 16 bits per channel|floating-point"):
+            preprocessing.upright_rgb(picture)
+
+
 def test_normalized_images_match_evaluation_pipeline(parse, photos):
     args = parse("--image-root", photos, "--batch-size", "23", "--interp", "cubic")
     ((batch,),) = list(dali.build_dataloader(args, Mode.EVAL))
@@ -152,6 +164,16 @@ def test_loader_flags_follow_description(dtype):
     assert args.dali_output_fp16 == (dtype == "float16")
     expected = (1, [0] * 3, [1] * 3) if dtype == "uint8" else tuple(normalization.values())
     assert (args.normalize_scale, args.normalize_mean, args.normalize_std) == expected
+
+
+@pytest.mark.usefixtures("one_block")
+def test_path_of_model_json_may_be_str_or_path(checkpoint, tmp_path):
+    description = networks.load_checkpoint(checkpoint).description
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(description))
+    assert preprocessing.read_model(str(path)) == preprocessing.read_model(path) == json.loads(path.read_text())
+    with pytest.raises(ValueError, match="none: cannot be read"):
+        preprocessing.read_model("none")
 
 
 @pytest.mark.usefixtures("one_block")
@@ -208,7 +230,8 @@ def test_script_prints_predictions_of_onnxruntime(tmp_path, monkeypatch, capsys)
     class Options(dict):
         add_session_config_entry = dict.__setitem__
 
-    def session(path, options):
+    def session(path, options, providers):
+        assert providers == ["CPUExecutionProvider"]  # onnxruntime 1.16 requires the providers
         assert (path, options) == (tmp_path / "model.onnx", {"session.x64quantprecision": "1"})
         return SimpleNamespace(run=run)
 
@@ -216,7 +239,7 @@ def test_script_prints_predictions_of_onnxruntime(tmp_path, monkeypatch, capsys)
         assert names is None and inputs["pixels"].shape == (1, 2, 3, 3)
         return [np.array([[0.25, 0.5, 0.0, 0.125, 0.125, 0.0]], np.float32)]
 
-    def broken(path, options):
+    def broken(path, options, providers):
         raise RuntimeError("not\na model")
 
     recorded = description(4, [2, 3], "cubic") | {"scale": 1, "mean": [0, 0, 0], "std": [1, 1, 1]}

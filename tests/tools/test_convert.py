@@ -163,18 +163,6 @@ def test_resize_short_shrinks_large_images_upright_and_keeps_small_ones(tmp_path
             assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (100, 50))
 
 
-@pytest.mark.parametrize(
-    ("values", "kind"), [([0, 65536], np.int32), ([-1, 65535], np.int32), ([0, 1], np.float32), ([0, 65535], np.int32)]
-)
-def test_images_with_more_than_16_bits_are_not_clipped(values, kind):
-    picture = Image.fromarray(np.array([values], kind))
-    if values == [0, 65535]:
-        assert np.asarray(convert._in_rgb(picture)).tolist() == [[[0] * 3, [255] * 3]]
-    else:
-        with pytest.raises(ValueError, match="more than 16 bits per channel"):
-            convert._in_rgb(picture)
-
-
 def test_record_with_invalid_label_is_rejected_and_interrupted_worker_stops(monkeypatch):
     image, stop = listing.Image("val.rec@4", "d/val.rec", None, "recordio"), threading.Event()
     monkeypatch.setattr(convert, "_stop", stop, raising=False)
