@@ -93,7 +93,7 @@ BITS, COMPRESSION, PHOTOMETRIC, SAMPLES, PLANAR, TILE_WIDTH, EXTRA, FORMAT = 258
 PHOTOMETRICS = {0: (1, (1, 8)), 1: (1, (1, 8, 16)), 2: (3, (8, 16)), 3: (1, (1, 2, 4, 8)), 5: (4, (8,)), 6: (3, (8,))}
 # None, CCITT (three kinds), LZW, JPEG, Deflate (two numbers), PackBits, Zstandard
 COMPRESSIONS = (1, 2, 3, 4, 5, 7, 8, 32946, 32773, 50000)
-JPEG_COMPRESSION, ASSOCIATED_ALPHA, SEPARATE = 7, 1, 2
+JPEG_COMPRESSION, ASSOCIATED_ALPHA, UNASSOCIATED_ALPHA, SEPARATE = 7, 1, 2, 2
 # Remedy for the kinds that Pillow reads correctly. Pillow 13.0 does not turn files upright that are opened by a path.
 SAVE = (
     '; convert it with `python -c "from PIL import Image; '
@@ -118,8 +118,8 @@ def _tiff_problem(data):
     is_turned = tags.get(ORIENTATION, (1,))[0] in range(2, 9)
     is_separate = samples > 1 and tags.get(PLANAR, (1,))[0] == SEPARATE
     if extra and (photometric != 2 or is_separate or is_turned or extra > 1):
-        is_associated = tags.get(EXTRA, (0,))[0] == ASSOCIATED_ALPHA
-        return f"is a TIFF file whose alpha channel DALI would misread{SAVE_ELSEWHERE if is_associated else SAVE}"
+        is_plain = tags.get(EXTRA, (0,))[0] == UNASSOCIATED_ALPHA
+        return f"is a TIFF file whose alpha channel DALI would misread{SAVE if is_plain else SAVE_ELSEWHERE}"
     if extra and tags.get(EXTRA, (0,))[0] == ASSOCIATED_ALPHA:
         return f"is a TIFF file whose colors are multiplied by alpha{SAVE_ELSEWHERE}"
     if TILE_WIDTH in tags and is_turned:

@@ -163,9 +163,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
                     f"{self._image_root}: the {self._data_set.data_format} data cannot be read (rank "
                     f"{processes.rank()}: {problem}); run `{command('dataset', 'verify', self._image_root)}`"
                 ) from e
-            raise DataError(
-                f"{path}: {undecodable} (rank {processes.rank()}); repair or remove it, or {remedy}"
-            ) from e
+            raise DataError(f"{path}: {undecodable} (rank {processes.rank()}); repair or remove it, or {remedy}") from e
 
     def _next_batch(self):
         with self._naming_bad_images():
