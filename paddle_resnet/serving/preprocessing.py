@@ -1,5 +1,5 @@
 """Image preprocessing for an exported network, using only PIL and NumPy. The resulting pixel values (0 to 255) differ
-by at most 1 from those that DALI computes on a CPU.
+by at most 2 from those that DALI computes on a CPU.
 
 Each export contains a copy of this file, preprocess.py. The file imports nothing from this project, so the copy can be
 run on its own: `python preprocess.py IMAGE...`
