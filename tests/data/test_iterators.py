@@ -136,7 +136,8 @@ def test_images_of_classes_are_counted_without_invalid_labels():
 def test_errors_of_a_pipeline_name_the_image(monkeypatch, path, problem, data_format, message):
     calls, loader = [], ShardIterator.__new__(ShardIterator)
     loader._data_set, loader._image_root = SimpleNamespace(data_format=data_format), "root"
-    monkeypatch.setattr(iterators.bad_images, "bad_image", lambda *arguments: calls.append(arguments) or path)
+    found = path, "cannot be decoded"
+    monkeypatch.setattr(iterators.bad_images, "bad_image", lambda *arguments: calls.append(arguments) or found)
     monkeypatch.setattr(iterators.bad_images, "reader_problem", lambda text: calls.append(text) or problem)
     error = RuntimeError if message == "original" else DataError
     with pytest.raises(error, match=f"^{message}"), loader._naming_bad_images():
