@@ -11,10 +11,11 @@ layout, SGD with momentum 0.875, weight decay (except for BN), and label smoothi
 and top5, which the host reads one step later. All pending GPU work has finished when the clock starts and when it
 stops. Baselines use the usual settings: torch.autocast and GradScaler, cuDNN autotuning (cudnn.benchmark) and a fused
 optimizer. torch.compile also compiles the loss and the accuracy. This project and the baselines decode with DALI's
-mixed decoder, configured identically. The baselines use the dynamic executor, DALI's default; this project uses the
-older executor (see paddle_resnet/dali.py). This project pads images to 4 channels, as its recipes do; the baselines use
-3 channels. For evaluation, the baselines convert all parameters to float16. On two GPUs, the batch size per process is
-the same as on one GPU, and baselines train with DistributedDataParallel.
+mixed decoder. This project interpolates chroma; the baselines repeat it, which is faster when crops are decoded. The
+baselines use the dynamic executor, DALI's default; this project uses the older executor (see paddle_resnet/dali.py).
+This project pads images to 4 channels, as its recipes do; the baselines use 3 channels. For evaluation, the baselines
+convert all parameters to float16. On two GPUs, the batch size per process is the same as on one GPU, and baselines
+train with DistributedDataParallel.
 
 "first step" is the time from the start of the process until the host has read the loss of the first step. PyTorch
 starts with an empty kernel cache in the first repetition and reuses the cache in later repetitions. This project uses
