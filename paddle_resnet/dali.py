@@ -467,13 +467,16 @@ def _decode_on_gpu(args, encoded):
 
 
 def _kind(encoded):
-    """Return the flags of headers.kinds. Python inspects only files whose headers are not common."""
+    """Return the flags of headers.kinds. Python, which takes about 20 us per image, inspects neither common JPEGs nor
+    PNG and WebP files, which the CPU decoder always reads correctly."""
     head = fn.slice(encoded, start=0, shape=len(headers.COMMON), axes=[0], out_of_bounds_policy="pad")
     differs = fn.reductions.max((head ^ types.Constant(headers.COMMON)) & types.Constant(headers.COMMON_MASK))
-    if differs != 0:  # noqa: SIM108 (DALI converts only if statements)
-        kind = fn.python_function(encoded, function=headers.kinds, batch_processing=True)
-    else:
+    if differs == 0:
         kind = 0
+    elif (head[0] == headers.PNG) | (head[0] == headers.WEBP):
+        kind = headers.CPU
+    else:
+        kind = fn.python_function(encoded, function=headers.kinds, batch_processing=True)
     return kind
 
 

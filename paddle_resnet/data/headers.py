@@ -11,6 +11,7 @@ UNREADABLE = 1  # problem() is not None
 CPU = 2  # only the CPU decoder returns correct pixels
 PROGRESSIVE = 4  # a progressive JPEG; decoding a part of the image returns different pixels if some scans are missing
 
+PNG, WEBP = 0x89, 0x52  # first byte of a file
 ORIENTATION = 0x0112
 FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # JPEG markers that begin a frame header
 LOSSLESS = {0xC3, 0xC7, 0xCB, 0xCF}
