@@ -184,29 +184,49 @@ def build_programs(args, exe, train_loader, eval_loader, checkpoint=None):
         (training, evaluation), each a Work or None.
     """
     training = evaluation = None
-    startup_prog, eval_prog, eval_startup_prog = (static.Program() for _ in range(3))
+    eval_prog, eval_startup_prog = static.Program(), static.Program()
+    startup_progs = [eval_startup_prog]
     paddle.seed(args.seed)
     if train_loader is not None:
         images = train_loader.data_set_size // processes.world_size()
         lr_scheduler = build_lr_scheduler(args, durations.timeline(args, images))
-        first, *later = stages_from(args, checkpoint.epoch if checkpoint else 0)
-        build = functools.partial(_training, lr_scheduler=lr_scheduler, class_images=train_loader.class_images)
-        training = build(first.settings, train_loader, startup_prog)
-        later = [(s.first_epoch, build(s.settings, None, static.Program())) for s in later]
-        training = training._replace(later=later)
+        stages = stages_from(args, checkpoint.epoch if checkpoint else 0)
+        startup_progs = [static.Program() for _ in stages]
+        works = [
+            _training(stage.settings, startup_prog, lr_scheduler, train_loader.class_images)
+            for stage, startup_prog in zip(stages, startup_progs, strict=True)
+        ]
+        later = [(stage.first_epoch, work) for stage, work in zip(stages, works, strict=True)][1:]
+        training = works[0]._replace(loader=train_loader, later=later)
     if eval_loader is not None:
         fetchs, *_ = program.build(args, eval_prog, eval_startup_prog, 0, is_train=False)
         evaluation = Work(args, eval_loader, eval_prog, fetchs)
-    exe.run(startup_prog if training else eval_startup_prog)
+    _initialize(exe, *startup_progs)
     return training, evaluation
 
 
-def _training(args, loader, startup_prog, lr_scheduler, class_images):
+def _training(args, startup_prog, lr_scheduler, class_images):
     main_prog = static.Program()
     fetchs, _, _, optimizer = program.build(
         args, main_prog, startup_prog, 0, lr_scheduler=lr_scheduler, class_images=class_images
     )
-    return Work(args, loader, main_prog, fetchs, lr_scheduler, optimizer)
+    return Work(args, None, main_prog, fetchs, lr_scheduler, optimizer)
+
+
+def _initialize(exe, startup_prog, *later):
+    """Run the startup program of the first stage. Of the startup programs of later stages, run only the operators that
+    initialize other variables, such as the sums of gradients (--accumulate-steps) of layers that the first stage
+    freezes. All other operators are removed, because they would initialize the shared parameters again."""
+    exe.run(startup_prog)
+    initialized = {name for op in startup_prog.global_block().ops for name in op.output_arg_names}
+    for program_of_stage in later:
+        block = program_of_stage.global_block()
+        for i in reversed(range(len(block.ops))):
+            if initialized.issuperset(block.ops[i].output_arg_names):
+                block._remove_op(i, sync=False)
+        block._sync_with_cpp()
+        if block.ops:
+            exe.run(program_of_stage)
 
 
 def show_on_tensorboard(args, training, checkpoint):

@@ -210,6 +210,37 @@ def test_resume_in_either_phase_is_bit_identical(one_block, run_train, losses_wi
     assert losses_with_a_stop(train_step, *flags) == losses(report)
 
 
+@pytest.mark.parametrize("kernels", KERNELS, ids=["paddle", "native"])
+def test_gradients_of_unfrozen_layers_are_accumulated(one_block, run_train, losses_with_a_stop, kernels):
+    """Regression test: the sums of the gradients of frozen layers were not initialized, so the run failed at
+    --unfreeze-at. Each epoch has one step of two batches. The second run resumes within the last stage."""
+    flags = [*kernels, "--epochs", "3", "--accumulate-steps", "2", "--freeze", "stem", "--unfreeze-at", "1"]
+    flags += ["--lookahead", "2,0.5", "--ema", "0.9", "--print-interval", "1", "--resume"]
+    code, report = run_train(*flags)
+    assert code == 0
+    assert np.isfinite([losses(report)[epoch, "train"] for epoch in range(3)]).all()
+    assert losses_with_a_stop(2, *flags) == losses(report)
+
+
+def test_startup_program_of_later_stage_initializes_only_new_variables():
+    """The parameters, which all stages share, keep their values."""
+    exe, startups = static.Executor(paddle.CPUPlace()), []
+    for names in (["shared"], ["shared", "new"], ["shared"]):
+        main, startup = static.Program(), static.Program()
+        with static.program_guard(main, startup):
+            for name in names:
+                attribute = paddle.ParamAttr(name, paddle.nn.initializer.Normal())
+                static.create_parameter([3], "float32", attr=attribute)
+        startups.append(startup)
+    paddle.seed(0)
+    exe.run(startups[0])
+    before = variable("shared")
+    paddle.seed(0)
+    phases._initialize(exe, *startups)
+    np.testing.assert_array_equal(variable("shared"), before)
+    assert variable("new").any()
+
+
 def test_frozen_phase_keeps_pretrained_weights(one_block, run_train, checkpoint, tmp_path, capsys):
     flags = ["--from-pretrained-params", checkpoint, "--epochs", "2", *UNFREEZE]
     assert run_train(*flags)[0] == 0
