@@ -27,10 +27,18 @@ MOST_EPOCHS = 2**31 - 1  # maximum value of --epochs
 TOLERANCE = 0.1  # warn if the expected duration differs from the budget by more than this fraction
 
 
-class Times(NamedTuple):
-    """Measured durations, in seconds, of training on one batch, of one evaluation, and of writing one checkpoint."""
+class StageTimes(NamedTuple):
+    """Measured durations, in seconds, of starting a stage of the run, and of training on one of its batches."""
 
+    start_s: float
     batch_s: float
+
+
+class Times(NamedTuple):
+    """Measured durations, in seconds: StageTimes of each stage, and the durations of one evaluation and of writing one
+    checkpoint."""
+
+    stages: list
     evaluation_s: float
     checkpoint_s: float
 
@@ -65,30 +73,46 @@ def choose(args, exe, training, evaluation):
         args: Settings that are frozen except for CHOSEN.
         exe: static.Executor.
         training, evaluation: phases.Work with compiled programs; evaluation may be None.
+    Raises:
+        UsageError: the run would end before its last stage (--sizes, --unfreeze-at).
     """
     progress.phase("measurement for --budget-minutes")
     schedule, budget_s = training.lr_scheduler, 60 * args.budget_minutes
-    batches = schedule.timeline.batches(0)
+    timeline = schedule.timeline
+    works = [training, *(work for _, work in training.later)]
     with logger.only_warnings():
-        batch_s = _measure_training(args, exe, training, MEASURED * budget_s)
+        seconds = MEASURED * budget_s / len(works)
+        # The first stage is measured last, because its captured step then remains in GPU memory.
+        stages = [_measure_training(exe, work, seconds) for work in reversed(works)][::-1]
+        stages[0] = stages[0]._replace(start_s=0)  # this stage has already started
         evaluation_s = _measure_evaluation(args, exe, evaluation, MEASURED * budget_s)
 
     def plan():
-        times = Times(batch_s, evaluation_s, _measure_checkpoint(args, training.program))
-        start_s = logger.elapsed_s()
-        epochs = epochs_within(args, budget_s - start_s, batches, times)
-        return epochs, start_s, start_s + duration_s(args, epochs, batches, times), times
+        times = Times(stages, evaluation_s, _measure_checkpoint(args, training.program))
+        start_s, last = logger.elapsed_s(), timeline.parts[-1].first_epoch
+        epochs = epochs_within(args, budget_s - start_s, timeline, times)
+        ends_s = [start_s + duration_s(args, count, timeline, times) for count in (epochs, last + 1)]
+        return epochs, start_s, *ends_s, times
 
-    epochs, start_s, end_s, times = exchange.from_rank_0(plan)
-    times = Times(*times)
-    parts = f"{batches} batches of {times.batch_s:.3g} s"
-    parts += f", evaluation {times.evaluation_s:.3g} s" if evaluation else ""
-    reason = f"--budget-minutes {args.budget_minutes:g}, {parts}, checkpoint {times.checkpoint_s:.3g} s"
+    epochs, start_s, end_s, last_s, (stages, evaluation_s, checkpoint_s) = exchange.from_rank_0(plan)
+    parts = [
+        f"{part.steps * timeline.accumulate_steps} batches of {batch_s:.3g} s"
+        + (f" from epoch {part.first_epoch} on" if part.first_epoch else "")
+        for part, (_, batch_s) in zip(timeline.parts, stages, strict=True)
+    ]
+    parts += [f"evaluation {evaluation_s:.3g} s"] if evaluation else []
+    reason = f"--budget-minutes {args.budget_minutes:g}, {', '.join(parts)}, checkpoint {checkpoint_s:.3g} s"
+    if epochs <= timeline.parts[-1].first_epoch:
+        raise UsageError(
+            f"--budget-minutes {args.budget_minutes:g}: ends after {epochs} epochs, but the last stage (--sizes, "
+            f"--unfreeze-at) begins in epoch {timeline.parts[-1].first_epoch}; use an earlier epoch, or "
+            f"--budget-minutes {math.ceil((1 + TOLERANCE) * last_s / 60)}"
+        )
     args.choose(reason, epochs=epochs)
     if not args.is_explicit("warmup_epochs"):
         args.choose(f"{epochs} epochs", warmup_epochs=recipe.warmup_epochs(epochs))
     args.finalize()
-    schedule.adopt(build_lr_scheduler(args, schedule.timeline))
+    schedule.adopt(build_lr_scheduler(args, timeline))
     ends = f"{epochs} epochs end after about {end_s / 60:.3g} minutes, of which {start_s / 60:.3g} have passed"
     logger.info(f"--epochs {epochs}: chosen for {reason}; {ends}")
     if abs(end_s - budget_s) > TOLERANCE * budget_s:
@@ -98,34 +122,44 @@ def choose(args, exe, training, evaluation):
         )
 
 
-def duration_s(args, epochs, batches, times):
-    """Return the predicted duration in seconds of `epochs` epochs with `batches` batches each, including evaluations
-    and checkpoints."""
+def duration_s(args, epochs, timeline, times):
+    """Return the predicted duration in seconds of `epochs` epochs, including evaluations and checkpoints.
+
+    Args:
+        args: Settings.
+        epochs: number of epochs.
+        timeline: durations.Timeline.
+        times: Times.
+    """
+    seconds = math.ceil(epochs / args.eval_interval) * times.evaluation_s
     checkpoints = math.ceil(epochs / args.save_interval)
-    if args.save_interval_steps:
-        checkpoints += epochs * (batches // args.accumulate_steps // args.save_interval_steps)
-    evaluations = math.ceil(epochs / args.eval_interval)
-    return epochs * batches * times.batch_s + evaluations * times.evaluation_s + checkpoints * times.checkpoint_s
+    for part, count, stage in zip(timeline.parts, timeline.epochs_before(epochs), times.stages, strict=True):
+        seconds += stage.start_s * (count > 0) + count * part.steps * timeline.accumulate_steps * stage.batch_s
+        if args.save_interval_steps:
+            checkpoints += count * ((part.steps - 1) // args.save_interval_steps)  # the epoch's end is counted above
+    return seconds + checkpoints * times.checkpoint_s
 
 
-def epochs_within(args, seconds, batches, times):
+def epochs_within(args, seconds, timeline, times):
     """Return the number of epochs, at least 1, whose predicted duration is closest to `seconds`."""
 
     def predicted_s(epochs):
-        return duration_s(args, epochs, batches, times)
+        return duration_s(args, epochs, timeline, times)
 
-    most = min(MOST_EPOCHS, max(0, int(seconds / (batches * times.batch_s))) + 1)
     # The number of epochs that fit into the budget.
-    count = bisect.bisect_right(range(1, most + 1), seconds, key=predicted_s)
-    nearest = range(max(1, count), min(most, count + 1) + 1)
+    count = bisect.bisect_right(range(1, MOST_EPOCHS + 1), seconds, key=predicted_s)
+    nearest = range(max(1, count), min(MOST_EPOCHS, count + 1) + 1)
     return min(nearest, key=lambda epochs: abs(predicted_s(epochs) - seconds))
 
 
-def _measure_training(args, exe, training, seconds):
-    """Return the duration of a training batch in seconds. The measurement takes about `seconds` seconds, or a few steps
-    if steps are slow."""
+def _measure_training(exe, work, seconds):
+    """Return the StageTimes of the stage that a phases.Work trains. Its batches are measured for about `seconds`
+    seconds, or for a few steps if steps are slow."""
+    start, args = perf_counter(), work.settings
+    # The compiled program of a later stage is discarded, because its captured step would occupy GPU memory.
+    compiled = work.compiled or program.compile_prog(args, work.program)
     count = args.accumulate_steps
-    steps = cuda_graph.STEPS_BEFORE + 2 if training.compiled.captured else 1
+    steps = cuda_graph.STEPS_BEFORE + 2 if compiled.captured else 1
     warmup = max(steps * count, args.dali_prefetch + 1)  # skip prefetched batches, whose steps would appear too fast
     loader = dali.build_dataloader(args, Mode.TRAIN)
 
@@ -135,12 +169,13 @@ def _measure_training(args, exe, training, seconds):
         if loader.step == len(loader):  # the previous measurement ended at the end of an epoch
             next(loader, None)
             loader.reset()
-        return program.run(options, loader, exe, training.compiled, training.fetchs, 0, Mode.TRAIN)["batch_time"]
+        return program.run(options, loader, exe, compiled, work.fetchs, 0, Mode.TRAIN)["batch_time"]
 
-    with variables.restored(training.program, processes.place(args.device)):
+    with variables.restored(work.program, processes.place(args.device)):
         batch_s = measure(warmup, 2 * count)
+        start_s = max(0.0, perf_counter() - start - (warmup + 2 * count) * batch_s)
         steps = min(MOST_STEPS, int(seconds / (count * batch_s)))
-        return measure(count, steps * count) if steps > 2 else batch_s
+        return StageTimes(start_s, measure(count, steps * count) if steps > 2 else batch_s)
 
 
 def _measure_evaluation(args, exe, evaluation, seconds):

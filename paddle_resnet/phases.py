@@ -1,6 +1,5 @@
 """The phases of a run before its first step, in the order in which train.py calls them."""
 
-import functools
 import math
 import shlex
 from collections import namedtuple

@@ -2,6 +2,8 @@
 --epochs."""
 
 import contextlib
+import itertools
+import re
 import time
 from collections import UserList
 from pathlib import Path
@@ -14,10 +16,11 @@ from paddle import static
 
 import train
 from conftest import NHWC, TINY, assert_one_error, losses, read_report
-from paddle_resnet import budget
+from paddle_resnet import budget, dali
 from paddle_resnet.checkpoints import folders, restore, variables
 from paddle_resnet.job import exchange
 from paddle_resnet.native import build as native
+from paddle_resnet.settings import durations
 from paddle_resnet.steps import cuda_graph
 from utils import logger, progress
 from utils.errors import UsageError
@@ -27,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_block")
 
 AT = TINY.index("--epochs")
 WITHOUT_EPOCHS = [*TINY[:AT], *TINY[AT + 2 :], "--print-interval", "1"]
-TIMES = budget.Times(batch_s=0.5, evaluation_s=4.0, checkpoint_s=1.0)
+TIMES = budget.Times(stages=[budget.StageTimes(start_s=0.0, batch_s=0.5)], evaluation_s=4.0, checkpoint_s=1.0)
 
 
 @pytest.fixture
@@ -55,10 +58,16 @@ def unmeasured(monkeypatch):
     """Replace the measurements, because each of them takes as long as an epoch. Return a list of the durations that
     they should take."""
     requested = []
-    for name in ("_measure_training", "_measure_evaluation"):
-        monkeypatch.setattr(budget, name, lambda *arguments: requested.append(arguments[-1]) or 0.1)
+    measured = {"_measure_training": budget.StageTimes(3.0, 0.1), "_measure_evaluation": 0.1}
+    for name, times in measured.items():
+        monkeypatch.setattr(budget, name, lambda *arguments, times=times: requested.append(arguments[-1]) or times)
     monkeypatch.setattr(budget, "_measure_checkpoint", lambda *_: 0.1)
     return requested
+
+
+def uniform(batches, accumulate_steps=1):
+    """Return the Timeline of a run with one stage."""
+    return durations.Timeline(accumulate_steps, (durations.Part(0, batches // accumulate_steps),))
 
 
 def settings(**values):
@@ -67,38 +76,61 @@ def settings(**values):
     )
 
 
+STAGES = durations.Timeline(2, (durations.Part(0, 10), durations.Part(2, 5), durations.Part(4, 20)))
+STAGE_TIMES = [budget.StageTimes(0.0, 0.5), budget.StageTimes(6.0, 3.0), budget.StageTimes(7.0, 2.0)]
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
         ({}, 10 * (20 * 0.5 + 4 + 1)),
         ({"eval_interval": 4, "save_interval": 3}, 10 * 20 * 0.5 + 3 * 4 + 4 * 1),  # including the last epoch
         ({"save_interval_steps": 3, "accumulate_steps": 2}, 10 * (20 * 0.5 + 4 + 1 + 3 * 1)),
+        ({"save_interval_steps": 5, "accumulate_steps": 2}, 10 * (20 * 0.5 + 4 + 1 + 1)),  # step 10 ends the epoch
     ],
 )
 def test_predicted_duration(values, expected):
-    assert budget.duration_s(settings(**values), 10, 20, TIMES) == pytest.approx(expected)
+    args = settings(**values)
+    timeline = uniform(20, args.accumulate_steps)
+    assert budget.duration_s(args, 10, timeline, TIMES) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "expected"),
+    [
+        (1, 20 * 0.5 + 5),
+        (2, 2 * (20 * 0.5 + 5)),
+        (3, 2 * (20 * 0.5 + 5) + 6 + (10 * 3 + 5)),
+        (6, 2 * (20 * 0.5 + 5) + 6 + 2 * (10 * 3 + 5) + 7 + 2 * (40 * 2 + 5)),
+    ],
+)
+def test_prediction_includes_start_and_batches_of_each_stage(epochs, expected):
+    times = TIMES._replace(stages=STAGE_TIMES)
+    assert budget.duration_s(settings(), epochs, STAGES, times) == pytest.approx(expected)
+    assert budget.epochs_within(settings(), expected, STAGES, times) == epochs
 
 
 @pytest.mark.parametrize(
     ("seconds", "epochs"), [(150, 10), (157, 10), (158, 11), (15, 1), (1, 1), (-3, 1), (15 * 1000, 1000)]
 )
 def test_number_of_epochs_is_closest_to_budget(seconds, epochs):
-    assert budget.epochs_within(settings(), seconds, 20, TIMES) == epochs
-    assert budget.epochs_within(settings(accumulate_steps=4), seconds, 20, TIMES) == epochs
+    assert budget.epochs_within(settings(), seconds, uniform(20), TIMES) == epochs
+    assert budget.epochs_within(settings(), seconds, uniform(20, 4), TIMES) == epochs
 
 
 def test_huge_number_of_epochs_is_chosen_quickly_and_is_a_valid_value():
-    times = budget.Times(batch_s=1e-4, evaluation_s=1e-4, checkpoint_s=1e-4)
+    times = budget.Times(stages=[budget.StageTimes(0, 1e-4)], evaluation_s=1e-4, checkpoint_s=1e-4)
     year_s = 365 * 24 * 3600
     start = time.monotonic()
-    assert budget.epochs_within(settings(), year_s, 1, times) == 2**31 - 1
-    assert budget.epochs_within(settings(eval_interval=3), year_s / 1000, 1, times) == pytest.approx(1.35e8, rel=0.01)
+    assert budget.epochs_within(settings(), year_s, uniform(1), times) == 2**31 - 1
+    chosen = budget.epochs_within(settings(eval_interval=3), year_s / 1000, uniform(1), times)
+    assert chosen == pytest.approx(1.35e8, rel=0.01)
     assert time.monotonic() - start < 1
 
 
 def test_budget_includes_time_of_rare_evaluations():
-    chosen = budget.epochs_within(settings(eval_interval=10), 200, 20, TIMES)
-    assert budget.duration_s(settings(eval_interval=10), chosen, 20, TIMES) == pytest.approx(200, abs=8)
+    chosen = budget.epochs_within(settings(eval_interval=10), 200, uniform(20), TIMES)
+    assert budget.duration_s(settings(eval_interval=10), chosen, uniform(20), TIMES) == pytest.approx(200, abs=8)
 
 
 def test_chosen_epochs_are_logged_recorded_and_resumed(run, tmp_path, stop_before, monkeypatch, capsys):
@@ -109,9 +141,10 @@ def test_chosen_epochs_are_logged_recorded_and_resumed(run, tmp_path, stop_befor
     monkeypatch.setattr(budget, "epochs_within", lambda *a: measured.append(a) or min(3, epochs_within(*a)))
     code, report = run("--budget-minutes", 0.5, "--patience", 2, "--lr", 0, "--show-config", "true")
     assert code == 0
-    [(_, seconds, batches, times)] = measured
-    assert 10 < seconds < 30 and batches == 3 and times.checkpoint_s == 5
-    assert 0 < times.batch_s < 3 and 0 < times.evaluation_s < 10
+    [(_, seconds, timeline, times)] = measured
+    assert 10 < seconds < 30 and timeline.batches(0) == 3 and times.checkpoint_s == 5
+    [(start_s, batch_s)] = times.stages
+    assert start_s == 0 < batch_s < 3 and 0 < times.evaluation_s < 10
     epochs = report[0]["data"]["epochs"]
     assert 1 < epochs <= 3 and report[0]["data"]["budget_minutes"] == 0.5
     out = capsys.readouterr().out
@@ -166,15 +199,18 @@ def test_measurement_takes_about_the_requested_time(monkeypatch):
     monkeypatch.setattr(budget.dali, "build_dataloader", lambda *_: loader)
     args = settings(accumulate_steps=4, dali_prefetch=6, device="cpu")
     args.copy = lambda **values: SimpleNamespace(**values)
-    training = SimpleNamespace(program=static.Program(), compiled=SimpleNamespace(captured=None), fetchs={})
-    assert budget._measure_training(args, None, training, 0.5) == 0.01
+    times, clock = budget.StageTimes(0.5, 0.01), itertools.cycle([10.0, 10.0 + 0.5 + (7 + 8) * 0.01])
+    monkeypatch.setattr(budget, "perf_counter", lambda: next(clock))
+    compiled = SimpleNamespace(captured=None)
+    training = SimpleNamespace(settings=args, program=static.Program(), compiled=compiled, fetchs={})
+    assert budget._measure_training(None, training, 0.5) == pytest.approx(times)
     assert measured == [(7, 8), (4, 4 * 12)]
     assert calls == ["reset"] and loader.reads == 1  # at the end of an epoch, DALI requires a further read
     measured.clear()  # if steps are slow, the first measurement must suffice
     loader.step = 0
-    assert budget._measure_training(args, None, training, 0.08) == 0.01
+    assert budget._measure_training(None, training, 0.08) == pytest.approx(times)
     training.compiled.captured = "step"  # the warm-up includes the capture and a replay
-    assert budget._measure_training(args, None, training, 0.08) == 0.01
+    assert budget._measure_training(None, training, 0.08).batch_s == 0.01
     assert measured == [(7, 8), (4 * (cuda_graph.STEPS_BEFORE + 2), 8)]
 
 
@@ -256,7 +292,7 @@ def test_other_processes_use_the_choice_of_rank_0(run, unmeasured, monkeypatch, 
     from_rank_0 = exchange.from_rank_0
 
     def receive(function):
-        return [2, 6.0, 53.1, [0.1, 1.0, 0.2]] if function.__name__ == "plan" else from_rank_0(function)
+        return [2, 6.0, 53.1, 30.0, [[[0, 0.1]], 1.0, 0.2]] if function.__name__ == "plan" else from_rank_0(function)
 
     monkeypatch.setattr(exchange, "from_rank_0", receive)
     shown, phase = [], progress.phase
@@ -285,6 +321,63 @@ def test_recipe_derives_warmup_from_chosen_epochs(run, unmeasured, monkeypatch, 
     assert "no other number of epochs is closer" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("sizes", ["24:0", "24:0,32:1:4"])
+def test_stages_are_measured_with_their_own_images(run, chooses_two, sizes, monkeypatch, capsys):
+    """Regression test: all stages were measured with images of --image-shape, so a run with --sizes failed. The
+    stages share all variables, which the measurement must not change."""
+    built, left_s, build = [], [], dali.build_dataloader
+    monkeypatch.setattr(
+        dali, "build_dataloader", lambda args, *more, **named: built.append(args) or build(args, *more, **named)
+    )
+    monkeypatch.setattr(progress, "is_due", lambda: True)
+    monkeypatch.setattr(progress, "show", lambda *arguments: left_s.append(arguments[3]))
+    flags = ["--sizes", sizes, "--accumulate-steps", 2, "--lookahead", "2,0.5", "--ema", "0.9"]
+    flags += ["--freeze", "stem", "--unfreeze-at", 1]
+    code, report = run("--budget-minutes", 1, *flags, folder="budget")
+    assert code == 0
+    last = (4, 32) if ":4" in sizes else (8, 24)
+    training, _, *measured = [(args.batch_size, args.image_shape[1]) for args in built]
+    assert training == (8, 24) and measured[:2] == [last, (8, 24)]
+    assert [left for left in left_s if left is not None][-1] == 0  # the display knows the chosen epochs
+    batches = "6" if ":4" in sizes else "2"
+    output = capsys.readouterr().out
+    assert re.search(
+        rf"--budget-minutes 1, 2 batches of \S+ s, {batches} batches of \S+ s from epoch 1 on, eval", output
+    )
+    assert losses(report) == losses(run("--epochs", 2, *flags, folder="epochs")[1])
+
+
+@pytest.fixture
+def starts(run, unmeasured, monkeypatch):
+    """Call `run`, but do not train. An epoch of N batches takes 0.1 N + 0.2 s, and a later stage starts in 3 s. Return
+    (exit code, epochs, or None)."""
+    seen = []
+    monkeypatch.setattr(train, "_run_epochs", lambda args, *_: seen.append(args.epochs))
+    monkeypatch.setattr(logger, "elapsed_s", lambda: 4.0)
+    return lambda *flags: (run(*flags)[0], seen.pop() if seen else None)
+
+
+def test_epoch_is_as_long_as_its_batches_with_accumulation(starts, capsys):
+    """Regression test: an epoch must not be predicted to be as long as its steps. 7 batches are 3 steps of 2."""
+    flags = ["--batch-size", 4, "--accumulate-steps", 2, "--budget-minutes", 1]
+    assert starts(*flags) == (0, round((60 - 4) / (6 * 0.1 + 0.2)))
+    assert "--budget-minutes 1, 6 batches of 0.1 s, evaluation" in capsys.readouterr().out
+
+
+def test_stages_are_part_of_the_budget(starts, unmeasured):
+    assert starts("--budget-minutes", 1, "--sizes", "24:0,32:5:4") == (0, 5 + round((60 - 4 - 3 - 5 * 0.5) / 0.9))
+    assert unmeasured == pytest.approx([0.01 * 60, 0.01 * 60, 0.02 * 60])
+
+
+@pytest.mark.parametrize("stage", [["--sizes", "24:0,32:100"], ["--freeze", "stem", "--unfreeze-at", 100]], ids=str)
+def test_budget_that_ends_before_last_stage_is_an_error(starts, capsys, stage):
+    assert starts("--budget-minutes", 0.5, *stage) == (2, None)
+    message = "--budget-minutes 0.5: ends after 52 epochs, but the last stage (--sizes, --unfreeze-at) begins in epoch "
+    assert_one_error(capsys.readouterr().err, [message + "100; use an earlier epoch, or --budget-minutes 2"])
+    code, epochs = starts("--budget-minutes", 2, *stage)
+    assert code == 0 and epochs > 100
+
+
 def test_dry_run_does_not_measure(run, monkeypatch):
     monkeypatch.setattr(budget, "choose", lambda *_: pytest.fail("measured"))
     assert run("--budget-minutes", 1, "--dry-run")[0] == 0
@@ -295,10 +388,6 @@ def test_dry_run_does_not_measure(run, monkeypatch):
     [
         (["--epochs", 3], "--budget-minutes 5: conflicts with --epochs 3 (command line); remove one of"),
         (["--iter-unit", "batch", "--num-iter", 9], "--budget-minutes 5.0: not used by --iter-unit batch; remove it"),
-        (
-            ["--sizes", "16:0,32:1"],
-            "--budget-minutes 5: not supported with --sizes; remove one of them, or use --epochs",
-        ),
         (
             ["--profile-steps", "1:2"],
             "--budget-minutes 5: not supported with --profile-steps; remove one of them, or use",

@@ -51,12 +51,15 @@ class Timeline(NamedTuple):
         """Return the number of batches that training uses in an epoch."""
         return self.steps(epoch) * self.accumulate_steps
 
-    def steps_before(self, epoch):
-        """Return the number of training steps before an epoch. The epoch can be fractional: 2.5 is the middle of
+    def epochs_before(self, epoch):
+        """Return the number of epochs of each part before an epoch. The epoch can be fractional: 2.5 is the middle of
         epoch 2."""
         ends = [*(part.first_epoch for part in self.parts[1:]), math.inf]
-        passed = ((min(epoch, end) - part.first_epoch, part.steps) for part, end in zip(self.parts, ends, strict=True))
-        return sum(epochs * steps for epochs, steps in passed if epochs > 0)
+        return [max(0, min(epoch, end) - part.first_epoch) for part, end in zip(self.parts, ends, strict=True)]
+
+    def steps_before(self, epoch):
+        """Return the number of training steps before an epoch, which can be fractional."""
+        return sum(epochs * part.steps for epochs, part in zip(self.epochs_before(epoch), self.parts, strict=True))
 
     def batches_before(self, epoch):
         return self.steps_before(epoch) * self.accumulate_steps

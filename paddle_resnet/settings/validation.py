@@ -160,9 +160,8 @@ def _conflicts_of_budget(settings):
     if settings.is_explicit("epochs"):
         origin = settings.origin("epochs")
         yield f"{flag_and_value}: conflicts with --epochs {settings.epochs} ({origin}); remove one of them"
-    for name in ("sizes", "unfreeze_at", "profile_steps"):
-        if getattr(settings, name) is not None:
-            yield f"{flag_and_value}: not supported with {flag(name)}; remove one of them, or use --epochs"
+    if settings.profile_steps is not None:
+        yield f"{flag_and_value}: not supported with --profile-steps; remove one of them, or use --epochs"
 
 
 def _conflicts_of_output(settings):
@@ -251,10 +250,13 @@ def _conflicts_of_radam(settings):
 
 
 def _conflicts_of_stages(settings):
+    # The budget of a new run determines the number of epochs later, in budget.choose.
+    is_known = settings.budget_minutes is None or settings.is_inherited("epochs")
+    has_last = settings.iter_unit == "epoch" and is_known
     if settings.unfreeze_at is not None:
         if settings.freeze is None:
             yield f"--unfreeze-at {settings.unfreeze_at}: requires --freeze; add it, or use --unfreeze-at None"
-        if settings.iter_unit == "epoch" and settings.unfreeze_at >= settings.epochs:
+        if has_last and settings.unfreeze_at >= settings.epochs:
             yield (
                 f"--unfreeze-at {settings.unfreeze_at}: must be below --epochs {settings.epochs}; use an earlier "
                 "epoch, or remove --unfreeze-at"
@@ -263,7 +265,7 @@ def _conflicts_of_stages(settings):
     if settings.sizes is None:
         return
     last = stages.stages(settings)[-1]
-    if settings.iter_unit == "epoch" and last.first_epoch >= settings.epochs:
+    if has_last and last.first_epoch >= settings.epochs:
         yield (
             f"--sizes {text(settings.sizes)}: the last stage begins in epoch {last.first_epoch}, but --epochs is "
             f"{settings.epochs}; use an earlier epoch"
