@@ -155,6 +155,22 @@ def test_balanced_loader_resumes_with_next_batch(parse, imbalanced, shard, done)
     assert firsts[0] != firsts[1]
 
 
+@pytest.mark.parametrize("done", [3, 8])
+def test_balanced_loader_that_is_resumed_twice_repeats_no_draws(parse, imbalanced, done):
+    """Regression test: the first resume must pass on the number of completed epochs, from which the second resume
+    derives the position. `done` batches are read between the resumes, of 8 per epoch."""
+    loader = balanced_loader(parse, imbalanced)
+    take(loader, 2 * 8 + 2)
+    resumed = balanced_loader(parse, imbalanced, state=json.loads(json.dumps(loader.state())))
+    take(loader, done)
+    take(resumed, done)
+    state = resumed.state()
+    assert (state["epoch"], state["step"]) == divmod(2 * 8 + 2 + done, 8)
+    again = balanced_loader(parse, imbalanced, state=json.loads(json.dumps(state)))
+    expected = [labels.tolist() for _, labels in take(loader, 16)]
+    assert [labels.tolist() for _, labels in take(again, 16)] == expected
+
+
 def test_balanced_order_continues_after_epoch_with_changed_flag(parse, imbalanced, capsys):
     loader = balanced_loader(parse, imbalanced)
     epoch(loader)
