@@ -91,10 +91,16 @@ def choose(args, exe, training, evaluation):
         times = Times(stages, evaluation_s, _measure_checkpoint(args, training.program))
         start_s, last = logger.elapsed_s(), timeline.parts[-1].first_epoch
         epochs = epochs_within(args, budget_s - start_s, timeline, times)
-        ends_s = [start_s + duration_s(args, count, timeline, times) for count in (epochs, last + 1)]
-        return epochs, start_s, *ends_s, times
+        if epochs <= last:
+            enough_s = (1 + TOLERANCE) * (start_s + duration_s(args, last + 1, timeline, times))
+            raise UsageError(
+                f"--budget-minutes {args.budget_minutes:g}: ends after {epochs} epochs, but the last stage (--sizes, "
+                f"--unfreeze-at) begins in epoch {last}; use an earlier epoch, or --budget-minutes "
+                f"{math.ceil(enough_s / 60)}"
+            )
+        return epochs, start_s, start_s + duration_s(args, epochs, timeline, times), times
 
-    epochs, start_s, end_s, last_s, (stages, evaluation_s, checkpoint_s) = exchange.from_rank_0(plan)
+    epochs, start_s, end_s, (stages, evaluation_s, checkpoint_s) = exchange.from_rank_0(plan)
     parts = [
         f"{part.steps * timeline.accumulate_steps} batches of {batch_s:.3g} s"
         + (f" from epoch {part.first_epoch} on" if part.first_epoch else "")
@@ -102,12 +108,6 @@ def choose(args, exe, training, evaluation):
     ]
     parts += [f"evaluation {evaluation_s:.3g} s"] if evaluation else []
     reason = f"--budget-minutes {args.budget_minutes:g}, {', '.join(parts)}, checkpoint {checkpoint_s:.3g} s"
-    if epochs <= timeline.parts[-1].first_epoch:
-        raise UsageError(
-            f"--budget-minutes {args.budget_minutes:g}: ends after {epochs} epochs, but the last stage (--sizes, "
-            f"--unfreeze-at) begins in epoch {timeline.parts[-1].first_epoch}; use an earlier epoch, or "
-            f"--budget-minutes {math.ceil((1 + TOLERANCE) * last_s / 60)}"
-        )
     args.choose(reason, epochs=epochs)
     if not args.is_explicit("warmup_epochs"):
         args.choose(f"{epochs} epochs", warmup_epochs=recipe.warmup_epochs(epochs))

@@ -213,19 +213,19 @@ def _training(args, startup_prog, lr_scheduler, class_images):
 
 
 def _initialize(exe, startup_prog, *later):
-    """Run the startup program of the first stage. Of the startup programs of later stages, run only the operators that
+    """Run the startup program of the first stage. The startup programs of later stages then run only the operators that
     initialize other variables, such as the sums of gradients (--accumulate-steps) of layers that the first stage
-    freezes. All other operators are removed, because they would initialize the shared parameters again."""
+    freezes. Their other operators are removed, because they would reset the variables that all stages share."""
     exe.run(startup_prog)
     initialized = {name for op in startup_prog.global_block().ops for name in op.output_arg_names}
-    for program_of_stage in later:
-        block = program_of_stage.global_block()
+    for startup_prog in later:
+        block = startup_prog.global_block()
         for i in reversed(range(len(block.ops))):
             if initialized.issuperset(block.ops[i].output_arg_names):
                 block._remove_op(i, sync=False)
         block._sync_with_cpp()
         if block.ops:
-            exe.run(program_of_stage)
+            exe.run(startup_prog)
 
 
 def show_on_tensorboard(args, training, checkpoint):

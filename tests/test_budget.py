@@ -292,7 +292,7 @@ def test_other_processes_use_the_choice_of_rank_0(run, unmeasured, monkeypatch, 
     from_rank_0 = exchange.from_rank_0
 
     def receive(function):
-        return [2, 6.0, 53.1, 30.0, [[[0, 0.1]], 1.0, 0.2]] if function.__name__ == "plan" else from_rank_0(function)
+        return [2, 6.0, 53.1, [[[0, 0.1]], 1.0, 0.2]] if function.__name__ == "plan" else from_rank_0(function)
 
     monkeypatch.setattr(exchange, "from_rank_0", receive)
     shown, phase = [], progress.phase

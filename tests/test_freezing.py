@@ -309,20 +309,11 @@ def test_invalid_flags_exit_with_code_2(run_train, capsys, flags, message):
 
 
 @pytest.mark.soak
-def test_two_processes_train_the_same_network_with_frozen_layers(launch):
+@pytest.mark.parametrize("accumulate_steps", ["1", "2"])
+def test_two_processes_train_the_same_network_with_frozen_layers(launch, accumulate_steps):
     """The processes keep the BN statistics of frozen layers and average those of the other layers."""
-    flags = [
-        "--freeze",
-        "stem",
-        "--unfreeze-at",
-        "1",
-        "--epochs",
-        "2",
-        "--batch-size",
-        "4",
-        "--lr-decay-by-layer",
-        "0.5",
-    ]
+    flags = ["--freeze", "stem", "--unfreeze-at", "1", "--epochs", "2", "--batch-size", "4"]
+    flags += ["--lr-decay-by-layer", "0.5", "--accumulate-steps", accumulate_steps]
     _, parameters = launch(2, *flags)
     assert parameters[0].files
     for name in parameters[0].files:

@@ -390,7 +390,10 @@ def test_captured_steps_draw_random_numbers_of_uncaptured_steps(run_train, deter
     assert_captured_losses_are_equal(run_train, capsys, *flags)
 
 
-@pytest.mark.parametrize("flags", [FP32_NHWC, O2, BF16_O2], ids=["fp32", "O2", "bf16"])
+STAGES = ["--sizes", "32:0,48:1", "--accumulate-steps", "2", "--freeze", "stem", "--unfreeze-at", "1"]
+
+
+@pytest.mark.parametrize("flags", [FP32_NHWC, O2, BF16_O2, [*O2, *STAGES]], ids=["fp32", "O2", "bf16", "O2 stages"])
 def test_budget_measurement_does_not_change_losses(run_train, deterministic, tmp_path, monkeypatch, flags):
     monkeypatch.setattr(budget, "epochs_within", lambda *_: 2)
     at = TINY.index("--epochs")

@@ -250,13 +250,13 @@ def _conflicts_of_radam(settings):
 
 
 def _conflicts_of_stages(settings):
-    # The budget of a new run determines the number of epochs later, in budget.choose.
+    # With --budget-minutes, a new run does not know its number of epochs yet; budget.choose checks the stages.
     is_known = settings.budget_minutes is None or settings.is_inherited("epochs")
-    has_last = settings.iter_unit == "epoch" and is_known
+    knows_epochs = settings.iter_unit == "epoch" and is_known
     if settings.unfreeze_at is not None:
         if settings.freeze is None:
             yield f"--unfreeze-at {settings.unfreeze_at}: requires --freeze; add it, or use --unfreeze-at None"
-        if has_last and settings.unfreeze_at >= settings.epochs:
+        if knows_epochs and settings.unfreeze_at >= settings.epochs:
             yield (
                 f"--unfreeze-at {settings.unfreeze_at}: must be below --epochs {settings.epochs}; use an earlier "
                 "epoch, or remove --unfreeze-at"
@@ -265,7 +265,7 @@ def _conflicts_of_stages(settings):
     if settings.sizes is None:
         return
     last = stages.stages(settings)[-1]
-    if has_last and last.first_epoch >= settings.epochs:
+    if knows_epochs and last.first_epoch >= settings.epochs:
         yield (
             f"--sizes {text(settings.sizes)}: the last stage begins in epoch {last.first_epoch}, but --epochs is "
             f"{settings.epochs}; use an earlier epoch"
