@@ -21,7 +21,8 @@ from utils.errors import UsageError
 from utils.mode import Mode
 
 CHOSEN = ("epochs", "warmup_epochs")  # flags that choose() may set
-MEASURED = 0.02  # fraction of the budget to spend on each measurement
+MEASURED = 0.02  # fraction of the budget to spend on measuring training
+SLOW_EVALUATION = 0.1  # fraction of the budget above which an evaluation is measured only once
 MOST_STEPS = 200  # maximum number of steps to measure
 MOST_EPOCHS = 2**31 - 1  # maximum value of --epochs
 TOLERANCE = 0.1  # warn if the expected duration differs from the budget by more than this fraction
@@ -85,7 +86,7 @@ def choose(args, exe, training, evaluation):
         # The first stage is measured last, because its captured step then remains in GPU memory.
         stages = [_measure_training(exe, work, seconds) for work in reversed(works)][::-1]
         stages[0] = stages[0]._replace(start_s=0)  # this stage has already started
-        evaluation_s = _measure_evaluation(args, exe, evaluation, MEASURED * budget_s)
+        evaluation_s = _measure_evaluation(args, exe, evaluation, SLOW_EVALUATION * budget_s)
 
     def plan():
         times = Times(stages, evaluation_s, _measure_checkpoint(args, training.program))

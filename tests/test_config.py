@@ -505,8 +505,6 @@ def test_list_element_of_wrong_type_is_an_error(flag, value, part):
         ("--iter-unit batch", ["--iter-unit batch: requires the number of training steps; add --num-iter"]),
         ("--iter-unit batch --num-iter 5 --lr-scheduler Piecewise", ["--lr-scheduler Piecewise has no default steps"]),
         ("--budget-minutes 5 --epochs 3", ["--budget-minutes 5: conflicts with --epochs 3 (command line); remove one"]),
-        ("--budget-minutes 5 --sizes 32:0", ["--budget-minutes 5: not supported with --sizes; remove one of them, or"]),
-        ("--budget-minutes 5 --freeze stem --unfreeze-at 3", ["--budget-minutes 5: not supported with --unfreeze-at"]),
         ("--budget-minutes 5 --profile-steps 1:2", ["--budget-minutes 5: not supported with --profile-steps; remove"]),
         ("--patience 3 --run-scope train_only", ["--patience 3: requires evaluations; use 0, or remove --run-scope"]),
         ("--tensorboard-dir d --benchmark", ["--tensorboard-dir d: this run does not train; remove the flag"]),
@@ -552,7 +550,8 @@ def test_conflicting_flags_are_errors(flags, expected):
         *("--amp --amp-level O2 --asp --prune-model", "--amp --use-pure-fp16 --amp-level O2"),
         *("--amp --amp-dtype bfloat16 --amp-level O2", "--amp --use-dynamic-loss-scaling"),
         *("--patience 1", "--run-scope train_only --report-html f", "--predictions f", "--tensorboard-dir d"),
-        *("--tta flip --run-scope eval_only --benchmark", "--budget-minutes 5 --freeze stem"),
+        *("--tta flip --run-scope eval_only --benchmark", "--budget-minutes 5 --sizes 32:0,48:90"),
+        *("--budget-minutes 5 --freeze stem", "--budget-minutes 5 --freeze stem --unfreeze-at 90"),
         *("--from-pretrained-params d --pretrained-mismatch skip-classifier", "--resume --from-checkpoint d"),
         *("--from-checkpoint d --last-epoch-of-checkpoint 0", "--mixup 1e6 --cutmix 1e6"),
         *("--rand-crop-scale 0.5,0.5 --rand-crop-ratio 2,2", f"--model-prefix {'a' * 240}", "--budget-minutes 527040"),
@@ -931,6 +930,17 @@ def test_resumed_run_inherits_recipe_and_saving_flags(explicit, expected):
     for name, value in {**expected, "dali_num_threads": 4, "device": "auto"}.items():
         assert getattr(args, name) == value, name
     assert set(differing) == {word for word in explicit.split() if word.startswith("--")}
+
+
+def test_stages_must_begin_before_inherited_epochs_of_a_budget():
+    """With --budget-minutes, a resumed run keeps its number of epochs, which a new run does not know yet."""
+    for flags in ("--sizes 32:0,48:7", "--freeze stem --unfreeze-at 7"):
+        args = parse(f"--resume --budget-minutes 5 {flags}")
+        args.set("checkpoint d", epochs=8)
+        validation.check(args)
+        args.set("checkpoint d", epochs=7)
+        with pytest.raises(UsageError, match="--epochs"):
+            validation.check(args)
 
 
 def test_budget_is_inherited_unless_the_epochs_are_explicit():
