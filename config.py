@@ -14,7 +14,7 @@ def parse_args(argv=None):
 
     Args:
         argv: list of arguments, or None for the command line. Flags in argv override the flags in `--config FILE`,
-            which override the defaults.
+            which override the defaults. A value in the file that a flag in argv makes unused gets its default.
     Returns:
         Settings (paddle_resnet/settings/values.py), with one attribute per flag; run_scope is a RunScope. Flags that
         depend on the checkpoint, the data or the machine are resolved later (paddle_resnet/resolution.py).
@@ -28,6 +28,7 @@ def parse_args(argv=None):
     of_line = parsing.parse(argv)
     origins = dict.fromkeys(of_file, f"file {path}") | dict.fromkeys(of_line, "command line")
     settings = parsing.settings(of_file | of_line, origins)
+    validation.drop_unused(settings)
     validation.check_command(settings)
     return settings
 

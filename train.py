@@ -3,8 +3,6 @@ Paddle's launcher."""
 
 import sys
 
-import yaml
-
 import config
 from paddle_resnet import report  # imported first, because paddle_resnet sets environment variables for Paddle
 from paddle_resnet.data import listing
@@ -30,7 +28,7 @@ def _main(argv):
         with logger.result_on_stdout():
             args = config.parse_args(argv)
             if args.print_config:
-                return print(yaml.safe_dump(parsing.as_file(args), sort_keys=False).rstrip())
+                return print(*(f"# {line}" for line in args.dropped), parsing.as_yaml(args), sep="\n")
         with progress.shown():
             _run(args, argv)
 

@@ -10,6 +10,7 @@ import numpy as np
 from PIL import Image
 
 from paddle_resnet.data import listing
+from paddle_resnet.settings import parsing
 from paddle_resnet.tools import convert
 from utils import exit_codes, files, locks, logger, numbers, outputs, signals
 from utils.errors import UsageError
@@ -71,7 +72,7 @@ def main(argv=None):
             interrupted.
     """
     parser = argparse.ArgumentParser(prog="python -m paddle_resnet.dataset", description=__doc__, allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=parsing.ToolParser)
     for add in (_add_sample, _add_split, _add_convert, _add_index, _add_verify, _add_info, _add_preview, _add_speed):
         add(commands)
     return exit_codes.of("paddle_resnet.dataset", lambda: _run(parser, argv))

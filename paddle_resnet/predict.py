@@ -292,7 +292,7 @@ def main(argv=None):
         metavar="N",
         help=f"maximum number of images per request (default: {MAX_IMAGES})",
     )
-    return exit_codes.of("paddle_resnet.predict", lambda: _main(parser.parse_args(argv)))
+    return exit_codes.of("paddle_resnet.predict", lambda: _main(parser.parse_intermixed_args(argv)))
 
 
 def _main(args):

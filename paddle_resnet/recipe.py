@@ -9,6 +9,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from paddle_resnet import resolution
 from paddle_resnet.checkpoints import conversion, folders, published
 from paddle_resnet.data import listing, numbering
 from paddle_resnet.job import exchange, processes
@@ -71,6 +72,7 @@ def choose(settings):
         return
     facts = Facts(**exchange.from_rank_0(lambda: asdict(_facts(settings))))
     name = choose_from(settings, facts)
+    resolution.drop_unused(settings)
     if name is not None:
         exchange.from_rank_0(lambda: _convert(settings.output_dir, name))
 

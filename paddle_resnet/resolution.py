@@ -2,7 +2,7 @@
 then frozen:
 
 command line, file   config.parse_args
-device               resolve_device, before the processes connect
+device               resolve_device, before the processes connect; drops values of a file that the device excludes
 choice               recipe.choose (--choose-recipe)
 checkpoint           restore.inherit_flags, through settings/inheritance.py
 machine              resolve_loader and resolve_kernels
@@ -16,6 +16,7 @@ from paddle_resnet.data import numbering
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.machine import gpus
 from paddle_resnet.native import build as native
+from paddle_resnet.settings import validation
 from utils import logger
 from utils.errors import UsageError
 from utils.mode import Mode
@@ -49,13 +50,22 @@ def resolve_data(settings, mode):
 
 
 def resolve_device(settings):
-    """Resolve --device auto.
+    """Resolve --device auto. Drop values of a --config file that require a different device, and log all dropped
+    values.
 
     Raises:
         UsageError: --device is gpu, but Paddle cannot use a GPU.
     """
     device = gpus.resolve(settings.device, processes.local_gpu(), processes.world_size() > 1)
     settings.resolve("machine", device=device)
+    drop_unused(settings)
+
+
+def drop_unused(settings):
+    """Drop values of a file or a recipe that conflict with explicit flags, and log all dropped values."""
+    validation.drop_unused(settings)
+    while settings.dropped:
+        logger.info(settings.dropped.pop(0))
 
 
 def resolve_loader(settings):
@@ -64,9 +74,8 @@ def resolve_loader(settings):
     Raises:
         UsageError: the device does not support the precision or a loader flag.
     """
+    validation.check_device(settings)
     _check_precision(settings)
-    if settings.dali_device == "gpu" and settings.device == "cpu":
-        raise UsageError("--dali-device gpu: requires a GPU, but this run is on the CPU; use --dali-device cpu")
     if settings.dali_device == "auto":
         settings.resolve("--device", dali_device=settings.device)
     if not settings.is_explicit("image_shape") and not settings.is_inherited("image_shape"):
@@ -74,19 +83,9 @@ def resolve_loader(settings):
         # NCHW, a fourth channel wastes time.
         channels = 4 if settings.device == "gpu" and settings.data_layout == "NHWC" else 3
         settings.resolve("machine", image_shape=[channels, *settings.image_shape[1:]])
-    if settings.cpu_decoder_load and settings.dali_device == "cpu":
-        raise UsageError(
-            f"--cpu-decoder-load {settings.cpu_decoder_load}: with --dali-device cpu, the CPU decodes all images; "
-            "remove --cpu-decoder-load"
-        )
 
 
 def _check_precision(settings):
-    if settings.amp and settings.device == "cpu":
-        raise UsageError(
-            f"--amp: requires a GPU, but this run is on the CPU, which has no {settings.amp_dtype} kernels; use --amp "
-            "false"
-        )
     if settings.amp and settings.amp_dtype == "bfloat16":
         major, minor = paddle.device.cuda.get_device_capability(processes.local_gpu())
         if major < 8:
@@ -105,8 +104,7 @@ def resolve_kernels(settings):
     """
     is_on_gpu = settings.device == "gpu"
     requested = settings.kernels
-    if requested == "native" and settings.data_layout != "NHWC":
-        raise UsageError("--kernels native: supports NHWC only; use --data-layout NHWC or --kernels paddle")
+    validation.check_kernels(settings)
     if requested == "auto":
         settings.resolve("machine", kernels="native" if is_on_gpu and settings.data_layout == "NHWC" else "paddle")
     if settings.kernels == "native":

@@ -1,6 +1,5 @@
 """Convert weights from other projects to a checkpoint: `python -m paddle_resnet.weights FILE --output DIR`."""
 
-import argparse
 import sys
 
 import numpy as np
@@ -60,7 +59,7 @@ def main(argv=None):
     """Run the command and return the exit code: 0 for success, 2 for a usage error, an unusable file or a missing
     package, 130 if interrupted."""
     names = ", ".join(published.PACKAGED)
-    parser = argparse.ArgumentParser(
+    parser = parsing.ToolParser(
         prog="python -m paddle_resnet.weights",
         description=__doc__,
         epilog="The preprocessing flags of train.py, such as --crop-size, override those of the published model or of "

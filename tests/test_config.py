@@ -256,9 +256,135 @@ def test_command_line_takes_precedence_over_yaml(config_file, text, flags, name,
     assert getattr(parse(f"{flags} --config={path}"), name) == value
 
 
-def test_yaml_and_command_line_conflicts_are_errors(config_file):
-    message = error_of(f"--config {config_file('from_checkpoint: a')} --from-pretrained-params b")
-    assert "--from-checkpoint a: cannot be combined with --from-pretrained-params b" in message
+@pytest.mark.parametrize(
+    ("text", "flags", "values", "lines"),
+    [
+        (
+            "momentum: 0.9",
+            "--optimizer AdamW",
+            {"momentum": 0.875, "optimizer": "AdamW"},
+            ["--momentum 0.9 (not used by --optimizer AdamW)"],
+        ),
+        (
+            "{crop_size: 64, rand_crop_scale: [0.5, 1], cpu_decoder_load: 0.5}",
+            "--crop-padding 4",
+            {"rand_crop_scale": [0.08, 1.0], "cpu_decoder_load": 0.0},
+            [
+                "--cpu-decoder-load 0.5 (not used by --crop-padding 4)",
+                "--rand-crop-scale 0.5,1.0 (not used by --crop-padding 4)",
+            ],
+        ),
+        (
+            "{amp: true, use_pure_fp16: true, scale_loss: 128}",
+            "--amp false",
+            {"amp": False, "use_pure_fp16": False, "amp_level": "O1", "scale_loss": 1.0},
+            ["--use-pure-fp16 (requires --amp)", "--scale-loss 128 (requires --amp)"],
+        ),
+        (
+            "{amp: true, amp_dtype: bfloat16}",
+            "--use-pure-fp16",
+            {"amp_dtype": "float16", "amp_level": "O2"},
+            ["--amp-dtype bfloat16 (--use-pure-fp16: implies float16, but --amp-dtype is bfloat16)"],
+        ),
+        (
+            "{image_shape: [3, 32, 32], crop_size: 32, resize_short: 36}",
+            "--crop-size 64",
+            {"image_shape": [4, 64, 64], "crop_size": 64, "resize_short": 73},
+            [
+                "--image-shape 3,32,32 (its shorter side differs from --crop-size 64)",
+                "--resize-short 36 (smaller than --crop-size 64)",
+            ],
+        ),
+        (
+            "{image_shape: [3, 32, 32], crop_size: 32, resize_short: 36}",
+            "--image-shape 3,64,64",
+            {"crop_size": 64, "resize_short": 73},
+            [
+                "--crop-size 32 (--image-shape 3,64,64: its shorter side differs from --crop-size 32)",
+                "--resize-short 36 (smaller than --crop-size 64)",
+            ],
+        ),
+        (
+            "{epochs: 16, sizes: '160:0,192:12'}",
+            "--epochs 1",
+            {"epochs": 1, "sizes": None},
+            ["--sizes 160:0,192:12 (the last stage begins in epoch 12, but --epochs is 1)"],
+        ),
+        ("min_lr: 0.01", "--lr 0.001", {"min_lr": 0.0}, ["--min-lr 0.01 (exceeds --lr 0.001)"]),
+        (
+            "{freeze: stem, unfreeze_at: 5}",
+            "--freeze None",
+            {"unfreeze_at": None},
+            ["--unfreeze-at 5 (requires --freeze)"],
+        ),
+        (
+            "{from_checkpoint: a, last_epoch_of_checkpoint: auto}",
+            "--from-pretrained-params b",
+            {"from_checkpoint": None, "last_epoch_of_checkpoint": None, "from_pretrained_params": "b"},
+            [
+                "--from-checkpoint a (cannot be combined with --from-pretrained-params b)",
+                "--last-epoch-of-checkpoint auto (requires --from-checkpoint DIR)",
+            ],
+        ),
+        (
+            "resume: true",
+            "--overwrite",
+            {"resume": False},
+            ["--resume (continues the run that --overwrite deletes)"],
+        ),
+        (
+            "kernels: native",
+            "--data-layout NCHW",
+            {"kernels": "auto"},
+            ["--kernels native (supports NHWC only)"],
+        ),
+        (
+            "dali_device: gpu",
+            "--device cpu",
+            {"dali_device": "auto"},
+            ["--dali-device gpu (requires a GPU, but this run is on the CPU)"],
+        ),
+    ],
+)
+def test_flag_on_command_line_drops_conflicting_value_of_file(config_file, text, flags, values, lines):
+    path = config_file(text)
+    for resume in ("",) if "resume" in text or "overwrite" in flags or "from" in text else ("", " --resume"):
+        args = parse(f"--config {path} {flags}{resume}")
+        assert args.dropped == [f"--config {path}: ignoring {line}" for line in lines]
+        assert {name: getattr(args, name) for name in values} == values
+        for name in values:
+            assert args.is_explicit(name) == (args.origin(name) == "command line")
+
+
+def test_time_budget_on_command_line_drops_epochs_and_sizes_of_file(config_file):
+    path = config_file("{epochs: 16, sizes: '160:0,192:12'}")
+    args = parse(f"--config {path} --budget-minutes 5")
+    assert (args.budget_minutes, args.sizes, args.is_explicit("epochs")) == (5.0, None, False)
+    start, reason = f"--config {path}: ignoring", "--budget-minutes 5:"
+    assert args.dropped == [
+        f"{start} --epochs 16 ({reason} conflicts with --epochs 16 (file {path}))",
+        f"{start} --sizes 160:0,192:12 ({reason} not supported with --sizes)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "message"),
+    [
+        # two flags on the command line
+        ("lr: 0.1", "--optimizer AdamW --momentum 0.9", "--momentum 0.9: not used by --optimizer AdamW; remove it"),
+        # two values of the file
+        ("{optimizer: AdamW, momentum: 0.9}", "--lr 0.1", "--momentum 0.9: not used by --optimizer AdamW; remove it"),
+        ("{from_checkpoint: a, from_pretrained_params: b}", "", "--from-checkpoint a: cannot be combined with"),
+        # the file makes the flag on the command line unused
+        ("optimizer: AdamW", "--momentum 0.9", "--momentum 0.9: not used by --optimizer AdamW; remove it"),
+        ("amp: false", "--scale-loss 128", "--scale-loss 128: requires --amp; add it"),
+        ("epochs: 5", "--unfreeze-at 7 --freeze stem", "--unfreeze-at 7: must be below --epochs 5; use an earlier"),
+        # the value of the file is invalid without a conflict
+        ("rotate_degrees: 200", "--lr 0.1", "--rotate-degrees 200: exceeds 180 degrees"),
+    ],
+)
+def test_other_conflicts_with_file_are_errors(config_file, text, flags, message):
+    assert message in error_of(f"--config {config_file(text)} {flags}")
 
 
 @pytest.mark.parametrize(
@@ -982,8 +1108,9 @@ def test_resize_short_follows_crop_size_unless_explicit(text, resize_short):
         "--resize-short 256: 8.00 times --crop-size 32, so an evaluation uses only the center of each image; use 37"
     )
     assert (problem in validation.warnings(args)) == (args.crop_size == 32 and resize_short == 256)
-    assert parsing.as_file(args).get("resize_short") == (256 if "--resize-short" in text else None)
-    assert "model_prefix" not in parsing.as_file(args) and parsing.as_file(args)["epochs"] == 90
+    written = yaml.safe_load(parsing.as_yaml(args))
+    assert written.get("resize_short") == (256 if "--resize-short" in text else None)
+    assert "model_prefix" not in written and written["epochs"] == 90
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,13 @@ import paddle
 import pytest
 
 import config
+from conftest import ROOT
 from paddle_resnet import resolution
 from paddle_resnet.job import processes
 from paddle_resnet.machine import gpus
 from paddle_resnet.native import build as native
+from paddle_resnet.settings import validation
+from utils import logger
 from utils.errors import UsageError
 from utils.mode import Mode
 
@@ -82,6 +85,49 @@ def test_steps_are_captured_with_custom_kernels_on_one_host_unless_they_are_trac
 def test_flags_that_require_a_gpu_are_errors_on_a_cpu(flags, message):
     with pytest.raises(UsageError, match=message):
         resolve(config.parse_args(["--device", "cpu", *flags.split()]))
+
+
+RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipe_for_gpu_is_valid_on_cpu(capsys, path):
+    for flags in (["--device", "cpu"], []):
+        args = config.parse_args(["--config", str(path), *flags])
+        args.resolve("machine", device="cpu")  # the result of --device auto on a machine without a GPU
+        resolve(args)
+        resolution.resolve_kernels(args)
+        validation.check(args)
+        assert (args.amp, args.amp_level, args.scale_loss, args.use_pure_fp16) == (False, "O1", 1.0, False)
+        assert args.origin("amp") == args.origin("scale_loss") == "default"
+        reason = "requires a GPU, but this run is on the CPU, which has no float16 kernels"
+        lines = [f"--config {path}: ignoring --amp ({reason})"] if "amp: true" in path.read_text() else []
+        loss = next((line.split()[1] for line in path.read_text().splitlines() if line.startswith("scale_loss:")), None)
+        names = ("use-pure-fp16", "use-dynamic-loss-scaling", f"scale-loss {loss}")
+        lines += [f"--config {path}: ignoring --{name} (requires --amp)" for name in names] if lines else []
+        assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_gpu_uses_all_values_of_recipe(monkeypatch):
+    monkeypatch.setattr(gpus, "resolve", lambda *args: "gpu")
+    args = config.parse_args(["--config", str(ROOT / "configs/cifar10_30epochs.yaml")])
+    resolve(args)
+    assert (args.amp, args.amp_level, args.scale_loss, args.dropped) == (True, "O2", 1024.0, [])
+
+
+def test_only_rank_0_logs_dropped_values(capsys):
+    flags = ["--config", str(ROOT / "configs/digits_cpu.yaml"), "--optimizer", "AdamW", "--device", "cpu"]
+    try:
+        for rank, expected in (0, 1), (1, 0), (0, 1):
+            logger.setup(rank=rank)
+            args = config.parse_args(flags)
+            resolve(args)
+            resolve(args)  # logs nothing again
+            line = "configs/digits_cpu.yaml: ignoring --momentum 0.9 (not used by --optimizer AdamW)"
+            assert capsys.readouterr().out.count(line) == expected
+            assert args.momentum == 0.875
+    finally:
+        logger.setup()
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])

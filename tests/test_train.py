@@ -30,9 +30,6 @@ pytestmark = pytest.mark.usefixtures("one_block")
 
 # The recipes, except those that choose their flags at the start of a run, which tests/test_recipe.py tests.
 RECIPES = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if "choose_recipe" not in path.read_text()]
-# Replacements for those flags of the recipes that require a GPU.
-ON_CPU = ["--amp", "false", "--use-pure-fp16", "false", "--use-dynamic-loss-scaling", "false", "--scale-loss", "1"]
-ON_CPU += ["--dali-output-fp16", "false", "--data-layout", "NCHW", "--warmup-start-lr", "0"]
 
 
 PHASES = ("start", "find_start", "is_done", "claim_outputs", "open_data", "build_programs", "set_weights")
@@ -559,12 +556,34 @@ def test_schedule_of_recipe_ends_with_its_last_epoch(path):
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipe_trains_on_tiny_images(run_train, path):
     sizes = config.parse_args(["--config", str(path)]).sizes
-    flags = ["--config", path, *ON_CPU, "--batch-size", 15]
+    flags = ["--config", path, "--batch-size", 15]
     if sizes:  # one epoch per stage
         flags += ["--sizes", ",".join(f"{24 + 8 * i}:{i}" for i in range(len(sizes))), "--epochs", len(sizes)]
     code, report = run_train(*flags)
     assert code == 0
     assert np.isfinite(list(losses(report).values())).all()
+
+
+def test_run_resumes_without_values_of_file_that_flags_make_unused(run_train, tmp_path, capsys):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("momentum: 0.9\nrand_crop_scale: [0.5, 1]\namp: true\nscale_loss: 128\n")
+    flags = ["--config", path, "--optimizer", "AdamW", "--crop-padding", 4]
+    for resume, epoch in ([], 0), (["--resume", "--epochs", "2"], 1):
+        code, report = run_train(*flags, *resume)
+        output = capsys.readouterr()
+        assert code == 0
+        assert [entry["step"] for entry in report if entry["step"] == [epoch]]
+        for name in ("momentum 0.9", "rand-crop-scale 0.5,1.0", "amp", "scale-loss 128"):
+            assert output.out.count(f"--config {path}: ignoring --{name} (") == 1
+        warning = "trained with different flags: --epochs 2 (was 1), so the losses"  # only the flag that was changed
+        assert (warning in output.err) == bool(resume)
+        parameters = report[0]["data"]
+        assert [parameters[name] for name in ("momentum", "rand_crop_scale", "amp", "scale_loss", "crop_padding")] == [
+            *(0.875, [0.08, 1.0], False, 1.0, 4)
+        ]
+        explicit = parameters["explicit_flags"]
+        assert {"optimizer", "crop_padding"} <= set(explicit)
+        assert not {"momentum", "rand_crop_scale", "amp", "scale_loss"} & set(explicit)
 
 
 @pytest.mark.soak

@@ -103,7 +103,7 @@ def _main(argv):
         "benchmarks/.",
     )
     parser.add_argument("network", nargs="*", help="network names, or FILE.py:NAME for your own network (default: all)")
-    archs = [registered_name(arch) for arch in parser.parse_args(argv).network or MODELS]
+    archs = [registered_name(arch) for arch in parser.parse_intermixed_args(argv).network or MODELS]
     widths = {}
     table = list(rows(archs))
     for row in table:

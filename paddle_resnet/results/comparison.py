@@ -34,7 +34,7 @@ def main(argv=None):
         metavar="FILE",
         help="HTML page to write; for a single run, the page contains all details",
     )
-    return exit_codes.of(parser.prog, lambda: _compare(**vars(parser.parse_args(argv))))
+    return exit_codes.of(parser.prog, lambda: _compare(**vars(parser.parse_intermixed_args(argv))))
 
 
 def _compare(runs, html):

@@ -3,7 +3,7 @@
 import re
 
 from paddle_resnet.models import RESIZE_RATIO, registered
-from paddle_resnet.settings.declarations import EVALUATED, FLAGS
+from paddle_resnet.settings.declarations import DEFAULTS, EVALUATED, FLAGS
 from paddle_resnet.settings.values import flag, network_name
 
 
@@ -35,6 +35,13 @@ def follow(settings):
     if settings.iter_unit == "batch" and settings.num_iter is not None:
         defaults = {"warmup_epochs": 0, "save_interval": settings.num_iter, "eval_interval": settings.num_iter}
         settings.resolve("--iter-unit", **{name: value for name, value in defaults.items() if is_free(name)})
+
+
+def reset(settings, name):
+    """Set a flag to its default, and derive the flags again whose values are derived from other flags."""
+    derived = [other for other in FLAGS if settings.origin(other).startswith("--")]
+    settings.set("default", **{other: DEFAULTS[other] for other in (*derived, name)})
+    follow(settings)
 
 
 def may_follow(name):

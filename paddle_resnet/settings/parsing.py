@@ -2,6 +2,9 @@
 
 import argparse
 import difflib
+import sys
+
+import yaml
 
 from paddle_resnet.settings import inheritance
 from paddle_resnet.settings.declarations import ACTIONS, DEFAULTS, FLAGS, PARSER
@@ -35,6 +38,35 @@ ALIASES = {alias: meant for meant, aliases in ALIASES.items() for alias in alias
 ELSEWHERE = {
     "inference-dir": f"run {command('export', 'CHECKPOINT', 'DIR')} after training",
 }
+
+
+class ToolParser(argparse.ArgumentParser):
+    """A parser for a tool that also accepts flags of train.py. argparse would take the value of a flag that it does not
+    know for the path that the tool expects, so flags of train.py are separated first."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        """Return (Namespace with the tool's arguments, list of the flags of train.py and of all unknown arguments)."""
+        arguments, own, of_train = [*(sys.argv[1:] if args is None else args)], [], []
+        while arguments and arguments[0] != "--":
+            argument = arguments.pop(0)
+            name, equals, _ = argument.partition("=")
+            action = None if name in self._option_string_actions else PARSER._option_string_actions.get(name)
+            (own if action is None else of_train).append(argument)
+            if action and not equals and arguments and _is_value(action, arguments[0]):
+                of_train.append(arguments.pop(0))
+        namespace, unknown = super().parse_known_args([*own, *arguments], namespace)
+        return namespace, [*of_train, *unknown]
+
+
+def _is_value(action, argument):
+    """Return whether the argument after a flag is the flag's value. The value of a boolean flag is optional."""
+    if action.nargs is None:
+        return not argument.startswith("--")
+    try:
+        action.type(argument)
+    except argparse.ArgumentTypeError:
+        return False
+    return True
 
 
 def parse(arguments):
@@ -84,11 +116,12 @@ def changed(values):
     return {name: value for name, value in values.items() if value != defaults.get(name)}
 
 
-def as_file(settings):
-    """Return the content of a --config file for the settings. Flags that the user did not set are omitted if their
-    value can come from a checkpoint, the data or the network."""
+def as_yaml(settings):
+    """Return the settings as the text of a --config file. Flags that the user did not set are omitted if their value
+    can come from a checkpoint, the data or the network."""
     values = settings.as_dict()
-    return {name: v for name, v in values.items() if settings.is_explicit(name) or not inheritance.may_follow(name)}
+    written = {n: v for n, v in values.items() if settings.is_explicit(n) or not inheritance.may_follow(n)}
+    return yaml.safe_dump(written, sort_keys=False).rstrip()
 
 
 def arguments(values):

@@ -27,11 +27,12 @@ class Settings:
             derived.
     """
 
-    __slots__ = ("__dict__", "_is_frozen", "_origins", "_pending", "_run")
+    __slots__ = ("__dict__", "_dropped", "_is_frozen", "_origins", "_pending", "_run")
 
     def __init__(self, values, origins):
         object.__setattr__(self, "_is_frozen", False)
         object.__setattr__(self, "_pending", ())
+        object.__setattr__(self, "_dropped", [])
         object.__setattr__(self, "_origins", dict(origins))
         object.__setattr__(self, "_run", self)
         vars(self).update(values)
@@ -74,6 +75,11 @@ class Settings:
     def pending(self):
         """The names of the flags that can still change although the settings are frozen."""
         return self._pending
+
+    @property
+    def dropped(self):
+        """Log messages about values that validation.drop_unused has dropped and that are not yet logged, as a list."""
+        return self._dropped
 
     @property
     def is_frozen(self):
