@@ -93,7 +93,8 @@ def _start(add):
         "--config",
         type=files.argument,
         metavar="FILE",
-        help="YAML file that sets flags; each key is a flag name with underscores",
+        help="YAML file that sets flags; each key is a flag name with underscores; values that conflict with other "
+        "flags on the command line are ignored",
     )
     add(
         "--run-scope",

@@ -354,13 +354,9 @@ def _out_of_range(settings, name):
 def _argument(settings, name):
     """Return a flag and its value, as a user writes them."""
     value = getattr(settings, name)
-    return (
-        flag(name)
-        if value is True
-        else f"{flag(name)} {value:g}"
-        if isinstance(value, float)
-        else f"{flag(name)} {text(value)}"
-    )
+    if value is True:
+        return flag(name)
+    return f"{flag(name)} {value:g}" if isinstance(value, float) else f"{flag(name)} {text(value)}"
 
 
 def _numbers(values):
