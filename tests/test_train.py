@@ -537,6 +537,10 @@ def test_print_config_output_is_a_valid_config_file(train_process, tmp_path):
     assert yaml.safe_load(printed)["epochs"] == 7
     again = train_process("--config", path, "--print-config").stdout
     assert yaml.safe_load(again) == yaml.safe_load(printed)
+    path.write_text("momentum: 0.9")
+    printed = train_process("--config", path, "--optimizer", "AdamW", "--print-config").stdout
+    assert printed.startswith(f"# --config {path}: ignoring --momentum 0.9 (not used by --optimizer AdamW)\n")
+    assert yaml.safe_load(printed)["momentum"] == 0.875
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
