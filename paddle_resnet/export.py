@@ -14,6 +14,7 @@ import numpy as np
 
 import paddle_resnet  # noqa: F401  imported before Paddle, because it sets environment variables for Paddle
 from paddle_resnet.data import listing
+from paddle_resnet.machine import cpu
 from paddle_resnet.models import registered_name
 from utils import exit_codes, files, locks, logger, numbers, outputs, signals
 from utils.errors import RunError, UsageError, printable
@@ -43,6 +44,8 @@ INT8_PROBABILITY_TOLERANCE = 0.1
 # Tolerances for networks in float16. If the two largest probabilities differ by less than HALF_TIE, rounding may
 # change the predicted class.
 HALF_TIE = 0.02
+# With --qat, the probabilities that engines compute from the same quantized network usually differ by up to 0.02.
+QAT_TIE = 0.04
 HALF_PROBABILITY_TOLERANCE = 0.02
 
 
@@ -162,7 +165,9 @@ def export(
             _write_texts(description, partial)
             if verify is not None:
                 float32 = networks.load_checkpoint(checkpoint, model_arch_name=model_arch_name)
-                _verify(float32, partial, verify, "gpu" if precision == "float16" else "cpu")
+                score = _verify(float32, partial, verify, "gpu" if precision == "float16" else "cpu")
+                options = {"model_arch_name": model_arch_name, "as_evaluated": True}
+                _verify_recorded(float32, score, verify, lambda: networks.load_checkpoint(checkpoint, **options))
             if triton:
                 _write_triton(network.description, partial)
     except OSError as e:
@@ -333,8 +338,10 @@ def _verify(network, folder, image_root, device):
         folder: folder with the exported networks.
         image_root: folder of the data set.
         device: device that runs Paddle's network, "cpu" or "gpu".
+    Returns:
+        result of _score for the checkpoint.
     Raises:
-        RunError: the networks disagree with each other or with the recorded evaluation.
+        RunError: the networks disagree.
     """
     from paddle_resnet.serving import inference
 
@@ -353,23 +360,85 @@ def _verify(network, folder, image_root, device):
             _check_agreement(model.engine, score, "the checkpoint's network", expected)
         else:
             _check_top1(model, kind, score, expected)
+    return expected
+
+
+def _verify_recorded(network, score, image_root, load_as_evaluated):
+    """Log the evaluation recorded in a checkpoint and, if it can be repeated, compare it with its repetition.
+
+    Args:
+        network: the checkpoint's Network.
+        score: result of _verify.
+        image_root: folder of the data set.
+        load_as_evaluated: function that returns the Network in the form of the run's evaluations.
+    Raises:
+        RunError: the evaluations disagree.
+    """
+    from paddle_resnet.native import build as native
+
     recorded = network.meta["evaluated"]
-    # A recorded evaluation on a GPU is not comparable to one on a CPU, because a GPU uses different decoders and
-    # computes convolutions in TF32 or half precision.
-    is_comparable = recorded and network.meta["arguments"].get("device") == "cpu"
-    is_comparable = is_comparable and not recorded.get("not_finite")  # the recorded mean excludes non-finite losses
-    is_comparable = is_comparable and network.args.tta == "none"
-    if is_comparable and recorded.get("images") == expected["images"]:
-        recorded = {"correct": round(recorded["top1"] * recorded["images"]), "ties": 0, "loss": recorded["loss"]}
-        losses = [expected["loss"], *([] if "cpu" in network.meta else [expected["clipped_loss"]])]
-        expected["loss"] = min(losses, key=lambda loss: abs(loss - recorded["loss"]))
-        _check_agreement("the checkpoint's network", expected, "its recorded evaluation", recorded)
+    if not recorded:
+        return logger.info("recorded evaluation: none")
+    decoder = {"cpu": "a CPU", "gpu": "a GPU"}.get(network.meta["arguments"].get("dali_device"), "an unknown device")
+    loss = "not finite" if recorded["loss"] is None else f"{recorded['loss']:.7g}"
+    text = f"recorded evaluation: top1 {recorded['top1']:.6g}, loss {loss}, images decoded on {decoder}"
+    if obstacle := _obstacle(network, score["images"]):
+        return logger.info(f"{text}; not compared, because {obstacle}")
+    model = network.model(logits=True)
+    if network.args.tta != "none" or _is_half(network):
+        score = _score(network, model, image_root, as_evaluated=True)
+    if network.args.qat:
+        try:
+            exact = load_as_evaluated()
+        except native.Unavailable as e:
+            return logger.info(f"{text}; not compared, because custom kernels, which --qat requires, are missing ({e})")
+        repeated = _score(exact, exact.model(logits=True), image_root, as_evaluated=True)
+        _check_top1(model, "--qat", score, repeated)
+        score = repeated | {"ties": 0}  # nothing is rounded differently
+    losses = [score["loss"], *([] if "cpu" in network.meta else [score["clipped_loss"]])]
+    score = score | {"loss": min(losses, key=lambda loss: abs(loss - recorded["loss"]))}
+    reference = {"correct": round(recorded["top1"] * recorded["images"]), "ties": 0, "loss": recorded["loss"]}
+    _check_agreement("the checkpoint's network", score, "its recorded evaluation", reference)
+    logger.info(f"{text}; confirmed")
 
 
-def _score(network, model, image_root):
+def _obstacle(network, images):
+    """Return the reason why the recorded evaluation of a Network cannot be repeated on a number of images, or None."""
+    meta, arguments = network.meta, network.meta["arguments"]
+    recorded = meta["evaluated"]
+    if arguments.get("device") != "cpu":
+        return "a GPU computed it, which rounds differently"
+    if recorded.get("not_finite"):  # the recorded mean excludes these losses
+        return f"{recorded['not_finite']} losses were not finite"
+    if recorded.get("images") != images:
+        return f"it covers {recorded.get('images')} images, and IMAGE_ROOT has {images}"
+    # In a network that simulates quantization, a sum that is rounded differently can change an activation by one level.
+    if network.args.qat and (meta.get("cpu"), meta.get("paddle_version")) != (cpu.arithmetic(), _paddle_version()):
+        return "--qat requires the same kind of CPU, number of threads and version of Paddle as in training"
+    return None
+
+
+def _paddle_version():
+    import paddle
+
+    return paddle.__version__
+
+
+def _is_half(network):
+    """Return whether the loader of the checkpoint's run rounded images to float16."""
+    return bool(network.meta["arguments"].get("dali_output_fp16"))
+
+
+def _score(network, model, image_root, as_evaluated=False):
     """Evaluate a Model that also returns logits. Return {"images", "correct", "ties" (images whose two largest
-    probabilities differ by less than TIE or, in float16, HALF_TIE), "loss", "clipped_loss" (loss with
-    EARLIER_CLIP)}.
+    probabilities differ by less than the tie of the model's kind), "loss", "clipped_loss" (loss with EARLIER_CLIP)}.
+
+    Args:
+        network: the checkpoint's Network.
+        model: Model to evaluate.
+        image_root: folder of the data set.
+        as_evaluated: whether to repeat the evaluation of the checkpoint's run, with its --batch-size,
+            --dali-output-fp16 and --tta. Otherwise, images are not rounded to float16 and not mirrored.
 
     Raises:
         RunError: the model's probabilities are not the softmax of its logits.
@@ -378,16 +447,21 @@ def _score(network, model, image_root):
     from paddle_resnet.checkpoints import restore
     from paddle_resnet.serving import inference
 
-    args = inference.loader_args(model.description, min(32, network.args.batch_size))
-    args.image_root, args.num_of_class = str(image_root), network.args.num_of_class
-    args.data_format, args.label_offset = listing.detect(args.image_root, Mode.EVAL), network.args.label_offset
+    recorded, description = network.args, model.description
+    args = inference.loader_args(description, recorded.batch_size if as_evaluated else min(32, recorded.batch_size))
+    args.image_root, args.num_of_class = str(image_root), recorded.num_of_class
+    args.data_format, args.label_offset = listing.detect(args.image_root, Mode.EVAL), recorded.label_offset
+    args.dali_output_fp16 = as_evaluated and _is_half(network)
+    mirrors = as_evaluated and recorded.tta == "flip"
+    width_axis = 3 if description["input"]["layout"] == "NCHW" else 2
+    tie = HALF_TIE if model.precision == "float16" else QAT_TIE if recorded.qat else TIE
     trained = restore.recorded_classes(network.meta) or listing.numbers(args.num_of_class)
     losses, correct, ties = np.zeros((0, 2)), 0, 0
     for (batch,) in dali.build_dataloader(args, Mode.EVAL, trained=trained):
-        labels = np.array(batch["label"])
-        probabilities, logits = model.outputs(np.array(batch["data"]).astype(model.description["input"]["dtype"]))
-        of_label = [np.take_along_axis(_log_softmax(logits, clip), labels, axis=1) for clip in (np.inf, EARLIER_CLIP)]
-        losses = np.concatenate([losses, -np.hstack(of_label)])
+        images, labels = np.array(batch["data"]).astype(description["input"]["dtype"]), np.array(batch["label"])
+        if mirrors:
+            images = np.concatenate([images, np.flip(images, width_axis)])
+        probabilities, logits = model.outputs(images)
         expected = np.exp(_log_softmax(logits))
         if not np.allclose(probabilities, expected, rtol=0, atol=PROBABILITY_TOLERANCE):
             raise RunError(
@@ -395,9 +469,13 @@ def _score(network, model, image_root):
                 f"{np.abs(probabilities - expected).max():.2g}, and nothing was written; check the checkpoint and the "
                 "version of the engine"
             )
+        if mirrors:  # the logarithms of the average probabilities replace the logits, as in the evaluation
+            logits = np.logaddexp(*np.split(_log_softmax(logits), 2)) - np.log(2)
+        of_label = [np.take_along_axis(_log_softmax(logits, clip), labels, axis=1) for clip in (np.inf, EARLIER_CLIP)]
+        losses = np.concatenate([losses, -np.hstack(of_label)])
         correct += np.count_nonzero(logits.argmax(axis=1) == labels[:, 0])
-        second, first = np.sort(expected, axis=1)[:, -2:].T
-        ties += np.count_nonzero(first - second < (HALF_TIE if model.precision == "float16" else TIE))
+        second, first = np.sort(np.exp(_log_softmax(logits)), axis=1)[:, -2:].T
+        ties += np.count_nonzero(first - second < tie)
     loss, clipped_loss = losses.mean(axis=0)
     return {"images": len(losses), "correct": correct, "ties": ties, "loss": loss, "clipped_loss": clipped_loss}
 
@@ -427,7 +505,7 @@ def _check_top1(model, kind, score, reference):
     """Compare top1 of a Model with that of the checkpoint's network. `kind` is a key of TOP1_CHECKS."""
     lost, images = reference["correct"] - score["correct"], score["images"]
     tolerance, remedy = TOP1_CHECKS[kind]
-    if lost <= tolerance * images + (score["ties"] if kind == "float16" else 0):
+    if lost <= tolerance * images + (0 if kind == "int8" else score["ties"]):
         return
     source = ""
     if kind == "int8":

@@ -440,6 +440,7 @@ def test_float16_network_of_paddle_requires_a_gpu(checkpoint, photos, tmp_path, 
     with monkeypatch.context() as patch:
         patch.setattr(inference, "resolve_device", lambda device: "gpu")
         patch.setattr(export, "_verify", lambda network, folder, root, device: devices.append((root, device)))
+        patch.setattr(export, "_verify_recorded", lambda *arguments: None)
         assert export.main([str(checkpoint), str(half), "--precision", "float16", "--verify", str(photos)]) == 0
     assert devices == [(str(photos), "gpu")] and not (half / "model.onnx").exists()
     for flags in (["x.jpg"], ["--benchmark"], ["x.jpg", "--precision", "float32"]):
@@ -504,8 +505,8 @@ def test_network_trained_with_qat_is_quantized_without_calibration(
 def test_export_passes_options_to_networks(checkpoint, photos, tmp_path, monkeypatch):
     """The test file replaces the network of a user's file with the network of the checkpoint."""
 
-    def load(checkpoint, device="cpu", uint8=False, model_arch_name=None, fold=False, precision="float32"):
-        loaded.append((model_arch_name, uint8, fold, precision))
+    def load(_, device="cpu", uint8=False, model_arch_name=None, fold=False, precision="float32", as_evaluated=False):
+        loaded.append((model_arch_name, uint8, fold, precision, as_evaluated))
         return real(checkpoint, uint8=uint8, fold=fold)
 
     loaded, verified, real = [], [], networks.load_checkpoint
@@ -515,12 +516,14 @@ def test_export_passes_options_to_networks(checkpoint, photos, tmp_path, monkeyp
     monkeypatch.setattr(onnx_writer, "require", lambda package: None)
     monkeypatch.setattr(export, "_write_onnx", lambda *arguments, **options: {})
     monkeypatch.setattr(export, "_verify", lambda network, folder, root, device: verified.append((root, device)))
+    monkeypatch.setattr(export, "_verify_recorded", lambda network, score, root, load: load())
     flags = {"model_arch_name": "my-net", "uint8": True, "precision": "float16"}
     export.export(checkpoint, tmp_path / "exported", onnx=True, verify=photos, **flags)
     assert loaded == [
-        ("MyNet", True, False, "float16"),
-        ("MyNet", True, True, "float32"),
-        ("MyNet", False, False, "float32"),
+        ("MyNet", True, False, "float16", False),
+        ("MyNet", True, True, "float32", False),
+        ("MyNet", False, False, "float32", False),
+        ("MyNet", False, False, "float32", True),
     ]
     assert verified == [(photos, "gpu")]
 
@@ -659,22 +662,25 @@ RECORDED = {"top1": 0.29, "loss": 2.0, "images": 100}  # 0.29 * 100 is less than
         (None, "cpu", "none", False),
         (RECORDED, "gpu", "none", False),
         (RECORDED | {"not_finite": 1}, "cpu", "none", False),
-        (RECORDED, "cpu", "flip", False),
+        (RECORDED, "cpu", "flip", True),
         (RECORDED | {"images": 50}, "cpu", "none", False),
     ],
 )
-def test_only_a_comparable_evaluation_is_compared(tmp_path, monkeypatch, recorded, device, tta, is_compared):
+def test_only_a_comparable_evaluation_is_compared(tmp_path, monkeypatch, capsys, recorded, device, tta, is_compared):
     """The recorded evaluation is wrong: the exported network classifies 90 of 100 images correctly."""
     score = {"images": 100, "correct": 90, "ties": 0, "loss": 1.0, "clipped_loss": 1.0}
     model = Model("Executor", {}, None)
     opened = []
     monkeypatch.setattr(inference, "open_paddle", lambda *arguments, **options: opened.append(arguments) or model)
-    monkeypatch.setattr(export, "_score", lambda *arguments: dict(score))
-    meta = {"evaluated": recorded, "arguments": {"device": device}}
+    monkeypatch.setattr(export, "_score", lambda *arguments, **options: dict(score))
+    meta = {"evaluated": recorded, "arguments": {"device": device, "dali_device": device}}
     network = SimpleNamespace(model=lambda logits: model, meta=meta, args=SimpleNamespace(tta=tta, qat=False))
-    with pytest.raises(RunError, match="its recorded evaluation disagree") if is_compared else nullcontext():
-        export._verify(network, tmp_path, "photos", "gpu")
+    assert export._verify(network, tmp_path, "photos", "gpu") == score
     assert opened == [(tmp_path, "gpu")]
+    with pytest.raises(RunError, match="its recorded evaluation disagree") if is_compared else nullcontext():
+        export._verify_recorded(network, score, "photos", None)
+    line = "recorded evaluation: none" if recorded is None else f"images decoded on a {device.upper()}; not compared, "
+    assert (line in capsys.readouterr().out) != is_compared
 
 
 @pytest.mark.parametrize(
@@ -709,17 +715,81 @@ def test_float16_and_qat_networks_are_compared_only_by_top1(tmp_path, monkeypatc
         *[(False, (5.0, 2.0), False), (False, (2.0, 5.0), True)],
     ],
 )
-def test_recorded_loss_matches_exact_or_in_earlier_checkpoint_clipped_loss(
-    tmp_path, monkeypatch, is_earlier, losses, is_equal
-):
+def test_recorded_loss_matches_exact_or_in_earlier_checkpoint_clipped_loss(is_earlier, losses, is_equal):
     score = {"images": 100, "correct": 29, "ties": 0, "loss": losses[0], "clipped_loss": losses[1]}
-    model = Model("Executor", {}, None)
-    monkeypatch.setattr(inference, "open_paddle", lambda *arguments, **options: model)
-    monkeypatch.setattr(export, "_score", lambda *arguments: dict(score))
     meta = {"evaluated": RECORDED, "arguments": {"device": "cpu"}} | ({} if is_earlier else {"cpu": {}})
-    network = SimpleNamespace(model=lambda logits: model, meta=meta, args=SimpleNamespace(tta="none", qat=False))
+    network = SimpleNamespace(model=lambda logits: None, meta=meta, args=SimpleNamespace(tta="none", qat=False))
     with nullcontext() if is_equal else pytest.raises(RunError, match="its recorded evaluation disagree: .* loss [25]"):
-        export._verify(network, tmp_path, "photos", "cpu")
+        export._verify_recorded(network, score, "photos", None)
+
+
+def change(checkpoint, folder, parameter=None, loss=0):
+    """Copy a checkpoint, permute one parameter or change the recorded loss (relative, if it exceeds 1), and return the
+    new folder."""
+    meta = folders.read_meta(checkpoint)
+    meta["evaluated"]["loss"] += loss * max(1, meta["evaluated"]["loss"])
+    files = {name: (checkpoint / name).read_bytes() for name in meta["files"]}
+    if parameter is not None:
+        name = "tiny.pdema" if "tiny.pdema" in files else "tiny.pdparams"
+        arrays = pickle.loads(files[name])
+        arrays[parameter] = np.roll(arrays[parameter], 1, -1)
+        files[name] = pickle.dumps(arrays, protocol=2)
+    writers = {name: lambda file, data=data: file.write(data) for name, data in files.items()}
+    meta = {name: value for name, value in meta.items() if name not in ("format", "files", "checksum")}
+    return folders.commit(folder, "0", writers, meta)
+
+
+# The flags that change the numbers of an evaluation on a CPU.
+EVALUATED = {
+    "QAT in NHWC": "--qat --data-layout NHWC --cutmix 1 --class-weights balanced --bn-momentum 0.8",
+    "QAT of 20 layers": "--qat --data-layout NHWC --cutmix 1 --class-weights balanced --bn-momentum 0.8 "
+    "--model-arch-name ResNet18",
+    "QAT with half-precision images": "--qat --dali-output-fp16 --normalize-mean=-50,-50,-50",
+    "QAT with all others": "--qat --tta flip --dali-output-fp16 --data-layout NHWC --image-shape 4,32,32 --ema 0.9",
+    "QAT with custom kernels": "--qat --data-layout NHWC --kernels native",
+    "half-precision images": "--dali-output-fp16 --data-layout NHWC --asp --prune-model --normalize-mean=-50,-50,-50",
+    "TTA": "--tta flip",
+    "EMA": "--ema 0.9",
+    "Lookahead": "--lookahead 2,0.5",
+    "four channels": "--data-layout NHWC --image-shape 4,32,32",
+    "preprocessing": "--interp lanczos3 --resize-short 44 --image-shape 3,32,48",
+    "sizes": "--sizes 24:0,32:1 --epochs 2",
+    "unused outputs": "--num-of-class 5",
+    "label offset": "--label-offset 1",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.soak] * ("layers" in name)) for name in EVALUATED]
+)
+def test_verify_repeats_recorded_evaluation(one_block, run_train, photos, tmp_path, capsys, name):
+    """A correct checkpoint is accepted. The same checkpoint with a changed weight or recorded loss is rejected."""
+    root, flags = photos, EVALUATED[name].split()
+    if name == "label offset":
+        root = tmp_path / "records"
+        root.mkdir()
+        for split in ("train", "val"):
+            paths = sorted((photos / split).glob("*/*.jpg"), key=lambda path: path.name)
+            with writers.SINGLE_FILE["recordio"](str(root), split) as writer:
+                writer.write([(path.read_bytes(), int(path.parent.name[-1]) + 1) for path in paths])
+                writer.finish()
+    code, _ = run_train(*flags, image_root=root)
+    if code and name == "QAT with custom kernels" and "--kernels native" in capsys.readouterr().err:
+        pytest.skip("the custom kernels cannot be built")
+    assert code == 0
+    [checkpoint] = (tmp_path / "output").glob("*/1" if name == "sizes" else "*/0")
+    capsys.readouterr()
+
+    def verify(checkpoint):
+        code = export.main([str(checkpoint), str(checkpoint.parent / "exported"), "--verify", str(root)])
+        return code, *capsys.readouterr()
+
+    code, out, err = verify(change(checkpoint, tmp_path / "correct"))
+    assert code == 0, err
+    assert re.search("^recorded evaluation: top1 .*, loss .*, images decoded on a CPU; confirmed$", out, re.MULTILINE)
+    for i, wrong in enumerate(({"parameter": "linear_0.w_0"}, {"loss": 3e-4}, {"loss": -3e-4})):
+        code, out, err = verify(change(checkpoint, tmp_path / str(i), **wrong))
+        assert code == 1 and "the checkpoint's network and its recorded evaluation disagree: " in err
 
 
 @pytest.mark.parametrize("is_wrong", [False, True], ids=["correct", "wrong"])

@@ -66,7 +66,15 @@ class Network:
         return Model("Executor", self.description, outputs)
 
 
-def load_checkpoint(checkpoint, device="cpu", uint8=False, model_arch_name=None, fold=False, precision="float32"):
+def load_checkpoint(
+    checkpoint,
+    device="cpu",
+    uint8=False,
+    model_arch_name=None,
+    fold=False,
+    precision="float32",
+    as_evaluated=False,
+):
     """Load the inference network of a checkpoint.
 
     Args:
@@ -81,15 +89,23 @@ def load_checkpoint(checkpoint, device="cpu", uint8=False, model_arch_name=None,
         fold: whether to fold the BN layers into the convolutions.
         precision: "float32", or "float16" for a network that runs only on a GPU. With float16, the types of input and
             output do not change, and the BN parameters and the softmax remain float32.
+        as_evaluated: whether to keep the layout, the number of channels and the kernels of the run's evaluations, so
+            that the network rounds as they did. Its input has three channels in this layout.
     Returns:
         Network.
     Raises:
         UsageError: the checkpoint does not exist, is damaged or was saved before the processes averaged their BN
             statistics; or the user's file that defines the network does not exist or is not specified.
+        native.Unavailable: with as_evaluated, the run used custom kernels, and they cannot be built.
     """
     checkpoint, meta, args = _recorded(checkpoint, device, model_arch_name)
-    args.set("Python", amp=False, kernels="paddle", data_layout="NCHW", dali_output_fp16=False)
-    network = _load(args, meta, checkpoint, 3, uint8=uint8, quantize=args.qat and not fold)
+    args.set("Python", amp=False, dali_output_fp16=False)
+    if not as_evaluated:
+        args.set("Python", kernels="paddle", data_layout="NCHW")
+    elif args.kernels == "native":
+        native.load()
+    channels = args.image_shape[0] if as_evaluated else 3
+    network = _load(args, meta, checkpoint, channels, uint8=uint8, quantize=args.qat and not fold)
     if fold:
         with static.scope_guard(network.scope):
             folding.fold_batch_norms(network.program, network.exe, 1)
@@ -306,6 +322,7 @@ def _describe(args, meta, images, probabilities):
     if evaluated:
         evaluated = {name: evaluated[name] for name in ("top1", "top5", "loss")}
         evaluated |= {"tta": args.tta} if args.tta != "none" else {}
+        evaluated["decoder"] = args.dali_device
     return {
         "arch": network_name(args.model_arch_name),
         "input": {

@@ -222,7 +222,7 @@ def read_model(path):
 
 def main(paths):
     """Print the shape and range of each preprocessed image. If model.onnx exists and onnxruntime is installed, also
-    print the five most probable classes of each image.
+    print the five most probable classes of each image. Finally, print which decoder the recorded top1 belongs to.
 
     Returns:
         exit code: 0 for success, 1 if some files are not images, 2 if there are no arguments or model.json is unusable.
@@ -261,7 +261,18 @@ def main(paths):
         for label in np.argsort(-np.asarray(probabilities), kind="stable")[:5]:
             name = dict(enumerate(model["classes"])).get(label, label)
             print(f"  {probabilities[label]:.6f}  {_printable(name)}")
+    print(_decoder_text(model.get("evaluated")), end="")
     return code
+
+
+def _decoder_text(evaluated):
+    """Return a line that states which decoder the recorded top1 belongs to, or "" if this is unknown."""
+    evaluated = evaluated if isinstance(evaluated, dict) else {}
+    pixels = {"cpu": "pixels as computed here, within 1 level", "gpu": "JPEG pixels within 4 levels of those here"}
+    top1, decoder = evaluated.get("top1"), evaluated.get("decoder")
+    if not isinstance(top1, (int, float)) or decoder not in ("cpu", "gpu"):
+        return ""
+    return f"recorded top1 {top1:.6g}: validation images decoded on a {decoder.upper()} ({pixels[decoder]})\n"
 
 
 def _checked_input(path, model):
