@@ -404,6 +404,8 @@ def _verify_recorded(network, score, image_root, load_as_evaluated):
 
 def _obstacle(network, images):
     """Return the reason why the recorded evaluation of a Network cannot be repeated on a number of images, or None."""
+    import paddle
+
     meta, arguments = network.meta, network.meta["arguments"]
     recorded = meta["evaluated"]
     if arguments.get("device") != "cpu":
@@ -413,15 +415,9 @@ def _obstacle(network, images):
     if recorded.get("images") != images:
         return f"it covers {recorded.get('images')} images, and IMAGE_ROOT has {images}"
     # In a network that simulates quantization, a sum that is rounded differently can change an activation by one level.
-    if network.args.qat and (meta.get("cpu"), meta.get("paddle_version")) != (cpu.arithmetic(), _paddle_version()):
+    if network.args.qat and (meta.get("cpu"), meta.get("paddle_version")) != (cpu.arithmetic(), paddle.__version__):
         return "--qat requires the same kind of CPU, number of threads and version of Paddle as in training"
     return None
-
-
-def _paddle_version():
-    import paddle
-
-    return paddle.__version__
 
 
 def _is_half(network):

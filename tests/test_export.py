@@ -23,6 +23,8 @@ from helpers import predict, training_images
 from paddle_resnet import dali, export
 from paddle_resnet import predict as predict_command
 from paddle_resnet.checkpoints import folders, restore
+from paddle_resnet.machine import cpu
+from paddle_resnet.native import build as native
 from paddle_resnet.passes import quantization
 from paddle_resnet.serving import calibration, inference, networks, onnx_writer, preprocessing
 from paddle_resnet.serving.model import Model
@@ -744,10 +746,11 @@ EVALUATED = {
     "QAT in NHWC": "--qat --data-layout NHWC --cutmix 1 --class-weights balanced --bn-momentum 0.8",
     "QAT of 20 layers": "--qat --data-layout NHWC --cutmix 1 --class-weights balanced --bn-momentum 0.8 "
     "--model-arch-name ResNet18",
-    "QAT with half-precision images": "--qat --dali-output-fp16 --normalize-mean=-50,-50,-50",
+    "QAT with half-precision images": "--qat --dali-output-fp16 --normalize-mean=-50,-50,-50 --bn-momentum 0.1",
     "QAT with all others": "--qat --tta flip --dali-output-fp16 --data-layout NHWC --image-shape 4,32,32 --ema 0.9",
     "QAT with custom kernels": "--qat --data-layout NHWC --kernels native",
-    "half-precision images": "--dali-output-fp16 --data-layout NHWC --asp --prune-model --normalize-mean=-50,-50,-50",
+    "half-precision images": "--dali-output-fp16 --data-layout NHWC --asp --prune-model --bn-momentum 0.1 "
+    "--normalize-mean=-50,-50,-50",
     "TTA": "--tta flip",
     "EMA": "--ema 0.9",
     "Lookahead": "--lookahead 2,0.5",
@@ -913,6 +916,40 @@ def test_export_folder_contains_model_and_standalone_script(checkpoint, photos, 
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"{image}: float32 [1, 3, 32, 32], from -")
+    assert description["evaluated"]["decoder"] == "cpu"
+    line = f"recorded top1 {description['evaluated']['top1']:.6g}: validation images decoded on a "
+    assert done.stdout.endswith(f"\n{line}CPU (pixels as computed here, within 1 level)\n")
+    description["evaluated"]["decoder"] = "gpu"
+    text = preprocessing._decoder_text(description["evaluated"])
+    assert text == f"{line}GPU (JPEG pixels within 4 levels of those here)\n"
+    # A checkpoint without an evaluation, and an export from an earlier version.
+    assert preprocessing._decoder_text(None) == preprocessing._decoder_text({"top1": 0.5}) == ""
+
+
+@pytest.mark.parametrize(("change", "message"), [({}, "confirmed"), ({"paddle_version": "2.5"}, "same kind of CPU")])
+def test_qat_evaluation_is_compared_only_where_rounding_is_equal(monkeypatch, capsys, change, message):
+    meta = {"evaluated": RECORDED, "arguments": {"device": "cpu"}, "cpu": cpu.arithmetic()}
+    meta |= {"paddle_version": paddle.__version__} | change
+    score = {"images": 100, "correct": 29, "ties": 0, "loss": 2.001, "clipped_loss": 2.001}
+    exact = score | {"loss": 2.0}
+    monkeypatch.setattr(export, "_score", lambda *arguments, **options: exact)
+    network = SimpleNamespace(model=lambda logits: None, meta=meta, args=SimpleNamespace(tta="none", qat=True))
+    export._verify_recorded(network, score, "photos", lambda: network)
+    assert message in capsys.readouterr().out
+
+
+def test_qat_evaluation_with_missing_kernels_is_not_compared(monkeypatch, capsys):
+    def load():
+        raise native.Unavailable("no compiler")
+
+    meta = {"evaluated": RECORDED, "arguments": {"device": "cpu"}, "cpu": cpu.arithmetic()}
+    network = SimpleNamespace(
+        model=lambda logits: None,
+        meta=meta | {"paddle_version": paddle.__version__},
+        args=SimpleNamespace(tta="none", qat=True),
+    )
+    export._verify_recorded(network, {"images": 100}, "photos", load)
+    assert "not compared, because custom kernels, which --qat requires, are missing" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("uint8", [False, True], ids=["float32", "uint8"])

@@ -322,7 +322,7 @@ def _describe(args, meta, images, probabilities):
     if evaluated:
         evaluated = {name: evaluated[name] for name in ("top1", "top5", "loss")}
         evaluated |= {"tta": args.tta} if args.tta != "none" else {}
-        evaluated["decoder"] = args.dali_device
+        evaluated |= {"decoder": args.dali_device} if args.dali_device != "auto" else {}
     return {
         "arch": network_name(args.model_arch_name),
         "input": {
