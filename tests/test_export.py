@@ -741,16 +741,17 @@ def change(checkpoint, folder, parameter=None, loss=0):
     return folders.commit(folder, "0", writers, meta)
 
 
+# Half precision rounds the images, whose values lie between 2000 and 2026, to integers.
+OFFSET = "--bn-momentum 0.1 --normalize-scale 0.0001 --normalize-std 0.001,0.001,0.001 --normalize-mean=-2,-2,-2"
 # The flags that change the numbers of an evaluation on a CPU.
 EVALUATED = {
     "QAT in NHWC": "--qat --data-layout NHWC --cutmix 1 --class-weights balanced --bn-momentum 0.8",
     "QAT of 20 layers": "--qat --data-layout NHWC --cutmix 1 --class-weights balanced --bn-momentum 0.8 "
     "--model-arch-name ResNet18",
-    "QAT with half-precision images": "--qat --dali-output-fp16 --normalize-mean=-50,-50,-50 --bn-momentum 0.1",
+    "QAT with half-precision images": f"--qat --dali-output-fp16 --data-layout NHWC {OFFSET} --lr 0.1",
     "QAT with all others": "--qat --tta flip --dali-output-fp16 --data-layout NHWC --image-shape 4,32,32 --ema 0.9",
     "QAT with custom kernels": "--qat --data-layout NHWC --kernels native",
-    "half-precision images": "--dali-output-fp16 --data-layout NHWC --asp --prune-model --bn-momentum 0.1 "
-    "--normalize-mean=-50,-50,-50",
+    "half-precision images": f"--dali-output-fp16 --data-layout NHWC --asp --prune-model {OFFSET} --lr 10",
     "TTA": "--tta flip",
     "EMA": "--ema 0.9",
     "Lookahead": "--lookahead 2,0.5",
@@ -790,6 +791,12 @@ def test_verify_repeats_recorded_evaluation(one_block, run_train, photos, tmp_pa
     code, out, err = verify(change(checkpoint, tmp_path / "correct"))
     assert code == 0, err
     assert re.search("^recorded evaluation: top1 .*, loss .*, images decoded on a CPU; confirmed$", out, re.MULTILINE)
+    if "QAT" not in name:
+        network, recorded = networks.load_checkpoint(checkpoint), folders.read_meta(checkpoint)["evaluated"]["loss"]
+        model = network.model(logits=True)
+        loss, plain_loss = (export._score(network, model, root, each)["loss"] for each in (True, False))
+        assert loss == pytest.approx(recorded, rel=1e-6)
+        assert (plain_loss == pytest.approx(recorded, rel=5e-6)) == (name not in ("half-precision images", "TTA"))
     for i, wrong in enumerate(({"parameter": "linear_0.w_0"}, {"loss": 3e-4}, {"loss": -3e-4})):
         code, out, err = verify(change(checkpoint, tmp_path / str(i), **wrong))
         assert code == 1 and "the checkpoint's network and its recorded evaluation disagree: " in err
