@@ -925,10 +925,10 @@ def test_export_folder_contains_model_and_standalone_script(checkpoint, photos, 
     assert done.stdout.startswith(f"{image}: float32 [1, 3, 32, 32], from -")
     assert description["evaluated"]["decoder"] == "cpu"
     line = f"recorded top1 {description['evaluated']['top1']:.6g}: validation images decoded on a "
-    assert done.stdout.endswith(f"\n{line}CPU (pixels as computed here, within 1 level)\n")
+    assert done.stdout.endswith(f"\n{line}CPU (pixels as computed here, within 2 levels)\n")
     description["evaluated"]["decoder"] = "gpu"
     text = preprocessing._decoder_text(description["evaluated"])
-    assert text == f"{line}GPU (JPEG pixels within 4 levels of those here)\n"
+    assert text == f"{line}GPU (JPEG pixels within 6 levels of those here)\n"
     # A checkpoint without an evaluation, and an export from an earlier version.
     assert preprocessing._decoder_text(None) == preprocessing._decoder_text({"top1": 0.5}) == ""
 

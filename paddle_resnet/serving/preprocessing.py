@@ -268,7 +268,7 @@ def main(paths):
 def _decoder_text(evaluated):
     """Return a line that states which decoder the recorded top1 belongs to, or "" if this is unknown."""
     evaluated = evaluated if isinstance(evaluated, dict) else {}
-    pixels = {"cpu": "pixels as computed here, within 1 level", "gpu": "JPEG pixels within 4 levels of those here"}
+    pixels = {"cpu": "pixels as computed here, within 2 levels", "gpu": "JPEG pixels within 6 levels of those here"}
     top1, decoder = evaluated.get("top1"), evaluated.get("decoder")
     if not isinstance(top1, (int, float)) or decoder not in ("cpu", "gpu"):
         return ""
