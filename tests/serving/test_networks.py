@@ -83,7 +83,8 @@ def test_bn_statistics_of_a_checkpoint_must_be_averaged(monkeypatch, tmp_path, c
 @pytest.mark.parametrize("tta", ["none", "flip"])
 def test_description_of_a_network(tta):
     flags = {"resize_short": 40, "interp": "cubic", "normalize_scale": 1, "normalize_mean": [0], "normalize_std": [1]}
-    args = SimpleNamespace(model_arch_name="a/net.py:Net", num_of_class=5, data_layout="NCHW", tta=tta, **flags)
+    flags |= {"model_arch_name": "a/net.py:Net", "num_of_class": 5, "data_layout": "NCHW", "dali_device": "gpu"}
+    args = SimpleNamespace(tta=tta, **flags)
     results = {"top1": 0.5, "top5": 0.75, "loss": 1.5}
     meta = {"epoch": 3, "classes": ["n01"], "class_names": ["tench"], "evaluated": results | {"images": 9}}
     for crop, recorded in (([32, 32], 32), ([32, 48], [32, 48])):
@@ -91,7 +92,8 @@ def test_description_of_a_network(tta):
         images = SimpleNamespace(name="x", shape=[-1, 3, *crop], dtype="float32")
         description = networks._describe(args, meta, images, SimpleNamespace(name="y"))
         assert description["arch"] == "Net" and description["classes"] == ["tench"] and description["epoch"] == 3
-        assert description["evaluated"] == results | ({"tta": "flip"} if tta == "flip" else {})
+        expected = results | {"decoder": "gpu"} | ({"tta": "flip"} if tta == "flip" else {})
+        assert description["evaluated"] == expected
         assert description["input"]["shape"] == [None, 3, *crop] and description["input"]["layout"] == "NCHW"
         assert description["output"] == {"name": "y", "shape": [None, 5], "values": "probabilities"}
         assert description["preprocessing"]["center_crop"] == recorded

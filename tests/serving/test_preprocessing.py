@@ -320,8 +320,8 @@ def test_preprocess_script_predicts_with_onnx_model(checkpoint, photos, tmp_path
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     lines = done.stdout.splitlines()
     assert lines[0].startswith(f"{image}: uint8 [1, 32, 32, 3], from ")
-    assert len(lines) == 4
-    assert sum(float(line.split()[0]) for line in lines[1:]) == pytest.approx(1, abs=1e-5)
+    assert len(lines) == 5 and lines[4].startswith("recorded top1 ")
+    assert sum(float(line.split()[0]) for line in lines[1:4]) == pytest.approx(1, abs=1e-5)
     # The module prints the same result as its copy in the export. Without onnxruntime, the module prints only the shape
     # of the image.
     monkeypatch.setattr(preprocessing, "__file__", str(tmp_path / "exported/preprocess.py"))
@@ -331,5 +331,5 @@ def test_preprocess_script_predicts_with_onnx_model(checkpoint, photos, tmp_path
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     preprocessing.main([str(image)])
     output = capsys.readouterr()
-    assert output.out.splitlines() == lines[:1]
+    assert output.out.splitlines() == [lines[0], lines[4]]
     assert output.err == "onnxruntime: not installed; to print predictions, run `pip install onnxruntime`\n"
