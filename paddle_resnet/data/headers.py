@@ -6,6 +6,8 @@ misreads some kinds on a GPU only (`CPU`), and some kinds on both devices (probl
 
 import numpy as np
 
+from utils.errors import python
+
 # Flags of an image, which kinds() returns.
 UNREADABLE = 1  # problem() is not None
 CPU = 2  # only the CPU decoder returns correct pixels
@@ -97,7 +99,7 @@ COMPRESSIONS = (1, 2, 3, 4, 5, 7, 8, 32946, 32773, 50000)
 JPEG_COMPRESSION, ASSOCIATED_ALPHA, UNASSOCIATED_ALPHA, SEPARATE = 7, 1, 2, 2
 # Remedy for the kinds that Pillow reads correctly. Pillow 13.0 does not turn files upright that are opened by a path.
 SAVE = (
-    '; convert it with `python -c "from PIL import Image; '
+    f'; convert it with `{python()} -c "from PIL import Image; '
     "Image.open(open('FILE', 'rb')).convert('RGB').save('FILE.png')\"`"
 )
 SAVE_ELSEWHERE = "; save it as an 8-bit RGB PNG file with the program that wrote it"

@@ -64,13 +64,10 @@ def add_paddle(logits, targets, class_num, label_smoothing, is_train):
             if weights is None:
                 weights = F.one_hot(paddle.reshape(label, [-1]), class_num)
             weights = F.label_smooth(weights, epsilon=label_smoothing)
-        loss = _cross_entropy(finite, label, weights)
+        targets_of_loss = {"label": label} if weights is None else {"label": weights, "soft_label": True}
+        loss = F.cross_entropy(finite, **targets_of_loss, reduction="none")
+        loss = loss + _correction(loss, finite, label, weights)
         if is_train:
-            differentiable = F.cross_entropy(
-                finite, label if weights is None else weights, soft_label=weights is not None, reduction="none"
-            )
-            # The value is exact, and the gradient is that of Paddle's cross entropy.
-            loss = differentiable + _op("elementwise_sub", {"X": loss, "Y": differentiable})
             image_weights = targets.get("image_weights")
             loss = paddle.mean(loss if image_weights is None else loss * image_weights)
         order = _op("cumsum", {"X": _full([1, class_num], 1, "int64")}, axis=1, reverse=True)  # C, C - 1, ..., 1
@@ -89,21 +86,27 @@ def _nan_rows(logits):
     return _op("elementwise_mul", {"X": logits, "Y": factor}, stop_gradient=False)
 
 
-def _cross_entropy(logits, label, weights):
-    """Return the cross entropy of each image, float32 [N, 1], without a gradient. `weights` replaces the labels, unless
-    it is None.
+def _correction(loss, logits, label, weights):
+    """Return the cross entropy of each image minus `loss`, the value of Paddle's kernel: float32 [N, 1], without a
+    gradient. `weights` replaces the labels, unless it is None.
 
-    Paddle's cross_entropy and log_softmax would limit the loss of an image to about 64 on a CPU, because their kernels
-    raise logits to at least the largest logit of the image minus 64. Their gradients change by less than 1e-27."""
+    On a CPU, the kernels of cross_entropy and log_softmax raise logits to at least the largest logit of the image minus
+    64, which limits the loss and changes gradients by less than 1e-27. For all other images, the correction is 0,
+    because the kernel's values do not depend on the batch; the last bit of Paddle's exp does."""
     shifted = _op("elementwise_sub", {"X": logits, "Y": _largest(logits, 1)})
     log_sum = _op("log", {"X": _op("reduce_sum", {"X": _op("exp", {"X": shifted})}, dim=[1], keep_dim=True)})
     if weights is None:
-        return _op("elementwise_sub", {"X": log_sum, "Y": _op("index_sample", {"X": shifted, "Index": label})})
-    losses = _op("elementwise_mul", {"X": weights, "Y": _op("elementwise_sub", {"X": log_sum, "Y": shifted})})
-    # A class with weight 0 does not contribute to the loss, even if its logit is -inf.
-    is_used = _op("not_equal", {"X": weights, "Y": _full([1], 0, "float32")}, "bool")
-    losses = _op("where", {"Condition": is_used, "X": losses, "Y": _op("fill_any_like", {"X": weights}, value=0.0)})
-    return _op("reduce_sum", {"X": losses}, dim=[1], keep_dim=True)
+        exact = _op("elementwise_sub", {"X": log_sum, "Y": _op("index_sample", {"X": shifted, "Index": label})})
+    else:
+        terms = _op("elementwise_mul", {"X": weights, "Y": _op("elementwise_sub", {"X": log_sum, "Y": shifted})})
+        # A class with weight 0 does not contribute to the loss, even if its logit is -inf.
+        is_used = _op("not_equal", {"X": weights, "Y": _full([1], 0, "float32")}, "bool")
+        terms = _op("where", {"Condition": is_used, "X": terms, "Y": _op("fill_any_like", {"X": weights}, value=0.0)})
+        exact = _op("reduce_sum", {"X": terms}, dim=[1], keep_dim=True)
+    smallest = _op("reduce_min", {"X": shifted}, dim=[1], keep_dim=True)
+    is_limited = _op("less_than", {"X": smallest, "Y": _full([1], -63, "float32")}, "bool")
+    difference = _op("elementwise_sub", {"X": exact, "Y": loss})
+    return _op("where", {"Condition": is_limited, "X": difference, "Y": _op("fill_any_like", {"X": exact}, value=0.0)})
 
 
 def weigh_images(targets, class_weights, class_num):
