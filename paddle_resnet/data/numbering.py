@@ -25,7 +25,7 @@ from utils.numbers import AUTO
 IMAGENET_CLASSES = Path(__file__).parent / "imagenet_classes.txt"
 # Approximate number of TFRecord examples per split whose labels and class names are read before step 1.
 SAMPLES = 256
-# Where the numbers of class folders come from, for messages.
+# Origin of the numbers of class folders, for messages.
 SORTED, CHECKPOINT = "among the sorted class folders", "in the checkpoint"
 
 
