@@ -46,8 +46,9 @@ def _inspect(data):
         return CPU | (UNREADABLE if reason else 0), reason
     if data[:2] == b"BM" and data[14:15] != b"\x0c" and data[28:30] == b"\x10\0":
         return UNREADABLE, f"is a BMP file with 16 bits per pixel{SAVE}"
-    # JPEG 2000 (container or codestream): the decoder of DALI 2.4 crashed on some damaged files.
-    if data[:8] == b"\0\0\0\x0cjP  " or data[:2] == b"\xff\x4f":
+    # The decoder of DALI 2.4 crashed on some damaged JPEG 2000 files. JPEG 2000 is the only format known to DALI whose
+    # second byte is 0 (container) or 0x4F (codestream).
+    if data[1:2] in (b"\0", b"\x4f"):
         return UNREADABLE, "is a JPEG 2000 image, which is not supported"
     return CPU, None
 

@@ -36,8 +36,8 @@ class Conflict(NamedTuple):
 
     Attributes:
         message: error message.
-        unused: names of the flags that `by` makes unused or unusable. Where each flag excludes the other, both names
-            are in both fields.
+        unused: names of the flags that `by` makes unused or unusable. If two flags exclude each other, both names are
+            in both fields.
         by: names of the flags that cause the conflict.
     """
 
