@@ -1,28 +1,31 @@
 """Compare the speed of this project with PyTorch on one GPU: training and evaluation, with synthetic images and JPEG
-files. With --rows "two GPUs", train on two GPUs. --arch selects the networks.
+files. --arch selects the networks. Some rows are measured only if --rows names them: "two GPUs" (training on two GPUs
+with synthetic images), JAX (training of ResNet50 with synthetic images), reduce-overhead and max-autotune.
 
     python benchmarks/peers.py run --image-root DIR --torch-python PYTHON --output results.jsonl
     python benchmarks/peers.py run --rows synthetic --arch ResNet50 --arch MobileNetV2 --torch-python PYTHON
+    python benchmarks/peers.py run --rows "train, synthetic: paddle_resnet" --rows JAX --jax-python PYTHON
     python benchmarks/peers.py table results.jsonl [MORE.jsonl ...]
 
 The script alternates between the measurements and runs each in a separate process: `train.py --benchmark` for this
-project, `worker` in this file for a baseline. All processes use the same settings: AMP in float16, the channels-last
-layout, SGD with momentum 0.875, weight decay (except for BN), and label smoothing 0.1. Each step computes loss, top1
-and top5, which the host reads one step later. All pending GPU work has finished when the clock starts and when it
-stops. Baselines use the usual settings: torch.autocast and GradScaler, cuDNN autotuning (cudnn.benchmark) and a fused
-optimizer. torch.compile also compiles the loss and the accuracy. This project and the baselines decode with DALI's
-mixed decoder. This project interpolates chroma; the baselines repeat it, which is faster when crops are decoded. The
-baselines use the dynamic executor, DALI's default; this project uses the older executor (see paddle_resnet/dali.py).
-This project pads images to 4 channels, as its recipes do; the baselines use 3 channels. For evaluation, the baselines
-convert all parameters to float16. On two GPUs, the batch size per process is the same as on one GPU, and baselines
-train with DistributedDataParallel.
+project, `worker` in this file for PyTorch, jax_resnet50.py for JAX. All processes use the same settings: AMP in
+float16, the channels-last layout, SGD with momentum 0.875, weight decay (except for BN), and label smoothing 0.1. Each
+step computes loss, top1 and top5, which the host reads one step later. All pending GPU work has finished when the clock
+starts and when it stops. PyTorch uses its usual settings: torch.autocast and GradScaler, cuDNN autotuning
+(cudnn.benchmark) and a fused optimizer. "PyTorch compile" is torch.compile in its default mode, which does not use CUDA
+graphs; "PyTorch reduce-overhead" uses them. torch.compile also compiles the loss and the accuracy. This project and the
+baselines decode with DALI's mixed decoder. This project interpolates chroma; the baselines repeat it, which is faster
+when crops are decoded. The baselines use the dynamic executor, DALI's default; this project uses the older executor
+(see paddle_resnet/dali.py). This project pads images to 4 channels, as its recipes do; the baselines use 3 channels.
+For evaluation, the baselines convert all parameters to float16. On two GPUs, the batch size per process is the same as
+on one GPU, and baselines train with DistributedDataParallel.
 
 "first step" is the time from the start of the process until the host has read the loss of the first step. PyTorch
 starts with an empty kernel cache in the first repetition and reuses the cache in later repetitions. This project uses
 the machine's existing cache; filling an empty cache takes a few seconds (docs/kernels.md).
 
 DIR contains train/CLASS/*.jpg and val/CLASS/*.jpg. PYTHON is an interpreter with torch, timm and, for JPEG files,
-nvidia-dali. The networks of the baselines come from timm.
+nvidia-dali, or with jax, flax and optax. PyTorch's networks come from timm.
 """
 
 import argparse
@@ -64,22 +67,24 @@ ROWS = {
     "train, synthetic: PyTorch compile": ("train, synthetic", "torch", ["--compile", "default"]),
     "train, synthetic: PyTorch reduce-overhead": ("train, synthetic", "torch", ["--compile", "reduce-overhead"]),
     "train, synthetic: PyTorch max-autotune": ("train, synthetic", "torch", ["--compile", "max-autotune"]),
+    "train, synthetic: JAX": ("train, synthetic", "jax", []),
     f"train, synthetic, two GPUs: {OWN}": ("train, synthetic, two GPUs", OWN, []),
     "train, synthetic, two GPUs: PyTorch compile": ("train, synthetic, two GPUs", "torch", ["--compile", "default"]),
     f"train, JPEG: {OWN}": ("train, JPEG", OWN, []),
     "train, JPEG: PyTorch eager": ("train, JPEG", "torch", []),
     "train, JPEG: PyTorch compile": ("train, JPEG", "torch", ["--compile", "default"]),
-    f"train, JPEG, two GPUs: {OWN}": ("train, JPEG, two GPUs", OWN, []),
-    "train, JPEG, two GPUs: PyTorch compile": ("train, JPEG, two GPUs", "torch", ["--compile", "default"]),
+    "train, JPEG: PyTorch reduce-overhead": ("train, JPEG", "torch", ["--compile", "reduce-overhead"]),
     f"evaluate, synthetic: {OWN}": ("evaluate, synthetic", OWN, []),
     "evaluate, synthetic: PyTorch compile": ("evaluate, synthetic", "torch", ["--compile", "default"]),
+    "evaluate, synthetic: PyTorch reduce-overhead": ("evaluate, synthetic", "torch", ["--compile", "reduce-overhead"]),
     f"evaluate, JPEG: {OWN}": ("evaluate, JPEG", OWN, []),
     "evaluate, JPEG: PyTorch compile": ("evaluate, JPEG", "torch", ["--compile", "default"]),
+    "evaluate, JPEG: PyTorch reduce-overhead": ("evaluate, JPEG", "torch", ["--compile", "reduce-overhead"]),
 }
 TWO = "two GPUs"
-EXTRA = ("max-autotune", "reduce-overhead", TWO)
-DEFAULT_ROWS = [row for row in ROWS if not any(text in row for text in EXTRA)]
-WORKER_FLAGS = ("image_root", "device", "batch_size", "crop_size", "threads", "steps", "warmup_steps")
+EXPLICIT = (TWO, "JAX", "reduce-overhead", "max-autotune")  # rows that are measured only if --rows names them
+JAX_FLAGS = ("device", "batch_size", "crop_size", "steps", "warmup_steps")
+WORKER_FLAGS = ("image_root", "threads", *JAX_FLAGS)
 
 
 def run(args):
@@ -101,28 +106,28 @@ def run(args):
 
 
 def choose(wanted):
-    """Return the rows whose names contain at least one of the `wanted` strings. A row for two GPUs is returned only if
-    a matching string contains "two GPUs"."""
-    if not wanted:
-        return DEFAULT_ROWS
-    return [row for row in ROWS if any(text in row and (TWO in text or TWO not in row) for text in wanted)]
+    """Return the rows whose names contain at least one of the `wanted` strings, by default all. A row whose name
+    contains a word of EXPLICIT is returned only if a matching string contains that word, too."""
+
+    def matches(row, text):
+        return text in row and all(word in text or word not in row for word in EXPLICIT)
+
+    return [row for row in ROWS if any(matches(row, text) for text in wanted or [""])]
 
 
 def measure(args, arch, row, folder):
     """Run one process. Return {"ips": images/s, "first_step_s": seconds, ...} or {"error": last line of the output}."""
-    task, trainer, arguments = ROWS[row]
+    task, trainer, _ = ROWS[row]
     report = folder / "report.json"
     report.unlink(missing_ok=True)
     is_own = trainer == OWN
-    command = own_command(args, arch, task, report) if is_own else baseline_command(args, arch, task, arguments)
+    command = own_command(args, arch, task, report) if is_own else baseline_command(args, arch, row)
     environment = dict(os.environ)
     if not is_own:
-        values = {name: getattr(args, name) for name in WORKER_FLAGS}
-        command += [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
         if args.torch_env_clear:
             environment.pop("PYTHONPATH", None)
             environment.pop("LD_LIBRARY_PATH", None)
-        paths = [args.torch_pythonpath, environment.get("PYTHONPATH")]
+        paths = [args.torch_pythonpath if trainer == "torch" else None, environment.get("PYTHONPATH")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "compiled")
     start = time.time()
@@ -135,9 +140,14 @@ def measure(args, arch, row, folder):
     return {**result, "command": command}
 
 
-def baseline_command(args, arch, task, arguments):
+def baseline_command(args, arch, row):
+    task, trainer, arguments = ROWS[row]
+    values = {name: getattr(args, name) for name in (JAX_FLAGS if trainer == "jax" else WORKER_FLAGS)}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
+    if trainer == "jax":
+        return [args.jax_python, str(Path(__file__).with_name("jax_resnet50.py")), "--arch", arch, *flags]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if is_for_two(task) else []
-    return [args.torch_python, *launcher, __file__, "worker", task, "--arch", arch, *arguments]
+    return [args.torch_python, *launcher, __file__, "worker", task, "--arch", arch, *arguments, *flags]
 
 
 def own_command(args, arch, task, report):
@@ -316,15 +326,14 @@ def dali_pipeline(args, training, device):
     @pipeline_def(
         batch_size=args.batch_size,
         num_threads=args.threads,
-        device_id=device.index,  # None on a CPU
+        device_id=0 if on_gpu else None,
         seed=42,
         prefetch_queue_depth=3,
         exec_dynamic=on_gpu,
     )
     def pipeline():
         folder = Path(args.image_root) / ("train" if training else "val")
-        shard = {"shard_id": device.index or 0, "num_shards": int(os.environ.get("WORLD_SIZE", "1"))}
-        encoded, labels = fn.readers.file(file_root=str(folder), random_shuffle=training, name="Reader", **shard)
+        encoded, labels = fn.readers.file(file_root=str(folder), random_shuffle=training, name="Reader")
         if training:
             crop = {"random_area": (0.08, 1.0), "random_aspect_ratio": (3 / 4, 4 / 3), "num_attempts": 100}
             images = fn.decoders.image_random_crop(encoded, output_type=types.RGB, **crop, **decoder)
@@ -370,9 +379,10 @@ def parse_args():
     run.add_argument("--output", default="peers.jsonl", metavar="FILE", help="file to which JSON lines are appended")
     run.add_argument("--paddle-python", default=sys.executable, metavar="PYTHON")
     run.add_argument("--torch-python", default=sys.executable, metavar="PYTHON")
+    run.add_argument("--jax-python", default=sys.executable, metavar="PYTHON")
     run.add_argument("--torch-pythonpath", metavar="DIR", help="folder with nvidia-dali that is added to PYTHONPATH")
     run.add_argument(
-        "--torch-env-clear", action="store_true", help="whether to unset PYTHONPATH and LD_LIBRARY_PATH for PyTorch"
+        "--torch-env-clear", action="store_true", help="unset PYTHONPATH and LD_LIBRARY_PATH for the baselines"
     )
     worker = commands.add_parser("worker", parents=[both])
     worker.add_argument("task", choices=sorted({task for task, _, _ in ROWS.values()}))

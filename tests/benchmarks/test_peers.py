@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -107,6 +109,18 @@ def test_baseline_uses_same_settings_and_its_own_environment(monkeypatch, proces
     assert environment["PYTHONPATH"] == "p"
 
 
+def test_jax_runs_its_own_script_with_its_own_interpreter(monkeypatch, process, tmp_path):
+    calls, _ = process
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    args = parse(monkeypatch, "run", "--image-root", "photos", "--jax-python", "python3.12", "--torch-pythonpath", "t")
+    peers.measure(args, "ResNet50", "train, synthetic: JAX", tmp_path)
+    (python, script, *arguments), environment = calls[-1]
+    assert (python, script, environment["PYTHONPATH"]) == ("python3.12", str(ROOT / "benchmarks/jax_resnet50.py"), "")
+    flags = set(re.findall(r'add_argument\("(--[a-z-]+)"', Path(script).read_text()))
+    passed = dict(zip(["--arch", *(flag.partition("=")[0] for flag in arguments[2:])], arguments[1:], strict=True))
+    assert set(passed) == flags and passed["--arch"] == "ResNet50"
+
+
 def test_failed_measurement_returns_the_last_lines(monkeypatch, process, tmp_path):
     _, done = process
     args, done.returncode = parse(monkeypatch, "run"), 3
@@ -148,12 +162,13 @@ def test_missing_image_root_is_an_error_before_measuring(monkeypatch):
         peers.run(args)
 
 
-def test_two_gpu_rows_are_chosen_only_explicitly():
-    assert not [row for row in peers.choose(None) if "two GPUs" in row]
-    assert not [row for row in peers.choose(["paddle_resnet", "compile", "synthetic"]) if "two GPUs" in row]
-    two_gpu_rows = [row for row in peers.ROWS if "two GPUs" in row]
-    assert peers.choose(["two GPUs"]) == two_gpu_rows
+def test_some_rows_are_chosen_only_explicitly():
+    for word in ("two GPUs", "JAX", "reduce-overhead", "max-autotune"):
+        rows = [row for row in peers.ROWS if word in row]
+        assert rows and not set(rows) & set(peers.choose(None))
+        assert not set(rows) & set(peers.choose(["paddle_resnet", "compile", "synthetic"]))
+        assert peers.choose([word]) == rows
     assert peers.choose(["train, synthetic: paddle_resnet", "two GPUs: paddle_resnet"]) == [
         "train, synthetic: paddle_resnet",
-        *[row for row in two_gpu_rows if row.endswith("paddle_resnet")],
+        "train, synthetic, two GPUs: paddle_resnet",
     ]
