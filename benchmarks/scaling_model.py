@@ -9,7 +9,7 @@ the sum of these parts:
 - lost time that is fitted to measurements: either a constant overhead, or jitter, which arises because a job waits for
   its slowest GPU. On H200s, the lost time is constant: a step loses 0.9 ms, including all-reduces, with both 2 and 4
   GPUs. Active NVLink causes this overhead: it draws 26 W of each GPU's 700 W power limit, which lowers the GPU's clock
-  (benchmarks/log/multi_gpu_h200_2026-11-22.md).
+  (benchmarks/log/multi_gpu_h200.md).
 """
 
 import argparse

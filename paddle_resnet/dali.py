@@ -320,7 +320,7 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=
         prefetch_queue_depth=args.dali_prefetch,
         # With the dynamic executor (DALI's default), the Paddle plugin releases a batch while Paddle is still copying
         # it. With the older executor, DALI itself copies the batch, and DALI's stream waits for the copy before the
-        # buffer is reused. Both executors are equally fast (benchmarks/log/loss_head_h200_2026-11-22.md).
+        # buffer is reused. Both executors are equally fast (benchmarks/log/kernels_h200.md).
         exec_dynamic=False,
         enable_checkpointing=mode is Mode.TRAIN,
         checkpoint=checkpoint,
@@ -429,7 +429,7 @@ def _random_resized_crop(args, encoded, kind, header, resize, seed):
         images = resize(_crop_on_cpu(encoded, kind, crop)).gpu()
     else:
         # The GPU decodes entire images, because it decodes crops with interpolated chroma at a lower speed
-        # (benchmarks/log/decoders_h200_2026-11-28.md).
+        # (benchmarks/log/loader_h200.md).
         images = resize(fn.slice(_decode_on_gpu(args, encoded), *crop, **PIXELS))
     return images
 

@@ -42,7 +42,8 @@ from utils.signals import Preempted
 # Attributes of BuildStrategy that enable fused operators for training on a GPU. Not every Paddle version has all of
 # these attributes.
 FUSED_OPERATORS = ("fuse_bn_act_ops", "fuse_bn_add_act_ops", "fuse_elewise_add_act_ops", "enable_addto")
-# Operators that use oneDNN on a CPU.
+# Operators that use oneDNN on a CPU. With Paddle's own depthwise convolutions, a training step of EfficientNet_Lite0
+# takes five times as long (1.71 instead of 0.34 s of CPU time with 16 images of 64 px; n = 5).
 ONEDNN = ("conv2d", "conv2d_grad", "depthwise_conv2d", "depthwise_conv2d_grad")
 _started_with = None  # settings passed to the last call of start_fleet()
 

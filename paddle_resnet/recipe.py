@@ -164,7 +164,7 @@ def _choose_network(settings, facts):
 
 def _choose_image_size(settings, network):
     """Train at the image size of the pretrained weights. Random resized crops enlarge objects, so evaluation uses
-    larger images (arXiv:1906.06423); see benchmarks/log/finetune_h200_2026-11-26.md."""
+    larger images (arXiv:1906.06423); see benchmarks/log/flowers_h200.md."""
     if not any(map(settings.is_explicit, SIZE_FLAGS)):
         size = round(network.image_size * network.resize_ratio)
         _set(settings, "image size of the weights", sizes=[f"{network.image_size}:0"])
@@ -202,7 +202,7 @@ def _choose_batches(settings, facts, is_fine_tuned):
 
 def _choose_augmentation(settings, facts, is_fine_tuned):
     """Choose the augmentation based on the number of training images. See
-    benchmarks/log/finetune_h200_2026-11-26.md."""
+    benchmarks/log/flowers_h200.md."""
     images = f"{facts.images} training images"
     has_many, has_few = facts.images >= MANY_IMAGES, is_fine_tuned and facts.images < FEW_IMAGES
     if not settings.crop_padding:

@@ -12,7 +12,7 @@ import yaml
 from conftest import ROOT
 from paddle_resnet.settings.declarations import PARSER
 
-FOLDERS = (".", "configs", "docs", "tests", "benchmarks/**")
+FOLDERS = (".", "configs", "docs", "findings", "tests", "benchmarks/**")
 PAGES = sorted(path for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.md"))
 COMMANDS = (
     "paddle_resnet/dataset.py",
@@ -70,7 +70,13 @@ def test_every_module_has_tests():
         assert any(fnmatch(module, pattern) for module in modules), pattern
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if "log" not in page.parts], ids=identify)
+def test_benchmark_pages_are_listed():
+    folder = ROOT / "benchmarks"
+    listed = re.findall(r"^\| \[\w+\]\((log/\w+\.md)\) \|", (folder / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(str(path.relative_to(folder)) for path in folder.glob("log/*"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=identify)
 def test_referenced_flags_exist(page):
     known = {option for action in PARSER._actions for option in action.option_strings}
     known |= {flag for path in COMMANDS for flag in re.findall(r'"(--[a-z0-9-]+)"', (ROOT / path).read_text())}

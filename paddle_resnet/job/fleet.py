@@ -27,7 +27,7 @@ GPU_FLAGS = {
 # with 16 or more; differences between larger numbers were noise. With 32, most of the communication overlaps with the
 # backward pass, and few all-reduces remain after the backward pass. Within a host, a single all-reduce after the
 # backward pass is even faster. All times are for ResNet-50 with O2 on two H200s
-# (benchmarks/log/multi_gpu_h200_2026-11-22.md).
+# (benchmarks/log/multi_gpu_h200.md).
 _GRADIENTS_PER_ALL_REDUCE = 32
 _ALL_GRADIENTS = 10**6
 

@@ -42,8 +42,8 @@ def check_version(version=paddle.__version__):
         )
     if IS_PADDLE_3 and paddle.get_flags(_PIR)[_PIR]:
         raise UsageError(
-            f"{_PIR}: Paddle {version} builds PIR programs, which lack Fleet's optimizer, mixed precision and "
-            f"sparsity; unset {_PIR}, and import paddle_resnet before Paddle (see docs/paddle3.md)"
+            f"{_PIR}: Paddle {version} builds PIR programs, which lack Fleet's optimizer and sparsity; "
+            f"unset {_PIR}, and import paddle_resnet before Paddle (see docs/paddle3.md)"
         )
     for name, (reason, alternative) in _HARMFUL_FLAGS.items():
         if paddle.get_flags(name)[name]:

@@ -5,7 +5,7 @@ statistic. EMA variables are persistable, have the type float32 and keep their a
 evaluation programs can use them. With custom kernels, the operator native_ema updates all EMA variables after the
 optimizer step. native_ema is separate from the update operator, because it runs after ASP has masked the updated
 weights, and also averages BN statistics. native_ema takes 0.3 % of a ResNet-50 step on an H100
-(benchmarks/log/networks_h100_2026-11-25.md).
+(benchmarks/log/kernels_h200.md).
 """
 
 import paddle

@@ -2,7 +2,7 @@
 
 In evaluation, BN statistics are fixed, so BN only scales and shifts each channel. The pass multiplies the filters by
 the scale, and replaces BN with an addition of the shift. Without this pass, half-precision evaluation spends more time
-on BN than on convolutions (benchmarks/log/step_h200_2026-11-21.md).
+on BN than on convolutions (benchmarks/log/kernels_h200.md).
 
 For prediction, this module also fuses or replaces the convolutions themselves.
 """
@@ -68,7 +68,7 @@ def fuse_convolutions(program, exe):
     layout.
 
     A convolution is not fused if it has groups, or if no ReLU follows it; without ReLU, fusing it is slower
-    (benchmarks/log/prediction_h200_2026-11-26.md).
+    (benchmarks/log/kernels_h200.md).
 
     Args:
         program: inference Program in NHWC and float16 for a GPU, after cast_evaluation_program, with its parameters in

@@ -26,8 +26,7 @@ CHANNELS = 4
 POINTWISE_TYPES = (paddle.float16, paddle.bfloat16)
 POINTWISE_CHANNELS, POINTWISE_PIXELS = 32, 14 * 14
 # In inference, a custom kernel computes a 1x1 convolution together with its BN if the convolution has at most this
-# number of input channels. With more channels, cuDNN is faster (benchmarks/log/networks_h200_2026-11-26.md and
-# benchmarks/log/prediction_h200_2026-11-26.md).
+# number of input channels. With more channels, cuDNN is faster (benchmarks/log/kernels_h200.md).
 POINTWISE_BN_CHANNELS = {paddle.float16: 672, paddle.bfloat16: 672, paddle.float32: 128}
 
 # Activations that the kernels fuse: {Paddle's operator: (its required attributes, name in native/activations.h)}.
@@ -364,7 +363,7 @@ def _addition_of_pool_gradient(graph, name):
 
 def _fuse_sigmoid(graph, op):
     """Replace a sigmoid operator and its gradient. In the build of the benchmarks, half of the values of Paddle's
-    gradient are wrong in float16 (benchmarks/log/networks_h200_2026-11-27.md)."""
+    gradient are wrong in float16 (benchmarks/log/kernels_h200.md)."""
     x, y = graph.variables(op, "X", "Out").values()
     graph.replace([op], op, "native_sigmoid", {"X": x}, {"Y": y}, {})
     gradient = graph.gradient(op)

@@ -209,7 +209,7 @@ def open_paddle(folder, device, logits=False):
         settings.enable_use_gpu(100, processes.local_gpu())
     else:
         settings.disable_gpu()
-        # On a GPU, memory optimization does not change the latency (benchmarks/log/prediction_h200_2026-11-26.md).
+        # On a GPU, memory optimization does not change the latency (benchmarks/log/prediction_h200.md).
         settings.enable_memory_optim()
     try:
         predictor = inference.create_predictor(settings)
