@@ -1,6 +1,6 @@
 """Compare the speed of this project with PyTorch on one GPU: training and evaluation, with synthetic images and JPEG
-files. --arch selects the networks. Some rows are measured only if --rows names them: "two GPUs" (training on two GPUs
-with synthetic images), JAX (training of ResNet50 with synthetic images), reduce-overhead and max-autotune.
+files. --arch selects the networks. Some rows are measured only if --rows names them: "two GPUs" (training), JAX
+(training of ResNet50 with synthetic images), reduce-overhead and max-autotune (training with synthetic images).
 
     python benchmarks/peers.py run --image-root DIR --torch-python PYTHON --output results.jsonl
     python benchmarks/peers.py run --rows synthetic --arch ResNet50 --arch MobileNetV2 --torch-python PYTHON
@@ -73,13 +73,12 @@ ROWS = {
     f"train, JPEG: {OWN}": ("train, JPEG", OWN, []),
     "train, JPEG: PyTorch eager": ("train, JPEG", "torch", []),
     "train, JPEG: PyTorch compile": ("train, JPEG", "torch", ["--compile", "default"]),
-    "train, JPEG: PyTorch reduce-overhead": ("train, JPEG", "torch", ["--compile", "reduce-overhead"]),
+    f"train, JPEG, two GPUs: {OWN}": ("train, JPEG, two GPUs", OWN, []),
+    "train, JPEG, two GPUs: PyTorch compile": ("train, JPEG, two GPUs", "torch", ["--compile", "default"]),
     f"evaluate, synthetic: {OWN}": ("evaluate, synthetic", OWN, []),
     "evaluate, synthetic: PyTorch compile": ("evaluate, synthetic", "torch", ["--compile", "default"]),
-    "evaluate, synthetic: PyTorch reduce-overhead": ("evaluate, synthetic", "torch", ["--compile", "reduce-overhead"]),
     f"evaluate, JPEG: {OWN}": ("evaluate, JPEG", OWN, []),
     "evaluate, JPEG: PyTorch compile": ("evaluate, JPEG", "torch", ["--compile", "default"]),
-    "evaluate, JPEG: PyTorch reduce-overhead": ("evaluate, JPEG", "torch", ["--compile", "reduce-overhead"]),
 }
 TWO = "two GPUs"
 EXPLICIT = (TWO, "JAX", "reduce-overhead", "max-autotune")  # rows that are measured only if --rows names them
@@ -326,14 +325,15 @@ def dali_pipeline(args, training, device):
     @pipeline_def(
         batch_size=args.batch_size,
         num_threads=args.threads,
-        device_id=0 if on_gpu else None,
+        device_id=device.index,  # None on a CPU
         seed=42,
         prefetch_queue_depth=3,
         exec_dynamic=on_gpu,
     )
     def pipeline():
         folder = Path(args.image_root) / ("train" if training else "val")
-        encoded, labels = fn.readers.file(file_root=str(folder), random_shuffle=training, name="Reader")
+        shard = {"shard_id": device.index or 0, "num_shards": int(os.environ.get("WORLD_SIZE", "1"))}
+        encoded, labels = fn.readers.file(file_root=str(folder), random_shuffle=training, name="Reader", **shard)
         if training:
             crop = {"random_area": (0.08, 1.0), "random_aspect_ratio": (3 / 4, 4 / 3), "num_attempts": 100}
             images = fn.decoders.image_random_crop(encoded, output_type=types.RGB, **crop, **decoder)

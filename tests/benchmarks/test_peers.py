@@ -171,4 +171,5 @@ def test_some_rows_are_chosen_only_explicitly():
     assert peers.choose(["train, synthetic: paddle_resnet", "two GPUs: paddle_resnet"]) == [
         "train, synthetic: paddle_resnet",
         "train, synthetic, two GPUs: paddle_resnet",
+        "train, JPEG, two GPUs: paddle_resnet",
     ]
