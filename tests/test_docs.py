@@ -84,6 +84,15 @@ def test_referenced_flags_exist(page):
     assert not referenced - known - OTHER_FLAGS
 
 
+def test_table_of_contents_lists_each_page_once():
+    listed = re.findall(r"^- \[\w+\]\((\w+\.md)\): \w", (ROOT / "docs/README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in ROOT.glob("docs/*.md") if path.name != "README.md")
+
+
+def test_readme_is_at_most_130_lines():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+
+
 def test_drawings_match_their_sources(tmp_path):
     subprocess.run([sys.executable, ROOT / "docs/drawings/draw.py", tmp_path], check=True)
     for name in ("data_way.svg", "step_timeline.svg"):

@@ -424,7 +424,7 @@ def _training(add):
         "--optimizer",
         default="Momentum",
         choices=list(OPTIMIZERS),
-        help="update rule; see docs/training.md for the formulas",
+        help="update rule; see docs/optimizer.md for the formulas",
     )
     add(
         "--momentum",
@@ -557,7 +557,7 @@ def _learning_rate(add):
         "--lr-scheduler",
         default="Cosine",
         choices=["Cosine", "Piecewise", "Poly", "OneCycle", "FlatCosine"],
-        help="learning-rate schedule after the warm-up; see docs/training.md for the formulas",
+        help="learning-rate schedule after the warm-up; see docs/optimizer.md for the formulas",
     )
     add(
         "--min-lr",

@@ -94,11 +94,12 @@ def test_measurements_of_several_nodes_are_rejected(capsys):
     assert "16 GPUs exceed the 8 GPUs of a node" in capsys.readouterr().err
 
 
-def test_documented_table_matches_script_output(capsys):
+def test_documented_rows_of_one_host_match_script_output(capsys):
     model.main([])
     fitted, table = capsys.readouterr().out.strip().split("\n\n")
     text = (ROOT / "docs/scaling.md").read_text()
-    assert table in text
+    one_host = table[: table.index("| 64 |")]
+    assert one_host in text and "| 64 |" not in text
     step, jitter = fitted.removeprefix("One-GPU step: ").split(" ms")[0], fitted.split()[-2]
     assert f"one-GPU step ({step} ms)" in text
     assert f"standard deviation: {jitter} ms" in text

@@ -113,6 +113,13 @@ def test_page_lists_all_networks_with_their_sizes():
         assert listed[arch] == expected, arch
 
 
+def test_page_lists_measured_speeds():
+    page = (ROOT / "docs/networks.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| [\d.]+ \| [\d.]+ \| ([\d,]+) \| ([\d,]+) \|", page, re.M)
+    expected = {name: [row["training"], row["evaluation"]] for name, row in __main__.speeds().items()}
+    assert {name: speeds for name, *speeds in rows} == expected
+
+
 def test_documented_example_of_options_is_a_valid_network(tmp_path):
     path = tmp_path / "net.py"
     path.write_text(OPTIONS_EXAMPLE)
