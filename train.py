@@ -24,6 +24,8 @@ def main(argv=None):
 
 
 def _main(argv):
+    if not argv and config.needs_flags():
+        return config.print_help()
     with signals.watched():
         with logger.result_on_stdout():
             args = config.parse_args(argv)

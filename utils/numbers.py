@@ -31,9 +31,11 @@ def integer(least, most=2**31 - 1):
 
 
 def number(text):
-    """Parse a finite number or a fraction such as 1/255."""
+    """Parse a finite number, a fraction such as 1/255, or a power such as 2^-15."""
     try:
-        value = float(Fraction(text)) if "/" in text else float(text)
+        base, power, exponent = text.partition("^")
+        value = float(Fraction(base)) if "/" in base else float(base)
+        value = value ** int(exponent) if power else value
     except (ValueError, ZeroDivisionError, OverflowError) as e:
         message = f"'{short(text)}' is not a number; use a number such as 0.1 or 1/255"
         raise argparse.ArgumentTypeError(message) from e

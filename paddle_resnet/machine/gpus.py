@@ -8,11 +8,10 @@ import numpy as np
 import paddle
 from paddle import static
 
-from paddle_resnet.machine import libraries
+from paddle_resnet.machine import driver, libraries
 from utils import logger
 from utils.errors import UsageError, core
 
-INSTALL = 'install a different build with make venv PADDLE="REQUIREMENT -i INDEX", see docs/install.md'
 _FATBIN = b"\x50\xed\x55\xba"  # first bytes of each fat binary (GPU code) in a library
 _CUBIN, _PTX = 2, 1
 
@@ -36,9 +35,21 @@ def resolve(device, index, several):
         return "gpu"
     if device == "gpu":
         raise UsageError(f"--device gpu: {reason}")
-    if paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count():
+    if not paddle.is_compiled_with_cuda():
+        warn_of_cpu_build(", or use --device cpu")
+    elif paddle.device.cuda.device_count():
         logger.warn(f"--device auto: using the CPU instead of the GPU: {reason}")
     return "cpu"
+
+
+def warn_of_cpu_build(alternative=""):
+    """Log a warning if this machine has a GPU that the installed Paddle, a CPU build, cannot use. `alternative` is a
+    second remedy for the message."""
+    if not paddle.is_compiled_with_cuda() and (gpu := driver.gpu()):
+        logger.warn(
+            f"Paddle {paddle.__version__}: a CPU build, so the GPU ({gpu.name}) is not used; {driver.remedy()}"
+            f"{alternative}"
+        )
 
 
 def problem(index, several=False):
@@ -51,7 +62,7 @@ def problem(index, several=False):
         description of the problem and its remedy, or None if there is no problem.
     """
     if not paddle.is_compiled_with_cuda():
-        return f"Paddle {paddle.__version__} is a CPU build; use --device cpu, or {INSTALL}"
+        return f"Paddle {paddle.__version__} is a CPU build; use --device cpu, or {driver.remedy()}"
     if index >= paddle.device.cuda.device_count():
         return f"Paddle {paddle.__version__} does not detect GPU {index}; check nvidia-smi, or use --device cpu"
     return libraries.problem(several) or _kernel_problem(index)
@@ -69,7 +80,7 @@ def _kernel_problem(index):
         reason = f"{values.tolist()} + {values.tolist()} gives {result.tolist()}"
     except (RuntimeError, OSError) as e:
         reason = core(e)
-    return f"{describe(index)} cannot run the kernels of {describe_build()} ({reason}); {INSTALL}"
+    return f"{describe(index)} cannot run the kernels of {describe_build()} ({reason}); {driver.remedy()}"
 
 
 def describe(index):
