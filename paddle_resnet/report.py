@@ -23,7 +23,7 @@ from utils.outputs import replaced
 
 MIB = 2**20
 # Flags that the suggested evaluation command omits.
-OF_TRAINING = ("--profile-steps", "--tensorboard-dir", "--report-html")
+OF_TRAINING = ("--inference-dir", "--profile-steps", "--tensorboard-dir", "--report-html")
 STARVED_FRACTION = 0.2  # maximum acceptable fraction of a step that the GPU spends waiting for images
 
 

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 import config
+from helpers import NVIDIA_SCRIPTS
 from paddle_resnet import models
 from paddle_resnet.settings import inheritance, parsing, validation
 from paddle_resnet.settings.declarations import ACTIONS, EVALUATED, FLAGS, KINDS, PARSER, RESUMED, of_kinds
@@ -142,7 +143,7 @@ def test_none_overrides_values_of_the_configuration_file(config_file):
 @pytest.mark.parametrize(
     "flags",
     [
-        "--amp --scale-loss 128.0 --use-dynamic-loss-scaling --data-layout NHWC --fuse-resunit",
+        *NVIDIA_SCRIPTS.values(),
         "--amp --scale-loss 128.0 --use-dynamic-loss-scaling --use-pure-fp16 --dali-output-fp16",
         "--run-scope train_only --batch-size 64 --benchmark --benchmark-steps 100 --benchmark-warmup-steps 300",
         "--run-scope eval_only --from-checkpoint output/ResNet50/89 --batch-size 64",

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import importlib.util
 import pickle
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import yaml
 import config
 import train
 from conftest import NHWC, ROOT, TINY, assert_one_error, assert_sparse, frozen, losses, phase
+from helpers import NVIDIA_SCRIPTS
 from paddle_resnet import export, models, phases, program
 from paddle_resnet.checkpoints import saver
 from paddle_resnet.data import listing
@@ -26,6 +28,8 @@ from paddle_resnet.settings import durations
 from utils.errors import RunError
 from utils.mode import Mode
 
+ON_GPU = paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0
+HAS_RESIDUAL_UNITS = compat.fuse_residual_units(paddle.static.BuildStrategy())
 pytestmark = pytest.mark.usefixtures("one_block")
 
 # The recipes, except those that choose their flags at the start of a run, which tests/test_recipe.py tests.
@@ -479,7 +483,6 @@ def test_undecodable_image_stops_the_run_unless_in_skip_list(run_train, photos, 
         (["--device", "gpu"], ["--device gpu", "--device cpu"]),
         (["--amp"], ["--amp", "GPU"]),
         (["--dali-device", "gpu"], ["--dali-device gpu", "--dali-device cpu"]),
-        (["--fuse-resunit"], ["--fuse-resunit"]),
         (["--output-dir", "/proc/no"], ["--output-dir /proc/no", "choose a different path"]),
         (["--from-checkpoint", ""], ["--from-checkpoint", "empty path"]),
         (["--skip-list", "nowhere"], ["--skip-list nowhere: cannot be read"]),
@@ -493,6 +496,34 @@ def test_invalid_flags_exit_with_code_2(run_train, capsys, flags, message):
     assert code == 2
     assert_one_error(capsys.readouterr().err, message)
     assert report == []
+
+
+@pytest.mark.parametrize("name", NVIDIA_SCRIPTS)
+def test_scripts_of_nvidia_example_train_and_their_export_command_works(
+    run_train, checkpoint, tmp_path, capsys, monkeypatch, name
+):
+    """With tiny values: a tiny network, one epoch and, on a CPU, float32."""
+    words = NVIDIA_SCRIPTS[name].split()
+    for flag, count in (("--epochs", 2), ("--lr", 2), ("--model-prefix", 2), ("--from-pretrained-params", 2)):
+        if flag in words:
+            del words[words.index(flag) : words.index(flag) + count]
+    for flag, count in () if ON_GPU else (("--amp", 1), ("--scale-loss", 2), ("--use-dynamic-loss-scaling", 1)):
+        if flag in words:
+            del words[words.index(flag) : words.index(flag) + count]
+    if "--from-pretrained-params" in NVIDIA_SCRIPTS[name]:
+        words += ["--from-pretrained-params", checkpoint]
+    monkeypatch.chdir(tmp_path)
+    code, report = run_train(*words, *(["--device", "gpu"] if ON_GPU else []), "--output-dir", "output")
+    assert code == 0
+    assert np.isfinite(list(losses(report).values())).all()
+    warnings = capsys.readouterr().err
+    assert ("--fuse-resunit: has no effect" in warnings) == ("--fuse-resunit" in words and not HAS_RESIDUAL_UNITS)
+    if "--inference-dir" in words:
+        command = re.search(
+            r"--inference-dir (\S+): .*; after training, run \S+ -m paddle_resnet.export (.*)", warnings
+        )
+        assert export.main(command[2].split()) == 0
+        assert (tmp_path / command[1] / "model.json").is_file()
 
 
 def test_checkpoint_of_different_model_exits_with_code_2(run_train, checkpoint, capsys):
