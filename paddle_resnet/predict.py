@@ -76,7 +76,7 @@ def _images_below(folder):
     is read only once. A warning states how many files are skipped."""
 
     from paddle_resnet.data.listing import is_system_name
-    from paddle_resnet.data.records import IMAGE_SUFFIXES
+    from paddle_resnet.data.records import IMAGE_ENDINGS, IMAGE_SUFFIXES
 
     def stop(error):
         raise UsageError(f"{error.filename}: cannot be listed ({error.strerror}); make it readable or remove it")
@@ -95,16 +95,15 @@ def _images_below(folder):
         images = [name for name in visible if name.lower().endswith(IMAGE_SUFFIXES)]
         start = os.path.join(parent, "")
         paths += [start + name for name in images]
-        skipped.update(os.path.splitext(name)[1].lower() or "without suffix" for name in {*visible} - {*images})
-    suffixes = ", ".join(IMAGE_SUFFIXES)
+        skipped.update(os.path.splitext(name)[1].lower() or "without extension" for name in {*visible} - {*images})
     reasons = sorted((-count, what) for what, count in skipped.items() if count)
     counts = ", ".join(f"{-count} {what}" for count, what in reasons[:SHOWN_REASONS])
     counts += ", ..." if len(reasons) > SHOWN_REASONS else ""
     if not paths:
         skips = f"; skipped: {counts}" if counts else ""
-        raise UsageError(f"{folder}: contains no images ({suffixes}){skips}; choose a different folder")
+        raise UsageError(f"{folder}: contains no images ({IMAGE_ENDINGS}){skips}; choose a different folder")
     if counts:
-        logger.warn(printable(f"{folder}: skipped {counts}; rename images so that they end in {suffixes}"))
+        logger.warn(printable(f"{folder}: skipped {counts}; rename images so that they end in {IMAGE_ENDINGS}"))
     return sorted(paths)
 
 

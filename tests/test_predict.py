@@ -137,7 +137,7 @@ def test_invalid_image_files_are_reported_and_skipped(checkpoint, photos, tmp_pa
         "onnxruntime, float32, on the CPU",
         "Executor, float32, on the CPU",
     )
-    suffixes = ", ".join(IMAGE_SUFFIXES)
+    suffixes = f"{', '.join(IMAGE_SUFFIXES[:-1])} or .webp"
     assert lines == [
         f"warning: {folder}: skipped 2 hidden or system files, 1 .txt; rename images so that they end in {suffixes}",
         f"{folder / '0text.jpg'} {unknown}",
@@ -164,7 +164,7 @@ def test_folders_are_searched_like_in_training(photos, tmp_path, capsys):
         (folder / "below" / name).write_text("")
     names = sorted(path.name for path in (photos / "val/class1").iterdir())
     assert predict.find_images([str(folder)], None) == [str(folder / "link" / name) for name in names]
-    skipped = "2 .gif, 2 folders already read (links), 1 .heic, 1 hidden or system files, 1 without suffix"
+    skipped = "2 .gif, 2 folders already read (links), 1 .heic, 1 hidden or system files, 1 without extension"
     assert capsys.readouterr().err.startswith(
         f"warning: {folder}: skipped {skipped}; rename images so that they end in .jpg, "
     )

@@ -412,11 +412,22 @@ def flatten(split):
         (lambda root: shutil.rmtree(root / "val"), ["has no folder val/", "--run-scope train_only"]),
         (lambda root: shutil.rmtree(root / "train"), ["has no folder train/", "--run-scope eval_only"]),
         (lambda root: flatten(root / "train"), ["--image-root", "no class folders", "one folder per class"]),
-        (lambda root: empty(root / "val"), ["--image-root", "val/ contains no images"]),
+        (lambda root: empty(root / "val"), ["--image-root", "val/ contains no images in class folders; add images"]),
+        (lambda root: flatten(root / "val"), ["val/ contains no images in class folders; move each image into the"]),
         (lambda root: empty(root / "train/class0"), ["train has no images for 1 of 3", "--allow-empty-classes"]),
         (keep_one_class, ["all train images belong to one class, class0", "--allow-one-class"]),
     ],
-    ids=["missing", "empty", "no val", "no train", "no class folders", "no images", "empty class", "one class"],
+    ids=[
+        "missing",
+        "empty",
+        "no val",
+        "no train",
+        "no class folders",
+        "no images",
+        "flat",
+        "empty class",
+        "one class",
+    ],
 )
 def test_invalid_data_set_exits_with_code_2(run_train, photos, tmp_path, capsys, change, message):
     root = changed_copy(photos, tmp_path, change)
