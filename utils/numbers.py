@@ -64,6 +64,9 @@ def list_of(parse):
     """Return the argparse type for a comma-separated list of values, each of which is parsed with `parse`."""
 
     def parse_list(text):
+        if text.startswith("[") and text.endswith("]"):
+            bare = short(",".join(text[1:-1].replace(",", " ").split()))
+            raise argparse.ArgumentTypeError(f"'{short(text)}' has brackets; use {bare}")
         if len(text.split()) > 1 and "," not in text:
             with_commas = short(",".join(text.split()))
             raise argparse.ArgumentTypeError(f"'{short(text)}' has no commas; use {with_commas}")
