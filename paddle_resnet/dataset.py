@@ -82,7 +82,7 @@ def main(argv=None):
         ),
         epilog="python -m paddle_resnet.dataset COMMAND --help lists the flags of a command.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=parsing.ToolParser)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=parsing.ToolParser)
     for add in (_add_sample, _add_split, _add_convert, _add_index, _add_verify, _add_info, _add_preview, _add_speed):
         add(commands)
     return exit_codes.of("paddle_resnet.dataset", lambda: _run(parser, argv))

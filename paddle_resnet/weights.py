@@ -84,7 +84,7 @@ def main(argv=None):
         "--verify", type=files.argument, metavar="IMAGE_ROOT", help="data set on which to evaluate the checkpoint"
     )
     parser.add_argument(
-        "--verbose", action="store_true", help="list all tensors that do not match the network, instead of the first"
+        "--verbose", action="store_true", help="list all tensors that do not match the network, not only some"
     )
     return exit_codes.of("paddle_resnet.weights", lambda: _main(*parser.parse_known_args(argv)))
 

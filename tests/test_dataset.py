@@ -114,7 +114,9 @@ def test_sample_command_prints_image_counts(sample, capsys):
 @pytest.mark.parametrize("argv", [[], ["sample"], ["other"]])
 def test_invalid_command_line_exits_with_code_2(argv, capsys):
     assert dataset.main(argv) == 2
-    assert capsys.readouterr().err.startswith("paddle_resnet.dataset: error: ")
+    error = capsys.readouterr().err
+    assert error.startswith("paddle_resnet.dataset: error: ")
+    assert argv or error.endswith("the following arguments are required: COMMAND; see --help\n")
 
 
 @pytest.mark.parametrize(

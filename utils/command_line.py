@@ -39,6 +39,8 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("-h", "--help", action=_Help)
 
     def error(self, message):
+        if message.startswith(("the following arguments are required: ", "unrecognized arguments: ")):
+            message = f"{message}; see --help"
         words = message.removeprefix("argument ").split()
         raise UsageError(" ".join(w if len(w) <= LONGEST_WORD else numbers.short(w) for w in words))
 

@@ -124,8 +124,7 @@ def _build_parser():
         examples=EXAMPLES,
         main=MAIN,
         epilog="train.py --print-config FLAGS prints all values as a file for --config. There and on the command line, "
-        "`false` turns a flag off, and `None` unsets it. (N): flag of NVIDIA's RN50v1.5 Paddle example. "
-        "docs/training.md explains recipes.",
+        "`false` turns a flag off, and `None` unsets it. (N): flag of NVIDIA's RN50v1.5 Paddle example.",
     )
     for kind, declare in (
         ("output", _start),
@@ -1049,7 +1048,7 @@ def _output(add):
         "--verbose",
         "logs",
         **_switch(),
-        help="list all variables of a checkpoint that do not match the network, instead of the first",
+        help="list all variables of a checkpoint that do not match the network, not only some",
     )
     add("--print-config", "start", **_switch(), help="print the flags as YAML and stop")
 
