@@ -132,7 +132,7 @@ def write_line(text, stream):
 @contextlib.contextmanager
 def result_on_stdout():
     """Raise RunError if the output of the `with` block cannot be written to stdout, or ClosedPipe if its reader has
-    exited, even if a library ignores the OSError, as rich does."""
+    exited, even if a library ignores the OSError."""
     result = _Result(sys.stdout)
     with contextlib.redirect_stdout(result):
         try:

@@ -3,6 +3,8 @@
 import os
 from typing import NamedTuple
 
+LEAST_CAPABILITY = (6, 1)  # of the GPUs that the supported builds of Paddle support
+
 
 class Gpu(NamedTuple):
     """A GPU of this machine: its name, and its compute capability as (major, minor)."""
@@ -12,8 +14,8 @@ class Gpu(NamedTuple):
 
 
 def gpu():
-    """Return the first GPU of this machine, or None if it has none, has no driver, or CUDA_VISIBLE_DEVICES hides all
-    GPUs."""
+    """Return the first GPU of this machine, or None if the machine has no driver or no GPU, CUDA_VISIBLE_DEVICES hides
+    all GPUs, or the GPU is older than LEAST_CAPABILITY."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return None
     try:
@@ -26,11 +28,12 @@ def gpu():
         return None
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-        return Gpu(pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetCudaComputeCapability(handle))
+        found = Gpu(pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetCudaComputeCapability(handle))
     except pynvml.NVMLError:
         return None
     finally:
         pynvml.nvmlShutdown()
+    return found if found.capability >= LEAST_CAPABILITY else None
 
 
 def remedy():

@@ -12,6 +12,7 @@ from paddle_resnet.machine import driver, libraries
 from utils import logger
 from utils.errors import UsageError, core
 
+INSTALL = 'install a different build with make venv PADDLE="REQUIREMENT -i INDEX", see docs/install.md'
 _FATBIN = b"\x50\xed\x55\xba"  # first bytes of each fat binary (GPU code) in a library
 _CUBIN, _PTX = 2, 1
 
@@ -80,7 +81,7 @@ def _kernel_problem(index):
         reason = f"{values.tolist()} + {values.tolist()} gives {result.tolist()}"
     except (RuntimeError, OSError) as e:
         reason = core(e)
-    return f"{describe(index)} cannot run the kernels of {describe_build()} ({reason}); {driver.remedy()}"
+    return f"{describe(index)} cannot run the kernels of {describe_build()} ({reason}); {INSTALL}"
 
 
 def describe(index):

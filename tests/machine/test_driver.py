@@ -42,12 +42,14 @@ def test_driver_reports_first_gpu(nvml):
     assert driver.gpu() == ("NVIDIA RTX 0", (8, 9))
 
 
-@pytest.mark.parametrize("fault", ["no package", "nvmlInit", "nvmlDeviceGetHandleByIndex", "hidden", "-1"])
+@pytest.mark.parametrize("fault", ["no package", "nvmlInit", "nvmlDeviceGetHandleByIndex", "hidden", "-1", "old"])
 def test_machine_without_usable_gpu_has_none(nvml, monkeypatch, fault):
     if fault == "no package":
         monkeypatch.setitem(sys.modules, "pynvml", None)
     elif fault in ("hidden", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", fault.replace("hidden", ""))
+    elif fault == "old":
+        nvml.nvmlDeviceGetCudaComputeCapability = lambda handle: (5, 2)
     else:
         setattr(nvml, fault, fail)
     assert driver.gpu() is None
