@@ -537,6 +537,17 @@ def test_scripts_of_nvidia_example_train_and_their_export_command_works(
         assert (tmp_path / command[1] / "model.json").is_file()
 
 
+@pytest.mark.skipif(HAS_RESIDUAL_UNITS, reason="tests builds of Paddle without fused residual units")
+def test_flags_without_effect_do_not_differ_from_checkpoint_on_resume(run_train, capsys):
+    flags = ["--fuse-resunit", "--inference-dir", "exported"]
+    assert run_train(*flags)[0] == 0
+    capsys.readouterr()
+    assert run_train(*flags, "--resume", "--epochs", "2")[0] == 0
+    error = capsys.readouterr().err
+    assert "warning: --fuse-resunit: has no effect" in error
+    assert "trained with different flags: --epochs 2 (was 1), so the losses" in error
+
+
 def test_checkpoint_of_different_model_exits_with_code_2(run_train, checkpoint, capsys):
     code, _ = run_train("--model-arch-name", "TinyMobile", "--from-checkpoint", checkpoint)
     assert code == 2
