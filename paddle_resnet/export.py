@@ -119,9 +119,10 @@ def export(
     if os.path.lexists(output):
         raise UsageError(f"{output}: already exists; remove it or choose a different folder")
     with signals.importing_paddle():
-        from paddle_resnet.machine import compat
+        from paddle_resnet.machine import compat, gpus
 
         compat.check_version()
+        gpus.warn_of_cpu_build()
         from paddle_resnet.serving import inference, networks, onnx_writer
     if verify is not None and precision == "float16" and inference.resolve_device("auto") == "cpu":
         raise UsageError(
@@ -643,11 +644,6 @@ def _main(args):
         name: getattr(args, name) for name in ("onnx", "verify", "uint8", "triton", "model_arch_name", "precision")
     }
     int8 = (args.int8_engine or "onnxruntime") if args.int8 else None
-    with signals.importing_paddle():
-        from paddle_resnet.machine import compat, gpus
-
-    compat.check_version()
-    gpus.warn_of_cpu_build()
     description = export(args.checkpoint, args.output, **flags, int8=int8, calibration=calibration)
     outputs, named = description["output"]["shape"][1], len(description["classes"])
     classes = f"{outputs} classes" + (f", {named} with names" if named < outputs else "")

@@ -1,5 +1,6 @@
 """Check whether the installed Paddle can use this machine's GPUs."""
 
+import functools
 import mmap
 import struct
 from pathlib import Path
@@ -37,20 +38,17 @@ def resolve(device, index, several):
     if device == "gpu":
         raise UsageError(f"--device gpu: {reason}")
     if not paddle.is_compiled_with_cuda():
-        warn_of_cpu_build(", or use --device cpu")
+        warn_of_cpu_build()
     elif paddle.device.cuda.device_count():
         logger.warn(f"--device auto: using the CPU instead of the GPU: {reason}")
     return "cpu"
 
 
-def warn_of_cpu_build(alternative=""):
-    """Log a warning if this machine has a GPU that the installed Paddle, a CPU build, cannot use. `alternative` is a
-    second remedy for the message."""
+@functools.cache  # one warning per process
+def warn_of_cpu_build():
+    """Log a warning if this machine has a GPU that the installed Paddle, a CPU build, cannot use."""
     if not paddle.is_compiled_with_cuda() and (gpu := driver.gpu()):
-        logger.warn(
-            f"Paddle {paddle.__version__}: a CPU build, so the GPU ({gpu.name}) is not used; {driver.remedy()}"
-            f"{alternative}"
-        )
+        logger.warn(f"Paddle {paddle.__version__}: a CPU build, so the GPU ({gpu.name}) is not used; {driver.remedy()}")
 
 
 def problem(index, several=False):

@@ -35,6 +35,7 @@ def nvml(monkeypatch):
         nvmlDeviceGetCudaComputeCapability=lambda handle: (8, 9),
     )
     monkeypatch.setitem(sys.modules, "pynvml", module)
+    gpus.warn_of_cpu_build.cache_clear()
     return module
 
 
@@ -75,8 +76,11 @@ def test_cpu_build_on_machine_with_gpu_is_a_warning(nvml, monkeypatch, capsys):
     assert gpus.resolve("auto", 0, False) == "cpu"
     assert capsys.readouterr().err == (
         f"warning: Paddle {paddle.__version__}: a CPU build, so the GPU (NVIDIA RTX 0) is not used; install a GPU "
-        "build with make venv PADDLE=2.6.2, or use --device cpu\n"
+        "build with make venv PADDLE=2.6.2\n"
     )
+    assert gpus.resolve("auto", 0, False) == "cpu"
+    assert capsys.readouterr().err == ""  # one warning per process
+    gpus.warn_of_cpu_build.cache_clear()
     nvml.nvmlInit = fail
     assert gpus.resolve("auto", 0, False) == "cpu"
     assert capsys.readouterr().err == ""
@@ -112,6 +116,7 @@ def test_run_warns_of_cpu_build_at_startup(tmp_path, command):
 @pytest.mark.skipif(paddle.is_compiled_with_cuda(), reason="tests a CPU build of Paddle")
 def test_predict_and_export_warn_of_cpu_build(nvml, tmp_path, capsys):
     for main, arguments in ((predict.main, []), (predict.main, ["--device", "cpu"]), (export.main, [])):
+        gpus.warn_of_cpu_build.cache_clear()
         images = str(ROOT / "train.py") if main is predict.main else str(tmp_path / "exported")
         assert main([str(tmp_path / "nowhere"), images, *arguments]) == 2
         assert ("the GPU (NVIDIA RTX 0) is not used" in capsys.readouterr().err) == (not arguments)
