@@ -16,15 +16,19 @@ BIN := $(VENV)/bin
 TEST_PROCESSES ?= 3
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-# Paddle to install: a version number of the CPU build (make venv PADDLE=3.3.1), or a requirement with pip options.
+# Paddle to install: a version number (make venv PADDLE=2.6.2), which means a GPU build if there is a GPU, or a
+# requirement (PADDLE=paddlepaddle==3.3.1). pip options may follow both (PADDLE="3.3.1 -i URL").
 PADDLE ?= $(shell cat $(VENV)/paddle 2>/dev/null)
-PADDLE_WORDS := $(if $(filter 0% 1% 2% 3% 4% 5% 6% 7% 8% 9%,$(PADDLE)),paddlepaddle==$(PADDLE),$(PADDLE))
-export PADDLE PADDLE_WORDS
+IS_VERSION := $(filter 0% 1% 2% 3% 4% 5% 6% 7% 8% 9%,$(firstword $(PADDLE)))
+PADDLE_WORDS := $(if $(IS_VERSION),paddlepaddle$(if $(HAS_GPU),-gpu)==$(PADDLE),$(PADDLE))
+# The default package index has GPU builds only of Paddle 2.
+NEEDS_INDEX := $(if $(and $(HAS_GPU),$(IS_VERSION)),$(if $(filter 2.%,$(IS_VERSION))$(filter -%,$(PADDLE)),,yes))
+export PADDLE_WORDS
 # requirements-base.txt applies to every version of Paddle. $(REQUIREMENTS) applies only to Paddle 2.6.
 LISTS := requirements-base.txt $(if $(and $(PADDLE_WORDS),$(if $(findstring 2.6,$(PADDLE_WORDS)),,yes)),,$(REQUIREMENTS))
 PIN := $(shell grep '^paddlepaddle' $(REQUIREMENTS))
-# The name of this stamp file contains a checksum of the requirement files and of PADDLE.
-INSTALLED := $(VENV)/installed-$(firstword $(shell { cat $(REQUIREMENTS) requirements-base.txt; echo '$(PADDLE)'; } | cksum))
+# The name of this stamp file contains a checksum of the requirement files and of the chosen Paddle.
+INSTALLED := $(VENV)/installed-$(firstword $(shell { cat $(REQUIREMENTS) requirements-base.txt; echo '$(PADDLE_WORDS)'; } | cksum))
 
 .PHONY: help venv data train test clean
 help:
@@ -43,6 +47,7 @@ $(BIN)/pip:
 # Update .venv in place. Keep the installed version of Paddle unless PADDLE specifies a different one.
 # The stamp file is written last, so that `make` repeats an interrupted installation.
 $(INSTALLED): | $(BIN)/pip
+	@test -z "$(NEEDS_INDEX)" || { echo 'error: PADDLE=$(PADDLE): GPU builds of this version are only on the index of Paddle; use PADDLE="$(PADDLE) -i URL" (docs/install.md explains how to find URL), or PADDLE=paddlepaddle==$(PADDLE) for the CPU build' >&2; exit 2; }
 	@if ls $(VENV)/installed-* >/dev/null 2>&1; then echo "updating $(VENV) in place, because the requirements have changed"; \
 	else echo "installing into $(VENV); this takes some minutes and about 2 GB (more with a GPU)"; fi
 	@rm -f $(VENV)/installed-*
@@ -50,13 +55,13 @@ $(INSTALLED): | $(BIN)/pip
 	@$(PIP) install -r $(VENV)/requirements.txt
 	@set -f; want="$${PADDLE_WORDS:-$(PIN)}"; \
 	here=$$($(BIN)/python -m pip list --format=freeze 2>/dev/null | grep '^paddlepaddle' || true); \
-	if [ -n "$$here" ] && [ "$$here" != "$$want" ] && [ "$$PADDLE" != "$$(cat $(VENV)/paddle 2>/dev/null)" ]; then \
+	if [ -n "$$here" ] && [ "$$here" != "$$want" ] && [ "$$PADDLE_WORDS" != "$$(cat $(VENV)/paddle 2>/dev/null)" ]; then \
 		echo "replacing $$here with $$want"; \
 		$(PIP) uninstall -y paddlepaddle paddlepaddle-gpu; \
 		here=; fi; \
 	if [ -z "$$here" ]; then $(PIP) install $$want; \
 	elif [ "$$here" != "$$want" ]; then echo "keeping $${here/==/ }; to replace it, run make venv PADDLE=$(PIN)"; fi; \
-	echo "$$PADDLE" > $(VENV)/paddle
+	echo "$$PADDLE_WORDS" > $(VENV)/paddle
 	@touch $@
 
 data: $(INSTALLED)

@@ -3,10 +3,13 @@
 This module imports neither Paddle nor DALI, so that `--help` and flag errors appear immediately.
 """
 
+import os
 import sys
 
 from paddle_resnet.settings import config_file, parsing, validation
-from paddle_resnet.settings.declarations import Parser
+from paddle_resnet.settings.declarations import DEFAULTS, PARSER
+from utils import exit_codes
+from utils.command_line import Parser
 
 
 def parse_args(argv=None):
@@ -33,7 +36,18 @@ def parse_args(argv=None):
     return settings
 
 
+def needs_flags():
+    """Return whether train.py cannot run without flags, because the default --image-root does not exist."""
+    return not os.path.isdir(DEFAULTS["image_root"])
+
+
+def print_help():
+    """Print the help of train.py to stderr. Return the exit code of a usage error, because nothing was trained."""
+    print(PARSER.format_help(), end="", file=sys.stderr)
+    return exit_codes.USAGE
+
+
 def _config_file(argv):
-    parser = Parser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False)
     parser.add_argument("--config")
     return parser.parse_known_args(argv)[0].config

@@ -16,7 +16,7 @@ from utils.mode import Mode
 
 def main(argv=None):
     """Run train.py and return its exit code: 0 success, 1 failure, 2 error in usage, configuration or data, 75 stopped
-    by a signal (a checkpoint is saved), 130 interrupted."""
+    by a signal (a checkpoint is saved), 130 interrupted, 141 if the reader of the result has exited (`| head`)."""
     try:
         return exit_codes.of("train.py", lambda: _main(sys.argv[1:] if argv is None else argv), needs_stdout=False)
     finally:
@@ -24,6 +24,8 @@ def main(argv=None):
 
 
 def _main(argv):
+    if not argv and config.needs_flags():
+        return config.print_help()
     with signals.watched():
         with logger.result_on_stdout():
             args = config.parse_args(argv)

@@ -13,6 +13,7 @@ from paddle_resnet.data import listing
 from paddle_resnet.settings import parsing
 from paddle_resnet.tools import convert
 from utils import exit_codes, files, locks, logger, numbers, outputs, signals
+from utils.command_line import Parser
 from utils.errors import UsageError
 from utils.mode import RunScope
 
@@ -71,8 +72,17 @@ def main(argv=None):
         exit code: 0 for success, 1 if training would fail (verify only), 2 for a usage error or unusable data, 130 if
             interrupted.
     """
-    parser = argparse.ArgumentParser(prog="python -m paddle_resnet.dataset", description=__doc__, allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=parsing.ToolParser)
+    parser = Parser(
+        prog="python -m paddle_resnet.dataset",
+        description="Prepare and check data sets.",
+        examples=(
+            ("divide class folders into train/ and val/, for train.py --image-root DIR", "split PHOTOS --output DIR"),
+            ("check every image before a long run", "verify DIR --fix-list bad.txt"),
+            ("show the effect of augmentation", "preview DIR --output preview.png"),
+        ),
+        epilog="python -m paddle_resnet.dataset COMMAND --help lists the flags of a command.",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=parsing.ToolParser)
     for add in (_add_sample, _add_split, _add_convert, _add_index, _add_verify, _add_info, _add_preview, _add_speed):
         add(commands)
     return exit_codes.of("paddle_resnet.dataset", lambda: _run(parser, argv))
@@ -88,7 +98,8 @@ def _run(parser, argv):
 
 def _add(commands, name, run, help, takes_train_flags=False):
     epilog = "The flags of train.py are also supported." if takes_train_flags else None
-    command = commands.add_parser(name, help=help, description=help, epilog=epilog, allow_abbrev=False)
+    description = f"{help[0].upper()}{help[1:]}."
+    command = commands.add_parser(name, help=help, description=description, epilog=epilog)
     command.set_defaults(run=run, takes_train_flags=takes_train_flags)
     return command
 
@@ -116,11 +127,9 @@ def _add_split(commands):
         type=_fraction,
         default=0.2,
         metavar="F",
-        help="fraction of each class that goes to val/ (default: 0.2)",
+        help="fraction of each class that goes to val/",
     )
-    command.add_argument(
-        "--seed", type=numbers.seed, default=0, metavar="N", help="seed of the random selection (default: 0)"
-    )
+    command.add_argument("--seed", type=numbers.seed, default=0, metavar="N", help="seed of the random selection")
 
 
 def _run_split(args):
@@ -173,7 +182,7 @@ def _add_convert(commands):
     command.add_argument(
         "--unchecked",
         action="store_true",
-        help="whether to skip the initial check of all images; use only after `verify`",
+        help="skip the initial check of all images; use only after `verify`",
     )
     _add_label_flags(command)
 
@@ -255,7 +264,7 @@ def _add_preview(commands):
         type=numbers.integer(1, 1000),
         default=12,
         metavar="N",
-        help="maximum number of images (default: 12)",
+        help="maximum number of images",
     )
 
 
@@ -283,14 +292,10 @@ def _add_verify(commands):
         "--run-scope",
         choices=[scope.value for scope in RunScope],
         default=RunScope.TRAIN_EVAL.value,
-        help="scope of the training run, which determines the required splits (default: train_eval)",
+        help="scope of the training run, which determines the required splits",
     )
-    command.add_argument(
-        "--allow-empty-classes", action="store_true", help="whether class folders in train/ may be empty"
-    )
-    command.add_argument(
-        "--allow-one-class", action="store_true", help="whether all training images may belong to one class"
-    )
+    command.add_argument("--allow-empty-classes", action="store_true", help="accept empty class folders in train/")
+    command.add_argument("--allow-one-class", action="store_true", help="accept training images of only one class")
     _add_label_flags(command)
 
 
@@ -357,10 +362,10 @@ def _add_speed(commands):
         help="values of --hw-decoder-load to measure (default: --hw-decoder-load)",
     )
     command.add_argument(
-        "--batches", type=numbers.positive, default=20, help="number of batches per measurement (default: 20)"
+        "--batches", type=numbers.positive, default=20, metavar="N", help="number of batches per measurement"
     )
     command.add_argument(
-        "--repeats", type=numbers.positive, default=3, help="number of measurements per setting (default: 3)"
+        "--repeats", type=numbers.positive, default=3, metavar="N", help="number of measurements per setting"
     )
 
 
@@ -371,15 +376,13 @@ def _run_speed(args):
 
 
 def _add_label_flags(command):
-    command.add_argument(
-        "--allow-outside", action="store_true", help="whether file lists may contain files outside DIR"
-    )
+    command.add_argument("--allow-outside", action="store_true", help="accept files outside DIR in file lists")
     command.add_argument(
         "--label-offset",
         type=numbers.label_offset,
         default=numbers.AUTO,
         metavar="{auto,N}",
-        help="first label in file lists and records, as for train.py (default: auto)",
+        help="first label in file lists and records, as for train.py",
     )
 
 

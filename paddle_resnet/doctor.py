@@ -3,7 +3,6 @@
 Checks that load native libraries run in child processes, so that a crash is reported as a problem.
 """
 
-import argparse
 import functools
 import io
 import json
@@ -19,6 +18,7 @@ from collections import namedtuple
 from pathlib import Path
 from time import monotonic
 
+from utils.command_line import Parser
 from utils.errors import python
 
 ROOT = Path(__file__).parents[1]
@@ -330,13 +330,13 @@ def main(argv=None):
     import config
     from utils import exit_codes
 
-    parser = argparse.ArgumentParser(prog="python -m paddle_resnet.doctor", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="python -m paddle_resnet.doctor", description="Check whether training works on this machine.")
     parser.add_argument(
         "--output-dir",
         default=config.parse_args([]).output_dir,
-        help="folder for checkpoints, whose free disk space is checked (default: %(default)s)",
+        help="folder for checkpoints, whose free disk space is checked",
     )
-    parser.add_argument("--json", action="store_true", help="whether to print JSON instead of the table")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     return exit_codes.of("paddle_resnet.doctor", lambda: _main(parser.parse_args(argv)))
 
 

@@ -1,6 +1,5 @@
 """Export a checkpoint for Paddle Inference, ONNX and Triton: `python -m paddle_resnet.export CHECKPOINT OUT`."""
 
-import argparse
 import contextlib
 import json
 import os
@@ -17,6 +16,7 @@ from paddle_resnet.data import listing
 from paddle_resnet.machine import cpu
 from paddle_resnet.models import registered_name
 from utils import exit_codes, files, locks, logger, numbers, outputs, signals
+from utils.command_line import Parser
 from utils.errors import RunError, UsageError, printable
 from utils.mode import Mode
 
@@ -119,9 +119,10 @@ def export(
     if os.path.lexists(output):
         raise UsageError(f"{output}: already exists; remove it or choose a different folder")
     with signals.importing_paddle():
-        from paddle_resnet.machine import compat
+        from paddle_resnet.machine import compat, gpus
 
         compat.check_version()
+        gpus.warn_of_cpu_build()
         from paddle_resnet.serving import inference, networks, onnx_writer
     if verify is not None and precision == "float16" and inference.resolve_device("auto") == "cpu":
         raise UsageError(
@@ -549,15 +550,36 @@ dynamic_batching {{ }}
 def main(argv=None):
     """Run the command and return the exit code: 0 for success, 1 if an exported network differs from the checkpoint, 2
     for a usage error or an unusable checkpoint, 130 if interrupted. The output is kept only if the export succeeds."""
-    parser = argparse.ArgumentParser(prog="python -m paddle_resnet.export", description=__doc__, allow_abbrev=False)
+    parser = Parser(
+        prog="python -m paddle_resnet.export",
+        description="Export a checkpoint for inference: the network, its preprocessing and its class names.",
+        examples=(
+            ("export the best checkpoint of a run", "output/ResNet50 exported"),
+            (
+                "also write and check an ONNX file",
+                "output/ResNet50 exported --onnx --verify DIR",
+            ),
+            (
+                "write an INT8 ONNX file",
+                "output/ResNet50 exported --int8 --calibrate DIR --verify DIR",
+            ),
+        ),
+        main={
+            "What to export": ("checkpoint", "output", "--model-arch-name"),
+            "What to write": ("--onnx", "--triton"),
+            "How to compute": ("--precision", "--uint8", "--int8", "--calibrate"),
+            "Is it correct": ("--verify",),
+        },
+    )
     parser.add_argument(
         "checkpoint",
         type=files.argument,
         metavar="CHECKPOINT",
-        help="checkpoint or run folder, such as output/ResNet50",
+        help="checkpoint folder, or run folder, such as output/ResNet50; of a run folder, the best checkpoint or, if "
+        "there is none, the newest at the end of an epoch",
     )
     parser.add_argument("output", type=files.argument, metavar="OUT", help="folder to create")
-    parser.add_argument("--onnx", action="store_true", help="whether to also write model.onnx")
+    parser.add_argument("--onnx", action="store_true", help="also write model.onnx")
     parser.add_argument(
         "--verify",
         type=files.argument,
@@ -565,16 +587,17 @@ def main(argv=None):
         help="data set on which to compare exports with the checkpoint",
     )
     parser.add_argument(
-        "--uint8", action="store_true", help="whether the input is uint8 [N, H, W, 3], which the network normalizes"
+        "--uint8",
+        action="store_true",
+        help="make the input uint8 [N, H, W, 3]; the network then normalizes it",
     )
     parser.add_argument(
         "--precision",
         choices=["float32", "float16"],
         default="float32",
-        help="precision of the network; input and output remain float32, and float16 networks run only on a GPU "
-        "(default: float32)",
+        help="precision of the network; input and output remain float32, and float16 networks run only on a GPU",
     )
-    parser.add_argument("--int8", action="store_true", help="whether to quantize model.onnx; implies --onnx")
+    parser.add_argument("--int8", action="store_true", help="quantize model.onnx; implies --onnx")
     parser.add_argument(
         "--calibrate",
         type=files.argument,
@@ -598,13 +621,11 @@ def main(argv=None):
         choices=["onnxruntime", "tensorrt"],
         help="engine that runs the INT8 model; tensorrt requires zero point 0 (default: onnxruntime)",
     )
-    parser.add_argument(
-        "--triton", action="store_true", help="whether to also write triton/, a Triton model repository"
-    )
+    parser.add_argument("--triton", action="store_true", help="also write triton/, a Triton model repository")
     parser.add_argument(
         "--model-arch-name",
         metavar="FILE.py:NAME",
-        help="Python file that defines the checkpoint's network, and the name of the network in this file",
+        help="your own network; required if the checkpoint's network is defined in your own Python file",
     )
     return exit_codes.of("paddle_resnet.export", lambda: _main(parser.parse_args(argv)))
 

@@ -15,7 +15,7 @@ from paddle_resnet.data import listing
 from paddle_resnet.job import processes
 from paddle_resnet.models import registered_name
 from paddle_resnet.results import lr_curve
-from paddle_resnet.settings.declarations import Parser
+from paddle_resnet.settings import parsing
 from paddle_resnet.settings.values import flag, text
 from utils import exit_codes, locks, logger, meters, numbers, outputs, progress, signals
 from utils.errors import RunError, UsageError, command
@@ -32,7 +32,7 @@ UNSUPPORTED = (
     ("print_config", "not supported by a search; use it with train.py"),
 )
 # Flags of a configuration file for train.py that a search ignores, but that are errors on its command line.
-IGNORED = ("predictions", "profile_steps", "report_file", "report_html", "tensorboard_dir")
+IGNORED = ("inference_dir", "predictions", "profile_steps", "report_file", "report_html", "tensorboard_dir")
 
 
 class Diverged(Exception):
@@ -98,15 +98,13 @@ def parse(argv):
     Raises:
         UsageError: a flag is unknown, has an invalid value, or is not supported.
     """
-    parser = Parser(
+    parser = parsing.ToolParser(
         prog="python -m paddle_resnet.lr_find",
         description="Train for some steps with a learning rate that rises from step to step, write the loss curve to "
         f"OUTPUT_DIR/ARCH/ ({lr_curve.DRAWING} and {lr_curve.DATA}), and suggest a value for --lr.",
         epilog="The flags of train.py are also supported, except "
         f"{', '.join(flag(name) for name in (*dict(UNSUPPORTED), *IGNORED))}. --overwrite replaces an earlier "
         "curve, but does not delete checkpoints.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--from-lr", type=_rate, default=1e-6, metavar="LR", help="value of --lr in the first step")
     parser.add_argument("--to-lr", type=_rate, default=10.0, metavar="LR", help="value of --lr in the last step")

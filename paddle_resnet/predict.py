@@ -1,11 +1,9 @@
 """Predict the classes of images: `python -m paddle_resnet.predict MODEL IMAGE ...`."""
 
-import argparse
 import contextlib
 import csv
 import json
 import os
-import signal
 import sys
 import tempfile
 import threading
@@ -22,6 +20,7 @@ from paddle_resnet.models import registered_name, user_file
 from paddle_resnet.results import predictions
 from paddle_resnet.settings.values import flag, text
 from utils import exit_codes, files, locks, logger, numbers, outputs, signals
+from utils.command_line import Parser
 from utils.errors import RunError, UsageError, printable
 from utils.meters import latency_percentiles
 
@@ -77,7 +76,7 @@ def _images_below(folder):
     is read only once. A warning states how many files are skipped."""
 
     from paddle_resnet.data.listing import is_system_name
-    from paddle_resnet.data.records import IMAGE_SUFFIXES
+    from paddle_resnet.data.records import IMAGE_ENDINGS, IMAGE_SUFFIXES
 
     def stop(error):
         raise UsageError(f"{error.filename}: cannot be listed ({error.strerror}); make it readable or remove it")
@@ -96,16 +95,15 @@ def _images_below(folder):
         images = [name for name in visible if name.lower().endswith(IMAGE_SUFFIXES)]
         start = os.path.join(parent, "")
         paths += [start + name for name in images]
-        skipped.update(os.path.splitext(name)[1].lower() or "without suffix" for name in {*visible} - {*images})
-    suffixes = ", ".join(IMAGE_SUFFIXES)
+        skipped.update(os.path.splitext(name)[1].lower() or "without extension" for name in {*visible} - {*images})
     reasons = sorted((-count, what) for what, count in skipped.items() if count)
     counts = ", ".join(f"{-count} {what}" for count, what in reasons[:SHOWN_REASONS])
     counts += ", ..." if len(reasons) > SHOWN_REASONS else ""
     if not paths:
         skips = f"; skipped: {counts}" if counts else ""
-        raise UsageError(f"{folder}: contains no images ({suffixes}){skips}; choose a different folder")
+        raise UsageError(f"{folder}: contains no images ({IMAGE_ENDINGS}){skips}; choose a different folder")
     if counts:
-        logger.warn(printable(f"{folder}: skipped {counts}; rename images so that they end in {suffixes}"))
+        logger.warn(printable(f"{folder}: skipped {counts}; rename images so that they end in {IMAGE_ENDINGS}"))
     return sorted(paths)
 
 
@@ -219,7 +217,22 @@ def engines(path, device, model_arch_name=None, precision=None, sizes=(32,)):
 def main(argv=None):
     """Run the command and return the exit code: 0 if all images are classified, 1 if some are not, 2 for a usage error,
     130 if interrupted."""
-    parser = argparse.ArgumentParser(prog="python -m paddle_resnet.predict", description=__doc__, allow_abbrev=False)
+    parser = Parser(
+        prog="python -m paddle_resnet.predict",
+        description="Predict the classes of images.",
+        examples=(
+            ("print the five most probable classes of each image in a folder", "output/ResNet50 photos/"),
+            ("write a table for a spreadsheet", "output/ResNet50 photos/ --csv predictions.csv"),
+            ("try the model in a browser", "output/ResNet50 --serve 8000"),
+            ("measure the speed", "output/ResNet50 --benchmark"),
+        ),
+        main={
+            "What to predict": ("model", "images", "--model-arch-name"),
+            "What to print": ("--csv", "--json"),
+            "How to predict": ("--device", "--batch-size", "--precision", "--tta"),
+            "What else to do with the model": ("--serve", "--benchmark"),
+        },
+    )
     parser.add_argument(
         "model", type=files.argument, metavar="MODEL", help="folder of a checkpoint, run or export, or an ONNX file"
     )
@@ -229,20 +242,20 @@ def main(argv=None):
     parser.add_argument(
         "--model-arch-name",
         metavar="FILE.py:NAME",
-        help="Python file that defines the checkpoint's network, and the name of the network in this file",
+        help="your own network; required if the checkpoint's network is defined in your own Python file",
     )
     parser.add_argument(
         "--csv",
         type=files.argument,
         metavar="FILE|-",
-        help="CSV file to write instead of printing results, with one line per image; -: write to stdout",
+        help="CSV file to write instead of printing results; one line per image; -: write to stdout",
     )
-    parser.add_argument("--json", action="store_true", help="whether to print one JSON object per image")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per image")
     parser.add_argument(
         "--device",
         choices=["auto", "gpu", "cpu"],
         default="auto",
-        help="device on which the network runs (default: auto)",
+        help="device to run on; auto: a GPU if Paddle finds one, otherwise the CPU",
     )
     parser.add_argument(
         "--batch-size", type=numbers.batch_size, metavar="N", help=f"images per batch (default: {BATCH_SIZE})"
@@ -254,17 +267,16 @@ def main(argv=None):
         "--tta",
         choices=["none", "flip"],
         default="none",
-        help="test-time augmentation; flip: average the probabilities of each image and its mirror image (default: "
-        "none)",
+        help="test-time augmentation; flip: average the probabilities of each image and its mirror image",
     )
     parser.add_argument(
         "--precision",
         choices=["float32", "float16", "bfloat16", "int8"],
-        help="precision of the network (default: float16 on a GPU with Tensor Cores, otherwise float32; an export "
-        "runs in the precision in which it was exported)",
+        help="precision of the network; float16 on a GPU with Tensor Cores, otherwise float32; an export runs in the "
+        "precision in which it was exported (default: chosen from the device)",
     )
     parser.add_argument(
-        "--benchmark", action="store_true", help="whether to measure the speed on random images instead of predicting"
+        "--benchmark", action="store_true", help="measure the speed on random images instead of predicting"
     )
     parser.add_argument(
         "--benchmark-batches",
@@ -276,8 +288,8 @@ def main(argv=None):
         "--serve",
         type=numbers.integer(0, 65535),
         metavar="PORT",
-        help="port of a web server with a page to try the model, and with POST /predict, which returns JSON; the "
-        "server runs until Control-C or SIGTERM; 0: any free port",
+        help="port of a web server with a page to try the model; POST /predict returns JSON; the server runs until "
+        "Control-C or SIGTERM; 0: any free port",
     )
     parser.add_argument("--serve-host", metavar="ADDRESS", help=f"address of the web server (default: {HOST})")
     parser.add_argument(
@@ -297,7 +309,9 @@ def main(argv=None):
 
 def _main(args):
     if args.json and args.csv == "-":
-        raise UsageError("--json: --csv - also writes to stdout; remove one of them, or set --csv to a file")
+        raise UsageError(
+            "--json: not supported with '--csv -', which also writes to stdout; remove one, or set --csv to a file"
+        )
     if args.benchmark and args.tta != "none":
         raise UsageError(f"--tta {args.tta}: not supported with --benchmark; remove one of them")
     if args.benchmark and (args.images or args.json or args.csv):
@@ -332,8 +346,6 @@ def _main(args):
     )
     if listener:
         return _serve(args, model, device, listener)
-    if args.csv not in (None, "-"):
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # `... | head` must not stop the command before FILE is complete
     bad = 0
     names = _class_names(model)
     with _csv_writer(args.csv, min(TOP, len(names))) as write, bad_images.decoders_silenced():
@@ -457,6 +469,12 @@ def _csv_writer(path, k):
             writer = csv.writer(lines)
             writer.writerow(header)
             yield writer.writerows
+    except logger.ClosedPipe as e:
+        if path == "-":
+            raise
+        raise RunError(
+            f"--csv {path}: not written, because stdout was closed; read all of stdout, or remove --json"
+        ) from e
     except OSError as e:
         raise UsageError(f"--csv {path}: cannot be written ({e.strerror}); choose a different file") from e
 
@@ -474,7 +492,6 @@ def _print_benchmark(args, device):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` stops the command without an error message
     exit_code = main()
     if threading.active_count() > 1:  # sys.exit would wait until the thread of --serve has decoded its image
         with contextlib.suppress(OSError):  # result_on_stdout has reported it

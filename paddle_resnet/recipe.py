@@ -61,7 +61,7 @@ class Facts:
 
 
 def choose(settings):
-    """If --choose-recipe is set and the run trains, choose values for all flags that the user has not set.
+    """If --choose-recipe is set and the run trains, choose values for the recipe flags that the user has not set.
 
     Args:
         settings: Settings with a resolved --device; modified in place.
@@ -78,7 +78,7 @@ def choose(settings):
 
 
 def choose_from(settings, facts):
-    """Choose values for all flags that the user has not set.
+    """Choose values for the recipe flags that the user has not set.
 
     Args:
         settings: Settings; modified in place.

@@ -23,7 +23,7 @@ from utils.outputs import replaced
 
 MIB = 2**20
 # Flags that the suggested evaluation command omits.
-OF_TRAINING = ("--profile-steps", "--tensorboard-dir", "--report-html")
+OF_TRAINING = ("--inference-dir", "--profile-steps", "--tensorboard-dir", "--report-html")
 STARVED_FRACTION = 0.2  # maximum acceptable fraction of a step that the GPU spends waiting for images
 
 
@@ -109,10 +109,10 @@ def check_replaced(args, checkpoint, run_folder):
             raise UsageError(f"--report-file {path}: is the report of a different {kind} run; choose a different file")
         return
     if kind == "training" and not args.overwrite:
-        remedy = ", continue that run with --resume," if args.run_scope.trains and not args.benchmark else ""
+        remedy = ", add --resume to continue that run," if args.run_scope.trains and not args.benchmark else ""
         raise UsageError(
-            f"--report-file {path}: is the report of a training run; choose a different file{remedy} or replace it "
-            "with --overwrite"
+            f"--report-file {path}: is the report of a training run; choose a different file{remedy} or add "
+            "--overwrite to replace its report"
         )
     logger.info(f"--report-file {path}: replaces the report of an earlier {kind} run")
 

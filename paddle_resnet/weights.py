@@ -61,10 +61,10 @@ def main(argv=None):
     names = ", ".join(published.PACKAGED)
     parser = parsing.ToolParser(
         prog="python -m paddle_resnet.weights",
-        description=__doc__,
+        description="Convert weights from other projects to a checkpoint.",
+        examples=(("convert weights of torchvision or timm", "resnet50.pth --output weights/resnet50"),),
         epilog="The preprocessing flags of train.py, such as --crop-size, override those of the published model or of "
         "the network.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "file",
@@ -84,7 +84,7 @@ def main(argv=None):
         "--verify", type=files.argument, metavar="IMAGE_ROOT", help="data set on which to evaluate the checkpoint"
     )
     parser.add_argument(
-        "--verbose", action="store_true", help="whether errors list all tensors that do not match the network"
+        "--verbose", action="store_true", help="list all tensors that do not match the network, not only some"
     )
     return exit_codes.of("paddle_resnet.weights", lambda: _main(*parser.parse_known_args(argv)))
 

@@ -162,3 +162,15 @@ def training_images(description, image_root, count):
     """Return the batches of calibration images in a network's input format."""
     drawn, _ = calibration.draw(image_root, count)
     return [batch for batch, _ in calibration._batches(description, image_root, drawn)]
+
+
+_AMP = "--amp --scale-loss 128.0 --use-dynamic-loss-scaling --data-layout NHWC"
+# Flags of the training scripts of NVIDIA's RN50v1.5 Paddle example (scripts/training/train_resnet50_*_DGXA100.sh).
+NVIDIA_SCRIPTS = {
+    "TF32_90E": "--epochs 90 --inference-dir ./inference_tf32",
+    "AMP_90E": f"--epochs 90 {_AMP} --fuse-resunit --inference-dir ./inference_amp",
+    "AMP_QAT_10E": "--from-pretrained-params ./output/ResNet50/89 --model-prefix resnet_50_paddle --epochs 10 "
+    f"{_AMP} --qat --lr 0.00005 --inference-dir ./inference_qat",
+    "AMP_ASP_90E": "--from-pretrained-params ./output/ResNet50/89/resnet_50_paddle --epochs 90 "
+    f"{_AMP} --asp --prune-model --mask-algo mask_1d",
+}

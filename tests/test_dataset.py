@@ -1,4 +1,3 @@
-import argparse
 import re
 from concurrent.futures.process import BrokenProcessPool
 
@@ -7,7 +6,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from paddle_resnet import dataset, export, predict
+from paddle_resnet import dataset
 from paddle_resnet.tools import convert, inspection, split, verify
 from utils.errors import UsageError
 from utils.mode import RunScope
@@ -114,10 +113,10 @@ def test_sample_command_prints_image_counts(sample, capsys):
 
 @pytest.mark.parametrize("argv", [[], ["sample"], ["other"]])
 def test_invalid_command_line_exits_with_code_2(argv, capsys):
-    with pytest.raises(SystemExit) as stop:
-        dataset.main(argv)
-    assert stop.value.code == 2
-    assert "usage: python -m paddle_resnet.dataset" in capsys.readouterr().err
+    assert dataset.main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("paddle_resnet.dataset: error: ")
+    assert argv or error.endswith("the following arguments are required: COMMAND; see --help\n")
 
 
 @pytest.mark.parametrize(
@@ -138,9 +137,7 @@ def test_invalid_command_line_exits_with_code_2(argv, capsys):
     ],
 )
 def test_invalid_value_exits_with_code_2_and_an_error(argv, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        dataset.main(argv)
-    assert stop.value.code == 2
+    assert dataset.main(argv) == 2
     assert message in capsys.readouterr().err
 
 
@@ -275,21 +272,3 @@ def test_unknown_flags_are_errors(capsys):
     assert "--lr: unknown flag; see `python -m paddle_resnet.dataset info --help`" in capsys.readouterr().err
     assert dataset.main(["convert", "--from", "s", "--to", "lmdb", "--output", "x", "--quality", "9"]) == 2
     assert "--quality 9: requires --resize-short; add it, or remove --quality" in capsys.readouterr().err
-
-
-def test_help_states_the_defaults(monkeypatch, capsys):
-    stated = {}
-    add = argparse.ArgumentParser.add_argument
-
-    def record(self, *names, **options):
-        text = re.search(r"\(default: (\S+)\)$", options.get("help") or "")
-        if text and options.get("default") is not None:
-            stated[names[-1]] = (text[1], str(options["default"]))
-        return add(self, *names, **options)
-
-    monkeypatch.setattr(argparse.ArgumentParser, "add_argument", record)
-    for module in (dataset, export, predict):
-        with pytest.raises(SystemExit, match="^0$"):
-            module.main(["--help"])
-    assert stated.keys() >= {"--val", "--seed", "--images", "--batches", "--repeats"}
-    assert all(text == default for text, default in stated.values()), stated

@@ -15,7 +15,7 @@ from PIL import Image
 
 from conftest import ROOT
 from paddle_resnet import doctor
-from paddle_resnet.machine import compat, gpus, libraries, memory
+from paddle_resnet.machine import compat, driver, gpus, libraries, memory
 from paddle_resnet.native import build as native
 from utils.errors import python
 
@@ -385,6 +385,14 @@ def test_unusable_gpu_has_same_error_as_train(examine, gpu_machine, monkeypatch)
     for count in (0, 1, 2):
         monkeypatch.setattr("paddle.device.cuda.device_count", lambda count=count: count)
         assert examine()["test: kernel"].detail == f"several: {count > 1}"
+
+
+def test_cpu_build_on_machine_with_gpu_is_reported_with_its_remedy(examine, gpu_machine, monkeypatch):
+    monkeypatch.setattr("paddle.is_compiled_with_cuda", lambda: False)
+    monkeypatch.setattr(driver, "gpu", lambda: driver.Gpu("NVIDIA H100", (9, 0)))
+    row = examine()["test: kernel"]
+    assert row.status == "no"
+    assert 'is a CPU build; use --device cpu, or install a GPU build with make venv PADDLE="3.3.1 -i URL"' in row.detail
 
 
 def test_failed_training_reports_its_error(monkeypatch):

@@ -1,11 +1,15 @@
 """Tests of `make venv` with a fake Python that only records the pip commands."""
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from paddle_resnet.machine import driver
 
 ROOT = Path(__file__).parents[1]
 # A fake Python that replaces the system's Python and the one in .venv. A file named `packages` replaces site-packages.
@@ -70,7 +74,7 @@ def test_make_venv_installs_gpu_requirements(make, tmp_path):
     [
         ("2.6.2", True),
         ("paddlepaddle-gpu==2.6.2.post120 -i URL", True),
-        ("3.3.1", False),
+        ("3.3.1 -i URL", False),
         ("paddlepaddle>=3,<4", False),
     ],
 )
@@ -79,6 +83,34 @@ def test_requirements_of_paddle_2_6_are_omitted_for_other_versions(make, tmp_pat
     requirements = (tmp_path / "requirements.installed").read_text()
     assert ("numpy<2" in requirements) == ("nvidia-cudnn-cu11" in requirements) == is_2_6
     assert "nvidia-dali" in requirements and "numpy>=1.26" in requirements
+
+
+@pytest.mark.parametrize(
+    ("capability", "package"), [((8, 6), "paddlepaddle-gpu==2.6.2"), ((9, 0), "paddlepaddle-gpu==3.3.1 -i URL")]
+)
+def test_printed_command_replaces_cpu_build_with_gpu_build(make, monkeypatch, capability, package):
+    monkeypatch.setattr(driver, "gpu", lambda: driver.Gpu("NVIDIA", capability))
+    command = re.search(r"make (venv PADDLE=(\".+\"|\S+\b))", driver.remedy())[1]
+    make("venv", "PADDLE=2.6.2")  # a CPU build
+    assert make(*shlex.split(command), "HAS_GPU=yes")[0] == ["requirements", "uninstall", f"install {package}"]
+
+
+def test_version_number_means_a_gpu_build_on_a_machine_with_a_gpu(make, tmp_path):
+    make("venv", "PADDLE=2.6.2")
+    replaced = ["requirements", "uninstall", "install paddlepaddle-gpu==2.6.2"]
+    assert make("venv", "PADDLE=2.6.2", "HAS_GPU=yes")[0] == replaced
+    install = "install paddlepaddle-gpu==3.3.1 -i URL"
+    assert make("venv", "PADDLE=3.3.1 -i URL", "HAS_GPU=yes")[0] == ["requirements", "uninstall", install]
+    assert make("venv", "HAS_GPU=yes")[0] == []
+    install = "install paddlepaddle==3.3.1"
+    assert make("venv", "PADDLE=paddlepaddle==3.3.1", "HAS_GPU=yes")[0] == ["requirements", "uninstall", install]
+
+
+def test_gpu_build_of_paddle_3_requires_an_index(make, tmp_path):
+    make("venv", "HAS_GPU=yes")
+    with pytest.raises(AssertionError, match=r"error: PADDLE=3.3.1: GPU builds .*; use PADDLE=\"3.3.1 -i URL\" .*, or"):
+        make("venv", "PADDLE=3.3.1", "HAS_GPU=yes")
+    assert (tmp_path / ".venv/bin/packages").read_text() == "paddlepaddle-gpu==2.6.2\n"
 
 
 def test_changed_requirements_update_venv_in_place(make, tmp_path):

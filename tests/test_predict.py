@@ -3,9 +3,7 @@ import io
 import itertools
 import json
 import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -94,19 +92,15 @@ def test_predictions_match_evaluation(run_train, tmp_path, model_of, val_images,
     ],
 )
 def test_flag_values_out_of_range_exit_with_code_2(tmp_path, capsys, flag, value, message):
-    with pytest.raises(SystemExit) as e:
-        predict.main([str(tmp_path), str(tmp_path), flag, value])
-    assert e.value.code == 2
+    assert predict.main([str(tmp_path), str(tmp_path), flag, value]) == 2
     error = capsys.readouterr().err
-    assert re.search(rf"argument {flag}( \[\w+\])?: ", error) and message in error
-    with pytest.raises(SystemExit):
-        predict.main(["", "x.jpg"])
-    assert "argument MODEL: '' is an empty path" in capsys.readouterr().err
+    assert f"predict: error: {flag}: " in error and message in error
+    assert predict.main(["", "x.jpg"]) == 2
+    assert "error: MODEL: '' is an empty path" in capsys.readouterr().err
 
 
 def test_flags_must_not_be_abbreviated(capsys):
-    with pytest.raises(SystemExit):
-        predict.main(["model", "x.jpg", "--tt", "flip"])
+    assert predict.main(["model", "x.jpg", "--tt", "flip"]) == 2
     assert "unrecognized arguments: --tt" in capsys.readouterr().err
 
 
@@ -143,7 +137,7 @@ def test_invalid_image_files_are_reported_and_skipped(checkpoint, photos, tmp_pa
         "onnxruntime, float32, on the CPU",
         "Executor, float32, on the CPU",
     )
-    suffixes = ", ".join(IMAGE_SUFFIXES)
+    suffixes = f"{', '.join(IMAGE_SUFFIXES[:-1])} or .webp"
     assert lines == [
         f"warning: {folder}: skipped 2 hidden or system files, 1 .txt; rename images so that they end in {suffixes}",
         f"{folder / '0text.jpg'} {unknown}",
@@ -170,7 +164,7 @@ def test_folders_are_searched_like_in_training(photos, tmp_path, capsys):
         (folder / "below" / name).write_text("")
     names = sorted(path.name for path in (photos / "val/class1").iterdir())
     assert predict.find_images([str(folder)], None) == [str(folder / "link" / name) for name in names]
-    skipped = "2 .gif, 2 folders already read (links), 1 .heic, 1 hidden or system files, 1 without suffix"
+    skipped = "2 .gif, 2 folders already read (links), 1 .heic, 1 hidden or system files, 1 without extension"
     assert capsys.readouterr().err.startswith(
         f"warning: {folder}: skipped {skipped}; rename images so that they end in .jpg, "
     )
@@ -213,12 +207,7 @@ def test_text_json_and_csv_output(checkpoint, val_images, tmp_path, capsys, monk
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("".join(f"{path}\n" for path in paths).encode())))
     table, link = tmp_path / "new/folder/table.csv", tmp_path / "link.csv"
     link.symlink_to(table)
-    monkeypatch.setattr(
-        signal, "signal", lambda *arguments, real=signal.signal: calls.append(arguments) or real(*arguments)
-    )
-    calls, ignored = [], (signal.SIGPIPE, signal.SIG_IGN)
     assert predict.main([str(checkpoint), "-", "--csv", str(link), "--json", "--device", "cpu"]) == 0
-    assert calls.count(ignored) == 1
     for i, line in enumerate(capsys.readouterr().out.splitlines()):
         prediction = json.loads(line)
         assert prediction["image"] == paths[i]
@@ -234,10 +223,8 @@ def test_text_json_and_csv_output(checkpoint, val_images, tmp_path, capsys, monk
         assert row[:6] == [paths[i], *[str(best[i][0]), f"class{best[i][0]}"] * 2, f"{expected[i].max():.7g}"]
     assert predict.main([str(checkpoint), *paths, "--csv", "-", "--device", "cpu"]) == 0
     assert capsys.readouterr().out == table.read_text()
-    assert calls.count(ignored) == 1  # `--csv - | head` ends the command
     assert predict.main([str(checkpoint), *paths, "--device", "cpu"]) == 0
     assert capsys.readouterr().out.startswith(f"{paths[0]}: class{best[0][0]} {expected[0].max():.4f}, class")
-    assert calls.count(ignored) == 1
 
 
 def test_top_returns_the_five_most_probable_classes():
@@ -452,7 +439,10 @@ def test_benchmark_skips_unusable_engine_with_a_warning(checkpoint, tmp_path, ca
         (["{root}/empty", "{image}"], "empty: contains neither meta.json nor parameters; choose the folder of a run"),
         (["{run}/0"], "IMAGE: missing; add files, folders, or -"),
         (["{run}/0", "{root}/empty"], "empty: contains no images (.jpg,"),
-        (["{run}/0", "{image}", "--json", "--csv", "-"], "--json: --csv - also writes to stdout"),
+        (
+            ["{run}/0", "{image}", "--json", "--csv", "-"],
+            "--json: not supported with '--csv -', which also",
+        ),
         (["{run}/0", "{image}", "--benchmark"], "--benchmark: measures random images"),
         (["{run}/0", "--benchmark", "--json"], "--benchmark: measures random images"),
         (["{run}/0", "--benchmark", "--tta", "flip"], "--tta flip: not supported with --benchmark; remove one of"),
@@ -686,10 +676,22 @@ def test_csv_with_json_requires_that_stdout_is_read(checkpoint, val_images, tmp_
     with subprocess.Popen([*command, "--csv", tmp_path / "table.csv", "--json"], cwd=ROOT, **pipes) as process:
         process.stdout.close()
         assert process.stderr.read().endswith(
-            "error: stdout: cannot be written (Broken pipe); free disk space, or redirect stdout\n"
+            f"error: --csv {tmp_path}/table.csv: not written, because stdout was closed; read all of stdout, or remove "
+            "--json\n"
         )
     assert process.returncode == 1
     assert not [path for path in tmp_path.iterdir() if "table" in path.name]
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"], ["--csv", "-"]], ids=" ".join)
+def test_closed_pipe_ends_predictions_silently(checkpoint, val_images, tmp_path, flags):
+    export.export(checkpoint, tmp_path / "export")
+    command = [sys.executable, "-m", "paddle_resnet.predict", tmp_path / "export", *val_images[0], "--device", "cpu"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, *flags], cwd=ROOT, **pipes) as process:
+        process.stdout.close()
+        assert "error" not in process.stderr.read()
+    assert process.returncode == 141
 
 
 def test_csv_quotes_line_breaks_in_image_names(checkpoint, val_images, tmp_path):

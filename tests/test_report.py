@@ -141,8 +141,8 @@ def test_training_report_is_replaced_only_with_overwrite(run_train, tmp_path, ca
     for more in (evaluation, elsewhere, ["--benchmark", "--run-scope", "train_only"], [*evaluation, "--dry-run"]):
         capsys.readouterr()
         assert run_train(*flags, *more)[0] == 2
-        remedy = "choose a different file" + ", continue that run with --resume," * (more is elsewhere)
-        message = f"--report-file {kept}: is the report of a training run; {remedy} or replace it with --overwrite"
+        remedy = "choose a different file" + ", add --resume to continue that run," * (more is elsewhere)
+        message = f"--report-file {kept}: is the report of a training run; {remedy} or add --overwrite to replace"
         assert_one_error(capsys.readouterr().err, [message])
         assert {path: path.read_bytes() for path in tmp_path.glob("kept*")} == tables
     assert run_train(*flags, *elsewhere, "--resume")[0] == 2  # --resume would append to the report

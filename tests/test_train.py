@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import importlib.util
 import pickle
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import yaml
 import config
 import train
 from conftest import NHWC, ROOT, TINY, assert_one_error, assert_sparse, frozen, losses, phase
+from helpers import NVIDIA_SCRIPTS
 from paddle_resnet import export, models, phases, program
 from paddle_resnet.checkpoints import saver
 from paddle_resnet.data import listing
@@ -26,6 +28,8 @@ from paddle_resnet.settings import durations
 from utils.errors import RunError
 from utils.mode import Mode
 
+ON_GPU = paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0
+HAS_RESIDUAL_UNITS = compat.fuse_residual_units(paddle.static.BuildStrategy())
 pytestmark = pytest.mark.usefixtures("one_block")
 
 # The recipes, except those that choose their flags at the start of a run, which tests/test_recipe.py tests.
@@ -408,11 +412,22 @@ def flatten(split):
         (lambda root: shutil.rmtree(root / "val"), ["has no folder val/", "--run-scope train_only"]),
         (lambda root: shutil.rmtree(root / "train"), ["has no folder train/", "--run-scope eval_only"]),
         (lambda root: flatten(root / "train"), ["--image-root", "no class folders", "one folder per class"]),
-        (lambda root: empty(root / "val"), ["--image-root", "val/ contains no images"]),
+        (lambda root: empty(root / "val"), ["--image-root", "val/ contains no images in class folders; add images"]),
+        (lambda root: flatten(root / "val"), ["val/ contains no images in class folders; move each image into the"]),
         (lambda root: empty(root / "train/class0"), ["train has no images for 1 of 3", "--allow-empty-classes"]),
         (keep_one_class, ["all train images belong to one class, class0", "--allow-one-class"]),
     ],
-    ids=["missing", "empty", "no val", "no train", "no class folders", "no images", "empty class", "one class"],
+    ids=[
+        "missing",
+        "empty",
+        "no val",
+        "no train",
+        "no class folders",
+        "no images",
+        "flat",
+        "empty class",
+        "one class",
+    ],
 )
 def test_invalid_data_set_exits_with_code_2(run_train, photos, tmp_path, capsys, change, message):
     root = changed_copy(photos, tmp_path, change)
@@ -479,7 +494,6 @@ def test_undecodable_image_stops_the_run_unless_in_skip_list(run_train, photos, 
         (["--device", "gpu"], ["--device gpu", "--device cpu"]),
         (["--amp"], ["--amp", "GPU"]),
         (["--dali-device", "gpu"], ["--dali-device gpu", "--dali-device cpu"]),
-        (["--fuse-resunit"], ["--fuse-resunit"]),
         (["--output-dir", "/proc/no"], ["--output-dir /proc/no", "choose a different path"]),
         (["--from-checkpoint", ""], ["--from-checkpoint", "empty path"]),
         (["--skip-list", "nowhere"], ["--skip-list nowhere: cannot be read"]),
@@ -493,6 +507,45 @@ def test_invalid_flags_exit_with_code_2(run_train, capsys, flags, message):
     assert code == 2
     assert_one_error(capsys.readouterr().err, message)
     assert report == []
+
+
+@pytest.mark.parametrize("name", NVIDIA_SCRIPTS)
+def test_scripts_of_nvidia_example_train_and_their_export_command_works(
+    run_train, checkpoint, tmp_path, capsys, monkeypatch, name
+):
+    """With tiny values: a tiny network, one epoch and, on a CPU, float32."""
+    words = NVIDIA_SCRIPTS[name].split()
+    for flag, count in (("--epochs", 2), ("--lr", 2), ("--model-prefix", 2), ("--from-pretrained-params", 2)):
+        if flag in words:
+            del words[words.index(flag) : words.index(flag) + count]
+    for flag, count in () if ON_GPU else (("--amp", 1), ("--scale-loss", 2), ("--use-dynamic-loss-scaling", 1)):
+        if flag in words:
+            del words[words.index(flag) : words.index(flag) + count]
+    if "--from-pretrained-params" in NVIDIA_SCRIPTS[name]:
+        words += ["--from-pretrained-params", checkpoint]
+    monkeypatch.chdir(tmp_path)
+    code, report = run_train(*words, *(["--device", "gpu"] if ON_GPU else []), "--output-dir", "output")
+    assert code == 0
+    assert np.isfinite(list(losses(report).values())).all()
+    warnings = capsys.readouterr().err
+    assert ("--fuse-resunit: has no effect" in warnings) == ("--fuse-resunit" in words and not HAS_RESIDUAL_UNITS)
+    if "--inference-dir" in words:
+        command = re.search(
+            r"--inference-dir (\S+): .*; after training, run \S+ -m paddle_resnet.export (.*)", warnings
+        )
+        assert export.main(command[2].split()) == 0
+        assert (tmp_path / command[1] / "model.json").is_file()
+
+
+@pytest.mark.skipif(HAS_RESIDUAL_UNITS, reason="tests builds of Paddle without fused residual units")
+def test_flags_without_effect_do_not_differ_from_checkpoint_on_resume(run_train, capsys):
+    flags = ["--fuse-resunit", "--inference-dir", "exported"]
+    assert run_train(*flags)[0] == 0
+    capsys.readouterr()
+    assert run_train(*flags, "--resume", "--epochs", "2")[0] == 0
+    error = capsys.readouterr().err
+    assert "warning: --fuse-resunit: has no effect" in error
+    assert "trained with different flags: --epochs 2 (was 1), so the losses" in error
 
 
 def test_checkpoint_of_different_model_exits_with_code_2(run_train, checkpoint, capsys):

@@ -23,6 +23,7 @@ _NO_MEMORY = (
 _NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG)
 _NO_TEMPORARY_FOLDER = "No usable temporary directory"  # error message of Python's tempfile module
 DONE, FAILURE, USAGE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
+CLOSED_PIPE = 128 + signal.SIGPIPE  # what a shell reports for a program that SIGPIPE ends, such as `yes | head`
 # If less address space than this is available, an import or a step can fail without a clear error message. A small
 # training run on a CPU used 3.2 to 3.5 GiB.
 LEAST_ADDRESS_SPACE = 4 << 30  # bytes
@@ -38,7 +39,8 @@ def of(program, function, needs_stdout=True):
     Returns:
         the exit code of the function; FAILURE after a RunError or if memory is insufficient; USAGE after a UsageError
         or if a path is inaccessible; PREEMPTED if a signal stopped the run and all work is saved; INTERRUPTED after a
-        KeyboardInterrupt. Other exceptions are not caught.
+        KeyboardInterrupt; CLOSED_PIPE, without a message, if the reader of the result has exited. Other exceptions are
+        not caught.
     """
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.NUMBERS)  # paddle_resnet/__init__.py blocked them
@@ -53,6 +55,8 @@ def of(program, function, needs_stdout=True):
     except signals.Preempted as e:
         logger.info(f"stopped by {signals.received() or 'a signal to another process'}{e}")
         return PREEMPTED
+    except logger.ClosedPipe:
+        return CLOSED_PIPE
     except KeyboardInterrupt:
         logger.write_line(f"{program}: interrupted", sys.stderr)
         return INTERRUPTED

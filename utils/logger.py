@@ -131,8 +131,8 @@ def write_line(text, stream):
 
 @contextlib.contextmanager
 def result_on_stdout():
-    """Raise RunError if the output of the `with` block cannot be written to stdout, even if a library ignores the
-    OSError, as argparse does for --help."""
+    """Raise RunError if the output of the `with` block cannot be written to stdout, or ClosedPipe if its reader has
+    exited, even if a library ignores the OSError."""
     result = _Result(sys.stdout)
     with contextlib.redirect_stdout(result):
         try:
@@ -146,12 +146,18 @@ def result_on_stdout():
             result.write, result.flush = result._stream.write, result._stream.flush
 
 
+class ClosedPipe(Exception):
+    """The program that reads stdout through a pipe has exited, as in `... | head`."""
+
+
 class _Result:
-    """A text stream that converts an OSError to a RunError, and raises the RunError again in every later call."""
+    """A text stream that converts an OSError to a RunError or to ClosedPipe, and raises this exception again in every
+    later call."""
 
     def __init__(self, stream):
         self._stream = stream
         self._problem = None
+        self._is_pipe_closed = False
 
     def __getattr__(self, name):
         return getattr(self._stream, name)
@@ -169,8 +175,10 @@ class _Result:
             if self._problem is None:
                 return function(*arguments)
         except OSError as e:
-            self._problem = e.strerror
+            self._problem, self._is_pipe_closed = e.strerror, isinstance(e, BrokenPipeError)
             _abandon(self._stream)
+        if self._is_pipe_closed:
+            raise ClosedPipe
         raise RunError(f"stdout: cannot be written ({self._problem}); free disk space, or redirect stdout")
 
 

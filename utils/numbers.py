@@ -31,9 +31,11 @@ def integer(least, most=2**31 - 1):
 
 
 def number(text):
-    """Parse a finite number or a fraction such as 1/255."""
+    """Parse a finite number, a fraction such as 1/255, or a power such as 2^-15."""
     try:
-        value = float(Fraction(text)) if "/" in text else float(text)
+        base, power, exponent = text.partition("^")
+        value = float(Fraction(base)) if "/" in base else float(base)
+        value = value ** int(exponent) if power else value
     except (ValueError, ZeroDivisionError, OverflowError) as e:
         message = f"'{short(text)}' is not a number; use a number such as 0.1 or 1/255"
         raise argparse.ArgumentTypeError(message) from e
@@ -62,6 +64,9 @@ def list_of(parse):
     """Return the argparse type for a comma-separated list of values, each of which is parsed with `parse`."""
 
     def parse_list(text):
+        if text.startswith("[") and text.endswith("]"):
+            bare = short(",".join(text[1:-1].replace(",", " ").split()))
+            raise argparse.ArgumentTypeError(f"'{short(text)}' has brackets; use {bare}")
         if len(text.split()) > 1 and "," not in text:
             with_commas = short(",".join(text.split()))
             raise argparse.ArgumentTypeError(f"'{short(text)}' has no commas; use {with_commas}")

@@ -271,8 +271,8 @@ def _tensors(state):
 
 def _torch_arrays(tensors, storages, raw):
     for storage, data in ((storages[key], data) for key, data in raw.items()):
-        if len(data) != storage.length * _item_size(storage.dtype):
-            raise UnreadableError(f"a storage has {len(data)} bytes, not {storage.length} values of {storage.dtype}")
+        if len(data) != (expected := storage.length * _item_size(storage.dtype)):
+            raise UnreadableError(f"a tensor storage has {len(data)} bytes instead of {expected}")
     for tensor in tensors.values():
         storages[tensor.key].used.append((tensor.offset, tensor.offset + math.prod(tensor.shape)))
     for storage in storages.values():

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paddle_resnet.data import indexes, records
-from paddle_resnet.data.records import IMAGE_SUFFIXES
+from paddle_resnet.data.records import IMAGE_ENDINGS, IMAGE_SUFFIXES
 from utils import logger
 from utils.errors import UsageError, command, printable
 from utils.mode import Mode, RunScope
@@ -45,6 +45,9 @@ OTHER_NAMES = {
 SYSTEM_FOLDERS = ("__MACOSX", "lost+found", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information")
 HIDDEN = "hidden image"  # kind of an ignored file, for warn_of_ignored
 OUTSIDE = "image outside the class folders"  # kind of an ignored file, for warn_of_ignored
+_PLURALS = {HIDDEN: "hidden images", OUTSIDE: "images outside the class folders", "folder": "folders"}
+_IMAGENET_CLASSES = 1000
+_ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
 _TEXT_LIMIT = 1 << 30  # maximum size in bytes of a file list, classes.txt or skip list
 _NAME_LIMIT = 1000  # maximum number of characters in a class name; Python's CSV reader accepts 131,072
 # Files in which other programs list the shards of a WebDataset: timm's _info.json, and sizes.json of webdataset.
@@ -215,6 +218,8 @@ def _splits_remedy(image_root):
     ]
     if near:
         return f"use {' or '.join(map(shlex.quote, near[:3]))}"
+    if archives := sorted(name for name in os.listdir(image_root) if name.lower().endswith(_ARCHIVES)):
+        return f"extract {printable(_some(archives))} to train/CLASS/ and val/CLASS/, with one folder per class"
     return (
         "use the folder that contains train/ and val/; if this is a folder of class folders, "
         f"{_split_command(image_root, image_root)}"
@@ -456,11 +461,12 @@ def warn_of_ignored(folder, ignored):
         counts = Counter(label for label, _ in places if label)
         classes = _some([f"{label} {count}" for label, count in counts.most_common()], 3)
         example = os.path.join(*places[0])
-        parts.append(f"{len(places)} {kind} ({f'{classes}; ' if classes else ''}for example {example})")
+        plural = kind if len(places) == 1 else _PLURALS.get(kind, kind)
+        parts.append(f"{len(places)} {plural} ({f'{classes}; ' if classes else ''}for example {example})")
     _log_once(
         printable(
             f"{folder}: {entries(len(ignored))} ignored: {_some(parts, 10)}; images must be in a class "
-            f"folder and have a name that ends in {', '.join(IMAGE_SUFFIXES)} and does not begin with a dot"
+            f"folder and have a name that ends in {IMAGE_ENDINGS} and does not begin with a dot"
         ),
         logger.warn,
     )
@@ -494,7 +500,7 @@ def check_classes(image_root, mode, data_format, labels, classes, allow_empty=Fa
         )
         if mode is Mode.TRAIN and data_format == "folder" and not allow_empty:
             raise UsageError(
-                f"{message}; add images ({', '.join(IMAGE_SUFFIXES)}), remove the folders, or use --allow-empty-classes"
+                f"{message}; add images ({IMAGE_ENDINGS}), remove the folders, or use --allow-empty-classes"
             )
         _log_once(printable(f"{message}; add images"), logger.warn)
     if mode is Mode.TRAIN and len(there) == 1:
@@ -661,12 +667,12 @@ def _log_once(message, log):
 
 
 def image_files(path):
-    """List the images in a class folder. Images are recognized by their suffixes.
+    """List the images in a class folder. Images are recognized by their extensions.
 
     Returns:
         (sorted names of the images; sorted names of images that are not regular files but broken links, FIFOs or
         devices; [(kind, name)] of ignored images and of ignored entries that are not hidden, where kind is HIDDEN, the
-        suffix of a file, or "folder")
+        extension of a file, or "folder")
     Raises:
         UsageError: the folder cannot be listed.
     """
@@ -676,7 +682,7 @@ def image_files(path):
     names = sorted(name for name, kind in kind_of.items() if kind != "folder")
     ignored = [
         (
-            "folder" if _type(entry) == "folder" else os.path.splitext(entry.name)[1].lower() or "without suffix",
+            "folder" if _type(entry) == "folder" else os.path.splitext(entry.name)[1].lower() or "without extension",
             entry.name,
         )
         for entry in entries
@@ -962,10 +968,13 @@ def check_labels(path, labels, num_of_class, classes, label_offset=0):
                 allowed = f"{source} allows {first} to {first + limit - 1}"
             if label_offset:
                 allowed += f" with --label-offset {label_offset}"
-            raise UsageError(
-                f"{path}: has label {label:g}, but {allowed}; number the classes from 0, set --label-offset to the "
-                "first label, or use a larger --num-of-class"
-            )
+            remedy = "number the classes from 0, set --label-offset to the first label, or use a larger --num-of-class"
+            if label - label_offset == limit == _IMAGENET_CLASSES and path.endswith(".txt"):
+                remedy = (
+                    "labels from 1 to 1000 are probably those of ImageNet's development kit, whose order is not that "
+                    "of class folders; instead of this file, use class folders with WordNet names, such as n01440764"
+                )
+            raise UsageError(f"{path}: has label {label:g}, but {allowed}; {remedy}")
 
 
 def is_class(label, limit=None):

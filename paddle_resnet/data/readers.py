@@ -147,8 +147,10 @@ def _files(
         files, labels, classes = listing.list_filelist(image_root, mode, num_of_class, allow_outside, numbers.offset)
         classes = numbers.classes
     if not files:
-        suffixes = ", ".join(records.IMAGE_SUFFIXES)
-        raise UsageError(f"--image-root {image_root}: {mode.value}/ contains no images ({suffixes}); add images")
+        remedy = f"add images ({records.IMAGE_ENDINGS})"
+        if data_format == "folder" and listing.images_at_the_top(os.path.join(image_root, mode.value)):
+            remedy = "move each image into the folder of its class"
+        raise UsageError(f"--image-root {image_root}: {mode.value}/ contains no images in class folders; {remedy}")
     if classes is None:
         classes = listing.numbers(None if num_of_class is None else max(labels) + 1)
     listing.check_classes(image_root, mode, data_format, labels, classes, allow_empty, allow_one_class)

@@ -8,6 +8,7 @@ import numpy as np
 import paddle
 from paddle import static
 
+from paddle_resnet.machine import driver
 from utils.errors import UsageError
 
 # The test suite passes with these versions. Newer patch releases of the same minor versions are also accepted.
@@ -36,9 +37,12 @@ def check_version(version=paddle.__version__):
     numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
     if not any(numbers[:2] == tested[:2] and numbers >= tested for tested in (LOWEST, HIGHEST)):
         lowest, highest = (".".join(map(str, tested)) for tested in (LOWEST, HIGHEST))
+        remedy = (
+            driver.remedy() if driver.gpu() else f"install one of them, for example with make venv PADDLE={highest}"
+        )
         raise UsageError(
-            f"Paddle {version}: not supported; this project is tested with {lowest} (lowest) and {highest} "
-            f"(highest); install one of them, for example with make venv PADDLE={highest}"
+            f"Paddle {version}: not supported; this project is tested with {lowest} (lowest) and {highest} (highest); "
+            f"{remedy}"
         )
     if IS_PADDLE_3 and paddle.get_flags(_PIR)[_PIR]:
         raise UsageError(
@@ -141,17 +145,12 @@ def assigned(op):
 
 
 def fuse_residual_units(strategy):
-    """Set BuildStrategy.fuse_resunit, which exists only in GPU builds of Paddle 3 with cuDNN's frontend.
-
-    Raises:
-        UsageError: this build of Paddle lacks the attribute.
-    """
+    """Set BuildStrategy.fuse_resunit, which exists only in GPU builds of Paddle 3 with cuDNN's frontend. Return whether
+    this build of Paddle supports it."""
     try:
-        if not hasattr(strategy, "fuse_resunit"):
-            raise RuntimeError
-        strategy.fuse_resunit = True
-    except RuntimeError as e:
-        raise UsageError(
-            f"--fuse-resunit: this build of Paddle {paddle.__version__} does not support fused residual units; remove "
-            "the flag"
-        ) from e
+        if hasattr(strategy, "fuse_resunit"):
+            strategy.fuse_resunit = True
+            return True
+    except RuntimeError:  # a build without cuDNN's frontend
+        pass
+    return False

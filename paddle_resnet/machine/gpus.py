@@ -1,5 +1,6 @@
 """Check whether the installed Paddle can use this machine's GPUs."""
 
+import functools
 import mmap
 import struct
 from pathlib import Path
@@ -8,7 +9,7 @@ import numpy as np
 import paddle
 from paddle import static
 
-from paddle_resnet.machine import libraries
+from paddle_resnet.machine import driver, libraries
 from utils import logger
 from utils.errors import UsageError, core
 
@@ -36,9 +37,18 @@ def resolve(device, index, several):
         return "gpu"
     if device == "gpu":
         raise UsageError(f"--device gpu: {reason}")
-    if paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count():
+    if not paddle.is_compiled_with_cuda():
+        warn_of_cpu_build()
+    elif paddle.device.cuda.device_count():
         logger.warn(f"--device auto: using the CPU instead of the GPU: {reason}")
     return "cpu"
+
+
+@functools.cache  # one warning per process
+def warn_of_cpu_build():
+    """Log a warning if this machine has a GPU that the installed Paddle, a CPU build, cannot use."""
+    if not paddle.is_compiled_with_cuda() and (gpu := driver.gpu()):
+        logger.warn(f"Paddle {paddle.__version__}: a CPU build, so the GPU ({gpu.name}) is not used; {driver.remedy()}")
 
 
 def problem(index, several=False):
@@ -51,7 +61,7 @@ def problem(index, several=False):
         description of the problem and its remedy, or None if there is no problem.
     """
     if not paddle.is_compiled_with_cuda():
-        return f"Paddle {paddle.__version__} is a CPU build; use --device cpu, or {INSTALL}"
+        return f"Paddle {paddle.__version__} is a CPU build; use --device cpu, or {driver.remedy()}"
     if index >= paddle.device.cuda.device_count():
         return f"Paddle {paddle.__version__} does not detect GPU {index}; check nvidia-smi, or use --device cpu"
     return libraries.problem(several) or _kernel_problem(index)

@@ -1,6 +1,5 @@
 """Print the size and speed of the networks; see `python -m paddle_resnet.models --help`."""
 
-import argparse
 import csv
 import math
 import sys
@@ -8,6 +7,7 @@ from pathlib import Path
 
 from paddle_resnet.models import MODELS, registered, registered_name
 from utils import exit_codes, signals
+from utils.command_line import Parser
 
 SPEEDS = Path(__file__).parents[2] / "benchmarks" / "networks.csv"  # an installed package does not contain this file
 BYTES = 2  # size of a float16 element
@@ -95,7 +95,7 @@ def rows(archs):
 
 
 def _main(argv):
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m paddle_resnet.models",
         description=f"Print the size of networks with {CLASSES:,} classes and {CHANNELS} input channels: image side in "
         "pixels, trainable parameters, and multiply-adds and activation memory per image. Activation memory counts the "

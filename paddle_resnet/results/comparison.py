@@ -1,7 +1,5 @@
 """`python -m paddle_resnet.report RUN...`: compare runs based on their reports."""
 
-import argparse
-
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -10,6 +8,7 @@ from paddle_resnet.data import listing
 from paddle_resnet.results import lr_curve, page, reading
 from paddle_resnet.results.curves import chart
 from utils import exit_codes, files, outputs
+from utils.command_line import Parser
 from utils.errors import printable
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -20,10 +19,10 @@ PLACES = {"output_dir", "report_file", "report_html", "tensorboard_dir", "predic
 
 def main(argv=None):
     """Compare runs and return the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m paddle_resnet.report",
         description="Compare runs: metrics, curves, flags that differ, and the first step at which the losses differ.",
-        allow_abbrev=False,
+        examples=(("compare two runs", "output/ResNet50 output2/ResNet50 --html comparison.html"),),
     )
     parser.add_argument(
         "runs", type=files.argument, nargs="+", metavar="RUN", help="a report, or a folder with report.json"

@@ -211,7 +211,7 @@ def read_model(path):
     path = Path(path)
     try:
         if not path.is_file() or path.stat().st_size > MAX_JSON_BYTES:  # opening a pipe would block
-            raise ValueError(f"not a file of up to {MAX_JSON_BYTES} bytes")
+            raise ValueError(f"not a regular file, or larger than {MAX_JSON_BYTES / 2**20:g} MiB")
         model = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as e:
         raise ValueError(f"{path}: cannot be read ({_reason(e)}); copy the export folder again") from e

@@ -308,8 +308,6 @@ def serve(app, listener, announce=lambda: None):
     # stopped, it restores the handler and raises the received signals again.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    # predict.py lets SIGPIPE end the process, but a client that closes its connection must not stop the server.
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     announce()
     server.run(sockets=[listener])
     if signal.SIGINT in received:

@@ -3,6 +3,9 @@
 The kind of a flag determines which runs inherit it from a checkpoint. Evaluation and fine-tuning inherit the
 flags of the kinds "network" and "preprocessing". A resumed run also inherits the flags of the kinds "recipe" and
 "saving". No run inherits the flags of the kinds "loader", "machine" and "output".
+
+The topic of a flag is the part of `--help all` that describes it; `--help` lists only the flags in MAIN, each with its
+help text up to the first semicolon.
 """
 
 import argparse
@@ -14,7 +17,7 @@ from paddle_resnet.models import MODELS, parts
 from paddle_resnet.optimizers.table import OPTIMIZERS
 from paddle_resnet.settings import stages
 from utils import files, numbers
-from utils.errors import UsageError
+from utils.command_line import Parser
 from utils.mode import RunScope
 
 KINDS = ("network", "preprocessing", "recipe", "saving", "loader", "machine", "output")
@@ -22,39 +25,90 @@ EVALUATED = ("network", "preprocessing")
 RESUMED = (*EVALUATED, "recipe", "saving")
 MOST_MINUTES = 366 * 24 * 60  # maximum duration of a run
 LEAST_FRACTION = 1e-6  # minimum A in --lookahead K,A; much smaller values would be 0 in float32
-LONGEST_WORD = 500  # maximum length of a word in an error message; longer flag values are shortened
 MAX_BELOW_ONE = 0.9999999  # float32 would round larger values to 1, and optimizers divide by 1 minus the value
+
+# {topic of --help: description}
+TOPICS = {
+    "start": "parts of a run, configuration file, network, and checkpoint to start from",
+    "fine-tune": "pretrained weights, frozen layers, learning rates per layer",
+    "data": "data set, classes and labels",
+    "image": "image size and preprocessing",
+    "augment": "random changes of training images",
+    "regularize": "label smoothing, weight decay, dropout, averaged weights",
+    "optimizer": "update rule and batch size",
+    "schedule": "length of the run and learning rate",
+    "precision": "mixed precision, memory layout, sparsity, quantization",
+    "checkpoints": "saving, evaluation and early end of the run",
+    "machine": "device, kernels and loader threads",
+    "logs": "report, TensorBoard, HTML page, predictions",
+    "benchmark": "measuring and tracing steps",
+}
+# The flags that a first user needs: {question: flags}.
+MAIN = {
+    "What to train": (
+        *("--image-root", "--config", "--choose-recipe", "--model-arch-name", "--from-pretrained-params"),
+        "--num-of-class",
+    ),
+    "How to train": ("--epochs", "--budget-minutes", "--batch-size", "--lr", "--optimizer", "--crop-size", "--amp"),
+    "What to run, and where to save": ("--run-scope", "--from-checkpoint", "--resume", "--output-dir"),
+    "Where to run": ("--device", "--seed", "--dry-run"),
+}
+EXAMPLES = (
+    (
+        "train on your photos; the run chooses flags for the data and the machine",
+        "--config configs/photos.yaml --image-root DIR",
+    ),
+    (
+        "train with a recipe; configs/README.md lists all recipes",
+        "--config configs/imagenet_resnet50_90epochs.yaml --image-root DIR",
+    ),
+    (
+        "continue after an interruption: repeat the command with --resume",
+        "--config configs/photos.yaml --image-root DIR --resume",
+    ),
+    (
+        "evaluate the best checkpoint of a run",
+        "--run-scope eval_only --from-checkpoint output/ResNet50 --image-root DIR",
+    ),
+)
+# Flags of NVIDIA's RN50v1.5 Paddle example.
+_OF_NVIDIA = (
+    "amp asp batch-size benchmark benchmark-steps benchmark-warmup-steps bn-weight-decay crop-size dali-num-threads "
+    "dali-output-fp16 dali-random-seed data-layout enable-cpu-affinity epochs eval-interval from-checkpoint "
+    "from-pretrained-params fuse-resunit image-root image-shape inference-dir label-smoothing last-epoch-of-checkpoint "
+    "lr lr-scheduler mask-algo model-arch-name model-prefix momentum normalize-mean normalize-scale normalize-std "
+    "num-of-class optimizer output-dir print-interval prune-model qat rand-crop-ratio rand-crop-scale report-file "
+    "resize-short run-scope save-interval scale-loss show-config use-dynamic-loss-scaling use-pure-fp16 warmup-epochs "
+    "warmup-start-lr weight-decay"
+)
+NVIDIA = frozenset(f"--{name}" for name in _OF_NVIDIA.split())
 
 # Attributes of a flag in addition to those of its argparse action:
 # kind: one of KINDS.
+# topic: one of TOPICS.
 # batches: whether the flag determines the order or the content of the training batches.
 # depends_on: other flags. If the user sets one of these flags to a value that differs from the checkpoint's, the flag
 #     that this entry declares is not inherited from the checkpoint.
 # used_by: (other flag, the values of the other flag for which the declared flag has an effect), for example the
 #     schedules that use the declared flag; None if the declared flag always has an effect.
 # before: value to assume for checkpoints that are older than the flag; None for the default.
-Declaration = namedtuple("Declaration", "kind batches depends_on used_by before")
+Declaration = namedtuple("Declaration", "kind topic batches depends_on used_by before")
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser that raises UsageError."""
-
-    def error(self, message):
-        words = message.removeprefix("argument ").split()
-        raise UsageError(" ".join(w if len(w) <= LONGEST_WORD else numbers.short(w) for w in words))
-
-
-def _flag(group, kind, name, batches=False, depends_on=(), used_by=None, before=None, **options):
+def _flag(parser, kind, name, topic, batches=False, depends_on=(), used_by=None, before=None, **options):
     if used_by is not None:
         depends_on = (*depends_on, used_by[0])
-    action = group.add_argument(name, **options)
-    action.declaration = Declaration(kind, batches, depends_on, used_by, before)
+    if "choices" not in options:
+        options.setdefault("metavar", {int: "N", float: "X"}.get(type(options.get("default"))))
+    action = parser.add_argument(name, **options)
+    action.declaration = Declaration(kind, topic, batches, depends_on, used_by, before)
+    action.mark = " (N)" if name in NVIDIA else ""
 
 
 def _switch(default=False):
     """Return the argparse options of a boolean flag: `--flag` without a value means true, and `--flag false` overrides
     the configuration file."""
-    return {"nargs": "?", "const": True, "default": default, "type": _truth, "metavar": "{true,false}"}
+    return {"nargs": "?", "const": True, "default": default, "type": _truth, "metavar": "false"}
 
 
 def _of_optimizers(flag, text):
@@ -66,75 +120,90 @@ def _of_optimizers(flag, text):
 def _build_parser():
     parser = Parser(
         prog="train.py",
-        description="Train, evaluate or benchmark an image classifier: a Paddle static graph fed by NVIDIA DALI.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
+        description="Train, evaluate or benchmark an image classifier with Paddle and NVIDIA DALI.",
+        examples=EXAMPLES,
+        main=MAIN,
+        epilog="train.py --print-config FLAGS prints all values as a file for --config. There and on the command line, "
+        "`false` turns a flag off, and `None` unsets it. (N): flag of NVIDIA's RN50v1.5 Paddle example.",
     )
-    for title, kind, declare in (
-        ("Start and end", "output", _start),
-        ("Network", "network", _network),
-        ("Preprocessing", "preprocessing", _preprocessing),
-        ("Batches", "recipe", _batches),
-        ("Training", "recipe", _training),
-        ("Learning rate", "recipe", _learning_rate),
-        ("Mixed precision and sparsity", "recipe", _precision),
-        ("Checkpoints and evaluation", "saving", _saving),
-        ("Data and loader", "loader", _loader),
-        ("Machine", "machine", _machine),
-        ("Output", "output", _output),
-        ("Benchmark and profile", "output", _benchmark),
+    for kind, declare in (
+        ("output", _start),
+        ("network", _network),
+        ("preprocessing", _preprocessing),
+        ("recipe", _batches),
+        ("recipe", _training),
+        ("recipe", _learning_rate),
+        ("recipe", _precision),
+        ("saving", _saving),
+        ("loader", _loader),
+        ("machine", _machine),
+        ("output", _output),
+        ("output", _benchmark),
     ):
-        declare(partial(_flag, parser.add_argument_group(title), kind))
+        declare(partial(_flag, parser, kind))
+    flags = {action.option_strings[0]: action.declaration for action in parser._actions if action.dest != "help"}
+    parser.topics = {
+        topic: (description, [name for name, declaration in flags.items() if declaration.topic == topic])
+        for topic, description in TOPICS.items()
+    }
     return parser
 
 
 def _start(add):
     add(
         "--config",
+        "start",
         type=files.argument,
         metavar="FILE",
-        help="YAML file that sets flags; each key is a flag name with underscores; values that conflict with other "
-        "flags on the command line are ignored",
+        help="YAML file that sets flags (recipe); each key is a flag name with underscores; values that "
+        "conflict with flags on the command line are ignored",
     )
     add(
         "--run-scope",
+        "start",
         default="train_eval",
         choices=[s.value for s in RunScope],
-        help="phases of the run: training and evaluation, only training, or only evaluation",
+        metavar="SCOPE",
+        help=f"phases of the run: {', '.join(s.value for s in RunScope)}",
     )
     add(
         "--resume",
+        "start",
         **_switch(),
-        help="whether to continue from the newest valid checkpoint in OUTPUT_DIR/ARCH/, if there is one",
+        help="continue from the newest valid checkpoint in OUTPUT_DIR/ARCH, if there is one",
     )
     add(
         "--overwrite",
+        "start",
         **_switch(),
-        help="whether to delete the checkpoints of an earlier run in OUTPUT_DIR/ARCH/ before training",
+        help="delete the checkpoints of an earlier run in OUTPUT_DIR/ARCH/ before training",
     )
     add(
         "--from-checkpoint",
+        "start",
         type=files.argument,
         metavar="DIR",
-        help="checkpoint folder, or folder that contains epoch folders, from which to load parameters and optimizer "
-        "state",
+        help="checkpoint or run folder to load; includes the optimizer state; of a run folder, the best checkpoint or, "
+        "if there is none, the newest at the end of an epoch",
     )
     add(
         "--last-epoch-of-checkpoint",
+        "start",
         type=_epoch,
         metavar="{None,auto,N}",
         help="epoch in --from-checkpoint DIR after which to continue; auto: the newest epoch; None: start with epoch "
-        "0 and the parameters in DIR itself",
+        "0 and the parameters of DIR, or of its best checkpoint if DIR is a run folder",
     )
     add(
         "--from-pretrained-params",
+        "fine-tune",
         type=_path,
-        metavar="{None,DIR}",
-        help="checkpoint folder, or file PREFIX.pdparams, from which to load the initial parameters, without optimizer "
-        "state; None: training from scratch",
+        metavar="DIR",
+        help="checkpoint folder or file PREFIX.pdparams with initial weights; None: training from scratch",
     )
     add(
         "--pretrained-mismatch",
+        "fine-tune",
         default="error",
         choices=["error", "skip-classifier"],
         help="action if the classifier of the pretrained parameters has a different shape; skip-classifier: "
@@ -142,70 +211,79 @@ def _start(add):
     )
     add(
         "--choose-recipe",
+        "start",
         **_switch(),
-        help="whether to choose values for flags that are not set, based on the data set and the machine: network, "
-        "pretrained weights, image and batch size, epochs, optimizer, learning rate, augmentation, precision and "
-        "loader threads",
+        help="choose the recipe for the data and the machine; sets network, pretrained weights, image and batch size, "
+        "epochs, optimizer, learning rate, augmentation, precision and loader threads, unless you set them",
     )
     add(
         "--dry-run",
+        "start",
         **_switch(),
-        help="whether to stop before training, after checking flags and data, building the programs and loading the "
-        "checkpoint",
+        help="stop before training, after all checks; programs are built and the checkpoint is loaded",
     )
 
 
 def _network(add):
     add(
         "--model-arch-name",
+        "start",
         default="ResNet50",
         metavar="ARCH",
-        help=f"network: {', '.join(MODELS)}, or FILE.py:NAME for a network in your own file; python -m "
-        "paddle_resnet.models lists the sizes of all networks",
+        help=f"network, or FILE.py:NAME for your own; the networks are {', '.join(MODELS)}; python -m "
+        "paddle_resnet.models lists their sizes",
     )
     add(
         "--num-of-class",
+        "data",
         type=numbers.num_of_class,
         default=argparse.SUPPRESS,
-        help="number of network outputs (default: the number of classes in the data, or 1000 if unknown)",
+        metavar="N",
+        help="number of network outputs; 1000 if the data defines no classes (default: chosen from the data)",
         before=1000,
     )
     add(
         "--image-shape",
+        "image",
         type=numbers.shape,
         default=[4, 224, 224],
         metavar="C,H,W",
-        help="shape of the network input; C: 3 for RGB, or 4 with an additional zero channel, which is faster and "
-        "the default in NHWC on a GPU; H,W: height and width of the crop; if not set, both are --crop-size",
+        help="shape of the network input; C: 3 for RGB, or 4 with an additional zero channel, which is faster in NHWC "
+        "on a GPU; H,W: height and width of the crop (default: --crop-size and C 4 in NHWC on a GPU, otherwise 3)",
         batches=True,
     )
 
     add(
         "--qat",
+        "precision",
         **_switch(),
-        help="whether to use quantization-aware training, which rounds weights and activations to INT8 in the forward "
-        "pass; typically used to fine-tune a trained network (--from-pretrained-params)",
+        help="train with weights and activations rounded to INT8 in the forward pass (quantization-aware training); "
+        "typically used to fine-tune a trained network (--from-pretrained-params)",
     )
 
 
 def _preprocessing(add):
     add(
         "--crop-size",
+        "image",
         type=numbers.side,
         default=224,
-        help="shorter side of the crop, in pixels; if not set, the shorter side in --image-shape",
+        help="shorter side of the network input in pixels; if not set, the shorter side in --image-shape",
         batches=True,
     )
     add(
         "--resize-short",
+        "image",
         type=numbers.side,
         default=256,
-        help="in evaluation, shorter side of an image before the center crop, in pixels; if not set, 256/224 times "
-        "--crop-size; if the crop is not square, images are scaled to cover H,W times --resize-short / --crop-size",
+        help="in evaluation, shorter side of an image before the center crop, in pixels; if the crop is not square, "
+        "images are scaled to cover H,W times --resize-short / --crop-size (default: the network's ratio, such as "
+        "256/224, times --crop-size)",
         depends_on=("crop_size", "image_shape"),
     )
     add(
         "--interp",
+        "image",
         default="triangular",
         choices=["linear", "triangular", "cubic", "lanczos3"],
         help="resize filter in training and evaluation; all except linear use antialiasing when they shrink images; "
@@ -215,6 +293,7 @@ def _preprocessing(add):
     )
     add(
         "--normalize-scale",
+        "image",
         type=numbers.positive_number,
         default=1 / 255,
         help="factor applied to pixel values before normalization",
@@ -222,6 +301,7 @@ def _preprocessing(add):
     )
     add(
         "--normalize-mean",
+        "image",
         type=numbers.number_list,
         default=[0.485, 0.456, 0.406],
         metavar="R,G,B",
@@ -230,6 +310,7 @@ def _preprocessing(add):
     )
     add(
         "--normalize-std",
+        "image",
         type=numbers.number_list,
         default=[0.229, 0.224, 0.225],
         metavar="R,G,B",
@@ -239,11 +320,19 @@ def _preprocessing(add):
 
 
 def _batches(add):
-    add("--batch-size", type=numbers.batch_size, default=256, help="images per process and batch", batches=True)
-    add("--data-layout", default="NCHW", choices=["NCHW", "NHWC"], help="memory layout of the images")
-    add("--dali-output-fp16", **_switch(), help="whether the loader outputs float16 images", batches=True)
+    add(
+        "--batch-size",
+        "optimizer",
+        type=numbers.batch_size,
+        default=256,
+        help="images per process and batch",
+        batches=True,
+    )
+    add("--data-layout", "precision", default="NCHW", choices=["NCHW", "NHWC"], help="memory layout of the images")
+    add("--dali-output-fp16", "precision", **_switch(), help="load images as float16", batches=True)
     add(
         "--dali-random-seed",
+        "augment",
         type=numbers.seed,
         default=42,
         help="seed of the image order and of augmentation",
@@ -251,6 +340,7 @@ def _batches(add):
     )
     add(
         "--label-offset",
+        "data",
         type=numbers.label_offset,
         default=numbers.AUTO,
         metavar="{auto,N}",
@@ -260,13 +350,15 @@ def _batches(add):
     )
     add(
         "--balanced-sampling",
+        "data",
         **_switch(),
-        help="whether to draw the training images of an epoch with replacement, from all classes with equal "
-        "probability; the length of an epoch does not change",
+        help="draw training images from all classes with equal probability; with replacement; the length of an epoch "
+        "does not change",
         batches=True,
     )
     add(
         "--cpu-decoder-load",
+        "machine",
         type=numbers.ratio,
         default=0.0,
         help="fraction of each training batch to decode on the CPU",
@@ -275,6 +367,7 @@ def _batches(add):
     )
     add(
         "--rand-crop-scale",
+        "augment",
         type=numbers.number_list,
         default=[0.08, 1.0],
         metavar="MIN,MAX",
@@ -284,6 +377,7 @@ def _batches(add):
     )
     add(
         "--rand-crop-ratio",
+        "augment",
         type=numbers.number_list,
         default=[3 / 4, 4 / 3],
         metavar="MIN,MAX",
@@ -293,6 +387,7 @@ def _batches(add):
     )
     add(
         "--crop-padding",
+        "augment",
         type=numbers.integer(0, 1024),
         default=0,
         metavar="N",
@@ -302,6 +397,7 @@ def _batches(add):
     )
     add(
         "--auto-augment",
+        "augment",
         default="none",
         choices=["none", "trivial", "randaug"],
         help="random operations on each image; trivial: one operation of TrivialAugment (wide), with random "
@@ -310,6 +406,7 @@ def _batches(add):
     )
     add(
         "--auto-augment-magnitude",
+        "augment",
         type=numbers.integer(0, 30),
         default=9,
         metavar="M",
@@ -319,6 +416,7 @@ def _batches(add):
     )
     add(
         "--color-jitter",
+        "augment",
         type=_not_negative_number,
         default=0.0,
         metavar="S",
@@ -327,6 +425,7 @@ def _batches(add):
     )
     add(
         "--lighting",
+        "augment",
         type=_not_negative_number,
         default=0.0,
         metavar="STD",
@@ -335,6 +434,7 @@ def _batches(add):
     )
     add(
         "--rotate-degrees",
+        "augment",
         type=_not_negative_number,
         default=0.0,
         metavar="D",
@@ -346,6 +446,7 @@ def _batches(add):
 def _training(add):
     add(
         "--iter-unit",
+        "schedule",
         default="epoch",
         choices=["epoch", "batch"],
         help="unit of --warmup-epochs, --lr-decay-epochs, --save-interval and --eval-interval; batch: training steps, "
@@ -353,29 +454,33 @@ def _training(add):
     )
     add(
         "--num-iter",
+        "schedule",
         type=_positive_count_or_none,
-        metavar="{None,N}",
+        metavar="N",
         help="number of training steps, with --iter-unit batch",
         used_by=("iter_unit", ("batch",)),
     )
     add(
         "--epochs",
+        "schedule",
         type=numbers.positive,
         default=90,
-        help="number of epochs to train, with --iter-unit epoch",
+        help="number of epochs to train; requires --iter-unit epoch",
         used_by=("iter_unit", ("epoch",)),
     )
     add(
         "--budget-minutes",
+        "schedule",
         type=_minutes_or_none,
-        metavar="{None,N}",
-        help="target duration of the run in minutes, including startup, evaluations and checkpoints; before step 1, a "
-        "new run chooses --epochs accordingly",
+        metavar="N",
+        help="duration of the whole run, from which the run chooses --epochs; includes startup, evaluations and "
+        "checkpoints",
         depends_on=("epochs",),
         used_by=("iter_unit", ("epoch",)),
     )
     add(
         "--accumulate-steps",
+        "optimizer",
         type=numbers.positive,
         default=1,
         metavar="K",
@@ -383,18 +488,21 @@ def _training(add):
     )
     add(
         "--seed",
+        "start",
         type=numbers.seed,
         default=0,
-        help="seed of the initial parameters, --mixup, --cutmix, --dropout and --drop-path",
+        help="seed of the initial weights; also of --mixup, --cutmix, --dropout and --drop-path",
     )
     add(
         "--label-smoothing",
+        "regularize",
         type=numbers.ratio,
         default=0.1,
         help="fraction of each label that is spread evenly over all classes",
     )
     add(
         "--class-weights",
+        "data",
         default="none",
         choices=["none", "balanced"],
         help="class weights in the training loss; balanced: inversely proportional to the number of training images "
@@ -402,6 +510,7 @@ def _training(add):
     )
     add(
         "--max-bad-steps",
+        "checkpoints",
         type=numbers.positive,
         default=10,
         help="number of consecutive non-finite losses after which the run stops; steps skipped by loss scaling do not "
@@ -409,77 +518,90 @@ def _training(add):
     )
     add(
         "--freeze",
+        "fine-tune",
         type=_layers,
-        metavar="{None,LAYER,...}",
+        metavar="LAYER,...",
         help="layers that are not trained, such as stem,stages.0; their batch normalization uses the running "
         f"statistics without updating them; {parts.ALL_BUT_CLASSIFIER}: all layers except the last",
     )
     add(
         "--unfreeze-at",
+        "fine-tune",
         type=_positive_count_or_none,
-        metavar="{None,EPOCH}",
+        metavar="EPOCH",
         help="first epoch in which the layers in --freeze are trained",
     )
     add(
         "--optimizer",
+        "optimizer",
         default="Momentum",
         choices=list(OPTIMIZERS),
-        help="update rule; see docs/optimizer.md for the formulas",
+        metavar="NAME",
+        help=f"update rule; one of {', '.join(OPTIMIZERS)}; see docs/optimizer.md for the formulas",
     )
     add(
         "--momentum",
+        "optimizer",
         type=numbers.ratio,
         default=0.875,
         **_of_optimizers("momentum", "weight of the previous velocity"),
     )
     add(
         "--beta1",
+        "optimizer",
         type=_below_one,
         default=0.9,
         **_of_optimizers("beta1", "weight of the previous first moment"),
     )
     add(
         "--beta2",
+        "optimizer",
         type=_below_one,
         default=0.999,
         **_of_optimizers("beta2", "weight of the previous second moment"),
     )
     add(
         "--opt-epsilon",
+        "optimizer",
         type=_epsilon,
         default=1e-8,
         **_of_optimizers("opt_epsilon", "term added to the square root of the second moment"),
     )
     add(
         "--lookahead",
+        "optimizer",
         type=_lookahead,
-        metavar="{None,K,A}",
+        metavar="K,A",
         help="interval K in steps and fraction A of lookahead, such as 6,0.5: every K steps, the slow weights move "
         "towards the weights by the fraction A of the difference, and the weights are set to the slow weights",
     )
     adaptive = [name for name, rule in OPTIMIZERS.items() if rule.is_adaptive]
     add(
         "--weight-decay",
+        "regularize",
         type=_not_negative_number,
         default=3.0517578125e-05,
         help=f"coefficient of L2 weight decay, which is decoupled from the gradient in {', '.join(adaptive)}",
     )
     add(
         "--clip-grad-norm",
+        "optimizer",
         type=_positive_or_none,
-        metavar="{None,F}",
+        metavar="F",
         help="maximum global L2 norm of the gradients, over all parameters and processes",
     )
     add(
         "--sizes",
+        "image",
         type=stages.parse,
-        metavar="{None,S:E[:B[:F]],...}",
+        metavar="S:E[:B[:F]],...",
         help="training stages, such as 128:0:512:2,160:20: from epoch E on, images have S x S pixels, batches have B "
         "images per process (if omitted, --batch-size), and the learning rate is multiplied by F (if omitted, 1); "
         "evaluation uses --crop-size",
     )
     add(
         "--mixup",
+        "augment",
         type=_alpha,
         default=0.0,
         metavar="A",
@@ -487,15 +609,24 @@ def _training(add):
     )
     add(
         "--cutmix",
+        "augment",
         type=_alpha,
         default=0.0,
         metavar="A",
         help="parameter of CutMix, which pastes a box from a second image; the relative area of the box is drawn "
         "from Beta(A, A); 0: off",
     )
-    add("--dropout", type=_below_one, default=0.0, metavar="P", help="dropout rate before the last layer; 0: off")
+    add(
+        "--dropout",
+        "regularize",
+        type=_below_one,
+        default=0.0,
+        metavar="P",
+        help="dropout rate before the last layer; 0: off",
+    )
     add(
         "--drop-path",
+        "regularize",
         type=_below_one,
         default=0.0,
         metavar="P",
@@ -504,35 +635,39 @@ def _training(add):
     )
     add(
         "--bn-momentum",
+        "fine-tune",
         type=_beta_or_none,
-        metavar="{None,M}",
+        metavar="M",
         help="weight of the previous value in the moving averages of the BN statistics; in a run with few steps, 0.9 "
-        "keeps the statistics up to date (default: the value of the network)",
+        "keeps the statistics up to date (default: chosen from the network)",
     )
     add(
         "--ema",
+        "regularize",
         type=_beta_or_none,
-        metavar="{None,DECAY}",
+        metavar="DECAY",
         help="decay per step, such as 0.9999, of the exponential moving average of the weights, which evaluation uses",
     )
     add(
         "--bn-weight-decay",
+        "regularize",
         **_switch(),
-        help="whether weight decay also applies to the scale and shift of normalization layers and to other factors of "
-        "channels",
+        help="apply weight decay also to the scale and shift of normalization layers and to other factors of channels",
     )
 
 
 def _learning_rate(add):
     add(
         "--lr",
+        "schedule",
         type=_not_negative_number,
         default=0.256,
-        help="peak learning rate for one process and one batch per step; multiplied by the number of processes and "
+        help="peak learning rate per process; for one batch per step, and multiplied by the number of processes and "
         "--accumulate-steps",
     )
     add(
         "--warmup-epochs",
+        "schedule",
         type=numbers.not_negative,
         default=5,
         help="number of epochs of linear warm-up; with --iter-unit batch, number of steps, which is 0 if not set",
@@ -540,6 +675,7 @@ def _learning_rate(add):
     )
     add(
         "--lr-decay-by-layer",
+        "fine-tune",
         type=_positive_ratio,
         default=1.0,
         metavar="F",
@@ -547,20 +683,23 @@ def _learning_rate(add):
     )
     add(
         "--classifier-lr-factor",
+        "fine-tune",
         type=_factor,
         default=1.0,
         metavar="F",
         help="factor by which the learning rate of the last layer is multiplied",
     )
-    add("--warmup-start-lr", type=_not_negative_number, default=0.0, help="learning rate at step 0")
+    add("--warmup-start-lr", "schedule", type=_not_negative_number, default=0.0, help="learning rate at step 0")
     add(
         "--lr-scheduler",
+        "schedule",
         default="Cosine",
         choices=["Cosine", "Piecewise", "Poly", "OneCycle", "FlatCosine"],
         help="learning-rate schedule after the warm-up; see docs/optimizer.md for the formulas",
     )
     add(
         "--min-lr",
+        "schedule",
         type=_not_negative_number,
         default=0.0,
         help="final learning rate for one process, in all schedules except Piecewise",
@@ -568,6 +707,7 @@ def _learning_rate(add):
     )
     add(
         "--lr-decay-epochs",
+        "schedule",
         type=numbers.list_of(_not_negative_number),
         default=[30.0, 60.0, 80.0],
         metavar="E,...",
@@ -578,6 +718,7 @@ def _learning_rate(add):
     )
     add(
         "--lr-decay-factor",
+        "schedule",
         type=_factor,
         default=0.1,
         help="factor by which Piecewise multiplies the learning rate at each of --lr-decay-epochs",
@@ -585,6 +726,7 @@ def _learning_rate(add):
     )
     add(
         "--lr-power",
+        "schedule",
         type=numbers.positive_number,
         default=2.0,
         help="exponent of the Poly schedule",
@@ -592,6 +734,7 @@ def _learning_rate(add):
     )
     add(
         "--lr-rise",
+        "schedule",
         type=numbers.ratio,
         default=0.25,
         help="fraction of the steps during which OneCycle rises to the peak",
@@ -599,6 +742,7 @@ def _learning_rate(add):
     )
     add(
         "--lr-flat",
+        "schedule",
         type=numbers.ratio,
         default=0.75,
         help="fraction of the steps during which FlatCosine stays at the peak",
@@ -607,9 +751,10 @@ def _learning_rate(add):
 
 
 def _precision(add):
-    add("--amp", **_switch(), help="whether to use automatic mixed precision (GPUs only)")
+    add("--amp", "precision", **_switch(), help="use mixed precision; GPUs only")
     add(
         "--amp-dtype",
+        "precision",
         default="float16",
         choices=["float16", "bfloat16"],
         help="16-bit type of mixed precision; bfloat16 needs no loss scaling",
@@ -617,6 +762,7 @@ def _precision(add):
     )
     add(
         "--amp-level",
+        "precision",
         default=argparse.SUPPRESS,
         choices=["O1", "O2"],
         help="level of mixed precision; O1: float32 parameters; O2: parameters in --amp-dtype with float32 master "
@@ -625,6 +771,7 @@ def _precision(add):
     )
     add(
         "--scale-loss",
+        "precision",
         type=numbers.positive_number,
         default=1.0,
         help="loss scale; initial value if the scale is dynamic",
@@ -632,25 +779,29 @@ def _precision(add):
     )
     add(
         "--use-dynamic-loss-scaling",
+        "precision",
         **_switch(),
-        help="whether to adjust the loss scale during training",
+        help="adjust the loss scale during training",
         depends_on=("amp", "amp_dtype"),
     )
     add(
         "--use-pure-fp16",
+        "precision",
         **_switch(),
         help="shorthand for --amp-dtype float16 --amp-level O2",
         depends_on=("amp", "amp_dtype", "amp_level"),
     )
-    add("--asp", **_switch(), help="whether to train with 2:4 sparsity")
+    add("--asp", "precision", **_switch(), help="train with 2:4 sparsity")
     add(
         "--prune-model",
+        "precision",
         **_switch(),
-        help="whether to prune the weights to 2:4 sparsity before training (with --asp)",
+        help="prune the weights to 2:4 sparsity before training (with --asp)",
         depends_on=("asp",),
     )
     add(
         "--mask-algo",
+        "precision",
         default="mask_1d",
         choices=["mask_1d", "mask_2d_greedy", "mask_2d_best"],
         help="algorithm that chooses the 2:4 masks",
@@ -658,14 +809,16 @@ def _precision(add):
     )
     add(
         "--fuse-resunit",
+        "precision",
         **_switch(),
-        help="whether to use Paddle's fused residual unit, which some versions, such as 2.6.2, lack",
+        help="use Paddle's fused residual unit; only some builds of Paddle 3 have it, otherwise a warning is printed",
     )
 
 
 def _saving(add):
     add(
         "--save-interval",
+        "checkpoints",
         type=numbers.positive,
         default=1,
         help="number of epochs between checkpoints; with --iter-unit batch, number of steps, which is --num-iter if "
@@ -674,6 +827,7 @@ def _saving(add):
     )
     add(
         "--save-interval-steps",
+        "checkpoints",
         type=numbers.not_negative,
         default=0,
         help="number of steps between additional checkpoints within an epoch; 0: no additional checkpoints",
@@ -681,6 +835,7 @@ def _saving(add):
     )
     add(
         "--keep-checkpoints",
+        "checkpoints",
         type=numbers.positive,
         default=3,
         help="number of newest checkpoints to keep, in addition to the best checkpoint and the same number of newest "
@@ -688,6 +843,7 @@ def _saving(add):
     )
     add(
         "--patience",
+        "checkpoints",
         type=numbers.not_negative,
         default=0,
         metavar="N",
@@ -695,6 +851,7 @@ def _saving(add):
     )
     add(
         "--checkpoint-commit",
+        "checkpoints",
         default="rename",
         choices=["rename", "marker"],
         help="method of completing a checkpoint; rename: rename its folder; marker: write meta.json last, for storage "
@@ -702,14 +859,16 @@ def _saving(add):
     )
     add(
         "--model-prefix",
+        "checkpoints",
         type=_file_name,
         default=argparse.SUPPRESS,
-        help="prefix of the file names in new checkpoints (default: derived from ARCH, such as resnet_50_paddle), and "
-        "in checkpoints without meta.json that a run loads (default: resnet_50_paddle)",
+        help="prefix of the file names in new checkpoints, and in checkpoints without meta.json that a run loads, for "
+        "which the default is resnet_50_paddle (default: chosen from the network, such as resnet_50_paddle)",
         depends_on=("model_arch_name",),
     )
     add(
         "--eval-interval",
+        "checkpoints",
         type=numbers.positive,
         default=1,
         help="number of epochs between evaluations; with --iter-unit batch, number of steps, which is --num-iter if "
@@ -718,6 +877,7 @@ def _saving(add):
     )
     add(
         "--tta",
+        "image",
         default="none",
         choices=["none", "flip"],
         help="test-time augmentation in evaluation; flip: average the probabilities of each image and its mirror image",
@@ -727,18 +887,22 @@ def _saving(add):
 def _loader(add):
     add(
         "--image-root",
+        "data",
         type=files.argument,
+        metavar="IMAGE_ROOT",
         default="/imagenet",
-        help="folder of the data set; see docs/data.md for supported layouts",
+        help="folder of the data set, with train/ and val/; docs/data.md lists all formats",
     )
     add(
         "--data-format",
+        "data",
         default="auto",
         choices=["auto", "folder", "filelist", "recordio", "tfrecord", "lmdb", "webdataset", "synthetic"],
         help="storage format of the data set; auto: detect the format; synthetic: one random batch in device memory",
     )
     add(
         "--skip-list",
+        "data",
         type=files.argument,
         metavar="FILE",
         help="file with one image to skip per line, as a path relative to IMAGE_ROOT; python -m paddle_resnet.dataset "
@@ -746,31 +910,41 @@ def _loader(add):
     )
     add(
         "--allow-empty-classes",
+        "data",
         **_switch(),
-        help="whether empty class folders in train/ cause a warning instead of an error",
+        help="accept empty class folders in train/, with a warning",
     )
     add(
         "--allow-one-class",
+        "data",
         **_switch(),
-        help="whether training images of only one class cause a warning instead of an error",
+        help="accept training images of only one class, with a warning",
     )
-    add("--allow-outside", **_switch(), help="whether file lists and --skip-list may contain files outside IMAGE_ROOT")
+    add(
+        "--allow-outside",
+        "data",
+        **_switch(),
+        help="accept files outside IMAGE_ROOT in file lists and --skip-list",
+    )
     add(
         "--dali-device",
+        "machine",
         default="auto",
         choices=["auto", "gpu", "cpu"],
         help="device that decodes and augments images; auto: the same as --device",
         batches=True,
     )
-    add("--dali-num-threads", type=numbers.threads, default=4, help="number of loader threads per process")
+    add("--dali-num-threads", "machine", type=numbers.threads, default=4, help="number of loader threads per process")
     add(
         "--dali-prefetch",
+        "machine",
         type=numbers.integer(1, 100),
         default=3,
         help="number of batches that the loader prepares in advance",
     )
     add(
         "--hw-decoder-load",
+        "machine",
         type=numbers.ratio,
         default=0.9,
         help="fraction of each batch that the GPU's hardware JPEG decoder decodes, if the GPU has such a decoder",
@@ -780,31 +954,36 @@ def _loader(add):
 def _machine(add):
     add(
         "--device",
+        "machine",
         default="auto",
         choices=["auto", "gpu", "cpu"],
-        help="device on which the program runs; auto: a GPU if Paddle finds one, otherwise the CPU",
+        help="device to run on; auto: a GPU if Paddle finds one, otherwise the CPU",
     )
     add(
         "--kernels",
+        "machine",
         default="auto",
         choices=["auto", "native", "paddle"],
-        help="kernels of the training step; native: custom kernels for BN, ReLU, addition, max pooling, loss and "
-        "optimizer, in NHWC only; paddle: Paddle's kernels; auto: native on a GPU in NHWC if the custom kernels can "
-        "be built, otherwise paddle",
+        help="kernels of the training step; native: custom kernels for normalization, activations, depthwise and 1x1 "
+        "convolutions, pooling, loss and optimizer, in NHWC only (docs/kernels.md); paddle: Paddle's kernels; auto: "
+        "native on a GPU in NHWC if the custom kernels can be built, otherwise paddle",
     )
     add(
         "--cuda-graph",
+        "machine",
         **_switch(True),
-        help="whether to capture a training step as a CUDA graph and replay it with one call; requires native kernels "
+        help="capture a training step as a CUDA graph and replay it with one call; requires native kernels "
         "and a single host; not supported with --profile-steps",
     )
     add(
         "--enable-cpu-affinity",
+        "machine",
         **_switch(True),
-        help="whether to bind each process to the CPU cores closest to its GPU",
+        help="bind each process to the CPU cores closest to its GPU",
     )
     add(
         "--comm-timeout-s",
+        "machine",
         type=numbers.integer(1, 10**6),
         default=600,
         help="number of seconds without progress after which a job with several processes stops",
@@ -814,68 +993,86 @@ def _machine(add):
 def _output(add):
     add(
         "--output-dir",
+        "checkpoints",
         type=files.argument,
         default="./output/",
-        help="parent folder of the checkpoints, OUTPUT_DIR/ARCH/EPOCH/",
+        metavar="OUTPUT_DIR",
+        help="parent folder of the checkpoints, OUTPUT_DIR/ARCH/EPOCH",
+    )
+    add(
+        "--inference-dir",
+        "checkpoints",
+        type=_path,
+        metavar="DIR",
+        help="no effect; accepted for scripts of NVIDIA's example; a warning contains the command that exports the "
+        "trained network to DIR",
     )
     add(
         "--report-file",
+        "logs",
         type=_path,
         metavar="FILE",
         default=argparse.SUPPRESS,
-        help="file for the metrics, in dllogger's format; --resume appends to it (default: "
-        "OUTPUT_DIR/ARCH/report.json, report.eval.json for an evaluation, report.benchmark.json for a benchmark)",
+        help="file for the metrics, in dllogger's format; --resume appends to it; an evaluation writes "
+        "report.eval.json, and a benchmark report.benchmark.json (default: OUTPUT_DIR/ARCH/report.json)",
     )
     add(
         "--tensorboard-dir",
+        "logs",
         type=_path,
         metavar="DIR",
         help="folder for TensorBoard events: the metrics of the report, the first training batch and the flags",
     )
     add(
         "--report-html",
+        "logs",
         type=_path,
         metavar="FILE",
         help="file for an HTML page with curves, confused classes and images, written at the end of the run",
     )
     add(
         "--predictions",
+        "logs",
         type=_path,
         metavar="FILE",
         help="CSV file for the five most probable classes of each validation image in the best evaluation of the run",
     )
-    add("--print-interval", type=numbers.positive, default=10, help="number of steps between log lines")
+    add("--print-interval", "logs", type=numbers.positive, default=10, help="number of steps between log lines")
     add(
         "--show-config",
+        "logs",
         **_switch(True),
-        help="whether to print flags before the first step: all if this flag is set explicitly, otherwise those that "
-        "differ from their defaults",
+        help="print the flags at startup; true: all; false: none (default: those that differ from their defaults)",
     )
     add(
         "--verbose",
+        "logs",
         **_switch(),
-        help="whether errors list all variables of a checkpoint that do not match the network",
+        help="list all variables of a checkpoint that do not match the network, not only some",
     )
-    add("--print-config", **_switch(), help="whether to print the flags as YAML and stop")
+    add("--print-config", "start", **_switch(), help="print the flags as YAML and stop")
 
 
 def _benchmark(add):
     add(
         "--benchmark",
+        "benchmark",
         **_switch(),
-        help="whether to measure the speed of training, or of evaluation with --run-scope eval_only, and stop",
+        help="measure the speed of training, or of evaluation with --run-scope eval_only, and stop",
     )
-    add("--benchmark-steps", type=numbers.positive, default=100, help="number of steps to measure")
+    add("--benchmark-steps", "benchmark", type=numbers.positive, default=100, help="number of steps to measure")
     add(
         "--benchmark-warmup-steps",
+        "benchmark",
         type=numbers.not_negative,
         default=100,
         help="number of steps before the measurement",
     )
     add(
         "--profile-steps",
+        "benchmark",
         type=_steps,
-        metavar="{None,A:B}",
+        metavar="A:B",
         help="steps of the first epoch to trace, from A to B-1; the trace is written to OUTPUT_DIR/profile/",
     )
 

@@ -2,14 +2,14 @@
 
 import argparse
 import difflib
-import sys
 
 import yaml
 
 from paddle_resnet.settings import inheritance
 from paddle_resnet.settings.declarations import ACTIONS, DEFAULTS, FLAGS, PARSER
 from paddle_resnet.settings.values import Settings, flag, text
-from utils.errors import UsageError, command
+from utils.command_line import Parser, join_help
+from utils.errors import UsageError
 from utils.mode import RunScope
 
 # Names that other programs use for the flags of train.py: {flag: names}.
@@ -34,19 +34,18 @@ ALIASES = {
     "weight-decay": "wd",
 }
 ALIASES = {alias: meant for meant, aliases in ALIASES.items() for alias in aliases.split()}
-# Flags of newer versions of NVIDIA's example: {flag: hint for the error message}.
-ELSEWHERE = {
-    "inference-dir": f"run {command('export', 'CHECKPOINT', 'DIR')} after training",
-}
 
 
-class ToolParser(argparse.ArgumentParser):
+class ToolParser(Parser):
     """A parser for a tool that also accepts flags of train.py. argparse would take the value of a flag that it does not
     know for the path that the tool expects, so flags of train.py are separated first."""
 
+    def find_help(self, topic):
+        return super().find_help(topic) or PARSER.find_help(topic)
+
     def parse_known_args(self, args=None, namespace=None):
         """Return (Namespace with the tool's arguments, list of the flags of train.py and of all unknown arguments)."""
-        arguments, own, of_train = [*(sys.argv[1:] if args is None else args)], [], []
+        arguments, own, of_train = join_help(args), [], []
         while arguments and arguments[0] != "--":
             argument = arguments.pop(0)
             name, equals, _ = argument.partition("=")
@@ -160,7 +159,5 @@ def _unknown(kind, argument, known):
             f"--{ALIASES[normalized]}" if kind == "flag" else ALIASES[normalized].replace("-", "_").replace(" ", ": ")
         )
         return f"{argument}: unknown {kind}; use {meant}"
-    if normalized in ELSEWHERE:
-        return f"{argument}: unknown {kind}; {ELSEWHERE[normalized]}"
     near = difflib.get_close_matches(normalized if kind == "flag" else normalized.replace("-", "_"), bare, n=1)
     return f"{argument}: unknown {kind}; " + (f"use {bare[near[0]]}, or see --help" if near else "see --help")

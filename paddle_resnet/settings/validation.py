@@ -2,15 +2,16 @@
 flags."""
 
 import math
+import os
 from typing import NamedTuple
 
 from paddle_resnet.models import RESIZE_RATIO
 from paddle_resnet.optimizers.table import OPTIMIZERS
 from paddle_resnet.settings import inheritance, stages
 from paddle_resnet.settings.declarations import DEFAULTS, FLAGS
-from paddle_resnet.settings.values import flag, text
+from paddle_resnet.settings.values import flag, network_name, text
 from utils import numbers
-from utils.errors import UsageError, printable
+from utils.errors import UsageError, command, printable
 from utils.mode import RunScope
 
 # Values outside these ranges make DALI fail or produce pixels that are not finite.
@@ -165,6 +166,10 @@ def warnings(settings):
             f"--patience {settings.patience}: not below the number of evaluations ({evaluations}), so training never "
             "ends early; use a lower value, or remove --patience"
         )
+    if settings.inference_dir is not None:
+        run_folder = os.path.join(settings.output_dir, network_name(settings.model_arch_name))
+        export = command("export", run_folder, settings.inference_dir)
+        yield f"--inference-dir {settings.inference_dir}: a run exports no network; after training, run {export}"
     if settings.warmup_start_lr and not settings.warmup_epochs:
         yield f"--warmup-start-lr {settings.warmup_start_lr:g}: has no effect without --warmup-epochs; remove it"
     if settings.is_explicit("budget_minutes") and (settings.benchmark or not trains):

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 EXPLICIT = "explicit_flags"
 _CHOSEN = "chosen: "
+_OF_COMMAND = ("config", "print_config", "inference_dir")  # flags that describe the command, not the run
 
 
 class Setting(NamedTuple):
@@ -135,7 +136,7 @@ class Settings:
 
     def as_dict(self):
         """Return the flags that describe the run, as plain data."""
-        values = {name: value for name, value in vars(self).items() if name not in ("config", "print_config")}
+        values = {name: value for name, value in vars(self).items() if name not in _OF_COMMAND}
         return values | {"run_scope": self.run_scope.value}
 
     def as_entry(self):

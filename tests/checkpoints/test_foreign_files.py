@@ -177,8 +177,8 @@ HOSTILE = {
     ),
     "no pickle.pth": (zipped({}, {}).replace(b"data.pkl", b"data.abc"), "0 data.pkl files instead of 1"),
     "missing storage.pth": (zipped({"w": tensor("0", (4,))}, {}), "There is no item named"),
-    "short storage.pth": (zipped({"w": tensor("0", (4,))}, {"0": bytes(12)}), "12 bytes, not 4 values"),
-    "long storage.pth": (zipped({"w": tensor("0", (4,))}, {"0": bytes(20)}), "20 bytes, not 4 values"),
+    "short storage.pth": (zipped({"w": tensor("0", (4,))}, {"0": bytes(12)}), "12 bytes instead of 16"),
+    "long storage.pth": (zipped({"w": tensor("0", (4,))}, {"0": bytes(20)}), "20 bytes instead of 16"),
     "beyond.pth": (one(offset=1, length=4), "exceed their storage"),
     "expanded in two dimensions.pth": (one(shape=(1 << 10, 1 << 10), strides=(0, 0), length=4), "exceed their storage"),
     "expanded.pth": (one(shape=(1000,), strides=(0,), length=4), "exceed their storage"),
@@ -203,14 +203,14 @@ HOSTILE = {
     ),
     "complex.pth": (one(kind="ComplexFloatStorage"), "torch.ComplexFloatStorage is not supported"),
     "nan.pth": (zipped({"w": tensor("0", (4,))}, {"0": NAN}), "w has values that are not finite"),
-    "legacy truncated.pth": (legacy({"w": tensor("0", (4,))}, {"0": (4, bytes(12))}), "12 bytes, not 4 values"),
+    "legacy truncated.pth": (legacy({"w": tensor("0", (4,))}, {"0": (4, bytes(12))}), "12 bytes instead of 16"),
     "legacy length.pth": (
         legacy({"w": tensor("0", (4,))}, {"0": (1 << 40, bytes(16))}),
         "1099511627776 values instead of 4",
     ),
     "legacy huge.pth": (
         legacy({"w": tensor("0", (4,), length=1 << 20)}, {"0": (1 << 20, bytes(16))}),
-        "16 bytes, not 1048576 values",
+        "16 bytes instead of 4194304",
     ),
     "legacy keys.pth": (legacy({"w": tensor("0", (4,))}, {"1": (4, bytes(16))}), "list of storages does not match"),
     "legacy table of keys.pth": (

@@ -646,11 +646,11 @@ def test_ignored_files_are_counted_by_kind_and_class(root, capsys, monkeypatch):
     parts = [
         "3 .gif (class0 2, class1 1; for example class0/a.gif)",
         "1 image outside the class folders (for example top.jpg)",
-        "1 without suffix (class1 1; for example class1/notes)",
+        "1 without extension (class1 1; for example class1/notes)",
         "1 .heic (class2 1; for example class2/gone.heic)",
         "1 folder (class2 1; for example class2/inner.jpg)",
     ]
-    suffixes = ".jpg, .jpeg, .jfif, .png, .bmp, .tif, .tiff, .webp"
+    suffixes = ".jpg, .jpeg, .jfif, .png, .bmp, .tif, .tiff or .webp"
     rule = f"images must be in a class folder and have a name that ends in {suffixes} and does not begin with a dot"
     assert line == f"warning: {root}/val: 7 entries ignored: {', '.join(parts)}; {rule}"
     ignored = ["class0/a.gif", "class0/b.GIF", "class1/c.gif", "class1/notes", "class2/gone.heic", "class2/inner.jpg"]
@@ -744,6 +744,32 @@ def test_labels_without_known_limit_are_checked(tmp_path):
     ):
         with pytest.raises(UsageError, match=f"^x: has label .*, but {allowed}; number the classes"):
             listing.check_labels("x", [label], limit, ["a", "b"] if limit == 3 else None)
+
+
+def test_labels_of_imagenet_development_kit_have_their_own_remedy():
+    """Their order differs from that of the class folders, so --label-offset 1 would evaluate wrong labels."""
+    remedy = "development kit, whose order is not that of class folders; instead of this file, use class folders"
+    with pytest.raises(UsageError, match=f"val.txt: has label 1000, but .* allows 0 to 999; .*{remedy}"):
+        listing.check_labels("val.txt", [1, 1000], 1000, None)
+    for path, labels, limit in (("val.txt", [1, 10], 10), ("val.txt", [0, 1001], 1000), ("val.tfrecord", [1000], 1000)):
+        with pytest.raises(UsageError, match="; number the classes from 0, set --label-offset"):
+            listing.check_labels(path, labels, limit, None)
+
+
+def test_several_ignored_entries_of_a_kind_are_plural(tmp_path, capsys):
+    ignored = [(listing.OUTSIDE, "", "a.jpg"), ("folder", "c", "x"), (listing.HIDDEN, "c", ".a.jpg")]
+    listing.warn_of_ignored(str(tmp_path), [*ignored, *ignored])
+    error = capsys.readouterr().err
+    for kind in ("images outside the class folders", "folders", "hidden images"):
+        assert f" 2 {kind} (" in error
+
+
+def test_archives_must_be_extracted(tmp_path):
+    for name in ("ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"):
+        (tmp_path / name).touch()
+    message = "has no folder train/; extract ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar to train/CLASS/ and val/"
+    with pytest.raises(UsageError, match=message):
+        listing.list_folder(tmp_path, Mode.TRAIN)
 
 
 def test_files_of_file_list_are_found_in_a_folder_that_cannot_be_listed(root, monkeypatch):

@@ -300,7 +300,7 @@ def test_connection_is_kept_while_its_second_request_is_in_progress(start, monke
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_stops_server_that_is_still_starting(number):
-    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGPIPE)}
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
     app = web.create_app(classify, ThreadPoolExecutor(1), DESCRIPTION, 10**4, 3)
     try:
         with pytest.raises(KeyboardInterrupt) if number == signal.SIGINT else nullcontext():
@@ -439,13 +439,10 @@ def test_missing_package_is_an_error(capsys, monkeypatch, package):
     assert error.endswith("; run pip install -r requirements-serve.txt\n")
 
 
-# SIGPIPE has the same handler as in `python -m paddle_resnet.predict`.
 SERVER = """
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from paddle_resnet.serving import web
 
-signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 listener = web.listen("127.0.0.1", 0)
 print(listener.getsockname()[1], flush=True)
 description = {"arch": "Net", "output": {"shape": [None, 3]}}

@@ -385,11 +385,7 @@ def test_conversion_of_older_version_is_kept_with_a_warning(photos, tmp_path, ca
     ],
 )
 def test_invalid_flags_exit_with_code_2(photos, tmp_path, capsys, flags, message):
-    try:
-        code = dataset.main(["convert", "--from", str(photos), "--output", str(tmp_path / "x"), *flags])
-    except SystemExit as e:
-        code = e.code
-    assert code == 2
+    assert dataset.main(["convert", "--from", str(photos), "--output", str(tmp_path / "x"), *flags]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 

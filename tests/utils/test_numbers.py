@@ -48,6 +48,8 @@ def test_valid_values(parse, text, expected):
         (numbers.ratio, "-0.1", "-0.1 is not between 0 and 1; use a fraction such as 0.5"),
         (numbers.ratio, "1.1", "1.1 is not between 0 and 1"),
         (numbers.list_of(numbers.ratio), "0 1", "'0 1' has no commas; use 0,1"),
+        (numbers.shape, "[4, 224, 224]", "'[4, 224, 224]' has brackets; use 4,224,224"),
+        (numbers.number, "2^x", "'2^x' is not a number; use a number such as 0.1 or 1/255"),
         (numbers.list_of(numbers.ratio), "0,2", "2 is not between 0 and 1"),
     ],
 )

@@ -1,0 +1,46 @@
+"""Ask NVIDIA's driver for a GPU, without Paddle, and choose a Paddle build for it."""
+
+import os
+from typing import NamedTuple
+
+LEAST_CAPABILITY = (6, 1)  # of the GPUs that the supported builds of Paddle support
+
+
+class Gpu(NamedTuple):
+    """A GPU of this machine: its name, and its compute capability as (major, minor)."""
+
+    name: str
+    capability: tuple
+
+
+def gpu():
+    """Return the first GPU of this machine, or None if the machine has no driver or no GPU, CUDA_VISIBLE_DEVICES hides
+    all GPUs, or the GPU is older than LEAST_CAPABILITY."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return None
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        found = Gpu(pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetCudaComputeCapability(handle))
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+    return found if found.capability >= LEAST_CAPABILITY else None
+
+
+def remedy():
+    """Return how to install a Paddle build for the GPU of this machine (docs/install.md)."""
+    found = gpu()
+    if found is None:
+        return "install a GPU build of Paddle (see docs/install.md)"
+    if found.capability < (9, 0):
+        return "install a GPU build with make venv PADDLE=2.6.2"
+    return 'install a GPU build with make venv PADDLE="3.3.1 -i URL" (docs/install.md explains how to find URL)'

@@ -1,0 +1,197 @@
+"""Command-line parser with a short --help; `--help all`, `--help TOPIC` and `--help FLAG` print the other flags."""
+
+import argparse
+import difflib
+import math
+import re
+import shutil
+import sys
+import textwrap
+from fractions import Fraction
+
+from utils import numbers
+from utils.errors import UsageError
+
+LONGEST_WORD = 500  # maximum length of a word in an error message; longer flag values are shortened
+ALL = "all"  # topic that contains all flags
+WIDTH = 100  # maximum number of columns of a help text
+_DEFAULT = re.compile(r" \(default: .*\)$")  # in help texts of flags whose default depends on other values
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises UsageError. Its --help prints examples and main flags in one line each.
+
+    This line contains the flag's help text up to the first semicolon, and the default. A default that the help text
+    states takes precedence over the default of the argument, for flags whose default depends on other flags.
+
+    Args:
+        examples: [(purpose, arguments of the command)].
+        main: {question: [main flags, or names of positional arguments]}; if empty, --help lists all arguments.
+        options: arguments of argparse.ArgumentParser.
+    Attributes:
+        topics: {topic: (description, [flags])}.
+    """
+
+    def __init__(self, *, examples=(), main=None, add_help=True, **options):
+        super().__init__(add_help=False, allow_abbrev=False, **options)
+        self.examples, self.main, self.topics = examples, main or {}, {}
+        if add_help:
+            self.add_argument("-h", "--help", action=_Help)
+
+    def error(self, message):
+        if message.startswith(("the following arguments are required: ", "unrecognized arguments: ")):
+            message = f"{message}; see --help"
+        words = message.removeprefix("argument ").split()
+        raise UsageError(" ".join(w if len(w) <= LONGEST_WORD else numbers.short(w) for w in words))
+
+    def parse_known_args(self, args=None, namespace=None):
+        return super().parse_known_args(join_help(args), namespace)
+
+    def format_help(self):
+        """Return the text of --help."""
+        examples = [f"  {purpose}:\n    {self._command()} {arguments}" for purpose, arguments in self.examples]
+        blocks = [_filled(self.description), *(["\n".join(["Examples:", *examples])] if examples else [])]
+        if self.main:
+            main = {question: [self._action(name) for name in names] for question, names in self.main.items()}
+            blocks += [_sections(main, is_brief=True), self._more()]
+        else:
+            blocks.append(_sections({"Commands" if self._commands() else "Arguments": self._all()}))
+        return "\n\n".join([*blocks, *([_filled(self.epilog)] if self.epilog else [])]) + "\n"
+
+    def _more(self):
+        count = sum(bool(action.option_strings) for action in self._all())
+        text = f"More: --help {ALL} (all {count} flags) or --help FLAG"
+        width = max(map(len, self.topics), default=0) + 2
+        topics = [f"  {name:{width}}{description}" for name, (description, _) in self.topics.items()]
+        return "\n".join([f"{text} or --help TOPIC; the topics are:", *topics]) if topics else text
+
+    def help_on(self, topic):
+        """Return the text of `--help TOPIC`, where TOPIC can also be a flag, with or without dashes, or a command.
+
+        Raises:
+            UsageError: the topic is unknown.
+        """
+        if text := self.find_help(topic):
+            return text
+        near = difflib.get_close_matches(_flag(topic), self._option_string_actions, n=1, cutoff=0.75)
+        known = ", ".join([ALL, *self.topics, *self._commands()])
+        raise UsageError(f"--help {topic}: unknown topic; use {near[0] if near else 'a flag'}, or one of {known}")
+
+    def find_help(self, topic):
+        """Return the same text as help_on, or None if the topic is unknown."""
+        if topic in self._commands():
+            return self._commands()[topic].format_help()
+        if topic in self.topics or (topic == ALL and self.topics):
+            topics = self.topics if topic == ALL else [topic]
+            flags = {f"{self.topics[name][0]} ({name})": map(self._action, self.topics[name][1]) for name in topics}
+            return _sections(flags) + "\n"
+        if topic == ALL:
+            return _sections({"Arguments": self._all()}) + "\n"
+        action = self._option_string_actions.get(_flag(topic))
+        return action and _sections({None: [action]}) + "\n"
+
+    def _commands(self):
+        """Return {name: parser} for the commands of the program."""
+        return self._subparsers._group_actions[0].choices if self._subparsers else {}
+
+    def _command(self):
+        return self.prog if self.prog.startswith("python ") else f"python {self.prog}"
+
+    def _all(self):
+        if self._subparsers:
+            return self._subparsers._group_actions[0]._get_subactions()
+        return [action for action in self._actions if not isinstance(action, _Help)]
+
+    def _action(self, name):
+        """Return the argparse action of a flag or of a positional argument."""
+        return self._option_string_actions.get(name) or next(a for a in self._actions if a.dest == name)
+
+
+class _Help(argparse.Action):
+    """The flag --help, which prints help and exits."""
+
+    def __init__(self, option_strings, dest):
+        text = f"print help: on the command, on {ALL} flags, on a topic or on one flag"
+        super().__init__(option_strings, dest, "?", default=argparse.SUPPRESS, metavar="TOPIC", help=text)
+
+    def __call__(self, parser, namespace, value, option_string=None):
+        print(parser.format_help() if value is None else parser.help_on(value), end="")
+        parser.exit()
+
+
+def join_help(arguments):
+    """Return the arguments (default: those of this process) with `--help` and its value joined by "=". Otherwise,
+    argparse would parse `--help --lr` as two flags."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    for i, argument in enumerate(arguments[:-1]):
+        if argument == "--":
+            break
+        if argument in ("-h", "--help"):
+            return [*arguments[:i], f"--help={arguments[i + 1]}"]
+    return arguments
+
+
+def typed(value):
+    """Return the shortest text that a flag parses to exactly this value: 4,224,224, 1/255, 2^-15 or true."""
+    if isinstance(value, list):
+        return ",".join(map(typed, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, float):
+        return str(value)
+    if float(f"{value:g}") == value:
+        return f"{value:g}".replace("e-0", "e-")
+    if value > 0 and math.log2(value).is_integer():
+        return f"2^{math.log2(value):.0f}"
+    fraction = Fraction(value).limit_denominator(1000)
+    return str(fraction) if float(fraction) == value else str(value)
+
+
+def _flag(name):
+    return "--" + name.lstrip("-").replace("_", "-")
+
+
+def _filled(text):
+    formatter = argparse.HelpFormatter("", width=_width())
+    formatter.add_text(text)
+    return formatter.format_help().strip()
+
+
+def _sections(sections, is_brief=False):
+    """Return the text of help sections.
+
+    Args:
+        sections: {title or None: argparse actions}.
+        is_brief: whether to print only one line per action.
+    """
+    formatter = _Formatter(is_brief)
+    for title, actions in sections.items():
+        formatter.start_section(title)
+        formatter.add_arguments(actions)
+        formatter.end_section()
+    return formatter.format_help().rstrip()
+
+
+def _width():
+    return min(WIDTH, shutil.get_terminal_size().columns)
+
+
+class _Formatter(argparse.HelpFormatter):
+    def __init__(self, is_brief):
+        super().__init__("", max_help_position=34, width=1000 if is_brief else _width())
+        self._is_brief = is_brief
+
+    def _split_lines(self, text, width):
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+    def _format_action_invocation(self, action):
+        is_switch = self._is_brief and action.nargs == "?" and action.option_strings
+        return action.option_strings[0] if is_switch else super()._format_action_invocation(action)
+
+    def _get_help_string(self, action):
+        text, default = action.help, ""
+        if match := _DEFAULT.search(text):
+            text, default = text[: match.start()], match[0]
+        elif action.option_strings and not any(action.default is value for value in (None, False, argparse.SUPPRESS)):
+            default = f" (default: {typed(action.default)})"
+        return (text.partition(";")[0] if self._is_brief else text) + default + getattr(action, "mark", "")
