@@ -332,7 +332,8 @@ def test_stages_are_measured_with_their_own_images(run, chooses_two, sizes, monk
     monkeypatch.setattr(progress, "is_due", lambda: True)
     monkeypatch.setattr(progress, "show", lambda *arguments: left_s.append(arguments[3]))
     flags = ["--sizes", sizes, "--accumulate-steps", 2, "--lookahead", "2,0.5", "--ema", "0.9"]
-    flags += ["--freeze", "stem", "--unfreeze-at", 1]
+    # The host scalars of --mixup have the size of the images.
+    flags += ["--freeze", "stem", "--unfreeze-at", 1, "--mixup", "0.4"]
     code, report = run("--budget-minutes", 1, *flags, folder="budget")
     assert code == 0
     last = (4, 32) if ":4" in sizes else (8, 24)
