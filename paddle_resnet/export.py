@@ -470,7 +470,9 @@ def _score(network, model, image_root, as_evaluated=False):
         of_label = [np.take_along_axis(_log_softmax(logits, clip), labels, axis=1) for clip in (np.inf, EARLIER_CLIP)]
         losses = np.concatenate([losses, -np.hstack(of_label)])
         correct += np.count_nonzero(logits.argmax(axis=1) == labels[:, 0])
-        second, first = np.sort(np.exp(_log_softmax(logits)), axis=1)[:, -2:].T
+        # A network with one class gets a second class with probability 0.
+        ranked = np.sort(np.pad(np.exp(_log_softmax(logits)), [(0, 0), (1, 0)]), axis=1)
+        second, first = ranked[:, -2:].T
         ties += np.count_nonzero(first - second < tie)
     loss, clipped_loss = losses.mean(axis=0)
     return {"images": len(losses), "correct": correct, "ties": ties, "loss": loss, "clipped_loss": clipped_loss}

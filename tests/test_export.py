@@ -802,6 +802,17 @@ def test_verify_repeats_recorded_evaluation(one_block, run_train, photos, tmp_pa
         assert code == 1 and "the checkpoint's network and its recorded evaluation disagree: " in err
 
 
+def test_network_with_one_class_is_verified(one_block, run_train, photos, tmp_path, capsys):
+    """Regression test: the export ended with a ValueError, because an image had no second class."""
+    for split in ("train", "val"):
+        shutil.copytree(photos / split / "class0", tmp_path / "photos" / split / "class0")
+    flags = ["--num-of-class", "1", "--allow-one-class"]
+    assert run_train(*flags, image_root=tmp_path / "photos")[0] == 0
+    capsys.readouterr()
+    export.export(tmp_path / "output/Tiny/0", tmp_path / "exported", verify=tmp_path / "photos")
+    assert capsys.readouterr().out.count("top1 1, loss ") == 3
+
+
 @pytest.mark.parametrize("is_wrong", [False, True], ids=["correct", "wrong"])
 def test_verify_compares_logits_of_network_with_saturated_probabilities(
     trained, photos, tmp_path, monkeypatch, capsys, is_wrong
