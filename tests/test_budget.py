@@ -248,12 +248,13 @@ def test_checkpoint_is_measured_in_output_folder(tmp_path, monkeypatch):
         ({"benchmark": True}, None, 0, ()),
         ({"run_scope": RunScope.EVAL_ONLY}, None, 0, ()),
         ({}, 0, 0, budget.CHOSEN),
-        ({}, 0, 1, "continues from DIR; use --epochs instead"),
-        ({}, 1, 0, "continues from DIR; use --epochs instead"),
+        ({"from_checkpoint": "DIR"}, 0, 1, r"continues from DIR \(--from-checkpoint\); use --epochs instead"),
+        ({"resume": True}, 1, 0, r"continues from DIR \(--resume\); use --epochs instead"),
     ],
 )
 def test_only_new_training_runs_choose(changes, epoch, step, expected):
-    values = {"budget_minutes": 5, "benchmark": False, "run_scope": RunScope.TRAIN_EVAL} | changes
+    values = {"budget_minutes": 5, "benchmark": False, "run_scope": RunScope.TRAIN_EVAL}
+    values |= {"resume": False, "from_checkpoint": None} | changes
     checkpoint = None if epoch is None else restore.StartCheckpoint("DIR", epoch, step)
     with pytest.raises(UsageError, match=expected) if isinstance(expected, str) else contextlib.nullcontext():
         assert budget.pending(SimpleNamespace(**values), checkpoint) == expected
