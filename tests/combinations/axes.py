@@ -202,9 +202,9 @@ UNCHANGED = {
     "benchmark_warmup_steps": "set with --benchmark",
 }
 
-# On a GPU, a row also has these flags and a value of each of GPU_AXES. In NHWC, kernels are native and steps are captured
-# by default. --hw-decoder-load 0: if several processes share a GPU, some of them may not get a hardware decoder, whose
-# pixels differ from those of other decoders.
+# On a GPU, a row also has these flags and a value of each of GPU_AXES. In NHWC, kernels are native and steps are
+# captured by default. --hw-decoder-load 0: if several processes share a GPU, some of them may not get a hardware
+# decoder, whose pixels differ from those of other decoders.
 GPU_FLAGS = ["--hw-decoder-load", "0", "--data-layout", "NHWC"]
 GPU_AXES = {
     "precision": {

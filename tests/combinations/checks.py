@@ -14,8 +14,10 @@ the flag, and the reference has --epochs and --warmup-epochs of its checkpoint i
 # ruff: noqa: I001
 
 import contextlib
+import functools
 import gc
 import importlib.util
+import itertools
 import json
 import os
 import pickle
@@ -36,12 +38,14 @@ import train
 from axes import AXES, GPU_AXES, GPU_FLAGS, gpu_values
 from paddle_resnet import budget, dali, export, models, predict
 from paddle_resnet.job import exchange, processes
+from paddle_resnet.machine import compat
 from paddle_resnet.models.resnet import BasicBlock, ResNet
 from utils import logger
 from utils.mode import Mode
 
 ROOT = Path(__file__).parent.parent.parent
 # Axes whose flags need a training run, and values that continue training.
+AGREEMENT_STEPS = 6  # maximum number of steps after a signal until all processes of a job stop
 BUDGET_EPOCHS = 4  # number of epochs that --budget-minutes chooses
 TRAINING_OUTPUTS = ("tensorboard", "trace", "report")
 EXPORTS = ([], ["--onnx"], ["--uint8"], ["--int8"], ["--onnx", "--uint8", "--triton"])
@@ -64,6 +68,9 @@ def prepare(device):
     # Loaded machines would choose few epochs, and fast ones many.
     chosen = budget.epochs_within
     budget.epochs_within = lambda *arguments: BUDGET_EPOCHS if chosen(*arguments) else None
+    # The processes of a job agree on a step two polls after a signal. With the default, short runs would end before.
+    exchange.STOP_POLL_STEPS = 2
+    compat.start_gloo = functools.cache(compat.start_gloo)  # Paddle starts Gloo only once per process
     gc.disable()  # building programs is faster; see Row.check
 
 
@@ -86,7 +93,7 @@ class Row:
         self.number, self.values, self.data, self.folder, self.device = number, values, data, Path(folder), device
         self.random = random.Random(number)
         self.files = self.folder / "files"
-        self.files.mkdir(parents=True)
+        self.files.mkdir(parents=True, exist_ok=True)
         for name, text in FILES.items():
             (self.files / name).write_text(text)
         self.arch = AXES["network"][values["network"]][1].format(files=self.files)
@@ -99,8 +106,12 @@ class Row:
         if not is_on_budget:
             self._succeed("run", self.train("reference", start=start))
         steps = BUDGET_EPOCHS if is_on_budget else len(self.steps)
+        if processes.world_size() > 1:
+            steps -= AGREEMENT_STEPS
         stop = self.random.randrange(1, max(2, steps))
-        self._succeed("stopped run", self.train("stopped", start=start, stop=stop), 75)
+        code = self.train("stopped", start=start, stop=stop)
+        if processes.world_size() == 1 or steps > 1:
+            self._succeed("stopped run", code, 75)
         self._succeed("resumed run", self.train("stopped", "--resume", start=start))
         if is_on_budget:
             arguments = self._meta("stopped")["arguments"]
@@ -118,6 +129,8 @@ class Row:
         """Run train.py with the row's flags and further flags, and return its exit code."""
         row = self.flags(name, start, [axis for axis in only if axis not in without])
         logger._start_s = time.time()  # --budget-minutes counts from the start of the program
+        if processes.world_size() > 1:
+            start_job()
         with static.scope_guard(static.Scope()), stopped_before(stop) as self.steps:
             code = train.main([*row, *map(str, flags)])
         gc.collect()
@@ -266,6 +279,31 @@ def without_times(value):
     return value
 
 
+class Store:
+    """Paddle's store, with a prefix for the keys, so that it looks new to each run of a process."""
+
+    runs = itertools.count()
+
+    def __init__(self, store):
+        self._store, self._prefix = store, f"run{next(Store.runs)}/"
+
+    def get(self, key):
+        return self._store.get(self._prefix + key)
+
+    def set(self, key, value):
+        self._store.set(self._prefix + key, value)
+
+    def add(self, key, number):
+        return self._store.add(self._prefix + key, number)
+
+
+def start_job(store=exchange._store):
+    """Reset the state of exchange.py, which belongs to one run, before the next run of this process."""
+    exchange._exchanges = exchange._polls = 0
+    exchange._stop_at = exchange._last_gather = None
+    exchange._store = functools.cache(lambda: Store(store()))
+
+
 @contextlib.contextmanager
 def stopped_before(step):
     """Send SIGTERM to this process before a training step, unless `step` is None. Yield a list with an entry for each
@@ -274,7 +312,7 @@ def stopped_before(step):
 
     def stop_agreed():
         if logger._report is not None:  # otherwise, --budget-minutes measures the step
-            if len(steps) == step:
+            if len(steps) == step and processes.rank() == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
             steps.append(agreed)
         return agreed()
