@@ -215,7 +215,7 @@ GPU_AXES = {
         "float32": ["--amp", "false"],
     },
 }
-# Of two values that conflict on a GPU, the first is replaced.
+# {value of GPU_AXES that a row cannot have, the row's values that conflict with it, the value to use instead}
 GPU_REPLACEMENTS = [(("precision", "bfloat16 O2"), ("sparsity", ("mask_1d", "mask_2d_greedy", "mask_2d_best")), "O2")]
 
 
