@@ -257,7 +257,7 @@ class Row:
             images = []
         root = images[images.index("--image-root") + 1] if "--image-root" in images else str(self.data / "folder")
         flags = [*EXPORTS[self.number % len(EXPORTS)]]
-        if importlib.util.find_spec("onnxruntime") is None:
+        if not all(map(importlib.util.find_spec, ("onnx", "onnxruntime"))):
             flags = [flag for flag in flags if flag not in ("--onnx", "--int8")]
         if "--int8" in flags:
             flags = ["--onnx"] if self.values["qat"] == "on" else [*flags, "--calibrate", root]

@@ -39,8 +39,8 @@ def main(argv=None):
         "--rows",
         default="all",
         metavar="all|K/N|R,R,...",
-        help="rows to run: all; K/N: every N-th row, beginning with row K - 1; R,R,...: rows with these numbers; "
-        "conflicts: the declared conflicts instead of rows",
+        help="rows to run: all rows, and on a CPU the declared conflicts; K/N: every N-th row, beginning with row K - 1; "
+        "R,R,...: rows with these numbers; conflicts: only the declared conflicts",
     )
     parser.add_argument("--processes", type=int, default=2, help="number of processes that check rows")
     parser.add_argument("--gpus", type=int, default=1, help="number of GPUs for each row")
@@ -58,6 +58,8 @@ def main(argv=None):
 
         images.write(folder / "data", ranks)
         jobs = _jobs(args.rows)
+        if args.rows == "all" and (args.device, ranks) == ("cpu", 1):
+            jobs += _jobs("conflicts")
         print(f"{len(jobs)} rows, data sets after {time.monotonic() - start:.1f} s", flush=True)
         results = Pool(args, ranks, folder, jobs, start + args.limit_s).run()
     failed = [job for job in jobs if results.get(job) != "ok"]
@@ -79,7 +81,7 @@ def _jobs(rows):
         return [f"conflict{i}" for i in range(len(conflicts.cases()))]
     count = len(generate.read())
     if rows == "all":
-        return [*map(str, range(count)), *_jobs("conflicts")]
+        return [*map(str, range(count))]
     if "/" in rows:
         first, step = map(int, rows.split("/"))
         return [*map(str, range(first - 1, count, step))]
@@ -144,7 +146,8 @@ class Worker:
             count = ["--gpus", ",".join(map(str, range(ranks)))] if device == "gpu" else ["--nproc_per_node", ranks]
             command += ["-m", "paddle.distributed.launch", *count, "--log_dir", folder / "log"]
         command += [HERE / "worker.py", folder, device, folder.parent / "data"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PORT_RANGE": "12000:32000"}
+        python_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": python_path, "PORT_RANGE": "12000:32000"}
         with (folder / "output").open("w") as output:
             self._process = subprocess.Popen(
                 [*map(str, command)], cwd=ROOT, env=environment, stdout=output, stderr=output
