@@ -39,8 +39,8 @@ def main(argv=None):
         "--rows",
         default="all",
         metavar="all|K/N|R,R,...",
-        help="rows to run: all rows, and on a CPU the declared conflicts; K/N: every N-th row, beginning with row K - 1; "
-        "R,R,...: rows with these numbers; conflicts: only the declared conflicts",
+        help="rows to run: all rows, and on a CPU also the declared conflicts; K/N: every N-th row, beginning with row "
+        "K - 1; R,R,...: rows with these numbers; conflicts: only the declared conflicts",
     )
     parser.add_argument("--processes", type=int, default=2, help="number of processes that check rows")
     parser.add_argument("--gpus", type=int, default=1, help="number of GPUs for each row")
