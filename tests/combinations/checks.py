@@ -3,8 +3,8 @@
 Design. A row is a set of flags of train.py. train.main, export.main and predict.main run in this process, so Paddle is
 imported once for all rows. The checks of a row, in this order:
 1. The run succeeds. Its report, tables and last checkpoint are the reference.
-2. A second run gets SIGTERM before a random step, exits with code 75 and continues with --resume. Its last checkpoint
-   and its metrics must be equal to the reference, bit for bit.
+2. A second run gets SIGTERM before a random step, exits with code 75 and continues with --resume, twice if it is long
+   enough. Its last checkpoint and its metrics must be equal to the reference, bit for bit.
 3. `--run-scope eval_only` on the last checkpoint repeats the last evaluation.
 4. `--benchmark` runs.
 5. The export of the checkpoint passes --verify, and both the checkpoint and the export classify an image.
@@ -106,24 +106,38 @@ class Row:
         if not is_on_budget:
             self._succeed("run", self.train("reference", start=start))
         steps = BUDGET_EPOCHS if is_on_budget else len(self.steps)
-        if processes.world_size() > 1:
-            steps -= AGREEMENT_STEPS
-        stop = self.random.randrange(1, max(2, steps))
-        code = self.train("stopped", start=start, stop=stop)
-        if processes.world_size() == 1 or steps > 1:
-            self._succeed("stopped run", code, 75)
+        stops = self._stop(steps, start)
         self._succeed("resumed run", self.train("stopped", "--resume", start=start))
         if is_on_budget:
             arguments = self._meta("stopped")["arguments"]
             length = ["--epochs", arguments["epochs"], "--warmup-epochs", arguments["warmup_epochs"]]
             self._succeed("run", self.train("reference", *length, start=start, without=["length"]))
-        self._compare(stop)
+        self._compare(stops)
         self._evaluate()
         flags = ["--benchmark", "--benchmark-steps", 2, "--benchmark-warmup-steps", 1]
         without = [*TRAINING_OUTPUTS, "page", "predictions", "tta"]
         self._succeed("benchmark", self.train("benchmark", *flags, start=start, without=without))
         if processes.rank() == 0:
             self._export()
+
+    def _stop(self, steps, start):
+        """Train, but stop before a random step, and again after resuming if steps are left. Return these steps.
+
+        Args:
+            steps: number of steps, or a smaller number.
+            start: checkpoint from which the run starts.
+        """
+        if processes.world_size() > 1:
+            stop = 1 if steps > AGREEMENT_STEPS + 1 else None
+            self._succeed("stopped run", self.train("stopped", start=start, stop=stop), 0 if stop is None else 75)
+            return [stop]
+        stop = self.random.randrange(1, max(2, steps))
+        self._succeed("stopped run", self.train("stopped", start=start, stop=stop), 75)
+        if steps - stop < 2:
+            return [stop]
+        more = self.random.randrange(1, steps - stop)
+        self._succeed("second stopped run", self.train("stopped", "--resume", start=start, stop=more), 75)
+        return [stop, stop + more]
 
     def train(self, name, *flags, start=None, stop=None, without=(), only=AXES):
         """Run train.py with the row's flags and further flags, and return its exit code."""
@@ -203,9 +217,9 @@ class Row:
                 result |= {(place, k): v for k, v in entry["data"].items() if not TIMES.search(k)}
         return result
 
-    def _compare(self, stop):
+    def _compare(self, stops):
         """Compare the stopped and resumed run with the uninterrupted run."""
-        where = f"stopped before step {stop}"
+        where = f"stopped before steps {stops}"
         expected, actual = map(self._report, ("reference", "stopped"))
         for key in expected.keys() | actual.keys():
             if key[0][:1] and expected.get(key) != actual.get(key):
@@ -311,7 +325,7 @@ def stopped_before(step):
     agreed, steps = exchange.stop_agreed, []
 
     def stop_agreed():
-        if logger._report is not None:  # otherwise, --budget-minutes measures the step
+        if not logger._only_warns:  # otherwise, --budget-minutes measures the step
             if len(steps) == step and processes.rank() == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
             steps.append(agreed)
