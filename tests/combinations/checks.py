@@ -267,8 +267,6 @@ class Row:
         """Export the checkpoint and predict an image."""
         checkpoint, output = str(self._last("reference")), str(self.folder / "export")
         images = self.flags("x", only=["format"])
-        if self.values["format"] == "filelist outside":
-            images = []
         root = images[images.index("--image-root") + 1] if "--image-root" in images else str(self.data / "folder")
         flags = [*EXPORTS[self.number % len(EXPORTS)]]
         if not all(map(importlib.util.find_spec, ("onnx", "onnxruntime"))):
@@ -278,6 +276,7 @@ class Row:
         network = ["--model-arch-name", self.arch] if ":" in self.arch else []
         if self.values["format"] != "synthetic":
             flags += ["--verify", root]
+        flags += ["--allow-outside"] if "--allow-outside" in images else []
         self._succeed("export", export.main([checkpoint, output, *flags, *network]))
         image = str(self.data / "folder/val/class1/02.jpg")
         tta = AXES["tta"][self.values["tta"]]
