@@ -50,7 +50,7 @@ def main(argv=None):
     parser.add_argument("--keep", metavar="DIR", help="empty folder in which to keep outputs and logs")
     args = parser.parse_args(argv)
     ranks = args.gpus if args.device == "gpu" else args.ranks
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         folder = Path(args.keep or temporary).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         start = time.monotonic()
@@ -123,6 +123,8 @@ class Pool:
             worker.ask(job)
             self._results[job] = result = worker.answer(self._limited(self._args.row_limit_s))
             print(f"{job:>11} {time.monotonic() - start:6.1f} s  {result}", flush=True)
+            if result != "ok" and (self._ranks > 1 or self._args.device == "gpu"):
+                worker.kill()  # the ranks may wait for each other, or CUDA may be unusable
             if worker.has_ended:
                 worker = None
         if worker is not None:
@@ -143,7 +145,9 @@ class Worker:
             (folder / name).touch()
         command = [sys.executable]
         if ranks > 1:
-            count = ["--gpus", ",".join(map(str, range(ranks)))] if device == "gpu" else ["--nproc_per_node", ranks]
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            gpus = visible.split(",") if visible else [*map(str, range(ranks))]
+            count = ["--gpus", ",".join(gpus[:ranks])] if device == "gpu" else ["--nproc_per_node", ranks]
             command += ["-m", "paddle.distributed.launch", *count, "--log_dir", folder / "log"]
         command += [HERE / "worker.py", folder, device, folder.parent / "data"]
         python_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -179,7 +183,8 @@ class Worker:
         for pid in (self._process.pid, *pids):  # the launcher first; otherwise, it would report the others
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that a driver blocks does not end
+            self._process.wait(10)
 
 
 def last_line(path):
