@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -123,6 +124,8 @@ class Pool:
             worker.ask(job)
             self._results[job] = result = worker.answer(self._limited(self._args.row_limit_s))
             print(f"{job:>11} {time.monotonic() - start:6.1f} s  {result}", flush=True)
+            if not self._args.keep:
+                shutil.rmtree(worker.folder / f"row{job}", ignore_errors=True)
             if result != "ok" and (self._ranks > 1 or self._args.device == "gpu"):
                 worker.kill()  # the ranks may wait for each other, or CUDA may be unusable
             if worker.has_ended:
