@@ -182,22 +182,22 @@ AXES = {
 
 # Flags that do not change what a run on a CPU trains, evaluates or saves.
 UNCHANGED = {
-    "resume": "run.py adds it to the second half of every interrupted run",
+    "resume": "checks.py adds it to each run that it has stopped",
     "overwrite": "deletes an earlier run before the start: tests/checkpoints/test_resume.py",
     "dry_run": "stops before step 1: tests/test_train.py",
-    "output_dir": "each run of run.py has its own",
+    "output_dir": "each run has its own",
     "max_bad_steps": "only counts non-finite losses: tests/checkpoints/test_resume.py",
     "fuse_resunit": "requires a GPU build of Paddle 3: tests/machine/test_compat.py",
-    "hw_decoder_load": "requires a GPU; run.py sets 0 there: tests/test_gpu.py",
+    "hw_decoder_load": "requires a GPU; see GPU_FLAGS and tests/test_gpu.py",
     "device": "argument of run.py",
     "cpu_decoder_load": "requires a GPU: tests/test_gpu.py",
-    "cuda_graph": "requires a GPU, on which it is the default: see GPU_AXES",
+    "cuda_graph": "requires a GPU, on which it is the default: see GPU_FLAGS",
     "enable_cpu_affinity": "binds to the CPU cores of a GPU: tests/utils/test_affinity.py",
-    "comm_timeout_s": "only limits waits: tests/job/test_watchdog.py",
+    "comm_timeout_s": "only limits waits: tests/job/test_monitor.py",
     "show_config": "only changes the log: tests/test_phases.py",
     "verbose": "only changes error messages: tests/checkpoints/test_variables.py",
     "print_config": "stops before the run: tests/test_config.py",
-    "benchmark": "run.py measures every row's speed after the checks",
+    "benchmark": "checks.py adds it to a run of each row",
     "benchmark_steps": "set with --benchmark",
     "benchmark_warmup_steps": "set with --benchmark",
 }
