@@ -6,7 +6,7 @@ imported once for all rows. The checks of a row, in this order:
 2. A second run gets SIGTERM before a random step, exits with code 75 and continues with --resume, twice if it is long
    enough. Its last checkpoint and its metrics must be equal to the reference, bit for bit.
 3. `--run-scope eval_only` on the last checkpoint repeats the last evaluation.
-4. `--benchmark` runs.
+4. In every fourth row, `--benchmark` runs.
 5. The export of the checkpoint passes --verify, and both the checkpoint and the export classify an image.
 With --budget-minutes, two runs may choose different numbers of epochs. There, the run that is stopped and resumed has
 the flag, and the reference has --epochs and --warmup-epochs of its checkpoint instead.
@@ -71,7 +71,7 @@ def prepare(device):
     # The processes of a job agree on a step two polls after a signal. With the default, short runs would end before.
     exchange.STOP_POLL_STEPS = 2
     compat.start_gloo = functools.cache(compat.start_gloo)  # Paddle starts Gloo only once per process
-    gc.disable()  # building programs is faster; see Row.check
+    gc.disable()  # building programs is faster; worker.py collects garbage after each row
 
 
 class Failed(Exception):
@@ -114,9 +114,10 @@ class Row:
             self._succeed("run", self.train("reference", *length, start=start, without=["length"]))
         self._compare(stops)
         self._evaluate()
-        flags = ["--benchmark", "--benchmark-steps", 2, "--benchmark-warmup-steps", 1]
-        without = [*TRAINING_OUTPUTS, "page", "predictions", "tta"]
-        self._succeed("benchmark", self.train("benchmark", *flags, start=start, without=without))
+        if self.number % 4 == 0:
+            flags = ["--benchmark", "--benchmark-steps", 2, "--benchmark-warmup-steps", 1]
+            without = [*TRAINING_OUTPUTS, "page", "predictions", "tta"]
+            self._succeed("benchmark", self.train("benchmark", *flags, start=start, without=without))
         if processes.rank() == 0:
             self._export()
 
@@ -146,9 +147,7 @@ class Row:
         if processes.world_size() > 1:
             start_job()
         with static.scope_guard(static.Scope()), stopped_before(stop) as self.steps:
-            code = train.main([*row, *map(str, flags)])
-        gc.collect()
-        return code
+            return train.main([*row, *map(str, flags)])
 
     def flags(self, name, start=None, only=AXES):
         """Return the flags of the row's values on the axes in `only`, for outputs in the folder `name`."""

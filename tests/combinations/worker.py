@@ -4,6 +4,7 @@ Arguments: the folder of the worker, the device, and the folder of the data sets
 """
 # ruff: noqa: E402
 
+import gc
 import json
 import os
 import re
@@ -25,6 +26,7 @@ def main(folder, device, data):
     folder, data, rank = Path(folder), Path(data), processes.rank()
     (folder / f"rank{rank}.{os.getpid()}").touch()
     checks.prepare(device)
+    gc.freeze()
     parent, done = os.getppid(), 0
     answer(folder, "ready")
     while os.getppid() == parent:
@@ -40,6 +42,7 @@ def main(folder, device, data):
         except Exception as e:
             traceback.print_exc()
             result = f"{type(e).__name__}: {e}"[:500] + "".join(f" | {line[:300]}" for line in errors(log)[-2:])
+        gc.collect()
         answer(folder, result)
         done += 1
 
