@@ -59,9 +59,10 @@ def pending(args, checkpoint):
     if checkpoint is None or (checkpoint.epoch, checkpoint.step) == (0, 0):
         return CHOSEN
     if not checkpoint.resumes or checkpoint.meta["arguments"].get("budget_minutes") != args.budget_minutes:
+        start = "--resume" if args.resume or args.from_checkpoint is None else "--from-checkpoint"
         raise UsageError(
             f"--budget-minutes {args.budget_minutes:g}: applies only to new runs, but this run continues from "
-            f"{checkpoint.folder}; use --epochs instead"
+            f"{checkpoint.folder} ({start}); use --epochs instead"
         )
     return ()
 

@@ -57,11 +57,13 @@ class Calibration(NamedTuple):
         method: "percentile": the range that covers 99.99 % of the values; "entropy": the range that minimizes the
             Kullback-Leibler divergence between the values and the quantized values.
         images: maximum number of images to use.
+        allow_outside: whether file lists may contain files outside image_root.
     """
 
     image_root: str
     method: str = "percentile"
     images: int = 512
+    allow_outside: bool = False
 
 
 def export(
@@ -75,6 +77,7 @@ def export(
     int8=None,
     calibration=None,
     precision="float32",
+    allow_outside=False,
 ):
     """Export a checkpoint as an inference network, without masks or optimizer state.
 
@@ -98,6 +101,7 @@ def export(
         calibration: Calibration for int8, or None for a checkpoint trained with --qat.
         precision: "float32" or "float16". In float16, the input, the output and the softmax remain float32, and Paddle
             can run the network only on a GPU.
+        allow_outside: whether file lists of `verify` may contain files outside this folder.
     Returns:
         content of model.json.
     Raises:
@@ -166,9 +170,12 @@ def export(
             _write_texts(description, partial)
             if verify is not None:
                 float32 = networks.load_checkpoint(checkpoint, model_arch_name=model_arch_name)
-                score = _verify(float32, partial, verify, "gpu" if precision == "float16" else "cpu")
+                device = "gpu" if precision == "float16" else "cpu"
+                score = _verify(float32, partial, verify, device, allow_outside)
                 options = {"model_arch_name": model_arch_name, "as_evaluated": True}
-                _verify_recorded(float32, score, verify, lambda: networks.load_checkpoint(checkpoint, **options))
+                _verify_recorded(
+                    *(float32, score, verify, lambda: networks.load_checkpoint(checkpoint, **options), allow_outside)
+                )
             if triton:
                 _write_triton(network.description, partial)
     except OSError as e:
@@ -330,7 +337,7 @@ def _write_onnx(network, folder, engine=None, tolerance=PROBABILITY_TOLERANCE):
     return {path.name: entry}
 
 
-def _verify(network, folder, image_root, device):
+def _verify(network, folder, image_root, device, allow_outside=False):
     """Evaluate the checkpoint and the exported networks on all validation images, and compare the results. The
     checkpoint and model.onnx run on the CPU.
 
@@ -339,6 +346,7 @@ def _verify(network, folder, image_root, device):
         folder: folder with the exported networks.
         image_root: folder of the data set.
         device: device that runs Paddle's network, "cpu" or "gpu".
+        allow_outside: whether file lists may contain files outside image_root.
     Returns:
         result of _score for the checkpoint.
     Raises:
@@ -349,7 +357,7 @@ def _verify(network, folder, image_root, device):
     models = [network.model(logits=True), inference.open_paddle(folder, device, logits=True)]
     if (file := folder / f"{inference.NAME}.onnx").exists():
         models.append(inference.open_onnx(file, "cpu", logits=True))
-    expected, *others = (_score(network, model, image_root) for model in models)
+    expected, *others = (_score(network, model, image_root, allow_outside=allow_outside) for model in models)
     for model, score in zip(models, (expected, *others), strict=True):
         logger.info(
             f"{model.engine}: top1 {score['correct'] / score['images']:.6g}, loss {score['loss']:.7g}, "
@@ -364,13 +372,13 @@ def _verify(network, folder, image_root, device):
     return expected
 
 
-def _verify_recorded(network, score, image_root, load_as_evaluated):
+def _verify_recorded(network, score, image_root, load_as_evaluated, allow_outside=False):
     """Log the evaluation recorded in a checkpoint and, if it can be repeated, compare it with its repetition.
 
     Args:
         network: the checkpoint's Network.
         score: result of _verify.
-        image_root: folder of the data set.
+        image_root, allow_outside: see _verify.
         load_as_evaluated: function that returns the Network in the form of the run's evaluations.
     Raises:
         RunError: the evaluations disagree.
@@ -385,15 +393,15 @@ def _verify_recorded(network, score, image_root, load_as_evaluated):
     text = f"recorded evaluation: top1 {recorded['top1']:.6g}, loss {loss}, images decoded on {decoder}"
     if obstacle := _obstacle(network, score["images"]):
         return logger.info(f"{text}; not compared, because {obstacle}")
-    model = network.model(logits=True)
+    model, options = network.model(logits=True), {"as_evaluated": True, "allow_outside": allow_outside}
     if network.args.tta != "none" or _is_half(network):
-        score = _score(network, model, image_root, as_evaluated=True)
+        score = _score(network, model, image_root, **options)
     if network.args.qat:
         try:
             exact = load_as_evaluated()
         except native.Unavailable as e:
             return logger.info(f"{text}; not compared, because custom kernels, which --qat requires, are missing ({e})")
-        repeated = _score(exact, exact.model(logits=True), image_root, as_evaluated=True)
+        repeated = _score(exact, exact.model(logits=True), image_root, **options)
         _check_top1(model, "--qat", score, repeated)
         score = repeated | {"ties": 0}  # nothing is rounded differently
     losses = [score["loss"], *([] if "cpu" in network.meta else [score["clipped_loss"]])]
@@ -426,13 +434,14 @@ def _is_half(network):
     return bool(network.meta["arguments"].get("dali_output_fp16"))
 
 
-def _score(network, model, image_root, as_evaluated=False):
+def _score(network, model, image_root, as_evaluated=False, allow_outside=False):
     """Evaluate a Model that also returns logits. Return {"images", "correct", "ties" (images whose two largest
     probabilities differ by less than the tie of the model's kind), "loss", "clipped_loss" (loss with EARLIER_CLIP)}.
 
     Args:
         network: the checkpoint's Network.
         model: Model to evaluate.
+        image_root, allow_outside: see _verify.
         image_root: folder of the data set.
         as_evaluated: whether to repeat the evaluation of the checkpoint's run, with its --batch-size,
             --dali-output-fp16 and --tta. Otherwise, images are not rounded to float16 and not mirrored.
@@ -447,6 +456,7 @@ def _score(network, model, image_root, as_evaluated=False):
     recorded, description = network.args, model.description
     args = inference.loader_args(description, recorded.batch_size if as_evaluated else min(32, recorded.batch_size))
     args.image_root, args.num_of_class = str(image_root), recorded.num_of_class
+    args.allow_outside = allow_outside
     args.data_format, args.label_offset = listing.detect(args.image_root, Mode.EVAL), recorded.label_offset
     args.dali_output_fp16 = as_evaluated and _is_half(network)
     mirrors = as_evaluated and recorded.tta == "flip"
@@ -471,7 +481,9 @@ def _score(network, model, image_root, as_evaluated=False):
         of_label = [np.take_along_axis(_log_softmax(logits, clip), labels, axis=1) for clip in (np.inf, EARLIER_CLIP)]
         losses = np.concatenate([losses, -np.hstack(of_label)])
         correct += np.count_nonzero(logits.argmax(axis=1) == labels[:, 0])
-        second, first = np.sort(np.exp(_log_softmax(logits)), axis=1)[:, -2:].T
+        # A network with one class gets a second class with probability 0.
+        ranked = np.sort(np.pad(np.exp(_log_softmax(logits)), [(0, 0), (1, 0)]), axis=1)
+        second, first = ranked[:, -2:].T
         ties += np.count_nonzero(first - second < tie)
     loss, clipped_loss = losses.mean(axis=0)
     return {"images": len(losses), "correct": correct, "ties": ties, "loss": loss, "clipped_loss": clipped_loss}
@@ -617,6 +629,11 @@ def main(argv=None):
         help=f"maximum number of calibration images (default: {defaults['images']})",
     )
     parser.add_argument(
+        "--allow-outside",
+        action="store_true",
+        help="whether file lists in the data sets of --verify and --calibrate may contain files outside these folders",
+    )
+    parser.add_argument(
         "--int8-engine",
         choices=["onnxruntime", "tensorrt"],
         help="engine that runs the INT8 model; tensorrt requires zero point 0 (default: onnxruntime)",
@@ -639,10 +656,11 @@ def _main(args):
     if chosen and args.calibrate is None:
         name, value = next(iter(chosen.items()))
         raise UsageError(f"--calibration-{name} {value}: requires --calibrate IMAGE_ROOT; add it")
-    calibration = None if args.calibrate is None else Calibration(args.calibrate, **chosen)
-    flags = {
-        name: getattr(args, name) for name in ("onnx", "verify", "uint8", "triton", "model_arch_name", "precision")
-    }
+    calibration = (
+        None if args.calibrate is None else Calibration(args.calibrate, **chosen, allow_outside=args.allow_outside)
+    )
+    names = ("onnx", "verify", "uint8", "triton", "model_arch_name", "precision", "allow_outside")
+    flags = {name: getattr(args, name) for name in names}
     int8 = (args.int8_engine or "onnxruntime") if args.int8 else None
     description = export(args.checkpoint, args.output, **flags, int8=int8, calibration=calibration)
     outputs, named = description["output"]["shape"][1], len(description["classes"])

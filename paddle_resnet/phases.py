@@ -156,7 +156,8 @@ def open_data(args, checkpoint):
     restore.compare_classes(folder, meta, train_loader or eval_loader, is_fine_tuning=trains and not checkpoint)
     if trains:
         dali.warn_of_unused_outputs(args, train_loader)
-    trace.check(args.profile_steps, durations.first_pass(args, len(train_loader or eval_loader)))
+    if checkpoint is None:  # a run that continues checks the steps when its position is known, before its first step
+        trace.check(args.profile_steps, durations.first_pass(args, len(train_loader or eval_loader)))
     return train_loader, eval_loader
 
 

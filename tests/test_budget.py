@@ -248,12 +248,13 @@ def test_checkpoint_is_measured_in_output_folder(tmp_path, monkeypatch):
         ({"benchmark": True}, None, 0, ()),
         ({"run_scope": RunScope.EVAL_ONLY}, None, 0, ()),
         ({}, 0, 0, budget.CHOSEN),
-        ({}, 0, 1, "continues from DIR; use --epochs instead"),
-        ({}, 1, 0, "continues from DIR; use --epochs instead"),
+        ({"from_checkpoint": "DIR"}, 0, 1, r"continues from DIR \(--from-checkpoint\); use --epochs instead"),
+        ({"resume": True}, 1, 0, r"continues from DIR \(--resume\); use --epochs instead"),
     ],
 )
 def test_only_new_training_runs_choose(changes, epoch, step, expected):
-    values = {"budget_minutes": 5, "benchmark": False, "run_scope": RunScope.TRAIN_EVAL} | changes
+    values = {"budget_minutes": 5, "benchmark": False, "run_scope": RunScope.TRAIN_EVAL}
+    values |= {"resume": False, "from_checkpoint": None} | changes
     checkpoint = None if epoch is None else restore.StartCheckpoint("DIR", epoch, step)
     with pytest.raises(UsageError, match=expected) if isinstance(expected, str) else contextlib.nullcontext():
         assert budget.pending(SimpleNamespace(**values), checkpoint) == expected
@@ -332,7 +333,8 @@ def test_stages_are_measured_with_their_own_images(run, chooses_two, sizes, monk
     monkeypatch.setattr(progress, "is_due", lambda: True)
     monkeypatch.setattr(progress, "show", lambda *arguments: left_s.append(arguments[3]))
     flags = ["--sizes", sizes, "--accumulate-steps", 2, "--lookahead", "2,0.5", "--ema", "0.9"]
-    flags += ["--freeze", "stem", "--unfreeze-at", 1]
+    # The host scalars of --mixup have the size of the images.
+    flags += ["--freeze", "stem", "--unfreeze-at", 1, "--mixup", "0.4"]
     code, report = run("--budget-minutes", 1, *flags, folder="budget")
     assert code == 0
     last = (4, 32) if ":4" in sizes else (8, 24)

@@ -631,8 +631,8 @@ def test_export_that_fails_verification_is_not_kept(checkpoint, photos, tmp_path
     scores = []
     real = export._score
 
-    def score(*args):
-        scores.append(real(*args))
+    def score(*args, **options):
+        scores.append(real(*args, **options))
         if len(scores) == 2 and name == "correct":
             scores[-1]["correct"] -= 1 + 2 * scores[-1]["ties"]
         if len(scores) == 2 and name == "loss":
@@ -799,6 +799,33 @@ def test_verify_repeats_recorded_evaluation(one_block, run_train, photos, tmp_pa
     for i, wrong in enumerate(({"parameter": "linear_0.w_0"}, {"loss": 3e-4}, {"loss": -3e-4})):
         code, out, err = verify(change(checkpoint, tmp_path / str(i), **wrong))
         assert code == 1 and "the checkpoint's network and its recorded evaluation disagree: " in err
+
+
+@pytest.mark.parametrize("command", [["--verify"], ["--int8", "--calibrate"]], ids=["verify", "calibrate"])
+def test_file_list_may_contain_files_outside_with_flag(checkpoint, photos, tmp_path, capsys, command):
+    """Regression test: the error recommended --allow-outside, which the export did not have."""
+    if "--int8" in command:
+        pytest.importorskip("onnxruntime")
+    root = tmp_path / "lists"
+    root.mkdir()
+    for split in ("train", "val"):
+        paths = sorted((photos / split).glob("*/*.jpg"))
+        (root / f"{split}.txt").write_text("".join(f"{path} {path.parent.name[-1]}\n" for path in paths))
+    arguments = [str(checkpoint), str(tmp_path / "exported"), *command, str(root)]
+    assert export.main(arguments) == 2
+    assert "is outside" in (error := capsys.readouterr().err) and "or add --allow-outside" in error
+    assert export.main([*arguments, "--allow-outside"]) == 0
+
+
+def test_network_with_one_class_is_verified(one_block, run_train, photos, tmp_path, capsys):
+    """Regression test: the export ended with a ValueError, because an image had no second class."""
+    for split in ("train", "val"):
+        shutil.copytree(photos / split / "class0", tmp_path / "photos" / split / "class0")
+    flags = ["--num-of-class", "1", "--allow-one-class"]
+    assert run_train(*flags, image_root=tmp_path / "photos")[0] == 0
+    capsys.readouterr()
+    export.export(tmp_path / "output/Tiny/0", tmp_path / "exported", verify=tmp_path / "photos")
+    assert capsys.readouterr().out.count("top1 1, loss ") == 3
 
 
 @pytest.mark.parametrize("is_wrong", [False, True], ids=["correct", "wrong"])

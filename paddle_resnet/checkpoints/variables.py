@@ -429,9 +429,11 @@ def _tensor(name):
 
 @contextlib.contextmanager
 def restored(program, place):
-    """At the end of the `with` block, reset all persistable variables of a program to their values before the block."""
+    """At the end of the `with` block, reset all persistable variables of a program to their values before the block,
+    except host scalars, which are written before each step."""
     persistent = [variable.name for variable in program.list_vars() if variable.persistable]
-    present = {name: static.global_scope().find_var(name) for name in persistent if name not in ("feed", "fetch")}
+    names = [name for name in persistent if name not in ("feed", "fetch") and not name.startswith(scalars.PREFIX)]
+    present = {name: static.global_scope().find_var(name) for name in names}
     before = {name: read(name) for name, v in present.items() if v is not None and v.get_tensor()._is_initialized()}
     try:
         yield

@@ -112,7 +112,7 @@ def _divergence(expected, actual):
     return float(np.sum(expected[used] * np.log(expected[used] / np.maximum(actual[used], 1e-9))))
 
 
-def quantize(network, bits, image_root, method, images):
+def quantize(network, bits, image_root, method, images, allow_outside=False):
     """Quantize a network in place: insert fake-quantization operators, determine the activation ranges from training
     images, and correct the biases. The images are preprocessed as in evaluation. If the largest value of an activation
     is much larger than the median of all images so far, this activation of the image is ignored, with a warning.
@@ -123,12 +123,13 @@ def quantize(network, bits, image_root, method, images):
         image_root: folder of the data set.
         method: "percentile" or "entropy".
         images: maximum number of images to use.
+        allow_outside: see draw.
     Returns:
         Sample.
     Raises:
         UsageError: the data set or an image cannot be used, or an activation is not finite.
     """
-    drawn, available = draw(image_root, images)
+    drawn, available = draw(image_root, images, allow_outside)
     names, layers = list(quantization.activations(network.program)), quantization.layers(network.program)
     histograms, means, counts = {name: Histogram() for name in names}, dict.fromkeys(names, 0.0), Counter()
     largest, unusual = {name: [] for name in names}, 0  # largest: of each image, [images] for each batch
@@ -189,20 +190,21 @@ def _set(network, name, values):
     tensor.set(np.asarray(values, np.float32), processes.place("cpu"))
 
 
-def draw(image_root, count):
+def draw(image_root, count, allow_outside=False):
     """Draw training images at random, one from each of `count` sections of nearly equal length. Thus the sample is
     representative if the images are sorted by class, and also if the classes alternate.
 
     Args:
         image_root: folder of the data set.
         count: maximum number of images. If the data set has fewer, all are drawn.
+        allow_outside: whether file lists may contain files outside image_root.
     Returns:
         ([listing.Image], number of images in the training split). The images are in random order and depend only on
         the data set and `count`.
     Raises:
         UsageError: the data set cannot be used.
     """
-    _, _, images = listing.images(image_root, Mode.TRAIN)
+    _, _, images = listing.images(image_root, Mode.TRAIN, allow_outside=allow_outside)
     if not images:
         raise UsageError(f"--calibrate {image_root}: the training split contains no images; add images")
     count = min(count, len(images))

@@ -34,23 +34,24 @@ def start(program, first_step, last_step, is_resume):
         first_step, last_step: the pass consists of the steps from first_step to last_step - 1.
         is_resume: whether --resume is set.
     Returns:
-        Trace; None in later passes, or if the run resumes after the first traced step.
+        Trace; None in later passes, or if a resumed run begins with a pass that does not contain all traced steps.
     Raises:
-        UsageError: a traced step is outside the pass.
+        UsageError: a traced step is outside the pass, and is_resume is false.
     """
     trace, program.trace = program.trace, None
     if trace is None:
         return None
     begin, end = trace.steps
-    if is_resume and begin < first_step:  # repeating the command with --resume must not fail
-        logger.warn(
-            f"--profile-steps {begin}:{end}: not traced, because --resume continues at step {first_step}; use "
-            "later steps"
-        )
-        return None
-    if begin < first_step or end > last_step:
+    if first_step <= begin and end <= last_step:
+        return trace
+    if not is_resume:
         raise _outside(trace.steps, first_step, last_step)
-    return trace
+    # Repeating the command with --resume must not fail.
+    logger.warn(
+        f"--profile-steps {begin}:{end}: not traced, because --resume continues with steps {first_step} to "
+        f"{last_step - 1}; use steps in this range"
+    )
+    return None
 
 
 def _outside(steps, first_step, last_step):

@@ -110,7 +110,10 @@ def test_steps_outside_run_are_rejected_before_first_step(run_train, tmp_path, c
 
 @pytest.mark.parametrize(
     ("first", "last", "is_resume", "is_traced"),
-    [(2, 5, False, True), (2, 5, True, True), (3, 5, True, False), (3, 5, False, None), (2, 4, False, None)],
+    [
+        *((2, 5, False, True), (2, 5, True, True), (3, 5, True, False), (3, 5, False, None), (2, 4, False, None)),
+        (0, 4, True, False),  # with --iter-unit batch, the first pass of a resumed run may be shorter
+    ],
 )
 def test_traced_steps_must_be_within_first_pass(first, last, is_resume, is_traced):
     traced = trace.Trace((2, 5), None, "cpu")
@@ -123,6 +126,22 @@ def test_traced_steps_must_be_within_first_pass(first, last, is_resume, is_trace
     else:
         assert trace.start(program, first, last, is_resume) is (traced if is_traced else None)
     assert program.trace is None
+
+
+def test_run_that_continues_inside_epoch_traces_steps_of_its_first_pass(run_train, stop_before, tmp_path, capsys):
+    """Regression test: only the steps of the first pass of a new run, 0:2, were accepted, and none of them is in the
+    first pass of this run."""
+    flags = ["--epochs", "90", "--iter-unit", "batch", "--num-iter", "3", "--eval-interval", "2"]  # 90: the default
+    stop_before(train_step=2)
+    assert run_train(*flags)[0] == 75
+    stop_before()
+    flags += ["--from-checkpoint", tmp_path / "output/Tiny/latest", "--output-dir", tmp_path / "second"]
+    flags += ["--last-epoch-of-checkpoint", "auto"]
+    capsys.readouterr()
+    assert run_train(*flags, "--profile-steps", "1:2")[0] == 2
+    assert_one_error(capsys.readouterr().err, ["--profile-steps 1:2: outside the first pass of this run, 2:3"])
+    assert run_train(*flags, "--profile-steps", "2:3", "--overwrite")[0] == 0
+    assert (tmp_path / "second/profile/steps_2_3_rank0.json").exists()
 
 
 def test_command_resumed_in_evaluation_traces_next_epoch(run_train, stop_before, tmp_path):
@@ -147,5 +166,5 @@ def test_command_resumed_inside_traced_steps_logs_warning(run_train, stop_before
     assert calls == ["start", "stop"]
     stop_before()
     assert run_train(*flags)[0] == 0
-    assert "--profile-steps 0:3: not traced, because --resume continues at step 2" in capsys.readouterr().err
+    assert "--profile-steps 0:3: not traced, because --resume continues with steps 2 to 2" in capsys.readouterr().err
     assert not (tmp_path / "output/profile").exists()

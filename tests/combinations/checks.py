@@ -1,0 +1,347 @@
+"""Check one row of the combination tests in this process.
+
+Design. A row is a set of flags of train.py. train.main, export.main and predict.main run in this process, so Paddle is
+imported once for all rows. The checks of a row, in this order:
+1. The run succeeds. Its report, tables and last checkpoint are the reference.
+2. A second run gets SIGTERM before a random step, exits with code 75 and continues with --resume, twice if it is long
+   enough. Its last checkpoint and its metrics must be equal to the reference, bit for bit.
+3. `--run-scope eval_only` on the last checkpoint repeats the last evaluation.
+4. In every fourth row, `--benchmark` runs.
+5. The export of the checkpoint passes --verify, and both the checkpoint and the export classify an image.
+With --budget-minutes, two runs may choose different numbers of epochs. There, the run that is stopped and resumed has
+the flag, and the reference has --epochs and --warmup-epochs of its checkpoint instead.
+"""
+# ruff: noqa: I001
+
+import contextlib
+import functools
+import gc
+import importlib.util
+import itertools
+import json
+import os
+import pickle
+import random
+import re
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import conftest  # noqa: F401  speeds up Paddle and DALI
+import numpy as np
+import paddle
+from paddle import static
+
+import few_blocks
+import train
+from axes import AXES, GPU_AXES, GPU_FLAGS, gpu_values
+from paddle_resnet import budget, dali, export, models, predict
+from paddle_resnet.job import exchange, processes
+from paddle_resnet.machine import compat
+from paddle_resnet.models.resnet import BasicBlock, ResNet
+from utils import logger
+from utils.mode import Mode
+
+ROOT = Path(__file__).parent.parent.parent
+# Axes whose flags need a training run, and values that continue training.
+AGREEMENT_STEPS = 6  # maximum number of steps after a signal until all processes of a job stop
+BUDGET_EPOCHS = 4  # number of epochs that --budget-minutes chooses
+TRAINING_OUTPUTS = ("tensorboard", "trace", "report")
+EXPORTS = ([], ["--onnx"], ["--uint8"], ["--int8"], ["--onnx", "--uint8", "--triton"])
+TIMES = re.compile(r"steps|ips|time|latency|memory|energy|power|_s$|start|utilization")
+FILES = {
+    "network.py": (ROOT / "docs/networks.md").read_text().split("\n```python\n")[2].partition("```")[0],
+}
+
+
+def prepare(device):
+    """Prepare this process: small networks, small synthetic data sets, small decoder buffers, deterministic kernels."""
+    os.chdir(ROOT)
+    paddle.enable_static()
+    if device == "gpu":
+        paddle.set_flags({"FLAGS_cudnn_deterministic": True})
+    few_blocks.shrink()
+    models.MODELS["Tiny"] = partial(ResNet, BasicBlock, (1,), width=8)
+    dali.SYNTHETIC_SIZE = {Mode.TRAIN: 40 * processes.world_size(), Mode.EVAL: 11}
+    dali.PREALLOCATE_WIDTH = dali.PREALLOCATE_HEIGHT = 0
+    # Loaded machines would choose few epochs, and fast ones many.
+    chosen = budget.epochs_within
+    budget.epochs_within = lambda *arguments: BUDGET_EPOCHS if chosen(*arguments) else None
+    # The processes of a job agree on a step two polls after a signal. With the default, short runs would end before.
+    exchange.STOP_POLL_STEPS = 2
+    compat.start_gloo = functools.cache(compat.start_gloo)  # Paddle starts Gloo only once per process
+    gc.disable()  # building programs is faster; worker.py collects garbage after each row
+
+
+class Failed(Exception):
+    """A check of a row failed."""
+
+
+class Row:
+    """The checks of a row.
+
+    Args:
+        number: number of the row, which seeds its random choices.
+        values: {axis: value}.
+        data: folder that images.write has filled.
+        folder: empty folder for the outputs.
+        device: "cpu" or "gpu".
+    """
+
+    def __init__(self, number, values, data, folder, device):
+        self.number, self.values, self.data, self.folder, self.device = number, values, data, Path(folder), device
+        self.random = random.Random(number)
+        self.files = self.folder / "files"
+        self.files.mkdir(parents=True, exist_ok=True)
+        for name, text in FILES.items():
+            (self.files / name).write_text(text)
+        self.arch = AXES["network"][values["network"]][1].format(files=self.files)
+        self.name = self.arch.rpartition(":")[2]  # of the run's folder
+
+    def check(self):
+        """Run all checks. Raises Failed."""
+        start = self.start()
+        is_on_budget = self.values["length"] == "budget"
+        if not is_on_budget:
+            self._succeed("run", self.train("reference", start=start))
+        steps = BUDGET_EPOCHS if is_on_budget else len(self.steps)
+        stops = self._stop(steps, start)
+        self._succeed("resumed run", self.train("stopped", "--resume", start=start))
+        if is_on_budget:
+            arguments = self._meta("stopped")["arguments"]
+            length = ["--epochs", arguments["epochs"], "--warmup-epochs", arguments["warmup_epochs"]]
+            self._succeed("run", self.train("reference", *length, start=start, without=["length"]))
+        self._compare(stops)
+        self._evaluate()
+        if self.number % 4 == 0:
+            flags = ["--benchmark", "--benchmark-steps", 2, "--benchmark-warmup-steps", 1]
+            without = [*TRAINING_OUTPUTS, "page", "predictions", "tta"]
+            self._succeed("benchmark", self.train("benchmark", *flags, start=start, without=without))
+        if processes.rank() == 0:
+            self._export()
+
+    def _stop(self, steps, start):
+        """Train, but stop before a random step, and again after resuming if steps are left. Return these steps.
+
+        Args:
+            steps: number of steps, or a smaller number.
+            start: checkpoint from which the run starts.
+        """
+        if processes.world_size() > 1:
+            stop = 1 if steps > AGREEMENT_STEPS + 1 else None
+            self._succeed("stopped run", self.train("stopped", start=start, stop=stop), 0 if stop is None else 75)
+            return [stop]
+        stop = self.random.randrange(1, max(2, steps))
+        self._succeed("stopped run", self.train("stopped", start=start, stop=stop), 75)
+        if steps - stop < 2:
+            return [stop]
+        more = self.random.randrange(1, steps - stop)
+        self._succeed("second stopped run", self.train("stopped", "--resume", start=start, stop=more), 75)
+        return [stop, stop + more]
+
+    def train(self, name, *flags, start=None, stop=None, without=(), only=AXES):
+        """Run train.py with the row's flags and further flags, and return its exit code."""
+        row = self.flags(name, start, [axis for axis in only if axis not in without])
+        logger._start_s = time.time()  # --budget-minutes counts from the start of the program
+        if processes.world_size() > 1:
+            start_job()
+        with static.scope_guard(static.Scope()), stopped_before(stop) as self.steps:
+            return train.main([*row, *map(str, flags)])
+
+    def flags(self, name, start=None, only=AXES):
+        """Return the flags of the row's values on the axes in `only`, for outputs in the folder `name`."""
+        first = self._first_step(start)
+        places = {
+            "trace": f"{first}:{first + 1}",
+            "data": self.data,
+            "files": self.files,
+            "run": self.folder / name,
+            "start": start,
+        }
+        flags = ["--device", self.device, "--dali-num-threads", "1", "--show-config", "false"]
+        flags += ["--output-dir", "{run}"]
+        if self.device == "gpu":
+            flags += GPU_FLAGS
+            for axis, value in gpu_values(self.number, self.values).items():
+                flags += GPU_AXES[axis][value]
+        for axis in only:
+            flags += AXES[axis][self.values[axis]]
+        return [flag.format_map(places) for flag in flags]
+
+    def _first_step(self, start):
+        """Return the step with which the first pass of a run begins that continues from a checkpoint."""
+        if self.values["start"] != "checkpoint" or start is None:
+            return 0
+        meta = json.loads((start / "meta.json").read_text())
+        return 0 if meta["trained"] else meta["step"] or 0
+
+    def start(self):
+        """Train the checkpoint from which the row starts, and return its folder."""
+        if self.values["start"] == "scratch":
+            return None
+        if self.values["start"] == "checkpoint":
+            length = AXES["length"][next(iter(AXES["length"]))] if self.values["length"] == "budget" else []
+            without = ["start", *(["length"] if length else [])]
+            code = self.train("start", *length, without=without, stop=self.random.randrange(1, 5))
+            self._succeed("first run", code, 75)
+            return self.folder / "start" / self.name / "latest"
+        only = ["network", "shape", "layout", "classes", "format", "batch", "ema"]
+        flags = ["--epochs", 1, "--warmup-epochs", 0, "--lr", 0.01]
+        flags += ["--num-of-class", 7] if self.values["start"] == "other classes" else []
+        self._succeed("first run", self.train("start", *flags, only=only))
+        return self._last("start")
+
+    def _succeed(self, what, code, expected=0):
+        if code != expected:
+            raise Failed(f"{what}: exit code {code} instead of {expected}")
+
+    def _last(self, name):
+        """Return the newest checkpoint of a run."""
+        return (self.folder / name / self.name / "latest").resolve()
+
+    def _meta(self, name):
+        return json.loads((self._last(name) / "meta.json").read_text())
+
+    def _report(self, name, file=None):
+        """Return {(position, metric): value} for the metrics that do not depend on the speed of the machine."""
+        folder = self.folder / name
+        path = folder / "own.json" if self.values["report"] == "own" and not file else None
+        path = path or folder / self.name / (file or "report.json")
+        result = {}
+        for line in path.read_text().splitlines():
+            entry = json.loads(line.removeprefix("DLLL "))
+            if isinstance(entry["step"], list):
+                place = (*entry["step"], entry["data"].get("val.step", entry["data"].get("train.step")))
+                result |= {(place, k): v for k, v in entry["data"].items() if not TIMES.search(k)}
+        return result
+
+    def _compare(self, stops):
+        """Compare the stopped and resumed run with the uninterrupted run."""
+        where = f"stopped before steps {stops}"
+        expected, actual = map(self._report, ("reference", "stopped"))
+        for key in expected.keys() | actual.keys():
+            if key[0][:1] and expected.get(key) != actual.get(key):
+                raise Failed(f"{where}: {key} is {actual.get(key)} instead of {expected.get(key)}")
+        expected, actual = map(self._last, ("reference", "stopped"))
+        if expected.name != actual.name:
+            raise Failed(f"{where}: the last checkpoint is {actual.name} instead of {expected.name}")
+        names = {path.name for path in expected.glob("*.pd*")}
+        if names != {path.name for path in actual.glob("*.pd*")} or len(names) < 2:
+            raise Failed(f"{where}: different files in the last checkpoint")
+        for name in names:
+            one, other = (pickle.loads((folder / name).read_bytes()) for folder in (expected, actual))
+            if one.keys() != other.keys():
+                raise Failed(f"{where}: different variables in {name}: {one.keys() ^ other.keys()}")
+            for variable, value in one.items():
+                # After a resume, the learning rate has shape (1,) instead of ().
+                if np.ravel(value).tobytes() != np.ravel(other[variable]).tobytes():
+                    raise Failed(f"{where}: {variable} in {name} differs")
+        one, other = map(self._meta, ("reference", "stopped"))
+        for key in ("best", "epoch", "step", "seeds", "lr_scheduler", "classes"):
+            if without_times(one[key]) != without_times(other[key]):
+                raise Failed(f"{where}: {key} in meta.json is {other[key]} instead of {one[key]}")
+        if self.values["predictions"] == "on":
+            one, other = ((self.folder / name / "predictions.csv").read_bytes() for name in ("reference", "stopped"))
+            if one != other:
+                raise Failed(f"{where}: predictions.csv differs")
+        if self.values["page"] == "on" and not (self.folder / "stopped" / "report.html").stat().st_size:
+            raise Failed("empty page")
+
+    def _evaluate(self):
+        """Repeat the last evaluation."""
+        checkpoint = self._last("reference")
+        without = [*TRAINING_OUTPUTS, "start", "scope"]
+        flags = ["--run-scope", "eval_only", "--from-checkpoint", checkpoint]
+        self._succeed("evaluation", self.train("evaluated", *flags, without=without))
+        recorded = self._meta("reference")["evaluated"]
+        if self.values["scope"] == "train_only":
+            return
+        actual = {key: value for (_, key), value in self._report("evaluated", "report.eval.json").items()}
+        for key in ("loss", "top1", "images"):
+            if recorded[key] != actual[f"val.{key}"]:
+                raise Failed(f"evaluation: {key} is {actual[f'val.{key}']} instead of {recorded[key]}")
+
+    def _export(self):
+        """Export the checkpoint and predict an image."""
+        checkpoint, output = str(self._last("reference")), str(self.folder / "export")
+        images = self.flags("x", only=["format"])
+        root = images[images.index("--image-root") + 1] if "--image-root" in images else str(self.data / "folder")
+        flags = [*EXPORTS[self.number % len(EXPORTS)]]
+        if not all(map(importlib.util.find_spec, ("onnx", "onnxruntime"))):
+            flags = [flag for flag in flags if flag not in ("--onnx", "--int8")]
+        if "--int8" in flags:
+            flags = ["--onnx"] if self.values["qat"] == "on" else [*flags, "--calibrate", root]
+        network = ["--model-arch-name", self.arch] if ":" in self.arch else []
+        if self.values["format"] != "synthetic":
+            flags += ["--verify", root]
+        flags += ["--allow-outside"] if "--allow-outside" in images else []
+        self._succeed("export", export.main([checkpoint, output, *flags, *network]))
+        image = str(self.data / "folder/val/class1/02.jpg")
+        tta = AXES["tta"][self.values["tta"]]
+        device = ["--device", self.device]
+        self._succeed("prediction", predict.main([checkpoint, "--json", image, *network, *tta, *device]))
+        self._succeed("prediction of export", predict.main([output, "--json", image, *tta, *device]))
+
+
+def without_times(value):
+    """Return JSON data without metrics that depend on the speed of the machine."""
+    if isinstance(value, dict):
+        return {key: without_times(each) for key, each in value.items() if not TIMES.search(key)}
+    return value
+
+
+class Store:
+    """Paddle's store, with a prefix for the keys, so that it looks new to each run of a process."""
+
+    runs = itertools.count()
+
+    def __init__(self, store):
+        self._store, self._prefix = store, f"run{next(Store.runs)}/"
+
+    def get(self, key):
+        return self._store.get(self._prefix + key)
+
+    def set(self, key, value):
+        self._store.set(self._prefix + key, value)
+
+    def add(self, key, number):
+        return self._store.add(self._prefix + key, number)
+
+
+def start_job(store=exchange._store):
+    """Reset the state of exchange.py, which belongs to one run, before the next run of this process."""
+    exchange._exchanges = exchange._polls = 0
+    exchange._stop_at = exchange._last_gather = None
+    exchange._store = functools.cache(lambda: Store(store()))
+
+
+@contextlib.contextmanager
+def stopped_before(step):
+    """Send SIGTERM to this process before a training step, unless `step` is None. Yield a list with an entry for each
+    training step."""
+    agreed, steps = exchange.stop_agreed, []
+
+    def stop_agreed():
+        if not logger._only_warns:  # otherwise, --budget-minutes measures the step
+            if len(steps) == step and processes.rank() == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+            steps.append(agreed)
+        return agreed()
+
+    exchange.stop_agreed = stop_agreed
+    try:
+        yield steps
+    finally:
+        exchange.stop_agreed = agreed
+
+
+def conflict_error(case, data, folder, device):
+    """Check that a run with the flags of a conflicts.Flags exits with code 2 before step 1. Return the strings that its
+    error message must contain."""
+    row = Row(0, {axis: next(iter(values)) for axis, values in AXES.items()} | case.values, data, folder, device)
+    start = row.start()
+    code = row.train("conflict", *case.flags.format(start=start, data=data).split(), start=start, without=case.without)
+    if code != 2 or list((row.folder / "conflict").glob("*/*.json")):
+        raise Failed(f"{case.values} {case.flags}: exit code {code} instead of 2 before step 1")
+    return [name.format(start=start, data=data) for name in case.names]

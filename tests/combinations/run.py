@@ -1,0 +1,199 @@
+"""Run rows of the combination tests.
+
+python tests/combinations/run.py                                                       all rows, on a CPU
+python tests/combinations/run.py --rows 1/10 --ranks 2                                 jobs of two processes
+python tests/combinations/run.py --device gpu --rows 1/3 --processes 8                 on a GPU
+python tests/combinations/run.py --device gpu --gpus 2 --rows 1/16 --processes 1       on two GPUs
+
+Each process imports Paddle once and checks one row after another. With --gpus N or --ranks N, each row is a job of N
+processes on N GPUs or on the CPU instead, started by Paddle's launcher. For each row, this program prints one line: the
+number of the row, its duration, and "ok" or the error. If a row takes longer than --row-limit-s, its process is killed.
+The exit code is 0 if all rows succeeded.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
+
+START_LIMIT_S = 180  # maximum time to import Paddle; on some machines, processes start one after the other
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="device on which the rows run")
+    parser.add_argument(
+        "--rows",
+        default="all",
+        metavar="all|K/N|R,R,...",
+        help="rows to run: all rows, and on a CPU also the declared conflicts; K/N: every N-th row, beginning with row "
+        "K - 1; R,R,...: rows with these numbers; conflicts: only the declared conflicts",
+    )
+    parser.add_argument("--processes", type=int, default=2, help="number of processes that check rows")
+    parser.add_argument("--gpus", type=int, default=1, help="number of GPUs for each row")
+    parser.add_argument("--ranks", type=int, default=1, help="number of processes for each row on the CPU")
+    parser.add_argument("--row-limit-s", type=float, default=90)
+    parser.add_argument("--limit-s", type=float, default=540, help="time after which no more rows run")
+    parser.add_argument("--keep", metavar="DIR", help="empty folder in which to keep outputs and logs")
+    args = parser.parse_args(argv)
+    ranks = args.gpus if args.device == "gpu" else args.ranks
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+        folder = Path(args.keep or temporary).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        start = time.monotonic()
+        import images
+
+        images.write(folder / "data", ranks)
+        jobs = _jobs(args.rows)
+        if args.rows == "all" and (args.device, ranks) == ("cpu", 1):
+            jobs += _jobs("conflicts")
+        print(f"{len(jobs)} rows, data sets after {time.monotonic() - start:.1f} s", flush=True)
+        results = Pool(args, ranks, folder, jobs, start + args.limit_s).run()
+    failed = [job for job in jobs if results.get(job) != "ok"]
+    missing = [job for job in jobs if job not in results]
+    print(
+        f"{len(jobs) - len(failed)} of {len(jobs)} rows ok, {len(failed) - len(missing)} failed, {len(missing)} not "
+        f"run, {time.monotonic() - start:.0f} s" + (f"; failed: {', '.join(failed)}" if failed else ""),
+        flush=True,
+    )
+    return int(bool(failed))
+
+
+def _jobs(rows):
+    """Return the names of the jobs: numbers of rows, or conflictN."""
+    import conflicts
+    import generate
+
+    if rows == "conflicts":
+        return [f"conflict{i}" for i in range(len(conflicts.cases()))]
+    count = len(generate.read())
+    if rows == "all":
+        return [*map(str, range(count))]
+    if "/" in rows:
+        first, step = map(int, rows.split("/"))
+        return [*map(str, range(first - 1, count, step))]
+    return rows.split(",")
+
+
+class Pool:
+    """Workers that check rows. Each thread of run() feeds one worker, and replaces it if it crashes or hangs."""
+
+    def __init__(self, args, ranks, folder, jobs, end):
+        self._args, self._ranks, self._folder, self._end = args, ranks, folder, end
+        self._queue, self._names, self._results = queue.SimpleQueue(), itertools.count(), {}
+        for job in jobs:
+            self._queue.put(job)
+
+    def run(self):
+        """Return {job: "ok" or error} for all jobs that have run."""
+        threads = [threading.Thread(target=self._feed) for _ in range(self._args.processes)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return self._results
+
+    def _feed(self):
+        worker = None
+        while time.monotonic() < self._end:
+            try:
+                job = self._queue.get_nowait()
+            except queue.Empty:
+                break
+            if worker is None:
+                worker = Worker(self._folder / f"worker{next(self._names)}", self._args.device, self._ranks)
+                problem = worker.answer(self._limited(START_LIMIT_S))
+                if problem != "ready":
+                    print(f"{worker.folder.name} does not start: {problem}", flush=True)
+                    break
+            start = time.monotonic()
+            worker.ask(job)
+            self._results[job] = result = worker.answer(self._limited(self._args.row_limit_s))
+            print(f"{job:>11} {time.monotonic() - start:6.1f} s  {result}", flush=True)
+            if not self._args.keep:
+                shutil.rmtree(worker.folder / f"row{job}", ignore_errors=True)
+            if result != "ok" and (self._ranks > 1 or self._args.device == "gpu"):
+                worker.kill()  # the ranks may wait for each other, or CUDA may be unusable
+            if worker.has_ended:
+                worker = None
+        if worker is not None:
+            worker.kill()
+
+    def _limited(self, seconds):
+        return max(0, min(seconds, self._end - time.monotonic()))
+
+
+class Worker:
+    """A process that checks rows, or a job of several such processes. They read the names of rows from a file, and rank
+    0 writes a line to another file for each row."""
+
+    def __init__(self, folder, device, ranks):
+        self.folder, self.has_ended, self._lines = folder, False, 0
+        folder.mkdir()
+        for name in ("asked", "answers"):
+            (folder / name).touch()
+        command = [sys.executable]
+        if ranks > 1:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            gpus = visible.split(",") if visible else [*map(str, range(ranks))]
+            count = ["--gpus", ",".join(gpus[:ranks])] if device == "gpu" else ["--nproc_per_node", ranks]
+            command += ["-m", "paddle.distributed.launch", *count, "--log_dir", folder / "log"]
+        command += [HERE / "worker.py", folder, device, folder.parent / "data"]
+        python_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": python_path, "PORT_RANGE": "12000:32000"}
+        with (folder / "output").open("w") as output:
+            self._process = subprocess.Popen(
+                [*map(str, command)], cwd=ROOT, env=environment, stdout=output, stderr=output
+            )
+
+    def ask(self, job):
+        with (self.folder / "asked").open("a") as file:
+            file.write(f"{job}\n")
+
+    def answer(self, limit_s):
+        """Return the next answer. If there is none within the limit, kill the processes and return the reason."""
+        end = time.monotonic() + limit_s
+        while time.monotonic() < end:
+            code = self._process.poll()
+            lines = (self.folder / "answers").read_text().split("\n")[:-1]
+            if len(lines) > self._lines:
+                self._lines += 1
+                return json.loads(lines[self._lines - 1])
+            if code is not None:
+                self.kill()
+                return f"the process exited with {code}: {last_line(self.folder / 'output')}"
+            time.sleep(0.02)
+        self.kill()
+        return f"no answer after {limit_s:.0f} s"
+
+    def kill(self):
+        self.has_ended = True
+        pids = [int(path.suffix[1:]) for path in self.folder.glob("rank*.*")]
+        for pid in (self._process.pid, *pids):  # the launcher first; otherwise, it would report the others
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that a driver blocks does not end
+            self._process.wait(10)
+
+
+def last_line(path):
+    lines = path.read_text(errors="replace").splitlines()
+    return lines[-1][:200] if lines else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""The table of the combination tests is complete, and its rows succeed; see run.py."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import axes
+import conflicts
+import generate
+from conftest import ROOT
+from paddle_resnet.optimizers.table import OPTIMIZERS
+from paddle_resnet.settings.declarations import ACTIONS
+from paddle_resnet.settings.values import flag
+
+VALUES = [flags for values in (*axes.AXES.values(), *axes.GPU_AXES.values()) for flags in values.values()]
+REMEDY = "run python tests/combinations/generate.py"
+
+
+def test_every_flag_is_in_an_axis_or_changes_nothing():
+    combined = {word for flags in VALUES for word in flags if word.startswith("--")}
+    unchanged = {flag(name) for name in axes.UNCHANGED}
+    assert unchanged <= set(map(flag, ACTIONS))
+    assert combined | unchanged == set(map(flag, ACTIONS)), "add the flag to an axis or to UNCHANGED in axes.py"
+    assert not combined & unchanged
+
+
+@pytest.mark.parametrize("name", [n for n, action in ACTIONS.items() if action.choices and n not in axes.UNCHANGED])
+def test_every_choice_is_in_an_axis(name):
+    action = ACTIONS[name]
+    combined = {flags[flags.index(flag(name)) + 1] for flags in VALUES if flag(name) in flags}
+    elsewhere = {"run_scope": {"eval_only"}, "dali_device": {"gpu"}}.get(name, set())  # set by checks.py; the default
+    # A flag that is not set has its default.
+    defaults = {action.default, *({"paddle"} if name == "kernels" else ())}
+    assert set(action.choices) <= combined | elsewhere | defaults
+    assert set(OPTIMIZERS) == set(axes.AXES["optimizer"])
+
+
+def test_conflicts_are_values_of_axes():
+    for pair in conflicts.PAIRS:
+        assert {*pair.values} <= {*axes.AXES[pair.axis]} and {*pair.others} <= {*axes.AXES[pair.other_axis]}
+
+
+def test_table_has_the_values_of_the_axes():
+    rows = generate.read()
+    for row in rows:
+        assert list(row) == list(axes.AXES), REMEDY
+        assert all(value in axes.AXES[axis] for axis, value in row.items()), REMEDY
+
+
+def test_table_covers_every_pair_without_conflicts():
+    covered = generate.covered(generate.read())
+    assert not generate.pairs() - covered, REMEDY
+    assert not covered & conflicts.conflicting().keys(), REMEDY
+
+
+def test_table_is_generated():
+    pytest.importorskip("allpairspy")
+    assert generate.read() == generate.generate(), REMEDY
+
+
+def run(*arguments, timeout):
+    """Run rows in processes that import Paddle once, and check that all succeed."""
+    command = [sys.executable, "tests/combinations/run.py", *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stdout[-5000:]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1000)
+def test_rows_and_conflicts():
+    run("--processes", len(os.sched_getaffinity(0)), "--limit-s", 900, timeout=950)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(700)
+def test_rows_of_jobs_with_two_processes():
+    run("--rows", "1/10", "--ranks", 2, "--processes", 1, "--limit-s", 600, timeout=650)
