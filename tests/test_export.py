@@ -367,7 +367,9 @@ def test_int8_export_with_lower_accuracy_is_not_kept(checkpoint, photos, tmp_pat
     monkeypatch.setattr(
         export,
         "_score",
-        lambda network, model, root: real(network, model, root) | {"correct": 10 - (model.engine == "onnxruntime")},
+        lambda network, model, root, **_: (
+            real(network, model, root) | {"correct": 10 - (model.engine == "onnxruntime")}
+        ),
     )
     with pytest.raises(
         RunError, match=r"--verify: onnxruntime \(int8\) classifies 9 of 23 images correctly, but .* 10 "
@@ -441,7 +443,7 @@ def test_float16_network_of_paddle_requires_a_gpu(checkpoint, photos, tmp_path, 
     devices = []
     with monkeypatch.context() as patch:
         patch.setattr(inference, "resolve_device", lambda device: "gpu")
-        patch.setattr(export, "_verify", lambda network, folder, root, device: devices.append((root, device)))
+        patch.setattr(export, "_verify", lambda network, folder, root, device, *_: devices.append((root, device)))
         patch.setattr(export, "_verify_recorded", lambda *arguments: None)
         assert export.main([str(checkpoint), str(half), "--precision", "float16", "--verify", str(photos)]) == 0
     assert devices == [(str(photos), "gpu")] and not (half / "model.onnx").exists()
@@ -517,8 +519,8 @@ def test_export_passes_options_to_networks(checkpoint, photos, tmp_path, monkeyp
     monkeypatch.setattr(inference, "resolve_device", lambda device: "gpu")
     monkeypatch.setattr(onnx_writer, "require", lambda package: None)
     monkeypatch.setattr(export, "_write_onnx", lambda *arguments, **options: {})
-    monkeypatch.setattr(export, "_verify", lambda network, folder, root, device: verified.append((root, device)))
-    monkeypatch.setattr(export, "_verify_recorded", lambda network, score, root, load: load())
+    monkeypatch.setattr(export, "_verify", lambda network, folder, root, device, *_: verified.append((root, device)))
+    monkeypatch.setattr(export, "_verify_recorded", lambda network, score, root, load, *_: load())
     flags = {"model_arch_name": "my-net", "uint8": True, "precision": "float16"}
     export.export(checkpoint, tmp_path / "exported", onnx=True, verify=photos, **flags)
     assert loaded == [
@@ -591,17 +593,20 @@ def test_flags_are_passed_on(capsys, monkeypatch):
         "",
         "--int8 --calibrate data",
         "--onnx --verify data --uint8 --triton --model-arch-name net --precision float16 --int8 --int8-engine tensorrt "
-        "--calibrate data --calibration-method entropy --calibration-images 9",
+        "--calibrate data --calibration-method entropy --calibration-images 9 --allow-outside",
     ):
         assert export.main(["checkpoint", "out", *flags.split()]) == 0
         assert capsys.readouterr().out == "out: Net, 3 classes, 1 with names, images [1]\n"
-    flags = dict.fromkeys(("onnx", "uint8", "triton"), False) | dict.fromkeys(("verify", "model_arch_name"))
+    flags = dict.fromkeys(("onnx", "uint8", "triton", "allow_outside"), False) | dict.fromkeys(
+        ("verify", "model_arch_name")
+    )
     flags |= {"precision": "float32", "int8": None, "calibration": None}
     all_flags = {"onnx": True, "verify": "data", "uint8": True, "triton": True, "model_arch_name": "net"}
-    all_flags |= {"precision": "float16", "int8": "tensorrt", "calibration": ("data", "entropy", 9)}
+    all_flags |= {"precision": "float16", "int8": "tensorrt", "calibration": ("data", "entropy", 9, True)}
+    all_flags["allow_outside"] = True
     assert calls == [
         (("checkpoint", "out"), flags),
-        (("checkpoint", "out"), flags | {"int8": "onnxruntime", "calibration": ("data", "percentile", 512)}),
+        (("checkpoint", "out"), flags | {"int8": "onnxruntime", "calibration": ("data", "percentile", 512, False)}),
         (("checkpoint", "out"), all_flags),
     ]
 
@@ -702,7 +707,7 @@ def test_float16_and_qat_networks_are_compared_only_by_top1(tmp_path, monkeypatc
     monkeypatch.setattr(
         inference, "open_paddle", lambda *arguments, **options: Model("paddle.inference", {}, None, precision)
     )
-    monkeypatch.setattr(export, "_score", lambda *arguments: next(scores))
+    monkeypatch.setattr(export, "_score", lambda *arguments, **_: next(scores))
     meta, args = {"evaluated": None}, SimpleNamespace(qat=qat)
     network = SimpleNamespace(model=lambda logits: Model("Executor", {}, None), meta=meta, args=args)
     with pytest.raises(RunError, match=message) if message else nullcontext():

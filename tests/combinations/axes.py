@@ -187,6 +187,7 @@ UNCHANGED = {
     "dry_run": "stops before step 1: tests/test_train.py",
     "output_dir": "each run has its own",
     "max_bad_steps": "only counts non-finite losses: tests/checkpoints/test_resume.py",
+    "inference_dir": "only logs the command that exports the network: tests/test_train.py",
     "fuse_resunit": "requires a GPU build of Paddle 3: tests/machine/test_compat.py",
     "hw_decoder_load": "requires a GPU; see GPU_FLAGS and tests/test_gpu.py",
     "device": "argument of run.py",
