@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import asdict
 
 import pytest
 
@@ -276,6 +277,14 @@ def test_facts_follow_flags_of_the_data_set(tmp_path, monkeypatch):
         facts = recipe._facts(config.parse_args(flags))
         assert (facts.images, facts.cores) == (images, 3)
         assert facts.weights == {"EfficientNet_Lite1": "efficientnet-lite1"}
+
+
+def test_all_processes_use_the_facts_of_rank_0(photos, monkeypatch):
+    facts = asdict(recipe.Facts(10**6, 2, 2, 64 * GIB, False, {}))
+    monkeypatch.setattr(recipe.exchange, "from_rank_0", lambda function: facts)
+    settings = config.parse_args(["--choose-recipe", "--image-root", str(photos), "--device", "cpu"])
+    recipe.choose(settings)
+    assert settings.origin("epochs").startswith("chosen: training from scratch, 1000000 training images")
 
 
 def test_weights_are_converted_once(photos, monkeypatch, tmp_path):
