@@ -182,6 +182,17 @@ def test_balanced_order_continues_after_epoch_with_changed_flag(parse, imbalance
     assert [labels.tolist() for _, labels in take(changed, 16)] == expected
 
 
+@pytest.mark.parametrize("values", [("true", "false"), ("false", "true")])
+def test_order_restarts_after_epoch_if_flag_changes(parse, imbalanced, capsys, values):
+    before, after = (["--balanced-sampling", value] for value in values)
+    loader = balanced_loader(parse, imbalanced, *before)
+    epoch(loader)
+    changed = balanced_loader(parse, imbalanced, *after, state=loader.state())
+    assert "with the image order of the first epoch" in capsys.readouterr().err
+    expected = epoch(balanced_loader(parse, imbalanced, *after))[1]
+    np.testing.assert_array_equal(epoch(changed)[1], expected)
+
+
 @pytest.mark.parametrize("flag", [["--class-weights", "balanced"], ["--balanced-sampling"]])
 @pytest.mark.parametrize("data_format", ["tfrecord", "synthetic"])
 def test_balancing_without_labels_is_an_error(parse, converted, flag, data_format):

@@ -55,12 +55,16 @@ def chooses_two(monkeypatch):
 
 @pytest.fixture
 def unmeasured(monkeypatch):
-    """Replace the measurements, because each of them takes as long as an epoch. Return a list of the durations that
-    they should take."""
+    """Replace the measurements, because each of them takes as long as an epoch. A batch takes 0.1 s, or 0.2 s if
+    the images are larger than 32 pixels. Return a list of the durations that the measurements should take."""
     requested = []
-    measured = {"_measure_training": budget.StageTimes(3.0, 0.1), "_measure_evaluation": 0.1}
-    for name, times in measured.items():
-        monkeypatch.setattr(budget, name, lambda *arguments, times=times: requested.append(arguments[-1]) or times)
+
+    def measure_training(exe, work, seconds):
+        requested.append(seconds)
+        return budget.StageTimes(3.0, 0.1 if work.settings.image_shape[1] <= 32 else 0.2)
+
+    monkeypatch.setattr(budget, "_measure_training", measure_training)
+    monkeypatch.setattr(budget, "_measure_evaluation", lambda *arguments: requested.append(arguments[-1]) or 0.1)
     monkeypatch.setattr(budget, "_measure_checkpoint", lambda *_: 0.1)
     return requested
 
@@ -351,8 +355,8 @@ def test_stages_are_measured_with_their_own_images(run, chooses_two, sizes, monk
 
 @pytest.fixture
 def starts(run, unmeasured, monkeypatch):
-    """Call `run`, but do not train. An epoch of N batches takes 0.1 N + 0.2 s, and a later stage starts in 3 s. Return
-    (exit code, epochs, or None)."""
+    """Call `run`, but do not train. An epoch of N batches takes 0.1 N + 0.2 s, or 0.2 N + 0.2 s with larger images,
+    and a later stage starts in 3 s. Return (exit code, epochs, or None)."""
     seen = []
     monkeypatch.setattr(train, "_run_epochs", lambda args, *_: seen.append(args.epochs))
     monkeypatch.setattr(logger, "elapsed_s", lambda: 4.0)
@@ -367,7 +371,7 @@ def test_epoch_is_as_long_as_its_batches_with_accumulation(starts, capsys):
 
 
 def test_stages_are_part_of_the_budget(starts, unmeasured):
-    assert starts("--budget-minutes", 1, "--sizes", "24:0,32:5:4") == (0, 5 + round((60 - 4 - 3 - 5 * 0.5) / 0.9))
+    assert starts("--budget-minutes", 1, "--sizes", "24:0,48:5:4") == (0, 5 + round((60 - 4 - 3 - 5 * 0.5) / 1.6))
     assert unmeasured == pytest.approx([0.01 * 60, 0.01 * 60, 0.1 * 60])
 
 

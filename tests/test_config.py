@@ -335,6 +335,12 @@ def test_command_line_takes_precedence_over_yaml(config_file, text, flags, name,
             ["--resume (continues the run that --overwrite deletes)"],
         ),
         (
+            "crop_padding: 240",
+            "--model-arch-name EfficientNet_Lite1",  # which determines --crop-size
+            {"crop_padding": 0},
+            ["--crop-padding 240 (not below --crop-size 240, so crops could contain only padding)"],
+        ),
+        (
             "kernels: native",
             "--data-layout NCHW",
             {"kernels": "auto"},

@@ -340,7 +340,9 @@ def test_run_too_short_for_bn_momentum_warns_with_a_value_that_fits(one_block, r
         "warning: --bn-momentum 0.37: too high for 3 "
     )
     assert not warnings("--benchmark", "--benchmark-steps", "2", "--benchmark-warmup-steps", "0")
-    assert not warnings("--freeze", "all-but-classifier", "--overwrite")  # frozen BN keeps its statistics
+    frozen_layers = ["--freeze", "all-but-classifier", "--overwrite"]
+    assert not warnings(*frozen_layers)  # frozen BN keeps its statistics
+    assert warnings(*frozen_layers, "--unfreeze-at", "1", "--epochs", "2")
 
 
 @pytest.mark.parametrize(

@@ -424,6 +424,14 @@ def test_search_uses_range_of_rank_0(find, monkeypatch):
     np.testing.assert_allclose(find()[1].lr, rates(1e-5, 1.0, STEPS + 2))
 
 
+def test_losses_are_means_over_processes(monkeypatch):
+    monkeypatch.setattr(exchange, "all_gather", lambda values: np.array([values, [5.0]]))
+    recorder = lr_find.LossRecorder(STEPS, batches=2)
+    for loss in (1.0, 2.0):
+        recorder.update(loss, 4)
+    assert recorder.losses == [(1.5 + 5) / 2]
+
+
 @pytest.mark.soak
 def test_two_processes_write_one_curve_of_mean_losses(launch, tmp_path):
     batch = ["--batch-size", 4, "--print-interval", 1]

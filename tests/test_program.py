@@ -772,7 +772,8 @@ def test_progress_estimates_remaining_time(parse, monkeypatch, capsys, accumulat
     loader = TimedLoader(time, 4)
     loader.step = 0
     args = parse("--epochs", "4", "--accumulate-steps", accumulate_steps)
-    schedule = build_lr_scheduler(args, durations.uniform(args, 4))
+    parts = durations.Part(0, 12 // accumulate_steps), durations.Part(1, 4 // accumulate_steps)
+    schedule = build_lr_scheduler(args, durations.Timeline(accumulate_steps, parts))
     compiled = SimpleNamespace(**{**vars(COMPILED), "accumulating": COMPILED})
     program.run(args, loader, TimedExecutor(time), compiled, fake_fetchs(), 1, lr_scheduler=schedule)
     assert [line[:2] for line in shown] == [(1, 4), (2, 4), (3, 4), (4, 4)]

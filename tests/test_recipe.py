@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import asdict
 
 import pytest
 
@@ -54,17 +55,16 @@ def test_number_of_epochs_depends_on_number_of_images(weights, has_gpu, expected
     assert {n: choose(n, weights=weights, has_gpu=has_gpu).epochs for n in expected} == expected
 
 
-def test_explicit_flags_drop_conflicting_choices():
+def test_explicit_flags_drop_conflicting_choices(monkeypatch, capsys):
     flags = ["--asp", "--prune-model", "--amp-dtype", "bfloat16"]
     s = config.parse_args(["--choose-recipe", *flags])
     s.resolve("machine", device="gpu")
-    recipe.choose_from(s, recipe.Facts(2934, 1, 2, 64 * GIB, True, {}))
-    assert (s.amp_level, s.origin("amp_level")) == ("O2", "chosen: --amp")
-    validation.drop_unused(s)
+    monkeypatch.setattr(recipe, "_facts", lambda settings: recipe.Facts(2934, 1, 2, 64 * GIB, True, {}))
+    recipe.choose(s)
     validation.check(s)
     assert (s.amp, s.amp_level, s.amp_dtype, s.origin("amp_level")) == (True, "O1", "bfloat16", "--use-pure-fp16")
     reason = "--asp: bfloat16 parameters are not supported"
-    assert s.dropped == [f"--choose-recipe: ignoring --amp-level O2 ({reason})"]
+    assert f"--choose-recipe: ignoring --amp-level O2 ({reason})\n" in capsys.readouterr().out
 
 
 def test_number_of_warmup_epochs():
@@ -277,6 +277,14 @@ def test_facts_follow_flags_of_the_data_set(tmp_path, monkeypatch):
         facts = recipe._facts(config.parse_args(flags))
         assert (facts.images, facts.cores) == (images, 3)
         assert facts.weights == {"EfficientNet_Lite1": "efficientnet-lite1"}
+
+
+def test_all_processes_use_the_facts_of_rank_0(photos, monkeypatch):
+    facts = asdict(recipe.Facts(10**6, 2, 2, 64 * GIB, False, {}))
+    monkeypatch.setattr(recipe.exchange, "from_rank_0", lambda function: facts)
+    settings = config.parse_args(["--choose-recipe", "--image-root", str(photos), "--device", "cpu"])
+    recipe.choose(settings)
+    assert settings.origin("epochs").startswith("chosen: training from scratch, 1000000 training images")
 
 
 def test_weights_are_converted_once(photos, monkeypatch, tmp_path):

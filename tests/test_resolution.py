@@ -194,10 +194,11 @@ def test_classes_are_counted_on_rank_0(monkeypatch):
 
 def test_all_flags_are_resolved_and_frozen_once(tmp_path):
     (tmp_path / "set").mkdir()
-    (tmp_path / "set/val.txt").write_text("../a 0\n../b 1\n")
+    (tmp_path / "set/val.txt").write_text("../a 3\n../b 4\n")
     for name in ("a", "b"):
         (tmp_path / name).touch()
     flags = ["--device", "cpu", "--image-root", str(tmp_path / "set"), "--data-format", "filelist", "--allow-outside"]
+    flags += ["--label-offset", "3"]
     args = config.parse_args(flags)
     resolution.resolve(args, Mode.EVAL)
     resolution.resolve(args, Mode.TRAIN)  # no effect

@@ -252,7 +252,7 @@ def test_evaluation_of_checkpoint_matches_training_run(run_train, tmp_path):
         code, evaluated = run_train("--run-scope", "eval_only", *flags)
         assert code == 0
         for name in ("loss", "top1", "top5", "images"):
-            assert phase(evaluated, [], "val.")[name] == expected[name]
+            assert phase(evaluated, [], "val.")[name] == phase(evaluated, [epoch], "val.")[name] == expected[name]
     code, evaluated = run_train("--run-scope", "eval_only", "--from-pretrained-params", tmp_path / "output/Tiny/1")
     assert phase(evaluated, [], "val.")["loss"] == last["loss"]
 

@@ -359,7 +359,7 @@ def test_imagenet_labels_are_detected_by_synsets():
     assert numbering._sampled_names(sampled, 0, 1000) == numbering._sampled_names(sampled, 1, 1001) == (None, None)
 
 
-def test_offset_is_detected_from_both_splits(tmp_path):
+def test_offset_is_detected_from_both_splits(tmp_path, verify_here):
     """An evaluation subtracts the same number as training, even if the validation images are of few classes."""
     put_tfrecords(tmp_path / "few", classes=2)
     put_tfrecords(tmp_path / "all", names=lambda k: {"image/class/text": f"color {k}"})
@@ -372,6 +372,9 @@ def test_offset_is_detected_from_both_splits(tmp_path):
     (tmp_path / "all" / f"{name}.idx").unlink()
     put_folders(tmp_path / "all", ["Color_7"], ["val"])
     assert labels_of(tmp_path / "all", Mode.EVAL, 8, trained=listing.numbers(8)) == {0: {7}}
+    put_tfrecords(tmp_path / "last", classes=1, first=8)  # only the number of outputs shows that labels start at 1
+    assert labels_of(tmp_path / "last", Mode.TRAIN, 8, allow_one_class=True) == {0: {7}}
+    assert not verify.verify(tmp_path / "last", 8, allow_one_class=True).training_would_fail
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -406,6 +406,8 @@ def test_skipped_images_are_omitted(make, data_format):
     skip = frozenset({"val/a/0.jpg", "val/c/9.jpg"})
     data_set = readers.open_split(root, data_format, Mode.EVAL, 10, 0, skip)
     assert contents(data_set) == [("val/a/1.jpg", 0), ("val/b/0.jpg", 1)]
+    # --balanced-sampling and --class-weights use these lists.
+    assert (data_set.files, data_set.labels.tolist()) == (["val/a/1.jpg", "val/b/0.jpg"], [0, 1])
     all_names = frozenset({"val/a/0.jpg", "val/a/1.jpg", "val/b/0.jpg"})
     assert "--skip-list leaves no val images" in error_of(root, Mode.EVAL, data_format=data_format, skip=all_names)
 

@@ -169,7 +169,7 @@ def test_thumbnails_are_read_from_record_files(run_train, checkpoint, converted,
     assert Reader((tmp_path / "p.html").read_text()).addresses
 
 
-def test_images_are_listed_in_the_format_of_the_run(photos, converted):
+def test_images_are_listed_in_the_format_of_the_run(photos, converted, tmp_path):
     def names(**parameters):
         return set(page._images(reading.Run(None, parameters)))
 
@@ -177,6 +177,11 @@ def test_images_are_listed_in_the_format_of_the_run(photos, converted):
     assert names(image_root=str(photos), data_format="auto") == expected
     assert names(image_root=str(photos), data_format="folder") == expected
     assert len(names(image_root=str(converted["webdataset"]), data_format="webdataset")) == 23
+    (tmp_path / "val").symlink_to(photos / "val")
+    first = min(expected)
+    (tmp_path / "val.txt").write_text(f"{first} 0\n")
+    assert names(image_root=str(tmp_path), data_format="folder") == expected
+    assert names(image_root=str(tmp_path), data_format="filelist") == {first}
     for parameters in (
         {"data_format": "auto"},
         {"image_root": str(photos), "data_format": "synthetic"},

@@ -218,7 +218,7 @@ def test_calibration_images_are_not_augmented(checkpoint, photos, capsys):
 
 @pytest.mark.parametrize("method", ["percentile", "entropy"])
 def test_ranges_and_mean_errors_of_training_images(checkpoint, photos, monkeypatch, method):
-    """The first activation is the images."""
+    """The first activation is the images. The data set has only 30 of the requested images."""
     network = networks.load_checkpoint(checkpoint, fold=True)
     names, layers = list(quantization.activations(network.program)), quantization.layers(network.program)
     before, calls = [np.array(network.parameter(layer.bias)) for layer in layers], []
@@ -227,11 +227,11 @@ def test_ranges_and_mean_errors_of_training_images(checkpoint, photos, monkeypat
     monkeypatch.setattr(calibration, "_batches", lambda *args: calls.append(args) or [(b, [2]) for b in batches])
     without_bias = layers[-1]._replace(bias=None)
     monkeypatch.setattr(quantization, "layers", lambda program: [*layers[:-1], without_bias])
-    assert calibration.quantize(network, 7, photos, method, 11) == (11, 30, 1)
+    assert calibration.quantize(network, 7, photos, method, 99) == (30, 30, 1)
     for layer, bias in zip(layers, before, strict=True):
         expected = bias - 0.25 if layer is not layers[-1] else bias
         np.testing.assert_allclose(network.parameter(layer.bias), expected, rtol=1e-5, atol=1e-6)
-    assert calls.pop(0) == (network.description, photos, calibration.draw(photos, 11)[0])
+    assert calls.pop(0) == (network.description, photos, calibration.draw(photos, 99)[0])
     assert [call[0] for call in calls] == layers[:-1] and {call[3] for call in calls} == {7}
     images = np.concatenate(batches)
     assert names[0] == layers[0].input == "images"
