@@ -52,7 +52,7 @@ def split(source, output, fraction, seed=0):
                 folder.mkdir(parents=True)
                 counts[part] += len(chosen)
                 for name in chosen:
-                    _link(os.path.realpath(source / label / name), folder / name)
+                    link(os.path.realpath(source / label / name), folder / name)
     return counts, len(images)
 
 
@@ -107,7 +107,7 @@ def divide(label, names, fraction, seed):
     return [name for name in names if name not in val], sorted(val)
 
 
-def _link(path, place):
+def link(path, place):
     """Create a hard link. If hard links are not possible, for example between disks, create a symbolic link or, as a
     last resort, a copy."""
     for create in (os.link, os.symlink):

@@ -1,0 +1,2 @@
+def read(source, options):
+    raise NotImplementedError
