@@ -77,6 +77,7 @@ LAYOUTS = (
     Layout(rf"{_SPLIT}/_classes\.csv", "a table of Roboflow", "table"),
     Layout(rf"{_SPLIT}_list\.txt", "file lists of PaddleClas", "table"),
     Layout(r"[^/]+\.(csv|tsv|jsonl)", "a table with labels", "table"),
+    Layout(rf"{_SPLIT}\.txt", "file lists", "table"),
     Layout(r"(.*/)?[^/]+\.parquet", "Parquet files", todo=_CLASS_FOLDERS),
     Layout(r"[^/]+\.arrow|[^/]+/[^/]+\.arrow", "Arrow files", todo=_CLASS_FOLDERS),
     Layout(r"(.*/)?[^/]*(\.tfrec|\.tfrecords?|\.tfrecord-\d+-of-\d+)", "TFRecord files", todo=None),
@@ -156,7 +157,7 @@ def header(path):
     with contextlib.suppress(OSError, ValueError, csv.Error):
         if not os.path.isfile(path):
             return []
-        with open(path, encoding="utf-8-sig") as f:
+        with open(path, encoding="utf-8-sig", errors="replace") as f:
             line = f.read(_HEAD).partition("\n")[0].rstrip("\r")
         if path.lower().endswith(".jsonl"):
             row = json.loads(line)

@@ -50,13 +50,14 @@ def read(source, options):
         raise UsageError(
             f"{source}: contains neither {TRAIN_TAR} nor {VAL_TAR} nor their content; use the folder that contains them"
         )
-    classes = sorted({wnid for wnid, *_ in train})
+    classes = sorted(train)
     wnid_of = _validation_labels(source, data, val, classes)
     if not classes:
         classes = sorted(set(wnid_of.values()))
     label_of = {wnid: label for label, wnid in enumerate(classes)}
     splits = {
-        "train": [_image("train", wnid, label_of[wnid], *place) for wnid, *place in train],
+        # pop frees the memory of each class
+        "train": [_image("train", w, label_of[w], *place) for w in classes if w in train for place in train.pop(w)],
         "val": [_image("val", wnid, label_of[wnid], *place) for wnid, place in _labeled(val, wnid_of, label_of)],
     }
     _check_counts(source, splits, classes, options.allow_partial)
@@ -94,28 +95,23 @@ def _data_folder(source):
 
 
 def _training_images(data):
-    """Return [(wnid, name, path, (offset, size) in an archive or None)] of the training images, sorted by class."""
+    """Return {wnid: [(name, path, (offset, size) in an archive or None)]} of the training images."""
     if os.path.isfile(path := os.path.join(data, TRAIN_TAR)):
-        return list(_members_of_outer(path))
+        return _members_of_outer(path)
     folders = [os.path.join(data, name) for name in ("train", "ILSVRC2012_img_train", ".")]
     for folder in filter(os.path.isdir, folders):
         names = sorted(os.listdir(folder))
         if tars := [name for name in names if name.endswith(".tar") and WNID.fullmatch(name[:-4])]:
-            return [
-                (tar[:-4], name, path, place)
-                for tar in tars
-                for path in [os.path.join(folder, tar)]
-                for name, place in _members(path)
-            ]
+            return {tar[:-4]: _members(os.path.join(folder, tar)) for tar in tars}
         if wnids := [name for name in names if WNID.fullmatch(name) and os.path.isdir(os.path.join(folder, name))]:
-            return [(wnid, *image) for wnid in wnids for image in _files(os.path.join(folder, wnid))]
-    return []
+            return {wnid: _files(os.path.join(folder, wnid)) for wnid in wnids}
+    return {}
 
 
 def _validation_images(data):
     """Return [(wnid or None, name, path, (offset, size) in an archive or None)] of the validation images."""
     if os.path.isfile(path := os.path.join(data, VAL_TAR)):
-        return [(None, name, path, place) for name, place in _members(path)]
+        return [(None, *image) for image in _members(path)]
     for name in ("val", "val/ILSVRC2012_img_val", "val/val", "ILSVRC2012_img_val"):
         folder = os.path.join(data, name)
         if not os.path.isdir(folder):
@@ -141,22 +137,23 @@ def _files(folder):
 
 
 def _members_of_outer(path):
-    """Yield (wnid, name, path, (offset, size)) for each image in a tar file of tar files."""
+    """Return {wnid: [(name, path, (offset, size))]} of the images in a tar file of tar files."""
+    images = {}
     with _reading(path) as f:
-        inner = sorted(_entries(f, path, 0, os.fstat(f.fileno()).st_size), key=lambda entry: entry[0])
-        for name, offset, size in inner:
+        for name, offset, size in _entries(f, path, 0, os.fstat(f.fileno()).st_size):
             wnid, extension = os.path.splitext(os.path.basename(name))
             if extension != ".tar" or not WNID.fullmatch(wnid):
                 raise UsageError(f"{path}: {name}: expected n01440764.tar and so on; download the archive again")
-            for member, start, length in _image_entries(f, f"{path}: {name}", offset, offset + size):
-                yield wnid, member, path, (start, length)
+            if wnid in images:
+                raise UsageError(f"{path}: contains {name} twice; download the archive again")
+            images[wnid] = _images_in(f, f"{path}: {name}", path, offset, offset + size)
+    return images
 
 
 def _members(path):
-    """Return [(name, (offset, size))] of the images in a tar file, sorted by name."""
+    """Return [(name, path, (offset, size))] of the images in a tar file, sorted by name."""
     with _reading(path) as f:
-        entries = list(_image_entries(f, path, 0, os.fstat(f.fileno()).st_size))
-    return sorted((name, (offset, size)) for name, offset, size in entries)
+        return _images_in(f, path, path, 0, os.fstat(f.fileno()).st_size)
 
 
 @contextlib.contextmanager
@@ -165,12 +162,15 @@ def _reading(path):
         yield f
 
 
-def _image_entries(f, what, start, end):
-    """Yield the entries of an archive, see _entries. Raise UsageError if an entry is not an image."""
+def _images_in(f, what, path, start, end):
+    """Return [(name, path, (offset, size))] of the images in an archive, sorted by name. For the other arguments, see
+    _entries."""
+    images = []
     for name, offset, size in _entries(f, what, start, end):
         if not name.lower().endswith(records.IMAGE_SUFFIXES):
             raise UsageError(f"{what}: {name} is not an image; download the archive again")
-        yield name, offset, size
+        images.append((name, path, (offset, size)))
+    return sorted(images)
 
 
 def _entries(f, what, start, end):
