@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paddle_resnet.data import indexes, records
+from paddle_resnet.data import indexes, records, sniffer
 from paddle_resnet.data.records import IMAGE_SUFFIXES
 from utils import logger
 from utils.errors import UsageError, command, printable
@@ -103,7 +103,8 @@ def check_split(flag, image_root, mode):
     check_root(image_root, f"{mode.value}/", flag)
     if not _has_split(image_root, mode):
         similar = _similar(image_root, mode)
-        remedy = f"rename {similar} to {mode.value}/" if similar else f"put the class folders into {mode.value}/"
+        remedy = f"rename {similar} to {mode.value}/" if similar else sniffer.advice(image_root, importable=True)
+        remedy = remedy or f"put the class folders into {mode.value}/"
         raise UsageError(f"{flag} {image_root}: has no {mode.value}/; {remedy}, or use a different folder")
 
 
@@ -179,6 +180,8 @@ def _missing(image_root, mode):
         remedy = compressed
     elif similar:
         remedy = f"rename {similar} to {wanted}"
+    elif advice := sniffer.advice(image_root, importable=True):
+        remedy = advice
     elif data_format == "folder" and mode is Mode.EVAL:
         remedy = f"create it, or {_split_command(os.path.join(image_root, mode.TRAIN.value), image_root)}"
     else:
@@ -217,7 +220,7 @@ def _splits_remedy(image_root):
     ]
     if near:
         return f"use {' or '.join(map(shlex.quote, near[:3]))}"
-    return (
+    return sniffer.advice(image_root) or (
         "use the folder that contains train/ and val/; if this is a folder of class folders, "
         f"{_split_command(image_root, image_root)}"
     )
@@ -242,8 +245,17 @@ def _similar(image_root, mode, data_format="folder"):
     if ending is None:
         return None
     names = [f"{name}/" if os.path.isdir(os.path.join(image_root, name)) else name for name in os.listdir(image_root)]
+    if data_format == "folder":
+        names = [name for name in names if name.endswith("/") and not _is_flat(os.path.join(image_root, name))]
     name_of = {name.lower(): name for name in names}
     return next((name_of[name + ending] for name in OTHER_NAMES[mode] if name + ending in name_of), None)
+
+
+def _is_flat(folder):
+    """Return whether the images of a split are not in class folders."""
+    with contextlib.suppress(UsageError):
+        return bool(images_at_the_top(folder)) or class_folders(folder) == ["images"]
+    return False
 
 
 def images(
@@ -346,8 +358,8 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
         classes = class_folders(label_dir)
         if not classes:
             raise UsageError(
-                f"--image-root {image_root}: {os.path.basename(label_dir)}/ has no class folders; put the images "
-                "into one folder per class"
+                f"--image-root {image_root}: {os.path.basename(label_dir)}/ has no class folders; "
+                f"{sniffer.advice(image_root) or sniffer.PUT}"
             )
     if num_of_class is not None and len(classes) > num_of_class:
         raise UsageError(
@@ -515,7 +527,9 @@ def check_one_class(image_root, classes, label, allow):
     message = f"--image-root {image_root}: all train images belong to one class, {name}"
     if tables:
         message = f"{message}; {_some(tables)} {'is' if len(tables) == 1 else 'are'} not used to assign labels"
-    remedy = "put the images into one folder per class" if tables else "add other classes"
+    remedy = sniffer.PUT if tables else "add other classes"
+    if tables and sniffer.advice(image_root, importable=True):
+        remedy = f"run {sniffer.import_command(image_root)}"
     if not allow:
         raise UsageError(f"{message}; {remedy}, or use --allow-one-class")
     _log_once(printable(f"{message}; {remedy}"), logger.warn)
@@ -573,7 +587,10 @@ def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, labe
                 continue
             name, *label = line.rsplit(maxsplit=1)
             if not label or not re.fullmatch("[0-9]{1,9}", label[0]) or "\0" in name:
-                raise UsageError(f"{path}: line {number} is not `PATH LABEL` but `{line.strip()[:200]}`; correct it")
+                raise UsageError(
+                    f"{path}: line {number} is not `PATH LABEL` but `{line.strip()[:200]}`; correct it, or run "
+                    f"{sniffer.import_command(image_root)}"
+                )
             if not allow_outside and _is_outside(name, image_root):
                 raise UsageError(
                     f"{path}: line {number} contains {name}, which is outside {image_root}; correct it, or add "

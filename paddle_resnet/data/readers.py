@@ -22,7 +22,7 @@ import numpy as np
 from nvidia.dali import fn, types
 from nvidia.dali.tfrecord import FixedLenFeature, VarLenFeature, int64, string
 
-from paddle_resnet.data import listing, numbering, records
+from paddle_resnet.data import listing, numbering, records, sniffer
 from paddle_resnet.data.bad_images import MAX_PIXELS
 from paddle_resnet.data.indexes import open_index
 from utils import logger
@@ -148,7 +148,8 @@ def _files(
         classes = numbers.classes
     if not files:
         suffixes = ", ".join(records.IMAGE_SUFFIXES)
-        raise UsageError(f"--image-root {image_root}: {mode.value}/ contains no images ({suffixes}); add images")
+        remedy = sniffer.advice(image_root) or "add images"
+        raise UsageError(f"--image-root {image_root}: {mode.value}/ contains no images ({suffixes}); {remedy}")
     if classes is None:
         classes = listing.numbers(None if num_of_class is None else max(labels) + 1)
     listing.check_classes(image_root, mode, data_format, labels, classes, allow_empty, allow_one_class)

@@ -43,6 +43,7 @@ class Layout:
         kind: kind of `dataset import` that reads them, or None.
         todo: what to do, if no kind reads them.
         needs: a second pattern that must match at least one path, or None.
+        is_native: whether training reads these files, so that they are not the reason of an error.
     """
 
     pattern: str
@@ -50,9 +51,11 @@ class Layout:
     kind: str | None = None
     todo: str | None = None
     needs: str | None = None
+    is_native: bool = False
 
 
-_CLASS_FOLDERS = "write the images into one folder per class, in train/ and val/"
+PUT = "put the images into one folder per class"
+_WRITE = "this format cannot be read: write each image to the folder of its class in train/ or val/"
 LAYOUTS = (
     Layout(r"ILSVRC2012_img_(train|val)\.tar", "ImageNet as distributed by image-net.org", "ilsvrc"),
     Layout(r"(train/|ILSVRC2012_img_train/)?n\d{8}\.tar", "archives of ImageNet's classes", "ilsvrc"),
@@ -77,22 +80,22 @@ LAYOUTS = (
     Layout(rf"{_SPLIT}/_classes\.csv", "a table of Roboflow", "table"),
     Layout(rf"{_SPLIT}_list\.txt", "file lists of PaddleClas", "table"),
     Layout(r"[^/]+\.(csv|tsv|jsonl)", "a table with labels", "table"),
-    Layout(rf"{_SPLIT}\.txt", "file lists", "table"),
-    Layout(r"(.*/)?[^/]+\.parquet", "Parquet files", todo=_CLASS_FOLDERS),
-    Layout(r"[^/]+\.arrow|[^/]+/[^/]+\.arrow", "Arrow files", todo=_CLASS_FOLDERS),
+    Layout(rf"{_SPLIT}\.txt", "file lists", "table", is_native=True),
+    Layout(r"(.*/)?[^/]+\.parquet", "Parquet files", todo=_WRITE),
+    Layout(r"[^/]+\.arrow|[^/]+/[^/]+\.arrow", "Arrow files", todo=_WRITE),
     Layout(r"(.*/)?[^/]*(\.tfrec|\.tfrecords?|\.tfrecord-\d+-of-\d+)", "TFRecord files", todo=None),
-    Layout(r"(.*/)?(data_batch_\d|test_batch|[^/]*-(batches|100)-(py|bin)/)", "arrays of CIFAR", todo=_CLASS_FOLDERS),
-    Layout(r"(.*/)?[^/]+-idx[13]-ubyte(\.gz)?", "arrays of MNIST", todo=_CLASS_FOLDERS),
-    Layout(r"[^/]+\.(npz|npy|h5|hdf5|pkl|mat)", "arrays", todo=_CLASS_FOLDERS),
-    Layout(r"[^/]+\.beton", "files of FFCV", todo=_CLASS_FOLDERS),
+    Layout(r"(.*/)?(data_batch_\d|test_batch|[^/]*-(batches|100)-(py|bin)/)", "arrays of CIFAR", todo=_WRITE),
+    Layout(r"(.*/)?[^/]+-idx[13]-ubyte(\.gz)?", "arrays of MNIST", todo=_WRITE),
+    Layout(r"[^/]+\.(npz|npy|h5|hdf5|pkl|mat)", "arrays", todo=_WRITE),
+    Layout(r"[^/]+\.beton", "files of FFCV", todo=_WRITE),
 )
-# (pattern of a nearly right name, right name, storage format)
-_RENAMED = (
-    (r"(?:.*[-_.])?(?P<split>{})[-_.]?(?:rec)?\.rec", "{}.rec"),
-    (r"(?:.*[-_.])?(?P<split>{})[-_.]?(?:lmdb|db)/", "{}_lmdb"),
-    (r"(?:.*[-_.])?(?P<split>{})\.tfrec(?:ords?)?", "{}-00000-of-00001"),
-    (r"(?:.*[-_.])?(?P<split>{})\.tar", "{}-000000.tar"),
-)
+# {right name: pattern of nearly right names}
+_NEARLY_RIGHT = {
+    "{}.rec": r"([^/]*[-_.])?({})[-_.]?(rec)?\.rec",
+    "{}_lmdb": r"([^/]*[-_.])?({})[-_.]?(lmdb|db)/",
+    "{}-00000-of-00001": r"([^/]*[-_.])?({})\.tfrec(ords?)?",
+    "{}-000000.tar": r"([^/]*[-_.])?({})\.tar",
+}
 _NAMES = {"train": "train|training", "val": "val|valid|validation|test"}
 
 
@@ -115,21 +118,31 @@ def look(root):
     """Return [Sight] for what a folder contains, most specific first, or [] if nothing is recognized."""
     root = os.fspath(root)
     paths = _paths(root)
-    sights = [*_nearly_right(root, paths)]
-    for layout in LAYOUTS:
-        found = [path for path in paths if re.fullmatch(layout.pattern, path, re.IGNORECASE)]
-        if layout.what == "a table with labels":
-            found = [path for path in found if is_table(os.path.join(root, path))]
-        if not found or (layout.needs and not any(re.fullmatch(layout.needs, path, re.IGNORECASE) for path in paths)):
-            continue
-        todo = layout.todo
-        if layout.kind is not None:
-            output = f"{os.path.abspath(root)}_imported"
-            run = command("dataset", "import", root, "--output", output)
-            todo = f"run `{run}` and use --image-root {shlex.quote(output)}"
-        if todo is not None or not sights:
-            sights.append(Sight(f"{_counted(found)}: {layout.what}{_columns(root, found[0])}", todo, layout.kind))
-    return [*sights, *_misplaced(root, paths)]
+    known = [sight for layout in LAYOUTS if (sight := _match(root, paths, layout))]
+    if any(sight.kind and sight.todo for sight in known):
+        return known
+    return [*_nearly_right(root, paths), *known, *_too_deep(root, paths), *_outside(paths)]
+
+
+def _match(root, paths, layout):
+    found = [path for path in paths if re.fullmatch(layout.pattern, path, re.IGNORECASE)]
+    # A table must have columns of images and labels. The columns of Roboflow's _classes.csv are classes.
+    found = [path for path in found if not path.endswith(TABLE_SUFFIXES) or _is_usable(os.path.join(root, path))]
+    if not found or (layout.needs and not any(re.fullmatch(layout.needs, path, re.IGNORECASE) for path in paths)):
+        return None
+    todo = layout.todo if layout.kind is None or layout.is_native else f"run {import_command(root)}"
+    return Sight(f"{_some(found)}: {layout.what}{_columns(root, found[0])}", todo, layout.kind)
+
+
+def _is_usable(path):
+    return bool(header(path)) if os.path.basename(path) == "_classes.csv" else is_table(path)
+
+
+def import_command(root):
+    """Return the command that imports a folder, and the flag that uses the result."""
+    output = f"{os.path.abspath(root)}_imported"
+    run = command("dataset", "import", root, "--output", output)
+    return f"`{run}` and use --image-root {shlex.quote(output)}"
 
 
 def kind(root):
@@ -137,11 +150,18 @@ def kind(root):
     return next((sight.kind for sight in look(root) if sight.kind), None)
 
 
-def advice(root, images_only=False):
+def advice(root, importable=False):
     """Return a text for the end of an error message, which states what a folder contains and what to do; or None if
-    nothing is recognized."""
+    nothing is recognized.
+
+    Args:
+        root: the folder.
+        importable: whether to return None if `dataset import` cannot read the folder.
+    """
     sights = [sight for sight in look(root) if sight.todo] if os.path.isdir(root) else []
-    return printable(f"it contains {sights[0].what}; {sights[0].todo}") if sights else None
+    if not sights or (importable and not sights[0].kind):
+        return None
+    return printable(f"it contains {sights[0].what}; {sights[0].todo}")
 
 
 def is_table(path):
@@ -199,45 +219,74 @@ def _listed(root, folder):
     return sorted(paths)
 
 
-def _counted(paths):
+def _some(paths):
     """Return the names of some paths, and the number of all."""
-    names = ", ".join(paths[:3])
-    return f"{names} and {len(paths) - 3} more" if len(paths) > 3 else names
+    names = ", ".join(paths[:5])
+    return f"{names} and {len(paths) - 5} more" if len(paths) > 5 else names
 
 
 def _nearly_right(root, paths):
-    """Yield a Sight for files whose names differ slightly from those of record files, such as NAME_train.rec."""
-    commands, named = [], []
-    for pattern, right in _RENAMED:
+    """Yield a Sight for a record file or archive whose name differs slightly from the expected name."""
+    commands, found = [], []
+    for right, pattern in _NEARLY_RIGHT.items():
         for split, names in _NAMES.items():
-            name = right.format(split)
-            matching = [p for p in paths if re.fullmatch(pattern.format(names), p, re.IGNORECASE)]
-            if len(matching) != 1 or matching[0].rstrip("/") == name or f"{name}/" in paths or name in paths:
-                continue
-            (path,) = matching
-            if name.endswith(".tar") and (path == "test.tar" or not _is_shard(os.path.join(root, path))):
-                folder = os.path.join(root, split)
-                if not re.fullmatch(rf"({names})\.tar", path):
-                    continue
-                steps = [["mkdir", folder], ["tar", "-xf", os.path.join(root, path), "-C", folder]]
-                commands.append(" && ".join(map(shlex.join, steps)))
-            else:
-                commands.append(shlex.join(["mv", os.path.join(root, path.rstrip("/")), os.path.join(root, name)]))
-            named.append(path)
-    if commands:
-        yield Sight(f"{_counted(named)}, which differs from the expected names", f"run `{' && '.join(commands)}`")
+            matching = [path for path in paths if re.fullmatch(pattern.format(names), path, re.IGNORECASE)]
+            if len(matching) == 1 and not {right.format(split), right.format(split) + "/"} & {*paths}:
+                commands.append(_command(root, matching[0].rstrip("/"), split, right.format(split)))
+                found += matching
+    if found:
+        yield Sight(f"{_some(found)}, whose name differs from the expected name", f"run `{' && '.join(commands)}`")
 
 
-def _is_shard(path):
-    """Return whether a tar file contains labels (.cls) next to its images."""
-    with contextlib.suppress(OSError, tarfile.TarError), tarfile.open(path, "r:") as tar:
-        return any(member.name.endswith(".cls") for _, member in zip(range(8), tar, strict=False))
-    return False
+def _command(root, name, split, right):
+    """Return the command that renames a record file, or unpacks an archive of class folders."""
+    path, target = os.path.join(root, name), os.path.join(root, split)
+    members = []
+    if name.lower().endswith(".tar"):
+        with contextlib.suppress(OSError, tarfile.TarError), tarfile.open(path, "r:") as tar:
+            members = [member.name.removeprefix("./") for _, member in zip(range(64), tar, strict=False)]
+    # The images of a shard are next to files with their labels; the images of an archive are in class folders.
+    if any(member.endswith(".cls") for member in members) or not any("/" in member for member in members):
+        return shlex.join(["mv", path, os.path.join(root, right)])
+    if all(f"{member}/".startswith(f"{split}/") for member in members if member not in ("", ".")):
+        return shlex.join(["tar", "-xf", path, "-C", root])
+    return f"{shlex.join(['mkdir', target])} && {shlex.join(['tar', '-xf', path, '-C', target])}"
 
 
-def _misplaced(root, paths):
-    """Yield a Sight for images outside class folders, and for class folders in an unexpected place."""
-    images = [path for path in paths if re.fullmatch(rf"([^/]+/)?{_IMAGE}", path, re.IGNORECASE)]
-    flat = [path for path in images if "/" not in path or re.fullmatch(rf"{_SPLIT}/[^/]+", path, re.IGNORECASE)]
-    if flat:
-        yield Sight(f"{len(flat)} images outside class folders ({', '.join(flat[:5])})", _CLASS_FOLDERS)
+def _too_deep(root, paths):
+    """Yield a Sight for class folders that are one level too deep."""
+    folders = [path for path in paths if re.fullmatch(r"[^/]+/", path)]
+    for folder in folders:
+        below = [path for path in paths if path.startswith(folder) and path != folder]
+        inner = [path for path in below if path.endswith("/")]
+        if len(inner) < 2 or any(_is_image(path) for path in below):
+            continue
+        if re.fullmatch(f"{_SPLIT}/", folder, re.IGNORECASE):
+            deep = [path for path in inner if not _has_images(root, path)]
+            deep = [
+                f"{path}{name}" for path in deep for name in _listed(os.path.join(root, path), "") if name.endswith("/")
+            ]
+            deep = [path for path in deep[:5] if _has_images(root, path)]
+            if deep:
+                yield Sight(f"{_some(deep)}: class folders one level too deep", f"move them up to {folder}")
+        elif len(folders) == 1 and _has_images(root, inner[0]):
+            source, output = os.path.join(root, folder), f"{os.path.abspath(root)}_split"
+            run = command("dataset", "split", source, "--output", output)
+            todo = f"run `{run}` and use --image-root {shlex.quote(output)}"
+            yield Sight(f"{_some(inner)}: class folders one level too deep", todo)
+
+
+def _has_images(root, folder):
+    return any(map(_is_image, _listed(root, folder)))
+
+
+def _is_image(path):
+    return path.lower().endswith(IMAGE_SUFFIXES)
+
+
+def _outside(paths):
+    """Yield a Sight for images outside class folders."""
+    images = [path for path in paths if re.fullmatch(rf"({_SPLIT}/)?{_IMAGE}", path, re.IGNORECASE)]
+    if images:
+        word = "image" if len(images) == 1 else "images"
+        yield Sight(f"{len(images)} {word} outside class folders ({_some(images)})", PUT)

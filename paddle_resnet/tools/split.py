@@ -7,7 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
-from paddle_resnet.data import listing
+from paddle_resnet.data import listing, sniffer
 from utils import files
 from utils.errors import UsageError
 
@@ -69,7 +69,9 @@ def _list_source(source):
     if "train" in images and not images["train"]:
         raise UsageError(f"{source}: contains train/; use {source}/train to split that folder")
     if not images:
-        raise UsageError(f"{source}: contains no class folders; put the images into one folder per class")
+        raise UsageError(f"{source}: contains no class folders; {sniffer.advice(source) or sniffer.PUT}")
+    if not any(images.values()) and (advice := sniffer.advice(source)):
+        raise UsageError(f"{source}: the folders contain no images; {advice}")
     listing.check_utf8(source, images)
     _check_names(source, [*images])
     few = [f"{label} ({len(names)})" for label, names in images.items() if len(names) < 2]
@@ -90,12 +92,14 @@ def _check_names(source, labels):
         splits = []
     if len(labels) > 1 and not splits:
         return
-    problem, remedy = f"{labels[0]} is the only class folder", "put the images into one folder per class"
+    problem, remedy = f"{labels[0]} is the only class folder", sniffer.PUT
     if len(labels) > 1:
         problem = f"{', '.join(splits[:5])}: named like splits, not like classes"
         remedy = f"{remedy}, or rename these folders if they are classes"
     if tables := listing.label_tables(source, [".", *labels])[:5]:
-        problem = f"{problem} ({', '.join(tables)} may contain the labels, but cannot be read)"
+        problem = f"{problem} ({', '.join(tables)} may contain the labels)"
+    if sniffer.advice(source, importable=True):
+        remedy = f"run {sniffer.import_command(source)}"
     raise UsageError(f"{source}: {problem}; {remedy}")
 
 

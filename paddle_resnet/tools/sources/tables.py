@@ -355,7 +355,7 @@ def _tables(root, options):
         of_split = defaultdict(list)
         for path in tables:
             of_split[split_of(os.path.relpath(path, root)) or "train"].append(path)
-        for split, paths in of_split.items():
+        for paths in of_split.values():
             if len(paths) > 1:
                 shown = ", ".join(os.path.relpath(path, root) for path in paths[:5])
                 raise UsageError(f"{root}: contains several tables ({shown}); import one of them, such as {paths[0]}")

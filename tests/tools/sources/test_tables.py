@@ -115,7 +115,7 @@ def lists(delimiter=" ", header="", labels=str, names=None, base="jpg/", pattern
 
 
 def cub(root):
-    for n, (k, split, i) in enumerate(ITEMS, 1):
+    for k, split, i in ITEMS:
         put(root / f"images/{k + 1:03d}.{NAMES[k]}/{stem(k, split, i)}.jpg", image(k, i + 100 * (split == "val")))
     numbered = [*enumerate(ITEMS, 1)]
     put(root / "images.txt", "".join(f"{n} {k + 1:03d}.{NAMES[k]}/{stem(k, s, i)}.jpg\n" for n, (k, s, i) in numbered))
@@ -224,9 +224,9 @@ def test_numeric_folders_keep_their_numbers(tmp_path):
 
 def test_table_is_chosen_by_path_and_columns_by_flags(tmp_path, capsys):
     flat(tmp_path, splits=("train",))
-    for name, label in (("a", lambda k: NAMES[k]), ("b", str)):
-        text = rows(lambda file, k, _: f"{file}|x|{label(k)}|{NAMES[k]}|{'x'}", ("train",))
-        put(tmp_path / f"{name}.csv", f"photo|owner|kind|label|fold\n{text}")
+    for name in "ab":
+        text = rows(lambda file, k, _: f"{file}|x|{k}|{NAMES[k]}", ("train",))
+        put(tmp_path / f"{name}.csv", f"photo|owner|kind|label\n{text}")
     table = tmp_path / "b.csv"
     command = ["import", str(table), "--output", str(tmp_path / "x"), "--delimiter", "|", "--image-column", "photo"]
     assert dataset.main([*command, "--label-column", "kinds"]) == 2
@@ -352,8 +352,15 @@ def test_bad_input_exits_with_code_2_and_leaves_no_output(tmp_path, capsys, name
 
 @pytest.mark.parametrize(
     ("name", "split"),
-    [("train_list.txt", "train"), ("trainLabels.csv", "train"), ("valid/_classes.csv", "val"), ("labels.csv", None)]
-    + [("test_images", "test"), ("train_val.csv", None), ("training.csv", "train"), ("constraint.csv", None)],
+    [
+        *[
+            ("train_list.txt", "train"),
+            ("trainLabels.csv", "train"),
+            ("valid/_classes.csv", "val"),
+            ("labels.csv", None),
+        ],
+        *[("test_images", "test"), ("train_val.csv", None), ("training.csv", "train"), ("constraint.csv", None)],
+    ],
 )
 def test_split_in_names(name, split):
     assert tables.split_of(name) == split
