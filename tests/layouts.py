@@ -2,12 +2,19 @@
 
 import colorsys
 import io
+import re
+import shlex
+import subprocess
 import tarfile
 
 import numpy as np
+import pytest
 from PIL import Image
 
-from paddle_resnet.data import records
+from paddle_resnet import dataset
+from paddle_resnet.data import readers, records
+from utils.errors import UsageError
+from utils.mode import Mode
 
 COLORS = 8
 
@@ -49,3 +56,25 @@ def write_tar(files, compression=""):
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
     return out.getvalue()
+
+
+def obey(message):
+    """Run the commands in an error message, and return the value of --image-root in this message or None."""
+    commands = re.findall(r"`(.+?)`", message)
+    assert commands, message
+    for command in commands:
+        before, is_ours, arguments = command.partition(" -m paddle_resnet.dataset ")
+        if is_ours:
+            assert dataset.main(shlex.split(arguments)) == 0
+        else:
+            subprocess.run(command, shell=True, check=True)
+    root = re.search(r"use --image-root (\S+)", message)
+    return root and root[1].rstrip(",;")
+
+
+def error_of_training(root):
+    """Return the error message of a training run that reads both splits of a folder."""
+    with pytest.raises(UsageError) as e:
+        for mode in Mode:
+            readers.open_split(str(root), "auto", mode, None, 0)
+    return str(e.value)

@@ -103,7 +103,7 @@ def check_split(flag, image_root, mode):
     check_root(image_root, f"{mode.value}/", flag)
     if not _has_split(image_root, mode):
         similar = _similar(image_root, mode)
-        remedy = f"rename {similar} to {mode.value}/" if similar else sniffer.advice(image_root, importable=True)
+        remedy = f"rename {similar} to {mode.value}/" if similar else sniffer.advice(image_root, only_certain=True)
         remedy = remedy or f"put the class folders into {mode.value}/"
         raise UsageError(f"{flag} {image_root}: has no {mode.value}/; {remedy}, or use a different folder")
 
@@ -180,7 +180,7 @@ def _missing(image_root, mode):
         remedy = compressed
     elif similar:
         remedy = f"rename {similar} to {wanted}"
-    elif advice := sniffer.advice(image_root, importable=True):
+    elif advice := sniffer.advice(image_root, only_certain=True):
         remedy = advice
     elif data_format == "folder" and mode is Mode.EVAL:
         remedy = f"create it, or {_split_command(os.path.join(image_root, mode.TRAIN.value), image_root)}"
@@ -216,7 +216,9 @@ def _splits_remedy(image_root):
     if renames:
         return " and ".join(renames)
     near = [
-        root for root in _neighbors(image_root) if all(os.path.isdir(os.path.join(root, mode.value)) for mode in Mode)
+        root
+        for root in _neighbors(image_root)
+        if all(os.path.isdir(path) and not _is_flat(path) for path in (os.path.join(root, mode.value) for mode in Mode))
     ]
     if near:
         return f"use {' or '.join(map(shlex.quote, near[:3]))}"
@@ -376,7 +378,8 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
                 f"--image-root {image_root}: {split}/{name} is not one of the {len(classes)} classes of the checkpoint "
                 f"({_some(classes)}); remove or rename it"
                 if is_trained
-                else f"--image-root {image_root}: val/{name} has no train/{name}; add it, or remove val/{name}"
+                else f"--image-root {image_root}: val/{name} has no train/{name}; "
+                + (_advice_without_classes(image_root, folders, label_of) or f"add it, or remove val/{name}")
             )
         images, unusable, others = image_files(os.path.join(split_dir, name))
         for file in unusable:
@@ -397,6 +400,11 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
                 )
     warn_of_ignored(split_dir, ignored)
     return files, labels, classes
+
+
+def _advice_without_classes(image_root, folders, classes):
+    """Return what to do if none of the folders in val/ is a class, otherwise None."""
+    return None if {*folders} & {*classes} else sniffer.advice(image_root, only_certain=True)
 
 
 def check_utf8(path, names):
@@ -528,7 +536,7 @@ def check_one_class(image_root, classes, label, allow):
     if tables:
         message = f"{message}; {_some(tables)} {'is' if len(tables) == 1 else 'are'} not used to assign labels"
     remedy = sniffer.PUT if tables else "add other classes"
-    if tables and sniffer.advice(image_root, importable=True):
+    if tables and sniffer.advice(image_root, only_certain=True):
         remedy = f"run {sniffer.import_command(image_root)}"
     if not allow:
         raise UsageError(f"{message}; {remedy}, or use --allow-one-class")
@@ -611,7 +619,8 @@ def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, labe
     # list_filelist checks only the first file. Training checks all files with check_listed, and the data-set tools
     # report unreadable images.
     if not os.path.isfile(os.path.join(image_root, files[0])):
-        raise UsageError(f"{path}: {files[0]} is not in {image_root}; use paths relative to that folder")
+        remedy = sniffer.advice(image_root, only_certain=True) or "use paths relative to that folder"
+        raise UsageError(f"{path}: {files[0]} is not in {image_root}; {remedy}")
     return files, [label - label_offset for label in labels], classes
 
 

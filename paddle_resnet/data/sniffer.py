@@ -83,7 +83,7 @@ LAYOUTS = (
     Layout(rf"{_SPLIT}\.txt", "file lists", "table", is_native=True),
     Layout(r"(.*/)?[^/]+\.parquet", "Parquet files", todo=_WRITE),
     Layout(r"[^/]+\.arrow|[^/]+/[^/]+\.arrow", "Arrow files", todo=_WRITE),
-    Layout(r"(.*/)?[^/]*(\.tfrec|\.tfrecords?|\.tfrecord-\d+-of-\d+)", "TFRecord files", todo=None),
+    Layout(r"(.*/)?[^/]*(\.tfrec|\.tfrecords?|\.tfrecord-\d+-of-\d+)", "TFRecord files", todo=_WRITE),
     Layout(r"(.*/)?(data_batch_\d|test_batch|[^/]*-(batches|100)-(py|bin)/)", "arrays of CIFAR", todo=_WRITE),
     Layout(r"(.*/)?[^/]+-idx[13]-ubyte(\.gz)?", "arrays of MNIST", todo=_WRITE),
     Layout(r"[^/]+\.(npz|npy|h5|hdf5|pkl|mat)", "arrays", todo=_WRITE),
@@ -107,11 +107,13 @@ class Sight:
         what: what it is, with at most five names.
         todo: what to do, as an imperative.
         kind: kind of `dataset import` that reads it, or None.
+        is_certain: whether these files are probably the data set that the user means.
     """
 
     what: str
     todo: str | None
     kind: str | None = None
+    is_certain: bool = False
 
 
 def look(root):
@@ -131,7 +133,7 @@ def _match(root, paths, layout):
     if not found or (layout.needs and not any(re.fullmatch(layout.needs, path, re.IGNORECASE) for path in paths)):
         return None
     todo = layout.todo if layout.kind is None or layout.is_native else f"run {import_command(root)}"
-    return Sight(f"{_some(found)}: {layout.what}{_columns(root, found[0])}", todo, layout.kind)
+    return Sight(f"{_some(found)}: {layout.what}{_columns(root, found[0])}", todo, layout.kind, layout.kind is not None)
 
 
 def _is_usable(path):
@@ -150,16 +152,16 @@ def kind(root):
     return next((sight.kind for sight in look(root) if sight.kind), None)
 
 
-def advice(root, importable=False):
+def advice(root, only_certain=False):
     """Return a text for the end of an error message, which states what a folder contains and what to do; or None if
     nothing is recognized.
 
     Args:
         root: the folder.
-        importable: whether to return None if `dataset import` cannot read the folder.
+        only_certain: whether to return None if the files are probably not the data set that the user means.
     """
     sights = [sight for sight in look(root) if sight.todo] if os.path.isdir(root) else []
-    if not sights or (importable and not sights[0].kind):
+    if not sights or (only_certain and not sights[0].is_certain):
         return None
     return printable(f"it contains {sights[0].what}; {sights[0].todo}")
 
@@ -235,7 +237,9 @@ def _nearly_right(root, paths):
                 commands.append(_command(root, matching[0].rstrip("/"), split, right.format(split)))
                 found += matching
     if found:
-        yield Sight(f"{_some(found)}, whose name differs from the expected name", f"run `{' && '.join(commands)}`")
+        yield Sight(
+            f"{_some(found)}, whose name differs from the expected name", f"run `{' && '.join(commands)}`", None, True
+        )
 
 
 def _command(root, name, split, right):

@@ -24,7 +24,7 @@ from functools import partial
 
 import numpy as np
 
-from paddle_resnet.data import indexes, listing, numbering, records
+from paddle_resnet.data import indexes, listing, numbering, records, sniffer
 from paddle_resnet.serving import preprocessing
 from paddle_resnet.tools.split import link
 from paddle_resnet.tools.writers import SHARDED, SINGLE_FILE
@@ -249,7 +249,8 @@ def _list_source(source, skip_list, allow_outside, label_offset=numbering.AUTO):
         classes = classes or names
         images = [image for image in images if os.path.normpath(image.name) not in skip]
         if not images:
-            raise UsageError(f"{source}: no {mode.value} images to convert; add images, or shorten --skip-list")
+            remedy = sniffer.advice(source) or "add images, or shorten --skip-list"
+            raise UsageError(f"{source}: no {mode.value} images to convert; {remedy}")
         if data_format == "folder":
             labels = [image.label for image in images]
             listing.check_classes(source, mode, data_format, labels, names, True, allow_one_class=True)

@@ -67,7 +67,8 @@ def _list_source(source):
         if unusable:
             raise UsageError(f"{source / label / unusable[0]}: a broken link, or not a file; remove it")
     if "train" in images and not images["train"]:
-        raise UsageError(f"{source}: contains train/; use {source}/train to split that folder")
+        remedy = sniffer.advice(source, only_certain=True) or f"use {source}/train to split that folder"
+        raise UsageError(f"{source}: contains train/; {remedy}")
     if not images:
         raise UsageError(f"{source}: contains no class folders; {sniffer.advice(source) or sniffer.PUT}")
     if not any(images.values()) and (advice := sniffer.advice(source)):
@@ -98,7 +99,7 @@ def _check_names(source, labels):
         remedy = f"{remedy}, or rename these folders if they are classes"
     if tables := listing.label_tables(source, [".", *labels])[:5]:
         problem = f"{problem} ({', '.join(tables)} may contain the labels)"
-    if sniffer.advice(source, importable=True):
+    if sniffer.advice(source, only_certain=True):
         remedy = f"run {sniffer.import_command(source)}"
     raise UsageError(f"{source}: {problem}; {remedy}")
 

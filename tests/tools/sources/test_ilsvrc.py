@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import io as matlab
 
-from layouts import color_of, colors_match, image, put, write_tar
+from layouts import color_of, colors_match, error_of_training, image, obey, put, write_tar
 from paddle_resnet import dataset
 from paddle_resnet.data import listing, numbering, records
 from paddle_resnet.tools import convert, sources
@@ -140,6 +140,23 @@ def test_layouts_are_detected_and_labels_match_pixels(tmp_path, name):
     assert {split: len(images) for split, images in splits.items()} == {"train": 20, "val": 8}
     assert splits["val"][0].name == f"val/{WNIDS[VAL[0]]}/{val_name(1)}"
     assert colors_match(image for images in splits.values() for image in images)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_error_of_training_contains_remedy(tmp_path, capsys, name):
+    build, folder = LAYOUTS[name]
+    build(tmp_path)
+    message = error_of_training(tmp_path / folder)
+    assert "ImageNet" in message
+    imported = obey(message.replace("dataset import ", "dataset import --allow-partial "))
+    for mode, count in ((Mode.TRAIN, 20), (Mode.EVAL, 8)):
+        images = numbering.images(imported, mode)[2]
+        assert len(images) == count
+        assert colors_match(images)
+    assert dataset.main(["import", str(tmp_path / folder), "--list"]) == 0
+    assert message.partition("it contains ")[2] in capsys.readouterr().out
+    assert dataset.main(["info", str(tmp_path / folder)]) == 2
+    assert message.partition("it contains ")[2] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("to", ["webdataset", "folder"])

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from layouts import colors_match, image, put
+from layouts import colors_match, error_of_training, image, obey, put
 from paddle_resnet import dataset
 from paddle_resnet.data import numbering
 from paddle_resnet.tools import sources
@@ -191,6 +191,34 @@ def test_layouts_are_detected_and_labels_match_pixels(tmp_path, name):
     assert (kind, classes) == ("table", expected)
     assert {split: len(images) for split, images in splits.items()} == counts
     assert colors_match(image for images in splits.values() for image in images)
+
+
+# With class folders or a list train.txt, the error is about these.
+READ_BY_TRAINING = ("train.txt with names", "fastai labels.csv")
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in READ_BY_TRAINING])
+def test_error_of_training_contains_remedy(tmp_path, capsys, name):
+    build, counts, _ = LAYOUTS[name]
+    build(tmp_path / "source")
+    message = error_of_training(tmp_path / "source")
+    imported = obey(message)
+    for mode, count in zip(Mode, counts.values(), strict=True):
+        images = numbering.images(imported, mode)[2]
+        assert len(images) == count
+        assert colors_match(images)
+    assert dataset.main(["import", str(tmp_path / "source"), "--list"]) == 0
+    assert message.partition("it contains ")[2].partition(", or use")[0] in capsys.readouterr().out
+    assert dataset.main(["split", str(tmp_path / "source"), "--output", str(tmp_path / "x")]) == 2
+    assert f"import {tmp_path}/source --output {tmp_path}/source_imported" in capsys.readouterr().err
+
+
+def test_list_with_names_as_labels_is_reported_with_remedy(tmp_path):
+    LAYOUTS["train.txt with names"][0](tmp_path)
+    message = error_of_training(tmp_path)
+    assert "train.txt: line 1 is not `PATH LABEL` but `jpg/t0b.jpg ray`; correct it, or run" in message
+    imported = obey(message.partition("or run ")[2])
+    assert colors_match(numbering.images(imported, Mode.EVAL)[2])
 
 
 @pytest.mark.parametrize("to", ["webdataset", "folder", "recordio"])
