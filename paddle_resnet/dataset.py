@@ -275,11 +275,9 @@ def _add_import(commands):
     command.add_argument(
         "--allow-partial", action="store_true", help="whether missing images trigger a warning instead of an error"
     )
-    columns = (("image", "paths or ids of the images"), ("label", "labels"), ("split", "splits"))
-    for column, content in columns:
-        command.add_argument(
-            f"--{column}-column", metavar="NAME", help=f"column of a table with the {content} (default: detected)"
-        )
+    columns = (("--image-column", "paths or ids of the images"), ("--label-column", "labels"))
+    for flag, content in (*columns, ("--split-column", "splits")):
+        command.add_argument(flag, metavar="NAME", help=f"column of a table with the {content} (default: detected)")
     command.add_argument("--delimiter", metavar="TEXT", help="text between the columns of a table (default: detected)")
     command.add_argument(
         "--shards",

@@ -7,17 +7,36 @@ Each module of this folder reads one kind of source. Its function `read` takes t
 import hashlib
 import os
 from collections import Counter
+from dataclasses import dataclass
 
 from paddle_resnet.data import listing, sniffer
 from paddle_resnet.tools import convert, split
 from paddle_resnet.tools.sources import ilsvrc, tables
-from paddle_resnet.tools.sources.options import Options
 from utils import logger
 from utils.errors import UsageError, command, printable
 
 KINDS = {"ilsvrc": ilsvrc.read, "table": tables.read}
 DEFAULT_VAL = 0.2  # fraction of each class that goes to val/ if a table has no validation images
 SEED = 0  # of the selection for val/
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of an import.
+
+    Attributes:
+        allow_partial: whether missing images trigger a warning instead of an error.
+        val: fraction of each class that goes to val/ if the source has no validation images, or None.
+        image_column, label_column, split_column: names of the columns in a table, or None to detect them.
+        delimiter: text between the columns of a table, or None to detect it.
+    """
+
+    allow_partial: bool = False
+    val: float | None = None
+    image_column: str | None = None
+    label_column: str | None = None
+    split_column: str | None = None
+    delimiter: str | None = None
 
 
 def read(source, kind=None, options=None):
