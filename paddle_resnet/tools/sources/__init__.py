@@ -61,6 +61,9 @@ def read(source, kind=None, options=None):
     if kind != "table" and not os.path.isdir(source):
         raise UsageError(f"{source}: not a folder; use the folder that contains the data set")
     splits, classes = KINDS[kind](os.fspath(source), options)
+    for name in classes or []:
+        if name.encode(errors="replace") != name.encode(errors="surrogatepass"):  # JSON may contain lone surrogates
+            raise UsageError(f"{source}: the class name {name!a} is not valid Unicode; correct it")
     if "val" in splits and options.val is not None:
         raise UsageError(f"--val {options.val}: {source} contains validation images; remove --val")
     fraction = options.val or (DEFAULT_VAL if kind == "table" else None)

@@ -117,6 +117,7 @@ class _Images:
     def __init__(self, root):
         self._root = root
         self._listed = {}
+        self._sorted = {}  # {split: result of _by_preference}
         self._folders = [*self._subfolders("")]
         self._folders += [below for folder in self._folders for below in self._subfolders(folder)]
 
@@ -140,6 +141,13 @@ class _Images:
             self._listed[folder] = names
         return self._listed[folder]
 
+    def _by_preference(self, split):
+        """Return (folders named like a split, all other folders)."""
+        if split not in self._sorted:
+            same = [folder for folder in self._folders if split_of(folder) == split]
+            self._sorted[split] = same, [folder for folder in self._folders if folder not in same]
+        return self._sorted[split]
+
     def find(self, row):
         """Return the paths, relative to the root, of the files that a row may mean. The best places are the folder of
         the table and the root, followed by folders named like the split, and all other folders."""
@@ -148,9 +156,7 @@ class _Images:
             image = os.path.relpath(image, os.path.abspath(self._root))
         if image.startswith("..") or "/../" in image:
             return []
-        same = [folder for folder in self._folders if split_of(folder) == row.split]
-        others = [folder for folder in self._folders if split_of(folder) != row.split]
-        for folders in ([row.folder], [""], same, others):
+        for folders in ([row.folder], [""], *self._by_preference(row.split)):
             found = []
             for folder in folders:
                 parent, name = os.path.split(os.path.normpath(os.path.join(folder, image)))

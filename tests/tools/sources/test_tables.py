@@ -1,6 +1,8 @@
 """Data sets with labels in tables, in miniature: each class has a color, which tests compare with the label."""
 
 import json
+import re
+import shlex
 
 import pytest
 
@@ -193,7 +195,7 @@ def test_layouts_are_detected_and_labels_match_pixels(tmp_path, name):
     assert colors_match(image for images in splits.values() for image in images)
 
 
-# With class folders or a list train.txt, the error is about these.
+# Training reads the class folders or the list of these layouts, so its error differs.
 READ_BY_TRAINING = ("train.txt with names", "fastai labels.csv")
 
 
@@ -286,6 +288,19 @@ def test_test_split_is_left_out_if_there_are_validation_images(tmp_path, capsys)
     assert "the 1 test images are left out" in capsys.readouterr().out
 
 
+def test_undecodable_image_is_reported_with_remedy(tmp_path, capsys):
+    LAYOUTS["split column"][0](tmp_path / "source")
+    put(tmp_path / "source/images/t0a.jpg", b"no image")
+    command = ["import", str(tmp_path / "source"), "--output", str(tmp_path / "x"), "--to", "folder", "--workers", "1"]
+    assert dataset.main(command) == 2
+    message = capsys.readouterr().err
+    assert "1 of 28 images cannot be decoded: images/t0a.jpg" in message
+    assert dataset.main([*command, "--unchecked"]) == 0
+    verify = shlex.split(re.search("or add --unchecked, run `.*dataset (verify .*) bad.txt` and train", message)[1])
+    assert dataset.main([*verify, str(tmp_path / "bad.txt")]) == 1
+    assert (tmp_path / "bad.txt").read_text() == "train/ray/t0a.jpg\n".replace("ray", NAMES[1])
+
+
 def table(text, name="train.csv"):
     def build(root):
         flat(root, splits=("train",))
@@ -334,6 +349,12 @@ BAD = {
     "short row": (table("id,label\nt0a,0\nt0b\n"), "line 3 has 1 columns instead of 2"),
     "not UTF-8": (table(b"id,label\nt0a,caf\xe9\n"), "line 2 is not UTF-8"),
     "damaged JSON": (table('{"file_name": "t0a.jpg", "label": 1}\n{"file\n', "metadata.jsonl"), "line 2 is not JSON"),
+    "surrogate": (
+        table(
+            '{"file_name": "t0a.jpg", "label": "x"}\n{"file_name": "t0b.jpg", "label": "\\ud800"}\n', "metadata.jsonl"
+        ),
+        "the class name '\\ud800' is not valid Unicode; correct it",
+    ),
     "unknown split": (table("id,label,split\nt0a,0,train\nt0b,1,later\n"), "line 3: 'later' in column split is not"),
     "two tables": (all_of(image_id, table(TWO, "labels.csv")), "contains several tables (labels.csv, train.csv)"),
     "ambiguous image": (
