@@ -166,12 +166,21 @@ def advice(root, only_certain=False):
     return printable(f"it contains {sights[0].what}; {sights[0].todo}")
 
 
-def is_table(path):
-    """Return whether a file is a table with a column of images and a column of labels."""
+def is_table(path, image_column=None, label_column=None):
+    """Return whether a file is a table with a column of images and a column of labels.
+
+    Args:
+        path: the file.
+        image_column, label_column: names of these columns, or None for IMAGE_COLUMNS and LABEL_COLUMNS. Without a known
+            name, the labels are the second of two columns.
+    """
     if "submission" in os.path.basename(path).lower():  # the labels in Kaggle's sample_submission.csv are wrong
         return False
-    names = [normalized(name) for name in header(path)]
-    return any(n in IMAGE_COLUMNS for n in names) and (len(names) == 2 or any(n in LABEL_COLUMNS for n in names))
+    names = header(path)
+    known = {normalized(name) for name in names}
+    has_images = image_column in names if image_column else not known.isdisjoint(IMAGE_COLUMNS)
+    has_labels = label_column in names if label_column else len(names) == 2 or not known.isdisjoint(LABEL_COLUMNS)
+    return has_images and has_labels
 
 
 def header(path):
@@ -246,7 +255,7 @@ def _command(root, name, split, right):
     """Return the command that renames a record file, or unpacks an archive of class folders."""
     path, target = os.path.join(root, name), os.path.join(root, split)
     members = []
-    if name.lower().endswith(".tar"):
+    if name.lower().endswith(".tar") and os.path.isfile(path):  # a pipe could block
         with contextlib.suppress(OSError, tarfile.TarError), tarfile.open(path, "r:") as tar:
             members = [member.name.removeprefix("./") for _, member in zip(range(64), tar, strict=False)]
     # The images of a shard are next to files with their labels; the images of an archive are in class folders.

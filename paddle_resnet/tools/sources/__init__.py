@@ -55,7 +55,8 @@ def read(source, kind=None, options=None):
     if not os.path.exists(source):
         raise UsageError(f"{source}: does not exist; use the folder that contains the data set")
     if kind is None:
-        kind = "table" if os.path.isfile(source) else sniffer.kind(source)
+        is_table = os.path.isfile(source) or options.image_column or options.label_column
+        kind = "table" if is_table else sniffer.kind(source)
     if kind is None:
         raise UsageError(f"{source}: {sniffer.advice(source) or _unknown()}")
     if kind != "table" and not os.path.isdir(source):

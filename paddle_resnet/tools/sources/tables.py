@@ -370,11 +370,7 @@ def _tables(root, options):
 
 
 def _has_columns(path, options):
-    if not path.lower().endswith(TABLES):
-        return False
-    if options.image_column and options.label_column:
-        return {options.image_column, options.label_column} <= {*sniffer.header(path)}
-    return sniffer.is_table(path)
+    return path.lower().endswith(TABLES) and sniffer.is_table(path, options.image_column, options.label_column)
 
 
 def _rows(tables, root, images, options):

@@ -265,6 +265,21 @@ def test_table_is_chosen_by_path_and_columns_by_flags(tmp_path, capsys):
     assert f"{tmp_path}/x: 12 train and 8 val images from table" in capsys.readouterr().out
 
 
+def test_columns_of_a_folder_are_chosen_by_flags(tmp_path):
+    flat(tmp_path, splits=("train",))
+    lines = rows(lambda file, k, _: f"{file},{k + 1},{NAMES[k]},{'valid' if k % 2 else 'train'}", ("train",))
+    put(tmp_path / "data.csv", f"photo,number,kind,fold\n{lines}")
+    put(tmp_path / "other.csv", "photo,x\n")
+    with pytest.raises(UsageError, match=f"^{tmp_path}: it contains 20? images|choose the kind with --as"):
+        sources.read(tmp_path)
+    _, splits, classes = sources.read(tmp_path, options=Options(image_column="photo", label_column="kind"))
+    assert classes == NAMES
+    assert colors_match(image for images in splits.values() for image in images)
+    columns = Options(image_column="photo", label_column="kind", split_column="fold")
+    with pytest.raises(UsageError, match="2 classes have validation images, but no training images"):
+        sources.read(tmp_path, options=columns)
+
+
 def test_rows_without_image_are_omitted_if_allowed(tmp_path, capsys):
     image_id(tmp_path)
     with open(tmp_path / "train.csv", "a") as f:
