@@ -372,7 +372,7 @@ def _list(path, classes):
         if not line.strip():
             continue
         name, *label = line.rsplit(maxsplit=1)
-        if not label or not label[0].isdigit():
+        if not label or not label[0].isdecimal():
             raise UsageError(f"{path}: line {number} is not `IMAGE LABEL` but `{line[:100]}`; correct it")
         if int(label[0]) >= len(classes):
             raise UsageError(

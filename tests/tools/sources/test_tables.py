@@ -10,7 +10,7 @@ from layouts import colors_match, error_of_training, image, obey, put
 from paddle_resnet import dataset
 from paddle_resnet.data import numbering
 from paddle_resnet.tools import sources
-from paddle_resnet.tools.sources import Options, tables
+from paddle_resnet.tools.sources import Options
 from utils.errors import UsageError
 from utils.mode import Mode
 
@@ -171,7 +171,12 @@ LAYOUTS = {
     "list with tabs and names": (lists("\t", labels=NAMES.__getitem__), BOTH, NAMES),
     "list with spaces and names": (lists(labels=lambda k: f"{NAMES[k]} x"), BOTH, [f"{name} x" for name in NAMES]),
     "list with backslashes": (lists(base="jpg\\"), BOTH, None),
-    "list from 1 with names": (lists(labels=lambda k: k + 1, names=("labels.txt", LABELED)), BOTH, NAMES),
+    "list from 1 with names": (lists(labels=lambda k: k + 1, names=("labels.txt", "\n".join(NAMES))), BOTH, NAMES),
+    "list from 1 with unsorted names from 1": (
+        lists(labels=lambda k: k + 1, names=("labels.txt", "".join(f"{k + 1} {NAMES[k]}\n" for k in (2, 0, 3, 1)))),
+        BOTH,
+        NAMES,
+    ),
     "train.txt with names": (lists(labels=NAMES.__getitem__, pattern="{}.txt"), BOTH, NAMES),
     "MMPretrain meta/": (
         lists(base="", pattern="meta/{}.txt", names=("meta/classes.txt", "\n".join(NAMES))),
@@ -385,7 +390,15 @@ BAD = {
     "class only in validation": (table("id,label,split\nt0a,a,train\nt0b,b,train\nt0c,c,val\n"), "(c); add training"),
     "names twice": (
         all_of(lists(), lambda root: put(root / "labels.txt", "a\nb\na\nc\n")),
-        "labels.txt: contains a twice",
+        "labels.txt: contains a 2 times",
+    ),
+    "names from 0, labels from 1": (
+        lists(labels=lambda k: k + 1, names=("labels.txt", LABELED)),
+        "has label 4, but ",
+    ),
+    "names from 1, labels from 0": (
+        lists(names=("labels.txt", "".join(f"{k + 1} {name}\n" for k, name in enumerate(NAMES)))),
+        "labels.txt has 4 names from number 1; number the classes from 1",
     ),
     "name not in file": (
         all_of(lists(labels=NAMES.__getitem__), lambda root: put(root / "labels.txt", "a\nb\n")),
@@ -412,19 +425,3 @@ def test_bad_input_exits_with_code_2_and_leaves_no_output(tmp_path, capsys, name
     assert dataset.main(command) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "split"),
-    [
-        *[
-            ("train_list.txt", "train"),
-            ("trainLabels.csv", "train"),
-            ("valid/_classes.csv", "val"),
-            ("labels.csv", None),
-        ],
-        *[("test_images", "test"), ("train_val.csv", None), ("training.csv", "train"), ("constraint.csv", None)],
-    ],
-)
-def test_split_in_names(name, split):
-    assert tables.split_of(name) == split
