@@ -347,7 +347,9 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
     check_root(image_root)
     if not os.path.isdir(split_dir):
         raise _missing(image_root, mode)
-    manifest = read_manifest(image_root)
+    manifest = None
+    with contextlib.suppress(UsageError):  # next to class folders, convert.json may be a file of a different program
+        manifest = read_manifest(image_root)
     if manifest is not None and manifest["format"] == "folder" and not manifest["complete"]:
         raise _incomplete(image_root, manifest)
 
@@ -595,9 +597,11 @@ def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, labe
                 continue
             name, *label = line.rsplit(maxsplit=1)
             if not label or not re.fullmatch("[0-9]{1,9}", label[0]) or "\0" in name:
+                remedy = f"run {sniffer.import_command(image_root)}"
+                if own_classes(image_root, mode):
+                    remedy = f"remove the list to use the class folders in {mode.value}/"
                 raise UsageError(
-                    f"{path}: line {number} is not `PATH LABEL` but `{line.strip()[:200]}`; correct it, or run "
-                    f"{sniffer.import_command(image_root)}"
+                    f"{path}: line {number} is not `PATH LABEL` but `{line.strip()[:200]}`; correct it, or {remedy}"
                 )
             if not allow_outside and _is_outside(name, image_root):
                 raise UsageError(

@@ -150,6 +150,14 @@ def test_files_of_other_programs_are_named(classes, tmp_path, capsys, names, wha
     assert colors_match(numbering.images(tmp_path / "x", Mode.EVAL)[2])
 
 
+def test_list_of_a_different_program_next_to_class_folders(classes):
+    put(classes / "train.txt", "some notes\n")
+    assert error_of_training(classes).endswith("correct it, or remove the list to use the class folders in train/")
+    (classes / "train.txt").unlink()
+    put(classes / "convert.json", "[]")
+    assert colors_match(numbering.images(classes, Mode.TRAIN)[2])
+
+
 def test_class_folders_are_not_taken_for_other_layouts(classes, capsys):
     assert sniffer.look(classes) == []
     assert dataset.main(["import", str(classes), "--list"]) == 0
