@@ -381,7 +381,7 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
                 f"({_some(classes)}); remove or rename it"
                 if is_trained
                 else f"--image-root {image_root}: val/{name} has no train/{name}; "
-                + (_advice_without_classes(image_root, folders, label_of) or f"add it, or remove val/{name}")
+                + _unknown_folder(image_root, name, folders, classes)
             )
         images, unusable, others = image_files(os.path.join(split_dir, name))
         for file in unusable:
@@ -404,9 +404,21 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
     return files, labels, classes
 
 
-def _advice_without_classes(image_root, folders, classes):
-    """Return what to do if none of the folders in val/ is a class, otherwise None."""
-    return None if {*folders} & {*classes} else sniffer.advice(image_root, only_certain=True)
+def _unknown_folder(image_root, name, folders, classes):
+    """Return what to do with a folder in val/ that is not a class.
+
+    Args:
+        name: the folder.
+        folders: all folders in val/.
+        classes: names of the classes.
+    """
+    same = {known.casefold(): known for known in classes}.get(name.casefold())
+    if same is not None and same not in folders:
+        paths = (os.path.join(image_root, "val", each) for each in (name, same))
+        return f"the class is {same}: run `{shlex.join(['mv', *paths])}`"
+    if {*folders}.isdisjoint(classes) and (advice := sniffer.advice(image_root, only_certain=True)):
+        return advice
+    return f"add it, or remove val/{name}"
 
 
 def check_utf8(path, names):

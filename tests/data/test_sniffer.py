@@ -150,6 +150,13 @@ def test_files_of_other_programs_are_named(classes, tmp_path, capsys, names, wha
     assert colors_match(numbering.images(tmp_path / "x", Mode.EVAL)[2])
 
 
+def test_class_folders_that_differ_only_in_case(classes):
+    (classes / "val/c1").rename(classes / "val/C1")
+    assert "val/C1 has no train/C1; the class is c1: run `mv" in check(classes)
+    (classes / "val/C1").mkdir()
+    assert error_of_training(classes).endswith("val/C1 has no train/C1; add it, or remove val/C1")
+
+
 def test_list_of_a_different_program_next_to_class_folders(classes):
     put(classes / "train.txt", "some notes\n")
     assert error_of_training(classes).endswith("correct it, or remove the list to use the class folders in train/")
