@@ -1,4 +1,5 @@
-"""`python -m paddle_resnet.dataset convert|index`: write record files, or indexes for existing record files.
+"""`python -m paddle_resnet.dataset convert|import|index`: write record files, class folders, or indexes for existing
+record files. tools/sources/ lists the images of an import.
 
 Worker processes import this module instead of dataset.py. The module imports neither DALI nor Paddle, so that the
 processes start quickly.

@@ -54,6 +54,9 @@ def read(source, kind=None, options=None):
     options = options or Options()
     if not os.path.exists(source):
         raise UsageError(f"{source}: does not exist; use the folder that contains the data set")
+    if os.path.isfile(source) and not os.fspath(source).lower().endswith((*sniffer.TABLE_SUFFIXES, ".txt")):
+        endings = ", ".join((*sniffer.TABLE_SUFFIXES, ".txt"))
+        raise UsageError(f"{source}: not a table ({endings}); use the folder that contains it")
     if kind is None:
         is_table = os.path.isfile(source) or options.image_column or options.label_column
         kind = "table" if is_table else sniffer.kind(source)

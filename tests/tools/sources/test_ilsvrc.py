@@ -227,6 +227,15 @@ def test_interrupted_import_continues_and_is_not_taken_for_complete(tmp_path, mo
         assert colors_match(images)
 
 
+def test_archive_as_source_is_rejected_with_remedy(tmp_path):
+    official(tmp_path)
+    for kind in (None, "ilsvrc"):
+        with pytest.raises(UsageError, match="img_val.tar: not a table .*; use the folder that contains it"):
+            sources.read(tmp_path / ilsvrc.VAL_TAR, kind, PART)
+    with pytest.raises(UsageError, match="nowhere: does not exist"):
+        sources.read(tmp_path / "nowhere")
+
+
 def test_validation_alone_is_numbered_by_devkit(tmp_path):
     official(tmp_path)
     (tmp_path / ilsvrc.TRAIN_TAR).unlink()
