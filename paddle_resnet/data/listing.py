@@ -159,6 +159,7 @@ def splits(image_root):
     check_root(image_root)
     modes = [mode for mode in Mode if _has_split(image_root, mode)]
     if not modes:
+        _check_complete(image_root)
         raise UsageError(f"{image_root}: contains neither train/ nor val/ in any format; {_splits_remedy(image_root)}")
     return modes
 
@@ -346,12 +347,9 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
     split_dir = os.path.join(image_root, split)
     check_root(image_root)
     if not os.path.isdir(split_dir):
+        _check_complete(image_root)
         raise _missing(image_root, mode)
-    manifest = None
-    with contextlib.suppress(UsageError):  # next to class folders, convert.json may be a file of a different program
-        manifest = read_manifest(image_root)
-    if manifest is not None and manifest["format"] == "folder" and not manifest["complete"]:
-        raise _incomplete(image_root, manifest)
+    _check_complete(image_root, "folder")
 
     folders = class_folders(split_dir)
     if len(folders) == 1:
@@ -799,6 +797,16 @@ def shards(image_root, mode, data_format):
             )
     check_count(image_root, mode, data_format, len(paths), "shards")
     return paths
+
+
+def _check_complete(image_root, data_format=None):
+    """Raise UsageError if a conversion to this folder is incomplete. With a storage format, ignore other formats. A
+    damaged convert.json is ignored, because without record files it may be a file of a different program."""
+    manifest = None
+    with contextlib.suppress(UsageError):
+        manifest = read_manifest(image_root)
+    if manifest is not None and not manifest["complete"] and data_format in (None, manifest["format"]):
+        raise _incomplete(image_root, manifest)
 
 
 def _incomplete(image_root, manifest):

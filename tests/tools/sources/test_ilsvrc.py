@@ -227,6 +227,22 @@ def test_interrupted_import_continues_and_is_not_taken_for_complete(tmp_path, mo
         assert colors_match(images)
 
 
+@pytest.mark.parametrize("to", convert.FORMATS)
+def test_import_interrupted_before_the_first_image_is_not_taken_for_an_empty_folder(tmp_path, monkeypatch, capsys, to):
+    official(tmp_path / "source")
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as stopped, pytest.raises(KeyboardInterrupt):
+        for name in ("_write_folders", "_write_single_file", "_write_shards"):
+            stopped.setattr(convert, name, interrupted)
+        sources.import_(tmp_path / "source", tmp_path / "x", to, options=PART, workers=1)
+    assert "the import is incomplete; repeat the" in error_of_training(tmp_path / "x")
+    assert dataset.main(["info", str(tmp_path / "x")]) == 2
+    assert "the import is incomplete; repeat the" in capsys.readouterr().err
+
+
 def test_archive_as_source_is_rejected_with_remedy(tmp_path):
     official(tmp_path)
     for kind in (None, "ilsvrc"):
