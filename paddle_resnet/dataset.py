@@ -11,7 +11,7 @@ from PIL import Image
 
 from paddle_resnet.data import listing
 from paddle_resnet.settings import parsing
-from paddle_resnet.tools import convert
+from paddle_resnet.tools import convert, sources
 from utils import exit_codes, files, locks, logger, numbers, outputs, signals
 from utils.command_line import Parser
 from utils.errors import UsageError
@@ -77,13 +77,24 @@ def main(argv=None):
         description="Prepare and check data sets.",
         examples=(
             ("divide class folders into train/ and val/, for train.py --image-root DIR", "split PHOTOS --output DIR"),
+            ("read ImageNet's archives, or a table of labels, as downloaded", "import DOWNLOADED --output DIR"),
             ("check every image before a long run", "verify DIR --fix-list bad.txt"),
             ("show the effect of augmentation", "preview DIR --output preview.png"),
         ),
         epilog="python -m paddle_resnet.dataset COMMAND --help lists the flags of a command.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=parsing.ToolParser)
-    for add in (_add_sample, _add_split, _add_convert, _add_index, _add_verify, _add_info, _add_preview, _add_speed):
+    for add in (
+        _add_sample,
+        _add_split,
+        _add_import,
+        _add_convert,
+        _add_index,
+        _add_verify,
+        _add_info,
+        _add_preview,
+        _add_speed,
+    ):
         add(commands)
     return exit_codes.of("paddle_resnet.dataset", lambda: _run(parser, argv))
 
@@ -188,13 +199,37 @@ def _add_convert(commands):
 
 
 def _run_convert(args):
+    if args.quality is not None and args.resize_short is None:
+        raise UsageError(f"--quality {args.quality}: requires --resize-short; add it, or remove --quality")
+    _claim_folder(args)
+
+    def write(check, progress):
+        return convert.convert(
+            args.source,
+            args.output,
+            args.to,
+            shards=args.shards,
+            resize_short=args.resize_short,
+            quality=args.quality or QUALITY,
+            workers=args.workers,
+            progress=progress,
+            skip_list=args.skip_list,
+            allow_outside=args.allow_outside,
+            check=check,
+            label_offset=args.label_offset,
+        )
+
+    counts = _with_progress(args, write)
+    print(f"{args.output}: {' and '.join(f'{count} {split}' for split, count in counts.items())} images as {args.to}")
+
+
+def _with_progress(args, write):
+    """Lock the output folder, and return the result of write(progress function of the check or None, progress function
+    of the conversion)."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    if args.quality is not None and args.resize_short is None:
-        raise UsageError(f"--quality {args.quality}: requires --resize-short; add it, or remove --quality")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    _claim_folder(args)
     bar = Progress(*columns, console=Console(file=logger.Expendable(sys.stderr)))
     with signals.blocked():  # for the thread of rich
         bar.start()
@@ -211,20 +246,7 @@ def _run_convert(args):
 
         check = None if args.unchecked else progress("check")
         try:
-            counts = convert.convert(
-                args.source,
-                args.output,
-                args.to,
-                shards=args.shards,
-                resize_short=args.resize_short,
-                quality=args.quality or QUALITY,
-                workers=args.workers,
-                progress=progress(args.to),
-                skip_list=args.skip_list,
-                allow_outside=args.allow_outside,
-                check=check,
-                label_offset=args.label_offset,
-            )
+            return write(check, progress(args.to))
         except BrokenProcessPool as e:
             raise UsageError(
                 "--workers: a worker process was killed, possibly because memory ran out; repeat the command with "
@@ -235,7 +257,70 @@ def _run_convert(args):
             raise UsageError(
                 f"--output {args.output}: cannot be written ({e.strerror}{name}); fix the cause and repeat the command"
             ) from e
-    print(f"{args.output}: {' and '.join(f'{count} {split}' for split, count in counts.items())} images as {args.to}")
+
+
+def _add_import(commands):
+    command = _add(
+        commands,
+        "import",
+        _run_import,
+        "import ImageNet's archives, or images with labels in a table; repeat the command to resume",
+    )
+    command.add_argument("source", metavar="SOURCE", help="folder as downloaded, or a table; not modified")
+    command.add_argument("--list", action="store_true", help="print only what the source contains")
+    command.add_argument("--output", metavar="DIR", help="folder to create, for train.py --image-root")
+    command.add_argument(
+        "--to", choices=convert.FORMATS, default="webdataset", help="format to write (default: webdataset)"
+    )
+    command.add_argument(
+        "--as", choices=[*sources.KINDS], dest="kind", help="kind of the source (default: detected from file names)"
+    )
+    command.add_argument(
+        "--val",
+        type=_fraction,
+        metavar="F",
+        help="fraction of each class that goes to val/ if the source has no validation images (default: "
+        f"{sources.DEFAULT_VAL} for a table)",
+    )
+    command.add_argument(
+        "--allow-partial", action="store_true", help="warn about missing images instead of stopping"
+    )
+    columns = (("--image-column", "paths or ids of the images"), ("--label-column", "labels"))
+    for flag, content in (*columns, ("--split-column", "splits")):
+        command.add_argument(flag, metavar="NAME", help=f"column of a table with the {content} (default: detected)")
+    command.add_argument("--delimiter", metavar="TEXT", help="text between the columns of a table (default: detected)")
+    command.add_argument(
+        "--shards",
+        type=numbers.positive,
+        metavar="N",
+        help="number of training shards for tfrecord and webdataset (default: one per "
+        f"{convert.IMAGES_PER_SHARD} images)",
+    )
+    command.add_argument(
+        "--workers", type=numbers.threads, metavar="N", help="number of worker processes (default: one per core)"
+    )
+    command.add_argument("--unchecked", action="store_true", help="skip the initial check of all images")
+
+
+def _run_import(args):
+    names = ("allow_partial", "val", "image_column", "label_column", "split_column", "delimiter")
+    options = sources.Options(**{name: getattr(args, name) for name in names})
+    if args.list:
+        for line in sources.describe(args.source):
+            print(line)
+        return
+    if args.output is None:
+        raise UsageError("--output: missing; choose a folder to create, or use --list")
+    _claim_folder(args)
+    kind, counts, classes = _with_progress(
+        args,
+        lambda check, progress: sources.import_(
+            args.source, args.output, args.to, args.kind, options, args.shards, args.workers, progress, check
+        ),
+    )
+    images = " and ".join(f"{count} {split}" for split, count in counts.items())
+    named = "" if classes is None else f" in {classes} classes"
+    print(f"{args.output}: {images} images{named} from {kind} as {args.to}")
 
 
 def _add_index(commands):

@@ -20,6 +20,7 @@ TOOLS = {
     "lr_find": ([], [["--steps", "50"], ["--device", "cpu"]], []),
     "dataset sample": ([], [["--output", "d"]], []),
     "dataset split": (["digits"], [["--output", "d"], ["--val", "0.1"]], []),
+    "dataset import": (["digits"], [["--output", "d"], ["--as", "table"], ["--allow-partial"]], []),
     "dataset convert": ([], [["--from", "digits"], ["--to", "tfrecord"], ["--output", "d"]], []),
     "dataset index": (["digits"], [], []),
     "dataset verify": (["digits"], [["--num-of-class", "3"], ["--allow-outside"]], []),

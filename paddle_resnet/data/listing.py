@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paddle_resnet.data import indexes, records
+from paddle_resnet.data import indexes, records, sniffer
 from paddle_resnet.data.records import IMAGE_ENDINGS, IMAGE_SUFFIXES
 from utils import logger
 from utils.errors import UsageError, command, printable
@@ -63,17 +63,19 @@ EXAMPLE_NAMES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # an import lists 1.3 million images; slots save 100 bytes per image
 class Image:
     """One image in a data set.
 
     Attributes:
         name: name in reports and skip lists. For an image file, the name is the path relative to image_root. For a
             record, the name is FILE@PLACE, where PLACE is the byte offset that DALI reports or, in an LMDB, the key.
-        path: the image file, or the record file.
+            For a member of an archive, the name is its path in the imported data set.
+        path: the image file, the record file or the archive.
         label: label of the image, or None for a record; records.read returns the label of a record.
-        kind: None for an image file, otherwise the format of the record file.
-        place: position for records.read: (offset, size, label offset, label size) in bytes, or the key in an LMDB.
+        kind: None for an image file, records.TAR_MEMBER, or the format of the record file.
+        place: position for records.read: (offset, size, label offset, label size) in bytes, the key in an LMDB, or
+            (offset, size) of a member of an archive.
         label_offset: number that records.read subtracts from the stored label of a record.
     """
 
@@ -104,7 +106,8 @@ def check_split(flag, image_root, mode):
     check_root(image_root, f"{mode.value}/", flag)
     if not _has_split(image_root, mode):
         similar = _similar(image_root, mode)
-        remedy = f"rename {similar} to {mode.value}/" if similar else f"put the class folders into {mode.value}/"
+        remedy = f"rename {similar} to {mode.value}/" if similar else sniffer.advice(image_root, only_certain=True)
+        remedy = remedy or f"put the class folders into {mode.value}/"
         raise UsageError(f"{flag} {image_root}: has no {mode.value}/; {remedy}, or use a different folder")
 
 
@@ -159,6 +162,7 @@ def splits(image_root):
     check_root(image_root)
     modes = [mode for mode in Mode if _has_split(image_root, mode)]
     if not modes:
+        _check_complete(image_root)
         raise UsageError(f"{image_root}: contains neither train/ nor val/ in any format; {_splits_remedy(image_root)}")
     return modes
 
@@ -180,6 +184,8 @@ def _missing(image_root, mode):
         remedy = compressed
     elif similar:
         remedy = f"rename {similar} to {wanted}"
+    elif advice := sniffer.advice(image_root, only_certain=True):
+        remedy = advice
     elif data_format == "folder" and mode is Mode.EVAL:
         remedy = f"create it, or {_split_command(os.path.join(image_root, mode.TRAIN.value), image_root)}"
     else:
@@ -214,10 +220,14 @@ def _splits_remedy(image_root):
     if renames:
         return " and ".join(renames)
     near = [
-        root for root in _neighbors(image_root) if all(os.path.isdir(os.path.join(root, mode.value)) for mode in Mode)
+        root
+        for root in _neighbors(image_root)
+        if all(os.path.isdir(path) and not _is_flat(path) for path in (os.path.join(root, mode.value) for mode in Mode))
     ]
     if near:
         return f"use {' or '.join(map(shlex.quote, near[:3]))}"
+    if advice := sniffer.advice(image_root):
+        return advice
     if archives := sorted(name for name in os.listdir(image_root) if name.lower().endswith(_ARCHIVES)):
         return f"extract {printable(_some(archives))} to train/CLASS/ and val/CLASS/, with one folder per class"
     return (
@@ -245,8 +255,17 @@ def _similar(image_root, mode, data_format="folder"):
     if ending is None:
         return None
     names = [f"{name}/" if os.path.isdir(os.path.join(image_root, name)) else name for name in os.listdir(image_root)]
+    if data_format == "folder":
+        names = [name for name in names if name.endswith("/") and not _is_flat(os.path.join(image_root, name))]
     name_of = {name.lower(): name for name in names}
     return next((name_of[name + ending] for name in OTHER_NAMES[mode] if name + ending in name_of), None)
+
+
+def _is_flat(folder):
+    """Return whether the images of a split are not in class folders."""
+    with contextlib.suppress(UsageError):
+        return bool(images_at_the_top(folder)) or class_folders(folder) == ["images"]
+    return False
 
 
 def images(
@@ -335,7 +354,9 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
     split_dir = os.path.join(image_root, split)
     check_root(image_root)
     if not os.path.isdir(split_dir):
+        _check_complete(image_root)
         raise _missing(image_root, mode)
+    _check_complete(image_root, "folder")
 
     folders = class_folders(split_dir)
     if len(folders) == 1:
@@ -346,8 +367,8 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
         classes = class_folders(label_dir)
         if not classes:
             raise UsageError(
-                f"--image-root {image_root}: {os.path.basename(label_dir)}/ has no class folders; put the images "
-                "into one folder per class"
+                f"--image-root {image_root}: {os.path.basename(label_dir)}/ has no class folders; "
+                f"{sniffer.advice(image_root) or sniffer.PUT}"
             )
     if num_of_class is not None and len(classes) > num_of_class:
         raise UsageError(
@@ -364,7 +385,8 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
                 f"--image-root {image_root}: {split}/{name} is not one of the {len(classes)} classes of the checkpoint "
                 f"({_some(classes)}); remove or rename it"
                 if is_trained
-                else f"--image-root {image_root}: val/{name} has no train/{name}; add it, or remove val/{name}"
+                else f"--image-root {image_root}: val/{name} has no train/{name}; "
+                + _unknown_folder(image_root, name, folders, classes)
             )
         images, unusable, others = image_files(os.path.join(split_dir, name))
         for file in unusable:
@@ -385,6 +407,23 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
                 )
     warn_of_ignored(split_dir, ignored)
     return files, labels, classes
+
+
+def _unknown_folder(image_root, name, folders, classes):
+    """Return what to do with a folder in val/ that is not a class.
+
+    Args:
+        name: the folder.
+        folders: all folders in val/.
+        classes: names of the classes.
+    """
+    same = {known.casefold(): known for known in classes}.get(name.casefold())
+    if same is not None and same not in folders:
+        paths = (os.path.join(image_root, "val", each) for each in (name, same))
+        return f"the class is {same}: run `{shlex.join(['mv', *paths])}`"
+    if {*folders}.isdisjoint(classes) and (advice := sniffer.advice(image_root, only_certain=True)):
+        return advice
+    return f"add it, or remove val/{name}"
 
 
 def check_utf8(path, names):
@@ -516,7 +555,9 @@ def check_one_class(image_root, classes, label, allow):
     message = f"--image-root {image_root}: all train images belong to one class, {name}"
     if tables:
         message = f"{message}; {_some(tables)} {'is' if len(tables) == 1 else 'are'} not used to assign labels"
-    remedy = "put the images into one folder per class" if tables else "add other classes"
+    remedy = sniffer.PUT if tables else "add other classes"
+    if tables and sniffer.advice(image_root, only_certain=True):
+        remedy = f"run {sniffer.import_command(image_root)}"
     if not allow:
         raise UsageError(f"{message}; {remedy}, or use --allow-one-class")
     _log_once(printable(f"{message}; {remedy}"), logger.warn)
@@ -574,7 +615,12 @@ def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, labe
                 continue
             name, *label = line.rsplit(maxsplit=1)
             if not label or not re.fullmatch("[0-9]{1,9}", label[0]) or "\0" in name:
-                raise UsageError(f"{path}: line {number} is not `PATH LABEL` but `{line.strip()[:200]}`; correct it")
+                remedy = f"run {sniffer.import_command(image_root)}"
+                if own_classes(image_root, mode):
+                    remedy = f"remove the list to use the class folders in {mode.value}/"
+                raise UsageError(
+                    f"{path}: line {number} is not `PATH LABEL` but `{line.strip()[:200]}`; correct it, or {remedy}"
+                )
             if not allow_outside and _is_outside(name, image_root):
                 raise UsageError(
                     f"{path}: line {number} contains {name}, which is outside {image_root}; correct it, or add "
@@ -595,7 +641,8 @@ def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, labe
     # list_filelist checks only the first file. Training checks all files with check_listed, and the data-set tools
     # report unreadable images.
     if not os.path.isfile(os.path.join(image_root, files[0])):
-        raise UsageError(f"{path}: {files[0]} is not in {image_root}; use paths relative to that folder")
+        remedy = sniffer.advice(image_root, only_certain=True) or "use paths relative to that folder"
+        raise UsageError(f"{path}: {files[0]} is not in {image_root}; {remedy}")
     return files, [label - label_offset for label in labels], classes
 
 
@@ -741,10 +788,7 @@ def shards(image_root, mode, data_format):
     """
     manifest = read_manifest(image_root)
     if manifest is not None and not manifest["complete"]:
-        raise UsageError(
-            f"--image-root {image_root}: the conversion is incomplete; repeat the `{command('dataset', 'convert')}` "
-            "command to finish it"
-        )
+        raise _incomplete(image_root, manifest)
     paths = find_shards(image_root, data_format, mode)
     if not paths:
         example = EXAMPLE_NAMES[data_format].format(mode.value)
@@ -761,6 +805,25 @@ def shards(image_root, mode, data_format):
             )
     check_count(image_root, mode, data_format, len(paths), "shards")
     return paths
+
+
+def _check_complete(image_root, data_format=None):
+    """Raise UsageError if a conversion to this folder is incomplete. With a storage format, ignore other formats. A
+    damaged convert.json is ignored, because without record files it may be a file of a different program."""
+    manifest = None
+    with contextlib.suppress(UsageError):
+        manifest = read_manifest(image_root)
+    if manifest is not None and not manifest["complete"] and data_format in (None, manifest["format"]):
+        raise _incomplete(image_root, manifest)
+
+
+def _incomplete(image_root, manifest):
+    """Return the UsageError for the output of an interrupted conversion or import."""
+    writer = manifest.get("command", "convert")
+    return UsageError(
+        f"--image-root {image_root}: the {'import' if writer == 'import' else 'conversion'} is incomplete; repeat the "
+        f"`{command('dataset', writer)}` command to finish it"
+    )
 
 
 def _check_numbers(image_root, mode, shards):
@@ -883,7 +946,7 @@ def check_samples(image_root, mode, counts):
 
 
 def read_manifest(image_root):
-    """Read convert.json, in which `dataset convert` describes a conversion.
+    """Read convert.json, in which `dataset convert` and `dataset import` describe what they write.
 
     Returns:
         {"complete": bool, "format": str, "splits": {split: {"images": int, ...}}, "shards": {split: int}, ...}, or None
@@ -903,7 +966,8 @@ def read_manifest(image_root):
                 raise TypeError
         if type(manifest["complete"]) is not bool:
             raise TypeError
-        patterns = SHARD_NAMES[manifest["format"]].values()
+        # A conversion to class folders records no sizes of files.
+        patterns = [] if manifest["format"] == "folder" else SHARD_NAMES[manifest["format"]].values()
         for name, size in manifest.get("bytes", {}).items():
             is_name = os.path.basename(name) == name and any(pattern.fullmatch(name) for pattern in patterns)
             if type(size) is not int or not is_name:

@@ -22,7 +22,7 @@ import numpy as np
 from nvidia.dali import fn, types
 from nvidia.dali.tfrecord import FixedLenFeature, VarLenFeature, int64, string
 
-from paddle_resnet.data import listing, numbering, records
+from paddle_resnet.data import listing, numbering, records, sniffer
 from paddle_resnet.data.bad_images import MAX_PIXELS
 from paddle_resnet.data.indexes import open_index
 from utils import logger
@@ -150,6 +150,7 @@ def _files(
         remedy = f"add images ({records.IMAGE_ENDINGS})"
         if data_format == "folder" and listing.images_at_the_top(os.path.join(image_root, mode.value)):
             remedy = "move each image into the folder of its class"
+        remedy = sniffer.advice(image_root) or remedy
         raise UsageError(f"--image-root {image_root}: {mode.value}/ contains no images in class folders; {remedy}")
     if classes is None:
         classes = listing.numbers(None if num_of_class is None else max(labels) + 1)

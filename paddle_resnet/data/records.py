@@ -23,6 +23,7 @@ RECORDIO_MAGIC = 0xCED7230A
 # Fields: number of labels after the header, the label if this number is 0, two numbers that identify the image.
 RECORDIO_HEAD = struct.Struct("<IfQQ")
 TFRECORD_OVERHEAD = 16  # bytes per record in addition to the payload: length and two checksums
+TAR_MEMBER = "tar"  # kind of an image in an archive that `dataset import` reads; training cannot read such archives
 LABEL_DIGITS = 9  # maximum length of a label in a tar file; the DALI pipeline uses the same limit
 TFRECORD_IMAGE, TFRECORD_LABEL = "image/encoded", "image/class/label"
 TFRECORD_SYNSET, TFRECORD_TEXT = "image/class/synset", "image/class/text"  # optional names of the class
@@ -61,6 +62,10 @@ def _read_stored(image):
     with open_regular(image.path) as f:
         if image.kind is None:
             return f.read(), image.label
+        if image.kind == TAR_MEMBER:
+            offset, size = image.place
+            f.seek(offset)
+            return f.read(size), image.label
         offset, size, label_offset, label_size = image.place
         if image.kind != "webdataset":
             return _read_record(f, image.kind, offset, size)

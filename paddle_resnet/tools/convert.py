@@ -1,4 +1,5 @@
-"""`python -m paddle_resnet.dataset convert|index`: write record files, or indexes for existing record files.
+"""`python -m paddle_resnet.dataset convert|import|index`: write record files, class folders, or indexes for existing
+record files. tools/sources/ lists the images of an import.
 
 Worker processes import this module instead of dataset.py. The module imports neither DALI nor Paddle, so that the
 processes start quickly.
@@ -24,14 +25,17 @@ from functools import partial
 
 import numpy as np
 
-from paddle_resnet.data import indexes, listing, numbering, records
+from paddle_resnet.data import indexes, listing, numbering, records, sniffer
 from paddle_resnet.serving import preprocessing
+from paddle_resnet.tools.split import link
 from paddle_resnet.tools.writers import SHARDED, SINGLE_FILE
 from utils import files, locks, logger, outputs, signals
 from utils.errors import UsageError, command
 from utils.mode import Mode
 
 RECORD_FORMATS = (*SHARDED, *SINGLE_FILE)
+FOLDER = "folder"  # class folders
+FORMATS = (*RECORD_FORMATS, FOLDER)
 IMAGES_PER_SHARD = 2000
 # Seed of the random order in which training images are written. Because the stored order is random, a small shuffle
 # buffer suffices in training.
@@ -87,20 +91,53 @@ def convert(
         OSError: the output cannot be written.
     """
     splits, classes = _list_source(source, skip_list, allow_outside, label_offset)
+    return write(source, splits, classes, output, to, shards, resize_short, quality, workers, progress, check)
+
+
+def write(
+    source,
+    splits,
+    classes,
+    output,
+    to,
+    shards=None,
+    resize_short=None,
+    quality=95,
+    workers=None,
+    progress=None,
+    check=None,
+    description=None,
+    remedy=None,
+):
+    """Write listed images as record files or class folders.
+
+    Args:
+        source: path of the source, for messages.
+        splits: {split: [listing.Image]} in the order in which the images are written.
+        classes: class names in label order, or None if the classes have only numbers.
+        output, shards, resize_short, quality, workers, progress, check: see convert().
+        to: one of FORMATS. For FOLDER, resize_short must be None.
+        description: further entries of convert.json, which must not change when the command is repeated.
+        remedy: what to do if images cannot be decoded, by default what convert() offers.
+    Returns, Raises:
+        see convert().
+    """
     offsets = {image.label_offset for images in splits.values() for image in images}
-    if to in SINGLE_FILE and shards is not None:
-        raise UsageError(f"--shards {shards}: {to} has one file per split; remove --shards")
+    if to not in SHARDED and shards is not None:
+        stored_as = "class folders have no shards" if to == FOLDER else f"{to} has one file per split"
+        raise UsageError(f"--shards {shards}: {stored_as}; remove --shards")
     counts = {split: len(images) for split, images in splits.items()}
     largest = counts.get("train", counts.get("val"))
     if shards is not None and shards > largest:
         raise UsageError(f"--shards {shards}: {source} has only {largest} images; use a smaller number")
 
     def shard_count(count):
-        if to in SINGLE_FILE:
+        if to not in SHARDED:
             return 1
         return -(-count * shards // largest) if shards else -(-count // IMAGES_PER_SHARD)
 
     manifest = {
+        **(description or {}),
         "format": to,
         "shards": {split: shard_count(count) for split, count in counts.items()},
         "resize_short": resize_short,
@@ -114,20 +151,22 @@ def convert(
     complete = _continued(output, manifest)
     is_changed = complete is not None and _is_changed(output, manifest)
     damaged = _damaged(output) if complete and not is_changed else []
-    if complete and not is_changed and not damaged:
+    # Writing class folders again adds missing images and keeps all others.
+    if complete and not is_changed and not damaged and to != FOLDER:
         return counts
     if any("\n" in name or "\r" in name for name in classes or []):
         raise UsageError(f"{source}: a class name contains a line break; rename the class folder")
     if complete is None or is_changed:
         if check is not None:
-            _check_decodable(source, [image for images in splits.values() for image in images], workers, check)
+            listed = [image for images in splits.values() for image in images]
+            _check_decodable(source, listed, workers, check, remedy)
         os.makedirs(output, exist_ok=True)
         if is_changed:
             logger.warn(
                 f"--output {output}: files in {source} have changed since the conversion began, so all images are "
                 "converted again; do not change files during a conversion"
             )
-            _remove_shards(output, to)
+            _remove_written(output, to)
         indexes.write_file(os.path.join(output, listing.MANIFEST), _json({**manifest, "complete": False}))
     if damaged:
         names = ", ".join(map(os.path.basename, damaged[:NAMED]))
@@ -142,7 +181,9 @@ def convert(
         done = 0
         for split, images in splits.items():
             report = partial(_report_progress, progress, done, total)
-            if to in SINGLE_FILE:
+            if to == FOLDER:
+                _write_folders(output, split, images, classes, pool, report)
+            elif to in SINGLE_FILE:
                 _write_single_file(to, output, split, images, pool, report)
             else:
                 _write_shards(to, output, split, images, manifest["shards"][split], pool, report)
@@ -209,14 +250,20 @@ def _list_source(source, skip_list, allow_outside, label_offset=numbering.AUTO):
         classes = classes or names
         images = [image for image in images if os.path.normpath(image.name) not in skip]
         if not images:
-            raise UsageError(f"{source}: no {mode.value} images to convert; add images, or shorten --skip-list")
+            remedy = sniffer.advice(source) or "add images, or shorten --skip-list"
+            raise UsageError(f"{source}: no {mode.value} images to convert; {remedy}")
         if data_format == "folder":
             labels = [image.label for image in images]
             listing.check_classes(source, mode, data_format, labels, names, True, allow_one_class=True)
         if mode is Mode.TRAIN:
-            images = [images[i] for i in np.random.RandomState(ORDER_SEED).permutation(len(images)).tolist()]
+            images = shuffled(images)
         splits[mode.value] = images
     return splits, classes
+
+
+def shuffled(images):
+    """Return the images in the random order in which training images are written to record files."""
+    return [images[i] for i in np.random.RandomState(ORDER_SEED).permutation(len(images)).tolist()]
 
 
 def _digest(images):
@@ -252,7 +299,7 @@ def _is_changed(output, manifest):
 
 
 def _shards(output, to):
-    return [shard for mode in Mode for shard in listing.find_shards(output, to, mode)]
+    return [shard for mode in Mode if to != FOLDER for shard in listing.find_shards(output, to, mode)]
 
 
 def _size(path):
@@ -268,7 +315,10 @@ def _damaged(output):
     return [path for name, size in sizes.items() if _size(path := os.path.join(output, name)) != size]
 
 
-def _remove_shards(output, to):
+def _remove_written(output, to):
+    if to == FOLDER:
+        _remove(output, filter(os.path.isdir, (os.path.join(output, mode.value) for mode in Mode)), to)
+        return
     _remove(output, [*_shards(output, to), *(os.path.join(output, name) for name in _partial(output))], to)
 
 
@@ -291,7 +341,7 @@ def _json(manifest):
     return (json.dumps(manifest, indent=1) + "\n").encode()
 
 
-def _check_decodable(source, images, workers, progress):
+def _check_decodable(source, images, workers, progress, remedy=None):
     from paddle_resnet.tools import verify  # imported here, because verify imports DALI
 
     failing = []
@@ -303,10 +353,10 @@ def _check_decodable(source, images, workers, progress):
             progress(done, len(images))
     if failing:
         more = f" and {len(failing) - NAMED} more" if len(failing) > NAMED else ""
+        fix = f"run `{command('dataset', 'verify', source, '--fix-list', 'bad.txt')}` and add --skip-list bad.txt"
         raise UsageError(
             f"{source}: {len(failing)} of {len(images)} images cannot be decoded: {', '.join(failing[:NAMED])}{more}; "
-            f"repair them, or run `{command('dataset', 'verify', source, '--fix-list', 'bad.txt')}` and add "
-            "--skip-list bad.txt"
+            f"repair them, or {remedy or fix}"
         )
 
 
@@ -441,6 +491,51 @@ def _write_shard(to, path, first, images):
                     _images.value += 1
         files.fsync(partial)
         indexes.write_file(indexes.index_path(path), indexes.scan(str(partial), to))
+
+
+def _write_folders(output, split, images, classes, pool, report):
+    """Write SPLIT/CLASS/FILE for each image. Image files are linked, see split.link."""
+    for name in classes:
+        os.makedirs(os.path.join(output, split, name), exist_ok=True)
+    taken, tasks = set(), []
+    for number, image in enumerate(images):
+        name = os.path.basename(image.name)
+        place = os.path.join(split, classes[image.label], name)
+        if place in taken:  # images of different folders of the source belong to the same class
+            place = os.path.join(split, classes[image.label], f"{number:08d}_{name}")
+        taken.add(place)
+        tasks.append((image, os.path.join(output, place)))
+    starts = iter(range(0, len(tasks), BLOCK))
+    pending, done = deque(), 0
+
+    def submit(count):
+        for _, i in zip(range(count), starts, strict=False):
+            pending.append(pool.submit(_write_files, tasks[i : i + BLOCK]))
+
+    submit(2 * pool.count)
+    while pending:
+        done += pending.popleft().result()
+        submit(1)
+        report(done)
+    os.sync()  # files that were not synced could be empty after a power failure
+
+
+def _write_files(tasks):
+    for image, path in tasks:
+        if _stop.is_set():
+            raise InterruptedError
+        size = os.path.getsize(image.path) if image.kind is None else image.place[1]
+        if os.path.lexists(path):
+            if os.path.isfile(path) and os.path.getsize(path) == size:
+                continue
+            os.unlink(path)  # an interrupted import left a part of the file
+        if image.kind is None:
+            link(os.path.realpath(image.path), path)
+        else:
+            data, *_ = _prepare(image)
+            with open(path, "wb") as f:
+                f.write(data)
+    return len(tasks)
 
 
 def _write_single_file(to, output, split, images, pool, report):

@@ -15,7 +15,7 @@ from rich.text import Text
 
 import config
 from paddle_resnet import dali, resolution
-from paddle_resnet.data import bad_images, listing, numbering, pixels, readers, records
+from paddle_resnet.data import bad_images, listing, numbering, pixels, readers, records, sniffer
 from paddle_resnet.serving import preprocessing
 from paddle_resnet.tools import drawing
 from utils import logger
@@ -113,6 +113,8 @@ def info(root, output=None, allow_outside=False, label_offset=numbering.AUTO):
     with ThreadPoolExecutor(16) as pool:  # disk access is the bottleneck, not the CPU
         for mode in listing.splits(root):
             _, numbers, images = numbering.images(root, mode, allow_outside=allow_outside, label_offset=label_offset)
+            if not images and (advice := sniffer.advice(root)):
+                raise UsageError(f"{root}: the {mode.value} split contains no images; {advice}")
             measured = list(pool.map(_measure, images))
             counts = Counter(label for label, _ in measured if label is not None)
             name_of = dict(enumerate(numbers.class_names or []))

@@ -7,7 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
-from paddle_resnet.data import listing
+from paddle_resnet.data import listing, sniffer
 from utils import files
 from utils.errors import UsageError
 
@@ -52,7 +52,7 @@ def split(source, output, fraction, seed=0):
                 folder.mkdir(parents=True)
                 counts[part] += len(chosen)
                 for name in chosen:
-                    _link(os.path.realpath(source / label / name), folder / name)
+                    link(os.path.realpath(source / label / name), folder / name)
     return counts, len(images)
 
 
@@ -67,9 +67,12 @@ def _list_source(source):
         if unusable:
             raise UsageError(f"{source / label / unusable[0]}: a broken link, or not a file; remove it")
     if "train" in images and not images["train"]:
-        raise UsageError(f"{source}: contains train/; use {source}/train to split that folder")
+        remedy = sniffer.advice(source, only_certain=True) or f"use {source}/train to split that folder"
+        raise UsageError(f"{source}: contains train/; {remedy}")
     if not images:
-        raise UsageError(f"{source}: contains no class folders; put the images into one folder per class")
+        raise UsageError(f"{source}: contains no class folders; {sniffer.advice(source) or sniffer.PUT}")
+    if not any(images.values()) and (advice := sniffer.advice(source)):
+        raise UsageError(f"{source}: the folders contain no images; {advice}")
     listing.check_utf8(source, images)
     _check_names(source, [*images])
     few = [f"{label} ({len(names)})" for label, names in images.items() if len(names) < 2]
@@ -90,12 +93,14 @@ def _check_names(source, labels):
         splits = []
     if len(labels) > 1 and not splits:
         return
-    problem, remedy = f"{labels[0]} is the only class folder", "put the images into one folder per class"
+    problem, remedy = f"{labels[0]} is the only class folder", sniffer.PUT
     if len(labels) > 1:
         problem = f"{', '.join(splits[:5])}: named like splits, not like classes"
         remedy = f"{remedy}, or rename these folders if they are classes"
     if tables := listing.label_tables(source, [".", *labels])[:5]:
-        problem = f"{problem} ({', '.join(tables)} may contain the labels, but cannot be read)"
+        problem = f"{problem} ({', '.join(tables)} may contain the labels)"
+    if sniffer.advice(source, only_certain=True):
+        remedy = f"run {sniffer.import_command(source)}"
     raise UsageError(f"{source}: {problem}; {remedy}")
 
 
@@ -107,7 +112,7 @@ def divide(label, names, fraction, seed):
     return [name for name in names if name not in val], sorted(val)
 
 
-def _link(path, place):
+def link(path, place):
     """Create a hard link. If hard links are not possible, for example between disks, create a symbolic link or, as a
     last resort, a copy."""
     for create in (os.link, os.symlink):

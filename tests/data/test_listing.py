@@ -965,7 +965,7 @@ def test_counts_of_a_conversion_apply_only_to_its_format_and_splits(tmp_path):
     assert listing.read_manifest(tmp_path)["bytes"] == {name: 9}
     changes = [{"bytes": {name: "9"}}, {"bytes": {f"../{name}": 9}}, {"bytes": {"notes": 9}}, {"complete": 1}]
     changes.append({"format": "webdataset", "bytes": {"../x-train-0.tar": 9}})
-    for change in (*changes, {"format": "folder"}, {"shards": {"train": True}}, {"shards": {}}, {"splits": []}):
+    for change in (*changes, {"format": "other"}, {"shards": {"train": True}}, {"shards": {}}, {"splits": []}):
         (tmp_path / "convert.json").write_text(json.dumps(manifest | change))
         with pytest.raises(UsageError, match="convert.json: damaged; convert the data set again, or remove the file"):
             listing.read_manifest(tmp_path)

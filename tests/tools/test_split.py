@@ -87,7 +87,7 @@ def test_interrupted_split_leaves_no_output(source, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         os.symlink(path, place)
 
-    monkeypatch.setattr(split, "_link", interrupt)
+    monkeypatch.setattr(split, "link", interrupt)
     with pytest.raises(KeyboardInterrupt):
         split.split(source, tmp_path / "x", 0.2)
     assert not list(tmp_path.iterdir())

@@ -1,0 +1,305 @@
+"""Recognize what a folder contains, for errors about a data set, `dataset info` and `dataset import --list`.
+
+LAYOUTS is a table of patterns, most specific first. The patterns match the paths in the folder and in its subfolders.
+"""
+
+import contextlib
+import csv
+import json
+import os
+import re
+import shlex
+import tarfile
+from dataclasses import dataclass
+
+from paddle_resnet.data.records import IMAGE_SUFFIXES
+from utils.errors import command, printable
+
+# Names of columns in lower case without spaces, _ and -.
+IMAGE_COLUMNS = (
+    *("filename", "file", "filepath", "image", "imageid", "imagepath", "imagename", "img", "imgpath", "imgname"),
+    *("path", "name", "id", "idcode", "fname", "fpath"),
+)
+LABEL_COLUMNS = (
+    *("label", "labels", "labelid", "labelname", "class", "classname", "classid", "category", "categoryid", "target"),
+    *("y", "species", "breed", "diagnosis", "tag", "tags", "variety"),
+)
+SPLIT_COLUMNS = ("split", "set", "subset", "partition", "dataset", "isvalid", "isval", "istest")
+TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl")
+_SUBFOLDERS, _ENTRIES = 50, 100_000  # maximum number of subfolders that are listed, and of entries per folder
+_HEAD = 1 << 16  # number of bytes of a table that are read to recognize it
+_IMAGE = r"[^/]+(" + "|".join(map(re.escape, IMAGE_SUFFIXES)) + ")"
+_SPLIT = r"(train|training|val|valid|validation|test|testing)"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A row of LAYOUTS.
+
+    Attributes:
+        pattern: regular expression for the paths, relative to the data set, of the files that identify the layout. The
+            paths of folders end in a slash. Upper and lower case are equivalent.
+        what: description of these files.
+        kind: kind of `dataset import` that reads them, or None.
+        todo: what to do, if no kind reads them.
+        needs: a second pattern that must match at least one path, or None.
+        is_native: whether training reads these files, so that they are not the reason of an error.
+    """
+
+    pattern: str
+    what: str
+    kind: str | None = None
+    todo: str | None = None
+    needs: str | None = None
+    is_native: bool = False
+
+
+PUT = "put the images into one folder per class"
+_WRITE = "this format cannot be read: write each image to the folder of its class in train/ or val/"
+LAYOUTS = (
+    Layout(r"ILSVRC2012_img_(train|val)\.tar", "ImageNet as distributed by image-net.org", "ilsvrc"),
+    Layout(r"(train/|ILSVRC2012_img_train/)?n\d{8}\.tar", "archives of ImageNet's classes", "ilsvrc"),
+    Layout(
+        r"(ILSVRC/)?Data/|LOC_val_solution\.csv",
+        "ImageNet as distributed by Kaggle",
+        "ilsvrc",
+        None,
+        r"ILSVRC/|Data/CLS-LOC/",
+    ),
+    Layout(r"CLS-LOC/", "ImageNet as distributed by Kaggle", "ilsvrc"),
+    Layout(
+        r"val/(ILSVRC2012_val_\d+\.JPEG|ILSVRC2012_img_val/)",
+        "ImageNet's validation images without class folders",
+        "ilsvrc",
+        needs=r"train/n\d{8}/",
+    ),
+    Layout(r"image_class_labels\.txt", "lists of CUB-200", "table", needs=r"images\.txt"),
+    Layout(r"annotations/trainval\.txt", "lists of Oxford-IIIT Pets", "table", needs="images/"),
+    Layout(r"meta/train\.(txt|json)", "lists of Food-101 or MMPretrain", "table"),
+    Layout(rf"({_SPLIT}/)?metadata\.(csv|jsonl)", "a table of Hugging Face's imagefolder", "table"),
+    Layout(rf"{_SPLIT}/_classes\.csv", "a table of Roboflow", "table"),
+    Layout(rf"{_SPLIT}_list\.txt", "file lists of PaddleClas", "table"),
+    Layout(r"[^/]+\.(csv|tsv|jsonl)", "a table with labels", "table"),
+    Layout(rf"{_SPLIT}\.txt", "file lists", "table", is_native=True),
+    Layout(r"(.*/)?[^/]+\.parquet", "Parquet files", todo=_WRITE),
+    Layout(r"[^/]+\.arrow|[^/]+/[^/]+\.arrow", "Arrow files", todo=_WRITE),
+    Layout(r"(.*/)?[^/]*(\.tfrec|\.tfrecords?|\.tfrecord-\d+-of-\d+)", "TFRecord files", todo=_WRITE),
+    Layout(r"(.*/)?(data_batch_\d|test_batch|[^/]*-(batches|100)-(py|bin)/)", "arrays of CIFAR", todo=_WRITE),
+    Layout(r"(.*/)?[^/]+-idx[13]-ubyte(\.gz)?", "arrays of MNIST", todo=_WRITE),
+    Layout(r"[^/]+\.(npz|npy|h5|hdf5|pkl|mat)", "arrays", todo=_WRITE),
+    Layout(r"[^/]+\.beton", "files of FFCV", todo=_WRITE),
+)
+# {right name: pattern of nearly right names}
+_NEARLY_RIGHT = {
+    "{}.rec": r"([^/]*[-_.])?({})[-_.]?(rec)?\.rec",
+    "{}_lmdb": r"([^/]*[-_.])?({})[-_.]?(lmdb|db)/",
+    "{}-00000-of-00001": r"([^/]*[-_.])?({})\.tfrec(ords?)?",
+    "{}-000000.tar": r"([^/]*[-_.])?({})\.tar",
+}
+_NAMES = {"train": "train|training", "val": "val|valid|validation|test"}
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Something that a folder contains.
+
+    Attributes:
+        what: what it is, with at most five names.
+        todo: what to do, as an imperative.
+        kind: kind of `dataset import` that reads it, or None.
+        is_certain: whether these files are probably the data set that the user means.
+    """
+
+    what: str
+    todo: str | None
+    kind: str | None = None
+    is_certain: bool = False
+
+
+def look(root):
+    """Return [Sight] for what a folder contains, most specific first, or [] if nothing is recognized."""
+    root = os.fspath(root)
+    paths = _paths(root)
+    known = [sight for layout in LAYOUTS if (sight := _match(root, paths, layout))]
+    if any(sight.kind and sight.todo for sight in known):
+        return known
+    return [*_nearly_right(root, paths), *known, *_too_deep(root, paths), *_outside(paths)]
+
+
+def _match(root, paths, layout):
+    found = [path for path in paths if re.fullmatch(layout.pattern, path, re.IGNORECASE)]
+    # A table must have columns of images and labels. The columns of Roboflow's _classes.csv are classes.
+    found = [path for path in found if not path.endswith(TABLE_SUFFIXES) or _is_usable(os.path.join(root, path))]
+    if not found or (layout.needs and not any(re.fullmatch(layout.needs, path, re.IGNORECASE) for path in paths)):
+        return None
+    todo = layout.todo if layout.kind is None or layout.is_native else f"run {import_command(root)}"
+    return Sight(f"{_some(found)}: {layout.what}{_columns(root, found[0])}", todo, layout.kind, layout.kind is not None)
+
+
+def _is_usable(path):
+    return bool(header(path)) if os.path.basename(path) == "_classes.csv" else is_table(path)
+
+
+def import_command(root):
+    """Return the command that imports a folder, and the flag that uses the result."""
+    output = f"{os.path.abspath(root)}_imported"
+    run = command("dataset", "import", root, "--output", output)
+    return f"`{run}` and use --image-root {shlex.quote(output)}"
+
+
+def kind(root):
+    """Return the kind of `dataset import` that reads a folder, or None."""
+    return next((sight.kind for sight in look(root) if sight.kind), None)
+
+
+def advice(root, only_certain=False):
+    """Return a text for the end of an error message, which states what a folder contains and what to do; or None if
+    nothing is recognized.
+
+    Args:
+        root: the folder.
+        only_certain: whether to return None if the files are probably not the data set that the user means.
+    """
+    sights = [sight for sight in look(root) if sight.todo] if os.path.isdir(root) else []
+    if not sights or (only_certain and not sights[0].is_certain):
+        return None
+    return printable(f"it contains {sights[0].what}; {sights[0].todo}")
+
+
+def is_table(path, image_column=None, label_column=None):
+    """Return whether a file is a table with a column of images and a column of labels.
+
+    Args:
+        path: the file.
+        image_column, label_column: names of these columns, or None for IMAGE_COLUMNS and LABEL_COLUMNS. Without a known
+            name, the labels are the second of two columns.
+    """
+    if "submission" in os.path.basename(path).lower():  # the labels in Kaggle's sample_submission.csv are wrong
+        return False
+    names = header(path)
+    known = {normalized(name) for name in names}
+    has_images = image_column in names if image_column else not known.isdisjoint(IMAGE_COLUMNS)
+    has_labels = label_column in names if label_column else len(names) == 2 or not known.isdisjoint(LABEL_COLUMNS)
+    return has_images and has_labels
+
+
+def header(path):
+    """Return the names of the columns of a table, or [] if the file cannot be read or is not a table."""
+    with contextlib.suppress(OSError, ValueError, csv.Error):
+        if not os.path.isfile(path):
+            return []
+        with open(path, encoding="utf-8-sig", errors="replace") as f:
+            line = f.read(_HEAD).partition("\n")[0].rstrip("\r")
+        if path.lower().endswith(".jsonl"):
+            row = json.loads(line)
+            return [*row] if isinstance(row, dict) else []
+        return next(csv.reader([line], delimiter=delimiter(line)), [])
+    return []
+
+
+def delimiter(line):
+    """Return the delimiter of a line of a table: the one of tab, comma and semicolon that occurs most often."""
+    return max("\t,;", key=line.count)
+
+
+def normalized(name):
+    return re.sub(r"[\s_-]", "", name.casefold())
+
+
+def _columns(root, path):
+    names = header(os.path.join(root, path)) if path.lower().endswith(TABLE_SUFFIXES) else []
+    return f" (columns {', '.join(names[:5])}{', ...' if len(names) > 5 else ''})" if names else ""
+
+
+def _paths(root):
+    """Return the sorted paths, relative to root, of the entries of a folder and of its subfolders. Hidden entries are
+    omitted. If there are many subfolders, their entries are omitted, because they are probably classes."""
+    paths = _listed(root, "")
+    folders = [path for path in paths if path.endswith("/")]
+    if len(folders) <= _SUBFOLDERS:
+        paths += [path for folder in folders for path in _listed(root, folder)]
+    return paths
+
+
+def _listed(root, folder):
+    paths = []
+    with contextlib.suppress(OSError), os.scandir(os.path.join(root, folder)) as entries:
+        for _, entry in zip(range(_ENTRIES), entries, strict=False):
+            if not entry.name.startswith("."):
+                paths.append(f"{folder}{entry.name}{'/' if entry.is_dir() else ''}")
+    return sorted(paths)
+
+
+def _some(paths):
+    """Return the names of some paths, and the number of all."""
+    names = ", ".join(paths[:5])
+    return f"{names} and {len(paths) - 5} more" if len(paths) > 5 else names
+
+
+def _nearly_right(root, paths):
+    """Yield a Sight for a record file or archive whose name differs slightly from the expected name."""
+    commands, found = [], []
+    for right, pattern in _NEARLY_RIGHT.items():
+        for split, names in _NAMES.items():
+            matching = [path for path in paths if re.fullmatch(pattern.format(names), path, re.IGNORECASE)]
+            if len(matching) == 1 and not {right.format(split), right.format(split) + "/"} & {*paths}:
+                commands.append(_command(root, matching[0].rstrip("/"), split, right.format(split)))
+                found += matching
+    if found:
+        yield Sight(
+            f"{_some(found)}, whose name differs from the expected name", f"run `{' && '.join(commands)}`", None, True
+        )
+
+
+def _command(root, name, split, right):
+    """Return the command that renames a record file, or unpacks an archive of class folders."""
+    path, target = os.path.join(root, name), os.path.join(root, split)
+    members = []
+    if name.lower().endswith(".tar") and os.path.isfile(path):  # a pipe could block
+        with contextlib.suppress(OSError, tarfile.TarError), tarfile.open(path, "r:") as tar:
+            members = [member.name.removeprefix("./") for _, member in zip(range(64), tar, strict=False)]
+    # The images of a shard are next to files with their labels; the images of an archive are in class folders.
+    if any(member.endswith(".cls") for member in members) or not any("/" in member for member in members):
+        return shlex.join(["mv", path, os.path.join(root, right)])
+    if all(f"{member}/".startswith(f"{split}/") for member in members if member not in ("", ".")):
+        return shlex.join(["tar", "-xf", path, "-C", root])
+    return f"{shlex.join(['mkdir', target])} && {shlex.join(['tar', '-xf', path, '-C', target])}"
+
+
+def _too_deep(root, paths):
+    """Yield a Sight for class folders that are one level too deep."""
+    folders = [path for path in paths if re.fullmatch(r"[^/]+/", path)]
+    for folder in folders:
+        below = [path for path in paths if path.startswith(folder) and path != folder]
+        inner = [path for path in below if path.endswith("/")]
+        if len(inner) < 2 or any(_is_image(path) for path in below):
+            continue
+        if re.fullmatch(f"{_SPLIT}/", folder, re.IGNORECASE):
+            deep = [path for path in inner if not _has_images(root, path)]
+            deep = [
+                f"{path}{name}" for path in deep for name in _listed(os.path.join(root, path), "") if name.endswith("/")
+            ]
+            deep = [path for path in deep[:5] if _has_images(root, path)]
+            if deep:
+                yield Sight(f"{_some(deep)}: class folders one level too deep", f"move them up to {folder}")
+        elif len(folders) == 1 and _has_images(root, inner[0]):
+            source, output = os.path.join(root, folder), f"{os.path.abspath(root)}_split"
+            run = command("dataset", "split", source, "--output", output)
+            todo = f"run `{run}` and use --image-root {shlex.quote(output)}"
+            yield Sight(f"{_some(inner)}: class folders one level too deep", todo)
+
+
+def _has_images(root, folder):
+    return any(map(_is_image, _listed(root, folder)))
+
+
+def _is_image(path):
+    return path.lower().endswith(IMAGE_SUFFIXES)
+
+
+def _outside(paths):
+    """Yield a Sight for images outside class folders."""
+    images = [path for path in paths if re.fullmatch(rf"({_SPLIT}/)?{_IMAGE}", path, re.IGNORECASE)]
+    if images:
+        word = "image" if len(images) == 1 else "images"
+        yield Sight(f"{len(images)} {word} outside class folders ({_some(images)})", PUT)

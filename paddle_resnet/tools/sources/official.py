@@ -1,0 +1,85 @@
+"""Read the official splits of CUB-200, Oxford-IIIT Pets and Food-101."""
+
+import json
+import os
+
+from paddle_resnet.tools.sources.table_files import Row, read_lines
+from utils.errors import UsageError
+
+
+def _pairs(path):
+    """Return {id: (line number, value)} of a file with lines `ID VALUE`."""
+    values = {}
+    for number, line in enumerate(read_lines(path), 1):
+        cells = line.split(maxsplit=1)
+        if len(cells) != 2 or cells[0] in values:
+            problem = "repeats an id" if len(cells) == 2 else "is not `ID VALUE`"
+            raise UsageError(f"{path}: line {number} {problem}; download it again")
+        values[cells[0]] = number, cells[1].strip()
+    return values
+
+
+def cub(root):
+    """Read CUB-200: images.txt, image_class_labels.txt, train_test_split.txt and classes.txt."""
+    tables = {}
+    for name in ("images", "image_class_labels", "train_test_split", "classes"):
+        tables[name] = _pairs(os.path.join(root, f"{name}.txt"))
+    rows = []
+    for key, (number, image) in tables["images"].items():
+        for name in ("image_class_labels", "train_test_split"):
+            if key not in tables[name]:
+                raise UsageError(f"{root}/{name}.txt: has no line for image {key}; download it again")
+        line, label = tables["image_class_labels"][key]
+        if label not in tables["classes"]:
+            raise UsageError(f"{root}/image_class_labels.txt: line {line}: class {label} is not in classes.txt")
+        line, is_train = tables["train_test_split"][key]
+        if is_train not in ("0", "1"):
+            raise UsageError(f"{root}/train_test_split.txt: line {line}: expected 0 or 1; download it again")
+        split = "train" if is_train == "1" else "test"
+        place = f"{root}/images.txt: line {number}"
+        rows.append(Row(image, tables["classes"][label][1], split, place, "images"))
+    return rows, (os.path.join(root, "classes.txt"), [name for _, name in tables["classes"].values()], None)
+
+
+def pets(root):
+    """Read Oxford-IIIT Pets: annotations/trainval.txt and test.txt with `IMAGE CLASS SPECIES BREED`. The name of a
+    class is the name of its images without the number."""
+    rows, names = [], {}
+    for file, split in (("trainval.txt", "train"), ("test.txt", "test")):
+        path = os.path.join(root, "annotations", file)
+        for number, line in enumerate(read_lines(path) if os.path.isfile(path) else [], 1):
+            if line.startswith("#") or not line.strip():
+                continue
+            cells = line.split()
+            if len(cells) != 4 or not cells[1].isdecimal():
+                raise UsageError(f"{path}: line {number} is not `IMAGE CLASS SPECIES BREED`; download it again")
+            name = cells[0].rpartition("_")[0]
+            if names.setdefault(int(cells[1]), name) != name:
+                raise UsageError(f"{path}: line {number}: class {cells[1]} is {names[int(cells[1])]} and {name}")
+            rows.append(Row(cells[0], name, split, f"{path}: line {number}", "images"))
+    return rows, (path, [names[number] for number in sorted(names)], None)
+
+
+def food(root):
+    """Read Food-101: meta/train.txt and test.txt with `CLASS/IMAGE`, or the same in JSON. Return [] for a different
+    layout."""
+    rows = []
+    for split in ("train", "test"):
+        path = os.path.join(root, "meta", f"{split}.txt")
+        if os.path.isfile(path):
+            lines = [(number, line.strip()) for number, line in enumerate(read_lines(path), 1) if line.strip()]
+        elif os.path.isfile(path := os.path.join(root, "meta", f"{split}.json")):
+            text = "\n".join(read_lines(path))
+            try:
+                images = [image for images in json.loads(text).values() for image in images]
+                lines = [*enumerate(map(str.strip, images), 1)]
+            except (ValueError, AttributeError, TypeError, RecursionError) as e:
+                raise UsageError(f"{path}: not a JSON object with lists of images ({e}); download it again") from e
+        else:
+            continue
+        for number, image in lines:
+            label, _, name = image.partition("/")
+            if not name or " " in image:
+                return []  # MMPretrain's lists contain labels
+            rows.append(Row(image, label, split, f"{path}: line {number}", "images"))
+    return rows

@@ -1,0 +1,227 @@
+"""Read the rows of tables: CSV, TSV, JSON Lines, Roboflow's _classes.csv, and lists without a header."""
+
+import csv
+import json
+import os
+import re
+from dataclasses import dataclass
+
+from paddle_resnet.data import records, sniffer
+from utils.errors import UsageError
+
+ROBOFLOW = "_classes.csv"
+SPLITS = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation", "dev", "eval"),
+    "test": ("test", "testing"),
+}
+SPLIT_OF = {name: split for split, names in SPLITS.items() for name in names}
+_TEXT_LIMIT = 1 << 30  # maximum size of a table in bytes
+_SUFFIX = "|".join(re.escape(suffix) for suffix in records.IMAGE_SUFFIXES)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a table.
+
+    Attributes:
+        image: path or id of the image.
+        label: its label as text.
+        split: "train", "val", "test", or None if the table contains no split.
+        place: file and line, for messages.
+        folder: folder of the table, relative to the root.
+    """
+
+    image: str
+    label: str
+    split: str | None
+    place: str
+    folder: str = ""
+
+
+def split_of(name):
+    """Return the split in the name of a file or folder, such as "val" in valid_labels.csv, or None."""
+    words = re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
+    found = {SPLIT_OF[word] for word in words if word in SPLIT_OF}
+    return found.pop() if len(found) == 1 else None
+
+
+def read_lines(path):
+    """Return the lines of a text file."""
+    with records.readable(path), records.open_regular(path, _TEXT_LIMIT) as f:
+        data = f.read()
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as e:
+        line = data[: e.start].count(b"\n") + 1
+        raise UsageError(f"{path}: line {line} is not UTF-8; convert the file to UTF-8") from e
+
+
+def read(tables, root, images, options):
+    rows = []
+    for path in tables:
+        relative = os.path.relpath(path, root)
+        folder, name = os.path.split(relative)
+        split = split_of(relative)
+        if name == ROBOFLOW:
+            rows += _one_hot(path, folder, split)
+        elif path.lower().endswith(sniffer.TABLE_SUFFIXES) and _has_header(path, options):
+            rows += _columns(path, folder, split, images, options)
+        else:
+            rows += _list(path, folder, split, images, options)
+    return rows
+
+
+def _has_header(path, options):
+    known = any(sniffer.normalized(column) in sniffer.IMAGE_COLUMNS for column in sniffer.header(path))
+    return known or options.image_column is not None or path.lower().endswith(".jsonl")
+
+
+def _cells(path, delimiter=None):
+    """Yield (line number, [cells]) of a table, first its header."""
+    lines = read_lines(path)
+    if path.lower().endswith(".jsonl"):
+        header = None
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                values = json.loads(line)
+            except (ValueError, RecursionError) as e:
+                raise UsageError(f"{path}: line {number} is not JSON ({e}); correct it") from e
+            if not isinstance(values, dict):
+                raise UsageError(f"{path}: line {number} is not a JSON object; correct it")
+            if header is None:
+                header = [*values]
+                yield 0, header
+            yield number, ["" if values.get(name) is None else _text(values[name]) for name in header]
+        return
+    reader = csv.reader((f"{line}\n" for line in lines), delimiter=_delimiter(path, lines, delimiter))
+    try:
+        width = None
+        for row in reader:
+            if not any(row):
+                continue
+            width = width or len(row)
+            if len(row) != width:
+                raise UsageError(
+                    f"{path}: line {reader.line_num} has {len(row)} columns instead of {width}; correct it, or choose "
+                    "--delimiter"
+                )
+            yield reader.line_num, [cell.strip() for cell in row]
+    except csv.Error as e:
+        raise UsageError(f"{path}: line {reader.line_num} cannot be read ({e}); correct it") from e
+
+
+def _text(value):
+    return str(value) if isinstance(value, str | int | float) else json.dumps(value)
+
+
+def _delimiter(path, lines, delimiter):
+    if delimiter is None:
+        return sniffer.delimiter(lines[0]) if lines else ","
+    if len(delimiter) != 1:
+        raise UsageError(f"--delimiter {delimiter!a}: {path} needs a single character; use one such as ,")
+    return delimiter
+
+
+def _columns(path, folder, split, images, options):
+    """Read a table with a header."""
+    cells = _cells(path, options.delimiter)
+    _, header = next(cells, (0, []))
+    cells = [*cells]
+    known = [*map(sniffer.normalized, header)]
+
+    def index(flag, name, candidates):
+        """Return the index of a column, or None if there are no candidates."""
+        if name is not None:
+            if name not in header:
+                raise UsageError(f"{flag} {name}: {path} has the columns {', '.join(header[:10])}; choose one of them")
+            return header.index(name)
+        if len(candidates) > 1:
+            shown = ", ".join(header[i] for i in candidates[:5])
+            raise UsageError(f"{path}: the columns {shown} may all be meant; choose one with {flag}")
+        return candidates[0] if candidates else None
+
+    at_images = [i for i, name in enumerate(known) if name in sniffer.IMAGE_COLUMNS]
+    if len(at_images) > 1 and cells:  # keep columns whose first value is an image
+        first = [i for i in at_images if images.find(Row(cells[0][1][i], "", split, "", folder))]
+        at_images = first or at_images
+    at_image = index("--image-column", options.image_column, at_images)
+    at_labels = [i for i, name in enumerate(known) if name in sniffer.LABEL_COLUMNS and i != at_image]
+    if not at_labels and len(header) == 2 and at_image is not None:
+        at_labels = [1 - at_image]
+    at_label = index("--label-column", options.label_column, at_labels)
+    for flag, at in (("--image-column", at_image), ("--label-column", at_label)):
+        if at is None:
+            raise UsageError(f"{path}: has the columns {', '.join(header[:10])}; choose one with {flag}")
+    at_splits = [i for i, name in enumerate(known) if name in sniffer.SPLIT_COLUMNS]
+    at_split = index("--split-column", options.split_column, at_splits)
+    if at_split is not None and options.split_column is None:
+        is_known = any(_split_value(header[at_split], row[at_split]) for _, row in cells)
+        at_split = at_split if is_known else None
+    rows = []
+    for number, row in cells:
+        place = f"{path}: line {number}"
+        own = split
+        if at_split is not None:
+            own = _split_value(header[at_split], row[at_split])
+            if own is None:
+                value = ascii(row[at_split][:50])
+                raise UsageError(
+                    f"{place}: {value} in column {header[at_split]} is not a split; write train, val or test"
+                )
+        rows.append(Row(row[at_image], row[at_label], own, place, folder))
+    return rows
+
+
+def _split_value(column, value):
+    """Return the split that a value in a split column means, or None if it is unknown."""
+    if sniffer.normalized(column).startswith("is"):  # such as fastai's is_valid
+        other = "test" if sniffer.normalized(column) == "istest" else "val"
+        return {"1": other, "true": other, "0": "train", "false": "train"}.get(value.lower())
+    return SPLIT_OF.get(value.lower())
+
+
+def _one_hot(path, folder, split):
+    """Read _classes.csv of Roboflow: the name of the image, and one column with 0 or 1 for each class."""
+    cells = _cells(path)
+    _, header = next(cells, (0, []))
+    rows = []
+    for number, (image, *flags) in cells:
+        if not {*flags} <= {"0", "1"} or flags.count("1") != 1:
+            raise UsageError(
+                f"{path}: line {number} has {flags.count('1')} labels; this program trains one label per image, so "
+                "exactly one column must be 1 and all others 0"
+            )
+        rows.append(Row(image, header[1 + flags.index("1")], split, f"{path}: line {number}", folder))
+    return rows
+
+
+def _list(path, folder, split, images, options):
+    """Read a list without a header: the image, a delimiter and the label."""
+    lines = [(number, line) for number, line in enumerate(read_lines(path), 1) if line.strip()]
+    delimiters = ("\t", ",", ";", None) if options.delimiter is None else (options.delimiter,)
+
+    def parts(line, delimiter):
+        if delimiter is not None:
+            return [part.strip() for part in line.rsplit(delimiter, 1)]
+        named = re.fullmatch(rf"\s*(.+?(?:{_SUFFIX}))\s+(\S.*?)\s*", line, re.IGNORECASE)
+        return [*named.groups()] if named else line.split(maxsplit=1)
+
+    def works(line, delimiter):
+        cells = parts(line, delimiter)
+        return len(cells) == 2 and bool(images.find(Row(cells[0], "", split, "", folder)))
+
+    # The delimiter is the first one that separates an image from its label in one of the first lines.
+    delimiter = next((d for d in delimiters if any(works(line, d) for _, line in lines[:20])), delimiters[-1])
+    rows = []
+    for number, line in lines:
+        cells = parts(line, delimiter)
+        if len(cells) != 2:
+            raise UsageError(
+                f"{path}: line {number} is not an image and a label but `{line.strip()[:100]}`; correct it, or choose "
+                "--delimiter"
+            )
+        rows.append(Row(*cells, split, f"{path}: line {number}", folder))
+    return rows

@@ -1,0 +1,317 @@
+"""Read images whose labels are in tables or lists.
+
+table_files.py and official.py read the rows. This module finds the image of each row, and numbers the classes. Labels
+that are numbers remain unchanged. Text labels are numbered in sorted order.
+"""
+
+import os
+import re
+from collections import Counter, defaultdict
+
+from paddle_resnet.data import listing, records, sniffer
+from paddle_resnet.tools.sources import official, table_files
+from paddle_resnet.tools.sources.table_files import ROBOFLOW, SPLIT_OF, SPLITS, Row, read_lines, split_of
+from utils import logger
+from utils.errors import UsageError
+
+# Files with one class name per line, possibly after its number.
+NAME_FILE = re.compile(
+    r"(.*[-_])?(labels?|label_list|labels_list|classes|class_names|classnames)\.txt", re.IGNORECASE
+).fullmatch
+_SUBFOLDERS = 50  # maximum number of subfolders of a folder in which images are searched
+_NUMBER = re.compile(r"(-?\d{1,9})(\.0*)?", re.ASCII)
+
+
+def read(source, options):
+    """List the images of a table or of a folder with tables.
+
+    Args:
+        source: the table, or the folder that contains tables and images.
+        options: Options.
+    Returns:
+        ({split: [listing.Image]}, class names in label order, or None if labels are numbers without names)
+    Raises:
+        UsageError: there is no table or there are several; a column is missing or ambiguous; an image is missing,
+            ambiguous or occurs twice; or a label is not a class.
+    """
+    is_file = os.path.isfile(source)
+    root = os.path.dirname(source) or "." if is_file else source
+    images = _Images(root)
+    rows, names = (
+        _rows_of_folder(root, images, options)
+        if not is_file
+        else (table_files.read([source], root, images, options), None)
+    )
+    if not rows:
+        raise UsageError(f"{source}: contains no rows with images; choose a different table")
+    rows = _chosen(source, rows)
+    paths = _found(root, rows, images, options.allow_partial)
+    rows = [row for row, path in zip(rows, paths, strict=True) if path is not None]
+    if not rows:
+        raise UsageError(f"{source}: none of the images is in {root}; use the folder that contains the images")
+    names = names or _class_names(root)
+    labels, names = _numbered(source, rows, names)
+    splits = defaultdict(list)
+    for row, label, path in zip(rows, labels, filter(None, paths), strict=True):
+        splits[row.split].append(listing.Image(path, os.path.join(root, path), label))
+    if "train" not in splits:
+        raise UsageError(f"{source}: contains no training images; import the table of the training images")
+    _check_validation(source, splits, names)
+    return {split: splits[split] for split in ("train", "val") if split in splits}, names
+
+
+def _check_validation(source, splits, names):
+    trained = {image.label for image in splits["train"]}
+    if unknown := sorted({image.label for image in splits.get("val", [])} - trained):
+        shown = ", ".join(names[label] if names else str(label) for label in unknown[:5])
+        raise UsageError(
+            f"{source}: {len(unknown)} classes have validation images, but no training images ({shown}); add training "
+            "images, or remove these rows"
+        )
+
+
+def _chosen(source, rows):
+    """Return the rows of the training and validation splits. Without validation images, those of the test split take
+    their place."""
+    counts = {split: sum(row.split == split for row in rows) for split in (None, *SPLITS)}
+    rename = {None: "train", "train": "train", "val": "val", "test": None if counts["val"] else "val"}
+    if counts["test"]:
+        used = "left out" if counts["val"] else "used as validation images"
+        logger.info(f"{source}: the {counts['test']} test images are {used}")
+    return [Row(row.image, row.label, rename[row.split], row.place, row.folder) for row in rows if rename[row.split]]
+
+
+class _Images:
+    """The image files below a folder. Each folder is listed only once."""
+
+    def __init__(self, root):
+        self._root = root
+        self._listed = {}
+        self._sorted = {}  # {split: result of _by_preference}
+        self._folders = [*self._subfolders("")]
+        self._folders += [below for folder in self._folders for below in self._subfolders(folder)]
+
+    def _subfolders(self, folder):
+        path = os.path.join(self._root, folder)
+        names = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
+        return [os.path.join(folder, name) for name in names] if len(names) <= _SUBFOLDERS else []
+
+    def _names(self, folder):
+        """Return {name of a file, or its name without the suffix of an image: [names]} of a folder."""
+        if folder not in self._listed:
+            names = defaultdict(list)
+            path = os.path.join(self._root, folder)
+            if os.path.isdir(path):
+                for entry in os.scandir(path):
+                    if entry.is_file():
+                        names[entry.name].append(entry.name)
+                        stem, suffix = os.path.splitext(entry.name)
+                        if suffix.lower() in records.IMAGE_SUFFIXES:
+                            names[stem].append(entry.name)
+            self._listed[folder] = names
+        return self._listed[folder]
+
+    def _by_preference(self, split):
+        """Return (folders named like a split, all other folders)."""
+        if split not in self._sorted:
+            same = [folder for folder in self._folders if split_of(folder) == split]
+            self._sorted[split] = same, [folder for folder in self._folders if folder not in same]
+        return self._sorted[split]
+
+    def find(self, row):
+        """Return the paths, relative to the root, of the files that a row may mean. The best places are the folder of
+        the table and the root, followed by folders named like the split, and all other folders."""
+        image = row.image
+        if os.path.isabs(image):
+            image = os.path.relpath(image, os.path.abspath(self._root))
+        if image.startswith("..") or "/../" in image:
+            return []
+        for folders in ([row.folder], [""], *self._by_preference(row.split)):
+            found = []
+            for folder in folders:
+                parent, name = os.path.split(os.path.normpath(os.path.join(folder, image)))
+                found += [os.path.join(parent, file) for file in self._names(parent).get(name, [])]
+            if found:
+                return list(dict.fromkeys(found))
+        return self.find(Row(image.replace("\\", "/"), *_rest(row))) if "\\" in image else []
+
+
+def _rest(row):
+    return row.label, row.split, row.place, row.folder
+
+
+def _found(root, rows, images, allow_partial):
+    """Return the path, relative to the root, of the image of each row, or None if it is missing."""
+    paths, missing, place_of = [], [], {}
+    for row in rows:
+        found = images.find(row)
+        if len(found) > 1:
+            raise UsageError(f"{row.place}: {row.image} may be {' or '.join(found[:5])}; write the path")
+        if not found:
+            missing.append(row)
+            paths.append(None)
+            continue
+        (path,) = found
+        if not path.lower().endswith(records.IMAGE_SUFFIXES):
+            raise UsageError(
+                f"{row.place}: {path} is not an image with a name that ends in {', '.join(records.IMAGE_SUFFIXES)}; "
+                "convert it, or remove the line"
+            )
+        if path in place_of:
+            raise UsageError(f"{row.place}: {row.image} is also in {place_of[path]}; remove one of the lines")
+        place_of[path] = row.place
+        paths.append(path)
+    if missing:
+        more = f", and {len(missing) - 1} more rows" if len(missing) > 1 else ""
+        message = f"{missing[0].place}: {missing[0].image} is not in {root}{more}"
+        if not allow_partial:
+            raise UsageError(f"{message}; add the images, or use --allow-partial to omit these rows")
+        logger.warn(f"{message}; these rows are omitted")
+    return paths
+
+
+def _numbered(source, rows, names):
+    """Return (label of each row as a number, class names or None).
+
+    Args:
+        names: result of _class_names.
+    """
+    for row in rows:
+        if not row.label:
+            raise UsageError(f"{row.place}: has no label; write it, or remove the line")
+        if re.fullmatch(r"-?\d+(\s*[\s,;|]\s*-?\d+)+", row.label):
+            raise UsageError(
+                f"{row.place}: has several labels ({row.label[:50]}); this program trains one label per image"
+            )
+    if not all(_is_float(row.label) for row in rows):
+        return _numbered_names(rows, names)
+    labels = []
+    for row in rows:
+        number = _NUMBER.fullmatch(row.label)
+        if number is None or int(number[1]) < 0:
+            raise UsageError(f"{row.place}: label {row.label[:50]} is not a class; labels are whole numbers from 0")
+        labels.append(int(number[1]))
+    if names is not None:
+        path, names, first = names
+        if first is None:
+            first = 1 if min(labels) == 1 and max(labels) == len(names) else 0
+        if first:
+            logger.info(f"{source}: labels from 1 to {len(names)} are renumbered from 0")
+        limit, origin = len(names), f"{path} has {len(names)} names from number {first}"
+    else:
+        first, limit, origin = 0, len(rows), f"there are only {len(rows)} images"
+    for row, label in zip(rows, labels, strict=True):
+        if not 0 <= label - first < limit:
+            raise UsageError(
+                f"{row.place}: has label {label}, but {origin}; number the classes from {first}, or choose the labels "
+                "with --label-column"
+            )
+    return [label - first for label in labels], names
+
+
+def _numbered_names(rows, names):
+    path, names, _ = names or (None, sorted({row.label for row in rows}), None)
+    label_of = {name: label for label, name in enumerate(names)}
+    for row in rows:
+        if row.label not in label_of:
+            raise UsageError(f"{row.place}: label {row.label[:50]} is not in {path}; add it, or remove {path}")
+    return [label_of[row.label] for row in rows], names
+
+
+def _is_float(text):
+    return re.fullmatch(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?", text, re.IGNORECASE | re.ASCII) is not None
+
+
+def _class_names(root):
+    """Return (path, class names in label order, first label or None if it is unknown) from the file with class names in
+    the root or in meta/, or None."""
+    for folder in filter(os.path.isdir, (root, os.path.join(root, "meta"))):
+        found = {name: _names(os.path.join(folder, name)) for name in sorted(os.listdir(folder)) if NAME_FILE(name)}
+        if len({tuple(names) for names, _ in found.values()}) > 1:
+            raise UsageError(f"{folder}: {' and '.join([*found][:5])} contain different class names; keep one of them")
+        for name, names in found.items():
+            return os.path.join(folder, name), *names
+    return None
+
+
+def _names(path):
+    """Return (names, first number or None) of a file with lines `NAME` or `NUMBER NAME`."""
+    names = [line.strip() for line in read_lines(path)]
+    pairs = [name.split(maxsplit=1) for name in names]
+    first = None
+    if all(len(pair) == 2 and pair[0].isdecimal() for pair in pairs):
+        name_of = {int(number): name for number, name in pairs}
+        first = min(name_of)
+        if first in (0, 1) and sorted(name_of) == [*range(first, first + len(names))]:
+            names = [name_of[number] for number in sorted(name_of)]
+        else:
+            first = None
+    name, count = Counter(names).most_common(1)[0]
+    if count > 1 or not name:
+        raise UsageError(f"{path}: contains {name or 'an empty line'} {count} times; write one name per class")
+    return names, first
+
+
+def _rows_of_folder(root, images, options):
+    """Return ([Row], result of _class_names or None) of the tables in a folder."""
+    there = {name for name in os.listdir(root) if not name.startswith(".")}
+    if {"images.txt", "image_class_labels.txt"} <= there:
+        return official.cub(root)
+    if os.path.isfile(os.path.join(root, "annotations", "trainval.txt")):
+        return official.pets(root)
+    if food := official.food(root):
+        return food, None
+    tables = _tables(root, options)
+    if not tables:
+        raise UsageError(
+            f"{root}: contains no table with the columns of images and labels; choose them with --image-column and "
+            "--label-column"
+        )
+    return table_files.read(tables, root, images, options), None
+
+
+def _tables(root, options):
+    """Return the paths of the tables in a folder: one table without a split, or one for each split."""
+    folders = [
+        "",
+        *(name for name in sorted(os.listdir(root)) if split_of(name) and os.path.isdir(os.path.join(root, name))),
+    ]
+    groups = (
+        [os.path.join(root, f, name) for f in folders for name in ("metadata.csv", "metadata.jsonl")],
+        [os.path.join(root, f, ROBOFLOW) for f in folders],
+        [
+            os.path.join(root, name)
+            for name in sorted(os.listdir(root))
+            if _has_columns(os.path.join(root, name), options)
+        ],
+        [
+            os.path.join(root, name)
+            for name in sorted(os.listdir(root))
+            if re.fullmatch(r"\w+_list\.txt", name) and split_of(name)
+        ],
+        [
+            os.path.join(root, name)
+            for name in sorted(os.listdir(root))
+            if name.endswith(".txt") and name[:-4].lower() in SPLIT_OF
+        ],
+        [os.path.join(root, "meta", f"{name}.txt") for name in SPLIT_OF],
+    )
+    for group in groups:
+        tables = [path for path in group if os.path.isfile(path)]
+        if not tables:
+            continue
+        of_split = defaultdict(list)
+        for path in tables:
+            of_split[split_of(os.path.relpath(path, root)) or "train"].append(path)
+        for paths in of_split.values():
+            if len(paths) > 1:
+                shown = ", ".join(os.path.relpath(path, root) for path in paths[:5])
+                raise UsageError(f"{root}: contains several tables ({shown}); import one of them, such as {paths[0]}")
+        return tables
+    return []
+
+
+def _has_columns(path, options):
+    return path.lower().endswith(sniffer.TABLE_SUFFIXES) and sniffer.is_table(
+        path, options.image_column, options.label_column
+    )

@@ -1,0 +1,193 @@
+"""Errors state what a folder contains and what to do. Each remedy is obeyed literally.
+
+tests/tools/sources tests the layouts that `dataset import` reads.
+"""
+
+import shutil
+
+import pytest
+
+from layouts import colors_match, error_of_training, image, obey, put, write_tar
+from paddle_resnet import dataset
+from paddle_resnet.data import numbering, sniffer
+from paddle_resnet.tools import convert
+from utils.mode import Mode
+
+pytestmark = pytest.mark.usefixtures("convert_here", "verify_here", "cache")
+
+
+@pytest.fixture
+def classes(tmp_path):
+    """Create class folders, and return their root."""
+    for split, first in (("train", 0), ("val", 10)):
+        for k in range(3):
+            for i in range(first, first + 3):
+                put(tmp_path / f"classes/{split}/c{k}/{i}.jpg", image(k, i))
+    return tmp_path / "classes"
+
+
+def check(root):
+    """Obey the error message, and check that training can then read both splits."""
+    message = error_of_training(root)
+    imported = obey(message) or root
+    for mode in Mode:
+        images = numbering.images(imported, mode)[2]
+        assert len(images) >= 3
+        assert colors_match(images)
+    return message
+
+
+@pytest.mark.parametrize(
+    ("to", "names"),
+    [
+        ("recordio", {"train.rec": "caltech_train.rec", "val.rec": "caltech_val.rec"}),
+        ("recordio", {"train.rec": "train_rec.rec", "val.rec": "test.rec"}),
+        ("lmdb", {"train_lmdb": "ilsvrc12_train_lmdb", "val_lmdb": "ilsvrc12_val_lmdb"}),
+        ("lmdb", {"train_lmdb": "train_db", "val_lmdb": "val_db"}),
+        ("tfrecord", {"train-00000-of-00001": "train.tfrecord", "val-00000-of-00001": "validation.tfrec"}),
+        ("webdataset", {"train-000000.tar": "train.tar", "val-000000.tar": "val.tar"}),
+    ],
+)
+def test_nearly_right_names_of_record_files(classes, tmp_path, to, names):
+    root = tmp_path / "x y"
+    convert.convert(classes, root, to, workers=1)
+    (root / "convert.json").unlink()
+    for name, wrong in names.items():
+        (root / name).rename(root / wrong)
+    for index in root.glob("*.idx"):
+        index.unlink()
+    message = check(root)
+    assert f"it contains {', '.join(f'{n}/' if to == 'lmdb' else n for n in names.values())}, whose name" in message
+
+
+def test_validation_record_file_with_a_different_name(classes, tmp_path):
+    convert.convert(classes, tmp_path / "x", "recordio", workers=1)
+    (tmp_path / "x/convert.json").unlink()
+    (tmp_path / "x/val.rec").rename(tmp_path / "x/test.rec")
+    assert "has no val.rec; it contains test.rec, whose name" in check(tmp_path / "x")
+
+
+@pytest.mark.parametrize("prefix", ["", "./", "{}/", "./{}/"])
+def test_archives_of_class_folders(tmp_path, prefix):
+    for split, i in (("train", 0), ("val", 10)):
+        files = [(f"{prefix.format(split)}c{k}/{i}.jpg", image(k, i)) for k in range(3)]
+        put(tmp_path / f"x/{split}.tar", write_tar(files))
+    assert "it contains train.tar, val.tar, whose name" in check(tmp_path / "x")
+
+
+def test_class_folders_in_a_folder_of_images(classes, tmp_path):
+    shutil.copytree(classes / "train", tmp_path / "x/images")
+    message = check(tmp_path / "x")
+    assert "it contains images/c0/, images/c1/, images/c2/: class folders one level too deep; run `" in message
+    assert dataset.main(["split", str(tmp_path / "x"), "--output", str(tmp_path / "y")]) == 2
+
+
+def test_nested_class_folders(classes, tmp_path):
+    for split in ("train", "val"):
+        for k in range(3):
+            shutil.copytree(classes / split / f"c{k}", tmp_path / "x" / split / "ab"[k % 2] / f"c{k}")
+    message = error_of_training(tmp_path / "x")
+    found = "train/a/c0/, train/a/c2/, train/b/c1/: class folders one level too deep; move them up to train/"
+    assert f"it contains {found}" in message
+    for folder in (tmp_path / "x").glob("*/*/*/"):
+        folder.rename(folder.parent.parent / folder.name)
+    for folder in (tmp_path / "x").glob("*/?/"):
+        folder.rmdir()
+    assert colors_match(numbering.images(tmp_path / "x", Mode.EVAL)[2])
+
+
+@pytest.mark.parametrize("folder", ["", "train", "val"])
+def test_images_outside_class_folders_are_counted(classes, folder):
+    root = classes / folder
+    if folder == "":
+        shutil.rmtree(classes / "train")
+        shutil.rmtree(classes / "val")
+    else:
+        shutil.rmtree(root)
+    for i in range(7):
+        put(root / f"{i}.jpg", image(0, i))
+    names = ", ".join(f"{folder}/{i}.jpg".lstrip("/") for i in range(5))
+    found = f"7 images outside class folders ({names} and 2 more); put the images into one folder per class"
+    message = error_of_training(classes)
+    assert f"it contains {found}" in message
+    for i in range(7):
+        target = root / ("." if folder else "train") / f"c{i % 3}"
+        target.mkdir(parents=True, exist_ok=True)
+        (root / f"{i}.jpg").rename(target / f"{i}.jpg")
+    assert len(numbering.images(classes, Mode.EVAL if folder == "val" else Mode.TRAIN)[2]) in (7, 9)
+
+
+@pytest.mark.parametrize("name", ["valid", "validation", "test"])
+def test_validation_folder_without_class_folders_is_not_renamed(classes, name):
+    shutil.rmtree(classes / "val")
+    put(classes / name / "x.jpg", image(0))
+    message = error_of_training(classes)
+    assert "has no folder val/" in message and "rename" not in message
+
+
+@pytest.mark.parametrize(
+    ("names", "what"),
+    [
+        (["data/train-00000-of-00294.parquet"], "data/train-00000-of-00294.parquet: Parquet files"),
+        (["data_batch_1", "test_batch"], "data_batch_1, test_batch: arrays of CIFAR"),
+        (["train-images-idx3-ubyte.gz"], "train-images-idx3-ubyte.gz: arrays of MNIST"),
+        (["pathmnist.npz"], "pathmnist.npz: arrays"),
+        (["train.beton"], "train.beton: files of FFCV"),
+        ([f"imagenet2012-train.tfrecord-0000{i}-of-01024" for i in range(9)], "and 4 more: TFRecord files"),
+    ],
+)
+def test_files_of_other_programs_are_named(classes, tmp_path, capsys, names, what):
+    for name in names:
+        put(tmp_path / "x" / name, b"x")
+    message = error_of_training(tmp_path / "x")
+    assert what in message
+    assert "write each image to the folder of its class in train/ or val/" in message
+    assert dataset.main(["import", str(tmp_path / "x"), "--list"]) == 0
+    assert what in capsys.readouterr().out
+    assert dataset.main(["import", str(tmp_path / "x"), "--output", str(tmp_path / "y")]) == 2
+    assert what in capsys.readouterr().err
+    shutil.copytree(classes, tmp_path / "x", dirs_exist_ok=True)
+    assert colors_match(numbering.images(tmp_path / "x", Mode.EVAL)[2])
+
+
+def test_class_folders_that_differ_only_in_case(classes):
+    (classes / "val/c1").rename(classes / "val/C1")
+    assert "val/C1 has no train/C1; the class is c1: run `mv" in check(classes)
+    (classes / "val/C1").mkdir()
+    assert error_of_training(classes).endswith("val/C1 has no train/C1; add it, or remove val/C1")
+
+
+def test_list_of_a_different_program_next_to_class_folders(classes):
+    put(classes / "train.txt", "some notes\n")
+    assert error_of_training(classes).endswith("correct it, or remove the list to use the class folders in train/")
+    (classes / "train.txt").unlink()
+    put(classes / "convert.json", "[]")
+    assert colors_match(numbering.images(classes, Mode.TRAIN)[2])
+
+
+def test_class_folders_are_not_taken_for_other_layouts(classes, capsys):
+    assert sniffer.look(classes) == []
+    assert dataset.main(["import", str(classes), "--list"]) == 0
+    assert f"{classes}: nothing is recognized" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.csv", "image_id,label\n", True),
+        ("a.csv", "\ufeffID,Breed\n", True),
+        ("a.csv", "id;x\n", True),
+        ("a.tsv", "File Name\tother\tclass\n", True),
+        ("a.jsonl", '{"file_name": "x", "label": 3}\n', True),
+        ("a.csv", "id,x,y2\n", False),
+        ("a.csv", "x,label\n", False),
+        ("sample_submission.csv", "id,label\n", False),
+        ("a.jsonl", "[1]\n", False),
+        ("a.jsonl", "{\n", False),
+        ("a.csv", "", False),
+    ],
+)
+def test_tables_are_recognized_by_their_columns(tmp_path, name, text, expected):
+    put(tmp_path / name, text)
+    assert sniffer.is_table(str(tmp_path / name)) is expected
+    assert not sniffer.is_table(str(tmp_path))

@@ -1,0 +1,80 @@
+"""Miniature data sets for the tests of dataset import. Each class has a color."""
+
+import colorsys
+import io
+import re
+import shlex
+import subprocess
+import tarfile
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from paddle_resnet import dataset
+from paddle_resnet.data import readers, records
+from utils.errors import UsageError
+from utils.mode import Mode
+
+COLORS = 8
+
+
+def image(k, i=0, kind="JPEG"):
+    """Return an image file of class k with the color of this class. Different i yield different files."""
+    pixels = np.empty((24, 28, 3))
+    pixels[:] = [255 * value for value in colorsys.hsv_to_rgb(k / COLORS, 0.9, 0.85)]
+    pixels += np.random.RandomState(1000 * k + i).normal(0, 8, pixels.shape)
+    out = io.BytesIO()
+    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(out, kind)
+    return out.getvalue()
+
+
+def color_of(data):
+    """Return the class of an image file according to its color."""
+    with Image.open(io.BytesIO(data)) as picture:
+        red, green, blue = np.asarray(picture.convert("RGB")).mean((0, 1)) / 255
+    return round(colorsys.rgb_to_hsv(red, green, blue)[0] * COLORS) % COLORS
+
+
+def colors_match(images):
+    """Return whether the labels of all images, a nonempty iterable of listing.Image, are those of their colors."""
+    pairs = [records.read(image) for image in images]
+    return bool(pairs) and all(color_of(data) == label for data, label in pairs)
+
+
+def put(path, data):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data if isinstance(data, bytes) else data.encode())
+
+
+def write_tar(files, compression=""):
+    """Return a tar file that contains [(name, content)]."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode=f"w:{compression}") as tar:
+        for name, data in files:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return out.getvalue()
+
+
+def obey(message):
+    """Run the commands in an error message, and return the value of --image-root in this message or None."""
+    commands = re.findall(r"`(.+?)`", message)
+    assert commands, message
+    for command in commands:
+        before, is_ours, arguments = command.partition(" -m paddle_resnet.dataset ")
+        if is_ours:
+            assert dataset.main(shlex.split(arguments)) == 0
+        else:
+            subprocess.run(command, shell=True, check=True)
+    root = re.search(r"use --image-root (\S+)", message)
+    return root and root[1].rstrip(",;")
+
+
+def error_of_training(root):
+    """Return the error message of a training run that reads both splits of a folder."""
+    with pytest.raises(UsageError) as e:
+        for mode in Mode:
+            readers.open_split(str(root), "auto", mode, None, 0)
+    return str(e.value)

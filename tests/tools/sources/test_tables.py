@@ -1,0 +1,427 @@
+"""Data sets with labels in tables, in miniature: each class has a color, which tests compare with the label."""
+
+import json
+import re
+import shlex
+
+import pytest
+
+from layouts import colors_match, error_of_training, image, obey, put
+from paddle_resnet import dataset
+from paddle_resnet.data import numbering
+from paddle_resnet.tools import sources
+from paddle_resnet.tools.sources import Options
+from utils.errors import UsageError
+from utils.mode import Mode
+
+pytestmark = pytest.mark.usefixtures("convert_here", "verify_here", "cache")
+NAMES = ["cock", "goldfish", "ray", "tench"]  # sorted
+PARTS = {"train": 5, "val": 2}
+ITEMS = [(k, split, i) for split, count in PARTS.items() for i in range(count) for k in (2, 0, 3, 1)]
+
+
+def stem(k, split, i):
+    """Return the name of an image, from which its class cannot be concluded."""
+    return f"{split[0]}{i}{'cabd'[k]}"
+
+
+def flat(root, folder="images", splits=("train", "val"), kind=".jpg"):
+    for k, split, i in ITEMS:
+        if split in splits:
+            put(root / folder.format(split) / f"{stem(k, split, i)}{kind}", image(k, i + 100 * (split == "val")))
+
+
+def rows(line, splits=("train", "val")):
+    """Return a line of text for each image. `line` is a function of the name of the image, its class and its split."""
+    return "".join(line(stem(k, split, i), k, split) + "\n" for k, split, i in ITEMS if split in splits)
+
+
+def kaggle(root):
+    flat(root, "train_images", ("train",), ".png")
+    put(root / "train.csv", "id_code,diagnosis\n" + rows(lambda name, k, _: f"{name},{k}", ("train",)))
+    put(root / "test_images/x.png", image(0))
+    put(root / "test.csv", "id_code\nx\n")
+    put(root / "sample_submission.csv", "id_code,diagnosis\nx,0\n")
+
+
+def kaggle_names(root):
+    flat(root, "train", ("train",))
+    put(root / "test/v0a.jpg", image(0))
+    put(root / "labels.csv", "id,breed\n" + rows(lambda name, k, _: f"{name},{NAMES[k]}", ("train",)))
+    put(root / "sample_submission.csv", "id,cock,goldfish,ray,tench\nv0a,0,0,1,0\n")
+
+
+def image_id(root):
+    flat(root, "train_images", ("train",))
+    put(root / "train.csv", "image_id,label\n" + rows(lambda name, k, _: f"{name}.jpg,{k}", ("train",)))
+    put(root / "label_num_to_disease_map.json", "{}")
+
+
+def fastai(root):
+    flat(root, "{}")
+    lines = rows(lambda name, k, split: f"{split}/{name}.jpg,{NAMES[k]},{split == 'val'}")
+    put(root / "data.csv", "path,label,is_valid\n" + lines)
+
+
+def fastai_labels(root):
+    for k, split, i in ITEMS:
+        put(root / f"train/{NAMES[k]}/{stem(k, split, i)}.jpg", image(k, i + 100 * (split == "val")))
+    put(root / "labels.csv", "name,label\n" + rows(lambda name, k, _: f"train/{NAMES[k]}/{name}.jpg,{k}"))
+
+
+def split_column(root):
+    flat(root)
+    lines = rows(lambda name, k, split: f"images/{name}.jpg;{NAMES[k]};{'Validation' if split == 'val' else split}")
+    put(root / "data.csv", "filename;class;split\n" + lines)
+
+
+def tsv(root):
+    flat(root, "img")
+    for split in PARTS:
+        put(root / f"{split}.tsv", "file\tclass\n" + rows(lambda name, k, _: f"{name}.jpg\t{NAMES[k]}", (split,)))
+
+
+def metadata(suffix, folder="{}", val="validation"):
+    def build(root):
+        for split, name in (("train", "train"), ("val", val)):
+            sub = "images/" if suffix == "jsonl" else ""
+            flat(root, f"{name}/{sub}", (split,))
+            if suffix == "csv":
+                text = "file_name,label\n" + rows(lambda file, k, _: f"{file}.jpg,{NAMES[k]}", (split,))
+            else:
+                text = rows(
+                    lambda file, k, _: json.dumps({"file_name": f"images/{file}.jpg", "label": k, "x": [1]}), (split,)
+                )
+            put(root / name / f"metadata.{suffix}", text)
+
+    return build
+
+
+def roboflow(root):
+    for split, name in (("train", "train"), ("val", "valid")):
+        flat(root, name, (split,))
+        text = rows(lambda file, k, _: f"{file}.jpg, " + ", ".join(str(int(k == j)) for j in range(4)), (split,))
+        put(root / name / "_classes.csv", f"filename, {', '.join(NAMES)}\n{text}")
+
+
+def lists(delimiter=" ", header="", labels=str, names=None, base="jpg/", pattern="{}_list.txt"):
+    def build(root):
+        flat(root, "jpg" if base else "{}")
+        for split in PARTS:
+            text = rows(lambda name, k, _: f"{base}{name}.jpg{delimiter}{labels(k)}", (split,))
+            put(root / pattern.format(split), header + text)
+        if names:
+            put(root / names[0], names[1])
+
+    return build
+
+
+def cub(root):
+    for k, split, i in ITEMS:
+        put(root / f"images/{k + 1:03d}.{NAMES[k]}/{stem(k, split, i)}.jpg", image(k, i + 100 * (split == "val")))
+    numbered = [*enumerate(ITEMS, 1)]
+    put(root / "images.txt", "".join(f"{n} {k + 1:03d}.{NAMES[k]}/{stem(k, s, i)}.jpg\n" for n, (k, s, i) in numbered))
+    put(root / "image_class_labels.txt", "".join(f"{n} {k + 1}\n" for n, (k, _, _) in numbered))
+    put(root / "train_test_split.txt", "".join(f"{n} {int(s == 'train')}\n" for n, (_, s, _) in numbered))
+    put(root / "classes.txt", "".join(f"{k + 1} {k + 1:03d}.{name}\n" for k, name in enumerate(NAMES)))
+
+
+def pets(root):
+    for k, split, i in ITEMS:
+        put(root / f"images/{NAMES[k]}_{split[0]}{i}.jpg", image(k, i + 100 * (split == "val")))
+        put(root / f"annotations/trimaps/{NAMES[k]}_{split[0]}{i}.png", image(0, kind="PNG"))
+    for split, file in (("train", "trainval.txt"), ("val", "test.txt")):
+        lines = (f"{NAMES[k]}_{s[0]}{i} {k + 1} 1 1\n" for k, s, i in ITEMS if s == split)
+        put(root / "annotations" / file, "".join(lines))
+
+
+def food(kind):
+    def build(root):
+        for k, split, i in ITEMS:
+            put(root / f"images/{NAMES[k]}/{stem(k, split, i)}.jpg", image(k, i + 100 * (split == "val")))
+        for split, file in (("train", "train"), ("val", "test")):
+            paths = {name: [] for name in NAMES}
+            for k, s, i in ITEMS:
+                if s == split:
+                    paths[NAMES[k]].append(f"{NAMES[k]}/{stem(k, s, i)}")
+            text = json.dumps(paths) if kind == "json" else "".join(f"{p}\n" for some in paths.values() for p in some)
+            put(root / f"meta/{file}.{kind}", text)
+        put(root / "meta/classes.txt", "".join(f"{name}\n" for name in NAMES))
+
+    return build
+
+
+LABELED = "".join(f"{k} {name}\n" for k, name in enumerate(NAMES))
+BOTH = {"train": 20, "val": 8}
+TRAIN = {"train": 16, "val": 4}  # a fifth of the training images is used for validation
+LAYOUTS = {
+    "Kaggle id_code,diagnosis": (kaggle, TRAIN, None),
+    "Kaggle id,breed": (kaggle_names, TRAIN, NAMES),
+    "Kaggle image_id,label": (image_id, TRAIN, None),
+    "fastai is_valid": (fastai, BOTH, NAMES),
+    "fastai labels.csv": (fastai_labels, {"train": 24, "val": 4}, None),
+    "split column": (split_column, BOTH, NAMES),
+    "TSV": (tsv, BOTH, NAMES),
+    "metadata.csv": (metadata("csv"), BOTH, NAMES),
+    "metadata.jsonl with images/": (metadata("jsonl", val="test"), BOTH, None),
+    "Roboflow": (roboflow, BOTH, NAMES),
+    "PaddleClas": (lists(names=("flowers_label_list.txt", LABELED)), BOTH, NAMES),
+    "PaddleX with labels.txt": (lists(names=("labels.txt", "\n".join(NAMES))), BOTH, NAMES),
+    "list with commas": (lists(", "), BOTH, None),
+    "list with tabs and names": (lists("\t", labels=NAMES.__getitem__), BOTH, NAMES),
+    "list with spaces and names": (lists(labels=lambda k: f"{NAMES[k]} x"), BOTH, [f"{name} x" for name in NAMES]),
+    "list with backslashes": (lists(base="jpg\\"), BOTH, None),
+    "list from 1 with names": (lists(labels=lambda k: k + 1, names=("labels.txt", "\n".join(NAMES))), BOTH, NAMES),
+    "list from 1 with unsorted names from 1": (
+        lists(labels=lambda k: k + 1, names=("labels.txt", "".join(f"{k + 1} {NAMES[k]}\n" for k in (2, 0, 3, 1)))),
+        BOTH,
+        NAMES,
+    ),
+    "train.txt with names": (lists(labels=NAMES.__getitem__, pattern="{}.txt"), BOTH, NAMES),
+    "MMPretrain meta/": (
+        lists(base="", pattern="meta/{}.txt", names=("meta/classes.txt", "\n".join(NAMES))),
+        BOTH,
+        NAMES,
+    ),
+    "CUB-200": (cub, BOTH, [f"{k + 1:03d}.{name}" for k, name in enumerate(NAMES)]),
+    "Oxford Pets": (pets, BOTH, NAMES),
+    "Food-101": (food("txt"), BOTH, NAMES),
+    "Food-101 in JSON": (food("json"), BOTH, NAMES),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_are_detected_and_labels_match_pixels(tmp_path, name):
+    build, counts, expected = LAYOUTS[name]
+    build(tmp_path)
+    kind, splits, classes = sources.read(tmp_path)
+    assert (kind, classes) == ("table", expected)
+    assert {split: len(images) for split, images in splits.items()} == counts
+    assert colors_match(image for images in splits.values() for image in images)
+
+
+# Training reads the class folders or the list of these layouts, so its error differs.
+READ_BY_TRAINING = ("train.txt with names", "fastai labels.csv")
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in READ_BY_TRAINING])
+def test_error_of_training_contains_remedy(tmp_path, capsys, name):
+    build, counts, _ = LAYOUTS[name]
+    build(tmp_path / "source")
+    message = error_of_training(tmp_path / "source")
+    imported = obey(message)
+    for mode, count in zip(Mode, counts.values(), strict=True):
+        images = numbering.images(imported, mode)[2]
+        assert len(images) == count
+        assert colors_match(images)
+    assert dataset.main(["import", str(tmp_path / "source"), "--list"]) == 0
+    assert message.partition("it contains ")[2].partition(", or use")[0] in capsys.readouterr().out
+    assert dataset.main(["split", str(tmp_path / "source"), "--output", str(tmp_path / "x")]) == 2
+    assert f"import {tmp_path}/source --output {tmp_path}/source_imported" in capsys.readouterr().err
+
+
+def test_list_with_names_as_labels_is_reported_with_remedy(tmp_path):
+    LAYOUTS["train.txt with names"][0](tmp_path)
+    message = error_of_training(tmp_path)
+    assert "train.txt: line 1 is not `PATH LABEL` but `jpg/t0b.jpg ray`; correct it, or run" in message
+    imported = obey(message.partition("or run ")[2])
+    assert colors_match(numbering.images(imported, Mode.EVAL)[2])
+
+
+@pytest.mark.parametrize("to", ["webdataset", "folder", "recordio"])
+@pytest.mark.parametrize("name", ["fastai is_valid", "metadata.jsonl with images/"])
+def test_imported_table_is_a_valid_data_set(tmp_path, capsys, to, name):
+    LAYOUTS[name][0](tmp_path / "source")
+    command = ["import", str(tmp_path / "source"), "--output", str(tmp_path / "x"), "--to", to, "--workers", "1"]
+    for _ in range(2):  # repeating the command changes nothing
+        assert dataset.main(command) == 0
+        assert f"{tmp_path}/x: 20 train and 8 val images" in capsys.readouterr().out
+    for mode in Mode:
+        _, numbers, images = numbering.images(tmp_path / "x", mode)
+        assert numbers.classes == LAYOUTS[name][2] or numbers.classes in (None, ["0", "1", "2", "3"])
+        assert colors_match(images)
+    assert dataset.main(["verify", str(tmp_path / "x")]) == 0
+
+
+def test_numeric_folders_keep_their_numbers(tmp_path):
+    """Sorted by name, folder 10 would precede folder 2."""
+    lines = []
+    for k in range(12):
+        for i in range(2):
+            put(tmp_path / f"source/images/{k}_{i}.jpg", image(k % 8, i + 10 * k))
+            lines.append(f"{k}_{i},{k}\n")
+    put(tmp_path / "source/train.csv", "id,label\n" + "".join(lines))
+    sources.import_(tmp_path / "source", tmp_path / "x", "folder", workers=1)
+    _, numbers, images = numbering.images(tmp_path / "x", Mode.TRAIN)
+    assert numbers.classes == [str(k) for k in range(12)]
+    assert {image.name.split("/")[1] == str(image.label) for image in images} == {True}
+
+
+def test_table_is_chosen_by_path_and_columns_by_flags(tmp_path, capsys):
+    flat(tmp_path, splits=("train",))
+    for name in "ab":
+        text = rows(lambda file, k, _: f"{file}|x|{k}|{NAMES[k]}", ("train",))
+        put(tmp_path / f"{name}.csv", f"photo|owner|kind|label\n{text}")
+    table = tmp_path / "b.csv"
+    command = ["import", str(table), "--output", str(tmp_path / "x"), "--delimiter", "|", "--image-column", "photo"]
+    assert dataset.main([*command, "--label-column", "kinds"]) == 2
+    assert "--label-column kinds: " in capsys.readouterr().err
+    assert dataset.main([*command, "--label-column", "kind", "--val", "0.4"]) == 0
+    assert f"{tmp_path}/x: 12 train and 8 val images from table" in capsys.readouterr().out
+
+
+def test_columns_of_a_folder_are_chosen_by_flags(tmp_path):
+    flat(tmp_path, splits=("train",))
+    lines = rows(lambda file, k, _: f"{file},{k + 1},{NAMES[k]},{'valid' if k % 2 else 'train'}", ("train",))
+    put(tmp_path / "data.csv", f"photo,number,kind,fold\n{lines}")
+    put(tmp_path / "other.csv", "photo,x\n")
+    with pytest.raises(UsageError, match=f"^{tmp_path}: it contains 20? images|choose the kind with --as"):
+        sources.read(tmp_path)
+    _, splits, classes = sources.read(tmp_path, options=Options(image_column="photo", label_column="kind"))
+    assert classes == NAMES
+    assert colors_match(image for images in splits.values() for image in images)
+    columns = Options(image_column="photo", label_column="kind", split_column="fold")
+    with pytest.raises(UsageError, match="2 classes have validation images, but no training images"):
+        sources.read(tmp_path, options=columns)
+
+
+def test_rows_without_image_are_omitted_if_allowed(tmp_path, capsys):
+    image_id(tmp_path)
+    with open(tmp_path / "train.csv", "a") as f:
+        f.write("gone.jpg,1\n")
+    with pytest.raises(
+        UsageError, match=r"train.csv: line 22: gone.jpg is not in .*; add the images, or use --allow-p"
+    ):
+        sources.read(tmp_path)
+    _, splits, _ = sources.read(tmp_path, options=Options(allow_partial=True))
+    assert sum(map(len, splits.values())) == 20
+    assert colors_match(image for images in splits.values() for image in images)
+    assert "line 22: gone.jpg is not in" in capsys.readouterr().err
+
+
+def test_test_split_is_left_out_if_there_are_validation_images(tmp_path, capsys):
+    lists()(tmp_path)
+    put(tmp_path / "test_list.txt", "jpg/x.jpg 0\n")
+    put(tmp_path / "jpg/x.jpg", image(0, 7))
+    _, splits, _ = sources.read(tmp_path)
+    assert {split: len(images) for split, images in splits.items()} == BOTH
+    assert "the 1 test images are left out" in capsys.readouterr().out
+
+
+def test_undecodable_image_is_reported_with_remedy(tmp_path, capsys):
+    LAYOUTS["split column"][0](tmp_path / "source")
+    put(tmp_path / "source/images/t0a.jpg", b"no image")
+    command = ["import", str(tmp_path / "source"), "--output", str(tmp_path / "x"), "--to", "folder", "--workers", "1"]
+    assert dataset.main(command) == 2
+    message = capsys.readouterr().err
+    assert "1 of 28 images cannot be decoded: images/t0a.jpg" in message
+    assert dataset.main([*command, "--unchecked"]) == 0
+    verify = shlex.split(re.search("or add --unchecked, run `.*dataset (verify .*) bad.txt` and train", message)[1])
+    assert dataset.main([*verify, str(tmp_path / "bad.txt")]) == 1
+    assert (tmp_path / "bad.txt").read_text() == "train/ray/t0a.jpg\n".replace("ray", NAMES[1])
+
+
+def table(text, name="train.csv"):
+    def build(root):
+        flat(root, splits=("train",))
+        put(root / name, text)
+
+    return build
+
+
+def extended(build, name, text):
+    def extend(root):
+        build(root)
+        put(root / name, (root / name).read_text() + text)
+
+    return extend
+
+
+def all_of(*builds):
+    return lambda root: [build(root) for build in builds]
+
+
+TWO = "id,label\nt0a,0\n"
+BAD = {
+    "missing file": (extended(image_id, "train.csv", "x.jpg,0\ny.jpg,1\n"), "line 22: x.jpg is not in "),
+    "duplicated id": (extended(image_id, "train.csv", "t0a.jpg,1\n"), "line 22: t0a.jpg is also in "),
+    "duplicated id with same label": (extended(kaggle, "train.csv", "t0c,0\n"), "line 22: t0c is also in "),
+    "label out of range": (
+        extended(lists(names=("labels.txt", LABELED)), "train_list.txt", "jpg/v0a.jpg 7\n"),
+        "line 21",
+    ),
+    "label too large": (
+        table("id,label\nt0a,0\nt0b,99\n"),
+        "line 3: has label 99, but there are only 2 images; number",
+    ),
+    "negative label": (table("id,label\nt0a,0\nt0b,-1\n"), "line 3: label -1 is not a class"),
+    "fraction": (table("id,label\nt0a,0.0\nt0b,0.5\n"), "line 3: label 0.5 is not a class"),
+    "empty label": (table("id,label\nt0a,0\nt0b,\n"), "line 3: has no label"),
+    "several labels": (table('id,label\nt0a,0\nt0b,"1 2"\n'), "line 3: has several labels (1 2)"),
+    "two label columns": (
+        table("id,label,breed\nt0a,0,a\n"),
+        "the columns label, breed may all be meant; choose one with",
+    ),
+    "no label column": (
+        table("file_name,a,b\nt0a.jpg,0,1\n", "metadata.csv"),
+        "has the columns file_name, a, b; choose",
+    ),
+    "short row": (table("id,label\nt0a,0\nt0b\n"), "line 3 has 1 columns instead of 2"),
+    "not UTF-8": (table(b"id,label\nt0a,caf\xe9\n"), "line 2 is not UTF-8"),
+    "damaged JSON": (table('{"file_name": "t0a.jpg", "label": 1}\n{"file\n', "metadata.jsonl"), "line 2 is not JSON"),
+    "surrogate": (
+        table(
+            '{"file_name": "t0a.jpg", "label": "x"}\n{"file_name": "t0b.jpg", "label": "\\ud800"}\n', "metadata.jsonl"
+        ),
+        "the class name '\\ud800' is not valid Unicode; correct it",
+    ),
+    "unknown split": (table("id,label,split\nt0a,0,train\nt0b,1,later\n"), "line 3: 'later' in column split is not"),
+    "two tables": (all_of(image_id, table(TWO, "labels.csv")), "contains several tables (labels.csv, train.csv)"),
+    "ambiguous image": (
+        all_of(table(TWO), lambda root: flat(root, "more", ("train",))),
+        "line 2: t0a may be images/t0a.jpg or",
+    ),
+    "outside": (table("id,label\n../x.jpg,0\n"), "line 2: ../x.jpg is not in"),
+    "not image": (
+        all_of(table("path,label\nnote.txt,0\n"), lambda root: put(root / "note.txt", "x")),
+        "is not an image with",
+    ),
+    "one class": (table("id,label\nt0a,0\nt0b,0\n"), "all training images belong to one class"),
+    "class only in validation": (table("id,label,split\nt0a,a,train\nt0b,b,train\nt0c,c,val\n"), "(c); add training"),
+    "names twice": (
+        all_of(lists(), lambda root: put(root / "labels.txt", "a\nb\na\nc\n")),
+        "labels.txt: contains a 2 times",
+    ),
+    "names from 0, labels from 1": (
+        lists(labels=lambda k: k + 1, names=("labels.txt", LABELED)),
+        "has label 4, but ",
+    ),
+    "names from 1, labels from 0": (
+        lists(names=("labels.txt", "".join(f"{k + 1} {name}\n" for k, name in enumerate(NAMES)))),
+        "labels.txt has 4 names from number 1; number the classes from 1",
+    ),
+    "name not in file": (
+        all_of(lists(labels=NAMES.__getitem__), lambda root: put(root / "labels.txt", "a\nb\n")),
+        "is not in",
+    ),
+    "Roboflow with two labels": (extended(roboflow, "train/_classes.csv", "x.jpg,1,1,0,0\n"), "line 22 has 2 labels"),
+    "list without label": (extended(lists(), "train_list.txt", "jpg/x.jpg\n"), "line 21 is not an image and a label"),
+    "CUB without label": (
+        extended(cub, "images.txt", "99 x.jpg\n"),
+        "image_class_labels.txt: has no line for image 99",
+    ),
+    "CUB twice": (extended(cub, "images.txt", "1 x.jpg\n"), "images.txt: line 29 repeats an id"),
+    "Pets": (extended(pets, "annotations/test.txt", "cat_1 1 1 1\n"), "test.txt: line 9: class 1 is cock and cat"),
+    "only validation": (table("id,label,split\nt0a,a,val\n"), "contains no training images"),
+    "empty": (table("id,label\n"), "contains no rows with images"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_exits_with_code_2_and_leaves_no_output(tmp_path, capsys, name):
+    build, message = BAD[name]
+    build(tmp_path / "source")
+    command = ["import", str(tmp_path / "source"), "--output", str(tmp_path / "x"), "--as", "table"]
+    assert dataset.main(command) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
