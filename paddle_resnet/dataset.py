@@ -282,9 +282,7 @@ def _add_import(commands):
         help="fraction of each class that goes to val/ if the source has no validation images (default: "
         f"{sources.DEFAULT_VAL} for a table)",
     )
-    command.add_argument(
-        "--allow-partial", action="store_true", help="warn about missing images instead of stopping"
-    )
+    command.add_argument("--allow-partial", action="store_true", help="warn about missing images instead of stopping")
     columns = (("--image-column", "paths or ids of the images"), ("--label-column", "labels"))
     for flag, content in (*columns, ("--split-column", "splits")):
         command.add_argument(flag, metavar="NAME", help=f"column of a table with the {content} (default: detected)")
