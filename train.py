@@ -108,7 +108,7 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
             if trained is None:
                 training = phases.enter_stage(training, stop.epoch, saver)
                 trained = _train(exe, training, stop, saver.save)
-                if stop.ends_epoch or stop.evaluates:
+                if stop.averages_bn:
                     all_reduces.average_bn(exe, training.program)
                 is_advised = is_advised or (stop.ends_epoch and report.advise_on_loader(args, stop.epoch, trained))
             if evaluation and stop.evaluates:

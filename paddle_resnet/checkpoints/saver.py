@@ -205,7 +205,8 @@ class Saver:
         step = stop.place().get("step")
         is_best = self.best is not None and _name_of(self.best) == _name(stop.epoch, step)
         if stop.saves or is_best or self.ends_early:
-            self.save(stop.epoch, step, trained if stop.ends_epoch else None, evaluated)
+            trained = trained if stop.ends_epoch else None
+            self.save(stop.epoch, step, trained, evaluated, is_averaged=stop.averages_bn)
 
     @property
     def ends_early(self):
@@ -217,7 +218,7 @@ class Saver:
         """The folder of the checkpoint with the best evaluation. The run must have evaluated the network."""
         return self._root / _name_of(self.best)
 
-    def save(self, epoch, step=None, trained=None, evaluated=None):
+    def save(self, epoch, step=None, trained=None, evaluated=None, is_averaged=False):
         """Save the state between two steps. Every process must call save().
 
         Args:
@@ -226,6 +227,7 @@ class Saver:
             trained: training metrics up to this step if an evaluation is pending or all steps are complete, otherwise
                 None.
             evaluated: result of the evaluation, or None.
+            is_averaged: whether the processes have averaged their BN statistics since the last step.
         Raises:
             RunError: the previous checkpoint could not be written, or the state differs between the ranks.
         """
@@ -267,6 +269,7 @@ class Saver:
             "network_sha256": ends(self._program).file_sha256,
             "trained": trained,
             "evaluated": evaluated,
+            "bn_averaged": is_averaged,
             "best": self.best,
             "evaluations_since_best": self._evaluations_since_best,
             "lr_scheduler": self._lr_scheduler.state_dict(),

@@ -219,8 +219,10 @@ def _read_meta(checkpoint):
         meta = folders.verify(checkpoint)
     except folders.DamagedError as e:
         raise UsageError(f"{checkpoint}: damaged ({e}); choose a different checkpoint") from e
-    # BN statistics are averaged at the end of an epoch and before each evaluation.
+    # BN statistics are averaged at the end of an epoch, before each evaluation and at the end of the run. Checkpoints
+    # of earlier versions lack the key "bn_averaged".
     is_averaged = meta["step"] is None or meta["trained"] is not None or meta["evaluated"] is not None
+    is_averaged = is_averaged or meta.get("bn_averaged") is True
     if not is_averaged and meta["world_size"] > 1:
         raise UsageError(
             f"{checkpoint}: saved after {meta['step']} steps of epoch {meta['epoch']}, before the processes averaged "

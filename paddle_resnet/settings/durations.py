@@ -19,6 +19,12 @@ class Stop(NamedTuple):
     evaluates: bool = True
     saves: bool = True
 
+    @property
+    def averages_bn(self):
+        """Whether the processes average their BN statistics here. A run ends with averaged statistics, even if it does
+        not evaluate (--run-scope train_only)."""
+        return self.ends_epoch or self.evaluates
+
     def place(self):
         """Return {"step": completed batches} for log entries within an epoch, or {} at the end of the epoch."""
         return {} if self.ends_epoch else {"step": self.step}

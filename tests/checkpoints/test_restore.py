@@ -302,7 +302,7 @@ def test_best_evaluation_and_patience(args):
         assert not saver.record(durations.Stop(epoch), numbers)
     assert saver.ends_early and saver.best_folder.name == "0"
     saved = []
-    saver.save = lambda *arguments: saved.append(arguments)
+    saver.save = lambda *arguments, is_averaged: saved.append(arguments)
     inside = durations.Stop(3, 2, ends_epoch=False, saves=False)
     saver.save_if_due(inside, "trained", "evaluated")
     assert saved == [(3, 2, None, "evaluated")]  # because --patience ends the run

@@ -68,6 +68,8 @@ def loaded(monkeypatch):
         ({"step": None}, True),
         ({"trained": {}}, True),
         ({"evaluated": {}}, True),
+        ({"bn_averaged": True}, True),
+        ({"bn_averaged": False}, False),
     ],
 )
 def test_bn_statistics_of_a_checkpoint_must_be_averaged(monkeypatch, tmp_path, changes, is_averaged):
