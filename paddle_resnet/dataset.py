@@ -269,9 +269,7 @@ def _add_import(commands):
     command.add_argument("source", metavar="SOURCE", help="folder as downloaded, or a table; not modified")
     command.add_argument("--list", action="store_true", help="print only what the source contains")
     command.add_argument("--output", metavar="DIR", help="folder to create, for train.py --image-root")
-    command.add_argument(
-        "--to", choices=convert.FORMATS, default="webdataset", help="format to write (default: webdataset)"
-    )
+    command.add_argument("--to", choices=convert.FORMATS, default="webdataset", help="format to write")
     command.add_argument(
         "--as", choices=[*sources.KINDS], dest="kind", help="kind of the source (default: detected from file names)"
     )

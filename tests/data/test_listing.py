@@ -765,9 +765,9 @@ def test_several_ignored_entries_of_a_kind_are_plural(tmp_path, capsys):
 
 
 def test_archives_must_be_extracted(tmp_path):
-    for name in ("ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"):
+    for name in ("photos.zip", "more.tar.gz"):
         (tmp_path / name).touch()
-    message = "has no folder train/; extract ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar to train/CLASS/ and val/"
+    message = "has no folder train/; extract more.tar.gz, photos.zip to train/CLASS/ and val/CLASS/, with one folder"
     with pytest.raises(UsageError, match=message):
         listing.list_folder(tmp_path, Mode.TRAIN)
 

@@ -100,7 +100,7 @@ def test_unknown_topic_is_an_error_with_the_topics(capsys):
     assert train.main(["--help", "batchsize"]) == 2
     assert "unknown topic; use --batch-size, or one of all" in capsys.readouterr().err
     assert dataset.main(["--help", "spilt"]) == 2
-    assert "one of all, sample, split, convert" in capsys.readouterr().err
+    assert "one of all, sample, split, import, convert" in capsys.readouterr().err
 
 
 def test_defaults_are_printed_as_typed(shown):
