@@ -176,8 +176,9 @@ def _selected(root, wanted, arch, model_prefix, iter_unit):
     if wanted in epochs:
         return _position(root / str(wanted), _verified(root / str(wanted), flag), iter_unit)
     remedy = f"use one of {epochs}" if epochs else "choose a different folder"
+    name = "checkpoint" if wanted == "auto" else f"folder {wanted}"
     raise UsageError(
-        f"--last-epoch-of-checkpoint {wanted}: {root} contains no such checkpoint with {folders.META} or "
+        f"--last-epoch-of-checkpoint {wanted}: {root} contains no {name} with {folders.META} or "
         f"{prefix}.pdparams; {remedy}, or set --model-prefix"
     )
 

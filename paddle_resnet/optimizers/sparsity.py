@@ -116,7 +116,7 @@ def _blocks(matrix):
 
 @functools.cache
 def _patterns():
-    """Return the 4 x 4 masks with at most two ones in each row and column to which no one can be added, [186, 4, 4].
+    """Return the 4 x 4 masks with at most two ones per row and column that have no room for a further one, [186, 4, 4].
 
     Paddle considers only the 90 masks with eight ones. A mask with seven ones keeps more if the eighth weight would
     exclude a larger one.

@@ -588,7 +588,7 @@ def _training(add):
         "optimizer",
         type=_positive_or_none,
         metavar="F",
-        help="maximum global L2 norm of the gradients, over all parameters and processes",
+        help="maximum L2 norm of all gradients together, after averaging over the processes",
     )
     add(
         "--sizes",

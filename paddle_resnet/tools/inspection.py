@@ -19,7 +19,7 @@ from paddle_resnet.data import bad_images, listing, numbering, pixels, readers, 
 from paddle_resnet.serving import preprocessing
 from paddle_resnet.tools import drawing
 from utils import logger
-from utils.errors import UsageError, printable
+from utils.errors import UsageError, command, printable
 from utils.mode import Mode
 
 VERSIONS = 3  # number of augmented versions of each image in a preview
@@ -75,10 +75,14 @@ def augmented(root, images, versions, arguments):
         else:
             skipped += 1
     if skipped:
-        logger.warn(f"{root}: {skipped} images cannot be decoded and are omitted; run dataset verify to list them")
+        logger.warn(
+            f"{root}: omitting {skipped} of {len(places)} chosen images, which cannot be decoded; to list such images, "
+            f"run {command('dataset', 'verify', root)}"
+        )
     if not decodable:
         raise UsageError(
-            f"{root}: none of the {len(places)} chosen images can be decoded; run dataset verify to list them"
+            f"{root}: none of the {len(places)} chosen images can be decoded; to list such images, run "
+            f"{command('dataset', 'verify', root)}"
         )
     batches = iter([[np.frombuffer(data, np.uint8)] * versions for data, _ in decodable])
     pipeline = dali.create_dali_pipeline(args, readers.encoded_images(batches), Mode.TRAIN, 0, 1)

@@ -85,7 +85,7 @@ def test_preview_skips_undecodable_images(colors, tmp_path, capsys, monkeypatch)
     assert dataset.main(arguments) == 0
     output = capsys.readouterr()
     assert "x.png: 9 training images" in output.out
-    assert f"warning: {colors}: 1 images cannot be decoded and are omitted" in output.err
+    assert f"warning: {colors}: omitting 1 of 10 chosen images, which cannot be decoded; to list" in output.err
     with monkeypatch.context() as patch:
         patch.setattr(inspection.Path, "read_bytes", denied)
         assert dataset.main(arguments) == 2
