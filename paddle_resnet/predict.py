@@ -128,7 +128,7 @@ def entries(labels, probabilities, names):
 
 
 def _rows(paths, labels, probabilities, names):
-    """Return an iterable with the row of each image for the CSV file. Building the columns first is much faster."""
+    """Return an iterable with the row of each image for the CSV file. Building columns is faster than building rows."""
     columns = []
     for ranked, values in zip(labels.T.tolist(), probabilities.T.tolist(), strict=True):
         columns += ranked, [names[i] for i in ranked], [f"{p:.7g}" for p in values]

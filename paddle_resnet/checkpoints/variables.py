@@ -323,7 +323,7 @@ def _load_parameters(options, program, state, label, place, skipped=()):
     elif dense := [name for name in parameters if name.endswith(MASK) and name not in state]:
         # Checkpoints of older versions have no mask for the first layer, which those versions did not prune.
         state |= {name: np.ones_like(read(name)) for name in dense}
-        logger.info(f"{label}: has no {', '.join(dense)}; these weights remain dense")
+        logger.info(f"{label}: has no {', '.join(dense)}; the weights of these masks remain dense")
     remedy = f"--model-arch-name (now {options.arch}), --num-of-class, --image-shape and --asp"
     _load_strictly(parameters, state, label, place, remedy, options.is_verbose)
     for name in parameters:

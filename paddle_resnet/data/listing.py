@@ -876,7 +876,7 @@ def _check_shard_count(image_root, mode, count):
     allowed = {counts[Mode.TRAIN] or counts[Mode.EVAL], sum(counts.values())}
     if re.fullmatch("[0-9]{1,9}", text) and int(text) not in allowed:
         raise UsageError(
-            f"{path}: says {int(text)} shards, but the folder has {count} {mode.value} shards; copy the data set "
+            f"{path}: states {int(text)} shards, but the folder has {count} {mode.value} shards; copy the data set "
             "again, or remove this file"
         )
 

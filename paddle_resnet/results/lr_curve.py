@@ -117,7 +117,7 @@ class Divergence:
 
 def suggest(rates, losses, steps):
     """Return (rate at which the smoothed loss falls fastest, rate at which it is lowest), or None if the smoothed loss
-    does not fall clearly. Only the steps up to the lowest smoothed loss are considered.
+    falls by at most CLEAR_FALL standard errors. Only the steps up to the lowest smoothed loss are considered.
 
     The learning-rate range test is from Smith, arXiv:1506.01186, section 3.3. PyTorch Lightning's finder also suggests
     the rate of the steepest descent. With Momentum and a warm-up, the rate at which the loss is lowest gave better

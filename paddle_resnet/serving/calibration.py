@@ -23,8 +23,9 @@ BATCH = 8
 BINS = 2048
 SMALLEST = 1e-30
 PERCENTILE = 99.99  # percentage of values that the "percentile" method does not clip
-# Activations of an image that are more than this many times as large as usual are ignored. In some networks, the
-# activations of one image in 100 are 10 to 1,000 times as large as usual, and would determine the means of all images.
+# A tensor of an image is ignored if its largest activation exceeds the median over the images by this factor. In some
+# networks, the activations of one image in 100 are 10 to 1,000 times as large as those of the others, and would
+# determine the means of all images.
 OUTLIER = 10
 
 
@@ -154,8 +155,8 @@ def quantize(network, bits, image_root, method, images, allow_outside=False):
         unusual += (~are_usual).sum()
     if unusual:
         logger.warn(
-            f"--calibrate {image_root}: {unusual} of {len(drawn)} images cause activations more than {OUTLIER} times "
-            "as large as usual; these activations are ignored"
+            f"--calibrate {image_root}: {unusual} of {len(drawn)} images have tensors whose largest activation exceeds "
+            f"{OUTLIER} times its median over the images; these tensors are ignored"
         )
     with static.program_guard(network.program, static.Program()):
         quantization.insert(network.program)

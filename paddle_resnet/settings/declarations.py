@@ -1048,7 +1048,7 @@ def _output(add):
         "--verbose",
         "logs",
         **_switch(),
-        help="list all variables of a checkpoint that do not match the network, not only some",
+        help="list the variables of a checkpoint that do not match the network, instead of only their number",
     )
     add("--print-config", "start", **_switch(), help="print the flags as YAML and stop")
 

@@ -142,7 +142,7 @@ def write(
         "shards": {split: shard_count(count) for split, count in counts.items()},
         "resize_short": resize_short,
         "quality": quality if resize_short else None,
-        "label_offset": max(offsets) or None,  # older versions did not store a value
+        "label_offset": max(offsets) or None,  # None equals the missing value in an older manifest
         "splits": {
             split: {"images": len(images), "sha256": _digest(images), "files_sha256": _digest_of_files(images)}
             for split, images in splits.items()

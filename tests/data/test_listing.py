@@ -311,8 +311,8 @@ def test_nshards_is_compared(tmp_path):
         assert [len(listing.shards(tmp_path, mode, "webdataset")) for mode in Mode] == [3, 1]
     (tmp_path / "nshards.txt").write_text("5\n")
     assert error_of(tmp_path, Mode.TRAIN) == (
-        f"{tmp_path}/nshards.txt: says 5 shards, but the folder has 3 train shards; copy the data set again, or remove "
-        "this file"
+        f"{tmp_path}/nshards.txt: states 5 shards, but the folder has 3 train shards; copy the data set again, or "
+        "remove this file"
     )
 
 
