@@ -411,7 +411,10 @@ BAD = {
         "image_class_labels.txt: has no line for image 99",
     ),
     "CUB twice": (extended(cub, "images.txt", "1 x.jpg\n"), "images.txt: line 29 repeats an id"),
-    "Pets": (extended(pets, "annotations/test.txt", "cat_1 1 1 1\n"), "test.txt: line 9: class 1 is cock and cat"),
+    "Pets": (
+        extended(pets, "annotations/test.txt", "cat_1 1 1 1\n"),
+        "test.txt: line 9: class 1 has the names cock and cat; download it again",
+    ),
     "only validation": (table("id,label,split\nt0a,a,val\n"), "contains no training images"),
     "empty": (table("id,label\n"), "contains no rows with images"),
 }
