@@ -17,7 +17,7 @@ from paddle_resnet.job import exchange, processes
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
 from paddle_resnet.steps import cuda_graph
 from utils import logger, progress
-from utils.errors import UsageError
+from utils.errors import UsageError, counted
 from utils.mode import Mode
 
 CHOSEN = ("epochs", "warmup_epochs")  # flags that choose() may set
@@ -96,8 +96,8 @@ def choose(args, exe, training, evaluation):
         if epochs <= last:
             enough_s = (1 + TOLERANCE) * (start_s + duration_s(args, last + 1, timeline, times))
             raise UsageError(
-                f"--budget-minutes {args.budget_minutes:g}: ends after {epochs} epochs, but the last stage (--sizes, "
-                f"--unfreeze-at) begins in epoch {last}; use an earlier epoch, or --budget-minutes "
+                f"--budget-minutes {args.budget_minutes:g}: ends after {counted(epochs, 'epoch')}, but the last stage "
+                f"(--sizes, --unfreeze-at) begins in epoch {last}; use an earlier epoch, or --budget-minutes "
                 f"{math.ceil(enough_s / 60)}"
             )
         return epochs, start_s, start_s + duration_s(args, epochs, timeline, times), times
@@ -112,7 +112,7 @@ def choose(args, exe, training, evaluation):
     reason = f"--budget-minutes {args.budget_minutes:g}, {', '.join(parts)}, checkpoint {checkpoint_s:.3g} s"
     args.choose(reason, epochs=epochs)
     if not args.is_explicit("warmup_epochs"):
-        args.choose(f"{epochs} epochs", warmup_epochs=recipe.warmup_epochs(epochs))
+        args.choose(counted(epochs, "epoch"), warmup_epochs=recipe.warmup_epochs(epochs))
     args.finalize()
     schedule.adopt(build_lr_scheduler(args, timeline))
     ends = f"{epochs} epochs end after about {end_s / 60:.3g} minutes, of which {start_s / 60:.3g} have passed"

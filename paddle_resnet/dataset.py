@@ -14,7 +14,7 @@ from paddle_resnet.settings import parsing
 from paddle_resnet.tools import convert, sources
 from utils import exit_codes, files, locks, logger, numbers, outputs, signals
 from utils.command_line import Parser
-from utils.errors import UsageError
+from utils.errors import UsageError, counted
 from utils.mode import RunScope
 
 QUALITY = 95  # JPEG quality
@@ -326,7 +326,7 @@ def _add_index(commands):
 
 def _run_index(args):
     created, existing = convert.build_indexes(args.root)
-    print(f"{args.root}: {created} index files created, {existing} already existed")
+    print(f"{args.root}: {counted(created, 'index file')} created, {existing} already existed")
 
 
 def _inspection():
@@ -397,7 +397,7 @@ def _run_verify(args):
     if args.fix_list is not None:
         with outputs.writing("--fix-list", args.fix_list):
             verify.write_fix_list(report, args.fix_list)
-        print(f"{args.fix_list}: {len(report.failing)} images for train.py --skip-list")
+        print(f"{args.fix_list}: {counted(len(report.failing), 'image')} for train.py --skip-list")
     return 1 if report.training_would_fail else 0
 
 

@@ -18,7 +18,7 @@ from paddle_resnet.models import registered
 from paddle_resnet.optimizers.table import OPTIMIZERS
 from paddle_resnet.settings import inheritance
 from utils import logger
-from utils.errors import UsageError
+from utils.errors import UsageError, counted
 from utils.mode import Mode
 
 PRETRAINED = "efficientnet-lite0"  # a key of published.PACKAGED
@@ -219,7 +219,7 @@ def _choose_training(settings, facts, is_fine_tuned):
         _set(settings, f"{kind}, {facts.images} training images on a {_device(facts)}", epochs=epochs)
         _set(
             settings,
-            f"{settings.epochs} epochs",
+            counted(settings.epochs, "epoch"),
             warmup_epochs=warmup_epochs(settings.epochs),
         )
     _set(settings, kind, optimizer="AdamW" if is_fine_tuned else "Nesterov")

@@ -17,7 +17,7 @@ import numpy as np
 from paddle_resnet.job import processes
 from paddle_resnet.settings.values import text
 from utils import files, logger, meters
-from utils.errors import RunError, UsageError, command, python
+from utils.errors import RunError, UsageError, command, counted, python
 from utils.mode import RunScope
 from utils.outputs import replaced
 
@@ -177,7 +177,7 @@ def all_done(args, argv, checkpoint):
     folder = checkpoint.folder
     if checkpoint.ended_early(args.patience):
         count = checkpoint.evaluations_since_best
-        text = f"{folder} was saved {count} evaluations after the best evaluation; use a larger number"
+        text = f"{folder} was saved {counted(count, 'evaluation')} after the best evaluation; use a larger number"
         if not args.resume:
             raise UsageError(f"--patience {args.patience}: {text}")
         logger.info(f"--resume: --patience {args.patience} has already ended the run: {text}")
@@ -186,8 +186,8 @@ def all_done(args, argv, checkpoint):
             if args.iter_unit == "batch":
                 raise UsageError(f"--num-iter {args.num_iter}: already completed in {folder}; use a larger number")
             raise UsageError(f"--epochs {args.epochs}: already completed in {folder}; use more than {checkpoint.epoch}")
-        length = f"{args.epochs} epochs" if args.iter_unit == "epoch" else f"{args.num_iter} steps"
-        logger.info(f"--resume: all {length} are already completed in {folder}")
+        length = counted(args.epochs, "epoch") if args.iter_unit == "epoch" else counted(args.num_iter, "step")
+        logger.info(f"--resume: the run is already complete in {folder}, after {length}")
     if processes.rank() == 0 and Path(args.report_file).is_file():
         _complete(args, argv, checkpoint)
 

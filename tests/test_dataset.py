@@ -246,7 +246,7 @@ def test_commands_pass_on_their_flags(run):
     options = {"shards": 2, "resize_short": 64, "quality": 80, "workers": 3, "skip_list": "f", "allow_outside": True}
     options |= {"progress": True, "check": None, "label_offset": 1}
     assert run(f"convert --from s --to lmdb --output {{}} {flags}")[1] == [["convert", "s", "OUT", "lmdb", options]]
-    text = "s: 1 index files created, 2 already existed\n"
+    text = "s: 1 index file created, 2 already existed\n"
     assert run("index s") == (0, [["build_indexes", "s"]], text)
     calls = [["verify", "s", None, False, RunScope.TRAIN_EVAL, False, "auto", False], ["show", REPORT]]
     assert run("verify s") == (1, calls, "")
@@ -254,7 +254,7 @@ def test_commands_pass_on_their_flags(run):
     flags += "--label-offset 1"
     options = True, RunScope.TRAIN_ONLY, True, 1, True
     calls = [["verify", "s", 9, *options], *calls[1:], ["write_fix_list", REPORT, "OUT"]]
-    assert run(f"verify s --fix-list {{}} {flags}") == (1, calls, "OUT: 1 images for train.py --skip-list\n")
+    assert run(f"verify s --fix-list {{}} {flags}") == (1, calls, "OUT: 1 image for train.py --skip-list\n")
     text = f"OUT: 5 training images, each with {inspection.VERSIONS} augmented versions\n"
     assert run("preview s --output {}") == (0, [["preview", "s", "OUT", 12, []]], text)
     assert run("preview s --output {} --images 7 --lr 1")[1] == [["preview", "s", "OUT", 7, ["--lr", "1"]]]

@@ -258,12 +258,12 @@ def test_resumed_run_may_be_recorded_under_a_link(tmp_path):
         (
             {},
             "--epochs 1: already completed in out/0; use more than 1",
-            "--resume: all 1 epochs are already completed in out/0\n",
+            "--resume: the run is already complete in out/0, after 1 epoch\n",
         ),
         (
             {"iter_unit": "batch", "num_iter": 7},
             "--num-iter 7: already completed in out/0; use a larger number",
-            "--resume: all 7 steps are already completed in out/0\n",
+            "--resume: the run is already complete in out/0, after 7 steps\n",
         ),
         (
             {"patience": 2},

@@ -13,6 +13,11 @@ def printable(text):
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def counted(count, noun, plural=None):
+    """Return a number with a noun in the singular or plural, such as "1 image" or "2 images"."""
+    return f"{count} {noun if count == 1 else plural or f'{noun}s'}"
+
+
 def python():
     """Return how to type the interpreter that runs this process, such as .venv/bin/python."""
     path = os.path.relpath(sys.executable)

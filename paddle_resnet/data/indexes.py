@@ -20,7 +20,7 @@ import numpy as np
 from paddle_resnet.data import records
 from paddle_resnet.data.records import IMAGE_EXTENSIONS
 from utils import cache, files, logger
-from utils.errors import UsageError, command
+from utils.errors import UsageError, command, counted
 
 # Maximum number of records per RecordIO file or tar shard whose headers are compared with the index.
 CHECKED_RECORDS = 256
@@ -314,15 +314,15 @@ def _webdataset_rows(data, f, shard_size):
         row = fields[int(incomplete[0])]
         found = [extension.decode(errors="replace") for extension in row[::width]]
         raise UsageError(
-            f"{f.name}: the sample at byte {row[1].decode()} contains {_listed(found)} instead of an image "
-            f"({', '.join(IMAGE_EXTENSIONS)}) and a .cls file, and {len(incomplete)} of {len(lines)} samples are "
-            f"incomplete; write the shard again {_remedy(found)}"
+            f"{f.name}: {len(incomplete)} of {counted(len(lines), 'sample')} without image or label: the sample at "
+            f"byte {row[1].decode()} has the extensions {_listed(found)}, but needs an image "
+            f"({', '.join(IMAGE_EXTENSIONS)}) and a .cls file; write the shard again {_remedy(found)}"
         )
     return of_parts
 
 
 def _listed(names):
-    return " and ".join(names if len(names) <= 5 else [", ".join(names[:5]), f"{len(names) - 5} more"])
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _remedy(extensions):

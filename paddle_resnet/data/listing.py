@@ -19,7 +19,7 @@ import numpy as np
 from paddle_resnet.data import indexes, records, sniffer
 from paddle_resnet.data.records import IMAGE_ENDINGS, IMAGE_SUFFIXES
 from utils import logger
-from utils.errors import UsageError, command, printable
+from utils.errors import UsageError, command, counted, printable
 from utils.mode import Mode, RunScope
 
 SHARD_NAMES = {
@@ -504,15 +504,11 @@ def warn_of_ignored(folder, ignored):
         parts.append(f"{len(places)} {plural} ({f'{classes}; ' if classes else ''}for example {example})")
     _log_once(
         printable(
-            f"{folder}: {entries(len(ignored))} ignored: {_some(parts, 10)}; images must be in a class "
-            f"folder and have a name that ends in {IMAGE_ENDINGS} and does not begin with a dot"
+            f"{folder}: {counted(len(ignored), 'entry', 'entries')} ignored: {_some(parts, 10)}; images must be in a "
+            f"class folder and have a name that ends in {IMAGE_ENDINGS} and does not begin with a dot"
         ),
         logger.warn,
     )
-
-
-def entries(count):
-    return f"{count} {'entry' if count == 1 else 'entries'}"
 
 
 def check_classes(image_root, mode, data_format, labels, classes, allow_empty=False, allow_one_class=False):
@@ -718,8 +714,9 @@ def image_files(path):
 
     Returns:
         (sorted names of the images; sorted names of images that are not regular files but broken links, FIFOs or
-        devices; [(kind, name)] of ignored images and of ignored entries that are not hidden, where kind is HIDDEN, the
-        extension of a file, or "folder")
+        devices; [(kind, name)] of ignored entries, where kind is HIDDEN for an image whose name begins with a dot, and
+        otherwise "folder", the extension of a file or "without extension"). Other entries whose names begin with a dot
+        are omitted.
     Raises:
         UsageError: the folder cannot be listed.
     """

@@ -45,6 +45,14 @@ INDEXED = ("recordio", "tfrecord", "webdataset")
 MAGIC = ((b"\x89PNG", "png"), (b"BM", "bmp"), (b"II", "tif"), (b"MM", "tif"), (b"RIFF", "webp"))
 BLOCK = 64  # number of images in a block (a worker's task); RecordIO and LMDB files are synced to disk after each block
 _LOCK = ".lock"
+# How a message names an entry of convert.json, if not by the flag of the same name.
+_DIFFERING = {
+    "splits": "different images",
+    "classes_sha256": "different classes",
+    "command": "a different command",
+    "kind": "a different --as",
+    "format": "a different --to",
+}
 NAMED = 10  # maximum number of undecodable images to list in a message
 
 
@@ -323,7 +331,8 @@ def _remove_written(output, to):
 
 
 def _remove(output, paths, to):
-    """Mark a conversion as incomplete in convert.json, and remove record files and their indexes."""
+    """Mark a conversion as incomplete in convert.json, and remove `paths`: class folders, or record files and their
+    indexes."""
     manifest = listing.read_manifest(output)
     indexes.write_file(os.path.join(output, listing.MANIFEST), _json({**manifest, "complete": False}))
     for path in paths:
@@ -366,10 +375,10 @@ def _continued(output, manifest):
     if recorded is not None:
         for key, value in (manifest | {"splits": _images_of(manifest)}).items():
             if (_images_of(recorded) if key == "splits" else recorded.get(key)) != value:
-                what = "different images" if key == "splits" else f"{key} {recorded.get(key)}"
+                what = _DIFFERING.get(key) or f"a different --{key.replace('_', '-')}"
                 raise UsageError(
-                    f"--output {output}: contains a conversion with {what}; remove the folder, choose a different "
-                    "folder, or repeat the original command"
+                    f"--output {output}: contains a conversion with {what} (see {listing.MANIFEST}); remove the "
+                    "folder, choose a different folder, or repeat the original command"
                 )
         return recorded["complete"]
     if os.path.exists(output) and (not os.path.isdir(output) or set(os.listdir(output)) - {_LOCK, *_partial(output)}):

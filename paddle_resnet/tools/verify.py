@@ -30,7 +30,7 @@ from rich.text import Text
 from paddle_resnet.data import bad_images, listing, numbering, readers, records
 from paddle_resnet.serving import preprocessing
 from utils import outputs, signals
-from utils.errors import UsageError, printable
+from utils.errors import UsageError, counted, printable
 from utils.mode import Mode, RunScope
 
 # {file suffix: nvImageCodec's name for the expected codec}
@@ -368,16 +368,16 @@ def show(report, console=None):
     for name, why in list(report.failing.items())[:SHOWN]:
         console.print(printable(f"fails: {name} {why}"), soft_wrap=True, markup=False, highlight=False)
     if len(report.failing) > SHOWN:
-        console.print(f"fails: {len(report.failing) - SHOWN} more images; use --fix-list FILE to list all")
+        console.print(f"fails: {counted(len(report.failing) - SHOWN, 'more image')}; use --fix-list FILE to list all")
     for error in report.errors:
         console.print(printable(f"error: {error}"), soft_wrap=True, markup=False)
-    ignored = f", {listing.entries(len(report.ignored))} ignored" if report.ignored else ""
+    ignored = f", {counted(len(report.ignored), 'entry', 'entries')} ignored" if report.ignored else ""
     if report.training_would_fail:
         outcome = "training would fail"
     else:
         outcome = f"training can read all {'other ' if ignored else ''}images"
     console.print(
-        f"{report.images} images, {len(report.failing)} cannot be decoded{ignored}: {outcome}",
+        f"{counted(report.images, 'image')}, {len(report.failing)} cannot be decoded{ignored}: {outcome}",
         soft_wrap=True,
         highlight=False,
     )

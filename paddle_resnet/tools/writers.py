@@ -59,7 +59,7 @@ class _RecordIOWriter:
             try:
                 end = records.recordio_end(self._records, int(lines[-1].split()[1]), size)
             except ValueError as e:
-                raise UsageError(f"{self._records.name}: damaged; remove the folder and convert again") from e
+                raise UsageError(f"{self._records.name}: damaged; remove its folder and convert again") from e
         self._index.truncate(sum(map(len, lines)))
         self._records.truncate(end)
         self._count, self._end = len(lines), end

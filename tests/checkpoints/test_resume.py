@@ -239,7 +239,7 @@ def test_failed_evaluation_saves_trained_epoch(run_train, uninterrupted, photos,
 def test_finished_command_can_be_repeated(run_train, capsys):
     assert run_train("--resume")[0] == 0
     assert run_train("--resume")[0] == 0
-    assert "all 1 epochs are already completed" in capsys.readouterr().out
+    assert "the run is already complete in " in capsys.readouterr().out
 
 
 def test_resumed_run_appends_to_report(run_train, uninterrupted, stop_before, tmp_path):

@@ -269,7 +269,7 @@ def test_labels_from_1_are_shifted_by_detection(tmp_path, capsys, verify_here, c
     assert not report.training_would_fail and not verify.verify(root).training_would_fail
     convert.convert(root, tmp_path / "out", "webdataset", workers=1)
     assert_list_order(tmp_path / "out", 8)
-    with pytest.raises(UsageError, match="contains a conversion with label_offset 1; remove the folder"):
+    with pytest.raises(UsageError, match="contains a conversion with a different --label-offset .*; remove the folder"):
         convert.convert(root, tmp_path / "out", "webdataset", workers=1, label_offset=0)
 
 

@@ -285,9 +285,9 @@ def test_finished_files_are_not_rewritten(photos, tmp_path, to):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"to": "webdataset"}, "contains a conversion with format tfrecord"),
-        ({"shards": 4}, "contains a conversion with shards"),
-        ({"resize_short": 30}, "contains a conversion with resize_short None"),
+        ({"to": "webdataset"}, "contains a conversion with a different --to "),
+        ({"shards": 4}, "contains a conversion with a different --shards "),
+        ({"resize_short": 30}, "contains a conversion with a different --resize-short "),
     ],
 )
 def test_different_conversion_to_same_folder_is_rejected(photos, tmp_path, options, message):

@@ -37,3 +37,8 @@ def test_each_argument_of_usage_error_is_a_line():
 )
 def test_message_of_paddle_error_is_shortened(message, expected):
     assert errors.core(RuntimeError(message)) == expected
+
+
+def test_nouns_agree_with_their_numbers():
+    assert [errors.counted(count, "image") for count in (0, 1, 2)] == ["0 images", "1 image", "2 images"]
+    assert [errors.counted(count, "entry", "entries") for count in (1, 2)] == ["1 entry", "2 entries"]

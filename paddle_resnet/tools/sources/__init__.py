@@ -145,7 +145,9 @@ def _divided(images, classes, fraction):
     for label, members in names.items():
         val.update(split.divide(classes[label] if classes else str(label), members, fraction, SEED)[1])
     if not val:
-        raise UsageError(f"--val {fraction}: no class has two images, one for training and one for validation")
+        raise UsageError(
+            f"--val {fraction}: no class has two images, one for training and one for validation; add images"
+        )
     return {
         "train": [image for image in images if image.name not in val],
         "val": [image for image in images if image.name in val],

@@ -386,8 +386,8 @@ def _list(path, classes):
     first = [numbers.get(f"ILSVRC2012_val_{number:08d}") for number in range(1, 4)]
     if first in ([*_FIRST_OF_DEVKIT], [number - 1 for number in _FIRST_OF_DEVKIT]):
         raise UsageError(
-            f"{path}: contains the numbers of the devkit, which are not the indexes of the sorted WordNet ids; replace "
-            f"the list by {DEVKIT}.tar.gz"
+            f"{path}: contains the class numbers of ImageNet's development kit, which are not the indexes of the "
+            f"sorted WordNet ids; replace the list with {DEVKIT}.tar.gz"
         )
     return labels
 

@@ -31,7 +31,9 @@ def cub(root):
                 raise UsageError(f"{root}/{name}.txt: has no line for image {key}; download it again")
         line, label = tables["image_class_labels"][key]
         if label not in tables["classes"]:
-            raise UsageError(f"{root}/image_class_labels.txt: line {line}: class {label} is not in classes.txt")
+            raise UsageError(
+                f"{root}/image_class_labels.txt: line {line}: class {label} is not in classes.txt; download both again"
+            )
         line, is_train = tables["train_test_split"][key]
         if is_train not in ("0", "1"):
             raise UsageError(f"{root}/train_test_split.txt: line {line}: expected 0 or 1; download it again")
@@ -55,7 +57,10 @@ def pets(root):
                 raise UsageError(f"{path}: line {number} is not `IMAGE CLASS SPECIES BREED`; download it again")
             name = cells[0].rpartition("_")[0]
             if names.setdefault(int(cells[1]), name) != name:
-                raise UsageError(f"{path}: line {number}: class {cells[1]} is {names[int(cells[1])]} and {name}")
+                raise UsageError(
+                    f"{path}: line {number}: class {cells[1]} has the names {names[int(cells[1])]} and {name}; "
+                    "download it again"
+                )
             rows.append(Row(cells[0], name, split, f"{path}: line {number}", "images"))
     return rows, (path, [names[number] for number in sorted(names)], None)
 

@@ -378,7 +378,7 @@ def test_list_with_numbers_of_devkit_is_rejected(tmp_path, first):
     wnids = [f"n{number:08d}" for number in range(1000)]
     labels = (first, first - 129, first - 319)
     put(tmp_path / "val.txt", "".join(f"{val_name(n)} {label}\n" for n, label in enumerate(labels, 1)))
-    with pytest.raises(UsageError, match="contains the numbers of the devkit.*; replace the list by ILSVRC2012_devkit"):
+    with pytest.raises(UsageError, match="contains the class numbers of .*; replace the list with ILSVRC2012_devkit"):
         ilsvrc._list(str(tmp_path / "val.txt"), wnids)
 
 

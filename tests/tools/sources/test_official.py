@@ -22,7 +22,11 @@ CUB = {
         ("images", "1 a\n3 b\n", "image_class_labels.txt: has no line for image 3; download it again"),
         ("train_test_split", "1 1\n", "train_test_split.txt: has no line for image 2; download it again"),
         ("train_test_split", "1 1\n2 2\n", "train_test_split.txt: line 2: expected 0 or 1; download it again"),
-        ("image_class_labels", "1 1\n2 9\n", "image_class_labels.txt: line 2: class 9 is not in classes.txt"),
+        (
+            "image_class_labels",
+            "1 1\n2 9\n",
+            "image_class_labels.txt: line 2: class 9 is not in classes.txt; download both again",
+        ),
     ],
 )
 def test_damaged_lists_of_cub_are_rejected(tmp_path, name, text, message):

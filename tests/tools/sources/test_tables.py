@@ -8,7 +8,7 @@ import pytest
 
 from layouts import colors_match, error_of_training, image, obey, put
 from paddle_resnet import dataset
-from paddle_resnet.data import numbering
+from paddle_resnet.data import listing, numbering
 from paddle_resnet.tools import sources
 from paddle_resnet.tools.sources import Options
 from utils.errors import UsageError
@@ -411,7 +411,10 @@ BAD = {
         "image_class_labels.txt: has no line for image 99",
     ),
     "CUB twice": (extended(cub, "images.txt", "1 x.jpg\n"), "images.txt: line 29 repeats an id"),
-    "Pets": (extended(pets, "annotations/test.txt", "cat_1 1 1 1\n"), "test.txt: line 9: class 1 is cock and cat"),
+    "Pets": (
+        extended(pets, "annotations/test.txt", "cat_1 1 1 1\n"),
+        "test.txt: line 9: class 1 has the names cock and cat; download it again",
+    ),
     "only validation": (table("id,label,split\nt0a,a,val\n"), "contains no training images"),
     "empty": (table("id,label\n"), "contains no rows with images"),
 }
@@ -425,3 +428,9 @@ def test_bad_input_exits_with_code_2_and_leaves_no_output(tmp_path, capsys, name
     assert dataset.main(command) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
+
+
+def test_data_set_without_a_class_of_two_images_cannot_be_split():
+    images = [listing.Image(f"{label}.jpg", f"{label}.jpg", label) for label in range(3)]
+    with pytest.raises(UsageError, match="--val 0.2: no class has two images.*; add images"):
+        sources._divided(images, None, 0.2)
