@@ -413,7 +413,10 @@ def flatten(split):
         (lambda root: shutil.rmtree(root / "train"), ["has no folder train/", "--run-scope eval_only"]),
         (lambda root: flatten(root / "train"), ["--image-root", "no class folders", "one folder per class"]),
         (lambda root: empty(root / "val"), ["--image-root", "val/ contains no images in class folders; add images"]),
-        (lambda root: flatten(root / "val"), ["val/ contains no images in class folders; move each image into the"]),
+        (
+            lambda root: flatten(root / "val"),
+            ["val/ contains no images in class folders; ", "put the images into one folder per class"],
+        ),
         (lambda root: empty(root / "train/class0"), ["train has no images for 1 of 3", "--allow-empty-classes"]),
         (keep_one_class, ["all train images belong to one class, class0", "--allow-one-class"]),
     ],

@@ -193,12 +193,12 @@ def unfused(init):
 
 
 def write_state(save):
-    def wrapped(self, epoch, step=None, *args):
+    def wrapped(self, epoch, step=None, *args, **keywords):
         if step is None:
             arrays = {name: array for state in variables.snapshot(self._program) for name, array in state.items()}
             arrays |= {name: variables.read(name) for name in averages.of(self._program).values()}
             np.savez(f"{options.parameters}/epoch{epoch}_rank{processes.rank()}.npz", **arrays)
-        return save(self, epoch, step, *args)
+        return save(self, epoch, step, *args, **keywords)
 
     return wrapped
 

@@ -147,10 +147,7 @@ def _files(
         files, labels, classes = listing.list_filelist(image_root, mode, num_of_class, allow_outside, numbers.offset)
         classes = numbers.classes
     if not files:
-        remedy = f"add images ({records.IMAGE_ENDINGS})"
-        if data_format == "folder" and listing.images_at_the_top(os.path.join(image_root, mode.value)):
-            remedy = "move each image into the folder of its class"
-        remedy = sniffer.advice(image_root) or remedy
+        remedy = sniffer.advice(image_root) or f"add images ({records.IMAGE_ENDINGS})"
         raise UsageError(f"--image-root {image_root}: {mode.value}/ contains no images in class folders; {remedy}")
     if classes is None:
         classes = listing.numbers(None if num_of_class is None else max(labels) + 1)
