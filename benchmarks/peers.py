@@ -87,8 +87,8 @@ WORKER_FLAGS = ("image_root", "threads", *JAX_FLAGS)
 
 
 def run(args):
-    """Measure every row --repeats times, alternating between the rows, and append a JSON line to --output per
-    measurement."""
+    """Measure every row --repeats times, alternating between the rows, and append a JSON line to --output for each
+    measurement. Return the exit code, 1 if a measurement failed."""
     rows = choose(args.rows)
     if args.image_root is None and any("JPEG" in row for row in rows):
         sys.exit("--image-root: not set; set it to a folder with train/ and val/, or add --rows synthetic")
@@ -313,7 +313,7 @@ def torch_batches(args, training, device):
 
 
 def dali_pipeline(args, training, device):
-    """Build the pipeline that paddle_resnet.dali builds with default flags, but without the fourth channel."""
+    """Return the pipeline that paddle_resnet.dali builds with default flags, but without the fourth channel."""
     from nvidia.dali import fn, pipeline_def, types
 
     on_gpu = device.type == "cuda"

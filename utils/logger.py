@@ -334,7 +334,7 @@ def _check_place():
 
 def _line(step, data):
     """Return the line to print. If all names have the same prefix, such as "train.", the line contains the prefix only
-    once, so that the line fits in a wide terminal. Averages over classes appear only in the report."""
+    once. Averages over classes appear only in the report."""
     data = {name: value for name, value in data.items() if not name.endswith(("_macro", "_weighted"))}
     phases = {name.partition(".")[0] for name in data}
     label = _label(step)

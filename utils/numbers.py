@@ -31,7 +31,8 @@ def integer(least, most=2**31 - 1):
 
 
 def number(text):
-    """Parse a finite number, a fraction such as 1/255, or a power such as 2^-15."""
+    """Parse a finite number, a fraction such as 1/255, or a power such as 2^-15, and return it as a float. Numbers
+    above MAX_NUMBER or below -MAX_NUMBER are invalid."""
     try:
         base, power, exponent = text.partition("^")
         value = float(Fraction(base)) if "/" in base else float(base)
@@ -80,7 +81,7 @@ def short(text):
 
 
 def label_offset(text):
-    """Parse the value of --label-offset: AUTO or a whole number."""
+    """Parse the value of --label-offset, and return AUTO or a whole number."""
     return AUTO if text == AUTO else integer(0, 10**6)(text)
 
 

@@ -105,8 +105,8 @@ def start_gloo(prepare):
 
 
 def sqrt(x):
-    """Like paddle.sqrt, but also accepts legacy variables, which Paddle 3.3 rejects: "sqrt(): argument (position 1)
-    must be Value"."""
+    """Return the square root of x. Unlike paddle.sqrt, this function accepts legacy variables. Paddle 3.3 rejects them:
+    "sqrt(): argument (position 1) must be Value"."""
     return _append("sqrt", x)
 
 

@@ -267,7 +267,7 @@ struct PointwiseConv {
   }
 
   // Loads the coefficients scale and offset of BN for the eight channels of this thread. Loads beyond the last channel
-  // are redirected.
+  // read the last four channels instead; the results for such channels are not stored.
   __device__ __forceinline__ void load_coefficients(const FixedBn &bn, float (&scale)[8], float (&offset)[8]) const {
     float variance[8], mean[8];
 #pragma unroll

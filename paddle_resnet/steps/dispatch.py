@@ -71,7 +71,8 @@ def _copy(library, variables, run, feed):
 
 
 def _fetch(run, class_num, feed):
-    """Run a step. If the step fails and class_num is not None, check the labels."""
+    """Run a step, and return its metrics. If the step fails, class_num is not None and a label is not a valid class
+    number, raise DataError."""
     try:
         return run(feed=feed, return_numpy=False)
     except (IndexError, ValueError) as e:
