@@ -1,5 +1,5 @@
 """Connections between the monitors of a job. A message is a line of JSON. No message is sent before both ends of a
-connection have proved that they belong to the job; only the proofs themselves are exchanged earlier.
+connection have proved that they belong to the job; earlier, they exchange only challenges and proofs.
 
 Each rank generates a Diffie-Hellman key pair and publishes its public key in Paddle's TCP store. Rank 0 derives a
 shared key with each other rank: both ranks combine their own private key with the public key of the other rank. The

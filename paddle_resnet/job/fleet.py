@@ -15,7 +15,7 @@ from paddle_resnet.machine import compat
 from utils import signals
 from utils.errors import RunError
 
-# Paddle's defaults are for small GPUs. These flags allow enough workspace (in MB) for every convolution algorithm,
+# Flags of Paddle for GPUs. They allow enough workspace (in MB) for every convolution algorithm,
 # enable one-pass BN, and sum the gradients of a residual addition in place. Paddle reads the last flag when the
 # backward pass is built.
 GPU_FLAGS = {
@@ -26,8 +26,8 @@ GPU_FLAGS = {
 # Number of gradients per fused all-reduce between hosts. Without CUDA graphs, a step with Fleet's default of 8 took 3 %
 # to 8 % longer than with 16 or more. With 32, most of the communication overlaps with the backward pass, and few
 # all-reduces remain after the backward pass. Within a host, this project uses one all-reduce per data type after the
-# backward pass: with CUDA graphs, a step with 32 took 1 % longer, and with 8, 3 % longer. All times are for ResNet-50
-# with O2 on two H200s of one host (benchmarks/log/multi_gpu_h200.md).
+# backward pass, because with CUDA graphs, such a step took 1 % less time than a step with 32. All times are for
+# ResNet-50 with O2 on two H200s of one host (benchmarks/log/multi_gpu_h200.md).
 _GRADIENTS_PER_ALL_REDUCE = 32
 _ALL_GRADIENTS = 10**6
 

@@ -146,7 +146,7 @@ def assigned(op):
 
 def fuse_residual_units(strategy):
     """Set BuildStrategy.fuse_resunit, which exists only in GPU builds of Paddle 3 with cuDNN's frontend. Return whether
-    this build of Paddle supports it."""
+    this build of Paddle has this option."""
     try:
         if hasattr(strategy, "fuse_resunit"):
             strategy.fuse_resunit = True

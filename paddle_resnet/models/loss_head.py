@@ -79,7 +79,7 @@ def add_paddle(logits, targets, class_num, label_smoothing, is_train):
 
 def _nan_rows(logits):
     """Return the logits, with all logits of an image replaced by NaN if any of them is NaN or +inf. Otherwise, Paddle's
-    cross entropy on the CPU could be finite."""
+    cross entropy of such an image could be finite on a CPU."""
     is_finite = _op("less_than", {"X": logits, "Y": _full([1], float("inf"), "float32")}, "bool")
     factor = _op("reduce_min", {"X": _cast(is_finite, "float32")}, dim=[1], keep_dim=True)
     factor = _op("elementwise_div", {"X": factor, "Y": factor})  # 1 or NaN
@@ -229,7 +229,8 @@ def add_logits(logits):
 
 
 def add_native(logits, targets, class_num, label_smoothing, is_train):
-    """Add the loss head like add_paddle, with the same result, but with one custom operator."""
+    """Add the loss head to the current program, with one custom operator. Arguments and result are those of
+    add_paddle."""
     block = static.default_main_program().global_block()
     made = {
         name: block.create_var(name=f"{logits.name}.{name}", dtype=dtype, stop_gradient=name != "Loss")

@@ -60,8 +60,8 @@ int processors() { return Gpu::get().blocks() / kBlocksPerProcessor; }
 int tiles_of(int rows) { return (rows + kTileRows - 1) / kTileRows; }
 
 // Returns the number of output channels that a block computes: the number that minimizes the estimated time of the
-// multiprocessor with the most blocks. Each group of channels reads the input again; the estimate counts this as 32 more
-// channels.
+// multiprocessor with the most blocks. Each group of channels reads the input again, which the estimate counts as 32
+// more channels.
 int pointwise_columns(int rows, int out) {
   const auto cost = [=](int columns) {
     const int64_t blocks = int64_t{tiles_of(rows)} * ((out + columns - 1) / columns);

@@ -1,12 +1,12 @@
 // Kernel for the stem of ResNets in inference: 7x7 convolution with stride 2, BN with fixed statistics, ReLU, and 3x3
-// max pooling with stride 2. In float32, it multiplies in TF32. The images are [N, H, W, 3]. The output of the
-// convolution, which is five times as large as the images, remains in registers.
+// max pooling with stride 2. For float32 images, the kernel multiplies in TF32. The images are [N, H, W, 3]. The output
+// of the convolution, which is five times as large as the images, remains in registers.
 //
 // A grid has (images, strips of `strip` pooled rows times column tiles) blocks. Each group of two warps computes
 // kStemColumns pooled columns, for which it needs 15 of the 16 columns of its product; each warp computes 32 channels.
-// In each step, a warp computes four rows of the convolution and the maximum of windows of three rows and columns. It
-// keeps the maximum of the last two rows, because the first pooled row of the next step needs it. After each step, the
-// block loads the eight image rows that the next step reads in addition.
+// In each step, a warp computes four rows of the convolution and the maximum of windows of three rows and columns. A
+// warp keeps the maximum of the last two rows, because the first pooled row of the next step needs it. After each step,
+// the block loads the eight image rows that the next step reads in addition.
 //
 // A row of a filter multiplies 7 adjacent pixels, which are 21 adjacent elements of the image. The products of the next
 // 3 elements with zeros complete 3 groups of 8 elements for the tensor cores.

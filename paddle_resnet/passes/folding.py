@@ -104,9 +104,9 @@ def fuse_convolutions(program, exe):
 
 def fuse_stem(program):
     """Replace the stem of a ResNet (7x7 convolution with stride 2 and 64 filters, BN, ReLU, and 3x3 max pooling with
-    stride 2) with one custom operator, in place. It reads images with three channels, so it also replaces the operator
-    that adds a fourth channel of zeros. In float32, the stem is not replaced if the environment variable
-    NVIDIA_TF32_OVERRIDE=0 disables TF32, because the custom operator computes in TF32.
+    stride 2) with one custom operator, in place. The custom operator reads images with three channels, so the operator
+    that adds a fourth channel of zeros is also replaced. In float32, the stem is not replaced if the environment
+    variable NVIDIA_TF32_OVERRIDE=0 disables TF32, because the custom operator computes in TF32.
 
     Args:
         program: inference Program in NHWC, after cast_evaluation_program.
@@ -156,10 +156,10 @@ def _has_tf32():
 def replace_convolutions(program, exe):
     """Replace Paddle's float32 convolutions with custom operators, in place. In float32, Paddle's `conv2d` transposes
     its input and output in each step, because it does not support NHWC; the custom operator native_conv calls cuDNN in
-    NHWC. Its filters are transposed to cuDNN's layout once.
+    NHWC. The filters of native_conv are transposed to cuDNN's layout once.
 
     The 1x1 convolutions that fusion.fuse_pointwise_conv supports are replaced together with their BN, residual addition
-    and activation. Because the custom kernel computes them in TF32, native_conv replaces these convolutions if the
+    and activation. Because the custom kernel computes in TF32, native_conv replaces these 1x1 convolutions if the
     environment variable NVIDIA_TF32_OVERRIDE=0 disables TF32, or if the GPU does not support TF32.
 
     A convolution is not replaced if its padding is asymmetric, which cuDNN does not support; if its filters are not a
