@@ -281,6 +281,8 @@ def log(step, data):
     Args:
         step: (epoch, step), (epoch,) or () for the summary of the run.
         data: {name: number or text}. Non-finite numbers become null in the report.
+    Raises:
+        RunError: the report file can no longer be written.
     """
     if _quiet or _only_warns:
         return

@@ -56,12 +56,15 @@ def fuse(program):
     are not replaced. The kernels for layers, except dropout, require the layout NHWC and a number of channels that
     is a multiple of 4. These kernels do not support gradients through BN with fixed statistics, pooling or
     depthwise convolutions of images without a fixed size, depthwise convolutions with kernels other than 3x3 and 5x5,
-    concatenations of more than two inputs, or 1x1 convolutions with a stride, with a bias or in float32.
+    with strides other than 1 and 2 or with dilation, concatenations of more than two inputs, or 1x1 convolutions with a
+    stride, with a bias or in float32.
 
     Args:
         program: training Program after minimize, or evaluation Program after cast_evaluation_program.
     Returns:
         the number of replaced operators.
+    Raises:
+        UsageError: the program uses loss scaling, and a parameter has a regularizer of its own.
     """
     graph = Graph(program.global_block())
     for op in list(graph.block.ops):

@@ -27,6 +27,8 @@ class Dispatcher:
         inputs: {name: tensor} that captured steps read. A loader can avoid a copy by writing to these tensors directly.
             The dictionary is empty if steps are not captured, or if the loader uses a different device, because writing
             would move the tensors to that device.
+    Raises:
+        RuntimeError: is_native is true, but the program has no async copy of its metrics.
     """
 
     def __init__(self, exe, program, variables, is_native, class_num=None, shares_inputs=True):
