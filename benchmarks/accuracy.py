@@ -29,7 +29,7 @@ import sweep  # noqa: E402
 
 
 def result(folder):
-    """Return (top1 after the last epoch, minutes of the last start) of a finished run, or None."""
+    """Return (top1 after the last epoch, minutes since the last start) of a run, or None if it has not finished."""
     path = folder / "report.json"
     last = path.read_text().rpartition("DLLL ")[2] if path.exists() else ""
     if not last.endswith("}\n"):  # empty, or the run was killed while it wrote the line

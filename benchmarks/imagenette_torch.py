@@ -149,8 +149,8 @@ class MaxBlurPool(nn.Module):
     leaderboard's results replace all max pooling.
 
     kornia blurs with [1, 4, 6, 4, 1] / 16, reflecting the border, and averages 2x2 pixels. Together, the filter is [1,
-    5, 10, 10, 5, 1] / 32 in both directions. It is applied by two matrix products, which are faster than a depthwise
-    convolution.
+    5, 10, 10, 5, 1] / 32 in both directions. Two matrix products instead of a depthwise convolution apply
+    this filter.
     """
 
     FILTER = (1, 5, 10, 10, 5, 1)
@@ -185,7 +185,7 @@ class SqueezeExcitation(nn.Sequential):
 
 class SelfAttention(nn.Module):
     """fastai's SimpleSelfAttention: x + gamma * (x x^T) (W x), where x is the matrix [channels, pixels] of an image.
-    It is computed in float32 (TF32 on a GPU), because the products can overflow or become 0 in float16."""
+    The layer computes in float32 (TF32 on a GPU), because the products can overflow or become 0 in float16."""
 
     def __init__(self, channels):
         super().__init__()
@@ -313,7 +313,7 @@ def _flatten(parameters):
 
 def _coefficients(step, rate, weight_decay):
     """Return weight decay, rate and correction of the second moment for a step, counted from 1, and whether the second
-    moment is used. With BETA2 = 0.99, it is used after 5 steps."""
+    moment is used. With BETA2 = 0.99, the second moment is used after 5 steps."""
     correction, longest = 1 - BETA2**step, 2 / (1 - BETA2) - 1
     length = longest - 2 * step * (1 - correction) / correction
     decay, rate, is_rectified = rate * weight_decay, rate / (1 - BETA1**step), length > 5

@@ -11,8 +11,9 @@ reset its peak memory. One process at a time uses the GPU, while the next one im
 captured steps at the end of the warm-up; images/s and step time exclude them.
 
 The memory bound is the time for reading each input and writing each output of every operator in the fused program
-once. "bound / step" is its fraction of the step time: at 100%, a step takes only as long as moving this data. The bound
-excludes views, such as reshape2, and tensors without a fixed size, such as some of self-attention.
+once, at the memory bandwidth --bandwidth-tb-s. "bound / step" is its fraction of the step time: at 100%, a step takes
+only as long as moving this data. The bound excludes views, such as reshape2, and tensors without a fixed size, such as
+some of self-attention.
 
 The fractions of the kinds of kernels are relative to their total time ("kernels"). "convolution" includes matrix
 products, "SE, concatenation" includes global average pooling, and "BN, activation, addition" includes dropout, other

@@ -14,15 +14,16 @@ step computes loss, top1 and top5, which the host reads one step later. All pend
 starts and when it stops. PyTorch uses its usual settings: torch.autocast and GradScaler, cuDNN autotuning
 (cudnn.benchmark) and a fused optimizer. "PyTorch compile" is torch.compile in its default mode, which does not use CUDA
 graphs; "PyTorch reduce-overhead" uses them. torch.compile also compiles the loss and the accuracy. This project and the
-baselines decode with DALI's mixed decoder. This project interpolates chroma; the baselines repeat it, which is faster
-when crops are decoded. The baselines use the dynamic executor, DALI's default; this project uses the older executor
-(see paddle_resnet/dali.py). This project pads images to 4 channels, as its recipes do; the baselines use 3 channels.
-For evaluation, the baselines convert all parameters to float16. On two GPUs, the batch size per process is the same as
-on one GPU, and baselines train with DistributedDataParallel.
+baselines decode with DALI's mixed decoder. This project interpolates chroma; the baselines repeat it, with which
+training was 24 % faster when only crops were decoded (benchmarks/log/loader_h200.md). The baselines use the dynamic
+executor, DALI's default; this project uses the older executor (see paddle_resnet/dali.py). This project pads images to
+4 channels, as its recipes do; the baselines use 3 channels. For evaluation, the baselines convert all parameters to
+float16. On two GPUs, the batch size per process is the same as on one GPU, and baselines train with
+DistributedDataParallel.
 
 "first step" is the time from the start of the process until the host has read the loss of the first step. PyTorch
 starts with an empty kernel cache in the first repetition and reuses the cache in later repetitions. This project uses
-the machine's existing cache; filling an empty cache takes a few seconds (docs/kernels.md).
+the machine's existing cache; filling an empty cache takes about 7 s (docs/kernels.md).
 
 DIR contains train/CLASS/*.jpg and val/CLASS/*.jpg. PYTHON is an interpreter with torch, timm and, for JPEG files,
 nvidia-dali, or with jax, flax and optax. PyTorch's networks come from timm.
@@ -87,8 +88,8 @@ WORKER_FLAGS = ("image_root", "threads", *JAX_FLAGS)
 
 
 def run(args):
-    """Measure every row --repeats times, alternating between the rows, and append a JSON line to --output per
-    measurement."""
+    """Measure every row --repeats times, alternating between the rows, and append a JSON line to --output for each
+    measurement. Return the exit code, 1 if a measurement failed."""
     rows = choose(args.rows)
     if args.image_root is None and any("JPEG" in row for row in rows):
         sys.exit("--image-root: not set; set it to a folder with train/ and val/, or add --rows synthetic")
@@ -313,7 +314,7 @@ def torch_batches(args, training, device):
 
 
 def dali_pipeline(args, training, device):
-    """Build the pipeline that paddle_resnet.dali builds with default flags, but without the fourth channel."""
+    """Return the pipeline that paddle_resnet.dali builds with default flags, but without the fourth channel."""
     from nvidia.dali import fn, pipeline_def, types
 
     on_gpu = device.type == "cuda"

@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 
 # Measured speed of ResNet-50 on H200s with AMP O2, NHWC and 256 synthetic images per GPU: {GPUs: images/s}. The values
-# are medians from benchmarks/log/.
+# are medians from benchmarks/log/multi_gpu_h200.md.
 MEASURED = {1: 8338.0, 2: 16203.0, 4: 32408.0}
 GPUS = (8, 64, 1024)
 
@@ -103,8 +103,8 @@ def fit(setup, measured):
 
 
 def fit_jitter(setup, measured):
-    """Like fit, but attribute the lost time to jitter. The result is the worst case, because jitter grows with the
-    number of GPUs."""
+    """Return the same values as fit, but attribute the lost time to jitter. The result is the worst case, because
+    jitter grows with the number of GPUs."""
     alone, rows = _losses(setup, measured)
     return alone, 0.0, max(0.0, sum(x * y for x, y in rows) / sum(x * x for x, _ in rows))
 

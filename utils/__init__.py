@@ -1,1 +1,1 @@
-"""Helpers that do not need Paddle, for run modes, meters, logging, errors and CPU affinity."""
+"""Helpers that do not need Paddle: command line, errors, files, logging, meters, signals and others."""

@@ -21,8 +21,8 @@ _DEFAULT = re.compile(r" \(default: .*\)$")  # in help texts of flags whose defa
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises UsageError. Its --help prints examples and main flags in one line each.
 
-    This line contains the flag's help text up to the first semicolon, and the default. A default that the help text
-    states takes precedence over the default of the argument, for flags whose default depends on other flags.
+    The line of a flag contains its help text up to the first semicolon, and its default. If the help text ends with
+    "(default: ...)", the line shows this default, for flags whose default depends on other flags.
 
     Args:
         examples: [(purpose, arguments of the command)].

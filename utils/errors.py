@@ -7,8 +7,8 @@ import sys
 
 
 def printable(text):
-    """Escape characters that would end the line or control the terminal, such as \\n and \\x1b."""
-    if text.isprintable():  # isprintable() is much faster than checking each character
+    """Return the text, with characters that would end the line or control the terminal escaped as \\n, \\x1b, etc."""
+    if text.isprintable():  # the usual case, without a loop over the characters
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 

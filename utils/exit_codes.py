@@ -25,7 +25,7 @@ _NO_TEMPORARY_FOLDER = "No usable temporary directory"  # error message of Pytho
 DONE, FAILURE, USAGE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
 CLOSED_PIPE = 128 + signal.SIGPIPE  # what a shell reports for a program that SIGPIPE ends, such as `yes | head`
 # If less address space than this is available, an import or a step can fail without a clear error message. A small
-# training run on a CPU used 3.2 to 3.5 GiB.
+# training run on a CPU used 3.2 to 3.5 GiB of address space.
 LEAST_ADDRESS_SPACE = 4 << 30  # bytes
 
 
@@ -37,10 +37,10 @@ def of(program, function, needs_stdout=True):
         function: function without arguments that returns an exit code, or None for DONE.
         needs_stdout: whether the command fails if it cannot write to stdout.
     Returns:
-        the exit code of the function; FAILURE after a RunError or if memory is insufficient; USAGE after a UsageError
-        or if a path is inaccessible; PREEMPTED if a signal stopped the run and all work is saved; INTERRUPTED after a
-        KeyboardInterrupt; CLOSED_PIPE, without a message, if the reader of the result has exited. Other exceptions are
-        not caught.
+        the exit code of the function; FAILURE after a RunError, or if memory is insufficient or no folder for temporary
+        files is writable; USAGE after a UsageError or if a path is inaccessible; PREEMPTED if a signal stopped the run
+        and all work is saved; INTERRUPTED after a KeyboardInterrupt; CLOSED_PIPE, without a message, if the reader of
+        the result has exited. Other exceptions are not caught.
     """
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.NUMBERS)  # paddle_resnet/__init__.py blocked them

@@ -15,7 +15,8 @@ _pipes = []  # file descriptors of pipes that remain open until the process ends
 
 
 def argument(text):
-    """Return a path from the command line; the argparse type for paths."""
+    """Return a path from the command line unchanged, or raise ArgumentTypeError if it is empty; the argparse type for
+    paths."""
     if not text:  # for example from an unset variable of a shell; pathlib would use the working directory
         raise argparse.ArgumentTypeError("'' is an empty path; use . for the working directory")
     return text
@@ -134,7 +135,7 @@ def fsync(path):
 
 
 def finite(data):
-    """Replace non-finite numbers in JSON data with None, because JSON has neither Infinity nor NaN."""
+    """Return a copy of JSON data in which non-finite numbers are None, because JSON has neither Infinity nor NaN."""
     if isinstance(data, dict):
         return {name: finite(value) for name, value in data.items()}
     if isinstance(data, list | tuple):

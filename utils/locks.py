@@ -16,7 +16,8 @@ def acquire(path, warn):
 
     Args:
         path: path of the lock file.
-        warn: function to call with a message if the file system does not support locks.
+        warn: function to call with a message if the file system does not support locks. In this case, the file is
+            returned without a lock.
     Returns:
         the open lock file. The lock lasts until this process ends or closes any file object for this path.
     Raises:

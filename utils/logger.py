@@ -281,6 +281,8 @@ def log(step, data):
     Args:
         step: (epoch, step), (epoch,) or () for the summary of the run.
         data: {name: number or text}. Non-finite numbers become null in the report.
+    Raises:
+        RunError: the report file can no longer be written.
     """
     if _quiet or _only_warns:
         return
@@ -334,7 +336,7 @@ def _check_place():
 
 def _line(step, data):
     """Return the line to print. If all names have the same prefix, such as "train.", the line contains the prefix only
-    once, so that the line fits in a wide terminal. Averages over classes appear only in the report."""
+    once. Averages over classes appear only in the report."""
     data = {name: value for name, value in data.items() if not name.endswith(("_macro", "_weighted"))}
     phases = {name.partition(".")[0] for name in data}
     label = _label(step)

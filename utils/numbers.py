@@ -31,7 +31,8 @@ def integer(least, most=2**31 - 1):
 
 
 def number(text):
-    """Parse a finite number, a fraction such as 1/255, or a power such as 2^-15."""
+    """Parse a finite number, a fraction such as 1/255, or a power such as 2^-15, and return it as a float. Numbers
+    above MAX_NUMBER or below -MAX_NUMBER are invalid."""
     try:
         base, power, exponent = text.partition("^")
         value = float(Fraction(base)) if "/" in base else float(base)
@@ -80,7 +81,7 @@ def short(text):
 
 
 def label_offset(text):
-    """Parse the value of --label-offset: AUTO or a whole number."""
+    """Parse the value of --label-offset, and return AUTO or a whole number."""
     return AUTO if text == AUTO else integer(0, 10**6)(text)
 
 
@@ -90,7 +91,7 @@ seed = integer(0, 2**32 - 1)
 batch_size = integer(1, 2**16)
 num_of_class = integer(1, 2**24)  # RecordIO stores labels as float32, which is exact up to this limit
 threads = integer(1, 1024)  # number of threads or processes; thousands of threads would abort the process
-MAX_SIDE = 8192  # maximum side of a resized image in pixels; DALI fails on much larger images
+MAX_SIDE = 8192  # maximum side of a resized image in pixels; DALI has a larger limit, above which it fails
 side = integer(1, MAX_SIDE)
 shape = list_of(integer(0, MAX_SIDE))
 number_list = list_of(number)

@@ -139,8 +139,8 @@ def _check_place(subject, path, protected, run_folder):
 
 
 def _check_links(subject, path):
-    """Check that neither a folder nor its parents are broken links, because no folder can be created at or below a
-    broken link."""
+    """Raise UsageError if a folder or one of its parents is a broken link, because no folder can be created at or below
+    a broken link."""
     for place in (path, *path.parents):
         if place.is_symlink() and not place.exists():
             raise UsageError(f"{subject}: {place} is a broken link; remove it, or choose a different path")

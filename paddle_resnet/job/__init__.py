@@ -1,1 +1,1 @@
-"""The processes of a job."""
+"""Start, connect and monitor the processes of a job."""

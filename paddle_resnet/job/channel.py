@@ -1,5 +1,5 @@
 """Connections between the monitors of a job. A message is a line of JSON. No message is sent before both ends of a
-connection have proved that they belong to the job.
+connection have proved that they belong to the job; earlier, they exchange only challenges and proofs.
 
 Each rank generates a Diffie-Hellman key pair and publishes its public key in Paddle's TCP store. Rank 0 derives a
 shared key with each other rank: both ranks combine their own private key with the public key of the other rank. The
@@ -45,14 +45,18 @@ def key_pair():
 
 
 def shared_key(private, public):
-    """Derive the shared key, as a hexadecimal string, from this end's private key and the other end's public key."""
+    """Return the shared key, a hexadecimal string derived from this end's private key and the other end's public key.
+
+    Raises:
+        ValueError: `public` is not a public key.
+    """
     if not 1 < public < _PRIME - 1:
         raise ValueError("not a public key")
     return hashlib.sha256(str(pow(public, private, _PRIME)).encode()).hexdigest()
 
 
 def encode(message):
-    """Encode a message as a line."""
+    """Return a message as bytes: a line of JSON with its newline."""
     return json.dumps(message).encode() + b"\n"
 
 

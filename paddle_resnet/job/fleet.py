@@ -15,7 +15,7 @@ from paddle_resnet.machine import compat
 from utils import signals
 from utils.errors import RunError
 
-# Paddle's defaults are for small GPUs. These flags allow enough workspace (in MB) for every convolution algorithm,
+# Flags of Paddle for GPUs. They allow enough workspace (in MB) for every convolution algorithm,
 # enable one-pass BN, and sum the gradients of a residual addition in place. Paddle reads the last flag when the
 # backward pass is built.
 GPU_FLAGS = {
@@ -23,11 +23,11 @@ GPU_FLAGS = {
     "FLAGS_cudnn_batchnorm_spatial_persistent": True,
     "FLAGS_max_inplace_grad_add": 8,
 }
-# Number of gradients per fused all-reduce. With Fleet's default of 8, a step on two H200s took 3 to 8 % longer than
-# with 16 or more; differences between larger numbers were noise. With 32, most of the communication overlaps with the
-# backward pass, and few all-reduces remain after the backward pass. Within a host, a single all-reduce after the
-# backward pass is even faster. All times are for ResNet-50 with O2 on two H200s
-# (benchmarks/log/multi_gpu_h200.md).
+# Number of gradients per fused all-reduce between hosts. Without CUDA graphs, a step with Fleet's default of 8 took 3 %
+# to 8 % longer than with 16 or more. With 32, most of the communication overlaps with the backward pass, and few
+# all-reduces remain after the backward pass. Within a host, this project uses one all-reduce per data type after the
+# backward pass, because with CUDA graphs, such a step took 1 % less time than a step with 32. All times are for
+# ResNet-50 with O2 on two H200s of one host (benchmarks/log/multi_gpu_h200.md).
 _GRADIENTS_PER_ALL_REDUCE = 32
 _ALL_GRADIENTS = 10**6
 
@@ -38,6 +38,8 @@ def connect(timeout_s):
 
     Args:
         timeout_s: number of seconds without progress after which the monitor ends the job.
+    Raises:
+        UsageError: PADDLE_MASTER is not an address of rank 0's machine (on rank 0).
     """
     if processes.world_size() > 1:
         rank, world_size, master = processes.rank(), processes.world_size(), os.environ["PADDLE_MASTER"]
@@ -57,9 +59,9 @@ def start(seed, device, data_layout, kernels, needs_serial_run):
     if device == "gpu":
         paddle.set_flags(GPU_FLAGS)
     # In a serial run, the main thread runs all operators. A trace requires a serial run, because Paddle's profiler
-    # loses events or crashes if two executor threads record their first events at the same time (HostEventRecorder has
-    # no lock for its list of threads). A CUDA graph requires a serial run, because the capture includes only the
-    # operators of one thread. On a CPU, several executor threads were not faster and occasionally crashed.
+    # loses events or crashes if two executor threads record their first events at the same time (Paddle's class
+    # HostEventRecorder has no lock for its list of threads). A CUDA graph requires a serial run, because the capture
+    # includes only the operators of one thread. On a CPU, runs with several executor threads occasionally crashed.
     paddle.set_flags({"FLAGS_new_executor_serial_run": device == "cpu" or needs_serial_run})
     set_log_level("ERROR")  # Fleet would log each strategy that is created
     strategy = fleet.DistributedStrategy()

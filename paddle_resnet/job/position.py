@@ -40,7 +40,7 @@ class Position:
 
 
 def describe_stall(positions, stopped=()):
-    """Describe which ranks block the job.
+    """Return a text that states which ranks block the job.
 
     Args:
         positions: {rank: [number of the phase, place, name of the phase]}.
@@ -60,13 +60,13 @@ def describe_stall(positions, stopped=()):
 
 
 def ranks(numbers):
-    """Format a list of ranks as text. Only the first 8 ranks are included."""
+    """Return a list of ranks as text. If there are more than 8 ranks, the text contains the first 8 and "..."."""
     text = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
     return f"rank {text}" if len(numbers) == 1 else f"ranks {text}"
 
 
 def where_is(position):
-    """Format a position as text."""
+    """Return a position as text: the phase and, after its first step has begun, the number of the step."""
     _, place, name = position
     if place == 0:
         return name

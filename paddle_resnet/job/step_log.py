@@ -9,8 +9,8 @@ from utils.meters import mean
 class StepLog:
     """Collects step metrics from all processes, and logs them step by step.
 
-    Rank 0 logs a step when it has received the metrics of all ranks, which is a few steps later. Ranks wait for each
-    other only at the end of the epoch.
+    Rank 0 logs a step after it has received the metrics of all ranks, which arrive while later steps run. Ranks wait
+    for each other only at the end of the epoch.
 
     Args:
         log: function to call with the number of a step and its metrics.
@@ -27,8 +27,8 @@ class StepLog:
         Args:
             step: number of the step.
             images: number of images that this process used in the step.
-            metrics: {name: value} of this process. All values except ips and times are means over the images of the
-                process.
+            metrics: {name: value} of this process. All values except ips and times are means over the images that this
+                process used in the step.
             common: {name: value} for the metrics that are the same in all processes.
         """
         if self._stream is None:
@@ -54,8 +54,9 @@ class StepLog:
 
 
 def over_all(all_ranks):
-    """Aggregate the metrics of a step over all processes. `all_ranks` is [(number of images, {name: value}, {name:
-    common value})]."""
+    """Return the metrics of a step over all processes, {name: value}. ips is summed, times are averaged over the
+    processes, and other values over the images of the processes with finite values. `all_ranks` is [(number of images,
+    {name: value}, {name: common value})], with one entry per rank."""
     counts = [images for images, _, _ in all_ranks]
     result = {}
     for name in all_ranks[0][1]:

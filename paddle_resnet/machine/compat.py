@@ -105,8 +105,8 @@ def start_gloo(prepare):
 
 
 def sqrt(x):
-    """Like paddle.sqrt, but also accepts legacy variables, which Paddle 3.3 rejects: "sqrt(): argument (position 1)
-    must be Value"."""
+    """Return the square root of x. Unlike paddle.sqrt, this function accepts legacy variables. Paddle 3.3 rejects them:
+    "sqrt(): argument (position 1) must be Value"."""
     return _append("sqrt", x)
 
 
@@ -146,7 +146,7 @@ def assigned(op):
 
 def fuse_residual_units(strategy):
     """Set BuildStrategy.fuse_resunit, which exists only in GPU builds of Paddle 3 with cuDNN's frontend. Return whether
-    this build of Paddle supports it."""
+    this build of Paddle has this option."""
     try:
         if hasattr(strategy, "fuse_resunit"):
             strategy.fuse_resunit = True

@@ -3,7 +3,7 @@
 import os
 from typing import NamedTuple
 
-LEAST_CAPABILITY = (6, 1)  # of the GPUs that the supported builds of Paddle support
+LEAST_CAPABILITY = (6, 1)  # lowest compute capability for which a supported Paddle version has a build
 
 
 class Gpu(NamedTuple):
@@ -14,8 +14,8 @@ class Gpu(NamedTuple):
 
 
 def gpu():
-    """Return the first GPU of this machine, or None if the machine has no driver or no GPU, CUDA_VISIBLE_DEVICES hides
-    all GPUs, or the GPU is older than LEAST_CAPABILITY."""
+    """Return the first GPU of this machine, or None if the machine has no driver or no GPU, pynvml is not installed,
+    CUDA_VISIBLE_DEVICES hides all GPUs, or the compute capability of the GPU is below LEAST_CAPABILITY."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return None
     try:
@@ -37,7 +37,7 @@ def gpu():
 
 
 def remedy():
-    """Return how to install a Paddle build for the GPU of this machine (docs/install.md)."""
+    """Return the instruction, for messages, to install a Paddle build for this machine's GPU (docs/install.md)."""
     found = gpu()
     if found is None:
         return "install a GPU build of Paddle (see docs/install.md)"

@@ -113,8 +113,8 @@ def build_capabilities():
 
 
 def _architectures(library, files=64):
-    """Return {(architecture, kind)} for the first fat binaries in a library. All other fat binaries have the same
-    architectures."""
+    """Return {(architecture, kind)} for the first `files` fat binaries in a library. All other fat binaries have the
+    same architectures. An architecture is a number such as 90; kind is _CUBIN or _PTX."""
     architectures, position = set(), 0
     with open(library, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as memory:
         while files and (position := memory.find(_FATBIN, position)) >= 0:

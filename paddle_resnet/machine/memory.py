@@ -38,7 +38,7 @@ class Peak:
 
     def mib(self):
         """Return the increase in peak memory since the start of the measurement, in MiB."""
-        # The kernel's count of a process's pages is approximate, so the difference can be negative.
+        # Linux counts the pages of a process only approximately, so the difference can be negative.
         return max(0, self._bytes() - self._before) / 2**20
 
     def _bytes(self):

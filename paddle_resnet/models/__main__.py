@@ -71,7 +71,7 @@ def _multiply_adds(block, op):
 
 
 def speeds():
-    """Return {network: row of benchmarks/networks.csv}."""
+    """Return {network: row of benchmarks/networks.csv}, or {} if this file does not exist."""
     if not SPEEDS.exists():
         return {}
     with open(SPEEDS, newline="") as file:

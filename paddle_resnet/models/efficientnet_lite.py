@@ -1,5 +1,5 @@
 """EfficientNet-Lite: a variant of EfficientNet (Tan and Le, "EfficientNet: Rethinking Model Scaling for Convolutional
-Neural Networks", arXiv:1905.11946). It omits squeeze-and-excitation, replaces swish with ReLU6, and does not scale the
+Neural Networks", arXiv:1905.11946) that omits squeeze-and-excitation, replaces swish with ReLU6, and does not scale the
 stem and the head (Renjie Liu, "Higher accuracy on vision models with EfficientNet-Lite", TensorFlow blog, March 2020).
 
 Padding, initialization and batch normalization follow the authors' TensorFlow code. The authors train with dropout and

@@ -13,8 +13,8 @@ FLOAT32_SCOPE = "float32"  # mixed precision computes operators in this name sco
 
 
 def dropout(x, rate, seed):
-    """Apply dropout (Srivastava et al., JMLR 15, 2014). Unlike paddle.nn.Dropout, this function does not use Paddle's
-    random number generator.
+    """Return x after dropout (Srivastava et al., JMLR 15, 2014). Unlike paddle.nn.Dropout, this function does not use
+    Paddle's random number generator.
 
     Args:
         x: variable of any shape.
@@ -40,7 +40,7 @@ def _append(op_type, inputs, **attrs):
 
 
 def sigmoid(x):
-    """Apply the sigmoid function."""
+    """Return the sigmoid of each element of x."""
     return _append("sigmoid", {"X": x})
 
 
@@ -55,8 +55,8 @@ def is_float32(op):
 
 
 def rounded(channels, divisor):
-    """Round a number of channels to the nearest positive multiple of the divisor. If rounding to the nearest multiple
-    would reduce the number by more than 10 %, round up instead."""
+    """Return a number of channels rounded to the nearest multiple of the divisor, or rounded up if the nearest multiple
+    is more than 10 % smaller than the number."""
     result = int(channels + divisor / 2) // divisor * divisor
     return result + divisor if result < 0.9 * channels else result
 

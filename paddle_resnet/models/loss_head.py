@@ -35,8 +35,8 @@ def use_native(program):
 
 
 def add(logits, targets, class_num, label_smoothing, is_train):
-    """Add the loss head to the current program, with add_native after use_native(program), otherwise with
-    add_paddle."""
+    """Add the loss head to the current program, with add_native after use_native(program), otherwise with add_paddle.
+    Arguments and result are those of add_paddle."""
     is_native = getattr(static.default_main_program(), "has_native_loss_head", False)
     return (add_native if is_native else add_paddle)(logits, targets, class_num, label_smoothing, is_train)
 
@@ -79,7 +79,7 @@ def add_paddle(logits, targets, class_num, label_smoothing, is_train):
 
 def _nan_rows(logits):
     """Return the logits, with all logits of an image replaced by NaN if any of them is NaN or +inf. Otherwise, Paddle's
-    cross entropy on the CPU could be finite."""
+    cross entropy of such an image could be finite on a CPU."""
     is_finite = _op("less_than", {"X": logits, "Y": _full([1], float("inf"), "float32")}, "bool")
     factor = _op("reduce_min", {"X": _cast(is_finite, "float32")}, dim=[1], keep_dim=True)
     factor = _op("elementwise_div", {"X": factor, "Y": factor})  # 1 or NaN
@@ -91,8 +91,9 @@ def _correction(loss, logits, label, weights):
     gradient. `weights` replaces the labels, unless it is None.
 
     On a CPU, the kernels of cross_entropy and log_softmax raise logits to at least the largest logit of the image minus
-    64, which limits the loss and changes gradients by less than 1e-27. For all other images, the correction is 0,
-    because the kernel's values do not depend on the batch; the last bit of Paddle's exp does."""
+    64, which limits the loss and changes gradients by less than 1e-27. For all images without such logits, the
+    correction is 0, so that their loss is the kernel's value. This value does not depend on the other images of the
+    batch, whereas the last bit of the correction would, because it is computed with Paddle's exp operator."""
     shifted = _op("elementwise_sub", {"X": logits, "Y": _largest(logits, 1)})
     log_sum = _op("log", {"X": _op("reduce_sum", {"X": _op("exp", {"X": shifted})}, dim=[1], keep_dim=True)})
     if weights is None:
@@ -136,6 +137,8 @@ def balanced_weights(images):
 
     Args:
         images: number of training images in each class, integers [class_num].
+    Returns:
+        float64 [class_num].
     """
     is_used = images > 0
     return np.divide(images.sum(), is_used.sum() * images, out=np.zeros(len(images)), where=is_used)
@@ -226,7 +229,8 @@ def add_logits(logits):
 
 
 def add_native(logits, targets, class_num, label_smoothing, is_train):
-    """Like add_paddle, but with one custom operator."""
+    """Add the loss head to the current program, with one custom operator. Arguments and result are those of
+    add_paddle."""
     block = static.default_main_program().global_block()
     made = {
         name: block.create_var(name=f"{logits.name}.{name}", dtype=dtype, stop_gradient=name != "Loss")

@@ -60,6 +60,8 @@ def mix_images(images, rows, columns):
         images: variable [N, ...] of any floating-point type.
         rows, columns: weights of the partner in float32 (Mix.rows, Mix.columns), with shapes that broadcast to the
             shape of the images.
+    Returns:
+        the mixed images, with the shape and type of `images`.
     """
     weight = rows * columns
     if images.dtype != weight.dtype:

@@ -1,6 +1,6 @@
 """ResNet v1.5 and its variants: He et al., "Deep Residual Learning for Image Recognition", arXiv:1512.03385. In version
 1.5, bottleneck blocks have their stride in the 3x3 convolution; in the paper, it is in the first 1x1 convolution.
-Version 1.5 is 5 % slower than the original and improves top1 by 0.5 percentage points.
+According to the README of NVIDIA's example, version 1.5 is 5 % slower, and its top1 is 0.5 percentage points higher.
 
 The variants are options of ResNet; models/__init__.py lists the options for each name:
 - ..._vd: ResNet-D of He et al., arXiv:1812.01187, figure 2. The name comes from PaddleClas. As in PaddleClas, the
@@ -130,7 +130,7 @@ class ResNet(nn.Layer):
         block: BasicBlock or BottleneckBlock.
         depths: number of blocks in each stage.
         num_classes: number of logits.
-        in_channels: 3, or 4 if the loader adds a zero channel to RGB, which accelerates half-precision convolutions.
+        in_channels: 3, or 4 if the loader adds a zero channel to RGB images.
         data_format: layout of the input and of all activations, "NCHW" or "NHWC".
         width: number of channels of the stem and of the first stage.
         stem: a key of STEMS: "7x7"; "deep" for three 3x3 convolutions; "deep-no-pool" for the same without max

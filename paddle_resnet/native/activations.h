@@ -65,7 +65,7 @@ struct mish {
 namespace activation {
 
 // Returns the value of the activation with number `code`: 0 for linear, 1, 2, ... for the activations of
-// FOR_EACH_ACTIVATION. This function is for kernels in which a branch costs nothing.
+// FOR_EACH_ACTIVATION. Kernels that are not compiled separately for each activation call this function.
 #define NUMBER(A) k_##A,
 enum Code { k_linear, FOR_EACH_ACTIVATION(NUMBER) };
 #undef NUMBER

@@ -179,7 +179,7 @@ __device__ void statistics(const Vector<T> *x, int rows, const float *scale, con
 
 // Computes y = A(a x + b [+ z]), where A is the activation. If `mask` is not null, writes one byte per vector to
 // `mask`; bit i is set if element i is positive before the ReLU. load_coefficients(channel, a, b) sets the coefficients
-// of a vector of channels. It is called after the first loads of `x`, so that both loads overlap.
+// of a vector of channels. The kernel calls load_coefficients after the first loads of `x`, so that both loads overlap.
 template <class T, bool kAdd, class A, class F>
 __device__ void apply(const Vector<T> *x, const Vector<T> *z, int rows, const F &load_coefficients, Vector<T> *y,
                       unsigned char *mask) {

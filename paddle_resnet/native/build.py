@@ -27,8 +27,8 @@ from utils import cache, files
 from utils.errors import UsageError
 
 SOURCES = Path(__file__).parent
-# Because these are patterns, new files become part of the cache key automatically. NVRTC compiles the kernel files as
-# one string, in this order.
+# Patterns of the source files, so that new files become part of the cache key automatically. NVRTC compiles the kernel
+# files as one string, in this order.
 OPERATOR_FILES = ("operators.cc", "**/*.h")
 KERNEL_FILES = ("common.h", "activations.h", "optimizers.h", "vector.cuh", "*.cu")
 NVRTC_NAMES = ("libnvrtc.so.12", "libnvrtc.so.11.2", "libnvrtc.so")
@@ -83,7 +83,7 @@ def load(capability=None):
         if capability is None:
             register()
             return
-        with ThreadPoolExecutor(1) as executor:  # run both compilers in parallel; each takes about 5 s
+        with ThreadPoolExecutor(1) as executor:  # run both compilers in parallel
             compile_to = functools.partial(_compile_kernels, capability)
             kernels = executor.submit(_build, _kernels_file(capability), compile_to)
             library = register()
@@ -96,7 +96,12 @@ def load(capability=None):
 
 @functools.cache
 def register():
-    """Register the operators with Paddle, once per process, and return their library (ctypes.CDLL)."""
+    """Build the operators if necessary, register them with Paddle, once per process, and return their library
+    (ctypes.CDLL).
+
+    Raises:
+        Unavailable: the operators cannot be built, or Paddle cannot load the library.
+    """
     path = _build(_operators_file(), _compile_operators)
     try:
         load_op_meta_info_and_register_op(str(path))
@@ -126,8 +131,8 @@ def _key(patterns, *others):
 
 
 def _build(path, compile_to):
-    """Build a file unless the cache already contains a trusted copy (cache.is_trusted). If several processes need the
-    file, one of them builds it while the others wait."""
+    """Build a file unless the cache already contains a trusted copy (cache.is_trusted), and return its path. If several
+    processes need the file, one of them builds it while the others wait."""
     if cache.is_trusted(path):
         return path
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 // Kernels that concatenate two tensors [rows, C] along the channels, and that split a tensor. The kernels copy vectors
-// of 8 or 16 bytes, so they do not depend on the data type. Each thread loads kCopies vectors before it stores them. A
-// row of the parts has `first` and `second` vectors.
+// of 8 or 16 bytes, so they do not depend on the data type. Each thread loads kCopies vectors before it stores them.
+// `first` and `second` are the numbers of vectors in a row of the first and of the second part.
 
 #include "vector.cuh"
 

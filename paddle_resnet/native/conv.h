@@ -1,6 +1,6 @@
-// Operator for float32 convolutions in NHWC. On a GPU, it calls cuDNN, whereas Paddle's conv2d transposes images
-// to NCHW and back. The operator uses the cuDNN library that Paddle has loaded, so the build does not require cuDNN's
-// headers. On the CPU, it calls the reference implementation.
+// Operator for float32 convolutions in NHWC. On a GPU, the operator calls cuDNN, whereas Paddle's conv2d transposes
+// images to NCHW and back. The operator uses the cuDNN library that Paddle has loaded, so the build does not require
+// cuDNN's headers. On the CPU, the operator calls the reference implementation.
 
 #pragma once
 

@@ -128,7 +128,7 @@ POINTWISE_IN_TYPE(f16x4)
 POINTWISE_IN_TYPE(bf16x4)
 
 // The second kernel computes a convolution in evaluation, followed by BN with fixed statistics, an optional residual
-// addition and an activation. In float32, it multiplies in TF32.
+// addition and an activation. In float32, this kernel multiplies in TF32.
 //
 // A grid has (groups of kColumns output channels, groups of rows) blocks. Each block multiplies its part of the filter
 // with one tile of kTileRows rows after another. Copies of the next chunks of input channels, also those of the next
@@ -267,7 +267,7 @@ struct PointwiseConv {
   }
 
   // Loads the coefficients scale and offset of BN for the eight channels of this thread. Loads beyond the last channel
-  // are redirected.
+  // read the last four channels instead; the results for such channels are not stored.
   __device__ __forceinline__ void load_coefficients(const FixedBn &bn, float (&scale)[8], float (&offset)[8]) const {
     float variance[8], mean[8];
 #pragma unroll

@@ -59,8 +59,9 @@ std::vector<Tensor> PointwiseFilterGradient(const Tensor &x, const Tensor &dy, c
 int processors() { return Gpu::get().blocks() / kBlocksPerProcessor; }
 int tiles_of(int rows) { return (rows + kTileRows - 1) / kTileRows; }
 
-// Returns the number of output channels that a block computes, such that the multiprocessor with the most blocks
-// finishes early. Each group of channels reads the input again, which costs about as much as 32 more channels.
+// Returns the number of output channels that a block computes: the number that minimizes the estimated time of the
+// multiprocessor with the most blocks. Each group of channels reads the input again, which the estimate counts as 32
+// more channels.
 int pointwise_columns(int rows, int out) {
   const auto cost = [=](int columns) {
     const int64_t blocks = int64_t{tiles_of(rows)} * ((out + columns - 1) / columns);

@@ -1,12 +1,12 @@
 // Kernel for the stem of ResNets in inference: 7x7 convolution with stride 2, BN with fixed statistics, ReLU, and 3x3
-// max pooling with stride 2. In float32, it multiplies in TF32. The images are [N, H, W, 3]. The output of the
-// convolution, which is five times as large, remains in registers.
+// max pooling with stride 2. For float32 images, the kernel multiplies in TF32. The images are [N, H, W, 3]. The output
+// of the convolution, which is five times as large as the images, remains in registers.
 //
 // A grid has (images, strips of `strip` pooled rows times column tiles) blocks. Each group of two warps computes
 // kStemColumns pooled columns, for which it needs 15 of the 16 columns of its product; each warp computes 32 channels.
-// In each step, a warp computes four rows of the convolution and the maximum of windows of three rows and columns. It
-// keeps the maximum of the last two rows, because the first pooled row of the next step needs it. After each step, the
-// block loads the eight image rows that the next step reads in addition.
+// In each step, a warp computes four rows of the convolution and the maximum of windows of three rows and columns. A
+// warp keeps the maximum of the last two rows, because the first pooled row of the next step needs it. After each step,
+// the block loads the eight image rows that the next step reads in addition.
 //
 // A row of a filter multiplies 7 adjacent pixels, which are 21 adjacent elements of the image. The products of the next
 // 3 elements with zeros complete 3 groups of 8 elements for the tensor cores.
@@ -92,7 +92,7 @@ struct Stem {
 #pragma unroll
       for (int i = 0; i < 16; ++i) sums[i / 4][n][i % 4] = offset[half * 32 + 8 * n + lane % 4 * 2 + i % 2];
     }
-    const int slot = step % 3 * 8;  // of the first row
+    const int slot = step % 3 * 8;  // position of the first row in shared memory
     const int at = (6 * (warp / 2 * 2 * kStemColumns + lane / 4) + lane % 4 * 2) / kElements;
     const uint4 *from = reinterpret_cast<const uint4 *>(filters) + half * 64 + lane;
 #pragma unroll 1  // otherwise, the compiler keeps pixels for several rows, and lacks registers

@@ -1,5 +1,5 @@
-// Operator for the stem of ResNets in inference. It checks arguments and allocates the result, and then launches the
-// kernel in stem.cu or, on the CPU, calls the reference implementation.
+// Operator for the stem of ResNets in inference. The operator checks arguments and allocates the result, and then
+// launches the kernel in stem.cu or, on the CPU, calls the reference implementation.
 
 #pragma once
 

@@ -125,7 +125,7 @@ __device__ __forceinline__ void store_one(T, float value, void *to, int i) {
 }
 
 // multiply_add adds the product of a 16x16 matrix and a 16x8 matrix in half precision to `sums` with PTX's
-// mma.m16n8k16. In float32, it multiplies a 16x8 matrix and an 8x8 matrix in TF32 with mma.m16n8k8. The caller must
+// mma.m16n8k16. In float32, the matrices are 16x8 and 8x8, and the product is in TF32 with mma.m16n8k8. The caller must
 // round the elements to TF32 with round_words, because the tensor cores ignore the lower 13 bits. All threads of a warp
 // must call multiply_add.
 template <class T, int kWords>

@@ -31,6 +31,8 @@ def decorate(optimizer, dtype, level, loss_scale, is_dynamic, float32=frozenset(
         loss_scale: initial loss scale.
         is_dynamic: whether to adjust the loss scale during training.
         float32: names of variables to compute in float32.
+    Returns:
+        Paddle's mixed-precision optimizer, which contains `optimizer`.
     """
     compat.accept_legacy_any()
     return static.amp.decorate(

@@ -43,25 +43,27 @@ class Span:
 
 
 def cosine(span, step):
-    """Follow a cosine without restarts from the peak to --min-lr (Loshchilov and Hutter, arXiv:1608.03983)."""
+    """Return the learning rate of a cosine without restarts from the peak to --min-lr (Loshchilov and Hutter,
+    arXiv:1608.03983)."""
     return span.fall(step)
 
 
 def piecewise(span, begins, factor, step):
-    """Begin at the peak, and multiply the rate by --lr-decay-factor at each epoch in --lr-decay-epochs."""
+    """Return the learning rate of a schedule that begins at the peak and is multiplied by --lr-decay-factor at each
+    epoch in --lr-decay-epochs, counted from the start of the run."""
     return span.peak * factor ** sum(span.first_step + step >= span.steps_of(begin) for begin in begins)
 
 
 def polynomial(span, power, step):
-    """Follow a polynomial of degree --lr-power from the peak to --min-lr."""
+    """Return the learning rate of a polynomial of degree --lr-power that falls from the peak to --min-lr."""
     left = max(0.0, 1 - step / span.steps)
     return span.low + (span.peak - span.low) * left**power
 
 
 def one_cycle(span, rise, step):
-    """Rise to the peak along a cosine until the fraction of completed steps reaches --lr-rise, then fall to --min-lr
-    along a cosine. This is the schedule of Smith and Topin, arXiv:1708.07120, but with cosines instead of linear ramps,
-    as in fastai."""
+    """Return the learning rate of a schedule that rises to the peak along a cosine until the fraction of completed
+    steps reaches --lr-rise, and then falls to --min-lr along a cosine. This is the schedule of Smith and Topin,
+    arXiv:1708.07120, but with cosines instead of linear ramps, as in fastai."""
     rise = round(rise * span.steps)
     if step >= rise:
         return span.fall(step, begin=rise)
@@ -70,8 +72,8 @@ def one_cycle(span, rise, step):
 
 
 def flat_cosine(span, flat, step):
-    """Stay at the peak until the fraction of completed steps reaches --lr-flat, then fall to --min-lr along a cosine,
-    like fastai's fit_flat_cos."""
+    """Return the learning rate of a schedule that stays at the peak until the fraction of completed steps reaches
+    --lr-flat, and then falls to --min-lr along a cosine, like fastai's fit_flat_cos."""
     return span.fall(max(step, flat := round(flat * span.steps)), begin=flat)
 
 
@@ -106,12 +108,12 @@ class Schedule(paddle.optimizer.lr.LRScheduler):
 
     @property
     def done(self):
-        """The number of completed steps."""
+        """Return the number of completed steps."""
         return self.last_epoch  # Paddle's name for the step count
 
     @property
     def batches(self):
-        """The number of completed batches."""
+        """Return the number of completed batches."""
         return self.done * self.timeline.accumulate_steps + self.batch
 
     def adopt(self, other):

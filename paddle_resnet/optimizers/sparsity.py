@@ -13,7 +13,7 @@ from paddle.incubate.asp.asp import ASPHelper
 MASK = ".asp_mask"  # suffix of the name of a pruned parameter's mask
 GROUP = 4  # size of a group of consecutive input channels; pruning sets two weights of each group to zero
 _KEPT = 2  # maximum number of nonzero weights in a group
-_MIN_BLOCKS = 1000  # fewer blocks may have two ones in each row and column by chance
+_MIN_BLOCKS = 1000  # if there are fewer blocks, all of them may have two ones in each row and column by chance
 
 
 def exclude_classifier(main_prog, model):
@@ -116,10 +116,10 @@ def _blocks(matrix):
 
 @functools.cache
 def _patterns():
-    """Return the 4 x 4 masks with at most two ones per row and column that have no room for a further one, [186, 4, 4].
+    """Return the maximal 4 x 4 masks with at most two ones in each row and column, [186, 4, 4].
 
-    Paddle considers only the 90 masks with eight ones. A mask with seven ones keeps more if the eighth weight would
-    exclude a larger one.
+    Paddle considers only the 90 masks with eight ones. A mask with seven ones can have a larger sum of kept magnitudes,
+    if an eighth weight would exclude a larger weight.
     """
     rows = [row for row in itertools.product((0, 1), repeat=GROUP) if sum(row) <= _KEPT]
     masks = np.array(list(itertools.product(rows, repeat=GROUP)))

@@ -12,7 +12,7 @@ from functools import partial
 
 from utils.errors import UsageError
 
-# Paddle's operators that multiply by a vector or normalize, and operators that add a vector.
+# Paddle's operators that multiply by a vector or normalize (FACTORS), and operators that add a vector (SUMMANDS).
 FACTORS = {"batch_norm", "sync_batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm"}
 FACTORS |= {"elementwise_mul", "elementwise_div", "prelu"}
 SUMMANDS = {"elementwise_add", "elementwise_sub"}
@@ -153,6 +153,8 @@ def build_optimizer(args, lr_scheduler):
     Args:
         args: settings for the optimizer and weight decay.
         lr_scheduler: schedules.Schedule.
+    Returns:
+        one of Paddle's optimizers.
     """
     from paddle import static
 

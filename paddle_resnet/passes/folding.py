@@ -1,4 +1,4 @@
-"""Fold batch normalization into the preceding convolutions, for evaluation on a GPU.
+"""Fold batch normalization into the preceding convolutions, for evaluation in half precision and for ONNX files.
 
 In evaluation, BN statistics are fixed, so BN only scales and shifts each channel. The pass multiplies the filters by
 the scale, and replaces BN with an addition of the shift. Without this pass, half-precision evaluation spends more time
@@ -23,10 +23,10 @@ NHWC = [0, 2, 3, 1]  # order of the axes of filters in cuDNN's layout for NHWC, 
 
 
 def fold_batch_norms(program, exe, channel_axis):
-    """Fold the BN layers of a half-precision evaluation program in place.
+    """Fold the BN layers of an evaluation program in place.
 
     Args:
-        program: evaluation Program after cast_evaluation_program, with its parameters in the scope.
+        program: evaluation Program with its parameters in the scope; in half precision, after cast_evaluation_program.
         exe: static.Executor.
         channel_axis: channel axis of the images, 1 or -1.
     Returns:
@@ -104,8 +104,9 @@ def fuse_convolutions(program, exe):
 
 def fuse_stem(program):
     """Replace the stem of a ResNet (7x7 convolution with stride 2 and 64 filters, BN, ReLU, and 3x3 max pooling with
-    stride 2) with one custom operator, in place. It reads images with three channels, so it also replaces the operator
-    that adds a fourth channel of zeros. Like replace_convolutions, this function requires TF32 in float32.
+    stride 2) with one custom operator, in place. The custom operator reads images with three channels, so the operator
+    that adds a fourth channel of zeros is also replaced. In float32, the stem is not replaced if the environment
+    variable NVIDIA_TF32_OVERRIDE=0 disables TF32, because the custom operator computes in TF32.
 
     Args:
         program: inference Program in NHWC, after cast_evaluation_program.
@@ -155,10 +156,10 @@ def _has_tf32():
 def replace_convolutions(program, exe):
     """Replace Paddle's float32 convolutions with custom operators, in place. In float32, Paddle's `conv2d` transposes
     its input and output in each step, because it does not support NHWC; the custom operator native_conv calls cuDNN in
-    NHWC. Its filters are transposed to cuDNN's layout once.
+    NHWC. The filters of native_conv are transposed to cuDNN's layout once.
 
     The 1x1 convolutions that fusion.fuse_pointwise_conv supports are replaced together with their BN, residual addition
-    and activation. Because the custom kernel computes them in TF32, native_conv replaces these convolutions if the
+    and activation. Because the custom kernel computes in TF32, native_conv replaces these 1x1 convolutions if the
     environment variable NVIDIA_TF32_OVERRIDE=0 disables TF32, or if the GPU does not support TF32.
 
     A convolution is not replaced if its padding is asymmetric, which cuDNN does not support; if its filters are not a
@@ -212,8 +213,8 @@ def _filters(graph, conv):
 
 
 def _folded(graph, fold_prog, bn, conv, order=(0, 1, 2, 3)):
-    """Create variables for the folded filters, whose axes are transposed to `order`, and for the shift. Append the
-    operators that compute them to `fold_prog`."""
+    """Create and return variables for the folded filters, whose axes are transposed to `order`, and for the shift.
+    Append the operators that compute them to `fold_prog`."""
     block = graph.block
     filters, out = _filters(graph, conv), graph.variables(conv, "Output")["Output"]
     name = f"{filters.name}.{bn.input('Mean')[0]}"  # convolutions that share filters can precede different BN layers

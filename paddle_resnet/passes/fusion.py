@@ -22,7 +22,7 @@ TYPES = (paddle.float32, paddle.float16, paddle.bfloat16)
 CHANNELS = 4
 # A custom kernel computes the filter gradient of a 1x1 convolution if the data type is one of POINTWISE_TYPES, the
 # number of input or output channels is at most POINTWISE_CHANNELS, and the images have at least POINTWISE_PIXELS
-# pixels. For smaller images, computing this gradient takes little time.
+# pixels each. For smaller images, Paddle's operator computes this gradient.
 POINTWISE_TYPES = (paddle.float16, paddle.bfloat16)
 POINTWISE_CHANNELS, POINTWISE_PIXELS = 32, 14 * 14
 # In inference, a custom kernel computes a 1x1 convolution together with its BN if the convolution has at most this
@@ -56,12 +56,15 @@ def fuse(program):
     are not replaced. The kernels for layers, except dropout, require the layout NHWC and a number of channels that
     is a multiple of 4. These kernels do not support gradients through BN with fixed statistics, pooling or
     depthwise convolutions of images without a fixed size, depthwise convolutions with kernels other than 3x3 and 5x5,
-    concatenations of more than two inputs, or 1x1 convolutions with a stride, with a bias or in float32.
+    with strides other than 1 and 2 or with dilation, concatenations of more than two inputs, or 1x1 convolutions with a
+    stride, with a bias or in float32.
 
     Args:
         program: training Program after minimize, or evaluation Program after cast_evaluation_program.
     Returns:
         the number of replaced operators.
+    Raises:
+        UsageError: the program uses loss scaling, and a parameter has a regularizer of its own.
     """
     graph = Graph(program.global_block())
     for op in list(graph.block.ops):
@@ -462,7 +465,7 @@ def is_pointwise(graph, op, types):
     return is_known and x.dtype in types and has_bfloat16_tensor_cores()
 
 
-def has_bfloat16_tensor_cores():  # and, in float32, TF32 tensor cores
+def has_bfloat16_tensor_cores():  # GPUs with bfloat16 tensor cores also have TF32 tensor cores
     return paddle.is_compiled_with_cuda() and paddle.device.cuda.get_device_capability()[0] >= 8
 
 

@@ -104,7 +104,8 @@ def _quantize_weight(block, reader, weight, axis, on_gpu):
     """Insert operators that quantize a weight before the operator that reads it, and return the quantized variable."""
 
     def add(kind, source, end, attrs, *extra):
-        """Insert an operator before `reader`. The names of the operator's outputs begin with the name of the weight."""
+        """Insert an operator before `reader`, and return its output "Out". The names of the operator's outputs begin
+        with the name of the weight."""
         outputs = {name: block.create_var(name=f"{weight.name}.{e}", dtype=weight.dtype) for name, e in [end, *extra]}
         for name, _ in extra:
             outputs[name].stop_gradient = True

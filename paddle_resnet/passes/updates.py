@@ -163,7 +163,8 @@ def _keep_parameters_on_overflow(program):
 
     In a skipped step, Paddle only sets the gradients to 0, so momentum and weight decay would still change the
     parameters. Even with a learning rate of 0, a skipped step decays the velocity. The decay is acceptable, because
-    only one step in thousands is skipped, and preventing the decay would require an additional operator per parameter.
+    Paddle raises the loss scale, which causes skipped steps, only after 2,000 steps without overflow, and because
+    preventing the decay would require an additional operator per parameter.
     """
     block = program.global_block()
     scaling = next(op for op in block.ops if op.type == "update_loss_scaling")

@@ -1,1 +1,1 @@
-"""Execution of a step."""
+"""Run the steps of a program, from the host scalars to the metrics."""

@@ -1,4 +1,4 @@
-"""Capture a step as a CUDA graph. The host then replays each step with one call instead of a thousand kernel launches.
+"""Capture a step as a CUDA graph. The host then replays each step with one call instead of launching every kernel.
 
 A replay uses the memory addresses of the capture, so the batch and the metrics are copied to tensors with fixed
 addresses. Values that change with the step are handled outside the graph: host scalars are written before each replay
@@ -169,7 +169,8 @@ class CapturedStep:
 
     def _compare(self):
         """Capture the step, and compare its results with those of an uncaptured step. If the results differ, discard
-        the captured step and run all steps uncaptured. Finally, reset the variables to their values before the step."""
+        the captured step and run all steps uncaptured or, if the user has set --cuda-graph true, raise RunError. Reset
+        the variables to their values before the step."""
         before = self._values()
         self._run()
         expected = self._values()

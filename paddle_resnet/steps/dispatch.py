@@ -27,6 +27,8 @@ class Dispatcher:
         inputs: {name: tensor} that captured steps read. A loader can avoid a copy by writing to these tensors directly.
             The dictionary is empty if steps are not captured, or if the loader uses a different device, because writing
             would move the tensors to that device.
+    Raises:
+        RuntimeError: is_native is true, but the program has no async copy of its metrics.
     """
 
     def __init__(self, exe, program, variables, is_native, class_num=None, shares_inputs=True):
@@ -71,7 +73,8 @@ def _copy(library, variables, run, feed):
 
 
 def _fetch(run, class_num, feed):
-    """Run a step. If the step fails and class_num is not None, check the labels."""
+    """Run a step, and return its metrics. If the step fails, class_num is not None and a label is not a valid class
+    number, raise DataError."""
     try:
         return run(feed=feed, return_numpy=False)
     except (IndexError, ValueError) as e:

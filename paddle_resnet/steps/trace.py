@@ -46,7 +46,7 @@ def start(program, first_step, last_step, is_resume):
         return trace
     if not is_resume:
         raise _outside(trace.steps, first_step, last_step)
-    # Repeating the command with --resume must not fail.
+    # This is a warning instead of an error, so that a command can be repeated with --resume.
     logger.warn(
         f"--profile-steps {begin}:{end}: not traced, because --resume continues with steps {first_step} to "
         f"{last_step - 1}; use steps in this range"
