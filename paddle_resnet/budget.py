@@ -138,7 +138,7 @@ def duration_s(args, epochs, timeline, times):
     for part, count, stage in zip(timeline.parts, timeline.epochs_before(epochs), times.stages, strict=True):
         seconds += stage.start_s * (count > 0) + count * part.steps * timeline.accumulate_steps * stage.batch_s
         if args.save_interval_steps:
-            checkpoints += count * ((part.steps - 1) // args.save_interval_steps)  # the epoch's end is counted above
+            checkpoints += count * ((part.steps - 1) // args.save_interval_steps)  # the epoch's end was counted above
     return seconds + checkpoints * times.checkpoint_s
 
 
@@ -148,7 +148,7 @@ def epochs_within(args, seconds, timeline, times):
     def predicted_s(epochs):
         return duration_s(args, epochs, timeline, times)
 
-    # The number of epochs that fit into the budget.
+    # `count` is the number of epochs that fit into the budget.
     count = bisect.bisect_right(range(1, MOST_EPOCHS + 1), seconds, key=predicted_s)
     nearest = range(max(1, count), min(MOST_EPOCHS, count + 1) + 1)
     return min(nearest, key=lambda epochs: abs(predicted_s(epochs) - seconds))
@@ -190,7 +190,7 @@ def _measure_evaluation(args, exe, evaluation, seconds):
         evaluation.refresh()
         result = program.run(args, evaluation.loader, exe, evaluation.compiled, evaluation.fetchs, 0, Mode.EVAL)
         elapsed_s = perf_counter() - start
-        if result["epoch_time"] > seconds:  # all processes decide alike, because epoch_time is the same
+        if result["epoch_time"] > seconds:  # all processes have the same epoch_time, and decide alike
             break
     return elapsed_s
 

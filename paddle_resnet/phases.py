@@ -97,7 +97,7 @@ def claim_outputs(args, checkpoint):
     """Check that the run can write all its files.
 
     Raises:
-        UsageError: outputs.claim fails, or a file contains the report of another run.
+        UsageError: outputs.claim or report.check_replaced fails.
     """
     folder = folders.run_folder(args.output_dir, args.model_arch_name)
     exchange.from_rank_0(lambda: _claim(args, checkpoint, folder))

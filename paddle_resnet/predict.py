@@ -112,7 +112,7 @@ def top(probabilities):
     Classes with equal probabilities are in label order. `probabilities` is [N, C] without NaN."""
     k = min(TOP, probabilities.shape[1])
     remaining, labels = np.array(probabilities), np.empty((len(probabilities), k), np.int64)
-    for i in range(k):  # much faster than sorting or partitioning 1,000 classes
+    for i in range(k):  # k searches for the maximum, instead of sorting all classes
         labels[:, i] = remaining.argmax(axis=1)
         np.put_along_axis(remaining, labels[:, i : i + 1], -np.inf, axis=1)
     return labels, np.take_along_axis(probabilities, labels, axis=1)
@@ -128,7 +128,7 @@ def entries(labels, probabilities, names):
 
 
 def _rows(paths, labels, probabilities, names):
-    """Return an iterable with the row of each image for the CSV file. Building columns is faster than building rows."""
+    """Return an iterable with the row of each image for the CSV file."""
     columns = []
     for ranked, values in zip(labels.T.tolist(), probabilities.T.tolist(), strict=True):
         columns += ranked, [names[i] for i in ranked], [f"{p:.7g}" for p in values]
@@ -431,13 +431,13 @@ def _serve(args, model, device, listener):
 
 
 def _claim_csv(args, paths):
-    """Check that --csv does not replace an image or a file of the model."""
+    """Raise UsageError if --csv would replace an image or a file of the model."""
     if args.csv in (None, "-"):
         return
     model = Path(args.model)
     read = [("MODEL", path) for path in (model.glob("*") if model.is_dir() else [model])]
     read += [("--model-arch-name", path) for path, _ in filter(None, [user_file.split(args.model_arch_name or "")])]
-    if os.path.exists(args.csv):  # a new file cannot be an image, and checking all images takes time
+    if os.path.exists(args.csv):  # a new file cannot be one of the images
         read += [("the image", path) for path in paths]
     outputs.claim({"--csv": args.csv}, inputs=read)
 

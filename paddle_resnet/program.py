@@ -351,9 +351,9 @@ def compile_prog(args, program, loss_name=None, is_train=True):
         source: `program`.
         captured: cuda_graph.CapturedStep, or None if the step cannot be captured.
         write_scalars: scalars.Writer.
-        trace: trace.Trace of the first pass over the loader, or None if --profile-steps is not set. accumulating:
-        compiled program for all batches of a training step except the last, or None if each step has one batch
-        (--accumulate-steps 1).
+        trace: trace.Trace of the first pass over the loader, or None if --profile-steps is not set.
+        accumulating: compiled program for all batches of a training step except the last, or None if each step has one
+        batch (--accumulate-steps 1).
     Raises:
         UsageError: create_strategy or table.check_rule fails; or --cuda-graph true is explicit, but the step cannot be
             captured.
@@ -373,9 +373,8 @@ def _compile(args, program, is_train):
     program, host_scalars = program.clone(), scalars.of(program)
     program.host_scalars = host_scalars
     if args.device == "cpu" and args.data_layout == "NCHW":
-        # oneDNN convolutions are twice as fast as Paddle's, but their filter gradients are wrong in NHWC. Only
-        # convolutions use oneDNN, because other oneDNN operators fail, such as the gradient of `mean` for the scalar
-        # loss.
+        # oneDNN's convolutions are faster (see ONEDNN), but their filter gradients are wrong in NHWC. Only convolutions
+        # use oneDNN, because other oneDNN operators fail, such as the gradient of `mean` for the scalar loss.
         for op in program.global_block().ops:
             if op.type in ONEDNN:
                 # Use conv2d instead of Paddle's depthwise operator, which multiplies one small matrix per channel.
@@ -499,7 +498,7 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
             if this.is_stopped(step):
                 break
             if save is not None and this.is_save_due(step):
-                this.save(step, save)  # also compares the ranks
+                this.save(step, save)  # also checks that all ranks have the same parameters
             elif this.is_check_due(step):
                 this.check_replicas(step)
             this.prepare(step)

@@ -195,7 +195,7 @@ _GHOSTNET_OF_PADDLECLAS = (
     *_conv_bn("conv_last", "expand", r"\._conv", r"\._batch_norm"),
     *((r"fc_0\._conv", "head"), (r"fc_0\._batch_norm", "head.bn"), ("fc_1", "classifier")),
 )
-# The keys are the modules in models/ that define the networks.
+# The keys are the names of the modules in models/ that define the networks.
 LAYOUTS = {
     "resnet": (
         Layout("torchvision, timm, paddle.vision", _RESNET),

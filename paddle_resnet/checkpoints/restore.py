@@ -415,7 +415,7 @@ def recorded_flags(folder, meta, arch):
         validation.check_sizes(args)
         recorded = args.model_arch_name
         if user_file.split(recorded) is None:
-            args.resolve("Python", model_arch_name=registered_name(recorded))  # the run folder has the registered name
+            args.resolve("Python", model_arch_name=registered_name(recorded))  # the name of the run folder
     except UsageError as e:
         raise UsageError(f"{folder}: invalid arguments in {folders.META}: {e}") from e
     if user_file.split(recorded):

@@ -79,7 +79,7 @@ def load_start(options, checkpoint, program, place):
     there is neither a checkpoint nor pretrained parameters, the variables keep their values from the startup program.
 
     Returns:
-        whether the weights are already pruned.
+        whether the weights of the checkpoint are already pruned; False if there is no checkpoint.
     Raises:
         UsageError: load or load_pretrained fails.
     """

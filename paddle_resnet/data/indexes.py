@@ -362,7 +362,7 @@ def _check_tar_places(f, places):
 
 
 def _check_between(f, position, stop):
-    """Check that an archive contains no sample file between two positions, and that a member begins at `stop`. If
+    """Raise ValueError if an archive contains a sample file between two positions, or if no member begins at `stop`. If
     `stop` is None, check the archive up to its end."""
     while position != stop:
         f.seek(position)

@@ -174,7 +174,7 @@ def _formats(image_root, mode, data_format):
         are_shards = data_format in listing.SHARD_NAMES and listing.find_shards(image_root, data_format, other)
         return {mode: data_format, **({other: data_format} if is_list or are_shards else {})}
     formats = {mode: listing.detect(image_root, mode)}
-    with contextlib.suppress(UsageError):  # only reading the other split requires that it is usable
+    with contextlib.suppress(UsageError):  # this run does not read the other split
         kind = listing.detect(image_root, other)
         folder = os.path.join(image_root, other.value)
         if kind != "folder" or (os.path.isdir(folder) and listing.class_folders(folder)):
@@ -200,7 +200,7 @@ def _folder_classes(image_root, mode, formats, names, trained):
     folder = listing.label_folder(image_root, split)
     folders = listing.class_folders(folder)
     if not folders and len(formats) > 1:
-        folder, folders = own, listing.class_folders(own)  # train/ contains the images of a file list
+        folder, folders = own, listing.class_folders(own)  # train/ has no class folders, but images of a list
     listing.check_utf8(folder, folders)
     if not folders:
         return None, None
@@ -400,13 +400,13 @@ def _sample(image_root, formats):
     return dict(sampled)
 
 
-@functools.cache  # several parts of a run read the same examples; size and time invalidate the entry
+@functools.cache  # a run calls this several times; size and mtime_ns invalidate the result if the file changes
 def _examples(shard, count, size, mtime_ns):
     """Return [(label, synset, text)] of up to `count` evenly spaced examples in a TFRecord file."""
     rows = indexes.open_index(shard, "tfrecord").images.tolist()
     examples = []
     for i in np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)).tolist():
-        with contextlib.suppress(UsageError):  # a damaged example is reported by the reader, unless it is skipped
+        with contextlib.suppress(UsageError):  # the loader reports a damaged example that it does not skip
             examples.append(records.read_class(shard, *rows[i]))
     return [example for example in examples if example[0] is not None]
 

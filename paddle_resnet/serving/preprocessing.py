@@ -242,7 +242,7 @@ def main(paths):
 
             options = onnxruntime.SessionOptions()
             options.add_session_config_entry("session.x64quantprecision", "1")  # prevent overflows of INT8 sums
-            # Version 1.16 requires the providers.
+            # onnxruntime 1.16 requires the argument `providers`.
             providers = ["CPUExecutionProvider"]
             session = onnxruntime.InferenceSession(folder / "model.onnx", options, providers=providers)
         except ImportError:

@@ -89,7 +89,7 @@ def _list_source(source):
 def _check_names(source, labels):
     """Raise UsageError if there is only one class folder, or if folders have names of splits."""
     splits = [name for name in labels if _SPLIT_NAME.fullmatch(name)]
-    if splits == ["train"]:  # a class, as in CIFAR-100, because no other folder has the name of a split
+    if splits == ["train"]:  # a class such as CIFAR-100's, if no other name is that of a split
         splits = []
     if len(labels) > 1 and not splits:
         return
