@@ -291,8 +291,8 @@ def _report_speed(network, folder):
 
 
 def _speed_ratio(model, reference):
-    """Return the images/s of a Model relative to those of a reference Model with the same input. The ratio of the
-    shortest times of alternating runs hardly depends on other programs on the machine."""
+    """Return the images/s of a Model relative to those of a reference Model with the same input. The shortest
+    times of alternating runs are compared, because other programs on the machine can slow down single runs."""
     image = model.description["input"]
     images = np.ones([SPEED_BATCH, *image["shape"][1:]], image["dtype"])
     times = {id(model): [], id(reference): []}
@@ -314,7 +314,7 @@ def _sample_text(description):
 
 def _write_onnx(network, folder, engine=None, tolerance=PROBABILITY_TOLERANCE):
     """Write model.onnx, compare it with the network on random images, and return its entry for model.json. For
-    `engine`, see onnx_writer.to_onnx."""
+    `engine`, see onnx_writer.to_onnx. Raise RunError if a probability differs by more than `tolerance`."""
     from paddle_resnet.checkpoints import folders
     from paddle_resnet.serving import inference, onnx_writer
 

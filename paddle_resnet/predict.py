@@ -73,7 +73,8 @@ def _paths_on(stdin):
 
 def _images_below(folder):
     """Return the sorted paths of the images in a folder, at any depth. Links to folders are followed, but each folder
-    is read only once. A warning states how many files are skipped."""
+    is read only once. A warning states how many files are skipped. Raise UsageError if a folder cannot be listed, or if
+    there are no images."""
 
     from paddle_resnet.data.listing import is_system_name
     from paddle_resnet.data.records import IMAGE_ENDINGS, IMAGE_SUFFIXES
@@ -171,8 +172,8 @@ def benchmark(models, batch_sizes, device):
 
 def engines(path, device, model_arch_name=None, precision=None, sizes=(32,)):
     """Yield a Model for each engine that can run the model. Each model is opened when it is requested. A checkpoint is
-    first exported to a temporary folder. If onnx or onnxruntime is missing or broken, a warning is logged and
-    onnxruntime is omitted. For the arguments, see inference.open_model."""
+    first exported to a temporary folder. If the model cannot be exported to ONNX or run in onnxruntime, a warning
+    is logged and onnxruntime is omitted. For the arguments, see inference.open_model."""
     from paddle_resnet import export
     from paddle_resnet.serving import inference, networks
 

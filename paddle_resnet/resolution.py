@@ -52,8 +52,8 @@ def resolve_data(settings, mode):
 
 
 def resolve_device(settings):
-    """Resolve --device auto. Drop values of a --config file that require a different device, and log all dropped
-    values.
+    """Resolve --device auto, set --fuse-resunit to false if this build of Paddle lacks it, and call drop_unused, which
+    drops values of a --config file that require a different device.
 
     Raises:
         UsageError: --device is gpu, but Paddle cannot use a GPU.

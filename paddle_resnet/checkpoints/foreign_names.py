@@ -298,7 +298,8 @@ def convert(family, tensors, own):
     Returns:
         ({name of the variable: float32 array}, names of the projects whose layout matched).
     Raises:
-        MismatchError: a tensor is missing or unexpected, or has a different shape or type.
+        MismatchError: a tensor is missing or unexpected, or has a different shape or type; a variance is negative; or
+            a converted value is not finite.
     """
     layout, targets, leftover = _translated(family, tensors)
     shapes = _shapes(layout, own)

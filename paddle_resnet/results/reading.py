@@ -209,7 +209,7 @@ def read(place):
     Returns:
         Run.
     Raises:
-        UsageError: the file cannot be read or does not match the schema.
+        UsageError: the file cannot be read, does not match the schema, or contains no entries.
     """
     path = Path(place) / "report.json" if Path(place).is_dir() else Path(place)
     run = Run(path)

@@ -116,7 +116,7 @@ def _divergence(expected, actual):
 def quantize(network, bits, image_root, method, images, allow_outside=False):
     """Quantize a network in place: insert fake-quantization operators, determine the activation ranges from training
     images, and correct the biases. The images are preprocessed as in evaluation. If the largest value of an activation
-    is much larger than the median of all images so far, this activation of the image is ignored, with a warning.
+    exceeds OUTLIER times the median of all images so far, this activation of the image is ignored, with a warning.
 
     Args:
         network: networks.Network on a CPU, with BN layers folded into the convolutions.
