@@ -302,9 +302,9 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=
     Args:
         args: flags.
         data_set: readers.DataSet.
-        mode: determines the augmentation. With Mode.TRAIN: random resized crop, TrivialAugment or RandAugment, color
-            jitter, rotation, horizontal flip and PCA lighting noise. With Mode.EVAL: resizing of the shorter side to
-            --resize-short and center crop.
+        mode: determines the augmentation. With Mode.TRAIN: random resized crop (padded random crop with
+            --crop-padding), TrivialAugment or RandAugment, color jitter, rotation, horizontal flip and PCA lighting
+            noise. With Mode.EVAL: resizing of the shorter side to --resize-short and center crop.
         shard_id: index of the shard, from 0.
         num_shards: number of shards.
         checkpoint: DALI checkpoint (bytes) from which a training pipeline resumes, or None.
@@ -507,7 +507,7 @@ def _auto_augment(images, args, seeds):
 def _apply(operations, choice, images, options):
     """Apply one of the operations to each image. DALI evaluates `choice < half` for each image."""
     if len(operations) == 1:
-        # The operations contain no conditional statements, so skip DALI's code conversion, which would take seconds.
+        # The operations contain no conditional statements, so DALI's code conversion is unnecessary.
         return do_not_convert(operations[0].__call__)(images, **options)
     half = len(operations) // 2
     if choice < half:

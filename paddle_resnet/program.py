@@ -144,7 +144,7 @@ def create_strategy(args, is_train=True):
 
 
 def dist_optimizer(args, optimizer):
-    """Wrap an optimizer for mixed precision, data parallelism and sparsity.
+    """Return an optimizer that wraps `optimizer` for mixed precision, data parallelism and sparsity.
 
     The wrappers work together only in this order: AMP, Fleet, ASP. If AMP and ASP are enabled through Fleet's strategy
     flags instead, gradients are not reduced or the program remains in float32.
@@ -476,7 +476,8 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         dispatch of a batch to its result is longer, because the host is one step ahead.
         first_step_s: seconds from the start of the program until the host has the metrics of the first step.
         With Mode.EVAL: confusion (int64 [k, 3], one row per pair that occurred, sorted, with the columns label,
-        predicted class, number of images) and class_top1 (float64 [C], NaN for a class without images).
+        predicted class, number of images), class_top1 (float64 [C], NaN for a class without images) and, without
+        --benchmark, the averages over the classes {precision,recall,f1}_{macro,weighted}.
         With --predictions or --report-html, on rank 0: predictions (float64 [images, 1 + 2 k] in the order of the data
         set, with the columns label, the k = min(5, C) most probable classes, and their probabilities).
     Raises:
@@ -484,6 +485,7 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         RunError: --max-bad-steps consecutive losses were not finite, or the parameters differ between the ranks.
         UsageError: a step of --profile-steps is outside this pass, the program is not compiled, its parameters have no
             values, or a batch does not match the program.
+        RuntimeError: the loader yields fewer or more batches than its length.
     """
     _check_program(program)
     return run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save=None)

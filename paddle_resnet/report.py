@@ -437,6 +437,8 @@ def write_classes(args, result, classes, epoch, is_best=True):
         is_best: whether the evaluation is the best of the run so far. If False, existing files are not replaced.
     Returns:
         the result without its arrays.
+    Raises:
+        RunError: a file cannot be written, or the data set has changed since the start of the run.
     """
     numbers = {name: value for name, value in result.items() if not isinstance(value, np.ndarray)}
     if processes.rank() != 0 or args.benchmark:

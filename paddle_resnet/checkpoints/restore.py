@@ -33,7 +33,7 @@ class StartCheckpoint:
     Attributes:
         folder: path of the checkpoint.
         epoch: epoch in which training continues.
-        step: number of completed steps in this epoch.
+        step: number of completed steps in this epoch. With --accumulate-steps, every batch counts as a step.
         meta: content of meta.json, or None for a checkpoint of another program, which has no meta.json.
         resumes: whether this run continues the run that wrote the checkpoint, possibly from the beginning of the epoch.
             If False, this run loads only the variables.
@@ -503,6 +503,9 @@ def restore(checkpoint, lr_scheduler, loader, fetchs, place, *, iter_unit, is_av
         is_averaged, is_verbose: see variables.load_statistics.
     Returns:
         The checkpoint, with step 0 if the loader cannot continue within the epoch.
+    Raises:
+        UsageError: the number of steps per epoch has changed with --iter-unit batch; the checkpoint was saved within a
+            training step of this run's --accumulate-steps; or variables.load_statistics fails.
     """
     timeline = lr_scheduler.timeline
     accumulate_steps = timeline.accumulate_steps

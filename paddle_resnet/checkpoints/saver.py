@@ -225,7 +225,8 @@ class Saver:
 
         Args:
             epoch: current epoch.
-            step: completed steps of the epoch, or None if all steps and the evaluation are complete.
+            step: completed steps of the epoch, or None if all steps and the evaluation are complete. With
+                --accumulate-steps, every batch counts as a step.
             trained: training metrics up to this step if an evaluation is pending or all steps are complete, otherwise
                 None.
             evaluated: result of the evaluation, or None.

@@ -1065,7 +1065,8 @@ def read_skip_list(path, image_root, allow_outside=False):
     Returns:
         frozenset of the names.
     Raises:
-        UsageError: the file cannot be read, or an entry matches no file or is outside image_root.
+        UsageError: the file cannot be read, a line is not valid JSON, or an entry matches no file or is outside
+            image_root.
     """
     try:
         with records.open_regular(path, _TEXT_LIMIT) as f:

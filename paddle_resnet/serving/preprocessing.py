@@ -127,7 +127,8 @@ def orientation(image):
 
 
 def upright_rgb(image):
-    """Return the pixels of an opened image file, converted to RGB and turned upright: uint8 [H, W, 3]."""
+    """Return the pixels of an opened image file, converted to RGB and turned upright: uint8 [H, W, 3]. Raise ValueError
+    if the pixels are floating-point numbers, or have more than 16 bits per channel."""
     # Without this assignment, Pillow would also follow the orientation in XMP and, in PNG files, in text.
     image.getexif()[ORIENTATION] = orientation(image)
     image.load()
@@ -201,7 +202,7 @@ def model_input(image, model):
 
 
 def read_model(path):
-    """Read and check model.json.
+    """Return the checked content of model.json.
 
     Args:
         path: path of the file, str or Path.

@@ -23,8 +23,9 @@ def split(source, output, fraction, seed=0):
     """Split the images of each class into train/ and val/. If the file system supports links, images are linked instead
     of copied.
 
-    The selection for val/ depends only on the names of classes and files, the fraction and the seed. If images are
-    added and the split is repeated, only a few of the old images move between train/ and val/.
+    The selection for val/ depends only on the names of classes and files, the fraction and the seed. Each class is
+    sorted by a hash of its names, and the first images go to val/, so if images are added and the split is repeated, the
+    old images keep their order, and only those at the limit between val/ and train/ move.
 
     Args:
         source: folder of class folders, which is not changed.
