@@ -138,7 +138,8 @@ def duration_s(args, epochs, timeline, times):
     for part, count, stage in zip(timeline.parts, timeline.epochs_before(epochs), times.stages, strict=True):
         seconds += stage.start_s * (count > 0) + count * part.steps * timeline.accumulate_steps * stage.batch_s
         if args.save_interval_steps:
-            checkpoints += count * ((part.steps - 1) // args.save_interval_steps)  # the epoch's end was counted above
+            # Exclude checkpoints at the end of an epoch, which --save-interval determines.
+            checkpoints += count * ((part.steps - 1) // args.save_interval_steps)
     return seconds + checkpoints * times.checkpoint_s
 
 

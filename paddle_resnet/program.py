@@ -815,8 +815,8 @@ def _confusion_over_all_processes(meter):
 
 
 def _predictions_on_rank_0(labels, rows):
-    """On rank 0, return the predictions of all processes. Shards are assigned in rank order, so the predictions are in
-    the order of the data set."""
+    """On rank 0, return {"predictions": those of all processes}; on all other ranks, return {}. Shards are assigned in
+    rank order, so the predictions are in the order of the data set."""
     own = np.column_stack([labels, rows])
     all_ranks = exchange.gather(own.tobytes())
     if all_ranks is None:

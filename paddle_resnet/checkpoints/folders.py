@@ -273,8 +273,9 @@ def prefix(folder, model_prefix):
 
 
 def foreign_prefix(folder, model_prefix):
-    """Return the file prefix in a checkpoint folder that another program wrote. The prefix is --model-prefix if
-    this flag is explicit; otherwise it is NVIDIA's prefix, the network's prefix, or the only prefix in the folder."""
+    """Return the file prefix in a checkpoint folder that another program wrote. The prefix is --model-prefix if this
+    flag is explicit. Otherwise, it is NVIDIA's or the network's prefix if the folder contains a file with this prefix;
+    otherwise, it is the only prefix in the folder or, if there are none or several, NVIDIA's prefix."""
     if model_prefix.is_explicit:
         return model_prefix.value
     names = [path.stem for path in Path(folder).glob("*.pdparams")]

@@ -74,7 +74,7 @@ class StartCheckpoint:
 
     @property
     def is_inside(self):
-        """Return whether the run continues within an epoch."""
+        """Whether the run continues within an epoch."""
         return bool(self.step) and self.step < self.meta["steps_each_epoch"]
 
     @property

@@ -107,7 +107,7 @@ def _is_within(path, folder):
 def best_before(root, checkpoint):
     """Return the metrics and the position of the best evaluation up to `checkpoint`. If several evaluations are equally
     good, return the earliest. Only checkpoints that led to `checkpoint` count: a checkpoint that was written before
-    `checkpoint` but at a later step belongs to an abandoned branch of training. Return None without an evaluation."""
+    `checkpoint` but at a later step belongs to an abandoned branch of training. Return None if there is none."""
     best, reached = None, (checkpoint.epoch, checkpoint.step)
     for _, meta in folders.newest_first(root)[0]:
         at = (meta["epoch"] + 1, 0) if meta["step"] is None else (meta["epoch"], meta["step"])

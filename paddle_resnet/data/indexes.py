@@ -83,7 +83,8 @@ def _open_full_index(shard, kind):
 
 
 def _reduced_index(index, shard, kind, skip):
-    """Write a copy of the index, without the images at the skipped offsets, to the cache folder."""
+    """Write a copy of the index, without the images at the skipped offsets, to the cache folder, and return its Index.
+    Raise UsageError if there is no image at a skipped offset, or if the copy cannot be written."""
     starts = index.images[:, 0]
     unknown = sorted(skip.difference(starts.tolist()))
     if unknown:
@@ -164,7 +165,7 @@ def scan(shard, kind):
 
 
 def _check_compression(shard):
-    """Raise UsageError if a record file is compressed."""
+    """Raise UsageError if a record file is compressed with gzip."""
     with records.open_regular(shard) as f:
         if f.read(2) == b"\x1f\x8b":  # the file signature of gzip
             old, new = shlex.quote(shard), shlex.quote(f"{shard}.partial")

@@ -199,8 +199,9 @@ def _folder_classes(image_root, mode, formats, names, trained):
         return trained, CHECKPOINT
     folder = listing.label_folder(image_root, split)
     folders = listing.class_folders(folder)
+    # If the other split is not in class folders, train/ may contain only the images of a file list.
     if not folders and len(formats) > 1:
-        folder, folders = own, listing.class_folders(own)  # train/ has no class folders, but images of a list
+        folder, folders = own, listing.class_folders(own)
     listing.check_utf8(folder, folders)
     if not folders:
         return None, None

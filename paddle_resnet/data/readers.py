@@ -139,7 +139,7 @@ def _shifted(read, offset):
 def _files(
     data_format, image_root, mode, num_of_class, seed, skip, allow_outside, allow_empty, numbers, allow_one_class
 ):
-    """Open class folders or file lists; see listing.list_folder and list_filelist."""
+    """Return the DataSet of class folders or a file list; see open_split, listing.list_folder and list_filelist."""
     if data_format == "folder":
         known = numbers.classes, numbers.is_trained
         files, labels, classes = listing.list_folder(image_root, mode, num_of_class, skip, *known)
@@ -296,7 +296,8 @@ def _file_reader(image_root, files, labels):
 def recordio(image_root, mode, num_of_class, seed, skip, numbers):
     """Open MXNet RecordIO files: IMAGE_ROOT/train.rec and val.rec with the indexes train.idx and val.idx.
 
-    See open_split for the arguments of recordio() and the other record readers.
+    For the arguments, the returned DataSet and the exceptions of recordio() and the other record readers, see
+    open_split.
     """
     shards, indexes, data_set = _open_shards(image_root, mode, "recordio", num_of_class, skip, numbers)
 

@@ -144,7 +144,8 @@ def recordio_end(f, offset, size):
 
 
 def _read_recordio(f):
-    """Read the payload of a record, and join its parts. recordio_end describes the parts."""
+    """Return the payload of the record at the current file position, with its parts joined. recordio_end describes the
+    parts. Raise ValueError or struct.error if the record is damaged."""
     parts = []
     while True:
         magic, length = struct.unpack("<II", f.read(8))
@@ -158,7 +159,7 @@ def _read_recordio(f):
 
 
 def tfrecord_payload(f, size):
-    """Read the payload of the TFRecord at the current file position, and verify both checksums.
+    """Return the payload of the TFRecord at the current file position, after verifying both checksums.
 
     Args:
         f: the open file.

@@ -31,6 +31,8 @@ def predict(model, paths, batch_size=32, device="cpu", threads=4, read=None):
     Returns:
         iterator. `probabilities` is float32 [classes]. If a file cannot be decoded or its probabilities are not finite,
         `probabilities` is None and `problem` describes the error.
+    Raises:
+        RunError: DALI fails on an image that it can decode alone.
     """
     for files_read, probabilities in predict_batches(model, paths, batch_size, device, threads, read):
         rows = iter(probabilities)

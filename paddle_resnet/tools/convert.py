@@ -468,7 +468,7 @@ def _extension(image, data):
     """Return the extension for an image in a tar shard: the extension of the image file if it is supported, otherwise
     the extension that matches the first bytes of the file."""
     own = os.path.splitext(image.path)[1][1:].lower()
-    if image.kind is None and own in records.IMAGE_EXTENSIONS and own != "jfif":  # webdataset does not decode .jfif
+    if image.kind is None and own in records.IMAGE_EXTENSIONS and own != "jfif":  # .jpg is more common
         return own
     return next((extension for start, extension in MAGIC if data.startswith(start)), "jpg")
 

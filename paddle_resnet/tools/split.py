@@ -23,9 +23,9 @@ def split(source, output, fraction, seed=0):
     """Split the images of each class into train/ and val/. If the file system supports links, images are linked instead
     of copied.
 
-    The selection for val/ depends only on the names of classes and files, the fraction and the seed. Each class is
-    sorted by a hash of its names, and the first images go to val/, so if images are added and the split is repeated, the
-    old images keep their order, and only those at the limit between val/ and train/ move.
+    The selection for val/ depends only on the names of classes and files, the fraction and the seed. The
+    images of a class are sorted by a hash of their names, and the first images go to val/. If images are added and the
+    split is repeated, the old images keep their order, so only those at the limit between val/ and train/ can move.
 
     Args:
         source: folder of class folders, which is not changed.
@@ -90,7 +90,8 @@ def _list_source(source):
 def _check_names(source, labels):
     """Raise UsageError if there is only one class folder, or if folders have names of splits."""
     splits = [name for name in labels if _SPLIT_NAME.fullmatch(name)]
-    if splits == ["train"]:  # a class such as CIFAR-100's, if no other name is that of a split
+    # If no other folder has the name of a split, train/ is a class, as in CIFAR-100.
+    if splits == ["train"]:
         splits = []
     if len(labels) > 1 and not splits:
         return

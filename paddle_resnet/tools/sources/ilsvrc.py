@@ -197,7 +197,7 @@ def _entries(f, what, start, end):
                 raise tarfile.ReadError(f"{member.name} is truncated")
             if member.isreg():
                 yield member.name, data, member.size
-            elif not member.isdir() and member.type not in (tarfile.XHDTYPE, tarfile.XGLTYPE):  # PAX headers
+            elif not member.isdir() and member.type not in (tarfile.XHDTYPE, tarfile.XGLTYPE):  # types of PAX headers
                 raise tarfile.ReadError(f"{member.name} is neither a file nor a folder")
             last, position = member.name, data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
     except (tarfile.TarError, ValueError) as e:
