@@ -157,13 +157,13 @@ def epochs_within(args, seconds, timeline, times):
 
 def _measure_training(exe, work, seconds):
     """Return the StageTimes of the stage that a phases.Work trains. Its batches are measured for about `seconds`
-    seconds, or for a few steps if steps are slow."""
+    seconds, but for at least 2 and at most MOST_STEPS steps."""
     start, args = perf_counter(), work.settings
     # The compiled program of a later stage is discarded, because its captured step would occupy GPU memory.
     compiled = work.compiled or program.compile_prog(args, work.program)
     count = args.accumulate_steps
     steps = cuda_graph.STEPS_BEFORE + 2 if compiled.captured else 1
-    warmup = max(steps * count, args.dali_prefetch + 1)  # skip prefetched batches, whose steps would appear too fast
+    warmup = max(steps * count, args.dali_prefetch + 1)  # skip prefetched batches, for which no step waits
     loader = dali.build_dataloader(args, Mode.TRAIN)
 
     def measure(warmup, batches):

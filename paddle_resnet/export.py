@@ -509,7 +509,8 @@ def _check_agreement(name, score, reference_name, reference):
 
 
 def _check_top1(model, kind, score, reference):
-    """Compare top1 of a Model with that of the checkpoint's network. `kind` is a key of TOP1_CHECKS."""
+    """Raise RunError if top1 of a Model is lower than that of the checkpoint's network by more than the tolerance in
+    TOP1_CHECKS. `kind` is a key of TOP1_CHECKS."""
     lost, images = reference["correct"] - score["correct"], score["images"]
     tolerance, remedy = TOP1_CHECKS[kind]
     if lost <= tolerance * images + (0 if kind == "int8" else score["ties"]):

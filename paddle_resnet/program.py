@@ -598,7 +598,7 @@ class _Pass:
         return done > 0 and done % replicas.INTERVAL_STEPS == 0 and step % self._batches_each_step == 0
 
     def check_replicas(self, step):
-        """Check between two steps that all ranks have the same parameters."""
+        """Raise RunError between two steps if the ranks have different parameters."""
         with self._paused():
             watchdog.phase("comparison of parameters")
             replicas.check(self._program.source, f"before step {step} of epoch {self._epoch}")

@@ -5,7 +5,8 @@ scans them at startup. Index files use DALI's formats, with offsets and sizes in
 per record. RecordIO: one line `key offset` per record. WebDataset: a line `v1.1 COUNT`, then one line per sample with
 `extension offset size` for each of its files.
 
-This module imports neither DALI nor Paddle, so that the tools' worker processes start quickly.
+This module imports neither DALI nor Paddle, so that the tools' worker processes do not
+wait for these imports.
 """
 
 import hashlib

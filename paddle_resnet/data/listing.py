@@ -1,6 +1,7 @@
 """List the contents of --image-root: storage formats (see docs/data.md), files, classes and images.
 
-This module imports neither DALI nor Paddle, so that the worker processes of the data-set tools start quickly.
+This module imports neither DALI nor Paddle, so that the worker processes of the data-set tools do not
+wait for these imports.
 """
 
 import contextlib

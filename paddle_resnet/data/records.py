@@ -1,6 +1,7 @@
 """Read single records for the checks before step 1 and for the data-set tools. In training, DALI reads all records.
 
-This module imports neither DALI nor Paddle, so that the tools' worker processes start quickly.
+This module imports neither DALI nor Paddle, so that the tools' worker processes do not
+wait for these imports.
 """
 
 import contextlib

@@ -72,7 +72,7 @@ def _results(model, files_read, probabilities):
 def image_batches(description, paths, batch_size, device, threads, read):
     """Yield ([(path, problem or None)], images of the files without a problem) for each batch.
 
-    DALI decodes a few batches in advance. Unless `read` is set, DALI also reads the files, so that Python does not have
+    DALI decodes batches in advance. Unless `read` is set, DALI also reads the files, so that Python does not have
     to read them one by one. DALI stops at the first image that it cannot read or decode. From then on, `read` (by
     default, _read_file) reads the files, and their headers are checked. If DALI stops again, all images that
     were read but not yielded are decoded one by one."""

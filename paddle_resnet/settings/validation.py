@@ -57,7 +57,7 @@ def check(settings):
 
 
 def check_sizes(settings):
-    """Check the flags that determine image sizes. Raises UsageError for the same reasons as check."""
+    """Check the flags that determine image sizes. Raises UsageError if a value is invalid, or flags conflict."""
     _raise(_conflicts_of_sizes(settings))
 
 
@@ -73,8 +73,8 @@ def check_kernels(settings):
 
 
 def check_command(settings):
-    """Check the flags of a command line before flags are inherited or chosen. Raises UsageError for the same reasons as
-    check."""
+    """Check the flags of a command line before flags are inherited or chosen. Raises UsageError if a value is invalid,
+    or flags conflict."""
     conflicts = [*_conflicts_of_command(settings)]
     if not (_has_start(settings) or settings.resume or settings.choose_recipe):
         conflicts += _conflicts_of_settings(settings)

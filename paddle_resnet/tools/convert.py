@@ -2,7 +2,7 @@
 record files. tools/sources/ lists the images of an import.
 
 Worker processes import this module instead of dataset.py. The module imports neither DALI nor Paddle, so that the
-processes start quickly.
+processes do not wait for these imports.
 
 If a conversion is interrupted, repeating the command resumes it. For TFRecord and WebDataset, each worker writes entire
 shards atomically, and complete shards are kept. For RecordIO and LMDB, which have one file per split, workers prepare
