@@ -157,7 +157,7 @@ def epochs_within(args, seconds, timeline, times):
 
 def _measure_training(exe, work, seconds):
     """Return the StageTimes of the stage that a phases.Work trains. Its batches are measured for about `seconds`
-    seconds, but for at least 2 and at most MOST_STEPS steps."""
+    seconds, with at least 2 and at most MOST_STEPS steps."""
     start, args = perf_counter(), work.settings
     # The compiled program of a later stage is discarded, because its captured step would occupy GPU memory.
     compiled = work.compiled or program.compile_prog(args, work.program)
