@@ -138,7 +138,8 @@ def duration_s(args, epochs, timeline, times):
     for part, count, stage in zip(timeline.parts, timeline.epochs_before(epochs), times.stages, strict=True):
         seconds += stage.start_s * (count > 0) + count * part.steps * timeline.accumulate_steps * stage.batch_s
         if args.save_interval_steps:
-            checkpoints += count * ((part.steps - 1) // args.save_interval_steps)  # the epoch's end is counted above
+            # Exclude checkpoints at the end of an epoch, which --save-interval determines.
+            checkpoints += count * ((part.steps - 1) // args.save_interval_steps)
     return seconds + checkpoints * times.checkpoint_s
 
 
@@ -148,7 +149,7 @@ def epochs_within(args, seconds, timeline, times):
     def predicted_s(epochs):
         return duration_s(args, epochs, timeline, times)
 
-    # The number of epochs that fit into the budget.
+    # `count` is the number of epochs that fit into the budget.
     count = bisect.bisect_right(range(1, MOST_EPOCHS + 1), seconds, key=predicted_s)
     nearest = range(max(1, count), min(MOST_EPOCHS, count + 1) + 1)
     return min(nearest, key=lambda epochs: abs(predicted_s(epochs) - seconds))
@@ -156,13 +157,13 @@ def epochs_within(args, seconds, timeline, times):
 
 def _measure_training(exe, work, seconds):
     """Return the StageTimes of the stage that a phases.Work trains. Its batches are measured for about `seconds`
-    seconds, or for a few steps if steps are slow."""
+    seconds, with at least 2 and at most MOST_STEPS steps."""
     start, args = perf_counter(), work.settings
     # The compiled program of a later stage is discarded, because its captured step would occupy GPU memory.
     compiled = work.compiled or program.compile_prog(args, work.program)
     count = args.accumulate_steps
     steps = cuda_graph.STEPS_BEFORE + 2 if compiled.captured else 1
-    warmup = max(steps * count, args.dali_prefetch + 1)  # skip prefetched batches, whose steps would appear too fast
+    warmup = max(steps * count, args.dali_prefetch + 1)  # skip prefetched batches, for which no step waits
     loader = dali.build_dataloader(args, Mode.TRAIN)
 
     def measure(warmup, batches):
@@ -190,7 +191,7 @@ def _measure_evaluation(args, exe, evaluation, seconds):
         evaluation.refresh()
         result = program.run(args, evaluation.loader, exe, evaluation.compiled, evaluation.fetchs, 0, Mode.EVAL)
         elapsed_s = perf_counter() - start
-        if result["epoch_time"] > seconds:  # all processes decide alike, because epoch_time is the same
+        if result["epoch_time"] > seconds:  # all processes have the same epoch_time, and decide alike
             break
     return elapsed_s
 

@@ -72,8 +72,8 @@ def build_dataloader(args, mode, state=None, trained=None):
         state: return value of state() of this process's training loader; the new loader resumes at the next batch. If
             flags have changed since then, a warning lists the changes. In this case, if the state was saved at the end
             of an epoch, the loader continues the image order, but restarts the random numbers of the augmentation. If
-            the state was saved within an epoch, or if the data set has changed, the loader restarts with the image
-            order of the first epoch.
+            the state was saved within an epoch, or if the data set or a condition in ORDER_CONDITIONS has changed, the
+            loader restarts with the image order of the first epoch.
         trained: class names of a trained network in the order of its outputs, which determine the labels of class
             folders. If None, the data set defines the labels.
     Returns:
@@ -190,7 +190,7 @@ def open_data_set(args, mode, trained=None):
     """Return the readers.DataSet of a split, without the images in --skip-list. Raise UsageError if the data set cannot
     be used."""
     if not args.run_scope.trains and args.data_format in ("auto", "folder"):
-        listing.check_split("--image-root", args.image_root, mode)  # its remedy is not a split of the training images
+        listing.check_split("--image-root", args.image_root, mode)  # open_split would suggest splitting train/
     skip = frozenset()
     if args.skip_list is not None:
         skip = listing.read_skip_list(args.skip_list, args.image_root, args.allow_outside)
@@ -249,7 +249,8 @@ def _usable(args, state, conditions, steps):
     older = {flag(name): DEFAULTS[name] if before is None else before for name, before in batches.items()}
     older |= {LIST: conditions.get(LIST), VERSION: 1}
     before = older | state["conditions"]
-    # They may have conditions of flags that have been removed since. Such a flag had no effect if it was 0 or false.
+    # Older checkpoints may contain conditions of flags that no longer exist. Such a flag had no effect if it was 0 or
+    # false.
     removed = {name for name, value in before.items() if value and name.startswith("--")} - {*conditions}
     changes = {
         name: f"{name} is {now} and was {before.get(name)}"
@@ -301,9 +302,9 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=
     Args:
         args: flags.
         data_set: readers.DataSet.
-        mode: determines the augmentation. With Mode.TRAIN: random resized crop, TrivialAugment or RandAugment, color
-            jitter, rotation, horizontal flip and PCA lighting noise. With Mode.EVAL: resizing of the shorter side to
-            --resize-short and center crop.
+        mode: determines the augmentation. With Mode.TRAIN: random resized crop (padded random crop with
+            --crop-padding), TrivialAugment or RandAugment, color jitter, rotation, horizontal flip and PCA lighting
+            noise. With Mode.EVAL: resizing of the shorter side to --resize-short and center crop.
         shard_id: index of the shard, from 0.
         num_shards: number of shards.
         checkpoint: DALI checkpoint (bytes) from which a training pipeline resumes, or None.
@@ -467,7 +468,7 @@ def _decode_on_gpu(args, encoded):
 
 
 def _kind(encoded):
-    """Return the flags of headers.kinds. Python, which takes about 20 us per image, inspects neither common JPEGs nor
+    """Return the flags of headers.kinds. To save time, Python inspects neither common JPEGs, which have no flags, nor
     PNG and WebP files, which the CPU decoder always reads correctly."""
     head = fn.slice(encoded, start=0, shape=len(headers.COMMON), axes=[0], out_of_bounds_policy="pad")
     differs = fn.reductions.max((head ^ types.Constant(headers.COMMON)) & types.Constant(headers.COMMON_MASK))
@@ -506,7 +507,7 @@ def _auto_augment(images, args, seeds):
 def _apply(operations, choice, images, options):
     """Apply one of the operations to each image. DALI evaluates `choice < half` for each image."""
     if len(operations) == 1:
-        # The operations contain no conditional statements, so skip DALI's code conversion, which would take seconds.
+        # The operations contain no conditional statements, so DALI's code conversion is unnecessary.
         return do_not_convert(operations[0].__call__)(images, **options)
     half = len(operations) // 2
     if choice < half:

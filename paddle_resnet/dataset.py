@@ -231,7 +231,7 @@ def _with_progress(args, write):
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=Console(file=logger.Expendable(sys.stderr)))
-    with signals.blocked():  # for the thread of rich
+    with signals.blocked():  # the thread that rich starts must not handle signals
         bar.start()
     with bar, convert.locked(args.output):
 
@@ -402,12 +402,12 @@ def _run_verify(args):
 
 
 def _claim_folder(args):
-    """Check that the output folder of a command does not replace the data set that the command reads."""
+    """Raise UsageError if the output folder of a command would replace the data set that the command reads."""
     outputs.claim(folders={"--output": args.output}, protected=[("the data set", args.source)])
 
 
 def _claim_file(flag, path, root):
-    """Check that an output file of a command does not replace files of the data set in `root`."""
+    """Raise UsageError if an output file of a command would replace a file of the data set in `root`."""
     outputs.claim({flag: path}, protected=[("the data set's", place) for place in listing.occupied(root)])
 
 

@@ -79,8 +79,8 @@ def _gpu_rows(gpus, facts):
 
 
 def _library_facts():
-    """Return the rows and other results that require importing Paddle, DALI or NVRTC. This function runs in a child
-    process."""
+    """Return {"device", "rows", "trains", "missing", "capabilities"}: the device, the rows of the table and the facts
+    for _tests that require importing Paddle, DALI or NVRTC. This function runs in a child process."""
     from utils import signals
     from utils.errors import UsageError
 
@@ -325,8 +325,8 @@ def _print_table(rows):
 
 
 def main(argv=None):
-    """Check this machine and return the exit code: 0 if training works, 1 if training would fail, 130 if
-    interrupted."""
+    """Check this machine and return the exit code: 0 if training works, 1 if training would fail, 2 for a usage error,
+    130 if interrupted."""
     import config
     from utils import exit_codes
 

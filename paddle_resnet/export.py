@@ -105,8 +105,8 @@ def export(
     Returns:
         content of model.json.
     Raises:
-        UsageError: the checkpoint cannot be used (see networks.load_checkpoint); the output exists or cannot be
-            written; or a package for ONNX is missing.
+        UsageError: the arguments conflict; the checkpoint (see networks.load_checkpoint) or a data set cannot be used;
+            the output exists or cannot be written; or a package for ONNX is missing.
         RunError: the results of an exported network differ from those of the checkpoint. All written files are then
             removed.
     """
@@ -291,8 +291,8 @@ def _report_speed(network, folder):
 
 
 def _speed_ratio(model, reference):
-    """Return the images/s of a Model relative to those of a reference Model with the same input. The ratio of the
-    shortest times of alternating runs hardly depends on other programs on the machine."""
+    """Return the images/s of a Model relative to those of a reference Model with the same input. The shortest
+    times of alternating runs are compared, because other programs on the machine can slow down single runs."""
     image = model.description["input"]
     images = np.ones([SPEED_BATCH, *image["shape"][1:]], image["dtype"])
     times = {id(model): [], id(reference): []}
@@ -314,7 +314,7 @@ def _sample_text(description):
 
 def _write_onnx(network, folder, engine=None, tolerance=PROBABILITY_TOLERANCE):
     """Write model.onnx, compare it with the network on random images, and return its entry for model.json. For
-    `engine`, see onnx_writer.to_onnx."""
+    `engine`, see onnx_writer.to_onnx. Raise RunError if a probability differs by more than `tolerance`."""
     from paddle_resnet.checkpoints import folders
     from paddle_resnet.serving import inference, onnx_writer
 
@@ -403,7 +403,7 @@ def _verify_recorded(network, score, image_root, load_as_evaluated, allow_outsid
             return logger.info(f"{text}; not compared, because custom kernels, which --qat requires, are missing ({e})")
         repeated = _score(exact, exact.model(logits=True), image_root, **options)
         _check_top1(model, "--qat", score, repeated)
-        score = repeated | {"ties": 0}  # nothing is rounded differently
+        score = repeated | {"ties": 0}  # the repetition rounds exactly as the run did
     losses = [score["loss"], *([] if "cpu" in network.meta else [score["clipped_loss"]])]
     score = score | {"loss": min(losses, key=lambda loss: abs(loss - recorded["loss"]))}
     reference = {"correct": round(recorded["top1"] * recorded["images"]), "ties": 0, "loss": recorded["loss"]}
@@ -419,7 +419,7 @@ def _obstacle(network, images):
     recorded = meta["evaluated"]
     if arguments.get("device") != "cpu":
         return "a GPU computed it, which rounds differently"
-    if recorded.get("not_finite"):  # the recorded mean excludes these losses
+    if recorded.get("not_finite"):  # the recorded mean covers only finite losses
         return f"{recorded['not_finite']} losses were not finite"
     if recorded.get("images") != images:
         return f"it covers {recorded.get('images')} images, and IMAGE_ROOT has {images}"
@@ -442,10 +442,8 @@ def _score(network, model, image_root, as_evaluated=False, allow_outside=False):
         network: the checkpoint's Network.
         model: Model to evaluate.
         image_root, allow_outside: see _verify.
-        image_root: folder of the data set.
         as_evaluated: whether to repeat the evaluation of the checkpoint's run, with its --batch-size,
             --dali-output-fp16 and --tta. Otherwise, images are not rounded to float16 and not mirrored.
-
     Raises:
         RunError: the model's probabilities are not the softmax of its logits.
     """
@@ -511,7 +509,8 @@ def _check_agreement(name, score, reference_name, reference):
 
 
 def _check_top1(model, kind, score, reference):
-    """Compare top1 of a Model with that of the checkpoint's network. `kind` is a key of TOP1_CHECKS."""
+    """Raise RunError if top1 of a Model is lower than that of the checkpoint's network by more than the tolerance in
+    TOP1_CHECKS. `kind` is a key of TOP1_CHECKS."""
     lost, images = reference["correct"] - score["correct"], score["images"]
     tolerance, remedy = TOP1_CHECKS[kind]
     if lost <= tolerance * images + (0 if kind == "int8" else score["ties"]):

@@ -97,7 +97,7 @@ def claim_outputs(args, checkpoint):
     """Check that the run can write all its files.
 
     Raises:
-        UsageError: outputs.claim fails, or a file contains the report of another run.
+        UsageError: outputs.claim or report.check_replaced fails.
     """
     folder = folders.run_folder(args.output_dir, args.model_arch_name)
     exchange.from_rank_0(lambda: _claim(args, checkpoint, folder))
@@ -337,7 +337,7 @@ def _fold(args, exe, evaluation):
 
 def check_and_describe(args, exe, training, evaluation):
     """Check that all processes have the same data and network, choose the epochs for --budget-minutes, and log the
-    settings and the start line."""
+    settings and the start line. Raise UsageError if the processes differ, or if budget.choose fails."""
     loaders = [work and work.loader for work in (training, evaluation)]
     main = training or evaluation
     agreement.check_work(args.kernels, *loaders, main.program)

@@ -73,7 +73,8 @@ def _paths_on(stdin):
 
 def _images_below(folder):
     """Return the sorted paths of the images in a folder, at any depth. Links to folders are followed, but each folder
-    is read only once. A warning states how many files are skipped."""
+    is read only once. A warning states how many files are skipped. Raise UsageError if a folder cannot be listed, or if
+    there are no images."""
 
     from paddle_resnet.data.listing import is_system_name
     from paddle_resnet.data.records import IMAGE_ENDINGS, IMAGE_SUFFIXES
@@ -112,7 +113,7 @@ def top(probabilities):
     Classes with equal probabilities are in label order. `probabilities` is [N, C] without NaN."""
     k = min(TOP, probabilities.shape[1])
     remaining, labels = np.array(probabilities), np.empty((len(probabilities), k), np.int64)
-    for i in range(k):  # much faster than sorting or partitioning 1,000 classes
+    for i in range(k):  # k searches for the maximum, instead of sorting all classes
         labels[:, i] = remaining.argmax(axis=1)
         np.put_along_axis(remaining, labels[:, i : i + 1], -np.inf, axis=1)
     return labels, np.take_along_axis(probabilities, labels, axis=1)
@@ -128,7 +129,7 @@ def entries(labels, probabilities, names):
 
 
 def _rows(paths, labels, probabilities, names):
-    """Return an iterable with the row of each image for the CSV file. Building columns is faster than building rows."""
+    """Return an iterable with the row of each image for the CSV file."""
     columns = []
     for ranked, values in zip(labels.T.tolist(), probabilities.T.tolist(), strict=True):
         columns += ranked, [names[i] for i in ranked], [f"{p:.7g}" for p in values]
@@ -171,8 +172,8 @@ def benchmark(models, batch_sizes, device):
 
 def engines(path, device, model_arch_name=None, precision=None, sizes=(32,)):
     """Yield a Model for each engine that can run the model. Each model is opened when it is requested. A checkpoint is
-    first exported to a temporary folder. If onnx or onnxruntime is missing or broken, a warning is logged and
-    onnxruntime is omitted. For the arguments, see inference.open_model."""
+    first exported to a temporary folder. If the model cannot be exported to ONNX or run in onnxruntime, a warning
+    is logged and onnxruntime is omitted. For the arguments, see inference.open_model."""
     from paddle_resnet import export
     from paddle_resnet.serving import inference, networks
 
@@ -431,13 +432,13 @@ def _serve(args, model, device, listener):
 
 
 def _claim_csv(args, paths):
-    """Check that --csv does not replace an image or a file of the model."""
+    """Raise UsageError if --csv would replace an image or a file of the model."""
     if args.csv in (None, "-"):
         return
     model = Path(args.model)
     read = [("MODEL", path) for path in (model.glob("*") if model.is_dir() else [model])]
     read += [("--model-arch-name", path) for path, _ in filter(None, [user_file.split(args.model_arch_name or "")])]
-    if os.path.exists(args.csv):  # a new file cannot be an image, and checking all images takes time
+    if os.path.exists(args.csv):  # a new file cannot be one of the images
         read += [("the image", path) for path in paths]
     outputs.claim({"--csv": args.csv}, inputs=read)
 

@@ -144,7 +144,7 @@ def create_strategy(args, is_train=True):
 
 
 def dist_optimizer(args, optimizer):
-    """Wrap an optimizer for mixed precision, data parallelism and sparsity.
+    """Return an optimizer that wraps `optimizer` for mixed precision, data parallelism and sparsity.
 
     The wrappers work together only in this order: AMP, Fleet, ASP. If AMP and ASP are enabled through Fleet's strategy
     flags instead, gradients are not reduced or the program remains in float32.
@@ -351,9 +351,9 @@ def compile_prog(args, program, loss_name=None, is_train=True):
         source: `program`.
         captured: cuda_graph.CapturedStep, or None if the step cannot be captured.
         write_scalars: scalars.Writer.
-        trace: trace.Trace of the first pass over the loader, or None if --profile-steps is not set. accumulating:
-        compiled program for all batches of a training step except the last, or None if each step has one batch
-        (--accumulate-steps 1).
+        trace: trace.Trace of the first pass over the loader, or None if --profile-steps is not set.
+        accumulating: compiled program for all batches of a training step except the last, or None if each step has one
+        batch (--accumulate-steps 1).
     Raises:
         UsageError: create_strategy or table.check_rule fails; or --cuda-graph true is explicit, but the step cannot be
             captured.
@@ -373,9 +373,8 @@ def _compile(args, program, is_train):
     program, host_scalars = program.clone(), scalars.of(program)
     program.host_scalars = host_scalars
     if args.device == "cpu" and args.data_layout == "NCHW":
-        # oneDNN convolutions are twice as fast as Paddle's, but their filter gradients are wrong in NHWC. Only
-        # convolutions use oneDNN, because other oneDNN operators fail, such as the gradient of `mean` for the scalar
-        # loss.
+        # oneDNN's convolutions are faster (see ONEDNN), but their filter gradients are wrong in NHWC. Only convolutions
+        # use oneDNN, because other oneDNN operators fail, such as the gradient of `mean` for the scalar loss.
         for op in program.global_block().ops:
             if op.type in ONEDNN:
                 # Use conv2d instead of Paddle's depthwise operator, which multiplies one small matrix per channel.
@@ -477,7 +476,8 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         dispatch of a batch to its result is longer, because the host is one step ahead.
         first_step_s: seconds from the start of the program until the host has the metrics of the first step.
         With Mode.EVAL: confusion (int64 [k, 3], one row per pair that occurred, sorted, with the columns label,
-        predicted class, number of images) and class_top1 (float64 [C], NaN for a class without images).
+        predicted class, number of images), class_top1 (float64 [C], NaN for a class without images) and, without
+        --benchmark, the averages over the classes {precision,recall,f1}_{macro,weighted}.
         With --predictions or --report-html, on rank 0: predictions (float64 [images, 1 + 2 k] in the order of the data
         set, with the columns label, the k = min(5, C) most probable classes, and their probabilities).
     Raises:
@@ -485,6 +485,7 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         RunError: --max-bad-steps consecutive losses were not finite, or the parameters differ between the ranks.
         UsageError: a step of --profile-steps is outside this pass, the program is not compiled, its parameters have no
             values, or a batch does not match the program.
+        RuntimeError: the loader yields fewer or more batches than its length.
     """
     _check_program(program)
     return run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save=None)
@@ -499,7 +500,7 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
             if this.is_stopped(step):
                 break
             if save is not None and this.is_save_due(step):
-                this.save(step, save)  # also compares the ranks
+                this.save(step, save)  # also checks that all ranks have the same parameters
             elif this.is_check_due(step):
                 this.check_replicas(step)
             this.prepare(step)
@@ -597,7 +598,7 @@ class _Pass:
         return done > 0 and done % replicas.INTERVAL_STEPS == 0 and step % self._batches_each_step == 0
 
     def check_replicas(self, step):
-        """Check between two steps that all ranks have the same parameters."""
+        """Raise RunError between two steps if the ranks have different parameters."""
         with self._paused():
             watchdog.phase("comparison of parameters")
             replicas.check(self._program.source, f"before step {step} of epoch {self._epoch}")
@@ -814,8 +815,8 @@ def _confusion_over_all_processes(meter):
 
 
 def _predictions_on_rank_0(labels, rows):
-    """On rank 0, return the predictions of all processes. Shards are assigned in rank order, so the predictions are in
-    the order of the data set."""
+    """On rank 0, return {"predictions": those of all processes}; on all other ranks, return {}. Shards are assigned in
+    rank order, so the predictions are in the order of the data set."""
     own = np.column_stack([labels, rows])
     all_ranks = exchange.gather(own.tobytes())
     if all_ranks is None:

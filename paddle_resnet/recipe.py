@@ -163,8 +163,8 @@ def _choose_network(settings, facts):
 
 
 def _choose_image_size(settings, network):
-    """Train at the image size of the pretrained weights. Random resized crops enlarge objects, so evaluation uses
-    larger images (arXiv:1906.06423); see benchmarks/log/flowers_h200.md."""
+    """If the image size is not explicit, train at that of the pretrained weights. Random resized crops enlarge objects,
+    so evaluation uses larger images (arXiv:1906.06423); see benchmarks/log/flowers_h200.md."""
     if not any(map(settings.is_explicit, SIZE_FLAGS)):
         size = round(network.image_size * network.resize_ratio)
         _set(settings, "image size of the weights", sizes=[f"{network.image_size}:0"])
@@ -240,7 +240,8 @@ def _choose_training(settings, facts, is_fine_tuned):
 
 
 def warmup_epochs(epochs):
-    """Return the number of warm-up epochs for a run of `epochs` epochs: a tenth of the epochs, but at most 5."""
+    """Return the number of warm-up epochs for a run of `epochs` epochs: a tenth of the epochs, rounded up,
+    but at most 5, and fewer than `epochs`."""
     return min(5, math.ceil(epochs / 10), epochs - 1)
 
 

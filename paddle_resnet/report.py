@@ -82,8 +82,9 @@ def check_replaced(args, checkpoint, run_folder):
         checkpoint: the checkpoint that the run starts from (restore.StartCheckpoint), or None.
         run_folder: folder of the run's checkpoints.
     Raises:
-        UsageError: the file is not a report; the file is the report of a training run, and --overwrite is not set; or
-            the run would append to the report of another run.
+        UsageError: the file cannot be read or is not a report; the file is the report of a training run, and
+            --overwrite is not set; the run would append to the report of another run; or --report-html is set, and the
+            file is not a regular file.
     """
     path = Path(args.report_file)
     if not path.is_file():
@@ -214,8 +215,8 @@ def _complete(args, argv, checkpoint):
 
 def advise_on_loader(args, epoch, trained):
     """Warn if a GPU waits for the loader for more than a fifth of the epoch time, and suggest a flag. On a CPU, there
-    is no warning: the network shares the cores with the loader, so waiting does not indicate a slow loader. A short
-    first epoch is ignored, because startup dominates it.
+    is no warning: the network shares the cores with the loader, so waiting does not indicate a slow loader. A first
+    epoch of fewer than 50 steps is ignored, because startup dominates it.
 
     Args:
         args: flags.
@@ -436,6 +437,8 @@ def write_classes(args, result, classes, epoch, is_best=True):
         is_best: whether the evaluation is the best of the run so far. If False, existing files are not replaced.
     Returns:
         the result without its arrays.
+    Raises:
+        RunError: a file cannot be written, or the data set has changed since the start of the run.
     """
     numbers = {name: value for name, value in result.items() if not isinstance(value, np.ndarray)}
     if processes.rank() != 0 or args.benchmark:

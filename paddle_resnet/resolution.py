@@ -52,8 +52,8 @@ def resolve_data(settings, mode):
 
 
 def resolve_device(settings):
-    """Resolve --device auto. Drop values of a --config file that require a different device, and log all dropped
-    values.
+    """Resolve --device auto, set --fuse-resunit to false if this build of Paddle lacks it, and call drop_unused, which
+    drops values of a --config file that require a different device.
 
     Raises:
         UsageError: --device is gpu, but Paddle cannot use a GPU.
@@ -88,7 +88,7 @@ def resolve_loader(settings):
         settings.resolve("--device", dali_device=settings.device)
     if not settings.is_explicit("image_shape") and not settings.is_inherited("image_shape"):
         # In NHWC on a GPU, Tensor Cores and custom kernels load the four values of a pixel at once. On a CPU or in
-        # NCHW, a fourth channel wastes time.
+        # NCHW, a fourth channel has no benefit.
         channels = 4 if settings.device == "gpu" and settings.data_layout == "NHWC" else 3
         settings.resolve("machine", image_shape=[channels, *settings.image_shape[1:]])
 

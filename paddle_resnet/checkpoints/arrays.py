@@ -206,7 +206,7 @@ class NumPyObjects:
     names = (_RECONSTRUCT, "numpy.ndarray", "numpy.dtype", "_codecs.encode")
 
     def known(self, module, name):
-        """Return the full name of a function or class. Raises UnreadableError if `names` does not contain it."""
+        """Return the full name of a function or class. Raises UnreadableError if `names` does not contain the name."""
         full_name = f"{module}.{name}".replace("numpy._core.", "numpy.core.")  # NumPy 2 renamed the module
         if full_name not in self.names:
             raise UnreadableError(f"{full_name} is not supported; only arrays are supported")
@@ -226,7 +226,7 @@ class NumPyObjects:
         raise UnreadableError("contains a call that an array of numbers does not need")
 
     def set_content(self, target, state):
-        """Evaluate the BUILD opcode."""
+        """Evaluate the BUILD opcode: set the content of an array. Raises UnreadableError for any other content."""
         match target, state:
             case np.dtype(), (int(), "<" | "|" | "=", None, None, None, *_):
                 pass
@@ -238,5 +238,6 @@ class NumPyObjects:
                 raise UnreadableError("contains a state that an array of numbers does not have")
 
     def stored(self, identifier):
-        """Evaluate the BINPERSID opcode: return an object that is stored outside the pickle."""
+        """Evaluate the BINPERSID opcode: return an object that is stored outside the pickle. Pickles of NumPy arrays
+        have no such objects, so this method raises UnreadableError."""
         raise UnreadableError("refers to an object outside the file")

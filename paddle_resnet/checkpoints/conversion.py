@@ -96,7 +96,8 @@ def _check_new(output):
 
 
 def _find(file):
-    """Return (path of the file, its sha256, Published or None)."""
+    """Return (path of the file, its sha256, Published or None). Raise UsageError if the package is not installed, the
+    file cannot be read, or its sha256 differs from the digits in its name."""
     path = Path(file)
     if file in published.PACKAGED:
         path, package = published.installed_file(file), published.PACKAGED[file].package

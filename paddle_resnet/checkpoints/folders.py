@@ -36,7 +36,7 @@ from utils.files import finite, fsync, open_regular, written
 
 META = "meta.json"
 FORMAT = 2
-META_LIMIT = 16 << 20  # maximum size of meta.json in bytes; with 1,000 classes and 1,000 processes, it has 2 MB
+META_LIMIT = 16 << 20  # maximum size of meta.json in bytes; 2 MB for 1,000 classes and 1,000 processes
 NVIDIAS_PREFIX = "resnet_50_paddle"
 MARKERS = ("latest", "best")
 _NAME = re.compile(r"(\d+)(?:_(\d+))?")
@@ -56,10 +56,11 @@ def run_folder(output_dir, arch):
 
 
 def hold(root):
-    """Lock the folder of a run, as lock() does, but raise a UsageError if another run holds the lock.
+    """Lock the folder of a run, and return the open lock file, as lock() does.
 
     Raises:
         UsageError: another run holds the lock.
+        OSError: see lock().
     """
     try:
         return lock(root)
@@ -86,7 +87,7 @@ def keep(root, file):
     """Return a valid lock on ROOT: `file`, or a new lock if ROOT/.lock has been deleted or replaced.
 
     Raises:
-        BlockingIOError: another process holds the lock.
+        BlockingIOError, OSError: see lock().
     """
     if locks.is_of(file, Path(root) / _LOCK):
         return file
@@ -109,7 +110,8 @@ def commit(root, name, files, meta, form="rename"):
 
     Args:
         root: folder of the run's checkpoints.
-        name: "EPOCH" or "EPOCH_STEP". If a folder with this name exists, it belongs to another run and is replaced.
+        name: "EPOCH" or "EPOCH_STEP". An existing checkpoint with this name belongs to another run and is replaced. An
+            existing checkpoint of another program is renamed.
         files: {file name: function that writes the content to a binary file}.
         meta: content of meta.json, as JSON types, without the keys format, files and checksum.
         form: "rename" or "marker".
@@ -142,7 +144,7 @@ def commit(root, name, files, meta, form="rename"):
 
 
 def _set_aside(folder):
-    """Rename a folder that this program did not write."""
+    """Rename a folder that this program did not write to NAME.old, and log a warning."""
     names = (f"{folder.name}.old{n or ''}" for n in itertools.count())
     kept = next(path for path in map(folder.with_name, names) if not os.path.lexists(path))
     folder.rename(kept)
@@ -233,7 +235,7 @@ def read_meta(folder):
     """Return the content of a folder's meta.json.
 
     Raises:
-        DamagedError: the file is missing or was changed after it was written.
+        DamagedError: the file cannot be read, is damaged, or has a format that this version does not read.
     """
     path = Path(folder) / META
     try:
@@ -271,8 +273,9 @@ def prefix(folder, model_prefix):
 
 
 def foreign_prefix(folder, model_prefix):
-    """Return the file prefix in a checkpoint folder that another program wrote. The prefix is --model-prefix if
-    this flag is explicit; otherwise it is NVIDIA's prefix, the network's prefix, or the only prefix in the folder."""
+    """Return the file prefix in a checkpoint folder that another program wrote. The prefix is --model-prefix if this
+    flag is explicit. Otherwise, it is NVIDIA's or the network's prefix if the folder contains a file with this prefix;
+    otherwise, it is the only prefix in the folder or, if there are none or several, NVIDIA's prefix."""
     if model_prefix.is_explicit:
         return model_prefix.value
     names = [path.stem for path in Path(folder).glob("*.pdparams")]
@@ -362,7 +365,7 @@ def read_listed(path):
 
 def _listed_files(folder):
     """Return the files that meta.json lists, {name: result of write_file}. If another program wrote the folder, return
-    {}. A checkpoint that is being deleted also has no meta.json, but is not treated as a foreign checkpoint."""
+    {}. Raise DamagedError if meta.json is damaged, or if .unfinished shows that the checkpoint is incomplete."""
     if os.path.lexists(folder / META):
         return read_meta(folder)["files"]
     if os.path.lexists(folder / _UNFINISHED):
@@ -393,11 +396,11 @@ def finished(root):
 
 
 def newest_first(root):
-    """List the checkpoints below ROOT, most recently written first.
+    """List the checkpoints below ROOT.
 
     Returns:
-        [(folder, meta)] for checkpoints with a valid meta.json, and [(folder, problem)] for all other folders with the
-        name of a checkpoint.
+        ([(folder, meta)] of the checkpoints with a valid meta.json, most recently written first; [(folder, problem)] of
+        all other folders with the name of a checkpoint, sorted by epoch and step).
     """
     valid, damaged = [], []
     for folder in below(root):

@@ -195,7 +195,7 @@ _GHOSTNET_OF_PADDLECLAS = (
     *_conv_bn("conv_last", "expand", r"\._conv", r"\._batch_norm"),
     *((r"fc_0\._conv", "head"), (r"fc_0\._batch_norm", "head.bn"), ("fc_1", "classifier")),
 )
-# The keys are the modules in models/ that define the networks.
+# The keys are the names of the modules in models/ that define the networks.
 LAYOUTS = {
     "resnet": (
         Layout("torchvision, timm, paddle.vision", _RESNET),
@@ -298,7 +298,8 @@ def convert(family, tensors, own):
     Returns:
         ({name of the variable: float32 array}, names of the projects whose layout matched).
     Raises:
-        MismatchError: a tensor is missing or unexpected, or has a different shape or type.
+        MismatchError: a tensor is missing or unexpected, or has a different shape or type; a variance is negative; or
+            a converted value is not finite.
     """
     layout, targets, leftover = _translated(family, tensors)
     shapes = _shapes(layout, own)

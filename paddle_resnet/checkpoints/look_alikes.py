@@ -54,7 +54,7 @@ def check(path, arch, tensors, projects, source):
     known = LOOK_ALIKES.get(arch, {}) if is_from_torch(tensors) else {}
     known = {name: problem for name, problem in known.items() if name.partition(".")[0] in projects}
     same = [name for name, problem in known.items() if problem is None]
-    stated = source and ".".join(source.split(".")[:2])  # without the tag of timm's weights
+    stated = source and ".".join(source.split(".")[:2])  # omit the weight tag in names of timm
     if stated in known and known[stated] is None:
         return
     if stated in known:

@@ -44,7 +44,7 @@ def _torchvision(arch, resize_short=256):
     return Published(arch, "BSD-3-Clause", "https://github.com/pytorch/vision", None, sizes)
 
 
-# The keys are values of the command-line argument NAME of weights.py.
+# The keys are the values of NAME in `python -m paddle_resnet.weights NAME`.
 PACKAGED = {
     "efficientnet-lite0": _lite(0, 224),
     "efficientnet-lite1": _lite(1, 240),
@@ -74,8 +74,8 @@ HASHED = {
 
 
 def installed_file(name):
-    """Return the path of the .pth file in the package for NAME, without importing the package, or None if the package
-    is not installed."""
+    """Return the path of the .pth file in the package for NAME, without importing the package. Return None if the
+    package is not installed, or does not contain exactly one .pth file."""
     try:
         distribution = metadata.distribution(PACKAGED[name].package)
     except metadata.PackageNotFoundError:
@@ -85,7 +85,7 @@ def installed_file(name):
 
 
 def sha256(path):
-    """Return the hexadecimal sha256 of a file. Raises OSError."""
+    """Return the hexadecimal sha256 of a file. Raises OSError if the file cannot be read or is not a regular file."""
     digest = hashlib.sha256()
     with files.open_regular(path) as file:
         while block := file.read(1 << 20):

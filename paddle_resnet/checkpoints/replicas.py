@@ -48,12 +48,12 @@ def check(program, where):
     if processes.world_size() == 1:
         return
     own = checksums(program)
-    # In most cases, the ranks exchange only one number each, because the store never frees memory.
+    # If the variables are equal, the ranks exchange only one number each, because the store never frees memory.
     total = zlib.crc32(np.array([*own.values()], np.uint32))
     if len(np.unique(exchange.all_gather([total]))) == 1:
         return
     message = describe(exchange.all_gather([*own.values()]), [*own], where)
-    exchange.let_others_leave()  # otherwise, their monitors could report that rank 0 failed first
+    exchange.let_others_leave()  # otherwise, other ranks could report that rank 0 failed first
     raise RunError(message)
 
 

@@ -33,7 +33,7 @@ class StartCheckpoint:
     Attributes:
         folder: path of the checkpoint.
         epoch: epoch in which training continues.
-        step: number of completed steps in this epoch.
+        step: number of completed steps in this epoch. With --accumulate-steps, every batch counts as a step.
         meta: content of meta.json, or None for a checkpoint of another program, which has no meta.json.
         resumes: whether this run continues the run that wrote the checkpoint, possibly from the beginning of the epoch.
             If False, this run loads only the variables.
@@ -74,7 +74,7 @@ class StartCheckpoint:
 
     @property
     def is_inside(self):
-        """Return whether the run continues within an epoch."""
+        """Whether the run continues within an epoch."""
         return bool(self.step) and self.step < self.meta["steps_each_epoch"]
 
     @property
@@ -153,6 +153,8 @@ def _selected(root, wanted, arch, model_prefix, iter_unit):
         arch: value of --model-arch-name if it is explicit, otherwise None.
         model_prefix: values.Setting of --model-prefix.
         iter_unit: value of --iter-unit.
+    Raises:
+        UsageError: the folder does not contain the checkpoint, or the checkpoint is damaged.
     """
     flag = f"--from-checkpoint {root}"
     if not root.is_dir():
@@ -213,7 +215,11 @@ def _newest(root, model_prefix, iter_unit, resumes=False, has_alternative=False)
         iter_unit: value of --iter-unit.
         resumes: whether the search is for --resume. If False and another program wrote all checkpoints, the newest
             of these checkpoints is returned.
-        has_alternative: for --resume, whether the run can start from --from-checkpoint instead.
+        has_alternative: for --resume, whether the run can start from --from-checkpoint instead. If True and another
+            program wrote all checkpoints, None is returned.
+    Raises:
+        UsageError: all checkpoints are damaged; or the search is for --resume, another program wrote all checkpoints,
+            and has_alternative is False.
     """
     valid, others = folders.newest_first(root)
     foreign = [folder for folder, _ in others if _is_foreign(folder, model_prefix)]
@@ -245,8 +251,8 @@ def _position(folder, meta, iter_unit):
     """Return the fields of StartCheckpoint for a checkpoint, including the position at which training continues.
 
     Raises:
-        UsageError: the checkpoint was not written by this project, and its position cannot be derived from the folder's
-            name.
+        UsageError: the checkpoint has no meta.json, and its position cannot be derived from the folder's name, or
+            --iter-unit is batch.
     """
     if meta is None:
         if iter_unit == "batch":
@@ -269,7 +275,8 @@ def _position(folder, meta, iter_unit):
 
 
 def _verified(folder, flag):
-    """Verify a checkpoint that was requested explicitly, and return its meta.json, or None if it has no meta.json."""
+    """Verify a checkpoint that was requested explicitly, and return its meta.json, or None if it has no meta.json.
+    Raise UsageError if the checkpoint is damaged."""
     if not os.path.lexists(folder / folders.META):
         return None
     try:
@@ -415,7 +422,7 @@ def recorded_flags(folder, meta, arch):
         validation.check_sizes(args)
         recorded = args.model_arch_name
         if user_file.split(recorded) is None:
-            args.resolve("Python", model_arch_name=registered_name(recorded))  # the run folder has the registered name
+            args.resolve("Python", model_arch_name=registered_name(recorded))  # the name of the run folder
     except UsageError as e:
         raise UsageError(f"{folder}: invalid arguments in {folders.META}: {e}") from e
     if user_file.split(recorded):
@@ -496,6 +503,9 @@ def restore(checkpoint, lr_scheduler, loader, fetchs, place, *, iter_unit, is_av
         is_averaged, is_verbose: see variables.load_statistics.
     Returns:
         The checkpoint, with step 0 if the loader cannot continue within the epoch.
+    Raises:
+        UsageError: the number of steps per epoch has changed with --iter-unit batch; the checkpoint was saved within a
+            training step of this run's --accumulate-steps; or variables.load_statistics fails.
     """
     timeline = lr_scheduler.timeline
     accumulate_steps = timeline.accumulate_steps

@@ -43,7 +43,7 @@ def check_folder(folder, checkpoint, starts, overwrite, resume):
         starts: result of Settings.start_paths.
         overwrite, resume: values of the flags.
     Raises:
-        UsageError: the folder cannot be created or written, or contains checkpoints of another run.
+        UsageError: the folder cannot be created or written, or _check_no_other_run fails.
     """
     try:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
@@ -68,7 +68,8 @@ def _check_no_other_run(folder, checkpoint, starts, overwrite, resume):
     all checkpoints (--overwrite). For the arguments, see check_folder.
 
     Raises:
-        UsageError: the folder contains checkpoints of another run, or newer checkpoints than the one to resume from.
+        UsageError: the folder contains checkpoints of another run, or newer checkpoints than the one to resume from; or
+            --overwrite would delete a checkpoint from which the run starts.
     """
     names = [path.name for path in folders.finished(folder)]
     within = [f"{flag} {start}" for flag, start in starts.items() if _is_within(start, folder)]
@@ -106,7 +107,7 @@ def _is_within(path, folder):
 def best_before(root, checkpoint):
     """Return the metrics and the position of the best evaluation up to `checkpoint`. If several evaluations are equally
     good, return the earliest. Only checkpoints that led to `checkpoint` count: a checkpoint that was written before
-    `checkpoint` but at a later step belongs to an abandoned branch of training."""
+    `checkpoint` but at a later step belongs to an abandoned branch of training. Return None if there is none."""
     best, reached = None, (checkpoint.epoch, checkpoint.step)
     for _, meta in folders.newest_first(root)[0]:
         at = (meta["epoch"] + 1, 0) if meta["step"] is None else (meta["epoch"], meta["step"])
@@ -219,11 +220,13 @@ class Saver:
         return self._root / _name_of(self.best)
 
     def save(self, epoch, step=None, trained=None, evaluated=None, is_averaged=False):
-        """Save the state between two steps. Every process must call save().
+        """Save the state between two steps. Every process must call save(). If no step has run since the last
+        checkpoint and `evaluated` is None, nothing is saved.
 
         Args:
             epoch: current epoch.
-            step: completed steps of the epoch, or None if all steps and the evaluation are complete.
+            step: completed steps of the epoch, or None if all steps and the evaluation are complete. With
+                --accumulate-steps, every batch counts as a step.
             trained: training metrics up to this step if an evaluation is pending or all steps are complete, otherwise
                 None.
             evaluated: result of the evaluation, or None.

@@ -77,7 +77,7 @@ def _are_seeds(value):
         random.Random().setstate(as_tuples(json.loads(value["python"])))
         name, keys, position, *rest = json.loads(value["numpy"])
         np.random.RandomState().set_state((name, keys, position, *rest))
-        return 0 <= position <= len(keys)  # NumPy 1.26 does not check it, and crashes
+        return 0 <= position <= len(keys)  # NumPy 1.26 crashes at a wrong position
     except Exception:  # each generator raises different errors
         return False
 

@@ -79,7 +79,7 @@ def load_start(options, checkpoint, program, place):
     there is neither a checkpoint nor pretrained parameters, the variables keep their values from the startup program.
 
     Returns:
-        whether the weights are already pruned.
+        whether the weights of the checkpoint are already pruned; False if there is no checkpoint.
     Raises:
         UsageError: load or load_pretrained fails.
     """
@@ -338,8 +338,9 @@ def _set_master(name, array, others, place):
 
 
 def _match_ranges(options, program, parameters, state, label):
-    """If only `parameters` or only `state` contains ranges of quantized activations (--qat), remove these ranges.
-    Returns (parameters, state). Training may start from weights with or without ranges."""
+    """If only `parameters` or only the pretrained weights in `state` contain ranges of quantized activations (--qat),
+    remove these ranges, because training may start from weights with or without ranges. Return (parameters, state).
+    Raise UsageError if the program requires ranges that a checkpoint lacks."""
     own = set(quantization.ranges(program))
     if own and not own & set(state):
         if options.pretrained is None or not options.trains:

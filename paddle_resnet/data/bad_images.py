@@ -126,7 +126,9 @@ def bad_record(message, data_set, image_root):
         Error message with the file and the place of the first record that is not an image with one label, or with
         image_root if the search timed out after SEARCH_S seconds; None if the error has a different cause.
     """
-    # The first two messages are those of DALI for a record without a label: alone, and with others in a batch.
+    # For a record without a label, DALI reports the first message if all records of the batch lack one, and the second
+    # message if others have one. The third message is that of a record whose label is empty or has several
+    # numbers.
     failed = r"Cannot apply an index to a scalar|Samples must have the same|Requested shape:\s+1\s"
     if not re.search(failed, message) or data_set.records is None:
         return None
@@ -173,7 +175,7 @@ def bad_image(message, data_set, image_root):
                     return _whole_name(source, image_root), headers.problem(encoded) or UNDECODABLE
                 if monotonic() > deadline:
                     return f"an image in {image_root}", UNDECODABLE
-        except RuntimeError as e:  # the reader's message contains the file name
+        except RuntimeError as e:  # the message of DALI's reader contains the file name
             return bad_image(str(e), data_set, image_root)
     return None, UNDECODABLE
 

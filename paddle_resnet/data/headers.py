@@ -1,7 +1,7 @@
 """Choose a decoder for an image file by its header, and reject files that DALI would misread without an error.
 
 docs/data.md lists the kinds of files; tests/image_kinds.py contains a file of each kind. DALI 2.4 with nvImageCodec 0.9
-misreads some kinds on a GPU only (`CPU`), and some kinds on both devices (problem).
+misreads some kinds on a GPU only (flag CPU), and some kinds on both devices (flag UNREADABLE).
 """
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from utils.errors import python
 
 # Flags of an image, which kinds() returns.
-UNREADABLE = 1  # problem() is not None
+UNREADABLE = 1  # DALI would misread the image; problem() returns the reason
 CPU = 2  # only the CPU decoder returns correct pixels
 PROGRESSIVE = 4  # a progressive JPEG; decoding a part of the image returns different pixels if some scans are missing
 
@@ -38,7 +38,7 @@ def problem(data):
 
 
 def _inspect(data):
-    """Return (flags, problem or None)."""
+    """Return (flags, problem or None) of an image file. For the flags, see kinds; for the problem, see problem."""
     if data[:2] == b"\xff\xd8":
         return _inspect_jpeg(data)
     if data[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
@@ -75,7 +75,7 @@ def _inspect_jpeg(data):
     precision, components = data[place + 4], data[place + 9]
     reason = None
     if exif_blocks > 1:
-        # DALI takes the orientation from any of them.
+        # DALI may apply the orientation of any of the blocks.
         reason = "has several EXIF blocks; save it again with an image editor"
     elif marker in LOSSLESS:
         reason = f"is a lossless JPEG, which is not supported{SAVE_ELSEWHERE}"
@@ -90,15 +90,17 @@ def _inspect_jpeg(data):
     return flags, reason
 
 
-# TIFF tags
+# Numbers of TIFF tags
 BITS, COMPRESSION, PHOTOMETRIC, SAMPLES, PLANAR, TILE_WIDTH, EXTRA, FORMAT = 258, 259, 262, 277, 284, 322, 338, 339
 # {PhotometricInterpretation: (samples per pixel without extra samples, allowed bits per sample)}. YCbCr (6) is allowed
 # with JPEG compression only.
 PHOTOMETRICS = {0: (1, (1, 8)), 1: (1, (1, 8, 16)), 2: (3, (8, 16)), 3: (1, (1, 2, 4, 8)), 5: (4, (8,)), 6: (3, (8,))}
-# None, CCITT (three kinds), LZW, JPEG, Deflate (two numbers), PackBits, Zstandard
+# Supported values of the tag Compression: none, CCITT (three kinds), LZW, JPEG, Deflate (two numbers), PackBits,
+# Zstandard
 COMPRESSIONS = (1, 2, 3, 4, 5, 7, 8, 32946, 32773, 50000)
 JPEG_COMPRESSION, ASSOCIATED_ALPHA, UNASSOCIATED_ALPHA, SEPARATE = 7, 1, 2, 2
-# Remedy for the kinds that Pillow reads correctly. Pillow 13.0 does not turn files upright that are opened by a path.
+# Remedy for the kinds that Pillow reads correctly. The command passes an open file to Pillow, because Pillow 13.0 does
+# not turn images upright that it opens by a path.
 SAVE = (
     f'; convert it with `{python()} -c "from PIL import Image; '
     "Image.open(open('FILE', 'rb')).convert('RGB').save('FILE.png')\"`"

@@ -5,7 +5,8 @@ scans them at startup. Index files use DALI's formats, with offsets and sizes in
 per record. RecordIO: one line `key offset` per record. WebDataset: a line `v1.1 COUNT`, then one line per sample with
 `extension offset size` for each of its files.
 
-This module imports neither DALI nor Paddle, so that the tools' worker processes start quickly.
+This module imports neither DALI nor Paddle, so that the tools' worker processes do not
+wait for these imports.
 """
 
 import hashlib
@@ -83,7 +84,8 @@ def _open_full_index(shard, kind):
 
 
 def _reduced_index(index, shard, kind, skip):
-    """Write a copy of the index, without the images at the skipped offsets, to the cache folder."""
+    """Write a copy of the index, without the images at the skipped offsets, to the cache folder, and return its Index.
+    Raise UsageError if there is no image at a skipped offset, or if the copy cannot be written."""
     starts = index.images[:, 0]
     unknown = sorted(skip.difference(starts.tolist()))
     if unknown:
@@ -164,7 +166,7 @@ def scan(shard, kind):
 
 
 def _check_compression(shard):
-    """Raise UsageError if a record file is compressed."""
+    """Raise UsageError if a record file is compressed with gzip."""
     with records.open_regular(shard) as f:
         if f.read(2) == b"\x1f\x8b":  # the file signature of gzip
             old, new = shlex.quote(shard), shlex.quote(f"{shard}.partial")
@@ -362,7 +364,7 @@ def _check_tar_places(f, places):
 
 
 def _check_between(f, position, stop):
-    """Check that an archive contains no sample file between two positions, and that a member begins at `stop`. If
+    """Raise ValueError if an archive contains a sample file between two positions, or if no member begins at `stop`. If
     `stop` is None, check the archive up to its end."""
     while position != stop:
         f.seek(position)

@@ -1,6 +1,7 @@
 """List the contents of --image-root: storage formats (see docs/data.md), files, classes and images.
 
-This module imports neither DALI nor Paddle, so that the worker processes of the data-set tools start quickly.
+This module imports neither DALI nor Paddle, so that the worker processes of the data-set tools do not
+wait for these imports.
 """
 
 import contextlib
@@ -579,7 +580,8 @@ def _some(names, most=5, count=None):
 
 
 def label_folder(image_root, mode):
-    """Return the path of the folder whose class folders are numbered: train/, or if it does not exist, the split's."""
+    """Return the path of the folder whose class folders are numbered: train/ or, if it does not exist, the folder of
+    the split `mode`."""
     folder = os.path.join(image_root, "train")
     return folder if os.path.isdir(folder) else os.path.join(image_root, mode.value)
 
@@ -634,8 +636,8 @@ def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, labe
     for name, label in zip(files, labels, strict=True):
         if label_of.setdefault(name, label) != label:
             raise UsageError(f"{path}: {name} has the labels {label_of[name]} and {label}; remove one of the lines")
-    # list_filelist checks only the first file. Training checks all files with check_listed, and the data-set tools
-    # report unreadable images.
+    # Check only the first file, because training checks all files with check_listed, and the data-set tools report
+    # unreadable images.
     if not os.path.isfile(os.path.join(image_root, files[0])):
         remedy = sniffer.advice(image_root, only_certain=True) or "use paths relative to that folder"
         raise UsageError(f"{path}: {files[0]} is not in {image_root}; {remedy}")
@@ -805,8 +807,9 @@ def shards(image_root, mode, data_format):
 
 
 def _check_complete(image_root, data_format=None):
-    """Raise UsageError if a conversion to this folder is incomplete. With a storage format, ignore other formats. A
-    damaged convert.json is ignored, because without record files it may be a file of a different program."""
+    """Raise UsageError if a conversion to this folder is incomplete. If `data_format` is set, only a conversion to this
+    format counts. A damaged convert.json is ignored, because without record files it may be a file of a different
+    program."""
     manifest = None
     with contextlib.suppress(UsageError):
         manifest = read_manifest(image_root)
@@ -824,7 +827,7 @@ def _incomplete(image_root, manifest):
 
 
 def _check_numbers(image_root, mode, shards):
-    """Check that tar shards belong to one data set and that none is missing.
+    """Check that the tar shards of a split belong to one data set, and that no shard is missing.
 
     Args:
         shards: matches of SHARD_NAMES["webdataset"] with the names of the shards.
@@ -832,7 +835,8 @@ def _check_numbers(image_root, mode, shards):
         UsageError: the shards have several prefixes or widths of their numbers; a number is missing between 0 or 1 and
             the largest number; or a file of SHARD_LISTS or nshards.txt lists different shards.
     """
-    # The numbers of a data set have the same format, such as %06d; %d also has the width 2 from number 10 on.
+    # The shard numbers of a data set have the same format, such as %06d. The shortest number has the width of this
+    # format; with %d, larger numbers are longer.
     width = min(len(shard["number"]) for shard in shards)
     first_of = {}  # {(prefix, whether the number has this format): name of the first shard}
     for shard in shards:
@@ -912,8 +916,8 @@ def listed_shards(image_root, mode, stem):
 
 
 def _shard_rows(content):
-    """Yield (name, number of samples or None) of each shard in the content of a file of SHARD_LISTS. A file of a
-    different program has no rows."""
+    """Yield (name, number of samples or None) of each shard in the content of a file of SHARD_LISTS. For content in an
+    unknown format, yield nothing."""
     splits = content.get("splits") if isinstance(content, dict) else None
     if not isinstance(splits, dict):
         yield from content.items() if isinstance(content, dict) else ()
@@ -1062,7 +1066,8 @@ def read_skip_list(path, image_root, allow_outside=False):
     Returns:
         frozenset of the names.
     Raises:
-        UsageError: the file cannot be read, or an entry matches no file or is outside image_root.
+        UsageError: the file cannot be read, a line is not valid JSON, or an entry matches no file or is outside
+            image_root.
     """
     try:
         with records.open_regular(path, _TEXT_LIMIT) as f:

@@ -3,7 +3,8 @@
 Class folders have names but no numbers; file lists and records have numbers and possibly names. `establish` combines
 what both splits contain, and every program that reads labels uses its result. docs/data.md describes the rules.
 
-This module imports neither DALI nor Paddle, so that the worker processes of the data-set tools start quickly.
+This module imports neither DALI nor Paddle, so that the worker processes of the data-set tools do not
+wait for these imports.
 """
 
 import contextlib
@@ -174,7 +175,7 @@ def _formats(image_root, mode, data_format):
         are_shards = data_format in listing.SHARD_NAMES and listing.find_shards(image_root, data_format, other)
         return {mode: data_format, **({other: data_format} if is_list or are_shards else {})}
     formats = {mode: listing.detect(image_root, mode)}
-    with contextlib.suppress(UsageError):  # only reading the other split requires that it is usable
+    with contextlib.suppress(UsageError):  # this run does not read the other split
         kind = listing.detect(image_root, other)
         folder = os.path.join(image_root, other.value)
         if kind != "folder" or (os.path.isdir(folder) and listing.class_folders(folder)):
@@ -199,8 +200,9 @@ def _folder_classes(image_root, mode, formats, names, trained):
         return trained, CHECKPOINT
     folder = listing.label_folder(image_root, split)
     folders = listing.class_folders(folder)
+    # If the other split is not in class folders, train/ may contain only the images of a file list.
     if not folders and len(formats) > 1:
-        folder, folders = own, listing.class_folders(own)  # train/ contains the images of a file list
+        folder, folders = own, listing.class_folders(own)
     listing.check_utf8(folder, folders)
     if not folders:
         return None, None
@@ -400,13 +402,13 @@ def _sample(image_root, formats):
     return dict(sampled)
 
 
-@functools.cache  # several parts of a run read the same examples; size and time invalidate the entry
+@functools.cache  # a run calls this several times; size and mtime_ns invalidate the result if the file changes
 def _examples(shard, count, size, mtime_ns):
     """Return [(label, synset, text)] of up to `count` evenly spaced examples in a TFRecord file."""
     rows = indexes.open_index(shard, "tfrecord").images.tolist()
     examples = []
     for i in np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)).tolist():
-        with contextlib.suppress(UsageError):  # a damaged example is reported by the reader, unless it is skipped
+        with contextlib.suppress(UsageError):  # the loader reports a damaged example that it does not skip
             examples.append(records.read_class(shard, *rows[i]))
     return [example for example in examples if example[0] is not None]
 

@@ -29,8 +29,8 @@ from utils import logger
 from utils.errors import UsageError, command
 from utils.mode import Mode
 
-# Number of images in the shuffle buffer of each process. For ImageNet, the buffer takes about 450 MB. A small buffer
-# suffices, because `dataset convert` writes images in random order.
+# Number of images in the shuffle buffer of each process: about 450 MB for ImageNet, whose image files have 110 kB on
+# average. The buffer may be much smaller than the split, because `dataset convert` writes images in random order.
 SHUFFLE_BUFFER = 4096
 # Number of labels to check before step 1, evenly spaced over the split.
 CHECKED_LABELS = 256
@@ -139,7 +139,7 @@ def _shifted(read, offset):
 def _files(
     data_format, image_root, mode, num_of_class, seed, skip, allow_outside, allow_empty, numbers, allow_one_class
 ):
-    """Open class folders or file lists; see listing.list_folder and list_filelist."""
+    """Return the DataSet of class folders or a file list; see open_split, listing.list_folder and list_filelist."""
     if data_format == "folder":
         known = numbers.classes, numbers.is_trained
         files, labels, classes = listing.list_folder(image_root, mode, num_of_class, skip, *known)
@@ -202,8 +202,8 @@ def image_files(batches, shorter_side):
 
 
 def _padded(paths):
-    """Return paths as uint8 [N, L], padded with null bytes, which end a path for DALI. DALI copies a single array much
-    faster than N arrays."""
+    """Return paths as uint8 [N, L], padded with null bytes, which end a path for DALI. With a single array, DALI makes
+    one copy instead of N."""
     return np.array(paths).view(np.uint8).reshape(len(paths), -1)
 
 
@@ -293,7 +293,8 @@ def _file_reader(image_root, files, labels):
 def recordio(image_root, mode, num_of_class, seed, skip, numbers):
     """Open MXNet RecordIO files: IMAGE_ROOT/train.rec and val.rec with the indexes train.idx and val.idx.
 
-    See open_split for the arguments of recordio() and the other record readers.
+    For the arguments, the returned DataSet and the exceptions of recordio() and the other record readers, see
+    open_split.
     """
     shards, indexes, data_set = _open_shards(image_root, mode, "recordio", num_of_class, skip, numbers)
 

@@ -1,6 +1,7 @@
 """Read single records for the checks before step 1 and for the data-set tools. In training, DALI reads all records.
 
-This module imports neither DALI nor Paddle, so that the tools' worker processes start quickly.
+This module imports neither DALI nor Paddle, so that the tools' worker processes do not
+wait for these imports.
 """
 
 import contextlib
@@ -144,7 +145,8 @@ def recordio_end(f, offset, size):
 
 
 def _read_recordio(f):
-    """Read the payload of a record, and join its parts. recordio_end describes the parts."""
+    """Return the payload of the record at the current file position, with its parts joined. recordio_end describes the
+    parts. Raise ValueError or struct.error if the record is damaged."""
     parts = []
     while True:
         magic, length = struct.unpack("<II", f.read(8))
@@ -158,7 +160,7 @@ def _read_recordio(f):
 
 
 def tfrecord_payload(f, size):
-    """Read the payload of the TFRecord at the current file position, and verify both checksums.
+    """Return the payload of the TFRecord at the current file position, after verifying both checksums.
 
     Args:
         f: the open file.

@@ -26,7 +26,7 @@ LABEL_COLUMNS = (
 )
 SPLIT_COLUMNS = ("split", "set", "subset", "partition", "dataset", "isvalid", "isval", "istest")
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl")
-_SUBFOLDERS, _ENTRIES = 50, 100_000  # maximum number of subfolders that are listed, and of entries per folder
+_SUBFOLDERS, _ENTRIES = 50, 100_000  # maximum number of subfolders, and of entries to list per folder
 _HEAD = 1 << 16  # number of bytes of a table that are read to recognize it
 _IMAGE = r"[^/]+(" + "|".join(map(re.escape, IMAGE_SUFFIXES)) + ")"
 _SPLIT = r"(train|training|val|valid|validation|test|testing)"
@@ -41,9 +41,9 @@ class Layout:
             paths of folders end in a slash. Upper and lower case are equivalent.
         what: description of these files.
         kind: kind of `dataset import` that reads them, or None.
-        todo: what to do, if no kind reads them.
+        todo: remedy for the user, as an imperative, or None if training or `dataset import` reads the files.
         needs: a second pattern that must match at least one path, or None.
-        is_native: whether training reads these files, so that they are not the reason of an error.
+        is_native: whether training reads these files, so that no import is suggested.
     """
 
     pattern: str
@@ -89,7 +89,7 @@ LAYOUTS = (
     Layout(r"[^/]+\.(npz|npy|h5|hdf5|pkl|mat)", "arrays", todo=_WRITE),
     Layout(r"[^/]+\.beton", "files of FFCV", todo=_WRITE),
 )
-# {right name: pattern of nearly right names}
+# {expected name of a record file: pattern of names that differ slightly from the expected name}
 _NEARLY_RIGHT = {
     "{}.rec": r"([^/]*[-_.])?({})[-_.]?(rec)?\.rec",
     "{}_lmdb": r"([^/]*[-_.])?({})[-_.]?(lmdb|db)/",
@@ -101,12 +101,12 @@ _NAMES = {"train": "train|training", "val": "val|valid|validation|test"}
 
 @dataclass(frozen=True)
 class Sight:
-    """Something that a folder contains.
+    """Files or folders that look() has recognized.
 
     Attributes:
-        what: what it is, with at most five names.
-        todo: what to do, as an imperative.
-        kind: kind of `dataset import` that reads it, or None.
+        what: description of the files, with at most five names.
+        todo: remedy for the user, as an imperative, or None.
+        kind: kind of `dataset import` that reads the files, or None.
         is_certain: whether these files are probably the data set that the user means.
     """
 
@@ -141,7 +141,7 @@ def _is_usable(path):
 
 
 def import_command(root):
-    """Return the command that imports a folder, and the flag that uses the result."""
+    """Return the text that suggests the command that imports a folder, and the --image-root that uses the result."""
     output = f"{os.path.abspath(root)}_imported"
     run = command("dataset", "import", root, "--output", output)
     return f"`{run}` and use --image-root {shlex.quote(output)}"
@@ -213,7 +213,7 @@ def _columns(root, path):
 
 def _paths(root):
     """Return the sorted paths, relative to root, of the entries of a folder and of its subfolders. Hidden entries are
-    omitted. If there are many subfolders, their entries are omitted, because they are probably classes."""
+    omitted. If there are more than _SUBFOLDERS subfolders, which are probably classes, their entries are omitted."""
     paths = _listed(root, "")
     folders = [path for path in paths if path.endswith("/")]
     if len(folders) <= _SUBFOLDERS:
@@ -231,7 +231,7 @@ def _listed(root, folder):
 
 
 def _some(paths):
-    """Return the names of some paths, and the number of all."""
+    """Return a string with up to five paths, and the number of remaining paths."""
     names = ", ".join(paths[:5])
     return f"{names} and {len(paths) - 5} more" if len(paths) > 5 else names
 

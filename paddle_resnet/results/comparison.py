@@ -18,7 +18,8 @@ PLACES = {"output_dir", "report_file", "report_html", "tensorboard_dir", "predic
 
 
 def main(argv=None):
-    """Compare runs and return the exit code."""
+    """Compare runs and return the exit code: 0 for success, 1 if the page cannot be written, 2 for a usage error or an
+    unusable report, 130 if interrupted."""
     parser = Parser(
         prog="python -m paddle_resnet.report",
         description="Compare runs: metrics, curves, flags that differ, and the first step at which the losses differ.",
@@ -58,7 +59,8 @@ def _compare(runs, html):
 
 
 def _claim_page(html, runs):
-    """Check that the page does not replace a file or data set from which the page is created."""
+    """Raise UsageError if the page would replace a file or data set from which the page is created, or cannot be
+    written."""
     read = [("RUN", run.path) for run in runs]
     read += [("RUN's table", files.companion(run.path, kind)) for run in runs for kind in reading.COLUMNS]
     read += [("RUN's table", run.parameters["predictions"]) for run in runs if run.parameters.get("predictions")]

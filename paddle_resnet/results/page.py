@@ -57,7 +57,7 @@ def write(path, report_file, environment=None):
 
 
 def save(path, template, **content):
-    """Render a template in this folder and write the page."""
+    """Render a template in this folder and write the page. Raise RunError if the page cannot be written."""
     try:
         with outputs.replaced(path) as partial:
             text = _templates().get_template(template).render(content)
@@ -225,7 +225,7 @@ def _thumbnail(image):
 
 def _matrix(classes, confusion):
     """Return the confusion matrix for the template: class names, cells (column, row, row of confusion.csv, fraction),
-    the total number of classes, and the evaluated epoch (None in older files)."""
+    the total number of classes, and the evaluated epoch (None in older files). Return None if there are no classes."""
     of_label = {row["label"]: row for row in classes if int(row["images"])}
     wrong = [row for row in confusion if row["label"] in of_label and row["predicted"] in of_label]
     wrong = sorted((row for row in wrong if row["label"] != row["predicted"]), key=lambda row: -int(row["images"]))

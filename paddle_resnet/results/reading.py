@@ -209,7 +209,7 @@ def read(place):
     Returns:
         Run.
     Raises:
-        UsageError: the file cannot be read or does not match the schema.
+        UsageError: the file cannot be read, does not match the schema, or contains no entries.
     """
     path = Path(place) / "report.json" if Path(place).is_dir() else Path(place)
     run = Run(path)
@@ -335,7 +335,8 @@ def _check_parameters(data):
 
 
 def _metric(name, value, is_summary):
-    """Check and return a value of an entry. Return None for Infinity and NaN, which older reports contain."""
+    """Return a value of an entry, or None for Infinity and NaN, which older reports contain. Raise _SchemaError if the
+    value does not match METRICS."""
     phase, _, metric = name.partition(".")
     is_known = phase in ("train", "val") and (metric in METRICS or metric == "loss")
     if is_summary and not is_known:

@@ -32,7 +32,8 @@ def follow(folder, loader, timeline, checkpoint, pictures):
         checkpoint: restore.StartCheckpoint or None.
         pictures: function that converts a batch to uint8 RGB images [N, H, W, 3].
     Returns:
-        the loader to use for training, which wraps `loader` and writes the first batch as an event.
+        the loader to use for training: on rank 0, a wrapper of `loader` that writes the first batch as an event; on all
+        other ranks, `loader`.
     Raises:
         UsageError: the folder cannot be written.
     """

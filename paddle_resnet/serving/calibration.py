@@ -23,9 +23,9 @@ BATCH = 8
 BINS = 2048
 SMALLEST = 1e-30
 PERCENTILE = 99.99  # percentage of values that the "percentile" method does not clip
-# A tensor of an image is ignored if its largest activation exceeds the median over the images by this factor. In some
-# networks, the activations of one image in 100 are 10 to 1,000 times as large as those of the others, and would
-# determine the means of all images.
+# A tensor of an image is ignored if its largest activation exceeds the median over the images by this factor. In a
+# measured network, five of 512 images caused activations 10 to 1,000 times as large as the others
+# (benchmarks/log/int8_2cpu.md), and would have determined the means of all images.
 OUTLIER = 10
 
 
@@ -116,7 +116,7 @@ def _divergence(expected, actual):
 def quantize(network, bits, image_root, method, images, allow_outside=False):
     """Quantize a network in place: insert fake-quantization operators, determine the activation ranges from training
     images, and correct the biases. The images are preprocessed as in evaluation. If the largest value of an activation
-    is much larger than the median of all images so far, this activation of the image is ignored, with a warning.
+    exceeds OUTLIER times the median of all images so far, this activation of the image is ignored, with a warning.
 
     Args:
         network: networks.Network on a CPU, with BN layers folded into the convolutions.

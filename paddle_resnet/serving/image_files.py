@@ -31,6 +31,8 @@ def predict(model, paths, batch_size=32, device="cpu", threads=4, read=None):
     Returns:
         iterator. `probabilities` is float32 [classes]. If a file cannot be decoded or its probabilities are not finite,
         `probabilities` is None and `problem` describes the error.
+    Raises:
+        RunError: DALI fails on an image that it can decode alone.
     """
     for files_read, probabilities in predict_batches(model, paths, batch_size, device, threads, read):
         rows = iter(probabilities)
@@ -70,10 +72,10 @@ def _results(model, files_read, probabilities):
 def image_batches(description, paths, batch_size, device, threads, read):
     """Yield ([(path, problem or None)], images of the files without a problem) for each batch.
 
-    DALI decodes a few batches in advance. Unless `read` is set, DALI also reads the files, which is faster than reading
-    them in Python. DALI stops at the first image that it cannot read or decode. From then on, `read` (by default,
-    _read_file) reads the files, and their headers are checked. If DALI stops again, all images that were read but not
-    yielded are decoded one by one."""
+    DALI decodes batches in advance. Unless `read` is set, DALI also reads the files, so that Python does not have
+    to read them one by one. DALI stops at the first image that it cannot read or decode. From then on, `read` (by
+    default, _read_file) reads the files, and their headers are checked. If DALI stops again, all images that
+    were read but not yielded are decoded one by one."""
     remaining, ahead, is_read_by_dali = iter(paths), deque(), read is None
     read = _checked(read or _read_file, description)
 

@@ -98,8 +98,8 @@ def is_export(path):
 
 def open_checkpoint(path, device, model_arch_name=None, precision=None, sizes=(32,), tta="none", engine="fastest"):
     """Open a checkpoint as a Model. On a GPU, the model runs in captured steps with custom kernels. On a CPU, the model
-    runs in onnxruntime if this package is installed, because onnxruntime was faster than the Executor in every
-    measurement.
+    runs in onnxruntime if the packages onnx and onnxruntime are installed, because onnxruntime was 3.7 to 9.6 times as
+    fast as the Executor (benchmarks/log/prediction_2cpu.md).
 
     Args:
         path: folder of a checkpoint or a run.
@@ -249,8 +249,8 @@ def open_onnx(path, device, logits=False):
 
 
 def _check_onnx(data, path):
-    """If model.json in the same folder lists the ONNX file, compare the sha256, because onnxruntime does not detect
-    damaged weights."""
+    """Raise UsageError if model.json in the same folder lists the ONNX file with a different sha256. This check is
+    necessary because onnxruntime does not detect damaged weights."""
     try:
         entries = _read_description(path.parent).get("files")
     except UsageError:  # the metadata of the ONNX file contains the description
@@ -260,7 +260,8 @@ def _check_onnx(data, path):
 
 
 def load_onnx(data, path, device):
-    """Open a serialized ONNX model. `path` is the name in messages. For exceptions, see open_model."""
+    """Open a serialized ONNX model. `path` is the name in messages. If `device` is "gpu" but onnxruntime has no CUDA
+    support, the model runs on the CPU. For exceptions, see open_model."""
     onnxruntime = onnx_writer.require("onnxruntime")
     preferred = ["CUDAExecutionProvider"] * (device == "gpu") + ["CPUExecutionProvider"]
     providers = [name for name in preferred if name in onnxruntime.get_available_providers()]

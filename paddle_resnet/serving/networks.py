@@ -232,8 +232,8 @@ def _read_meta(checkpoint):
 
 
 def _meta_of_example(checkpoint):
-    """Infer the entries of meta.json that inference needs for a checkpoint of NVIDIA's example, which has no
-    meta.json."""
+    """Infer the entries of meta.json that inference needs for a checkpoint of NVIDIA's example, which has no meta.json.
+    Raise UsageError if the parameters cannot be read or match no supported network."""
     prefix = folders.foreign_prefix(checkpoint, parsing.from_dict({}).setting("model_prefix"))
     path = checkpoint / f"{prefix}.pdparams"
     try:

@@ -162,7 +162,7 @@ def _add_bias(onnx, op, nodes, constants, read, engine):
         activation, weight = (producers[name].input for name in conv.input)
         _limit_bias(constants[bias], activation, weight, constants)
         if engine == "onnxruntime":
-            # Versions before 1.23 run a convolution in INT8 only if its bias is int32.
+            # onnxruntime before 1.23 runs a convolution in INT8 only if its bias is int32.
             levels, scales = f"{output}.bias.levels", f"{output}.bias.scales"
             values = _quantized_bias(constants[bias], constants[activation[1]], constants[weight[1]])
             constants[levels], constants[scales] = values
@@ -183,7 +183,7 @@ def _quantized_bias(bias, activation_scale, weight_scales):
 
 def _limit_bias(bias, activation, weight, constants):
     """Increase the scales of filters that are nearly zero, so that engines can represent the bias as an int32 multiple
-    of (activation scale * weight scale). Filters that are nearly zero have no noticeable effect on the output.
+    of (activation scale * weight scale). The larger scales leave fewer levels for the weights of these filters.
 
     Args:
         bias: float32 [channels].

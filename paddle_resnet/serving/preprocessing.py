@@ -127,7 +127,8 @@ def orientation(image):
 
 
 def upright_rgb(image):
-    """Return the pixels of an opened image file, converted to RGB and turned upright: uint8 [H, W, 3]."""
+    """Return the pixels of an opened image file, converted to RGB and turned upright: uint8 [H, W, 3]. Raise ValueError
+    if the pixels are floating-point numbers, or have more than 16 bits per channel."""
     # Without this assignment, Pillow would also follow the orientation in XMP and, in PNG files, in text.
     image.getexif()[ORIENTATION] = orientation(image)
     image.load()
@@ -201,7 +202,7 @@ def model_input(image, model):
 
 
 def read_model(path):
-    """Read and check model.json.
+    """Return the checked content of model.json.
 
     Args:
         path: path of the file, str or Path.
@@ -242,7 +243,7 @@ def main(paths):
 
             options = onnxruntime.SessionOptions()
             options.add_session_config_entry("session.x64quantprecision", "1")  # prevent overflows of INT8 sums
-            # Version 1.16 requires the providers.
+            # onnxruntime 1.16 requires the argument `providers`.
             providers = ["CPUExecutionProvider"]
             session = onnxruntime.InferenceSession(folder / "model.onnx", options, providers=providers)
         except ImportError:

@@ -29,7 +29,7 @@ def _read_yaml(path):
     try:
         with files.open_regular(path, limit_bytes=64 << 10) as f:
             values = yaml.load(f.read().decode(), _YamlLoader)
-        str(values)  # str() raises an error for an integer with too many digits
+        str(values)  # str() raises ValueError for integers of more than 4,300 digits
     except OSError as e:
         raise UsageError(f"--config {path}: cannot be read ({e.strerror}); use a readable YAML file") from e
     except Exception as e:  # PyYAML also raises built-in errors, such as RecursionError

@@ -24,7 +24,7 @@ KINDS = ("network", "preprocessing", "recipe", "saving", "loader", "machine", "o
 EVALUATED = ("network", "preprocessing")
 RESUMED = (*EVALUATED, "recipe", "saving")
 MOST_MINUTES = 366 * 24 * 60  # maximum duration of a run
-LEAST_FRACTION = 1e-6  # minimum A in --lookahead K,A; much smaller values would be 0 in float32
+LEAST_FRACTION = 1e-6  # minimum A in --lookahead K,A; values below 1e-45 would be 0 in float32
 MAX_BELOW_ONE = 0.9999999  # float32 would round larger values to 1, and optimizers divide by 1 minus the value
 
 # {topic of --help: description}

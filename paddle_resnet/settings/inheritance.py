@@ -55,7 +55,8 @@ def _prefix(arch):
 
 
 def inherit(settings, recorded, names, folder):
-    """Set each flag that is not explicit to its value from an earlier run.
+    """Set each flag that is not explicit to its value from an earlier run, unless it depends on an explicit flag whose
+    value differs (depends_on in declarations.py).
 
     Args:
         settings: Settings; modified in place.

@@ -81,7 +81,7 @@ def parse(arguments):
     if unknown:
         raise UsageError(*_unknown_arguments(unknown))
     values = {name: value for name, value in vars(args).items() if value is not unset}
-    if empty := [name for name, value in values.items() if value == []]:  # argparse accepts --flag=--
+    if empty := [name for name, value in values.items() if value == []]:  # argparse parses --flag=-- as []
         raise UsageError(*(f"{flag(name)} --: no value; add a value" for name in empty))
     return values
 

@@ -23,7 +23,7 @@ class Stage(NamedTuple):
 
 def parse(text):
     """Return the entries of --sizes as a list, or None for the text "None", which overrides a value in the
-    configuration file."""
+    configuration file. Raise ArgumentTypeError if an entry is invalid, or the epochs do not start at 0 and increase."""
     if text == "None":
         return None
     entries = [entry.strip() for entry in text.split(",")]

@@ -57,23 +57,24 @@ def check(settings):
 
 
 def check_sizes(settings):
-    """Check the flags that determine image sizes. Raises UsageError for the same reasons as check."""
+    """Check the flags that determine image sizes. Raises UsageError if a value is invalid, or flags conflict."""
     _raise(_conflicts_of_sizes(settings))
 
 
 def check_device(settings):
-    """Check the flags that require a GPU, after --device is resolved. Raises UsageError if the run is on the CPU."""
+    """Check the flags that the device may not support, after --device is resolved. Raises UsageError if a flag requires
+    a GPU, but the run or its loader is on the CPU."""
     _raise(_conflicts_of_device(settings))
 
 
 def check_kernels(settings):
-    """Check whether the layout supports --kernels. Raises UsageError if not."""
+    """Raise UsageError if the kernels that --kernels selects do not support the layout."""
     _raise(_conflicts_of_kernels(settings))
 
 
 def check_command(settings):
-    """Check the flags of a command line before flags are inherited or chosen. Raises UsageError for the same reasons as
-    check."""
+    """Check the flags of a command line before flags are inherited or chosen. Raises UsageError if a value is invalid,
+    or flags conflict."""
     conflicts = [*_conflicts_of_command(settings)]
     if not (_has_start(settings) or settings.resume or settings.choose_recipe):
         conflicts += _conflicts_of_settings(settings)
@@ -90,7 +91,7 @@ def drop_unused(settings):
     value that the command line, Python or the machine sets has a higher rank than a value of a --config file, which has
     a higher rank than a value that --choose-recipe chooses. Conflicts between values of the same rank remain, and so
     do conflicts in which the value of higher rank is the unused one."""
-    ranks = {}  # of dropped flags: the rank of the flag that they conflict with
+    ranks = {}  # {name of a dropped flag: rank of the flag with which it conflicts}
     while found := next(_droppable(settings, ranks), None):
         name, conflict = found
         ranks[name] = max(_rank(settings, cause, ranks) for cause in conflict.by)
@@ -107,8 +108,8 @@ def _droppable(settings, ranks):
 
 
 def _rank(settings, name, ranks):
-    """Return the rank of a value. A derived value has the rank of the flag from which it is derived, and a dropped
-    value that of the flag with which it conflicts."""
+    """Return the rank of a value; see drop_unused. A derived value has the rank of the flag from which it is derived,
+    and a dropped value has the rank of the flag with which it conflicts."""
     origin = settings.origin(name)
     if origin.startswith("--"):
         return _rank(settings, origin[2:].replace("-", "_"), ranks)

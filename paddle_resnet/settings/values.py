@@ -79,7 +79,8 @@ class Settings:
 
     @property
     def dropped(self):
-        """Log messages about values that validation.drop_unused has dropped and that are not yet logged, as a list."""
+        """List of messages about values that validation.drop_unused has dropped. The list does not contain messages
+        that have already been logged."""
         return self._dropped
 
     @property

@@ -2,7 +2,7 @@
 record files. tools/sources/ lists the images of an import.
 
 Worker processes import this module instead of dataset.py. The module imports neither DALI nor Paddle, so that the
-processes start quickly.
+processes do not wait for these imports.
 
 If a conversion is interrupted, repeating the command resumes it. For TFRecord and WebDataset, each worker writes entire
 shards atomically, and complete shards are kept. For RecordIO and LMDB, which have one file per split, workers prepare
@@ -126,7 +126,7 @@ def write(
         output, shards, resize_short, quality, workers, progress, check: see convert().
         to: one of FORMATS. For FOLDER, resize_short must be None.
         description: further entries of convert.json, which must not change when the command is repeated.
-        remedy: what to do if images cannot be decoded, by default what convert() offers.
+        remedy: remedy in the error message for images that cannot be decoded; by default, to add --skip-list.
     Returns, Raises:
         see convert().
     """
@@ -150,7 +150,7 @@ def write(
         "shards": {split: shard_count(count) for split, count in counts.items()},
         "resize_short": resize_short,
         "quality": quality if resize_short else None,
-        "label_offset": max(offsets) or None,  # None equals the missing value in an older manifest
+        "label_offset": max(offsets) or None,  # None for 0, because older manifests lack this key
         "splits": {
             split: {"images": len(images), "sha256": _digest(images), "files_sha256": _digest_of_files(images)}
             for split, images in splits.items()
@@ -370,7 +370,8 @@ def _check_decodable(source, images, workers, progress, remedy=None):
 
 
 def _continued(output, manifest):
-    """Return whether the conversion in the output folder is complete, or None if it has not begun."""
+    """Return whether the conversion in the output folder is complete, or None if it has not begun. Raise UsageError if
+    the folder contains a different conversion or other files."""
     recorded = listing.read_manifest(output)
     if recorded is not None:
         for key, value in (manifest | {"splits": _images_of(manifest)}).items():
@@ -467,7 +468,7 @@ def _extension(image, data):
     """Return the extension for an image in a tar shard: the extension of the image file if it is supported, otherwise
     the extension that matches the first bytes of the file."""
     own = os.path.splitext(image.path)[1][1:].lower()
-    if image.kind is None and own in records.IMAGE_EXTENSIONS and own != "jfif":  # few tar readers support .jfif
+    if image.kind is None and own in records.IMAGE_EXTENSIONS and own != "jfif":  # .jpg is more common
         return own
     return next((extension for start, extension in MAGIC if data.startswith(start)), "jpg")
 

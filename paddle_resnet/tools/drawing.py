@@ -46,7 +46,7 @@ def save(figure, output, what="--output"):
 
 
 def pictures(images, names, columns):
-    """Draw images (uint8 arrays [H, W, 3] in RGB) with their names."""
+    """Return a figure of images (uint8 arrays [H, W, 3] in RGB) with their names."""
     names = drawable(names)
     rows = -(-len(images) // columns)
     size = (1.6 * columns, 1.6 * rows)
@@ -60,7 +60,8 @@ def pictures(images, names, columns):
 
 
 def balance(splits):
-    """Draw image sizes and the number of images per class. The order of the classes is the same for all splits.
+    """Return a figure of the number of images per class and of the image sizes. The order of the classes is the same
+    for all splits.
 
     Args:
         splits: result of inspection.info: {split: {"classes": {class: images}, "sizes": int array [images, 2]}}.
@@ -103,8 +104,8 @@ def balance(splits):
 
 def _size_limits(splits):
     """Return the upper limits for width and height in the drawing: the maxima over all splits or, if the maxima are
-    more than twice the 99th percentiles, these percentiles. With percentiles, a few huge images do not compress the
-    rest of the drawing."""
+    more than twice the 99th percentiles, these percentiles. With percentiles, the largest 1 % of the sizes do not
+    compress the rest of the drawing."""
     sizes = np.concatenate([content["sizes"] for content in splits.values()])
     if len(sizes) == 0:
         return np.ones(2)
@@ -113,7 +114,7 @@ def _size_limits(splits):
 
 
 def lr_curve(curve, title):
-    """Draw a results.lr_curve.Curve. Losses above curve.limit() are outside the drawing."""
+    """Return a figure of a results.lr_curve.Curve. Losses above curve.limit() are outside the figure."""
     [title] = drawable([title])
     figure, axis = pyplot.subplots(figsize=(8, 5), layout="constrained")
     steps = np.array(curve.loss, np.float64)  # None becomes NaN

@@ -23,8 +23,9 @@ def split(source, output, fraction, seed=0):
     """Split the images of each class into train/ and val/. If the file system supports links, images are linked instead
     of copied.
 
-    The selection for val/ depends only on the names of classes and files, the fraction and the seed. If images are
-    added and the split is repeated, only a few of the old images move between train/ and val/.
+    The selection for val/ depends only on the names of classes and files, the fraction and the seed. The
+    images of a class are sorted by a hash of their names, and the first images go to val/. If images are added and the
+    split is repeated, the old images keep their order, so only those at the limit between val/ and train/ can move.
 
     Args:
         source: folder of class folders, which is not changed.
@@ -89,7 +90,8 @@ def _list_source(source):
 def _check_names(source, labels):
     """Raise UsageError if there is only one class folder, or if folders have names of splits."""
     splits = [name for name in labels if _SPLIT_NAME.fullmatch(name)]
-    if splits == ["train"]:  # a class, as in CIFAR-100, because no other folder has the name of a split
+    # If no other folder has the name of a split, train/ is a class, as in CIFAR-100.
+    if splits == ["train"]:
         splits = []
     if len(labels) > 1 and not splits:
         return

@@ -17,7 +17,7 @@ from utils.errors import UsageError, command, printable
 
 KINDS = {"ilsvrc": ilsvrc.read, "table": tables.read}
 DEFAULT_VAL = 0.2  # fraction of each class that goes to val/ if a table has no validation images
-SEED = 0  # of the selection for val/
+SEED = 0  # seed of the random selection of images for val/
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Options:
 
     Attributes:
         allow_partial: whether missing images trigger a warning instead of an error.
-        val: fraction of each class that goes to val/ if the source has no validation images, or None.
+        val: fraction of each class that goes to val/ if the source has no validation images. If None, the fraction is
+            DEFAULT_VAL for a table; other kinds of sources are not divided.
         image_column, label_column, split_column: names of the columns in a table, or None to detect them.
         delimiter: text between the columns of a table, or None to detect it.
     """
@@ -137,7 +138,8 @@ def describe(source):
 
 
 def _divided(images, classes, fraction):
-    """Divide training images into {"train": [...], "val": [...]}, separately for each class."""
+    """Divide training images into {"train": [...], "val": [...]}, separately for each class. Raise UsageError if no
+    class has two images."""
     names = {}
     for image in images:
         names.setdefault(image.label, []).append(image.name)

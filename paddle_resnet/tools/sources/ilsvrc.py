@@ -26,7 +26,8 @@ SOLUTION = "LOC_val_solution.csv"
 LISTS = ("val.txt", "meta/val.txt", "val_list.txt", "caffe_ilsvrc12/val.txt")
 # Folders of Kaggle's layout, ILSVRC/Data/CLS-LOC/{train,val}; LOC_val_solution.csv is next to ILSVRC.
 KAGGLE = ("ILSVRC", "Data", "CLS-LOC")
-# Labels of the first validation images in the devkit, which numbers the classes in a different order from 1.
+# Labels of the first validation images in the devkit. It numbers the classes from 1, in a different order than this
+# project.
 _FIRST_OF_DEVKIT = (490, 361, 171)
 _TABLE_LIMIT = 1 << 26  # maximum size in bytes of a file with validation labels
 
@@ -184,7 +185,7 @@ def _entries(f, what, start, end):
     try:
         while True:
             f.seek(position)
-            # Read the headers directly: tarfile accepts truncated archives, and is several times slower.
+            # Read the headers directly, because tarfile accepts truncated archives.
             head = f.read(max(0, min(tarfile.BLOCKSIZE, end - position)))
             if head == bytes(tarfile.BLOCKSIZE):
                 return
@@ -196,7 +197,7 @@ def _entries(f, what, start, end):
                 raise tarfile.ReadError(f"{member.name} is truncated")
             if member.isreg():
                 yield member.name, data, member.size
-            elif not member.isdir() and member.type not in (tarfile.XHDTYPE, tarfile.XGLTYPE):  # for example, times
+            elif not member.isdir() and member.type not in (tarfile.XHDTYPE, tarfile.XGLTYPE):  # types of PAX headers
                 raise tarfile.ReadError(f"{member.name} is neither a file nor a folder")
             last, position = member.name, data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
     except (tarfile.TarError, ValueError) as e:
@@ -209,7 +210,8 @@ def _entries(f, what, start, end):
 def _validation_labels(source, data, val, classes):
     """Return {name of a validation image without extension: wnid}.
 
-    All files with labels are read, and must agree.
+    Raises:
+        UsageError: the files with labels contradict each other, there is no such file, or an image has no label.
     """
     unlabeled = [name for wnid, name, *_ in val if wnid is None]
     if not unlabeled:
@@ -237,7 +239,8 @@ def _validation_labels(source, data, val, classes):
 
 
 def _labeled(val, wnid_of, label_of):
-    """Yield (wnid, (name, path, place)) of the validation images whose class has training images."""
+    """Yield (wnid, [name, path, place]) of the validation images whose class has training images. Log a warning with
+    the number of all other validation images."""
     left_out = 0
     for wnid, *place in val:
         wnid = wnid or wnid_of[_stem(place[0])]

@@ -1,4 +1,7 @@
-"""Read the official splits of CUB-200, Oxford-IIIT Pets and Food-101."""
+"""Read the official splits of CUB-200, Oxford-IIIT Pets and Food-101.
+
+All functions raise UsageError if a file is damaged.
+"""
 
 import json
 import os
@@ -8,7 +11,7 @@ from utils.errors import UsageError
 
 
 def _pairs(path):
-    """Return {id: (line number, value)} of a file with lines `ID VALUE`."""
+    """Return {id: (line number, value)} of a file with lines `ID VALUE`, each with a different id."""
     values = {}
     for number, line in enumerate(read_lines(path), 1):
         cells = line.split(maxsplit=1)
@@ -20,7 +23,8 @@ def _pairs(path):
 
 
 def cub(root):
-    """Read CUB-200: images.txt, image_class_labels.txt, train_test_split.txt and classes.txt."""
+    """Read CUB-200: images.txt, image_class_labels.txt, train_test_split.txt and classes.txt. Return ([Row], (path of
+    classes.txt, class names in label order, None))."""
     tables = {}
     for name in ("images", "image_class_labels", "train_test_split", "classes"):
         tables[name] = _pairs(os.path.join(root, f"{name}.txt"))
@@ -45,7 +49,8 @@ def cub(root):
 
 def pets(root):
     """Read Oxford-IIIT Pets: annotations/trainval.txt and test.txt with `IMAGE CLASS SPECIES BREED`. The name of a
-    class is the name of its images without the number."""
+    class is the name of its images without the number. Return ([Row], (path of test.txt, class names in label order,
+    None))."""
     rows, names = [], {}
     for file, split in (("trainval.txt", "train"), ("test.txt", "test")):
         path = os.path.join(root, "annotations", file)
@@ -66,8 +71,8 @@ def pets(root):
 
 
 def food(root):
-    """Read Food-101: meta/train.txt and test.txt with `CLASS/IMAGE`, or the same in JSON. Return [] for a different
-    layout."""
+    """Read Food-101: meta/train.txt and test.txt with `CLASS/IMAGE`, or the same in JSON. Return [Row], or [] for a
+    different layout."""
     rows = []
     for split in ("train", "test"):
         path = os.path.join(root, "meta", f"{split}.txt")
@@ -85,6 +90,6 @@ def food(root):
         for number, image in lines:
             label, _, name = image.partition("/")
             if not name or " " in image:
-                return []  # MMPretrain's lists contain labels
+                return []  # a list of MMPretrain, which contains labels
             rows.append(Row(image, label, split, f"{path}: line {number}", "images"))
     return rows

@@ -1,4 +1,7 @@
-"""Read the rows of tables: CSV, TSV, JSON Lines, Roboflow's _classes.csv, and lists without a header."""
+"""Read the rows of tables: CSV, TSV, JSON Lines, Roboflow's _classes.csv, and lists without a header.
+
+All functions that read a table raise UsageError if the table is damaged, or if its columns are missing or ambiguous.
+"""
 
 import csv
 import json
@@ -26,7 +29,7 @@ class Row:
 
     Attributes:
         image: path or id of the image.
-        label: its label as text.
+        label: label of the image as text.
         split: "train", "val", "test", or None if the table contains no split.
         place: file and line, for messages.
         folder: folder of the table, relative to the root.
@@ -40,14 +43,15 @@ class Row:
 
 
 def split_of(name):
-    """Return the split in the name of a file or folder, such as "val" in valid_labels.csv, or None."""
+    """Return the split in the name of a file or folder, such as "val" in valid_labels.csv. Return None if the name
+    contains no split or several."""
     words = re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
     found = {SPLIT_OF[word] for word in words if word in SPLIT_OF}
     return found.pop() if len(found) == 1 else None
 
 
 def read_lines(path):
-    """Return the lines of a text file."""
+    """Return the lines of a text file. Raise UsageError if the file cannot be read or is not UTF-8."""
     with records.readable(path), records.open_regular(path, _TEXT_LIMIT) as f:
         data = f.read()
     try:
@@ -78,7 +82,7 @@ def _has_header(path, options):
 
 
 def _cells(path, delimiter=None):
-    """Yield (line number, [cells]) of a table, first its header."""
+    """Yield (line number, [cells]) for the header of a table, and then for each row."""
     lines = read_lines(path)
     if path.lower().endswith(".jsonl"):
         header = None
@@ -126,14 +130,14 @@ def _delimiter(path, lines, delimiter):
 
 
 def _columns(path, folder, split, images, options):
-    """Read a table with a header."""
+    """Return [Row] of a table with a header."""
     cells = _cells(path, options.delimiter)
     _, header = next(cells, (0, []))
     cells = [*cells]
     known = [*map(sniffer.normalized, header)]
 
     def index(flag, name, candidates):
-        """Return the index of a column, or None if there are no candidates."""
+        """Return the index of the column `name` or, if it is None, of the only candidate; None without candidates."""
         if name is not None:
             if name not in header:
                 raise UsageError(f"{flag} {name}: {path} has the columns {', '.join(header[:10])}; choose one of them")
@@ -144,7 +148,7 @@ def _columns(path, folder, split, images, options):
         return candidates[0] if candidates else None
 
     at_images = [i for i, name in enumerate(known) if name in sniffer.IMAGE_COLUMNS]
-    if len(at_images) > 1 and cells:  # keep columns whose first value is an image
+    if len(at_images) > 1 and cells:  # keep the columns whose first value is an image
         first = [i for i in at_images if images.find(Row(cells[0][1][i], "", split, "", folder))]
         at_images = first or at_images
     at_image = index("--image-column", options.image_column, at_images)
@@ -184,7 +188,7 @@ def _split_value(column, value):
 
 
 def _one_hot(path, folder, split):
-    """Read _classes.csv of Roboflow: the name of the image, and one column with 0 or 1 for each class."""
+    """Return [Row] of Roboflow's _classes.csv: the name of the image, and one column with 0 or 1 for each class."""
     cells = _cells(path)
     _, header = next(cells, (0, []))
     rows = []
@@ -199,7 +203,7 @@ def _one_hot(path, folder, split):
 
 
 def _list(path, folder, split, images, options):
-    """Read a list without a header: the image, a delimiter and the label."""
+    """Return [Row] of a list without a header, whose lines contain the image, a delimiter and the label."""
     lines = [(number, line) for number, line in enumerate(read_lines(path), 1) if line.strip()]
     delimiters = ("\t", ",", ";", None) if options.delimiter is None else (options.delimiter,)
 
@@ -213,7 +217,7 @@ def _list(path, folder, split, images, options):
         cells = parts(line, delimiter)
         return len(cells) == 2 and bool(images.find(Row(cells[0], "", split, "", folder)))
 
-    # The delimiter is the first one that separates an image from its label in one of the first lines.
+    # The delimiter is the first one that separates an existing image from its label in one of the first 20 lines.
     delimiter = next((d for d in delimiters if any(works(line, d) for _, line in lines[:20])), delimiters[-1])
     rows = []
     for number, line in lines:

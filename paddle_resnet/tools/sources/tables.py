@@ -18,7 +18,7 @@ from utils.errors import UsageError
 NAME_FILE = re.compile(
     r"(.*[-_])?(labels?|label_list|labels_list|classes|class_names|classnames)\.txt", re.IGNORECASE
 ).fullmatch
-_SUBFOLDERS = 50  # maximum number of subfolders of a folder in which images are searched
+_SUBFOLDERS = 50  # if a folder has more subfolders, no images are searched in them
 _NUMBER = re.compile(r"(-?\d{1,9})(\.0*)?", re.ASCII)
 
 
@@ -97,7 +97,8 @@ class _Images:
         return [os.path.join(folder, name) for name in names] if len(names) <= _SUBFOLDERS else []
 
     def _names(self, folder):
-        """Return {name of a file, or its name without the suffix of an image: [names]} of a folder."""
+        """Return {key: [names of files]} of a folder. A key is the name of a file, or the name of an image file without
+        its suffix."""
         if folder not in self._listed:
             names = defaultdict(list)
             path = os.path.join(self._root, folder)
@@ -112,7 +113,7 @@ class _Images:
         return self._listed[folder]
 
     def _by_preference(self, split):
-        """Return (folders named like a split, all other folders)."""
+        """Return (folders named like the split, all other folders)."""
         if split not in self._sorted:
             same = [folder for folder in self._folders if split_of(folder) == split]
             self._sorted[split] = same, [folder for folder in self._folders if folder not in same]
@@ -141,7 +142,8 @@ def _rest(row):
 
 
 def _found(root, rows, images, allow_partial):
-    """Return the path, relative to the root, of the image of each row, or None if it is missing."""
+    """Return the path, relative to the root, of the image of each row, or None if it is missing and `allow_partial` is
+    set. Raise UsageError if an image is missing, ambiguous, occurs twice or is not an image file."""
     paths, missing, place_of = [], [], {}
     for row in rows:
         found = images.find(row)
@@ -175,6 +177,8 @@ def _numbered(source, rows, names):
 
     Args:
         names: result of _class_names.
+    Raises:
+        UsageError: a row has no label or several labels, or its label is not a class.
     """
     for row in rows:
         if not row.label:
@@ -224,7 +228,7 @@ def _is_float(text):
 
 def _class_names(root):
     """Return (path, class names in label order, first label or None if it is unknown) from the file with class names in
-    the root or in meta/, or None."""
+    the root or in meta/, or None if there is no such file. Raise UsageError if several files contradict each other."""
     for folder in filter(os.path.isdir, (root, os.path.join(root, "meta"))):
         found = {name: _names(os.path.join(folder, name)) for name in sorted(os.listdir(folder)) if NAME_FILE(name)}
         if len({tuple(names) for names, _ in found.values()}) > 1:
@@ -235,7 +239,8 @@ def _class_names(root):
 
 
 def _names(path):
-    """Return (names, first number or None) of a file with lines `NAME` or `NUMBER NAME`."""
+    """Return (names, first number or None) of a file with lines `NAME` or `NUMBER NAME`. Raise UsageError if a name
+    occurs twice or is empty."""
     names = [line.strip() for line in read_lines(path)]
     pairs = [name.split(maxsplit=1) for name in names]
     first = None
@@ -271,7 +276,8 @@ def _rows_of_folder(root, images, options):
 
 
 def _tables(root, options):
-    """Return the paths of the tables in a folder: one table without a split, or one for each split."""
+    """Return the paths of the tables in a folder: one table without a split, or one for each split; [] if there are
+    none. Raise UsageError if there are several tables for a split."""
     folders = [
         "",
         *(name for name in sorted(os.listdir(root)) if split_of(name) and os.path.isdir(os.path.join(root, name))),
