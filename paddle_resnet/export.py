@@ -631,7 +631,7 @@ def main(argv=None):
     parser.add_argument(
         "--allow-outside",
         action="store_true",
-        help="whether file lists in the data sets of --verify and --calibrate may contain files outside these folders",
+        help="accept files outside the folders of --verify and --calibrate in the file lists of these data sets",
     )
     parser.add_argument(
         "--int8-engine",
