@@ -102,8 +102,8 @@ def build_dataloader(args, mode, state=None, trained=None):
             f"--batch-size {args.batch_size}: exceeds the {counted(per_process, 'training image')} per process in "
             f"{args.image_root}; use {per_process} or less"
             if per_process
-            else f"--image-root {args.image_root}: {counted(data_set.size, 'training image')} for {world_size} "
-            f"processes are too few; start at most {counted(data_set.size, 'process', 'processes')}"
+            else f"--image-root {args.image_root}: too few training images ({data_set.size}) for {world_size} "
+            f"processes; start at most {counted(data_set.size, 'process', 'processes')}"
         )
     if mode is Mode.TRAIN and args.cpu_decoder_load and _decoded_by_cpu(args) == 0:
         raise UsageError(
@@ -133,8 +133,8 @@ def build_dataloader(args, mode, state=None, trained=None):
     if per_process == 0:
         if args.benchmark:
             raise UsageError(
-                f"--image-root {args.image_root}: {counted(data_set.size, 'validation image')} for {world_size} "
-                f"processes are too few in a benchmark; start at most {counted(data_set.size, 'process', 'processes')}"
+                f"--image-root {args.image_root}: too few validation images ({data_set.size}) for a benchmark "
+                f"with {world_size} processes; start at most {counted(data_set.size, 'process', 'processes')}"
             )
         if images == 0:
             return EmptyIterator(data_set)

@@ -639,8 +639,8 @@ def _training(add):
         "fine-tune",
         type=_beta_or_none,
         metavar="M",
-        help="weight of the previous value in the moving averages of the BN statistics; the initial statistics "
-        "have a weight of M^N after N steps (default: chosen from the network)",
+        help="weight of the previous value in the moving averages of the BN statistics; after B batches, "
+        "the initial statistics have a weight of M^B (default: chosen from the network)",
     )
     add(
         "--ema",

@@ -168,8 +168,8 @@ def test_unchecked_numbering_triggers_one_warning(tmp_path, capsys, verify_here)
             put(tmp_path / f"val/{k}{i}.jpg", jpeg(k, i))
     warning = (
         f"warning: --image-root {tmp_path}: the labels of train are the positions in the sorted list of its class "
-        "folders, and those of val the numbers in its file list; to check that they agree, write the names of the class "
-        f"folders to {tmp_path}/classes.txt in the order of the labels\n"
+        "folders, and those of val the numbers in its file list; to check that they agree, write the names of the "
+        f"class folders to {tmp_path}/classes.txt in the order of the labels\n"
     )
     assert [labels_of(tmp_path, mode) for mode in Mode] == [sorted_labels(NAMES), {k: {k} for k in range(5)}]
     stderr = capsys.readouterr().err

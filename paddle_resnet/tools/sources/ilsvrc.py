@@ -144,7 +144,7 @@ def _members_of_outer(path):
             wnid, extension = os.path.splitext(os.path.basename(name))
             if extension != ".tar" or not WNID.fullmatch(wnid):
                 raise UsageError(
-                    f"{path}: {name} is not a WordNet id such as n01440764.tar; download the archive again"
+                    f"{path}: {name} is not named by a WordNet id, such as n01440764.tar; download the archive again"
                 )
             if wnid in images:
                 raise UsageError(f"{path}: contains {name} twice; download the archive again")
@@ -248,9 +248,7 @@ def _labeled(val, wnid_of, label_of):
         else:
             left_out += 1
     if left_out:
-        logger.warn(
-            f"leaving out {counted(left_out, 'validation image')}, because their classes have no training images"
-        )
+        logger.warn(f"leaving out {counted(left_out, 'validation image')} of classes that have no training images")
 
 
 def _label_files(source, data, classes):

@@ -305,7 +305,7 @@ BAD = {
     "val not tar": (replace(ilsvrc.VAL_TAR, b"<html>" * 1000), "img_val.tar: damaged at its start ("),
     "train of other content": (
         replace(ilsvrc.TRAIN_TAR, write_tar([("readme.txt", b"x")])),
-        "img_train.tar: readme.txt is not a WordNet id such as n01440764.tar",
+        "img_train.tar: readme.txt is not named by a WordNet id, such as n01440764.tar",
     ),
     "member not image": (
         replace(ilsvrc.TRAIN_TAR, write_tar([("n01440764.tar", write_tar([("a.txt", b"x")]))])),
