@@ -387,7 +387,7 @@ def _verify_recorded(network, score, image_root, load_as_evaluated, allow_outsid
 
     recorded = network.meta["evaluated"]
     if not recorded:
-        return logger.info("recorded evaluation: none")
+        return logger.info("recorded evaluation: none, so the checkpoint is not compared with it")
     decoder = {"cpu": "a CPU", "gpu": "a GPU"}.get(network.meta["arguments"].get("dali_device"), "an unknown device")
     loss = "not finite" if recorded["loss"] is None else f"{recorded['loss']:.7g}"
     text = f"recorded evaluation: top1 {recorded['top1']:.6g}, loss {loss}, images decoded on {decoder}"

@@ -62,7 +62,7 @@ def check(path, arch, tensors, projects, source):
         raise UsageError(f"--source {source}: {known[stated]}, unlike {arch}; {remedy}")
     if source is not None:
         remedy = f"use {' or '.join(same or known)}" if known else "remove --source"
-        raise UsageError(f"--source {source}: not a network with these tensor names and look-alikes; {remedy}")
+        raise UsageError(f"--source {source}: not one of the known networks with these tensor names; {remedy}")
     if known:
         others = " or ".join(f"{name} (which {problem})" for name, problem in known.items() if problem)
         flags = " or ".join(f"--source {name}" for name in same)

@@ -352,7 +352,7 @@ def _batches(add):
         "--balanced-sampling",
         "data",
         **_switch(),
-        help="draw training images from all classes with equal probability; with replacement; the length of an epoch "
+        help="draw training images from all classes with equal probability, with replacement; the length of an epoch "
         "does not change",
         batches=True,
     )
@@ -690,7 +690,13 @@ def _learning_rate(add):
         metavar="F",
         help="factor by which the learning rate of the last layer is multiplied",
     )
-    add("--warmup-start-lr", "schedule", type=_not_negative_number, default=0.0, help="learning rate at step 0")
+    add(
+        "--warmup-start-lr",
+        "schedule",
+        type=_not_negative_number,
+        default=0.0,
+        help="learning rate at step 0 of the warm-up; not multiplied like --lr",
+    )
     add(
         "--lr-scheduler",
         "schedule",
@@ -703,7 +709,7 @@ def _learning_rate(add):
         "schedule",
         type=_not_negative_number,
         default=0.0,
-        help="final learning rate for one process, in all schedules except Piecewise",
+        help="final learning rate in all schedules except Piecewise; multiplied like --lr",
         used_by=("lr_scheduler", ("Cosine", "Poly", "OneCycle", "FlatCosine")),
     )
     add(
