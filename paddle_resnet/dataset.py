@@ -281,7 +281,7 @@ def _add_import(commands):
         type=_fraction,
         metavar="F",
         help="fraction of each class that goes to val/ if the source has no validation images (default: "
-        f"{sources.DEFAULT_VAL} for a table)",
+        f"{sources.DEFAULT_VAL} for a table, none for ImageNet)",
     )
     command.add_argument("--allow-partial", action="store_true", help="warn about missing images instead of stopping")
     columns = (("--image-column", "paths or ids of the images"), ("--label-column", "labels"))

@@ -100,8 +100,8 @@ def parse(argv):
     """
     parser = parsing.ToolParser(
         prog="python -m paddle_resnet.lr_find",
-        description="Train for some steps with a learning rate that rises from step to step, write the loss curve to "
-        f"OUTPUT_DIR/ARCH/ ({lr_curve.DRAWING} and {lr_curve.DATA}), and suggest a value for --lr.",
+        description="Train for N steps (--steps) with a learning rate that rises from step to step, write the loss "
+        f"curve to OUTPUT_DIR/ARCH/ ({lr_curve.DRAWING} and {lr_curve.DATA}), and suggest a value for --lr.",
         epilog="The flags of train.py are also supported, except "
         f"{', '.join(flag(name) for name in (*dict(UNSUPPORTED), *IGNORED))}. --overwrite replaces an earlier "
         "curve, but does not delete checkpoints.",

@@ -25,7 +25,11 @@ def main(argv=None):
         examples=(("compare two runs", "output/ResNet50 output2/ResNet50 --html comparison.html"),),
     )
     parser.add_argument(
-        "runs", type=files.argument, nargs="+", metavar="RUN", help="a report, or a folder with report.json"
+        "runs",
+        type=files.argument,
+        nargs="+",
+        metavar="RUN",
+        help="report of a run, or a folder that contains report.json",
     )
     parser.add_argument(
         "--html",

@@ -602,7 +602,7 @@ def test_class_mismatch_is_warning_in_training_and_error_in_evaluation(run_train
     ("name", "change"),
     [
         ("other", "label 1 was class1 and is class2"),
-        ("new", "label 3 was none and is ['new']"),
+        ("new", "label 3 was unused and is new"),
         ("number", "3 classes, now 4"),
     ],
     ids=["renamed", "added", "added to a list"],
