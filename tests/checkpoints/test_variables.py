@@ -104,9 +104,7 @@ def test_only_evaluation_reads_averages(args, tmp_path, monkeypatch):
 
 def test_different_model_is_rejected_and_verbose_lists_parameters(args, saved):
     args.model_arch_name = "ResNet18"
-    message = (
-        r"not match the model \(\d+ missing, \d+ with a different shape\); use the --model-arch-name \(now ResNet18"
-    )
+    message = r"model \(variables: \d+ missing, \d+ with a different shape\); use the --model-arch-name \(now ResNet18"
     with pytest.raises(UsageError, match=message) as error:
         load(args, saved[0])
     assert "batch_norm" not in str(error.value)
@@ -146,7 +144,7 @@ def test_integer_parameters_are_rejected(args, saved):
         path.write_bytes(pickle.dumps(state | {"linear_0.b_0": np.ones(3, dtype)}, protocol=4))
         if dtype == "float64":
             assert load(args, saved[0])["linear_0.b_0"].tolist() == [1, 1, 1]
-    with pytest.raises(UsageError, match="model .1 with a different type.;"):
+    with pytest.raises(UsageError, match="model .variables: 1 with a different type.;"):
         load(args, saved[0])
 
 
