@@ -104,7 +104,7 @@ def choose(args, exe, training, evaluation):
 
     epochs, start_s, end_s, (stages, evaluation_s, checkpoint_s) = exchange.from_rank_0(plan)
     parts = [
-        f"{part.steps * timeline.accumulate_steps} batches of {batch_s:.3g} s"
+        f"{counted(part.steps * timeline.accumulate_steps, 'batch', 'batches')} of {batch_s:.3g} s per epoch"
         + (f" from epoch {part.first_epoch} on" if part.first_epoch else "")
         for part, (_, batch_s) in zip(timeline.parts, stages, strict=True)
     ]
@@ -115,7 +115,10 @@ def choose(args, exe, training, evaluation):
         args.choose(counted(epochs, "epoch"), warmup_epochs=recipe.warmup_epochs(epochs))
     args.finalize()
     schedule.adopt(build_lr_scheduler(args, timeline))
-    ends = f"{epochs} epochs end after about {end_s / 60:.3g} minutes, of which {start_s / 60:.3g} have passed"
+    ends = (
+        f"the run of {counted(epochs, 'epoch')} ends after about {end_s / 60:.3g} minutes, of which "
+        f"{start_s / 60:.3g} have passed"
+    )
     logger.info(f"--epochs {epochs}: chosen for {reason}; {ends}")
     if abs(end_s - budget_s) > TOLERANCE * budget_s:
         logger.warn(

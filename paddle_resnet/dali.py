@@ -17,9 +17,9 @@ from paddle_resnet.data import headers, listing, numbering, readers
 from paddle_resnet.data.iterators import READER, EmptyIterator, ShardIterator, StateError, SyntheticIterator
 from paddle_resnet.job import processes, watchdog
 from paddle_resnet.settings.declarations import DEFAULTS, FLAGS
-from paddle_resnet.settings.values import flag
+from paddle_resnet.settings.values import flag, text
 from utils import logger
-from utils.errors import UsageError
+from utils.errors import UsageError, counted
 from utils.mode import Mode
 
 # Number of images that --data-format synthetic simulates: the size of ImageNet-1k.
@@ -57,8 +57,8 @@ def warn_of_unused_outputs(args, loader):
     classes = len(loader.classes)
     if args.num_of_class > classes > 0:
         logger.warn(
-            f"--num-of-class {args.num_of_class}: exceeds the {classes} classes in {args.image_root}; reduce it, "
-            "unless the unused outputs are intended"
+            f"--num-of-class {args.num_of_class}: exceeds the {counted(classes, 'class', 'classes')} in "
+            f"{args.image_root}; reduce it, unless the unused outputs are intended"
         )
 
 
@@ -99,11 +99,11 @@ def build_dataloader(args, mode, state=None, trained=None):
     per_process = data_set.size // world_size
     if mode is Mode.TRAIN and per_process < args.batch_size:
         raise UsageError(
-            f"--batch-size {args.batch_size}: exceeds the {per_process} training images per process in "
+            f"--batch-size {args.batch_size}: exceeds the {counted(per_process, 'training image')} per process in "
             f"{args.image_root}; use {per_process} or less"
             if per_process
-            else f"--image-root {args.image_root}: {data_set.size} training images are too few for {world_size} "
-            f"processes; start at most {data_set.size} processes"
+            else f"--image-root {args.image_root}: too few training images ({data_set.size}) for {world_size} "
+            f"processes; start at most {counted(data_set.size, 'process', 'processes')}"
         )
     if mode is Mode.TRAIN and args.cpu_decoder_load and _decoded_by_cpu(args) == 0:
         raise UsageError(
@@ -133,8 +133,8 @@ def build_dataloader(args, mode, state=None, trained=None):
     if per_process == 0:
         if args.benchmark:
             raise UsageError(
-                f"--image-root {args.image_root}: {data_set.size} validation images are too few for a benchmark with "
-                f"{world_size} processes; start at most {data_set.size} processes"
+                f"--image-root {args.image_root}: too few validation images ({data_set.size}) for a benchmark "
+                f"with {world_size} processes; start at most {counted(data_set.size, 'process', 'processes')}"
             )
         if images == 0:
             return EmptyIterator(data_set)
@@ -154,7 +154,7 @@ def _synthetic_loader(args, mode, state):
     images = per_process // batch_size * batch_size if mode is Mode.TRAIN else per_process
     if images == 0:
         raise UsageError(
-            f"--batch-size {batch_size}: exceeds the {per_process} synthetic images per process; reduce it"
+            f"--batch-size {batch_size}: exceeds the {counted(per_process, 'synthetic image')} per process; reduce it"
         )
     random = np.random.RandomState(args.dali_random_seed + processes.rank())
     channels, height, width = args.image_shape
@@ -253,16 +253,16 @@ def _usable(args, state, conditions, steps):
     # false.
     removed = {name for name, value in before.items() if value and name.startswith("--")} - {*conditions}
     changes = {
-        name: f"{name} is {now} and was {before.get(name)}"
+        name: f"{name} is {text(now)} and was {text(before.get(name))}"
         for name, now in (conditions | dict.fromkeys(sorted(removed), "a removed flag")).items()
         if now != before.get(name)
     }
     if changes and state["step"] == 0 and not set(changes) & {*ORDER_CONDITIONS, LIST}:
-        text = (
+        message = (
             f"loader state in the checkpoint: {', '.join(changes.values())}, so the random numbers of the "
             "augmentation restart, but the image order continues; restore the previous values to continue both"
         )
-        (logger.info if args.sizes else logger.warn)(text)  # with --sizes, the change is intended
+        (logger.info if args.sizes else logger.warn)(message)  # with --sizes, the change is intended
         return state, True
     if changes:
         logger.warn(

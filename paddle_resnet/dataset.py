@@ -154,7 +154,10 @@ def _run_split(args):
         raise UsageError(
             f"--output {args.output}: cannot be written ({e.strerror}{name}); choose a different folder"
         ) from e
-    print(f"{args.output}: {counts['train']} training and {counts['val']} validation images in {n_classes} classes")
+    print(
+        f"{args.output}: {counts['train']} training and {counts['val']} validation images in "
+        f"{counted(n_classes, 'class', 'classes')}"
+    )
 
 
 def _add_convert(commands):
@@ -278,7 +281,7 @@ def _add_import(commands):
         type=_fraction,
         metavar="F",
         help="fraction of each class that goes to val/ if the source has no validation images (default: "
-        f"{sources.DEFAULT_VAL} for a table)",
+        f"{sources.DEFAULT_VAL} for a table, none for ImageNet)",
     )
     command.add_argument("--allow-partial", action="store_true", help="warn about missing images instead of stopping")
     columns = (("--image-column", "paths or ids of the images"), ("--label-column", "labels"))
@@ -315,7 +318,7 @@ def _run_import(args):
         ),
     )
     images = " and ".join(f"{count} {split}" for split, count in counts.items())
-    named = "" if classes is None else f" in {classes} classes"
+    named = "" if classes is None else f" in {counted(classes, 'class', 'classes')}"
     print(f"{args.output}: {images} images{named} from {kind} as {args.to}")
 
 
@@ -354,7 +357,7 @@ def _run_preview(args):
     inspection = _inspection()
 
     images = inspection.preview(args.root, args.output, args.images, args.train_flags)
-    print(f"{args.output}: {images} training images, each with {inspection.VERSIONS} augmented versions")
+    print(f"{args.output}: {counted(images, 'training image')}, each with {inspection.VERSIONS} augmented versions")
 
 
 def _add_verify(commands):
@@ -434,13 +437,13 @@ def _add_speed(commands):
         "--threads",
         type=numbers.list_of(numbers.threads),
         metavar="N,...",
-        help="values of --dali-num-threads to measure (default: --dali-num-threads)",
+        help="values of --dali-num-threads to measure (default: the value of --dali-num-threads)",
     )
     command.add_argument(
         "--loads",
         type=numbers.list_of(numbers.ratio),
         metavar="L,...",
-        help="values of --hw-decoder-load to measure (default: --hw-decoder-load)",
+        help="values of --hw-decoder-load to measure (default: the value of --hw-decoder-load)",
     )
     command.add_argument(
         "--batches", type=numbers.positive, default=20, metavar="N", help="number of batches per measurement"

@@ -19,7 +19,7 @@ from pathlib import Path
 from time import monotonic
 
 from utils.command_line import Parser
-from utils.errors import python
+from utils.errors import counted, python
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
@@ -104,7 +104,7 @@ def _library_facts():
         rows += [_library(libraries, name, what) for name, what in LIBRARIES]
         # gpus.problem returns the same message that train.py would print.
         problem = next(filter(None, (gpus.problem(i, several=count > 1) for i in range(max(1, count)))), None)
-        rows.append(("test: kernel", problem or f"works on {count} GPU(s)", "no" if problem else "ok"))
+        rows.append(("test: kernel", problem or f"works on {counted(count, 'GPU')}", "no" if problem else "ok"))
     capability = paddle.device.cuda.get_device_capability(0) if count else None
     missing = native.missing(capability)
     rows += [_dali(device), _nvrtc(native, capability), _kernel_cache(native)]

@@ -387,7 +387,7 @@ def _verify_recorded(network, score, image_root, load_as_evaluated, allow_outsid
 
     recorded = network.meta["evaluated"]
     if not recorded:
-        return logger.info("recorded evaluation: none")
+        return logger.info("recorded evaluation: none, so the checkpoint is not compared with it")
     decoder = {"cpu": "a CPU", "gpu": "a GPU"}.get(network.meta["arguments"].get("dali_device"), "an unknown device")
     loss = "not finite" if recorded["loss"] is None else f"{recorded['loss']:.7g}"
     text = f"recorded evaluation: top1 {recorded['top1']:.6g}, loss {loss}, images decoded on {decoder}"
@@ -630,7 +630,7 @@ def main(argv=None):
     parser.add_argument(
         "--allow-outside",
         action="store_true",
-        help="whether file lists in the data sets of --verify and --calibrate may contain files outside these folders",
+        help="accept files outside the folders of --verify and --calibrate in the file lists of these data sets",
     )
     parser.add_argument(
         "--int8-engine",

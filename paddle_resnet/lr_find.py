@@ -18,7 +18,7 @@ from paddle_resnet.results import lr_curve
 from paddle_resnet.settings import parsing
 from paddle_resnet.settings.values import flag, text
 from utils import exit_codes, locks, logger, meters, numbers, outputs, progress, signals
-from utils.errors import RunError, UsageError, command
+from utils.errors import RunError, UsageError, command, counted
 from utils.mode import Mode
 
 LOWEST, HIGHEST = 1e-10, 1e4  # limits for learning rates
@@ -26,10 +26,10 @@ NAMES = (lr_curve.DATA, lr_curve.DRAWING)
 LEAST_STEPS = 20  # a shorter curve has no clear shape
 # Flags of train.py that a search does not support: (name, problem and remedy).
 UNSUPPORTED = (
-    ("resume", "not supported by a search, which starts a new run; remove it"),
-    ("from_checkpoint", "not supported by a search, which starts a new run; use --from-pretrained-params"),
-    ("benchmark", "not supported by a search; remove it"),
-    ("print_config", "not supported by a search; use it with train.py"),
+    ("resume", "not supported by lr_find, which starts a new run; remove it"),
+    ("from_checkpoint", "not supported by lr_find, which starts a new run; use --from-pretrained-params"),
+    ("benchmark", "not supported by lr_find; remove it"),
+    ("print_config", "not supported by lr_find; use it with train.py"),
 )
 # Flags of a configuration file for train.py that a search ignores, but that are errors on its command line.
 IGNORED = ("inference_dir", "predictions", "profile_steps", "report_file", "report_html", "tensorboard_dir")
@@ -100,8 +100,8 @@ def parse(argv):
     """
     parser = parsing.ToolParser(
         prog="python -m paddle_resnet.lr_find",
-        description="Train for some steps with a learning rate that rises from step to step, write the loss curve to "
-        f"OUTPUT_DIR/ARCH/ ({lr_curve.DRAWING} and {lr_curve.DATA}), and suggest a value for --lr.",
+        description="Train for N steps (--steps) with a learning rate that rises from step to step, write the loss "
+        f"curve to OUTPUT_DIR/ARCH/ ({lr_curve.DRAWING} and {lr_curve.DATA}), and suggest a value for --lr.",
         epilog="The flags of train.py are also supported, except "
         f"{', '.join(flag(name) for name in (*dict(UNSUPPORTED), *IGNORED))}. --overwrite replaces an earlier "
         "curve, but does not delete checkpoints.",
@@ -115,14 +115,14 @@ def parse(argv):
     if search.from_lr >= search.to_lr:
         raise UsageError(f"--from-lr {search.from_lr:g}: must be below --to-lr {search.to_lr:g}; use a lower rate")
     if not args.run_scope.trains:
-        raise UsageError(f"--run-scope {args.run_scope.value}: a search requires training; remove the flag")
+        raise UsageError(f"--run-scope {args.run_scope.value}: lr_find requires training; remove the flag")
     for name, remedy in UNSUPPORTED:
         value = getattr(args, name)
         if value:
             raise UsageError(f"{flag(name)}{'' if value is True else f' {value}'}: {remedy}")
     for name in IGNORED:
         if args.origin(name) == "command line" and getattr(args, name) is not None:
-            raise UsageError(f"{flag(name)} {text(getattr(args, name))}: not supported by a search; remove it")
+            raise UsageError(f"{flag(name)} {text(getattr(args, name))}: not supported by lr_find; remove it")
     # Benchmark mode neither evaluates nor saves, and repeats the data set if the search needs more batches.
     args.set("lr_find", benchmark=True, profile_steps=None)
     return search, args
@@ -280,7 +280,9 @@ def _write(search, args, folder, losses, ended_early):
 
 def _problem(search, curve):
     if curve.ended_early and len(curve.smoothed) < lr_curve.SETTLING_STEPS:
-        return f"the loss diverged after {len(curve.smoothed)} steps; use a --from-lr below {search.from_lr:g}"
+        return (
+            f"the loss diverged after {counted(len(curve.smoothed), 'step')}; use a --from-lr below {search.from_lr:g}"
+        )
     return "the loss does not fall clearly; use more --steps, a larger --batch-size or a higher --to-lr"
 
 

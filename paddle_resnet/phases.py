@@ -24,7 +24,7 @@ from paddle_resnet.settings.values import flag, text
 from paddle_resnet.steps import trace
 from utils import logger, outputs, progress
 from utils.affinity import bind_to_gpu
-from utils.errors import UsageError, python
+from utils.errors import UsageError, counted, python
 from utils.mode import Mode
 
 # A Work contains what a run needs for training or for evaluation: a loader, the program that it feeds, and their
@@ -364,8 +364,9 @@ def _warn_of_bn_momentum(args, training):
     fitting = min(0.9, math.floor(INITIAL_BN_WEIGHT ** (1 / batches) * 100) / 100)
     origin = " (value of the network)" if args.bn_momentum is None else ""
     logger.warn(
-        f"--bn-momentum {momentum:g}{origin}: too high for {batches} training batches, because the initial BN "
-        f"statistics keep a weight of {momentum**batches:.0%} until the last evaluation; use --bn-momentum {fitting:g}"
+        f"--bn-momentum {momentum:g}{origin}: too high for {counted(batches, 'training batch', 'training batches')}, "
+        f"because the initial BN statistics keep a weight of {momentum**batches:.0%} until the last evaluation; use "
+        f"--bn-momentum {fitting:g}"
     )
 
 

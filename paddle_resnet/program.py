@@ -418,7 +418,7 @@ def _is_broadcast_addition(program, op):
 def _warn_of_depthwise(kernels, paddle_layers):
     if not paddle_layers:
         return
-    effect = "Paddle's NHWC kernels are very slow on a GPU and cannot be captured as a CUDA graph"
+    effect = "Paddle's NHWC kernels for such layers cannot be captured as a CUDA graph on a GPU"
     if kernels == "paddle":
         logger.warn(f"--kernels paddle: the network has depthwise convolutions; {effect}; use --kernels native")
         return

@@ -225,7 +225,7 @@ def _choose_training(settings, facts, is_fine_tuned):
     _set(settings, kind, optimizer="AdamW" if is_fine_tuned else "Nesterov")
     # The initial BN statistics must fade within the run. With EfficientNet-Lite's momentum of 0.99, they still have a
     # weight of one half after 70 steps.
-    _set(settings, "the initial BN statistics fade", bn_momentum=0.9)
+    _set(settings, "the initial BN statistics must fade within the run", bn_momentum=0.9)
     rule = OPTIMIZERS[settings.optimizer]
     if "momentum" in rule.flags:
         _set(settings, f"--optimizer {settings.optimizer}", momentum=0.9)

@@ -151,14 +151,16 @@ def start_line(args, train_loader, eval_loader, fused_operators, gradient_all_re
     precision = f"AMP {args.amp_level} in {args.amp_dtype}" if args.amp else "float32"
     fused = ", ".join(f"{count} {name}" for name, count in fused_operators.items()) or "no fused operators"
     loaders = {"train": train_loader, "val": eval_loader}
-    sizes = [f"{name} {len(loader)} steps per epoch" for name, loader in loaders.items() if loader is not None]
+    sizes = [
+        f"{name} {counted(len(loader), 'step')} per epoch" for name, loader in loaders.items() if loader is not None
+    ]
     if train_loader is not None and args.iter_unit == "batch":
-        sizes.append(f"{args.num_iter} steps in total")
+        sizes.append(f"{counted(args.num_iter, 'step')} in total")
     if train_loader is not None and args.accumulate_steps > 1:
         left = len(train_loader) % args.accumulate_steps
         sizes.append(f"an update every {args.accumulate_steps} steps" + (f" (last {left} unused)" if left else ""))
     if train_loader is not None and world_size > 1:
-        sizes.append(f"{gradient_all_reduces} gradient all-reduces per step")
+        sizes.append(f"{counted(gradient_all_reduces, 'gradient all-reduce')} per step")
     return (
         f"{args.model_arch_name} on {world_size} x {args.device}, {precision}, {args.data_layout}, "
         f"images {text(args.image_shape)}, {fused}, "

@@ -307,9 +307,9 @@ def test_other_processes_use_the_choice_of_rank_0(run, unmeasured, monkeypatch, 
     assert shown.index("program compilation") < shown.index("measurement for --budget-minutes")
     assert report[0]["data"]["epochs"] == 2 and (1, "train") in losses(report)
     assert unmeasured == pytest.approx([0.02 * 60, 0.1 * 60])
-    ends = "2 epochs end after about 0.885 minutes, of which 0.1 have passed"
+    ends = "the run of 2 epochs ends after about 0.885 minutes, of which 0.1 have passed"
     output = capsys.readouterr()
-    assert f"3 batches of 0.1 s, evaluation 1 s, checkpoint 0.2 s; {ends}\n" in output.out
+    assert f"3 batches of 0.1 s per epoch, evaluation 1 s, checkpoint 0.2 s; {ends}\n" in output.out
     assert f"--budget-minutes 1: {ends}, and no other number of epochs is closer; change the budget" in output.err
 
 
@@ -348,7 +348,8 @@ def test_stages_are_measured_with_their_own_images(run, chooses_two, sizes, monk
     batches = "6" if ":4" in sizes else "2"
     output = capsys.readouterr().out
     assert re.search(
-        rf"--budget-minutes 1, 2 batches of \S+ s, {batches} batches of \S+ s from epoch 1 on, eval", output
+        rf"-minutes 1, 2 batches of \S+ s per epoch, {batches} batches of \S+ s per epoch from epoch 1 on, eval",
+        output,
     )
     assert losses(report) == losses(run("--epochs", 2, *flags, folder="epochs")[1])
 
@@ -367,7 +368,7 @@ def test_epoch_is_as_long_as_its_batches_with_accumulation(starts, capsys):
     """Regression test: an epoch must not be predicted to be as long as its steps. 7 batches are 3 steps of 2."""
     flags = ["--batch-size", 4, "--accumulate-steps", 2, "--budget-minutes", 1]
     assert starts(*flags) == (0, round((60 - 4) / (6 * 0.1 + 0.2)))
-    assert "--budget-minutes 1, 6 batches of 0.1 s, evaluation" in capsys.readouterr().out
+    assert "--budget-minutes 1, 6 batches of 0.1 s per epoch, evaluation" in capsys.readouterr().out
 
 
 def test_stages_are_part_of_the_budget(starts, unmeasured):
@@ -412,7 +413,7 @@ def test_resumed_run_cannot_choose_again(run, unmeasured, chooses_two, stop_befo
     stop_before(**stop)
     assert run("--budget-minutes", 1, "--run-scope", "train_only")[0] == (75 if stop else 0)
     stop_before()
-    assert "3 batches of 0.1 s, checkpoint 0.1 s; 2 epochs end after" in capsys.readouterr().out
+    assert "3 batches of 0.1 s per epoch, checkpoint 0.1 s; the run of 2 epochs ends after" in capsys.readouterr().out
     assert run("--budget-minutes", 2, "--run-scope", "train_only", "--resume")[0] == 2
     assert_one_error(
         capsys.readouterr().err, ["--budget-minutes 2: applies only to new runs, but this run continues from "]

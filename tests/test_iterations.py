@@ -281,7 +281,7 @@ def test_checkpoint_within_an_epoch_is_exported_if_bn_statistics_are_averaged(ru
     # Regression test: without an evaluation, the last checkpoint of a job was rejected.
     assert run_train(*STEPS, "--num-iter", "2", "--run-scope", "train_only", "--overwrite", *every)[0] == 0
     export.export(run / "0_2", tmp_path / "two processes, train_only")
-    with pytest.raises(UsageError, match="0_1: saved after 1 steps of epoch 0, before the processes averaged their BN"):
+    with pytest.raises(UsageError, match="0_1: saved after 1 step of epoch 0, before the processes averaged their BN"):
         export.export(run / "0_1", tmp_path / "two processes, not evaluated")
     monkeypatch.setattr(folders, "verify", lambda folder: verify(folder) | {"world_size": 2, "trained": {}})
     assert networks.load_checkpoint(run / "0_1").meta["world_size"] == 2

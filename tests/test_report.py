@@ -502,11 +502,11 @@ def test_start_line_lists_operators_learning_rate_and_steps(parse, monkeypatch):
     assert f"peak lr {args.lr} x 8 = {8 * args.lr:g}, " in line
     assert "train 3 steps per epoch, an update every 2 steps (last 1 unused), 2 gradient" in line
     line = report.start_line(args.copy(iter_unit="batch", num_iter=7), [1, 2], [1], {}, 2, False)
-    assert "train 2 steps per epoch, val 1 steps per epoch, 7 steps in total, an update every 2 steps, 2" in line
+    assert "train 2 steps per epoch, val 1 step per epoch, 7 steps in total, an update every 2 steps, 2" in line
     line = report.start_line(
         args.copy(amp=True, amp_level="O2", amp_dtype="bfloat16", iter_unit="batch"), None, [1], {}, 0, False
     )
-    assert "AMP O2 in bfloat16, NCHW" in line and line.endswith(" = 0.4, val 1 steps per epoch")
+    assert "AMP O2 in bfloat16, NCHW" in line and line.endswith(" = 0.4, val 1 step per epoch")
 
 
 @pytest.mark.parametrize(

@@ -293,8 +293,8 @@ def test_unreadable_or_unsuitable_file_is_an_error(small, tmp_path, capsys):
     shard = tmp_path / "model-00001-of-00002.safetensors"
     shard.write_bytes(b"")
     assert error(capsys, shard, *out) == (
-        f"{shard}: contains only a part of the weights, shard 1 of 2; save the tensors of all shards that "
-        "model.safetensors.index.json lists in one file, and use this file"
+        f"{shard}: contains only a part of the weights, shard 1 of 2; combine the tensors of all shards "
+        "listed in model.safetensors.index.json into one file, and use that file"
     )
     # Save the tensors of both shards in one file, as the message says.
     halves = [dict(list(tensors().items())[i::2]) for i in range(2)]

@@ -235,7 +235,7 @@ class NumPyObjects:
                 if target.value.nbytes != len(raw):
                     raise UnreadableError(f"an array has {len(raw)} bytes instead of {target.value.nbytes}")
             case _:
-                raise UnreadableError("contains a state that an array of numbers does not have")
+                raise UnreadableError("contains the state of an object that is not an array of numbers")
 
     def stored(self, identifier):
         """Evaluate the BINPERSID opcode: return an object that is stored outside the pickle. Pickles of NumPy arrays

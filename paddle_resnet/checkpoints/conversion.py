@@ -124,8 +124,8 @@ def _check_complete(path):
     if (match := _SHARD.fullmatch(path.name)) and int(match[3]) > 1:
         stem, number, count, suffix = match.groups()
         raise UsageError(
-            f"{path}: contains only a part of the weights, shard {int(number)} of {int(count)}; save the tensors of "
-            f"all shards that {stem}.{suffix}.index.json lists in one file, and use this file"
+            f"{path}: contains only a part of the weights, shard {int(number)} of {int(count)}; combine the tensors "
+            f"of all shards listed in {stem}.{suffix}.index.json into one file, and use that file"
         )
 
 

@@ -242,7 +242,7 @@ class _TorchObjects(arrays.NumPyObjects):
     def set_content(self, target, state):
         # Ignore the attributes that PyTorch pickles with a state_dict, such as module versions.
         if not isinstance(target, dict):
-            raise UnreadableError("contains a state that a state_dict does not have")
+            raise UnreadableError("contains the state of an object that is not a dict")
 
     def stored(self, identifier):
         match identifier:

@@ -61,8 +61,11 @@ def check(path, arch, tensors, projects, source):
         remedy = f"use weights of {' or '.join(same)}" if same else "set --arch to the network of the weights"
         raise UsageError(f"--source {source}: {known[stated]}, unlike {arch}; {remedy}")
     if source is not None:
-        remedy = f"use {' or '.join(same or known)}" if known else "remove --source"
-        raise UsageError(f"--source {source}: not a network with these tensor names and look-alikes; {remedy}")
+        if not known:
+            problem = "not needed, because no other known network has these tensor names"
+            raise UsageError(f"--source {source}: {problem}; remove --source")
+        remedy = f"use {' or '.join(same or known)}"
+        raise UsageError(f"--source {source}: not one of the known networks with these tensor names; {remedy}")
     if known:
         others = " or ".join(f"{name} (which {problem})" for name, problem in known.items() if problem)
         flags = " or ".join(f"--source {name}" for name in same)

@@ -23,7 +23,7 @@ from paddle_resnet.settings import inheritance, parsing, validation
 from paddle_resnet.settings.declarations import EVALUATED, RESUMED, of_kinds
 from paddle_resnet.settings.values import flag, network_name, text
 from utils import logger
-from utils.errors import UsageError
+from utils.errors import UsageError, counted
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _search(args):
             return {**checkpoint, "label": f"--resume: {checkpoint['folder']}"}
         if not args.start_paths() and not args.is_explicit("model_arch_name"):
             _check_default_network(folder)
-        logger.info(f"--resume: {folder} contains no checkpoint yet")
+        logger.info(f"--resume: {folder} contains no checkpoint yet, so a new run starts")
     if args.from_checkpoint is None:
         return None
     root, epoch, arch = Path(args.from_checkpoint), args.last_epoch_of_checkpoint, args.explicit("model_arch_name")
@@ -424,7 +424,9 @@ def recorded_flags(folder, meta, arch):
         if user_file.split(recorded) is None:
             args.resolve("Python", model_arch_name=registered_name(recorded))  # the name of the run folder
     except UsageError as e:
-        raise UsageError(f"{folder}: invalid arguments in {folders.META}: {e}") from e
+        raise UsageError(
+            f"{folder}: {folders.META} contains an invalid flag ({e}); choose a different checkpoint"
+        ) from e
     if user_file.split(recorded):
         if arch is None:
             raise UsageError(
@@ -470,7 +472,8 @@ def check_resumed_classes(checkpoint, now, fine_tuning):
 
 def _first_difference(before, now):
     i = next(i for i in range(max(len(before), len(now))) if before[i : i + 1] != now[i : i + 1])
-    return f"label {i} was {before[i : i + 1] or 'none'} and is {now[i : i + 1] or 'none'}"
+    old, new = (names[i] if i < len(names) else "unused" for names in (before, now))
+    return f"label {i} was {old} and is {new}"
 
 
 def compare_classes(folder, meta, loader, is_fine_tuning):
@@ -568,7 +571,7 @@ def _log_environment_changes(folder, meta, place):
         )
     if processes.world_size() != meta["world_size"]:
         logger.warn(
-            f"{folder}: written by {meta['world_size']} processes, but this run has "
+            f"{folder}: written by {counted(meta['world_size'], 'process', 'processes')}, but this run has "
             f"{processes.world_size()}, so the global batch size and the peak learning rate change in proportion; "
             "start the same number of processes to keep them"
         )

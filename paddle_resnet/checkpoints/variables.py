@@ -385,7 +385,8 @@ def _load_strictly(variables, state, label, place, remedy, is_verbose):
     if counts := [f"{len(names)} {what}" for what, names in lists.items() if names]:
         lines = [f"{what}: {', '.join(names)}" for what, names in lists.items() if names and is_verbose]
         hint = "" if is_verbose else " (--verbose lists the variables)"
-        message = f"{label}: does not match the model ({', '.join(counts)}); use the {remedy} of its training{hint}"
+        problem = f"does not match the model (variables: {', '.join(counts)})"
+        message = f"{label}: {problem}; use the {remedy} of its training{hint}"
         raise UsageError(message, *lines)
     for name in variables:
         set_variable(name, state[name], place)

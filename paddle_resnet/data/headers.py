@@ -45,7 +45,7 @@ def _inspect(data):
         reason = _tiff_problem(data)
         return CPU | (UNREADABLE if reason else 0), reason
     if data[:2] == b"BM" and data[14:15] != b"\x0c" and data[28:30] == b"\x10\0":
-        return UNREADABLE, f"is a BMP file with 16 bits per pixel{SAVE}"
+        return UNREADABLE, f"is a BMP file with 16 bits per pixel, which DALI may misread{SAVE}"
     # The decoder of DALI 2.4 crashed on some damaged JPEG 2000 files. JPEG 2000 is the only format known to DALI whose
     # second byte is 0 (container) or 0x4F (codestream).
     if data[1:2] in (b"\0", b"\x4f"):
@@ -75,12 +75,13 @@ def _inspect_jpeg(data):
     precision, components = data[place + 4], data[place + 9]
     reason = None
     if exif_blocks > 1:
-        # DALI may apply the orientation of any of the blocks.
-        reason = "has several EXIF blocks; save it again with an image editor"
+        reason = (
+            "has several EXIF blocks, and DALI may apply the orientation of the wrong one; save it with an image editor"
+        )
     elif marker in LOSSLESS:
         reason = f"is a lossless JPEG, which is not supported{SAVE_ELSEWHERE}"
     elif precision != 8:
-        reason = f"has {precision} bits per channel, which is not supported in JPEG"
+        reason = f"is a JPEG with {precision} bits per channel, which is not supported"
     elif components == 4 and transform is None:
         reason = f"is a CMYK JPEG without an Adobe marker, so its colors may be inverted{SAVE_ELSEWHERE}"
     # The rules of libjpeg (jdapimin.c) determine whether three components are RGB or YCbCr.
@@ -114,7 +115,7 @@ def _tiff_problem(data):
     if compression not in COMPRESSIONS:
         return f"is a TIFF file with compression {compression}, which DALI cannot decode{SAVE_ELSEWHERE}"
     if {*tags.get(FORMAT, ())} - {1}:
-        return f"is a TIFF file with floating-point or signed numbers{SAVE_ELSEWHERE}"
+        return f"is a TIFF file with floating-point or signed numbers, which DALI would misread{SAVE_ELSEWHERE}"
     samples, allowed = PHOTOMETRICS.get(photometric, (0, ()))
     bits = {*tags.get(BITS, (1,))}
     if len(bits) != 1 or not bits <= {*allowed} or (photometric == 6 and compression != JPEG_COMPRESSION):
@@ -127,7 +128,7 @@ def _tiff_problem(data):
         is_plain = tags.get(EXTRA, (0,))[0] == UNASSOCIATED_ALPHA
         return f"is a TIFF file whose alpha channel DALI would misread{SAVE if is_plain else SAVE_ELSEWHERE}"
     if extra and tags.get(EXTRA, (0,))[0] == ASSOCIATED_ALPHA:
-        return f"is a TIFF file whose colors are multiplied by alpha{SAVE_ELSEWHERE}"
+        return f"is a TIFF file whose colors are multiplied by alpha, and DALI does not divide them{SAVE_ELSEWHERE}"
     if TILE_WIDTH in tags and is_turned:
         return f"is a TIFF file with tiles and an orientation, which DALI would misread{SAVE}"
     if is_separate and bits == {16}:

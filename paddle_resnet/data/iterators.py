@@ -19,7 +19,7 @@ from paddle.base.data_feeder import convert_dtype
 
 from paddle_resnet.data import bad_images
 from paddle_resnet.job import processes
-from utils.errors import DataError, UsageError, command
+from utils.errors import DataError, UsageError, command, counted
 
 READER = "Reader"  # name of the reader operator in a pipeline
 UNKNOWN_LENGTH = sys.maxsize  # length of a loader that does not implement __len__
@@ -127,8 +127,8 @@ class ShardIterator(_Steps, DALIGenericIterator):
             batch = self._next_batch()
         except StopIteration:
             raise StateError(
-                f"loader state in the checkpoint: damaged (the epoch ends {self._left} images early); use a "
-                "different checkpoint"
+                f"loader state in the checkpoint: damaged (the epoch ends {counted(self._left, 'image')} early); "
+                "use a different checkpoint"
             ) from None
         if self._left < self.batch_size:
             batch = {name: lod_tensor_clip(tensor, self._left) for name, tensor in batch.items()}

@@ -215,7 +215,10 @@ def _folder_classes(image_root, mode, formats, names, trained):
         return folders, SORTED
     wnids = [wnid for wnid, _ in imagenet_classes()]
     if len(trained) == len(wnids) and set(folders) <= set(wnids):
-        _log_once(f"{image_root}: class folders are WordNet ids, and get their labels in ImageNet", logger.info)
+        _log_once(
+            f"{image_root}: the class folders have WordNet ids as names, so their labels are ImageNet's, 0 to 999",
+            logger.info,
+        )
         return wnids, "in ImageNet"
     if len(folders) < len(trained):
         raise UsageError(
@@ -351,11 +354,15 @@ def _check_lists(image_root, formats, allow_outside, offsets, classes, source):
 
 
 def _warn_of_unchecked(image_root, formats):
-    how = {"folder": "the sorted names of its class folders", "filelist": "the numbers in its file list"}
+    how = {
+        "folder": "the positions in the sorted list of its class folders",
+        "filelist": "the numbers in its file list",
+    }
     ways = [how.get(formats[mode], f"the labels in its {formats[mode]} files") for mode in Mode]
     _log_once(
-        f"--image-root {image_root}: train is numbered by {ways[0]}, and val by {ways[1]}; to have this checked, write "
-        f"the names of the class folders to {os.path.join(image_root, 'classes.txt')} in the order of the labels",
+        f"--image-root {image_root}: the labels of train are {ways[0]}, and those of val {ways[1]}; to check that they "
+        f"agree, write the names of the class folders to {os.path.join(image_root, 'classes.txt')} in the order of the "
+        "labels",
         logger.warn,
     )
 

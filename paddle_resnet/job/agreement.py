@@ -13,7 +13,7 @@ from paddle_resnet.job import exchange
 from paddle_resnet.job.position import ranks
 from paddle_resnet.models import user_file
 from paddle_resnet.settings.declarations import RESUMED, of_kinds
-from paddle_resnet.settings.values import flag
+from paddle_resnet.settings.values import flag, text
 from utils.errors import UsageError
 
 # Flags that may differ between machines: paths, output flags, and flags that affect only speed.
@@ -31,7 +31,7 @@ def check_start(args):
     """
     facts = {flag(name): v for name, v in args.as_dict().items() if name not in LOCAL_FLAGS}
     for name in map(flag, (name for name in of_kinds(*RESUMED) if not args.is_explicit(name))):
-        facts[name] = f"{facts[name]} (default)"  # a checkpoint may replace the default
+        facts[name] = f"{text(facts[name])} (default)"  # a checkpoint may replace the default
     facts["file of --model-arch-name (hash)"] = _hash(user_file.sha256(args.model_arch_name))
     facts["Paddle version"] = paddle.__version__
     facts["DALI version"] = nvidia.dali.__version__
@@ -73,7 +73,7 @@ def _check_equal(all_ranks):
     for name in dict.fromkeys(name for facts in all_ranks for name in facts):
         values = {}
         for rank, facts in enumerate(all_ranks):
-            values.setdefault(str(facts.get(name)), []).append(rank)
+            values.setdefault(text(facts.get(name)), []).append(rank)
         if len(values) > 1:
             differences.append(f"{name} is " + " and ".join(f"{v} on {ranks(who)}" for v, who in values.items()))
     if differences:

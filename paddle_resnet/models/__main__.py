@@ -100,7 +100,7 @@ def _main(argv):
         description=f"Print the size of networks with {CLASSES:,} classes and {CHANNELS} input channels: image side in "
         "pixels, trainable parameters, and multiply-adds and activation memory per image. Activation memory counts the "
         "float16 tensors that the backward pass of Paddle's operators reads. Speeds are in images/s and come from "
-        "benchmarks/.",
+        "benchmarks/networks.csv.",
     )
     parser.add_argument("network", nargs="*", help="network names, or FILE.py:NAME for your own network (default: all)")
     archs = [registered_name(arch) for arch in parser.parse_intermixed_args(argv).network or MODELS]

@@ -9,7 +9,7 @@ from paddle_resnet.results import lr_curve, page, reading
 from paddle_resnet.results.curves import chart
 from utils import exit_codes, files, outputs
 from utils.command_line import Parser
-from utils.errors import printable
+from utils.errors import counted, printable
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVES = {"val.top1": "top1", "val.loss": "validation loss", "train.loss": "training loss", "train.ips": "images/s"}
@@ -26,7 +26,11 @@ def main(argv=None):
         examples=(("compare two runs", "output/ResNet50 output2/ResNet50 --html comparison.html"),),
     )
     parser.add_argument(
-        "runs", type=files.argument, nargs="+", metavar="RUN", help="a report, or a folder with report.json"
+        "runs",
+        type=files.argument,
+        nargs="+",
+        metavar="RUN",
+        help="report of a run, or a folder that contains report.json",
     )
     parser.add_argument(
         "--html",
@@ -118,9 +122,10 @@ def first_difference(first, other):
     ]
     for i, ((epoch, step), a, b) in enumerate(steps):
         if a != b:  # None represents a loss that is not finite
-            before = f"; equal in the {i} logged steps before" if i else ", the first logged step"
-            return f"first differs at epoch {epoch} step {step}: loss {b!r} instead of {a!r}{before}"
-    return f"same losses in all {len(steps)} common steps" if steps else "no step in common with the first run"
+            before = f"; equal in the {counted(i, 'logged step')} before" if i else ", the first logged step"
+            a, b = ("not finite" if loss is None else loss for loss in (a, b))
+            return f"first differs at epoch {epoch} step {step}: loss {b} instead of {a}{before}"
+    return f"same losses in {counted(len(steps), 'common step')}" if steps else "no step in common with the first run"
 
 
 def _print(console, title, runs, rows):

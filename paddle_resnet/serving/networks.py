@@ -23,7 +23,7 @@ from paddle_resnet.settings import parsing
 from paddle_resnet.settings.values import network_name
 from paddle_resnet.steps import host_metrics
 from utils import logger
-from utils.errors import UsageError
+from utils.errors import UsageError, counted
 
 
 @dataclass
@@ -225,8 +225,8 @@ def _read_meta(checkpoint):
     is_averaged = is_averaged or meta.get("bn_averaged") is True
     if not is_averaged and meta["world_size"] > 1:
         raise UsageError(
-            f"{checkpoint}: saved after {meta['step']} steps of epoch {meta['epoch']}, before the processes averaged "
-            "their BN statistics; choose a checkpoint saved at the end of an epoch or after an evaluation"
+            f"{checkpoint}: saved after {counted(meta['step'], 'step')} of epoch {meta['epoch']}, before the processes "
+            "averaged their BN statistics; choose a checkpoint saved at the end of an epoch or after an evaluation"
         )
     return meta
 

@@ -352,7 +352,7 @@ def _batches(add):
         "--balanced-sampling",
         "data",
         **_switch(),
-        help="draw training images from all classes with equal probability; with replacement; the length of an epoch "
+        help="draw training images from all classes with equal probability, with replacement; the length of an epoch "
         "does not change",
         batches=True,
     )
@@ -484,7 +484,8 @@ def _training(add):
         type=numbers.positive,
         default=1,
         metavar="K",
-        help="number of batches per training step; averaging their gradients simulates a batch K times as large",
+        help="number of batches per training step; averaging the gradients of K batches simulates a batch K times as "
+        "large",
     )
     add(
         "--seed",
@@ -638,8 +639,8 @@ def _training(add):
         "fine-tune",
         type=_beta_or_none,
         metavar="M",
-        help="weight of the previous value in the moving averages of the BN statistics; in a run with few steps, 0.9 "
-        "keeps the statistics up to date (default: chosen from the network)",
+        help="weight of the previous value in the moving averages of the BN statistics; after B batches, "
+        "the initial statistics have a weight of M^B (default: chosen from the network)",
     )
     add(
         "--ema",
@@ -652,7 +653,7 @@ def _training(add):
         "--bn-weight-decay",
         "regularize",
         **_switch(),
-        help="apply weight decay also to the scale and shift of normalization layers and to other factors of channels",
+        help="apply weight decay also to the scale and shift of normalization layers and to other per-channel factors",
     )
 
 
@@ -662,8 +663,8 @@ def _learning_rate(add):
         "schedule",
         type=_not_negative_number,
         default=0.256,
-        help="peak learning rate per process; for one batch per step, and multiplied by the number of processes and "
-        "--accumulate-steps",
+        help="peak learning rate for one process and one batch per step; the run multiplies it by the number of "
+        "processes and by --accumulate-steps",
     )
     add(
         "--warmup-epochs",
@@ -689,7 +690,13 @@ def _learning_rate(add):
         metavar="F",
         help="factor by which the learning rate of the last layer is multiplied",
     )
-    add("--warmup-start-lr", "schedule", type=_not_negative_number, default=0.0, help="learning rate at step 0")
+    add(
+        "--warmup-start-lr",
+        "schedule",
+        type=_not_negative_number,
+        default=0.0,
+        help="learning rate at step 0 of the warm-up; not multiplied like --lr",
+    )
     add(
         "--lr-scheduler",
         "schedule",
@@ -702,7 +709,7 @@ def _learning_rate(add):
         "schedule",
         type=_not_negative_number,
         default=0.0,
-        help="final learning rate for one process, in all schedules except Piecewise",
+        help="final learning rate in all schedules except Piecewise; multiplied like --lr",
         used_by=("lr_scheduler", ("Cosine", "Poly", "OneCycle", "FlatCosine")),
     )
     add(
@@ -811,7 +818,8 @@ def _precision(add):
         "--fuse-resunit",
         "precision",
         **_switch(),
-        help="use Paddle's fused residual unit; only some builds of Paddle 3 have it, otherwise a warning is printed",
+        help="use Paddle's fused residual unit; only some builds of Paddle 3 have it; with other builds, the flag has "
+        "no effect, and a warning is printed",
     )
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from paddle_resnet.settings import stages
 from paddle_resnet.settings.values import text
-from utils.errors import UsageError
+from utils.errors import UsageError, counted
 
 
 class Stop(NamedTuple):
@@ -92,7 +92,8 @@ def used_batches(batches, accumulate_steps):
     """
     if batches < accumulate_steps:
         raise UsageError(
-            f"--accumulate-steps {accumulate_steps}: the loader has {batches} batches per epoch; use a smaller number"
+            f"--accumulate-steps {accumulate_steps}: the loader has {counted(batches, 'batch', 'batches')} per epoch; "
+            "use a smaller number"
         )
     return batches - batches % accumulate_steps
 
@@ -121,8 +122,8 @@ def timeline(settings, images):
         batch_size = stage.settings.batch_size
         if batch_size > images:
             raise UsageError(
-                f"--sizes {text(settings.sizes)}: batch size {batch_size} exceeds the {images} training images per "
-                f"process; use {images} or less"
+                f"--sizes {text(settings.sizes)}: batch size {batch_size} exceeds the "
+                f"{counted(images, 'training image')} per process; use {images} or less"
             )
         parts.append(Part(stage.first_epoch, used_batches(images // batch_size, count) // count, stage.lr_factor))
     return Timeline(count, tuple(parts))

@@ -30,7 +30,7 @@ from paddle_resnet.serving import preprocessing
 from paddle_resnet.tools.split import link
 from paddle_resnet.tools.writers import SHARDED, SINGLE_FILE
 from utils import files, locks, logger, outputs, signals
-from utils.errors import UsageError, command
+from utils.errors import UsageError, command, counted
 from utils.mode import Mode
 
 RECORD_FORMATS = (*SHARDED, *SINGLE_FILE)
@@ -137,7 +137,7 @@ def write(
     counts = {split: len(images) for split, images in splits.items()}
     largest = counts.get("train", counts.get("val"))
     if shards is not None and shards > largest:
-        raise UsageError(f"--shards {shards}: {source} has only {largest} images; use a smaller number")
+        raise UsageError(f"--shards {shards}: {source} has only {counted(largest, 'image')}; use a smaller number")
 
     def shard_count(count):
         if to not in SHARDED:

@@ -69,7 +69,7 @@ def _list_source(source):
             raise UsageError(f"{source / label / unusable[0]}: a broken link, or not a file; remove it")
     if "train" in images and not images["train"]:
         remedy = sniffer.advice(source, only_certain=True) or f"use {source}/train to split that folder"
-        raise UsageError(f"{source}: contains train/; {remedy}")
+        raise UsageError(f"{source}: train/ contains no images, so it is not a class; {remedy}")
     if not images:
         raise UsageError(f"{source}: contains no class folders; {sniffer.advice(source) or sniffer.PUT}")
     if not any(images.values()) and (advice := sniffer.advice(source)):

@@ -164,7 +164,7 @@ def test_damaged_ema_weights_are_rejected(run_train, averaged, tmp_path, capsys,
         folder = folders.commit(tmp_path / "wrong", "2", files, meta).parent
     else:
         (folder / "2/tiny.pdema").write_bytes(content)
-    problem = "tiny.pdema has" if damage == "changed" else "does not match the model (1 missing)"
+    problem = "tiny.pdema has" if damage == "changed" else "does not match the model (variables: 1 missing)"
     starts = [["--run-scope", "eval_only", "--from-checkpoint", folder / "2"]]
     starts.append(["--epochs", "4", "--from-checkpoint", folder, "--last-epoch-of-checkpoint", "2"])
     for start in starts:

@@ -167,7 +167,7 @@ HOSTILE = {
         zipped({"w": Call(Global("torch._utils", "_rebuild_tensor_v2"), ("0", 0, (4,), (1,)))}, {"0": bytes(16)}),
         "contains a call",
     ),
-    "state of a list.pth": (zipped(opcodes([]) + opcodes({}) + b"b", {}), "a state that a state_dict does not have"),
+    "state of a list.pth": (zipped(opcodes([]) + opcodes({}) + b"b", {}), "the state of an object that is not a dict"),
     "number.pth": (zipped({"w": 3}, {}), "w is not a tensor"),
     "table.pth": (zipped({}, {}), "is not a state_dict, or is empty"),
     "list.pth": (zipped([tensor("0", (4,))], {"0": bytes(16)}), "is not a state_dict, or is empty"),

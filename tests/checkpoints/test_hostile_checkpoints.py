@@ -619,4 +619,4 @@ def test_export_reports_invalid_arguments_in_meta_json(run_train, tmp_path, caps
         craft(folder, meta | {"arguments": meta["arguments"] | {name: value}})
         capsys.readouterr()
         assert export.main([str(folder), str(tmp_path / "exported")]) == 2
-        assert "Tiny/0: invalid arguments in meta.json" in capsys.readouterr().err
+        assert "Tiny/0: meta.json contains an invalid flag (" in capsys.readouterr().err

@@ -55,7 +55,7 @@ def test_messages_contain_the_remedy():
     with pytest.raises(UsageError, match="set --arch to the network of the weights$"):
         check("XResNet50_Mish", projects="timm's ResNet-D")
     with pytest.raises(
-        UsageError, match="^--source timm.resnet34: not a network.*use torchvision.resnet18 or timm.res"
+        UsageError, match="^--source timm.resnet34: not one of the known networks.*use torchvision.resnet18 or timm.res"
     ):
         check("ResNet18", "timm.resnet34")
 
@@ -74,7 +74,7 @@ def test_messages_contain_the_remedy():
 )
 def test_unambiguous_names_need_no_source(arch, tensors, projects):
     check(arch, None, tensors, projects)
-    with pytest.raises(UsageError, match=r"^--source timm.resnet50: not a network.*remove --source$"):
+    with pytest.raises(UsageError, match=r"^--source timm.resnet50: not needed, .*remove --source$"):
         check(arch, "timm.resnet50", tensors, projects)
 
 

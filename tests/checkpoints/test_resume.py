@@ -593,7 +593,7 @@ def test_class_mismatch_is_warning_in_training_and_error_in_evaluation(run_train
     assert run_train(*start, "--dry-run")[0] == 0
     assert "trained on different classes" not in capsys.readouterr().err
     assert run_train(*start, "--dry-run", image_root=root)[0] == 0
-    assert "trained on different classes (label 1 was ['class1'] and is ['class2'])" in capsys.readouterr().err
+    assert "trained on different classes (label 1 was class1 and is class2)" in capsys.readouterr().err
     assert run_train(*start, "--run-scope", "eval_only", image_root=root)[0] == 2
     assert_one_error(capsys.readouterr().err, [f"{root}: val/other is not one of the 3 classes of the checkpoint"])
 
@@ -601,8 +601,8 @@ def test_class_mismatch_is_warning_in_training_and_error_in_evaluation(run_train
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("other", "label 1 was ['class1'] and is ['class2']"),
-        ("new", "label 3 was none and is ['new']"),
+        ("other", "label 1 was class1 and is class2"),
+        ("new", "label 3 was unused and is new"),
         ("number", "3 classes, now 4"),
     ],
     ids=["renamed", "added", "added to a list"],

@@ -104,9 +104,7 @@ def test_only_evaluation_reads_averages(args, tmp_path, monkeypatch):
 
 def test_different_model_is_rejected_and_verbose_lists_parameters(args, saved):
     args.model_arch_name = "ResNet18"
-    message = (
-        r"not match the model \(\d+ missing, \d+ with a different shape\); use the --model-arch-name \(now ResNet18"
-    )
+    message = r"model \(variables: \d+ missing, \d+ with a different shape\); use the --model-arch-name \(now ResNet18"
     with pytest.raises(UsageError, match=message) as error:
         load(args, saved[0])
     assert "batch_norm" not in str(error.value)
@@ -146,7 +144,7 @@ def test_integer_parameters_are_rejected(args, saved):
         path.write_bytes(pickle.dumps(state | {"linear_0.b_0": np.ones(3, dtype)}, protocol=4))
         if dtype == "float64":
             assert load(args, saved[0])["linear_0.b_0"].tolist() == [1, 1, 1]
-    with pytest.raises(UsageError, match="model .1 with a different type.;"):
+    with pytest.raises(UsageError, match="model .variables: 1 with a different type.;"):
         load(args, saved[0])
 
 
@@ -253,7 +251,7 @@ def test_averages_are_loaded_only_if_program_and_checkpoint_have_them(args, save
     assert variables.averaged(None, {"linear_0.b_0": 0, "x": 5}).pop("x") == 5
     np.testing.assert_array_equal(variables.averaged(None, {})["linear_0.b_0"], [1, 2, 3])
     (saved[0] / "tiny.pdema").write_bytes(pickle.dumps({"x": state["linear_0.w_0"]}, protocol=4))
-    with pytest.raises(UsageError, match=r"DIR: does not match the model \(1 missing\)"):
+    with pytest.raises(UsageError, match=r"DIR: does not match the model \(variables: 1 missing\)"):
         variables.load_averages(options, checkpoint, None, PLACE)
 
 
@@ -325,9 +323,12 @@ def test_skip_classifier_skips_only_classifier(args, saved, capsys):
             ({}, no_classifier),
             (
                 {"w_0": weight[:, :3, None], "b_0": weight[0, :3]},
-                r"does not match the model \(2 with a different shape\)",
+                r"does not match the model \(variables: 2 with a different shape\)",
             ),
-            ({"w_0": weight[:4, :3], "b_0": weight[0, :3]}, r"does not match the model \(2 with a different shape\)"),
+            (
+                {"w_0": weight[:4, :3], "b_0": weight[0, :3]},
+                r"does not match the model \(variables: 2 with a different shape\)",
+            ),
         ):
             set_classifier(folder, **classifier)
             with pytest.raises(UsageError, match=message):
@@ -485,7 +486,7 @@ def test_averaged_statistics_of_rank_are_ignored_without_ema(args, tmp_path):
     np.savez(path, **{"batch_norm_0.w_1": value, "batch_norm_0.w_1.ema": value})
     variables.load_statistics(path, PLACE, is_averaged=False, is_verbose=False)
     np.testing.assert_array_equal(variable("batch_norm_0.w_1"), value)
-    with pytest.raises(UsageError, match=f"^--resume: {path}: does not match the model .1 unexpected"):
+    with pytest.raises(UsageError, match=f"^--resume: {path}: does not match the model .variables: 1 unexpected"):
         variables.load_statistics(path, PLACE, is_averaged=True, is_verbose=False)
 
 

@@ -167,9 +167,9 @@ def test_unchecked_numbering_triggers_one_warning(tmp_path, capsys, verify_here)
         for i in range(2):
             put(tmp_path / f"val/{k}{i}.jpg", jpeg(k, i))
     warning = (
-        f"warning: --image-root {tmp_path}: train is numbered by the sorted names of its class folders, and val by the "
-        f"numbers in its file list; to have this checked, write the names of the class folders to {tmp_path}/"
-        "classes.txt in the order of the labels\n"
+        f"warning: --image-root {tmp_path}: the labels of train are the positions in the sorted list of its class "
+        "folders, and those of val the numbers in its file list; to check that they agree, write the names of the "
+        f"class folders to {tmp_path}/classes.txt in the order of the labels\n"
     )
     assert [labels_of(tmp_path, mode) for mode in Mode] == [sorted_labels(NAMES), {k: {k} for k in range(5)}]
     stderr = capsys.readouterr().err
@@ -209,7 +209,7 @@ def test_records_and_class_folders_share_the_order_of_classes_txt(tmp_path, caps
     readers.open_split(root, "auto", Mode.TRAIN, 5, 0)
     stderr = capsys.readouterr().err
     assert (
-        stderr.count("warning") == stderr.count("train is numbered by the labels in its webdataset files, and val") == 1
+        stderr.count("warning") == stderr.count("train are the labels in its webdataset files, and those of val") == 1
     )
     put_names(root, NAMES)
     assert_list_order(root)

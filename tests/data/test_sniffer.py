@@ -168,7 +168,7 @@ def test_list_of_a_different_program_next_to_class_folders(classes):
 def test_class_folders_are_not_taken_for_other_layouts(classes, capsys):
     assert sniffer.look(classes) == []
     assert dataset.main(["import", str(classes), "--list"]) == 0
-    assert f"{classes}: nothing is recognized" in capsys.readouterr().out
+    assert f"{classes}: not recognized as a data set; choose" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

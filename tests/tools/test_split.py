@@ -106,7 +106,7 @@ def test_invalid_source_or_output_exits_with_code_2(photos, source, tmp_path, ca
         (source, tmp_path / "there", f"--output {tmp_path}/there: already exists"),
         (few, tmp_path / "x", "one for train/ and one for val/, but some have fewer: none (0), one (1); add"),
         (flat, tmp_path / "x", "contains no class folders"),
-        (photos, tmp_path / "x", f"{photos}: contains train/; use {photos}/train"),
+        (photos, tmp_path / "x", f"{photos}: train/ contains no images, so it is not a class; use {photos}/train"),
         (few, few / "x", f"--output {few}/x: would change the data set {few}; choose a path outside it"),
         (tmp_path / "nowhere", tmp_path / "x", "not a folder"),
         (source, "/proc/x", "--output /proc/x: cannot be written"),

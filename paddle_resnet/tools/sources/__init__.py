@@ -133,7 +133,7 @@ def describe(source):
         raise UsageError(f"{source}: does not exist; use the folder that contains the data set")
     sights = sniffer.look(source) if os.path.isdir(source) else []
     if not sights:
-        return [f"{source}: nothing is recognized; {_unknown()}"]
+        return [f"{source}: {_unknown()}"]
     return [printable(f"{sight.what}{f'; {sight.todo}' if sight.todo else ''}") for sight in sights]
 
 
@@ -165,4 +165,5 @@ def _check_folder_names(source, classes):
 
 
 def _unknown():
-    return f"choose the kind with --as {' or --as '.join(KINDS)}, or write the images into one folder per class"
+    kinds = " or --as ".join(KINDS)
+    return f"not recognized as a data set; choose the kind with --as {kinds}, or {sniffer.PUT}"

@@ -14,7 +14,7 @@ import tarfile
 
 from paddle_resnet.data import listing, records
 from utils import logger
-from utils.errors import UsageError
+from utils.errors import UsageError, counted
 
 EXPECTED = {"train": 1_281_167, "val": 50_000}
 CLASSES = 1000
@@ -144,7 +144,9 @@ def _members_of_outer(path):
         for name, offset, size in _entries(f, path, 0, os.fstat(f.fileno()).st_size):
             wnid, extension = os.path.splitext(os.path.basename(name))
             if extension != ".tar" or not WNID.fullmatch(wnid):
-                raise UsageError(f"{path}: {name}: expected n01440764.tar and so on; download the archive again")
+                raise UsageError(
+                    f"{path}: {name} is not named by a WordNet id, such as n01440764.tar; download the archive again"
+                )
             if wnid in images:
                 raise UsageError(f"{path}: contains {name} twice; download the archive again")
             images[wnid] = _images_in(f, f"{path}: {name}", path, offset, offset + size)
@@ -249,7 +251,7 @@ def _labeled(val, wnid_of, label_of):
         else:
             left_out += 1
     if left_out:
-        logger.warn(f"{left_out} validation images are left out, because their classes have no training images")
+        logger.warn(f"leaving out {counted(left_out, 'validation image')} of classes that have no training images")
 
 
 def _label_files(source, data, classes):
@@ -379,8 +381,8 @@ def _list(path, classes):
             raise UsageError(f"{path}: line {number} is not `IMAGE LABEL` but `{line[:100]}`; correct it")
         if int(label[0]) >= len(classes):
             raise UsageError(
-                f"{path}: line {number} has label {label[0]}, but there are {len(classes)} classes; labels must be "
-                "indexes of the sorted WordNet ids of the training images"
+                f"{path}: line {number} has label {label[0]}, but there are {len(classes)} classes; as labels, "
+                "use the indexes of the sorted WordNet ids of the training images"
             )
         if _stem(name) in labels:
             raise UsageError(f"{path}: line {number} repeats {name}; remove the line")

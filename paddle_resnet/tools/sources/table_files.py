@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from paddle_resnet.data import records, sniffer
-from utils.errors import UsageError
+from utils.errors import UsageError, counted
 
 ROBOFLOW = "_classes.csv"
 SPLITS = {
@@ -109,8 +109,8 @@ def _cells(path, delimiter=None):
             width = width or len(row)
             if len(row) != width:
                 raise UsageError(
-                    f"{path}: line {reader.line_num} has {len(row)} columns instead of {width}; correct it, or choose "
-                    "--delimiter"
+                    f"{path}: line {reader.line_num} has {counted(len(row), 'column')} instead of {width}; correct it, "
+                    "or choose --delimiter"
                 )
             yield reader.line_num, [cell.strip() for cell in row]
     except csv.Error as e:
@@ -125,7 +125,7 @@ def _delimiter(path, lines, delimiter):
     if delimiter is None:
         return sniffer.delimiter(lines[0]) if lines else ","
     if len(delimiter) != 1:
-        raise UsageError(f"--delimiter {delimiter!a}: {path} needs a single character; use one such as ,")
+        raise UsageError(f"--delimiter {delimiter!a}: must be a single character to read {path}; use one such as ,")
     return delimiter
 
 
@@ -144,7 +144,7 @@ def _columns(path, folder, split, images, options):
             return header.index(name)
         if len(candidates) > 1:
             shown = ", ".join(header[i] for i in candidates[:5])
-            raise UsageError(f"{path}: the columns {shown} may all be meant; choose one with {flag}")
+            raise UsageError(f"{path}: the columns {shown} are all candidates for {flag}; set it to one of them")
         return candidates[0] if candidates else None
 
     at_images = [i for i, name in enumerate(known) if name in sniffer.IMAGE_COLUMNS]
@@ -158,7 +158,7 @@ def _columns(path, folder, split, images, options):
     at_label = index("--label-column", options.label_column, at_labels)
     for flag, at in (("--image-column", at_image), ("--label-column", at_label)):
         if at is None:
-            raise UsageError(f"{path}: has the columns {', '.join(header[:10])}; choose one with {flag}")
+            raise UsageError(f"{path}: no column is recognized for {flag}; set it to one of {', '.join(header[:10])}")
     at_splits = [i for i, name in enumerate(known) if name in sniffer.SPLIT_COLUMNS]
     at_split = index("--split-column", options.split_column, at_splits)
     if at_split is not None and options.split_column is None:

@@ -12,7 +12,7 @@ from paddle_resnet.data import listing, records, sniffer
 from paddle_resnet.tools.sources import official, table_files
 from paddle_resnet.tools.sources.table_files import ROBOFLOW, SPLIT_OF, SPLITS, Row, read_lines, split_of
 from utils import logger
-from utils.errors import UsageError
+from utils.errors import UsageError, counted
 
 # Files with one class name per line, possibly after its number.
 NAME_FILE = re.compile(
@@ -65,8 +65,8 @@ def _check_validation(source, splits, names):
     if unknown := sorted({image.label for image in splits.get("val", [])} - trained):
         shown = ", ".join(names[label] if names else str(label) for label in unknown[:5])
         raise UsageError(
-            f"{source}: {len(unknown)} classes have validation images, but no training images ({shown}); add training "
-            "images, or remove these rows"
+            f"{source}: has {counted(len(unknown), 'class', 'classes')} with validation images, but without training "
+            f"images ({shown}); add training images, or remove these rows"
         )
 
 
@@ -76,8 +76,8 @@ def _chosen(source, rows):
     counts = {split: sum(row.split == split for row in rows) for split in (None, *SPLITS)}
     rename = {None: "train", "train": "train", "val": "val", "test": None if counts["val"] else "val"}
     if counts["test"]:
-        used = "left out" if counts["val"] else "used as validation images"
-        logger.info(f"{source}: the {counts['test']} test images are {used}")
+        used = "left out, because there are validation images" if counts["val"] else "used as validation images"
+        logger.info(f"{source}: {counted(counts['test'], 'test image')} {used}")
     return [Row(row.image, row.label, rename[row.split], row.place, row.folder) for row in rows if rename[row.split]]
 
 
@@ -164,7 +164,7 @@ def _found(root, rows, images, allow_partial):
         place_of[path] = row.place
         paths.append(path)
     if missing:
-        more = f", and {len(missing) - 1} more rows" if len(missing) > 1 else ""
+        more = f", nor are the images of {counted(len(missing) - 1, 'more row')}" if len(missing) > 1 else ""
         message = f"{missing[0].place}: {missing[0].image} is not in {root}{more}"
         if not allow_partial:
             raise UsageError(f"{message}; add the images, or use --allow-partial to omit these rows")
@@ -185,7 +185,8 @@ def _numbered(source, rows, names):
             raise UsageError(f"{row.place}: has no label; write it, or remove the line")
         if re.fullmatch(r"-?\d+(\s*[\s,;|]\s*-?\d+)+", row.label):
             raise UsageError(
-                f"{row.place}: has several labels ({row.label[:50]}); this program trains one label per image"
+                f"{row.place}: has several labels ({row.label[:50]}); this program trains one label per image, so "
+                "keep one"
             )
     if not all(_is_float(row.label) for row in rows):
         return _numbered_names(rows, names)
@@ -193,7 +194,7 @@ def _numbered(source, rows, names):
     for row in rows:
         number = _NUMBER.fullmatch(row.label)
         if number is None or int(number[1]) < 0:
-            raise UsageError(f"{row.place}: label {row.label[:50]} is not a class; labels are whole numbers from 0")
+            raise UsageError(f"{row.place}: label {row.label[:50]} is not a class; use whole numbers from 0")
         labels.append(int(number[1]))
     if names is not None:
         path, names, first = names
@@ -201,7 +202,7 @@ def _numbered(source, rows, names):
             first = 1 if min(labels) == 1 and max(labels) == len(names) else 0
         if first:
             logger.info(f"{source}: labels from 1 to {len(names)} are renumbered from 0")
-        limit, origin = len(names), f"{path} has {len(names)} names from number {first}"
+        limit, origin = len(names), f"{path} contains the names of labels {first} to {first + len(names) - 1}"
     else:
         first, limit, origin = 0, len(rows), f"there are only {len(rows)} images"
     for row, label in zip(rows, labels, strict=True):
@@ -253,7 +254,9 @@ def _names(path):
             first = None
     name, count = Counter(names).most_common(1)[0]
     if count > 1 or not name:
-        raise UsageError(f"{path}: contains {name or 'an empty line'} {count} times; write one name per class")
+        raise UsageError(
+            f"{path}: contains {name or 'an empty line'} {counted(count, 'time')}; write one name per class"
+        )
     return names, first
 
 

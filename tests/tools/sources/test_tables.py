@@ -275,13 +275,15 @@ def test_columns_of_a_folder_are_chosen_by_flags(tmp_path):
     lines = rows(lambda file, k, _: f"{file},{k + 1},{NAMES[k]},{'valid' if k % 2 else 'train'}", ("train",))
     put(tmp_path / "data.csv", f"photo,number,kind,fold\n{lines}")
     put(tmp_path / "other.csv", "photo,x\n")
-    with pytest.raises(UsageError, match=f"^{tmp_path}: it contains 20? images|choose the kind with --as"):
+    with pytest.raises(
+        UsageError, match=f"^{tmp_path}: it contains 20? images|not recognized as a data set; choose the kind with --as"
+    ):
         sources.read(tmp_path)
     _, splits, classes = sources.read(tmp_path, options=Options(image_column="photo", label_column="kind"))
     assert classes == NAMES
     assert colors_match(image for images in splits.values() for image in images)
     columns = Options(image_column="photo", label_column="kind", split_column="fold")
-    with pytest.raises(UsageError, match="2 classes have validation images, but no training images"):
+    with pytest.raises(UsageError, match="has 2 classes with validation images, but without training images"):
         sources.read(tmp_path, options=columns)
 
 
@@ -305,7 +307,7 @@ def test_test_split_is_left_out_if_there_are_validation_images(tmp_path, capsys)
     put(tmp_path / "jpg/x.jpg", image(0, 7))
     _, splits, _ = sources.read(tmp_path)
     assert {split: len(images) for split, images in splits.items()} == BOTH
-    assert "the 1 test images are left out" in capsys.readouterr().out
+    assert ": 1 test image left out" in capsys.readouterr().out
 
 
 def test_undecodable_image_is_reported_with_remedy(tmp_path, capsys):
@@ -360,13 +362,13 @@ BAD = {
     "several labels": (table('id,label\nt0a,0\nt0b,"1 2"\n'), "line 3: has several labels (1 2)"),
     "two label columns": (
         table("id,label,breed\nt0a,0,a\n"),
-        "the columns label, breed may all be meant; choose one with",
+        "the columns label, breed are all candidates for --label-column; set it",
     ),
     "no label column": (
         table("file_name,a,b\nt0a.jpg,0,1\n", "metadata.csv"),
-        "has the columns file_name, a, b; choose",
+        "no column is recognized for --label-column; set it to one of file_name, a, b",
     ),
-    "short row": (table("id,label\nt0a,0\nt0b\n"), "line 3 has 1 columns instead of 2"),
+    "short row": (table("id,label\nt0a,0\nt0b\n"), "line 3 has 1 column instead of 2"),
     "not UTF-8": (table(b"id,label\nt0a,caf\xe9\n"), "line 2 is not UTF-8"),
     "damaged JSON": (table('{"file_name": "t0a.jpg", "label": 1}\n{"file\n', "metadata.jsonl"), "line 2 is not JSON"),
     "surrogate": (
@@ -398,7 +400,7 @@ BAD = {
     ),
     "names from 1, labels from 0": (
         lists(names=("labels.txt", "".join(f"{k + 1} {name}\n" for k, name in enumerate(NAMES)))),
-        "labels.txt has 4 names from number 1; number the classes from 1",
+        "labels.txt contains the names of labels 1 to 4; number the classes from 1",
     ),
     "name not in file": (
         all_of(lists(labels=NAMES.__getitem__), lambda root: put(root / "labels.txt", "a\nb\n")),
