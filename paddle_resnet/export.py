@@ -363,10 +363,11 @@ def _verify(network, folder, image_root, device, allow_outside=False):
             f"{model.engine}: top1 {score['correct'] / score['images']:.6g}, loss {score['loss']:.7g}, "
             f"{score['images']} images"
         )
+    remedy = "use a different version of the inference engine"
     for model, score in zip(models[1:], others, strict=True):
         kind = "--qat" if network.args.qat and model.precision != "float16" else model.precision
         if kind == "float32":
-            _check_agreement(model.engine, score, "the checkpoint's network", expected)
+            _check_agreement(model.engine, score, "the checkpoint's network", expected, remedy)
         else:
             _check_top1(model, kind, score, expected)
     return expected
@@ -407,7 +408,8 @@ def _verify_recorded(network, score, image_root, load_as_evaluated, allow_outsid
     losses = [score["loss"], *([] if "cpu" in network.meta else [score["clipped_loss"]])]
     score = score | {"loss": min(losses, key=lambda loss: abs(loss - recorded["loss"]))}
     reference = {"correct": round(recorded["top1"] * recorded["images"]), "ties": 0, "loss": recorded["loss"]}
-    _check_agreement("the checkpoint's network", score, "its recorded evaluation", reference)
+    remedy = "check that IMAGE_ROOT is the data set of the training run"
+    _check_agreement("the checkpoint's network", score, "its recorded evaluation", reference, remedy)
     logger.info(f"{text}; confirmed")
 
 
@@ -495,7 +497,7 @@ def _log_softmax(logits, clip=np.inf):
     return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
 
 
-def _check_agreement(name, score, reference_name, reference):
+def _check_agreement(name, score, reference_name, reference, remedy):
     difference = abs(score["correct"] - reference["correct"])
     allowed = score["ties"] + reference["ties"]
     loss_difference = abs(score["loss"] - reference["loss"]) / max(1, abs(reference["loss"]))
@@ -503,8 +505,7 @@ def _check_agreement(name, score, reference_name, reference):
         raise RunError(
             f"--verify: {name} and {reference_name} disagree: {score['correct']} and {reference['correct']} of "
             f"{score['images']} images correct ({allowed} ties allowed), loss {score['loss']:.7g} and "
-            f"{reference['loss']:.7g} (tolerance {LOSS_TOLERANCE:g}), and nothing was written; check that IMAGE_ROOT "
-            "is the data set of the training run"
+            f"{reference['loss']:.7g} (tolerance {LOSS_TOLERANCE:g}), and nothing was written; {remedy}"
         )
 
 

@@ -418,10 +418,13 @@ def _is_broadcast_addition(program, op):
 def _warn_of_depthwise(kernels, paddle_layers):
     if not paddle_layers:
         return
-    effect = "Paddle's NHWC kernels for such layers cannot be captured as a CUDA graph on a GPU"
     if kernels == "paddle":
-        logger.warn(f"--kernels paddle: the network has depthwise convolutions; {effect}; use --kernels native")
+        logger.warn(
+            "--kernels paddle: the network has depthwise convolutions, for which the custom kernels are made; use "
+            "--kernels native"
+        )
         return
+    effect = "Paddle's NHWC kernels for such layers cannot be captured as a CUDA graph on a GPU"
     limits = "3x3 or 5x5, stride 1 or 2, no dilation, a multiple of 4 channels"
     logger.warn(
         f"depthwise convolution ({'; '.join(paddle_layers)}): not supported by the custom kernels (supported: "

@@ -60,8 +60,8 @@ class ShardIterator(_Steps, DALIGenericIterator):
         step: number of batches that had been yielded in the current epoch when the pipeline's checkpoint was saved.
         epoch: number of epochs that were complete at that time.
     Raises:
-        DataError: an image in the first batches cannot be read or decoded. For images in later batches, `next` raises
-            DataError.
+        DataError: an image in a batch that the constructor loads cannot be read or decoded. For images in all other
+            batches, `next` raises DataError.
     """
 
     def __init__(self, pipeline, images, data_set, image_root, conditions, step=0, epoch=0):

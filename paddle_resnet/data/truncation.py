@@ -26,7 +26,8 @@ def watch(path):
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
 def _handler(number):
-    # The thread that handles the signal was copying data from the map, so no lock that this function needs is taken.
+    # The thread that handles the signal was copying data from the map, so it holds no lock that this function
+    # needs.
     for path, size in _sizes.items():
         if _size(path) < size:
             error = DataError(f"{path}: was truncated while it was read; write or copy it again")

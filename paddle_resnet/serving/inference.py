@@ -116,7 +116,9 @@ def open_checkpoint(path, device, model_arch_name=None, precision=None, sizes=(3
         except native.Unavailable as e:
             problem = f"custom kernels are unavailable ({e})"
             if requested not in (None, "float32"):
-                raise UsageError(f"--precision {requested}: {problem}; fix it, or use --precision float32") from e
+                raise UsageError(
+                    f"--precision {requested}: {problem}; fix this problem, or use --precision float32"
+                ) from e
             networks.log(
                 f"warning: --precision float32: {problem}, so Paddle's slower kernels are used; fix the problem"
             )

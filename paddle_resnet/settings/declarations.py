@@ -709,7 +709,8 @@ def _learning_rate(add):
         "schedule",
         type=_not_negative_number,
         default=0.0,
-        help="final learning rate in all schedules except Piecewise; multiplied like --lr",
+        help="final learning rate in all schedules except Piecewise; like --lr, multiplied by the number of processes "
+        "and --accumulate-steps",
         used_by=("lr_scheduler", ("Cosine", "Poly", "OneCycle", "FlatCosine")),
     )
     add(
@@ -870,8 +871,8 @@ def _saving(add):
         "checkpoints",
         type=_file_name,
         default=argparse.SUPPRESS,
-        help="prefix of the file names in new checkpoints, and in checkpoints without meta.json that a run loads, for "
-        "which the default is resnet_50_paddle (default: chosen from the network, such as resnet_50_paddle)",
+        help="prefix of the files of a checkpoint; checkpoints without meta.json are read with this prefix, or with a "
+        "detected one if the flag is not set (default: chosen from the network, such as resnet_50_paddle)",
         depends_on=("model_arch_name",),
     )
     add(

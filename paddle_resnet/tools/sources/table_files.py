@@ -172,19 +172,23 @@ def _columns(path, folder, split, images, options):
             own = _split_value(header[at_split], row[at_split])
             if own is None:
                 value = ascii(row[at_split][:50])
-                raise UsageError(
-                    f"{place}: {value} in column {header[at_split]} is not a split; write train, val or test"
-                )
+                valid = "0, 1, true or false" if _is_flag(header[at_split]) else "train, val or test"
+                raise UsageError(f"{place}: {value} in column {header[at_split]} is not a split; write {valid}")
         rows.append(Row(row[at_image], row[at_label], own, place, folder))
     return rows
 
 
 def _split_value(column, value):
     """Return the split that a value in a split column means, or None if it is unknown."""
-    if sniffer.normalized(column).startswith("is"):  # such as fastai's is_valid
+    if _is_flag(column):
         other = "test" if sniffer.normalized(column) == "istest" else "val"
         return {"1": other, "true": other, "0": "train", "false": "train"}.get(value.lower())
     return SPLIT_OF.get(value.lower())
+
+
+def _is_flag(column):
+    """Return whether a split column contains 0 or 1, such as fastai's is_valid."""
+    return sniffer.normalized(column).startswith("is")
 
 
 def _one_hot(path, folder, split):
