@@ -899,15 +899,15 @@ def test_verify_detects_wrong_softmax(checkpoint, photos, tmp_path, monkeypatch)
 
 def test_agreement_check_tolerates_ties_and_rounding():
     score = {"images": 100, "correct": 70, "ties": 1, "loss": 2.0}
-    export._check_agreement("a", score, "b", score | {"correct": 72, "loss": 2.0001})
+    export._check_agreement("a", score, "b", score | {"correct": 72, "loss": 2.0001}, "use c")
     for other, counts in (({"correct": 73}, "73"), ({"loss": 2.0003}, "70"), ({"loss": float("nan")}, "70")):
         message = rf"^--verify: a and b disagree: 70 and {counts} of 100 images correct \(2 ties allowed\), loss 2 and "
         with pytest.raises(RunError, match=message):
-            export._check_agreement("a", score, "b", score | other)
+            export._check_agreement("a", score, "b", score | other, "use c")
     # The difference between losses below 1 is absolute.
-    export._check_agreement("a", score | {"loss": 0.5}, "b", score | {"loss": 0.50009})
-    with pytest.raises(RunError, match=r"loss 0.5 and 0.50011 \(tolerance 0.0001\)"):
-        export._check_agreement("a", score | {"loss": 0.5}, "b", score | {"loss": 0.50011})
+    export._check_agreement("a", score | {"loss": 0.5}, "b", score | {"loss": 0.50009}, "use c")
+    with pytest.raises(RunError, match=r"loss 0.5 and 0.50011 \(tolerance 0.0001\), and nothing was written; use c$"):
+        export._check_agreement("a", score | {"loss": 0.5}, "b", score | {"loss": 0.50011}, "use c")
 
 
 def test_onnx_file_with_wrong_weights_is_not_kept(checkpoint, tmp_path, monkeypatch):

@@ -49,7 +49,7 @@ def test_run_has_exactly_num_iter_steps(run_train, tmp_path, capsys, monkeypatch
     assert "7 steps in total" in capsys.readouterr().out
     assert phase(report, [], "best.")["val.top1"] == max(scores.values())
     assert run_train(*SEVEN, "--resume")[0] == 0
-    assert "all 7 steps are already completed" in capsys.readouterr().out
+    assert "Tiny/2_1, after 7 steps" in capsys.readouterr().out
     assert run_train(*SEVEN)[0] == 2
 
 

@@ -22,7 +22,7 @@ from paddle_resnet import dataset
 from paddle_resnet.data import indexes, listing, records
 from paddle_resnet.tools import convert, verify, writers
 from utils import files
-from utils.errors import UsageError
+from utils.errors import UsageError, counted
 from utils.mode import Mode
 
 pytestmark = pytest.mark.usefixtures("convert_here", "verify_here")
@@ -258,7 +258,7 @@ def test_damaged_records_of_killed_conversion_are_rejected(photos, converted, tm
     for name in ("val.idx", "val.rec"):
         (output / name).rename(output / f"{name}.partial")
     os.truncate(output / "val.rec.partial", (output / "val.rec.partial").stat().st_size // 2)
-    with pytest.raises(UsageError, match=r"val\.rec\.partial: damaged; remove the folder and convert again"):
+    with pytest.raises(UsageError, match=r"val\.rec\.partial: damaged; remove its folder and convert again"):
         convert.convert(photos, output, "recordio", workers=1)
 
 
@@ -618,7 +618,8 @@ def test_index_command_creates_missing_indexes(converted, tmp_path, cache, capsy
         for path in kept[1:]:
             path.unlink()
         assert dataset.main(["index", str(root)]) == 0
-        assert f"{root}: {len(kept) - 1} index files created, 1 already existed" in capsys.readouterr().out
+        created = counted(len(kept) - 1, "index file")
+        assert f"{root}: {created} created, 1 already existed" in capsys.readouterr().out
         cached = [path for path in cache.rglob("*.idx") if path.name.startswith(("train-", "val-"))]
         if name == "webdataset":
             assert sorted(root.glob("*.idx")) == kept[:1]
