@@ -160,6 +160,16 @@ def _run_split(args):
     )
 
 
+def _add_shards(command):
+    command.add_argument(
+        "--shards",
+        type=numbers.positive,
+        metavar="N",
+        help="number of training shards for tfrecord and webdataset (default: one per "
+        f"{convert.IMAGES_PER_SHARD} images)",
+    )
+
+
 def _add_convert(commands):
     command = _add(
         commands,
@@ -170,13 +180,7 @@ def _add_convert(commands):
     command.add_argument("--from", required=True, metavar="DIR", dest="source", help="folder of the data set")
     command.add_argument("--to", required=True, choices=convert.RECORD_FORMATS, help="record format to write")
     command.add_argument("--output", required=True, metavar="DIR", help="folder to create, for train.py --image-root")
-    command.add_argument(
-        "--shards",
-        type=numbers.positive,
-        metavar="N",
-        help="number of training shards for tfrecord and webdataset (default: one per "
-        f"{convert.IMAGES_PER_SHARD} images)",
-    )
+    _add_shards(command)
     command.add_argument(
         "--resize-short",
         type=numbers.side,
@@ -288,13 +292,7 @@ def _add_import(commands):
     for flag, content in (*columns, ("--split-column", "splits")):
         command.add_argument(flag, metavar="NAME", help=f"column of a table with the {content} (default: detected)")
     command.add_argument("--delimiter", metavar="TEXT", help="text between the columns of a table (default: detected)")
-    command.add_argument(
-        "--shards",
-        type=numbers.positive,
-        metavar="N",
-        help="number of training shards for tfrecord and webdataset (default: one per "
-        f"{convert.IMAGES_PER_SHARD} images)",
-    )
+    _add_shards(command)
     command.add_argument(
         "--workers", type=numbers.threads, metavar="N", help="number of worker processes (default: one per core)"
     )

@@ -1,7 +1,6 @@
 """List the contents of --image-root: storage formats (see docs/data.md), files, classes and images.
 
-This module imports neither DALI nor Paddle, so that the worker processes of the data-set tools do not
-wait for these imports.
+This module imports neither DALI nor Paddle, so that the tools' worker processes start without these imports.
 """
 
 import contextlib

@@ -1,7 +1,6 @@
 """Read single records for the checks before step 1 and for the data-set tools. In training, DALI reads all records.
 
-This module imports neither DALI nor Paddle, so that the tools' worker processes do not
-wait for these imports.
+This module imports neither DALI nor Paddle, so that the tools' worker processes start without these imports.
 """
 
 import contextlib

@@ -26,7 +26,7 @@ def watch(path):
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
 def _handler(number):
-    # The thread that handles the signal was copying data from the map, so it holds no lock that this function
+    # The thread that handles the signal was copying data from the map, so it has not acquired a lock that this function
     # needs.
     for path, size in _sizes.items():
         if _size(path) < size:
