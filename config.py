@@ -1,53 +1,5 @@
-"""Parse the command line of train.py.
+"""The name of paddle_resnet.config in NVIDIA's example, for programs that run in a checkout."""
 
-This module imports neither Paddle nor DALI, so that `--help` and flag errors appear immediately.
-"""
+from paddle_resnet.config import parse_args
 
-import os
-import sys
-
-from paddle_resnet.settings import config_file, parsing, validation
-from paddle_resnet.settings.declarations import DEFAULTS, PARSER
-from utils import exit_codes
-from utils.command_line import Parser
-
-
-def parse_args(argv=None):
-    """Parse and check the flags.
-
-    Args:
-        argv: list of arguments, or None for the command line. Flags in argv override the flags in `--config FILE`,
-            which override the defaults. A value in the file that a flag in argv makes unused gets its default.
-    Returns:
-        Settings (paddle_resnet/settings/values.py), with one attribute per flag; run_scope is a RunScope. Flags that
-        depend on the checkpoint, the data or the machine are resolved later (paddle_resnet/resolution.py).
-    Raises:
-        UsageError: a flag or key is unknown, a value has the wrong type, or flags conflict. The message has one line
-            per problem.
-    """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    path = _config_file(argv)
-    of_file = {} if path is None else config_file.read(path)
-    of_line = parsing.parse(argv)
-    origins = dict.fromkeys(of_file, f"file {path}") | dict.fromkeys(of_line, "command line")
-    settings = parsing.settings(of_file | of_line, origins)
-    validation.drop_unused(settings)
-    validation.check_command(settings)
-    return settings
-
-
-def needs_flags():
-    """Return whether train.py cannot run without flags, because the default --image-root does not exist."""
-    return not os.path.isdir(DEFAULTS["image_root"])
-
-
-def print_help():
-    """Print the help of train.py to stderr. Return the exit code of a usage error, because nothing was trained."""
-    print(PARSER.format_help(), end="", file=sys.stderr)
-    return exit_codes.USAGE
-
-
-def _config_file(argv):
-    parser = Parser(add_help=False)
-    parser.add_argument("--config")
-    return parser.parse_known_args(argv)[0].config
+__all__ = ["parse_args"]

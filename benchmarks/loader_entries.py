@@ -50,10 +50,9 @@ def measure(image_root, data_format):
     """Print the import time in s, the time to the first batch in s, the speed after the first batch in images/s, and
     the peak resident memory in MB."""
     start = perf_counter()
-    import config
     import paddle_resnet  # noqa: F401  sets environment variables before Paddle is imported
-    from paddle_resnet import dali, resolution
-    from utils.mode import Mode
+    from paddle_resnet import config, dali, resolution
+    from paddle_resnet.utils.mode import Mode
 
     flags = ["--image-root", image_root, "--data-format", data_format, "--device", "cpu", "--image-shape", "3,32,32"]
     flags += ["--crop-size", "32", "--dali-num-threads", "2"]

@@ -117,8 +117,7 @@ def measure(args, arch, task):
     import paddle
     from paddle import static
 
-    import train
-    from paddle_resnet import program
+    from paddle_resnet import program, train
     from paddle_resnet.steps import trace
 
     args = copy.copy(args)

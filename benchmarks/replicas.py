@@ -18,7 +18,7 @@ import paddle_resnet  # noqa: F401  sets environment variables before Paddle is 
 import paddle
 from paddle import static
 
-import config
+from paddle_resnet import config
 from paddle_resnet import program
 from paddle_resnet.checkpoints import replicas, variables
 from paddle_resnet.job import processes

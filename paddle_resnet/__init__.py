@@ -7,7 +7,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from utils import signals
+from paddle_resnet.utils import signals
 
 # `python -m paddle_resnet.NAME` and train.py import this module first. Signals are blocked until exit_codes.of can
 # handle them. The threads that NumPy starts during its import block the signals forever, so that only the main thread

@@ -16,9 +16,9 @@ from paddle_resnet.checkpoints import folders, saver, variables
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
 from paddle_resnet.steps import cuda_graph
-from utils import logger, progress
-from utils.errors import UsageError, counted
-from utils.mode import Mode
+from paddle_resnet.utils import logger, progress
+from paddle_resnet.utils.errors import UsageError, counted
+from paddle_resnet.utils.mode import Mode
 
 CHOSEN = ("epochs", "warmup_epochs")  # flags that choose() may set
 MEASURED = 0.02  # fraction of the budget to spend on measuring training

@@ -18,9 +18,9 @@ from paddle_resnet.data.iterators import READER, EmptyIterator, ShardIterator, S
 from paddle_resnet.job import processes, watchdog
 from paddle_resnet.settings.declarations import DEFAULTS, FLAGS
 from paddle_resnet.settings.values import flag, text
-from utils import logger
-from utils.errors import UsageError, counted
-from utils.mode import Mode
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import UsageError, counted
+from paddle_resnet.utils.mode import Mode
 
 # Number of images that --data-format synthetic simulates: the size of ImageNet-1k.
 SYNTHETIC_SIZE = {Mode.TRAIN: 1281167, Mode.EVAL: 50000}

@@ -12,10 +12,10 @@ from PIL import Image
 from paddle_resnet.data import listing
 from paddle_resnet.settings import parsing
 from paddle_resnet.tools import convert, sources
-from utils import exit_codes, files, locks, logger, numbers, outputs, signals
-from utils.command_line import Parser
-from utils.errors import UsageError, counted
-from utils.mode import RunScope
+from paddle_resnet.utils import exit_codes, files, locks, logger, numbers, outputs, signals
+from paddle_resnet.utils.command_line import Parser
+from paddle_resnet.utils.errors import UsageError, counted
+from paddle_resnet.utils.mode import RunScope
 
 QUALITY = 95  # JPEG quality
 SIDE = 64  # width and height of a sample image in pixels

@@ -18,8 +18,8 @@ from collections import namedtuple
 from pathlib import Path
 from time import monotonic
 
-from utils.command_line import Parser
-from utils.errors import counted, python
+from paddle_resnet.utils.command_line import Parser
+from paddle_resnet.utils.errors import counted, python
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
@@ -81,8 +81,8 @@ def _gpu_rows(gpus, facts):
 def _library_facts():
     """Return {"device", "rows", "trains", "missing", "capabilities"}: the device, the rows of the table and the facts
     for _tests that require importing Paddle, DALI or NVRTC. This function runs in a child process."""
-    from utils import signals
-    from utils.errors import UsageError
+    from paddle_resnet.utils import signals
+    from paddle_resnet.utils.errors import UsageError
 
     with signals.importing_paddle():
         import paddle
@@ -286,7 +286,7 @@ def _answer(function, *arguments):
 
 
 def _run(arguments):
-    from utils import signals
+    from paddle_resnet.utils import signals
 
     command, end = [sys.executable, *arguments], functools.partial(signals.die_with_parent, os.getpid())
     options = {"cwd": ROOT, "capture_output": True, "text": True, "errors": "replace"}
@@ -327,8 +327,8 @@ def _print_table(rows):
 def main(argv=None):
     """Check this machine and return the exit code: 0 if training works, 1 if training would fail, 2 for a usage error,
     130 if interrupted."""
-    import config
-    from utils import exit_codes
+    from paddle_resnet import config
+    from paddle_resnet.utils import exit_codes
 
     parser = Parser(prog="python -m paddle_resnet.doctor", description="Check whether training works on this machine.")
     parser.add_argument(

@@ -15,10 +15,10 @@ import paddle_resnet  # noqa: F401  imported before Paddle, because it sets envi
 from paddle_resnet.data import listing
 from paddle_resnet.machine import cpu
 from paddle_resnet.models import registered_name
-from utils import exit_codes, files, locks, logger, numbers, outputs, signals
-from utils.command_line import Parser
-from utils.errors import RunError, UsageError, printable
-from utils.mode import Mode
+from paddle_resnet.utils import exit_codes, files, locks, logger, numbers, outputs, signals
+from paddle_resnet.utils.command_line import Parser
+from paddle_resnet.utils.errors import RunError, UsageError, printable
+from paddle_resnet.utils.mode import Mode
 
 # Tolerances of --verify for differences between an engine and the checkpoint. If the two largest probabilities of an
 # image differ by less than TIE, rounding determines which of them is larger, so the predicted class may differ between

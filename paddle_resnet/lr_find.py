@@ -10,16 +10,16 @@ import sys
 
 import numpy as np
 
-import config
+from paddle_resnet import config
 from paddle_resnet.data import listing
 from paddle_resnet.job import processes
 from paddle_resnet.models import registered_name
 from paddle_resnet.results import lr_curve
 from paddle_resnet.settings import parsing
 from paddle_resnet.settings.values import flag, text
-from utils import exit_codes, locks, logger, meters, numbers, outputs, progress, signals
-from utils.errors import RunError, UsageError, command, counted
-from utils.mode import Mode
+from paddle_resnet.utils import exit_codes, locks, logger, meters, numbers, outputs, progress, signals
+from paddle_resnet.utils.errors import RunError, UsageError, command, counted
+from paddle_resnet.utils.mode import Mode
 
 LOWEST, HIGHEST = 1e-10, 1e4  # limits for learning rates
 NAMES = (lr_curve.DATA, lr_curve.DRAWING)

@@ -22,10 +22,10 @@ from paddle_resnet.settings.declarations import RESUMED, of_kinds
 from paddle_resnet.settings.stages import stages_from
 from paddle_resnet.settings.values import flag, text
 from paddle_resnet.steps import trace
-from utils import logger, outputs, progress
-from utils.affinity import bind_to_gpu
-from utils.errors import UsageError, counted, python
-from utils.mode import Mode
+from paddle_resnet.utils import logger, outputs, progress
+from paddle_resnet.utils.affinity import bind_to_gpu
+from paddle_resnet.utils.errors import UsageError, counted, python
+from paddle_resnet.utils.mode import Mode
 
 # A Work contains what a run needs for training or for evaluation: a loader, the program that it feeds, and their
 # settings. Only training has an lr_scheduler, an optimizer, and `later`, the list of later stages [(first epoch, Work

@@ -19,10 +19,10 @@ import paddle_resnet  # noqa: F401  imported before Paddle, because it sets envi
 from paddle_resnet.models import registered_name, user_file
 from paddle_resnet.results import predictions
 from paddle_resnet.settings.values import flag, text
-from utils import exit_codes, files, locks, logger, numbers, outputs, signals
-from utils.command_line import Parser
-from utils.errors import RunError, UsageError, printable
-from utils.meters import latency_percentiles
+from paddle_resnet.utils import exit_codes, files, locks, logger, numbers, outputs, signals
+from paddle_resnet.utils.command_line import Parser
+from paddle_resnet.utils.errors import RunError, UsageError, printable
+from paddle_resnet.utils.meters import latency_percentiles
 
 TOP = 5
 BENCHMARK_BATCHES = [1, 4, 16, 64, 256]

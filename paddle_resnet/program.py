@@ -24,9 +24,9 @@ from paddle_resnet.passes import accumulation, all_reduces, averages, fusion, lo
 from paddle_resnet.settings import durations
 from paddle_resnet.steps import cuda_graph, host_metrics, random_numbers, scalars, trace
 from paddle_resnet.steps.dispatch import Dispatcher
-from utils import logger, progress
-from utils.errors import RunError, UsageError
-from utils.meters import (
+from paddle_resnet.utils import logger, progress
+from paddle_resnet.utils.errors import RunError, UsageError
+from paddle_resnet.utils.meters import (
     AverageMeter,
     ConfusionMeter,
     StepClock,
@@ -36,8 +36,8 @@ from utils.meters import (
     latency_percentiles,
     mean,
 )
-from utils.mode import Mode
-from utils.signals import Preempted
+from paddle_resnet.utils.mode import Mode
+from paddle_resnet.utils.signals import Preempted
 
 # Attributes of BuildStrategy that enable fused operators for training on a GPU. Not every Paddle version has all of
 # these attributes.

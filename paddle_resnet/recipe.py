@@ -17,9 +17,9 @@ from paddle_resnet.machine import gpus, memory
 from paddle_resnet.models import registered
 from paddle_resnet.optimizers.table import OPTIMIZERS
 from paddle_resnet.settings import inheritance
-from utils import logger
-from utils.errors import UsageError, counted
-from utils.mode import Mode
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import UsageError, counted
+from paddle_resnet.utils.mode import Mode
 
 PRETRAINED = "efficientnet-lite0"  # a key of published.PACKAGED
 MANY_IMAGES = 20_000  # minimum number of training images for ImageNet's augmentation and image size

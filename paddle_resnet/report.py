@@ -16,10 +16,10 @@ import numpy as np
 
 from paddle_resnet.job import processes
 from paddle_resnet.settings.values import text
-from utils import files, logger, meters
-from utils.errors import RunError, UsageError, command, counted, python
-from utils.mode import RunScope
-from utils.outputs import replaced
+from paddle_resnet.utils import files, logger, meters
+from paddle_resnet.utils.errors import RunError, UsageError, command, counted, python
+from paddle_resnet.utils.mode import RunScope
+from paddle_resnet.utils.outputs import replaced
 
 MIB = 2**20
 # Flags that the suggested evaluation command omits.

@@ -19,9 +19,9 @@ from paddle_resnet.job import exchange, processes
 from paddle_resnet.machine import compat, gpus
 from paddle_resnet.native import build as native
 from paddle_resnet.settings import validation
-from utils import logger
-from utils.errors import UsageError
-from utils.mode import Mode
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.mode import Mode
 
 DEFAULT_CLASSES = 1000  # number of classes in ImageNet, used if the data does not define classes
 

@@ -11,9 +11,9 @@ from paddle_resnet.data import listing
 from paddle_resnet.settings import parsing
 from paddle_resnet.settings.declarations import of_kinds
 from paddle_resnet.settings.values import flag
-from utils import exit_codes, files, logger
-from utils.errors import UsageError
-from utils.mode import Mode
+from paddle_resnet.utils import exit_codes, files, logger
+from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.mode import Mode
 
 EVALUATION_BATCH = 32
 

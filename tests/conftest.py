@@ -24,9 +24,9 @@ from paddle import static
 from paddle.base.layers import math_op_patch
 from PIL import Image
 
-import config
+from paddle_resnet import config
 from paddle_resnet import resolution
-import train
+from paddle_resnet import train
 from paddle_resnet import dali, models, program
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.native import build as native

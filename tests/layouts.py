@@ -13,8 +13,8 @@ from PIL import Image
 
 from paddle_resnet import dataset
 from paddle_resnet.data import readers, records
-from utils.errors import UsageError
-from utils.mode import Mode
+from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.mode import Mode
 
 COLORS = 8
 

@@ -22,7 +22,7 @@ import numpy as np
 import paddle
 from paddle import static
 
-import config
+from paddle_resnet import config
 from paddle_resnet import resolution
 from conftest import TINY
 from paddle_resnet import models, program

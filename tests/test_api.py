@@ -11,13 +11,12 @@ from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali.plugin.paddle import DALIGenericIterator
 from paddle import static
 
-import config
 from conftest import ROOT, TINY
-from paddle_resnet import dali, program
+from paddle_resnet import config, dali, program
 from paddle_resnet.data import iterators
 from paddle_resnet.serving import inference, preprocessing
-from utils.errors import UsageError
-from utils.mode import Mode
+from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.mode import Mode
 
 # FLAGS do not include --num-of-class and --device, so both are derived from the data and the machine.
 FLAGS = [flag for flag in TINY if flag not in ("--num-of-class", "3", "--device", "cpu")]

@@ -17,8 +17,8 @@ from paddle_resnet import dali, program
 from paddle_resnet.data import readers
 from paddle_resnet.models import loss_head, mixing
 from paddle_resnet.native import build as native
-from utils.errors import UsageError
-from utils.mode import Mode
+from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.mode import Mode
 
 IMAGES = [20, 3, 1]  # training images of each class
 

@@ -14,17 +14,16 @@ import paddle
 import pytest
 from paddle import static
 
-import train
 from conftest import NHWC, TINY, assert_one_error, losses, read_report
-from paddle_resnet import budget, dali
+from paddle_resnet import budget, dali, train
 from paddle_resnet.checkpoints import folders, restore, variables
 from paddle_resnet.job import exchange
 from paddle_resnet.native import build as native
 from paddle_resnet.settings import durations
 from paddle_resnet.steps import cuda_graph
-from utils import logger, progress
-from utils.errors import UsageError
-from utils.mode import RunScope
+from paddle_resnet.utils import logger, progress
+from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.mode import RunScope
 
 pytestmark = pytest.mark.usefixtures("one_block")
 

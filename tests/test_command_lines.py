@@ -7,7 +7,7 @@ import pytest
 from paddle_resnet import dataset, doctor, export, lr_find, predict, weights
 from paddle_resnet.models import __main__ as models
 from paddle_resnet.results import comparison
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 # {command: (paths, options with their values, flags of train.py)}
 TOOLS = {

@@ -17,9 +17,9 @@ import pytest
 from PIL import Image
 from scipy.io import savemat
 
-import config
 from conftest import ROOT
 from helpers import NETWORK_EXAMPLE
+from paddle_resnet import config
 
 # These pages must come first, because later pages use their output.
 PAGES = [ROOT / "docs/imagenet.md", ROOT / "README.md", ROOT / "docs/tutorial.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -160,7 +160,7 @@ try:
     runpy.run_module("paddle_resnet.report", run_name="__main__")
 except SystemExit as e:
     assert e.code == 0
-import train
+from paddle_resnet import train
 
 assert train.main(["--model-arch-name", "ResNet5"]) == 2
 assert train.main(["--model-arch-name", "nowhere.py:Net"]) == 2

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-import config
 from helpers import NVIDIA_SCRIPTS
-from paddle_resnet import models
+from paddle_resnet import config, models
 from paddle_resnet.settings import inheritance, parsing, validation
 from paddle_resnet.settings.declarations import ACTIONS, EVALUATED, FLAGS, KINDS, PARSER, RESUMED, of_kinds
 from paddle_resnet.settings.values import flag
-from utils.errors import UsageError
-from utils.mode import RunScope
+from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.mode import RunScope
 
 ROOT = Path(__file__).parent.parent
 

@@ -21,8 +21,8 @@ from paddle_resnet.data import listing, readers
 from paddle_resnet.job import processes
 from paddle_resnet.settings.declarations import FLAGS
 from paddle_resnet.tools import convert
-from utils.errors import DataError, UsageError
-from utils.mode import Mode
+from paddle_resnet.utils.errors import DataError, UsageError
+from paddle_resnet.utils.mode import Mode
 
 
 @pytest.fixture

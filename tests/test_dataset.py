@@ -8,8 +8,8 @@ from sklearn.datasets import load_digits
 
 from paddle_resnet import dataset
 from paddle_resnet.tools import convert, inspection, split, verify
-from utils.errors import UsageError
-from utils.mode import RunScope
+from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.mode import RunScope
 
 
 def files(folder):

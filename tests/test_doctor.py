@@ -17,7 +17,7 @@ from conftest import ROOT
 from paddle_resnet import doctor
 from paddle_resnet.machine import compat, driver, gpus, libraries, memory
 from paddle_resnet.native import build as native
-from utils.errors import python
+from paddle_resnet.utils.errors import python
 
 
 @pytest.mark.soak

@@ -29,8 +29,8 @@ from paddle_resnet.passes import quantization
 from paddle_resnet.serving import calibration, inference, networks, onnx_writer, preprocessing
 from paddle_resnet.serving.model import Model
 from paddle_resnet.tools import writers
-from utils.errors import RunError, UsageError
-from utils.mode import Mode
+from paddle_resnet.utils.errors import RunError, UsageError
+from paddle_resnet.utils.mode import Mode
 
 PREPROCESSING = [
     *("--resize-short", "44", "--interp", "cubic", "--normalize-scale", "0.01"),

@@ -35,7 +35,7 @@ from paddle_resnet import budget, dali, export, models
 from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
 from paddle_resnet.serving import image_files, inference, networks
 from paddle_resnet.steps import cuda_graph
-from utils.mode import Mode
+from paddle_resnet.utils.mode import Mode
 
 # A network with four stages contains more kinds of convolutions than one with two stages, so cuDNN uses more
 # algorithms.

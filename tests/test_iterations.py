@@ -11,7 +11,7 @@ from paddle_resnet.optimizers import schedules
 from paddle_resnet.passes import all_reduces
 from paddle_resnet.serving import networks
 from paddle_resnet.settings import durations, stages
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("one_block")
 

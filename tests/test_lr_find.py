@@ -25,8 +25,8 @@ from paddle_resnet.optimizers import schedules
 from paddle_resnet.results import comparison, lr_curve, page
 from paddle_resnet.settings import durations
 from paddle_resnet.tools import drawing
-from utils import locks
-from utils.errors import RunError, UsageError
+from paddle_resnet.utils import locks
+from paddle_resnet.utils.errors import RunError, UsageError
 
 pytestmark = pytest.mark.usefixtures("one_block")
 

@@ -8,7 +8,7 @@ from paddle import static
 from paddle_resnet.models import MODELS, layers, registered
 from paddle_resnet.models.mobilenet_v2 import MobileNetV2
 from paddle_resnet.models.resnet import BasicBlock, ResNet
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 EXPECTED_PARAMETERS = {"ResNet18": 11_689_512, "ResNet50": 25_557_032, "MobileNetV2": 3_504_872}
 EXPECTED_PARAMETERS |= {

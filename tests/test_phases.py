@@ -6,12 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-import config
 from conftest import TINY
-from paddle_resnet import phases
+from paddle_resnet import config, phases
 from paddle_resnet.passes import folding
-from utils.errors import UsageError
-from utils.mode import Mode
+from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.mode import Mode
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from paddle_resnet.data.records import IMAGE_SUFFIXES
 from paddle_resnet.machine import memory
 from paddle_resnet.serving import image_files, inference, networks
 from paddle_resnet.serving.model import Model
-from utils.errors import RunError, UsageError
+from paddle_resnet.utils.errors import RunError, UsageError
 
 pytestmark = pytest.mark.usefixtures("one_block")
 

@@ -10,10 +10,9 @@ import paddle
 import pytest
 from paddle import static
 
-import config
 from conftest import NHWC, frozen, phase, read_report
 from helpers import build, random_batches, variable
-from paddle_resnet import dali, models, program
+from paddle_resnet import config, dali, models, program
 from paddle_resnet.checkpoints import replicas
 from paddle_resnet.data import iterators
 from paddle_resnet.job import processes
@@ -23,11 +22,11 @@ from paddle_resnet.optimizers.schedules import build_lr_scheduler
 from paddle_resnet.settings import durations
 from paddle_resnet.steps import scalars
 from paddle_resnet.steps.dispatch import Dispatcher
-from utils import logger
-from utils.errors import RunError, UsageError
-from utils.meters import AverageMeter, ConfusionMeter
-from utils.mode import Mode
-from utils.signals import Preempted
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import RunError, UsageError
+from paddle_resnet.utils.meters import AverageMeter, ConfusionMeter
+from paddle_resnet.utils.mode import Mode
+from paddle_resnet.utils.signals import Preempted
 
 pytestmark = pytest.mark.usefixtures("one_block")
 
@@ -582,7 +581,7 @@ class TimedExecutor:
 @pytest.mark.parametrize("batches", [1, 2, 3, 100])
 def test_benchmark_includes_loader_restarts_in_time(parse, monkeypatch, batches):
     time = FakeTime()
-    monkeypatch.setattr("utils.meters.perf_counter", time)
+    monkeypatch.setattr("paddle_resnet.utils.meters.perf_counter", time)
     args = parse("--benchmark", "--benchmark-warmup-steps", "2", "--benchmark-steps", "10", "--print-interval", "1")
     logged = []
     monkeypatch.setattr(program, "log_info", lambda step, metrics, mode: logged.append(step))
@@ -634,7 +633,7 @@ def test_resumed_epoch_averages_all_images_but_times_only_its_steps(parse):
 def test_epoch_time_excludes_checkpoints(parse, monkeypatch):
     """A checkpoint contains the metrics of all previous steps. After it is saved, the rank is in the epoch again."""
     time, events, fetchs = FakeTime(), [], fake_fetchs()
-    monkeypatch.setattr("utils.meters.perf_counter", time)
+    monkeypatch.setattr("paddle_resnet.utils.meters.perf_counter", time)
     monkeypatch.setattr(program.watchdog, "phase", events.append)
     monkeypatch.setattr(program.watchdog, "step", lambda step, waits=False: events.append((step, waits)))
     loader = TimedLoader(time, 3)
@@ -766,7 +765,7 @@ def test_confusion_counts_need_no_matrix():
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 def test_progress_estimates_remaining_time(parse, monkeypatch, capsys, accumulate_steps):
     time, shown = FakeTime(), []
-    monkeypatch.setattr("utils.meters.perf_counter", time)
+    monkeypatch.setattr("paddle_resnet.utils.meters.perf_counter", time)
     monkeypatch.setattr(program.progress, "is_due", lambda: True)
     monkeypatch.setattr(program.progress, "show", lambda *line: shown.append(line))
     loader = TimedLoader(time, 4)

@@ -6,13 +6,12 @@ from dataclasses import asdict
 
 import pytest
 
-import config
 from conftest import ROOT, assert_one_error
 from helpers import write_checkpoint
-from paddle_resnet import recipe
+from paddle_resnet import config, recipe
 from paddle_resnet.checkpoints import conversion, folders, published
 from paddle_resnet.settings import stages, validation
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 LITE = {"EfficientNet_Lite0": "efficientnet-lite0"}
 GIB = 2**30

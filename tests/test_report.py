@@ -13,14 +13,13 @@ import paddle
 import pytest
 from paddle import static
 
-import train
 from conftest import assert_one_error, losses, phase, read_report
-from paddle_resnet import program, report
+from paddle_resnet import program, report, train
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.optimizers import sparsity
 from paddle_resnet.results import page, reading
-from utils.errors import RunError, UsageError, python
-from utils.mode import Mode, RunScope
+from paddle_resnet.utils.errors import RunError, UsageError, python
+from paddle_resnet.utils.mode import Mode, RunScope
 
 
 def read(path):

@@ -3,16 +3,15 @@
 import paddle
 import pytest
 
-import config
 from conftest import ROOT
-from paddle_resnet import resolution
+from paddle_resnet import config, resolution
 from paddle_resnet.job import processes
 from paddle_resnet.machine import gpus
 from paddle_resnet.native import build as native
 from paddle_resnet.settings import validation
-from utils import logger
-from utils.errors import UsageError
-from utils.mode import Mode
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.mode import Mode
 
 
 def resolve(args):

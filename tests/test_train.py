@@ -13,11 +13,9 @@ import paddle
 import pytest
 import yaml
 
-import config
-import train
 from conftest import NHWC, ROOT, TINY, assert_one_error, assert_sparse, frozen, losses, phase
 from helpers import NVIDIA_SCRIPTS
-from paddle_resnet import export, models, phases, program
+from paddle_resnet import config, export, models, phases, program, train
 from paddle_resnet.checkpoints import saver
 from paddle_resnet.data import listing
 from paddle_resnet.job import fleet
@@ -25,8 +23,8 @@ from paddle_resnet.machine import compat
 from paddle_resnet.optimizers import schedules
 from paddle_resnet.passes import all_reduces
 from paddle_resnet.settings import durations
-from utils.errors import RunError
-from utils.mode import Mode
+from paddle_resnet.utils.errors import RunError
+from paddle_resnet.utils.mode import Mode
 
 ON_GPU = paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0
 HAS_RESIDUAL_UNITS = compat.fuse_residual_units(paddle.static.BuildStrategy())

@@ -31,7 +31,7 @@ from paddle_resnet.data import numbering
 from paddle_resnet.models.resnet import BottleneckBlock
 from paddle_resnet.serving import inference, networks
 from paddle_resnet.serving.model import Model
-from utils.mode import Mode
+from paddle_resnet.utils.mode import Mode
 
 OPTIONS = {"block": BottleneckBlock, "depths": (1, 1), "width": 8}
 PREPROCESSING = {"interp": "cubic", "normalize_mean": [0.4, 0.5, 0.6]}

@@ -22,7 +22,7 @@ import paddle
 from paddle import static
 
 import few_blocks
-import train
+from paddle_resnet import train
 from paddle_resnet import dali, lr_find, models, program
 from paddle_resnet.checkpoints import replicas, variables
 from paddle_resnet.checkpoints.saver import Saver
@@ -31,8 +31,8 @@ from paddle_resnet.models import layers
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.passes import averages
 from paddle_resnet.steps import cuda_graph
-from utils import signals
-from utils.mode import Mode
+from paddle_resnet.utils import signals
+from paddle_resnet.utils.mode import Mode
 
 gc.enable()
 

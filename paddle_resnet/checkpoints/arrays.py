@@ -13,7 +13,7 @@ import zipfile
 
 import numpy as np
 
-from utils import files
+from paddle_resnet.utils import files
 
 _RECONSTRUCT = "numpy.core.multiarray._reconstruct"
 _NAME_LIMIT = 1000  # maximum length of an array's name; the limit bounds the time for comparing names

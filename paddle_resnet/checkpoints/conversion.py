@@ -14,8 +14,8 @@ from paddle_resnet.checkpoints import arrays, folders, foreign_files, foreign_na
 from paddle_resnet.data import numbering
 from paddle_resnet.models import registered, registered_name
 from paddle_resnet.settings import parsing
-from utils import locks, logger, outputs, signals
-from utils.errors import UsageError, printable
+from paddle_resnet.utils import locks, logger, outputs, signals
+from paddle_resnet.utils.errors import UsageError, printable
 
 IMAGENET_CLASSES = 1000
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(\w+)")  # file name of a part of the weights in Hugging Face's format

@@ -30,9 +30,9 @@ from pathlib import Path
 
 from paddle_resnet.checkpoints import schema
 from paddle_resnet.settings.values import network_name
-from utils import locks, logger
-from utils.errors import UsageError
-from utils.files import finite, fsync, open_regular, written
+from paddle_resnet.utils import locks, logger
+from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.files import finite, fsync, open_regular, written
 
 META = "meta.json"
 FORMAT = 2

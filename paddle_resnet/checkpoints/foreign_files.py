@@ -16,7 +16,7 @@ import numpy as np
 
 from paddle_resnet.checkpoints import arrays
 from paddle_resnet.checkpoints.arrays import UnreadableError
-from utils import files, logger
+from paddle_resnet.utils import files, logger
 
 MAX_BYTES = 1 << 32
 _MAX_HEADER_BYTES = 1 << 24

@@ -5,7 +5,7 @@ the same random weights. A network that is missing here has no look-alikes in th
 """
 
 from paddle_resnet.checkpoints.foreign_names import is_from_torch
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 _BLUR = "blurs before it downsamples"
 _AVERAGE = "downsamples by average pooling"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from utils import files
+from paddle_resnet.utils import files
 
 _HASH = re.compile(r"-([0-9a-f]{8})\.pth")  # PyTorch Hub's file names end with the first digits of the sha256
 

@@ -14,7 +14,7 @@ from paddle_resnet.checkpoints import variables
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.job.position import ranks
 from paddle_resnet.passes import averages
-from utils.errors import RunError
+from paddle_resnet.utils.errors import RunError
 
 INTERVAL_STEPS = 1000  # training steps between two checks; the variables are also checked before each checkpoint
 _OpRole = paddle.base.core.op_proto_and_checker_maker.OpRole

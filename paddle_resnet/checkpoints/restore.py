@@ -22,8 +22,8 @@ from paddle_resnet.models import registered_name, user_file
 from paddle_resnet.settings import inheritance, parsing, validation
 from paddle_resnet.settings.declarations import EVALUATED, RESUMED, of_kinds
 from paddle_resnet.settings.values import flag, network_name, text
-from utils import logger
-from utils.errors import UsageError, counted
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import UsageError, counted
 
 
 @dataclass(frozen=True)

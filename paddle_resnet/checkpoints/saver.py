@@ -29,8 +29,8 @@ from paddle_resnet.machine import cpu
 from paddle_resnet.models import ends
 from paddle_resnet.passes import all_reduces
 from paddle_resnet.settings import durations
-from utils import logger, signals
-from utils.errors import RunError, UsageError
+from paddle_resnet.utils import logger, signals
+from paddle_resnet.utils.errors import RunError, UsageError
 
 
 def check_folder(folder, checkpoint, starts, overwrite, resume):

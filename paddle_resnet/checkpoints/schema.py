@@ -10,7 +10,7 @@ import reprlib
 
 import numpy as np
 
-from utils.checks import is_count, is_list_of, is_none_or, is_number, is_ratio, is_table, is_text
+from paddle_resnet.utils.checks import is_count, is_list_of, is_none_or, is_number, is_ratio, is_table, is_text
 
 
 def problem(meta):

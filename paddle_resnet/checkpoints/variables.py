@@ -20,8 +20,8 @@ from paddle_resnet.optimizers.sparsity import MASK, has_masks_of_signed_search
 from paddle_resnet.passes import accumulation, averages, lookahead, quantization
 from paddle_resnet.settings.values import Setting
 from paddle_resnet.steps import scalars
-from utils import logger
-from utils.errors import UsageError
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import UsageError
 
 LOSS_SCALE = "loss_scaling_0"  # Paddle's name for the variable that contains the loss scale
 MASTER = "_fp32_master_0"  # suffix of the float32 master copy of a float16 parameter

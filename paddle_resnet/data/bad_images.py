@@ -11,7 +11,7 @@ from nvidia import nvimgcodec
 from nvidia.dali import fn, pipeline_def, types
 
 from paddle_resnet.data import headers, records
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 # Patterns of the source_info that DALI reports for a record: RecordIO or TFRecord, WebDataset, LMDB.
 RECORD_PATTERNS = (r"(.+) at index (\d+)", r"(.+\.tar):(\d+):.*", r"(.+) at key (.+)")

@@ -6,7 +6,7 @@ misreads some kinds on a GPU only (flag CPU), and some kinds on both devices (fl
 
 import numpy as np
 
-from utils.errors import python
+from paddle_resnet.utils.errors import python
 
 # Flags of an image, which kinds() returns.
 UNREADABLE = 1  # DALI would misread the image; problem() returns the reason

@@ -20,8 +20,8 @@ import numpy as np
 
 from paddle_resnet.data import records
 from paddle_resnet.data.records import IMAGE_EXTENSIONS
-from utils import cache, files, logger
-from utils.errors import UsageError, command, counted
+from paddle_resnet.utils import cache, files, logger
+from paddle_resnet.utils.errors import UsageError, command, counted
 
 # Maximum number of records per RecordIO file or tar shard whose headers are compared with the index.
 CHECKED_RECORDS = 256

@@ -19,7 +19,7 @@ from paddle.base.data_feeder import convert_dtype
 
 from paddle_resnet.data import bad_images
 from paddle_resnet.job import processes
-from utils.errors import DataError, UsageError, command, counted
+from paddle_resnet.utils.errors import DataError, UsageError, command, counted
 
 READER = "Reader"  # name of the reader operator in a pipeline
 UNKNOWN_LENGTH = sys.maxsize  # length of a loader that does not implement __len__

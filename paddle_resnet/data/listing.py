@@ -18,9 +18,9 @@ import numpy as np
 
 from paddle_resnet.data import indexes, records, sniffer
 from paddle_resnet.data.records import IMAGE_ENDINGS, IMAGE_SUFFIXES
-from utils import logger
-from utils.errors import UsageError, command, counted, printable
-from utils.mode import Mode, RunScope
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import UsageError, command, counted, printable
+from paddle_resnet.utils.mode import Mode, RunScope
 
 SHARD_NAMES = {
     "recordio": {Mode.TRAIN: re.compile(r"train\.rec"), Mode.EVAL: re.compile(r"val\.rec")},

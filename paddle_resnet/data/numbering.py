@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from paddle_resnet.data import indexes, listing, records
-from utils import logger
-from utils.errors import UsageError
-from utils.mode import Mode
-from utils.numbers import AUTO
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.mode import Mode
+from paddle_resnet.utils.numbers import AUTO
 
 IMAGENET_CLASSES = Path(__file__).parent / "imagenet_classes.txt"
 # Approximate number of TFRecord examples per split whose labels and class names are read before step 1.

@@ -25,9 +25,9 @@ from nvidia.dali.tfrecord import FixedLenFeature, VarLenFeature, int64, string
 from paddle_resnet.data import listing, numbering, records, sniffer
 from paddle_resnet.data.bad_images import MAX_PIXELS
 from paddle_resnet.data.indexes import open_index
-from utils import logger
-from utils.errors import UsageError, command
-from utils.mode import Mode
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import UsageError, command
+from paddle_resnet.utils.mode import Mode
 
 # Number of images in the shuffle buffer of each process: about 450 MB for ImageNet, whose image files have 110 kB on
 # average. The buffer may be much smaller than the split, because `dataset convert` writes images in random order.

@@ -13,8 +13,8 @@ import subprocess
 import sys
 
 from paddle_resnet.data import truncation
-from utils.errors import UsageError
-from utils.files import open_regular
+from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.files import open_regular
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".tif", ".tiff", ".webp")
 IMAGE_ENDINGS = f"{', '.join(IMAGE_SUFFIXES[:-1])} or {IMAGE_SUFFIXES[-1]}"  # for messages

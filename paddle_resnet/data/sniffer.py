@@ -13,7 +13,7 @@ import tarfile
 from dataclasses import dataclass
 
 from paddle_resnet.data.records import IMAGE_SUFFIXES
-from utils.errors import command, printable
+from paddle_resnet.utils.errors import command, printable
 
 # Names of columns in lower case without spaces, _ and -.
 IMAGE_COLUMNS = (

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 from paddle_resnet.job import watchdog
-from utils import exit_codes
-from utils.errors import DataError
+from paddle_resnet.utils import exit_codes
+from paddle_resnet.utils.errors import DataError
 
 _libc = ctypes.CDLL(None)
 _sizes = {}  # {path: size in bytes when the file was opened}

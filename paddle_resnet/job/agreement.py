@@ -8,13 +8,13 @@ from pathlib import Path
 import nvidia.dali
 import paddle
 
-import utils
+from paddle_resnet import utils
 from paddle_resnet.job import exchange
 from paddle_resnet.job.position import ranks
 from paddle_resnet.models import user_file
 from paddle_resnet.settings.declarations import RESUMED, of_kinds
 from paddle_resnet.settings.values import flag, text
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 # Flags that may differ between machines: paths, output flags, and flags that affect only speed.
 LOCAL_FLAGS = (
@@ -85,13 +85,8 @@ def _check_equal(all_ranks):
 
 @functools.cache
 def _sources():
-    root = Path(utils.__file__).parent.parent
-    paths = [
-        root / "config.py",
-        root / "train.py",
-        *root.glob("utils/*.py"),
-    ]  # not *.py, because `root` may be site-packages, which contains unrelated files
-    paths += [path for end in ("py", "cc", "h", "cu", "cuh") for path in root.glob(f"paddle_resnet/**/*.{end}")]
+    root = Path(utils.__file__).parents[2]
+    paths = [path for end in ("py", "cc", "h", "cu", "cuh") for path in root.glob(f"paddle_resnet/**/*.{end}")]
     return {str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in paths}
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import paddle
 
 from paddle_resnet.job import processes, watchdog
-from utils import signals
-from utils.errors import UsageError
+from paddle_resnet.utils import signals
+from paddle_resnet.utils.errors import UsageError
 
 STOP_POLL_STEPS = 4
 _exchanges = _polls = 0

@@ -12,8 +12,8 @@ from paddle.distributed.fleet.utils.log_util import set_log_level
 
 from paddle_resnet.job import exchange, processes, watchdog
 from paddle_resnet.machine import compat
-from utils import signals
-from utils.errors import RunError
+from paddle_resnet.utils import signals
+from paddle_resnet.utils.errors import RunError
 
 # Flags of Paddle for GPUs. They allow enough workspace (in MB) for every convolution algorithm,
 # enable one-pass BN, and sum the gradients of a residual addition in place. Paddle reads the last flag when the

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from paddle_resnet.job import channel, processes
 from paddle_resnet.job.position import Position, describe_stall, where_is
-from utils import logger
+from paddle_resnet.utils import logger
 
 # Time limit for a rank to exit before its monitor kills it, and for a monitor to forward the cause of a failure.
 GRACE_S = 2

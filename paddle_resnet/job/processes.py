@@ -8,7 +8,7 @@ import os
 import re
 import socket
 
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 # Process ID of the launcher. It is read before Paddle is imported, because the launcher may be killed meanwhile.
 LAUNCHER = os.getppid()

@@ -3,7 +3,7 @@
 import math
 
 from paddle_resnet.job import exchange, processes
-from utils.meters import mean
+from paddle_resnet.utils.meters import mean
 
 
 class StepLog:

@@ -17,8 +17,8 @@ import time
 
 from paddle_resnet.job import channel, monitor
 from paddle_resnet.job.position import Position
-from utils import logger, progress
-from utils.errors import RunError, UsageError
+from paddle_resnet.utils import logger, progress
+from paddle_resnet.utils.errors import RunError, UsageError
 
 # Maximum time that a failed rank waits for the report of an earlier failure. PATIENCE_S is below 3 s, because the
 # launcher terminates all ranks 3 s after a rank has exited.

@@ -9,7 +9,7 @@ import paddle
 from paddle import static
 
 from paddle_resnet.machine import driver
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 # The test suite passes with these versions. Newer patch releases of the same minor versions are also accepted.
 LOWEST, HIGHEST = (2, 6, 2), (3, 3, 1)

@@ -10,8 +10,8 @@ import paddle
 from paddle import static
 
 from paddle_resnet.machine import driver, libraries
-from utils import logger
-from utils.errors import UsageError, core
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import UsageError, core
 
 INSTALL = 'install a different build with make venv PADDLE="REQUIREMENT -i INDEX", see docs/install.md'
 _FATBIN = b"\x50\xed\x55\xba"  # first bytes of each fat binary (GPU code) in a library

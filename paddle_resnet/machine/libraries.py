@@ -20,8 +20,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from utils import cache, files
-from utils.errors import UsageError, python
+from paddle_resnet.utils import cache, files
+from paddle_resnet.utils.errors import UsageError, python
 
 # {package folder: version suffix of the library files that CUDA 11.8 and Paddle 2.6 need}. The folder may also contain
 # other versions, installed by other packages. Paddle opens cuSOLVER when the capture of a CUDA graph begins.

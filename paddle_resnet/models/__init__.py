@@ -7,7 +7,7 @@ import importlib
 from dataclasses import dataclass, field
 
 from paddle_resnet.models import user_file
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 RESIZE_RATIO = 256 / 224  # default ratio of --resize-short to --crop-size
 

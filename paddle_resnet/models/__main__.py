@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from paddle_resnet.models import MODELS, registered, registered_name
-from utils import exit_codes, signals
-from utils.command_line import Parser
+from paddle_resnet.utils import exit_codes, signals
+from paddle_resnet.utils.command_line import Parser
 
 SPEEDS = Path(__file__).parents[2] / "benchmarks" / "networks.csv"  # an installed package does not contain this file
 BYTES = 2  # size of a float16 element
@@ -115,7 +115,7 @@ def _main(argv):
 
 
 def main(argv=None):
-    """Print the table and return the exit code (utils/exit_codes.py)."""
+    """Print the table and return the exit code (paddle_resnet/utils/exit_codes.py)."""
     return exit_codes.of("python -m paddle_resnet.models", lambda: _main(sys.argv[1:] if argv is None else argv))
 
 

@@ -6,8 +6,8 @@ is a part, except that the stem is always a single part.
 
 import re
 
-from utils import logger
-from utils.errors import UsageError
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import UsageError
 
 ALL_BUT_CLASSIFIER = "all-but-classifier"
 

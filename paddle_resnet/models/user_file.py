@@ -12,8 +12,8 @@ import traceback
 import types
 from pathlib import Path
 
-from utils import files
-from utils.errors import UsageError, core
+from paddle_resnet.utils import files
+from paddle_resnet.utils.errors import UsageError, core
 
 MAX_BYTES = 1 << 24
 

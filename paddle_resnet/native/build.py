@@ -23,8 +23,8 @@ from pathlib import Path
 import paddle
 from paddle.utils.cpp_extension import load_op_meta_info_and_register_op
 
-from utils import cache, files
-from utils.errors import UsageError
+from paddle_resnet.utils import cache, files
+from paddle_resnet.utils.errors import UsageError
 
 SOURCES = Path(__file__).parent
 # Patterns of the source files, so that new files become part of the cache key automatically. NVRTC compiles the kernel

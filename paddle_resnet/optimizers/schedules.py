@@ -13,8 +13,8 @@ import paddle
 
 from paddle_resnet.job import processes
 from paddle_resnet.settings import durations
-from utils import logger
-from utils.errors import UsageError
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import UsageError
 
 ONE_CYCLE_START = 1 / 25  # learning rate of the first step as a fraction of the peak; fastai's default
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 # Paddle's operators that multiply by a vector or normalize (FACTORS), and operators that add a vector (SUMMANDS).
 FACTORS = {"batch_norm", "sync_batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm"}

@@ -15,7 +15,7 @@ import paddle
 
 from paddle_resnet.optimizers import table
 from paddle_resnet.passes import averages, lookahead, updates
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 TYPES = (paddle.float32, paddle.float16, paddle.bfloat16)
 # The number of channels must be a multiple of CHANNELS, the size of the smallest vector that a kernel thread loads.

@@ -7,9 +7,9 @@ from rich.text import Text
 from paddle_resnet.data import listing
 from paddle_resnet.results import lr_curve, page, reading
 from paddle_resnet.results.curves import chart
-from utils import exit_codes, files, outputs
-from utils.command_line import Parser
-from utils.errors import counted, printable
+from paddle_resnet.utils import exit_codes, files, outputs
+from paddle_resnet.utils.command_line import Parser
+from paddle_resnet.utils.errors import counted, printable
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVES = {"val.top1": "top1", "val.loss": "validation loss", "train.loss": "training loss", "train.ips": "images/s"}

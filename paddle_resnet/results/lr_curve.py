@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from utils import files
-from utils.checks import is_list_of, is_none_or, is_number, is_table
-from utils.errors import UsageError
+from paddle_resnet.utils import files
+from paddle_resnet.utils.checks import is_list_of, is_none_or, is_number, is_table
+from paddle_resnet.utils.errors import UsageError
 
 DATA, DRAWING = "lr_find.json", "lr_find.png"  # file names in the folder of a run
 LIMIT_BYTES = 64 << 20

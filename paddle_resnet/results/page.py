@@ -14,10 +14,10 @@ from PIL import Image, ImageOps
 from paddle_resnet.data import listing, records
 from paddle_resnet.results import lr_curve, reading
 from paddle_resnet.results.curves import chart
-from utils import files, logger, outputs
-from utils.errors import RunError, UsageError
-from utils.meters import AVERAGES, CLASS_METRICS
-from utils.mode import Mode
+from paddle_resnet.utils import files, logger, outputs
+from paddle_resnet.utils.errors import RunError, UsageError
+from paddle_resnet.utils.meters import AVERAGES, CLASS_METRICS
+from paddle_resnet.utils.mode import Mode
 
 # For the classes with the lowest accuracy: number of classes, images per class, and longer side of an image in pixels.
 WORST_CLASSES, WRONG_IMAGES, THUMBNAIL = 8, 6, 288

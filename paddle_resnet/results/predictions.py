@@ -11,9 +11,9 @@ import math
 import os
 
 from paddle_resnet.data import listing
-from utils import outputs
-from utils.errors import RunError
-from utils.mode import Mode
+from paddle_resnet.utils import outputs
+from paddle_resnet.utils.errors import RunError
+from paddle_resnet.utils.mode import Mode
 
 
 def write(path, images, predictions, names):

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from paddle_resnet.settings import parsing
 from paddle_resnet.settings.values import EXPLICIT, network_name
-from utils import files
-from utils.checks import is_count, is_list_of, is_none_or, is_number, is_ratio, is_text
-from utils.errors import UsageError
-from utils.meters import AVERAGES, CLASS_METRICS
+from paddle_resnet.utils import files
+from paddle_resnet.utils.checks import is_count, is_list_of, is_none_or, is_number, is_ratio, is_text
+from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.meters import AVERAGES, CLASS_METRICS
 
 LIMIT_BYTES = 1 << 30  # maximum size of a file; a report of ten million steps is smaller
 LINE_BYTES = 1 << 20

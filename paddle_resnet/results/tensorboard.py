@@ -16,8 +16,8 @@ import yaml
 from tensorboardX import SummaryWriter, record_writer
 
 from paddle_resnet.job import processes
-from utils import logger
-from utils.errors import UsageError
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import UsageError
 
 PICTURES = 64
 

@@ -12,9 +12,9 @@ from paddle_resnet.passes import quantization
 from paddle_resnet.program import compile_prog
 from paddle_resnet.serving import image_files
 from paddle_resnet.serving.model import from_dali
-from utils import logger
-from utils.errors import UsageError, command
-from utils.mode import Mode
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import UsageError, command
+from paddle_resnet.utils.mode import Mode
 
 # Number of bits per weight for each engine. For onnxruntime, the number is 7, because x86 CPUs that lack VNNI
 # instructions add pairs of products in 16 bits, and these sums can overflow if the weights have 8 bits.

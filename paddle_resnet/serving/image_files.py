@@ -10,9 +10,9 @@ import numpy as np
 from paddle_resnet import dali
 from paddle_resnet.data import bad_images, readers
 from paddle_resnet.serving import inference, preprocessing
-from utils import files
-from utils.errors import RunError
-from utils.mode import Mode
+from paddle_resnet.utils import files
+from paddle_resnet.utils.errors import RunError
+from paddle_resnet.utils.mode import Mode
 
 
 def predict(model, paths, batch_size=32, device="cpu", threads=4, read=None):

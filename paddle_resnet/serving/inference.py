@@ -24,9 +24,9 @@ from paddle_resnet.serving import networks, onnx_writer, preprocessing
 from paddle_resnet.serving.fixed_sizes import Steps
 from paddle_resnet.serving.model import Model
 from paddle_resnet.settings import parsing
-from utils import errors, files, numbers
-from utils.checks import is_number, is_table, is_text
-from utils.errors import UsageError
+from paddle_resnet.utils import errors, files, numbers
+from paddle_resnet.utils.checks import is_number, is_table, is_text
+from paddle_resnet.utils.errors import UsageError
 
 NAME = "model"  # file name without suffix: model.pdmodel, model.pdiparams, model.json, model.onnx
 SUFFIXES = ("pdmodel", "pdiparams")  # files of Paddle Inference

@@ -22,8 +22,8 @@ from paddle_resnet.serving.model import Model
 from paddle_resnet.settings import parsing
 from paddle_resnet.settings.values import network_name
 from paddle_resnet.steps import host_metrics
-from utils import logger
-from utils.errors import UsageError, counted
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import UsageError, counted
 
 
 @dataclass

@@ -5,7 +5,7 @@ from paddle.base.data_feeder import convert_dtype
 
 from paddle_resnet.machine import compat
 from paddle_resnet.passes import quantization
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 OPSET = 13  # released in 2020; supported by onnxruntime 1.7 and TensorRT 8 or later
 IR_VERSION = 7  # version of the file format in the ONNX release that introduced OPSET

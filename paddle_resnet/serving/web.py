@@ -15,8 +15,8 @@ from pathlib import Path
 import jinja2
 from PIL import Image
 
-from utils import files, logger
-from utils.errors import UsageError, printable
+from paddle_resnet.utils import files, logger
+from paddle_resnet.utils.errors import UsageError, printable
 
 INSTALL = "pip install -r requirements-serve.txt"
 try:

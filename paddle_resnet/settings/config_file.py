@@ -3,8 +3,8 @@
 import yaml
 
 from paddle_resnet.settings import parsing
-from utils import files
-from utils.errors import UsageError
+from paddle_resnet.utils import files
+from paddle_resnet.utils.errors import UsageError
 
 
 def read(path):

@@ -16,9 +16,9 @@ from functools import partial
 from paddle_resnet.models import MODELS, parts
 from paddle_resnet.optimizers.table import OPTIMIZERS
 from paddle_resnet.settings import stages
-from utils import files, numbers
-from utils.command_line import Parser
-from utils.mode import RunScope
+from paddle_resnet.utils import files, numbers
+from paddle_resnet.utils.command_line import Parser
+from paddle_resnet.utils.mode import RunScope
 
 KINDS = ("network", "preprocessing", "recipe", "saving", "loader", "machine", "output")
 EVALUATED = ("network", "preprocessing")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from paddle_resnet.settings import stages
 from paddle_resnet.settings.values import text
-from utils.errors import UsageError, counted
+from paddle_resnet.utils.errors import UsageError, counted
 
 
 class Stop(NamedTuple):

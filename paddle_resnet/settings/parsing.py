@@ -8,9 +8,9 @@ import yaml
 from paddle_resnet.settings import inheritance
 from paddle_resnet.settings.declarations import ACTIONS, DEFAULTS, FLAGS, PARSER
 from paddle_resnet.settings.values import Settings, flag, text
-from utils.command_line import Parser, join_help
-from utils.errors import UsageError
-from utils.mode import RunScope
+from paddle_resnet.utils.command_line import Parser, join_help
+from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.mode import RunScope
 
 # Names that other programs use for the flags of train.py: {flag: names}.
 ALIASES = {

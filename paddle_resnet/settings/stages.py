@@ -7,7 +7,7 @@ import itertools
 from typing import NamedTuple
 
 from paddle_resnet.settings.values import Settings
-from utils import numbers
+from paddle_resnet.utils import numbers
 
 EXAMPLE = "128:0,160:20"
 FORM = "SIZE:EPOCH[:BATCH[:FACTOR]],..."

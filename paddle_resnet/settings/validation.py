@@ -10,9 +10,9 @@ from paddle_resnet.optimizers.table import OPTIMIZERS
 from paddle_resnet.settings import inheritance, stages
 from paddle_resnet.settings.declarations import DEFAULTS, FLAGS
 from paddle_resnet.settings.values import flag, network_name, text
-from utils import numbers
-from utils.errors import UsageError, command, printable
-from utils.mode import RunScope
+from paddle_resnet.utils import numbers
+from paddle_resnet.utils.errors import UsageError, command, printable
+from paddle_resnet.utils.mode import RunScope
 
 # Values outside these ranges make DALI fail or produce pixels that are not finite.
 AUGMENTATION_RANGES = {

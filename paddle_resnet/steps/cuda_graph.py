@@ -22,8 +22,8 @@ from paddle_resnet.data import iterators
 from paddle_resnet.job import exchange
 from paddle_resnet.machine import compat
 from paddle_resnet.steps import host_metrics
-from utils import logger
-from utils.errors import RunError, UsageError, core
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import RunError, UsageError, core
 
 # Number of initial steps that run uncaptured, because cuDNN chooses algorithms and creates its state in these steps.
 STEPS_BEFORE = 2

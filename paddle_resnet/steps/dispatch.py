@@ -8,7 +8,7 @@ import numpy as np
 
 from paddle_resnet.native import build as native
 from paddle_resnet.steps import host_metrics
-from utils.errors import NO_CLASS, DataError
+from paddle_resnet.utils.errors import NO_CLASS, DataError
 
 
 class Dispatcher:
@@ -60,7 +60,7 @@ class Dispatcher:
             handle is valid only during the next three steps.
         Raises:
             DataError: a label is not a valid class number. Labels are checked only on a CPU with Paddle's kernels.
-                Custom kernels report invalid labels in the metrics (utils/meters.py).
+                Custom kernels report invalid labels in the metrics (paddle_resnet/utils/meters.py).
         """
         self._write_scalars()
         return self._run(feed)

@@ -11,7 +11,7 @@ import numpy as np
 from paddle import static
 from paddle.base.data_feeder import convert_dtype
 
-from utils.errors import command
+from paddle_resnet.utils.errors import command
 
 OPERATOR = "native_async_copy"
 

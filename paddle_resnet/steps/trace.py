@@ -5,8 +5,8 @@ from pathlib import Path
 from paddle.profiler import Profiler, ProfilerTarget
 
 from paddle_resnet.job import processes
-from utils import logger
-from utils.errors import UsageError
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import UsageError
 
 
 def path(steps, output_dir):

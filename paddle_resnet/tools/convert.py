@@ -29,9 +29,9 @@ from paddle_resnet.data import indexes, listing, numbering, records, sniffer
 from paddle_resnet.serving import preprocessing
 from paddle_resnet.tools.split import link
 from paddle_resnet.tools.writers import SHARDED, SINGLE_FILE
-from utils import files, locks, logger, outputs, signals
-from utils.errors import UsageError, command, counted
-from utils.mode import Mode
+from paddle_resnet.utils import files, locks, logger, outputs, signals
+from paddle_resnet.utils.errors import UsageError, command, counted
+from paddle_resnet.utils.mode import Mode
 
 RECORD_FORMATS = (*SHARDED, *SINGLE_FILE)
 FOLDER = "folder"  # class folders

@@ -7,8 +7,8 @@ import matplotlib
 import numpy as np
 from matplotlib import font_manager, pyplot
 
-from utils import outputs
-from utils.errors import UsageError, printable
+from paddle_resnet.utils import outputs
+from paddle_resnet.utils.errors import UsageError, printable
 
 matplotlib.use("Agg")
 FORMATS = (".png", ".pdf", ".svg")

@@ -13,14 +13,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-import config
-from paddle_resnet import dali, resolution
+from paddle_resnet import config, dali, resolution
 from paddle_resnet.data import bad_images, listing, numbering, pixels, readers, records, sniffer
 from paddle_resnet.serving import preprocessing
 from paddle_resnet.tools import drawing
-from utils import logger
-from utils.errors import UsageError, command, printable
-from utils.mode import Mode
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import UsageError, command, printable
+from paddle_resnet.utils.mode import Mode
 
 VERSIONS = 3  # number of augmented versions of each image in a preview
 

@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path
 
 from paddle_resnet.data import listing, sniffer
-from utils import files
-from utils.errors import UsageError
+from paddle_resnet.utils import files
+from paddle_resnet.utils.errors import UsageError
 
 # Names of folders that contain a split or all images, such as train_images, val2017 and images.
 _SPLIT_NAME = re.compile(

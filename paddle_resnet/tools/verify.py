@@ -29,9 +29,9 @@ from rich.text import Text
 
 from paddle_resnet.data import bad_images, listing, numbering, readers, records
 from paddle_resnet.serving import preprocessing
-from utils import outputs, signals
-from utils.errors import UsageError, counted, printable
-from utils.mode import Mode, RunScope
+from paddle_resnet.utils import outputs, signals
+from paddle_resnet.utils.errors import UsageError, counted, printable
+from paddle_resnet.utils.mode import Mode, RunScope
 
 # {file suffix: nvImageCodec's name for the expected codec}
 CODEC_OF_SUFFIX = {

@@ -9,7 +9,7 @@ import os
 import struct
 
 from paddle_resnet.data import records
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 
 @contextlib.contextmanager

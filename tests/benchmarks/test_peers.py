@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-import config
 from conftest import ROOT
+from paddle_resnet import config
 
 spec = importlib.util.spec_from_file_location("peers", ROOT / "benchmarks" / "peers.py")
 peers = importlib.util.module_from_spec(spec)

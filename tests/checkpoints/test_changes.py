@@ -13,8 +13,8 @@ from conftest import ROOT, losses, phase
 from helpers import HOLDER, write_checkpoint
 from paddle_resnet.checkpoints import folders, restore
 from paddle_resnet.machine import cpu
-from utils import locks
-from utils.errors import UsageError
+from paddle_resnet.utils import locks
+from paddle_resnet.utils.errors import UsageError
 
 
 def test_resumed_run_writes_identical_files(run_train, tmp_path):

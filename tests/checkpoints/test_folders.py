@@ -19,8 +19,8 @@ from conftest import ROOT
 from helpers import HOLDER, META, write_checkpoint
 from paddle_resnet.checkpoints import folders, restore, saver
 from paddle_resnet.settings.values import Setting
-from utils import locks
-from utils.errors import UsageError
+from paddle_resnet.utils import locks
+from paddle_resnet.utils.errors import UsageError
 
 
 def names(root):

@@ -7,12 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-import config
 from conftest import TINY, assert_one_error, phase
-from paddle_resnet import dali, export, resolution
+from paddle_resnet import config, dali, export, resolution
 from paddle_resnet.checkpoints import folders, restore
 from paddle_resnet.tools import convert
-from utils.mode import Mode
+from paddle_resnet.utils.mode import Mode
 
 pytestmark = pytest.mark.usefixtures("one_block")
 

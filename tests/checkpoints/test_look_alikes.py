@@ -11,7 +11,7 @@ import pytest
 
 from paddle_resnet.checkpoints import look_alikes
 from paddle_resnet.models import MODELS
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 SCRIPT = Path(__file__).with_name("look_alikes.py")
 # Supported sources without look-alikes.

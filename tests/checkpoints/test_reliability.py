@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from paddle import static
 
-import train
 from conftest import ROOT, TINY, TWO_EPOCHS, assert_one_error, losses, read_report, wait_until
 from helpers import NETWORK_EXAMPLE
+from paddle_resnet import train
 from paddle_resnet.checkpoints import folders
 
 FLAGS = ["--epochs", "3", "--print-interval", "1", "--save-interval-steps", "2", "--keep-checkpoints", "2", "--resume"]

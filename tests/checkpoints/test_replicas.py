@@ -12,7 +12,7 @@ from paddle_resnet.checkpoints import replicas, variables
 from paddle_resnet.checkpoints.saver import Saver
 from paddle_resnet.job import exchange
 from paddle_resnet.passes import all_reduces
-from utils.errors import RunError
+from paddle_resnet.utils.errors import RunError
 
 pytestmark = pytest.mark.usefixtures("one_block")
 

@@ -14,8 +14,8 @@ import paddle
 import pytest
 from paddle import static
 
-import config
 from helpers import build, random_batches, variable, write_checkpoint
+from paddle_resnet import config
 from paddle_resnet.checkpoints import folders, restore, variables
 from paddle_resnet.checkpoints import saver as saver_module
 from paddle_resnet.checkpoints.saver import Saver
@@ -23,8 +23,8 @@ from paddle_resnet.job import exchange, processes
 from paddle_resnet.models import user_file
 from paddle_resnet.passes import all_reduces
 from paddle_resnet.settings import durations
-from utils import locks, signals
-from utils.errors import RunError, UsageError
+from paddle_resnet.utils import locks, signals
+from paddle_resnet.utils.errors import RunError, UsageError
 
 pytestmark = pytest.mark.usefixtures("one_block")
 

@@ -13,12 +13,12 @@ from paddle import static
 from paddle.incubate.asp.asp import ASPHelper
 from paddle.incubate.asp.utils import MaskAlgo
 
-import train
 from conftest import NHWC, assert_one_error, losses, phase, read_report
+from paddle_resnet import train
 from paddle_resnet.checkpoints import folders, restore, saver
 from paddle_resnet.job import processes
 from paddle_resnet.optimizers import sparsity
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("one_block")
 
@@ -119,7 +119,7 @@ def test_repeatedly_stopped_run_equals_uninterrupted_run(
 
 
 def _modes():
-    from utils.mode import Mode
+    from paddle_resnet.utils.mode import Mode
 
     return list(Mode)
 

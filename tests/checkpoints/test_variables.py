@@ -14,8 +14,8 @@ from helpers import META, build, random_batches, variable
 from paddle_resnet.checkpoints import folders, restore, variables
 from paddle_resnet.passes import accumulation
 from paddle_resnet.steps import scalars
-from utils.errors import UsageError
-from utils.mode import RunScope
+from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.mode import RunScope
 
 pytestmark = pytest.mark.usefixtures("one_block")
 

@@ -34,14 +34,14 @@ import paddle
 from paddle import static
 
 import few_blocks
-import train
+from paddle_resnet import train
 from axes import AXES, GPU_AXES, GPU_FLAGS, gpu_values
 from paddle_resnet import budget, dali, export, models, predict
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.machine import compat
 from paddle_resnet.models.resnet import BasicBlock, ResNet
-from utils import logger
-from utils.mode import Mode
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.mode import Mode
 
 ROOT = Path(__file__).parent.parent.parent
 # Axes whose flags need a training run, and values that continue training.

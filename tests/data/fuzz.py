@@ -26,13 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 from PIL import Image
 
-import config
 import paddle_resnet  # noqa: F401  sets environment variables before Paddle is imported
-from paddle_resnet import dali, resolution
+from paddle_resnet import config, dali, resolution
 from paddle_resnet.data import listing, records
 from paddle_resnet.tools import convert, verify
-from utils.errors import UsageError
-from utils.mode import Mode
+from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.mode import Mode
 
 LIMIT_S = 60
 IMAGES = 12  # number of images in each split

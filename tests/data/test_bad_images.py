@@ -15,8 +15,8 @@ from tfrecord import TFRecordWriter
 from paddle_resnet import dali, dataset
 from paddle_resnet.data import bad_images, indexes, listing, readers, records
 from paddle_resnet.tools import convert, writers
-from utils.errors import DataError
-from utils.mode import Mode
+from paddle_resnet.utils.errors import DataError
+from paddle_resnet.utils.mode import Mode
 
 
 def test_stream_without_descriptor(tmp_path):

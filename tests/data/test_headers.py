@@ -15,8 +15,8 @@ from paddle_resnet import dali
 from paddle_resnet.data import bad_images, headers
 from paddle_resnet.serving import preprocessing
 from paddle_resnet.tools import convert, verify
-from utils.errors import DataError, UsageError
-from utils.mode import Mode
+from paddle_resnet.utils.errors import DataError, UsageError
+from paddle_resnet.utils.mode import Mode
 
 # DALI raises an error for these kinds, which headers.problem accepts.
 UNDECODABLE = {"webp: lossless, EXIF 6 after a padding byte"}

@@ -21,8 +21,8 @@ from conftest import ROOT
 from paddle_resnet import dali, dataset
 from paddle_resnet.data import bad_images, indexes, listing, readers, records
 from paddle_resnet.tools import inspection, verify
-from utils.errors import DataError, UsageError
-from utils.mode import Mode, RunScope
+from paddle_resnet.utils.errors import DataError, UsageError
+from paddle_resnet.utils.mode import Mode, RunScope
 
 pytestmark = pytest.mark.usefixtures("convert_here", "verify_here", "cache")
 INDEXED = ("recordio", "tfrecord", "webdataset")
@@ -334,11 +334,11 @@ def test_verify_checks_labels_against_num_of_class(copy, capsys):
 
 READ_IMAGES = """
 import os, sys
-import config
+from paddle_resnet import config
 from paddle_resnet import dali, resolution
 from paddle_resnet.data import bad_images
-from utils.errors import DataError
-from utils.mode import Mode
+from paddle_resnet.utils.errors import DataError
+from paddle_resnet.utils.mode import Mode
 
 bad_images.MAX_PIXELS = int(os.environ["OPENCV_IO_MAX_IMAGE_PIXELS"])
 args = config.parse_args(sys.argv[1:])

@@ -10,8 +10,8 @@ import pytest
 
 from paddle_resnet.data import indexes, records
 from paddle_resnet.tools import writers
-from utils import files
-from utils.errors import UsageError
+from paddle_resnet.utils import files
+from paddle_resnet.utils.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("cache")
 KINDS = {"tfrecord": "train-00000-of-00001", "recordio": "train.rec", "webdataset": "train-000000.tar"}

@@ -8,8 +8,8 @@ from paddle import static
 from paddle_resnet import dali
 from paddle_resnet.data import iterators, readers
 from paddle_resnet.data.iterators import EmptyIterator, ShardIterator
-from utils.errors import DataError, UsageError
-from utils.mode import Mode
+from paddle_resnet.utils.errors import DataError, UsageError
+from paddle_resnet.utils.mode import Mode
 
 
 def batches_of_epochs(loader, count):

@@ -15,8 +15,8 @@ from conftest import assert_one_error, phase
 from paddle_resnet import dataset
 from paddle_resnet.data import listing, numbering, readers, records
 from paddle_resnet.tools import convert, inspection, verify
-from utils.errors import UsageError
-from utils.mode import Mode
+from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.mode import Mode
 
 NAMES = ["tench", "goldfish", "shark", "ray", "cock"]  # in the order of ImageNet, which is not the sorted order
 WNIDS = [f"n0{k}" for k in range(8)]

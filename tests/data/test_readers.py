@@ -16,8 +16,8 @@ from tfrecord import TFRecordWriter
 
 from paddle_resnet.data import listing, readers, records
 from paddle_resnet.tools import convert, writers
-from utils.errors import UsageError
-from utils.mode import Mode
+from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.mode import Mode
 
 pytestmark = pytest.mark.usefixtures("cache")
 

@@ -8,7 +8,7 @@ import pytest
 
 from paddle_resnet.data import listing, lmdb_check, records
 from paddle_resnet.tools import writers
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 
 def _tfrecords(path, count=5):

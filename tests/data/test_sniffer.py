@@ -11,7 +11,7 @@ from layouts import colors_match, error_of_training, image, obey, put, write_tar
 from paddle_resnet import dataset
 from paddle_resnet.data import numbering, sniffer
 from paddle_resnet.tools import convert
-from utils.mode import Mode
+from paddle_resnet.utils.mode import Mode
 
 pytestmark = pytest.mark.usefixtures("convert_here", "verify_here", "cache")
 

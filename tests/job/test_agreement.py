@@ -11,8 +11,8 @@ from paddle import static
 from conftest import frozen
 from paddle_resnet import dali, program
 from paddle_resnet.job import agreement
-from utils.errors import UsageError
-from utils.mode import Mode
+from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.mode import Mode
 
 
 @pytest.fixture
@@ -74,8 +74,8 @@ def test_source_code_is_compared(facts, parse, monkeypatch):
     assert (first["Paddle version"], first["DALI version"]) == (paddle.__version__, nvidia.dali.__version__)
     sources = agreement._sources()
     assert {path.rpartition(".")[2] for path in sources} == {"py", "cc", "h", "cu", "cuh"}
-    assert {"train.py", "config.py", "paddle_resnet/models/resnet.py", "utils/meters.py"} <= set(sources)
-    monkeypatch.setattr(agreement, "_sources", lambda: {**sources, "train.py": sources["train.py"] + "\n"})
+    assert {f"paddle_resnet/{name}.py" for name in ("train", "config", "models/resnet", "utils/meters")} <= set(sources)
+    monkeypatch.setattr(agreement, "_sources", lambda: {**sources, "paddle_resnet/train.py": ""})
     other = facts(agreement.check_start, parse())
     assert {name for name in first if first[name] != other[name]} == {"source code of this program (hash)"}
     monkeypatch.setattr(agreement.user_file, "sha256", lambda name: name)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from paddle_resnet.job import exchange, processes
-from utils import signals
-from utils.errors import UsageError
+from paddle_resnet.utils import signals
+from paddle_resnet.utils.errors import UsageError
 
 
 def test_all_gather_with_one_process():

@@ -15,7 +15,7 @@ import pytest
 from conftest import ROOT, wait_until
 from paddle_resnet import program
 from paddle_resnet.job import fleet
-from utils.errors import RunError
+from paddle_resnet.utils.errors import RunError
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from conftest import ROOT, assert_one_error
 from paddle_resnet.job import processes
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 
 def test_rank_and_gpu_come_from_launcher_environment(monkeypatch, parse):

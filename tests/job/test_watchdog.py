@@ -15,7 +15,7 @@ import pytest
 from conftest import wait_until
 from paddle_resnet.job import channel, watchdog
 from paddle_resnet.job.position import Position
-from utils.errors import DataError, RunError, UsageError
+from paddle_resnet.utils.errors import DataError, RunError, UsageError
 
 
 class Ended(BaseException):

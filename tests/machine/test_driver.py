@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT
 from paddle_resnet import export, predict
 from paddle_resnet.machine import compat, driver, gpus
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 
 class NVMLError(Exception):

@@ -10,7 +10,7 @@ import pytest
 from paddle import static
 
 from paddle_resnet.machine import gpus, libraries
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 
 @pytest.fixture

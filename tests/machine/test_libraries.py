@@ -12,7 +12,7 @@ import pytest
 
 from conftest import ROOT
 from paddle_resnet.machine import libraries
-from utils.errors import python
+from paddle_resnet.utils.errors import python
 
 PHI = """
 #include <dlfcn.h>

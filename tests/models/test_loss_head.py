@@ -7,7 +7,7 @@ from paddle import static
 
 from paddle_resnet.models import loss_head
 from paddle_resnet.native import build as native
-from utils.meters import ConfusionMeter, TopMeter
+from paddle_resnet.utils.meters import ConfusionMeter, TopMeter
 
 CLASSES = [1, 2, 5, 7]
 

@@ -14,7 +14,7 @@ from paddle_resnet.checkpoints import folders, restore
 from paddle_resnet.job import agreement
 from paddle_resnet.models import user_file
 from paddle_resnet.serving import onnx_writer
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 # Source code of a network file. Executing the code creates a file with the suffix .executed.
 MARKED = f"{NETWORK_EXAMPLE}\nfrom pathlib import Path\nPath(__file__).with_suffix('.executed').touch()\n"
@@ -114,7 +114,7 @@ def test_checkpoint_alone_never_executes_file(run_train, file, trained, tmp_path
 def test_training_requires_flag(run_train, file, trained, tmp_path, capsys, flags):
     (tmp_path / "net.executed").unlink()
     forget()
-    import train
+    from paddle_resnet import train
 
     size = "--image-shape 3,32,32 --device cpu --batch-size 8 --warmup-epochs 0 --output-dir elsewhere"
     photos = json.loads((trained / "0/meta.json").read_text())["arguments"]["image_root"]

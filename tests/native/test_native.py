@@ -22,8 +22,8 @@ from paddle_resnet import resolution
 from paddle_resnet.native import build as native
 from paddle_resnet.settings import parsing
 from paddle_resnet.steps import host_metrics
-from utils import cache
-from utils.errors import UsageError
+from paddle_resnet.utils import cache
+from paddle_resnet.utils.errors import UsageError
 
 EMULATION = ROOT / "tests/emulation"
 PREFIX = ""  # prefix of the operator names

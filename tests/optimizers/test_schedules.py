@@ -9,7 +9,7 @@ import pytest
 from paddle_resnet.job import processes
 from paddle_resnet.optimizers import schedules
 from paddle_resnet.settings import durations
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 EPOCHS, STEPS = 10, 7  # epochs; steps per epoch
 PEAK, LOW, START = 0.4, 0.01, 0.05

@@ -9,11 +9,10 @@ import paddle.nn.functional as F
 import pytest
 from paddle import nn, static
 
-import config
 import few_blocks
 from conftest import NHWC, assert_sparse, frozen
 from helpers import build, random_batches
-from paddle_resnet import models, program
+from paddle_resnet import config, models, program
 from paddle_resnet.checkpoints import variables
 from paddle_resnet.native import build as native
 from paddle_resnet.optimizers import schedules, sparsity, table
@@ -21,7 +20,7 @@ from paddle_resnet.passes import fusion, updates
 from paddle_resnet.settings import durations, validation
 from paddle_resnet.settings.declarations import FLAGS
 from paddle_resnet.steps import scalars
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 PLACE = paddle.CPUPlace()
 

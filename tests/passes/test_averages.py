@@ -13,7 +13,7 @@ from paddle_resnet.checkpoints import variables
 from paddle_resnet.native import build as native
 from paddle_resnet.optimizers import amp
 from paddle_resnet.passes import accumulation, all_reduces, averages
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 PLACE = paddle.CPUPlace()
 KERNELS = ["paddle", "native"]

@@ -14,7 +14,7 @@ import json
 import sys
 
 import paddle_resnet  # sets environment variables before Paddle is imported
-import config
+from paddle_resnet import config
 import paddle
 from paddle import static
 from paddle_resnet import program, resolution

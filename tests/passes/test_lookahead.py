@@ -14,7 +14,7 @@ from paddle_resnet import program
 from paddle_resnet.checkpoints import folders, variables
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import fusion, lookahead
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 PLACE = paddle.CPUPlace()
 RANGER = ["--optimizer", "RAdam", "--beta1", "0.95", "--beta2", "0.99", "--lr", "0.01", "--lookahead", "2,0.5"]

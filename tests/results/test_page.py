@@ -24,7 +24,7 @@ from conftest import ROOT, losses, read_report
 from paddle_resnet import dataset, predict
 from paddle_resnet.data import listing
 from paddle_resnet.results import comparison, curves, page, reading
-from utils.errors import RunError, UsageError
+from paddle_resnet.utils.errors import RunError, UsageError
 
 
 class Reader(html.parser.HTMLParser):

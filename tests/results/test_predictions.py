@@ -15,9 +15,9 @@ from paddle_resnet.data import listing, records
 from paddle_resnet.native import build as native
 from paddle_resnet.results import predictions, reading
 from paddle_resnet.steps import cuda_graph
-from utils.errors import RunError, UsageError
-from utils.meters import TopMeter
-from utils.mode import Mode
+from paddle_resnet.utils.errors import RunError, UsageError
+from paddle_resnet.utils.meters import TopMeter
+from paddle_resnet.utils.mode import Mode
 
 KERNELS = [[], *([["--kernels", "native", "--data-layout", "NHWC"]] if native.missing() is None else [])]
 

@@ -12,8 +12,8 @@ from paddle_resnet.passes import quantization
 from paddle_resnet.serving import calibration, networks, preprocessing
 from paddle_resnet.serving.calibration import BINS, SMALLEST, Histogram, _entropy_bins, _mean_error
 from paddle_resnet.tools import writers
-from utils.errors import UsageError
-from utils.mode import Mode
+from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.mode import Mode
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from paddle_resnet.program import compile_prog
 from paddle_resnet.serving import fixed_sizes, image_files, inference, networks, preprocessing
 from paddle_resnet.serving.fixed_sizes import Steps
 from paddle_resnet.serving.model import Model
-from utils import logger
+from paddle_resnet.utils import logger
 
 
 def fast_model(checkpoint, sizes, tta="none"):

@@ -10,7 +10,7 @@ from PIL import Image
 from paddle_resnet.data import bad_images, readers
 from paddle_resnet.serving import image_files, inference, networks
 from paddle_resnet.serving.model import Model
-from utils.errors import RunError
+from paddle_resnet.utils.errors import RunError
 
 pytestmark = pytest.mark.usefixtures("one_block")
 

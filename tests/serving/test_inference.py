@@ -14,7 +14,7 @@ from paddle import static
 from paddle_resnet.native import build as native
 from paddle_resnet.serving import inference, networks
 from paddle_resnet.serving.model import Model
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 PREPROCESSING = {"resize_short": 2, "center_crop": [1, 2], "interp": "cubic", "scale": 1, "mean": [0] * 3}
 DESCRIPTION = {

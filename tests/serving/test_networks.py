@@ -13,7 +13,7 @@ from paddle_resnet import export, models
 from paddle_resnet.checkpoints import restore
 from paddle_resnet.serving import inference, networks
 from paddle_resnet.settings import parsing
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from paddle_resnet.models import layers
 from paddle_resnet.models.layers import BlurPool, SelfAttention, SqueezeExcitation, product, sigmoid
 from paddle_resnet.passes import quantization
 from paddle_resnet.serving import onnx_writer
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 
 def inference_program(layer, shape=(3, 8, 8), dtype="float32"):

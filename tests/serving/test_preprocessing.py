@@ -13,8 +13,8 @@ from PIL import Image
 from conftest import ROOT
 from paddle_resnet import dali, export
 from paddle_resnet.serving import inference, networks, preprocessing
-from utils.errors import UsageError
-from utils.mode import Mode
+from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.mode import Mode
 
 ORIENTATION = 0x112  # EXIF orientation tag
 PHOTO = (101, 142)  # height and width that lead to odd crop margins

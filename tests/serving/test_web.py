@@ -25,7 +25,7 @@ from PIL import Image
 from conftest import ROOT, strict_json, wait_until
 from paddle_resnet import export, predict, serving
 from paddle_resnet.serving import image_files, inference
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 for package in ("starlette", "uvicorn", "python_multipart"):
     pytest.importorskip(package, reason="requirements-serve.txt is not installed")

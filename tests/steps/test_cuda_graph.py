@@ -20,7 +20,7 @@ from paddle_resnet.native import build as native
 from paddle_resnet.passes import averages
 from paddle_resnet.steps import cuda_graph
 from paddle_resnet.steps.dispatch import Dispatcher
-from utils.errors import RunError
+from paddle_resnet.utils.errors import RunError
 
 pytestmark = pytest.mark.usefixtures("one_block")
 

@@ -9,7 +9,7 @@ import pytest
 from paddle_resnet.native import build as native
 from paddle_resnet.steps import host_metrics
 from paddle_resnet.steps.dispatch import Dispatcher
-from utils.errors import NO_CLASS, DataError
+from paddle_resnet.utils.errors import NO_CLASS, DataError
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from paddle_resnet import program
 from paddle_resnet.native import build as native
 from paddle_resnet.steps import dispatch, host_metrics
 from paddle_resnet.steps.dispatch import Dispatcher
-from utils.errors import DataError
+from paddle_resnet.utils.errors import DataError
 
 NATIVE = [*NHWC, "--kernels", "native", "--cuda-graph", "false"]
 

@@ -10,7 +10,7 @@ from paddle.profiler import Profiler
 
 from conftest import assert_one_error, phase
 from paddle_resnet.steps import trace
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 BENCHMARK = ["--benchmark", "--benchmark-steps", "4", "--benchmark-warmup-steps", "2", "--data-format", "synthetic"]
 

@@ -21,9 +21,9 @@ from conftest import ROOT
 from paddle_resnet import dataset
 from paddle_resnet.data import indexes, listing, records
 from paddle_resnet.tools import convert, verify, writers
-from utils import files
-from utils.errors import UsageError, counted
-from utils.mode import Mode
+from paddle_resnet.utils import files
+from paddle_resnet.utils.errors import UsageError, counted
+from paddle_resnet.utils.mode import Mode
 
 pytestmark = pytest.mark.usefixtures("convert_here", "verify_here")
 
@@ -446,7 +446,7 @@ def test_invalid_source_or_output_exits_with_code_2(photos, tmp_path, capsys):
 
 HOLDER = """
 import sys
-from utils import locks
+from paddle_resnet.utils import locks
 file = locks.acquire(sys.argv[1], print)
 print("locked", flush=True)
 sys.stdin.read()

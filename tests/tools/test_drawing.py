@@ -9,7 +9,7 @@ from matplotlib import font_manager, pyplot
 from paddle_resnet import dataset
 from paddle_resnet.results import lr_curve
 from paddle_resnet.tools import drawing
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 
 def splits(count):

@@ -5,11 +5,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import config
 from conftest import TINY
-from paddle_resnet import dataset
+from paddle_resnet import config, dataset
 from paddle_resnet.tools import inspection
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pytest
 from paddle_resnet import dataset
 from paddle_resnet.data import listing
 from paddle_resnet.tools import split
-from utils.errors import UsageError
-from utils.mode import Mode
+from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.mode import Mode
 
 
 @pytest.fixture

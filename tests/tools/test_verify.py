@@ -14,8 +14,8 @@ from PIL import Image
 from paddle_resnet import dali, dataset
 from paddle_resnet.data import listing, records
 from paddle_resnet.tools import convert, verify
-from utils.errors import DataError, UsageError
-from utils.mode import Mode, RunScope
+from paddle_resnet.utils.errors import DataError, UsageError
+from paddle_resnet.utils.mode import Mode, RunScope
 
 PIXELS = np.random.RandomState(0).randint(0, 255, (48, 40, 3), dtype=np.uint8)
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from utils import affinity, logger
+from paddle_resnet.utils import affinity, logger
 
 
 class NVMLError(Exception):

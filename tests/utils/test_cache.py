@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from conftest import ROOT
-from utils import cache
+from paddle_resnet.utils import cache
 
 OTHER_USER = 54321
 

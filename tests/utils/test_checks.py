@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from utils import checks
+from paddle_resnet.utils import checks
 
 
 @pytest.mark.parametrize(

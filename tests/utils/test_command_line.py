@@ -7,17 +7,15 @@ import sys
 
 import pytest
 
-import config
-import train
 from conftest import ROOT
-from paddle_resnet import dataset, doctor, export, predict, weights
+from paddle_resnet import config, dataset, doctor, export, predict, train, weights
 from paddle_resnet.models import __main__ as models
 from paddle_resnet.results import comparison
 from paddle_resnet.settings import declarations
 from paddle_resnet.settings.declarations import ACTIONS, DEFAULTS, EXAMPLES, FLAGS, MAIN, PARSER, TOPICS
-from utils import command_line
-from utils.command_line import Parser
-from utils.errors import UsageError
+from paddle_resnet.utils import command_line
+from paddle_resnet.utils.command_line import Parser
+from paddle_resnet.utils.errors import UsageError
 
 TOOLS = {
     "train": train.main,

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from utils import errors
+from paddle_resnet.utils import errors
 
 
 @pytest.mark.parametrize(

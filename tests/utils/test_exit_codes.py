@@ -12,15 +12,13 @@ import time
 
 import pytest
 
-import config
-import train
 from conftest import ROOT
-from paddle_resnet import dataset, doctor, export, predict
+from paddle_resnet import config, dataset, doctor, export, predict, train
 from paddle_resnet.data import records
 from paddle_resnet.results import comparison, reading
 from paddle_resnet.tools import convert
-from utils import exit_codes, signals
-from utils.errors import UsageError
+from paddle_resnet.utils import exit_codes, signals
+from paddle_resnet.utils.errors import UsageError
 
 TOOLS = {
     "dataset": (dataset.main, ["convert", "--from", "x", "--to", "lmdb", "--output", "y"], (convert, "convert")),

@@ -10,7 +10,7 @@ import pytest
 
 from paddle_resnet import export, predict, weights
 from paddle_resnet.results import comparison
-from utils import files
+from paddle_resnet.utils import files
 
 
 def test_open_regular_accepts_files_up_to_limit(tmp_path):

@@ -6,8 +6,8 @@ import platform
 
 import pytest
 
-from utils import locks
-from utils.errors import UsageError
+from paddle_resnet.utils import locks
+from paddle_resnet.utils.errors import UsageError
 
 
 def failing(number):

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from conftest import ROOT, read_report
-from utils import logger
-from utils.errors import RunError, UsageError
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import RunError, UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -305,7 +305,7 @@ def test_unwritable_report_is_an_error(tmp_path, name):
 
 HOLDER = """
 import sys
-from utils import logger
+from paddle_resnet.utils import logger
 logger.setup(sys.argv[1])
 logger.begin({})
 print("begun", flush=True)
@@ -344,7 +344,7 @@ def test_second_run_with_same_report_is_rejected(tmp_path):
 
 
 LOGGING_PROGRAM = r"""
-from utils import logger
+from paddle_resnet.utils import logger
 logger.setup({report!r})
 logger.begin(dict(lr=0.1))
 for step in range(3):

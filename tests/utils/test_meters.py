@@ -4,8 +4,8 @@ import math
 import numpy as np
 import pytest
 
-from utils.errors import DataError
-from utils.meters import (
+from paddle_resnet.utils.errors import DataError
+from paddle_resnet.utils.meters import (
     AverageMeter,
     ConfusionMeter,
     StepClock,
@@ -197,7 +197,7 @@ def test_sum_over_samples_does_not_depend_on_order():
 
 def test_step_clock_measures_steps_without_pauses(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("utils.meters.perf_counter", lambda: now[0])
+    monkeypatch.setattr("paddle_resnet.utils.meters.perf_counter", lambda: now[0])
     clock = StepClock()
 
     def step(wait_s, rest_s, images):

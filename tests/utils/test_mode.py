@@ -1,6 +1,6 @@
 """The values of --run-scope."""
 
-from utils.mode import Mode, RunScope
+from paddle_resnet.utils.mode import Mode, RunScope
 
 
 def test_scope_determines_modes():

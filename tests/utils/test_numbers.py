@@ -4,7 +4,7 @@ from argparse import ArgumentTypeError
 
 import pytest
 
-from utils import numbers
+from paddle_resnet.utils import numbers
 
 
 @pytest.mark.parametrize(

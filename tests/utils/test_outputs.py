@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from utils import outputs
-from utils.errors import UsageError
+from paddle_resnet.utils import outputs
+from paddle_resnet.utils.errors import UsageError
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from conftest import ROOT, TINY, losses, read_report
-from utils import progress
+from paddle_resnet.utils import progress
 
 
 def run_in_terminal(command, columns, **environment):

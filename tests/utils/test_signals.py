@@ -11,8 +11,8 @@ import pytest
 
 from conftest import ROOT, TINY
 from helpers import NETWORK_EXAMPLE
-from utils import signals
-from utils.errors import RunError
+from paddle_resnet.utils import signals
+from paddle_resnet.utils.errors import RunError
 
 
 @pytest.fixture(autouse=True)

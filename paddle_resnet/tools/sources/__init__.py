@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from paddle_resnet.data import listing, sniffer
 from paddle_resnet.tools import convert, split
 from paddle_resnet.tools.sources import ilsvrc, tables
-from utils import logger
-from utils.errors import UsageError, command, printable
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import UsageError, command, printable
 
 KINDS = {"ilsvrc": ilsvrc.read, "table": tables.read}
 DEFAULT_VAL = 0.2  # fraction of each class that goes to val/ if a table has no validation images

@@ -13,8 +13,8 @@ import re
 import tarfile
 
 from paddle_resnet.data import listing, records
-from utils import logger
-from utils.errors import UsageError, counted
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import UsageError, counted
 
 EXPECTED = {"train": 1_281_167, "val": 50_000}
 CLASSES = 1000

@@ -7,7 +7,7 @@ import json
 import os
 
 from paddle_resnet.tools.sources.table_files import Row, read_lines
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 
 def _pairs(path):

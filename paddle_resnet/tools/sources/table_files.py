@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from paddle_resnet.data import records, sniffer
-from utils.errors import UsageError, counted
+from paddle_resnet.utils.errors import UsageError, counted
 
 ROBOFLOW = "_classes.csv"
 SPLITS = {

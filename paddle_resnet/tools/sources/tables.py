@@ -11,8 +11,8 @@ from collections import Counter, defaultdict
 from paddle_resnet.data import listing, records, sniffer
 from paddle_resnet.tools.sources import official, table_files
 from paddle_resnet.tools.sources.table_files import ROBOFLOW, SPLIT_OF, SPLITS, Row, read_lines, split_of
-from utils import logger
-from utils.errors import UsageError, counted
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import UsageError, counted
 
 # Files with one class name per line, possibly after its number.
 NAME_FILE = re.compile(

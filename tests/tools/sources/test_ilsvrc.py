@@ -14,8 +14,8 @@ from paddle_resnet import dataset
 from paddle_resnet.data import listing, numbering, records
 from paddle_resnet.tools import convert, sources
 from paddle_resnet.tools.sources import Options, ilsvrc
-from utils.errors import UsageError
-from utils.mode import Mode
+from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.mode import Mode
 
 pytestmark = pytest.mark.usefixtures("convert_here", "verify_here", "cache")
 WNIDS = ["n01440764", "n01443537", "n01484850", "n01491361"]

@@ -4,7 +4,7 @@ import pytest
 
 from layouts import put
 from paddle_resnet.tools.sources import official
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 CUB = {
     "images": "1 001.a/x.jpg\n2 002.b/y.jpg\n",

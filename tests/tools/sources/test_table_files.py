@@ -4,7 +4,7 @@ import pytest
 
 from layouts import put
 from paddle_resnet.tools.sources import table_files
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from paddle_resnet import dataset
 from paddle_resnet.data import listing, numbering
 from paddle_resnet.tools import sources
 from paddle_resnet.tools.sources import Options
-from utils.errors import UsageError
-from utils.mode import Mode
+from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.mode import Mode
 
 pytestmark = pytest.mark.usefixtures("convert_here", "verify_here", "cache")
 NAMES = ["cock", "goldfish", "ray", "tench"]  # sorted

@@ -8,7 +8,7 @@ import os
 import signal
 from pathlib import Path
 
-from utils.errors import RunError
+from paddle_resnet.utils.errors import RunError
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)

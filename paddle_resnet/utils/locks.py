@@ -8,7 +8,7 @@ import platform
 import stat
 from pathlib import Path
 
-from utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError
 
 
 def acquire(path, warn):

@@ -8,8 +8,8 @@ import resource
 import signal
 import sys
 
-from utils import logger, signals
-from utils.errors import RunError, UsageError, core, printable
+from paddle_resnet.utils import logger, signals
+from paddle_resnet.utils.errors import RunError, UsageError, core, printable
 
 # Out-of-memory messages of Paddle, oneDNN, DALI, NumPy and the operating system.
 _NO_THREAD = ("Resource temporarily unavailable", "can't start new thread")

@@ -5,7 +5,7 @@ from time import perf_counter
 
 import numpy as np
 
-from utils.errors import NO_CLASS, DataError
+from paddle_resnet.utils.errors import NO_CLASS, DataError
 
 
 def mean(total, count):

@@ -9,8 +9,8 @@ import sys
 import textwrap
 from fractions import Fraction
 
-from utils import numbers
-from utils.errors import UsageError
+from paddle_resnet.utils import numbers
+from paddle_resnet.utils.errors import UsageError
 
 LONGEST_WORD = 500  # maximum length of a word in an error message; longer flag values are shortened
 ALL = "all"  # topic that contains all flags

@@ -15,8 +15,8 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from utils import files, locks, progress
-from utils.errors import RunError, UsageError, printable
+from paddle_resnet.utils import files, locks, progress
+from paddle_resnet.utils.errors import RunError, UsageError, printable
 
 _path = _report = _lock = None
 _is_misplaced = False

@@ -13,8 +13,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from utils import logger
-from utils.errors import UsageError
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import UsageError
 
 
 def folder():

@@ -7,8 +7,8 @@ import stat
 import tempfile
 from pathlib import Path
 
-from utils import files, logger
-from utils.errors import UsageError
+from paddle_resnet.utils import files, logger
+from paddle_resnet.utils.errors import UsageError
 
 # Names in a run folder that are reserved for complete or incomplete checkpoints (checkpoints/folders.py).
 _RESERVED = re.compile(r"\d+(_\d+)?|latest|best|\..*")

@@ -11,7 +11,7 @@ import sys
 from datetime import timedelta
 from time import monotonic
 
-from utils import signals
+from paddle_resnet.utils import signals
 
 PERIOD_S = 0.25
 _live = None

@@ -2,7 +2,7 @@
 
 import os
 
-from utils import logger
+from paddle_resnet.utils import logger
 
 
 def bind_to_gpu(local_gpu):

@@ -1,0 +1,149 @@
+"""Train, evaluate or benchmark a network; see `python train.py --help`. To use several processes, start train.py with
+Paddle's launcher."""
+
+import sys
+
+from paddle_resnet import config, report
+from paddle_resnet.data import listing
+from paddle_resnet.job.processes import check_environment, world_size
+from paddle_resnet.models import registered_name
+from paddle_resnet.settings import durations, parsing
+from paddle_resnet.utils import exit_codes, logger, progress, signals
+from paddle_resnet.utils.errors import RunError, command
+from paddle_resnet.utils.mode import Mode
+
+
+def main(argv=None):
+    """Run train.py and return its exit code: 0 success, 1 failure, 2 error in usage, configuration or data, 75 stopped
+    by a signal (a checkpoint is saved), 130 interrupted, 141 if the reader of the result has exited (`| head`)."""
+    try:
+        return exit_codes.of("train.py", lambda: _main(sys.argv[1:] if argv is None else argv), needs_stdout=False)
+    finally:
+        logger.close()
+
+
+def _main(argv):
+    if not argv and config.needs_flags():
+        return config.print_help()
+    with signals.watched():
+        with logger.result_on_stdout():
+            args = config.parse_args(argv)
+            if args.print_config:
+                return print(*(f"# {line}" for line in args.dropped), parsing.as_yaml(args), sep="\n")
+        with progress.shown():
+            _run(args, argv)
+
+
+def _run(args, argv):
+    """Run the phases of a run in order."""
+    check_environment()
+    args.resolve(args.origin("model_arch_name"), model_arch_name=registered_name(args.model_arch_name))
+    if args.data_format != "synthetic" and world_size() == 1:  # with several processes, rank 0 checks the folder later
+        listing.check_root(args.image_root)
+    progress.phase("Paddle import")
+    try:  # imported late, because importing Paddle takes seconds and flag errors should appear immediately
+        with signals.importing_paddle():
+            from paddle import static
+        from paddle_resnet.machine import compat
+
+        compat.check_version()
+        from paddle_resnet import phases, program
+    except ImportError as e:
+        raise RunError(f"Paddle or DALI: cannot be imported ({e}); run {command('doctor')}") from e
+    from paddle_resnet.job import exchange, fleet, processes
+
+    phases.start(args)
+    with exchange.exit_barrier():
+        fleet.connect(args.comm_timeout_s)
+        checkpoint = phases.find_start(args)
+        if phases.is_done(args, checkpoint):
+            return report.all_done(args, argv, checkpoint)
+        phases.claim_outputs(args, checkpoint)
+        program.start_fleet(args)
+        exe = static.Executor(processes.place(args.device))
+        train_loader, eval_loader = phases.open_data(args, checkpoint)
+        training, evaluation = phases.build_programs(args, exe, train_loader, eval_loader, checkpoint)
+        checkpoint = phases.set_weights(args, checkpoint, training, evaluation)
+        training, evaluation = phases.compile_programs(args, exe, training, evaluation)
+        phases.check_and_describe(args, exe, training, evaluation)
+        if args.dry_run:
+            logger.info("dry run: flags, data and programs are valid")
+        elif training is None:
+            _evaluate_only(args, argv, exe, checkpoint, evaluation)
+        elif args.benchmark:
+            _benchmark_training(args, argv, exe, training)
+        else:
+            _run_epochs(args, argv, exe, checkpoint, training, evaluation)
+
+
+def _evaluate_only(args, argv, exe, checkpoint, evaluation):
+    from paddle_resnet import phases
+
+    logger.begin(args.as_entry())
+    epoch = phases.log_evaluated(args, checkpoint)
+    report.conclude(args, argv, _evaluate(args, exe, evaluation, durations.Stop(epoch)), Mode.EVAL)
+
+
+def _benchmark_training(args, argv, exe, training):
+    logger.begin(args.as_entry())
+    report.conclude(args, argv, _train(exe, training, durations.Stop(0)), Mode.TRAIN)
+
+
+def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
+    """Train up to each position in durations.stops, evaluate and save a checkpoint there, and finally log a summary."""
+    from paddle_resnet import phases
+    from paddle_resnet.checkpoints.saver import Saver
+    from paddle_resnet.passes import all_reduces
+
+    saver = Saver(args, training.program, training.lr_scheduler, training.loader, training.fetchs, checkpoint)
+    training = phases.show_on_tensorboard(args, training, checkpoint)
+    logger.begin(args.as_entry(), append=report.resumes(args, checkpoint))
+    is_advised = False
+    resumed = checkpoint and checkpoint.trained  # training metrics if only the evaluation is pending
+    schedule = training.lr_scheduler
+    for stop in durations.stops(args, schedule.timeline, schedule.done - (resumed is not None)):
+        trained, resumed, evaluated = resumed, None, None
+        try:
+            if trained is None:
+                training = phases.enter_stage(training, stop.epoch, saver)
+                trained = _train(exe, training, stop, saver.save)
+                if stop.averages_bn:
+                    all_reduces.average_bn(exe, training.program)
+                is_advised = is_advised or (stop.ends_epoch and report.advise_on_loader(args, stop.epoch, trained))
+            if evaluation and stop.evaluates:
+                evaluated = _evaluate(args, exe, evaluation, stop, saver.record)
+        except Exception as e:
+            saver.save_on_error(e, stop.epoch, stop.step, trained)
+            raise
+        saver.save_if_due(stop, trained, evaluated)
+        if saver.ends_early:
+            break
+    saver.finish()
+    report.summarize(args, argv, training.program, stop, trained, evaluated, saver)
+
+
+def _train(exe, training, stop, save=None):
+    """Train up to the position `stop`, or run the benchmark steps. Return the result of program.run."""
+    from paddle_resnet import program
+
+    args, loader, compiled, fetchs = training.settings, training.loader, training.compiled, training.fetchs
+    result = program.run_and_save(
+        args, loader, exe, compiled, fetchs, stop.epoch, Mode.TRAIN, training.lr_scheduler, save, stop.step
+    )
+    if not args.benchmark:
+        program.log_info((stop.epoch,), result | stop.place(), Mode.TRAIN)
+    return result
+
+
+def _evaluate(args, exe, evaluation, stop, is_best=lambda stop, result: True):
+    """Evaluate the current parameters. Return the metrics from program.run, except those that are arrays."""
+    from paddle_resnet import program
+
+    evaluation.refresh()
+    result = program.run(args, evaluation.loader, exe, evaluation.compiled, evaluation.fetchs, stop.epoch, Mode.EVAL)
+    program.log_info((stop.epoch,), result | stop.place(), Mode.EVAL)
+    return report.write_classes(args, result, evaluation.loader.class_names, stop.epoch, is_best(stop, result))
+
+
+if __name__ == "__main__":
+    sys.exit(signals.leaving(main()))
