@@ -10,12 +10,14 @@ help text up to the first semicolon.
 
 import argparse
 import os
-from collections import namedtuple
 from functools import partial
 
+from paddle_resnet.components import COMPONENTS
 from paddle_resnet.models import MODELS, parts
 from paddle_resnet.optimizers.table import OPTIMIZERS
 from paddle_resnet.settings import stages
+from paddle_resnet.settings.field import Declaration, Flag, flags
+from paddle_resnet.settings.values import flag
 from paddle_resnet.utils import files, numbers
 from paddle_resnet.utils.command_line import Parser
 from paddle_resnet.utils.mode import RunScope
@@ -25,7 +27,6 @@ EVALUATED = ("network", "preprocessing")
 RESUMED = (*EVALUATED, "recipe", "saving")
 MOST_MINUTES = 366 * 24 * 60  # maximum duration of a run
 LEAST_FRACTION = 1e-6  # minimum A in --lookahead K,A; values below 1e-45 would be 0 in float32
-MAX_BELOW_ONE = 0.9999999  # float32 would round larger values to 1, and optimizers divide by 1 minus the value
 
 # {topic of --help: description}
 TOPICS = {
@@ -83,38 +84,70 @@ _OF_NVIDIA = (
 )
 NVIDIA = frozenset(f"--{name}" for name in _OF_NVIDIA.split())
 
-# Attributes of a flag in addition to those of its argparse action:
-# kind: one of KINDS.
-# topic: one of TOPICS.
-# batches: whether the flag determines the order or the content of the training batches.
-# depends_on: other flags. If the user sets one of these flags to a value that differs from the checkpoint's, the flag
-#     that this entry declares is not inherited from the checkpoint.
-# used_by: (other flag, the values of the other flag for which the declared flag has an effect), for example the
-#     schedules that use the declared flag; None if the declared flag always has an effect.
-# before: value to assume for checkpoints that are older than the flag; None for the default.
-Declaration = namedtuple("Declaration", "kind topic batches depends_on used_by before")
+# The order of the flags in `--help TOPIC`, --print-config and meta.json. Other flags follow.
+_ORDER = (
+    "config run-scope resume overwrite from-checkpoint last-epoch-of-checkpoint from-pretrained-params "
+    "pretrained-mismatch choose-recipe dry-run model-arch-name num-of-class image-shape qat crop-size resize-short "
+    "interp normalize-scale normalize-mean normalize-std batch-size data-layout dali-output-fp16 dali-random-seed "
+    "label-offset balanced-sampling cpu-decoder-load rand-crop-scale rand-crop-ratio crop-padding auto-augment "
+    "auto-augment-magnitude color-jitter lighting rotate-degrees iter-unit num-iter epochs budget-minutes "
+    "accumulate-steps seed label-smoothing class-weights max-bad-steps freeze unfreeze-at optimizer momentum beta1 "
+    "beta2 opt-epsilon lookahead weight-decay clip-grad-norm sizes mixup cutmix dropout drop-path bn-momentum ema "
+    "bn-weight-decay lr warmup-epochs lr-decay-by-layer classifier-lr-factor warmup-start-lr lr-scheduler min-lr "
+    "lr-decay-epochs lr-decay-factor lr-power lr-rise lr-flat amp amp-dtype amp-level scale-loss "
+    "use-dynamic-loss-scaling use-pure-fp16 asp prune-model mask-algo fuse-resunit save-interval "
+    "save-interval-steps keep-checkpoints patience checkpoint-commit model-prefix eval-interval tta image-root "
+    "data-format skip-list allow-empty-classes allow-one-class allow-outside dali-device dali-num-threads "
+    "dali-prefetch hw-decoder-load device kernels cuda-graph enable-cpu-affinity comm-timeout-s output-dir "
+    "inference-dir report-file tensorboard-dir report-html predictions print-interval show-config verbose "
+    "print-config benchmark benchmark-steps benchmark-warmup-steps profile-steps"
+)
 
 
-def _flag(parser, kind, name, topic, batches=False, depends_on=(), used_by=None, before=None, **options):
+def _flag(found, kind, name, topic, batches=False, depends_on=(), used_by=None, before=None, **options):
     if used_by is not None:
         depends_on = (*depends_on, used_by[0])
     if "choices" not in options:
         options.setdefault("metavar", {int: "N", float: "X"}.get(type(options.get("default"))))
-    action = parser.add_argument(name, **options)
-    action.declaration = Declaration(kind, topic, batches, depends_on, used_by, before)
-    action.mark = " (N)" if name in NVIDIA else ""
+    default = options.pop("default", None)
+    default = None if default is argparse.SUPPRESS else default
+    declaration = Declaration(kind, topic, batches, depends_on, used_by, before)
+    found[name[2:].replace("-", "_")] = Flag(declaration, default, options)
 
 
 def _switch(default=False):
     """Return the argparse options of a boolean flag: `--flag` without a value means true, and `--flag false` overrides
     the configuration file."""
-    return {"nargs": "?", "const": True, "default": default, "type": _truth, "metavar": "false"}
+    return {"nargs": "?", "const": True, "default": default, "type": numbers.truth, "metavar": "false"}
 
 
 def _of_optimizers(flag, text):
     """Return the argparse options of a flag that only some optimizers use."""
     users = tuple(name for name, rule in OPTIMIZERS.items() if flag in rule.flags)
     return {"help": f"{text} ({', '.join(users)})", "used_by": ("optimizer", users)}
+
+
+def _collect():
+    """Return {name: Flag} for all flags, in the order of the help."""
+    found = {}
+    for kind, declare in (
+        ("output", _start),
+        ("network", _network),
+        ("preprocessing", _preprocessing),
+        ("recipe", _batches),
+        ("recipe", _training),
+        ("recipe", _precision),
+        ("saving", _saving),
+        ("loader", _loader),
+        ("machine", _machine),
+        ("output", _output),
+        ("output", _benchmark),
+    ):
+        declare(partial(_flag, found, kind))
+    for component in COMPONENTS:
+        found |= flags(component.Settings)
+    order = {name.replace("-", "_"): i for i, name in enumerate(_ORDER.split())}
+    return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 
 
 def _build_parser():
@@ -126,24 +159,11 @@ def _build_parser():
         epilog="train.py --print-config FLAGS prints all values as a file for --config. There and on the command line, "
         "`false` turns a flag off, and `None` unsets it. (N): flag of NVIDIA's RN50v1.5 Paddle example.",
     )
-    for kind, declare in (
-        ("output", _start),
-        ("network", _network),
-        ("preprocessing", _preprocessing),
-        ("recipe", _batches),
-        ("recipe", _training),
-        ("recipe", _learning_rate),
-        ("recipe", _precision),
-        ("saving", _saving),
-        ("loader", _loader),
-        ("machine", _machine),
-        ("output", _output),
-        ("output", _benchmark),
-    ):
-        declare(partial(_flag, parser, kind))
-    flags = {action.option_strings[0]: action.declaration for action in parser._actions if action.dest != "help"}
+    for name, declared in _FLAGS.items():
+        action = parser.add_argument(flag(name), default=declared.default, **declared.options)
+        action.mark = " (N)" if flag(name) in NVIDIA else ""
     parser.topics = {
-        topic: (description, [name for name, declaration in flags.items() if declaration.topic == topic])
+        topic: (description, [flag(name) for name, declaration in FLAGS.items() if declaration.topic == topic])
         for topic, description in TOPICS.items()
     }
     return parser
@@ -417,7 +437,7 @@ def _batches(add):
     add(
         "--color-jitter",
         "augment",
-        type=_not_negative_number,
+        type=numbers.not_negative_number,
         default=0.0,
         metavar="S",
         help="strength of color jitter: brightness, contrast and saturation are scaled by factors from 1-S to 1+S",
@@ -426,7 +446,7 @@ def _batches(add):
     add(
         "--lighting",
         "augment",
-        type=_not_negative_number,
+        type=numbers.not_negative_number,
         default=0.0,
         metavar="STD",
         help="standard deviation of PCA lighting noise (AlexNet: 0.1)",
@@ -435,7 +455,7 @@ def _batches(add):
     add(
         "--rotate-degrees",
         "augment",
-        type=_not_negative_number,
+        type=numbers.not_negative_number,
         default=0.0,
         metavar="D",
         help="maximum angle of random rotations in either direction, in degrees",
@@ -550,14 +570,14 @@ def _training(add):
     add(
         "--beta1",
         "optimizer",
-        type=_below_one,
+        type=numbers.below_one,
         default=0.9,
         **_of_optimizers("beta1", "weight of the previous first moment"),
     )
     add(
         "--beta2",
         "optimizer",
-        type=_below_one,
+        type=numbers.below_one,
         default=0.999,
         **_of_optimizers("beta2", "weight of the previous second moment"),
     )
@@ -580,7 +600,7 @@ def _training(add):
     add(
         "--weight-decay",
         "regularize",
-        type=_not_negative_number,
+        type=numbers.not_negative_number,
         default=3.0517578125e-05,
         help=f"coefficient of L2 weight decay, which is decoupled from the gradient in {', '.join(adaptive)}",
     )
@@ -620,7 +640,7 @@ def _training(add):
     add(
         "--dropout",
         "regularize",
-        type=_below_one,
+        type=numbers.below_one,
         default=0.0,
         metavar="P",
         help="dropout rate before the last layer; 0: off",
@@ -628,7 +648,7 @@ def _training(add):
     add(
         "--drop-path",
         "regularize",
-        type=_below_one,
+        type=numbers.below_one,
         default=0.0,
         metavar="P",
         help="rate of stochastic depth: the probability with which the last residual block omits its branch for an "
@@ -654,107 +674,6 @@ def _training(add):
         "regularize",
         **_switch(),
         help="apply weight decay also to the scale and shift of normalization layers and to other per-channel factors",
-    )
-
-
-def _learning_rate(add):
-    add(
-        "--lr",
-        "schedule",
-        type=_not_negative_number,
-        default=0.256,
-        help="peak learning rate for one process and one batch per step; the run multiplies it by the number of "
-        "processes and by --accumulate-steps",
-    )
-    add(
-        "--warmup-epochs",
-        "schedule",
-        type=numbers.not_negative,
-        default=5,
-        help="number of epochs of linear warm-up; with --iter-unit batch, number of steps, which is 0 if not set",
-        depends_on=("iter_unit",),
-    )
-    add(
-        "--lr-decay-by-layer",
-        "fine-tune",
-        type=_positive_ratio,
-        default=1.0,
-        metavar="F",
-        help="ratio of the learning rate of each network part (stem, block, ...) to that of the next part",
-    )
-    add(
-        "--classifier-lr-factor",
-        "fine-tune",
-        type=_factor,
-        default=1.0,
-        metavar="F",
-        help="factor by which the learning rate of the last layer is multiplied",
-    )
-    add(
-        "--warmup-start-lr",
-        "schedule",
-        type=_not_negative_number,
-        default=0.0,
-        help="learning rate at step 0 of the warm-up; not multiplied like --lr",
-    )
-    add(
-        "--lr-scheduler",
-        "schedule",
-        default="Cosine",
-        choices=["Cosine", "Piecewise", "Poly", "OneCycle", "FlatCosine"],
-        help="learning-rate schedule after the warm-up; see docs/optimizer.md for the formulas",
-    )
-    add(
-        "--min-lr",
-        "schedule",
-        type=_not_negative_number,
-        default=0.0,
-        help="final learning rate in all schedules except Piecewise; like --lr, multiplied by the number of processes "
-        "and --accumulate-steps",
-        used_by=("lr_scheduler", ("Cosine", "Poly", "OneCycle", "FlatCosine")),
-    )
-    add(
-        "--lr-decay-epochs",
-        "schedule",
-        type=numbers.list_of(_not_negative_number),
-        default=[30.0, 60.0, 80.0],
-        metavar="E,...",
-        help="epochs at which Piecewise multiplies the learning rate by --lr-decay-factor; with --iter-unit batch, "
-        "steps",
-        depends_on=("iter_unit",),
-        used_by=("lr_scheduler", ("Piecewise",)),
-    )
-    add(
-        "--lr-decay-factor",
-        "schedule",
-        type=_factor,
-        default=0.1,
-        help="factor by which Piecewise multiplies the learning rate at each of --lr-decay-epochs",
-        used_by=("lr_scheduler", ("Piecewise",)),
-    )
-    add(
-        "--lr-power",
-        "schedule",
-        type=numbers.positive_number,
-        default=2.0,
-        help="exponent of the Poly schedule",
-        used_by=("lr_scheduler", ("Poly",)),
-    )
-    add(
-        "--lr-rise",
-        "schedule",
-        type=numbers.ratio,
-        default=0.25,
-        help="fraction of the steps during which OneCycle rises to the peak",
-        used_by=("lr_scheduler", ("OneCycle",)),
-    )
-    add(
-        "--lr-flat",
-        "schedule",
-        type=numbers.ratio,
-        default=0.75,
-        help="fraction of the steps during which FlatCosine stays at the peak",
-        used_by=("lr_scheduler", ("FlatCosine",)),
     )
 
 
@@ -1086,13 +1005,6 @@ def _benchmark(add):
     )
 
 
-def _truth(text):
-    values = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-    if text.lower() not in values:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a boolean; use true or false")
-    return values[text.lower()]
-
-
 def _file_name(text):
     # File systems limit a name to 255 bytes, including the suffix.
     if not text or "/" in text or text.startswith(".") or len(os.fsencode(text)) > 240:
@@ -1101,13 +1013,6 @@ def _file_name(text):
             "resnet50"
         )
     return text
-
-
-def _not_negative_number(text):
-    value = numbers.number(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative; use 0 or more")
-    return value
 
 
 def _positive_or_none(text):
@@ -1128,23 +1033,9 @@ def _positive_count_or_none(text):
 
 
 def _alpha(text):
-    value = _not_negative_number(text)
+    value = numbers.not_negative_number(text)
     if value > 1e6:
         raise argparse.ArgumentTypeError(f"{text} is too large; use a number up to 1e6, such as 0.2")
-    return value
-
-
-def _factor(text):
-    value = numbers.positive_number(text)
-    if value > 1000:  # powers of larger factors may overflow
-        raise argparse.ArgumentTypeError(f"{text} is too large; use a number up to 1000, such as 0.1")
-    return value
-
-
-def _positive_ratio(text):
-    value = numbers.ratio(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError(f"{text} is not positive; use a number above 0 and up to 1, such as 0.8")
     return value
 
 
@@ -1160,17 +1051,8 @@ def _layers(text):
     return names
 
 
-def _below_one(text):
-    value = numbers.ratio(text)
-    if value == 1:
-        raise argparse.ArgumentTypeError(f"{text} is not below 1; use a number of at least 0 and below 1, such as 0.9")
-    if value > MAX_BELOW_ONE:
-        raise argparse.ArgumentTypeError(f"{text} is too close to 1 for float32; use {MAX_BELOW_ONE} or less")
-    return value
-
-
 def _beta_or_none(text):
-    return None if text == "None" else _below_one(text)
+    return None if text == "None" else numbers.below_one(text)
 
 
 def _lookahead(text):
@@ -1221,10 +1103,11 @@ def _epoch(text):
     return text if text == "auto" else numbers.not_negative(text)
 
 
+_FLAGS = _collect()
+FLAGS = {name: declared.declaration for name, declared in _FLAGS.items()}  # {name: Declaration}
+DEFAULTS = {name: declared.default for name, declared in _FLAGS.items()}
 PARSER = _build_parser()
-ACTIONS = {action.dest: action for action in PARSER._actions if action.dest != "help"}
-FLAGS = {name: action.declaration for name, action in ACTIONS.items()}
-DEFAULTS = {name: None if a.default is argparse.SUPPRESS else a.default for name, a in ACTIONS.items()}
+ACTIONS = {action.dest: action for action in PARSER._actions if action.dest != "help"}  # {name: argparse action}
 
 
 def of_kinds(*kinds):

@@ -3,12 +3,13 @@ flags."""
 
 import math
 import os
-from typing import NamedTuple
 
+from paddle_resnet.components import COMPONENTS
 from paddle_resnet.models import RESIZE_RATIO
 from paddle_resnet.optimizers.table import OPTIMIZERS
 from paddle_resnet.settings import inheritance, stages
 from paddle_resnet.settings.declarations import DEFAULTS, FLAGS
+from paddle_resnet.settings.field import Conflict
 from paddle_resnet.settings.values import flag, network_name, text
 from paddle_resnet.utils import numbers
 from paddle_resnet.utils.errors import UsageError, command, printable
@@ -30,21 +31,6 @@ HIGHEST = ("command line", "Python", "machine")
 
 # Smaller nonzero values make DALI fail, because the range of its random numbers would be empty in float32.
 LEAST_AUGMENTATION = {"color_jitter": 1e-6, "rotate_degrees": 1e-6}
-
-
-class Conflict(NamedTuple):
-    """An invalid value, or a conflict between flags.
-
-    Attributes:
-        message: error message.
-        unused: names of the flags that `by` makes unused or unusable. If two flags exclude each other, both names are
-            in both fields.
-        by: names of the flags that cause the conflict.
-    """
-
-    message: str
-    unused: tuple = ()
-    by: tuple = ()
 
 
 def check(settings):
@@ -199,6 +185,8 @@ def _conflicts_of_settings(settings):
     """Yield a Conflict for each conflict between flags that a run can inherit from a checkpoint."""
     yield from _conflicts_of_augmentation(settings)
     yield from _conflicts_of_schedule(settings)
+    for component in COMPONENTS:
+        yield from component.conflicts(settings.part(component.Settings))
     yield from _conflicts_of_stages(settings)
     yield from _conflicts_of_sparsity(settings)
     yield from _conflicts_of_amp(settings)
@@ -386,10 +374,6 @@ def _conflicts_of_schedule(settings):
     if settings.iter_unit == "batch" and settings.lr_scheduler == "Piecewise" and is_default:
         yield Conflict(
             "--iter-unit batch: --lr-scheduler Piecewise has no default steps; set --lr-decay-epochs to steps"
-        )
-    if settings.min_lr > settings.lr:
-        yield Conflict(
-            f"--min-lr {settings.min_lr:g}: exceeds --lr {settings.lr:g}; use a smaller value", ("min_lr",), ("lr",)
         )
 
 

@@ -9,6 +9,7 @@ import math
 from fractions import Fraction
 
 AUTO = "auto"  # value of --label-offset that requests detection
+MAX_BELOW_ONE = 0.9999999  # float32 would round larger values to 1, and optimizers divide by 1 minus the value
 MAX_NUMBER = 1e38  # Paddle and DALI convert numbers to float32, whose largest value is 3.4e38
 
 
@@ -58,6 +59,43 @@ def ratio(text):
     value = number(text)
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"{short(text)} is not between 0 and 1; use a fraction such as 0.5")
+    return value
+
+
+def truth(text):
+    values = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    if text.lower() not in values:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a boolean; use true or false")
+    return values[text.lower()]
+
+
+def not_negative_number(text):
+    value = number(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative; use 0 or more")
+    return value
+
+
+def factor(text):
+    value = positive_number(text)
+    if value > 1000:  # powers of larger factors may overflow
+        raise argparse.ArgumentTypeError(f"{text} is too large; use a number up to 1000, such as 0.1")
+    return value
+
+
+def positive_ratio(text):
+    value = ratio(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not positive; use a number above 0 and up to 1, such as 0.8")
+    return value
+
+
+def below_one(text):
+    value = ratio(text)
+    if value == 1:
+        raise argparse.ArgumentTypeError(f"{text} is not below 1; use a number of at least 0 and below 1, such as 0.9")
+    if value > MAX_BELOW_ONE:
+        raise argparse.ArgumentTypeError(f"{text} is too close to 1 for float32; use {MAX_BELOW_ONE} or less")
     return value
 
 

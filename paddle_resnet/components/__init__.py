@@ -1,0 +1,10 @@
+"""Components: one module per feature of the training step.
+
+A component owns everything about its feature: its flags (Settings), the conflicts between them (conflicts), and the
+operators that it adds to the step. A component sees only its own Settings, and does not import another component.
+Component modules import Paddle only inside functions, because parsing the command line imports all components.
+"""
+
+from paddle_resnet.components import rates
+
+COMPONENTS = (rates,)
