@@ -5,6 +5,23 @@ operators that it adds to the step. A component sees only its own Settings, and 
 Component modules import Paddle only inside functions, because parsing the command line imports all components.
 """
 
-from paddle_resnet.components import rates
+from paddle_resnet.components import (
+    accumulation,
+    clipping,
+    dropout,
+    ema,
+    lookahead,
+    loss,
+    mixing,
+    optimizer,
+    precision,
+    quantization,
+    rates,
+    sparsity,
+    stages,
+)
 
-COMPONENTS = (rates,)
+COMPONENTS = (
+    *(loss, mixing, dropout, optimizer, rates, clipping, accumulation, ema, lookahead),
+    *(precision, sparsity, quantization, stages),
+)

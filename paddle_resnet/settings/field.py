@@ -9,9 +9,10 @@ components, and Settings.part returns an instance with the values of a run.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from paddle_resnet.settings.values import flag_name, listed
 from paddle_resnet.utils import numbers
 
 _FLAG = "flag"  # key of the Flag in the metadata of a dataclass field
@@ -106,3 +107,10 @@ def flag(
 def flags(settings: type) -> dict[str, Flag]:
     """Return {name: Flag} for the fields of a component's Settings."""
     return {field.name: field.metadata[_FLAG] for field in dataclasses.fields(settings)}
+
+
+def out_of_range(name: str, value: float | list[float], low: float, high: float) -> Iterator[Conflict]:
+    """Yield a Conflict if a value, or a value in a list, is outside the range from `low` to `high`."""
+    values = value if isinstance(value, list) else [value]
+    if min(values) < low or max(values) > high:
+        yield Conflict(f"{flag_name(name)} {listed(values)}: out of range; use values from {low:g} to {high:g}")

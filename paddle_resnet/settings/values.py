@@ -156,9 +156,25 @@ class Settings:
         return values | {EXPLICIT: [name for name in values if self.is_explicit(name)]}
 
 
-def flag(name):
+def flag_name(name):
     """Return the command-line name of an attribute: --batch-size for batch_size."""
     return "--" + name.replace("_", "-")
+
+
+flag = flag_name
+
+
+def argument(settings, name):
+    """Return a flag and its value, as a user writes them."""
+    value = getattr(settings, name)
+    if value is True:
+        return flag(name)
+    return f"{flag(name)} {value:g}" if isinstance(value, float) else f"{flag(name)} {text(value)}"
+
+
+def listed(values):
+    """Format a list of numbers for the command line."""
+    return ",".join(f"{value:g}" for value in values)
 
 
 def network_name(arch):
