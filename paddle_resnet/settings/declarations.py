@@ -13,11 +13,13 @@ import os
 from collections import namedtuple
 from functools import partial
 
+from paddle_resnet import __version__
 from paddle_resnet.models import MODELS, parts
 from paddle_resnet.optimizers.table import OPTIMIZERS
 from paddle_resnet.settings import stages
 from paddle_resnet.utils import files, numbers
 from paddle_resnet.utils.command_line import Parser
+from paddle_resnet.utils.errors import SCRIPT, command, is_installed, program
 from paddle_resnet.utils.mode import RunScope
 
 KINDS = ("network", "preprocessing", "recipe", "saving", "loader", "machine", "output")
@@ -56,7 +58,7 @@ MAIN = {
 EXAMPLES = (
     (
         "train on your photos; the run chooses flags for the data and the machine",
-        "--config configs/photos.yaml --image-root DIR",
+        "--choose-recipe --image-root DIR --output-dir output/photos",
     ),
     (
         "train with a recipe; configs/README.md lists all recipes",
@@ -64,7 +66,7 @@ EXAMPLES = (
     ),
     (
         "continue after an interruption: repeat the command with --resume",
-        "--config configs/photos.yaml --image-root DIR --resume",
+        "--choose-recipe --image-root DIR --output-dir output/photos --resume",
     ),
     (
         "evaluate the best checkpoint of a run",
@@ -119,12 +121,13 @@ def _of_optimizers(flag, text):
 
 def _build_parser():
     parser = Parser(
-        prog="train.py",
+        prog="train",
         description="Train, evaluate or benchmark an image classifier with Paddle and NVIDIA DALI.",
-        examples=EXAMPLES,
+        # The wheel does not contain configs/.
+        examples=[example for example in EXAMPLES if "configs/" not in example[1] or not is_installed()],
         main=MAIN,
-        epilog="train.py --print-config FLAGS prints all values as a file for --config. There and on the command line, "
-        "`false` turns a flag off, and `None` unsets it. (N): flag of NVIDIA's RN50v1.5 Paddle example.",
+        epilog=f"{program('train')} --print-config FLAGS prints all values as a file for --config. There and on the "
+        "command line, `false` turns a flag off, and `None` unsets it. (N): flag of NVIDIA's RN50v1.5 Paddle example.",
     )
     for kind, declare in (
         ("output", _start),
@@ -141,7 +144,9 @@ def _build_parser():
         ("output", _benchmark),
     ):
         declare(partial(_flag, parser, kind))
-    flags = {action.option_strings[0]: action.declaration for action in parser._actions if action.dest != "help"}
+    parser.add_argument("--version", action="version", version=f"{SCRIPT} {__version__}", help="print the version")
+    declared = [action for action in parser._actions if hasattr(action, "declaration")]
+    flags = {action.option_strings[0]: action.declaration for action in declared}
     parser.topics = {
         topic: (description, [name for name, declaration in flags.items() if declaration.topic == topic])
         for topic, description in TOPICS.items()
@@ -230,8 +235,8 @@ def _network(add):
         "start",
         default="ResNet50",
         metavar="ARCH",
-        help=f"network, or FILE.py:NAME for your own; the networks are {', '.join(MODELS)}; python -m "
-        "paddle_resnet.models lists their sizes",
+        help=f"network, or FILE.py:NAME for your own; the networks are {', '.join(MODELS)}; {command('models')} lists "
+        "their sizes",
     )
     add(
         "--num-of-class",
@@ -914,8 +919,8 @@ def _loader(add):
         "data",
         type=files.argument,
         metavar="FILE",
-        help="file with one image to skip per line, as a path relative to IMAGE_ROOT; python -m paddle_resnet.dataset "
-        "verify can write it",
+        help="file with one image to skip per line, as a path relative to IMAGE_ROOT; "
+        f"{command('dataset', 'verify')} can write it",
     )
     add(
         "--allow-empty-classes",
@@ -1222,7 +1227,7 @@ def _epoch(text):
 
 
 PARSER = _build_parser()
-ACTIONS = {action.dest: action for action in PARSER._actions if action.dest != "help"}
+ACTIONS = {action.dest: action for action in PARSER._actions if hasattr(action, "declaration")}
 FLAGS = {name: action.declaration for name, action in ACTIONS.items()}
 DEFAULTS = {name: None if a.default is argparse.SUPPRESS else a.default for name, a in ACTIONS.items()}
 

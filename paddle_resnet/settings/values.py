@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+from paddle_resnet.utils.errors import command
+
 EXPLICIT = "explicit_flags"
 _CHOSEN = "chosen: "
 _OF_COMMAND = ("config", "print_config", "inference_dir")  # flags that describe the command, not the run
@@ -54,7 +56,7 @@ class Settings:
                 "or use settings.copy()"
             )
         if unknown := values.keys() - vars(self).keys():
-            raise AttributeError(f"settings.{min(unknown)}: not a flag; see train.py --help")
+            raise AttributeError(f"settings.{min(unknown)}: not a flag; see {command('train', '--help')}")
         vars(self).update(values)
         self._origins.update(dict.fromkeys(values, origin))
 
