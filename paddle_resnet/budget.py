@@ -20,7 +20,6 @@ from paddle_resnet.utils import logger, progress
 from paddle_resnet.utils.errors import UsageError, counted
 from paddle_resnet.utils.mode import Mode
 
-CHOSEN = ("epochs", "warmup_epochs")  # flags that choose() may set
 MEASURED = 0.02  # fraction of the budget to spend on measuring training
 SLOW_EVALUATION = 0.1  # fraction of the budget above which an evaluation is measured only once
 MOST_STEPS = 200  # maximum number of steps to measure
@@ -44,8 +43,8 @@ class Times(NamedTuple):
     checkpoint_s: float
 
 
-def pending(args, checkpoint):
-    """Return the names of the flags that choose() will set, or () if the number of epochs is already known.
+def is_needed(args, checkpoint):
+    """Return whether the run must choose its number of epochs.
 
     Args:
         args: Settings with the values inherited from the checkpoint.
@@ -55,26 +54,28 @@ def pending(args, checkpoint):
             --budget-minutes.
     """
     if args.budget_minutes is None or args.benchmark or not args.run_scope.trains:
-        return ()
+        return False
     if checkpoint is None or (checkpoint.epoch, checkpoint.step) == (0, 0):
-        return CHOSEN
+        return True
     if not checkpoint.resumes or checkpoint.meta["arguments"].get("budget_minutes") != args.budget_minutes:
         start = "--resume" if args.resume or args.from_checkpoint is None else "--from-checkpoint"
         raise UsageError(
             f"--budget-minutes {args.budget_minutes:g}: applies only to new runs, but this run continues from "
             f"{checkpoint.folder} ({start}); use --epochs instead"
         )
-    return ()
+    return False
 
 
 def choose(args, exe, training, evaluation):
-    """Choose --epochs and, unless it is explicit, --warmup-epochs. Then adapt the learning-rate schedule, and freeze
-    the settings. Rank 0 chooses for all processes.
+    """Choose --epochs and, unless it is explicit, --warmup-epochs, and adapt the learning-rate schedule. The programs
+    do not depend on these flags. Rank 0 chooses for all processes.
 
     Args:
-        args: Settings that are frozen except for CHOSEN.
+        args: Settings.
         exe: static.Executor.
         training, evaluation: phases.Work with compiled programs; evaluation may be None.
+    Returns:
+        Settings with the chosen values, frozen.
     Raises:
         UsageError: the run would end before its last stage (--sizes, --unfreeze-at).
     """
@@ -110,11 +111,12 @@ def choose(args, exe, training, evaluation):
     ]
     parts += [f"evaluation {evaluation_s:.3g} s"] if evaluation else []
     reason = f"--budget-minutes {args.budget_minutes:g}, {', '.join(parts)}, checkpoint {checkpoint_s:.3g} s"
-    args.choose(reason, epochs=epochs)
+    chosen = args.copy()
+    chosen.choose(reason, epochs=epochs)
     if not args.is_explicit("warmup_epochs"):
-        args.choose(counted(epochs, "epoch"), warmup_epochs=recipe.warmup_epochs(epochs))
-    args.finalize()
-    schedule.adopt(build_lr_scheduler(args, timeline))
+        chosen.choose(counted(epochs, "epoch"), warmup_epochs=recipe.warmup_epochs(epochs))
+    chosen.finalize()
+    schedule.adopt(build_lr_scheduler(chosen, timeline))
     ends = (
         f"the run of {counted(epochs, 'epoch')} ends after about {end_s / 60:.3g} minutes, of which "
         f"{start_s / 60:.3g} have passed"
@@ -125,6 +127,7 @@ def choose(args, exe, training, evaluation):
             f"--budget-minutes {args.budget_minutes:g}: {ends}, and no other number of epochs is closer; "
             "change the budget, or use --epochs"
         )
+    return chosen
 
 
 def duration_s(args, epochs, timeline, times):

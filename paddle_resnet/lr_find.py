@@ -175,7 +175,7 @@ def _run(search, args):
         phases.set_weights(args, None, training, None)
         training, _ = phases.compile_programs(args, exe, training, None)
         training = _with_rising_rate(search, training)
-        phases.check_and_describe(args, exe, training, None)
+        args, training = phases.check_and_describe(args, exe, None, training, None)
         if args.dry_run:
             return logger.info("dry run: flags, data and programs are valid")
         losses, ended_early = _search(search, exe, training)

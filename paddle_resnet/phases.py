@@ -72,7 +72,8 @@ def find_start(args):
     resolution.resolve_classes(args, Mode.TRAIN if args.run_scope.trains else Mode.EVAL)
     folder = folders.run_folder(args.output_dir, args.model_arch_name)
     resolution.resolve_report(args, folder, report.default_name(args))
-    args.finalize(budget.pending(args, checkpoint))
+    budget.is_needed(args, checkpoint)  # raises an error if the run cannot choose its epochs
+    args.finalize()
     if args.run_scope.trains and not args.benchmark:
         saver.check_folder(folder, checkpoint, args.start_paths(), args.overwrite, args.resume)
     return checkpoint
@@ -335,21 +336,41 @@ def _fold(args, exe, evaluation):
     return []
 
 
-def check_and_describe(args, exe, training, evaluation):
+def check_and_describe(args, exe, checkpoint, training, evaluation):
     """Check that all processes have the same data and network, choose the epochs for --budget-minutes, and log the
-    settings and the start line. Raise UsageError if the processes differ, or if budget.choose fails."""
+    settings and the start line.
+
+    Returns:
+        (settings, training) with the chosen epochs.
+    Raises:
+        UsageError: the processes differ, or budget.choose fails.
+    """
     loaders = [work and work.loader for work in (training, evaluation)]
     main = training or evaluation
     agreement.check_work(args.kernels, *loaders, main.program)
     fused = program.fused_operators(args, main.compiled)
-    if args.pending and not args.dry_run:
-        budget.choose(args, exe, training, evaluation)
+    if budget.is_needed(args, checkpoint) and not args.dry_run:
+        args = budget.choose(args, exe, training, evaluation)
+        training = _with_settings(args, training)
     if training and not args.benchmark:
         _warn_of_bn_momentum(args, training)
     if args.show_config:
         logger.info(describe(args))
     count = all_reduces.count_gradient_all_reduces(main.program)
-    logger.info(report.start_line(main.settings, *loaders, fused, count, main.compiled.captured is not None))
+    settings = (training or evaluation).settings
+    logger.info(report.start_line(settings, *loaders, fused, count, main.compiled.captured is not None))
+    return args, training
+
+
+def _with_settings(args, training):
+    """Return the Work for training, which begins in epoch 0, with different settings. The programs and the settings on
+    which they depend stay the same."""
+    first, *later = stages_from(args, 0)
+    works = [
+        (stage.first_epoch, work._replace(settings=stage.settings))
+        for stage, (_, work) in zip(later, training.later, strict=True)
+    ]
+    return training._replace(settings=first.settings, later=works)
 
 
 def _warn_of_bn_momentum(args, training):

@@ -65,7 +65,7 @@ def _run(args, argv):
         training, evaluation = phases.build_programs(args, exe, train_loader, eval_loader, checkpoint)
         checkpoint = phases.set_weights(args, checkpoint, training, evaluation)
         training, evaluation = phases.compile_programs(args, exe, training, evaluation)
-        phases.check_and_describe(args, exe, training, evaluation)
+        args, training = phases.check_and_describe(args, exe, checkpoint, training, evaluation)
         if args.dry_run:
             logger.info("dry run: flags, data and programs are valid")
         elif training is None:

@@ -246,11 +246,11 @@ def test_checkpoint_is_measured_in_output_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "epoch", "step", "expected"),
     [
-        ({}, None, 0, budget.CHOSEN),
-        ({"budget_minutes": None}, None, 0, ()),
-        ({"benchmark": True}, None, 0, ()),
-        ({"run_scope": RunScope.EVAL_ONLY}, None, 0, ()),
-        ({}, 0, 0, budget.CHOSEN),
+        ({}, None, 0, True),
+        ({"budget_minutes": None}, None, 0, False),
+        ({"benchmark": True}, None, 0, False),
+        ({"run_scope": RunScope.EVAL_ONLY}, None, 0, False),
+        ({}, 0, 0, True),
         ({"from_checkpoint": "DIR"}, 0, 1, r"continues from DIR \(--from-checkpoint\); use --epochs instead"),
         ({"resume": True}, 1, 0, r"continues from DIR \(--resume\); use --epochs instead"),
     ],
@@ -260,7 +260,7 @@ def test_only_new_training_runs_choose(changes, epoch, step, expected):
     values |= {"resume": False, "from_checkpoint": None} | changes
     checkpoint = None if epoch is None else restore.StartCheckpoint("DIR", epoch, step)
     with pytest.raises(UsageError, match=expected) if isinstance(expected, str) else contextlib.nullcontext():
-        assert budget.pending(SimpleNamespace(**values), checkpoint) == expected
+        assert budget.is_needed(SimpleNamespace(**values), checkpoint) == expected
 
 
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))

@@ -29,11 +29,10 @@ class Settings:
             derived.
     """
 
-    __slots__ = ("__dict__", "_dropped", "_is_frozen", "_origins", "_parts", "_pending", "_run")
+    __slots__ = ("__dict__", "_dropped", "_is_frozen", "_origins", "_parts", "_run")
 
     def __init__(self, values, origins):
         object.__setattr__(self, "_is_frozen", False)
-        object.__setattr__(self, "_pending", ())
         object.__setattr__(self, "_dropped", [])
         object.__setattr__(self, "_origins", dict(origins))
         object.__setattr__(self, "_run", self)
@@ -50,7 +49,7 @@ class Settings:
             dataclasses.FrozenInstanceError: the settings are frozen.
             AttributeError: a flag is unknown.
         """
-        if self._is_frozen and not values.keys() <= set(self._pending):
+        if self._is_frozen:
             raise dataclasses.FrozenInstanceError(
                 f"settings.{next(iter(values))}: settings are frozen when a program is built; set the value earlier, "
                 "or use settings.copy()"
@@ -70,15 +69,9 @@ class Settings:
         """Set values that --choose-recipe has chosen. Values derived from other flags never replace chosen values."""
         self.set(f"{_CHOSEN}{reason}", **values)
 
-    def finalize(self, pending=()):
-        """Prevent further changes to the settings. The flags in `pending` can still change until the next call."""
+    def finalize(self):
+        """Freeze the settings: prevent further changes."""
         object.__setattr__(self, "_is_frozen", True)
-        object.__setattr__(self, "_pending", pending)
-
-    @property
-    def pending(self):
-        """The names of the flags that can still change although the settings are frozen."""
-        return self._pending
 
     @property
     def dropped(self):
