@@ -66,7 +66,7 @@ def build_dataloader(args, mode, state=None, trained=None):
     """Build the iterator over this process's shard.
 
     Args:
-        args: flags. Unresolved flags for the device and the number of classes are resolved in place.
+        args: Settings; if they are not frozen, the loader uses the result of resolution.resolve_data.
         mode: with Mode.TRAIN, images are shuffled and augmented, and the last partial batch is dropped. With Mode.EVAL,
             every image of the data set is read once, in order, and the last batch may be smaller.
         state: return value of state() of this process's training loader; the new loader resumes at the next batch. If
@@ -89,7 +89,7 @@ def build_dataloader(args, mode, state=None, trained=None):
         StateError: the state is damaged.
     """
     watchdog.phase(f"image listing ({mode.value})")
-    resolution.resolve_data(args, mode)
+    args = resolution.resolve_data(args, mode)
     rank, world_size = processes.rank(), processes.world_size()
     if args.data_format == "synthetic":
         return _synthetic_loader(args, mode, state)

@@ -27,28 +27,33 @@ DEFAULT_CLASSES = 1000  # number of classes in ImageNet, used if the data does n
 
 
 def resolve(settings, mode=Mode.TRAIN):
-    """Resolve and freeze settings without inheriting values from a checkpoint, for programs that use the
-    Python API (docs/api.md).
+    """Resolve settings without inheriting values from a checkpoint, for programs that use the Python API (docs/api.md).
 
     Args:
-        settings: Settings; modified in place if they are not frozen.
+        settings: Settings; not modified.
         mode: the split that determines --num-of-class, Mode.TRAIN or Mode.EVAL.
+    Returns:
+        Settings, frozen: `settings` if they are frozen, otherwise a copy. Until a value of `settings` changes, the
+        result is the same object.
     Raises:
         UsageError: resolve_data or resolve_kernels fails.
     """
-    if not settings.is_frozen:
-        resolve_data(settings, mode)
-        resolve_kernels(settings)
-        settings.finalize()
+    resolved = resolve_data(settings, mode)
+    if not resolved.is_frozen:
+        resolve_kernels(resolved)
+        resolved.finalize()
+    return resolved
 
 
 def resolve_data(settings, mode):
-    """If the settings are not frozen, resolve the flags that a loader needs. Raises the same errors as resolve_device,
-    resolve_loader and resolve_classes."""
-    if not settings.is_frozen:
-        resolve_device(settings)
-        resolve_loader(settings)
-        resolve_classes(settings, mode)
+    """Return Settings whose flags for a loader are resolved: `settings` if they are frozen, otherwise a copy. Raises
+    the same errors as resolve_device, resolve_loader and resolve_classes."""
+    resolved = settings.resolved
+    if not resolved.is_frozen:
+        resolve_device(resolved)
+        resolve_loader(resolved)
+        resolve_classes(resolved, mode)
+    return resolved
 
 
 def resolve_device(settings):

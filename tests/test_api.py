@@ -69,7 +69,12 @@ def test_public_functions_resolve_flags_and_start_fleet(flags):
     loader = dali.build_dataloader(args, Mode.TRAIN)
     first, second = train(args, loader)
     assert (first["images"], first["steps"], second["images"]) == (24, 3, 24)
-    assert args.num_of_class == 3 and args.is_frozen and "auto" not in (args.device, args.dali_device, args.kernels)
+    assert args.as_dict() == config.parse_args(flags).as_dict() and not args.is_frozen  # the functions use a copy
+    resolved = program.start(args)
+    assert resolved.num_of_class == 3 and resolved.is_frozen and resolved is program.start(args)
+    assert "auto" not in (resolved.device, resolved.dali_device, resolved.kernels)
+    args.lr = 0.5
+    assert program.start(args).lr == 0.5 and resolved.lr != 0.5
 
 
 def test_run_accepts_any_iterable_of_batches(flags):
@@ -88,13 +93,13 @@ def test_build_resolves_flags_and_starts_fleet_once(flags, monkeypatch, mode):
     starts, start, resolve = [], program.start_fleet, program.resolution.resolve
     monkeypatch.setattr(program.compat, "check_version", lambda: starts.append("version"))
     monkeypatch.setattr(program.fleet, "connect", starts.append)
-    monkeypatch.setattr(program.resolution, "resolve", lambda args, mode: (starts.append(mode), resolve(args, mode)))
+    monkeypatch.setattr(program.resolution, "resolve", lambda args, mode: starts.append(mode) or resolve(args, mode))
     monkeypatch.setattr(program, "start_fleet", lambda args: (starts.append(args), start(args)))
     args = config.parse_args(flags)
     for is_train in (mode is Mode.TRAIN, mode is not Mode.TRAIN):
         _, _, feeds, _ = program.build(args, static.Program(), static.Program(), 3, is_train)
     assert [*feeds["data"].shape] == [-1, 3, 32, 32]
-    assert starts == ["version", args.comm_timeout_s, mode, args]
+    assert starts == ["version", args.comm_timeout_s, mode, args.resolved]
 
 
 def test_calls_in_wrong_order_raise_errors(flags):

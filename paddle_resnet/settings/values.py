@@ -29,7 +29,7 @@ class Settings:
             derived.
     """
 
-    __slots__ = ("__dict__", "_dropped", "_is_frozen", "_origins", "_parts", "_run")
+    __slots__ = ("__dict__", "_dropped", "_is_frozen", "_origins", "_parts", "_resolved", "_run")
 
     def __init__(self, values, origins):
         object.__setattr__(self, "_is_frozen", False)
@@ -37,6 +37,7 @@ class Settings:
         object.__setattr__(self, "_origins", dict(origins))
         object.__setattr__(self, "_run", self)
         object.__setattr__(self, "_parts", {})
+        object.__setattr__(self, "_resolved", None)
         vars(self).update(values)
 
     def __setattr__(self, name, value):
@@ -58,6 +59,7 @@ class Settings:
             raise AttributeError(f"settings.{min(unknown)}: not a flag; see train.py --help")
         vars(self).update(values)
         self._parts.clear()
+        object.__setattr__(self, "_resolved", None)
         self._origins.update(dict.fromkeys(values, origin))
 
     def resolve(self, origin, **values):
@@ -82,6 +84,18 @@ class Settings:
     @property
     def is_frozen(self):
         return self._is_frozen
+
+    @property
+    def resolved(self):
+        """These settings if they are frozen; otherwise, a copy for resolution.resolve, so that the functions of
+        program.py and dali.py do not change the settings of their caller. The copy is kept until a value changes."""
+        if self._is_frozen:
+            return self
+        if self._resolved is None:
+            copy = self.copy()
+            object.__setattr__(copy, "_dropped", self._dropped)  # log each message only once
+            object.__setattr__(self, "_resolved", copy)
+        return self._resolved
 
     @property
     def run(self):
