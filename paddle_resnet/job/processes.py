@@ -34,8 +34,9 @@ def check_environment():
         try:
             socket.getaddrinfo(host, port)
         except (OSError, ValueError) as e:
-            problem = f"cannot be resolved ({e}); set the launcher's --master to an address of rank 0's machine"
-            raise UsageError(f"PADDLE_MASTER {f'{host}:{port}'!r}: {problem}, or unset it for a single process") from e
+            remedy = "set the launcher's --master to an address of rank 0's machine, or unset PADDLE_MASTER"
+            problem = f"cannot be resolved ({e}); {remedy} for a single process"
+            raise UsageError(f"PADDLE_MASTER '{host}:{port}': {problem}") from e
 
 
 def _number(name, default, least=0, most=10**6):
