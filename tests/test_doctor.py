@@ -79,7 +79,7 @@ def test_missing_compiler_is_a_note(examine, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "nosuch")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     rows = examine()
-    remedy = "install a compiler, or set CXX; otherwise, training uses Paddle's kernels, which are slower"
+    remedy = "install a compiler, or set CXX; otherwise, training uses Paddle's slower kernels"
     assert rows["C++ compiler"] == ("C++ compiler", "nosuch: not found", "note", remedy)
     assert rows["tests"].detail == "cpu, no C++ compiler (nosuch)"
 

@@ -173,7 +173,7 @@ def test_folders_are_searched_like_in_training(photos, tmp_path, capsys):
         assert ", ..." not in skipped
         (folder / f"below/a.x{i}").write_text("")
         predict.find_images([str(folder)], None)
-        skipped = capsys.readouterr().err.partition("; rename images")[0]
+        skipped = capsys.readouterr().err.partition("; if these include images")[0]
     assert skipped.endswith(", ...") and skipped.count(", ") == predict.SHOWN_REASONS
     predict.find_images([str(photos / "val/class1")], None)
     assert capsys.readouterr().err == ""

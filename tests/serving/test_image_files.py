@@ -64,9 +64,7 @@ def test_dali_opens_only_regular_files(tmp_path):
         ("float32", None, "use a different checkpoint"),
     ],
 )
-def test_probabilities_that_are_not_finite_are_reported(
-    checkpoint, photo_paths, monkeypatch, precision, steps, remedy
-):
+def test_probabilities_that_are_not_finite_are_reported(checkpoint, photo_paths, monkeypatch, precision, steps, remedy):
     """The values of a network may exceed the range of float16."""
     rows = np.arange(9, dtype=np.float32).reshape(3, 3)
     rows[1, 2] = np.nan
