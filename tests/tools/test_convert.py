@@ -170,7 +170,7 @@ def test_record_with_invalid_label_is_rejected_and_interrupted_worker_stops(monk
     with pytest.raises(UsageError, match="^d/val.rec@4: label 0.5 is not a whole number from 0; repair the image or, "):
         convert._prepare(image)
     monkeypatch.setattr(records, "read", lambda image: os.stat(f"{os.devnull}/x"))
-    with pytest.raises(UsageError, match=r"^d/val.rec: cannot be read \(Not a directory\); repair it or omit it"):
+    with pytest.raises(UsageError, match=r"^d/val.rec: cannot be read \(Not a directory\); repair the image or, "):
         convert._prepare(image)
     stop.set()
     with pytest.raises(InterruptedError):
