@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import tarfile
+import zipfile
 from dataclasses import dataclass
 
 from paddle_resnet.data.records import IMAGE_SUFFIXES
@@ -146,7 +147,7 @@ def look(root):
 def _match(root, paths, layout):
     found = [path for path in paths if re.fullmatch(layout.pattern, path, re.IGNORECASE)]
     # A table must have columns of images and labels. The columns of Roboflow's _classes.csv are classes.
-    found = [path for path in found if not path.endswith(TABLE_SUFFIXES) or _is_usable(os.path.join(root, path))]
+    found = [path for path in found if _is_usable(os.path.join(root, path))]
     if not found or (layout.needs and not any(re.fullmatch(layout.needs, path, re.IGNORECASE) for path in paths)):
         return None
     todo = layout.todo if layout.kind is None or layout.is_native else f"run {import_command(root)}"
@@ -154,12 +155,25 @@ def _match(root, paths, layout):
 
 
 def _is_usable(path):
-    return bool(header(path)) if os.path.basename(path) == "_classes.csv" else is_table(path)
+    """Return whether a table or an .npz file has columns or arrays with images and labels; True for other files."""
+    if os.path.basename(path) == "_classes.csv":
+        return bool(header(path))
+    if path.endswith(".npz") and os.path.isfile(path):  # a pipe could block
+        # The import reports a damaged file.
+        with contextlib.suppress(OSError, zipfile.BadZipFile, ValueError), zipfile.ZipFile(path) as archive:
+            return bool(npz_keys(name.removesuffix(".npy") for name in archive.namelist()))
+    return not path.endswith(TABLE_SUFFIXES) or is_table(path)
 
 
-def kind(root):
-    """Return the kind of `dataset import` that reads a folder, or None."""
-    return next((sight.kind for sight in look(root) if sight.kind), None)
+def npz_keys(names):
+    """Return {split: (name of the images, name of the labels)} for the arrays of an .npz file: train_images and
+    train_labels in MedMNIST, or x_train and y_train in Keras."""
+    names, keys = {*names}, {}
+    for split in ("train", "val", "test"):
+        for pair in ((f"{split}_images", f"{split}_labels"), (f"x_{split}", f"y_{split}")):
+            if {*pair} <= names:
+                keys[split] = pair
+    return keys
 
 
 def advice(root, only_certain=False):

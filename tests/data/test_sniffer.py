@@ -5,6 +5,7 @@ tests/tools/sources tests the layouts that `dataset import` reads.
 
 import shutil
 
+import numpy as np
 import pytest
 
 from layouts import color_of, colors_match, error_of_training, image, obey, put, write_tar
@@ -189,3 +190,11 @@ def test_tables_are_recognized_by_their_columns(tmp_path, name, text, expected):
     put(tmp_path / name, text)
     assert sniffer.is_table(str(tmp_path / name)) is expected
     assert not sniffer.is_table(str(tmp_path))
+
+
+def test_npz_files_without_images_are_not_a_data_set(tmp_path):
+    np.savez(tmp_path / "embeddings.npz", a=np.zeros(3))
+    assert not [sight for sight in sniffer.look(tmp_path) if sight.kind]
+    np.savez(tmp_path / "mnist.npz", x_train=np.zeros(3), y_train=np.zeros(3))
+    (sight,) = (sight for sight in sniffer.look(tmp_path) if sight.kind)
+    assert (sight.what, sight.kind) == ("mnist.npz: arrays", "array")

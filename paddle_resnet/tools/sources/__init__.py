@@ -51,7 +51,7 @@ class Options:
     Attributes:
         allow_partial: whether missing images trigger a warning instead of an error.
         val: fraction of each class that goes to val/ if the source has no validation images. If None, the fraction is
-            DEFAULT_VAL for a table; other kinds of sources are not divided.
+            DEFAULT_VAL; ImageNet is not divided.
         image_column, label_column, split_column: names of the columns in a table or of the features in a TFRecord, or
             None to detect them.
         delimiter: text between the columns of a table, or None to detect it.
@@ -156,10 +156,17 @@ def import_(source, output, to, kind=None, options=None, shards=None, workers=No
 
 
 def _kind_of_folder(source, options):
+    """Return the first detected kind that uses all options, otherwise the kind that the options imply, otherwise the
+    first detected kind or None."""
+    used = [kinds for name, kinds in _USED.items() if getattr(options, name) is not None]
+    detected = [sight.kind for sight in sniffer.look(source) if sight.kind]
+    if usable := [kind for kind in detected if all(kind in kinds for kinds in used)]:
+        return usable[0]
     if options.class_depth is not None:
         return "nested"
-    kind = sniffer.kind(source)
-    return "table" if kind is None and (options.image_column or options.label_column) else kind
+    if options.image_column or options.label_column:
+        return "table"
+    return detected[0] if detected else None
 
 
 def _shuffled(images):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paddle_resnet.data import listing, records
+from paddle_resnet.data import listing, records, sniffer
 from paddle_resnet.tools.sources import splits
 from paddle_resnet.tools.sources.table_files import read_lines
 from paddle_resnet.utils.errors import UsageError
@@ -277,18 +277,6 @@ def _svhn(path, split):
     return content["X"].transpose(3, 0, 1, 2), {"labels": content["y"].reshape(-1) % 10}
 
 
-def _npz_keys(names):
-    """Return {split: (key of the images, key of the labels)}: MedMNIST's train_images and train_labels, or Keras'
-    x_train and y_train."""
-    names = {*names}
-    keys = {}
-    for split in ("train", "val", "test"):
-        for pair in ((f"{split}_images", f"{split}_labels"), (f"x_{split}", f"y_{split}")):
-            if {*pair} <= names:
-                keys[split] = pair
-    return keys
-
-
 def _npz_splits(path):
     try:
         with records.readable(path), records.open_regular(path) as f, zipfile.ZipFile(f) as archive:
@@ -297,7 +285,7 @@ def _npz_splits(path):
         if isinstance(e, UsageError):
             raise
         raise UsageError(f"{path}: damaged ({e}); download it again") from e
-    keys = _npz_keys(sizes)
+    keys = sniffer.npz_keys(sizes)
     if not keys:
         raise UsageError(
             f"{path}: contains the arrays {', '.join(sorted(sizes)[:5])}, but not train_images and train_labels, or "
@@ -314,7 +302,7 @@ def _npz_splits(path):
 
 def _npz(path, split):
     with records.open_regular(path) as f, np.load(f, allow_pickle=False) as arrays:
-        images, labels = _npz_keys(arrays.files)[split]
+        images, labels = sniffer.npz_keys(arrays.files)[split]
         return arrays[images], {"labels": arrays[labels]}
 
 

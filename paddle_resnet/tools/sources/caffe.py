@@ -16,7 +16,7 @@ def read(source, options):
     """List the images in LMDBs.
 
     Args:
-        source: folder with an LMDB for each split, or an LMDB.
+        source: folder with an LMDB for each split.
         options: Options.
     Returns:
         ({split: [listing.Image]}, None, because an LMDB contains no class names)

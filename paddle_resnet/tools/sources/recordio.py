@@ -13,14 +13,13 @@ def read(source, options):
     """List the images in RecordIO files.
 
     Args:
-        source: folder with a file for each split, or a single file.
+        source: folder with a file for each split.
         options: Options. label_index chooses one of several labels.
     Returns:
         ({split: [listing.Image]}, None, because the files contain no class names)
     Raises:
         UsageError: a file is damaged, or a label is not a class.
     """
-    root = os.path.dirname(source) if os.path.isfile(source) else source
     entries = []
     for split, paths in splits.files(source, PATTERN, options).items():
         for path in paths:
@@ -29,7 +28,7 @@ def read(source, options):
     numbers, _ = splits.numbered(source, labels, None, lambda i: f"{entries[i][1]}: record at byte {entries[i][2]}")
     found = {}
     for (split, path, start, _), label in zip(entries, numbers, strict=True):
-        name = f"{os.path.relpath(path, root)}@{start}/{start:012d}"
+        name = f"{os.path.relpath(path, source)}@{start}/{start:012d}"
         found.setdefault(split, []).append(listing.Image(name, path, label, read_image, (start,)))
     return splits.train_and_val(source, found), None
 

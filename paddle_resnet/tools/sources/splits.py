@@ -112,6 +112,8 @@ def numbered(source, labels, names, place, from_one=False):
         names = names or sorted(set(labels))
         label_of = {name: label for label, name in enumerate(names)}
         for i, label in enumerate(labels):
+            if not label.strip():
+                raise UsageError(f"{place(i)}: has no label; write it, or remove the image")
             if label not in label_of:
                 raise UsageError(f"{place(i)}: label {label[:50]} is not one of {counted(len(names), 'class name')}")
         return [label_of[label] for label in labels], [*names]

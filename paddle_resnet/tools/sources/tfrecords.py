@@ -23,14 +23,13 @@ def read(source, options):
     """List the images in TFRecord files.
 
     Args:
-        source: folder with the files of each split, or a single file.
+        source: folder with the files of each split.
         options: Options. image_column and label_column are names of features.
     Returns:
         ({split: [listing.Image]}, class names in label order, or None if labels are numbers without names)
     Raises:
         UsageError: a file is damaged or missing, a feature is missing or ambiguous, or a label is not a class.
     """
-    root = os.path.dirname(source) if os.path.isfile(source) else source
     found, names_of = defaultdict(list), defaultdict(set)
     feature = None
     for split, paths in splits.files(source, PATTERN, options).items():
@@ -59,7 +58,7 @@ def read(source, options):
     numbers = iter(numbers)
     return {
         split: [
-            listing.Image(f"{os.path.relpath(path, root)}@{start}/{start:012d}", path, next(numbers), kind, place)
+            listing.Image(f"{os.path.relpath(path, source)}@{start}/{start:012d}", path, next(numbers), kind, place)
             for path, start, _, kind, place in entries
         ]
         for split, entries in found.items()

@@ -32,7 +32,7 @@ def pixels(split, side, gray=False):
     if gray:
         noise = np.random.RandomState(first).randint(0, 10, (len(labels), side, side))
         return (40 * labels[:, None, None] + 15 + noise).astype(np.uint8), labels
-    files = [image(k, first + i // 4) for i, k in enumerate(labels)]
+    files = [image(int(k), first + i // 4) for i, k in enumerate(labels)]
     return np.stack([np.asarray(Image.open(io.BytesIO(data)).resize((side, side))) for data in files]), labels
 
 
@@ -374,7 +374,7 @@ BAD = {
 def test_bad_input_exits_with_code_2_and_leaves_no_output(tmp_path, capsys, name):
     build, message = BAD[name]
     build(tmp_path / "x")
-    assert message in error_of_import(tmp_path / "x", capsys)
+    assert message in error_of_import(tmp_path / "x", capsys, "--as", "array")
 
 
 def test_array_above_the_limit_is_rejected(tmp_path, monkeypatch):

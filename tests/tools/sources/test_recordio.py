@@ -92,3 +92,10 @@ def test_bad_input_exits_with_code_2_and_leaves_no_output(tmp_path, capsys, name
     build, message = BAD[name]
     build(tmp_path / "x")
     assert message in error_of_import(tmp_path / "x", capsys, "--as", "recordio")
+
+
+def test_flags_choose_among_detected_kinds(tmp_path):
+    """Without a flag, the table would be imported."""
+    write(tmp_path, lambda k: [k, 7])
+    put(tmp_path / "train.csv", "image,label\n")
+    assert sources.read(tmp_path, options=Options(label_index=0))[0] == "recordio"
