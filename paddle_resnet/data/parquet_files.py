@@ -152,6 +152,7 @@ class _Arrow:
             if f.read() != _END_OF_STREAM:
                 raise pyarrow.ArrowInvalid("truncated")
         table = pyarrow.ipc.open_stream(pyarrow.memory_map(path)).read_all()
+        table.validate(full=True)  # otherwise, wrong offsets could lead outside the file
         self._batches = table.to_batches()
         self.schema, self.groups = table.schema, len(self._batches)
 

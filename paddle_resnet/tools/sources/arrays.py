@@ -204,7 +204,7 @@ def _pickled(path):
         raise
     except Exception as e:  # a damaged pickle can raise any exception
         raise UsageError(f"{path}: not a data set of CIFAR, or damaged ({str(e)[:200]}); download it again") from e
-    return {key.decode() if isinstance(key, bytes) else key: value for key, value in content.items()}
+    return {key.decode(errors="replace") if isinstance(key, bytes) else key: value for key, value in content.items()}
 
 
 def _cifar(path, split):
@@ -212,7 +212,8 @@ def _cifar(path, split):
         return _cifar_binary(path)
     content = _pickled(path)
     images = np.asarray(content["data"]).reshape(-1, *_CIFAR_SHAPE).transpose(0, 2, 3, 1)
-    return images, {key: content[key] for key in ("labels", "fine_labels", "coarse_labels") if key in content}
+    labels = {key: content[key] for key in ("labels", "fine_labels", "coarse_labels") if key in content}
+    return images, labels or {"labels": content["labels"]}
 
 
 def _cifar_binary(path):

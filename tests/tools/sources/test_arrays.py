@@ -298,6 +298,10 @@ BAD = {
         changed(FLAT, "test_batch", lambda _: pickle.dumps({b"labels": [0]}, 4)),
         "test_batch: damaged (KeyError: 'data'); download it again",
     ),
+    "pickle without labels": (
+        changed(FLAT, "test_batch", lambda _: pickle.dumps({b"data": np.zeros((1, 3072), np.uint8)}, 4)),
+        "test_batch: damaged (KeyError: 'labels'); download it again",
+    ),
     "batch missing": (removed(FLAT, "data_batch_3"), "has no data_batch_3; download the data set again"),
     "no names": (
         changed(FLAT, "batches.meta", lambda _: pickle.dumps({b"x": 1}, 4)),

@@ -3,6 +3,7 @@ columns."""
 
 import itertools
 import json
+import struct
 
 import pytest
 
@@ -147,6 +148,19 @@ def cut(name, size):
     return build
 
 
+def wrong_offsets(root):
+    """Write an Arrow file whose labels (strings) end outside their buffer."""
+    disk(root)
+    path = root / "train/data-00001-of-00002.arrow"
+    content = pyarrow.table({"image": [{"bytes": b"x", "path": "x"}], "label": ["abcdefgh"]})
+    with pyarrow.ipc.new_stream(str(path), content.schema) as writer:
+        writer.write_table(content)
+    data = path.read_bytes()
+    end = data.rindex(b"abcdefgh")
+    start = data.rindex(struct.pack("<2i", 0, 8), 0, end)
+    put(path, data[:start] + struct.pack("<2i", 0, 16) + data[start + 8 :])
+
+
 def missing(root):
     hub(root)
     (root / "data/train-00001-of-00002.parquet").unlink()
@@ -178,6 +192,7 @@ BAD = {
         "train-00001-of-00002.parquet: damaged, or not readable",
     ),
     "truncated Arrow file": (cut("train/data-00001-of-00002.arrow", 8), "data-00001-of-00002.arrow: damaged, or not"),
+    "wrong offsets": (wrong_offsets, "data-00001-of-00002.arrow: damaged, or not readable ("),
     "missing": (missing, "data: 1 of 2 files are missing (train-00001-of-00002.parquet); download them"),
     "other classes": (of_other_classes, "train-00001-of-00002.parquet: contains different class names than"),
     "two data sets": (two_sets, "the folders large, small contain different data sets; import one of them, such as"),
