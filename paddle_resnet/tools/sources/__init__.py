@@ -84,7 +84,7 @@ def read(source, kind=None, options=None):
     options = options or Options()
     if not os.path.exists(source):
         raise UsageError(f"{source}: does not exist; use the folder that contains the data set")
-    kind_of_file = next((k for end, k in _FILES.items() if os.fspath(source).lower().endswith(end)), None)
+    kind_of_file = _kind_of_file(source)
     if os.path.isfile(source) and kind_of_file is None:
         raise UsageError(f"{source}: not a table or array ({', '.join(_FILES)}); use the folder that contains it")
     if os.path.isfile(source) and kind not in (None, kind_of_file):
@@ -155,6 +155,10 @@ def import_(source, output, to, kind=None, options=None, shards=None, workers=No
     return kind, counts, None if classes is None else len(classes)
 
 
+def _kind_of_file(source):
+    return next((kind for ending, kind in _FILES.items() if os.fspath(source).lower().endswith(ending)), None)
+
+
 def _kind_of_folder(source, options):
     """Return the first detected kind that uses all options, otherwise the kind that the options imply, otherwise the
     first detected kind or None."""
@@ -198,6 +202,8 @@ def describe(source):
     """
     if not os.path.exists(source):
         raise UsageError(f"{source}: does not exist; use the folder that contains the data set")
+    if os.path.isfile(source) and (kind := _kind_of_file(source)):
+        return [printable(f"{source}: imported as {kind}")]
     sights = sniffer.look(source) if os.path.isdir(source) else []
     if not sights:
         return [f"{source}: {_unknown()}"]

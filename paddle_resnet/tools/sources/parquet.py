@@ -48,16 +48,12 @@ def read(source, options):
 
     labels, names = splits.numbered(source, [row.label for *_, row in flat], names, place)
     labels = iter(labels)
-    return {
-        split: [
-            listing.Image(
-                f"{os.path.relpath(path, root)}@{row.group}-{row.row}/{row.name or f'{row.group:05d}{row.row:06d}'}",
-                path,
-                next(labels),
-                parquet_files.read_image,
-                (row.group, row.row, column),
-            )
-            for path, column, row in entries
-        ]
-        for split, entries in found.items()
-    }, names
+
+    def image(path, column, row):
+        # A hidden file would not be found in class folders.
+        is_plain = row.name.isprintable() and not row.name.startswith(".") and row.name
+        name = row.name if is_plain else f"{row.group:05d}{row.row:06d}"
+        name = f"{os.path.relpath(path, root)}@{row.group}-{row.row}/{name}"
+        return listing.Image(name, path, next(labels), parquet_files.read_image, (row.group, row.row, column))
+
+    return {split: [image(*entry) for entry in entries] for split, entries in found.items()}, names

@@ -215,6 +215,8 @@ def test_single_npz_file(tmp_path, capsys):
     message = error_of_import(tmp_path, capsys)
     assert "contains several data sets (a.npz, pathmnist.npz); import one of them, such as" in message
     assert {split: len(images) for split, images in sources.read(tmp_path / "a.npz")[1].items()} == COUNTS
+    assert dataset.main(["import", str(tmp_path / "a.npz"), "--list"]) == 0
+    assert "a.npz: imported as array" in capsys.readouterr().out
     _, splits, _ = sources.read(tmp_path / "pathmnist.npz")
     assert {split: len(images) for split, images in splits.items()} == {"train": 16, "val": 4}
 

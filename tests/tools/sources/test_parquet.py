@@ -104,6 +104,15 @@ def test_single_file(tmp_path, capsys, to):
         assert color_of(next((tmp_path / "x/train/ray").glob("[0-9]_2.JPEG")).read_bytes()) == 2
 
 
+@pytest.mark.parametrize("name", [None, "", "..", ".hidden.jpg", "x/", "a\nb.jpg"])
+def test_names_that_cannot_be_files(tmp_path, name):
+    write(tmp_path / "train.parquet", table([(k, data, name) for k, data, _ in rows(5)]))
+    sources.import_(tmp_path, tmp_path / "x", "folder", workers=1)
+    images = numbering.images(tmp_path / "x", Mode.TRAIN)[2]
+    assert len(images) == 16
+    assert colors_match(images)
+
+
 def test_blocks_are_read_once_and_their_order_is_random(tmp_path, monkeypatch):
     write(tmp_path / "train.parquet", table([(i % 4, bytes([i]) * 50, None) for i in range(60)]))
     for window, mixed in ((1, 3), (1 << 28, 60)):
