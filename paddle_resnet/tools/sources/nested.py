@@ -29,10 +29,16 @@ def read(source, options):
     parts_of = {
         path: os.path.relpath(path, shared).split(os.sep)[:-1] if shared else path.split(os.sep)[:-1] for path in paths
     }
-    has_splits = all(parts and split_of(parts[0]) for parts in parts_of.values())
-    only = next(
-        filter(None, map(split_of, reversed(shared.split(os.sep)))), "train"
-    )  # split of all, without has_splits
+    top = sorted({parts[0] for parts in parts_of.values() if parts})
+    has_splits = bool(top) and all(map(split_of, top))
+    if not has_splits and "train" in map(split_of, top):
+        other = ", ".join([name for name in top if split_of(name) is None][:5])
+        raise UsageError(
+            f"{source}: contains images in {other} next to a training split; import a folder that contains only the "
+            "splits"
+        )
+    # The split of all images, if there are no folders of splits below `shared`.
+    only = next(filter(None, map(split_of, reversed(shared.split(os.sep)))), "train")
     found = defaultdict(list)
     for path, parts in parts_of.items():
         found[split_of(parts[0]) if has_splits else only].append((path, parts[has_splits:]))

@@ -40,11 +40,10 @@ def files(source, pattern, options):
         raise UsageError(f"{source}: contains no files of this kind; use the folder that contains them")
     if len(sets) > 1:
         shown = ", ".join(os.path.join(*parts) or "." for parts in [*sets][:5])
-        parts = next(parts for parts in sets if any(parts))
-        raise UsageError(
-            f"{source}: the folders {shown} contain different data sets; import one of them, such as "
-            f"{os.path.join(source, *parts)}"
-        )
+        folders = (os.path.join(source, *parts) for parts in sets if any(parts))
+        example = next(filter(os.path.isdir, folders), None)  # train/SET/ and val/SET/ have no common folder
+        remedy = f"import one of them, such as {example}" if example else "move them to separate folders"
+        raise UsageError(f"{source}: the folders {shown} contain different data sets; {remedy}")
     for paths in found.values():
         _check_complete(paths, options.allow_partial)
     if "val" in found and found.pop("test", None):

@@ -86,6 +86,11 @@ BAD = {
         ("--class-depth", "2"),
         "train/tool/0.jpg is in fewer than 2 class folders; use a smaller --class-depth",
     ),
+    "other images": (
+        lambda split, k: f"{split}/{'ab'[k // 2]}/{k}" if k else "samples/x",
+        (),
+        "contains images in samples next to a training split; import a folder that contains only the splits",
+    ),
     "class only in validation": (
         lambda split, k: f"{split}/{'ab'[k // 2]}/{k if split == 'train' else k // 2}",
         (),

@@ -43,6 +43,13 @@ def test_missing_files_are_named(tmp_path, capsys):
     assert "7 of 12 files are missing" in capsys.readouterr().err
 
 
+def test_several_data_sets(tmp_path):
+    with pytest.raises(UsageError, match=f"folders a, b contain different data sets; import one of .* {tmp_path}/x/a$"):
+        files(tmp_path / "x", ["a/train.x", "b/train.x"])
+    with pytest.raises(UsageError, match="folders a, b contain different data sets; move them to separate folders$"):
+        files(tmp_path / "y", ["train/a/0.x", "train/b/0.x"])
+
+
 def test_no_files(tmp_path):
     with pytest.raises(UsageError, match=f"^{tmp_path}: contains no files of this kind; use the folder that contains"):
         files(tmp_path, ["a.y"])
