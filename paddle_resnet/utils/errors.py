@@ -88,6 +88,13 @@ def installation(extra):
     return f"{python()} -m pip install -r requirements{'' if extra == 'gpu' else f'-{extra}'}.txt"
 
 
+def import_command(root, *flags):
+    """Return the text that suggests the command that imports a folder, and the --image-root that uses the result."""
+    output = f"{os.path.abspath(root)}_imported"
+    run = command("dataset", "import", root, *flags, "--output", output)
+    return f"`{run}` and use --image-root {shlex.quote(output)}"
+
+
 def core(error):
     """Return the message of an error in one line, without the traces and hints that Paddle adds."""
     matches = re.findall(r"^ *(\w*Error:\s+\S.*)|^ *(\(\w+\) .*)", str(error), re.MULTILINE)
