@@ -91,7 +91,7 @@ def resolve_loader(settings):
     _check_precision(settings)
     if settings.dali_device == "auto":
         settings.resolve("--device", dali_device=settings.device)
-    if not settings.is_explicit("image_shape") and not settings.is_inherited("image_shape"):
+    if not settings.is_fixed("image_shape") and not settings.is_inherited("image_shape"):
         # In NHWC on a GPU, Tensor Cores and custom kernels load the four values of a pixel at once. On a CPU or in
         # NCHW, a fourth channel has no benefit.
         channels = 4 if settings.device == "gpu" and settings.data_layout == "NHWC" else 3

@@ -909,6 +909,17 @@ def test_settings_record_the_origin_of_each_value(config_file):
     assert [settings.run is args for settings in (args, args.copy(), args.stage())] == [True, False, True]
 
 
+def test_only_values_of_the_user_are_explicit():
+    """Values of an earlier run, and values that the program sets, are not explicit, but no other flag derives them."""
+    recorded = parsing.from_dict(parse("--crop-size 96 --lr 0.5").as_dict())
+    assert [name for name in FLAGS if recorded.is_explicit(name)] == []
+    recorded.set("internal", model_prefix="x")
+    inheritance.follow(recorded)
+    assert (recorded.model_prefix, recorded.resize_short, recorded.lr) == ("x", 110, 0.5)
+    recorded.batch_size = 4
+    assert [name for name in FLAGS if recorded.is_explicit(name)] == ["batch_size"]
+
+
 def test_changed_flags_include_derived_values():
     assert parsing.changed(parse("--epochs 3").as_dict()) == {"epochs": 3}
     changed = {"crop_size": 96, "image_shape": [4, 96, 96], "resize_short": 110}

@@ -340,7 +340,8 @@ def resolve_network(args):
     explicit, set --model-arch-name to the network of that checkpoint. --resume then searches the run folder of this
     network."""
     if args.resume and args.start_paths() and not args.is_explicit("model_arch_name"):
-        first = args.copy(resume=False)
+        first = args.copy()
+        first.set("internal", resume=False)
         folder, meta = origin(find(first), first.from_pretrained_params, first.setting("model_prefix"))
         if meta is not None:
             args.set(f"checkpoint {folder}", model_arch_name=recorded_flags(folder, meta, None).model_arch_name)
@@ -422,7 +423,7 @@ def recorded_flags(folder, meta, arch):
         validation.check_sizes(args)
         recorded = args.model_arch_name
         if user_file.split(recorded) is None:
-            args.resolve("Python", model_arch_name=registered_name(recorded))  # the name of the run folder
+            args.resolve("recorded", model_arch_name=registered_name(recorded))  # the name of the run folder
     except UsageError as e:
         raise UsageError(
             f"{folder}: {folders.META} contains an invalid flag ({e}); choose a different checkpoint"
@@ -434,7 +435,7 @@ def recorded_flags(folder, meta, arch):
                 f"--model-arch-name {recorded} if you trust this file"
             )
         if user_file.split(arch) and network_name(arch) == network_name(recorded):
-            args.resolve("Python", model_arch_name=arch)  # use the current path of the file
+            args.resolve("recorded", model_arch_name=arch)  # use the current path of the file
             if user_file.sha256(arch) != meta.get("network_sha256"):
                 logger.warn(
                     f"--model-arch-name {arch}: the file has changed since the training of {folder}; check the changes"

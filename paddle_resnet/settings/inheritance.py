@@ -11,7 +11,7 @@ def follow(settings):
     """Set the flags whose values are derived from other flags, unless they are explicit, inherited or chosen."""
 
     def is_free(name):
-        return not (settings.is_explicit(name) or settings.is_inherited(name) or settings.is_chosen(name))
+        return not (settings.is_fixed(name) or settings.is_inherited(name) or settings.is_chosen(name))
 
     if is_free("model_prefix"):
         settings.resolve("--model-arch-name", model_prefix=_prefix(network_name(settings.model_arch_name)))
@@ -24,10 +24,10 @@ def follow(settings):
     if settings.amp_level is None:
         settings.resolve("--use-pure-fp16", amp_level="O2" if settings.use_pure_fp16 else "O1")
     if len(settings.image_shape) == 3 and min(settings.image_shape[1:]) != settings.crop_size:
-        if not settings.is_explicit("image_shape"):
+        if not settings.is_fixed("image_shape"):
             shape = [settings.image_shape[0], settings.crop_size, settings.crop_size]
             settings.resolve("--crop-size", image_shape=shape)
-        elif not settings.is_explicit("crop_size"):
+        elif not settings.is_fixed("crop_size"):
             settings.resolve("--image-shape", crop_size=min(settings.image_shape[1:]))
     if is_free("resize_short"):
         ratio = network.resize_ratio if network else RESIZE_RATIO

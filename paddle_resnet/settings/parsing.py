@@ -106,7 +106,7 @@ def from_dict(values):
     before = {name: declaration.before for name, declaration in FLAGS.items() if declaration.before is not None}
     known = before | {name: value for name, value in values.items() if name in FLAGS}
     parsed = parse(arguments(known))
-    return settings(parsed, dict.fromkeys(parsed, "Python"))
+    return settings(parsed, dict.fromkeys(parsed, "recorded"))
 
 
 def changed(values):

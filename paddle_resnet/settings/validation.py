@@ -16,7 +16,7 @@ from paddle_resnet.utils.errors import UsageError, command, printable
 from paddle_resnet.utils.mode import RunScope
 
 # Origins of the values that override values of a file or a recipe.
-HIGHEST = ("command line", "Python", "machine")
+HIGHEST = ("command line", "Python", "internal", "recorded", "machine")
 
 
 def check(settings):

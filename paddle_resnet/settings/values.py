@@ -26,7 +26,8 @@ class Settings:
         values: {name: value}.
         origins: {name: origin} for the values that are not defaults. An origin is "command line", "file PATH",
             "Python", "checkpoint FOLDER", "data", "machine", "chosen: REASON", or the flag from which the value is
-            derived.
+            derived; "recorded" for all values of an earlier run, and "internal" for a value that the program sets for
+            its own use.
     """
 
     __slots__ = ("__dict__", "_dropped", "_is_frozen", "_origins", "_parts", "_resolved", "_run")
@@ -129,6 +130,10 @@ class Settings:
         """Return whether the command line, the configuration file or Python code has set a flag."""
         origin = self.origin(name)
         return origin in ("command line", "Python") or origin.startswith("file ")
+
+    def is_fixed(self, name):
+        """Return whether the value of a flag is explicit or has been set by the program, and must not be derived."""
+        return self.is_explicit(name) or self.origin(name) in ("internal", "recorded")
 
     def explicit(self, name):
         """Return the value of a flag if it is explicit, otherwise None."""
