@@ -120,7 +120,7 @@ def _add_sample(commands):
     sample.add_argument("--output", required=True, metavar="DIR", help="folder to create, with train/ and val/")
 
 
-def _run_sample(args):
+def _run_sample(args: argparse.Namespace):
     outputs.claim(folders={"--output": args.output})
     try:
         n_train, n_val = write_sample(args.output)
@@ -143,7 +143,7 @@ def _add_split(commands):
     command.add_argument("--seed", type=numbers.seed, default=0, metavar="N", help="seed of the random selection")
 
 
-def _run_split(args):
+def _run_split(args: argparse.Namespace):
     from paddle_resnet.tools import split
 
     _claim_folder(args)
@@ -205,7 +205,7 @@ def _add_convert(commands):
     _add_label_flags(command)
 
 
-def _run_convert(args):
+def _run_convert(args: argparse.Namespace):
     if args.quality is not None and args.resize_short is None:
         raise UsageError(f"--quality {args.quality}: requires --resize-short; add it, or remove --quality")
     _claim_folder(args)
@@ -230,7 +230,7 @@ def _run_convert(args):
     print(f"{args.output}: {' and '.join(f'{count} {split}' for split, count in counts.items())} images as {args.to}")
 
 
-def _with_progress(args, write):
+def _with_progress(args: argparse.Namespace, write):
     """Lock the output folder, and return the result of write(progress function of the check or None, progress function
     of the conversion)."""
     from rich.console import Console
@@ -299,7 +299,7 @@ def _add_import(commands):
     command.add_argument("--unchecked", action="store_true", help="skip the initial check of all images")
 
 
-def _run_import(args):
+def _run_import(args: argparse.Namespace):
     names = ("allow_partial", "val", "image_column", "label_column", "split_column", "delimiter")
     options = sources.Options(**{name: getattr(args, name) for name in names})
     if args.list:
@@ -325,7 +325,7 @@ def _add_index(commands):
     command.add_argument("root", metavar="DIR", help="folder of the shards")
 
 
-def _run_index(args):
+def _run_index(args: argparse.Namespace):
     created, existing = convert.build_indexes(args.root)
     print(f"{args.root}: {counted(created, 'index file')} created, {existing} already existed")
 
@@ -350,7 +350,7 @@ def _add_preview(commands):
     )
 
 
-def _run_preview(args):
+def _run_preview(args: argparse.Namespace):
     _claim_file("--output", args.output, args.root)
     inspection = _inspection()
 
@@ -381,7 +381,7 @@ def _add_verify(commands):
     _add_label_flags(command)
 
 
-def _run_verify(args):
+def _run_verify(args: argparse.Namespace):
     from paddle_resnet.tools import verify
 
     _claim_file("--fix-list", args.fix_list, args.root)
@@ -402,7 +402,7 @@ def _run_verify(args):
     return 1 if report.training_would_fail else 0
 
 
-def _claim_folder(args):
+def _claim_folder(args: argparse.Namespace):
     """Raise UsageError if the output folder of a command would replace the data set that the command reads."""
     outputs.claim(folders={"--output": args.output}, protected=[("the data set", args.source)])
 
@@ -421,7 +421,7 @@ def _add_info(commands):
     _add_label_flags(command)
 
 
-def _run_info(args):
+def _run_info(args: argparse.Namespace):
     _claim_file("--output", args.output, args.root)
     inspection = _inspection()
 
@@ -451,7 +451,7 @@ def _add_speed(commands):
     )
 
 
-def _run_speed(args):
+def _run_speed(args: argparse.Namespace):
     inspection = _inspection()
 
     inspection.speed(args.root, args.threads, args.loads, args.batches, args.repeats, args.train_flags)

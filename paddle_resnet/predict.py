@@ -1,5 +1,6 @@
 """Predict the classes of images: `python -m paddle_resnet.predict MODEL IMAGE ...`."""
 
+import argparse
 import contextlib
 import csv
 import json
@@ -308,7 +309,7 @@ def main(argv=None):
     return exit_codes.of("paddle_resnet.predict", lambda: _main(parser.parse_intermixed_args(argv)))
 
 
-def _main(args):
+def _main(args: argparse.Namespace):
     if args.json and args.csv == "-":
         raise UsageError(
             "--json: not supported with '--csv -', which also writes to stdout; remove one, or set --csv to a file"
@@ -382,7 +383,7 @@ def _print(paths, images, as_json):
         logger.write_line(line, sys.stdout)
 
 
-def _listen(args):
+def _listen(args: argparse.Namespace):
     """Return the socket of the web server, or None if --serve is not set."""
     if args.serve is None:
         for name in ("serve_host", "serve_max_mb", "serve_max_images"):
@@ -397,11 +398,11 @@ def _listen(args):
     return web.listen(_host(args), args.serve)
 
 
-def _host(args):
+def _host(args: argparse.Namespace):
     return HOST if args.serve_host is None else args.serve_host
 
 
-def _serve(args, model, device, listener):
+def _serve(args: argparse.Namespace, model, device, listener):
     """Answer requests until a signal stops the server, and return the exit code."""
     from paddle_resnet.data import bad_images
     from paddle_resnet.serving import image_files, web
@@ -431,7 +432,7 @@ def _serve(args, model, device, listener):
     return exit_codes.DONE
 
 
-def _claim_csv(args, paths):
+def _claim_csv(args: argparse.Namespace, paths):
     """Raise UsageError if --csv would replace an image or a file of the model."""
     if args.csv in (None, "-"):
         return
@@ -480,7 +481,7 @@ def _csv_writer(path, k):
         raise UsageError(f"--csv {path}: cannot be written ({e.strerror}); choose a different file") from e
 
 
-def _print_benchmark(args, device):
+def _print_benchmark(args: argparse.Namespace, device):
     logger.info(f"{args.model} on {device}, random images in host memory, latency in ms, peak memory in MiB")
     names = "  ".join(f"{name:>9}" for name in ("p50", "p90", "p99", "images/s", "memory"))
     logger.info(f"{'batch':>5}  {'engine':16}  {'precision':9}  {names}")

@@ -101,7 +101,8 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
     is_advised = False
     resumed = checkpoint and checkpoint.trained  # training metrics if only the evaluation is pending
     schedule = training.lr_scheduler
-    for stop in durations.stops(args, schedule.timeline, schedule.done - (resumed is not None)):
+    length = args.part(durations.Settings)
+    for stop in durations.stops(length, schedule.timeline, schedule.done - (resumed is not None)):
         trained, resumed, evaluated = resumed, None, None
         try:
             if trained is None:

@@ -155,7 +155,7 @@ class Timeline(NamedTuple):
         return next(part for part in reversed(self.parts) if part.first_epoch <= epoch)
 
 
-def used_batches(batches, accumulate_steps):
+def used_batches(batches: int, accumulate_steps: int) -> int:
     """Return the number of batches per epoch that training uses, a multiple of --accumulate-steps.
 
     Raises:
@@ -169,40 +169,35 @@ def used_batches(batches, accumulate_steps):
     return batches - batches % accumulate_steps
 
 
-def uniform(settings, batches):
+def uniform(accumulate_steps: int, batches: int) -> Timeline:
     """Return the Timeline of a run whose epochs all have `batches` batches.
 
     Raises:
         UsageError: an epoch has fewer batches than --accumulate-steps.
     """
-    count = settings.accumulate_steps
-    return Timeline(count, (Part(0, used_batches(batches, count) // count),))
+    return Timeline(accumulate_steps, (Part(0, used_batches(batches, accumulate_steps) // accumulate_steps),))
 
 
-def steps_of(settings, timeline, duration):
+def steps_of(settings: Settings, timeline: Timeline, duration: float) -> float:
     """Convert a duration, given in the same unit as --warmup-epochs and --lr-decay-epochs, to training steps."""
     return duration if settings.iter_unit == "batch" else timeline.steps_before(duration)
 
 
-def total_steps(settings, timeline):
+def total_steps(settings: Settings, timeline: Timeline) -> int:
     """Return the number of training steps of the run."""
     return steps_of(settings, timeline, settings.num_iter if settings.iter_unit == "batch" else settings.epochs)
 
 
-def first_pass(settings, batches):
-    """Return the number of steps before the run first evaluates, saves or ends an epoch, if the loader has `batches`
-    batches."""
-    if settings.benchmark:
-        return settings.benchmark_warmup_steps + settings.benchmark_steps
-    return next(stops(settings, uniform(settings, batches))).step if settings.run_scope.trains else batches
+def first_pass(settings: Settings, timeline: Timeline) -> int:
+    """Return the number of batches before training first evaluates, saves or ends an epoch."""
+    return next(stops(settings, timeline)).step
 
 
-def stops(settings, timeline, done=0):
+def stops(settings: Settings, timeline: Timeline, done: int = 0) -> Iterator[Stop]:
     """Yield a Stop for the end of each epoch, each evaluation and each checkpoint after the first `done` steps.
 
     Args:
-        settings: Settings.
-        timeline: Timeline.
+        settings, timeline: length of the run.
         done: number of completed training steps.
     """
     if settings.iter_unit == "batch":
@@ -217,4 +212,4 @@ def stops(settings, timeline, done=0):
         )
         ends_epoch = last + 1 == timeline.steps(epoch)
         if ends_epoch or evaluates or saves:
-            yield Stop(epoch, (last + 1) * settings.accumulate_steps, ends_epoch, evaluates, saves)
+            yield Stop(epoch, (last + 1) * timeline.accumulate_steps, ends_epoch, evaluates, saves)
