@@ -21,7 +21,7 @@ from paddle_resnet.passes import all_reduces, averages, folding, quantization
 from paddle_resnet.settings import durations, parsing, validation
 from paddle_resnet.settings.declarations import RESUMED, of_kinds
 from paddle_resnet.settings.groups import benchmark, output
-from paddle_resnet.settings.values import flag, text
+from paddle_resnet.settings.values import flag_name, text
 from paddle_resnet.steps import trace
 from paddle_resnet.utils import logger, outputs, progress
 from paddle_resnet.utils.affinity import bind_to_gpu
@@ -92,7 +92,7 @@ def log_evaluated(args, checkpoint):
 
 
 def _origin(args, checkpoint):
-    return restore.origin(checkpoint, args.from_pretrained_params, args.setting("model_prefix"))
+    return restore.origin(checkpoint, args.from_pretrained_params, args.flag_value("model_prefix"))
 
 
 def claim_outputs(args, checkpoint):
@@ -125,7 +125,7 @@ def _claim(args, checkpoint, folder):
 def input_files(args):
     """Return [(flag, path)] for the files that the run reads, except those of the data set."""
     starts = args.start_paths().items()
-    read = [(flag(name), getattr(args, name)) for name in ("config", "skip_list")]
+    read = [(flag_name(name), getattr(args, name)) for name in ("config", "skip_list")]
     read += [("--model-arch-name", path) for path, _ in filter(None, [user_file.split(args.model_arch_name)])]
     read += [(flag, f"{start}.{suffix}") for flag, start in starts for suffix in ("pdparams", "pdopt")]
     read += [(flag, path) for flag, start in starts for path in Path(start).glob("*.pd*")]

@@ -19,7 +19,7 @@ import numpy as np
 import paddle_resnet  # noqa: F401  imported before Paddle, because it sets environment variables for Paddle
 from paddle_resnet.models import registered_name, user_file
 from paddle_resnet.results import predictions
-from paddle_resnet.settings.values import flag, text
+from paddle_resnet.settings.values import flag_name, text
 from paddle_resnet.utils import exit_codes, files, locks, logger, numbers, outputs, signals
 from paddle_resnet.utils.command_line import Parser
 from paddle_resnet.utils.errors import RunError, UsageError, printable
@@ -322,8 +322,8 @@ def _main(args: argparse.Namespace):
     for name in unused:
         if (value := getattr(args, name)) is not None:
             condition = "not supported with" if args.benchmark else "requires"
-            remedy = "use --benchmark-batches instead" if name == "batch_size" else f"remove {flag(name)}"
-            raise UsageError(f"{flag(name)} {text(value)}: {condition} --benchmark; {remedy}")
+            remedy = "use --benchmark-batches instead" if name == "batch_size" else f"remove {flag_name(name)}"
+            raise UsageError(f"{flag_name(name)} {text(value)}: {condition} --benchmark; {remedy}")
     args.dali_num_threads = args.dali_num_threads or THREADS
     listener = _listen(args)
     if args.model_arch_name is not None:
@@ -388,7 +388,7 @@ def _listen(args: argparse.Namespace):
     if args.serve is None:
         for name in ("serve_host", "serve_max_mb", "serve_max_images"):
             if (value := getattr(args, name)) is not None:
-                raise UsageError(f"{flag(name)} {value}: requires --serve; add it or remove {flag(name)}")
+                raise UsageError(f"{flag_name(name)} {value}: requires --serve; add it or remove {flag_name(name)}")
         return None
     if args.images or args.json or args.csv or args.benchmark or args.batch_size:
         others = "images, --csv, --json, --benchmark or --batch-size"

@@ -11,7 +11,7 @@ from paddle_resnet.checkpoints.conversion import convert
 from paddle_resnet.data import listing
 from paddle_resnet.settings import parsing
 from paddle_resnet.settings.declarations import of_kinds
-from paddle_resnet.settings.values import flag
+from paddle_resnet.settings.values import flag_name
 from paddle_resnet.utils import exit_codes, files, logger
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
@@ -92,7 +92,7 @@ def main(argv=None):
 
 def _main(args: argparse.Namespace, flags):
     preprocessing = parsing.parse(flags)
-    if other := [flag(name) for name in preprocessing if name not in of_kinds("preprocessing")]:
+    if other := [flag_name(name) for name in preprocessing if name not in of_kinds("preprocessing")]:
         raise UsageError(f"{', '.join(other)}: not a preprocessing flag; remove it")
     if args.verify is not None:
         listing.check_split("--verify", args.verify, Mode.EVAL)

@@ -235,7 +235,7 @@ def _read_meta(checkpoint):
 def _meta_of_example(checkpoint):
     """Infer the entries of meta.json that inference needs for a checkpoint of NVIDIA's example, which has no meta.json.
     Raise UsageError if the parameters cannot be read or match no supported network."""
-    prefix = folders.foreign_prefix(checkpoint, parsing.from_dict({}).setting("model_prefix"))
+    prefix = folders.foreign_prefix(checkpoint, parsing.from_dict({}).flag_value("model_prefix"))
     path = checkpoint / f"{prefix}.pdparams"
     try:
         state = arrays.read_pickle(path)

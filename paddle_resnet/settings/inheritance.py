@@ -4,7 +4,7 @@ import re
 
 from paddle_resnet.models import RESIZE_RATIO, registered
 from paddle_resnet.settings.declarations import DEFAULTS, EVALUATED, FLAGS
-from paddle_resnet.settings.values import flag, network_name
+from paddle_resnet.settings.values import flag_name, network_name
 
 
 def follow(settings):
@@ -73,5 +73,5 @@ def inherit(settings, recorded, names, folder):
     settings.set(f"checkpoint {folder}", **{name: getattr(recorded, name) for name in inherited})
     follow(settings)
     values = {name: getattr(settings, name) for name in inherited}
-    taken = {flag(name): value for name, value in values.items() if value != getattr(before, name)}
-    return taken, {flag(name): (getattr(before, name), getattr(recorded, name)) for name in differing}
+    taken = {flag_name(name): value for name, value in values.items() if value != getattr(before, name)}
+    return taken, {flag_name(name): (getattr(before, name), getattr(recorded, name)) for name in differing}

@@ -7,7 +7,7 @@ import yaml
 
 from paddle_resnet.settings import inheritance
 from paddle_resnet.settings.declarations import ACTIONS, DEFAULTS, FLAGS, PARSER
-from paddle_resnet.settings.values import Settings, flag, text
+from paddle_resnet.settings.values import Settings, flag_name, text
 from paddle_resnet.utils.command_line import Parser, join_help
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import RunScope
@@ -82,11 +82,11 @@ def parse(arguments):
         raise UsageError(*_unknown_arguments(unknown))
     values = {name: value for name, value in vars(args).items() if value is not unset}
     if empty := [name for name, value in values.items() if value == []]:  # argparse parses --flag=-- as []
-        raise UsageError(*(f"{flag(name)} --: no value; add a value" for name in empty))
+        raise UsageError(*(f"{flag_name(name)} --: no value; add a value" for name in empty))
     return values
 
 
-def settings(values, origins):
+def make_settings(values, origins):
     """Return Settings with the given values. All other flags have their defaults, or are derived from the given
     values."""
     values = DEFAULTS | values
@@ -106,12 +106,12 @@ def from_dict(values):
     before = {name: declaration.before for name, declaration in FLAGS.items() if declaration.before is not None}
     known = before | {name: value for name, value in values.items() if name in FLAGS}
     parsed = parse(arguments(known))
-    return settings(parsed, dict.fromkeys(parsed, "recorded"))
+    return make_settings(parsed, dict.fromkeys(parsed, "recorded"))
 
 
 def changed(values):
     """Return the flags in `values`, a result of Settings.as_dict, whose values differ from their defaults."""
-    defaults = settings({}, {}).as_dict()
+    defaults = make_settings({}, {}).as_dict()
     return {name: value for name, value in values.items() if value != defaults.get(name)}
 
 
@@ -138,7 +138,7 @@ def arguments(values):
         if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, list | dict) for v in value)):
             raise UsageError(f"{key}: nested values are not supported; use a single value or a flat list")
         if value is not None:  # null keeps the default
-            result.append(f"{flag(key)}={text(value)}")
+            result.append(f"{flag_name(key)}={text(value)}")
     return result
 
 

@@ -11,7 +11,7 @@ from paddle_resnet.settings import inheritance
 from paddle_resnet.settings.declarations import DEFAULTS, FLAGS, MODULES
 from paddle_resnet.settings.field import Conflict
 from paddle_resnet.settings.groups import images, machine, start
-from paddle_resnet.settings.values import argument, flag, listed, network_name, text
+from paddle_resnet.settings.values import argument, flag_name, listed, network_name, text
 from paddle_resnet.utils.errors import UsageError, command, printable
 from paddle_resnet.utils.mode import RunScope
 
@@ -99,7 +99,7 @@ def _dropped(settings, name, message):
     """Return the log message for a dropped value, with the reason from the error message of the conflict."""
     problem = message.partition("; ")[0]
     subject, _, reason = problem.partition(": ")
-    if subject.split()[0] != flag(name):
+    if subject.split()[0] != flag_name(name):
         subject, reason = argument(settings, name), problem
     source = "--choose-recipe" if settings.is_chosen(name) else settings.origin(name).replace("file", "--config", 1)
     return printable(f"{source}: ignoring {subject} ({reason})")
@@ -150,8 +150,8 @@ def warnings(settings):
         yield f"--budget-minutes {settings.budget_minutes:g}: has no effect with {obstacle}; remove it"
     for name in ("benchmark_steps", "benchmark_warmup_steps"):
         if settings.is_explicit(name) and not settings.benchmark:
-            flag_and_value = f"{flag(name)} {getattr(settings, name)}"
-            yield f"{flag_and_value}: has no effect without --benchmark; add it, or remove {flag(name)}"
+            flag_and_value = f"{flag_name(name)} {getattr(settings, name)}"
+            yield f"{flag_and_value}: has no effect without --benchmark; add it, or remove {flag_name(name)}"
     if OPTIMIZERS[settings.optimizer].is_adaptive and settings.lr > 0.03:
         yield f"--lr {settings.lr:g}: high for --optimizer {settings.optimizer}; use a lower rate, such as 0.001"
     if settings.device == "cpu" and settings.data_layout == "NHWC":
@@ -231,8 +231,8 @@ def _unused(settings):
         value, chosen = getattr(settings, name), choice and getattr(settings, choice)
         if choice and chosen not in users and value != DEFAULTS[name]:
             yield Conflict(
-                f"{flag(name)} {text(value)}: not used by {flag(choice)} {chosen}; remove it, or use "
-                f"{flag(choice)} {' or '.join(map(str, users))}",
+                f"{flag_name(name)} {text(value)}: not used by {flag_name(choice)} {chosen}; remove it, or use "
+                f"{flag_name(choice)} {' or '.join(map(str, users))}",
                 (name,),
                 (choice,),
             )
@@ -290,7 +290,7 @@ def _conflicts_of_output(settings):
     for name in ("predictions", "report_html"):
         if getattr(settings, name) is not None and settings.data_format == "synthetic":
             yield Conflict(
-                f"{flag(name)} {getattr(settings, name)}: not supported with --data-format synthetic; remove it",
+                f"{flag_name(name)} {getattr(settings, name)}: not supported with --data-format synthetic; remove it",
                 (name,),
                 ("data_format",),
             )

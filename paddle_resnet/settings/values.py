@@ -9,7 +9,7 @@ _CHOSEN = "chosen: "
 _OF_COMMAND = ("config", "print_config", "inference_dir")  # flags that describe the command, not the run
 
 
-class Setting(NamedTuple):
+class FlagValue(NamedTuple):
     """The value of a flag, and whether the flag is explicit."""
 
     value: Any
@@ -139,9 +139,9 @@ class Settings:
         """Return the value of a flag if it is explicit, otherwise None."""
         return getattr(self, name) if self.is_explicit(name) else None
 
-    def setting(self, name):
-        """Return the Setting of a flag."""
-        return Setting(getattr(self, name), self.is_explicit(name))
+    def flag_value(self, name):
+        """Return the FlagValue of a flag."""
+        return FlagValue(getattr(self, name), self.is_explicit(name))
 
     def is_inherited(self, name):
         """Return whether the value of a flag comes from a checkpoint."""
@@ -153,7 +153,7 @@ class Settings:
 
     def start_paths(self):
         """Return {flag: path} for --from-checkpoint and --from-pretrained-params, if they are set."""
-        paths = {flag(name): getattr(self, name) for name in ("from_checkpoint", "from_pretrained_params")}
+        paths = {flag_name(name): getattr(self, name) for name in ("from_checkpoint", "from_pretrained_params")}
         return {flag: path for flag, path in paths.items() if path is not None}
 
     def as_dict(self):
@@ -173,15 +173,12 @@ def flag_name(name):
     return "--" + name.replace("_", "-")
 
 
-flag = flag_name
-
-
 def argument(settings, name):
     """Return a flag and its value, as a user writes them."""
     value = getattr(settings, name)
     if value is True:
-        return flag(name)
-    return f"{flag(name)} {value:g}" if isinstance(value, float) else f"{flag(name)} {text(value)}"
+        return flag_name(name)
+    return f"{flag_name(name)} {value:g}" if isinstance(value, float) else f"{flag_name(name)} {text(value)}"
 
 
 def listed(values):
