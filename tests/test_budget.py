@@ -229,17 +229,16 @@ def test_slow_evaluation_is_measured_once(monkeypatch, first_s, count):
 
 
 def test_checkpoint_is_measured_in_output_folder(tmp_path, monkeypatch):
-    args = settings(output_dir=tmp_path / "new/output", model_arch_name="Tiny", checkpoint_commit="marker")
+    run_folder = tmp_path / "new/output/Tiny"
     times, written = iter([10.0, 12.5] * 2), []
     monkeypatch.setattr(budget, "perf_counter", lambda: next(times))
     monkeypatch.setattr(folders, "commit", lambda root, name, files, meta, form: written.extend([root, form, *files]))
-    assert budget._measure_checkpoint(args, static.Program()) == 2.5
+    assert budget._measure_checkpoint(run_folder, "marker", static.Program()) == 2.5
     assert Path(written[0]).parent == tmp_path and Path(written[0]).name.startswith(".budget")
     assert written[1:] == ["marker", "0.pdparams", "1.pdparams"]
     assert list(tmp_path.iterdir()) == []
-    run_folder = tmp_path / "new/output/Tiny"
     run_folder.mkdir(parents=True)
-    budget._measure_checkpoint(args, static.Program())
+    budget._measure_checkpoint(run_folder, "marker", static.Program())
     assert Path(written[4]).parent == run_folder
 
 

@@ -72,6 +72,14 @@ class Settings:
         parse=numbers.positive,
         depends_on=("iter_unit",),
     )
+    save_interval_steps: int = flag(
+        0,
+        "number of steps between additional checkpoints within an epoch; 0: no additional checkpoints",
+        topic="checkpoints",
+        kind="saving",
+        parse=numbers.not_negative,
+        used_by=("iter_unit", ("epoch",)),
+    )
 
 
 def conflicts(settings: Settings) -> Iterator[Conflict]:

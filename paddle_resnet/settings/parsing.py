@@ -43,7 +43,7 @@ class ToolParser(Parser):
     def find_help(self, topic):
         return super().find_help(topic) or PARSER.find_help(topic)
 
-    def parse_known_args(self, args=None, namespace=None):
+    def parse_known_args(self, args: list[str] | None = None, namespace: argparse.Namespace | None = None):
         """Return (Namespace with the tool's arguments, list of the flags of train.py and of all unknown arguments)."""
         arguments, own, of_train = join_help(args), [], []
         while arguments and arguments[0] != "--":

@@ -1,6 +1,7 @@
 """Check flags for invalid values and for conflicts, and drop values of a file or a recipe that conflict with explicit
 flags."""
 
+import itertools
 import math
 import os
 
@@ -41,14 +42,14 @@ def check_device(settings):
 
 def check_kernels(settings):
     """Raise UsageError if the kernels that --kernels selects do not support the layout."""
-    _raise(_conflicts_of_kernels(settings))
+    _raise(_conflicts_within(settings, machine))
 
 
 def check_command(settings):
     """Check the flags of a command line before flags are inherited or chosen. Raises UsageError if a value is invalid,
     or flags conflict."""
     conflicts = [*_conflicts_of_command(settings)]
-    if not (_has_start(settings) or settings.resume or settings.choose_recipe):
+    if not (settings.part(start.Settings).is_from_weights or settings.resume or settings.choose_recipe):
         conflicts += _conflicts_of_settings(settings)
     _raise(conflicts)
 
@@ -73,8 +74,9 @@ def drop_unused(settings):
 
 def _droppable(settings, ranks):
     """Yield (name, conflict) for each value of a file or a recipe that conflicts with a flag of higher rank."""
-    conflicts = (_conflicts_of_command, _conflicts_of_settings, _conflicts_of_device, _conflicts_of_kernels)
-    for conflict in (conflict for function in conflicts for conflict in function(settings)):
+    functions = (_conflicts_of_command, _conflicts_of_settings, _conflicts_of_device)
+    found = (conflict for function in functions for conflict in function(settings))
+    for conflict in itertools.chain(found, _conflicts_within(settings, machine)):
         highest = max((_rank(settings, name, ranks) for name in conflict.by), default=0)
         yield from ((name, conflict) for name in conflict.unused if 0 < _own_rank(settings, name) < highest)
 
@@ -119,7 +121,7 @@ def warnings(settings):
             "--batch-size 1: batch normalization computes its statistics from a single image per process, so the "
             "network may not learn; use 2 or more"
         )
-    if settings.freeze and trains and not (_has_start(settings) or settings.resume):
+    if settings.freeze and trains and not (settings.part(start.Settings).is_from_weights or settings.resume):
         yield (
             f"--freeze {text(settings.freeze)}: frozen layers would keep random initial weights; add "
             "--from-pretrained-params"
@@ -166,7 +168,7 @@ def _conflicts_of_command(settings):
     yield from _conflicts_within(settings, start)
     if (
         settings.run_scope is RunScope.EVAL_ONLY
-        and not _has_start(settings)
+        and not settings.part(start.Settings).is_from_weights
         and not settings.benchmark
         and not settings.resume
     ):
@@ -327,10 +329,6 @@ def _conflicts_of_stages(settings):
         )
 
 
-def _conflicts_of_kernels(settings):
-    yield from _conflicts_within(settings, machine)
-
-
 def _conflicts_of_device(settings):
     if settings.amp and settings.device == "cpu":
         yield Conflict(
@@ -353,7 +351,3 @@ def _conflicts_of_device(settings):
             ("cpu_decoder_load",),
             ("dali_device", "device"),
         )
-
-
-def _has_start(settings):
-    return settings.from_checkpoint is not None or settings.from_pretrained_params is not None
