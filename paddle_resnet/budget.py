@@ -176,8 +176,7 @@ def _measure_training(exe, work, seconds):
 
     def measure(warmup, batches):
         values = {"benchmark_warmup_steps": warmup, "benchmark_steps": batches, "max_bad_steps": 10**9}
-        options = args.copy()
-        options.set("internal", benchmark=True, **values)
+        options = args.copy("internal", benchmark=True, **values)
         if loader.step == len(loader):  # the previous measurement ended at the end of an epoch
             next(loader, None)
             loader.reset()

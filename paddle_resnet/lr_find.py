@@ -219,9 +219,8 @@ def _with_rising_rate(search, training):
     low, high = factor * search.from_lr, factor * search.to_lr
     schedule.timeline = timeline
     schedule.adopt(Schedule(lambda step: lr_curve.rate(low, high, search.steps, step), timeline))
-    settings = training.settings.copy()
     steps = {"benchmark_warmup_steps": 0, "benchmark_steps": search.steps * count}
-    settings.set("internal", lr=search.to_lr, max_bad_steps=10**9, **steps)
+    settings = training.settings.copy("internal", lr=search.to_lr, max_bad_steps=10**9, **steps)
     return training._replace(settings=settings)
 
 

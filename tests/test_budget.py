@@ -201,7 +201,7 @@ def test_measurement_takes_about_the_requested_time(monkeypatch):
     loader.reset = lambda: calls.append("reset")
     monkeypatch.setattr(budget.dali, "build_dataloader", lambda *_: loader)
     args = settings(accumulate_steps=4, dali_prefetch=6, device="cpu")
-    args.copy = lambda **values: SimpleNamespace(**values)
+    args.copy = lambda origin, **values: SimpleNamespace(**values)
     times, clock = budget.StageTimes(0.5, 0.01), itertools.cycle([10.0, 10.0 + 0.5 + (7 + 8) * 0.01])
     monkeypatch.setattr(budget, "perf_counter", lambda: next(clock))
     compiled = SimpleNamespace(captured=None)

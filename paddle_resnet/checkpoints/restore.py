@@ -340,8 +340,7 @@ def resolve_network(args):
     explicit, set --model-arch-name to the network of that checkpoint. --resume then searches the run folder of this
     network."""
     if args.resume and args.start_paths() and not args.is_explicit("model_arch_name"):
-        first = args.copy()
-        first.set("internal", resume=False)
+        first = args.copy("internal", resume=False)
         folder, meta = origin(find(first), first.from_pretrained_params, first.flag_value("model_prefix"))
         if meta is not None:
             args.set(f"checkpoint {folder}", model_arch_name=recorded_flags(folder, meta, None).model_arch_name)

@@ -109,12 +109,12 @@ class Settings:
         object.__setattr__(copy, "_run", self)
         return copy
 
-    def copy(self, **values):
-        """Return a copy that is not frozen. The copy has the new `values`, and all other flags keep their values and
-        origins."""
+    def copy(self, origin="Python", /, **values):
+        """Return a copy that is not frozen. The copy has the new `values`, whose origin is `origin`, and all other
+        flags keep their values and origins."""
         copy = Settings(vars(self), self._origins)
         if values:
-            copy.set("Python", **values)
+            copy.set(origin, **values)
         return copy
 
     def part(self, cls: type[T]) -> T:
