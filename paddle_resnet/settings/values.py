@@ -19,8 +19,8 @@ class FlagValue(NamedTuple):
 class Settings:
     """The values of all flags, as attributes: `settings.batch_size` is --batch-size.
 
-    resolution.py resolves the values step by step. Just before the first program is built, the settings are frozen;
-    after that, values do not change.
+    resolution.py resolves the values step by step. Before the first program is built, the settings are frozen; after
+    that, values do not change.
 
     Args:
         values: {name: value}.
