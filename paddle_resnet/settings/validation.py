@@ -4,11 +4,12 @@ flags."""
 import itertools
 import math
 import os
+from collections.abc import Iterator
 
 from paddle_resnet.components import stages
 from paddle_resnet.models import RESIZE_RATIO
 from paddle_resnet.optimizers.table import OPTIMIZERS
-from paddle_resnet.settings import inheritance
+from paddle_resnet.settings import inheritance, values
 from paddle_resnet.settings.declarations import DEFAULTS, FLAGS, MODULES
 from paddle_resnet.settings.field import Conflict
 from paddle_resnet.settings.groups import images, machine, start
@@ -20,7 +21,7 @@ from paddle_resnet.utils.mode import RunScope
 HIGHEST = ("command line", "Python", "internal", "recorded", "machine")
 
 
-def check(settings):
+def check(settings: values.Settings) -> None:
     """Check the flags after all values have been inherited or derived.
 
     Raises:
@@ -29,23 +30,23 @@ def check(settings):
     _raise(_conflicts_of_settings(settings))
 
 
-def check_sizes(settings):
+def check_sizes(settings: values.Settings) -> None:
     """Check the flags that determine image sizes. Raises UsageError if a value is invalid, or flags conflict."""
     _raise(images.size_conflicts(settings.part(images.Settings)))
 
 
-def check_device(settings):
+def check_device(settings: values.Settings) -> None:
     """Check the flags that the device may not support, after --device is resolved. Raises UsageError if a flag requires
     a GPU, but the run or its loader is on the CPU."""
     _raise(_conflicts_of_device(settings))
 
 
-def check_kernels(settings):
+def check_kernels(settings: values.Settings) -> None:
     """Raise UsageError if the kernels that --kernels selects do not support the layout."""
     _raise(_conflicts_within(settings, machine))
 
 
-def check_command(settings):
+def check_command(settings: values.Settings) -> None:
     """Check the flags of a command line before flags are inherited or chosen. Raises UsageError if a value is invalid,
     or flags conflict."""
     conflicts = [*_conflicts_of_command(settings)]
@@ -59,12 +60,12 @@ def _raise(conflicts):
         raise UsageError(*messages)
 
 
-def drop_unused(settings):
+def drop_unused(settings: values.Settings) -> None:
     """Set each value that a flag of higher rank makes unused to its default, and add a message to settings.dropped. A
     value that the command line, Python or the machine sets has a higher rank than a value of a --config file, which has
     a higher rank than a value that --choose-recipe chooses. Conflicts between values of the same rank remain, and so
     do conflicts in which the value of higher rank is the unused one."""
-    ranks = {}  # {name of a dropped flag: rank of the flag with which it conflicts}
+    ranks: dict[str, int] = {}  # {name of a dropped flag: rank of the flag with which it conflicts}
     while found := next(_droppable(settings, ranks), None):
         name, conflict = found
         ranks[name] = max(_rank(settings, cause, ranks) for cause in conflict.by)
@@ -107,7 +108,7 @@ def _dropped(settings, name, message):
     return printable(f"{source}: ignoring {subject} ({reason})")
 
 
-def warnings(settings):
+def warnings(settings: values.Settings) -> Iterator[str]:
     """Yield a warning for each combination of flags that is valid but rarely intended."""
     ratio = settings.resize_short / settings.crop_size
     if ratio > 1.3:
