@@ -14,6 +14,7 @@ from paddle import static
 from conftest import ROOT, TINY
 from paddle_resnet import config, dali, program
 from paddle_resnet.data import iterators
+from paddle_resnet.job import processes
 from paddle_resnet.serving import inference, preprocessing
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
@@ -105,13 +106,17 @@ def test_build_resolves_flags_and_starts_fleet_once(flags, monkeypatch, mode):
 def test_calls_in_wrong_order_raise_errors(flags):
     args = config.parse_args(flags)
     main, startup, exe = static.Program(), static.Program(), static.Executor(paddle.CPUPlace())
-    for premature_call in (lambda: program.compile_prog(args, main), lambda: program.create_strategy(args)):
-        with pytest.raises(UsageError, match="--device auto: not resolved yet; call program.build with these flags"):
+    for premature_call in (
+        lambda: program.compile_prog(args, main),
+        lambda: program.create_strategy(args),
+        lambda: processes.place(args.device),
+    ):
+        with pytest.raises(UsageError, match="--device auto: not resolved yet; use the settings that program.start"):
             premature_call()
     fetchs, *_ = program.build(args, main, startup, 3)
     with pytest.raises(UsageError, match="run: the program is not compiled; pass the result of compile_prog"):
         program.run(args, [], exe, main, fetchs, 0)
-    compiled = program.compile_prog(args, main)
+    compiled = program.compile_prog(program.start(args), main)
     for _ in range(2):
         message = r"run: parameter \w+\.\w+ has no value; call exe.run\(startup_prog\) first"
         with pytest.raises(UsageError, match=message):
