@@ -98,8 +98,7 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
     saver = Saver(args, training.program, training.lr_scheduler, training.loader, training.fetchs, checkpoint)
     training = phases.show_on_tensorboard(args, training, checkpoint)
     logger.begin(args.as_entry(), append=report.resumes(args, checkpoint))
-    is_advised = False
-    resumed = checkpoint and checkpoint.trained  # training metrics if only the evaluation is pending
+    is_advised, resumed = False, checkpoint and checkpoint.trained  # metrics if only the evaluation is pending
     schedule = training.lr_scheduler
     length = args.part(durations.Settings)
     for stop in durations.stops(length, schedule.timeline, schedule.done - (resumed is not None)):
