@@ -121,7 +121,7 @@ def _add_sample(commands):
     sample.add_argument("--output", required=True, metavar="DIR", help="folder to create, with train/ and val/")
 
 
-def _run_sample(args):
+def _run_sample(args: argparse.Namespace):
     outputs.claim(folders={"--output": args.output})
     try:
         n_train, n_val = write_sample(args.output)
@@ -144,7 +144,7 @@ def _add_split(commands):
     command.add_argument("--seed", type=numbers.seed, default=0, metavar="N", help="seed of the random selection")
 
 
-def _run_split(args):
+def _run_split(args: argparse.Namespace):
     from paddle_resnet.tools import split
 
     _claim_folder(args)
@@ -206,7 +206,7 @@ def _add_convert(commands):
     _add_label_flags(command)
 
 
-def _run_convert(args):
+def _run_convert(args: argparse.Namespace):
     if args.quality is not None and args.resize_short is None:
         raise UsageError(f"--quality {args.quality}: requires --resize-short; add it, or remove --quality")
     _claim_folder(args)
@@ -231,7 +231,7 @@ def _run_convert(args):
     print(f"{args.output}: {' and '.join(f'{count} {split}' for split, count in counts.items())} images as {args.to}")
 
 
-def _with_progress(args, write):
+def _with_progress(args: argparse.Namespace, write):
     """Lock the output folder, and return the result of write(progress function of the check or None, progress function
     of the conversion)."""
     from rich.console import Console
@@ -309,7 +309,7 @@ def _add_import(commands):
     command.add_argument("--unchecked", action="store_true", help="skip the initial check of all images")
 
 
-def _run_import(args):
+def _run_import(args: argparse.Namespace):
     options = sources.Options(
         **{field.name: getattr(args, field.name) for field in dataclasses.fields(sources.Options)}
     )
@@ -336,7 +336,7 @@ def _add_index(commands):
     command.add_argument("root", metavar="DIR", help="folder of the shards")
 
 
-def _run_index(args):
+def _run_index(args: argparse.Namespace):
     created, existing = convert.build_indexes(args.root)
     print(f"{args.root}: {counted(created, 'index file')} created, {existing} already existed")
 
@@ -361,7 +361,7 @@ def _add_preview(commands):
     )
 
 
-def _run_preview(args):
+def _run_preview(args: argparse.Namespace):
     _claim_file("--output", args.output, args.root)
     inspection = _inspection()
 
@@ -392,7 +392,7 @@ def _add_verify(commands):
     _add_label_flags(command)
 
 
-def _run_verify(args):
+def _run_verify(args: argparse.Namespace):
     from paddle_resnet.tools import verify
 
     _claim_file("--fix-list", args.fix_list, args.root)
@@ -413,7 +413,7 @@ def _run_verify(args):
     return 1 if report.training_would_fail else 0
 
 
-def _claim_folder(args):
+def _claim_folder(args: argparse.Namespace):
     """Raise UsageError if the output folder of a command would replace the data set that the command reads."""
     outputs.claim(folders={"--output": args.output}, protected=[("the data set", args.source)])
 
@@ -432,7 +432,7 @@ def _add_info(commands):
     _add_label_flags(command)
 
 
-def _run_info(args):
+def _run_info(args: argparse.Namespace):
     _claim_file("--output", args.output, args.root)
     inspection = _inspection()
 
@@ -462,7 +462,7 @@ def _add_speed(commands):
     )
 
 
-def _run_speed(args):
+def _run_speed(args: argparse.Namespace):
     inspection = _inspection()
 
     inspection.speed(args.root, args.threads, args.loads, args.batches, args.repeats, args.train_flags)
