@@ -227,7 +227,8 @@ def _with_rising_rate(search, training):
 
 
 def _search(search, exe, training):
-    """Train with the rising learning rate, and return (loss of each step, whether the loss diverged)."""
+    """Train with the rising learning rate, and return (loss of each step, whether the loss diverged). For exceptions,
+    see program.run."""
     import paddle
 
     from paddle_resnet import program

@@ -196,7 +196,8 @@ def all_done(args, argv, checkpoint):
 
 
 def _complete(args, argv, checkpoint):
-    """Write the summary and the HTML report of a completed training run if they are missing."""
+    """Write the summary and the HTML report of a completed training run if they are missing. For exceptions, see
+    logger.setup and logger.begin."""
     from paddle_resnet.results import reading
 
     path, meta = Path(args.report_file), checkpoint.meta
@@ -261,6 +262,8 @@ def conclude(args, argv, result, mode):
         argv: arguments of the command line.
         result: result of program.run, without arrays.
         mode: Mode.TRAIN or Mode.EVAL.
+    Raises:
+        RunError: the report file can no longer be written.
     """
     if args.benchmark:
         result = result | _peak_memory(args.device)
@@ -342,6 +345,8 @@ def summarize(args, argv, program, stop, trained, evaluated, saver):
         stop: the last durations.Stop.
         trained, evaluated: results of the last epoch; evaluated is None if the run does not evaluate.
         saver: saver.Saver, which contains the best evaluation and the folders of the best and the last checkpoint.
+    Raises:
+        RunError: the report file can no longer be written.
     """
     best, folder = saver.best, saver.folder
     data = _summary(trained, evaluated, best, {"epoch": stop.epoch, **stop.place()})

@@ -197,7 +197,11 @@ def _check_default_network(folder):
 
 
 def _clean(folder):
-    """Remove the unfinished files of a killed run. The lock ensures that no other run is using the folder."""
+    """Remove the unfinished files of a killed run. The lock ensures that no other run is using the folder.
+
+    Raises:
+        UsageError: another run uses the folder, or the folder cannot be written.
+    """
     try:
         with folders.hold(folder):
             folders.clean(folder)
@@ -339,7 +343,11 @@ def log_evaluated(folder, meta):
 def resolve_network(args):
     """If --resume is combined with --from-checkpoint or --from-pretrained-params, and --model-arch-name is not
     explicit, set --model-arch-name to the network of that checkpoint. --resume then searches the run folder of this
-    network."""
+    network.
+
+    Raises:
+        UsageError: the flags of that checkpoint cannot be read, or find() or origin() fails.
+    """
     if args.resume and args.start_paths() and not args.is_explicit("model_arch_name"):
         first = args.copy(resume=False)
         folder, meta = origin(find(first), first.from_pretrained_params, first.setting("model_prefix"))

@@ -115,7 +115,11 @@ def image_batches(description, paths, batch_size, device, threads, read):
 
 
 def _alone(description, path, problem, device, threads, read, error):
-    """Decode a single image, after DALI failed to decode a batch. Yield one item in the format of image_batches."""
+    """Decode a single image, after DALI failed to decode a batch. Yield one item in the format of image_batches.
+
+    Raises:
+        RunError: DALI cannot decode the image, although bad_images.decode can.
+    """
     encoded, problem = (None, problem) if problem else read(path)
     if problem is None:
         decoded = _decoded(description, iter([[encoded]]), 1, device, threads)

@@ -31,8 +31,8 @@ def integer(least, most=2**31 - 1):
 
 
 def number(text):
-    """Parse a finite number, a fraction such as 1/255, or a power such as 2^-15, and return it as a float. Numbers
-    above MAX_NUMBER or below -MAX_NUMBER are invalid."""
+    """Parse a finite number, a fraction such as 1/255, or a power such as 2^-15, and return it as a float. Raises
+    argparse.ArgumentTypeError for other texts, and for numbers above MAX_NUMBER or below -MAX_NUMBER."""
     try:
         base, power, exponent = text.partition("^")
         value = float(Fraction(base)) if "/" in base else float(base)
