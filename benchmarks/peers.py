@@ -14,12 +14,12 @@ weight decay (except for BN), and label smoothing 0.1. Each step computes loss, 
 step later. All pending GPU work has finished when the clock starts and when it stops. PyTorch uses its usual settings:
 torch.autocast and GradScaler, cuDNN autotuning (cudnn.benchmark) and a fused optimizer. "PyTorch compile" is
 torch.compile in its default mode, which does not use CUDA graphs; "PyTorch reduce-overhead" and "PyTorch max-autotune"
-use them. torch.compile also compiles the loss and the accuracy. On a GPU, this project and the
-baselines decode with DALI's mixed decoder. This project interpolates chroma; the baselines repeat it, with which
-training was 24 % faster when only crops were decoded (benchmarks/log/loader_h200.md). The baselines use the dynamic
-executor, DALI's default; this project uses the older executor (see paddle_resnet/dali.py). This project pads images to
-4 channels, as its recipes do; the baselines use 3 channels. For evaluation, the baselines convert all parameters to
-float16. On two GPUs, the batch size per process is the same as on one GPU, and baselines train with
+use them. torch.compile also compiles the loss and the accuracy. On a GPU, this project and the baselines decode with
+DALI's mixed decoder. There, this project interpolates chroma; the baselines repeat it, with which training was 24 %
+faster when only crops were decoded (benchmarks/log/loader_h200.md). The baselines use the dynamic executor, DALI's
+default for GPUs; this project uses the older executor (see paddle_resnet/dali.py). This project pads images to 4
+channels, as its recipes do; the baselines use 3 channels. For evaluation on a GPU, the baselines convert all parameters
+to float16. On two GPUs, the batch size per process is the same as on one GPU, and baselines train with
 DistributedDataParallel.
 
 "first step" is the time from the start of the process until the host has read the loss of the first step. The cache of
@@ -177,7 +177,8 @@ def is_for_two(task):
 
 
 def read_report(path):
-    """Return the metrics in the summary, which is the last line of a --report-file."""
+    """Return some metrics of the summary, which is the last line of a --report-file, the versions, and the time of the
+    first step as "first_step_at"."""
     entry = json.loads(path.read_text().splitlines()[-1].removeprefix("DLLL "))
     data = {name.rpartition(".")[2]: value for name, value in entry["data"].items()}
     start = float(entry["timestamp"]) - float(entry["elapsedtime"])

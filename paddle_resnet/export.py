@@ -354,6 +354,7 @@ def _verify(network, folder, image_root, device, allow_outside=False):
     Returns:
         result of _score for the checkpoint.
     Raises:
+        UsageError: an exported network cannot be opened, or see _score.
         RunError: the networks disagree, or see _score.
     """
     from paddle_resnet.serving import inference

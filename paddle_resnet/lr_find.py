@@ -123,7 +123,7 @@ def parse(argv):
     for name in IGNORED:
         if args.origin(name) == "command line" and getattr(args, name) is not None:
             raise UsageError(f"{flag(name)} {text(getattr(args, name))}: not supported by lr_find; remove it")
-    # Benchmark mode neither evaluates nor saves, and repeats the data set if the search needs more batches.
+    # Benchmark mode neither evaluates nor saves, and repeats the data set if it has fewer batches than the search.
     args.set("lr_find", benchmark=True, profile_steps=None)
     return search, args
 

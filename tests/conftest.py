@@ -1,4 +1,4 @@
-"""Fixtures with tiny networks and tiny images, so that the whole suite takes only minutes on two cores."""
+"""Fixtures with tiny networks and tiny images, so that tests are fast on a CPU."""
 # ruff: noqa: I001
 
 import contextlib

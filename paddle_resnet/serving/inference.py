@@ -101,7 +101,8 @@ def open_checkpoint(path, device, model_arch_name=None, precision=None, sizes=(3
     """Open a checkpoint as a Model. On a GPU, the model runs in captured steps with custom kernels if these are
     available. On a CPU, the model runs in onnxruntime if the packages onnx and onnxruntime are installed and the
     network can be converted, because onnxruntime was 3.7 to 9.6 times as fast as the Executor
-    (benchmarks/log/prediction_2cpu.md). Otherwise, the model runs in the Executor, and a logged line states why.
+    (benchmarks/log/prediction_2cpu.md). Otherwise, the model runs in the Executor, and a logged line states why, unless
+    `engine` is "Paddle".
 
     Args:
         path: folder of a checkpoint or a run.

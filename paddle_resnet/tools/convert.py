@@ -231,8 +231,8 @@ def build_indexes(image_root):
     Returns:
         (number of index files created, number of index files that already existed).
     Raises:
-        UsageError: the folder contains no record files in these formats, a file is damaged, an index does not match its
-            record file, or an index cannot be written.
+        UsageError: the path is not a folder, or the folder contains no record files in these formats; or a file is
+            damaged, an index does not match its record file, or an index cannot be written.
     """
     if not os.path.isdir(image_root):
         raise UsageError(f"{image_root}: not a folder; use the folder that contains the shards")
