@@ -174,8 +174,8 @@ def all_done(args, argv, checkpoint):
     HTML report if the run was killed before it wrote them.
 
     Raises:
-        UsageError: --resume is not set. With --resume, completed training is not an error, so that the same command can
-            be repeated until all steps are done.
+        UsageError: --resume is not set, or the report cannot be completed. With --resume, completed training is not an
+            error, so that the same command can be repeated until all steps are done.
     """
     folder = checkpoint.folder
     if checkpoint.ended_early(args.patience):
@@ -334,9 +334,9 @@ def _print_table(title, result, environment):
 
 
 def summarize(args, argv, program, stop, trained, evaluated, saver):
-    """Log the results of a training run, and write the HTML report (--report-html). If the run does not start from a
-    checkpoint, also print a command that evaluates the best checkpoint (or the last, if the run does not evaluate) and
-    writes a separate report.
+    """Log the results of a training run, and write the HTML report (--report-html). Without --resume,
+    --from-checkpoint and --from-pretrained-params, also print a command that evaluates the best checkpoint (or the
+    last, if the run does not evaluate) and writes a separate report.
 
     Args:
         args: flags.

@@ -154,7 +154,8 @@ def _selected(root, wanted, arch, model_prefix, iter_unit):
         model_prefix: values.Setting of --model-prefix.
         iter_unit: value of --iter-unit.
     Raises:
-        UsageError: the folder does not contain the checkpoint, or the checkpoint is damaged.
+        UsageError: the folder does not contain the checkpoint, the checkpoint is damaged, or the folder contains runs
+            of several networks.
     """
     flag = f"--from-checkpoint {root}"
     if not root.is_dir():
@@ -527,8 +528,8 @@ def restore(checkpoint, lr_scheduler, loader, fetchs, place, *, iter_unit, is_av
         if before != now:
             raise UsageError(
                 f"--iter-unit batch: {checkpoint.folder} has {before} steps per epoch, but this run has {now}, so it "
-                "would not end after --num-iter; use the checkpoint's --batch-size, --accumulate-steps and number of "
-                "processes"
+                "would not end after --num-iter; use the checkpoint's data set, --batch-size, --accumulate-steps and "
+                "number of processes"
             )
     if checkpoint.is_inside and checkpoint.step % accumulate_steps:
         raise UsageError(
@@ -540,7 +541,8 @@ def restore(checkpoint, lr_scheduler, loader, fetchs, place, *, iter_unit, is_av
         checkpoint = dataclasses.replace(checkpoint, step=0)
         logger.warn(
             f"{checkpoint.folder}: cannot continue inside epoch {checkpoint.epoch}, so the epoch restarts with the "
-            "checkpoint's parameters; to continue where it stopped, use the original data and flags"
+            "checkpoint's parameters; to continue where it stopped, use the original data, flags and number of "
+            "processes"
         )
     is_evaluating = bool(checkpoint.step) and not checkpoint.is_inside  # only the evaluation of the epoch is pending
     done = timeline.batches(checkpoint.epoch) if is_evaluating else checkpoint.step
