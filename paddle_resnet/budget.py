@@ -153,7 +153,7 @@ def duration_s(settings: durations.Settings, epochs: int, timeline: durations.Ti
 
 
 def epochs_within(settings: durations.Settings, seconds: float, timeline: durations.Timeline, times: Times) -> int:
-    """Return the number of epochs, at least 1, whose predicted duration is closest to `seconds`."""
+    """Return the number of epochs, from 1 to MOST_EPOCHS, whose predicted duration is closest to `seconds`."""
 
     def predicted_s(epochs):
         return duration_s(settings, epochs, timeline, times)
@@ -166,7 +166,7 @@ def epochs_within(settings: durations.Settings, seconds: float, timeline: durati
 
 def _measure_training(exe, work, seconds):
     """Return the StageTimes of the stage that a phases.Work trains. The number of measured steps, from 2 to MOST_STEPS,
-    is chosen so that they take `seconds`."""
+    is chosen so that they take `seconds`. For exceptions, see dali.build_dataloader and program.run."""
     start, args = perf_counter(), work.settings
     # The compiled program of a later stage is discarded, because its captured step would occupy GPU memory.
     compiled = work.compiled or program.compile_prog(args, work.program)

@@ -243,7 +243,8 @@ def _tests(device, missing):
 
 
 def _decode_image(device):
-    """Decode a JPEG image with DALI. This function runs in a child process."""
+    """Decode a JPEG image with DALI. Raises ValueError if the pixels are wrong. This function runs in a child
+    process."""
     import numpy as np
     from nvidia.dali import fn, pipeline_def
     from PIL import Image

@@ -318,7 +318,8 @@ def _sample_text(description):
 
 def _write_onnx(network, folder, engine=None, tolerance=PROBABILITY_TOLERANCE):
     """Write model.onnx, compare it with the network on random images, and return its entry for model.json. For
-    `engine`, see onnx_writer.to_onnx. Raise RunError if a probability differs by more than `tolerance`."""
+    `engine` and UsageError, see onnx_writer.to_onnx. Raises RunError if a probability differs by more than
+    `tolerance`."""
     from paddle_resnet.checkpoints import folders
     from paddle_resnet.serving import inference, onnx_writer
 
@@ -354,6 +355,7 @@ def _verify(network, folder, image_root, device, allow_outside=False):
     Returns:
         result of _score for the checkpoint.
     Raises:
+        UsageError: an exported network cannot be opened, or see _score.
         RunError: the networks disagree, or see _score.
     """
     from paddle_resnet.serving import inference
@@ -451,6 +453,7 @@ def _score(network, model, image_root, as_evaluated=False, allow_outside=False):
         as_evaluated: whether to repeat the evaluation of the checkpoint's run, with its --batch-size,
             --dali-output-fp16 and --tta. Otherwise, images are not rounded to float16 and not mirrored.
     Raises:
+        UsageError: the data set cannot be used.
         RunError: the model's probabilities are not the softmax of its logits.
     """
     from paddle_resnet import dali

@@ -123,7 +123,7 @@ def parse(argv):
     for name in IGNORED:
         if args.origin(name) == "command line" and getattr(args, name) is not None:
             raise UsageError(f"{flag_name(name)} {text(getattr(args, name))}: not supported by lr_find; remove it")
-    # Benchmark mode neither evaluates nor saves, and repeats the data set if the search needs more batches.
+    # Benchmark mode neither evaluates nor saves, and repeats the data set if it has fewer batches than the search.
     args.set("lr_find", benchmark=True, profile_steps=None)
     return search, args
 
@@ -226,7 +226,8 @@ def _with_rising_rate(search, training):
 
 
 def _search(search, exe, training):
-    """Train with the rising learning rate, and return (loss of each step, whether the loss diverged)."""
+    """Train with the rising learning rate, and return (loss of each step, whether the loss diverged). For exceptions,
+    see program.run."""
     import paddle
 
     from paddle_resnet import program

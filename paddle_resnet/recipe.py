@@ -109,7 +109,7 @@ def _facts(settings):
     }
     place = root, Mode.TRAIN, data_format, settings.allow_outside, settings.label_offset
     if numbering.count_classes(*place) == 1:
-        raise UsageError(f"--image-root {root}: contains only one class; add a folder for each additional class")
+        raise UsageError(f"--image-root {root}: contains only one class; add images of other classes")
     has_gpu, output_dir = settings.device == "gpu", settings.output_dir
     runs = [run.name for run in folders.runs_below(output_dir)] if Path(output_dir).is_dir() else []
     return Facts(

@@ -180,8 +180,8 @@ def all_done(args, argv, checkpoint):
     HTML report if the run was killed before it wrote them.
 
     Raises:
-        UsageError: --resume is not set. With --resume, completed training is not an error, so that the same command can
-            be repeated until all steps are done.
+        UsageError: --resume is not set, or the report cannot be completed. With --resume, completed training is not an
+            error, so that the same command can be repeated until all steps are done.
     """
     folder = checkpoint.folder
     if checkpoint.ended_early(args.patience):
@@ -202,7 +202,8 @@ def all_done(args, argv, checkpoint):
 
 
 def _complete(args, argv, checkpoint):
-    """Write the summary and the HTML report of a completed training run if they are missing."""
+    """Write the summary and the HTML report of a completed training run if they are missing. For exceptions, see
+    logger.setup and logger.begin."""
     from paddle_resnet.results import reading
 
     path, meta = Path(args.report_file), checkpoint.meta
@@ -268,6 +269,8 @@ def conclude(args, argv, result, mode):
         argv: arguments of the command line.
         result: result of program.run, without arrays.
         mode: Mode.TRAIN or Mode.EVAL.
+    Raises:
+        RunError: the report file can no longer be written.
     """
     if args.benchmark:
         result = result | _peak_memory(args.device)
@@ -338,9 +341,9 @@ def _print_table(title, result, environment):
 
 
 def summarize(args, argv, program, stop, trained, evaluated, saver):
-    """Log the results of a training run, and write the HTML report (--report-html). If the run does not start from a
-    checkpoint, also print a command that evaluates the best checkpoint (or the last, if the run does not evaluate) and
-    writes a separate report.
+    """Log the results of a training run, and write the HTML report (--report-html). Without --resume,
+    --from-checkpoint and --from-pretrained-params, also print a command that evaluates the best checkpoint (or the
+    last, if the run does not evaluate) and writes a separate report.
 
     Args:
         args: flags.
@@ -349,6 +352,8 @@ def summarize(args, argv, program, stop, trained, evaluated, saver):
         stop: the last durations.Stop.
         trained, evaluated: results of the last epoch; evaluated is None if the run does not evaluate.
         saver: saver.Saver, which contains the best evaluation and the folders of the best and the last checkpoint.
+    Raises:
+        RunError: the report file can no longer be written.
     """
     best, folder = saver.best, saver.folder
     data = _summary(trained, evaluated, best, {"epoch": stop.epoch, **stop.place()})

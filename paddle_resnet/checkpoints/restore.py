@@ -154,7 +154,8 @@ def _selected(root, wanted, arch, model_prefix, iter_unit):
         model_prefix: values.FlagValue of --model-prefix.
         iter_unit: value of --iter-unit.
     Raises:
-        UsageError: the folder does not contain the checkpoint, or the checkpoint is damaged.
+        UsageError: the folder does not contain the checkpoint, the checkpoint is damaged, or the folder contains runs
+            of several networks.
     """
     flag = f"--from-checkpoint {root}"
     if not root.is_dir():
@@ -197,7 +198,11 @@ def _check_default_network(folder):
 
 
 def _clean(folder):
-    """Remove the unfinished files of a killed run. The lock ensures that no other run is using the folder."""
+    """Remove the unfinished files of a killed run. The lock ensures that no other run is using the folder.
+
+    Raises:
+        UsageError: another run uses the folder, or the folder cannot be written.
+    """
     try:
         with folders.hold(folder):
             folders.clean(folder)
@@ -339,7 +344,11 @@ def log_evaluated(folder, meta):
 def resolve_network(args):
     """If --resume is combined with --from-checkpoint or --from-pretrained-params, and --model-arch-name is not
     explicit, set --model-arch-name to the network of that checkpoint. --resume then searches the run folder of this
-    network."""
+    network.
+
+    Raises:
+        UsageError: the flags of that checkpoint cannot be read, or find() or origin() fails.
+    """
     if args.resume and args.start_paths() and not args.is_explicit("model_arch_name"):
         first = args.copy("internal", resume=False)
         folder, meta = origin(find(first), first.from_pretrained_params, first.flag_value("model_prefix"))
@@ -519,8 +528,8 @@ def restore(checkpoint, lr_scheduler, loader, fetchs, place, *, iter_unit, is_av
         if before != now:
             raise UsageError(
                 f"--iter-unit batch: {checkpoint.folder} has {before} steps per epoch, but this run has {now}, so it "
-                "would not end after --num-iter; use the checkpoint's --batch-size, --accumulate-steps and number of "
-                "processes"
+                "would not end after --num-iter; use the checkpoint's data set, --batch-size, --accumulate-steps and "
+                "number of processes"
             )
     if checkpoint.is_inside and checkpoint.step % accumulate_steps:
         raise UsageError(
@@ -532,7 +541,8 @@ def restore(checkpoint, lr_scheduler, loader, fetchs, place, *, iter_unit, is_av
         checkpoint = dataclasses.replace(checkpoint, step=0)
         logger.warn(
             f"{checkpoint.folder}: cannot continue inside epoch {checkpoint.epoch}, so the epoch restarts with the "
-            "checkpoint's parameters; to continue where it stopped, use the original data and flags"
+            "checkpoint's parameters; to continue where it stopped, use the original data, flags and number of "
+            "processes"
         )
     is_evaluating = bool(checkpoint.step) and not checkpoint.is_inside  # only the evaluation of the epoch is pending
     done = timeline.batches(checkpoint.epoch) if is_evaluating else checkpoint.step

@@ -163,7 +163,12 @@ class Saver:
 
     def _prepare(self, checkpoint):
         """Create the checkpoint folder, lock it, and remove the unfinished files of a killed run. With --overwrite,
-        also remove all checkpoints. Returns the best evaluation so far."""
+        also remove all checkpoints. Returns the best evaluation so far if the run resumes, otherwise None.
+
+        Raises:
+            UsageError: the folder cannot be written, another run uses it, or another run has saved checkpoints in it
+                that this run would overwrite.
+        """
         folder, args = self._root, self._args
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -202,7 +207,7 @@ class Saver:
 
     def save_if_due(self, stop, trained, evaluated):
         """Save a checkpoint at a durations.Stop if --save-interval requires it, if the evaluation there is the best so
-        far, or if --patience ends the run."""
+        far, or if --patience ends the run. For exceptions, see save()."""
         step = stop.place().get("step")
         is_best = self.best is not None and _name_of(self.best) == _name(stop.epoch, step)
         if stop.saves or is_best or self.ends_early:

@@ -149,9 +149,9 @@ def load_averages(options, checkpoint, program, place):
     """Load the EMA weights of a training program (--ema) from a checkpoint, if the checkpoint contains EMA weights.
 
     Returns:
-        False if the program has EMA weights but the checkpoint does not, otherwise True.
+        False if the program has EMA weights, but the checkpoint is None or has none, otherwise True.
     Raises:
-        UsageError: the file is damaged or does not match the model.
+        UsageError: a file is damaged, cannot be read or does not match the model.
     """
     names = averages.of(program)
     if not names:
@@ -466,7 +466,7 @@ def _bfloat16(array):
 
 def _read(path, label, read=arrays.read_pickle):
     """Read a file of arrays. If the file belongs to a checkpoint, its content is verified, because the file may have
-    changed since the checkpoint was verified."""
+    changed since the checkpoint was verified. Raises UsageError if the file is damaged or cannot be read."""
     try:
         return read(path, folders.read_listed(Path(path)))
     except folders.DamagedError as e:

@@ -15,7 +15,7 @@ from paddle_resnet.machine import compat
 from paddle_resnet.utils import signals
 from paddle_resnet.utils.errors import RunError
 
-# Flags of Paddle for GPUs. They allow convolutions a workspace of 4096 MB, enable one-pass BN, and sum the gradients of
+# Flags of Paddle for GPUs. They allow convolutions a workspace of 4 GiB, enable one-pass BN, and sum the gradients of
 # a residual addition in place. Paddle reads the last flag when the backward pass is built.
 GPU_FLAGS = {
     "FLAGS_conv_workspace_size_limit": 4096,

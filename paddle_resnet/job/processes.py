@@ -18,7 +18,7 @@ def check_environment():
     """Check the environment variables that the launcher sets. Call this function before Paddle is imported.
 
     Raises:
-        UsageError: a variable has an invalid value.
+        UsageError: a variable is missing or has an invalid value, or the host of PADDLE_MASTER cannot be resolved.
     """
     count = _number("PADDLE_TRAINERS_NUM", "1", least=1)
     _number("PADDLE_TRAINER_ID", "0", most=count - 1)

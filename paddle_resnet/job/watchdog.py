@@ -56,6 +56,7 @@ def start(rank, world_size, timeout_s, master, gather, from_rank_0):
             because the monitor is already running and ends this rank if the job fails.
     Raises:
         UsageError: rank 0's machine cannot listen on the host of `master` (on rank 0).
+        ValueError: another rank sent an invalid key.
     """
     global _monitor
     stop()

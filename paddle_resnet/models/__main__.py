@@ -31,6 +31,7 @@ def size(arch, side, num_classes=CLASSES):
         image itself}.
     Raises:
         UsageError: see build_model and logits.
+        RunError, OSError: Paddle cannot be imported (see signals.importing_paddle).
     """
     with signals.importing_paddle():
         import paddle

@@ -134,7 +134,12 @@ def _key(patterns, *others):
 
 def _build(path, compile_to):
     """Build a file unless the cache already contains a trusted copy (cache.is_trusted), and return its path. If several
-    processes need the file, one of them builds it while the others wait."""
+    processes need the file, one of them builds it while the others wait.
+
+    Raises:
+        OSError: the cache cannot be read or written.
+        Unavailable: the compiler fails.
+    """
     if cache.is_trusted(path):
         return path
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)

@@ -143,7 +143,8 @@ def _text(value):
 
 
 def _print_curves(console, runs):
-    """Print a row of bars for each run and each metric with at least two values, with the same scale for all runs."""
+    """Print a row of bars for each run and each metric of CURVES, with the same scale for all runs. A metric with fewer
+    than two values in all runs together is omitted."""
     for name, title in CURVES.items():
         curves = {run: [y for _, y in points] for run, _, points in _series(runs, name)}
         values = [y for curve in curves.values() for y in curve]

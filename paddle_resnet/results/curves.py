@@ -8,7 +8,8 @@ WIDTH, HEIGHT = 460, 270
 RIGHT, TOP, BOTTOM = 24, 12, 34
 CHARACTER = 8.2  # width of a digit on narrow screens, where the style sheet enlarges the text
 MOST_LABELS = 9  # maximum number of labels on the x axis
-OUTLIER = 3  # for at least 10 values: the y axis ends at the 98th percentile if the largest value exceeds it so often
+# With at least 10 values, the y axis ends at their 98th percentile if the largest value exceeds OUTLIER times that.
+OUTLIER = 3
 TINY = 1e-30  # for smaller values, the ticks would exceed the precision of float64
 
 

@@ -174,9 +174,9 @@ def read(path):
     except OSError as e:
         raise UsageError(f"{path}: cannot be read ({e.strerror}); make it readable, or delete it") from e
     except (ValueError, RecursionError) as e:
-        raise UsageError(f"{path}: not a curve written by lr_find; delete it, or run lr_find again") from e
+        raise UsageError(f"{path}: not a curve written by lr_find; delete it, or run lr_find with --overwrite") from e
     if not _is_curve(data):
-        raise UsageError(f"{path}: not a curve written by lr_find; delete it, or run lr_find again")
+        raise UsageError(f"{path}: not a curve written by lr_find; delete it, or run lr_find with --overwrite")
     return Curve(**{name: data[name] for name in Curve.__dataclass_fields__})
 
 

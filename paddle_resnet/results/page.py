@@ -158,7 +158,8 @@ def _times(run):
 
 
 def _worst(run, classes, confusion, rows):
-    """Return the classes with the lowest accuracy: [{class, top1, images, mistaken_for, thumbnails}]."""
+    """Return the WORST_CLASSES classes with the lowest accuracy, or fewer if fewer are below 1: [{class, top1, images,
+    mistaken_for, thumbnails}]."""
     worst = [row for row in classes if row["top1"] and float(row["top1"]) < 1]
     worst = sorted(worst, key=lambda row: float(row["top1"]))[:WORST_CLASSES]
     images = _images(run) if rows else {}

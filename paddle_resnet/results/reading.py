@@ -180,7 +180,7 @@ def _rows(path, columns):
     except OSError as e:
         raise UsageError(f"{path}: cannot be read ({e.strerror}); make it readable or delete it") from e
     except (ValueError, csv.Error) as e:
-        raise UsageError(f"{path}: not a table written by train.py ({e}); delete it, or evaluate again") from e
+        raise UsageError(f"{path}: not a table written by train.py ({e}); delete it") from e
 
 
 def _checked_row(row, line, columns):

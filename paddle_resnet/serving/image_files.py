@@ -77,7 +77,7 @@ def image_batches(description, paths, batch_size, device, threads, read):
     DALI decodes batches in advance. Unless `read` is set, DALI also reads the files, so that Python does not have
     to read them one by one. DALI stops at the first image that it cannot read or decode. From then on, `read` (by
     default, _read_file) reads the files, and their headers are checked. If DALI stops again, all images that
-    were read but not yielded are decoded one by one."""
+    were read but not yielded are decoded one by one. For exceptions, see _alone."""
     remaining, ahead, is_read_by_dali = iter(paths), deque(), read is None
     read = _checked(read or _read_file, description)
 
@@ -115,7 +115,11 @@ def image_batches(description, paths, batch_size, device, threads, read):
 
 
 def _alone(description, path, problem, device, threads, read, error):
-    """Decode a single image, after DALI failed to decode a batch. Yield one item in the format of image_batches."""
+    """Decode a single image, after DALI failed to decode a batch. Yield one item in the format of image_batches.
+
+    Raises:
+        RunError: DALI cannot decode the image, although bad_images.decode can.
+    """
     encoded, problem = (None, problem) if problem else read(path)
     if problem is None:
         decoded = _decoded(description, iter([[encoded]]), 1, device, threads)

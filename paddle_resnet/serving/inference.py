@@ -101,7 +101,8 @@ def open_checkpoint(path, device, model_arch_name=None, precision=None, sizes=(3
     """Open a checkpoint as a Model. On a GPU, the model runs in captured steps with custom kernels if these are
     available. On a CPU, the model runs in onnxruntime if the packages onnx and onnxruntime are installed and the
     network can be converted, because onnxruntime was 3.7 to 9.6 times as fast as the Executor
-    (benchmarks/log/prediction_2cpu.md). Otherwise, the model runs in the Executor, and a logged line states why.
+    (benchmarks/log/prediction_2cpu.md). Otherwise, the model runs in the Executor, and a logged line states why, unless
+    `engine` is "Paddle".
 
     Args:
         path: folder of a checkpoint or a run.
@@ -139,7 +140,11 @@ def open_checkpoint(path, device, model_arch_name=None, precision=None, sizes=(3
 
 def _open_as_onnx(path, model_arch_name):
     """Convert a checkpoint to ONNX in memory, and open it with onnxruntime. Return (Model, None) or, if the conversion
-    is impossible or a package is missing, (None, end of the log line that states the reason)."""
+    is impossible or a package is missing, (None, end of the log line that states the reason).
+
+    Raises:
+        UsageError: see networks.load_checkpoint.
+    """
     try:
         for package in ("onnx", "onnxruntime"):
             onnx_writer.require(package)
@@ -351,6 +356,8 @@ def loader_args(description, batch_size, device="cpu", threads=4):
         batch_size: images per batch.
         device: "cpu" or "gpu".
         threads: number of DALI's CPU threads.
+    Raises:
+        UsageError: the device, or a recorded value of the preprocessing, cannot be used.
     """
     recorded, expected = description["preprocessing"], description["input"]
     is_pixels = expected["dtype"] == "uint8"

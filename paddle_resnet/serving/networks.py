@@ -162,8 +162,8 @@ def _cast(network, dtype, level, for_gpu=False):
 
 
 def _recorded(checkpoint, device, model_arch_name):
-    """Return (checkpoint folder, content of meta.json, flags of the training run, adapted to inference on the
-    device)."""
+    """Return (checkpoint folder, content of meta.json, flags of the training run, adapted to inference on the device).
+    For exceptions, see load_checkpoint."""
     checkpoint = resolve(checkpoint)
     meta = _read_meta(checkpoint)
     args = restore.recorded_flags(checkpoint, meta, model_arch_name)
@@ -174,7 +174,8 @@ def _recorded(checkpoint, device, model_arch_name):
 
 
 def _load(args, meta, checkpoint, channels, **options):
-    """Return the Network of a checkpoint for images with three or four channels. For options, see _build."""
+    """Return the Network of a checkpoint for images with three or four channels. For options, see _build; for
+    exceptions, see load_checkpoint."""
     paddle.enable_static()
     trained, startup, *_ = _build(args, quantize=args.qat)
     before = args.image_shape[0]
@@ -199,7 +200,8 @@ def _load(args, meta, checkpoint, channels, **options):
 
 
 def resolve(folder):
-    """Return the checkpoint that folders.resolve selects for a folder, and log the choice to stderr."""
+    """Return the checkpoint that folders.resolve selects for a folder, and log the choice to stderr. For exceptions,
+    see folders.resolve."""
     return folders.resolve(folder, log=log)
 
 

@@ -42,7 +42,7 @@ def to_onnx(program, inputs, outputs, read, metadata, engine=None):
     Returns:
         onnx.ModelProto that has passed ONNX's checker.
     Raises:
-        UsageError: an operator or one of its attributes is not supported, or onnx is not installed.
+        UsageError: an operator or one of its attributes is not supported, or onnx cannot be imported.
     """
     onnx = require("onnx")
     block = program.global_block()
@@ -80,7 +80,7 @@ def to_onnx(program, inputs, outputs, read, metadata, engine=None):
 
 def to_float16(model):
     """Convert a model written by to_onnx to float16 in place, and return it. The types of the input, output and softmax
-    do not change."""
+    do not change. Raises UsageError if onnx cannot be imported."""
     onnx = require("onnx")
     graph, nodes = model.graph, []
     half, single = onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT
@@ -111,7 +111,7 @@ def to_float16(model):
 
 def with_logits(serialized):
     """Add the input of the last softmax as a second output to a serialized ONNX model written by to_onnx. Return the
-    serialized result."""
+    serialized result. Raises UsageError if onnx cannot be imported."""
     onnx = require("onnx")
     model = onnx.load_from_string(serialized)
     [*_, logits] = [node.input[0] for node in model.graph.node if node.op_type == "Softmax"]

@@ -192,7 +192,7 @@ def _weights(size, scale, crop, interp):
 
 
 def preprocess(image, preprocessing):
-    """Like pixels(), but return normalized values: float32 [3, H, W]."""
+    """Like pixels(), with the same exceptions, but return normalized values: float32 [3, H, W]."""
     mean, std = (np.array(preprocessing[name], np.float32) for name in ("mean", "std"))
     levels = pixels(image, preprocessing) * np.float32(preprocessing["scale"])
     return ((levels - mean) / std).transpose(2, 0, 1)
@@ -200,7 +200,7 @@ def preprocess(image, preprocessing):
 
 def model_input(image, model):
     """Return an image as a batch of size 1, with the type and layout that `model`, the content of model.json,
-    specifies."""
+    specifies. For exceptions, see pixels()."""
     dtype, layout = model["input"]["dtype"], model["input"]["layout"]
     if dtype == "uint8":
         return pixels(image, model["preprocessing"])[None]

@@ -231,8 +231,8 @@ def build_indexes(image_root):
     Returns:
         (number of index files created, number of index files that already existed).
     Raises:
-        UsageError: the folder contains no record files in these formats, a file is damaged, an index does not match its
-            record file, or an index cannot be written.
+        UsageError: the path is not a folder, or the folder contains no record files in these formats; or a file is
+            damaged, an index does not match its record file, or an index cannot be written.
     """
     if not os.path.isdir(image_root):
         raise UsageError(f"{image_root}: not a folder; use the folder that contains the shards")
@@ -249,7 +249,11 @@ def build_indexes(image_root):
 
 
 def _list_source(source, skip_list, allow_outside, label_offset=numbering.AUTO):
-    """Return ({split: [listing.Image]}, class names or None) of the source. Training images are in random order."""
+    """Return ({split: [listing.Image]}, class names or None) of the source. Training images are in random order.
+
+    Raises:
+        UsageError: the data set or the skip list cannot be used, or a split has no images.
+    """
     skip = listing.read_skip_list(skip_list, source, allow_outside) if skip_list is not None else frozenset()
     splits, classes = {}, None
     for mode in listing.splits(source):
@@ -497,7 +501,13 @@ def _write_shards(to, output, split, images, count, pool, report):
 
 
 def _write_shard(to, path, first, images):
-    """Write one shard and its index. The shard gets its final name only when both files are complete."""
+    """Write one shard and its index. The shard gets its final name only when both files are complete.
+
+    Raises:
+        UsageError: an image cannot be read, or its label is invalid.
+        OSError: a file cannot be written.
+        InterruptedError: the main process stops the workers.
+    """
     with files.written(path, f"{path}.partial") as partial:
         with SHARDED[to](str(partial)) as write:
             for number, image in enumerate(images, first):

@@ -35,8 +35,8 @@ def integer(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
 
 
 def number(text: str) -> float:
-    """Parse a finite number, a fraction such as 1/255, or a power such as 2^-15, and return it as a float. Numbers
-    above MAX_NUMBER or below -MAX_NUMBER are invalid."""
+    """Parse a finite number, a fraction such as 1/255, or a power such as 2^-15, and return it as a float. Raises
+    argparse.ArgumentTypeError for other texts, and for numbers above MAX_NUMBER or below -MAX_NUMBER."""
     try:
         base, power, exponent = text.partition("^")
         value = float(Fraction(base)) if "/" in base else float(base)
