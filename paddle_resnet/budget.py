@@ -76,7 +76,8 @@ def choose(args, exe, training, evaluation):
         exe: static.Executor.
         training, evaluation: phases.Work with compiled programs; evaluation may be None.
     Raises:
-        UsageError: the run would end before its last stage (--sizes, --unfreeze-at).
+        UsageError: the run would end before its last stage (--sizes, --unfreeze-at), or the checkpoint folder cannot be
+            written.
     """
     progress.phase("measurement for --budget-minutes")
     schedule, budget_s = training.lr_scheduler, 60 * args.budget_minutes
@@ -159,8 +160,8 @@ def epochs_within(args, seconds, timeline, times):
 
 
 def _measure_training(exe, work, seconds):
-    """Return the StageTimes of the stage that a phases.Work trains. Its batches are measured for about `seconds`
-    seconds, with at least 2 and at most MOST_STEPS steps."""
+    """Return the StageTimes of the stage that a phases.Work trains. The number of measured steps, from 2 to MOST_STEPS,
+    is chosen so that they take `seconds`."""
     start, args = perf_counter(), work.settings
     # The compiled program of a later stage is discarded, because its captured step would occupy GPU memory.
     compiled = work.compiled or program.compile_prog(args, work.program)
@@ -200,7 +201,7 @@ def _measure_evaluation(args, exe, evaluation, seconds):
 
 
 def _measure_checkpoint(args, train_prog):
-    """Return the time to write a checkpoint, in seconds."""
+    """Return the time to write a checkpoint, in seconds. Raise UsageError if the folder cannot be written."""
     start, folder = perf_counter(), folders.run_folder(args.output_dir, args.model_arch_name)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:

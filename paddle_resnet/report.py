@@ -169,8 +169,8 @@ def start_line(args, train_loader, eval_loader, fused_operators, gradient_all_re
 
 
 def all_done(args, argv, checkpoint):
-    """If --resume is set, log that no steps remain; otherwise, raise an error. If the run was killed before it wrote
-    its summary or its HTML report, write them.
+    """If --resume is set, log that no steps remain; otherwise, raise an error. With --resume, write the summary and the
+    HTML report if the run was killed before it wrote them.
 
     Raises:
         UsageError: --resume is not set. With --resume, completed training is not an error, so that the same command can
@@ -252,7 +252,8 @@ def _loader_flag(args):
 def conclude(args, argv, result, mode):
     """Log the result of a benchmark, or of an evaluation without training, as the summary of the run.
 
-    For a benchmark, also log peak memory, versions and the command, and print a table instead of a line.
+    For a benchmark, also log peak memory, versions and the command, and print a table instead of a line. For an
+    evaluation, also write the HTML report (--report-html).
 
     Args:
         args: flags.
@@ -329,8 +330,9 @@ def _print_table(title, result, environment):
 
 
 def summarize(args, argv, program, stop, trained, evaluated, saver):
-    """Log the results of a training run. Also print a command that evaluates the best checkpoint (or the last, if the
-    run does not evaluate) and writes a separate report.
+    """Log the results of a training run, and write the HTML report (--report-html). If the run does not start from a
+    checkpoint, also print a command that evaluates the best checkpoint (or the last, if the run does not evaluate) and
+    writes a separate report.
 
     Args:
         args: flags.
@@ -480,7 +482,8 @@ def _write(path, header, rows):
         with replaced(path) as partial, open(partial, "w", encoding="utf-8", newline="") as f:
             csv.writer(f).writerows([header, *rows])
     except OSError as e:
-        raise RunError(f"{path}: cannot be written ({e.strerror}); free disk space") from e
+        remedy = "free disk space or choose a different --report-file"
+        raise RunError(f"{path}: cannot be written ({e.strerror}); {remedy}") from e
 
 
 if __name__ == "__main__":

@@ -627,7 +627,7 @@ def test_damaged_curve_is_omitted_with_warning(tmp_path, capsys, changes):
         lr_curve.read(path)
     run = SimpleNamespace(folders=lambda: [tmp_path])
     assert page._lr_curve(run) == ([], None)
-    assert f"warning: --report-html: the page omits the lr_find curve: {path}: not a curve" in capsys.readouterr().err
+    assert f"warning: HTML page: omits the lr_find curve: {path}: not a curve" in capsys.readouterr().err
     path.write_text("[")
     assert page._lr_curve(run) == ([], None)
     path.unlink()

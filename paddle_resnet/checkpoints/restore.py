@@ -96,16 +96,16 @@ class StartCheckpoint:
 
 
 def find(args):
-    """Find the checkpoint requested by --resume, or by --from-checkpoint with --last-epoch-of-checkpoint. If these
-    flags are not set and --from-pretrained-params is a run folder, set --from-pretrained-params to a checkpoint in this
-    folder.
+    """Find the checkpoint requested by --resume, or by --from-checkpoint and --last-epoch-of-checkpoint. If there is
+    none and --from-pretrained-params is a run folder, set --from-pretrained-params to a checkpoint in this folder.
 
-    Rank 0 finds the checkpoint and verifies the checksums of all its files.
+    Rank 0 finds the checkpoint and, if it has a meta.json, verifies the checksums of all its files.
 
     Returns:
-        StartCheckpoint, or None to start from scratch.
+        StartCheckpoint, or None if the run does not start from a checkpoint.
     Raises:
-        UsageError: the requested checkpoint does not exist or is damaged.
+        UsageError: the requested checkpoint does not exist, is damaged or cannot be read; its position is unknown; or
+            the folder is in use by another run, or contains runs of several networks.
     """
     checkpoint = exchange.from_rank_0(lambda: _find(_search, args))
     if checkpoint is None and args.from_pretrained_params is not None:
@@ -243,7 +243,8 @@ def _newest(root, model_prefix, iter_unit, resumes=False, has_alternative=False)
         except folders.DamagedError as e:
             logger.warn(f"{folder}: skipped, because it is damaged ({e}); move it away")
     if valid or others:
-        raise UsageError(f"{root}: contains only damaged checkpoints; move them away to start a new run")
+        remedy = "move them away to start a new run" if resumes else "choose a different folder"
+        raise UsageError(f"{root}: contains only damaged checkpoints; {remedy}")
     return None
 
 
@@ -355,7 +356,8 @@ def inherit_flags(args, checkpoint):
         args: flags.
         checkpoint: result of find.
     Raises:
-        UsageError: the flags, including the inherited flags, are invalid or contradict each other.
+        UsageError: the flags, including the inherited flags, are invalid or contradict each other; or origin or
+            recorded_flags fails.
     """
     folder, meta = origin(checkpoint, args.from_pretrained_params, args.setting("model_prefix"))
     if meta is not None:

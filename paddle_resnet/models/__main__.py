@@ -25,7 +25,8 @@ def size(arch, side, num_classes=CLASSES):
         num_classes: number of outputs.
     Returns:
         {"parameters": number of trainable parameters,
-        "multiply_adds": number of multiply-adds of all convolutions and matrix products for one image,
+        "multiply_adds": number of multiply-adds of all convolutions and matrix products for one image, excluding those
+        that depend only on parameters (layers.FLOAT32_SCOPE),
         "activation_bytes": size per image of the float16 tensors that Paddle's backward operators read, excluding the
         image itself}.
     Raises:

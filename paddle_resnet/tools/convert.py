@@ -53,7 +53,8 @@ _DIFFERING = {
     "kind": "a different --as",
     "format": "a different --to",
 }
-NAMED = 10  # maximum number of undecodable images to list in a message
+NAMED = 10  # maximum number of unusable images to list in a message
+_REMEDY = "repair the image or, with convert, omit it with --skip-list"
 
 
 def convert(
@@ -72,8 +73,8 @@ def convert(
 ):
     """Convert all splits of a data set to a record format.
 
-    The labels are those that training would use, so they start at 0. The class names are written to output/classes.txt.
-    Training images are written in random order, and validation images in stored order.
+    The labels are those that training would use, so they start at 0. If the classes have names, the names are written
+    to output/classes.txt. Training images are written in random order, and validation images in stored order.
 
     Args:
         source: folder of a data set in any format (--image-root).
@@ -94,8 +95,8 @@ def convert(
     Returns:
         {split: number of images}.
     Raises:
-        UsageError: the source or an image is unusable, the output folder contains other files, or there are too many
-            shards.
+        UsageError: the source or an image is unusable, the output folder contains other files, or `shards` exceeds the
+            number of training images or is set for a format without shards.
         OSError: the output cannot be written.
     """
     splits, classes = _list_source(source, skip_list, allow_outside, label_offset)
@@ -126,7 +127,7 @@ def write(
         output, shards, resize_short, quality, workers, progress, check: see convert().
         to: one of FORMATS. For FOLDER, resize_short must be None.
         description: further entries of convert.json, which must not change when the command is repeated.
-        remedy: remedy in the error message for images that cannot be decoded; by default, to add --skip-list.
+        remedy: remedy in the error message of the check for unusable images; by default, to add --skip-list.
     Returns, Raises:
         see convert().
     """
@@ -364,7 +365,7 @@ def _check_decodable(source, images, workers, progress, remedy=None):
         more = f" and {len(failing) - NAMED} more" if len(failing) > NAMED else ""
         fix = f"run `{command('dataset', 'verify', source, '--fix-list', 'bad.txt')}` and add --skip-list bad.txt"
         raise UsageError(
-            f"{source}: {len(failing)} of {len(images)} images cannot be decoded: {', '.join(failing[:NAMED])}{more}; "
+            f"{source}: {len(failing)} of {len(images)} images cannot be used: {', '.join(failing[:NAMED])}{more}; "
             f"repair them, or {remedy or fix}"
         )
 
@@ -434,8 +435,12 @@ def _start_worker(parent, images, stop, resize_short, quality):
 
 
 def _prepare(image):
-    """Read a listing.Image, and shrink the image if requested. Return (bytes to store, extension without dot,
-    label)."""
+    """Read a listing.Image, and shrink the image if requested. Return (bytes to store, extension without dot, label).
+
+    Raises:
+        UsageError: the image cannot be read or shrunk, or its label is not a class.
+        InterruptedError: the conversion is being stopped.
+    """
     from PIL import Image
 
     if _stop.is_set():
@@ -443,9 +448,9 @@ def _prepare(image):
     try:
         data, label = records.read(image)
     except OSError as e:
-        raise UsageError(f"{image.path}: cannot be read ({e.strerror}); repair it or omit it with --skip-list") from e
+        raise UsageError(f"{image.path}: cannot be read ({e.strerror}); {_REMEDY}") from e
     if not listing.is_class(label):
-        raise UsageError(f"{image.full_name}: label {label:g} is not a class; omit the image with --skip-list")
+        raise UsageError(f"{image.full_name}: label {label:g} is not a whole number from 0; {_REMEDY}")
     label = int(label)
     if _resize_short is None:
         return data, _extension(image, data), label
@@ -460,7 +465,7 @@ def _prepare(image):
             out = io.BytesIO()
             picture.save(out, "JPEG", quality=_quality)
     except Exception as e:  # Pillow raises many types of exceptions for damaged files
-        raise UsageError(f"{image.full_name}: cannot be decoded ({e}); repair it or omit it with --skip-list") from e
+        raise UsageError(f"{image.full_name}: cannot be decoded ({e}); {_REMEDY}") from e
     return out.getvalue(), "jpg", label
 
 

@@ -25,7 +25,8 @@ VERSIONS = 3  # number of augmented versions of each image in a preview
 
 
 def preview(root, output, images, arguments):
-    """Draw training images. Next to each image are VERSIONS augmented versions, as the network receives them.
+    """Draw training images. Next to each image are VERSIONS augmented versions, as the network receives them before
+    normalization.
 
     Args:
         root: folder of the data set.
