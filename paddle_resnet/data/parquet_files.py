@@ -14,10 +14,9 @@ import os
 from dataclasses import dataclass
 
 from paddle_resnet.data import blocks, sniffer
-from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError, installation
 
 SUFFIXES = (".parquet", ".arrow")
-INSTALL = "pip install -r requirements-parquet.txt"
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # last bytes of an Arrow file
 _groups = blocks.Blocks()
 
@@ -173,7 +172,7 @@ def _errors(path):
     except Exception as e:  # importing a broken package can raise any exception
         reason = " ".join(str(e).split()) or type(e).__name__
         raise UsageError(
-            f"{path}: requires the package pyarrow, which cannot be imported ({reason}); run {INSTALL}"
+            f"{path}: requires the package pyarrow, which cannot be imported ({reason}); run {installation('parquet')}"
         ) from e
     try:
         yield

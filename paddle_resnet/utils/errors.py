@@ -81,7 +81,7 @@ def installation(extra):
     """Return the command that installs optional requirements, quoted for a shell.
 
     Args:
-        extra: name of a list in pyproject.toml: gpu, cpu, onnx or serve.
+        extra: name of a list in pyproject.toml: gpu, cpu, onnx, serve or parquet.
     """
     if is_installed():
         return f"{python()} -m pip install {SCRIPT}[{extra}]"
