@@ -17,7 +17,7 @@ from paddle_resnet.data import headers, listing, numbering, readers
 from paddle_resnet.data.iterators import READER, EmptyIterator, ShardIterator, StateError, SyntheticIterator
 from paddle_resnet.job import processes, watchdog
 from paddle_resnet.settings.declarations import DEFAULTS, FLAGS
-from paddle_resnet.settings.values import flag, text
+from paddle_resnet.settings.values import flag_name, text
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
 from paddle_resnet.utils.mode import Mode
@@ -202,7 +202,7 @@ def open_data_set(args, mode, trained=None):
 
 def _conditions(args, data_format, size, digest=None):
     """Return the conditions that must not change between saving a loader state and resuming from it."""
-    flags = {flag(name): getattr(args, name) for name, declaration in FLAGS.items() if declaration.batches}
+    flags = {flag_name(name): getattr(args, name) for name, declaration in FLAGS.items() if declaration.batches}
     counts = {"number of images": size, "number of processes": processes.world_size()}
     files = {LIST: digest[:16]} if digest else {}
     versions = {"DALI version": nvidia.dali.__version__, VERSION: VERSION_NUMBER}
@@ -246,7 +246,7 @@ def _usable(args, state, conditions, steps):
         return None, False
     # Older checkpoints lack the conditions of newer flags, the hash of the image list, and the version of the loader.
     batches = {name: declaration.before for name, declaration in FLAGS.items() if declaration.batches}
-    older = {flag(name): DEFAULTS[name] if before is None else before for name, before in batches.items()}
+    older = {flag_name(name): DEFAULTS[name] if before is None else before for name, before in batches.items()}
     older |= {LIST: conditions.get(LIST), VERSION: 1}
     before = older | state["conditions"]
     # Older checkpoints may contain conditions of flags that no longer exist. Such a flag had no effect if it was 0 or

@@ -186,7 +186,7 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_sche
     channels, height, width = args.image_shape
     image_shape = [channels, height, width] if args.data_layout == "NCHW" else [height, width, channels]
     if is_train and lr_scheduler is None:
-        lr_scheduler = build_lr_scheduler(args, durations.uniform(args, step_each_epoch))
+        lr_scheduler = build_lr_scheduler(args, durations.uniform(args.accumulate_steps, step_each_epoch))
     optimizer = None
     with static.program_guard(main_prog, startup_prog), paddle.utils.unique_name.guard():
         with _default_dtype("float16" if args.dali_output_fp16 else "float32"):
@@ -731,7 +731,7 @@ class _Pass:
         run_left_s = None
         if self._lr_scheduler is not None and not self._args.benchmark:
             timeline = self._lr_scheduler.timeline
-            total = durations.total_steps(self._args.run, timeline) * self._batches_each_step
+            total = durations.total_steps(self._args.run.part(durations.Settings), timeline) * self._batches_each_step
             run_left_s = (total - timeline.batches_before(self._epoch) - step) * batch_time
         progress.show(step, self.end_step, steps_left * batch_time, run_left_s, fields, more)
 

@@ -14,6 +14,7 @@ output               resolve_report
 import paddle
 from paddle import static
 
+from paddle_resnet.components import precision
 from paddle_resnet.data import numbering
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.machine import compat, gpus
@@ -88,17 +89,17 @@ def resolve_loader(settings):
         UsageError: the device does not support the precision or a loader flag.
     """
     validation.check_device(settings)
-    _check_precision(settings)
+    _check_precision(settings.part(precision.Settings))
     if settings.dali_device == "auto":
         settings.resolve("--device", dali_device=settings.device)
-    if not settings.is_explicit("image_shape") and not settings.is_inherited("image_shape"):
+    if not settings.is_fixed("image_shape") and not settings.is_inherited("image_shape"):
         # In NHWC on a GPU, Tensor Cores and custom kernels load the four values of a pixel at once. On a CPU or in
         # NCHW, a fourth channel has no benefit.
         channels = 4 if settings.device == "gpu" and settings.data_layout == "NHWC" else 3
         settings.resolve("machine", image_shape=[channels, *settings.image_shape[1:]])
 
 
-def _check_precision(settings):
+def _check_precision(settings: precision.Settings) -> None:
     if settings.amp and settings.amp_dtype == "bfloat16":
         major, minor = paddle.device.cuda.get_device_capability(processes.local_gpu())
         if major < 8:

@@ -27,7 +27,7 @@ def takes_settings(function: ast.FunctionDef) -> bool:
     """Return whether a parameter contains all flags. The Settings of a single component are annotated as `Settings` in
     the component's module, and as `ema.Settings` in other modules."""
     return any(
-        p.arg in FLAT and (p.annotation is None or ast.unparse(p.annotation) in ("values.Settings", "Run"))
+        p.arg in FLAT and (p.annotation is None or ast.unparse(p.annotation) == "values.Settings")
         for p in parameters(function)
     )
 

@@ -29,7 +29,9 @@ pytestmark = pytest.mark.usefixtures("one_block")
 
 AT = TINY.index("--epochs")
 WITHOUT_EPOCHS = [*TINY[:AT], *TINY[AT + 2 :], "--print-interval", "1"]
-TIMES = budget.Times(stages=[budget.StageTimes(start_s=0.0, batch_s=0.5)], evaluation_s=4.0, checkpoint=budget.CheckpointTimes(1.0, 0.0))
+TIMES = budget.Times(
+    stages=[budget.StageTimes(start_s=0.0, batch_s=0.5)], evaluation_s=4.0, checkpoint=budget.CheckpointTimes(1.0, 0.0)
+)
 
 
 @pytest.fixture
@@ -134,7 +136,9 @@ def test_prediction_includes_writing_only_if_training_waits(copy_s, write_s, exp
 
 
 def test_huge_number_of_epochs_is_chosen_quickly_and_is_a_valid_value():
-    times = budget.Times(stages=[budget.StageTimes(0, 1e-4)], evaluation_s=1e-4, checkpoint=budget.CheckpointTimes(1e-4, 1e-4))
+    times = budget.Times(
+        stages=[budget.StageTimes(0, 1e-4)], evaluation_s=1e-4, checkpoint=budget.CheckpointTimes(1e-4, 1e-4)
+    )
     year_s = 365 * 24 * 3600
     start = time.monotonic()
     assert budget.epochs_within(settings(), year_s, uniform(1), times) == 2**31 - 1
@@ -214,7 +218,7 @@ def test_measurement_takes_about_the_requested_time(monkeypatch):
     loader.reset = lambda: calls.append("reset")
     monkeypatch.setattr(budget.dali, "build_dataloader", lambda *_: loader)
     args = settings(accumulate_steps=4, dali_prefetch=6, device="cpu")
-    args.copy = lambda **values: SimpleNamespace(**values)
+    args.copy = lambda origin, **values: SimpleNamespace(**values)
     times, clock = budget.StageTimes(0.5, 0.01), itertools.cycle([10.0, 10.0 + 0.5 + (7 + 8) * 0.01])
     monkeypatch.setattr(budget, "perf_counter", lambda: next(clock))
     compiled = SimpleNamespace(captured=None)
@@ -242,17 +246,16 @@ def test_slow_evaluation_is_measured_once(monkeypatch, first_s, count):
 
 
 def test_checkpoint_is_measured_in_output_folder(tmp_path, monkeypatch):
-    args = settings(output_dir=tmp_path / "new/output", model_arch_name="Tiny", checkpoint_commit="marker")
+    run_folder = tmp_path / "new/output/Tiny"
     times, written = iter([10.0, 10.5, 12.5] * 2), []
     monkeypatch.setattr(budget, "perf_counter", lambda: next(times))
     monkeypatch.setattr(folders, "commit", lambda root, name, files, meta, form: written.extend([root, form, *files]))
-    assert budget._measure_checkpoint(args, static.Program()) == (0.5, 2.0)
+    assert budget._measure_checkpoint(run_folder, "marker", static.Program()) == (0.5, 2.0)
     assert Path(written[0]).parent == tmp_path and Path(written[0]).name.startswith(".budget")
     assert written[1:] == ["marker", "0.pdparams", "1.pdparams"]
     assert list(tmp_path.iterdir()) == []
-    run_folder = tmp_path / "new/output/Tiny"
     run_folder.mkdir(parents=True)
-    budget._measure_checkpoint(args, static.Program())
+    budget._measure_checkpoint(run_folder, "marker", static.Program())
     assert Path(written[4]).parent == run_folder
 
 

@@ -60,7 +60,10 @@ def test_only_runs_that_save_check_and_claim_the_output_folder(record, monkeypat
     expected = [(name, args) for name in ("check_start", "choose", "resolve_network", "find")]
     expected += [("inherit_flags", args, "checkpoint"), ("resolve_loader", args), ("warn", "unusual")]
     expected += [("phase", "kernel compilation"), ("resolve_kernels", args), ("resolve_classes", args, mode)]
-    expected += [("resolve_report", args, folder, phases.report.default_name(args)), ("is_needed", args, "checkpoint")]
+    expected += [
+        ("resolve_report", args, folder, phases.report.default_name(args.run_scope, args.benchmark)),
+        ("is_needed", args, "checkpoint"),
+    ]
     if is_saving:
         expected += [("check_folder", folder, "checkpoint", args.start_paths(), True, False)]
     assert record.calls == expected
@@ -397,7 +400,7 @@ def open_data(record, monkeypatch):
     monkeypatch.setattr(
         phases.restore, "compare_classes", lambda *args, is_fine_tuning: record.calls.append((*args, is_fine_tuning))
     )
-    monkeypatch.setattr(phases.durations, "first_pass", lambda args, batches: batches)
+    monkeypatch.setattr(phases.durations, "first_pass", lambda settings, timeline: timeline.batches(0))
 
     def build(args, mode, state=None, trained=None):
         record.calls.append(("build", mode, state, trained))
@@ -445,7 +448,8 @@ def test_loaders_get_the_state_and_the_classes_of_the_checkpoint(open_data, flag
     warnings = [(call[0], call[2]) for call in others[1:] if call[0] == "warn_of_unused_outputs"]
     assert warnings == ([("warn_of_unused_outputs", loader)] if train else [])
     # A run that continues checks --profile-steps when its position is known.
-    assert [call for call in others if call[0] == "check"] == ([] if checkpoint else [("check", [1, 2], len(loader))])
+    steps = 100 + 100 if "--benchmark" in flags else len(loader)
+    assert [call for call in others if call[0] == "check"] == ([] if checkpoint else [("check", [1, 2], steps)])
 
 
 @pytest.mark.parametrize(

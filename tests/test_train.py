@@ -147,7 +147,7 @@ def run_epochs(record, monkeypatch):
     def run_epochs(trained=None, evaluation="evaluation", last=None, failing=(None, None)):
         calls.clear()
         run_epochs.failing, Saver.last = failing, last
-        args = SimpleNamespace(as_entry=lambda: "entry")
+        args = SimpleNamespace(as_entry=lambda: "entry", part=lambda cls: "length")
         schedule = SimpleNamespace(timeline="timeline", done=7)
         training = phases.Work(args, "loader", "program", "fetchs", schedule)
         checkpoint = SimpleNamespace(trained=trained)
