@@ -1,7 +1,6 @@
 """The phases of a run before its first step, in the order in which train.py calls them."""
 
 import math
-import shlex
 from collections import namedtuple
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from paddle_resnet.settings.values import flag_name, text
 from paddle_resnet.steps import trace
 from paddle_resnet.utils import logger, outputs, progress
 from paddle_resnet.utils.affinity import bind_to_gpu
-from paddle_resnet.utils.errors import UsageError, counted, python
+from paddle_resnet.utils.errors import UsageError, command, counted
 from paddle_resnet.utils.mode import Mode
 
 # A Work contains what a run needs for training or for evaluation: a loader, the program that it feeds, and their
@@ -176,7 +175,7 @@ def _fine_tuning(args, folder):
     values = {name: args.as_dict()[name] for name in (*kept, "run_scope") if name != "num_of_class"}
     values |= {"from_pretrained_params": folder, "pretrained_mismatch": "skip-classifier"}
     values["output_dir"] = f"{args.output_dir.rstrip('/')}_fine_tuned"
-    return shlex.join([python(), "train.py", *parsing.arguments(values)])
+    return command("train", *parsing.arguments(values))
 
 
 def build_programs(args, exe, train_loader, eval_loader, checkpoint=None):

@@ -1065,7 +1065,7 @@ def test_flags_that_depend_on_other_flags():
         "label_offset": 0,
     }
     texts = [a.dest for a in PARSER._actions if isinstance(a.default, str) and not (a.choices or a.type)]
-    assert texts == ["help", "model_arch_name"]  # all other flags without a type have choices
+    assert texts == ["help", "model_arch_name", "version"]  # all other flags without a type have choices
 
 
 def test_each_flag_has_a_known_kind():

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from paddle_resnet.utils.errors import command
+
 T = TypeVar("T")
 EXPLICIT = "explicit_flags"
 _CHOSEN = "chosen: "
@@ -61,7 +63,7 @@ class Settings:
                 "or use settings.copy()"
             )
         if unknown := values.keys() - vars(self).keys():
-            raise AttributeError(f"settings.{min(unknown)}: not a flag; see train.py --help")
+            raise AttributeError(f"settings.{min(unknown)}: not a flag; see {command('train', '--help')}")
         vars(self).update(values)
         self._parts.clear()
         object.__setattr__(self, "_resolved", None)
