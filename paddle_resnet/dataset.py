@@ -1,6 +1,7 @@
 """Tools for data sets: `python -m paddle_resnet.dataset COMMAND`."""
 
 import argparse
+import dataclasses
 import shutil
 import sys
 from concurrent.futures.process import BrokenProcessPool
@@ -271,9 +272,9 @@ def _add_import(commands):
         commands,
         "import",
         _run_import,
-        "import ImageNet's archives, or images with labels in a table; repeat the command to resume",
+        "import a data set as downloaded: archives, tables, Parquet, arrays; repeat the command to resume",
     )
-    command.add_argument("source", metavar="SOURCE", help="folder as downloaded, or a table; not modified")
+    command.add_argument("source", metavar="SOURCE", help="folder as downloaded, or a file; not modified")
     command.add_argument("--list", action="store_true", help="print only what the source contains")
     command.add_argument("--output", metavar="DIR", help="folder to create, for --image-root of a run")
     command.add_argument("--to", choices=convert.FORMATS, default="webdataset", help="format to write")
@@ -285,13 +286,22 @@ def _add_import(commands):
         type=_fraction,
         metavar="F",
         help="fraction of each class that goes to val/ if the source has no validation images (default: "
-        f"{sources.DEFAULT_VAL} for a table, none for ImageNet)",
+        f"{sources.DEFAULT_VAL}, none for ImageNet)",
     )
     command.add_argument("--allow-partial", action="store_true", help="warn about missing images instead of stopping")
     columns = (("--image-column", "paths or ids of the images"), ("--label-column", "labels"))
     for flag, content in (*columns, ("--split-column", "splits")):
-        command.add_argument(flag, metavar="NAME", help=f"column of a table with the {content} (default: detected)")
+        command.add_argument(flag, metavar="NAME", help=f"column or feature with the {content} (default: detected)")
     command.add_argument("--delimiter", metavar="TEXT", help="text between the columns of a table (default: detected)")
+    command.add_argument(
+        "--label-index", type=numbers.integer(0, 999), metavar="N", help="index of the label if records have several"
+    )
+    command.add_argument(
+        "--class-depth",
+        type=numbers.integer(1, 9),
+        metavar="N",
+        help="number of nested folders that form a class (default: detected)",
+    )
     _add_shards(command)
     command.add_argument(
         "--workers", type=numbers.threads, metavar="N", help="number of worker processes (default: one per core)"
@@ -300,8 +310,9 @@ def _add_import(commands):
 
 
 def _run_import(args: argparse.Namespace):
-    names = ("allow_partial", "val", "image_column", "label_column", "split_column", "delimiter")
-    options = sources.Options(**{name: getattr(args, name) for name in names})
+    options = sources.Options(
+        **{field.name: getattr(args, field.name) for field in dataclasses.fields(sources.Options)}
+    )
     if args.list:
         for line in sources.describe(args.source):
             print(line)

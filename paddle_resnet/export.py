@@ -33,9 +33,10 @@ PROBABILITY_TOLERANCE = 1e-4
 EARLIER_CLIP = 64
 TRITON_MAX_BATCH = 64
 SPEED_BATCH, SPEED_S = 8, 0.5  # images per batch, and minimum duration, of the comparison of INT8 with float32
-# {kind of network: (maximum decrease of top1, remedy if top1 decreases more)}. In quantized networks, and in the
-# simulated quantization of --qat, engines may round a sum differently, which can change an activation by one
-# quantization level. Even Paddle's rounding of weights depends on their address in memory.
+# {kind of network: (maximum decrease of top1 as a fraction of all images, remedy if top1 decreases more)}. Except for
+# "int8", the number of ties is added to the limit. In quantized networks, and in the simulated quantization of --qat,
+# engines may round a sum differently, which can change an activation by one quantization level. Even Paddle's rounding
+# of weights depends on their address in memory.
 TOP1_CHECKS = {
     "int8": (0.005, "use {more}a different --calibration-method, or train with --qat"),
     "--qat": (0.005, "train longer with --qat"),
@@ -98,7 +99,8 @@ def export(
         triton: also write triton/, a model repository for Triton.
         model_arch_name: see networks.load_checkpoint.
         int8: engine for which model.onnx is quantized, "onnxruntime" or "tensorrt"; implies onnx. If None, model.onnx
-            is float32, unless the checkpoint was trained with --qat: then model.onnx is quantized for onnxruntime.
+            has the type `precision`, unless the checkpoint was trained with --qat: then model.onnx is quantized for
+            onnxruntime.
         calibration: Calibration for int8, or None for a checkpoint trained with --qat.
         precision: "float32" or "float16". In float16, the input, the output and the softmax remain float32, and Paddle
             can run the network only on a GPU.
@@ -107,9 +109,10 @@ def export(
         content of model.json.
     Raises:
         UsageError: the arguments conflict; the checkpoint (see networks.load_checkpoint) or a data set cannot be used;
-            the output exists or cannot be written; or a package for ONNX is missing.
-        RunError: the results of an exported network differ from those of the checkpoint. All written files are then
-            removed.
+            the output exists or cannot be written; a package for ONNX is missing; the network cannot be translated to
+            ONNX; or this version of Paddle is not supported.
+        RunError: the results of an exported network differ from those of the checkpoint by more than the tolerances.
+            All written files are then removed.
     """
     if model_arch_name is not None:
         model_arch_name = registered_name(model_arch_name)
@@ -315,7 +318,8 @@ def _sample_text(description):
 
 def _write_onnx(network, folder, engine=None, tolerance=PROBABILITY_TOLERANCE):
     """Write model.onnx, compare it with the network on random images, and return its entry for model.json. For
-    `engine`, see onnx_writer.to_onnx. Raise RunError if a probability differs by more than `tolerance`."""
+    `engine` and UsageError, see onnx_writer.to_onnx. Raises RunError if a probability differs by more than
+    `tolerance`."""
     from paddle_resnet.checkpoints import folders
     from paddle_resnet.serving import inference, onnx_writer
 
@@ -351,7 +355,8 @@ def _verify(network, folder, image_root, device, allow_outside=False):
     Returns:
         result of _score for the checkpoint.
     Raises:
-        RunError: the networks disagree.
+        UsageError: an exported network cannot be opened, or see _score.
+        RunError: the networks disagree, or see _score.
     """
     from paddle_resnet.serving import inference
 
@@ -448,6 +453,7 @@ def _score(network, model, image_root, as_evaluated=False, allow_outside=False):
         as_evaluated: whether to repeat the evaluation of the checkpoint's run, with its --batch-size,
             --dali-output-fp16 and --tta. Otherwise, images are not rounded to float16 and not mirrored.
     Raises:
+        UsageError: the data set cannot be used.
         RunError: the model's probabilities are not the softmax of its logits.
     """
     from paddle_resnet import dali
@@ -566,8 +572,8 @@ dynamic_batching {{ }}
 
 
 def main(argv=None):
-    """Run the command and return the exit code: 0 for success, 1 if an exported network differs from the checkpoint, 2
-    for a usage error or an unusable checkpoint, 130 if interrupted. The output is kept only if the export succeeds."""
+    """Run the command, and return the exit code: 0 for success, 1 if an exported network differs from the checkpoint;
+    for other errors, see exit_codes.of. The output is kept only if the export succeeds."""
     parser = Parser(
         prog="export",
         description="Export a checkpoint for inference: the network, its preprocessing and its class names.",
@@ -613,7 +619,8 @@ def main(argv=None):
         "--precision",
         choices=["float32", "float16"],
         default="float32",
-        help="precision of the network; input and output remain float32, and float16 networks run only on a GPU",
+        help="precision of the network; the types of input and output do not change, and Paddle runs a float16 network "
+        "only on a GPU",
     )
     parser.add_argument("--int8", action="store_true", help="quantize model.onnx; implies --onnx")
     parser.add_argument(
@@ -642,7 +649,7 @@ def main(argv=None):
     parser.add_argument(
         "--int8-engine",
         choices=["onnxruntime", "tensorrt"],
-        help="engine that runs the INT8 model; tensorrt requires zero point 0 (default: onnxruntime)",
+        help="engine that runs the INT8 model; for tensorrt, all zero points are 0 (default: onnxruntime)",
     )
     parser.add_argument("--triton", action="store_true", help="also write triton/, a Triton model repository")
     parser.add_argument(

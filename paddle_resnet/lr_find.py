@@ -1,7 +1,7 @@
 """Learning-rate finder: train for some steps with a rising learning rate, plot the loss, and suggest a value for --lr.
 
-Usage: `python -m paddle_resnet.lr_find FLAGS`. The steps are the same as in train.py with the same flags, but the
-finder neither reads nor writes checkpoints and reports, so a run in the same folder is not affected.
+Usage: `python -m paddle_resnet.lr_find FLAGS`. Except for the learning rate, the steps are the same as in train.py with
+the same flags. The finder writes neither checkpoints nor a report, so a run in the same folder is not affected.
 """
 
 import argparse
@@ -123,7 +123,7 @@ def parse(argv):
     for name in IGNORED:
         if args.origin(name) == "command line" and getattr(args, name) is not None:
             raise UsageError(f"{flag_name(name)} {text(getattr(args, name))}: not supported by lr_find; remove it")
-    # Benchmark mode neither evaluates nor saves, and repeats the data set if the search needs more batches.
+    # Benchmark mode neither evaluates nor saves, and repeats the data set if it has fewer batches than the search.
     args.set("lr_find", benchmark=True, profile_steps=None)
     return search, args
 
@@ -139,7 +139,8 @@ def _run(search, args):
     """Run the phases that precede step 1 in train.py, then run the search.
 
     Raises:
-        RunError: there is no suggestion.
+        UsageError: the flags, the data or the output folder cannot be used.
+        RunError: there is no suggestion, or Paddle or DALI cannot be imported.
     """
     processes.check_environment()
     args.resolve(args.origin("model_arch_name"), model_arch_name=registered_name(args.model_arch_name))
@@ -225,7 +226,8 @@ def _with_rising_rate(search, training):
 
 
 def _search(search, exe, training):
-    """Train with the rising learning rate, and return (loss of each step, whether the loss diverged)."""
+    """Train with the rising learning rate, and return (loss of each step, whether the loss diverged). For exceptions,
+    see program.run."""
     import paddle
 
     from paddle_resnet import program
@@ -282,7 +284,8 @@ def _problem(search, curve):
         return (
             f"the loss diverged after {counted(len(curve.smoothed), 'step')}; use a --from-lr below {search.from_lr:g}"
         )
-    return "the loss does not fall clearly; use more --steps, a larger --batch-size or a higher --to-lr"
+    rate = "lower --from-lr" if curve.ended_early else "higher --to-lr"
+    return f"the loss does not fall clearly; use more --steps, a larger --batch-size or a {rate}"
 
 
 if __name__ == "__main__":

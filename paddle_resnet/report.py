@@ -176,12 +176,12 @@ def start_line(args, train_loader, eval_loader, fused_operators, gradient_all_re
 
 
 def all_done(args, argv, checkpoint):
-    """If --resume is set, log that no steps remain; otherwise, raise an error. If the run was killed before it wrote
-    its summary or its HTML report, write them.
+    """If --resume is set, log that no steps remain; otherwise, raise an error. With --resume, write the summary and the
+    HTML report if the run was killed before it wrote them.
 
     Raises:
-        UsageError: --resume is not set. With --resume, completed training is not an error, so that the same command can
-            be repeated until all steps are done.
+        UsageError: --resume is not set, or the report cannot be completed. With --resume, completed training is not an
+            error, so that the same command can be repeated until all steps are done.
     """
     folder = checkpoint.folder
     if checkpoint.ended_early(args.patience):
@@ -202,7 +202,8 @@ def all_done(args, argv, checkpoint):
 
 
 def _complete(args, argv, checkpoint):
-    """Write the summary and the HTML report of a completed training run if they are missing."""
+    """Write the summary and the HTML report of a completed training run if they are missing. For exceptions, see
+    logger.setup and logger.begin."""
     from paddle_resnet.results import reading
 
     path, meta = Path(args.report_file), checkpoint.meta
@@ -260,13 +261,16 @@ def _loader_flag(settings: loader.Settings) -> str:
 def conclude(args, argv, result, mode):
     """Log the result of a benchmark, or of an evaluation without training, as the summary of the run.
 
-    For a benchmark, also log peak memory, versions and the command, and print a table instead of a line.
+    For a benchmark, also log peak memory, versions and the command, and print a table instead of a line. For an
+    evaluation, also write the HTML report (--report-html).
 
     Args:
         args: flags.
         argv: arguments of the command line.
         result: result of program.run, without arrays.
         mode: Mode.TRAIN or Mode.EVAL.
+    Raises:
+        RunError: the report file can no longer be written.
     """
     if args.benchmark:
         result = result | _peak_memory(args.device)
@@ -337,8 +341,9 @@ def _print_table(title, result, environment):
 
 
 def summarize(args, argv, program, stop, trained, evaluated, saver):
-    """Log the results of a training run. Also print a command that evaluates the best checkpoint (or the last, if the
-    run does not evaluate) and writes a separate report.
+    """Log the results of a training run, and write the HTML report (--report-html). Without --resume,
+    --from-checkpoint and --from-pretrained-params, also print a command that evaluates the best checkpoint (or the
+    last, if the run does not evaluate) and writes a separate report.
 
     Args:
         args: flags.
@@ -347,6 +352,8 @@ def summarize(args, argv, program, stop, trained, evaluated, saver):
         stop: the last durations.Stop.
         trained, evaluated: results of the last epoch; evaluated is None if the run does not evaluate.
         saver: saver.Saver, which contains the best evaluation and the folders of the best and the last checkpoint.
+    Raises:
+        RunError: the report file can no longer be written.
     """
     best, folder = saver.best, saver.folder
     data = _summary(trained, evaluated, best, {"epoch": stop.epoch, **stop.place()})
@@ -488,7 +495,8 @@ def _write(path, header, rows):
         with replaced(path) as partial, open(partial, "w", encoding="utf-8", newline="") as f:
             csv.writer(f).writerows([header, *rows])
     except OSError as e:
-        raise RunError(f"{path}: cannot be written ({e.strerror}); free disk space") from e
+        remedy = "free disk space or choose a different --report-file"
+        raise RunError(f"{path}: cannot be written ({e.strerror}); {remedy}") from e
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def evaluate(checkpoint, image_root, device="auto", threads=4):
     Returns:
         {"images", "classes" (number of classes with images), "top1", "top5"}.
     Raises:
-        UsageError: the data set cannot be used.
+        UsageError: the checkpoint (see networks.load_checkpoint), the data set or the device cannot be used.
     """
     from paddle_resnet import dali
     from paddle_resnet.checkpoints import restore
@@ -57,8 +57,7 @@ def evaluate(checkpoint, image_root, device="auto", threads=4):
 
 
 def main(argv=None):
-    """Run the command and return the exit code: 0 for success, 2 for a usage error, an unusable file or a missing
-    package, 130 if interrupted."""
+    """Run the command, and return the exit code (see exit_codes.of)."""
     names = ", ".join(published.PACKAGED)
     parser = parsing.ToolParser(
         prog="weights",

@@ -622,12 +622,12 @@ def test_damaged_curve_is_omitted_with_warning(tmp_path, capsys, changes):
     path = tmp_path / lr_curve.DATA
     curve_file(path, **changes)
     with pytest.raises(
-        UsageError, match="lr_find.json: not a curve written by lr_find; delete it, or run lr_find again"
+        UsageError, match="lr_find.json: not a curve written by lr_find; delete it, or run lr_find with"
     ):
         lr_curve.read(path)
     run = SimpleNamespace(folders=lambda: [tmp_path])
     assert page._lr_curve(run) == ([], None)
-    assert f"warning: --report-html: the page omits the lr_find curve: {path}: not a curve" in capsys.readouterr().err
+    assert f"warning: HTML page: omits the lr_find curve: {path}: not a curve" in capsys.readouterr().err
     path.write_text("[")
     assert page._lr_curve(run) == ([], None)
     path.unlink()

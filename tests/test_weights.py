@@ -274,7 +274,8 @@ def test_unreadable_or_unsuitable_file_is_an_error(small, tmp_path, capsys):
     path = tmp_path / "file.pth"
     path.write_bytes(b"<html>")
     assert error(capsys, path, *out) == (
-        f"{path}: cannot be read (not written by torch.save); save only the network's state_dict in it"
+        f"{path}: cannot be read (not written by torch.save); use a .pth, .safetensors or .pdparams file that contains "
+        "only the network's state_dict"
     )
     path = tmp_path / "file.pdparams"
     path.write_bytes(pickle.dumps(tensors() | {"extra.weight": np.zeros(1, np.float32)}, 4))

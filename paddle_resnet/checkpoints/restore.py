@@ -97,16 +97,16 @@ class StartCheckpoint:
 
 
 def find(args):
-    """Find the checkpoint requested by --resume, or by --from-checkpoint with --last-epoch-of-checkpoint. If these
-    flags are not set and --from-pretrained-params is a run folder, set --from-pretrained-params to a checkpoint in this
-    folder.
+    """Find the checkpoint requested by --resume, or by --from-checkpoint and --last-epoch-of-checkpoint. If there is
+    none and --from-pretrained-params is a run folder, set --from-pretrained-params to a checkpoint in this folder.
 
-    Rank 0 finds the checkpoint and verifies the checksums of all its files.
+    Rank 0 finds the checkpoint and, if it has a meta.json, verifies the checksums of all its files.
 
     Returns:
-        StartCheckpoint, or None to start from scratch.
+        StartCheckpoint, or None if the run does not start from a checkpoint.
     Raises:
-        UsageError: the requested checkpoint does not exist or is damaged.
+        UsageError: the requested checkpoint does not exist, is damaged or cannot be read; its position is unknown; or
+            the folder is in use by another run, or contains runs of several networks.
     """
     checkpoint = exchange.from_rank_0(lambda: _find(_search, args))
     if checkpoint is None and args.from_pretrained_params is not None:
@@ -155,7 +155,8 @@ def _selected(root, wanted, arch, model_prefix, iter_unit):
         model_prefix: values.FlagValue of --model-prefix.
         iter_unit: value of --iter-unit.
     Raises:
-        UsageError: the folder does not contain the checkpoint, or the checkpoint is damaged.
+        UsageError: the folder does not contain the checkpoint, the checkpoint is damaged, or the folder contains runs
+            of several networks.
     """
     flag = f"--from-checkpoint {root}"
     if not root.is_dir():
@@ -198,7 +199,11 @@ def _check_default_network(folder):
 
 
 def _clean(folder):
-    """Remove the unfinished files of a killed run. The lock ensures that no other run is using the folder."""
+    """Remove the unfinished files of a killed run. The lock ensures that no other run is using the folder.
+
+    Raises:
+        UsageError: another run uses the folder, or the folder cannot be written.
+    """
     try:
         with folders.hold(folder):
             folders.clean(folder)
@@ -244,7 +249,8 @@ def _newest(root, model_prefix, iter_unit, resumes=False, has_alternative=False)
         except folders.DamagedError as e:
             logger.warn(f"{folder}: skipped, because it is damaged ({e}); move it away")
     if valid or others:
-        raise UsageError(f"{root}: contains only damaged checkpoints; move them away to start a new run")
+        remedy = "move them away to start a new run" if resumes else "choose a different folder"
+        raise UsageError(f"{root}: contains only damaged checkpoints; {remedy}")
     return None
 
 
@@ -339,7 +345,11 @@ def log_evaluated(folder, meta):
 def resolve_network(args):
     """If --resume is combined with --from-checkpoint or --from-pretrained-params, and --model-arch-name is not
     explicit, set --model-arch-name to the network of that checkpoint. --resume then searches the run folder of this
-    network."""
+    network.
+
+    Raises:
+        UsageError: the flags of that checkpoint cannot be read, or find() or origin() fails.
+    """
     if args.resume and args.start_paths() and not args.is_explicit("model_arch_name"):
         first = args.copy("internal", resume=False)
         folder, meta = origin(find(first), first.from_pretrained_params, first.flag_value("model_prefix"))
@@ -356,7 +366,8 @@ def inherit_flags(args, checkpoint):
         args: flags.
         checkpoint: result of find.
     Raises:
-        UsageError: the flags, including the inherited flags, are invalid or contradict each other.
+        UsageError: the flags, including the inherited flags, are invalid or contradict each other; or origin or
+            recorded_flags fails.
     """
     folder, meta = origin(checkpoint, args.from_pretrained_params, args.flag_value("model_prefix"))
     if meta is not None:
@@ -518,8 +529,8 @@ def restore(checkpoint, lr_scheduler, loader, fetchs, place, *, iter_unit, is_av
         if before != now:
             raise UsageError(
                 f"--iter-unit batch: {checkpoint.folder} has {before} steps per epoch, but this run has {now}, so it "
-                "would not end after --num-iter; use the checkpoint's --batch-size, --accumulate-steps and number of "
-                "processes"
+                "would not end after --num-iter; use the checkpoint's data set, --batch-size, --accumulate-steps and "
+                "number of processes"
             )
     if checkpoint.is_inside and checkpoint.step % accumulate_steps:
         raise UsageError(
@@ -531,7 +542,8 @@ def restore(checkpoint, lr_scheduler, loader, fetchs, place, *, iter_unit, is_av
         checkpoint = dataclasses.replace(checkpoint, step=0)
         logger.warn(
             f"{checkpoint.folder}: cannot continue inside epoch {checkpoint.epoch}, so the epoch restarts with the "
-            "checkpoint's parameters; to continue where it stopped, use the original data and flags"
+            "checkpoint's parameters; to continue where it stopped, use the original data, flags and number of "
+            "processes"
         )
     is_evaluating = bool(checkpoint.step) and not checkpoint.is_inside  # only the evaluation of the epoch is pending
     done = timeline.batches(checkpoint.epoch) if is_evaluating else checkpoint.step

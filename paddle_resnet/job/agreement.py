@@ -47,7 +47,7 @@ def check_work(kernels, train_loader, eval_loader, program):
         train_loader, eval_loader: results of dali.build_dataloader, or None.
         program: training program, or evaluation program if the run does not train.
     """
-    # The kernels of the ranks differ if only some machines have a compiler.
+    # The kernels of the ranks can differ, for example if only some machines have a compiler.
     facts = {"--kernels (auto depends on the machine, paddle runs on every machine)": kernels}
     if train_loader is not None:
         facts["number of steps per epoch"] = len(train_loader)
@@ -79,7 +79,7 @@ def _check_equal(all_ranks):
     if differences:
         raise UsageError(
             f"job: the processes differ: {', '.join(differences)}; start all processes with the same command, "
-            "program and data"
+            "software and data"
         )
 
 

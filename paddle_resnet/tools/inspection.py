@@ -25,7 +25,8 @@ VERSIONS = 3  # number of augmented versions of each image in a preview
 
 
 def preview(root, output, images, arguments):
-    """Draw training images. Next to each image are VERSIONS augmented versions, as the network receives them.
+    """Draw training images. Next to each image are VERSIONS augmented versions, as the network receives them before
+    normalization.
 
     Args:
         root: folder of the data set.
@@ -245,7 +246,11 @@ def _take(loader, batches):
 
 
 def _parse(root, arguments):
-    """Parse flags of train.py, and return the settings with resolved devices."""
+    """Parse flags of train.py, and return the settings with the values that resolve_device and resolve_loader choose.
+
+    Raises:
+        UsageError: the flags contain --image-root, or the device or the data set cannot be used.
+    """
     args = config.parse_args(arguments)
     if args.origin("image_root") == "command line":
         raise UsageError(f"--image-root {args.image_root}: DIR already is the folder of the data set; remove the flag")
@@ -257,7 +262,7 @@ def _parse(root, arguments):
 
 def open_loader(root, arguments):
     """Open the training loader of train.py, and return (loader, settings). The batch size is limited to the size of the
-    data set."""
+    data set. Raises UsageError if the flags or the data set cannot be used."""
     args = _parse(root, arguments)
     resolution.resolve_classes(args, Mode.TRAIN)
     if args.data_format != "synthetic":
