@@ -21,6 +21,7 @@ from paddle_resnet.machine import cpu
 from paddle_resnet.models import registered_name, user_file
 from paddle_resnet.settings import inheritance, parsing, validation
 from paddle_resnet.settings.declarations import EVALUATED, RESUMED, of_kinds
+from paddle_resnet.settings.groups import images
 from paddle_resnet.settings.values import flag_name, network_name, text
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
@@ -430,7 +431,7 @@ def recorded_flags(folder, meta, arch):
     """
     try:
         args = parsing.from_dict(meta["arguments"])
-        validation.check_sizes(args)
+        validation.check_sizes(args.part(images.Settings))
         recorded = args.model_arch_name
         if user_file.split(recorded) is None:
             args.resolve("recorded", model_arch_name=registered_name(recorded))  # the name of the run folder
