@@ -14,7 +14,7 @@ from paddle_resnet.settings import parsing
 from paddle_resnet.tools import convert, sources
 from paddle_resnet.utils import exit_codes, files, locks, logger, numbers, outputs, signals
 from paddle_resnet.utils.command_line import Parser
-from paddle_resnet.utils.errors import UsageError, counted
+from paddle_resnet.utils.errors import UsageError, command, counted, program
 from paddle_resnet.utils.mode import RunScope
 
 QUALITY = 95  # JPEG quality
@@ -73,15 +73,15 @@ def main(argv=None):
             interrupted.
     """
     parser = Parser(
-        prog="python -m paddle_resnet.dataset",
+        prog="dataset",
         description="Prepare and check data sets.",
         examples=(
-            ("divide class folders into train/ and val/, for train.py --image-root DIR", "split PHOTOS --output DIR"),
+            ("divide class folders into train/ and val/, for --image-root DIR", "split PHOTOS --output DIR"),
             ("read ImageNet's archives, or a table of labels, as downloaded", "import DOWNLOADED --output DIR"),
             ("check every image before a long run", "verify DIR --fix-list bad.txt"),
             ("show the effect of augmentation", "preview DIR --output preview.png"),
         ),
-        epilog="python -m paddle_resnet.dataset COMMAND --help lists the flags of a command.",
+        epilog=f"{command('dataset', 'COMMAND', '--help')} lists the flags of a command.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=parsing.ToolParser)
     for add in (
@@ -96,19 +96,19 @@ def main(argv=None):
         _add_speed,
     ):
         add(commands)
-    return exit_codes.of("paddle_resnet.dataset", lambda: _run(parser, argv))
+    return exit_codes.of(program("dataset"), lambda: _run(parser, argv))
 
 
 def _run(parser, argv):
     args, flags = parser.parse_known_args(argv)
     args.train_flags = flags
     if args.train_flags and not args.takes_train_flags:
-        raise UsageError(f"{args.train_flags[0]}: unknown flag; see `{parser.prog} {args.command} --help`")
+        raise UsageError(f"{args.train_flags[0]}: unknown flag; see `{command('dataset', args.command, '--help')}`")
     return args.run(args)
 
 
 def _add(commands, name, run, help, takes_train_flags=False):
-    epilog = "The flags of train.py are also supported." if takes_train_flags else None
+    epilog = f"The flags of {program('train')} are also supported." if takes_train_flags else None
     description = f"{help[0].upper()}{help[1:]}."
     command = commands.add_parser(name, help=help, description=description, epilog=epilog)
     command.set_defaults(run=run, takes_train_flags=takes_train_flags)
@@ -132,7 +132,7 @@ def _run_sample(args):
 def _add_split(commands):
     command = _add(commands, "split", _run_split, "divide class folders into train/ and val/, using links")
     command.add_argument("source", metavar="DIR", help="folder of class folders; not modified")
-    command.add_argument("--output", required=True, metavar="DIR", help="folder to create, for train.py --image-root")
+    command.add_argument("--output", required=True, metavar="DIR", help="folder to create, for --image-root of a run")
     command.add_argument(
         "--val",
         type=_fraction,
@@ -179,7 +179,7 @@ def _add_convert(commands):
     )
     command.add_argument("--from", required=True, metavar="DIR", dest="source", help="folder of the data set")
     command.add_argument("--to", required=True, choices=convert.RECORD_FORMATS, help="record format to write")
-    command.add_argument("--output", required=True, metavar="DIR", help="folder to create, for train.py --image-root")
+    command.add_argument("--output", required=True, metavar="DIR", help="folder to create, for --image-root of a run")
     _add_shards(command)
     command.add_argument(
         "--resize-short",
@@ -196,7 +196,7 @@ def _add_convert(commands):
     command.add_argument(
         "--workers", type=numbers.threads, metavar="N", help="number of worker processes (default: one per core)"
     )
-    command.add_argument("--skip-list", metavar="FILE", help="file that lists the images to omit, as for train.py")
+    command.add_argument("--skip-list", metavar="FILE", help="file that lists the images to omit, as in a run")
     command.add_argument(
         "--unchecked",
         action="store_true",
@@ -275,7 +275,7 @@ def _add_import(commands):
     )
     command.add_argument("source", metavar="SOURCE", help="folder as downloaded, or a table; not modified")
     command.add_argument("--list", action="store_true", help="print only what the source contains")
-    command.add_argument("--output", metavar="DIR", help="folder to create, for train.py --image-root")
+    command.add_argument("--output", metavar="DIR", help="folder to create, for --image-root of a run")
     command.add_argument("--to", choices=convert.FORMATS, default="webdataset", help="format to write")
     command.add_argument(
         "--as", choices=[*sources.KINDS], dest="kind", help="kind of the source (default: detected from file names)"
@@ -362,7 +362,7 @@ def _add_verify(commands):
     command = _add(commands, "verify", _run_verify, "decode every image; exit code 1 if training would fail")
     command.add_argument("root", metavar="DIR", help="folder of the data set")
     command.add_argument(
-        "--fix-list", metavar="FILE", help="file for the list of failing images, for train.py --skip-list"
+        "--fix-list", metavar="FILE", help="file for the list of failing images, for --skip-list of a run"
     )
     command.add_argument(
         "--num-of-class",
@@ -398,7 +398,7 @@ def _run_verify(args):
     if args.fix_list is not None:
         with outputs.writing("--fix-list", args.fix_list):
             verify.write_fix_list(report, args.fix_list)
-        print(f"{args.fix_list}: {counted(len(report.failing), 'image')} for train.py --skip-list")
+        print(f"{args.fix_list}: {counted(len(report.failing), 'image')} for --skip-list")
     return 1 if report.training_would_fail else 0
 
 
@@ -464,7 +464,7 @@ def _add_label_flags(command):
         type=numbers.label_offset,
         default=numbers.AUTO,
         metavar="{auto,N}",
-        help="first label in file lists and records, as for train.py",
+        help="first label in file lists and records, as in a run",
     )
 
 

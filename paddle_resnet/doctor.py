@@ -18,8 +18,9 @@ from collections import namedtuple
 from pathlib import Path
 from time import monotonic
 
+from paddle_resnet import __version__
 from paddle_resnet.utils.command_line import Parser
-from paddle_resnet.utils.errors import counted, python
+from paddle_resnet.utils.errors import TRAIN, counted, installation, is_installed, program, script
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
@@ -46,10 +47,10 @@ def examine(output_dir):
     facts, problem = _in_child(_library_facts)
     gpus = _nvidia_gpus()
     facts = facts or {}
+    yield Row("paddle_resnet", f"{__version__} in {ROOT}")
     yield from _gpu_rows(gpus, facts)
     if problem:
-        requirements = "requirements.txt" if gpus else "requirements-cpu.txt"
-        yield Row("Paddle", problem, "no", f"{python()} -m pip install -r {requirements}; see docs/install.md")
+        yield Row("Paddle", problem, "no", f"{installation('gpu' if gpus else 'cpu')}; see docs/install.md")
     yield from [Row(*row) for row in facts.get("rows", [])]
     yield _compiler()
     yield from _machine(len(gpus))
@@ -123,7 +124,7 @@ def _library(libraries, name, what):
     if not libraries.is_served():
         return (what, "located by Paddle itself", "ok")
     path = libraries.find(name)
-    return (what, path, "ok") if path else (what, "not found", "note", f"{python()} -m pip install -r requirements.txt")
+    return (what, path, "ok") if path else (what, "not found", "note", installation("gpu"))
 
 
 def _dali(device):
@@ -154,7 +155,7 @@ def _nvrtc(native, capability):
     if library is None:
         if not capability:
             return ("NVRTC", "not found", "ok", "")
-        remedy = f"{python()} -m pip install -r requirements.txt; otherwise, training uses Paddle's slower kernels"
+        remedy = f"{installation('gpu')}; otherwise, training uses Paddle's slower kernels"
         return ("NVRTC", "not found", "note", remedy)
     import ctypes
 
@@ -265,9 +266,10 @@ def _decode_image(device):
 def _test_training(what, launcher, flags, missing):
     begin = monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [*launcher, *(["--log_dir", f"{folder}/log"] if launcher else []), str(ROOT / "train.py"), *flags]
+        train = [script(), "train"] if is_installed() else [str(TRAIN)]  # Python and Paddle's launcher accept both
+        arguments = [*launcher, *(["--log_dir", f"{folder}/log"] if launcher else []), *train, *flags]
         arguments += ["--output-dir", folder, "--report-file", f"{folder}/report.json"]
-        done = _run(arguments)
+        done = _run(arguments, cwd=folder)
         logs = sorted(Path(folder).glob("log/workerlog.*"))
         output = done.stderr + "".join(path.read_text(errors="replace") for path in logs)
     if done.returncode == 0:
@@ -291,11 +293,11 @@ def _answer(function, *arguments):
     os._exit(0)  # skip the exit handlers of libraries, which may crash
 
 
-def _run(arguments):
+def _run(arguments, cwd=ROOT):
     from paddle_resnet.utils import signals
 
     command, end = [sys.executable, *arguments], functools.partial(signals.die_with_parent, os.getpid())
-    options = {"cwd": ROOT, "capture_output": True, "text": True, "errors": "replace"}
+    options = {"cwd": cwd, "capture_output": True, "text": True, "errors": "replace"}
     try:
         return subprocess.run(command, **options, timeout=TIMEOUT_S, preexec_fn=end)
     except subprocess.TimeoutExpired:
@@ -336,14 +338,14 @@ def main(argv=None):
     from paddle_resnet import config
     from paddle_resnet.utils import exit_codes
 
-    parser = Parser(prog="python -m paddle_resnet.doctor", description="Check whether training works on this machine.")
+    parser = Parser(prog="doctor", description="Check whether training works on this machine.")
     parser.add_argument(
         "--output-dir",
         default=config.parse_args([]).output_dir,
         help="folder for checkpoints, whose free disk space is checked",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    return exit_codes.of("paddle_resnet.doctor", lambda: _main(parser.parse_args(argv)))
+    return exit_codes.of(program("doctor"), lambda: _main(parser.parse_args(argv)))
 
 
 def _main(args):

@@ -17,7 +17,7 @@ from paddle_resnet.machine import cpu
 from paddle_resnet.models import registered_name
 from paddle_resnet.utils import exit_codes, files, locks, logger, numbers, outputs, signals
 from paddle_resnet.utils.command_line import Parser
-from paddle_resnet.utils.errors import RunError, UsageError, printable
+from paddle_resnet.utils.errors import RunError, UsageError, printable, program
 from paddle_resnet.utils.mode import Mode
 
 # Tolerances of --verify for differences between an engine and the checkpoint. If the two largest probabilities of an
@@ -569,7 +569,7 @@ def main(argv=None):
     """Run the command, and return the exit code: 0 for success, 1 if an exported network differs from the checkpoint;
     for other errors, see exit_codes.of. The output is kept only if the export succeeds."""
     parser = Parser(
-        prog="python -m paddle_resnet.export",
+        prog="export",
         description="Export a checkpoint for inference: the network, its preprocessing and its class names.",
         examples=(
             ("export the best checkpoint of a run", "output/ResNet50 exported"),
@@ -651,7 +651,7 @@ def main(argv=None):
         metavar="FILE.py:NAME",
         help="your own network; required if the checkpoint's network is defined in your own Python file",
     )
-    return exit_codes.of("paddle_resnet.export", lambda: _main(parser.parse_args(argv)))
+    return exit_codes.of(program("export"), lambda: _main(parser.parse_args(argv)))
 
 
 def _main(args):

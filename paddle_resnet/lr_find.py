@@ -18,7 +18,7 @@ from paddle_resnet.results import lr_curve
 from paddle_resnet.settings import parsing
 from paddle_resnet.settings.values import flag, text
 from paddle_resnet.utils import exit_codes, locks, logger, meters, numbers, outputs, progress, signals
-from paddle_resnet.utils.errors import RunError, UsageError, command, counted
+from paddle_resnet.utils.errors import RunError, UsageError, command, counted, program
 from paddle_resnet.utils.mode import Mode
 
 LOWEST, HIGHEST = 1e-10, 1e4  # limits for learning rates
@@ -29,7 +29,7 @@ UNSUPPORTED = (
     ("resume", "not supported by lr_find, which starts a new run; remove it"),
     ("from_checkpoint", "not supported by lr_find, which starts a new run; use --from-pretrained-params"),
     ("benchmark", "not supported by lr_find; remove it"),
-    ("print_config", "not supported by lr_find; use it with train.py"),
+    ("print_config", f"not supported by lr_find; use it with {program('train')}"),
 )
 # Flags of a configuration file for train.py that a search ignores, but that are errors on its command line.
 IGNORED = ("inference_dir", "predictions", "profile_steps", "report_file", "report_html", "tensorboard_dir")
@@ -77,7 +77,7 @@ def main(argv=None):
     for an error in usage, configuration or data, 75 if a signal stopped the search, 130 if interrupted."""
     arguments = sys.argv[1:] if argv is None else argv
     try:
-        return exit_codes.of("paddle_resnet.lr_find", lambda: _main(arguments), needs_stdout=False)
+        return exit_codes.of(program("lr_find"), lambda: _main(arguments), needs_stdout=False)
     finally:
         logger.close()
 
@@ -99,10 +99,10 @@ def parse(argv):
         UsageError: a flag is unknown, has an invalid value, or is not supported.
     """
     parser = parsing.ToolParser(
-        prog="python -m paddle_resnet.lr_find",
+        prog="lr_find",
         description="Train for N steps (--steps) with a learning rate that rises from step to step, write the loss "
         f"curve to OUTPUT_DIR/ARCH/ ({lr_curve.DRAWING} and {lr_curve.DATA}), and suggest a value for --lr.",
-        epilog="The flags of train.py are also supported, except "
+        epilog=f"The flags of {program('train')} are also supported, except "
         f"{', '.join(flag(name) for name in (*dict(UNSUPPORTED), *IGNORED))}. --overwrite replaces an earlier "
         "curve, but does not delete checkpoints.",
     )

@@ -1,7 +1,6 @@
 """The phases of a run before its first step, in the order in which train.py calls them."""
 
 import math
-import shlex
 from collections import namedtuple
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from paddle import static
 
 from paddle_resnet import budget, dali, program, recipe, report, resolution
 from paddle_resnet.checkpoints import folders, restore, saver, variables
+from paddle_resnet.components.stages import stages_from, timeline
 from paddle_resnet.data import listing, pixels
 from paddle_resnet.job import agreement, exchange, processes, watchdog
 from paddle_resnet.models import user_file
@@ -19,12 +19,11 @@ from paddle_resnet.optimizers.schedules import build_lr_scheduler
 from paddle_resnet.passes import all_reduces, averages, folding, quantization
 from paddle_resnet.settings import durations, parsing, validation
 from paddle_resnet.settings.declarations import RESUMED, of_kinds
-from paddle_resnet.settings.stages import stages_from
 from paddle_resnet.settings.values import flag, text
 from paddle_resnet.steps import trace
 from paddle_resnet.utils import logger, outputs, progress
 from paddle_resnet.utils.affinity import bind_to_gpu
-from paddle_resnet.utils.errors import UsageError, counted, python
+from paddle_resnet.utils.errors import UsageError, command, counted
 from paddle_resnet.utils.mode import Mode
 
 # A Work contains what a run needs for training or for evaluation: a loader, the program that it feeds, and their
@@ -169,7 +168,7 @@ def _fine_tuning(args, folder):
     values = {name: args.as_dict()[name] for name in (*kept, "run_scope") if name != "num_of_class"}
     values |= {"from_pretrained_params": folder, "pretrained_mismatch": "skip-classifier"}
     values["output_dir"] = f"{args.output_dir.rstrip('/')}_fine_tuned"
-    return shlex.join([python(), "train.py", *parsing.arguments(values)])
+    return command("train", *parsing.arguments(values))
 
 
 def build_programs(args, exe, train_loader, eval_loader, checkpoint=None):
@@ -189,7 +188,7 @@ def build_programs(args, exe, train_loader, eval_loader, checkpoint=None):
     paddle.seed(args.seed)
     if train_loader is not None:
         images = train_loader.data_set_size // processes.world_size()
-        lr_scheduler = build_lr_scheduler(args, durations.timeline(args, images))
+        lr_scheduler = build_lr_scheduler(args, timeline(args, images))
         stages = stages_from(args, checkpoint.epoch if checkpoint else 0)
         startup_progs = [static.Program() for _ in stages]
         works = [

@@ -21,7 +21,7 @@ from paddle_resnet.results import predictions
 from paddle_resnet.settings.values import flag, text
 from paddle_resnet.utils import exit_codes, files, locks, logger, numbers, outputs, signals
 from paddle_resnet.utils.command_line import Parser
-from paddle_resnet.utils.errors import RunError, UsageError, printable
+from paddle_resnet.utils.errors import RunError, UsageError, printable, program
 from paddle_resnet.utils.meters import latency_percentiles
 
 TOP = 5
@@ -221,7 +221,7 @@ def main(argv=None):
     """Run the command, and return the exit code: 0 if all images are classified, 1 if some are not; for errors, see
     exit_codes.of."""
     parser = Parser(
-        prog="python -m paddle_resnet.predict",
+        prog="predict",
         description="Predict the classes of images.",
         examples=(
             ("print the five most probable classes of each image in a folder", "output/ResNet50 photos/"),
@@ -310,7 +310,7 @@ def main(argv=None):
         metavar="N",
         help=f"maximum number of images per request (default: {MAX_IMAGES})",
     )
-    return exit_codes.of("paddle_resnet.predict", lambda: _main(parser.parse_intermixed_args(argv)))
+    return exit_codes.of(program("predict"), lambda: _main(parser.parse_intermixed_args(argv)))
 
 
 def _main(args):

@@ -8,7 +8,6 @@ import csv
 import io
 import os
 import platform
-import shlex
 import sys
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import numpy as np
 from paddle_resnet.job import processes
 from paddle_resnet.settings.values import text
 from paddle_resnet.utils import files, logger, meters
-from paddle_resnet.utils.errors import RunError, UsageError, command, counted, python
+from paddle_resnet.utils.errors import RunError, UsageError, command, counted
 from paddle_resnet.utils.mode import RunScope
 from paddle_resnet.utils.outputs import replaced
 
@@ -272,8 +271,8 @@ def conclude(args, argv, result, mode):
         logger.log((), data)
         _write_page(args, argv)
         return
-    command = _command(argv)
-    environment = {"versions": _versions(args.device), "processes": processes.world_size(), "command": command}
+    environment = {"versions": _versions(args.device), "processes": processes.world_size()}
+    environment["command"] = command("train", *argv)
     logger.report((), data | environment)
     if processes.rank() == 0:
         _print_table(f"benchmark: {mode.value}", result, environment)
@@ -377,7 +376,7 @@ def summarize(args, argv, program, stop, trained, evaluated, saver):
         for flag in of_file:
             flags += [flag, "None"] if getattr(args, flag[2:].replace("-", "_")) else []
         what = "the last epoch" if evaluated is None else f"the best epoch, {best['epoch']},"
-        logger.info(f"evaluate {what} again: {python()} train.py {shlex.join(flags)}")
+        logger.info(f"evaluate {what} again: {command('train', *flags)}")
 
 
 def _summary(trained, evaluated, best, last):
@@ -418,13 +417,9 @@ def _write_page(args, argv):
     from paddle_resnet.results import page
 
     environment = _versions(args.device) | {"system": platform.platform(), "cores": os.cpu_count()}
-    environment |= {"processes": processes.world_size(), "command": _command(argv)}
+    environment |= {"processes": processes.world_size(), "command": command("train", *argv)}
     page.write(args.report_html, args.report_file, environment)
     logger.info(f"page: {args.report_html}")
-
-
-def _command(argv):
-    return f"{python()} train.py {shlex.join(argv)}"
 
 
 def write_classes(args, result, classes, epoch, is_best=True):

@@ -9,7 +9,7 @@ from paddle_resnet.job.processes import check_environment, world_size
 from paddle_resnet.models import registered_name
 from paddle_resnet.settings import durations, parsing
 from paddle_resnet.utils import exit_codes, logger, progress, signals
-from paddle_resnet.utils.errors import RunError, command
+from paddle_resnet.utils.errors import RunError, command, program
 from paddle_resnet.utils.mode import Mode
 
 
@@ -17,7 +17,8 @@ def main(argv=None):
     """Run train.py and return its exit code: 0 success, 1 failure, 2 error in usage, configuration or data, 75 stopped
     by a signal (a checkpoint is saved), 130 interrupted, 141 if the reader of the result has exited (`| head`)."""
     try:
-        return exit_codes.of("train.py", lambda: _main(sys.argv[1:] if argv is None else argv), needs_stdout=False)
+        arguments = sys.argv[1:] if argv is None else argv
+        return exit_codes.of(program("train"), lambda: _main(arguments), needs_stdout=False)
     finally:
         logger.close()
 

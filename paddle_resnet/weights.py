@@ -12,7 +12,7 @@ from paddle_resnet.settings import parsing
 from paddle_resnet.settings.declarations import of_kinds
 from paddle_resnet.settings.values import flag
 from paddle_resnet.utils import exit_codes, files, logger
-from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError, program
 from paddle_resnet.utils.mode import Mode
 
 EVALUATION_BATCH = 32
@@ -59,11 +59,11 @@ def main(argv=None):
     """Run the command, and return the exit code (see exit_codes.of)."""
     names = ", ".join(published.PACKAGED)
     parser = parsing.ToolParser(
-        prog="python -m paddle_resnet.weights",
+        prog="weights",
         description="Convert weights from other projects to a checkpoint.",
         examples=(("convert weights of torchvision or timm", "resnet50.pth --output weights/resnet50"),),
-        epilog="The preprocessing flags of train.py, such as --crop-size, override those of the published model or of "
-        "the network.",
+        epilog=f"The preprocessing flags of {program('train')}, such as --crop-size, override those of the published "
+        "model or of the network.",
     )
     parser.add_argument(
         "file",
@@ -85,7 +85,7 @@ def main(argv=None):
     parser.add_argument(
         "--verbose", action="store_true", help="list all tensors that do not match the network, not only some"
     )
-    return exit_codes.of("paddle_resnet.weights", lambda: _main(*parser.parse_known_args(argv)))
+    return exit_codes.of(program("weights"), lambda: _main(*parser.parse_known_args(argv)))
 
 
 def _main(args, flags):

@@ -354,6 +354,17 @@ def train_process():
 
 
 @pytest.fixture
+def console_script(tmp_path):
+    """Write the script paddle-resnet that pip would install, for a process with ROOT in PYTHONPATH, and return its
+    path."""
+    path = tmp_path / "bin/paddle-resnet"
+    path.parent.mkdir()
+    path.write_text(f"#!{sys.executable}\nimport sys\nfrom paddle_resnet.cli import main\nsys.exit(main())\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
 def stop_before(monkeypatch):
     """Return a function that simulates a stop signal before a training step, or at a poll during evaluations, both
     counted from 0. Without arguments, no signal is simulated."""

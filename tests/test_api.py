@@ -2,6 +2,8 @@
 
 import inspect
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -38,6 +40,37 @@ def train(args, loader, epochs=2):
     return [
         program.run(args, loader, exe, compiled, fetchs, epoch, Mode.TRAIN, lr_scheduler) for epoch in range(epochs)
     ]
+
+
+# A program with the imports of NVIDIA's example, which the checkout offers, and with Paddle imported first.
+EXAMPLE = """
+import sys
+import paddle
+import config
+from paddle_resnet import dali
+from paddle_resnet.program import build, compile_prog, run
+from utils.mode import Mode
+from train import main
+
+args = config.parse_args(sys.argv[1:])
+paddle.enable_static()
+main_prog, startup_prog = paddle.static.Program(), paddle.static.Program()
+loader = dali.build_dataloader(args, Mode.TRAIN)
+fetchs, lr_scheduler, feeds, optimizer = build(args, main_prog, startup_prog, step_each_epoch=3, is_train=True)
+compiled = compile_prog(args, main_prog, loss_name="loss", is_train=True)
+exe = paddle.static.Executor(paddle.CPUPlace())
+exe.run(startup_prog)
+metrics = run(args, loader, exe, compiled, fetchs, 0, mode=Mode.TRAIN, lr_scheduler=lr_scheduler)
+print("images", metrics["images"])
+"""
+
+
+def test_example_with_imports_of_checkout_runs(photos):
+    flags = ["--model-arch-name", "MobileNetV3_Small", "--crop-size", "32", "--batch-size", "8", "--device", "cpu"]
+    command = [sys.executable, "-c", EXAMPLE, "--image-root", str(photos), *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "images 24"
 
 
 class Unsized:

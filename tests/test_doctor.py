@@ -17,7 +17,7 @@ from conftest import ROOT
 from paddle_resnet import doctor
 from paddle_resnet.machine import compat, driver, gpus, libraries, memory
 from paddle_resnet.native import build as native
-from paddle_resnet.utils.errors import python
+from paddle_resnet.utils.errors import python, script
 
 
 @pytest.mark.soak
@@ -138,7 +138,7 @@ def test_missing_shared_memory_is_ok_for_one_process(examine, facts, monkeypatch
 def test_training_is_tested_with_the_kernels_of_the_machine(monkeypatch, device, missing, returncode):
     commands = []
 
-    def run(arguments):
+    def run(arguments, cwd=ROOT):
         commands.append(arguments)
         stderr = "ValueError: x\n"
         if "--log_dir" in arguments:  # the launcher writes the output of the processes to files
@@ -164,6 +164,18 @@ def test_training_is_tested_with_the_kernels_of_the_machine(monkeypatch, device,
     kernels = "with Paddle's kernels, which are slower (no compiler)" if missing else "with the custom kernels"
     passed = ["decoded by DALI", f"{kernels}, 0 s", "2 processes, 0 s"]
     assert [row.detail for row in rows.values()] == (passed if returncode == 0 else ["ValueError: x"] * 3)
+
+
+def test_installed_doctor_trains_with_installed_command(monkeypatch):
+    commands = []
+    monkeypatch.setattr(doctor, "is_installed", lambda: True)
+    monkeypatch.setattr(
+        doctor, "_run", lambda arguments, cwd: commands.append(arguments) or SimpleNamespace(returncode=0, stderr="")
+    )
+    doctor._test_training("test", ["-m", "paddle.distributed.launch"], ["--lr", "1"], None)
+    command = commands[0][commands[0].index("--log_dir") + 2 :]
+    assert command[:4] == [script(), "train", "--lr", "1"]
+    assert not command[0].endswith(".py")  # Paddle's launcher would start the file with Python
 
 
 def test_incorrectly_decoded_image_is_an_error(monkeypatch):

@@ -15,7 +15,7 @@ from paddle_resnet.data import numbering
 from paddle_resnet.models import registered, registered_name
 from paddle_resnet.settings import parsing
 from paddle_resnet.utils import locks, logger, outputs, signals
-from paddle_resnet.utils.errors import UsageError, printable
+from paddle_resnet.utils.errors import UsageError, command, printable
 
 IMAGENET_CLASSES = 1000
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(\w+)")  # file name of a part of the weights in Hugging Face's format
@@ -67,12 +67,8 @@ def convert(file, output, arch=None, preprocessing=None, verbose=False, source=N
         look_alikes.check(path, arch, tensors, projects, source)
     logger.info(printable(f"{path}: {len(params)} parameters of {arch}, with tensor names as in {projects}"))
     if classes is None:
-        logger.info(
-            printable(
-                f"{path}: has no classifier; train one with train.py --from-pretrained-params {output} "
-                "--pretrained-mismatch skip-classifier"
-            )
-        )
+        train = command("train", "--from-pretrained-params", output, "--pretrained-mismatch", "skip-classifier")
+        logger.info(printable(f"{path}: has no classifier; train one with {train}"))
     values = {**(model.preprocessing if model else {}), **(preprocessing or {})}
     args = _settings(arch, classes, values)
     meta = _meta(args.as_dict(), classes) | {

@@ -26,6 +26,7 @@ from pathlib import Path
 from paddle_resnet.job import channel, processes
 from paddle_resnet.job.position import Position, describe_stall, where_is
 from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import program
 
 # Time limits in seconds: for a rank to exit before its monitor kills it, and for a monitor to print or forward the
 # cause of a failure.
@@ -110,7 +111,7 @@ class Monitor:
             one.result()  # re-raise unexpected exceptions
         message, code, final_message = self._outcome.result()
         if message:
-            _print(f"train.py: error: {message}")
+            _print(f"{program('train')}: error: {message}")
         writer.write(bytes([code]))
         if final_message:
             await _until(lambda: self._to_coordinator)

@@ -18,7 +18,7 @@ import time
 from paddle_resnet.job import channel, monitor
 from paddle_resnet.job.position import Position
 from paddle_resnet.utils import logger, progress
-from paddle_resnet.utils.errors import RunError, UsageError
+from paddle_resnet.utils.errors import RunError, UsageError, program
 
 # Maximum time that a failed rank waits for the report of an earlier failure. PATIENCE_S is below 3 s, because the
 # launcher terminates all ranks 3 s after a rank has exited.
@@ -143,6 +143,6 @@ class _Monitor:
         try:
             if not code:
                 message = "monitor: the process that monitors this rank was killed or crashed; start the job again"
-                logger.write_line(f"train.py: error: {message}", sys.stderr)
+                logger.write_line(f"{program('train')}: error: {message}", sys.stderr)
         finally:  # exit even if printing fails, because nothing else ends this process
             os._exit(code[0] if code else 1)

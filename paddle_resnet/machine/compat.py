@@ -37,9 +37,8 @@ def check_version(version=paddle.__version__):
     numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
     if not any(numbers[:2] == tested[:2] and numbers >= tested for tested in (LOWEST, HIGHEST)):
         lowest, highest = (".".join(map(str, tested)) for tested in (LOWEST, HIGHEST))
-        remedy = (
-            driver.remedy() if driver.gpu() else f"install one of them, for example with make venv PADDLE={highest}"
-        )
+        command = driver.replacement(highest, f"paddlepaddle=={highest}")
+        remedy = driver.remedy() if driver.gpu() else f"install one of them, for example with {command}"
         raise UsageError(
             f"Paddle {version}: not supported; this project is tested with {lowest} (lowest) and {highest} (highest); "
             f"{remedy}"

@@ -13,7 +13,6 @@ from paddle_resnet.machine import driver, libraries
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, core
 
-INSTALL = 'install a different build with make venv PADDLE="REQUIREMENT -i INDEX", see docs/install.md'
 _FATBIN = b"\x50\xed\x55\xba"  # first bytes of each fat binary (GPU code) in a library
 _CUBIN, _PTX = 2, 1
 
@@ -81,7 +80,11 @@ def _kernel_problem(index):
         reason = f"{values.tolist()} + {values.tolist()} gives {result.tolist()}"
     except (RuntimeError, OSError) as e:
         reason = core(e)
-    return f"{describe(index)} cannot run the kernels of {describe_build()} ({reason}); {INSTALL}"
+    command = driver.replacement('"REQUIREMENT -i INDEX"', "REQUIREMENT -i INDEX")
+    return (
+        f"{describe(index)} cannot run the kernels of {describe_build()} ({reason}); install a different build with "
+        f"{command}, see docs/install.md"
+    )
 
 
 def describe(index):

@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 from paddle_resnet.utils import cache, files
-from paddle_resnet.utils.errors import UsageError, python
+from paddle_resnet.utils.errors import UsageError, installation
 
 # {package folder: version suffix of the library files that CUDA 11.8 and Paddle 2.6 need}. The folder may also contain
 # other versions, installed by other packages. Paddle opens cuSOLVER when the capture of a CUDA graph begins.
@@ -153,9 +153,9 @@ def problem(several_gpus=False):
         else:
             continue
         return (
-            f"Paddle {paddle.__version__} needs {library} {major}, but {name} {state}; install it with {python()} -m "
-            "pip install -r requirements.txt, and remove other versions from LD_LIBRARY_PATH and the system's folders, "
-            "which take precedence" + ("; import paddle_resnet before paddle" if _is_late else "")
+            f"Paddle {paddle.__version__} needs {library} {major}, but {name} {state}; install it with "
+            f"{installation('gpu')}, and remove other versions from LD_LIBRARY_PATH and the system's folders, which "
+            "take precedence" + ("; import paddle_resnet before paddle" if _is_late else "")
         )
     return None
 

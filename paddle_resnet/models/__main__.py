@@ -8,6 +8,7 @@ from pathlib import Path
 from paddle_resnet.models import MODELS, registered, registered_name
 from paddle_resnet.utils import exit_codes, signals
 from paddle_resnet.utils.command_line import Parser
+from paddle_resnet.utils.errors import program
 
 SPEEDS = Path(__file__).parents[2] / "benchmarks" / "networks.csv"  # an installed package does not contain this file
 BYTES = 2  # size of a float16 element
@@ -98,7 +99,7 @@ def rows(archs):
 
 def _main(argv):
     parser = Parser(
-        prog="python -m paddle_resnet.models",
+        prog="models",
         description=f"Print the size of networks with {CLASSES:,} classes and {CHANNELS} input channels: image side in "
         "pixels, trainable parameters, and multiply-adds and activation memory per image. Activation memory counts the "
         "float16 tensors that the backward pass of Paddle's operators reads. Speeds are in images/s and come from "
@@ -118,7 +119,7 @@ def _main(argv):
 
 def main(argv=None):
     """Print the table and return the exit code (paddle_resnet/utils/exit_codes.py)."""
-    return exit_codes.of("python -m paddle_resnet.models", lambda: _main(sys.argv[1:] if argv is None else argv))
+    return exit_codes.of(program("models"), lambda: _main(sys.argv[1:] if argv is None else argv))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from paddle_resnet.results import lr_curve, page, reading
 from paddle_resnet.results.curves import chart
 from paddle_resnet.utils import exit_codes, files, outputs
 from paddle_resnet.utils.command_line import Parser
-from paddle_resnet.utils.errors import counted, printable
+from paddle_resnet.utils.errors import counted, printable, program
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVES = {"val.top1": "top1", "val.loss": "validation loss", "train.loss": "training loss", "train.ips": "images/s"}
@@ -20,7 +20,7 @@ PLACES = {"output_dir", "report_file", "report_html", "tensorboard_dir", "predic
 def main(argv=None):
     """Compare the runs that the arguments specify, and return the exit code (see exit_codes.of)."""
     parser = Parser(
-        prog="python -m paddle_resnet.report",
+        prog="report",
         description="Compare runs: metrics, curves, flags that differ, and the first step at which the losses differ.",
         examples=(("compare two runs", "output/ResNet50 output2/ResNet50 --html comparison.html"),),
     )
@@ -37,7 +37,7 @@ def main(argv=None):
         metavar="FILE",
         help="HTML page to write; for a single run, the page contains all details",
     )
-    return exit_codes.of(parser.prog, lambda: _compare(**vars(parser.parse_intermixed_args(argv))))
+    return exit_codes.of(program("report"), lambda: _compare(**vars(parser.parse_intermixed_args(argv))))
 
 
 def _compare(runs, html):

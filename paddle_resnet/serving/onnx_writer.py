@@ -5,11 +5,10 @@ from paddle.base.data_feeder import convert_dtype
 
 from paddle_resnet.machine import compat
 from paddle_resnet.passes import quantization
-from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError, installation
 
 OPSET = 13  # released in 2020; supported by onnxruntime 1.7 or later and TensorRT 8 or later
 IR_VERSION = 7  # version of the file format in the ONNX release that introduced OPSET
-INSTALL = "pip install -r requirements-onnx.txt"
 METADATA = "paddle_resnet"  # metadata key under which the content of model.json is stored
 
 
@@ -23,7 +22,8 @@ def require(name):
         return __import__(name)
     except Exception as e:  # importing a broken package can raise any exception
         reason = " ".join(str(e).split()) or type(e).__name__
-        raise UsageError(f"{name}: cannot be imported, but is required for ONNX ({reason}); run {INSTALL}") from e
+        remedy = f"run {installation('onnx')}"
+        raise UsageError(f"{name}: cannot be imported, but is required for ONNX ({reason}); {remedy}") from e
 
 
 def to_onnx(program, inputs, outputs, read, metadata, engine=None):

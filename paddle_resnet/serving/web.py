@@ -16,9 +16,8 @@ import jinja2
 from PIL import Image
 
 from paddle_resnet.utils import files, logger
-from paddle_resnet.utils.errors import UsageError, printable
+from paddle_resnet.utils.errors import UsageError, installation, printable
 
-INSTALL = "pip install -r requirements-serve.txt"
 try:
     import h11
     import python_multipart  # noqa: F401  Starlette needs it for uploads, but does not report that it is missing
@@ -34,7 +33,7 @@ try:
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except Exception as e:  # importing a broken package can raise any exception
     reason = " ".join(str(e).split()) or type(e).__name__
-    raise UsageError(f"--serve: a required package cannot be imported ({reason}); run {INSTALL}") from e
+    raise UsageError(f"--serve: a required package cannot be imported ({reason}); run {installation('serve')}") from e
 
 MAX_REQUESTS = 8  # maximum number of requests to process at the same time
 MAX_CONNECTIONS = 100

@@ -10,7 +10,7 @@ import textwrap
 from fractions import Fraction
 
 from paddle_resnet.utils import numbers
-from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError, command
 
 LONGEST_WORD = 500  # maximum length of a word in an error message; longer flag values are shortened
 ALL = "all"  # topic that contains all flags
@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
         examples: [(purpose, arguments of the command)].
         main: {question: [main flags, or names of positional arguments]}; if empty, --help lists all arguments or
             commands with their complete help texts.
-        options: arguments of argparse.ArgumentParser.
+        options: arguments of argparse.ArgumentParser; `prog` is the name of the command, such as "train".
     Attributes:
         topics: {topic: (description, [flags])}.
     """
@@ -98,12 +98,13 @@ class Parser(argparse.ArgumentParser):
         return self._subparsers._group_actions[0].choices if self._subparsers else {}
 
     def _command(self):
-        return self.prog if self.prog.startswith("python ") else f"python {self.prog}"
+        name, *subcommands = self.prog.split()
+        return command(name, *subcommands)
 
     def _all(self):
         if self._subparsers:
             return self._subparsers._group_actions[0]._get_subactions()
-        return [action for action in self._actions if not isinstance(action, _Help)]
+        return [action for action in self._actions if not isinstance(action, _Help | argparse._VersionAction)]
 
     def _action(self, name):
         """Return the argparse action of a flag or of a positional argument."""

@@ -25,7 +25,7 @@ from PIL import Image
 from conftest import ROOT, strict_json, wait_until
 from paddle_resnet import export, predict, serving
 from paddle_resnet.serving import image_files, inference
-from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError, python
 
 for package in ("starlette", "uvicorn", "python_multipart"):
     pytest.importorskip(package, reason="requirements-serve.txt is not installed")
@@ -436,7 +436,7 @@ def test_missing_package_is_an_error(capsys, monkeypatch, package):
     assert predict.main(["model", "--serve", "0"]) == 2
     error = capsys.readouterr().err
     assert "error: --serve: a required package cannot be imported (" in error
-    assert error.endswith("; run pip install -r requirements-serve.txt\n")
+    assert error.endswith(f"; run {python()} -m pip install -r requirements-serve.txt\n")
 
 
 SERVER = """
