@@ -3,6 +3,7 @@
 Checks that load native libraries run in child processes, so that a crash is reported as a problem.
 """
 
+import argparse
 import functools
 import io
 import json
@@ -348,7 +349,7 @@ def main(argv=None):
     return exit_codes.of(program("doctor"), lambda: _main(parser.parse_args(argv)))
 
 
-def _main(args):
+def _main(args: argparse.Namespace):
     rows = list(examine(args.output_dir))
     works = all(row.status != "no" for row in rows)
     if args.json:

@@ -1,5 +1,6 @@
 """Export a checkpoint for Paddle Inference, ONNX and Triton: `python -m paddle_resnet.export CHECKPOINT OUT`."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -463,10 +464,15 @@ def _score(network, model, image_root, as_evaluated=False, allow_outside=False):
 
     recorded, description = network.args, model.description
     args = inference.loader_args(description, recorded.batch_size if as_evaluated else min(32, recorded.batch_size))
-    args.image_root, args.num_of_class = str(image_root), recorded.num_of_class
-    args.allow_outside = allow_outside
-    args.data_format, args.label_offset = listing.detect(args.image_root, Mode.EVAL), recorded.label_offset
-    args.dali_output_fp16 = as_evaluated and _is_half(network)
+    args.set(
+        "internal",
+        image_root=str(image_root),
+        allow_outside=allow_outside,
+        data_format=listing.detect(str(image_root), Mode.EVAL),
+        label_offset=recorded.label_offset,
+        num_of_class=recorded.num_of_class,
+        dali_output_fp16=as_evaluated and _is_half(network),
+    )
     mirrors = as_evaluated and recorded.tta == "flip"
     width_axis = 3 if description["input"]["layout"] == "NCHW" else 2
     tie = HALF_TIE if model.precision == "float16" else QAT_TIE if recorded.qat else TIE
@@ -656,7 +662,7 @@ def main(argv=None):
     return exit_codes.of(program("export"), lambda: _main(parser.parse_args(argv)))
 
 
-def _main(args):
+def _main(args: argparse.Namespace):
     chosen = {name: getattr(args, f"calibration_{name}") for name in ("method", "images")}
     chosen = {name: value for name, value in chosen.items() if value is not None}
     for name in ("calibrate", "int8_engine"):

@@ -1,5 +1,6 @@
 """Predict the classes of images: `python -m paddle_resnet.predict MODEL IMAGE ...`."""
 
+import argparse
 import contextlib
 import csv
 import json
@@ -18,7 +19,7 @@ import numpy as np
 import paddle_resnet  # noqa: F401  imported before Paddle, because it sets environment variables for Paddle
 from paddle_resnet.models import registered_name, user_file
 from paddle_resnet.results import predictions
-from paddle_resnet.settings.values import flag, text
+from paddle_resnet.settings.values import flag_name, text
 from paddle_resnet.utils import exit_codes, files, locks, logger, numbers, outputs, signals
 from paddle_resnet.utils.command_line import Parser
 from paddle_resnet.utils.errors import RunError, UsageError, printable, program
@@ -313,7 +314,7 @@ def main(argv=None):
     return exit_codes.of(program("predict"), lambda: _main(parser.parse_intermixed_args(argv)))
 
 
-def _main(args):
+def _main(args: argparse.Namespace):
     if args.json and args.csv == "-":
         raise UsageError(
             "--json: not supported with '--csv -', which also writes to stdout; remove one, or set --csv to a file"
@@ -326,8 +327,8 @@ def _main(args):
     for name in unused:
         if (value := getattr(args, name)) is not None:
             condition = "not supported with" if args.benchmark else "requires"
-            remedy = "use --benchmark-batches instead" if name == "batch_size" else f"remove {flag(name)}"
-            raise UsageError(f"{flag(name)} {text(value)}: {condition} --benchmark; {remedy}")
+            remedy = "use --benchmark-batches instead" if name == "batch_size" else f"remove {flag_name(name)}"
+            raise UsageError(f"{flag_name(name)} {text(value)}: {condition} --benchmark; {remedy}")
     args.dali_num_threads = args.dali_num_threads or THREADS
     listener = _listen(args)
     if args.model_arch_name is not None:
@@ -387,12 +388,12 @@ def _print(paths, images, as_json):
         logger.write_line(line, sys.stdout)
 
 
-def _listen(args):
+def _listen(args: argparse.Namespace):
     """Return the socket of the web server, or None if --serve is not set."""
     if args.serve is None:
         for name in ("serve_host", "serve_max_mb", "serve_max_images"):
             if (value := getattr(args, name)) is not None:
-                raise UsageError(f"{flag(name)} {value}: requires --serve; add it or remove {flag(name)}")
+                raise UsageError(f"{flag_name(name)} {value}: requires --serve; add it or remove {flag_name(name)}")
         return None
     if args.images or args.json or args.csv or args.benchmark or args.batch_size:
         others = "images, --csv, --json, --benchmark or --batch-size"
@@ -402,11 +403,11 @@ def _listen(args):
     return web.listen(_host(args), args.serve)
 
 
-def _host(args):
+def _host(args: argparse.Namespace):
     return HOST if args.serve_host is None else args.serve_host
 
 
-def _serve(args, model, device, listener):
+def _serve(args: argparse.Namespace, model, device, listener):
     """Answer requests until a signal stops the server, and return the exit code."""
     from paddle_resnet.data import bad_images
     from paddle_resnet.serving import image_files, web
@@ -436,7 +437,7 @@ def _serve(args, model, device, listener):
     return exit_codes.DONE
 
 
-def _claim_csv(args, paths):
+def _claim_csv(args: argparse.Namespace, paths):
     """Raise UsageError if --csv would replace an image or a file of the model, or cannot be written."""
     if args.csv in (None, "-"):
         return
@@ -490,7 +491,7 @@ def _csv_writer(path, k):
         raise UsageError(f"--csv {path}: cannot be written ({e.strerror}); choose a different file") from e
 
 
-def _print_benchmark(args, device):
+def _print_benchmark(args: argparse.Namespace, device):
     logger.info(f"{args.model} on {device}, random images in host memory, latency in ms, peak memory in MiB")
     names = "  ".join(f"{name:>9}" for name in ("p50", "p90", "p99", "images/s", "memory"))
     logger.info(f"{'batch':>5}  {'engine':16}  {'precision':9}  {names}")

@@ -177,7 +177,7 @@ def _settings(arch, classes, preprocessing):
     network = {"model_arch_name": arch, "num_of_class": classes or IMAGENET_CLASSES, "image_shape": [3, side, side]}
     values = network | preprocessing
     parsed = parsing.parse(parsing.arguments(values))
-    return parsing.settings(parsed, dict.fromkeys(parsed, "Python"))
+    return parsing.make_settings(parsed, dict.fromkeys(parsed, "recorded"))
 
 
 def _meta(arguments, classes):

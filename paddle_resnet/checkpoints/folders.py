@@ -264,7 +264,7 @@ def prefix(folder, model_prefix):
 
     Args:
         folder: path of the checkpoint.
-        model_prefix: values.Setting of --model-prefix.
+        model_prefix: values.FlagValue of --model-prefix.
     Raises:
         DamagedError: the folder's meta.json is damaged, or the checkpoint is incomplete.
     """

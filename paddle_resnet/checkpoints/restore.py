@@ -21,7 +21,7 @@ from paddle_resnet.machine import cpu
 from paddle_resnet.models import registered_name, user_file
 from paddle_resnet.settings import inheritance, parsing, validation
 from paddle_resnet.settings.declarations import EVALUATED, RESUMED, of_kinds
-from paddle_resnet.settings.values import flag, network_name, text
+from paddle_resnet.settings.values import flag_name, network_name, text
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
 
@@ -125,7 +125,7 @@ def _find(search, *arguments):
 
 
 def _search(args):
-    model_prefix = args.setting("model_prefix")
+    model_prefix = args.flag_value("model_prefix")
     if args.resume:
         folder = folders.run_folder(args.output_dir, args.model_arch_name)
         if folder.is_dir():
@@ -151,7 +151,7 @@ def _selected(root, wanted, arch, model_prefix, iter_unit):
         root: value of --from-checkpoint.
         wanted: value of --last-epoch-of-checkpoint.
         arch: value of --model-arch-name if it is explicit, otherwise None.
-        model_prefix: values.Setting of --model-prefix.
+        model_prefix: values.FlagValue of --model-prefix.
         iter_unit: value of --iter-unit.
     Raises:
         UsageError: the folder does not contain the checkpoint, the checkpoint is damaged, or the folder contains runs
@@ -216,7 +216,7 @@ def _newest(root, model_prefix, iter_unit, resumes=False, has_alternative=False)
 
     Args:
         root: folder that contains the checkpoints.
-        model_prefix: values.Setting of --model-prefix.
+        model_prefix: values.FlagValue of --model-prefix.
         iter_unit: value of --iter-unit.
         resumes: whether the search is for --resume. If False and another program wrote all checkpoints, the newest
             of these checkpoints is returned.
@@ -311,7 +311,7 @@ def origin(checkpoint, pretrained, model_prefix):
     Args:
         checkpoint: result of find.
         pretrained: value of --from-pretrained-params.
-        model_prefix: values.Setting of --model-prefix.
+        model_prefix: values.FlagValue of --model-prefix.
     Raises:
         UsageError: the file that --from-pretrained-params specifies does not exist, or the meta.json next to it is
             damaged.
@@ -350,8 +350,8 @@ def resolve_network(args):
         UsageError: the flags of that checkpoint cannot be read, or find() or origin() fails.
     """
     if args.resume and args.start_paths() and not args.is_explicit("model_arch_name"):
-        first = args.copy(resume=False)
-        folder, meta = origin(find(first), first.from_pretrained_params, first.setting("model_prefix"))
+        first = args.copy("internal", resume=False)
+        folder, meta = origin(find(first), first.from_pretrained_params, first.flag_value("model_prefix"))
         if meta is not None:
             args.set(f"checkpoint {folder}", model_arch_name=recorded_flags(folder, meta, None).model_arch_name)
 
@@ -368,7 +368,7 @@ def inherit_flags(args, checkpoint):
         UsageError: the flags, including the inherited flags, are invalid or contradict each other; or origin or
             recorded_flags fails.
     """
-    folder, meta = origin(checkpoint, args.from_pretrained_params, args.setting("model_prefix"))
+    folder, meta = origin(checkpoint, args.from_pretrained_params, args.flag_value("model_prefix"))
     if meta is not None:
         recorded = recorded_flags(folder, meta, args.explicit("model_arch_name"))
         resumes = bool(checkpoint and checkpoint.resumes and args.run_scope.trains)
@@ -405,7 +405,7 @@ def _inherited_names(resumes, is_fine_tuning, keeps_asp):
 
 def _log_differences(folder, differing, resumes):
     """Log the explicit flags that differ from those of a checkpoint. `differing` is {flag: (value, recorded value)}."""
-    saving = set(map(flag, of_kinds("saving"))) if resumes else set()
+    saving = set(map(flag_name, of_kinds("saving"))) if resumes else set()
     changes = {name: f"{name} {text(now)} (was {text(old)})" for name, (now, old) in differing.items()}
     if harmless := [change for name, change in changes.items() if name in saving]:
         logger.info(f"{folder}: resumed with {', '.join(harmless)}")
@@ -433,7 +433,7 @@ def recorded_flags(folder, meta, arch):
         validation.check_sizes(args)
         recorded = args.model_arch_name
         if user_file.split(recorded) is None:
-            args.resolve("Python", model_arch_name=registered_name(recorded))  # the name of the run folder
+            args.resolve("recorded", model_arch_name=registered_name(recorded))  # the name of the run folder
     except UsageError as e:
         raise UsageError(
             f"{folder}: {folders.META} contains an invalid flag ({e}); choose a different checkpoint"
@@ -445,7 +445,7 @@ def recorded_flags(folder, meta, arch):
                 f"--model-arch-name {recorded} if you trust this file"
             )
         if user_file.split(arch) and network_name(arch) == network_name(recorded):
-            args.resolve("Python", model_arch_name=arch)  # use the current path of the file
+            args.resolve("recorded", model_arch_name=arch)  # use the current path of the file
             if user_file.sha256(arch) != meta.get("network_sha256"):
                 logger.warn(
                     f"--model-arch-name {arch}: the file has changed since the training of {folder}; check the changes"

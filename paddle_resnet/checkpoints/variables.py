@@ -19,7 +19,7 @@ from paddle_resnet.checkpoints import arrays, folders
 from paddle_resnet.models import ends
 from paddle_resnet.optimizers.sparsity import MASK, has_masks_of_signed_search
 from paddle_resnet.passes import accumulation, averages, lookahead, quantization
-from paddle_resnet.settings.values import Setting
+from paddle_resnet.settings.values import FlagValue
 from paddle_resnet.steps import scalars
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
@@ -36,7 +36,7 @@ class LoadOptions:
 
     Attributes:
         arch: value of --model-arch-name.
-        model_prefix: values.Setting of --model-prefix.
+        model_prefix: values.FlagValue of --model-prefix.
         pretrained: value of --from-pretrained-params.
         skips_classifier: whether --pretrained-mismatch is skip-classifier.
         trains: whether the run trains.
@@ -48,7 +48,7 @@ class LoadOptions:
     """
 
     arch: str
-    model_prefix: Setting
+    model_prefix: FlagValue
     pretrained: str | None
     skips_classifier: bool
     trains: bool
@@ -63,7 +63,7 @@ class LoadOptions:
         """Return the options that the flags specify."""
         return cls(
             arch=args.model_arch_name,
-            model_prefix=args.setting("model_prefix"),
+            model_prefix=args.flag_value("model_prefix"),
             pretrained=args.from_pretrained_params,
             skips_classifier=args.pretrained_mismatch == "skip-classifier",
             trains=args.run_scope.trains,
@@ -224,7 +224,7 @@ def pretrained_file(path, model_prefix):
 
     Args:
         path: value of --from-pretrained-params.
-        model_prefix: values.Setting of --model-prefix.
+        model_prefix: values.FlagValue of --model-prefix.
     Raises:
         UsageError: the file does not exist, or its checkpoint is damaged.
     """

@@ -98,13 +98,15 @@ def local_gpu():
 
 
 def check_resolved(device):
-    """Raise UsageError if --device is still auto, because program.build has not resolved the flag yet."""
+    """Raise UsageError if --device is still auto, because the settings are not those that program.start returns."""
     if device == "auto":
-        raise UsageError("--device auto: not resolved yet; call program.build with these flags first")
+        raise UsageError("--device auto: not resolved yet; use the settings that program.start returns")
 
 
 def place(device):
-    """Return the Paddle place on which programs of this process run; `device` is "cpu" or "gpu"."""
+    """Return the Paddle place on which programs of this process run; `device` is "cpu" or "gpu". Raise UsageError if
+    it is "auto"."""
     import paddle
 
+    check_resolved(device)
     return paddle.CUDAPlace(local_gpu()) if device == "gpu" else paddle.CPUPlace()

@@ -100,9 +100,9 @@ def load_checkpoint(
         native.Unavailable: with as_evaluated, the run used custom kernels, and they cannot be built.
     """
     checkpoint, meta, args = _recorded(checkpoint, device, model_arch_name)
-    args.set("Python", amp=False, dali_output_fp16=False)
+    args.set("internal", amp=False, dali_output_fp16=False)
     if not as_evaluated:
-        args.set("Python", kernels="paddle", data_layout="NCHW")
+        args.set("internal", kernels="paddle", data_layout="NCHW")
     elif args.kernels == "native":
         native.load()
     channels = args.image_shape[0] if as_evaluated else 3
@@ -137,7 +137,7 @@ def load_fast(checkpoint, precision, device="gpu", model_arch_name=None, tta="no
     checkpoint, meta, args = _recorded(checkpoint, device, model_arch_name)
     native.load(paddle.device.cuda.get_device_capability(processes.local_gpu()) if device == "gpu" else None)
     half = {"amp": True, "amp_level": "O2", "amp_dtype": precision} if precision != "float32" else {"amp": False}
-    args.set("Python", **half, kernels="native", data_layout="NHWC", dali_output_fp16=precision == "float16")
+    args.set("internal", **half, kernels="native", data_layout="NHWC", dali_output_fp16=precision == "float16")
     args.set("machine", cuda_graph=device == "gpu")
     network = _load(args, meta, checkpoint, 4, quantize=args.qat, mirror=tta == "flip")
     if args.amp:
@@ -168,8 +168,8 @@ def _recorded(checkpoint, device, model_arch_name):
     meta = _read_meta(checkpoint)
     args = restore.recorded_flags(checkpoint, meta, model_arch_name)
     if model_arch_name is not None:
-        args.set("Python", model_arch_name=model_arch_name)
-    args.set("Python", fuse_resunit=False, resume=False, profile_steps=None, device=device)
+        args.set("command line", model_arch_name=model_arch_name)
+    args.set("internal", fuse_resunit=False, resume=False, profile_steps=None, device=device)
     return checkpoint, meta, args
 
 
@@ -178,7 +178,8 @@ def _load(args, meta, checkpoint, channels, **options):
     exceptions, see load_checkpoint."""
     paddle.enable_static()
     trained, startup, *_ = _build(args, quantize=args.qat)
-    before, args.image_shape = args.image_shape[0], [channels, *args.image_shape[1:]]
+    before = args.image_shape[0]
+    args.set("internal", image_shape=[channels, *args.image_shape[1:]])
     program, _, *outer = _build(args, **options)
     network = Network(args, meta, program, *outer, _describe(args, meta, *outer[:2]))
     place = processes.place(args.device)
@@ -238,7 +239,7 @@ def _read_meta(checkpoint):
 def _meta_of_example(checkpoint):
     """Infer the entries of meta.json that inference needs for a checkpoint of NVIDIA's example, which has no meta.json.
     Raise UsageError if the parameters cannot be read or match no supported network."""
-    prefix = folders.foreign_prefix(checkpoint, parsing.from_dict({}).setting("model_prefix"))
+    prefix = folders.foreign_prefix(checkpoint, parsing.from_dict({}).flag_value("model_prefix"))
     path = checkpoint / f"{prefix}.pdparams"
     try:
         state = arrays.read_pickle(path)

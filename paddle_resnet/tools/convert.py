@@ -549,17 +549,27 @@ def _write_files(tasks):
     for image, path in tasks:
         if _stop.is_set():
             raise InterruptedError
-        size = os.path.getsize(image.path) if image.kind is None else image.place[1]
+        data = None
+        if image.kind is None:
+            size = os.path.getsize(image.path)
+        elif image.kind is records.read_slice:
+            size = image.place[1]
+        else:
+            data, extension, _ = _prepare(image)
+            size = len(data)
+            if not path.lower().endswith(records.IMAGE_SUFFIXES):
+                path += f".{extension}"
         if os.path.lexists(path):
             if os.path.isfile(path) and os.path.getsize(path) == size:
                 continue
             os.unlink(path)  # an interrupted import left a part of the file
         if image.kind is None:
             link(os.path.realpath(image.path), path)
-        else:
+            continue
+        if data is None:
             data, *_ = _prepare(image)
-            with open(path, "wb") as f:
-                f.write(data)
+        with open(path, "wb") as f:
+            f.write(data)
     return len(tasks)
 
 

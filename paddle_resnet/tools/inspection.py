@@ -59,7 +59,7 @@ def augmented(root, images, versions, arguments):
     if args.data_format == "synthetic":
         raise UsageError("--data-format synthetic: preview needs images; remove the flag")
     resolution.resolve_classes(args, Mode.TRAIN)
-    args.batch_size = versions
+    args.set("internal", batch_size=versions)
     place = root, Mode.TRAIN, args.data_format, args.num_of_class, args.allow_outside, args.label_offset
     _, numbers, listed = numbering.images(*place)
     names = numbers.class_names or []
@@ -266,5 +266,5 @@ def open_loader(root, arguments):
     args = _parse(root, arguments)
     resolution.resolve_classes(args, Mode.TRAIN)
     if args.data_format != "synthetic":
-        args.batch_size = min(args.batch_size, dali.open_data_set(args, Mode.TRAIN).size)
+        args.resolve("data", batch_size=min(args.batch_size, dali.open_data_set(args, Mode.TRAIN).size))
     return dali.build_dataloader(args, Mode.TRAIN), args

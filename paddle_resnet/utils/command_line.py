@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         words = message.removeprefix("argument ").split()
         raise UsageError(" ".join(w if len(w) <= LONGEST_WORD else numbers.short(w) for w in words))
 
-    def parse_known_args(self, args=None, namespace=None):
+    def parse_known_args(self, args: list[str] | None = None, namespace: argparse.Namespace | None = None):
         return super().parse_known_args(join_help(args), namespace)
 
     def format_help(self):

@@ -82,10 +82,17 @@ def installation(extra):
     the checkout's folder.
 
     Args:
-        extra: name of a list in pyproject.toml: gpu, cpu, onnx or serve.
+        extra: name of a list in pyproject.toml: gpu, cpu, onnx, serve or parquet.
     """
     file = f"requirements{'' if extra == 'gpu' else f'-{extra}'}.txt"
     return shlex.join([python(), "-m", "pip", "install", *([f"{SCRIPT}[{extra}]"] if is_installed() else ["-r", file])])
+
+
+def import_command(root, *flags):
+    """Return the text that suggests the command that imports a folder, and the --image-root that uses the result."""
+    output = f"{os.path.abspath(root)}_imported"
+    run = command("dataset", "import", root, *flags, "--output", output)
+    return f"`{run}` and use --image-root {shlex.quote(output)}"
 
 
 def core(error):
