@@ -224,8 +224,8 @@ def _newest(root, model_prefix, iter_unit, resumes=False, has_alternative=False)
         has_alternative: for --resume, whether the run can start from --from-checkpoint instead. If True and another
             program wrote all checkpoints, None is returned.
     Raises:
-        UsageError: all checkpoints are damaged; or the search is for --resume, another program wrote all checkpoints,
-            and has_alternative is False.
+        UsageError: all checkpoints are damaged; the search is for --resume, another program wrote all checkpoints, and
+            has_alternative is False; or see _position.
     """
     valid, others = folders.newest_first(root)
     foreign = [folder for folder, _ in others if _is_foreign(folder, model_prefix)]
