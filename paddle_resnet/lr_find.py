@@ -143,6 +143,7 @@ def _run(search, args):
         RunError: there is no suggestion, or Paddle or DALI cannot be imported.
     """
     processes.check_environment()
+    logger.setup(rank=processes.rank())
     args.resolve(args.origin("model_arch_name"), model_arch_name=registered_name(args.model_arch_name))
     # With several processes, rank 0 checks the folder later.
     if args.data_format != "synthetic" and processes.world_size() == 1:

@@ -1,11 +1,10 @@
-"""Train, evaluate or benchmark a network; see `python train.py --help`. To use several processes, start train.py with
-Paddle's launcher."""
+"""Train, evaluate or benchmark a network; see `python train.py --help`. Paddle's launcher starts several processes."""
 
 import sys
 
 from paddle_resnet import config, report
 from paddle_resnet.data import listing
-from paddle_resnet.job.processes import check_environment, world_size
+from paddle_resnet.job.processes import check_environment, rank, world_size
 from paddle_resnet.models import registered_name
 from paddle_resnet.settings import durations, parsing
 from paddle_resnet.utils import exit_codes, logger, progress, signals
@@ -38,6 +37,7 @@ def _main(argv):
 def _run(args, argv):
     """Run the phases of a run in order."""
     check_environment()
+    logger.setup(rank=rank())
     args.resolve(args.origin("model_arch_name"), model_arch_name=registered_name(args.model_arch_name))
     if args.data_format != "synthetic" and world_size() == 1:  # with several processes, rank 0 checks the folder later
         listing.check_root(args.image_root)
