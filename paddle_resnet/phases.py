@@ -21,7 +21,8 @@ from paddle_resnet.settings import durations, parsing, validation
 from paddle_resnet.settings.declarations import RESUMED, of_kinds
 from paddle_resnet.settings.stages import stages_from
 from paddle_resnet.settings.values import flag, text
-from paddle_resnet.steps import trace
+from paddle_resnet.step import trace
+from paddle_resnet.step.compile import fused_operators
 from paddle_resnet.utils import logger, outputs, progress
 from paddle_resnet.utils.affinity import bind_to_gpu
 from paddle_resnet.utils.errors import UsageError, counted, python
@@ -341,7 +342,7 @@ def check_and_describe(args, exe, training, evaluation):
     loaders = [work and work.loader for work in (training, evaluation)]
     main = training or evaluation
     agreement.check_work(args.kernels, *loaders, main.program)
-    fused = program.fused_operators(args, main.compiled)
+    fused = fused_operators(args, main.compiled)
     if args.pending and not args.dry_run:
         budget.choose(args, exe, training, evaluation)
     if training and not args.benchmark:

@@ -30,7 +30,7 @@ from paddle_resnet import train
 from paddle_resnet import dali, models, program
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.native import build as native
-from paddle_resnet.steps import cuda_graph
+from paddle_resnet.step import cuda_graph
 from paddle_resnet.tools import convert, verify
 from paddle_resnet.models.mobilenet_v2 import MobileNetV2
 from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet

@@ -16,12 +16,13 @@ LAYERS = [
     ["paddle_resnet.budget"],
     ["paddle_resnet.recipe"],
     ["paddle_resnet.program"],
+    [f"paddle_resnet.step.{name}" for name in ("build", "compile", "loop", "metrics")],
     ["paddle_resnet.checkpoints"],
     ["paddle_resnet.tools"],
     ["paddle_resnet.dali"],
     ["paddle_resnet.resolution"],
     ["paddle_resnet.passes"],
-    ["paddle_resnet.steps"],
+    ["paddle_resnet.step"],
     ["paddle_resnet.report"],
     ["paddle_resnet.results"],
     ["paddle_resnet.data"],
@@ -119,7 +120,7 @@ TAKE_SETTINGS = {
     "job": ["check_start"],
     "optimizers": ["build_lr_scheduler", "build_optimizer"],
 }
-FOLDERS = ["checkpoints", "data", "job", "machine", "models", "native", "optimizers", "passes", "results", "steps"]
+FOLDERS = ["checkpoints", "data", "job", "machine", "models", "native", "optimizers", "passes", "results"]
 
 
 @pytest.mark.parametrize("folder", [*FOLDERS, "tools"])

@@ -348,7 +348,7 @@ def test_custom_kernels_fold_only_convolutions_that_they_fuse(record, flags, exp
 )
 def test_settings_are_described_after_the_epochs_are_chosen(record, monkeypatch, pending, is_dry, shows, expected):
     record(phases.agreement, "check_work")
-    record(phases.program, "fused_operators")
+    record(phases, "fused_operators")
     record(phases.budget, "choose")
     record(phases, "_warn_of_bn_momentum", "describe")
     record(phases.report, "start_line")

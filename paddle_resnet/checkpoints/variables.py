@@ -19,7 +19,7 @@ from paddle_resnet.models import ends
 from paddle_resnet.optimizers.sparsity import MASK, has_masks_of_signed_search
 from paddle_resnet.passes import accumulation, averages, lookahead, quantization
 from paddle_resnet.settings.values import Setting
-from paddle_resnet.steps import scalars
+from paddle_resnet.step import scalars
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
 

@@ -6,6 +6,7 @@ from paddle import static
 from paddle_resnet.job import fleet, processes
 from paddle_resnet.machine import compat
 from paddle_resnet.passes import averages, quantization
+from paddle_resnet.step import facts
 
 _NCCL_OPERATORS = ("c_sync_comm_stream", "c_sync_calc_stream", "c_comm_init", "c_gen_nccl_id")
 
@@ -75,9 +76,9 @@ def average_bn(exe, train_prog):
     """
     if processes.world_size() == 1:
         return
-    if not hasattr(train_prog, "bn_average"):
-        train_prog.bn_average = _bn_average(train_prog)
-    exe.run(train_prog.bn_average)
+    known = facts.of(train_prog)
+    known.bn_average = known.bn_average or _bn_average(train_prog)
+    exe.run(known.bn_average)
 
 
 def _bn_average(train_prog):

@@ -14,7 +14,7 @@ from paddle.utils import unique_name
 
 from paddle_resnet.optimizers import table
 from paddle_resnet.optimizers.sparsity import MASK
-from paddle_resnet.steps import scalars
+from paddle_resnet.step import scalars
 
 SUFFIX = ".ema"  # the name of an EMA variable is the name of its parameter with this suffix
 _SCOPE = "ema"  # name scope of the operators that add() inserts; Paddle adds a number if the name is used again

@@ -12,7 +12,7 @@ from paddle import static
 from paddle.utils import unique_name
 
 from paddle_resnet.optimizers import table
-from paddle_resnet.steps import scalars
+from paddle_resnet.step import scalars
 
 SUFFIX = ".slow"  # the name of a slow weight is the name of its parameter with this suffix
 _SCOPE = "lookahead"  # name scope of the operators that add() inserts; Paddle adds a number if the name is used again

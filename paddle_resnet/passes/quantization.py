@@ -13,7 +13,7 @@ import paddle
 from paddle.nn.initializer import Constant
 
 from paddle_resnet.models.layers import is_float32
-from paddle_resnet.steps import scalars
+from paddle_resnet.step import scalars
 
 ACTIVATION = "fake_quantize_dequantize_moving_average_abs_max"
 WEIGHT = "fake_channel_wise_quantize_dequantize_abs_max"

@@ -9,7 +9,7 @@ from paddle import static
 from paddle.utils import unique_name
 
 from paddle_resnet.optimizers import table
-from paddle_resnet.steps import scalars
+from paddle_resnet.step import scalars
 
 OpRole = paddle.base.core.op_proto_and_checker_maker.OpRole
 

@@ -21,7 +21,7 @@ from paddle_resnet.serving import preprocessing
 from paddle_resnet.serving.model import Model
 from paddle_resnet.settings import parsing
 from paddle_resnet.settings.values import network_name
-from paddle_resnet.steps import host_metrics
+from paddle_resnet.step import host_metrics
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
 

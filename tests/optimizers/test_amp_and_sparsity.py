@@ -15,6 +15,7 @@ from paddle.incubate.asp.utils import MaskAlgo
 from conftest import MASK_ALGORITHMS, NHWC, assert_two_of_four, frozen
 from helpers import build, random_batches, variable
 from paddle_resnet import models, program
+from paddle_resnet.checkpoints.variables import LOSS_SCALE
 from paddle_resnet.models import layers, loss_head
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.native import build as native
@@ -370,13 +371,13 @@ def test_overflow_does_not_change_parameters(request, parse, kernels, level, is_
     for _ in range(2):
         before, after = step()
         assert all(np.any(before[name] != after[name]) for name in velocities)
-    scale = static.global_scope().find_var(program.LOSS_SCALE).get_tensor()
+    scale = static.global_scope().find_var(LOSS_SCALE).get_tensor()
     scale.set(np.array([3e38], "float32"), paddle.CPUPlace())
     classifier = static.global_scope().find_var("linear_0.w_0").get_tensor()
     # Large weights make the gradients of earlier layers overflow.
     classifier.set(100 * np.array(classifier), paddle.CPUPlace())
     before, after = step()
-    np.testing.assert_allclose(variable(program.LOSS_SCALE), 1.5e38)
+    np.testing.assert_allclose(variable(LOSS_SCALE), 1.5e38)
     for name in names:
         np.testing.assert_array_equal(before[name], after[name], err_msg=name)
     for name, velocity in velocities.items():
@@ -416,7 +417,7 @@ def test_fused_update_with_loss_scaling_equals_plain_update(parse, use_native, i
             args.amp, args.use_dynamic_loss_scaling, args.scale_loss = True, is_dynamic, 1024.0
         with static.scope_guard(static.Scope()):
             compiled, exe, _, lr_scheduler, main = build(args)
-            assert not is_scaled or not is_dynamic or variable(program.LOSS_SCALE) == 1024
+            assert not is_scaled or not is_dynamic or variable(LOSS_SCALE) == 1024
             for images, labels in random_batches(3, (32, 32, 4)):
                 exe.run(compiled, {"data": images, "label": labels}, [])
                 lr_scheduler.step()

@@ -19,7 +19,7 @@ from paddle_resnet.optimizers import schedules, sparsity, table
 from paddle_resnet.passes import fusion, updates
 from paddle_resnet.settings import durations, validation
 from paddle_resnet.settings.declarations import FLAGS
-from paddle_resnet.steps import scalars
+from paddle_resnet.step import scalars
 from paddle_resnet.utils.errors import UsageError
 
 PLACE = paddle.CPUPlace()

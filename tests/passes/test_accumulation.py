@@ -13,7 +13,7 @@ from paddle_resnet.machine import compat
 from paddle_resnet.models import layers
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import accumulation, updates
-from paddle_resnet.steps import random_numbers
+from paddle_resnet.step import random_numbers
 
 KERNELS = ["paddle", *(["native"] if native.missing() is None else [])]
 FLAGS = ["--batch-size", "4", "--epochs", "2", "--print-interval", "1", "--accumulate-steps", "3"]

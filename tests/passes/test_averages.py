@@ -7,12 +7,14 @@ import pytest
 from paddle import static
 
 from conftest import NHWC, frozen
-from helpers import build, random_batches, variable
+from helpers import build as build_compiled
+from helpers import random_batches, variable
 from paddle_resnet import program
 from paddle_resnet.checkpoints import variables
 from paddle_resnet.native import build as native
 from paddle_resnet.optimizers import amp
 from paddle_resnet.passes import accumulation, all_reduces, averages
+from paddle_resnet.step import build
 from paddle_resnet.utils.errors import UsageError
 
 PLACE = paddle.CPUPlace()
@@ -30,7 +32,7 @@ def train(parse):
             native.load()
         args = parse("--ema", "0.5", *NHWC, *flags)
         args.set("Python", kernels=kernels, **settings)
-        compiled, exe, _, lr_scheduler, main = build(args)
+        compiled, exe, _, lr_scheduler, main = build_compiled(args)
         batches = iter(random_batches(20, (32, 32, 4)))
 
         def step(overflows=False):
@@ -49,15 +51,15 @@ def train(parse):
 def scaled(monkeypatch):
     """Use dynamic loss scaling in float32, because CPUs do not support float16."""
 
-    dist_optimizer = program.dist_optimizer
+    wrap_optimizer = build.wrap_optimizer
 
     def scale(args, optimizer):
         types = {op.type for op in static.default_main_program().global_block().ops}
         lists = static.amp.AutoMixedPrecisionLists(custom_black_list=types | {"scale", "sum", "elementwise_mul"})
         scaling = {"use_dynamic_loss_scaling": True, "decr_every_n_nan_or_inf": 1}
-        return dist_optimizer(args, static.amp.decorate(optimizer, lists, 1024.0, **scaling))
+        return wrap_optimizer(args, static.amp.decorate(optimizer, lists, 1024.0, **scaling))
 
-    monkeypatch.setattr(program, "dist_optimizer", scale)
+    monkeypatch.setattr(build, "wrap_optimizer", scale)
 
 
 def state(names):

@@ -23,7 +23,7 @@ from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
 from paddle_resnet.native import build as native
 from paddle_resnet.optimizers import table
 from paddle_resnet.passes import all_reduces, fusion
-from paddle_resnet.steps import scalars
+from paddle_resnet.step import scalars
 
 BLOCKS = {
     "bottleneck": partial(ResNet, BottleneckBlock, (1, 2, 1, 1), width=8),

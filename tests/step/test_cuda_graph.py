@@ -18,8 +18,8 @@ from paddle_resnet import models
 from paddle_resnet.models.resnet import BasicBlock, ResNet
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import averages
-from paddle_resnet.steps import cuda_graph
-from paddle_resnet.steps.dispatch import Dispatcher
+from paddle_resnet.step import cuda_graph
+from paddle_resnet.step.dispatch import Dispatcher
 from paddle_resnet.utils.errors import RunError
 
 pytestmark = pytest.mark.usefixtures("one_block")
