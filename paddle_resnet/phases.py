@@ -11,12 +11,13 @@ from paddle import static
 
 from paddle_resnet import budget, dali, program, recipe, report, resolution
 from paddle_resnet.checkpoints import folders, restore, saver, variables
+from paddle_resnet.components import ema
 from paddle_resnet.data import listing, pixels
 from paddle_resnet.job import agreement, exchange, processes, watchdog
 from paddle_resnet.models import user_file
 from paddle_resnet.optimizers import amp, sparsity
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
-from paddle_resnet.passes import all_reduces, averages, folding, quantization
+from paddle_resnet.passes import all_reduces, folding, quantization
 from paddle_resnet.settings import durations, parsing, validation
 from paddle_resnet.settings.declarations import RESUMED, of_kinds
 from paddle_resnet.settings.stages import stages_from
@@ -31,7 +32,7 @@ from paddle_resnet.utils.mode import Mode
 # A Work contains what a run needs for training or for evaluation: a loader, the program that it feeds, and their
 # settings. Only training has an lr_scheduler, an optimizer, and `later`, the list of later stages [(first epoch, Work
 # without a loader)]. Only evaluation has the function `refresh`, which recomputes values derived from the weights
-# (passes/averages.py, passes/folding.py). Call refresh() before each evaluation.
+# (components/ema.py, passes/folding.py). Call refresh() before each evaluation.
 Work = namedtuple(
     "Work", "settings loader program fetchs lr_scheduler optimizer compiled refresh later", defaults=[None] * 4 + [()]
 )
@@ -315,7 +316,7 @@ def compile_programs(args, exe, training, evaluation):
     if training:
         training = training._replace(compiled=program.compile_prog(training.settings, training.program))
     if evaluation:
-        updates = [averages.evaluate(training.program, evaluation.program, exe)] if training else []
+        updates = [ema.evaluate(training.program, evaluation.program, exe)] if training else []
         # In float32, BN is not folded, because float32 evaluations serve as the exact reference. With QAT, BN cannot be
         # folded into the quantized filters.
         if args.amp and not args.qat:

@@ -130,8 +130,8 @@ def compile_prog(args, program, loss_name=None, is_train=True):
     Returns:
         step.compile.CompiledStep, which is a static.CompiledProgram.
     Raises:
-        UsageError: create_strategy or table.check_rule fails; or --cuda-graph true is explicit, but the step cannot be
-            captured.
+        UsageError: create_strategy fails; the program was not built by build, and Paddle lacks the rule of --optimizer;
+            or --cuda-graph true is explicit, but the step cannot be captured.
     """
     return compilation.compile_step(args, program, is_train)
 

@@ -15,9 +15,10 @@ import paddle
 from paddle import static
 
 from paddle_resnet.checkpoints import arrays, folders
+from paddle_resnet.components import accumulation, ema, lookahead
 from paddle_resnet.models import ends
 from paddle_resnet.optimizers.sparsity import MASK, has_masks_of_signed_search
-from paddle_resnet.passes import accumulation, averages, lookahead, quantization
+from paddle_resnet.passes import quantization
 from paddle_resnet.settings.values import Setting
 from paddle_resnet.step import scalars
 from paddle_resnet.utils import logger
@@ -152,7 +153,7 @@ def load_averages(options, checkpoint, program, place):
     Raises:
         UsageError: the file is damaged or does not match the model.
     """
-    names = averages.of(program)
+    names = ema.of(program)
     if not names:
         return True
     if checkpoint is None:
@@ -171,7 +172,7 @@ def load_averages(options, checkpoint, program, place):
 def start_averages(checkpoint, program, place):
     """Initialize the EMA weights of a training program (--ema) with the program's weights and BN statistics."""
     params, _ = snapshot(program)
-    for name, average in averages.of(program).items():
+    for name, average in ema.of(program).items():
         set_variable(average, params[name], place)
     if checkpoint is not None:
         logger.info(f"--ema: EMA weights initialized with the weights of {checkpoint.folder}")
@@ -187,7 +188,7 @@ def start_lookahead(program, place):
 def averaged(program, params):
     """Return the content of PREFIX.pdema: the parameters `params` that snapshot() returned, with each weight replaced
     by its EMA. Return None if the program has no EMA weights."""
-    names = averages.of(program)
+    names = ema.of(program)
     return {**params, **{name: read(average) for name, average in names.items()}} if names else None
 
 
@@ -281,7 +282,7 @@ def load_statistics(path, place, is_averaged, is_verbose):
         UsageError: the file is damaged or does not match the model.
     """
     state = _read(path, "--resume", arrays.read_npz)
-    state = {name: array for name, array in state.items() if is_averaged or not name.endswith(averages.SUFFIX)}
+    state = {name: array for name, array in state.items() if is_averaged or not name.endswith(ema.SUFFIX)}
     known = {name: _shape(_tensor(name).shape()) for name in state if static.global_scope().find_var(name) is not None}
     _load_strictly(known, state, f"--resume: {path}", place, "--model-arch-name", is_verbose)
 
@@ -397,7 +398,7 @@ def variables(program):
     Neither dictionary includes EMA weights (--ema)."""
     parameters, others = {}, {}
     for var in saved(program):
-        if not var.name.endswith(averages.SUFFIX):
+        if not var.name.endswith(ema.SUFFIX):
             is_parameter = isinstance(var, paddle.base.framework.Parameter)
             (parameters if is_parameter else others)[var.name] = _shape(_tensor(var.name).shape())
     return parameters, others

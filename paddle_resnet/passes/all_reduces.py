@@ -3,9 +3,10 @@
 import paddle
 from paddle import static
 
+from paddle_resnet.components import ema
 from paddle_resnet.job import fleet, processes
 from paddle_resnet.machine import compat
-from paddle_resnet.passes import averages, quantization
+from paddle_resnet.passes import quantization
 from paddle_resnet.step import facts
 
 _NCCL_OPERATORS = ("c_sync_comm_stream", "c_sync_calc_stream", "c_comm_init", "c_gen_nccl_id")
@@ -96,7 +97,7 @@ def _bn_average(train_prog):
 def own_statistics(train_prog):
     """Return the names of variables that differ between processes: the running means and variances of BN layers that
     are not frozen, their exponential moving averages (--ema), and the ranges of quantized activations (--qat)."""
-    names, averaged = bn_statistics(train_prog, includes_frozen=False), averages.of(train_prog)
+    names, averaged = bn_statistics(train_prog, includes_frozen=False), ema.of(train_prog)
     return [*names, *(averaged[name] for name in names if name in averaged), *quantization.ranges(train_prog)]
 
 

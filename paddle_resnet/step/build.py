@@ -10,11 +10,12 @@ from paddle import static
 from paddle.incubate import asp
 
 from paddle_resnet.checkpoints.variables import MASTER
-from paddle_resnet.job import watchdog
+from paddle_resnet.components import UPDATE
+from paddle_resnet.job import processes, watchdog
 from paddle_resnet.models import build_model, layers, logits, loss_head, mixing, parts
 from paddle_resnet.optimizers import amp, sparsity, table
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
-from paddle_resnet.passes import accumulation, all_reduces, averages, lookahead, quantization, updates
+from paddle_resnet.passes import all_reduces, quantization
 from paddle_resnet.settings import durations
 from paddle_resnet.step import facts, host_metrics
 from paddle_resnet.step.builder import StepBuilder
@@ -63,7 +64,8 @@ def build_program(args, main_prog, startup_prog, step_each_epoch, mode, lr_sched
     image_shape = [channels, height, width] if args.data_layout == "NCHW" else [height, width, channels]
     if is_train and lr_scheduler is None:
         lr_scheduler = build_lr_scheduler(args, durations.uniform(args, step_each_epoch))
-    step, optimizer = StepBuilder(args, main_prog, startup_prog, lr_scheduler if is_train else None), None
+    schedule = lr_scheduler if is_train else None
+    step, optimizer = StepBuilder(args, main_prog, startup_prog, schedule, processes.rank()), None
     with static.program_guard(main_prog, startup_prog), paddle.utils.unique_name.guard():
         with _default_dtype("float16" if args.dali_output_fp16 else "float32"):
             feeds = feeds_of(image_shape)
@@ -108,44 +110,29 @@ def _set_up_layers(args, step):
 
 
 def _minimize(args, step, loss):
-    """Add the backward pass and the parameter update to a training program, and return the optimizer."""
-    main_prog, startup_prog, model, frozen = step.main, step.startup, step.model, step.frozen
-    lr_scheduler, is_native = step.schedule, step.is_native
-    own_optimizer = table.build_optimizer(args, lr_scheduler)
+    """Add the backward pass and the update to a training program, and return the optimizer."""
+    own_optimizer = table.build_optimizer(args, step.schedule)
     optimizer = wrap_optimizer(args, own_optimizer)
-    if frozen:
-        parts.stop_gradients(main_prog)
+    if step.frozen:
+        parts.stop_gradients(step.main)
     if args.asp:
-        sparsity.exclude_classifier(main_prog, model)
+        sparsity.exclude_classifier(step.main, step.model)
     with contextlib.redirect_stdout(io.StringIO()):  # Fleet prints the names of its optimizers
-        optimizer.minimize(loss, startup_prog)
+        optimizer.minimize(loss, step.startup)
     # Also create the optimizer state of frozen parameters, so that --freeze does not change which variables a
     # checkpoint contains.
-    own_optimizer._create_accumulators(main_prog.global_block(), frozen)
+    own_optimizer._create_accumulators(step.main.global_block(), step.frozen)
     if args.asp:
-        sparsity.add_masks(main_prog, startup_prog, frozen)
-    if args.lr_decay_by_layer != 1 or args.classifier_lr_factor != 1:
-        factors = parts.rate_factors(model, args.lr_decay_by_layer, args.classifier_lr_factor)
-        updates.scale_rates(main_prog, factors)
-    facts.of(main_prog).inputs[lr_scheduler._var_name] = lr_scheduler
-    if args.optimizer == "RAdam":
-        updates.rectify(main_prog, lr_scheduler)
-    accumulation.add_sums(main_prog, startup_prog, args.accumulate_steps)
-    if args.clip_grad_norm is not None:
-        updates.clip_gradients(main_prog, args.clip_grad_norm)
-    masters = main_prog.global_block().vars
-    frozen_values = {p.name: p.name + MASTER if p.name + MASTER in masters else p.name for p in frozen}
-    if args.lookahead is not None:
-        lookahead.add(main_prog, startup_prog, lr_scheduler, frozen_values, *args.lookahead)
-    if args.ema is not None:
-        constants = frozen_values | {name: name for name in all_reduces.bn_statistics(main_prog)}
-        averages.add(main_prog, startup_prog, lr_scheduler, constants, args.ema, is_native)
-    if is_native:
-        updates.place_state(startup_prog)
-    else:
-        is_bfloat16 = args.amp and args.amp_dtype == "bfloat16"
-        updates.fix_updates(main_prog, is_bfloat16, args.use_dynamic_loss_scaling)
-    all_reduces.adapt_communication(main_prog, startup_prog, step.device)
+        sparsity.add_masks(step.main, step.startup, step.frozen)
+    step.describe_update(MASTER, sparsity.MASK, all_reduces.bn_statistics(step.main))
+    known = facts.of(step.main)
+    known.optimizer = args.optimizer
+    known.inputs[step.schedule._var_name] = step.schedule
+    if rewrite := table.OPTIMIZERS[args.optimizer].rewrite:
+        rewrite(step)
+    for component in UPDATE:
+        component.add(step)
+    all_reduces.adapt_communication(step.main, step.startup, step.device)
     return optimizer
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 from paddle import static
 
-from paddle_resnet.job import processes
+from paddle_resnet import graph
 from paddle_resnet.step import facts, random_numbers, scalars
 
 
@@ -14,19 +14,26 @@ class StepBuilder:
         settings: Settings.
         main, startup: the programs to fill.
         schedule: schedules.Schedule, which counts steps and batches; None in an evaluation program.
+        rank: rank of this process.
 
     Attributes:
         backend: "native" if components add custom operators, "paddle" if they add Paddle's.
         device: "cpu" or "gpu".
         model: the network (paddle.nn.Layer), once built.
         frozen: parameters that the optimizer does not update (--freeze).
+        values, frozen_values: {trained or frozen parameter: variable that contains its float32 value}, after minimize.
+        masks: {parameter: its mask of ASP}, after minimize.
+        bn_statistics: running means and variances, after minimize.
+        factor: variable with which custom kernels multiply the gradients, 0 in a skipped step; None stands for 1.
     """
 
-    def __init__(self, settings, main: static.Program, startup: static.Program, schedule=None):
+    def __init__(self, settings, main: static.Program, startup: static.Program, schedule=None, rank: int = 0):
         self.settings, self.main, self.startup, self.schedule = settings, main, startup, schedule
         self.backend = "native" if settings.kernels == "native" else "paddle"
-        self.device = settings.device
+        self.device, self._rank = settings.device, rank
         self.model, self.frozen = None, []
+        self.values, self.frozen_values, self.masks, self.bn_statistics = {}, {}, {}, []
+        self.factor, self._after_update = None, 0
         facts.of(main).backend = self.backend
 
     @property
@@ -39,8 +46,30 @@ class StepBuilder:
 
     def generator(self, name: str) -> np.random.Generator:
         """Return the random numbers of this process for the next batch and the use `name`."""
-        return random_numbers.generator(self.settings.seed, self.schedule.batches, name, processes.rank())
+        return random_numbers.generator(self.settings.seed, self.schedule.batches, name, self._rank)
 
     def declare_seed(self, name: str) -> static.Variable:
         """Return an int32 variable [1] that contains a new random seed for each batch."""
         return self.declare(f"{name}.seed", lambda: self.generator(name).integers(1, 2**31), dtype="int32")
+
+    def describe_update(self, master: str, mask: str, bn_statistics: list[str]) -> None:
+        """Note what the components of the update need to know about the operators that minimize has added.
+
+        Args:
+            master, mask: suffixes of the names of master weights and masks.
+            bn_statistics: see the attribute.
+        """
+        block, updates = self.main.global_block(), graph.updates(self.main)
+        self.values = {op.input("Param")[0]: graph.value_of(op) for op in updates}
+        names = [parameter.name for parameter in self.frozen]
+        self.frozen_values = {name: name + master if block.has_var(name + master) else name for name in names}
+        names = [*self.values, *self.frozen_values]
+        self.masks = {name: name + mask for name in names if block.has_var(name + mask)}
+        self.bn_statistics = bn_statistics
+        self._after_update = len(block.ops) - 1 - block.ops.index(updates[-1])
+
+    @property
+    def end_of_update(self) -> int:
+        """The position after the update of the parameters and before the operators of ASP, which set pruned parameters
+        to 0."""
+        return len(self.main.global_block().ops) - self._after_update

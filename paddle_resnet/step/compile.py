@@ -6,10 +6,12 @@ from collections import Counter
 import paddle
 from paddle import static
 
+from paddle_resnet import graph
+from paddle_resnet.components import accumulation, optimizer
 from paddle_resnet.job import processes
 from paddle_resnet.machine import compat
 from paddle_resnet.optimizers import table
-from paddle_resnet.passes import accumulation, fusion, updates
+from paddle_resnet.passes import fusion, statistics
 from paddle_resnet.step import cuda_graph, facts, scalars, trace
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
@@ -62,13 +64,25 @@ def build_strategy(args, is_train):
 def compile_step(args, program, is_train):
     """Return the CompiledStep of a program, which is not modified. See program.compile_prog."""
     processes.check_resolved(args.device)
-    table.check_rule(program, args.optimizer)
+    if facts.of(program).optimizer is None:
+        _check_rule(args.optimizer, program)
     compiled = _compile(args, program, program, is_train)
     if is_train and args.accumulate_steps > 1:
         accumulating = accumulation.without_update(program)
         facts.share(program, accumulating)
         compiled.accumulating = _compile(args, accumulating, program, is_train)
     return compiled
+
+
+def _check_rule(name, program):
+    """Raise UsageError if a program that build has not built would be trained with a different optimizer, because
+    Paddle lacks the rule of --optimizer."""
+    others = graph.updates(program)
+    if table.OPTIMIZERS[name].rewrite and others:
+        raise UsageError(
+            f"--optimizer {name}: Paddle lacks this update rule, and the program has {len(others)} operators "
+            f"{others[0].type}; build the program with program.build"
+        )
 
 
 def _compile(args, original, source, is_train):
@@ -78,8 +92,9 @@ def _compile(args, original, source, is_train):
         _use_onednn(program)
     if args.kernels == "native":
         fusion.fuse(program)
+        optimizer.use_native(program)
     else:
-        updates.keep_statistics_finite(program)
+        statistics.keep_statistics_finite(program)
     if args.device == "gpu":
         _warn_of_depthwise(args.kernels, fusion.paddle_depthwise(program))
     strategy = build_strategy(args, is_train)

@@ -17,11 +17,13 @@ class Facts:
 
     Attributes:
         backend: "native" if build adds custom operators to the program, otherwise "paddle".
+        optimizer: name of the optimizer whose update build has added, or None.
         inputs: {variable: function that returns its value for the next step}, the host scalars (scalars.py).
         bn_average: program that averages the BN statistics over the processes (passes/all_reduces.py), once built.
     """
 
     backend: str = "paddle"
+    optimizer: str | None = None
     inputs: dict[str, Callable] = field(default_factory=dict)
     bn_average: static.Program | None = None
 

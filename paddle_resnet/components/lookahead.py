@@ -1,0 +1,76 @@
+"""Lookahead (--lookahead): Zhang et al., arXiv:1907.08610, algorithm 1.
+
+A training program contains a float32 slow weight for each parameter. In every K-th step, the slow weights move towards
+the parameters, and the parameters are then set to the slow weights. Slow weights belong to the optimizer state. With
+custom kernels, the operator native_lookahead updates all parameters.
+"""
+
+import itertools
+
+SUFFIX = ".slow"  # the name of a slow weight is the name of its parameter with this suffix
+
+
+def add(step):
+    """Add lookahead to a training program. After the update in steps K, 2 K, ..., the program computes slow += alpha (p
+    - slow) and p = slow. For a parameter in half precision, p is its float32 master weight. Steps that loss scaling
+    skips are also counted. The slow weights of frozen parameters do not change."""
+    from paddle_resnet import graph
+
+    if step.settings.lookahead is None:
+        return
+    interval, alpha = step.settings.lookahead
+    is_due = step.declare("lookahead", lambda: (step.schedule.done + 1) % interval == 0)  # 1 or 0
+    block, startup = step.main.global_block(), step.startup.global_block()
+    for name, value in (step.values | step.frozen_values).items():
+        for target in (block, startup):
+            graph.float32(target, name + SUFFIX, block.var(name).shape, persistable=True)
+        startup.append_op(type="assign", inputs={"X": value}, outputs={"Out": name + SUFFIX})
+    (_add_native if step.is_native else _add_paddle)(step, is_due, alpha)
+    graph.sync(block)
+
+
+def _add_native(step, is_due, alpha):
+    """Add one operator per precision."""
+    from paddle_resnet import graph
+
+    block, at = step.main.global_block(), itertools.count(step.end_of_update)
+    for has_masters in (False, True):
+        values = {name: value for name, value in step.values.items() if (name != value) == has_masters}
+        if not values:
+            continue
+        parameters = [block.var(name) for name in values]
+        masters = values.values() if has_masters else []
+        state = [block.var(name) for name in [*(name + SUFFIX for name in values), *masters]]
+        # The lookahead update does not use gradients, so the parameters are passed in their place. If is_due is 0, the
+        # operator skips the step.
+        inputs = {"Parameters@VECTOR": parameters, "Gradients@VECTOR": parameters, "State@VECTOR": state}
+        inputs |= {"Rate": is_due, "Unscale@OPTIONAL": is_due}
+        outputs = {"ParametersOut@VECTOR": parameters, "StateOut@VECTOR": state}
+        attrs = {"hyperparameters": [float(alpha)], "decays": [0.0] * len(parameters)}
+        graph.insert(block, next(at), "native_lookahead", inputs, outputs, **attrs)
+
+
+def _add_paddle(step, is_due, alpha):
+    from paddle.utils import unique_name
+
+    from paddle_resnet import graph
+
+    block, at = step.main.global_block(), itertools.count(step.end_of_update)
+
+    def insert(op_type, inputs, out, **attrs):
+        graph.insert(block, next(at), op_type, inputs, {"Out": out}, **attrs)
+
+    weight = graph.float32(block, unique_name.generate("lookahead_weight"), [1])
+    insert("scale", {"X": is_due}, weight, scale=float(alpha))
+    for name, value in step.values.items():
+        slow, parameter, exact = (block.var(variable) for variable in (name + SUFFIX, name, value))
+        insert("lerp", {"X": slow, "Y": exact, "Weight": weight}, slow)
+        insert("lerp", {"X": exact, "Y": slow, "Weight": is_due}, exact)
+        if exact is not parameter:
+            insert("cast", {"X": exact}, parameter, **graph.cast_types(exact, parameter))
+
+
+def of(program):
+    """Return {name of a parameter: name of its slow weight} for a training program."""
+    names = [name for name in program.global_block().vars if name.endswith(SUFFIX)]
+    return {name.removesuffix(SUFFIX): name for name in names}
