@@ -124,16 +124,21 @@ def _minimize(args, step, loss):
     own_optimizer._create_accumulators(step.main.global_block(), step.frozen)
     if args.asp:
         sparsity.add_masks(step.main, step.startup, step.frozen)
+    add_update(step)
+    all_reduces.adapt_communication(step.main, step.startup, step.device)
+    return optimizer
+
+
+def add_update(step):
+    """Turn the operators that Paddle's minimize has added into the update of the flags."""
     step.describe_update(MASTER, sparsity.MASK, all_reduces.bn_statistics(step.main))
     known = facts.of(step.main)
-    known.optimizer = args.optimizer
+    known.optimizer = step.settings.optimizer
     known.inputs[step.schedule._var_name] = step.schedule
-    if rewrite := table.OPTIMIZERS[args.optimizer].rewrite:
+    if rewrite := table.OPTIMIZERS[known.optimizer].rewrite:
         rewrite(step)
     for component in UPDATE:
         component.add(step)
-    all_reduces.adapt_communication(step.main, step.startup, step.device)
-    return optimizer
 
 
 def _mix(args, step, images, label):

@@ -12,7 +12,7 @@ from paddle import static
 
 from helpers import META, build, random_batches, variable
 from paddle_resnet.checkpoints import folders, restore, variables
-from paddle_resnet.passes import accumulation
+from paddle_resnet.components import accumulation
 from paddle_resnet.step import scalars
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import RunScope

@@ -14,13 +14,14 @@ from paddle.incubate.asp.utils import MaskAlgo
 
 from conftest import MASK_ALGORITHMS, NHWC, assert_two_of_four, frozen
 from helpers import build, random_batches, variable
-from paddle_resnet import models, program
+from paddle_resnet import graph, models, program
 from paddle_resnet.checkpoints.variables import LOSS_SCALE
+from paddle_resnet.components import optimizer
 from paddle_resnet.models import layers, loss_head
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.native import build as native
 from paddle_resnet.optimizers import amp, sparsity, table
-from paddle_resnet.passes import all_reduces, fusion, updates
+from paddle_resnet.passes import all_reduces, statistics
 
 
 @pytest.mark.parametrize(("algorithm", "channels"), [*((name, 3) for name in MASK_ALGORITHMS), ("mask_1d", 4)])
@@ -260,7 +261,9 @@ def use_native():
     ],
     ids=["float16-dynamic", "float16-static", "bfloat16", "LAMB"],
 )
-def test_fused_update_contains_all_parameters(parse, use_native, gpu_lists, dtype, level, is_dynamic, name):
+def test_fused_update_contains_all_parameters(
+    parse, monkeypatch, use_native, gpu_lists, dtype, level, is_dynamic, name
+):
     """The operator receives the gradient, state and decay of each parameter and, in half precision, its float32 master.
     Paddle's operators are removed from the program."""
     args = parse("--dali-output-fp16", *NHWC, "--weight-decay", "0.01", "--optimizer", name)
@@ -270,14 +273,19 @@ def test_fused_update_contains_all_parameters(parse, use_native, gpu_lists, dtyp
     if dtype == "float16":
         args.scale_loss, args.use_dynamic_loss_scaling = 128.0, is_dynamic
     main, startup = static.Program(), static.Program()
+    expected, update_natively = {}, optimizer.update_natively
+
+    def note_paddles_operators(block, rule, factor):
+        for op in graph.updates(block.program):
+            others = [name for word in ("Grad", *rule.state, "MasterParam") for name in op.input(word)]
+            expected[op.input("Param")[0]] = [*others, np.float32(rule.decay(op))]
+        update_natively(block, rule, factor)
+
+    monkeypatch.setattr(optimizer, "update_natively", note_paddles_operators)
     program.build(frozen(args), main, startup, 1)
     assert {op.attr("op_device") for op in startup.global_block().ops} == {""}  # the state is on the device
-    expected, rule = {}, table.OPTIMIZERS[name]
-    for op in table.updates(main):
-        others = [name for word in ("Grad", *rule.state, "MasterParam") for name in op.input(word)]
-        expected[op.input("Param")[0]] = [*others, np.float32(rule.decay(op))]
+    rule = table.OPTIMIZERS[name]
     assert expected.keys() == {parameter.name for parameter in main.all_parameters() if parameter.trainable}
-    fusion.fuse(main)
     by_type, result = {op.type: op for op in main.global_block().ops}, {}
     fused = [op for op in main.global_block().ops if op.type == f"native_{rule.native}"]
     for op in fused:
@@ -311,7 +319,7 @@ def test_bfloat16_parameters_follow_float32_masters(parse):
             momentum._multi_precision = True
             grad = paddle.cast(x, dtype)
             momentum.apply_gradients([(weight, grad)])
-            updates._update_masters_in_float32(main)
+            optimizer._update_masters_in_float32(main.global_block())
             exe = static.Executor(paddle.CPUPlace())
             exe.run(startup)
             master = f"{weight.name}_fp32_master_0" if dtype == paddle.bfloat16 else weight.name
@@ -403,7 +411,7 @@ def test_constant_statistics_are_not_checked(parse):
     frozen_layers = build(parse("--freeze", "all-but-classifier"))[-1]
     for main in (frozen_layers, build(parse())[-1].clone(for_test=True)):
         before = len(main.global_block().ops)
-        updates.keep_statistics_finite(main)
+        statistics.keep_statistics_finite(main)
         assert len(main.global_block().ops) == before
 
 
@@ -435,7 +443,7 @@ def test_steps_without_overflow_equal_plain_update(parse, monkeypatch):
         args.amp, args.use_dynamic_loss_scaling, args.scale_loss = True, True, 1024.0
         with monkeypatch.context() as patch, static.scope_guard(static.Scope()):
             if not is_fixed:
-                patch.setattr(updates, "_keep_parameters_on_overflow", lambda _: None)
+                patch.setattr(optimizer, "_keep_parameters_on_overflow", lambda _: None)
             compiled, exe, fetchs, lr_scheduler, main = build(args)
             for images, labels in random_batches(3):
                 exe.run(compiled, {"data": images, "label": labels}, [fetchs["loss"][0]])
