@@ -12,6 +12,7 @@ from paddle import static
 from paddle_resnet import budget, dali, program, recipe, report, resolution
 from paddle_resnet.checkpoints import folders, restore, saver, variables
 from paddle_resnet.components import ema
+from paddle_resnet.components.stages import stages_from, timeline
 from paddle_resnet.data import listing, pixels
 from paddle_resnet.job import agreement, exchange, processes, watchdog
 from paddle_resnet.models import user_file
@@ -20,7 +21,6 @@ from paddle_resnet.optimizers.schedules import build_lr_scheduler
 from paddle_resnet.passes import all_reduces, folding, quantization
 from paddle_resnet.settings import durations, parsing, validation
 from paddle_resnet.settings.declarations import RESUMED, of_kinds
-from paddle_resnet.settings.stages import stages_from
 from paddle_resnet.settings.values import flag, text
 from paddle_resnet.step import trace
 from paddle_resnet.step.compile import fused_operators
@@ -191,7 +191,7 @@ def build_programs(args, exe, train_loader, eval_loader, checkpoint=None):
     paddle.seed(args.seed)
     if train_loader is not None:
         images = train_loader.data_set_size // processes.world_size()
-        lr_scheduler = build_lr_scheduler(args, durations.timeline(args, images))
+        lr_scheduler = build_lr_scheduler(args, timeline(args, images))
         stages = stages_from(args, checkpoint.epoch if checkpoint else 0)
         startup_progs = [static.Program() for _ in stages]
         works = [

@@ -10,8 +10,19 @@ import yaml
 
 from helpers import NVIDIA_SCRIPTS
 from paddle_resnet import config, models
-from paddle_resnet.settings import inheritance, parsing, validation
-from paddle_resnet.settings.declarations import ACTIONS, EVALUATED, FLAGS, KINDS, PARSER, RESUMED, of_kinds
+from paddle_resnet.components import rates
+from paddle_resnet.settings import field, inheritance, parsing, validation
+from paddle_resnet.settings.declarations import (
+    ACTIONS,
+    EVALUATED,
+    FLAGS,
+    KINDS,
+    MODULES,
+    ORDER,
+    PARSER,
+    RESUMED,
+    of_kinds,
+)
 from paddle_resnet.settings.values import flag
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import RunScope
@@ -924,6 +935,26 @@ def test_frozen_settings_cannot_be_assigned():
     with pytest.raises(dataclasses.FrozenInstanceError):
         args.set("measurement", epochs=5, lr=1.0)
     assert args.epochs == 4
+
+
+def test_each_flag_belongs_to_one_module():
+    names = [name for module in MODULES for name in field.flags(module.Settings)]
+    assert sorted(names) == sorted(FLAGS)
+    order = ORDER.replace("-", "_").split()
+    assert sorted(order) == sorted(set(order) & set(FLAGS))
+
+
+def test_part_contains_the_values_of_a_component():
+    args = parse("--lr 0.5 --lr-scheduler Piecewise --lr-decay-epochs 1,2")
+    part = args.part(rates.Settings)
+    assert (part.lr, part.lr_decay_epochs, part.lr_power) == (0.5, [1.0, 2.0], 2.0)
+    assert args.part(rates.Settings) is part  # until a value changes
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        part.lr = 1.0
+    assert args.copy(lr=1.0).part(rates.Settings).lr == 1.0
+    args.lr = 2.0
+    assert (args.part(rates.Settings).lr, part.lr) == (2.0, 0.5)
+    assert parse().part(rates.Settings) == rates.Settings()
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ import pytest
 from conftest import NHWC, assert_one_error, losses, phase
 from paddle_resnet import export
 from paddle_resnet.checkpoints import folders
+from paddle_resnet.components import stages
 from paddle_resnet.optimizers import schedules
 from paddle_resnet.passes import all_reduces
 from paddle_resnet.serving import networks
-from paddle_resnet.settings import durations, stages
+from paddle_resnet.settings import durations
 from paddle_resnet.utils.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("one_block")
@@ -171,7 +172,7 @@ def test_durations_are_converted_to_steps(parse):
         args = parse(*flags)
         assert (durations.total_steps(args, TIMELINE), durations.steps_of(args, TIMELINE, 2.4)) == expected
     args = parse("--accumulate-steps", "2", "--sizes", "32:0,32:1:4:0.5", "--epochs", "2")
-    assert durations.timeline(args, 30) == (2, ((0, 1, 1), (1, 3, 0.5)))
+    assert stages.timeline(args, 30) == (2, ((0, 1, 1), (1, 3, 0.5)))
 
 
 @pytest.mark.parametrize("flags", [["--epochs", "4"], [*STEPS, "--num-iter", "12", "--save-interval", "1"]], ids=str)
@@ -229,9 +230,9 @@ def test_batch_may_contain_the_whole_data_set(parse):
     assert [durations.used_batches(batches, 4) for batches in (4, 7, 8)] == [4, 4, 8]
     with pytest.raises(UsageError, match="--accumulate-steps 4: the loader has 3 batches per epoch; use a smaller num"):
         durations.used_batches(3, 4)
-    assert durations.timeline(parse("--batch-size", "30"), 30).batches(0) == 1
+    assert stages.timeline(parse("--batch-size", "30"), 30).batches(0) == 1
     with pytest.raises(UsageError, match="batch size 30 exceeds the 29 training images"):
-        durations.timeline(parse("--batch-size", "30"), 29)
+        stages.timeline(parse("--batch-size", "30"), 29)
 
 
 def test_schedule_counts_steps(parse):

@@ -134,7 +134,7 @@ def test_stages_share_the_schedule_and_one_startup_program_runs(monkeypatch):
     stages = [SimpleNamespace(settings=f"stage {epoch}", first_epoch=epoch) for epoch in (1, 3)]
     monkeypatch.setattr(phases, "stages_from", lambda args, epoch: stages[epoch:])
     monkeypatch.setattr(phases.processes, "world_size", lambda: 2)
-    monkeypatch.setattr(phases.durations, "timeline", lambda args, images: f"{images} images")
+    monkeypatch.setattr(phases, "timeline", lambda args, images: f"{images} images")
     monkeypatch.setattr(phases, "build_lr_scheduler", lambda args, timeline: f"schedule of {timeline}")
     monkeypatch.setattr(phases.program, "build", build)
     monkeypatch.setattr(phases.paddle, "seed", lambda seed: events.append(seed))

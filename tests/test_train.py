@@ -17,6 +17,7 @@ from conftest import NHWC, ROOT, TINY, assert_one_error, assert_sparse, frozen, 
 from helpers import NVIDIA_SCRIPTS
 from paddle_resnet import config, export, models, phases, program, train
 from paddle_resnet.checkpoints import saver
+from paddle_resnet.components import stages
 from paddle_resnet.data import listing
 from paddle_resnet.job import fleet
 from paddle_resnet.machine import compat
@@ -604,7 +605,7 @@ def test_schedule_of_recipe_ends_with_its_last_epoch(path):
     args = frozen(config.parse_args(["--config", str(path)]))
     assert args.model_arch_name in models.MODELS
     assert f" {args.epochs} epochs" in path.read_text()  # in the header
-    timeline = durations.timeline(args, images=8_000)
+    timeline = stages.timeline(args, images=8_000)
     schedule = schedules.build_lr_scheduler(args, timeline)
     end = timeline.steps_before(args.epochs)
     rates = [schedule.step(step) or schedule() for step in range(end + 1)]

@@ -1,12 +1,31 @@
-"""Features of a training run. A component is a module that owns everything about one feature.
+"""Components: one module per feature of the training step.
 
-`add(step)` adds its operators to a step.builder.StepBuilder: custom operators if step.is_native, otherwise Paddle's. A
-component looks into no other component. Paddle is imported inside functions, because the command line is parsed
-without Paddle.
+A component owns everything about its feature: its flags (Settings), the conflicts between them (conflicts), and the
+operators that it adds to a step.builder.StepBuilder (add): custom operators if step.is_native, otherwise Paddle's. A
+component sees only its own Settings, and does not import another component. Component modules import Paddle only inside
+functions, because parsing the command line imports all components.
 """
 
-from paddle_resnet.components import accumulation, clipping, ema, lookahead, optimizer, precision, rates
+from paddle_resnet.components import (
+    accumulation,
+    clipping,
+    dropout,
+    ema,
+    lookahead,
+    loss,
+    mixing,
+    optimizer,
+    precision,
+    quantization,
+    rates,
+    sparsity,
+    stages,
+)
 
-# The parts of the update, in the order in which their operators are added. Accumulation and precision work on the
-# gradients that Paddle's minimize has added; clipping multiplies the factor with which the optimizer unscales them.
+COMPONENTS = (
+    *(loss, mixing, dropout, optimizer, rates, clipping, accumulation, ema, lookahead),
+    *(precision, sparsity, quantization, stages),
+)
+# The parts of the update, in the order in which their operators are added. Accumulation and precision change gradients
+# that Paddle's minimize has added; precision and clipping set the factor with which the optimizer multiplies them.
 UPDATE = (rates, accumulation, precision, clipping, optimizer, lookahead, ema)

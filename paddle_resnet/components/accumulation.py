@@ -8,6 +8,22 @@ checked, unscaled and clipped once per update.
 """
 
 import itertools
+from dataclasses import dataclass
+
+from paddle_resnet.settings.field import flag
+from paddle_resnet.utils import numbers
+
+
+@dataclass(frozen=True)
+class Settings:
+    accumulate_steps: int = flag(
+        1,
+        "number of batches per training step; averaging the gradients of K batches simulates a batch K times as large",
+        topic="optimizer",
+        parse=numbers.positive,
+        metavar="K",
+    )
+
 
 PREFIX = "accumulated."  # prefix of the sums; checkpoints omit sums, because they are 0 after each update
 
@@ -24,7 +40,7 @@ def add(step):
     over --accumulate-steps batches. The gradients are rounded to their data type before the all-reduce."""
     from paddle_resnet import graph
 
-    count = step.settings.accumulate_steps
+    count = step.part(Settings).accumulate_steps
     if count == 1:
         return
     block = step.main.global_block()

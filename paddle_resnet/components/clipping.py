@@ -5,11 +5,26 @@ ClipGradByGlobalNorm sums the squares of float16 gradients in float16.
 """
 
 import itertools
+from dataclasses import dataclass
+
+from paddle_resnet.settings.field import flag
+from paddle_resnet.utils import numbers
+
+
+@dataclass(frozen=True)
+class Settings:
+    clip_grad_norm: float | None = flag(
+        None,
+        "maximum L2 norm of all gradients together, after averaging over the processes",
+        topic="optimizer",
+        parse=numbers.or_none(numbers.positive_number),
+        metavar="F",
+    )
 
 
 def add(step):
     """Limit the norm of the gradients. With custom kernels, the update multiplies the gradients by step.factor."""
-    maximum = step.settings.clip_grad_norm
+    maximum = step.part(Settings).clip_grad_norm
     if maximum is not None:
         (_add_native if step.is_native else _add_paddle)(step, maximum)
 

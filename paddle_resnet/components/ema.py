@@ -8,6 +8,23 @@ weights, and also averages BN statistics. native_ema takes 0.3 % of a ResNet-50 
 (benchmarks/log/kernels_h200.md).
 """
 
+from dataclasses import dataclass
+
+from paddle_resnet.settings.field import flag
+from paddle_resnet.utils import numbers
+
+
+@dataclass(frozen=True)
+class Settings:
+    ema: float | None = flag(
+        None,
+        "decay per step, such as 0.9999, of the exponential moving average of the weights, which evaluation uses",
+        topic="regularize",
+        parse=numbers.or_none(numbers.below_one),
+        metavar="DECAY",
+    )
+
+
 SUFFIX = ".ema"  # the name of an EMA variable is the name of its parameter with this suffix
 
 
@@ -23,11 +40,11 @@ def add(step):
     skips a step, the EMA variables do not change. The startup program sets them to the initial weights."""
     from paddle_resnet import graph
 
-    if step.settings.ema is None:
+    if step.part(Settings).ema is None:
         return
     block, startup = step.main.global_block(), step.startup.global_block()
     values = step.values | step.frozen_values | {name: name for name in step.bn_statistics}
-    weight = step.declare("ema_weight", lambda: 1 - decay_at(step.schedule.done, step.settings.ema))
+    weight = step.declare("ema_weight", lambda: 1 - decay_at(step.schedule.done, step.part(Settings).ema))
     for name, value in values.items():
         for target in (block, startup):
             graph.float32(target, name + SUFFIX, block.var(name).shape, persistable=True)

@@ -5,7 +5,44 @@ the parameters, and the parameters are then set to the slow weights. Slow weight
 custom kernels, the operator native_lookahead updates all parameters.
 """
 
+import argparse
 import itertools
+from dataclasses import dataclass
+
+from paddle_resnet.settings.field import flag
+from paddle_resnet.utils import numbers
+
+LEAST_FRACTION = 1e-6  # minimum A in --lookahead K,A; values below 1e-45 would be 0 in float32
+
+
+def parse(text: str) -> list | None:
+    """Parse --lookahead, or "None" to override a value in the configuration file."""
+    if text == "None":
+        return None
+    try:
+        interval, fraction = text.split(",")
+        values = [numbers.positive(interval.strip()), numbers.ratio(fraction)]
+        if values[1] < LEAST_FRACTION:
+            raise ValueError
+        return values
+    except (ValueError, argparse.ArgumentTypeError) as e:
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is not of the form K,A; use a whole number K above 0 and a fraction A from "
+            f"{LEAST_FRACTION:g} to 1, such as 6,0.5"
+        ) from e
+
+
+@dataclass(frozen=True)
+class Settings:
+    lookahead: list | None = flag(
+        None,
+        "interval K in steps and fraction A of lookahead, such as 6,0.5: every K steps, the slow weights move "
+        "towards the weights by the fraction A of the difference, and the weights are set to the slow weights",
+        topic="optimizer",
+        parse=parse,
+        metavar="K,A",
+    )
+
 
 SUFFIX = ".slow"  # the name of a slow weight is the name of its parameter with this suffix
 
@@ -16,9 +53,9 @@ def add(step):
     skips are also counted. The slow weights of frozen parameters do not change."""
     from paddle_resnet import graph
 
-    if step.settings.lookahead is None:
+    if step.part(Settings).lookahead is None:
         return
-    interval, alpha = step.settings.lookahead
+    interval, alpha = step.part(Settings).lookahead
     is_due = step.declare("lookahead", lambda: (step.schedule.done + 1) % interval == 0)  # 1 or 0
     block, startup = step.main.global_block(), step.startup.global_block()
     for name, value in (step.values | step.frozen_values).items():

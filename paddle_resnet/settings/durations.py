@@ -1,12 +1,83 @@
 """Compute the length of a run, and the steps after which the run evaluates and saves. --iter-unit determines the unit
 of all flags that specify durations."""
 
+import argparse
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from paddle_resnet.settings import stages
-from paddle_resnet.settings.values import text
+from paddle_resnet.settings.field import Conflict, flag
+from paddle_resnet.utils import numbers
 from paddle_resnet.utils.errors import UsageError, counted
+
+MOST_MINUTES = 366 * 24 * 60  # maximum duration of a run
+
+
+def _minutes(text):
+    value = numbers.positive_number(text)
+    if value > MOST_MINUTES:
+        raise argparse.ArgumentTypeError(f"{text} is too large; use at most {MOST_MINUTES}, which is a year")
+    return value
+
+
+@dataclass(frozen=True)
+class Settings:
+    iter_unit: str = flag(
+        "epoch",
+        "unit of --warmup-epochs, --lr-decay-epochs, --save-interval and --eval-interval; batch: training steps, "
+        "and --num-iter sets the length of the run",
+        topic="schedule",
+        choices=["epoch", "batch"],
+    )
+    num_iter: int | None = flag(
+        None,
+        "number of training steps, with --iter-unit batch",
+        topic="schedule",
+        parse=numbers.or_none(numbers.positive),
+        metavar="N",
+        used_by=("iter_unit", ("batch",)),
+    )
+    epochs: int = flag(
+        90,
+        "number of epochs to train; requires --iter-unit epoch",
+        topic="schedule",
+        parse=numbers.positive,
+        used_by=("iter_unit", ("epoch",)),
+    )
+    budget_minutes: float | None = flag(
+        None,
+        "duration of the whole run, from which the run chooses --epochs; includes startup, evaluations and checkpoints",
+        topic="schedule",
+        parse=numbers.or_none(_minutes),
+        metavar="N",
+        depends_on=("epochs",),
+        used_by=("iter_unit", ("epoch",)),
+    )
+    eval_interval: int = flag(
+        1,
+        "number of epochs between evaluations; with --iter-unit batch, number of steps, which is --num-iter if "
+        "not set; the run always ends with an evaluation",
+        topic="checkpoints",
+        kind="saving",
+        parse=numbers.positive,
+        depends_on=("iter_unit",),
+    )
+    save_interval: int = flag(
+        1,
+        "number of epochs between checkpoints; with --iter-unit batch, number of steps, which is --num-iter if "
+        "not set; the run always ends with a checkpoint",
+        topic="checkpoints",
+        kind="saving",
+        parse=numbers.positive,
+        depends_on=("iter_unit",),
+    )
+
+
+def conflicts(settings: Settings) -> Iterator[Conflict]:
+    """Yield a Conflict if the length of the run is unknown."""
+    if settings.iter_unit == "batch" and settings.num_iter is None:
+        yield Conflict("--iter-unit batch: requires the number of training steps; add --num-iter")
 
 
 class Stop(NamedTuple):
@@ -106,27 +177,6 @@ def uniform(settings, batches):
     """
     count = settings.accumulate_steps
     return Timeline(count, (Part(0, used_batches(batches, count) // count),))
-
-
-def timeline(settings, images):
-    """Return the Timeline of a run.
-
-    Args:
-        settings: Settings.
-        images: number of training images per process.
-    Raises:
-        UsageError: an epoch has fewer batches than --accumulate-steps, or a batch size in --sizes exceeds `images`.
-    """
-    count, parts = settings.accumulate_steps, []
-    for stage in stages.stages(settings):
-        batch_size = stage.settings.batch_size
-        if batch_size > images:
-            raise UsageError(
-                f"--sizes {text(settings.sizes)}: batch size {batch_size} exceeds the "
-                f"{counted(images, 'training image')} per process; use {images} or less"
-            )
-        parts.append(Part(stage.first_epoch, used_batches(images // batch_size, count) // count, stage.lr_factor))
-    return Timeline(count, tuple(parts))
 
 
 def steps_of(settings, timeline, duration):

@@ -56,7 +56,7 @@ def _prefix(arch):
 
 def inherit(settings, recorded, names, folder):
     """Set each flag that is not explicit to its value from an earlier run, unless it depends on an explicit flag whose
-    value differs (depends_on in declarations.py).
+    value differs (depends_on in field.Declaration).
 
     Args:
         settings: Settings; modified in place.

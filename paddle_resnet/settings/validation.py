@@ -3,48 +3,20 @@ flags."""
 
 import math
 import os
-from typing import NamedTuple
 
+from paddle_resnet.components import stages
 from paddle_resnet.models import RESIZE_RATIO
 from paddle_resnet.optimizers.table import OPTIMIZERS
-from paddle_resnet.settings import inheritance, stages
-from paddle_resnet.settings.declarations import DEFAULTS, FLAGS
-from paddle_resnet.settings.values import flag, network_name, text
-from paddle_resnet.utils import numbers
+from paddle_resnet.settings import inheritance
+from paddle_resnet.settings.declarations import DEFAULTS, FLAGS, MODULES
+from paddle_resnet.settings.field import Conflict
+from paddle_resnet.settings.groups import images, machine, start
+from paddle_resnet.settings.values import argument, flag, listed, network_name, text
 from paddle_resnet.utils.errors import UsageError, command, printable
 from paddle_resnet.utils.mode import RunScope
 
-# Values outside these ranges make DALI fail or produce pixels that are not finite.
-AUGMENTATION_RANGES = {
-    "rand_crop_ratio": (1e-3, 1e3),
-    "rand_crop_scale": (1e-6, 1),
-    "color_jitter": (0, 100),
-    "lighting": (0, 100),
-    "normalize_scale": (1e-12, 1e12),
-    "normalize_std": (1e-12, 1e12),
-    "normalize_mean": (-1e12, 1e12),
-}
-
 # Origins of the values that override values of a file or a recipe.
 HIGHEST = ("command line", "Python", "machine")
-
-# Smaller nonzero values make DALI fail, because the range of its random numbers would be empty in float32.
-LEAST_AUGMENTATION = {"color_jitter": 1e-6, "rotate_degrees": 1e-6}
-
-
-class Conflict(NamedTuple):
-    """An invalid value, or a conflict between flags.
-
-    Attributes:
-        message: error message.
-        unused: names of the flags that `by` makes unused or unusable. If two flags exclude each other, both names are
-            in both fields.
-        by: names of the flags that cause the conflict.
-    """
-
-    message: str
-    unused: tuple = ()
-    by: tuple = ()
 
 
 def check(settings):
@@ -58,7 +30,7 @@ def check(settings):
 
 def check_sizes(settings):
     """Check the flags that determine image sizes. Raises UsageError if a value is invalid, or flags conflict."""
-    _raise(_conflicts_of_sizes(settings))
+    _raise(images.size_conflicts(settings.part(images.Settings)))
 
 
 def check_device(settings):
@@ -128,7 +100,7 @@ def _dropped(settings, name, message):
     problem = message.partition("; ")[0]
     subject, _, reason = problem.partition(": ")
     if subject.split()[0] != flag(name):
-        subject, reason = _argument(settings, name), problem
+        subject, reason = argument(settings, name), problem
     source = "--choose-recipe" if settings.is_chosen(name) else settings.origin(name).replace("file", "--config", 1)
     return printable(f"{source}: ignoring {subject} ({reason})")
 
@@ -158,7 +130,7 @@ def warnings(settings):
     is_known = settings.budget_minutes is None
     if settings.lr_scheduler == "Piecewise" and trains and is_known and min(settings.lr_decay_epochs) >= end:
         yield (
-            f"--lr-decay-epochs {_numbers(settings.lr_decay_epochs)}: not before the end of the run ({end}), so the "
+            f"--lr-decay-epochs {listed(settings.lr_decay_epochs)}: not before the end of the run ({end}), so the "
             "learning rate never decays; use lower values"
         )
     evaluations = -(-end // settings.eval_interval) if is_known else math.inf
@@ -191,68 +163,7 @@ def warnings(settings):
 def _conflicts_of_command(settings):
     """Yield a Conflict for each conflict that involves flags that no run inherits from a checkpoint."""
     yield from _conflicts_of_budget(settings)
-    yield from _conflicts_of_start(settings)
-    yield from _conflicts_of_output(settings)
-
-
-def _conflicts_of_settings(settings):
-    """Yield a Conflict for each conflict between flags that a run can inherit from a checkpoint."""
-    yield from _conflicts_of_augmentation(settings)
-    yield from _conflicts_of_schedule(settings)
-    yield from _conflicts_of_stages(settings)
-    yield from _conflicts_of_sparsity(settings)
-    yield from _conflicts_of_amp(settings)
-    yield from _conflicts_of_sizes(settings)
-    yield from _conflicts_of_radam(settings)
-    if settings.patience and settings.run_scope is RunScope.TRAIN_ONLY:
-        yield Conflict(
-            f"--patience {settings.patience}: requires evaluations; use 0, or remove --run-scope train_only",
-            ("patience",),
-            ("run_scope",),
-        )
-
-
-def _conflicts_of_start(settings):
-    if settings.from_checkpoint is not None and settings.from_pretrained_params is not None:
-        yield Conflict(
-            f"--from-checkpoint {settings.from_checkpoint}: cannot be combined with --from-pretrained-params "
-            f"{settings.from_pretrained_params}; remove one of them",
-            ("from_checkpoint", "from_pretrained_params"),
-            ("from_checkpoint", "from_pretrained_params"),
-        )
-    if settings.last_epoch_of_checkpoint is not None and settings.from_checkpoint is None:
-        yield Conflict(
-            f"--last-epoch-of-checkpoint {settings.last_epoch_of_checkpoint}: requires --from-checkpoint DIR; add it",
-            ("last_epoch_of_checkpoint",),
-            ("from_checkpoint",),
-        )
-    if settings.resume and settings.run_scope is RunScope.EVAL_ONLY:
-        yield Conflict(
-            "--resume: continues training, but --run-scope is eval_only; use --from-checkpoint DIR "
-            "--last-epoch-of-checkpoint auto instead",
-            ("resume",),
-            ("run_scope",),
-        )
-    if settings.resume and settings.overwrite:
-        yield Conflict(
-            "--resume: continues the run that --overwrite deletes; remove one of them",
-            ("resume", "overwrite"),
-            ("resume", "overwrite"),
-        )
-    if settings.pretrained_mismatch != "error" and settings.from_pretrained_params is None:
-        yield Conflict(
-            f"--pretrained-mismatch {settings.pretrained_mismatch}: requires --from-pretrained-params DIR; add it, "
-            "or remove --pretrained-mismatch",
-            ("pretrained_mismatch",),
-            ("from_pretrained_params",),
-        )
-    if settings.run_scope is RunScope.EVAL_ONLY and settings.pretrained_mismatch != "error":
-        yield Conflict(
-            f"--pretrained-mismatch {settings.pretrained_mismatch}: leaves the classifier untrained, but --run-scope "
-            "is eval_only; remove --pretrained-mismatch",
-            ("pretrained_mismatch",),
-            ("run_scope",),
-        )
+    yield from _conflicts_within(settings, start)
     if (
         settings.run_scope is RunScope.EVAL_ONLY
         and not _has_start(settings)
@@ -262,6 +173,69 @@ def _conflicts_of_start(settings):
         yield Conflict(
             "--run-scope eval_only: requires a checkpoint; add --from-checkpoint DIR or --from-pretrained-params DIR"
         )
+    yield from _conflicts_of_output(settings)
+
+
+def _conflicts_of_settings(settings):
+    """Yield a Conflict for each conflict between flags that a run can inherit from a checkpoint."""
+    yield from _unused(settings)
+    for module in MODULES:
+        if module not in (start, machine):
+            yield from _conflicts_within(settings, module)
+    yield from _conflicts_of_stages(settings)
+    if 0 < settings.crop_size <= settings.crop_padding:
+        yield Conflict(
+            f"--crop-padding {settings.crop_padding}: not below --crop-size {settings.crop_size}, so crops could "
+            "contain only padding; use a smaller value",
+            ("crop_padding",),
+            ("crop_size",),
+        )
+    is_default = settings.lr_decay_epochs == DEFAULTS["lr_decay_epochs"]
+    if settings.iter_unit == "batch" and settings.lr_scheduler == "Piecewise" and is_default:
+        yield Conflict(
+            "--iter-unit batch: --lr-scheduler Piecewise has no default steps; set --lr-decay-epochs to steps"
+        )
+    if settings.asp and not (settings.prune_model or settings.resume) and settings.from_checkpoint is None:
+        yield Conflict("--asp: requires pruned weights; add --prune-model or --from-checkpoint DIR")
+    if settings.asp and settings.amp and settings.amp_dtype == "bfloat16" and settings.amp_level == "O2":
+        yield Conflict(
+            "--asp: bfloat16 parameters are not supported; use --amp-level O1 or --amp-dtype float16",
+            ("amp_level", "amp_dtype", "asp"),
+            ("amp_level", "amp_dtype", "asp"),
+        )
+    if settings.optimizer == "RAdam" and settings.freeze:
+        yield Conflict(
+            "--optimizer RAdam: its formula requires that all layers are trained from step 1 on; remove --freeze, or "
+            "use --optimizer AdamW",
+            ("freeze",),
+            ("optimizer",),
+        )
+    if settings.patience and settings.run_scope is RunScope.TRAIN_ONLY:
+        yield Conflict(
+            f"--patience {settings.patience}: requires evaluations; use 0, or remove --run-scope train_only",
+            ("patience",),
+            ("run_scope",),
+        )
+
+
+def _conflicts_within(settings, module):
+    """Yield a Conflict for each conflict between flags of the same component or group."""
+    if hasattr(module, "conflicts"):
+        yield from module.conflicts(settings.part(module.Settings))
+
+
+def _unused(settings):
+    """Yield a Conflict for each flag that a different flag makes unused (used_by in field.Declaration)."""
+    for name, declaration in FLAGS.items():
+        choice, users = declaration.used_by or (None, ())
+        value, chosen = getattr(settings, name), choice and getattr(settings, choice)
+        if choice and chosen not in users and value != DEFAULTS[name]:
+            yield Conflict(
+                f"{flag(name)} {text(value)}: not used by {flag(choice)} {chosen}; remove it, or use "
+                f"{flag(choice)} {' or '.join(map(str, users))}",
+                (name,),
+                (choice,),
+            )
 
 
 def _conflicts_of_budget(settings):
@@ -322,114 +296,18 @@ def _conflicts_of_output(settings):
             )
 
 
-def _conflicts_of_augmentation(settings):
-    counts = {"rand_crop_scale": 2, "rand_crop_ratio": 2, "normalize_mean": 3, "normalize_std": 3}
-    for name, count in counts.items():
-        values = getattr(settings, name)
-        if len(values) != count or (name != "normalize_mean" and min(values) <= 0):
-            sign, example = ("" if name == "normalize_mean" else "positive "), _numbers(DEFAULTS[name])
-            yield Conflict(f"{flag(name)} {text(values)}: expected {count} {sign}numbers, such as {example}")
-        elif name.startswith("rand_crop") and (values[0] > values[1] or (name.endswith("scale") and values[1] > 1)):
-            problem = "MIN exceeds MAX" if values[0] > values[1] else "MAX exceeds 1"
-            yield Conflict(f"{flag(name)} {text(values)}: {problem}; use a range such as {_numbers(DEFAULTS[name])}")
-        else:
-            yield from _out_of_range(settings, name)
-    for name in [name for name in AUGMENTATION_RANGES if name not in counts]:
-        yield from _out_of_range(settings, name)
-    if 0 < settings.crop_size <= settings.crop_padding:
-        yield Conflict(
-            f"--crop-padding {settings.crop_padding}: not below --crop-size {settings.crop_size}, so crops could "
-            "contain only padding; use a smaller value",
-            ("crop_padding",),
-            ("crop_size",),
-        )
-    if settings.rotate_degrees > 180:
-        yield Conflict(f"--rotate-degrees {settings.rotate_degrees:g}: exceeds 180 degrees; use 180 or less")
-    for name, least in LEAST_AUGMENTATION.items():
-        if 0 < getattr(settings, name) < least:
-            yield Conflict(f"{flag(name)} {getattr(settings, name):g}: too small; use 0, or {least:g} or more")
-
-
-def _out_of_range(settings, name):
-    (low, high), value = AUGMENTATION_RANGES[name], getattr(settings, name)
-    values = value if isinstance(value, list) else [value]
-    if min(values) < low or max(values) > high:
-        yield Conflict(f"{flag(name)} {_numbers(values)}: out of range; use values from {low:g} to {high:g}")
-
-
-def _argument(settings, name):
-    """Return a flag and its value, as a user writes them."""
-    value = getattr(settings, name)
-    if value is True:
-        return flag(name)
-    return f"{flag(name)} {value:g}" if isinstance(value, float) else f"{flag(name)} {text(value)}"
-
-
-def _numbers(values):
-    return ",".join(f"{value:g}" for value in values)
-
-
-def _conflicts_of_schedule(settings):
-    for name, declaration in FLAGS.items():
-        choice, users = declaration.used_by or (None, ())
-        value, chosen = getattr(settings, name), choice and getattr(settings, choice)
-        if choice and chosen not in users and value != DEFAULTS[name]:
-            yield Conflict(
-                f"{flag(name)} {text(value)}: not used by {flag(choice)} {chosen}; remove it, or use "
-                f"{flag(choice)} {' or '.join(map(str, users))}",
-                (name,),
-                (choice,),
-            )
-    if settings.iter_unit == "batch" and settings.num_iter is None:
-        yield Conflict("--iter-unit batch: requires the number of training steps; add --num-iter")
-    is_default = settings.lr_decay_epochs == DEFAULTS["lr_decay_epochs"]
-    if settings.iter_unit == "batch" and settings.lr_scheduler == "Piecewise" and is_default:
-        yield Conflict(
-            "--iter-unit batch: --lr-scheduler Piecewise has no default steps; set --lr-decay-epochs to steps"
-        )
-    if settings.min_lr > settings.lr:
-        yield Conflict(
-            f"--min-lr {settings.min_lr:g}: exceeds --lr {settings.lr:g}; use a smaller value", ("min_lr",), ("lr",)
-        )
-
-
-def _conflicts_of_radam(settings):
-    if settings.optimizer != "RAdam":
-        return
-    if settings.freeze:
-        yield Conflict(
-            "--optimizer RAdam: its formula requires that all layers are trained from step 1 on; remove --freeze, or "
-            "use --optimizer AdamW",
-            ("freeze",),
-            ("optimizer",),
-        )
-    if settings.opt_epsilon < 1e-12:
-        yield Conflict(
-            f"--opt-epsilon {settings.opt_epsilon:g}: too small for --optimizer RAdam; use 1e-12 or more",
-            ("opt_epsilon",),
-            ("optimizer",),
-        )
-
-
 def _conflicts_of_stages(settings):
     # With --budget-minutes, a new run does not know its number of epochs yet; budget.choose checks the stages.
     is_known = settings.budget_minutes is None or settings.is_inherited("epochs")
     knows_epochs = settings.iter_unit == "epoch" and is_known
-    if settings.unfreeze_at is not None:
-        if settings.freeze is None:
-            yield Conflict(
-                f"--unfreeze-at {settings.unfreeze_at}: requires --freeze; add it, or use --unfreeze-at None",
-                ("unfreeze_at",),
-                ("freeze",),
-            )
-        if knows_epochs and settings.unfreeze_at >= settings.epochs:
-            yield Conflict(
-                f"--unfreeze-at {settings.unfreeze_at}: must be below --epochs {settings.epochs}; use an earlier "
-                "epoch, or remove --unfreeze-at",
-                ("unfreeze_at",),
-                ("epochs",),
-            )
-            return
+    if settings.unfreeze_at is not None and knows_epochs and settings.unfreeze_at >= settings.epochs:
+        yield Conflict(
+            f"--unfreeze-at {settings.unfreeze_at}: must be below --epochs {settings.epochs}; use an earlier "
+            "epoch, or remove --unfreeze-at",
+            ("unfreeze_at",),
+            ("epochs",),
+        )
+        return
     if settings.sizes is None:
         return
     last = stages.stages(settings)[-1]
@@ -449,59 +327,8 @@ def _conflicts_of_stages(settings):
         )
 
 
-def _conflicts_of_sparsity(settings):
-    if settings.asp and not (settings.prune_model or settings.resume) and settings.from_checkpoint is None:
-        yield Conflict("--asp: requires pruned weights; add --prune-model or --from-checkpoint DIR")
-    if settings.mask_algo != "mask_1d" and not settings.prune_model:
-        yield Conflict(
-            f"--mask-algo {settings.mask_algo}: requires --prune-model; add it, or remove --mask-algo",
-            ("mask_algo",),
-            ("prune_model",),
-        )
-    if settings.prune_model and not settings.asp:
-        yield Conflict("--prune-model: requires --asp; add it, or remove --prune-model", ("prune_model",), ("asp",))
-
-
-def _conflicts_of_amp(settings):
-    """Yield a Conflict for each conflict between the flags of mixed precision."""
-    if not settings.amp:
-        is_set = {
-            "use_pure_fp16": settings.use_pure_fp16,
-            "use_dynamic_loss_scaling": settings.use_dynamic_loss_scaling,
-            "scale_loss": settings.scale_loss != 1,
-            "amp_level": settings.amp_level == "O2" and not settings.use_pure_fp16,
-            "amp_dtype": settings.amp_dtype != "float16",
-        }
-        for name in (name for name, value in is_set.items() if value):
-            yield Conflict(
-                f"{_argument(settings, name)}: requires --amp; add it, or remove {flag(name)}", (name,), ("amp",)
-            )
-        return
-    if settings.use_pure_fp16 and settings.amp_level == "O1":
-        yield Conflict(
-            "--use-pure-fp16: implies level O2, but --amp-level is O1; remove one of them",
-            ("use_pure_fp16", "amp_level"),
-            ("use_pure_fp16", "amp_level"),
-        )
-    if settings.amp_dtype == "float16":
-        return
-    if settings.use_pure_fp16:
-        yield Conflict(
-            "--use-pure-fp16: implies float16, but --amp-dtype is bfloat16; use --amp-level O2 instead",
-            ("use_pure_fp16", "amp_dtype"),
-            ("use_pure_fp16", "amp_dtype"),
-        )
-    if settings.use_dynamic_loss_scaling or settings.scale_loss != 1:
-        name = "use_dynamic_loss_scaling" if settings.use_dynamic_loss_scaling else "scale_loss"
-        yield Conflict(
-            f"{_argument(settings, name)}: bfloat16 needs no loss scaling; remove {flag(name)}", (name,), ("amp_dtype",)
-        )
-    if settings.asp and settings.amp_level == "O2":
-        yield Conflict(
-            "--asp: bfloat16 parameters are not supported; use --amp-level O1 or --amp-dtype float16",
-            ("amp_level", "amp_dtype", "asp"),
-            ("amp_level", "amp_dtype", "asp"),
-        )
+def _conflicts_of_kernels(settings):
+    yield from _conflicts_within(settings, machine)
 
 
 def _conflicts_of_device(settings):
@@ -525,43 +352,6 @@ def _conflicts_of_device(settings):
             "remove --cpu-decoder-load",
             ("cpu_decoder_load",),
             ("dali_device", "device"),
-        )
-
-
-def _conflicts_of_kernels(settings):
-    if settings.kernels == "native" and settings.data_layout != "NHWC":
-        yield Conflict(
-            "--kernels native: supports NHWC only; use --data-layout NHWC or --kernels paddle",
-            ("kernels",),
-            ("data_layout",),
-        )
-
-
-def _conflicts_of_sizes(settings):
-    shape, crop = ",".join(map(str, settings.image_shape)), settings.crop_size
-    if len(settings.image_shape) != 3 or settings.image_shape[0] not in (3, 4) or min(settings.image_shape) < 1:
-        yield Conflict(f"--image-shape {shape}: expected C,H,W with 3 or 4 channels, such as 4,224,224")
-    elif min(settings.image_shape[1:]) != crop:
-        yield Conflict(
-            f"--image-shape {shape}: its shorter side differs from --crop-size {crop}; use --image-shape "
-            f"{settings.image_shape[0]},{crop},{crop} or --crop-size {min(settings.image_shape[1:])}",
-            ("image_shape", "crop_size"),
-            ("image_shape", "crop_size"),
-        )
-    elif settings.resize_short * max(settings.image_shape[1:]) > numbers.MAX_SIDE * crop:
-        yield Conflict(
-            f"--resize-short {settings.resize_short}: with --image-shape {shape}, the longer side before the crop "
-            f"exceeds {numbers.MAX_SIDE} pixels; use {numbers.MAX_SIDE * crop // max(settings.image_shape[1:])} or "
-            "less",
-            ("resize_short",),
-            ("image_shape", "crop_size"),
-        )
-    if settings.resize_short < settings.crop_size:
-        yield Conflict(
-            f"--resize-short {settings.resize_short}: smaller than --crop-size {settings.crop_size}; use "
-            f"{settings.crop_size} or more",
-            ("resize_short",),
-            ("image_shape", "crop_size"),
         )
 
 

@@ -1,8 +1,9 @@
 """Store the value and the origin of each flag."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+T = TypeVar("T")
 EXPLICIT = "explicit_flags"
 _CHOSEN = "chosen: "
 _OF_COMMAND = ("config", "print_config", "inference_dir")  # flags that describe the command, not the run
@@ -28,7 +29,7 @@ class Settings:
             derived.
     """
 
-    __slots__ = ("__dict__", "_dropped", "_is_frozen", "_origins", "_pending", "_run")
+    __slots__ = ("__dict__", "_dropped", "_is_frozen", "_origins", "_parts", "_pending", "_run")
 
     def __init__(self, values, origins):
         object.__setattr__(self, "_is_frozen", False)
@@ -36,6 +37,7 @@ class Settings:
         object.__setattr__(self, "_dropped", [])
         object.__setattr__(self, "_origins", dict(origins))
         object.__setattr__(self, "_run", self)
+        object.__setattr__(self, "_parts", {})
         vars(self).update(values)
 
     def __setattr__(self, name, value):
@@ -56,6 +58,7 @@ class Settings:
         if unknown := values.keys() - vars(self).keys():
             raise AttributeError(f"settings.{min(unknown)}: not a flag; see train.py --help")
         vars(self).update(values)
+        self._parts.clear()
         self._origins.update(dict.fromkeys(values, origin))
 
     def resolve(self, origin, **values):
@@ -106,6 +109,12 @@ class Settings:
             copy.set("Python", **values)
         return copy
 
+    def part(self, cls: type[T]) -> T:
+        """Return the values of the flags that `cls` declares, as an instance of `cls`, such as rates.Settings."""
+        if cls not in self._parts:
+            self._parts[cls] = cls(**{field.name: getattr(self, field.name) for field in dataclasses.fields(cls)})
+        return self._parts[cls]
+
     def origin(self, name):
         return self._origins.get(name, "default")
 
@@ -147,9 +156,25 @@ class Settings:
         return values | {EXPLICIT: [name for name in values if self.is_explicit(name)]}
 
 
-def flag(name):
+def flag_name(name):
     """Return the command-line name of an attribute: --batch-size for batch_size."""
     return "--" + name.replace("_", "-")
+
+
+flag = flag_name
+
+
+def argument(settings, name):
+    """Return a flag and its value, as a user writes them."""
+    value = getattr(settings, name)
+    if value is True:
+        return flag(name)
+    return f"{flag(name)} {value:g}" if isinstance(value, float) else f"{flag(name)} {text(value)}"
+
+
+def listed(values):
+    """Format a list of numbers for the command line."""
+    return ",".join(f"{value:g}" for value in values)
 
 
 def network_name(arch):

@@ -10,7 +10,7 @@ from paddle import static
 from paddle.incubate import asp
 
 from paddle_resnet.checkpoints.variables import MASTER
-from paddle_resnet.components import UPDATE
+from paddle_resnet.components import UPDATE, optimizer
 from paddle_resnet.job import processes, watchdog
 from paddle_resnet.models import build_model, layers, logits, loss_head, mixing, parts
 from paddle_resnet.optimizers import amp, sparsity, table
@@ -133,7 +133,7 @@ def add_update(step):
     """Turn the operators that Paddle's minimize has added into the update of the flags."""
     step.describe_update(MASTER, sparsity.MASK, all_reduces.bn_statistics(step.main))
     known = facts.of(step.main)
-    known.optimizer = step.settings.optimizer
+    known.optimizer = step.part(optimizer.Settings).optimizer
     known.inputs[step.schedule._var_name] = step.schedule
     if rewrite := table.OPTIMIZERS[known.optimizer].rewrite:
         rewrite(step)

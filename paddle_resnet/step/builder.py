@@ -1,10 +1,14 @@
 """A training or evaluation program under construction."""
 
+from typing import TypeVar
+
 import numpy as np
 from paddle import static
 
 from paddle_resnet import graph
 from paddle_resnet.step import facts, random_numbers, scalars
+
+_Settings = TypeVar("_Settings")  # class Settings of a component
 
 
 class StepBuilder:
@@ -28,9 +32,9 @@ class StepBuilder:
     """
 
     def __init__(self, settings, main: static.Program, startup: static.Program, schedule=None, rank: int = 0):
-        self.settings, self.main, self.startup, self.schedule = settings, main, startup, schedule
+        self.main, self.startup, self.schedule = main, startup, schedule
         self.backend = "native" if settings.kernels == "native" else "paddle"
-        self.device, self._rank = settings.device, rank
+        self.device, self._settings, self._rank = settings.device, settings, rank
         self.model, self.frozen = None, []
         self.values, self.frozen_values, self.masks, self.bn_statistics = {}, {}, {}, []
         self.factor, self._after_update = None, 0
@@ -40,13 +44,17 @@ class StepBuilder:
     def is_native(self) -> bool:
         return self.backend == "native"
 
+    def part(self, cls: type[_Settings]) -> _Settings:
+        """Return the settings of a component, an instance of its class Settings."""
+        return self._settings.part(cls)
+
     def declare(self, name: str, value_of, shape=(1,), dtype="float32") -> static.Variable:
         """Create a variable that the host writes before each step. See scalars.declare."""
         return scalars.declare(name, value_of, shape, dtype)
 
     def generator(self, name: str) -> np.random.Generator:
         """Return the random numbers of this process for the next batch and the use `name`."""
-        return random_numbers.generator(self.settings.seed, self.schedule.batches, name, self._rank)
+        return random_numbers.generator(self._settings.seed, self.schedule.batches, name, self._rank)
 
     def declare_seed(self, name: str) -> static.Variable:
         """Return an int32 variable [1] that contains a new random seed for each batch."""

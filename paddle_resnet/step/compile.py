@@ -7,7 +7,7 @@ import paddle
 from paddle import static
 
 from paddle_resnet import graph
-from paddle_resnet.components import accumulation, optimizer
+from paddle_resnet.components import accumulation, optimizer, precision
 from paddle_resnet.job import processes
 from paddle_resnet.machine import compat
 from paddle_resnet.optimizers import table
@@ -92,7 +92,7 @@ def _compile(args, original, source, is_train):
         _use_onednn(program)
     if args.kernels == "native":
         fusion.fuse(program)
-        optimizer.use_native(program)
+        _update_natively(program)
     else:
         statistics.keep_statistics_finite(program)
     if args.device == "gpu":
@@ -110,6 +110,15 @@ def _compile(args, original, source, is_train):
         if untested is not None:
             compiled.captured = cuda_graph.CapturedStep(compiled, place, untested, is_explicit)
     return compiled
+
+
+def _update_natively(program):
+    """Replace Paddle's update operators in a program that build has not built. Operators without a custom operator,
+    which cannot read the factor that unscales the gradients, are not replaced."""
+    rules = {table.rule_of(op) for op in graph.updates(program)}
+    if len(rules) == 1 and None not in rules:
+        block = program.global_block()
+        optimizer.update_natively(block, rules.pop(), precision.check_natively(block))
 
 
 def _use_onednn(program):

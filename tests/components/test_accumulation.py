@@ -84,8 +84,8 @@ def float16_programs(count, append=lambda block: None):
         inputs = {"Param": names["p"], "Grad": names["p@GRAD"], "LearningRate": loss}
         attrs = {"op_role": graph.OPTIMIZE}
         block.append_op(type="sgd", inputs=inputs, outputs={"ParamOut": names["p"]}, attrs=attrs)
-        settings = SimpleNamespace(accumulate_steps=count)
-        accumulation.add(SimpleNamespace(main=main, startup=startup, settings=settings))
+        part = lambda cls: cls(accumulate_steps=count)  # noqa: E731
+        accumulation.add(SimpleNamespace(main=main, startup=startup, part=part))
     return main, startup, names["p@GRAD"]
 
 

@@ -347,7 +347,7 @@ def test_clipping_includes_gradients_of_all_types():
             p = block.create_var(name=f"{g.name}.p", shape=[2], dtype=g.dtype, persistable=True)
             inputs = {"Param": p, "Grad": g, "LearningRate": rate}
             block.append_op(type="sgd", inputs=inputs, outputs={"ParamOut": p}, attrs={"op_role": 2})
-        clipping.add(SimpleNamespace(main=main, is_native=False, settings=SimpleNamespace(clip_grad_norm=1.0)))
+        clipping.add(SimpleNamespace(main=main, is_native=False, part=lambda cls: cls(clip_grad_norm=1.0)))
     for op in graph.updates(main):
         block._remove_op(block.ops.index(op))
     feed = {"float32": np.float32([1, 2]), "float64": np.float64([2, 4])}
