@@ -14,8 +14,9 @@ from PIL import Image
 from conftest import frozen, losses
 from helpers import epoch, take
 from paddle_resnet import dali, program
+from paddle_resnet.components import mixing
 from paddle_resnet.data import readers
-from paddle_resnet.models import loss_head, mixing
+from paddle_resnet.models import loss_head
 from paddle_resnet.native import build as native
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode

@@ -26,6 +26,8 @@ COMPONENTS = (
     *(loss, mixing, dropout, optimizer, rates, clipping, accumulation, ema, lookahead),
     *(precision, sparsity, quantization, stages),
 )
+# Parts of a training program that change the images, the targets of the loss, or layers of the network.
+INPUTS = (mixing, loss, dropout)
 # The parts of the update, in the order in which their operators are added. Accumulation and precision change gradients
 # that Paddle's minimize has added; precision and clipping set the factor with which the optimizer multiplies them.
 UPDATE = (rates, accumulation, precision, clipping, optimizer, lookahead, ema)

@@ -1,25 +1,22 @@
 """Build the training and evaluation programs."""
 
 import contextlib
-import functools
 import io
 
-import numpy as np
 import paddle
 from paddle import static
 from paddle.incubate import asp
 
 from paddle_resnet.checkpoints.variables import MASTER
-from paddle_resnet.components import UPDATE, optimizer
+from paddle_resnet.components import INPUTS, UPDATE, optimizer
 from paddle_resnet.job import processes, watchdog
-from paddle_resnet.models import build_model, layers, logits, loss_head, mixing, parts
+from paddle_resnet.models import build_model, logits, loss_head, parts
 from paddle_resnet.optimizers import amp, sparsity, table
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
 from paddle_resnet.passes import all_reduces, quantization
 from paddle_resnet.settings import durations
 from paddle_resnet.step import facts, host_metrics
 from paddle_resnet.step.builder import StepBuilder
-from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.meters import AverageMeter, ConfusionMeter, TopMeter
 from paddle_resnet.utils.mode import Mode
 
@@ -74,23 +71,23 @@ def build_program(args, main_prog, startup_prog, step_each_epoch, mode, lr_sched
             _set_up_layers(args, step)
         else:
             model.eval()
-        images, targets = feeds["data"], feeds
+        step.images, step.targets, step.class_images = feeds["data"], feeds, class_images
         if args.dali_output_fp16 and not (args.amp and args.amp_dtype == "float16"):
-            images = images.astype("float32")  # Paddle's layers reject bfloat16, so AMP casts the images later
+            # Paddle's layers reject bfloat16, so AMP casts the images later.
+            step.images = step.images.astype("float32")
         if is_train:
-            images, weights = _mix(args, step, images, feeds["label"])
-            targets = _weigh_images(args, step, feeds | weights, class_images)
-            _drop_out(args, step)
-            _drop_paths(args, step)
+            for component in INPUTS:
+                component.add(step)
         elif args.tta == "flip":
-            images = paddle.concat([images, paddle.flip(images, [3 if args.data_layout == "NCHW" else 2])])
+            axis = 3 if args.data_layout == "NCHW" else 2
+            step.images = paddle.concat([step.images, paddle.flip(step.images, [axis])])
         first = len(main_prog.global_block().ops)
-        out = logits(model, images, args.model_arch_name, args.num_of_class)
+        out = logits(model, step.images, args.model_arch_name, args.num_of_class)
         if args.qat:
             quantization.insert(main_prog, first, step.schedule, step.device == "gpu")
         if not is_train and args.tta == "flip":
             out = loss_head.mean_over_mirrored(out)
-        fetchs = fetchs_of(out, targets, args.num_of_class, args.label_smoothing, mode)
+        fetchs = fetchs_of(out, step.targets, args.num_of_class, args.label_smoothing, mode)
         if not is_train and (args.predictions is not None or args.report_html is not None):
             fetchs["logits"] = loss_head.add_logits(out), TopMeter(min(5, args.num_of_class))
         if is_train:
@@ -139,64 +136,6 @@ def add_update(step):
         rewrite(step)
     for component in UPDATE:
         component.add(step)
-
-
-def _mix(args, step, images, label):
-    """If a flag in mixing.KINDS is set, return (mixed images, {"weights": target weights}), otherwise (images, {})."""
-    alphas = {kind: alpha for kind in mixing.KINDS if (alpha := getattr(args, kind))}
-    if not alphas:
-        return images, {}
-    if args.batch_size < 2:
-        raise UsageError(f"--{next(iter(alphas))}: requires at least two images per batch; use --batch-size 2 or more")
-    _, height, width = args.image_shape
-
-    @functools.lru_cache(1)  # rows, columns and fraction must come from the same draw
-    def draw(batch):
-        return mixing.draw(step.generator("mix"), alphas, height, width)
-
-    def declare(name, shape):
-        return step.declare(f"mix.{name}", lambda: getattr(draw(step.schedule.batches), name), shape)
-
-    is_nchw = args.data_layout == "NCHW"
-    rows = declare("rows", [1, 1, height, 1] if is_nchw else [1, height, 1, 1])
-    columns = declare("columns", [1, 1, 1, width] if is_nchw else [1, 1, width, 1])
-    mixed = mixing.mix_images(images, rows, columns)
-    return mixed, {"weights": mixing.mix_labels(label, declare("fraction", [1]), args.num_of_class)}
-
-
-def _weigh_images(args, step, targets, class_images):
-    """Return the targets for loss_head.add. With --class-weights balanced, the targets include image weights."""
-    if args.class_weights == "none":
-        return targets
-    if class_images is None:
-        raise UsageError("--class-weights balanced: requires class_images; pass the loader's class_images to build")
-    images = np.zeros(args.num_of_class, np.int64)
-    images[: len(class_images)] = class_images
-    weights = loss_head.balanced_weights(images)
-    variable = step.declare("class_weights", lambda: weights, [1, args.num_of_class])
-    return targets | {"image_weights": loss_head.weigh_images(targets, variable, args.num_of_class)}
-
-
-def _drop_out(args, step):
-    """Insert dropout (--dropout) before the last layer of a network."""
-    if not args.dropout:
-        return
-    seed = step.declare_seed("dropout")
-    step.model.last.register_forward_pre_hook(lambda _, inputs: layers.dropout(inputs[0], args.dropout, seed))
-
-
-def _drop_paths(args, step):
-    """Set the rates (--drop-path) and seeds of a network's DropPath layers. The rate increases linearly with depth."""
-    if not args.drop_path:
-        return
-    paths = [layer for layer in step.model.sublayers() if isinstance(layer, layers.DropPath)]
-    if not paths:
-        raise UsageError(
-            f"--drop-path {args.drop_path:g}: --model-arch-name {args.model_arch_name} has no layers.DropPath "
-            "in its residual blocks; remove --drop-path"
-        )
-    for i, path in enumerate(paths, 1):
-        path.rate, path.seed = args.drop_path * i / len(paths), step.declare_seed(f"drop_path.{i}")
 
 
 @contextlib.contextmanager

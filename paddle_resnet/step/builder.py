@@ -23,6 +23,11 @@ class StepBuilder:
     Attributes:
         backend: "native" if components add custom operators, "paddle" if they add Paddle's.
         device: "cpu" or "gpu".
+        arch, layout, num_classes: the network; layout is "NCHW" or "NHWC".
+        image_size, batch_size: its images, [height, width].
+        images: the input of the network.
+        targets: {"label"} and what components add, see loss_head.add_paddle.
+        class_images: number of training images of each class, or None if unknown.
         model: the network (paddle.nn.Layer), once built.
         frozen: parameters that the optimizer does not update (--freeze).
         values, frozen_values: {trained or frozen parameter: variable that contains its float32 value}, after minimize.
@@ -35,6 +40,9 @@ class StepBuilder:
         self.main, self.startup, self.schedule = main, startup, schedule
         self.backend = "native" if settings.kernels == "native" else "paddle"
         self.device, self._settings, self._rank = settings.device, settings, rank
+        self.arch, self.layout, self.num_classes = settings.model_arch_name, settings.data_layout, settings.num_of_class
+        self.image_size, self.batch_size = settings.image_shape[1:], settings.batch_size
+        self.images, self.targets, self.class_images = None, {}, None
         self.model, self.frozen = None, []
         self.values, self.frozen_values, self.masks, self.bn_statistics = {}, {}, {}, []
         self.factor, self._after_update = None, 0

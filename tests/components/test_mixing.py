@@ -10,8 +10,9 @@ from paddle import static
 from conftest import NHWC, assert_one_error, frozen
 from helpers import random_batches
 from paddle_resnet import models, program
+from paddle_resnet.components import mixing
 from paddle_resnet.job import processes
-from paddle_resnet.models import layers, mixing
+from paddle_resnet.models import layers
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import fusion
