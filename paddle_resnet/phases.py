@@ -11,14 +11,13 @@ from paddle import static
 
 from paddle_resnet import budget, dali, program, recipe, report, resolution
 from paddle_resnet.checkpoints import folders, restore, saver, variables
-from paddle_resnet.components import ema
+from paddle_resnet.components import ema, precision, quantization, sparsity
 from paddle_resnet.components.stages import stages_from, timeline
 from paddle_resnet.data import listing, pixels
 from paddle_resnet.job import agreement, exchange, processes, watchdog
 from paddle_resnet.models import user_file
-from paddle_resnet.optimizers import amp, sparsity
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
-from paddle_resnet.passes import all_reduces, folding, quantization
+from paddle_resnet.passes import all_reduces, folding
 from paddle_resnet.settings import durations, parsing, validation
 from paddle_resnet.settings.declarations import RESUMED, of_kinds
 from paddle_resnet.settings.values import flag, text
@@ -306,7 +305,7 @@ def set_weights(args, checkpoint, training, evaluation):
             variables.start_averages(checkpoint, training.program, place)
     if evaluation and args.amp:
         float32 = quantization.float32_variables(evaluation.program)
-        amp.cast_evaluation_program(evaluation.program, place, args.amp_dtype, args.amp_level, float32)
+        precision.cast_evaluation_program(evaluation.program, place, args.amp_dtype, args.amp_level, float32)
     return checkpoint
 
 

@@ -581,13 +581,13 @@ def wait_until(condition, seconds):
 def gpu_lists(monkeypatch):
     """Clear Paddle's list of operators without float16 kernels. In a CPU build, the list contains all operators, so AMP
     would cast nothing."""
-    from paddle_resnet.optimizers import amp
+    from paddle_resnet.components import precision
 
-    lists = amp._amp_lists
+    lists = precision._amp_lists
 
     def all_supported(*args):
         result = lists(*args)
         result.unsupported_list = set()
         return result
 
-    monkeypatch.setattr(amp, "_amp_lists", all_supported)
+    monkeypatch.setattr(precision, "_amp_lists", all_supported)

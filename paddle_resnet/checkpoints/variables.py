@@ -15,10 +15,9 @@ import paddle
 from paddle import static
 
 from paddle_resnet.checkpoints import arrays, folders
-from paddle_resnet.components import accumulation, ema, lookahead
+from paddle_resnet.components import accumulation, ema, lookahead, quantization
+from paddle_resnet.components.sparsity import MASK, has_masks_of_signed_search
 from paddle_resnet.models import ends
-from paddle_resnet.optimizers.sparsity import MASK, has_masks_of_signed_search
-from paddle_resnet.passes import quantization
 from paddle_resnet.settings.values import Setting
 from paddle_resnet.step import scalars
 from paddle_resnet.utils import logger

@@ -74,9 +74,11 @@ class Settings:
 
 def conflicts(settings: Settings) -> Iterator[Conflict]:
     """Yield a Conflict if a value is invalid for the optimizer."""
-    if settings.optimizer == "RAdam" and settings.opt_epsilon < 1e-12:
+    least = OPTIMIZERS[settings.optimizer].least_epsilon
+    if settings.opt_epsilon < least:
         yield Conflict(
-            f"--opt-epsilon {settings.opt_epsilon:g}: too small for --optimizer RAdam; use 1e-12 or more",
+            f"--opt-epsilon {settings.opt_epsilon:g}: too small for --optimizer {settings.optimizer}; use {least:g} or "
+            "more",
             ("opt_epsilon",),
             ("optimizer",),
         )

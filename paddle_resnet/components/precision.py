@@ -1,5 +1,6 @@
 """Mixed precision (AMP) and loss scaling."""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -144,3 +145,74 @@ def _update_scale(block, ops, scalings, unscale):
     rule |= {"raise_by": "incr_ratio", "lower_by": "decr_ratio"}
     attrs = {attr: scalings[0].attr(name) for attr, name in rule.items()}
     graph.replace(block, ops, scalings[0], "native_check_finite", inputs, outputs, attrs)
+
+
+def _amp_lists(program, dtype, float32):
+    """Return Paddle's AMP lists for `dtype`. The lists keep the following in float32: the loss head, the operators for
+    which layers.is_float32 is true, and all operators whose outputs are listed in `float32`.
+
+    The lists identify these operators by the names of their outputs, because level O2 ignores lists of operator types.
+    """
+    from paddle import static
+
+    from paddle_resnet.models import layers, loss_head
+
+    ops = [op for op in program.global_block().ops if loss_head.contains(op) or layers.is_float32(op)]
+    names = {name for op in ops for name in op.output_arg_names} | float32
+    return static.amp.AutoMixedPrecisionLists(custom_black_varnames=names, dtype=dtype)
+
+
+def wrap(optimizer, settings: Settings, float32: set[str]):
+    """Return an optimizer that trains the current program in mixed precision, if --amp is set.
+
+    Args:
+        optimizer: one of Paddle's optimizers.
+        settings: Settings.
+        float32: names of variables to compute in float32.
+    """
+    from paddle import static
+
+    from paddle_resnet.machine import compat
+
+    if not settings.amp:
+        return optimizer
+    compat.accept_legacy_any()
+    return static.amp.decorate(
+        optimizer,
+        amp_lists=_amp_lists(static.default_main_program(), settings.amp_dtype, float32),
+        level=settings.amp_level,
+        dtype=settings.amp_dtype,
+        init_loss_scaling=settings.scale_loss,
+        use_dynamic_loss_scaling=settings.use_dynamic_loss_scaling,
+    )
+
+
+def cast_evaluation_program(program, place, dtype, level, float32=frozenset(), for_gpu=False):
+    """Convert an evaluation program in place to the precision of training. Call this function after the parameters have
+    been initialized or loaded.
+
+    Level O1 casts the inputs of each operator and leaves the parameters in float32. Level O2 casts the parameters in
+    the scope, except parameters that were already cast for a training program. The variables named in `float32` remain
+    float32. If `for_gpu` is True, the program will run on the GPU of a different machine, so all its operators are
+    converted, even if this build of Paddle has no half-precision kernels.
+    """
+    import paddle
+    from paddle import static
+    from paddle.static.amp import fp16_utils
+
+    dest_type, scope = getattr(paddle, dtype), static.global_scope()
+    if for_gpu and not paddle.is_compiled_with_cuda():
+        # Suppress Paddle's warnings about missing kernels.
+        logging.getLogger("paddle.static.amp.fp16_lists").setLevel(logging.ERROR)
+        lists = _amp_lists(program, dtype, float32)
+        lists.unsupported_list = set()
+    else:
+        lists = _amp_lists(program, dtype, float32)
+    names = fp16_utils.cast_model_to_fp16(program, lists, use_fp16_guard=False, dest_type=dest_type, level=level)
+    if level == "O2":
+        to_cast = {
+            p.name
+            for p in program.all_parameters()
+            if p.name in names and scope.find_var(p.name).get_tensor()._dtype() == paddle.float32
+        }
+        fp16_utils.cast_parameters_to_fp16(place, program, scope, to_cast, dest_type)

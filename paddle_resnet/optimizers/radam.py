@@ -3,6 +3,7 @@ rule, so RAdam changes the inputs of Paddle's AdamW."""
 
 import math
 
+LEAST_EPSILON = 1e-12  # with a smaller epsilon, powers() would be inaccurate
 _HUGE = 1e36  # a second moment divided by this number is negligible
 
 
@@ -15,7 +16,7 @@ def powers(step, beta1, beta2, epsilon):
 
     Args:
         step: number of the step, counted from 1.
-        beta1, beta2, epsilon: as in AdamW. The result is accurate for an epsilon of at least 1e-12.
+        beta1, beta2, epsilon: as in AdamW. epsilon is at least LEAST_EPSILON.
     """
     correction1, correction2 = 1 - beta1**step, 1 - beta2**step
     longest = 2 / (1 - beta2) - 1
@@ -40,3 +41,7 @@ def rewrite(step):
             op.desc.set_output(f"{name}Out", [power.name])
     for op in ops:
         op.desc._set_bool_attr("use_global_beta_pow", True)  # so that the operator does not update the powers
+
+
+# Values of table.Rule that differ from AdamW's. A parameter whose training starts later would need its own step count.
+RULE = {"rewrite": rewrite, "least_epsilon": LEAST_EPSILON, "needs_all_layers": True}

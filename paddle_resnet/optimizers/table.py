@@ -40,6 +40,8 @@ class Rule:
         decay: function that returns the weight decay of a parameter, given Paddle's operator.
         rewrite: None if `op` implements the rule. Otherwise, Paddle lacks the rule: rewrite(step) changes the operators
             `op` of another rule, which minimize has added to a step.builder.StepBuilder.
+        least_epsilon: minimum of --opt-epsilon.
+        needs_all_layers: whether all layers must be trained from step 1 on, so that --freeze is not possible.
     """
 
     build: Callable
@@ -52,6 +54,8 @@ class Rule:
     attrs: tuple
     decay: Callable
     rewrite: Callable | None = None
+    least_epsilon: float = 0.0
+    needs_all_layers: bool = False
 
 
 def _momentum(rate, decay, decayed, momentum, nesterov):
@@ -113,7 +117,7 @@ OPTIMIZERS = {
     "Momentum": _momentum_rule(nesterov=False),
     "Nesterov": _momentum_rule(nesterov=True),
     "AdamW": _ADAMW,
-    "RAdam": replace(_ADAMW, native="radam", rewrite=radam.rewrite),
+    "RAdam": replace(_ADAMW, native="radam", **radam.RULE),
     "LAMB": replace(
         _ADAMW, build=_lamb, rates=(5e-3, 5e-3), op="lamb", native="lamb", decay=lambda op: op.attr("weight_decay")
     ),

@@ -3,10 +3,9 @@
 import paddle
 from paddle import static
 
-from paddle_resnet.components import ema
+from paddle_resnet.components import ema, quantization
 from paddle_resnet.job import fleet, processes
 from paddle_resnet.machine import compat
-from paddle_resnet.passes import quantization
 from paddle_resnet.step import facts
 
 _NCCL_OPERATORS = ("c_sync_comm_stream", "c_sync_calc_stream", "c_comm_init", "c_gen_nccl_id")

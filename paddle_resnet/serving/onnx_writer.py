@@ -3,8 +3,8 @@
 import numpy as np
 from paddle.base.data_feeder import convert_dtype
 
+from paddle_resnet.components import quantization
 from paddle_resnet.machine import compat
-from paddle_resnet.passes import quantization
 from paddle_resnet.utils.errors import UsageError
 
 OPSET = 13  # released in 2020; supported by onnxruntime 1.7 and TensorRT 8 or later

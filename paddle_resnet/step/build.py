@@ -5,15 +5,14 @@ import io
 
 import paddle
 from paddle import static
-from paddle.incubate import asp
 
 from paddle_resnet.checkpoints.variables import MASTER
-from paddle_resnet.components import INPUTS, UPDATE, optimizer
+from paddle_resnet.components import INPUTS, UPDATE, optimizer, precision, quantization, sparsity
 from paddle_resnet.job import processes, watchdog
 from paddle_resnet.models import build_model, logits, loss_head, parts
-from paddle_resnet.optimizers import amp, sparsity, table
+from paddle_resnet.optimizers import table
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
-from paddle_resnet.passes import all_reduces, quantization
+from paddle_resnet.passes import all_reduces
 from paddle_resnet.settings import durations
 from paddle_resnet.step import facts, host_metrics
 from paddle_resnet.step.builder import StepBuilder
@@ -45,12 +44,10 @@ def fetchs_of(out, targets, class_num, label_smoothing, mode):
 
 def wrap_optimizer(args, optimizer):
     """Wrap an optimizer for the current program. See program.dist_optimizer."""
-    if args.amp:
-        scaling = args.scale_loss, args.use_dynamic_loss_scaling
-        float32 = quantization.float32_variables(static.default_main_program())
-        optimizer = amp.decorate(optimizer, args.amp_dtype, args.amp_level, *scaling, float32)
+    float32 = quantization.float32_variables(static.default_main_program())
+    optimizer = precision.wrap(optimizer, args.part(precision.Settings), float32)
     optimizer = paddle.distributed.fleet.distributed_optimizer(optimizer)
-    return asp.decorate(optimizer) if args.asp else optimizer
+    return sparsity.wrap(optimizer, args.part(sparsity.Settings))
 
 
 def build_program(args, main_prog, startup_prog, step_each_epoch, mode, lr_scheduler, class_images):
@@ -83,8 +80,7 @@ def build_program(args, main_prog, startup_prog, step_each_epoch, mode, lr_sched
             step.images = paddle.concat([step.images, paddle.flip(step.images, [axis])])
         first = len(main_prog.global_block().ops)
         out = logits(model, step.images, args.model_arch_name, args.num_of_class)
-        if args.qat:
-            quantization.insert(main_prog, first, step.schedule, step.device == "gpu")
+        quantization.add(step, first)
         if not is_train and args.tta == "flip":
             out = loss_head.mean_over_mirrored(out)
         fetchs = fetchs_of(out, step.targets, args.num_of_class, args.label_smoothing, mode)
@@ -112,15 +108,13 @@ def _minimize(args, step, loss):
     optimizer = wrap_optimizer(args, own_optimizer)
     if step.frozen:
         parts.stop_gradients(step.main)
-    if args.asp:
-        sparsity.exclude_classifier(step.main, step.model)
+    sparsity.prepare(step)
     with contextlib.redirect_stdout(io.StringIO()):  # Fleet prints the names of its optimizers
         optimizer.minimize(loss, step.startup)
     # Also create the optimizer state of frozen parameters, so that --freeze does not change which variables a
     # checkpoint contains.
     own_optimizer._create_accumulators(step.main.global_block(), step.frozen)
-    if args.asp:
-        sparsity.add_masks(step.main, step.startup, step.frozen)
+    sparsity.add(step)
     add_update(step)
     all_reduces.adapt_communication(step.main, step.startup, step.device)
     return optimizer

@@ -16,8 +16,8 @@ from paddle.incubate.asp.utils import MaskAlgo
 from conftest import NHWC, assert_one_error, losses, phase, read_report
 from paddle_resnet import train
 from paddle_resnet.checkpoints import folders, restore, saver
+from paddle_resnet.components import sparsity
 from paddle_resnet.job import processes
-from paddle_resnet.optimizers import sparsity
 from paddle_resnet.step import loop
 from paddle_resnet.utils.errors import UsageError
 

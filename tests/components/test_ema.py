@@ -11,9 +11,8 @@ from helpers import build as build_compiled
 from helpers import random_batches, variable
 from paddle_resnet import program
 from paddle_resnet.checkpoints import variables
-from paddle_resnet.components import accumulation, ema
+from paddle_resnet.components import accumulation, ema, precision
 from paddle_resnet.native import build as native
-from paddle_resnet.optimizers import amp
 from paddle_resnet.passes import all_reduces
 from paddle_resnet.step import build
 from paddle_resnet.utils.errors import UsageError
@@ -117,7 +116,7 @@ def half_program(args):
     args = args.copy(amp=True, amp_dtype="float16", amp_level="O2")
     program.build(frozen(args), main, static.Program(), 1, is_train=False)
     before = state(p.name for p in main.all_parameters())
-    amp.cast_evaluation_program(main, PLACE, "float16", "O2")
+    precision.cast_evaluation_program(main, PLACE, "float16", "O2")
     # The test restores the float32 values, because its training program does not use level O2.
     for name, value in before.items():
         static.global_scope().find_var(name).get_tensor().set(value, PLACE)

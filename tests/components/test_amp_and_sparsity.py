@@ -11,16 +11,17 @@ import pytest
 from paddle import static
 from paddle.incubate import asp
 from paddle.incubate.asp.utils import MaskAlgo
+from paddle.static.amp import fp16_utils
 
 from conftest import MASK_ALGORITHMS, NHWC, assert_two_of_four, frozen
 from helpers import build, random_batches, variable
 from paddle_resnet import graph, models, program
 from paddle_resnet.checkpoints.variables import LOSS_SCALE
-from paddle_resnet.components import optimizer
+from paddle_resnet.components import optimizer, precision, sparsity
 from paddle_resnet.models import layers, loss_head
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.native import build as native
-from paddle_resnet.optimizers import amp, sparsity, table
+from paddle_resnet.optimizers import table
 from paddle_resnet.passes import all_reduces, statistics
 
 
@@ -165,8 +166,8 @@ def test_amp_casts_network_and_keeps_loss_head_in_float32(
         static.global_scope().find_var(done).get_tensor().set(
             np.zeros(main.global_block().var(done).shape, "float16"), paddle.CPUPlace()
         )
-        monkeypatch.setattr(amp.fp16_utils, "cast_parameters_to_fp16", lambda *values: cast.append(values[3]))
-        amp.cast_evaluation_program(main, paddle.CPUPlace(), dtype, level)
+        monkeypatch.setattr(fp16_utils, "cast_parameters_to_fp16", lambda *values: cast.append(values[3]))
+        precision.cast_evaluation_program(main, paddle.CPUPlace(), dtype, level)
         assert len(cast) == (level == "O2")
     block = main.global_block()
     by_type = {}
@@ -197,20 +198,18 @@ def test_amp_casts_network_and_keeps_loss_head_in_float32(
 
 def test_listed_variables_remain_in_float32(monkeypatch):
     main, calls = static.Program(), []
-    assert "x" in amp._amp_lists(main, "float16", {"x"}).black_varnames
+    assert "x" in precision._amp_lists(main, "float16", {"x"}).black_varnames
     casts = []
+    monkeypatch.setattr(fp16_utils, "cast_model_to_fp16", lambda *values, **options: casts.append((*values, options)))
     monkeypatch.setattr(
-        amp.fp16_utils, "cast_model_to_fp16", lambda *values, **options: casts.append((*values, options))
-    )
-    monkeypatch.setattr(
-        amp, "_amp_lists", lambda *values: calls.append(values) or SimpleNamespace(unsupported_list="cpu")
+        precision, "_amp_lists", lambda *values: calls.append(values) or SimpleNamespace(unsupported_list="cpu")
     )
     levels = []
     loggers = {"paddle.static.amp.fp16_lists": SimpleNamespace(setLevel=levels.append)}
-    monkeypatch.setattr(amp, "logging", SimpleNamespace(getLogger=loggers.get, ERROR=logging.ERROR))
+    monkeypatch.setattr(precision, "logging", SimpleNamespace(getLogger=loggers.get, ERROR=logging.ERROR))
     for for_gpu, has_cuda in ((False, False), (True, False), (True, True)):
         monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda has_cuda=has_cuda: has_cuda)
-        amp.cast_evaluation_program(main, paddle.CPUPlace(), "bfloat16", "O1", {"x"}, for_gpu)
+        precision.cast_evaluation_program(main, paddle.CPUPlace(), "bfloat16", "O1", {"x"}, for_gpu)
     assert calls == [(main, "bfloat16", {"x"})] * 3
     assert [lists.unsupported_list for _, lists, _ in casts] == ["cpu", set(), "cpu"]
     assert levels == [logging.ERROR]  # Paddle's warnings about missing kernels do not apply
