@@ -10,6 +10,7 @@ import paddle
 import pytest
 from paddle import static
 from paddle.incubate import asp
+from paddle.incubate.asp import utils
 from paddle.incubate.asp.utils import MaskAlgo
 from paddle.static.amp import fp16_utils
 
@@ -80,7 +81,7 @@ def test_mask_2d_best_may_keep_seven_weights():
     weight[1:, 1:] = [[1, 1, 0], [0, -1, 1], [-1, 0, 1]]
     for algorithm in ("mask_2d_best", "mask_2d_greedy"):
         assert (sparsity.compute_mask(weight, algorithm) == (weight != 0)).all()
-    assert (np.abs(weight) * sparsity.utils.get_mask_2d_best(np.abs(weight), 2, 4)).sum() == 15
+    assert (np.abs(weight) * utils.get_mask_2d_best(np.abs(weight), 2, 4)).sum() == 15
 
 
 def masked(search):
