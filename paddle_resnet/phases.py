@@ -284,7 +284,7 @@ def set_weights(args, checkpoint, training, evaluation):
     options = variables.LoadOptions.of(args)
     is_sparse = variables.load_start(options, checkpoint, (training or evaluation).program, place)
     if training:
-        has_averages = variables.load_averages(options, checkpoint, training.program, place)
+        missing = variables.load_states(options, checkpoint, training.program, place)
         if checkpoint is not None:
             checkpoint = restore.restore(
                 *(checkpoint, training.lr_scheduler, training.loader, training.fetchs, place),
@@ -296,13 +296,10 @@ def set_weights(args, checkpoint, training, evaluation):
             training.optimizer.amp_init(place, scope=static.global_scope())
         if args.prune_model and not is_sparse:
             sparsity.prune(training.program, place, args.mask_algo)
-            has_averages = False
-        if checkpoint is None or (args.prune_model and not is_sparse):
-            variables.start_lookahead(training.program, place)
+            missing = variables.states(training.program)  # all states start from the pruned weights
         if args.asp:
             logger.info(sparsity.describe(training.program))
-        if not has_averages:
-            variables.start_averages(checkpoint, training.program, place)
+        variables.start_states(missing, checkpoint, training.program, place)
     if evaluation and args.amp:
         float32 = quantization.float32_variables(evaluation.program)
         precision.cast_evaluation_program(evaluation.program, place, args.amp_dtype, args.amp_level, float32)

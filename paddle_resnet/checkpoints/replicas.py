@@ -11,9 +11,9 @@ import numpy as np
 import paddle
 
 from paddle_resnet.checkpoints import variables
-from paddle_resnet.components import ema
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.job.position import ranks
+from paddle_resnet.step import facts
 from paddle_resnet.utils.errors import RunError
 
 INTERVAL_STEPS = 1000  # training steps between two checks; the variables are also checked before each checkpoint
@@ -31,7 +31,7 @@ def names(program):
     """
     ops = program.global_block().ops
     own = {name for op in ops if op.attr("op_role") == int(_OpRole.Forward) for name in op.output_arg_names}
-    own |= {average for name, average in ema.of(program).items() if name in own}
+    own |= {follower for state in facts.of(program).states for name, follower in state.variables.items() if name in own}
     return sorted({variable.name for variable in variables.saved(program)} - own)
 
 

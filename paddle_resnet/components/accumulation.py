@@ -25,7 +25,7 @@ class Settings:
     )
 
 
-PREFIX = "accumulated."  # prefix of the sums; checkpoints omit sums, because they are 0 after each update
+PREFIX = "accumulated."  # prefix of the sums
 
 
 def _communication():
@@ -54,6 +54,14 @@ def add(step):
     for name, i in sorted(last.items(), key=lambda item: -item[1]):
         _add_sum(block, step.startup.global_block(), block.var(name), i + 1)
     graph.sync(block)
+
+
+def state(step):
+    """Return the State of the sums, which are 0 after each update."""
+    from paddle_resnet.step.facts import State
+
+    names = [name for name in step.main.global_block().vars if name.startswith(PREFIX)]
+    return State({name.removeprefix(PREFIX): name for name in names}, None)
 
 
 def _add_sum(block, startup_block, gradient, i):

@@ -43,7 +43,7 @@ def add(step):
     if step.part(Settings).ema is None:
         return
     block, startup = step.main.global_block(), step.startup.global_block()
-    values = step.values | step.frozen_values | {name: name for name in step.bn_statistics}
+    values = _values(step)
     weight = step.declare("ema_weight", lambda: 1 - decay_at(step.schedule.done, step.part(Settings).ema))
     for name, value in values.items():
         for target in (block, startup):
@@ -55,6 +55,19 @@ def add(step):
         if value != name and mask:  # ASP masks only the parameter, not its master weight
             average, mask = block.var(name + SUFFIX), _cast(block, block.var(mask))
             graph.append(block, "elementwise_mul", {"X": average, "Y": mask}, {"Out": average}, axis=-1)
+
+
+def state(step):
+    """Return the State of the averages, which have a file of their own, PREFIX.pdema."""
+    from paddle_resnet.step.facts import State
+
+    variables = {} if step.part(Settings).ema is None else {name: name + SUFFIX for name in _values(step)}
+    return State(variables, ".pdema", starts_as_source=True, what="--ema: EMA weights")
+
+
+def _values(step):
+    """Return {parameter or BN statistic: variable that contains its float32 value}."""
+    return step.values | step.frozen_values | {name: name for name in step.bn_statistics}
 
 
 def _add_native(step, values, weight):

@@ -107,7 +107,11 @@ def _add_paddle(step, is_due, alpha):
             insert("cast", {"X": exact}, parameter, **graph.cast_types(exact, parameter))
 
 
-def of(program):
-    """Return {name of a parameter: name of its slow weight} for a training program."""
-    names = [name for name in program.global_block().vars if name.endswith(SUFFIX)]
-    return {name.removesuffix(SUFFIX): name for name in names}
+def state(step):
+    """Return the State of the slow weights, which belong to the optimizer state."""
+    from paddle_resnet.step.facts import State
+
+    names = [] if step.part(Settings).lookahead is None else step.values | step.frozen_values
+    return State(
+        {name: name + SUFFIX for name in names}, ".pdopt", starts_as_source=True, what="--lookahead: slow weights"
+    )

@@ -3,7 +3,7 @@
 import paddle
 from paddle import static
 
-from paddle_resnet.components import ema, quantization
+from paddle_resnet.components import quantization
 from paddle_resnet.job import fleet, processes
 from paddle_resnet.machine import compat
 from paddle_resnet.step import facts
@@ -95,9 +95,13 @@ def _bn_average(train_prog):
 
 def own_statistics(train_prog):
     """Return the names of variables that differ between processes: the running means and variances of BN layers that
-    are not frozen, their exponential moving averages (--ema), and the ranges of quantized activations (--qat)."""
-    names, averaged = bn_statistics(train_prog, includes_frozen=False), ema.of(train_prog)
-    return [*names, *(averaged[name] for name in names if name in averaged), *quantization.ranges(train_prog)]
+    are not frozen, variables that follow them (facts.State, such as those of --ema), and the ranges of quantized
+    activations (--qat)."""
+    names = bn_statistics(train_prog, includes_frozen=False)
+    followers = [
+        state.variables[name] for state in facts.of(train_prog).states for name in names if name in state.variables
+    ]
+    return [*names, *followers, *quantization.ranges(train_prog)]
 
 
 def bn_statistics(train_prog, includes_frozen=True):

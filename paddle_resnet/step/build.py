@@ -130,6 +130,7 @@ def add_update(step):
         rewrite(step)
     for component in UPDATE:
         component.add(step)
+    known.states = [component.state(step) for component in UPDATE if hasattr(component, "state")]
 
 
 @contextlib.contextmanager

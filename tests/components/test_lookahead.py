@@ -12,12 +12,18 @@ from conftest import NHWC, frozen, losses
 from helpers import build, random_batches, variable
 from paddle_resnet import program
 from paddle_resnet.checkpoints import folders, variables
-from paddle_resnet.components import lookahead
 from paddle_resnet.native import build as native
+from paddle_resnet.step import facts
 from paddle_resnet.utils.errors import UsageError
 
 PLACE = paddle.CPUPlace()
 RANGER = ["--optimizer", "RAdam", "--beta1", "0.95", "--beta2", "0.99", "--lr", "0.01", "--lookahead", "2,0.5"]
+
+
+def slow_weights(program):
+    """Return {parameter: its slow weight}."""
+    [state] = [state for state in facts.of(program).states if state.file == ".pdopt"]
+    return state.variables
 
 
 @pytest.mark.parametrize("kernels", ["paddle", "native"])
@@ -34,7 +40,7 @@ def test_slow_weights_match_formula(parse, kernels):
         args.set("Python", kernels=kernels)
         runs.append(build(args))
     (compiled, exe, _, lr_scheduler, main), (plain, _, _, plain_scheduler, _) = runs
-    names = lookahead.of(main)
+    names = slow_weights(main)
     assert names.keys() == {p.name for p in main.all_parameters() if p.trainable}
     initial = {name: variable(name) for name in names}
     for step, (images, labels) in enumerate(random_batches(7, (32, 32, 4)), 1):
