@@ -16,21 +16,24 @@ _started_with = None  # settings passed to the last call of start_fleet()
 
 
 def start(args, mode=Mode.TRAIN):
-    """Resolve and freeze the settings and start Fleet, unless Fleet is already running.
+    """Resolve the settings and start Fleet, unless Fleet is already running with these settings.
 
     build and dist_optimizer call start(), so a custom program does not need to. train.py does not use start(), but
     calls the same functions itself, because other phases run between them.
 
+    Returns:
+        Settings, resolved and frozen; see resolution.resolve.
     Raises:
         UsageError: compat.check_version or resolution.resolve fails.
     """
-    if _started_with is not None and _started_with in (args, args.run):
-        return
+    if _started_with is not None and _started_with in (args.resolved, args.run):
+        return args.resolved
     compat.check_version()
     paddle.enable_static()
     fleet.connect(args.comm_timeout_s)
-    resolution.resolve(args, mode)
+    args = resolution.resolve(args, mode)
     start_fleet(args)
+    return args
 
 
 def start_fleet(args):
@@ -83,7 +86,7 @@ def create_strategy(args, is_train=True):
     Raises:
         UsageError: --fuse-resunit is set, but this build of Paddle lacks the pass; or --device is still auto.
     """
-    return compilation.build_strategy(args, is_train), None
+    return compilation.build_strategy(args.resolved, is_train), None
 
 
 def dist_optimizer(args, optimizer):
@@ -92,8 +95,7 @@ def dist_optimizer(args, optimizer):
     The wrappers work together only in this order: AMP, Fleet, ASP. If AMP and ASP are enabled through Fleet's strategy
     flags instead, gradients are not reduced or the program remains in float32.
     """
-    start(args)
-    return building.wrap_optimizer(args, optimizer)
+    return building.wrap_optimizer(start(args), optimizer)
 
 
 def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_scheduler=None, class_images=None):
@@ -101,8 +103,8 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_sche
     in the same scope share the parameter values.
 
     Args:
-        args: Settings. If the settings are not frozen, build resolves the flags that depend on the machine or the data
-            (such as the number of classes in --image-root) and freezes the settings.
+        args: Settings; not modified. If the settings are not frozen, build uses the result of start(), in which flags
+            that depend on the machine or the data, such as the number of classes in --image-root, are resolved.
         main_prog: empty static.Program to fill.
         startup_prog: static.Program to fill. Do not run the startup program of an evaluation program that shares the
             parameters of a training program.
@@ -115,8 +117,9 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_sche
         (fetchs, lr_scheduler, feeds, optimizer); lr_scheduler and optimizer are None for evaluation.
     """
     mode = Mode.TRAIN if is_train else Mode.EVAL
-    start(args, mode)
-    return building.build_program(args, main_prog, startup_prog, step_each_epoch, mode, lr_scheduler, class_images)
+    return building.build_program(
+        start(args, mode), main_prog, startup_prog, step_each_epoch, mode, lr_scheduler, class_images
+    )
 
 
 def compile_prog(args, program, loss_name=None, is_train=True):
@@ -133,7 +136,7 @@ def compile_prog(args, program, loss_name=None, is_train=True):
         UsageError: create_strategy fails; the program was not built by build, and Paddle lacks the rule of --optimizer;
             or --cuda-graph true is explicit, but the step cannot be captured.
     """
-    return compilation.compile_step(args, program, is_train)
+    return compilation.compile_step(args.resolved, program, is_train)
 
 
 def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_scheduler=None):
@@ -162,7 +165,7 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         RuntimeError: the loader yields fewer or more batches than its length.
     """
     loop.check_program(program)
-    return loop.run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save=None)
+    return loop.run_and_save(args.resolved, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save=None)
 
 
 def log_info(step, metrics, mode):

@@ -201,7 +201,7 @@ def test_measurement_takes_about_the_requested_time(monkeypatch):
     loader.reset = lambda: calls.append("reset")
     monkeypatch.setattr(budget.dali, "build_dataloader", lambda *_: loader)
     args = settings(accumulate_steps=4, dali_prefetch=6, device="cpu")
-    args.copy = lambda **values: SimpleNamespace(**values)
+    args.copy = lambda origin, **values: SimpleNamespace(**values)
     times, clock = budget.StageTimes(0.5, 0.01), itertools.cycle([10.0, 10.0 + 0.5 + (7 + 8) * 0.01])
     monkeypatch.setattr(budget, "perf_counter", lambda: next(clock))
     compiled = SimpleNamespace(captured=None)
@@ -229,28 +229,27 @@ def test_slow_evaluation_is_measured_once(monkeypatch, first_s, count):
 
 
 def test_checkpoint_is_measured_in_output_folder(tmp_path, monkeypatch):
-    args = settings(output_dir=tmp_path / "new/output", model_arch_name="Tiny", checkpoint_commit="marker")
+    run_folder = tmp_path / "new/output/Tiny"
     times, written = iter([10.0, 12.5] * 2), []
     monkeypatch.setattr(budget, "perf_counter", lambda: next(times))
     monkeypatch.setattr(folders, "commit", lambda root, name, files, meta, form: written.extend([root, form, *files]))
-    assert budget._measure_checkpoint(args, static.Program()) == 2.5
+    assert budget._measure_checkpoint(run_folder, "marker", static.Program()) == 2.5
     assert Path(written[0]).parent == tmp_path and Path(written[0]).name.startswith(".budget")
     assert written[1:] == ["marker", "0.pdparams", "1.pdparams"]
     assert list(tmp_path.iterdir()) == []
-    run_folder = tmp_path / "new/output/Tiny"
     run_folder.mkdir(parents=True)
-    budget._measure_checkpoint(args, static.Program())
+    budget._measure_checkpoint(run_folder, "marker", static.Program())
     assert Path(written[4]).parent == run_folder
 
 
 @pytest.mark.parametrize(
     ("changes", "epoch", "step", "expected"),
     [
-        ({}, None, 0, budget.CHOSEN),
-        ({"budget_minutes": None}, None, 0, ()),
-        ({"benchmark": True}, None, 0, ()),
-        ({"run_scope": RunScope.EVAL_ONLY}, None, 0, ()),
-        ({}, 0, 0, budget.CHOSEN),
+        ({}, None, 0, True),
+        ({"budget_minutes": None}, None, 0, False),
+        ({"benchmark": True}, None, 0, False),
+        ({"run_scope": RunScope.EVAL_ONLY}, None, 0, False),
+        ({}, 0, 0, True),
         ({"from_checkpoint": "DIR"}, 0, 1, r"continues from DIR \(--from-checkpoint\); use --epochs instead"),
         ({"resume": True}, 1, 0, r"continues from DIR \(--resume\); use --epochs instead"),
     ],
@@ -260,7 +259,7 @@ def test_only_new_training_runs_choose(changes, epoch, step, expected):
     values |= {"resume": False, "from_checkpoint": None} | changes
     checkpoint = None if epoch is None else restore.StartCheckpoint("DIR", epoch, step)
     with pytest.raises(UsageError, match=expected) if isinstance(expected, str) else contextlib.nullcontext():
-        assert budget.pending(SimpleNamespace(**values), checkpoint) == expected
+        assert budget.is_needed(SimpleNamespace(**values), checkpoint) == expected
 
 
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))

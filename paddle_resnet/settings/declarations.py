@@ -8,11 +8,13 @@ The topic of a flag is the part of `--help all` that describes it; `--help` list
 help text up to the first semicolon.
 """
 
+from paddle_resnet import __version__
 from paddle_resnet.components import COMPONENTS
 from paddle_resnet.settings.field import flags
 from paddle_resnet.settings.groups import GROUPS
 from paddle_resnet.settings.values import flag_name
 from paddle_resnet.utils.command_line import Parser
+from paddle_resnet.utils.errors import SCRIPT, is_installed, program
 
 KINDS = ("network", "preprocessing", "recipe", "saving", "loader", "machine", "output")
 EVALUATED = ("network", "preprocessing")
@@ -48,7 +50,7 @@ MAIN = {
 EXAMPLES = (
     (
         "train on your photos; the run chooses flags for the data and the machine",
-        "--config configs/photos.yaml --image-root DIR",
+        "--choose-recipe --image-root DIR --output-dir output/photos",
     ),
     (
         "train with a recipe; configs/README.md lists all recipes",
@@ -56,7 +58,7 @@ EXAMPLES = (
     ),
     (
         "continue after an interruption: repeat the command with --resume",
-        "--config configs/photos.yaml --image-root DIR --resume",
+        "--choose-recipe --image-root DIR --output-dir output/photos --resume",
     ),
     (
         "evaluate the best checkpoint of a run",
@@ -104,16 +106,18 @@ def _collect():
 
 def _build_parser():
     parser = Parser(
-        prog="train.py",
+        prog="train",
         description="Train, evaluate or benchmark an image classifier with Paddle and NVIDIA DALI.",
-        examples=EXAMPLES,
+        # The wheel does not contain configs/.
+        examples=[example for example in EXAMPLES if "configs/" not in example[1] or not is_installed()],
         main=MAIN,
-        epilog="train.py --print-config FLAGS prints all values as a file for --config. There and on the command line, "
-        "`false` turns a flag off, and `None` unsets it. (N): flag of NVIDIA's RN50v1.5 Paddle example.",
+        epilog=f"{program('train')} --print-config FLAGS prints all values as a file for --config. There and on the "
+        "command line, `false` turns a flag off, and `None` unsets it. (N): flag of NVIDIA's RN50v1.5 Paddle example.",
     )
     for name, declared in _FLAGS.items():
         action = parser.add_argument(flag_name(name), default=declared.default, **declared.options)
         action.mark = " (N)" if flag_name(name) in NVIDIA else ""
+    parser.add_argument("--version", action="version", version=f"{SCRIPT} {__version__}", help="print the version")
     parser.topics = {
         topic: (description, [flag_name(name) for name, declaration in FLAGS.items() if declaration.topic == topic])
         for topic, description in TOPICS.items()
@@ -125,9 +129,9 @@ _FLAGS = _collect()
 FLAGS = {name: declared.declaration for name, declared in _FLAGS.items()}  # {name: Declaration}
 DEFAULTS = {name: declared.default for name, declared in _FLAGS.items()}
 PARSER = _build_parser()
-ACTIONS = {action.dest: action for action in PARSER._actions if action.dest != "help"}  # {name: argparse action}
+ACTIONS = {action.dest: action for action in PARSER._actions if action.dest in FLAGS}  # {name: argparse action}
 
 
-def of_kinds(*kinds):
+def of_kinds(*kinds: str) -> tuple[str, ...]:
     """Return the names of all flags whose kind is in `kinds`."""
     return tuple(name for name, declaration in FLAGS.items() if declaration.kind in kinds)

@@ -57,7 +57,7 @@ def build_program(args, main_prog, startup_prog, step_each_epoch, mode, lr_sched
     channels, height, width = args.image_shape
     image_shape = [channels, height, width] if args.data_layout == "NCHW" else [height, width, channels]
     if is_train and lr_scheduler is None:
-        lr_scheduler = build_lr_scheduler(args, durations.uniform(args, step_each_epoch))
+        lr_scheduler = build_lr_scheduler(args, durations.uniform(args.accumulate_steps, step_each_epoch))
     schedule = lr_scheduler if is_train else None
     step, optimizer = StepBuilder(args, main_prog, startup_prog, schedule, processes.rank()), None
     with static.program_guard(main_prog, startup_prog), paddle.utils.unique_name.guard():

@@ -279,7 +279,7 @@ class EpochRun:
         run_left_s = None
         if self._lr_scheduler is not None and not self._args.benchmark:
             timeline = self._lr_scheduler.timeline
-            total = durations.total_steps(self._args.run, timeline) * self._batches_each_step
+            total = durations.total_steps(self._args.run.part(durations.Settings), timeline) * self._batches_each_step
             run_left_s = (total - timeline.batches_before(self._epoch) - step) * batch_time
         progress.show(step, self.end_step, steps_left * batch_time, run_left_s, fields, more)
 

@@ -15,9 +15,9 @@ from conftest import NHWC, assert_sparse, frozen
 from helpers import build, random_batches
 from paddle_resnet import config, graph, models, program
 from paddle_resnet.checkpoints import variables
-from paddle_resnet.components import clipping
+from paddle_resnet.components import clipping, sparsity
 from paddle_resnet.native import build as native
-from paddle_resnet.optimizers import schedules, sparsity, table
+from paddle_resnet.optimizers import schedules, table
 from paddle_resnet.settings import durations, validation
 from paddle_resnet.settings.declarations import FLAGS
 from paddle_resnet.step import scalars
@@ -49,7 +49,7 @@ class Run:
                 for kind in ("weight", "bias")
             }
             self._loss = paddle.mean(nn.Linear(6, 3, **last)(x) ** 2)
-            self._rate = schedules.build_lr_scheduler(args, durations.uniform(args, 10))
+            self._rate = schedules.build_lr_scheduler(args, durations.uniform(args.accumulate_steps, 10))
             step = StepBuilder(args, self.main, startup, self._rate)
             optimizer = table.build_optimizer(args, self._rate)
             if scale:  # dynamic loss scaling in float32
@@ -319,7 +319,7 @@ def test_radam_matches_formula(beta1, beta2, epsilon, fuse):
         weights = [static.create_parameter([3, 7], "float32", name=f"weight_{i}") for i in range(2)]
         x = static.data("x", [3, 7])
         loss = sum(paddle.mean(weight * x) for weight in weights) * 21
-        rate = schedules.build_lr_scheduler(args, durations.uniform(args, 1000))
+        rate = schedules.build_lr_scheduler(args, durations.uniform(args.accumulate_steps, 1000))
         args.set("Python", kernels="native" if fuse else "paddle")
         step = StepBuilder(args, main, startup, rate)
         table.build_optimizer(args, rate).minimize(loss, startup)

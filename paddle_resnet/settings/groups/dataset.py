@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from paddle_resnet.settings.field import flag
 from paddle_resnet.utils import files, numbers
+from paddle_resnet.utils.errors import command
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class Settings:
     )
     skip_list: str | None = flag(
         None,
-        "file with one image to skip per line, as a path relative to IMAGE_ROOT; python -m paddle_resnet.dataset "
-        "verify can write it",
+        "file with one image to skip per line, as a path relative to IMAGE_ROOT; "
+        f"{command('dataset', 'verify')} can write it",
         topic="data",
         kind="loader",
         parse=files.argument,

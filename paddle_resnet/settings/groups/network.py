@@ -5,14 +5,15 @@ from dataclasses import dataclass
 from paddle_resnet.models import MODELS
 from paddle_resnet.settings.field import flag
 from paddle_resnet.utils import numbers
+from paddle_resnet.utils.errors import command
 
 
 @dataclass(frozen=True)
 class Settings:
     model_arch_name: str = flag(
         "ResNet50",
-        f"network, or FILE.py:NAME for your own; the networks are {', '.join(MODELS)}; python -m "
-        "paddle_resnet.models lists their sizes",
+        f"network, or FILE.py:NAME for your own; the networks are {', '.join(MODELS)}; "
+        f"{command('models')} lists their sizes",
         topic="start",
         kind="network",
         metavar="ARCH",
