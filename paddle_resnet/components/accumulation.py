@@ -9,9 +9,14 @@ checked, unscaled and clipped once per update.
 
 import itertools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from paddle_resnet.settings.field import flag
 from paddle_resnet.utils import numbers
+
+if TYPE_CHECKING:
+    from paddle_resnet.step.builder import StepBuilder
+    from paddle_resnet.step.facts import State
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ def _communication():
     return compat.ALL_REDUCE, "c_sync_comm_stream", "c_sync_calc_stream", "depend"
 
 
-def add(step):
+def add(step: "StepBuilder") -> None:
     """Make the training program add the sums to its gradients and reset the sums. The resulting gradients are means
     over --accumulate-steps batches. The gradients are rounded to their data type before the all-reduce."""
     from paddle_resnet import graph
@@ -56,7 +61,7 @@ def add(step):
     graph.sync(block)
 
 
-def state(step):
+def state(step: "StepBuilder") -> "State":
     """Return the State of the sums, which are 0 after each update."""
     from paddle_resnet.step.facts import State
 

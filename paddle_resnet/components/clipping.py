@@ -6,9 +6,13 @@ ClipGradByGlobalNorm sums the squares of float16 gradients in float16.
 
 import itertools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from paddle_resnet.settings.field import flag
 from paddle_resnet.utils import numbers
+
+if TYPE_CHECKING:
+    from paddle_resnet.step.builder import StepBuilder
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,7 @@ class Settings:
     )
 
 
-def add(step):
+def add(step: "StepBuilder") -> None:
     """Limit the norm of the gradients. With custom kernels, the update multiplies the gradients by step.factor."""
     maximum = step.part(Settings).clip_grad_norm
     if maximum is not None:

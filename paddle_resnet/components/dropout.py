@@ -1,10 +1,14 @@
 """Dropout before the classifier, and stochastic depth."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from paddle_resnet.settings.field import flag
 from paddle_resnet.utils import numbers
 from paddle_resnet.utils.errors import UsageError
+
+if TYPE_CHECKING:
+    from paddle_resnet.step.builder import StepBuilder
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class Settings:
     )
 
 
-def add(step):
+def add(step: "StepBuilder") -> None:
     """Insert dropout before the last layer of the network, and set the rates and seeds of its DropPath layers. Call
     add() before the network is applied to the images."""
     rates = step.part(Settings)

@@ -9,9 +9,14 @@ weights, and also averages BN statistics. native_ema takes 0.3 % of a ResNet-50 
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from paddle_resnet.settings.field import flag
 from paddle_resnet.utils import numbers
+
+if TYPE_CHECKING:
+    from paddle_resnet.step.builder import StepBuilder
+    from paddle_resnet.step.facts import State
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ def decay_at(step, limit):
     return min(limit, (1 + step) / (10 + step))
 
 
-def add(step):
+def add(step: "StepBuilder") -> None:
     """Add EMA variables to a training program. At the end of each step, the program computes average += (1 - decay)
     (value - average). For a parameter in half precision, `value` is its float32 master weight. If dynamic loss scaling
     skips a step, the EMA variables do not change. The startup program sets them to the initial weights."""
@@ -57,7 +62,7 @@ def add(step):
             graph.append(block, "elementwise_mul", {"X": average, "Y": mask}, {"Out": average}, axis=-1)
 
 
-def state(step):
+def state(step: "StepBuilder") -> "State":
     """Return the State of the averages, which have a file of their own, PREFIX.pdema."""
     from paddle_resnet.step.facts import State
 

@@ -8,9 +8,14 @@ custom kernels, the operator native_lookahead updates all parameters.
 import argparse
 import itertools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from paddle_resnet.settings.field import flag
 from paddle_resnet.utils import numbers
+
+if TYPE_CHECKING:
+    from paddle_resnet.step.builder import StepBuilder
+    from paddle_resnet.step.facts import State
 
 LEAST_FRACTION = 1e-6  # minimum A in --lookahead K,A; values below 1e-45 would be 0 in float32
 
@@ -47,7 +52,7 @@ class Settings:
 SUFFIX = ".slow"  # the name of a slow weight is the name of its parameter with this suffix
 
 
-def add(step):
+def add(step: "StepBuilder") -> None:
     """Add lookahead to a training program. After the update in steps K, 2 K, ..., the program computes slow += alpha (p
     - slow) and p = slow. For a parameter in half precision, p is its float32 master weight. Steps that loss scaling
     skips are also counted. The slow weights of frozen parameters do not change."""
@@ -107,7 +112,7 @@ def _add_paddle(step, is_due, alpha):
             insert("cast", {"X": exact}, parameter, **graph.cast_types(exact, parameter))
 
 
-def state(step):
+def state(step: "StepBuilder") -> "State":
     """Return the State of the slow weights, which belong to the optimizer state."""
     from paddle_resnet.step.facts import State
 

@@ -1,12 +1,16 @@
 """The training loss: label smoothing and class weights."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paddle_resnet.settings.field import flag
 from paddle_resnet.utils import numbers
 from paddle_resnet.utils.errors import UsageError
+
+if TYPE_CHECKING:
+    from paddle_resnet.step.builder import StepBuilder
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class Settings:
     )
 
 
-def add(step):
+def add(step: "StepBuilder") -> None:
     """With --class-weights balanced, add the weights of the images to the targets of the loss head."""
     from paddle_resnet.models import loss_head
 

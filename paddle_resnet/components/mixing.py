@@ -7,12 +7,16 @@ import argparse
 import functools
 from collections import namedtuple
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paddle_resnet.settings.field import flag
 from paddle_resnet.utils import numbers
 from paddle_resnet.utils.errors import UsageError
+
+if TYPE_CHECKING:
+    from paddle_resnet.step.builder import StepBuilder
 
 
 def _alpha(text):
@@ -46,7 +50,7 @@ class Settings:
 Mix = namedtuple("Mix", "rows columns fraction")
 
 
-def add(step):
+def add(step: "StepBuilder") -> None:
     """Mix the images and the targets of a training program. Rows, columns and fraction of a Mix are step inputs."""
     alphas = {kind: alpha for kind in KINDS if (alpha := getattr(step.part(Settings), kind))}
     if not alphas:

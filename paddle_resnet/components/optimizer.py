@@ -3,10 +3,14 @@
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from paddle_resnet.optimizers.table import OPTIMIZERS
 from paddle_resnet.settings.field import Conflict, flag
 from paddle_resnet.utils import numbers
+
+if TYPE_CHECKING:
+    from paddle_resnet.step.builder import StepBuilder
 
 _ADAPTIVE = ", ".join(name for name, rule in OPTIMIZERS.items() if rule.is_adaptive)
 
@@ -84,7 +88,7 @@ def conflicts(settings: Settings) -> Iterator[Conflict]:
         )
 
 
-def add(step):
+def add(step: "StepBuilder") -> None:
     """Complete the update. Paddle's minimize has added one operator per parameter. With custom kernels, they are
     replaced; otherwise, they are corrected."""
     block = step.main.global_block()

@@ -3,10 +3,14 @@
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from paddle_resnet.settings.field import Conflict, flag
 from paddle_resnet.settings.values import argument, flag_name
 from paddle_resnet.utils import numbers
+
+if TYPE_CHECKING:
+    from paddle_resnet.step.builder import StepBuilder
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ def conflicts(settings: Settings) -> Iterator[Conflict]:
         )
 
 
-def add(step):
+def add(step: "StepBuilder") -> None:
     """With custom kernels, check all gradients and update the loss scale with one operator. The gradients remain scaled
     until the update multiplies them by step.factor in float32. Paddle's operators would unscale them in float16, where
     small gradients underflow."""

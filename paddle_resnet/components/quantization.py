@@ -8,10 +8,14 @@ additions. serving/onnx_writer.py converts the fake-quantization operators to Qu
 
 from collections import namedtuple
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paddle_resnet.settings.field import flag
+
+if TYPE_CHECKING:
+    from paddle_resnet.step.builder import StepBuilder
 
 ACTIVATION = "fake_quantize_dequantize_moving_average_abs_max"
 WEIGHT = "fake_channel_wise_quantize_dequantize_abs_max"
@@ -44,7 +48,7 @@ class Settings:
     )
 
 
-def add(step, first):
+def add(step: "StepBuilder", first: int) -> None:
     """With --qat, insert fake-quantization operators into the network. `first` is the number of operators that precede
     it."""
     if step.part(Settings).qat:

@@ -3,9 +3,13 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from paddle_resnet.settings.field import Conflict, flag
 from paddle_resnet.utils import numbers
+
+if TYPE_CHECKING:
+    from paddle_resnet.step.builder import StepBuilder
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ def conflicts(settings: Settings) -> Iterator[Conflict]:
         )
 
 
-def add(step):
+def add(step: "StepBuilder") -> None:
     """Multiply the learning rate of each parameter by the factor of its layer."""
     from paddle.utils import unique_name
 

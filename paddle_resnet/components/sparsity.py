@@ -5,10 +5,14 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paddle_resnet.settings.field import Conflict, flag
+
+if TYPE_CHECKING:
+    from paddle_resnet.step.builder import StepBuilder
 
 MASK = ".asp_mask"  # suffix of the name of a pruned parameter's mask
 GROUP = 4  # size of a group of consecutive input channels; pruning sets two weights of each group to zero
@@ -50,7 +54,7 @@ def conflicts(settings: Settings) -> Iterator[Conflict]:
         yield Conflict("--prune-model: requires --asp; add it, or remove --prune-model", ("prune_model",), ("asp",))
 
 
-def prepare(step):
+def prepare(step: "StepBuilder") -> None:
     """Exclude the classifier from pruning, as NVIDIA's example does, before minimize. By default, Paddle excludes only
     filters with 3 channels."""
     from paddle.incubate import asp
@@ -66,7 +70,7 @@ def wrap(optimizer, settings: Settings):
     return asp.decorate(optimizer) if settings.asp else optimizer
 
 
-def add(step):
+def add(step: "StepBuilder") -> None:
     """Add masks for frozen parameters, for which Paddle adds none. The program then prunes them, and --freeze does not
     change which variables a checkpoint contains."""
     from paddle.incubate.asp.asp import ASPHelper
