@@ -45,11 +45,12 @@ def add(step: "StepBuilder") -> None:
     skips a step, the EMA variables do not change. The startup program sets them to the initial weights."""
     from paddle_resnet import graph
 
-    if step.part(Settings).ema is None:
+    limit, schedule = step.part(Settings).ema, step.schedule
+    if limit is None:
         return
     block, startup = step.main.global_block(), step.startup.global_block()
     values = _values(step)
-    weight = step.declare("ema_weight", lambda: 1 - decay_at(step.schedule.done, step.part(Settings).ema))
+    weight = step.declare("ema_weight", lambda: 1 - decay_at(schedule.done, limit))
     for name, value in values.items():
         for target in (block, startup):
             graph.float32(target, name + SUFFIX, block.var(name).shape, persistable=True)

@@ -60,8 +60,8 @@ def add(step: "StepBuilder") -> None:
 
     if step.part(Settings).lookahead is None:
         return
-    interval, alpha = step.part(Settings).lookahead
-    is_due = step.declare("lookahead", lambda: (step.schedule.done + 1) % interval == 0)  # 1 or 0
+    (interval, alpha), schedule = step.part(Settings).lookahead, step.schedule
+    is_due = step.declare("lookahead", lambda: (schedule.done + 1) % interval == 0)  # 1 or 0
     block, startup = step.main.global_block(), step.startup.global_block()
     for name, value in (step.values | step.frozen_values).items():
         for target in (block, startup):

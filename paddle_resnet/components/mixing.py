@@ -57,14 +57,14 @@ def add(step: "StepBuilder") -> None:
         return
     if step.batch_size < 2:
         raise UsageError(f"--{next(iter(alphas))}: requires at least two images per batch; use --batch-size 2 or more")
-    height, width = step.image_size
+    (height, width), schedule, random = step.image_size, step.schedule, step.random("mix")
 
     @functools.lru_cache(1)  # rows, columns and fraction must come from the same draw
     def mix_of(batch):
-        return draw(step.generator("mix"), alphas, height, width)
+        return draw(random(), alphas, height, width)
 
     def declare(name, shape):
-        return step.declare(f"mix.{name}", lambda: getattr(mix_of(step.schedule.batches), name), shape)
+        return step.declare(f"mix.{name}", lambda: getattr(mix_of(schedule.batches), name), shape)
 
     is_nchw = step.layout == "NCHW"
     rows = declare("rows", [1, 1, height, 1] if is_nchw else [1, height, 1, 1])

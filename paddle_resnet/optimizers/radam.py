@@ -32,10 +32,10 @@ def rewrite(step):
     writes before each step. The step count includes the steps that loss scaling skips."""
     from paddle_resnet import graph
 
-    ops = graph.updates(step.main)
+    ops, schedule = graph.updates(step.main), step.schedule
     betas_and_epsilon = [ops[0].attr(name) for name in ("beta1", "beta2", "epsilon")]
     for i, name in enumerate(("Beta1Pow", "Beta2Pow")):
-        power = step.declare(f"radam_{name}", lambda i=i: powers(step.schedule.done + 1, *betas_and_epsilon)[i])
+        power = step.declare(f"radam_{name}", lambda i=i: powers(schedule.done + 1, *betas_and_epsilon)[i])
         for op in ops:
             op.desc.set_input(name, [power.name])
             op.desc.set_output(f"{name}Out", [power.name])

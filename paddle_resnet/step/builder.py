@@ -1,5 +1,6 @@
 """A training or evaluation program under construction."""
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
@@ -56,17 +57,20 @@ class StepBuilder:
         """Return the settings of a component, an instance of its class Settings."""
         return self._settings.part(cls)
 
-    def declare(self, name: str, value_of, shape=(1,), dtype="float32") -> static.Variable:
-        """Create a variable that the host writes before each step. See scalars.declare."""
+    def declare(self, name: str, value_of: Callable, shape=(1,), dtype="float32") -> static.Variable:
+        """Create a variable that the host writes before each step. See scalars.declare. value_of() must not refer to
+        this StepBuilder, because facts.py keeps it as long as the program exists."""
         return scalars.declare(name, value_of, shape, dtype)
 
-    def generator(self, name: str) -> np.random.Generator:
-        """Return the random numbers of this process for the next batch and the use `name`."""
-        return random_numbers.generator(self._settings.seed, self.schedule.batches, name, self._rank)
+    def random(self, name: str) -> Callable[[], np.random.Generator]:
+        """Return a function that returns the random numbers of this process for the next batch and the use `name`."""
+        seed, schedule, rank = self._settings.seed, self.schedule, self._rank
+        return lambda: random_numbers.generator(seed, schedule.batches, name, rank)
 
     def declare_seed(self, name: str) -> static.Variable:
         """Return an int32 variable [1] that contains a new random seed for each batch."""
-        return self.declare(f"{name}.seed", lambda: self.generator(name).integers(1, 2**31), dtype="int32")
+        random = self.random(name)
+        return self.declare(f"{name}.seed", lambda: random().integers(1, 2**31), dtype="int32")
 
     def describe_update(self, master: str, mask: str, bn_statistics: list[str]) -> None:
         """Note what the components of the update need to know about the operators that minimize has added.

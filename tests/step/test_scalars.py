@@ -8,6 +8,8 @@ import paddle
 import pytest
 from paddle import static
 
+from conftest import frozen
+from paddle_resnet import program
 from paddle_resnet.step import facts, random_numbers, scalars
 
 
@@ -51,6 +53,22 @@ def test_facts_of_a_copy_are_shared_and_end_with_the_program():
     del first
     gc.collect()
     assert program() is None and facts.of(second).inputs == {"a": int}
+
+
+FLAGS = "--optimizer RAdam --lr 0.001 --ema 0.9 --lookahead 5,0.5 --mixup 0.2 --class-weights balanced --qat"
+
+
+@pytest.mark.parametrize("more", ["", "--dropout 0.2 --accumulate-steps 2 --clip-grad-norm 1"])
+def test_programs_of_build_are_not_kept(parse, one_block, more):
+    """Fleet itself keeps the first and the last program, and ASP keeps all."""
+    args, programs = frozen(parse(*FLAGS.split(), *more.split())), []
+    for _ in range(3):
+        main = static.Program()
+        program.build(args, main, static.Program(), 10, class_images=[5, 4, 3])
+        program.compile_prog(args, main)
+        programs.append(weakref.ref(main))
+    gc.collect()
+    assert programs[1]() is None
 
 
 @pytest.mark.parametrize("changed", ["seed", "step", "layer", "rank"])
