@@ -35,13 +35,20 @@ class StageTimes(NamedTuple):
     batch_s: float
 
 
+class CheckpointTimes(NamedTuple):
+    """Measured durations, in seconds, of copying the state of the run for a checkpoint, for which training waits, and
+    of writing the checkpoint, which continues in the background until the next checkpoint."""
+
+    copy_s: float
+    write_s: float
+
+
 class Times(NamedTuple):
-    """Measured durations, in seconds: StageTimes of each stage, and the durations of one evaluation and of writing one
-    checkpoint."""
+    """Measured durations: StageTimes of each stage, the duration of one evaluation in seconds, and CheckpointTimes."""
 
     stages: list
     evaluation_s: float
-    checkpoint_s: float
+    checkpoint: CheckpointTimes
 
 
 def is_needed(args, checkpoint):
@@ -107,14 +114,15 @@ def choose(args, exe, training, evaluation):
             )
         return epochs, start_s, start_s + duration_s(length, epochs, timeline, times), times
 
-    epochs, start_s, end_s, (stages, evaluation_s, checkpoint_s) = exchange.from_rank_0(plan)
+    epochs, start_s, end_s, (stages, evaluation_s, (copy_s, write_s)) = exchange.from_rank_0(plan)
     parts = [
         f"{counted(part.steps * timeline.accumulate_steps, 'batch', 'batches')} of {batch_s:.3g} s per epoch"
         + (f" from epoch {part.first_epoch} on" if part.first_epoch else "")
         for part, (_, batch_s) in zip(timeline.parts, stages, strict=True)
     ]
     parts += [f"evaluation {evaluation_s:.3g} s"] if evaluation else []
-    reason = f"--budget-minutes {args.budget_minutes:g}, {', '.join(parts)}, checkpoint {checkpoint_s:.3g} s"
+    parts += [f"copy of a checkpoint {copy_s:.3g} s, writing it in the background {write_s:.3g} s"]
+    reason = f"--budget-minutes {args.budget_minutes:g}, {', '.join(parts)}"
     chosen = args.copy()
     chosen.choose(reason, epochs=epochs)
     if not args.is_explicit("warmup_epochs"):
@@ -149,7 +157,9 @@ def duration_s(settings: durations.Settings, epochs: int, timeline: durations.Ti
         if settings.save_interval_steps:
             # Exclude checkpoints at the end of an epoch, which --save-interval determines.
             checkpoints += count * ((part.steps - 1) // settings.save_interval_steps)
-    return seconds + checkpoints * times.checkpoint_s
+    copy_s, write_s = times.checkpoint
+    # A checkpoint is copied when the previous one has been written. The run ends when the last one has been written.
+    return max(seconds + checkpoints * copy_s, checkpoints * write_s) + write_s
 
 
 def epochs_within(settings: durations.Settings, seconds: float, timeline: durations.Timeline, times: Times) -> int:
@@ -206,15 +216,15 @@ def _measure_evaluation(args, exe, evaluation, seconds):
 
 
 def _measure_checkpoint(folder, commit, train_prog):
-    """Return the time to write a checkpoint to a run folder, in seconds. Raise UsageError if the folder cannot be
-    written."""
+    """Return the CheckpointTimes of a run folder. Raise UsageError if the folder cannot be written."""
     start = perf_counter()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         with tempfile.TemporaryDirectory(dir=existing, prefix=".budget") as root:
             states = enumerate(variables.snapshot(train_prog))
             files = {f"{i}.pdparams": saver.pickled(state) for i, state in states}
+            copied = perf_counter()
             folders.commit(root, "0", files, {}, commit)
     except OSError as e:
         raise folders.unwritable(folder, e) from e
-    return perf_counter() - start
+    return CheckpointTimes(copied - start, perf_counter() - copied)
