@@ -3,6 +3,7 @@
 import paddle
 from paddle import static
 
+from paddle_resnet import graph
 from paddle_resnet.components import quantization
 from paddle_resnet.job import fleet, processes
 from paddle_resnet.machine import compat
@@ -59,9 +60,8 @@ def _remove_nccl(block):
 
 def count_gradient_all_reduces(train_prog):
     """Return the number of gradient all-reduces in a training step after all-reduces have been fused."""
-    backward = int(paddle.base.core.op_proto_and_checker_maker.OpRole.Backward)
     ops = train_prog.global_block().ops
-    return sum(op.type == compat.ALL_REDUCE and bool(op.attr("op_role") & backward) for op in ops)
+    return sum(op.type == compat.ALL_REDUCE and bool(op.attr("op_role") & graph.BACKWARD) for op in ops)
 
 
 def average_bn(exe, train_prog):
