@@ -257,7 +257,7 @@ def _write_int8(network, folder, engine, calibration):
     """Quantize a network in place, write model.onnx, and return its entry for model.json. The BN layers of the network
     are already folded into the convolutions. A network trained with --qat is already quantized, and its quantized
     weights do not change."""
-    from paddle_resnet.passes import quantization
+    from paddle_resnet.components import quantization
     from paddle_resnet.serving.calibration import WEIGHT_BITS, quantize
 
     bits = 8 if network.args.qat else WEIGHT_BITS[engine]

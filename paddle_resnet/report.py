@@ -367,7 +367,7 @@ def summarize(args, argv, program, stop, trained, evaluated, saver):
     if saver.ends_early:
         lines = [f"--patience {args.patience}: no higher top1 since epoch {best['epoch']}", *lines]
     if args.asp:
-        from paddle_resnet.optimizers import sparsity
+        from paddle_resnet.components import sparsity
 
         data |= sparsity.counts(program)
     logger.log((), data)

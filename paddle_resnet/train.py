@@ -100,8 +100,7 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
     training = phases.show_on_tensorboard(args, training, checkpoint)
     logger.begin(args.as_entry(), append=report.resumes(args, checkpoint))
     is_advised, resumed = False, checkpoint and checkpoint.trained  # metrics if only the evaluation is pending
-    schedule = training.lr_scheduler
-    length = args.part(durations.Settings)
+    schedule, length = training.lr_scheduler, args.part(durations.Settings)
     for stop in durations.stops(length, schedule.timeline, schedule.done - (resumed is not None)):
         trained, resumed, evaluated = resumed, None, None
         try:
@@ -126,9 +125,10 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
 def _train(exe, training, stop, save=None):
     """Train up to the position `stop`, or run the benchmark steps. Return the result of program.run."""
     from paddle_resnet import program
+    from paddle_resnet.step import loop
 
     args, loader, compiled, fetchs = training.settings, training.loader, training.compiled, training.fetchs
-    result = program.run_and_save(
+    result = loop.run_and_save(
         args, loader, exe, compiled, fetchs, stop.epoch, Mode.TRAIN, training.lr_scheduler, save, stop.step
     )
     if not args.benchmark:

@@ -30,7 +30,7 @@ from paddle_resnet import train
 from paddle_resnet import dali, models, program
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.native import build as native
-from paddle_resnet.steps import cuda_graph
+from paddle_resnet.step import cuda_graph
 from paddle_resnet.tools import convert, verify
 from paddle_resnet.models.mobilenet_v2 import MobileNetV2
 from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
@@ -595,13 +595,13 @@ def wait_until(condition, seconds):
 def gpu_lists(monkeypatch):
     """Clear Paddle's list of operators without float16 kernels. In a CPU build, the list contains all operators, so AMP
     would cast nothing."""
-    from paddle_resnet.optimizers import amp
+    from paddle_resnet.components import precision
 
-    lists = amp._amp_lists
+    lists = precision._amp_lists
 
     def all_supported(*args):
         result = lists(*args)
         result.unsupported_list = set()
         return result
 
-    monkeypatch.setattr(amp, "_amp_lists", all_supported)
+    monkeypatch.setattr(precision, "_amp_lists", all_supported)

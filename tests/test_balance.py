@@ -14,8 +14,9 @@ from PIL import Image
 from conftest import frozen, losses
 from helpers import epoch, take
 from paddle_resnet import dali, program
+from paddle_resnet.components import mixing
 from paddle_resnet.data import readers
-from paddle_resnet.models import loss_head, mixing
+from paddle_resnet.models import loss_head
 from paddle_resnet.native import build as native
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
@@ -88,7 +89,7 @@ def test_built_program_weights_mixed_images_by_both_labels(parse, monkeypatch):
     for name in ("weigh_images", "balanced_weights"):
         function = getattr(loss_head, name)
         monkeypatch.setattr(loss_head, name, lambda *args, f=function: made.append(f(*args)) or made[-1])
-    monkeypatch.setattr(program.mixing, "draw", lambda _, __, h, w: mixing.Mix(np.zeros(h), np.ones(w), 0.7))
+    monkeypatch.setattr(mixing, "draw", lambda _, __, h, w: mixing.Mix(np.zeros(h), np.ones(w), 0.7))
     args = frozen(parse("--class-weights", "balanced", "--mixup", "1", "--batch-size", "2", "--num-of-class", "4"))
     main, startup = static.Program(), static.Program()
     program.build(args, main, startup, 3, class_images=np.array(IMAGES))

@@ -23,9 +23,9 @@ from helpers import predict, training_images
 from paddle_resnet import dali, export
 from paddle_resnet import predict as predict_command
 from paddle_resnet.checkpoints import folders, restore
+from paddle_resnet.components import quantization
 from paddle_resnet.machine import cpu
 from paddle_resnet.native import build as native
-from paddle_resnet.passes import quantization
 from paddle_resnet.serving import calibration, inference, networks, onnx_writer, preprocessing
 from paddle_resnet.serving.model import Model
 from paddle_resnet.tools import writers

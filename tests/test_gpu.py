@@ -34,7 +34,7 @@ from helpers import epoch, take
 from paddle_resnet import budget, dali, export, models
 from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
 from paddle_resnet.serving import image_files, inference, networks
-from paddle_resnet.steps import cuda_graph
+from paddle_resnet.step import cuda_graph
 from paddle_resnet.utils.mode import Mode
 
 # A network with four stages contains more kinds of convolutions than one with two stages, so cuDNN uses more

@@ -15,8 +15,8 @@ from paddle import static
 
 from conftest import assert_one_error, losses, phase, read_report
 from paddle_resnet import program, report, train
+from paddle_resnet.components import sparsity
 from paddle_resnet.job import exchange, processes
-from paddle_resnet.optimizers import sparsity
 from paddle_resnet.results import page, reading
 from paddle_resnet.settings.groups import output
 from paddle_resnet.utils.errors import RunError, UsageError, python

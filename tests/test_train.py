@@ -24,6 +24,7 @@ from paddle_resnet.machine import compat
 from paddle_resnet.optimizers import schedules
 from paddle_resnet.passes import all_reduces
 from paddle_resnet.settings import durations
+from paddle_resnet.step import loop
 from paddle_resnet.utils.errors import RunError
 from paddle_resnet.utils.mode import Mode
 
@@ -214,7 +215,8 @@ def test_error_saves_results_of_training(run_epochs, failing, trained):
 
 def test_metrics_of_an_epoch_are_logged_except_in_benchmarks(record, monkeypatch):
     """Weights for the evaluation are computed before the evaluation."""
-    record(program, "run_and_save", "run", "log_info")
+    record(loop, "run_and_save")
+    record(program, "run", "log_info")
     record(train.report, "write_classes")
     record.results |= {"run_and_save": {"loss": 1}, "run": {"loss": 2}, "write_classes": "without arrays"}
     args = SimpleNamespace(benchmark=False)

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 from paddle import static
 
+from paddle_resnet.components import quantization
 from paddle_resnet.data import listing, records
 from paddle_resnet.job import processes
-from paddle_resnet.passes import quantization
 from paddle_resnet.program import compile_prog
 from paddle_resnet.serving import image_files
 from paddle_resnet.serving.model import from_dali

@@ -206,10 +206,10 @@ def _conflicts_of_settings(settings):
             ("amp_level", "amp_dtype", "asp"),
             ("amp_level", "amp_dtype", "asp"),
         )
-    if settings.optimizer == "RAdam" and settings.freeze:
+    if OPTIMIZERS[settings.optimizer].needs_all_layers and settings.freeze:
         yield Conflict(
-            "--optimizer RAdam: its formula requires that all layers are trained from step 1 on; remove --freeze, or "
-            "use --optimizer AdamW",
+            f"--optimizer {settings.optimizer}: its formula requires that all layers are trained from step 1 on; "
+            "remove --freeze, or use --optimizer AdamW",
             ("freeze",),
             ("optimizer",),
         )

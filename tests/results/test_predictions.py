@@ -14,7 +14,7 @@ from paddle_resnet import program
 from paddle_resnet.data import listing, records
 from paddle_resnet.native import build as native
 from paddle_resnet.results import predictions, reading
-from paddle_resnet.steps import cuda_graph
+from paddle_resnet.step import cuda_graph
 from paddle_resnet.utils.errors import RunError, UsageError
 from paddle_resnet.utils.meters import TopMeter
 from paddle_resnet.utils.mode import Mode

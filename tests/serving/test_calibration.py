@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 
 from helpers import training_images
+from paddle_resnet.components import quantization
 from paddle_resnet.data import listing, records
-from paddle_resnet.passes import quantization
 from paddle_resnet.serving import calibration, networks, preprocessing
 from paddle_resnet.serving.calibration import BINS, SMALLEST, Histogram, _entropy_bins, _mean_error
 from paddle_resnet.tools import writers

@@ -9,7 +9,7 @@ import pytest
 from paddle.profiler import Profiler
 
 from conftest import assert_one_error, phase
-from paddle_resnet.steps import trace
+from paddle_resnet.step import trace
 from paddle_resnet.utils.errors import UsageError
 
 BENCHMARK = ["--benchmark", "--benchmark-steps", "4", "--benchmark-warmup-steps", "2", "--data-format", "synthetic"]

@@ -10,6 +10,8 @@ import paddle
 from paddle import static
 from paddle.base.data_feeder import convert_dtype
 
+from paddle_resnet.step import facts
+
 PREFIX = "host_scalar."  # prefix of the variables of host scalars; checkpoints omit these variables
 
 
@@ -25,18 +27,8 @@ def declare(name, value_of, shape=(1,), dtype="float32"):
     """
     variable = static.create_global_var(list(shape), 0, dtype, persistable=True, name=PREFIX + name)
     variable.stop_gradient = True
-    register(static.default_main_program(), variable.name, value_of)
+    facts.of(static.default_main_program()).inputs[variable.name] = value_of
     return variable
-
-
-def register(program, name, value_of):
-    """Make the host write an existing variable of a program before each step."""
-    program.host_scalars = {**of(program), name: value_of}
-
-
-def of(program):
-    """Return the host scalars of a program: {variable: function that returns its value for the next step}."""
-    return getattr(program, "host_scalars", {})
 
 
 class Writer:
@@ -48,7 +40,7 @@ class Writer:
     """
 
     def __init__(self, program, place):
-        self._scalars = of(program)
+        self._scalars = facts.of(program).inputs
         block = program.global_block()
         variables = {name: block.var(name) for name in self._scalars}
         self._types = {name: (convert_dtype(v.dtype), v.shape) for name, v in variables.items()}

@@ -9,8 +9,8 @@ from conftest import NHWC, frozen, losses, phase
 from helpers import random_batches
 from paddle_resnet import program
 from paddle_resnet.native import build as native
-from paddle_resnet.steps import dispatch, host_metrics
-from paddle_resnet.steps.dispatch import Dispatcher
+from paddle_resnet.step import dispatch, host_metrics
+from paddle_resnet.step.dispatch import Dispatcher
 from paddle_resnet.utils.errors import DataError
 
 NATIVE = [*NHWC, "--kernels", "native", "--cuda-graph", "false"]

@@ -7,7 +7,7 @@ import functools
 import numpy as np
 
 from paddle_resnet.native import build as native
-from paddle_resnet.steps import host_metrics
+from paddle_resnet.step import host_metrics
 from paddle_resnet.utils.errors import NO_CLASS, DataError
 
 

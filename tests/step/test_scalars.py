@@ -1,11 +1,16 @@
 """Host scalars, and the random numbers of a step."""
 
+import gc
+import weakref
+
 import numpy as np
 import paddle
 import pytest
 from paddle import static
 
-from paddle_resnet.steps import random_numbers, scalars
+from conftest import frozen
+from paddle_resnet import program
+from paddle_resnet.step import facts, random_numbers, scalars
 
 
 def test_host_scalars_are_written_before_each_step():
@@ -17,7 +22,7 @@ def test_host_scalars_are_written_before_each_step():
         out = first * 2
     assert [v.name for v in (first, second)] == ["host_scalar.first", "host_scalar.second"]
     assert all(v.stop_gradient and v.persistable for v in (first, second))
-    assert list(scalars.of(main)) == [first.name, second.name] and scalars.of(static.Program()) == {}
+    assert list(facts.of(main).inputs) == [first.name, second.name] and facts.of(static.Program()).inputs == {}
     exe.run(startup)
     write = scalars.Writer(main, paddle.CPUPlace())
     for current in values:
@@ -39,13 +44,31 @@ def test_only_the_seed_of_dropout_stays_on_the_host():
     assert isinstance(places[seed.name], paddle.CPUPlace) and places[other.name] is place
 
 
-def test_registered_scalars_of_other_programs_do_not_change():
-    first = static.Program()
-    scalars.register(first, "a", int)
-    second = first.clone()
-    second.host_scalars = first.host_scalars
-    scalars.register(second, "b", float)
-    assert (scalars.of(first), scalars.of(second)) == ({"a": int}, {"a": int, "b": float})
+def test_facts_of_a_copy_are_shared_and_end_with_the_program():
+    first, other = static.Program(), static.Program()
+    facts.of(first).inputs["a"] = int
+    facts.share(first, second := first.clone())
+    assert facts.of(second).inputs == {"a": int} and facts.of(other).inputs == {}
+    program = weakref.ref(first)
+    del first
+    gc.collect()
+    assert program() is None and facts.of(second).inputs == {"a": int}
+
+
+FLAGS = "--optimizer RAdam --lr 0.001 --ema 0.9 --lookahead 5,0.5 --mixup 0.2 --class-weights balanced --qat"
+
+
+@pytest.mark.parametrize("more", ["", "--dropout 0.2 --accumulate-steps 2 --clip-grad-norm 1"])
+def test_programs_of_build_are_not_kept(parse, one_block, more):
+    """Fleet itself keeps the first and the last program, and ASP keeps all."""
+    args, programs = frozen(parse(*FLAGS.split(), *more.split())), []
+    for _ in range(3):
+        main = static.Program()
+        program.build(args, main, static.Program(), 10, class_images=[5, 4, 3])
+        program.compile_prog(args, main)
+        programs.append(weakref.ref(main))
+    gc.collect()
+    assert programs[1]() is None
 
 
 @pytest.mark.parametrize("changed", ["seed", "step", "layer", "rank"])

@@ -10,16 +10,20 @@ import paddle
 import pytest
 from paddle import static
 from paddle.incubate import asp
+from paddle.incubate.asp import utils
 from paddle.incubate.asp.utils import MaskAlgo
+from paddle.static.amp import fp16_utils
 
 from conftest import MASK_ALGORITHMS, NHWC, assert_two_of_four, frozen
 from helpers import build, random_batches, variable
-from paddle_resnet import models, program
+from paddle_resnet import graph, models, program
+from paddle_resnet.checkpoints.variables import LOSS_SCALE
+from paddle_resnet.components import optimizer, precision, sparsity
 from paddle_resnet.models import layers, loss_head
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.native import build as native
-from paddle_resnet.optimizers import amp, sparsity, table
-from paddle_resnet.passes import all_reduces, fusion, updates
+from paddle_resnet.optimizers import table
+from paddle_resnet.passes import all_reduces, statistics
 
 
 @pytest.mark.parametrize(("algorithm", "channels"), [*((name, 3) for name in MASK_ALGORITHMS), ("mask_1d", 4)])
@@ -77,7 +81,7 @@ def test_mask_2d_best_may_keep_seven_weights():
     weight[1:, 1:] = [[1, 1, 0], [0, -1, 1], [-1, 0, 1]]
     for algorithm in ("mask_2d_best", "mask_2d_greedy"):
         assert (sparsity.compute_mask(weight, algorithm) == (weight != 0)).all()
-    assert (np.abs(weight) * sparsity.utils.get_mask_2d_best(np.abs(weight), 2, 4)).sum() == 15
+    assert (np.abs(weight) * utils.get_mask_2d_best(np.abs(weight), 2, 4)).sum() == 15
 
 
 def masked(search):
@@ -163,8 +167,8 @@ def test_amp_casts_network_and_keeps_loss_head_in_float32(
         static.global_scope().find_var(done).get_tensor().set(
             np.zeros(main.global_block().var(done).shape, "float16"), paddle.CPUPlace()
         )
-        monkeypatch.setattr(amp.fp16_utils, "cast_parameters_to_fp16", lambda *values: cast.append(values[3]))
-        amp.cast_evaluation_program(main, paddle.CPUPlace(), dtype, level)
+        monkeypatch.setattr(fp16_utils, "cast_parameters_to_fp16", lambda *values: cast.append(values[3]))
+        precision.cast_evaluation_program(main, paddle.CPUPlace(), dtype, level)
         assert len(cast) == (level == "O2")
     block = main.global_block()
     by_type = {}
@@ -195,20 +199,18 @@ def test_amp_casts_network_and_keeps_loss_head_in_float32(
 
 def test_listed_variables_remain_in_float32(monkeypatch):
     main, calls = static.Program(), []
-    assert "x" in amp._amp_lists(main, "float16", {"x"}).black_varnames
+    assert "x" in precision._amp_lists(main, "float16", {"x"}).black_varnames
     casts = []
+    monkeypatch.setattr(fp16_utils, "cast_model_to_fp16", lambda *values, **options: casts.append((*values, options)))
     monkeypatch.setattr(
-        amp.fp16_utils, "cast_model_to_fp16", lambda *values, **options: casts.append((*values, options))
-    )
-    monkeypatch.setattr(
-        amp, "_amp_lists", lambda *values: calls.append(values) or SimpleNamespace(unsupported_list="cpu")
+        precision, "_amp_lists", lambda *values: calls.append(values) or SimpleNamespace(unsupported_list="cpu")
     )
     levels = []
     loggers = {"paddle.static.amp.fp16_lists": SimpleNamespace(setLevel=levels.append)}
-    monkeypatch.setattr(amp, "logging", SimpleNamespace(getLogger=loggers.get, ERROR=logging.ERROR))
+    monkeypatch.setattr(precision, "logging", SimpleNamespace(getLogger=loggers.get, ERROR=logging.ERROR))
     for for_gpu, has_cuda in ((False, False), (True, False), (True, True)):
         monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda has_cuda=has_cuda: has_cuda)
-        amp.cast_evaluation_program(main, paddle.CPUPlace(), "bfloat16", "O1", {"x"}, for_gpu)
+        precision.cast_evaluation_program(main, paddle.CPUPlace(), "bfloat16", "O1", {"x"}, for_gpu)
     assert calls == [(main, "bfloat16", {"x"})] * 3
     assert [lists.unsupported_list for _, lists, _ in casts] == ["cpu", set(), "cpu"]
     assert levels == [logging.ERROR]  # Paddle's warnings about missing kernels do not apply
@@ -259,7 +261,9 @@ def use_native():
     ],
     ids=["float16-dynamic", "float16-static", "bfloat16", "LAMB"],
 )
-def test_fused_update_contains_all_parameters(parse, use_native, gpu_lists, dtype, level, is_dynamic, name):
+def test_fused_update_contains_all_parameters(
+    parse, monkeypatch, use_native, gpu_lists, dtype, level, is_dynamic, name
+):
     """The operator receives the gradient, state and decay of each parameter and, in half precision, its float32 master.
     Paddle's operators are removed from the program."""
     args = parse("--dali-output-fp16", *NHWC, "--weight-decay", "0.01", "--optimizer", name)
@@ -269,14 +273,19 @@ def test_fused_update_contains_all_parameters(parse, use_native, gpu_lists, dtyp
     if dtype == "float16":
         args.scale_loss, args.use_dynamic_loss_scaling = 128.0, is_dynamic
     main, startup = static.Program(), static.Program()
+    expected, update_natively = {}, optimizer.update_natively
+
+    def note_paddles_operators(block, rule, factor):
+        for op in graph.updates(block.program):
+            others = [name for word in ("Grad", *rule.state, "MasterParam") for name in op.input(word)]
+            expected[op.input("Param")[0]] = [*others, np.float32(rule.decay(op))]
+        update_natively(block, rule, factor)
+
+    monkeypatch.setattr(optimizer, "update_natively", note_paddles_operators)
     program.build(frozen(args), main, startup, 1)
     assert {op.attr("op_device") for op in startup.global_block().ops} == {""}  # the state is on the device
-    expected, rule = {}, table.OPTIMIZERS[name]
-    for op in table.updates(main):
-        others = [name for word in ("Grad", *rule.state, "MasterParam") for name in op.input(word)]
-        expected[op.input("Param")[0]] = [*others, np.float32(rule.decay(op))]
+    rule = table.OPTIMIZERS[name]
     assert expected.keys() == {parameter.name for parameter in main.all_parameters() if parameter.trainable}
-    fusion.fuse(main)
     by_type, result = {op.type: op for op in main.global_block().ops}, {}
     fused = [op for op in main.global_block().ops if op.type == f"native_{rule.native}"]
     for op in fused:
@@ -310,7 +319,7 @@ def test_bfloat16_parameters_follow_float32_masters(parse):
             momentum._multi_precision = True
             grad = paddle.cast(x, dtype)
             momentum.apply_gradients([(weight, grad)])
-            updates._update_masters_in_float32(main)
+            optimizer._update_masters_in_float32(main.global_block())
             exe = static.Executor(paddle.CPUPlace())
             exe.run(startup)
             master = f"{weight.name}_fp32_master_0" if dtype == paddle.bfloat16 else weight.name
@@ -370,13 +379,13 @@ def test_overflow_does_not_change_parameters(request, parse, kernels, level, is_
     for _ in range(2):
         before, after = step()
         assert all(np.any(before[name] != after[name]) for name in velocities)
-    scale = static.global_scope().find_var(program.LOSS_SCALE).get_tensor()
+    scale = static.global_scope().find_var(LOSS_SCALE).get_tensor()
     scale.set(np.array([3e38], "float32"), paddle.CPUPlace())
     classifier = static.global_scope().find_var("linear_0.w_0").get_tensor()
     # Large weights make the gradients of earlier layers overflow.
     classifier.set(100 * np.array(classifier), paddle.CPUPlace())
     before, after = step()
-    np.testing.assert_allclose(variable(program.LOSS_SCALE), 1.5e38)
+    np.testing.assert_allclose(variable(LOSS_SCALE), 1.5e38)
     for name in names:
         np.testing.assert_array_equal(before[name], after[name], err_msg=name)
     for name, velocity in velocities.items():
@@ -402,7 +411,7 @@ def test_constant_statistics_are_not_checked(parse):
     frozen_layers = build(parse("--freeze", "all-but-classifier"))[-1]
     for main in (frozen_layers, build(parse())[-1].clone(for_test=True)):
         before = len(main.global_block().ops)
-        updates.keep_statistics_finite(main)
+        statistics.keep_statistics_finite(main)
         assert len(main.global_block().ops) == before
 
 
@@ -416,7 +425,7 @@ def test_fused_update_with_loss_scaling_equals_plain_update(parse, use_native, i
             args.amp, args.use_dynamic_loss_scaling, args.scale_loss = True, is_dynamic, 1024.0
         with static.scope_guard(static.Scope()):
             compiled, exe, _, lr_scheduler, main = build(args)
-            assert not is_scaled or not is_dynamic or variable(program.LOSS_SCALE) == 1024
+            assert not is_scaled or not is_dynamic or variable(LOSS_SCALE) == 1024
             for images, labels in random_batches(3, (32, 32, 4)):
                 exe.run(compiled, {"data": images, "label": labels}, [])
                 lr_scheduler.step()
@@ -434,7 +443,7 @@ def test_steps_without_overflow_equal_plain_update(parse, monkeypatch):
         args.amp, args.use_dynamic_loss_scaling, args.scale_loss = True, True, 1024.0
         with monkeypatch.context() as patch, static.scope_guard(static.Scope()):
             if not is_fixed:
-                patch.setattr(updates, "_keep_parameters_on_overflow", lambda _: None)
+                patch.setattr(optimizer, "_keep_parameters_on_overflow", lambda _: None)
             compiled, exe, fetchs, lr_scheduler, main = build(args)
             for images, labels in random_batches(3):
                 exe.run(compiled, {"data": images, "label": labels}, [fetchs["loss"][0]])

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from paddle_resnet.native import build as native
-from paddle_resnet.steps import host_metrics
-from paddle_resnet.steps.dispatch import Dispatcher
+from paddle_resnet.step import host_metrics
+from paddle_resnet.step.dispatch import Dispatcher
 from paddle_resnet.utils.errors import NO_CLASS, DataError
 
 

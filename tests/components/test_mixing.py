@@ -10,12 +10,13 @@ from paddle import static
 from conftest import NHWC, assert_one_error, frozen
 from helpers import random_batches
 from paddle_resnet import models, program
+from paddle_resnet.components import mixing
 from paddle_resnet.job import processes
-from paddle_resnet.models import layers, mixing
+from paddle_resnet.models import layers
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import fusion
-from paddle_resnet.steps import random_numbers, scalars
+from paddle_resnet.step import facts, random_numbers, scalars
 
 KERNELS = [["--kernels", "paddle"], [*NHWC, "--kernels", "native"]]
 
@@ -166,7 +167,7 @@ def test_drop_path_rate_increases_with_depth_and_is_zero_in_evaluation(parse, fo
     rates = [op.attr("dropout_prob") for op in main.global_block().ops if op.type == "dropout"]
     assert rates == pytest.approx([0.05, 0.1, 0.15, 0.2])
     seeds = [op.input("Seed")[0] for op in main.global_block().ops if op.type == "dropout"]
-    assert len({*seeds}) == 4 and {*seeds} <= scalars.of(main).keys()
+    assert len({*seeds}) == 4 and {*seeds} <= facts.of(main).inputs.keys()
     main = static.Program()
     program.build(frozen(parse("--drop-path", "0.2")), main, static.Program(), 0, is_train=False)
     assert "dropout" not in [op.type for op in main.global_block().ops]

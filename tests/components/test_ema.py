@@ -7,12 +7,14 @@ import pytest
 from paddle import static
 
 from conftest import NHWC, frozen
-from helpers import build, random_batches, variable
+from helpers import build as build_compiled
+from helpers import random_batches, variable
 from paddle_resnet import program
 from paddle_resnet.checkpoints import variables
+from paddle_resnet.components import accumulation, ema, precision
 from paddle_resnet.native import build as native
-from paddle_resnet.optimizers import amp
-from paddle_resnet.passes import accumulation, all_reduces, averages
+from paddle_resnet.passes import all_reduces
+from paddle_resnet.step import build
 from paddle_resnet.utils.errors import UsageError
 
 PLACE = paddle.CPUPlace()
@@ -30,7 +32,7 @@ def train(parse):
             native.load()
         args = parse("--ema", "0.5", *NHWC, *flags)
         args.set("Python", kernels=kernels, **settings)
-        compiled, exe, _, lr_scheduler, main = build(args)
+        compiled, exe, _, lr_scheduler, main = build_compiled(args)
         batches = iter(random_batches(20, (32, 32, 4)))
 
         def step(overflows=False):
@@ -49,15 +51,15 @@ def train(parse):
 def scaled(monkeypatch):
     """Use dynamic loss scaling in float32, because CPUs do not support float16."""
 
-    dist_optimizer = program.dist_optimizer
+    wrap_optimizer = build.wrap_optimizer
 
     def scale(args, optimizer):
         types = {op.type for op in static.default_main_program().global_block().ops}
         lists = static.amp.AutoMixedPrecisionLists(custom_black_list=types | {"scale", "sum", "elementwise_mul"})
         scaling = {"use_dynamic_loss_scaling": True, "decr_every_n_nan_or_inf": 1}
-        return dist_optimizer(args, static.amp.decorate(optimizer, lists, 1024.0, **scaling))
+        return wrap_optimizer(args, static.amp.decorate(optimizer, lists, 1024.0, **scaling))
 
-    monkeypatch.setattr(program, "dist_optimizer", scale)
+    monkeypatch.setattr(build, "wrap_optimizer", scale)
 
 
 def state(names):
@@ -69,15 +71,16 @@ def test_ema_weights_match_formula(train, kernels):
     """The reference is computed in float64, starting with the initial weights. All trained parameters and running
     statistics are averaged. The decay depends on the number of training steps, not on the number of batches."""
     step, main = train(kernels, "--accumulate-steps", "2", "--lr", "1")
-    names = averages.of(main)
+    names = ema.of(main)
     trained = {p.name for p in main.all_parameters() if p.trainable}
     assert names.keys() == trained | {*all_reduces.bn_statistics(main)}
     statistics = {*all_reduces.bn_statistics(main)}
     assert {*all_reduces.own_statistics(main)} == statistics | {names[name] for name in statistics}
-    types = [op.type for op in main.global_block().ops]
-    assert types.count("lerp") == len(names)
+    operator, slot = ("native_ema", "Averages@VECTOR") if kernels == "native" else ("lerp", "X")
+    averaged = [name for op in main.global_block().ops if op.type == operator for name in op.input(slot)]
+    assert sorted(averaged) == sorted(names.values())
     # The EMA weights are updated only after the last batch of a training step.
-    assert "lerp" not in [op.type for op in accumulation.without_update(main).global_block().ops]
+    assert operator not in [op.type for op in accumulation.without_update(main).global_block().ops]
     expected = {name: value.astype("float64") for name, value in state(names).items()}
     for name, average in names.items():
         np.testing.assert_array_equal(variable(average), expected[name])
@@ -93,7 +96,7 @@ def test_ema_weights_match_formula(train, kernels):
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_skipped_step_does_not_change_ema_weights(train, scaled, kernels):
     step, main = train(kernels, use_dynamic_loss_scaling=True)
-    names = averages.of(main).values()
+    names = ema.of(main).values()
     before = state(names)
     step()
     after = state(names)
@@ -113,7 +116,7 @@ def half_program(args):
     args = args.copy(amp=True, amp_dtype="float16", amp_level="O2")
     program.build(frozen(args), main, static.Program(), 1, is_train=False)
     before = state(p.name for p in main.all_parameters())
-    amp.cast_evaluation_program(main, PLACE, "float16", "O2")
+    precision.cast_evaluation_program(main, PLACE, "float16", "O2")
     # The test restores the float32 values, because its training program does not use level O2.
     for name, value in before.items():
         static.global_scope().find_var(name).get_tensor().set(value, PLACE)
@@ -124,10 +127,10 @@ def test_half_precision_evaluation_reads_copies_at_constant_addresses(train, par
     step, main = train("paddle")
     args = parse("--ema", "0.5", *NHWC)
     evaluated = half_program(args)
-    update = averages.evaluate(main, evaluated, static.Executor(PLACE))
+    update = ema.evaluate(main, evaluated, static.Executor(PLACE))
     names = {p.name: p.dtype for p in evaluated.all_parameters()}
     halves = [name for name, dtype in names.items() if dtype == paddle.float16]
-    assert {name.removesuffix(".half") for name in names} == {*averages.of(main).values()}
+    assert {name.removesuffix(".half") for name in names} == {*ema.of(main).values()}
     assert all(name.endswith(".half") for name in halves)
     assert {"conv2d_0.w_0.ema.half", "linear_0.w_0.ema.half"} <= {*halves}
     assert names["batch_norm_0.w_1.ema"] == paddle.float32
@@ -154,15 +157,17 @@ def test_ema_weights_are_computed_from_float32_masters_and_masked(parse, gpu_lis
     args.set("Python", amp=True, amp_dtype="float16", amp_level="O2", use_dynamic_loss_scaling=True)
     main = static.Program()
     program.build(frozen(args), main, static.Program(), 1)
-    ops = [op for op in main.global_block().ops if averages.contains(op)]
+    ops = main.global_block().ops
     values = {op.input("X")[0]: op.input("Y")[0] for op in ops if op.type == "lerp"}
     assert values["conv2d_1.w_0.ema"] == "conv2d_1.w_0_fp32_master_0"
     assert values["batch_norm_0.w_0.ema"] == "batch_norm_0.w_0"
-    masked = [op.output("Out")[0] for op in ops if op.type == "elementwise_mul" and op.input("X") == op.output("Out")]
+    masked = [op.output("Out")[0] for op in ops if op.type == "elementwise_mul"]
+    masked = [name for name in masked if name.endswith(ema.SUFFIX)]
     assert masked == [f"conv2d_{i}.w_0.ema" for i in range(9)]
     main = static.Program()
     program.build(frozen(parse("--ema", "0.9", "--asp", "--prune-model")), main, static.Program(), 1)
-    types = {op.type for op in main.global_block().ops if averages.contains(op)}
+    averages = set(ema.of(main).values())
+    types = {op.type for op in main.global_block().ops if averages & {*op.output_arg_names}}
     assert types == {"lerp"}  # in float32, the parameters themselves are masked
 
 

@@ -10,8 +10,8 @@ from paddle import static
 
 from conftest import NHWC, assert_one_error, frozen, losses, phase
 from paddle_resnet import export, program
+from paddle_resnet.components import quantization
 from paddle_resnet.models import layers
-from paddle_resnet.passes import quantization
 from paddle_resnet.serving import fixed_sizes, inference, networks
 
 THREE = ["--qat", "--epochs", "3", "--print-interval", "1"]

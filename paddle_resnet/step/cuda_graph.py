@@ -21,7 +21,7 @@ from paddle.device.cuda.graphs import CUDAGraph
 from paddle_resnet.data import iterators
 from paddle_resnet.job import exchange
 from paddle_resnet.machine import compat
-from paddle_resnet.steps import host_metrics
+from paddle_resnet.step import host_metrics
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import RunError, UsageError, core
 
