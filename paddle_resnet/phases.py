@@ -297,6 +297,8 @@ def set_weights(args, checkpoint, training, evaluation):
         if args.prune_model and not is_sparse:
             sparsity.prune(training.program, place, args.mask_algo)
             has_averages = False
+        elif args.asp:
+            sparsity.apply_masks(training.program, place)
         if checkpoint is None or (args.prune_model and not is_sparse):
             variables.start_lookahead(training.program, place)
         if args.asp:
