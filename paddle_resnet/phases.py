@@ -303,6 +303,8 @@ def set_weights(args, checkpoint, training, evaluation):
         if args.prune_model and not is_sparse:
             sparsity.prune(training.program, place, args.mask_algo)
             missing = variables.states(training.program)  # all states start from the pruned weights
+        elif args.asp:
+            sparsity.apply_masks(training.program, place)
         if args.asp:
             logger.info(sparsity.describe(training.program))
         variables.start_states(missing, checkpoint, training.program, place)

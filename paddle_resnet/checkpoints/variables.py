@@ -306,8 +306,6 @@ def snapshot(program):
     optimizer = {name: read(name) for name in others}
     for name in parameters:
         if name + MASTER in others:
-            if name + MASK in parameters:  # the optimizer masks the half-precision parameter, but not the master copy
-                optimizer[name + MASTER] = optimizer[name + MASTER] * params[name + MASK].astype(np.float32)
             params[name] = optimizer[name + MASTER]
     return params, optimizer
 

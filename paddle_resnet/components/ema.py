@@ -3,9 +3,8 @@
 A training program contains an EMA variable for each parameter that its optimizer updates and for each BN running
 statistic. EMA variables are persistable, have the type float32 and keep their addresses, so captured steps and
 evaluation programs can use them. With custom kernels, the operator native_ema updates all EMA variables after the
-optimizer step. native_ema is separate from the update operator, because it runs after ASP has masked the updated
-weights, and also averages BN statistics. native_ema takes 0.3 % of a ResNet-50 step on an H100
-(benchmarks/log/kernels_h200.md).
+optimizer step. native_ema is separate from the update operator, because it also averages BN statistics. native_ema
+takes 0.3 % of a ResNet-50 step on an H100 (benchmarks/log/kernels_h200.md).
 """
 
 from dataclasses import dataclass
@@ -56,11 +55,6 @@ def add(step: "StepBuilder") -> None:
             graph.float32(target, name + SUFFIX, block.var(name).shape, persistable=True)
         startup.append_op(type="assign", inputs={"X": value}, outputs={"Out": name + SUFFIX})
     (_add_native if step.is_native else _add_paddle)(step, values, weight)
-    for name, value in values.items():
-        mask = step.masks.get(name)
-        if value != name and mask:  # ASP masks only the parameter, not its master weight
-            average, mask = block.var(name + SUFFIX), _cast(block, block.var(mask))
-            graph.append(block, "elementwise_mul", {"X": average, "Y": mask}, {"Out": average}, axis=-1)
 
 
 def state(step: "StepBuilder") -> "State":

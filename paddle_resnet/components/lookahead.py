@@ -6,7 +6,6 @@ custom kernels, the operator native_lookahead updates all parameters.
 """
 
 import argparse
-import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -75,7 +74,7 @@ def _add_native(step, is_due, alpha):
     """Add one operator per precision."""
     from paddle_resnet import graph
 
-    block, at = step.main.global_block(), itertools.count(step.end_of_update)
+    block = step.main.global_block()
     for has_masters in (False, True):
         values = {name: value for name, value in step.values.items() if (name != value) == has_masters}
         if not values:
@@ -89,7 +88,7 @@ def _add_native(step, is_due, alpha):
         inputs |= {"Rate": is_due, "Unscale@OPTIONAL": is_due}
         outputs = {"ParametersOut@VECTOR": parameters, "StateOut@VECTOR": state}
         attrs = {"hyperparameters": [float(alpha)], "decays": [0.0] * len(parameters)}
-        graph.insert(block, next(at), "native_lookahead", inputs, outputs, **attrs)
+        graph.append(block, "native_lookahead", inputs, outputs, **attrs)
 
 
 def _add_paddle(step, is_due, alpha):
@@ -97,19 +96,19 @@ def _add_paddle(step, is_due, alpha):
 
     from paddle_resnet import graph
 
-    block, at = step.main.global_block(), itertools.count(step.end_of_update)
+    block = step.main.global_block()
 
-    def insert(op_type, inputs, out, **attrs):
-        graph.insert(block, next(at), op_type, inputs, {"Out": out}, **attrs)
+    def append(op_type, inputs, out, **attrs):
+        graph.append(block, op_type, inputs, {"Out": out}, **attrs)
 
     weight = graph.float32(block, unique_name.generate("lookahead_weight"), [1])
-    insert("scale", {"X": is_due}, weight, scale=float(alpha))
+    append("scale", {"X": is_due}, weight, scale=float(alpha))
     for name, value in step.values.items():
         slow, parameter, exact = (block.var(variable) for variable in (name + SUFFIX, name, value))
-        insert("lerp", {"X": slow, "Y": exact, "Weight": weight}, slow)
-        insert("lerp", {"X": exact, "Y": slow, "Weight": is_due}, exact)
+        append("lerp", {"X": slow, "Y": exact, "Weight": weight}, slow)
+        append("lerp", {"X": exact, "Y": slow, "Weight": is_due}, exact)
         if exact is not parameter:
-            insert("cast", {"X": exact}, parameter, **graph.cast_types(exact, parameter))
+            append("cast", {"X": exact}, parameter, **graph.cast_types(exact, parameter))
 
 
 def state(step: "StepBuilder") -> "State":

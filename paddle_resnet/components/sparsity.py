@@ -1,4 +1,10 @@
-"""2:4 sparsity (ASP)."""
+"""2:4 sparsity (ASP).
+
+The gradients of pruned weights are set to 0, and all values that belong to these weights start at 0: the weights, their
+float32 master weights, the optimizer state and the averages. Every update rule keeps such values at 0. Paddle instead
+sets the weights to 0 after each update, so their master weights and optimizer state change, are part of norms (--clip-
+grad-norm, LAMB), and would have to be saved to continue a run exactly.
+"""
 
 import functools
 import itertools
@@ -64,23 +70,36 @@ def prepare(step: "StepBuilder") -> None:
 
 
 def wrap(optimizer, settings: Settings):
-    """Return an optimizer that keeps pruned weights at 0, if --asp is set."""
+    """Return an optimizer that adds masks to the program and keeps pruned weights at 0, if --asp is set."""
     from paddle.incubate import asp
 
     return asp.decorate(optimizer) if settings.asp else optimizer
 
 
 def add(step: "StepBuilder") -> None:
-    """Add masks for frozen parameters, for which Paddle adds none. The program then prunes them, and --freeze does not
-    change which variables a checkpoint contains."""
+    """Multiply the gradients by the masks, instead of the updated parameters as Paddle does. Also add masks for frozen
+    parameters, for which Paddle adds none, so that --freeze does not change which variables a checkpoint contains."""
     from paddle.incubate.asp.asp import ASPHelper
 
-    if step.part(Settings).asp:
-        ASPHelper._create_mask_variables(step.main, step.startup, step.frozen)
+    from paddle_resnet import graph
+
+    if not step.part(Settings).asp:
+        return
+    ASPHelper._create_mask_variables(step.main, step.startup, step.frozen)
+    block, updates = step.main.global_block(), graph.updates(step.main)
+    graph.remove(block, [op for op in block.ops if op.type == "elementwise_mul" and op.input("Y")[0].endswith(MASK)])
+    at = itertools.count(block.ops.index(updates[0]))
+    for op in updates:
+        mask = op.input("Param")[0] + MASK
+        if block.has_var(mask):
+            gradient = block.var(op.input("Grad")[0])
+            inputs = {"X": gradient, "Y": block.var(mask)}
+            graph.insert(block, next(at), "elementwise_mul", inputs, {"Out": gradient}, axis=-1)
+    graph.sync(block)
 
 
 def prune(main_prog, place, algorithm):
-    """Set two of every four weights to zero, and keep them zero during training (--prune-model).
+    """Set two of every four weights to zero, and keep them zero during training (--prune-model). See apply_masks.
 
     Paddle's `asp.prune_model` is not used: with the CUDA build, it crashes for a Fleet program on a machine without a
     GPU, and its mask_2d_best maximizes the sum of the kept weights instead of the sum of their magnitudes.
@@ -98,13 +117,30 @@ def prune(main_prog, place, algorithm):
     dense = {parameter.name for parameter in narrow}
     scope, masks = static.global_scope(), {}
     for parameter in (*sparse, *narrow):
-        tensor = scope.find_var(parameter.name).get_tensor()
-        weight = np.array(tensor)
+        weight = np.array(scope.find_var(parameter.name).get_tensor())
         mask = np.ones_like(weight) if parameter.name in dense else compute_mask(weight, algorithm)
-        tensor.set(weight * mask, place)
         scope.find_var(parameter.name + MASK).get_tensor().set(mask, place)
         masks[parameter.name] = mask
+    apply_masks(main_prog, place)
     return masks
+
+
+def apply_masks(main_prog, place):
+    """Set all values of pruned weights to 0: the weights, their master weights, the optimizer state and the averages.
+    Checkpoints of version 0.1.0 contain other values in the optimizer state."""
+    from paddle import static
+
+    scope = static.global_scope()
+    names = [variable.name for variable in main_prog.list_vars() if variable.persistable]
+    for parameter in layers(main_prog)[0]:
+        mask = np.array(scope.find_var(parameter.name + MASK).get_tensor())
+        belonging = (f"{parameter.name}_", f"{parameter.name}.")
+        for name in names:
+            if name == parameter.name or (name.startswith(belonging) and not name.endswith(MASK)):
+                tensor = scope.find_var(name).get_tensor()
+                if tensor.shape() == list(mask.shape):  # otherwise, the powers of Adam's betas
+                    value = np.array(tensor)
+                    tensor.set(value * mask.astype(value.dtype), place)
 
 
 def compute_mask(weight, algorithm):

@@ -122,7 +122,7 @@ def _minimize(args, step, loss):
 
 def add_update(step):
     """Turn the operators that Paddle's minimize has added into the update of the flags."""
-    step.describe_update(MASTER, sparsity.MASK, all_reduces.bn_statistics(step.main))
+    step.describe_update(MASTER, all_reduces.bn_statistics(step.main))
     known = facts.of(step.main)
     known.optimizer = step.part(optimizer.Settings).optimizer
     known.inputs[step.schedule._var_name] = step.schedule

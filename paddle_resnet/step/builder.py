@@ -32,7 +32,6 @@ class StepBuilder:
         model: the network (paddle.nn.Layer), once built.
         frozen: parameters that the optimizer does not update (--freeze).
         values, frozen_values: {trained or frozen parameter: variable that contains its float32 value}, after minimize.
-        masks: {parameter: its mask of ASP}, after minimize.
         bn_statistics: running means and variances, after minimize.
         factor: variable with which custom kernels multiply the gradients, 0 in a skipped step; None stands for 1.
     """
@@ -45,8 +44,8 @@ class StepBuilder:
         self.image_size, self.batch_size = settings.image_shape[1:], settings.batch_size
         self.images, self.targets, self.class_images = None, {}, None
         self.model, self.frozen = None, []
-        self.values, self.frozen_values, self.masks, self.bn_statistics = {}, {}, {}, []
-        self.factor, self._after_update = None, 0
+        self.values, self.frozen_values, self.bn_statistics = {}, {}, []
+        self.factor = None
         facts.of(main).backend = self.backend
 
     @property
@@ -72,24 +71,15 @@ class StepBuilder:
         random = self.random(name)
         return self.declare(f"{name}.seed", lambda: random().integers(1, 2**31), dtype="int32")
 
-    def describe_update(self, master: str, mask: str, bn_statistics: list[str]) -> None:
+    def describe_update(self, master: str, bn_statistics: list[str]) -> None:
         """Note what the components of the update need to know about the operators that minimize has added.
 
         Args:
-            master, mask: suffixes of the names of master weights and masks.
+            master: suffix of the names of master weights.
             bn_statistics: see the attribute.
         """
         block, updates = self.main.global_block(), graph.updates(self.main)
         self.values = {op.input("Param")[0]: graph.value_of(op) for op in updates}
         names = [parameter.name for parameter in self.frozen]
         self.frozen_values = {name: name + master if block.has_var(name + master) else name for name in names}
-        names = [*self.values, *self.frozen_values]
-        self.masks = {name: name + mask for name in names if block.has_var(name + mask)}
         self.bn_statistics = bn_statistics
-        self._after_update = len(block.ops) - 1 - block.ops.index(updates[-1])
-
-    @property
-    def end_of_update(self) -> int:
-        """The position after the update of the parameters and before the operators of ASP, which set pruned parameters
-        to 0."""
-        return len(self.main.global_block().ops) - self._after_update

@@ -338,6 +338,61 @@ def test_bfloat16_parameters_follow_float32_masters(parse):
         np.testing.assert_array_equal(in_float32, with_master)
 
 
+@pytest.mark.parametrize("optimizer", ["Momentum", "LAMB", "RAdam"])
+@pytest.mark.parametrize("kernels", ["paddle", "native"])
+def test_all_values_of_pruned_weights_remain_zero(parse, use_native, kernels, optimizer):
+    """These values include the optimizer state, which is part of norms, the slow weights and the averages."""
+    flags = ["--optimizer", optimizer, "--lr", "0.1", "--weight-decay", "0.1", "--ema", "0.9", "--lookahead", "2,0.5"]
+    args = parse("--asp", "--prune-model", "--clip-grad-norm", "1", *flags, *NHWC)
+    if kernels == "native":
+        use_native(args)
+    compiled, exe, fetchs, lr_scheduler, main = build(args)
+    mask = sparsity.prune(main, paddle.CPUPlace(), args.mask_algo)["conv2d_4.w_0"]
+    for images, labels in random_batches(3, (32, 32, 4)):
+        exe.run(compiled, {"data": images, "label": labels}, [fetchs["loss"][0]])
+        lr_scheduler.step()
+    names = [v.name for v in main.list_vars() if v.persistable and v.name.startswith("conv2d_4.w_0")]
+    values = {name: variable(name) for name in names if variable(name).shape == mask.shape}
+    assert len(values) == {"Momentum": 5, "LAMB": 6, "RAdam": 6}[optimizer] and np.mean(mask) == 0.5
+    for name, value in values.items():
+        np.testing.assert_array_equal(value != 0, mask != 0, err_msg=name)
+
+
+def test_state_of_pruned_weights_in_old_checkpoints_is_set_to_zero(parse):
+    """Version 0.1.0 masked the parameters after each update, but neither their master weights nor their velocities."""
+    args = parse("--asp", "--prune-model", "--optimizer", "AdamW")
+    *_, main = build(args)
+    mask = sparsity.prune(main, paddle.CPUPlace(), args.mask_algo)["conv2d_4.w_0"]
+    scope = static.global_scope()
+    state = {
+        name: variable(name)
+        for name in ("conv2d_4.w_0_beta1_pow_acc_0", "conv2d_4.b_0", "linear_0.w_0_moment1_0")
+        if scope.find_var(name) is not None
+    }
+    moment = scope.find_var("conv2d_4.w_0_moment1_0").get_tensor()
+    moment.set(np.ones(mask.shape, np.float32), paddle.CPUPlace())
+    sparsity.apply_masks(main, paddle.CPUPlace())
+    np.testing.assert_array_equal(np.array(moment), mask)
+    assert len(state) == 2
+    for name, value in state.items():
+        np.testing.assert_array_equal(variable(name), value)
+
+
+def test_gradients_are_masked_between_loss_scaling_and_clipping(parse, gpu_lists):
+    args = parse("--asp", "--prune-model", "--clip-grad-norm", "1", *NHWC)
+    args.set("Python", amp=True, amp_dtype="float16", amp_level="O2", use_dynamic_loss_scaling=True)
+    main = static.Program()
+    program.build(frozen(args), main, static.Program(), 1)
+    block = main.global_block()
+    [update] = [op for op in block.ops if "Param" in op.input_names and op.input("Param") == ["conv2d_4.w_0"]]
+    gradient = update.input("Grad")[0]
+    users = [(op.type, gradient in op.output_arg_names) for op in block.ops if gradient in op.input_arg_names]
+    at = users.index(("elementwise_mul", True))
+    assert [name for name, _ in users[:at]][-1] == "update_loss_scaling"
+    assert [name for name, _ in users[at + 1 :]] == ["cast", "elementwise_mul", "momentum"]
+    assert [op.type for op in block.ops if "conv2d_4.w_0" in op.output_arg_names] == ["momentum"]
+
+
 START = np.linspace(-1, 1, 16, dtype="float32").reshape(4, 4)
 
 
