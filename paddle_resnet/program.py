@@ -124,15 +124,10 @@ def create_strategy(args, is_train=True):
         (BuildStrategy, None). The second element is None, because Paddle 2.5 and newer do not accept an
         ExecutionStrategy.
     Raises:
-        UsageError: --fuse-resunit is set, but this build of Paddle lacks the pass; or --device is still auto.
+        UsageError: --device is still auto.
     """
     processes.check_resolved(args.device)
     strategy = static.BuildStrategy()
-    if args.fuse_resunit and not compat.fuse_residual_units(strategy):
-        raise UsageError(
-            f"--fuse-resunit: this build of Paddle {paddle.__version__} lacks fused residual units; use --fuse-resunit "
-            "false"
-        )
     if args.device == "gpu" and is_train:
         # The operator that fuses addition and activation has no bfloat16 kernel, so its fusion is not enabled in
         # bfloat16. The BN fusion passes can stay enabled, because they skip bfloat16 operators.

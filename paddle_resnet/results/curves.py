@@ -45,8 +45,8 @@ def _draw(series, points, xlabel, mark, from_zero, last_x, has_log_x):
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = min(y for _, y in points), _without_outliers([y for _, y in points])
-    figure, titles = Figure(SIZE, layout="constrained"), []
-    axes = figure.add_subplot()
+    figure, titles = Figure(SIZE), []
+    axes = figure.add_axes((0.14, 0.16, 0.84, 0.81))
 
     def draw(line, title, css, **style):
         titles.append(title)

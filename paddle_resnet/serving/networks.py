@@ -167,7 +167,7 @@ def _recorded(checkpoint, device, model_arch_name):
     args = restore.recorded_flags(checkpoint, meta, model_arch_name)
     if model_arch_name is not None:
         args.set("Python", model_arch_name=model_arch_name)
-    args.set("Python", fuse_resunit=False, resume=False, profile_steps=None, device=device)
+    args.set("Python", resume=False, profile_steps=None, device=device)
     return checkpoint, meta, args
 
 
