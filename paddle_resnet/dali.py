@@ -17,7 +17,7 @@ from paddle_resnet.data import headers, listing, numbering, readers
 from paddle_resnet.data.iterators import READER, EmptyIterator, ShardIterator, StateError, SyntheticIterator
 from paddle_resnet.job import processes, watchdog
 from paddle_resnet.settings.declarations import DEFAULTS, FLAGS
-from paddle_resnet.settings.values import flag, text
+from paddle_resnet.settings.values import flag_name, text
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
 from paddle_resnet.utils.mode import Mode
@@ -66,7 +66,7 @@ def build_dataloader(args, mode, state=None, trained=None):
     """Build the iterator over this process's shard.
 
     Args:
-        args: flags. Unresolved flags for the device and the number of classes are resolved in place.
+        args: Settings; if they are not frozen, the loader uses the result of resolution.resolve_data.
         mode: with Mode.TRAIN, images are shuffled and augmented, and the last partial batch is dropped. With Mode.EVAL,
             every image of the data set is read once, in order, and the last batch may be smaller.
         state: return value of state() of this process's training loader; the new loader resumes at the next batch. If
@@ -89,7 +89,7 @@ def build_dataloader(args, mode, state=None, trained=None):
         StateError: the state is damaged.
     """
     watchdog.phase(f"image listing ({mode.value})")
-    resolution.resolve_data(args, mode)
+    args = resolution.resolve_data(args, mode)
     rank, world_size = processes.rank(), processes.world_size()
     if args.data_format == "synthetic":
         return _synthetic_loader(args, mode, state)
@@ -202,7 +202,7 @@ def open_data_set(args, mode, trained=None):
 
 def _conditions(args, data_format, size, digest=None):
     """Return the conditions that must not change between saving a loader state and resuming from it."""
-    flags = {flag(name): getattr(args, name) for name, declaration in FLAGS.items() if declaration.batches}
+    flags = {flag_name(name): getattr(args, name) for name, declaration in FLAGS.items() if declaration.batches}
     counts = {"number of images": size, "number of processes": processes.world_size()}
     files = {LIST: digest[:16]} if digest else {}
     versions = {"DALI version": nvidia.dali.__version__, VERSION: VERSION_NUMBER}
@@ -246,7 +246,7 @@ def _usable(args, state, conditions, steps):
         return None, False
     # Older checkpoints lack the conditions of newer flags, the hash of the image list, and the version of the loader.
     batches = {name: declaration.before for name, declaration in FLAGS.items() if declaration.batches}
-    older = {flag(name): DEFAULTS[name] if before is None else before for name, before in batches.items()}
+    older = {flag_name(name): DEFAULTS[name] if before is None else before for name, before in batches.items()}
     older |= {LIST: conditions.get(LIST), VERSION: 1}
     before = older | state["conditions"]
     # Older checkpoints may contain conditions of flags that no longer exist. Such a flag had no effect if it was 0 or

@@ -1,6 +1,7 @@
 """Tools for data sets: `python -m paddle_resnet.dataset COMMAND`."""
 
 import argparse
+import dataclasses
 import shutil
 import sys
 from concurrent.futures.process import BrokenProcessPool
@@ -120,7 +121,7 @@ def _add_sample(commands):
     sample.add_argument("--output", required=True, metavar="DIR", help="folder to create, with train/ and val/")
 
 
-def _run_sample(args):
+def _run_sample(args: argparse.Namespace):
     outputs.claim(folders={"--output": args.output})
     try:
         n_train, n_val = write_sample(args.output)
@@ -143,7 +144,7 @@ def _add_split(commands):
     command.add_argument("--seed", type=numbers.seed, default=0, metavar="N", help="seed of the random selection")
 
 
-def _run_split(args):
+def _run_split(args: argparse.Namespace):
     from paddle_resnet.tools import split
 
     _claim_folder(args)
@@ -205,7 +206,7 @@ def _add_convert(commands):
     _add_label_flags(command)
 
 
-def _run_convert(args):
+def _run_convert(args: argparse.Namespace):
     if args.quality is not None and args.resize_short is None:
         raise UsageError(f"--quality {args.quality}: requires --resize-short; add it, or remove --quality")
     _claim_folder(args)
@@ -230,7 +231,7 @@ def _run_convert(args):
     print(f"{args.output}: {' and '.join(f'{count} {split}' for split, count in counts.items())} images as {args.to}")
 
 
-def _with_progress(args, write):
+def _with_progress(args: argparse.Namespace, write):
     """Lock the output folder, and return the result of write(progress function of the check or None, progress function
     of the conversion)."""
     from rich.console import Console
@@ -271,9 +272,9 @@ def _add_import(commands):
         commands,
         "import",
         _run_import,
-        "import ImageNet's archives, or images with labels in a table; repeat the command to resume",
+        "import a data set as downloaded: archives, tables, Parquet, arrays; repeat the command to resume",
     )
-    command.add_argument("source", metavar="SOURCE", help="folder as downloaded, or a table; not modified")
+    command.add_argument("source", metavar="SOURCE", help="folder as downloaded, or a file; not modified")
     command.add_argument("--list", action="store_true", help="print only what the source contains")
     command.add_argument("--output", metavar="DIR", help="folder to create, for --image-root of a run")
     command.add_argument("--to", choices=convert.FORMATS, default="webdataset", help="format to write")
@@ -285,13 +286,22 @@ def _add_import(commands):
         type=_fraction,
         metavar="F",
         help="fraction of each class that goes to val/ if the source has no validation images (default: "
-        f"{sources.DEFAULT_VAL} for a table, none for ImageNet)",
+        f"{sources.DEFAULT_VAL}, none for ImageNet)",
     )
     command.add_argument("--allow-partial", action="store_true", help="warn about missing images instead of stopping")
     columns = (("--image-column", "paths or ids of the images"), ("--label-column", "labels"))
     for flag, content in (*columns, ("--split-column", "splits")):
-        command.add_argument(flag, metavar="NAME", help=f"column of a table with the {content} (default: detected)")
+        command.add_argument(flag, metavar="NAME", help=f"column or feature with the {content} (default: detected)")
     command.add_argument("--delimiter", metavar="TEXT", help="text between the columns of a table (default: detected)")
+    command.add_argument(
+        "--label-index", type=numbers.integer(0, 999), metavar="N", help="index of the label if records have several"
+    )
+    command.add_argument(
+        "--class-depth",
+        type=numbers.integer(1, 9),
+        metavar="N",
+        help="number of nested folders that form a class (default: detected)",
+    )
     _add_shards(command)
     command.add_argument(
         "--workers", type=numbers.threads, metavar="N", help="number of worker processes (default: one per core)"
@@ -299,9 +309,10 @@ def _add_import(commands):
     command.add_argument("--unchecked", action="store_true", help="skip the initial check of all images")
 
 
-def _run_import(args):
-    names = ("allow_partial", "val", "image_column", "label_column", "split_column", "delimiter")
-    options = sources.Options(**{name: getattr(args, name) for name in names})
+def _run_import(args: argparse.Namespace):
+    options = sources.Options(
+        **{field.name: getattr(args, field.name) for field in dataclasses.fields(sources.Options)}
+    )
     if args.list:
         for line in sources.describe(args.source):
             print(line)
@@ -325,7 +336,7 @@ def _add_index(commands):
     command.add_argument("root", metavar="DIR", help="folder of the shards")
 
 
-def _run_index(args):
+def _run_index(args: argparse.Namespace):
     created, existing = convert.build_indexes(args.root)
     print(f"{args.root}: {counted(created, 'index file')} created, {existing} already existed")
 
@@ -350,7 +361,7 @@ def _add_preview(commands):
     )
 
 
-def _run_preview(args):
+def _run_preview(args: argparse.Namespace):
     _claim_file("--output", args.output, args.root)
     inspection = _inspection()
 
@@ -381,7 +392,7 @@ def _add_verify(commands):
     _add_label_flags(command)
 
 
-def _run_verify(args):
+def _run_verify(args: argparse.Namespace):
     from paddle_resnet.tools import verify
 
     _claim_file("--fix-list", args.fix_list, args.root)
@@ -402,7 +413,7 @@ def _run_verify(args):
     return 1 if report.training_would_fail else 0
 
 
-def _claim_folder(args):
+def _claim_folder(args: argparse.Namespace):
     """Raise UsageError if the output folder of a command would replace the data set that the command reads."""
     outputs.claim(folders={"--output": args.output}, protected=[("the data set", args.source)])
 
@@ -421,7 +432,7 @@ def _add_info(commands):
     _add_label_flags(command)
 
 
-def _run_info(args):
+def _run_info(args: argparse.Namespace):
     _claim_file("--output", args.output, args.root)
     inspection = _inspection()
 
@@ -451,7 +462,7 @@ def _add_speed(commands):
     )
 
 
-def _run_speed(args):
+def _run_speed(args: argparse.Namespace):
     inspection = _inspection()
 
     inspection.speed(args.root, args.threads, args.loads, args.batches, args.repeats, args.train_flags)

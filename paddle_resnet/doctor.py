@@ -3,6 +3,7 @@
 Checks that load native libraries run in child processes, so that a crash is reported as a problem.
 """
 
+import argparse
 import functools
 import io
 import json
@@ -28,7 +29,7 @@ LEAST_MEMORY, LEAST_DISK, LEAST_SHARED_MEMORY = 4 * GIB, 2 * GIB, 1 * GIB
 LEAST_OPEN_FILES = 1024
 TIMEOUT_S = 300
 LIBRARIES = [("libcudnn.so", "cuDNN"), ("libcublas.so", "cuBLAS"), ("libnccl.so", "NCCL")]
-# Flags of train.py for a test with a tiny network. On a GPU, four steps are enough to capture and replay a step.
+# Flags of train.py for a test with tiny images. On a GPU, four steps are enough to capture and replay a step.
 STEP = [
     *("--model-arch-name", "ResNet18", "--num-of-class", "8", "--image-shape", "4,32,32", "--crop-size", "32"),
     *("--resize-short", "36", "--batch-size", "8", "--data-layout", "NHWC", "--data-format", "synthetic"),
@@ -60,7 +61,7 @@ def examine(output_dir):
 
 
 def _nvidia_gpus():
-    """Return [[name, memory, driver]] for all GPUs that nvidia-smi reports, or [] if there is no driver."""
+    """Return [[name, memory, driver]] for all GPUs that nvidia-smi reports, or [] if nvidia-smi is missing or fails."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -71,7 +72,7 @@ def _nvidia_gpus():
 
 def _gpu_rows(gpus, facts):
     if not gpus:
-        yield Row("driver", "no NVIDIA driver; training uses the CPU")
+        yield Row("driver", "nvidia-smi reports no GPU, so the tests use the CPU")
         return
     yield Row("driver", gpus[0][2])
     for index, (name, memory, _) in enumerate(gpus):
@@ -153,8 +154,10 @@ def _has_jpeg_unit():
 def _nvrtc(native, capability):
     library = native._nvrtc()
     if library is None:
-        status = "no" if capability else "ok"
-        return ("NVRTC", "not found", status, installation("gpu") if capability else "")
+        if not capability:
+            return ("NVRTC", "not found", "ok", "")
+        remedy = f"{installation('gpu')}; otherwise, training uses Paddle's slower kernels"
+        return ("NVRTC", "not found", "note", remedy)
     import ctypes
 
     major, minor = ctypes.c_int(), ctypes.c_int()
@@ -178,7 +181,7 @@ def _compiler():
     command = os.environ.get("CXX", "").split() or ["g++"]
     path = shutil.which(command[0])
     if path is None:
-        remedy = "install a compiler, or set CXX; otherwise, training uses Paddle's kernels, which are slower"
+        remedy = "install a compiler, or set CXX; otherwise, training uses Paddle's slower kernels"
         return Row("C++ compiler", f"{command[0]}: not found", "note", remedy)
     done = subprocess.run([path, "--version"], capture_output=True, text=True)
     return Row("C++ compiler", (done.stdout.splitlines() or [path])[0])
@@ -191,7 +194,7 @@ def _machine(gpu_count):
     yield Row("cores", f"{cores}, {platform.machine()}, Python {platform.python_version()}")
     available = memory.available()
     is_enough = available >= LEAST_MEMORY
-    remedy = "" if is_enough else f"ResNet-50 needs {LEAST_MEMORY // GIB} GiB per process; use a smaller --batch-size"
+    remedy = "" if is_enough else f"below {LEAST_MEMORY // GIB} GiB per process, use a smaller --batch-size"
     yield Row("memory", f"{available / GIB:.1f} GiB available", "ok" if is_enough else "note", remedy)
     try:
         shared = os.statvfs("/dev/shm")
@@ -199,12 +202,14 @@ def _machine(gpu_count):
     except OSError:
         size = 0
     is_enough = size >= LEAST_SHARED_MEMORY or gpu_count < 2
-    remedy = "" if is_enough else "NCCL needs shared memory between GPUs; start the container with --shm-size=1g"
+    remedy = "NCCL needs shared memory between GPUs; enlarge /dev/shm, or start the container with --shm-size=1g"
+    remedy = "" if is_enough else remedy
     yield Row("/dev/shm", f"{size / GIB:.1f} GiB", "ok" if is_enough else "note", remedy)
     files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     is_enough = files >= LEAST_OPEN_FILES or files == resource.RLIM_INFINITY
-    remedy = "" if is_enough else f"ulimit -n {min(most_files, 65536)}"
+    enough = 65536 if most_files == resource.RLIM_INFINITY else min(most_files, 65536)
+    remedy = "" if is_enough else f"ulimit -n {enough}"
     limits = f"open files {_limit(files)}, processes {_limit(processes)}"
     yield Row("ulimits", limits, "ok" if is_enough else "note", remedy)
 
@@ -238,7 +243,8 @@ def _tests(device, missing):
 
 
 def _decode_image(device):
-    """Decode a JPEG image with DALI. This function runs in a child process."""
+    """Decode a JPEG image with DALI. Raises ValueError if the pixels are wrong. This function runs in a child
+    process."""
     import numpy as np
     from nvidia.dali import fn, pipeline_def
     from PIL import Image
@@ -328,8 +334,8 @@ def _print_table(rows):
 
 
 def main(argv=None):
-    """Check this machine and return the exit code: 0 if training works, 1 if training would fail, 2 for a usage error,
-    130 if interrupted."""
+    """Check this machine, and return the exit code: 0 if training works, 1 if it would fail; for errors, see
+    exit_codes.of."""
     from paddle_resnet import config
     from paddle_resnet.utils import exit_codes
 
@@ -343,7 +349,7 @@ def main(argv=None):
     return exit_codes.of(program("doctor"), lambda: _main(parser.parse_args(argv)))
 
 
-def _main(args):
+def _main(args: argparse.Namespace):
     rows = list(examine(args.output_dir))
     works = all(row.status != "no" for row in rows)
     if args.json:

@@ -19,7 +19,8 @@ from paddle_resnet.optimizers.schedules import build_lr_scheduler
 from paddle_resnet.passes import all_reduces, averages, folding, quantization
 from paddle_resnet.settings import durations, parsing, validation
 from paddle_resnet.settings.declarations import RESUMED, of_kinds
-from paddle_resnet.settings.values import flag, text
+from paddle_resnet.settings.groups import benchmark, output
+from paddle_resnet.settings.values import flag_name, text
 from paddle_resnet.steps import trace
 from paddle_resnet.utils import logger, outputs, progress
 from paddle_resnet.utils.affinity import bind_to_gpu
@@ -70,8 +71,9 @@ def find_start(args):
     resolution.resolve_kernels(args)
     resolution.resolve_classes(args, Mode.TRAIN if args.run_scope.trains else Mode.EVAL)
     folder = folders.run_folder(args.output_dir, args.model_arch_name)
-    resolution.resolve_report(args, folder, report.default_name(args))
-    args.finalize(budget.pending(args, checkpoint))
+    resolution.resolve_report(args, folder, report.default_name(args.run_scope, args.benchmark))
+    budget.is_needed(args, checkpoint)  # raises an error if the run cannot choose its epochs
+    args.finalize()
     if args.run_scope.trains and not args.benchmark:
         saver.check_folder(folder, checkpoint, args.start_paths(), args.overwrite, args.resume)
     return checkpoint
@@ -89,7 +91,7 @@ def log_evaluated(args, checkpoint):
 
 
 def _origin(args, checkpoint):
-    return restore.origin(checkpoint, args.from_pretrained_params, args.setting("model_prefix"))
+    return restore.origin(checkpoint, args.from_pretrained_params, args.flag_value("model_prefix"))
 
 
 def claim_outputs(args, checkpoint):
@@ -106,13 +108,14 @@ def _claim(args, checkpoint, folder):
     from paddle_resnet.results import lr_curve
 
     is_saving = args.run_scope.trains and not args.benchmark
+    files = args.part(output.Settings), args.run_scope.evaluates and not args.benchmark
     outputs.claim(
-        report.outputs(args) | {"the trace of --profile-steps": trace.path(args.profile_steps, args.output_dir)},
+        report.outputs(*files) | {"the trace of --profile-steps": trace.path(args.profile_steps, args.output_dir)},
         {"--output-dir": folder if is_saving else None, "--tensorboard-dir": args.tensorboard_dir},
         inputs=[*input_files(args), ("the lr_find curve", folder / lr_curve.DATA)],  # shown by --report-html
         protected=[("the data set's", path) for path in listing.occupied(args.image_root)],
         run_folder=folder,
-        announced=report.announced(args),
+        announced=report.announced(*files),
     )
     logger.setup(args.report_file)  # lock the report before check_replaced examines it
     report.check_replaced(args, checkpoint, folder)
@@ -121,7 +124,7 @@ def _claim(args, checkpoint, folder):
 def input_files(args):
     """Return [(flag, path)] for the files that the run reads, except those of the data set."""
     starts = args.start_paths().items()
-    read = [(flag(name), getattr(args, name)) for name in ("config", "skip_list")]
+    read = [(flag_name(name), getattr(args, name)) for name in ("config", "skip_list")]
     read += [("--model-arch-name", path) for path, _ in filter(None, [user_file.split(args.model_arch_name)])]
     read += [(flag, f"{start}.{suffix}") for flag, start in starts for suffix in ("pdparams", "pdopt")]
     read += [(flag, path) for flag, start in starts for path in Path(start).glob("*.pd*")]
@@ -156,7 +159,11 @@ def open_data(args, checkpoint):
     if trains:
         dali.warn_of_unused_outputs(args, train_loader)
     if checkpoint is None:  # a run that continues checks the steps when its position is known, before its first step
-        trace.check(args.profile_steps, durations.first_pass(args, len(train_loader or eval_loader)))
+        steps = len(train_loader or eval_loader)
+        if trains:
+            uniform = durations.uniform(args.accumulate_steps, steps)
+            steps = durations.first_pass(args.part(durations.Settings), uniform)
+        trace.check(args.profile_steps, args.part(benchmark.Settings).total_steps or steps)
     return train_loader, eval_loader
 
 
@@ -334,21 +341,41 @@ def _fold(args, exe, evaluation):
     return []
 
 
-def check_and_describe(args, exe, training, evaluation):
+def check_and_describe(args, exe, checkpoint, training, evaluation):
     """Check that all processes have the same data and network, choose the epochs for --budget-minutes, and log the
-    settings and the start line. Raise UsageError if the processes differ, or if budget.choose fails."""
+    settings and the start line.
+
+    Returns:
+        (settings, training) with the chosen epochs.
+    Raises:
+        UsageError: the processes differ, or budget.choose fails.
+    """
     loaders = [work and work.loader for work in (training, evaluation)]
     main = training or evaluation
     agreement.check_work(args.kernels, *loaders, main.program)
     fused = program.fused_operators(args, main.compiled)
-    if args.pending and not args.dry_run:
-        budget.choose(args, exe, training, evaluation)
+    if budget.is_needed(args, checkpoint) and not args.dry_run:
+        args = budget.choose(args, exe, training, evaluation)
+        training = _with_settings(args, training)
     if training and not args.benchmark:
         _warn_of_bn_momentum(args, training)
     if args.show_config:
         logger.info(describe(args))
     count = all_reduces.count_gradient_all_reduces(main.program)
-    logger.info(report.start_line(main.settings, *loaders, fused, count, main.compiled.captured is not None))
+    settings = (training or evaluation).settings
+    logger.info(report.start_line(settings, *loaders, fused, count, main.compiled.captured is not None))
+    return args, training
+
+
+def _with_settings(args, training):
+    """Return the Work for training, which begins in epoch 0, with different settings. The programs and the settings on
+    which they depend stay the same."""
+    first, *later = stages_from(args, 0)
+    works = [
+        (stage.first_epoch, work._replace(settings=stage.settings))
+        for stage, (_, work) in zip(later, training.later, strict=True)
+    ]
+    return training._replace(settings=first.settings, later=works)
 
 
 def _warn_of_bn_momentum(args, training):
@@ -357,7 +384,9 @@ def _warn_of_bn_momentum(args, training):
     programs = [training.program, *(work.program for _, work in training.later)]
     momentum = max(map(all_reduces.bn_momentum, programs))
     schedule = training.lr_scheduler
-    batches = durations.total_steps(args, schedule.timeline) * schedule.timeline.accumulate_steps
+    batches = (
+        durations.total_steps(args.part(durations.Settings), schedule.timeline) * schedule.timeline.accumulate_steps
+    )
     if momentum**batches <= INITIAL_BN_WEIGHT or schedule.done:
         return
     fitting = min(0.9, math.floor(INITIAL_BN_WEIGHT ** (1 / batches) * 100) / 100)

@@ -66,7 +66,7 @@ def _run(args, argv):
         training, evaluation = phases.build_programs(args, exe, train_loader, eval_loader, checkpoint)
         checkpoint = phases.set_weights(args, checkpoint, training, evaluation)
         training, evaluation = phases.compile_programs(args, exe, training, evaluation)
-        phases.check_and_describe(args, exe, training, evaluation)
+        args, training = phases.check_and_describe(args, exe, checkpoint, training, evaluation)
         if args.dry_run:
             logger.info("dry run: flags, data and programs are valid")
         elif training is None:
@@ -99,10 +99,10 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
     saver = Saver(args, training.program, training.lr_scheduler, training.loader, training.fetchs, checkpoint)
     training = phases.show_on_tensorboard(args, training, checkpoint)
     logger.begin(args.as_entry(), append=report.resumes(args, checkpoint))
-    is_advised = False
-    resumed = checkpoint and checkpoint.trained  # training metrics if only the evaluation is pending
+    is_advised, resumed = False, checkpoint and checkpoint.trained  # metrics if only the evaluation is pending
     schedule = training.lr_scheduler
-    for stop in durations.stops(args, schedule.timeline, schedule.done - (resumed is not None)):
+    length = args.part(durations.Settings)
+    for stop in durations.stops(length, schedule.timeline, schedule.done - (resumed is not None)):
         trained, resumed, evaluated = resumed, None, None
         try:
             if trained is None:

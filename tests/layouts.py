@@ -2,6 +2,7 @@
 
 import colorsys
 import io
+import os
 import re
 import shlex
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 from PIL import Image
 
 from paddle_resnet import dataset
-from paddle_resnet.data import readers, records
+from paddle_resnet.data import numbering, readers, records
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
 
@@ -70,6 +71,33 @@ def obey(message):
             subprocess.run(command, shell=True, check=True)
     root = re.search(r"use --image-root (\S+)", message)
     return root and root[1].rstrip(",;")
+
+
+def obeyed_remedy(root, what, counts, capsys):
+    """Obey the error message of a training run on a folder that contains `what`. Check that training reads the imported
+    data set, that it contains {split: number of images} `counts`, and that other commands say the same. Return the
+    class names and {Mode: [listing.Image]}."""
+    message = error_of_training(root)
+    assert what in message
+    imported = obey(message)
+    names, images = None, {}
+    for mode, count in zip(Mode, counts.values(), strict=True):
+        _, numbers, images[mode] = numbering.images(imported, mode)
+        names = numbers.classes
+        assert len(images[mode]) == count
+        assert colors_match(images[mode])
+    assert dataset.main(["verify", imported]) == 0
+    capsys.readouterr()
+    assert dataset.main(["import", str(root), "--list"]) == 0
+    assert what in capsys.readouterr().out
+    return names, images
+
+
+def error_of_import(root, capsys, *flags):
+    """Return the error message of an import, which must exit with code 2 and leave no output."""
+    assert dataset.main(["import", str(root), "--output", f"{root}_output", *flags]) == 2
+    assert not os.path.exists(f"{root}_output")
+    return capsys.readouterr().err
 
 
 def error_of_training(root):

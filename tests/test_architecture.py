@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import structure
 from conftest import ROOT
 
 # Layers from top to bottom. A layer may import from itself and from the layers below it.
@@ -125,13 +126,6 @@ def test_layer_check_detects_import_from_higher_layer(tmp_path):
     assert layer("paddle_resnet.program") < layer("paddle_resnet.job.exchange")
 
 
-def parameters(path):
-    """Return all (function, parameter) pairs in a file, without parameters that are the Settings of one component."""
-    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
-    pairs = [(f.name, a) for f in functions for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs)]
-    return [(f, a.arg) for f, a in pairs if a.annotation is None or ast.unparse(a.annotation) != "Settings"]
-
-
 # Functions in the layers below program.py and dali.py that take all settings: these functions set flags, compare or
 # save all flags, or read the flags that an entry of a table names.
 TAKE_SETTINGS = {
@@ -140,6 +134,7 @@ TAKE_SETTINGS = {
     "job": ["check_start"],
     "optimizers": ["build_lr_scheduler", "build_optimizer"],
 }
+MAX_TAKE_SETTINGS = 140  # python tests/structure.py lists the functions; reduce this number when it falls
 FOLDERS = [
     "checkpoints",
     "components",
@@ -159,10 +154,18 @@ FOLDERS = [
 def test_low_level_functions_take_no_settings_object(folder):
     paths = [*(ROOT / "paddle_resnet" / folder).glob("*.py")]
     assert paths
-    found = [f for path in paths for f, name in parameters(path) if name in ("args", "settings")]
+    found = [f.name for path in paths for f in structure.functions(path) if structure.takes_settings(f)]
     assert sorted(found) == sorted(TAKE_SETTINGS.get(folder, []))
-    # Check that the search can find a parameter called "args".
-    assert ("create_strategy", "args") in parameters(ROOT / "paddle_resnet/program.py")
+
+
+def test_number_of_functions_that_take_all_settings_does_not_grow():
+    assert 0 < structure.measure()["functions that take all settings"] <= MAX_TAKE_SETTINGS
+
+
+def test_parameters_that_contain_all_settings_are_found():
+    code = "def f(args): ...\ndef g(settings: Settings): ...\ndef h(x, settings: values.Settings): ...\ndef i(x): ..."
+    functions = ast.parse(code).body
+    assert [f.name for f in functions if structure.takes_settings(f)] == ["f", "h"]
 
 
 @pytest.mark.parametrize("name", ["paddle_resnet/train.py", "paddle_resnet/phases.py", "paddle_resnet/program.py"])

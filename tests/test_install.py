@@ -46,7 +46,7 @@ def test_wheel_contains_only_the_package(checkout):
     assert not [name for name in required if name.startswith(("pytest", "ruff", "allpairspy"))]
 
 
-@pytest.mark.parametrize("extra", ["gpu", "cpu", "onnx", "serve"])
+@pytest.mark.parametrize("extra", ["gpu", "cpu", "onnx", "serve", "parquet"])
 def test_extras_equal_the_requirement_files(extra):
     tomllib = pytest.importorskip("tomllib")  # part of Python since 3.11
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

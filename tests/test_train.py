@@ -65,6 +65,7 @@ def test_phases_run_in_order(record, monkeypatch, flags, processes, is_done, las
     record.results |= {"find_start": "checkpoint", "is_done": is_done, "open_data": ("train loader", "eval loader")}
     record.results |= {"build_programs": (training, evaluation), "set_weights": "restored checkpoint"}
     record.results["compile_programs"] = training and "compiled", evaluation
+    record.results["check_and_describe"] = args, training and "trained"
     train._run(args, flags)
     calls = {name: arguments for name, *arguments in record.calls}
     names = ["check_environment", "check_root", "phase", "check_version", "start", "connect", *PHASES[1:3]]
@@ -84,7 +85,8 @@ def test_phases_run_in_order(record, monkeypatch, flags, processes, is_done, las
     assert calls["build_programs"][2:] == ["train loader", "eval loader", "checkpoint"]
     assert calls["set_weights"] == [args, "checkpoint", training, evaluation]
     if last == "_run_epochs":
-        assert calls[last][3:] == ["restored checkpoint", "compiled", evaluation]
+        assert calls["check_and_describe"][2:] == ["restored checkpoint", "compiled", evaluation]
+        assert calls[last][3:] == ["restored checkpoint", "trained", evaluation]
 
 
 def test_paddle_that_cannot_be_imported_is_a_failure(monkeypatch):
@@ -144,7 +146,7 @@ def run_epochs(record, monkeypatch):
     def run_epochs(trained=None, evaluation="evaluation", last=None, failing=(None, None)):
         calls.clear()
         run_epochs.failing, Saver.last = failing, last
-        args = SimpleNamespace(as_entry=lambda: "entry")
+        args = SimpleNamespace(as_entry=lambda: "entry", part=lambda cls: "length")
         schedule = SimpleNamespace(timeline="timeline", done=7)
         training = phases.Work(args, "loader", "program", "fetchs", schedule)
         checkpoint = SimpleNamespace(trained=trained)

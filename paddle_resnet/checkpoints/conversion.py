@@ -38,7 +38,9 @@ def convert(file, output, arch=None, preprocessing=None, verbose=False, source=N
         content of meta.json, without the entries for format, files and checksum.
     Raises:
         UsageError: the package is not installed; the file cannot be read, does not match the network, or may belong to
-            a look-alike; or the output exists or cannot be written.
+            a look-alike; the network is unknown, or its weights cannot be converted; the output exists or cannot be
+            written; or this version of Paddle is not supported.
+        RunError, OSError: Paddle cannot be imported (see signals.importing_paddle).
     """
     output = Path(output)
     _check_new(output)
@@ -59,7 +61,7 @@ def convert(file, output, arch=None, preprocessing=None, verbose=False, source=N
         params, classes, projects, tensors = _match(path, arch, tensors)
     except foreign_names.MismatchError as e:
         hint = " (--verbose lists all tensors)" if e.lines and not verbose else ""
-        message = f"{path}: {e}; set --arch to the network of the weights{hint}"
+        message = f"{path}: {e}; {e.remedy}{hint}"
         raise UsageError(message, *(e.lines if verbose else [])) from e
     if model is None or source is not None:
         look_alikes.check(path, arch, tensors, projects, source)
@@ -129,7 +131,8 @@ def _read(path):
     try:
         return foreign_files.read(path)
     except arrays.UnreadableError as e:
-        raise UsageError(f"{path}: cannot be read ({e}); save only the network's state_dict in it") from e
+        remedy = "use a .pth, .safetensors or .pdparams file that contains only the network's state_dict"
+        raise UsageError(f"{path}: cannot be read ({e}); {remedy}") from e
 
 
 def _match(path, arch, tensors):
@@ -174,7 +177,7 @@ def _settings(arch, classes, preprocessing):
     network = {"model_arch_name": arch, "num_of_class": classes or IMAGENET_CLASSES, "image_shape": [3, side, side]}
     values = network | preprocessing
     parsed = parsing.parse(parsing.arguments(values))
-    return parsing.settings(parsed, dict.fromkeys(parsed, "Python"))
+    return parsing.make_settings(parsed, dict.fromkeys(parsed, "recorded"))
 
 
 def _meta(arguments, classes):

@@ -19,7 +19,7 @@ EXAMPLE = "128:0,160:20"
 FORM = "SIZE:EPOCH[:BATCH[:FACTOR]],..."
 
 
-def parse(text):
+def parse(text: str) -> list[str] | None:
     """Return the entries of --sizes as a list, or None for the text "None", which overrides a value in the
     configuration file. Raise ArgumentTypeError if an entry is invalid, or the epochs do not start at 0 and increase."""
     if text == "None":
@@ -105,14 +105,15 @@ class Stage(NamedTuple):
     lr_factor: float = 1.0
 
 
-def stages(settings):
+def stages(settings: values.Settings) -> list[Stage]:
     """Return the stages of a run, in the order of their epochs. Without --sizes and --unfreeze-at, a run has one
     stage."""
     sizes = {fields["first_epoch"]: fields for fields in map(_parse_entry, settings.sizes or ())}
     begins = {0, *sizes, *([] if settings.unfreeze_at is None else [settings.unfreeze_at])}
     if begins == {0} and not sizes:
         return [Stage(0, settings)]
-    result, fields = [], {}
+    result: list[Stage] = []
+    fields: dict = {}
     for first_epoch in sorted(begins):
         fields, of_stage = sizes.get(first_epoch, fields), settings.stage()
         if fields:
@@ -126,14 +127,14 @@ def stages(settings):
     return result
 
 
-def stages_from(settings, epoch):
+def stages_from(settings: values.Settings, epoch: int) -> list[Stage]:
     """Return the stage that contains an epoch, and all later stages."""
     every = stages(settings)
     current = max(i for i, stage in enumerate(every) if stage.first_epoch <= epoch)
     return every[current:]
 
 
-def timeline(settings, images):
+def timeline(settings: values.Settings, images: int) -> durations.Timeline:
     """Return the durations.Timeline of a run.
 
     Args:

@@ -70,12 +70,14 @@ class Image:
     Attributes:
         name: name in reports and skip lists. For an image file, the name is the path relative to image_root. For a
             record, the name is FILE@PLACE, where PLACE is the byte offset that DALI reports or, in an LMDB, the key.
-            For a member of an archive, the name is its path in the imported data set.
-        path: the image file, the record file or the archive.
+            For an image of a source of `dataset import`, the name begins with a path in the imported data set or
+            with FILE@PLACE.
+        path: the image file, the record file, or a file of a source.
         label: label of the image, or None for a record; records.read returns the label of a record.
-        kind: None for an image file, records.TAR_MEMBER, or the format of the record file.
+        kind: None for an image file, the format of the record file or, for a source of `dataset import`, the function
+            that returns the content of an image file when it is called with `path` and the elements of `place`.
         place: position for records.read: (offset, size, label offset, label size) in bytes, the key in an LMDB, or
-            (offset, size) of a member of an archive.
+            arguments of the function `kind`.
         label_offset: number that records.read subtracts from the stored label of a record.
     """
 

@@ -13,17 +13,17 @@ import subprocess
 import sys
 
 from paddle_resnet.data import truncation
-from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError, import_command
 from paddle_resnet.utils.files import open_regular
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".tif", ".tiff", ".webp")
 IMAGE_ENDINGS = f"{', '.join(IMAGE_SUFFIXES[:-1])} or {IMAGE_SUFFIXES[-1]}"  # for messages
 IMAGE_EXTENSIONS = tuple(suffix[1:] for suffix in IMAGE_SUFFIXES)
+DAMAGED = (ValueError, struct.error)  # exceptions for a damaged RecordIO file
 RECORDIO_MAGIC = 0xCED7230A
 # Fields: number of labels after the header, the label if this number is 0, two numbers that identify the image.
 RECORDIO_HEAD = struct.Struct("<IfQQ")
 TFRECORD_OVERHEAD = 16  # bytes per record in addition to the payload: length and two checksums
-TAR_MEMBER = "tar"  # kind of an image in an archive that `dataset import` reads; training cannot read such archives
 LABEL_DIGITS = 9  # maximum length of a label in a tar file; the DALI pipeline uses the same limit
 TFRECORD_IMAGE, TFRECORD_LABEL = "image/encoded", "image/class/label"
 TFRECORD_SYNSET, TFRECORD_TEXT = "image/class/synset", "image/class/text"  # optional names of the class
@@ -56,16 +56,32 @@ def read(image):
     return data, label - image.label_offset
 
 
+def read_slice(path, offset, size):
+    """Read an image that a file, such as an archive, contains uncompressed.
+
+    Args:
+        path: the file.
+        offset, size: position and size of the image in bytes.
+    Raises:
+        UsageError: the file is truncated.
+        OSError: the file cannot be read.
+    """
+    with open_regular(path) as f:
+        f.seek(offset)
+        data = f.read(size)
+    if len(data) < size:
+        raise UsageError(f"{path}: truncated at byte {offset + len(data)}; copy it again")
+    return data
+
+
 def _read_stored(image):
+    if callable(image.kind):
+        return image.kind(image.path, *image.place), image.label
     if image.kind == "lmdb":
         return _read_datum(image.path, image.place)
     with open_regular(image.path) as f:
         if image.kind is None:
             return f.read(), image.label
-        if image.kind == TAR_MEMBER:
-            offset, size = image.place
-            f.seek(offset)
-            return f.read(size), image.label
         offset, size, label_offset, label_size = image.place
         if image.kind != "webdataset":
             return _read_record(f, image.kind, offset, size)
@@ -94,28 +110,36 @@ def _read_record(f, kind, offset, size):
     f.seek(offset)
     try:
         if kind == "tfrecord":
-            return _read_example(tfrecord_payload(f, size))
-        data = _read_recordio(f)
-        count, label, _, _ = RECORDIO_HEAD.unpack_from(data)
-        start = RECORDIO_HEAD.size
-        if count > 1:
+            return _read_example(f.name, offset, tfrecord_payload(f, size))
+        labels, image = recordio_content(f)
+        if len(labels) > 1:
+            run = import_command(os.path.dirname(f.name) or ".", "--label-index", "0")
             raise UsageError(
-                f"{f.name}: the record at byte {offset} has {count} labels; this program trains one label per image, "
-                "so write the record again with one label"
+                f"{f.name}: the record at byte {offset} has {len(labels)} labels; this program trains one label per "
+                f"image, so choose one: run {run}"
             )
-        if count == 1:  # the label is stored after the header, and the header's own label has no meaning
-            (label,) = struct.unpack_from("<f", data, start)
-            start += 4
-        return data[start:], int(label) if label.is_integer() else label
-    except (ValueError, struct.error) as e:
+        return image, int(labels[0]) if labels[0].is_integer() else labels[0]
+    except DAMAGED as e:
         if isinstance(e, UsageError):
             raise
         raise _no_label(f.name, offset, e) from e
 
 
-def _no_label(shard, offset, reason):
+def _no_label(shard, offset, reason, remedy="write it again"):
     reason = " ".join(str(reason).split())
-    return UsageError(f"{shard}: the record at byte {offset} is not an image with a label ({reason}); write it again")
+    return UsageError(f"{shard}: the record at byte {offset} is not an image with a label ({reason}); {remedy}")
+
+
+def recordio_content(f):
+    """Return ((label as a float, ...), image) of the record at the current file position. Raise one of DAMAGED if the
+    record is damaged."""
+    data = _read_recordio(f)
+    count, label, _, _ = RECORDIO_HEAD.unpack_from(data)
+    start = RECORDIO_HEAD.size + 4 * count
+    if count == 0:
+        return (label,), data[start:]
+    # The labels are stored after the header, and the header's own label has no meaning.
+    return struct.unpack_from(f"<{count}f", data, RECORDIO_HEAD.size), data[start:]
 
 
 def recordio_end(f, offset, size):
@@ -192,7 +216,7 @@ def read_class(shard, offset, size):
     with open_regular(shard) as f:
         f.seek(offset)
         try:
-            features = _features(tfrecord_payload(f, size))
+            features = example_features(tfrecord_payload(f, size))
         except ValueError as e:
             raise _no_label(shard, offset, e) from e
     labels = features[TFRECORD_LABEL].int64_list.value
@@ -201,7 +225,8 @@ def read_class(shard, offset, size):
     return (labels[0] if len(labels) == 1 else None, *texts)
 
 
-def _features(example):
+def example_features(example):
+    """Return {name: tf.train.Feature} of a serialized tf.train.Example. Raise ValueError if it is damaged."""
     from google.protobuf.message import DecodeError
     from tfrecord import example_pb2
 
@@ -211,22 +236,28 @@ def _features(example):
         raise ValueError("not a tf.train.Example") from e
 
 
-def _read_example(example):
-    features = _features(example)
+def _read_example(shard, offset, example):
+    features = example_features(example)
+    names = sorted(features)
     images, labels = features[TFRECORD_IMAGE].bytes_list.value, features[TFRECORD_LABEL].int64_list.value
     if not images or len(labels) != 1:
-        raise ValueError(f"expected one image in {TFRECORD_IMAGE} and one number in {TFRECORD_LABEL}")
+        expected = f"expected one image in {TFRECORD_IMAGE} and one number in {TFRECORD_LABEL}"
+        reason = f"{expected}, but the features are {', '.join(names[:5])}"
+        is_named = {TFRECORD_IMAGE, TFRECORD_LABEL} <= {*names}
+        remedy = {} if is_named else {"remedy": f"run {import_command(os.path.dirname(shard) or '.')}"}
+        raise _no_label(shard, offset, reason, **remedy)
     return images[0], labels[0]
 
 
 @functools.cache
 def datum_class():
     """Return the protobuf message class for records in a Caffe LMDB. The class has only those fields of caffe.proto
-    that encoded images use."""
+    that images use."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     field = descriptor_pb2.FieldDescriptorProto
-    fields = (("data", 4, field.TYPE_BYTES), ("label", 5, field.TYPE_INT32), ("encoded", 7, field.TYPE_BOOL))
+    fields = (("channels", 1, field.TYPE_INT32), ("height", 2, field.TYPE_INT32), ("width", 3, field.TYPE_INT32))
+    fields += (("data", 4, field.TYPE_BYTES), ("label", 5, field.TYPE_INT32), ("encoded", 7, field.TYPE_BOOL))
     file = descriptor_pb2.FileDescriptorProto(name="paddle_resnet/datum.proto", package="caffe", syntax="proto2")
     message = file.message_type.add(name="Datum")
     for name, number, kind in fields:
@@ -295,12 +326,25 @@ def lmdb_labels(folder, count):
     return len(keys), [_read_datum(folder, key)[1] for key in spread]
 
 
-def _read_datum(folder, key):
+def read_datum(folder, key):
+    """Return the Datum of a record in a Caffe LMDB. Raise UsageError if the LMDB is damaged or the record has no
+    label."""
     with _lmdb_transaction(folder) as transaction:
-        record = datum_class().FromString(transaction.get(key) or b"")
-        if not (record.encoded and record.HasField("label")):
-            raise UsageError(
-                f"{folder}: record {key.decode(errors='replace')} is not an encoded image with a label; "
-                "write encoded images"
-            )
-        return record.data, record.label
+        datum = datum_class().FromString(transaction.get(key) or b"")
+    if not datum.HasField("label"):
+        raise UsageError(f"{folder}: record {_text(key)} is not an encoded image with a label; write it again")
+    return datum
+
+
+def _read_datum(folder, key):
+    datum = read_datum(folder, key)
+    if not datum.encoded:
+        raise UsageError(
+            f"{folder}: record {_text(key)} is not an encoded image, but an array of pixels; run "
+            f"{import_command(os.path.dirname(folder))}"
+        )
+    return datum.data, datum.label
+
+
+def _text(key):
+    return key.decode(errors="replace")

@@ -15,11 +15,12 @@ import secrets
 import socket
 import time
 
-# Maximum length of a message, which limits the memory that a connection can use.
+# Maximum length of a message between monitors, which limits the memory that a connection can use.
 LINE_BYTES = 1 << 16
 # Time limit for sending the key, and maximum number of connections that have not sent the key.
 KEY_S, MAX_UNAUTHENTICATED = 10, 64
-# Timeout of connect(), and time after which TCP closes the connection to a machine that does not respond.
+# Time during which connect() starts new attempts, and time after which TCP closes the connection to a machine that does
+# not respond.
 CONNECT_S, SILENCE_S = 30, 30
 
 

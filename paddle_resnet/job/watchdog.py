@@ -3,7 +3,7 @@ job, and report a failure.
 
 A rank that waits in a collective operation cannot detect that another rank has died, because the rank waits in C code
 (with NCCL, indefinitely). Therefore each rank has a separate process that monitors the job. The overhead per step is
-one integer store.
+two integer stores.
 """
 
 import contextlib
@@ -55,7 +55,8 @@ def start(rank, world_size, timeout_s, master, from_rank_0):
         from_rank_0: function of exchange.py. It is allowed to wait indefinitely for rank 0, because the monitor is
             already running and ends this rank if the job fails.
     Raises:
-        UsageError: `master` is not an address of rank 0's machine.
+        UsageError: rank 0's machine cannot listen on the host of `master` (on rank 0).
+        ValueError: another rank sent an invalid key.
     """
     global _monitor
     stop()
@@ -88,8 +89,9 @@ def stop():
 
 
 def report_failure(error):
-    """Report to all other ranks the error that ends this rank. If the failure of another rank may have caused the
-    error, first wait briefly for the report of that failure, which would end this process."""
+    """Report to all other ranks the error that ends this rank, which must then exit within END_S. If the failure of
+    another rank may have caused the error, first wait PATIENCE_S for the report of that failure, which would end this
+    process."""
     if _monitor is None:
         return
     if not isinstance(error, (UsageError, RunError, KeyboardInterrupt)):

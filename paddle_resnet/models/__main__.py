@@ -25,11 +25,13 @@ def size(arch, side, num_classes=CLASSES):
         num_classes: number of outputs.
     Returns:
         {"parameters": number of trainable parameters,
-        "multiply_adds": number of multiply-adds of all convolutions and matrix products for one image,
+        "multiply_adds": number of multiply-adds of all convolutions and matrix products for one image, excluding those
+        that depend only on parameters (layers.FLOAT32_SCOPE),
         "activation_bytes": size per image of the float16 tensors that Paddle's backward operators read, excluding the
         image itself}.
     Raises:
         UsageError: see build_model and logits.
+        RunError, OSError: Paddle cannot be imported (see signals.importing_paddle).
     """
     with signals.importing_paddle():
         import paddle

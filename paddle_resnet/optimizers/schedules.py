@@ -148,8 +148,9 @@ def build_lr_scheduler(args, timeline):
     settings = args.part(rates.Settings)
     factor = processes.world_size() * args.accumulate_steps
     peak, low = (rate * factor for rate in (settings.lr, settings.min_lr))
-    steps_of = functools.partial(durations.steps_of, args, timeline)
-    total, warmup_steps = durations.total_steps(args, timeline), steps_of(settings.warmup_epochs)
+    length = args.part(durations.Settings)
+    steps_of = functools.partial(durations.steps_of, length, timeline)
+    total, warmup_steps = durations.total_steps(length, timeline), steps_of(settings.warmup_epochs)
     if warmup_steps > total:
         logger.warn(
             f"--warmup-epochs {settings.warmup_epochs}: longer than the run, so the whole run is warm-up; use a lower "

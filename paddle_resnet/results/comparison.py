@@ -18,8 +18,7 @@ PLACES = {"output_dir", "report_file", "report_html", "tensorboard_dir", "predic
 
 
 def main(argv=None):
-    """Compare runs and return the exit code: 0 for success, 1 if the page cannot be written, 2 for a usage error or an
-    unusable report, 130 if interrupted."""
+    """Compare the runs that the arguments specify, and return the exit code (see exit_codes.of)."""
     parser = Parser(
         prog="report",
         description="Compare runs: metrics, curves, flags that differ, and the first step at which the losses differ.",
@@ -114,7 +113,8 @@ def flags(runs):
 
 
 def first_difference(first, other):
-    """Describe the first step at which the training losses of two runs differ."""
+    """Describe the first step at which the training losses of two runs differ. Only steps that both runs have logged
+    are compared."""
     steps = [
         (step, a["train.loss"], other.steps[step]["train.loss"])
         for step, a in sorted(first.steps.items())
@@ -143,7 +143,8 @@ def _text(value):
 
 
 def _print_curves(console, runs):
-    """Print a row of bars for each run and metric, with the same scale for all runs."""
+    """Print a row of bars for each run and each metric of CURVES, with the same scale for all runs. A metric with fewer
+    than two values in all runs together is omitted."""
     for name, title in CURVES.items():
         curves = {run: [y for _, y in points] for run, _, points in _series(runs, name)}
         values = [y for curve in curves.values() for y in curve]

@@ -6,7 +6,8 @@ import re
 from markupsafe import Markup, escape
 
 SIZE = 4.6, 2.7  # inches; a page scales the chart to the width of its column
-OUTLIER = 3  # the y axis ends at the 98th percentile if the largest value exceeds it by this factor
+# With at least 10 values, the y axis ends at their 98th percentile if the largest value exceeds OUTLIER times that.
+OUTLIER = 3
 TINY = 1e-30  # smaller values are drawn as 0, because ticks between them would exceed the precision of float64
 MOST_DOTS = 30  # lines with at most this number of points have dots
 # {CSS variable of the page: color in matplotlib's file, which _inline replaces with the variable}
@@ -19,7 +20,7 @@ def chart(series, xlabel="epochs done", mark=None, from_zero=False, last_x=0, ha
     """Draw lines with a common x axis.
 
     Args:
-        series: [(name, CSS class, [(x, y)])]; values below TINY are drawn as 0.
+        series: [(name, CSS class, [(x, y)])]; values from -TINY to TINY are drawn as 0.
         xlabel: label of the x axis.
         mark: (x, y, text) of a point to mark, or None.
         from_zero: whether the y axis begins at 0. Otherwise, the axis is logarithmic if all values are positive and

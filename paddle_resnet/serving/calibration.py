@@ -23,8 +23,8 @@ BATCH = 8
 BINS = 2048
 SMALLEST = 1e-30
 PERCENTILE = 99.99  # percentage of values that are not clipped
-# A tensor of an image is ignored if its largest activation exceeds the median over the images by this factor. In a
-# measured network, five of 512 images caused activations 10 to 1,000 times as large as the others
+# A tensor of an image is ignored if its largest activation exceeds the median over the images so far by this factor. In
+# a measured network, five of 512 images caused activations 10 to 1,000 times as large as the others
 # (benchmarks/log/int8_2cpu.md), and would have determined the means of all images.
 OUTLIER = 10
 
@@ -70,7 +70,7 @@ class Histogram:
 
     def range(self):
         """Return the upper end of the activation range, which the highest INT8 level represents: the PERCENTILE of the
-        values. Larger values are clipped."""
+        values, or 1 if all values count as zeros. Larger values are clipped."""
         if self.limit == 0:
             return 1.0
         bins = int(np.searchsorted(np.cumsum(self.counts), self.counts.sum() * PERCENTILE / 100)) + 1
@@ -92,6 +92,7 @@ def quantize(network, bits, image_root, images, allow_outside=False):
         Sample.
     Raises:
         UsageError: the data set or an image cannot be used, or an activation is not finite.
+        RunError: see image_files.predict.
     """
     drawn, available = draw(image_root, images, allow_outside)
     names, layers = list(quantization.activations(network.program)), quantization.layers(network.program)
@@ -166,7 +167,7 @@ def draw(image_root, count, allow_outside=False):
         ([listing.Image], number of images in the training split). The images are in random order and depend only on
         the data set and `count`.
     Raises:
-        UsageError: the data set cannot be used.
+        UsageError: the data set cannot be used, or its training split contains no images.
     """
     _, _, images = listing.images(image_root, Mode.TRAIN, allow_outside=allow_outside)
     if not images:
@@ -179,7 +180,8 @@ def draw(image_root, count, allow_outside=False):
 
 
 def _batches(description, image_root, images):
-    """Yield (batch in the network's input format, labels) for listing.Images."""
+    """Yield (batch in the network's input format, labels) for `images`, [listing.Image]. Raise UsageError if an image
+    cannot be read or decoded."""
     label_of = {}
 
     def read(image):

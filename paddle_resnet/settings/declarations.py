@@ -132,6 +132,6 @@ PARSER = _build_parser()
 ACTIONS = {action.dest: action for action in PARSER._actions if action.dest in FLAGS}  # {name: argparse action}
 
 
-def of_kinds(*kinds):
+def of_kinds(*kinds: str) -> tuple[str, ...]:
     """Return the names of all flags whose kind is in `kinds`."""
     return tuple(name for name, declaration in FLAGS.items() if declaration.kind in kinds)

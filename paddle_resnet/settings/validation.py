@@ -1,25 +1,27 @@
 """Check flags for invalid values and for conflicts, and drop values of a file or a recipe that conflict with explicit
 flags."""
 
+import itertools
 import math
 import os
+from collections.abc import Iterator
 
 from paddle_resnet.components import stages
 from paddle_resnet.models import RESIZE_RATIO
 from paddle_resnet.optimizers.table import OPTIMIZERS
-from paddle_resnet.settings import inheritance
+from paddle_resnet.settings import inheritance, values
 from paddle_resnet.settings.declarations import DEFAULTS, FLAGS, MODULES
 from paddle_resnet.settings.field import Conflict
 from paddle_resnet.settings.groups import images, machine, start
-from paddle_resnet.settings.values import argument, flag, listed, network_name, text
+from paddle_resnet.settings.values import argument, flag_name, listed, network_name, text
 from paddle_resnet.utils.errors import UsageError, command, printable
 from paddle_resnet.utils.mode import RunScope
 
 # Origins of the values that override values of a file or a recipe.
-HIGHEST = ("command line", "Python", "machine")
+HIGHEST = ("command line", "Python", "internal", "recorded", "machine")
 
 
-def check(settings):
+def check(settings: values.Settings) -> None:
     """Check the flags after all values have been inherited or derived.
 
     Raises:
@@ -28,27 +30,27 @@ def check(settings):
     _raise(_conflicts_of_settings(settings))
 
 
-def check_sizes(settings):
+def check_sizes(settings: images.Settings) -> None:
     """Check the flags that determine image sizes. Raises UsageError if a value is invalid, or flags conflict."""
-    _raise(images.size_conflicts(settings.part(images.Settings)))
+    _raise(images.size_conflicts(settings))
 
 
-def check_device(settings):
+def check_device(settings: values.Settings) -> None:
     """Check the flags that the device may not support, after --device is resolved. Raises UsageError if a flag requires
     a GPU, but the run or its loader is on the CPU."""
     _raise(_conflicts_of_device(settings))
 
 
-def check_kernels(settings):
+def check_kernels(settings: machine.Settings) -> None:
     """Raise UsageError if the kernels that --kernels selects do not support the layout."""
-    _raise(_conflicts_of_kernels(settings))
+    _raise(machine.conflicts(settings))
 
 
-def check_command(settings):
+def check_command(settings: values.Settings) -> None:
     """Check the flags of a command line before flags are inherited or chosen. Raises UsageError if a value is invalid,
     or flags conflict."""
     conflicts = [*_conflicts_of_command(settings)]
-    if not (_has_start(settings) or settings.resume or settings.choose_recipe):
+    if not (settings.part(start.Settings).is_from_weights or settings.resume or settings.choose_recipe):
         conflicts += _conflicts_of_settings(settings)
     _raise(conflicts)
 
@@ -58,12 +60,12 @@ def _raise(conflicts):
         raise UsageError(*messages)
 
 
-def drop_unused(settings):
+def drop_unused(settings: values.Settings) -> None:
     """Set each value that a flag of higher rank makes unused to its default, and add a message to settings.dropped. A
     value that the command line, Python or the machine sets has a higher rank than a value of a --config file, which has
     a higher rank than a value that --choose-recipe chooses. Conflicts between values of the same rank remain, and so
     do conflicts in which the value of higher rank is the unused one."""
-    ranks = {}  # {name of a dropped flag: rank of the flag with which it conflicts}
+    ranks: dict[str, int] = {}  # {name of a dropped flag: rank of the flag with which it conflicts}
     while found := next(_droppable(settings, ranks), None):
         name, conflict = found
         ranks[name] = max(_rank(settings, cause, ranks) for cause in conflict.by)
@@ -73,8 +75,9 @@ def drop_unused(settings):
 
 def _droppable(settings, ranks):
     """Yield (name, conflict) for each value of a file or a recipe that conflicts with a flag of higher rank."""
-    conflicts = (_conflicts_of_command, _conflicts_of_settings, _conflicts_of_device, _conflicts_of_kernels)
-    for conflict in (conflict for function in conflicts for conflict in function(settings)):
+    functions = (_conflicts_of_command, _conflicts_of_settings, _conflicts_of_device)
+    found = (conflict for function in functions for conflict in function(settings))
+    for conflict in itertools.chain(found, _conflicts_within(settings, machine)):
         highest = max((_rank(settings, name, ranks) for name in conflict.by), default=0)
         yield from ((name, conflict) for name in conflict.unused if 0 < _own_rank(settings, name) < highest)
 
@@ -99,13 +102,13 @@ def _dropped(settings, name, message):
     """Return the log message for a dropped value, with the reason from the error message of the conflict."""
     problem = message.partition("; ")[0]
     subject, _, reason = problem.partition(": ")
-    if subject.split()[0] != flag(name):
+    if subject.split()[0] != flag_name(name):
         subject, reason = argument(settings, name), problem
     source = "--choose-recipe" if settings.is_chosen(name) else settings.origin(name).replace("file", "--config", 1)
     return printable(f"{source}: ignoring {subject} ({reason})")
 
 
-def warnings(settings):
+def warnings(settings: values.Settings) -> Iterator[str]:
     """Yield a warning for each combination of flags that is valid but rarely intended."""
     ratio = settings.resize_short / settings.crop_size
     if ratio > 1.3:
@@ -119,7 +122,7 @@ def warnings(settings):
             "--batch-size 1: batch normalization computes its statistics from a single image per process, so the "
             "network may not learn; use 2 or more"
         )
-    if settings.freeze and trains and not (_has_start(settings) or settings.resume):
+    if settings.freeze and trains and not (settings.part(start.Settings).is_from_weights or settings.resume):
         yield (
             f"--freeze {text(settings.freeze)}: frozen layers would keep random initial weights; add "
             "--from-pretrained-params"
@@ -150,8 +153,8 @@ def warnings(settings):
         yield f"--budget-minutes {settings.budget_minutes:g}: has no effect with {obstacle}; remove it"
     for name in ("benchmark_steps", "benchmark_warmup_steps"):
         if settings.is_explicit(name) and not settings.benchmark:
-            flag_and_value = f"{flag(name)} {getattr(settings, name)}"
-            yield f"{flag_and_value}: has no effect without --benchmark; add it, or remove {flag(name)}"
+            flag_and_value = f"{flag_name(name)} {getattr(settings, name)}"
+            yield f"{flag_and_value}: has no effect without --benchmark; add it, or remove {flag_name(name)}"
     if OPTIMIZERS[settings.optimizer].is_adaptive and settings.lr > 0.03:
         yield f"--lr {settings.lr:g}: high for --optimizer {settings.optimizer}; use a lower rate, such as 0.001"
     if settings.device == "cpu" and settings.data_layout == "NHWC":
@@ -166,7 +169,7 @@ def _conflicts_of_command(settings):
     yield from _conflicts_within(settings, start)
     if (
         settings.run_scope is RunScope.EVAL_ONLY
-        and not _has_start(settings)
+        and not settings.part(start.Settings).is_from_weights
         and not settings.benchmark
         and not settings.resume
     ):
@@ -231,8 +234,8 @@ def _unused(settings):
         value, chosen = getattr(settings, name), choice and getattr(settings, choice)
         if choice and chosen not in users and value != DEFAULTS[name]:
             yield Conflict(
-                f"{flag(name)} {text(value)}: not used by {flag(choice)} {chosen}; remove it, or use "
-                f"{flag(choice)} {' or '.join(map(str, users))}",
+                f"{flag_name(name)} {text(value)}: not used by {flag_name(choice)} {chosen}; remove it, or use "
+                f"{flag_name(choice)} {' or '.join(map(str, users))}",
                 (name,),
                 (choice,),
             )
@@ -290,7 +293,7 @@ def _conflicts_of_output(settings):
     for name in ("predictions", "report_html"):
         if getattr(settings, name) is not None and settings.data_format == "synthetic":
             yield Conflict(
-                f"{flag(name)} {getattr(settings, name)}: not supported with --data-format synthetic; remove it",
+                f"{flag_name(name)} {getattr(settings, name)}: not supported with --data-format synthetic; remove it",
                 (name,),
                 ("data_format",),
             )
@@ -327,10 +330,6 @@ def _conflicts_of_stages(settings):
         )
 
 
-def _conflicts_of_kernels(settings):
-    yield from _conflicts_within(settings, machine)
-
-
 def _conflicts_of_device(settings):
     if settings.amp and settings.device == "cpu":
         yield Conflict(
@@ -353,7 +352,3 @@ def _conflicts_of_device(settings):
             ("cpu_decoder_load",),
             ("dali_device", "device"),
         )
-
-
-def _has_start(settings):
-    return settings.from_checkpoint is not None or settings.from_pretrained_params is not None

@@ -53,7 +53,8 @@ _DIFFERING = {
     "kind": "a different --as",
     "format": "a different --to",
 }
-NAMED = 10  # maximum number of undecodable images to list in a message
+NAMED = 10  # maximum number of unusable images to list in a message
+_REMEDY = "repair the image or, with convert, omit it with --skip-list"
 
 
 def convert(
@@ -72,15 +73,15 @@ def convert(
 ):
     """Convert all splits of a data set to a record format.
 
-    The labels are those that training would use, so they start at 0. The class names are written to output/classes.txt.
-    Training images are written in random order, and validation images in stored order.
+    The labels are those that training would use, so they start at 0. If the classes have names, the names are written
+    to output/classes.txt. Training images are written in random order, and validation images in stored order.
 
     Args:
         source: folder of a data set in any format (--image-root).
         output: folder to create, which can then be used as --image-root.
         to: record format to write, one of RECORD_FORMATS.
-        shards: number of training shards, by default one per IMAGES_PER_SHARD images. A validation shard contains as
-            many images as a training shard.
+        shards: number of training shards, by default one per IMAGES_PER_SHARD images. Shards of the validation split
+            contain as many images as those of the training split.
         resize_short: maximum length of an image's shorter side in pixels. Larger images are shrunk and stored upright
             as RGB JPEG files. All other image files are copied unchanged.
         quality: JPEG quality of the shrunk images, 1 to 100.
@@ -94,8 +95,8 @@ def convert(
     Returns:
         {split: number of images}.
     Raises:
-        UsageError: the source or an image is unusable, the output folder contains other files, or there are too many
-            shards.
+        UsageError: the source or an image is unusable, the output folder contains other files, or `shards` exceeds the
+            number of training images or is set for a format without shards.
         OSError: the output cannot be written.
     """
     splits, classes = _list_source(source, skip_list, allow_outside, label_offset)
@@ -126,7 +127,7 @@ def write(
         output, shards, resize_short, quality, workers, progress, check: see convert().
         to: one of FORMATS. For FOLDER, resize_short must be None.
         description: further entries of convert.json, which must not change when the command is repeated.
-        remedy: remedy in the error message for images that cannot be decoded; by default, to add --skip-list.
+        remedy: remedy in the error message of the check for unusable images; by default, to add --skip-list.
     Returns, Raises:
         see convert().
     """
@@ -230,8 +231,8 @@ def build_indexes(image_root):
     Returns:
         (number of index files created, number of index files that already existed).
     Raises:
-        UsageError: the folder contains no record files in these formats, a file is damaged, an index does not match its
-            record file, or an index cannot be written.
+        UsageError: the path is not a folder, or the folder contains no record files in these formats; or a file is
+            damaged, an index does not match its record file, or an index cannot be written.
     """
     if not os.path.isdir(image_root):
         raise UsageError(f"{image_root}: not a folder; use the folder that contains the shards")
@@ -248,7 +249,11 @@ def build_indexes(image_root):
 
 
 def _list_source(source, skip_list, allow_outside, label_offset=numbering.AUTO):
-    """Return ({split: [listing.Image]}, class names or None) of the source. Training images are in random order."""
+    """Return ({split: [listing.Image]}, class names or None) of the source. Training images are in random order.
+
+    Raises:
+        UsageError: the data set or the skip list cannot be used, or a split has no images.
+    """
     skip = listing.read_skip_list(skip_list, source, allow_outside) if skip_list is not None else frozenset()
     splits, classes = {}, None
     for mode in listing.splits(source):
@@ -364,7 +369,7 @@ def _check_decodable(source, images, workers, progress, remedy=None):
         more = f" and {len(failing) - NAMED} more" if len(failing) > NAMED else ""
         fix = f"run `{command('dataset', 'verify', source, '--fix-list', 'bad.txt')}` and add --skip-list bad.txt"
         raise UsageError(
-            f"{source}: {len(failing)} of {len(images)} images cannot be decoded: {', '.join(failing[:NAMED])}{more}; "
+            f"{source}: {len(failing)} of {len(images)} images cannot be used: {', '.join(failing[:NAMED])}{more}; "
             f"repair them, or {remedy or fix}"
         )
 
@@ -434,8 +439,12 @@ def _start_worker(parent, images, stop, resize_short, quality):
 
 
 def _prepare(image):
-    """Read a listing.Image, and shrink the image if requested. Return (bytes to store, extension without dot,
-    label)."""
+    """Read a listing.Image, and shrink the image if requested. Return (bytes to store, extension without dot, label).
+
+    Raises:
+        UsageError: the image cannot be read or shrunk, or its label is not a class.
+        InterruptedError: the conversion is being stopped.
+    """
     from PIL import Image
 
     if _stop.is_set():
@@ -443,9 +452,9 @@ def _prepare(image):
     try:
         data, label = records.read(image)
     except OSError as e:
-        raise UsageError(f"{image.path}: cannot be read ({e.strerror}); repair it or omit it with --skip-list") from e
+        raise UsageError(f"{image.path}: cannot be read ({e.strerror}); {_REMEDY}") from e
     if not listing.is_class(label):
-        raise UsageError(f"{image.full_name}: label {label:g} is not a class; omit the image with --skip-list")
+        raise UsageError(f"{image.full_name}: label {label:g} is not a whole number from 0; {_REMEDY}")
     label = int(label)
     if _resize_short is None:
         return data, _extension(image, data), label
@@ -460,13 +469,13 @@ def _prepare(image):
             out = io.BytesIO()
             picture.save(out, "JPEG", quality=_quality)
     except Exception as e:  # Pillow raises many types of exceptions for damaged files
-        raise UsageError(f"{image.full_name}: cannot be decoded ({e}); repair it or omit it with --skip-list") from e
+        raise UsageError(f"{image.full_name}: cannot be decoded ({e}); {_REMEDY}") from e
     return out.getvalue(), "jpg", label
 
 
 def _extension(image, data):
-    """Return the extension for an image in a tar shard: the extension of the image file if it is supported, otherwise
-    the extension that matches the first bytes of the file."""
+    """Return the extension for an image in a tar shard: the extension of an image file if it is supported and not jfif;
+    otherwise, and for a record, the extension that matches the first bytes of the image, by default jpg."""
     own = os.path.splitext(image.path)[1][1:].lower()
     if image.kind is None and own in records.IMAGE_EXTENSIONS and own != "jfif":  # .jpg is more common
         return own
@@ -492,7 +501,13 @@ def _write_shards(to, output, split, images, count, pool, report):
 
 
 def _write_shard(to, path, first, images):
-    """Write one shard and its index. The shard gets its final name only when both files are complete."""
+    """Write one shard and its index. The shard gets its final name only when both files are complete.
+
+    Raises:
+        UsageError: an image cannot be read, or its label is invalid.
+        OSError: a file cannot be written.
+        InterruptedError: the main process stops the workers.
+    """
     with files.written(path, f"{path}.partial") as partial:
         with SHARDED[to](str(partial)) as write:
             for number, image in enumerate(images, first):
@@ -534,17 +549,27 @@ def _write_files(tasks):
     for image, path in tasks:
         if _stop.is_set():
             raise InterruptedError
-        size = os.path.getsize(image.path) if image.kind is None else image.place[1]
+        data = None
+        if image.kind is None:
+            size = os.path.getsize(image.path)
+        elif image.kind is records.read_slice:
+            size = image.place[1]
+        else:
+            data, extension, _ = _prepare(image)
+            size = len(data)
+            if not path.lower().endswith(records.IMAGE_SUFFIXES):
+                path += f".{extension}"
         if os.path.lexists(path):
             if os.path.isfile(path) and os.path.getsize(path) == size:
                 continue
             os.unlink(path)  # an interrupted import left a part of the file
         if image.kind is None:
             link(os.path.realpath(image.path), path)
-        else:
+            continue
+        if data is None:
             data, *_ = _prepare(image)
-            with open(path, "wb") as f:
-                f.write(data)
+        with open(path, "wb") as f:
+            f.write(data)
     return len(tasks)
 
 

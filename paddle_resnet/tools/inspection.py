@@ -25,7 +25,8 @@ VERSIONS = 3  # number of augmented versions of each image in a preview
 
 
 def preview(root, output, images, arguments):
-    """Draw training images. Next to each image are VERSIONS augmented versions, as the network receives them.
+    """Draw training images. Next to each image are VERSIONS augmented versions, as the network receives them before
+    normalization.
 
     Args:
         root: folder of the data set.
@@ -58,7 +59,7 @@ def augmented(root, images, versions, arguments):
     if args.data_format == "synthetic":
         raise UsageError("--data-format synthetic: preview needs images; remove the flag")
     resolution.resolve_classes(args, Mode.TRAIN)
-    args.batch_size = versions
+    args.set("internal", batch_size=versions)
     place = root, Mode.TRAIN, args.data_format, args.num_of_class, args.allow_outside, args.label_offset
     _, numbers, listed = numbering.images(*place)
     names = numbers.class_names or []
@@ -245,7 +246,11 @@ def _take(loader, batches):
 
 
 def _parse(root, arguments):
-    """Parse flags of train.py, and return the settings with resolved devices."""
+    """Parse flags of train.py, and return the settings with the values that resolve_device and resolve_loader choose.
+
+    Raises:
+        UsageError: the flags are invalid or contain --image-root, or the device or the data set cannot be used.
+    """
     args = config.parse_args(arguments)
     if args.origin("image_root") == "command line":
         raise UsageError(f"--image-root {args.image_root}: DIR already is the folder of the data set; remove the flag")
@@ -257,9 +262,9 @@ def _parse(root, arguments):
 
 def open_loader(root, arguments):
     """Open the training loader of train.py, and return (loader, settings). The batch size is limited to the size of the
-    data set."""
+    data set. Raises UsageError if the flags or the data set cannot be used."""
     args = _parse(root, arguments)
     resolution.resolve_classes(args, Mode.TRAIN)
     if args.data_format != "synthetic":
-        args.batch_size = min(args.batch_size, dali.open_data_set(args, Mode.TRAIN).size)
+        args.resolve("data", batch_size=min(args.batch_size, dali.open_data_set(args, Mode.TRAIN).size))
     return dali.build_dataloader(args, Mode.TRAIN), args

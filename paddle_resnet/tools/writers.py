@@ -127,7 +127,7 @@ class _LMDBWriter:
 
         self._complete = os.path.exists(self._path)
         path = self._path if self._complete else f"{self._path}.partial"
-        # The initial size of the memory map is 64 MB. If the map is full, write() doubles its size.
+        # The initial size of the memory map is 64 MiB. If the map is full, write() doubles its size.
         with _lmdb_errors(path):
             self._environment = lmdb.open(path, map_size=1 << 26, readonly=self._complete, lock=not self._complete)
         self._count = self._environment.stat()["entries"]

@@ -14,7 +14,8 @@ _RUNNING = os.path.abspath(sys.argv[0]) if sys.argv and os.path.basename(sys.arg
 
 
 def printable(text):
-    """Return the text, with characters that would end the line or control the terminal escaped as \\n, \\x1b, etc."""
+    """Return the text with non-printable characters escaped as \\n, \\x1b, etc., because they could end the line or
+    control the terminal."""
     if text.isprintable():  # the usual case, without a loop over the characters
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -57,8 +58,8 @@ def script():
 
 
 def program(name):
-    """Return the name of a command in messages: train.py, paddle_resnet.dataset or, if installed, paddle-resnet
-    dataset."""
+    """Return the name of a command in messages, such as train.py, paddle_resnet.dataset or, if is_installed(),
+    paddle-resnet dataset."""
     if is_installed():
         return f"{SCRIPT} {name}"
     return TRAIN.name if name == "train" else f"paddle_resnet.{name}"
@@ -66,7 +67,7 @@ def program(name):
 
 def command(name, *arguments):
     """Return a command of this project, quoted for a shell, such as .venv/bin/python -m paddle_resnet.dataset index or,
-    if installed, paddle-resnet dataset index."""
+    if is_installed(), paddle-resnet dataset index. Paths below the working directory are relative to it."""
     if is_installed():
         words = [_typed(script(), SCRIPT), name]
     elif name == "train":
@@ -77,18 +78,25 @@ def command(name, *arguments):
 
 
 def installation(extra):
-    """Return the command that installs optional requirements, quoted for a shell.
+    """Return the command that installs a list of requirements, quoted for a shell. In a checkout, the command works in
+    the checkout's folder.
 
     Args:
-        extra: name of a list in pyproject.toml: gpu, cpu, onnx or serve.
+        extra: name of a list in pyproject.toml: gpu, cpu, onnx, serve or parquet.
     """
-    if is_installed():
-        return f"{python()} -m pip install {SCRIPT}[{extra}]"
-    return f"{python()} -m pip install -r requirements{'' if extra == 'gpu' else f'-{extra}'}.txt"
+    file = f"requirements{'' if extra == 'gpu' else f'-{extra}'}.txt"
+    return shlex.join([python(), "-m", "pip", "install", *([f"{SCRIPT}[{extra}]"] if is_installed() else ["-r", file])])
+
+
+def import_command(root, *flags):
+    """Return the text that suggests the command that imports a folder, and the --image-root that uses the result."""
+    output = f"{os.path.abspath(root)}_imported"
+    run = command("dataset", "import", root, *flags, "--output", output)
+    return f"`{run}` and use --image-root {shlex.quote(output)}"
 
 
 def core(error):
-    """Return the message of a Paddle error without the traces and hints that Paddle adds."""
+    """Return the message of an error in one line, without the traces and hints that Paddle adds."""
     matches = re.findall(r"^ *(\w*Error:\s+\S.*)|^ *(\(\w+\) .*)", str(error), re.MULTILINE)
     text = "".join(matches[-1]) if matches else str(error).strip() or repr(error)
     return " ".join(text.split()).rstrip(".")
@@ -101,10 +109,11 @@ NO_CLASS = (
 
 
 class UsageError(ValueError):
-    """A flag, configuration file, data set or checkpoint cannot be used. The exit code is 2.
+    """A flag, configuration file, data set, checkpoint or output path cannot be used. The exit code is 2.
 
-    UsageError is raised before the first step. The message contains the flag or path, the problem and the remedy. Each
-    argument is a line of the message, for example one line per conflict between flags.
+    The message contains the flag or path, the problem and the remedy. Each argument is a line of the message, for
+    example one line per conflict between flags. Code that can detect the problem before the first step must raise the
+    error then.
     """
 
     def __str__(self):
@@ -117,4 +126,4 @@ class DataError(UsageError):
 
 
 class RunError(RuntimeError):
-    """A run cannot continue. The exit code is 1. The message states what failed and where, and which work is saved."""
+    """A command cannot continue, for a reason other than its arguments or data. The exit code is 1."""

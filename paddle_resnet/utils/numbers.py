@@ -35,19 +35,22 @@ def integer(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
 
 
 def number(text: str) -> float:
-    """Parse a finite number, a fraction such as 1/255, or a power such as 2^-15, and return it as a float. Numbers
-    above MAX_NUMBER or below -MAX_NUMBER are invalid."""
+    """Parse a finite number, a fraction such as 1/255, or a power such as 2^-15, and return it as a float. Raises
+    argparse.ArgumentTypeError for other texts, and for numbers above MAX_NUMBER or below -MAX_NUMBER."""
     try:
         base, power, exponent = text.partition("^")
         value = float(Fraction(base)) if "/" in base else float(base)
         value = value ** int(exponent) if power else value
-    except (ValueError, ZeroDivisionError, OverflowError) as e:
+    except OverflowError:  # too large for a float, for example 10^400
+        value = 2 * MAX_NUMBER
+    except (ValueError, ZeroDivisionError) as e:
         message = f"'{short(text)}' is not a number; use a number such as 0.1 or 1/255"
         raise argparse.ArgumentTypeError(message) from e
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"{short(text)} is not finite; use a number such as 0.1 or 1/255")
     if abs(value) > MAX_NUMBER:
-        raise argparse.ArgumentTypeError(f"{short(text)} is out of range; use a number up to {MAX_NUMBER:g}")
+        allowed = f"use a number from -{MAX_NUMBER:g} to {MAX_NUMBER:g}"
+        raise argparse.ArgumentTypeError(f"{short(text)} is out of range; {allowed}")
     return value
 
 
@@ -61,7 +64,7 @@ def positive_number(text: str) -> float:
 def ratio(text: str) -> float:
     value = number(text)
     if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{short(text)} is not between 0 and 1; use a fraction such as 0.5")
+        raise argparse.ArgumentTypeError(f"{short(text)} is not between 0 and 1; use a number from 0 to 1")
     return value
 
 
@@ -138,7 +141,7 @@ seed = integer(0, 2**32 - 1)
 batch_size = integer(1, 2**16)
 num_of_class = integer(1, 2**24)  # RecordIO stores labels as float32, which is exact up to this limit
 threads = integer(1, 1024)  # number of threads or processes; thousands of threads would abort the process
-MAX_SIDE = 8192  # maximum side of a resized image in pixels; DALI has a larger limit, above which it fails
+MAX_SIDE = 8192  # maximum side of a resized image in pixels
 side = integer(1, MAX_SIDE)
 shape = list_of(integer(0, MAX_SIDE))
 number_list = list_of(number)

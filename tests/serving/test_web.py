@@ -263,7 +263,7 @@ def test_slow_body_is_answered_with_408(start, monkeypatch):
 
     status, _, content = request(start(), body=slow())
     assert status == 408
-    assert content == {"error": "POST /predict: not received within 0.2 s; send smaller images"}
+    assert content == {"error": "POST /predict: not received within 0.2 s; send fewer or smaller images"}
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_other_host_names_and_other_sites_are_rejected(start):
         assert request(port, "GET", "/", headers={"Host": host})[0] == 400
     for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)):
         actual, _, content = request(port, body=body, headers={"Sec-Fetch-Site": site})
-        assert actual == status and ("another website" in content.get("error", "")) == (status == 403)
+        assert actual == status and ("a different site" in content.get("error", "")) == (status == 403)
         assert request(port, "GET", "/", headers={"Sec-Fetch-Site": site})[0] == 200
 
 

@@ -167,10 +167,10 @@ def test_record_with_invalid_label_is_rejected_and_interrupted_worker_stops(monk
     image, stop = listing.Image("val.rec@4", "d/val.rec", None, "recordio"), threading.Event()
     monkeypatch.setattr(convert, "_stop", stop, raising=False)
     monkeypatch.setattr(records, "read", lambda image: (b"x", 0.5))
-    with pytest.raises(UsageError, match="^d/val.rec@4: label 0.5 is not a class; omit the image with --skip-list$"):
+    with pytest.raises(UsageError, match="^d/val.rec@4: label 0.5 is not a whole number from 0; repair the image or, "):
         convert._prepare(image)
     monkeypatch.setattr(records, "read", lambda image: os.stat(f"{os.devnull}/x"))
-    with pytest.raises(UsageError, match=r"^d/val.rec: cannot be read \(Not a directory\); repair it or omit it"):
+    with pytest.raises(UsageError, match=r"^d/val.rec: cannot be read \(Not a directory\); repair the image or, "):
         convert._prepare(image)
     stop.set()
     with pytest.raises(InterruptedError):
@@ -566,7 +566,7 @@ def test_all_undecodable_images_are_reported_before_writing(photos, tmp_path, ca
     command = ["convert", "--from", str(root), "--to", "tfrecord", "--output", str(output)]
     assert dataset.main(command) == 2
     stderr = " ".join(capsys.readouterr().err.split())
-    assert f"{root}: 2 of 53 images cannot be decoded: " in stderr
+    assert f"{root}: 2 of 53 images cannot be used: " in stderr
     assert f"paddle_resnet.dataset verify '{root}' --fix-list bad.txt` and add --skip-list bad.txt" in stderr
     assert all(name in stderr for name in names)
     assert not output.exists()

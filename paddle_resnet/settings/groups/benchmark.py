@@ -50,3 +50,8 @@ class Settings:
         parse=_steps,
         metavar="A:B",
     )
+
+    @property
+    def total_steps(self) -> int | None:
+        """The number of steps of a benchmark, or None if the run is not a benchmark."""
+        return self.benchmark_warmup_steps + self.benchmark_steps if self.benchmark else None

@@ -20,14 +20,6 @@ def _file_name(text):
 
 @dataclass(frozen=True)
 class Settings:
-    save_interval_steps: int = flag(
-        0,
-        "number of steps between additional checkpoints within an epoch; 0: no additional checkpoints",
-        topic="checkpoints",
-        kind="saving",
-        parse=numbers.not_negative,
-        used_by=("iter_unit", ("epoch",)),
-    )
     keep_checkpoints: int = flag(
         3,
         "number of newest checkpoints to keep, in addition to the best checkpoint and the same number of newest "

@@ -105,6 +105,11 @@ class Settings:
         parse=numbers.seed,
     )
 
+    @property
+    def is_from_weights(self) -> bool:
+        """Whether the run starts from a checkpoint or from pretrained parameters that a flag specifies."""
+        return self.from_checkpoint is not None or self.from_pretrained_params is not None
+
 
 def conflicts(settings: Settings) -> Iterator[Conflict]:
     """Yield a Conflict for each conflict between the flags of the start."""

@@ -66,7 +66,7 @@ def read(source, options):
 
 
 def _image(split, wnid, label, name, path, place):
-    kind = None if place is None else records.TAR_MEMBER
+    kind = None if place is None else records.read_slice
     return listing.Image(f"{split}/{wnid}/{os.path.basename(name)}", path, label, kind, place or ())
 
 
