@@ -84,7 +84,7 @@ def create_strategy(args, is_train=True):
         (BuildStrategy, None). The second element is None, because Paddle 2.5 and newer do not accept an
         ExecutionStrategy.
     Raises:
-        UsageError: --fuse-resunit is set, but this build of Paddle lacks the pass; or --device is still auto.
+        UsageError: --device is still auto.
     """
     return compilation.build_strategy(args.resolved, is_train), None
 

@@ -29,7 +29,6 @@ from paddle_resnet.utils.errors import RunError
 from paddle_resnet.utils.mode import Mode
 
 ON_GPU = paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0
-HAS_RESIDUAL_UNITS = compat.fuse_residual_units(paddle.static.BuildStrategy())
 pytestmark = pytest.mark.usefixtures("one_block")
 
 # The recipes, except those that choose their flags at the start of a run, which tests/test_recipe.py tests.
@@ -534,7 +533,7 @@ def test_scripts_of_nvidia_example_train_and_their_export_command_works(
     assert code == 0
     assert np.isfinite(list(losses(report).values())).all()
     warnings = capsys.readouterr().err
-    assert ("--fuse-resunit: has no effect" in warnings) == ("--fuse-resunit" in words and not HAS_RESIDUAL_UNITS)
+    assert ("--fuse-resunit: has no effect" in warnings) == ("--fuse-resunit" in words)
     if "--inference-dir" in words:
         command = re.search(
             r"--inference-dir (\S+): .*; after training, run \S+ -m paddle_resnet.export (.*)", warnings
@@ -543,7 +542,6 @@ def test_scripts_of_nvidia_example_train_and_their_export_command_works(
         assert (tmp_path / command[1] / "model.json").is_file()
 
 
-@pytest.mark.skipif(HAS_RESIDUAL_UNITS, reason="tests builds of Paddle without fused residual units")
 def test_flags_without_effect_do_not_differ_from_checkpoint_on_resume(run_train, capsys):
     flags = ["--fuse-resunit", "--inference-dir", "exported"]
     assert run_train(*flags)[0] == 0

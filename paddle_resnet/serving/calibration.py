@@ -22,7 +22,7 @@ WEIGHT_BITS = {"onnxruntime": 7, "tensorrt": 8}
 BATCH = 8
 BINS = 2048
 SMALLEST = 1e-30
-PERCENTILE = 99.99  # percentage of values that the "percentile" method does not clip
+PERCENTILE = 99.99  # percentage of values that are not clipped
 # A tensor of an image is ignored if its largest activation exceeds the median over the images so far by this factor. In
 # a measured network, five of 512 images caused activations 10 to 1,000 times as large as the others
 # (benchmarks/log/int8_2cpu.md), and would have determined the means of all images.
@@ -68,53 +68,16 @@ class Histogram:
         places = (values * np.float32(BINS / self.limit)).astype(np.int32)
         self.counts += np.bincount(np.minimum(places, BINS - 1), minlength=BINS)
 
-    def range(self, method):
-        """Return the upper end of the activation range, which the highest INT8 level represents. Larger values are
-        clipped. `method` is "entropy" or "percentile". If all values count as zeros, the range ends at 1."""
+    def range(self):
+        """Return the upper end of the activation range, which the highest INT8 level represents: the PERCENTILE of the
+        values, or 1 if all values count as zeros. Larger values are clipped."""
         if self.limit == 0:
             return 1.0
-        bins = {"entropy": _entropy_bins, "percentile": _percentile_bins}[method](self.counts)
+        bins = int(np.searchsorted(np.cumsum(self.counts), self.counts.sum() * PERCENTILE / 100)) + 1
         return self.limit * bins / BINS
 
 
-def _percentile_bins(counts):
-    return int(np.searchsorted(np.cumsum(counts), counts.sum() * PERCENTILE / 100)) + 1
-
-
-def _entropy_bins(counts):
-    """Return the number of bins below the clipping threshold that minimizes the Kullback-Leibler divergence between the
-    distributions of the original and the quantized values (Migacz, "8-bit Inference with TensorRT", GTC 2017). Every
-    fourth number from 128 is tested. If no threshold can be tested, no value is clipped."""
-    levels = 128
-    first, last = np.flatnonzero(counts)[[0, -1]]
-    used = int(last) + 1
-    best, best_divergence = used, np.inf
-    for bins in range(levels, used + 1, 4):
-        if bins <= first:  # all values would be clipped
-            continue
-        expected = counts[:bins].copy()
-        expected[-1] += counts[bins:].sum()
-        # Clipped values are counted in the last bin. The values that share a level are distributed evenly over the
-        # nonempty bins of this level.
-        level_of = np.arange(bins) * levels // bins
-        is_used = counts[:bins] > 0
-        sums = np.bincount(level_of, counts[:bins], levels)
-        sizes = np.bincount(level_of, is_used, levels)
-        actual = np.where(is_used, (sums / np.maximum(sizes, 1))[level_of], 0)
-        divergence = _divergence(expected / expected.sum(), actual / actual.sum())
-        if divergence < best_divergence:
-            best, best_divergence = bins, divergence
-    return best
-
-
-def _divergence(expected, actual):
-    """Return the Kullback-Leibler divergence between two distributions. `actual` is clipped from below, so that the
-    divergence remains finite if a level contains only clipped values."""
-    used = expected > 0
-    return float(np.sum(expected[used] * np.log(expected[used] / np.maximum(actual[used], 1e-9))))
-
-
-def quantize(network, bits, image_root, method, images, allow_outside=False):
+def quantize(network, bits, image_root, images, allow_outside=False):
     """Quantize a network in place: insert fake-quantization operators, determine the activation ranges from training
     images, and correct the biases. The images are preprocessed as in evaluation. If the largest value of an activation
     exceeds OUTLIER times the median of all images so far, this activation of the image is ignored, with a warning.
@@ -123,7 +86,6 @@ def quantize(network, bits, image_root, method, images, allow_outside=False):
         network: networks.Network on a CPU, with BN layers folded into the convolutions.
         bits: number of bits per weight.
         image_root: folder of the data set.
-        method: "percentile" or "entropy".
         images: maximum number of images to use.
         allow_outside: see draw.
     Returns:
@@ -163,7 +125,7 @@ def quantize(network, bits, image_root, method, images, allow_outside=False):
     with static.program_guard(network.program, static.Program()):
         quantization.insert(network.program)
     for i, histogram in enumerate(histograms.values()):
-        _set(network, quantization.range_name(i), [histogram.range(method)])
+        _set(network, quantization.range_name(i), [histogram.range()])
     for layer in layers:
         if layer.bias is not None:
             shift = _mean_error(layer, network.parameter(layer.weight), means[layer.input] / counts[layer.input], bits)

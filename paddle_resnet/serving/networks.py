@@ -169,7 +169,7 @@ def _recorded(checkpoint, device, model_arch_name):
     args = restore.recorded_flags(checkpoint, meta, model_arch_name)
     if model_arch_name is not None:
         args.set("command line", model_arch_name=model_arch_name)
-    args.set("internal", fuse_resunit=False, resume=False, profile_steps=None, device=device)
+    args.set("internal", resume=False, profile_steps=None, device=device)
     return checkpoint, meta, args
 
 

@@ -3,13 +3,11 @@
 import functools
 from collections import Counter
 
-import paddle
 from paddle import static
 
 from paddle_resnet import graph
 from paddle_resnet.components import accumulation, optimizer, precision
 from paddle_resnet.job import processes
-from paddle_resnet.machine import compat
 from paddle_resnet.optimizers import table
 from paddle_resnet.passes import fusion, statistics
 from paddle_resnet.step import cuda_graph, facts, scalars, trace
@@ -46,11 +44,6 @@ def build_strategy(args, is_train):
     """Return Paddle's BuildStrategy for a program. See program.create_strategy."""
     processes.check_resolved(args.device)
     strategy = static.BuildStrategy()
-    if args.fuse_resunit and not compat.fuse_residual_units(strategy):
-        raise UsageError(
-            f"--fuse-resunit: this build of Paddle {paddle.__version__} lacks fused residual units; use --fuse-resunit "
-            "false"
-        )
     if args.device == "gpu" and is_train:
         # The operator that fuses addition and activation has no bfloat16 kernel, so its fusion is not enabled in
         # bfloat16. The BN fusion passes can stay enabled, because they skip bfloat16 operators.

@@ -188,7 +188,7 @@ UNCHANGED = {
     "output_dir": "each run has its own",
     "max_bad_steps": "only counts non-finite losses: tests/checkpoints/test_resume.py",
     "inference_dir": "only logs the command that exports the network: tests/test_train.py",
-    "fuse_resunit": "requires a GPU build of Paddle 3: tests/machine/test_compat.py",
+    "fuse_resunit": "has no effect: tests/test_program.py",
     "hw_decoder_load": "requires a GPU; see GPU_FLAGS and tests/test_gpu.py",
     "device": "argument of run.py",
     "cpu_decoder_load": "requires a GPU: tests/test_gpu.py",
