@@ -105,11 +105,6 @@ def build_dataloader(args, mode, state=None, trained=None):
             else f"--image-root {args.image_root}: too few training images ({data_set.size}) for {world_size} "
             f"processes; start at most {counted(data_set.size, 'process', 'processes')}"
         )
-    if mode is Mode.TRAIN and args.cpu_decoder_load and _decoded_by_cpu(args) == 0:
-        raise UsageError(
-            f"--cpu-decoder-load {args.cpu_decoder_load}: less than half an image per batch of {args.batch_size}; use "
-            f"{1 / args.batch_size:.2g} or more, or remove the flag"
-        )
     conditions = _conditions(args, data_set.data_format, data_set.size, data_set.digest)
     state, continues_order_alone = _usable(args, state, conditions, per_process // args.batch_size)
     checkpoint = base64.b64decode(state.get("pipeline", "")) if state else None
@@ -350,7 +345,7 @@ def _define(args, data_set, mode, shard_id, num_shards):
         if args.crop_padding:
             images = _padded_crop(args, encoded, kind, resize, mean, seeds[5])
         else:
-            images = _random_resized_crop(args, encoded, kind, header, resize, seeds[5])
+            images = _random_resized_crop(args, encoded, kind, header, resize)
         mirror = fn.random.coin_flip(probability=0.5)
         if args.auto_augment != "none":
             images = _auto_augment(images, args, seeds[6:])
@@ -405,14 +400,8 @@ def _rounded(color):
     return np.clip(np.round(color), 0, 255).tolist()
 
 
-def _decoded_by_cpu(args):
-    """Return the number of images per training batch that --cpu-decoder-load assigns to the CPU."""
-    return round(args.cpu_decoder_load * args.batch_size)
-
-
-def _random_resized_crop(args, encoded, kind, header, resize, seed):
-    """Decode random crops and resize them. With --cpu-decoder-load, the CPU decodes and resizes a random subset of each
-    batch. The crops depend neither on the device nor on the decoder."""
+def _random_resized_crop(args, encoded, kind, header, resize):
+    """Decode random crops and resize them. The crops depend neither on the device nor on the decoder."""
     crop = fn.random_crop_generator(
         header,
         random_area=args.rand_crop_scale,
@@ -421,12 +410,9 @@ def _random_resized_crop(args, encoded, kind, header, resize, seed):
     )
     height, width = args.image_shape[1:]
     resize = functools.partial(fn.resize, resize_x=width, resize_y=height, **resize)
-    needs_cpu = kind & headers.CPU
-    if _decoded_by_cpu(args):
-        needs_cpu = needs_cpu | (fn.batch_permutation(seed=seed) < _decoded_by_cpu(args))
     if args.dali_device == "cpu":
         images = resize(_crop_on_cpu(encoded, kind, crop))
-    elif needs_cpu != 0:  # DALI evaluates this condition for each image
+    elif kind & headers.CPU != 0:  # DALI evaluates this condition for each image
         images = resize(_crop_on_cpu(encoded, kind, crop)).gpu()
     else:
         # The GPU decodes entire images, because it decodes crops with interpolated chroma at a lower speed

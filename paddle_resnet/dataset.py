@@ -178,7 +178,8 @@ def _add_convert(commands):
         "convert a data set to a record format; repeat the command to resume",
     )
     command.add_argument("--from", required=True, metavar="DIR", dest="source", help="folder of the data set")
-    command.add_argument("--to", required=True, choices=convert.RECORD_FORMATS, help="record format to write")
+    to = {"type": convert.parse_format, "choices": convert.RECORD_FORMATS}
+    command.add_argument("--to", required=True, **to, help="record format to write")
     command.add_argument("--output", required=True, metavar="DIR", help="folder to create, for train.py --image-root")
     _add_shards(command)
     command.add_argument(
@@ -276,7 +277,8 @@ def _add_import(commands):
     command.add_argument("source", metavar="SOURCE", help="folder as downloaded, or a table; not modified")
     command.add_argument("--list", action="store_true", help="print only what the source contains")
     command.add_argument("--output", metavar="DIR", help="folder to create, for train.py --image-root")
-    command.add_argument("--to", choices=convert.FORMATS, default="webdataset", help="format to write")
+    to = {"type": convert.parse_format, "choices": convert.FORMATS}
+    command.add_argument("--to", **to, default="webdataset", help="format to write")
     command.add_argument(
         "--as", choices=[*sources.KINDS], dest="kind", help="kind of the source (default: detected from file names)"
     )

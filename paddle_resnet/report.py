@@ -245,8 +245,6 @@ def _loader_flag(args):
         return "--dali-device gpu"
     if args.hw_decoder_load < 0.9:
         return "--hw-decoder-load 0.9"
-    if args.cpu_decoder_load == 0:
-        return "--cpu-decoder-load 0.1"
     return f"--dali-prefetch {2 * args.dali_prefetch}"
 
 

@@ -24,6 +24,7 @@ from paddle import static
 from paddle.base.layers import math_op_patch
 from PIL import Image
 
+import record_files
 from paddle_resnet import config
 from paddle_resnet import resolution
 from paddle_resnet import train
@@ -223,11 +224,11 @@ def converted(photos, once):
             images = sorted((photos / split).glob("*/*"))
             lines = [f"{path.relative_to(photos)} {path.parent.name.removeprefix('class')}\n" for path in images]
             (root / "filelist" / f"{split}.txt").write_text("".join(lines))
-        for name in convert.RECORD_FORMATS:
-            convert.convert(photos, root / name, name, shards=3 if name in convert.SHARDED else None, workers=2)
+        for name in record_files.FORMATS:
+            record_files.write(photos, root / name, name, 3, workers=2)
 
     root = once("converted", make)
-    return {"folder": photos, **{name: root / name for name in ("filelist", *convert.RECORD_FORMATS)}}
+    return {"folder": photos, **{name: root / name for name in ("filelist", *record_files.FORMATS)}}
 
 
 @pytest.fixture

@@ -8,13 +8,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import record_files
 from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali.auto_aug import rand_augment, trivial_augment
 from nvidia.dali.auto_aug.core import signed_bin
 from nvidia.dali.plugin.paddle import DALIGenericIterator
 from PIL import Image
 
-from conftest import TINY, assert_one_error, frozen
+from conftest import TINY, assert_one_error
 from helpers import NETWORK_EXAMPLE, epoch, take
 from paddle_resnet import dali
 from paddle_resnet.data import listing, readers
@@ -47,13 +48,11 @@ def distinct(once, convert_here):
                 Image.new("RGB", (36, 36), (6 * i, 0, 0)).save(root / "folder" / split / f"{i:02d}" / "x.png")
             lines = "".join(f"{split}/{i:02d}/x.png {i}\n" for i in range(37))
             (root / "folder" / f"{split}.txt").write_text(lines)
-        for name in convert.RECORD_FORMATS:
-            convert.convert(
-                root / "folder", root / name, name, shards=5 if name in convert.SHARDED else None, workers=1
-            )
+        for name in record_files.FORMATS:
+            record_files.write(root / "folder", root / name, name, 5)
 
     root = once("distinct", make)
-    return {"filelist": root / "folder", **{name: root / name for name in ("folder", *convert.RECORD_FORMATS)}}
+    return {"filelist": root / "folder", **{name: root / name for name in ("folder", *record_files.FORMATS)}}
 
 
 def load(parse, root, mode, *flags):
@@ -128,21 +127,9 @@ def test_loader_state_depends_on_every_flag_that_the_pipeline_reads(parse, photo
     assert names - conditions == {"dali_num_threads", "dali_prefetch", "data_layout"}
 
 
-def test_cpu_decoder_load_below_half_an_image_is_an_error(parse, photos, monkeypatch):
-    # With a batch size of 8, a fraction of 0.06 is less than half an image.
-    args = frozen(parse("--image-root", photos).copy(cpu_decoder_load=0.06))
-    with pytest.raises(UsageError, match="--cpu-decoder-load 0.06: less than .* use 0.12 or more"):
-        dali.build_dataloader(args, Mode.TRAIN)
-    dali.build_dataloader(args, Mode.EVAL)
-    monkeypatch.setattr(dali, "create_dali_pipeline", lambda *arguments: None)
-    monkeypatch.setattr(dali, "ShardIterator", lambda *arguments: "loader")
-    assert dali.build_dataloader(frozen(args.copy(cpu_decoder_load=0.07)), Mode.TRAIN) == "loader"
-
-
 @pytest.mark.parametrize(
     "flag",
     [
-        "--cpu-decoder-load",
         "--auto-augment",
         "--auto-augment-magnitude",
         "--crop-padding",
@@ -736,32 +723,28 @@ def test_options_of_random_crop_are_passed_to_dali(parse, monkeypatch):
     assert sizes == [{"resize_x": 48, "resize_y": 32}]
 
 
-@pytest.mark.parametrize(
-    ("load", "place", "kind", "is_on_cpu"),
-    [
-        (0, None, 0, False),
-        (1, 7, 0, True),
-        (0.25, 1, 0, True),
-        (0.25, 2, 0, False),
-        (0, None, 2, True),
-        (0.25, 2, 2, True),
-    ],
-    ids=str,
-)
-def test_cpu_decodes_the_requested_fraction_of_a_batch_and_files_that_need_it(
-    parse, monkeypatch, load, place, kind, is_on_cpu
-):
-    """`place` is the random position of an image in its batch of eight images."""
+@pytest.mark.parametrize(("value", "step"), [(0.0, 2), (0.4, 0)])
+def test_loader_resumes_from_checkpoint_with_removed_flag(parse, photos, capsys, value, step):
+    """The flag had no effect if its value was 0. With a different value, the decoded pixels were different."""
+    loader = dali.build_dataloader(parse("--image-root", photos), Mode.TRAIN)
+    take(loader, 2)
+    state = loader.state()
+    state["conditions"]["--cpu-decoder-load"] = value
+    assert dali.build_dataloader(parse("--image-root", photos), Mode.TRAIN, state).step == step
+    assert ("--cpu-decoder-load is a removed flag and was 0.4" in capsys.readouterr().err) == bool(value)
+
+
+@pytest.mark.parametrize(("kind", "is_on_cpu"), [(0, False), (2, True)])
+def test_cpu_decodes_files_that_need_it(parse, monkeypatch, kind, is_on_cpu):
     image = SimpleNamespace(gpu=lambda: "copied to the GPU")
     monkeypatch.setattr(dali, "_crop_on_cpu", lambda *arguments: None)
     monkeypatch.setattr(dali, "_decode_on_gpu", lambda *arguments: None)
     monkeypatch.setattr(fn, "random_crop_generator", lambda header, **options: (0, 0))
     monkeypatch.setattr(fn, "slice", lambda images, *crop, **options: None)
     monkeypatch.setattr(fn, "resize", lambda images, **_: image)
-    monkeypatch.setattr(fn, "batch_permutation", lambda seed: {5: place}[seed])
     args = parse()
-    args.dali_device, args.cpu_decoder_load = "gpu", load
-    images = dali._random_resized_crop(args, None, kind, None, {}, 5)
+    args.dali_device = "gpu"
+    images = dali._random_resized_crop(args, None, kind, None, {})
     assert images == ("copied to the GPU" if is_on_cpu else image)
 
 

@@ -7,12 +7,8 @@ import contextlib
 import functools
 import os
 import re
-import signal
 import struct
-import subprocess
-import sys
 
-from paddle_resnet.data import truncation
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.files import open_regular
 
@@ -252,25 +248,15 @@ def _lmdb_transaction(folder):
 def _lmdb_environment(folder):
     import lmdb
 
-    if reason := _lmdb_problem(folder):
-        raise UsageError(f"{folder}: not a Caffe LMDB, or damaged ({reason}); write or copy it again")
-    truncation.watch(os.path.join(folder, "data.mdb"))
-    return lmdb.open(folder, readonly=True, lock=False)  # cached, because a process must not open an LMDB twice
-
-
-@functools.cache  # otherwise, the tools would repeat the check for each image of a damaged LMDB
-def _lmdb_problem(folder):
-    """Return the reason why an LMDB cannot be used, or None. The check runs in a separate process, because reading a
-    damaged LMDB can crash the process."""
-    command = [sys.executable, os.path.join(os.path.dirname(__file__), "lmdb_check.py"), folder]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    if done.returncode == 0:
-        return None
-    return done.stdout.strip() or f"reading it fails with {_outcome(done.returncode)}"
-
-
-def _outcome(code):
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    # Cached, because a process must not open an LMDB twice.
+    environment = lmdb.open(folder, readonly=True, lock=False)
+    # LMDB and DALI map the file into memory, so reading beyond its end would kill the process.
+    size = os.path.getsize(os.path.join(folder, "data.mdb"))
+    needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
+    if size < needed:
+        environment.close()
+        raise lmdb.CorruptedError(f"data.mdb has {size} bytes instead of at least {needed}")
+    return environment
 
 
 def lmdb_keys(folder):

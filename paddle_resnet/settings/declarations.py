@@ -357,15 +357,6 @@ def _batches(add):
         batches=True,
     )
     add(
-        "--cpu-decoder-load",
-        "machine",
-        type=numbers.ratio,
-        default=0.0,
-        help="fraction of each training batch to decode on the CPU",
-        used_by=("crop_padding", (0,)),
-        batches=True,
-    )
-    add(
         "--rand-crop-scale",
         "augment",
         type=numbers.number_list,

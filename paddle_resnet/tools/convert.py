@@ -5,12 +5,13 @@ Worker processes import this module instead of dataset.py. The module imports ne
 processes do not wait for these imports.
 
 If a conversion is interrupted, repeating the command resumes it. For TFRecord and WebDataset, each worker writes entire
-shards atomically, and complete shards are kept. For RecordIO and LMDB, which have one file per split, workers prepare
-the images and one process writes them in order; images that have already been written are kept. If the size or
+shards atomically, and complete shards are kept. For RecordIO, which has one file per split, workers prepare the
+images and one process writes them in order; images that have already been written are kept. If the size or
 modification time of a source file has changed since the conversion began, all images are written again. If a record
 file of a complete conversion is missing or has a different size, this record file is written again.
 """
 
+import argparse
 import contextlib
 import ctypes
 import hashlib
@@ -43,7 +44,7 @@ ORDER_SEED = 0
 INDEXED = ("recordio", "tfrecord", "webdataset")
 # (first bytes of a file, suffix) for all image formats except JPEG.
 MAGIC = ((b"\x89PNG", "png"), (b"BM", "bmp"), (b"II", "tif"), (b"MM", "tif"), (b"RIFF", "webp"))
-BLOCK = 64  # number of images in a block (a worker's task); RecordIO and LMDB files are synced to disk after each block
+BLOCK = 64  # number of images in a block (a worker's task); RecordIO files are synced to disk after each block
 _LOCK = ".lock"
 # How a message names an entry of convert.json, if not by the flag of the same name.
 _DIFFERING = {
@@ -54,6 +55,13 @@ _DIFFERING = {
     "format": "a different --to",
 }
 NAMED = 10  # maximum number of undecodable images to list in a message
+
+
+def parse_format(text):
+    """Return the argument of --to."""
+    if text == "lmdb":
+        raise argparse.ArgumentTypeError("lmdb: LMDB files can be read, but no longer written; use webdataset")
+    return text
 
 
 def convert(

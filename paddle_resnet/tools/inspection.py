@@ -212,7 +212,7 @@ def speed(root, threads, loads, batches, repeats, arguments):
         for decoder, n, load in settings:
             flags = ["--dali-num-threads", n]
             if decoder == "cpu":
-                flags += ["--dali-device", "cpu", "--cpu-decoder-load", 0]
+                flags += ["--dali-device", "cpu"]
             else:
                 flags += ["--dali-device", "gpu", "--hw-decoder-load", load]
             rates = []

@@ -1,6 +1,6 @@
-"""Writers for all record formats, used by convert.py.
+"""Writers of record files, used by convert.py.
 
-TFRecord, LMDB and WebDataset files are written by libraries. No maintained library writes RecordIO files, so this
+TFRecord and WebDataset files are written by libraries. No maintained library writes RecordIO files, so this
 module contains a RecordIO writer.
 """
 
@@ -115,67 +115,6 @@ def recordio_record(payload):
     return b"".join(parts)
 
 
-class _LMDBWriter:
-    """Appends images to SPLIT_lmdb.partial, with one transaction per block. If SPLIT_lmdb is already complete, the
-    writer does nothing."""
-
-    def __init__(self, output, split):
-        self._path = os.path.join(output, f"{split}_lmdb")
-
-    def __enter__(self):
-        import lmdb
-
-        self._complete = os.path.exists(self._path)
-        path = self._path if self._complete else f"{self._path}.partial"
-        # The initial size of the memory map is 64 MB. If the map is full, write() doubles its size.
-        with _lmdb_errors(path):
-            self._environment = lmdb.open(path, map_size=1 << 26, readonly=self._complete, lock=not self._complete)
-        self._count = self._environment.stat()["entries"]
-        return self
-
-    def __exit__(self, kind, value, trace):
-        self._environment.close()
-
-    def __len__(self):
-        return self._count
-
-    def write(self, images):
-        import lmdb
-
-        message = records.datum_class()
-        values = [message(data=image, label=label, encoded=True).SerializeToString() for image, label in images]
-        while True:
-            try:
-                with _lmdb_errors(self._path), self._environment.begin(write=True) as transaction:
-                    for number, value in enumerate(values, self._count):
-                        transaction.put(f"{number:08d}".encode(), value, append=True)
-                break
-            except lmdb.MapFullError:
-                self._environment.set_mapsize(2 * self._environment.info()["map_size"])
-        self._count += len(values)
-
-    def finish(self):
-        if not self._complete:
-            self._environment.close()
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(f"{self._path}.partial", "lock.mdb"))
-            os.replace(f"{self._path}.partial", self._path)
-
-
-@contextlib.contextmanager
-def _lmdb_errors(path):
-    """Convert LMDB errors, such as a full disk, to OSError. MapFullError is not converted, because the caller handles
-    it."""
-    import lmdb
-
-    try:
-        yield
-    except lmdb.MapFullError:
-        raise
-    except lmdb.Error as e:
-        raise OSError(0, str(e), path) from e
-
-
 def _sync(f):
     f.flush()
     os.fsync(f.fileno())
@@ -187,4 +126,4 @@ def _count_lines(path):
 
 
 SHARDED = {"tfrecord": _tfrecord_writer, "webdataset": _webdataset_writer}
-SINGLE_FILE = {"recordio": _RecordIOWriter, "lmdb": _LMDBWriter}
+SINGLE_FILE = {"recordio": _RecordIOWriter}

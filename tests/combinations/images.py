@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import record_files
 from PIL import Image
 
 from paddle_resnet.tools import convert, writers
@@ -63,8 +64,7 @@ def _convert(root):
     convert.signals.die_with_parent = lambda parent: None
     try:
         for name in FORMATS:
-            shards = 2 if name in writers.SHARDED else None
-            convert.convert(root / "folder", root / name, name, shards=shards, workers=1)
+            record_files.write(root / "folder", root / name, name, 2)
     finally:
         convert.ProcessPoolExecutor, convert.signals.die_with_parent = replaced
 

@@ -21,9 +21,10 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path[:0] = map(str, Path(__file__).resolve().parents[1:3])
 
 import numpy as np
+import record_files
 from PIL import Image
 
 import paddle_resnet  # noqa: F401  sets environment variables before Paddle is imported
@@ -55,8 +56,8 @@ def make(root):
     for split in ("train", "val"):
         names = sorted(str(path.relative_to(filelist)) for path in (filelist / split).glob("*/*"))
         (filelist / f"{split}.txt").write_text("".join(f"{name} {name.split('/')[1][1:]}\n" for name in names))
-    for name in convert.RECORD_FORMATS:
-        convert.convert(source, root / name, name, shards=2 if name in convert.SHARDED else None, workers=1)
+    for name in record_files.FORMATS:
+        record_files.write(source, root / name, name, 2)
 
 
 def mutate(folder, random):

@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import record_files
 
 from paddle_resnet import dataset
 from paddle_resnet.data import listing, numbering, readers, records
@@ -340,10 +341,11 @@ def test_training_set_with_one_class_is_an_error(photos, tmp_path, capsys, table
 
 
 @pytest.mark.usefixtures("convert_here")
-@pytest.mark.parametrize("data_format", convert.RECORD_FORMATS)
+@pytest.mark.parametrize("data_format", record_files.FORMATS)
 def test_records_of_one_class_are_an_error(photos, tmp_path, data_format):
-    shutil.copytree(photos / "train/class0", tmp_path / "x/train/images")
-    convert.convert(tmp_path / "x", tmp_path / "y", data_format, workers=1)
+    for split in ("train", "val"):
+        shutil.copytree(photos / "train/class0", tmp_path / "x" / split / "images")
+    record_files.write(tmp_path / "x", tmp_path / "y", data_format)
     with pytest.raises(UsageError, match="all train images belong to one class, images; add other classes, or use"):
         readers.open_split(tmp_path / "y", data_format, Mode.TRAIN, 3, 0)
     assert readers.open_split(tmp_path / "y", data_format, Mode.TRAIN, 3, 0, allow_one_class=True).size == 10

@@ -7,6 +7,7 @@ import tarfile
 
 import numpy as np
 import pytest
+import record_files
 from nvidia.dali import pipeline_def
 from PIL import Image
 from tfrecord import TFRecordWriter
@@ -285,9 +286,9 @@ def test_label_offset_applies_to_every_format_with_labels(tmp_path, capsys, veri
     for mode in Mode:
         assert labels_of(root, mode, 5, label_offset=1) == {k: {k} for k in range(5)}
         assert labels_of(root, mode, 6) == {k: {k + 1} for k in range(5)}
-    for to in convert.RECORD_FORMATS:
+    for to in record_files.FORMATS:
         out = tmp_path / to
-        convert.convert(root, out, to, workers=1, label_offset=0)
+        record_files.write(root, out, to, label_offset=0)
         for mode in Mode:
             assert labels_of(out, mode, 5, label_offset=1) == {k: {k} for k in range(5)}
         assert not verify.verify(out, 5, label_offset=1).training_would_fail

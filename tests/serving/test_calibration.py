@@ -4,6 +4,7 @@ import shutil
 
 import numpy as np
 import pytest
+import record_files
 from PIL import Image
 
 from helpers import training_images
@@ -131,6 +132,8 @@ def write_sorted(root, data_format, count):
     encoded = [(path.read_bytes(), label) for path, label in sizes]
     if data_format == "filelist":
         (root / "train.txt").write_text("".join(f"{path.relative_to(root)} {label}\n" for path, label in sizes))
+    elif data_format == "lmdb":
+        record_files.write_lmdb(root / "train_lmdb", encoded)
     elif data_format in writers.SINGLE_FILE:
         with writers.SINGLE_FILE[data_format](str(root), "train") as writer:
             writer.write(encoded)

@@ -12,9 +12,9 @@ import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 
-import lmdb
 import numpy as np
 import pytest
+import record_files
 from PIL import Image
 
 from conftest import ROOT
@@ -69,22 +69,17 @@ def test_extension_in_tar_file(path, kind, data, expected):
     assert convert._extension(listing.Image("name", path, 0, kind), data) == expected
 
 
-def test_members_of_tar_file_and_entries_of_lmdb(converted, tmp_path):
+def test_members_of_tar_file(converted):
     with tarfile.open(converted["webdataset"] / "train-000001.tar") as tar:
         members = {member.name: tar.extractfile(member).read() for member in tar}
         assert {member.mtime for member in tar} == {0}
     assert sorted(members) == [f"{i:08d}.{extension}" for i in range(10, 20) for extension in ("cls", "jpg")]
     labels = [label for _, label in contents(converted["webdataset"], Mode.TRAIN)[10:20]]
     assert [int(members[f"{i:08d}.cls"]) for i in range(10, 20)] == labels
-    copy = shutil.copytree(converted["lmdb"] / "val_lmdb", tmp_path / "copy")  # other tests keep the original open
-    with lmdb.open(str(copy), readonly=True, lock=False) as environment:
-        entries = list(environment.begin().cursor())
-    assert [key for key, _ in entries] == [f"{i:08d}".encode() for i in range(23)]
-    assert all(records.datum_class().FromString(value).encoded for _, value in entries)
 
 
 @pytest.mark.parametrize("to", convert.RECORD_FORMATS)
-@pytest.mark.parametrize("source", convert.RECORD_FORMATS)
+@pytest.mark.parametrize("source", record_files.FORMATS)
 def test_record_files_can_be_converted(converted, tmp_path, monkeypatch, source, to):
     monkeypatch.setattr(convert, "BLOCK", 4)  # more blocks than are queued at once
     assert convert.convert(converted[source], tmp_path / "x", to, workers=1) == {"train": 30, "val": 23}
@@ -125,16 +120,11 @@ def test_shards_flag_sets_number_of_equal_shards(photos, tmp_path, to, names):
         convert.convert(swapped, tmp_path / "z", to, shards=24, workers=2)
 
 
-def test_lmdb_grows_beyond_its_initial_size(tmp_path, monkeypatch):
-    real = lmdb.open
-    with monkeypatch.context() as small:
-        small.setattr(lmdb, "open", lambda path, **options: real(path, **options | {"map_size": 1 << 16}))
-        with writers.SINGLE_FILE["lmdb"](str(tmp_path), "train") as writer:
-            for label in range(4):
-                writer.write([(bytes(40_000), label)])
-            writer.finish()
-    images = listing.images(tmp_path, Mode.TRAIN, "lmdb")[2]
-    assert [records.read(image)[1] for image in images] == [0, 1, 2, 3]
+@pytest.mark.parametrize("command", ["convert --from x", "import x"])
+def test_lmdb_is_no_longer_written(tmp_path, capsys, command):
+    assert dataset.main([*command.split(), "--to", "lmdb", "--output", str(tmp_path / "y")]) == 2
+    message = "--to: lmdb: LMDB files can be read, but no longer written; use webdataset\n"
+    assert capsys.readouterr().err == f"paddle_resnet.dataset: error: {message}"
 
 
 def test_resize_short_shrinks_large_images_upright_and_keeps_small_ones(tmp_path):
@@ -184,7 +174,7 @@ def test_resize_short_scales_16_bit_images(tmp_path, suffix):
     folder.mkdir(parents=True)
     values = np.tile(np.linspace(0, 65535, 100).astype(np.uint16), (100, 1))
     Image.fromarray(values).save(folder / f"0{suffix}")
-    convert.convert(tmp_path / "source", tmp_path / "x", "lmdb", resize_short=50, quality=95, workers=1)
+    convert.convert(tmp_path / "source", tmp_path / "x", "recordio", resize_short=50, quality=95, workers=1)
     [(data, _)] = contents(tmp_path / "x")
     with Image.open(io.BytesIO(data)) as image:
         np.testing.assert_allclose(np.asarray(image.convert("L"))[25], np.linspace(1, 254, 50), atol=4)
@@ -202,7 +192,7 @@ def test_file_list_images_may_have_any_suffix(photos, tmp_path):
 
 def test_skipped_images_are_omitted(photos, tmp_path):
     (tmp_path / "bad.txt").write_text("val/class0/00.jpg\ntrain/class1/01.jpg\n")
-    counts = convert.convert(photos, tmp_path / "x", "lmdb", workers=1, skip_list=str(tmp_path / "bad.txt"))
+    counts = convert.convert(photos, tmp_path / "x", "recordio", workers=1, skip_list=str(tmp_path / "bad.txt"))
     assert counts == {"train": 29, "val": 22}
     assert contents(tmp_path / "x") == contents(photos)[1:]
 
@@ -217,9 +207,8 @@ def test_skipped_images_may_have_different_paths_in_file_list(photos, tmp_path):
     assert convert.convert(root, tmp_path / "x", "tfrecord", workers=1, skip_list=skip_list) == {"val": 1}
 
 
-# LMDB is a single database, and RecordIO has one record file per split. The shards of the other formats are written one
-# after the other.
-OTHERS = [pytest.param(to, marks=pytest.mark.soak) for to in (*convert.SHARDED, "lmdb")]
+# RecordIO has one record file per split. The shards of the other formats are written one after the other.
+OTHERS = [pytest.param(to, marks=pytest.mark.soak) for to in convert.SHARDED]
 
 
 @pytest.mark.parametrize("to", ["recordio", *OTHERS])
@@ -340,7 +329,7 @@ def test_conversion_with_changed_label_is_rejected(photos, tmp_path):
         convert.convert(source, tmp_path / "x", "recordio", workers=1)
 
 
-@pytest.mark.parametrize(("to", "is_complete"), [("lmdb", False), ("recordio", False), ("webdataset", True)])
+@pytest.mark.parametrize(("to", "is_complete"), [("recordio", False), ("webdataset", True)])
 def test_changed_image_is_converted_again(photos, tmp_path, capsys, to, is_complete):
     source, output = shutil.copytree(photos, tmp_path / "photos"), tmp_path / "x"
     options = {"to": to, "shards": 2 if to in convert.SHARDED else None, "workers": 1}
@@ -397,7 +386,7 @@ def test_flags_are_passed_to_the_conversion(tmp_path, monkeypatch, capsys):
 
     calls = []
     monkeypatch.setattr(convert, "convert", converted)
-    command = ["convert", "--from", str(tmp_path), "--to", "lmdb", "--output", str(tmp_path.with_name("x"))]
+    command = ["convert", "--from", str(tmp_path), "--to", "tfrecord", "--output", str(tmp_path.with_name("x"))]
     for flags in ([], ["--resize-short", "30"], ["--resize-short", "30", "--quality", "50", "--workers", "3"]):
         assert dataset.main([*command, *flags]) == 0
     names = ("resize_short", "quality", "workers")
@@ -415,18 +404,6 @@ def test_source_may_have_as_many_shards_as_images(photos, tmp_path):
         source = source.rename(source.with_name(name))
         with pytest.raises(UsageError, match="a class name contains a line break"):
             convert.convert(tmp_path / "source", tmp_path / "y", "tfrecord", workers=1)
-
-
-def test_link_to_lmdb_is_removed_without_its_target(tmp_path):
-    (tmp_path / "x").mkdir()
-    (tmp_path / "target").mkdir()
-    (tmp_path / "x/val_lmdb").symlink_to(tmp_path / "target")
-    manifest = {"complete": True, "format": "lmdb", "splits": {}, "shards": {}}
-    (tmp_path / "x/convert.json").write_text(json.dumps(manifest))
-    convert._remove(tmp_path / "x", [tmp_path / "x/val_lmdb"], "lmdb")
-    assert not os.path.lexists(tmp_path / "x/val_lmdb")
-    assert (tmp_path / "target").is_dir()
-    assert json.loads((tmp_path / "x/convert.json").read_text()) == {**manifest, "complete": False}
 
 
 def test_invalid_source_or_output_exits_with_code_2(photos, tmp_path, capsys):
@@ -479,7 +456,6 @@ def test_concurrent_conversion_to_same_output_is_rejected(photos, tmp_path, caps
         ("tfrecord", "train-00000-of-00003", "missing"),
         ("webdataset", "val-000000.tar", "pipe"),
         ("recordio", "val.rec", "shorter"),
-        ("lmdb", "val_lmdb", "missing"),
     ],
 )
 def test_missing_or_damaged_record_files_are_written_again(photos, converted, tmp_path, capsys, to, name, damage):
@@ -489,7 +465,7 @@ def test_missing_or_damaged_record_files_are_written_again(photos, converted, tm
     if damage == "shorter":
         os.truncate(record, 50)
     else:
-        shutil.rmtree(record) if to == "lmdb" else record.unlink()
+        record.unlink()
         if damage == "pipe":
             os.mkfifo(record)
     done = []
@@ -552,7 +528,7 @@ def test_undecodable_image_to_resize_is_reported(photos, tmp_path, monkeypatch):
     monkeypatch.setattr(convert, "ProcessPoolExecutor", ProcessPoolExecutor)  # a worker process sends the error
     shutil.copytree(photos, tmp_path / "photos")
     (tmp_path / "photos" / "train" / "class0" / "00.jpg").write_bytes(b"not an image")
-    for to in ("tfrecord", "lmdb"):
+    for to in ("tfrecord", "recordio"):
         with pytest.raises(UsageError, match=r"train/class0/00.jpg: cannot be decoded"):
             convert.convert(tmp_path / "photos", tmp_path / to, to, resize_short=30, workers=1)
 
@@ -657,7 +633,7 @@ def test_skipping_every_image_of_a_split_exits_with_code_2(photos, tmp_path, cap
         "--from",
         str(photos),
         "--to",
-        "lmdb",
+        "recordio",
         "--output",
         str(tmp_path / "x"),
         "--skip-list",
@@ -712,7 +688,7 @@ def is_alive(pid):
         return False
 
 
-@pytest.mark.parametrize("to", ["lmdb", "recordio"])
+@pytest.mark.parametrize("to", ["recordio"])
 def test_full_disk_exits_with_code_2_and_resumes(photos, tmp_path, capsys, to):
     """RLIMIT_FSIZE limits the file size, so writes fail as on a full disk. Without the limit, the same command resumes
     the conversion."""
@@ -726,8 +702,6 @@ def test_full_disk_exits_with_code_2_and_resumes(photos, tmp_path, capsys, to):
     assert "Traceback" not in done.stderr
     assert done.returncode == 2, done.stderr
     assert f"--output {tmp_path}/out: cannot be written (" in done.stderr
-    if to == "lmdb":
-        assert f": {tmp_path}/out/train_lmdb); fix the cause" in done.stderr
     assert dataset.main(arguments) == 0
     assert "30 train and 23 val images" in capsys.readouterr().out
 

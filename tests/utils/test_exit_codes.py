@@ -21,7 +21,7 @@ from paddle_resnet.utils import exit_codes, signals
 from paddle_resnet.utils.errors import UsageError
 
 TOOLS = {
-    "dataset": (dataset.main, ["convert", "--from", "x", "--to", "lmdb", "--output", "y"], (convert, "convert")),
+    "dataset": (dataset.main, ["convert", "--from", "x", "--to", "tfrecord", "--output", "y"], (convert, "convert")),
     "doctor": (doctor.main, [], (doctor, "examine")),
     "export": (export.main, ["x", "y"], (export, "export")),
     "predict": (predict.main, ["x", "y"], (predict, "find_images")),
