@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from paddle_resnet.data import listing
+from paddle_resnet.data import layout
 from paddle_resnet.settings import parsing
 from paddle_resnet.tools import convert, sources
 from paddle_resnet.utils import exit_codes, files, locks, logger, numbers, outputs, signals
@@ -411,7 +411,7 @@ def _claim_folder(args):
 
 def _claim_file(flag, path, root):
     """Raise UsageError if an output file of a command would replace a file of the data set in `root`."""
-    outputs.claim({flag: path}, protected=[("the data set's", place) for place in listing.occupied(root)])
+    outputs.claim({flag: path}, protected=[("the data set's", place) for place in layout.occupied(root)])
 
 
 def _add_info(commands):

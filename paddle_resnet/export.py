@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 import paddle_resnet  # noqa: F401  imported before Paddle, because it sets environment variables for Paddle
-from paddle_resnet.data import listing
+from paddle_resnet.data import classes, layout
 from paddle_resnet.machine import cpu
 from paddle_resnet.models import registered_name
 from paddle_resnet.utils import exit_codes, files, locks, logger, numbers, outputs, signals
@@ -118,7 +118,7 @@ def export(
         ("--calibrate", calibration and calibration.image_root, Mode.TRAIN),
     ):
         if root is not None:
-            listing.check_split(flag, root, mode)
+            layout.check_split(flag, root, mode)
     output = Path(output)
     if os.path.lexists(output):
         raise UsageError(f"{output}: already exists; remove it or choose a different folder")
@@ -457,12 +457,12 @@ def _score(network, model, image_root, as_evaluated=False, allow_outside=False):
     args = inference.loader_args(description, recorded.batch_size if as_evaluated else min(32, recorded.batch_size))
     args.image_root, args.num_of_class = str(image_root), recorded.num_of_class
     args.allow_outside = allow_outside
-    args.data_format, args.label_offset = listing.detect(args.image_root, Mode.EVAL), recorded.label_offset
+    args.data_format, args.label_offset = layout.detect(args.image_root, Mode.EVAL), recorded.label_offset
     args.dali_output_fp16 = as_evaluated and _is_half(network)
     mirrors = as_evaluated and recorded.tta == "flip"
     width_axis = 3 if description["input"]["layout"] == "NCHW" else 2
     tie = HALF_TIE if model.precision == "float16" else QAT_TIE if recorded.qat else TIE
-    trained = restore.recorded_classes(network.meta) or listing.numbers(args.num_of_class)
+    trained = restore.recorded_classes(network.meta) or classes.numbers(args.num_of_class)
     losses, correct, ties = np.zeros((0, 2)), 0, 0
     for (batch,) in dali.build_dataloader(args, Mode.EVAL, trained=trained):
         images, labels = np.array(batch["data"]).astype(description["input"]["dtype"]), np.array(batch["label"])

@@ -14,7 +14,7 @@ output               resolve_report
 import paddle
 from paddle import static
 
-from paddle_resnet.data import numbering
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.machine import compat, gpus
 from paddle_resnet.native import build as native
@@ -40,6 +40,16 @@ def resolve(settings, mode=Mode.TRAIN):
         resolve_data(settings, mode)
         resolve_kernels(settings)
         settings.finalize()
+
+
+def resolved_data(settings, mode):
+    """Return settings with the flags that a loader needs: the settings themselves if they are frozen, otherwise a copy
+    that resolve_data has resolved."""
+    if settings.is_frozen:
+        return settings
+    settings = settings.copy()
+    resolve_data(settings, mode)
+    return settings
 
 
 def resolve_data(settings, mode):
@@ -146,8 +156,8 @@ def resolve_classes(settings, mode):
     if settings.data_format != "synthetic":
         # Only rank 0 counts the classes, because all ranks must have the same number when Fleet's startup program
         # broadcasts the parameters.
-        place = settings.image_root, mode, settings.data_format, settings.allow_outside, settings.label_offset
-        counted = exchange.from_rank_0(lambda: numbering.count_classes(*place))
+        root = DataRoot(settings.image_root, settings.data_format, settings.allow_outside, settings.label_offset)
+        counted = exchange.from_rank_0(lambda: root.count_classes(mode))
     settings.set("data", num_of_class=counted or DEFAULT_CLASSES)
 
 

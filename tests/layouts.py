@@ -9,10 +9,11 @@ import tarfile
 
 import numpy as np
 import pytest
+from data_files import open_split
 from PIL import Image
 
 from paddle_resnet import dataset
-from paddle_resnet.data import readers, records
+from paddle_resnet.data.formats import read_image
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
 
@@ -38,7 +39,7 @@ def color_of(data):
 
 def colors_match(images):
     """Return whether the labels of all images, a nonempty iterable of listing.Image, are those of their colors."""
-    pairs = [records.read(image) for image in images]
+    pairs = [read_image(image) for image in images]
     return bool(pairs) and all(color_of(data) == label for data, label in pairs)
 
 
@@ -76,5 +77,5 @@ def error_of_training(root):
     """Return the error message of a training run that reads both splits of a folder."""
     with pytest.raises(UsageError) as e:
         for mode in Mode:
-            readers.open_split(str(root), "auto", mode, None, 0)
+            open_split(str(root), "auto", mode, None, 0)
     return str(e.value)

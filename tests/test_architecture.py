@@ -116,6 +116,7 @@ def parameters(path):
 # save all flags, or read the flags that an entry of a table names.
 TAKE_SETTINGS = {
     "checkpoints": ["__init__", "_search", "find", "inherit_flags", "of", "resolve_network"],
+    "data": ["of"],
     "job": ["check_start"],
     "optimizers": ["build_lr_scheduler", "build_optimizer"],
 }

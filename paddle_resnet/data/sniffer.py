@@ -12,7 +12,7 @@ import shlex
 import tarfile
 from dataclasses import dataclass
 
-from paddle_resnet.data.records import IMAGE_SUFFIXES
+from paddle_resnet.data.images import IMAGE_SUFFIXES
 from paddle_resnet.utils.errors import command, printable
 
 # Names of columns in lower case without spaces, _ and -.

@@ -11,6 +11,7 @@ import sys
 import tarfile
 from pathlib import Path
 
+import data_files
 import numpy as np
 import pytest
 from PIL import Image
@@ -18,13 +19,15 @@ from webdataset import TarWriter
 
 from conftest import ROOT
 from paddle_resnet import dali, dataset
-from paddle_resnet.data import bad_images, indexes, listing, readers, records
+from paddle_resnet.data import bad_images, indexes
+from paddle_resnet.data import root as root_module
+from paddle_resnet.data.formats import INDEXED, RECORDS, folder, read_image, recordio
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.tools import inspection, verify
 from paddle_resnet.utils.errors import DataError, UsageError
 from paddle_resnet.utils.mode import Mode, RunScope
 
 pytestmark = pytest.mark.usefixtures("convert_here", "verify_here", "cache")
-INDEXED = ("recordio", "tfrecord", "webdataset")
 
 
 @pytest.fixture
@@ -40,7 +43,7 @@ def copy(converted, tmp_path):
 
 
 def open_split(root, mode=Mode.EVAL, num_of_class=3):
-    return readers.open_split(root, "auto", mode, num_of_class, 0)
+    return data_files.open_split(root, "auto", mode, num_of_class, 0)
 
 
 def negative(rows):
@@ -75,7 +78,7 @@ ROWS = {
 @pytest.mark.parametrize("data_format", INDEXED)
 def test_damaged_index_is_rejected(copy, data_format, damage):
     root = copy(data_format)
-    shard = listing.find_shards(str(root), data_format, Mode.EVAL)[0]
+    shard = RECORDS[data_format].detect(str(root), Mode.EVAL)[0]
     path = Path(indexes.index_path(shard))
     rows = path.read_text().splitlines()
     head = [] if data_format != "webdataset" else [f"v1.1 {len(ROWS[damage](rows[1:]))}"]
@@ -87,7 +90,7 @@ def test_damaged_index_is_rejected(copy, data_format, damage):
 @pytest.mark.parametrize("data_format", ["tfrecord", "webdataset"])
 def test_index_in_wrong_order_is_rejected(copy, data_format):
     root = copy(data_format)
-    path = Path(indexes.index_path(listing.find_shards(str(root), data_format, Mode.EVAL)[0]))
+    path = Path(indexes.index_path(RECORDS[data_format].detect(str(root), Mode.EVAL)[0]))
     rows = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*rows[:2], rows[3], rows[2], *rows[4:]]))
     with pytest.raises(UsageError, match="idx: does not match"):
@@ -96,7 +99,7 @@ def test_index_in_wrong_order_is_rejected(copy, data_format):
 
 def test_recordio_index_with_gap_in_keys_is_compared_with_all_headers(copy, monkeypatch):
     root = copy("recordio")
-    monkeypatch.setattr(indexes, "CHECKED_RECORDS", 1)
+    monkeypatch.setattr(recordio, "CHECKED_RECORDS", 1)
     path = root / "val.idx"
     rows = path.read_text().splitlines(keepends=True)
     path.write_text("".join(rows).replace("5\t", "99\t", 1))
@@ -115,9 +118,9 @@ def test_tar_index_may_omit_files_that_belong_to_no_sample(tmp_path):
             info.size = 0 if name.endswith("/") else 1
             info.pax_headers = {"comment": "x" * 600} if name.startswith("b") else {}
             archive.addfile(info, io.BytesIO(b"1"))
-    index = indexes.open_index(shard, "webdataset")
+    index = indexes.open_index(shard, INDEXED["webdataset"])
     assert len(index) == 2
-    assert indexes.open_index(shard, "webdataset").images.tolist() == index.images.tolist()
+    assert indexes.open_index(shard, INDEXED["webdataset"]).images.tolist() == index.images.tolist()
 
 
 @pytest.mark.parametrize("data_format", [*INDEXED, "lmdb"])
@@ -126,7 +129,7 @@ def test_image_count_that_differs_from_convert_json_is_rejected(copy, data_forma
     manifest = json.loads((root / "convert.json").read_text())
     manifest["splits"]["val"]["images"] = 24
     (root / "convert.json").write_text(json.dumps(manifest))
-    for read in (open_split, lambda root: listing.images(str(root), Mode.EVAL)):
+    for read in (open_split, lambda root: DataRoot(root).listed(Mode.EVAL)):
         with pytest.raises(UsageError, match=r"has 23 val images, but 24 according to convert.json"):
             read(root)
 
@@ -162,13 +165,13 @@ def test_manifest_with_values_of_wrong_type_is_rejected(copy, key, value):
 @pytest.mark.parametrize("offset", [-1, 100, 12, 3, 9])
 def test_tfrecord_checksums_are_verified_by_indexing_and_reading(copy, offset):
     root = copy("tfrecord")
-    shard = listing.find_shards(str(root), "tfrecord", Mode.EVAL)[0]
-    [image, *_] = listing.images(str(root), Mode.EVAL)[2]
+    shard = RECORDS["tfrecord"].detect(str(root), Mode.EVAL)[0]
+    [image, *_] = DataRoot(str(root)).listed(Mode.EVAL)
     data = bytearray(Path(shard).read_bytes())
     data[offset % image.place[1]] ^= 1
     Path(shard).write_bytes(data)
     with pytest.raises(UsageError, match=r"checksum does not match|no record starts at this position"):
-        records.read(image)
+        read_image(image)
     os.unlink(indexes.index_path(shard))
     with pytest.raises(UsageError, match="damaged at byte 0"):
         open_split(root)
@@ -188,7 +191,7 @@ def test_file_truncated_during_a_run_raises_data_error(parse, photos, copy, tmp_
     root = copy(data_format) if data_format in INDEXED else tmp_path / "photos"
     if data_format not in INDEXED:
         shutil.copytree(photos, root)
-        images, labels, _ = listing.list_folder(str(root), Mode.EVAL)
+        images, labels, *_ = folder.index(str(root), Mode.EVAL)
         (root / "val.txt").write_text("".join(f"{i} {k}\n" for i, k in zip(images, labels, strict=True)))
     flags = ["--image-root", root, "--data-format", data_format, "--batch-size", "1", "--dali-prefetch", "1"]
     loader = dali.build_dataloader(parse(*flags), Mode.EVAL)
@@ -230,13 +233,13 @@ def labels_of(loader):
 
 def test_invalid_label_text_is_rejected_and_never_becomes_a_class(parse, tmp_path, monkeypatch):
     write_tar(tmp_path, [b"1", *LABELS, b"2\n", b"908765432\t\r"])
-    names = [image.name for image in listing.images(str(tmp_path), Mode.EVAL)[2]]
+    names = [image.name for image in DataRoot(str(tmp_path)).listed(Mode.EVAL)]
     assert list(verify.verify(tmp_path).failing) == names[1:-2]
     with pytest.raises(UsageError, match="is not a number of up to 9 digits"):
         open_split(tmp_path)
     # The check before step 1 may miss invalid labels. The reader replaces such labels with -1, which the loss function
     # rejects.
-    monkeypatch.setattr(readers, "CHECKED_LABELS", 1)
+    monkeypatch.setattr(root_module, "CHECKED_LABELS", 1)
     loader = dali.build_dataloader(parse("--image-root", tmp_path), Mode.EVAL)
     assert labels_of(loader) == [1, *[-1] * len(LABELS), 2, 908765432]
 
@@ -245,7 +248,7 @@ def test_invalid_label_text_is_rejected_and_never_becomes_a_class(parse, tmp_pat
 def test_invalid_recordio_label_is_rejected_and_never_becomes_a_class(parse, copy, monkeypatch, label):
     root = copy("recordio")
     data = bytearray((root / "val.rec").read_bytes())
-    image = listing.images(str(root), Mode.EVAL)[2][4]
+    image = DataRoot(str(root)).listed(Mode.EVAL)[4]
     struct.pack_into("<f", data, image.place[0] + 12, label)
     (root / "val.rec").write_bytes(data)
     failure, _, _, checked_label = verify.check((image, 3))
@@ -256,7 +259,7 @@ def test_invalid_recordio_label_is_rejected_and_never_becomes_a_class(parse, cop
         assert list(verify.verify(root).failing) == [image.name]
     with pytest.raises(UsageError, match="has label"):
         open_split(root)
-    monkeypatch.setattr(readers, "CHECKED_LABELS", 1)
+    monkeypatch.setattr(root_module, "CHECKED_LABELS", 1)
     labels = labels_of(dali.build_dataloader(parse("--image-root", root), Mode.EVAL))
     assert not 0 <= labels[4] < 3
     assert labels[:4] + labels[5:] == [0] * 4 + [0] * 3 + [1] * 8 + [2] * 7
@@ -402,7 +405,7 @@ def test_unlistable_folder_is_an_error(photos, tmp_path, monkeypatch):
     def denied(path):
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr(listing.os, "listdir", denied)
+    monkeypatch.setattr(os, "listdir", denied)
     with pytest.raises(UsageError, match=f"{photos}: cannot be read \\(Permission denied\\)"):
         open_split(photos)
 
@@ -429,7 +432,7 @@ def test_file_list_entry_outside_root_requires_allow_outside(photos, tmp_path, c
     assert dataset.main([*arguments, "--allow-outside"]) == 0
     for tool in (["verify", "--run-scope", "eval_only"], ["info"]):
         assert dataset.main([*tool, str(root), "--allow-outside"]) == 0
-    assert readers.open_split(root, "auto", Mode.EVAL, 3, 0, allow_outside=True).size == 2
+    assert data_files.open_split(root, "auto", Mode.EVAL, 3, 0, allow_outside=True).size == 2
 
 
 def test_sibling_folder_with_prefix_of_root_is_outside(tmp_path):
@@ -479,7 +482,7 @@ def test_special_characters_in_names_are_escaped_in_output_and_fix_list(photos, 
     assert set(printed) - {"\n"} <= {character for character in printed if character.isprintable()}
     for shown in (r"new\nline.jpg is not", r"\x1b[31mred.jpg", "[red]markup.jpg", r"\u202eright to left"):
         assert shown in printed
-    assert listing.read_skip_list(tmp_path / "bad.txt", root) == set(bad)
+    assert DataRoot(root, skip_list=tmp_path / "bad.txt").skip == set(bad)
     assert (tmp_path / "bad.txt").read_text().count("\n") == len(bad)
     assert train_and_val_images(parse("--image-root", root, "--skip-list", tmp_path / "bad.txt")) == [24, 23]
     assert run_train(image_root=root)[0] == 2

@@ -12,15 +12,18 @@ import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 
+import data_files
 import numpy as np
 import pytest
-import record_files
 from PIL import Image
 
 from conftest import ROOT
 from paddle_resnet import dataset
-from paddle_resnet.data import indexes, listing, records
-from paddle_resnet.tools import convert, verify, writers
+from paddle_resnet.data import indexes
+from paddle_resnet.data.formats import INDEXED, SINGLE_FILE, read_image, recordio
+from paddle_resnet.data.images import Image as ListedImage
+from paddle_resnet.data.root import DataRoot
+from paddle_resnet.tools import convert, verify
 from paddle_resnet.utils import files
 from paddle_resnet.utils.errors import UsageError, counted
 from paddle_resnet.utils.mode import Mode
@@ -30,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("convert_here", "verify_here")
 
 def contents(root, mode=Mode.EVAL):
     """Return [(bytes of the image, label)] of a split, in the stored order."""
-    return [records.read(image) for image in listing.images(str(root), mode)[2]]
+    return [read_image(image) for image in DataRoot(str(root)).listed(mode)]
 
 
 def tree(root):
@@ -53,7 +56,7 @@ def test_recordio_header_contains_number_of_index(converted):
     index = [line.split() for line in (converted["recordio"] / "val.idx").read_text().splitlines()]
     assert len(index) == 23
     for number, offset in index:
-        extra_labels, _, image, unused = records.RECORDIO_HEAD.unpack_from(data, int(offset) + 8)
+        extra_labels, _, image, unused = recordio.HEAD.unpack_from(data, int(offset) + 8)
         assert (extra_labels, image, unused) == (0, int(number), 0)
 
 
@@ -66,7 +69,7 @@ def test_recordio_header_contains_number_of_index(converted):
     ],
 )
 def test_extension_in_tar_file(path, kind, data, expected):
-    assert convert._extension(listing.Image("name", path, 0, kind), data) == expected
+    assert convert._extension(ListedImage("name", path, 0, kind), data) == expected
 
 
 def test_members_of_tar_file(converted):
@@ -79,7 +82,7 @@ def test_members_of_tar_file(converted):
 
 
 @pytest.mark.parametrize("to", convert.RECORD_FORMATS)
-@pytest.mark.parametrize("source", record_files.FORMATS)
+@pytest.mark.parametrize("source", data_files.FORMATS)
 def test_record_files_can_be_converted(converted, tmp_path, monkeypatch, source, to):
     monkeypatch.setattr(convert, "BLOCK", 4)  # more blocks than are queued at once
     assert convert.convert(converted[source], tmp_path / "x", to, workers=1) == {"train": 30, "val": 23}
@@ -107,7 +110,7 @@ def test_shards_flag_sets_number_of_equal_shards(photos, tmp_path, to, names):
     assert len(shards) == 7
     # As many images per shard as in train: 23 / (30 / 7), rounded up.
     assert len(list((tmp_path / "x").glob(names.format("val")))) == 6
-    sizes = [len(indexes.open_index(str(shard), to)) for shard in shards]
+    sizes = [len(indexes.open_index(str(shard), INDEXED[to])) for shard in shards]
     assert sum(sizes) == 30
     assert max(sizes) - min(sizes) <= 1
     swapped = tmp_path / "swapped"  # more validation images than training images
@@ -154,12 +157,12 @@ def test_resize_short_shrinks_large_images_upright_and_keeps_small_ones(tmp_path
 
 
 def test_record_with_invalid_label_is_rejected_and_interrupted_worker_stops(monkeypatch):
-    image, stop = listing.Image("val.rec@4", "d/val.rec", None, "recordio"), threading.Event()
+    image, stop = ListedImage("val.rec@4", "d/val.rec", None, "recordio"), threading.Event()
     monkeypatch.setattr(convert, "_stop", stop, raising=False)
-    monkeypatch.setattr(records, "read", lambda image: (b"x", 0.5))
+    monkeypatch.setattr(convert, "read_image", lambda image: (b"x", 0.5))
     with pytest.raises(UsageError, match="^d/val.rec@4: label 0.5 is not a class; omit the image with --skip-list$"):
         convert._prepare(image)
-    monkeypatch.setattr(records, "read", lambda image: os.stat(f"{os.devnull}/x"))
+    monkeypatch.setattr(convert, "read_image", lambda image: os.stat(f"{os.devnull}/x"))
     with pytest.raises(UsageError, match=r"^d/val.rec: cannot be read \(Not a directory\); repair it or omit it"):
         convert._prepare(image)
     stop.set()
@@ -293,7 +296,7 @@ def test_conversion_with_changed_image_list_is_rejected(photos, tmp_path):
     (tmp_path / "photos" / "train" / "class0" / "00.jpg").unlink()
     with pytest.raises(UsageError, match="contains a conversion with different images"):
         convert.convert(tmp_path / "photos", tmp_path / "x", "recordio", workers=1)
-    image, renamed = (listing.Image(name, str(photos / "val/class0/00.jpg"), 0) for name in ("a", "b"))
+    image, renamed = (ListedImage(name, str(photos / "val/class0/00.jpg"), 0) for name in ("a", "b"))
     assert convert._digest([image]) != convert._digest([renamed])
 
 
@@ -303,7 +306,7 @@ def test_digest_of_files_depends_on_size_time_and_database(tmp_path):
     def digest(path, content, time_s):
         path.write_bytes(content)
         os.utime(path, (time_s, time_s))
-        return convert._digest_of_files([listing.Image("name", str(tmp_path / "x"), 0)])
+        return convert._digest_of_files([ListedImage("name", str(tmp_path / "x"), 0)])
 
     (tmp_path / "x").write_bytes(b"")
     file = tmp_path / "x"
@@ -499,12 +502,12 @@ def test_class_names_of_one_split_are_enough(photos, tmp_path):
     (tmp_path / "images").symlink_to(photos / "val")
     names = sorted(str(path.relative_to(photos / "val")) for path in (photos / "val").glob("*/*"))
     (tmp_path / "val.txt").write_text("".join(f"images/{name} {name[5]}\n" for name in names))
-    splits, classes = convert._list_source(tmp_path, None, False)
+    splits, classes = convert._list_source(DataRoot(tmp_path))
     assert classes == ["class0", "class1", "class2"]
     assert [image.name for image in splits["val"]] == [f"images/{name}" for name in names]
     train = [image.name for image in splits["train"]]
     assert train != sorted(train) and len(train) == 30
-    assert [image.name for image in convert._list_source(tmp_path, None, False)[0]["train"]] == train
+    assert [image.name for image in convert._list_source(DataRoot(tmp_path))[0]["train"]] == train
 
 
 def test_output_folder_that_cannot_be_created_is_an_error(tmp_path):
@@ -554,7 +557,7 @@ def test_all_undecodable_images_are_reported_before_writing(photos, tmp_path, ca
 
 @pytest.mark.parametrize(("count", "more"), [(10, ""), (130, " and 120 more")])
 def test_many_undecodable_images_are_counted(monkeypatch, count, more):
-    images = [listing.Image(f"{i}.jpg", "", 0) for i in range(count)]
+    images = [ListedImage(f"{i}.jpg", "", 0) for i in range(count)]
     monkeypatch.setattr(verify, "check_all", lambda tasks, workers: [("is empty", [], None, 0)] * len(tasks))
     calls = []
     with pytest.raises(UsageError, match=rf"^d: {count} of {count} images .*, 9.jpg is empty{more}; repair them"):
@@ -572,7 +575,7 @@ def test_unwritable_progress_bar_does_not_fail_the_conversion(photos, tmp_path, 
 
 def test_recordio_payload_may_contain_magic_number(tmp_path):
     """The writer splits images at the magic number, and the reader joins the parts again."""
-    magic = struct.pack("<I", records.RECORDIO_MAGIC)
+    magic = struct.pack("<I", recordio.MAGIC)
     images = [magic, b"abcd" + magic + b"efgh" + magic, b"ab" + magic, 3 * magic + b"x", b"", b"1234567"]
     (tmp_path / "source" / "val" / "a").mkdir(parents=True)
     for i, image in enumerate(images):
@@ -647,7 +650,7 @@ def test_skipping_every_image_of_a_split_exits_with_code_2(photos, tmp_path, cap
 # and kills itself.
 KILLED = """
 import multiprocessing, os, signal, sys
-from paddle_resnet.tools import convert, writers
+from paddle_resnet.tools import convert
 
 def progress(done, total):
     if done >= 9:
@@ -710,15 +713,15 @@ def test_incomplete_record_of_killed_conversion_is_removed(tmp_path):
     images = [(b"x" * 101, 0), (b"y" * 50, 1)]
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
-    with writers.SINGLE_FILE["recordio"](str(tmp_path / "whole"), "train") as writer:
+    with SINGLE_FILE["recordio"](str(tmp_path / "whole"), "train") as writer:
         writer.write(images)
         writer.finish()
-    with writers.SINGLE_FILE["recordio"](str(tmp_path / "killed"), "train") as writer:
+    with SINGLE_FILE["recordio"](str(tmp_path / "killed"), "train") as writer:
         writer.write(images[:1])
     for ending, rest in ((".rec", b"half"), (".idx", b"1\t")):
         with open(tmp_path / f"killed/train{ending}.partial", "ab") as file:
             file.write(rest)
-    with writers.SINGLE_FILE["recordio"](str(tmp_path / "killed"), "train") as writer:
+    with SINGLE_FILE["recordio"](str(tmp_path / "killed"), "train") as writer:
         assert len(writer) == 1
         writer.write(images[1:])
         writer.finish()

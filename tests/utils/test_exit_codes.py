@@ -14,9 +14,8 @@ import pytest
 
 from conftest import ROOT
 from paddle_resnet import config, dataset, doctor, export, predict, train
-from paddle_resnet.data import records
 from paddle_resnet.results import comparison, reading
-from paddle_resnet.tools import convert
+from paddle_resnet.tools import convert, verify
 from paddle_resnet.utils import exit_codes, signals
 from paddle_resnet.utils.errors import UsageError
 
@@ -197,7 +196,7 @@ def test_open_file_limit_exits_with_code_1_and_an_error(photos, monkeypatch, ver
     def read(image):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), image.path)
 
-    monkeypatch.setattr(records, "read", read)
+    monkeypatch.setattr(verify, "read_image", read)
     assert dataset.main(["verify", str(photos)]) == 1
     stderr = capsys.readouterr().err
     assert "error: ulimit -n: " in stderr
