@@ -24,11 +24,12 @@ PADDLE_WORDS := $(if $(IS_VERSION),paddlepaddle$(if $(HAS_GPU),-gpu)==$(PADDLE),
 # The default package index has GPU builds only of Paddle 2.
 NEEDS_INDEX := $(if $(and $(HAS_GPU),$(IS_VERSION)),$(if $(filter 2.%,$(IS_VERSION))$(filter -%,$(PADDLE)),,yes))
 export PADDLE_WORDS
-# requirements-base.txt applies to every version of Paddle. $(REQUIREMENTS) applies only to Paddle 2.6.
-LISTS := requirements-base.txt $(if $(and $(PADDLE_WORDS),$(if $(findstring 2.6,$(PADDLE_WORDS)),,yes)),,$(REQUIREMENTS))
+# requirements-base.txt and requirements-dev.txt apply to every version of Paddle. $(REQUIREMENTS) applies only to
+# Paddle 2.6.
+LISTS := requirements-base.txt requirements-dev.txt $(if $(and $(PADDLE_WORDS),$(if $(findstring 2.6,$(PADDLE_WORDS)),,yes)),,$(REQUIREMENTS))
 PIN := $(shell grep '^paddlepaddle' $(REQUIREMENTS))
 # The name of this stamp file contains a checksum of the requirement files and of the chosen Paddle.
-INSTALLED := $(VENV)/installed-$(firstword $(shell { cat $(REQUIREMENTS) requirements-base.txt; echo '$(PADDLE_WORDS)'; } | cksum))
+INSTALLED := $(VENV)/installed-$(firstword $(shell { cat $(REQUIREMENTS) requirements-base.txt requirements-dev.txt; echo '$(PADDLE_WORDS)'; } | cksum))
 
 .PHONY: help venv data train test clean
 help:

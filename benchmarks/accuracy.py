@@ -7,8 +7,8 @@
 Rows are the same as in sweep.py, without GPUS. The run of a row with seed S (0, 1, ...) uses `--seed S` and
 `--dali-random-seed 42+S`, and writes its checkpoints, report and log to OUTPUT/ROW/S. Runs start in the order of their
 seeds, so that after an interruption, all rows have about the same number of results. If the command is repeated, it
-resumes unfinished runs and does not repeat finished ones. OUTPUT/ROW/flags.json contains the flags of the row; other
-flags for this row are an error.
+resumes unfinished runs and does not repeat finished ones. OUTPUT/ROW/flags.json contains the flags and environment
+variables of the row, including --flags; if they have changed, the command is an error.
 """
 
 import argparse
@@ -41,18 +41,20 @@ def result(folder):
 
 
 def check_flags(row, args):
-    """Write the flags of a row to OUTPUT/ROW/flags.json. Return an error message if this file has other flags."""
+    """Write the flags and variables of a row to OUTPUT/ROW/flags.json. Return None, or an error message if this file
+    has different ones."""
     name, variables, flags = row
     text, path = json.dumps({"variables": variables, "flags": [*args.flags, *flags]}), args.output / name / "flags.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and path.read_text() != text:
-        return f"{path.parent}: contains runs with different flags ({path.name}); use a different name or --output"
+        return f"{path.parent}: contains runs with different flags ({path.name}); rename the row or change --output"
     path.write_text(text)
     return None
 
 
 def train(row, seed, args, gpus):
-    """Train a row with a seed on the next free GPU. Return its result, or None if the run failed."""
+    """Train a row with a seed on the next free GPU, unless the run has finished before. Return its result, or None if
+    it failed."""
     name, variables, flags = row
     folder = args.output / name / str(seed)
     if result(folder) is None:
@@ -77,7 +79,7 @@ def train(row, seed, args, gpus):
 
 
 def table(results):
-    """Return a Markdown table of {name: [result of each seed, or None if the run failed]}."""
+    """Return a Markdown table. `results` is {name of the row: [result of each seed, or None if the run failed]}."""
     lines = ["| row | n | mean top1 | lowest to highest | all seeds | minutes |", "|---|---|---|---|---|---|"]
     for name, runs in results.items():
         finished = [run for run in runs if run is not None]

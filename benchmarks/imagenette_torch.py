@@ -9,8 +9,9 @@ configs/imagenette_128px_5epochs.yaml.
 DIR contains train/CLASS/*.jpg and val/CLASS/*.jpg. The settings are those that fastai's train_imagenette.py used for
 the results on the Imagenette leaderboard (https://github.com/fastai/imagenette): Mish, max pooling followed by a blur,
 RAdam with lookahead, weight decay 0.01, learning rate 8e-3 with a cosine in the last quarter of the steps, label
-smoothing 0.1, batch size 64, and AMP in float16 on a GPU. The second command trains the network of the leaderboard
-instead of XResNet50. The third command uses the settings of the leaderboard's best result for 128 px and 5 epochs.
+smoothing 0.1, batch size 64, and AMP in float16 (in this script, only on a GPU). The second command trains the network
+of the leaderboard instead of XResNet50. The third command uses the settings of the leaderboard's best result for 128 px
+and 5 epochs.
 
 Three details differ from fastai, and the first two save time:
 - All images are decoded once, at the start, and kept in GPU memory. The GPU crops and resizes each batch with the
@@ -21,7 +22,7 @@ Three details differ from fastai, and the first two save time:
 - Self-attention is computed in float32.
 
 Each evaluation prints one line with the seconds since the process started and the top1 accuracy. The last line is a
-summary in JSON; "reached" is the first evaluation with a top1 of at least --target.
+summary in JSON; "reached" is the first evaluation with a top1 of at least --target, or null.
 """
 
 import argparse

@@ -3,10 +3,11 @@
     python benchmarks/jax_resnet50.py --batch-size 256 --steps 100 --warmup-steps 50
     python benchmarks/peers.py run --rows "train, synthetic: paddle_resnet" --rows JAX --jax-python PYTHON
 
-A step does the same work as one of this project (see peers.py): float16 computation with float32 parameters, NHWC, SGD
-with momentum 0.875, weight decay (except for BN), label smoothing 0.1, dynamic loss scaling, loss, top1 and top5. The
-batch is a constant on the device, with 3 channels. The host reads the metrics one step later. PYTHON needs jax, flax
-and optax. XLA compiles the step before the first one, so "first step" includes the compilation.
+A step does the same work as one of this project (see peers.py): float16 computation (on a CPU, float32) with float32
+parameters, NHWC, SGD with momentum 0.875, weight decay (except for BN), label smoothing 0.1, dynamic loss scaling,
+loss, top1 and top5. The batch is a constant on the device, with 3 channels. The host reads the metrics one step later.
+PYTHON needs jax, flax and optax. XLA compiles the step when it is called first, so "first step" includes the
+compilation.
 """
 
 import argparse
@@ -87,7 +88,7 @@ def create_step(model, optimizer):
         updates, opt = optimizer.update(gradients, state["opt"], state["params"])
         new = {"params": optax.apply_updates(state["params"], updates), "opt": opt}
         old = {name: state[name] for name in new}
-        # A step whose gradients are not finite is skipped.
+        # If gradients are not finite, parameters and optimizer state stay the same.
         new = jax.tree.map(partial(jnp.where, finite), new, old)
         right = jax.lax.top_k(logits, 5)[1] == labels[:, None]
         return {**new, "batch_stats": batch_stats, "scale": scale}, (loss, right[:, 0].sum(), right.sum())

@@ -19,7 +19,7 @@ import numpy as np
 RECORD_FORMATS = ("recordio", "tfrecord", "webdataset")
 ROOT = Path(__file__).resolve().parent.parent
 CLASSES = 1000
-COLUMNS = ("format", "images", "n", "seconds to the first batch", "images/s", "peak memory (MB)")
+COLUMNS = ("format", "images", "n", "seconds to the first batch", "images/s", "peak memory (MiB)")
 sys.path.insert(0, str(ROOT))
 
 
@@ -48,7 +48,7 @@ def make_files(root, entries):
 
 def measure(image_root, data_format):
     """Print the import time in s, the time to the first batch in s, the speed after the first batch in images/s, and
-    the peak resident memory in MB."""
+    the peak resident memory in MiB. The time to the first batch excludes the imports."""
     start = perf_counter()
     import paddle_resnet  # noqa: F401  sets environment variables before Paddle is imported
     from paddle_resnet import config, dali, resolution

@@ -7,8 +7,8 @@ memory bound.
     python benchmarks/networks.py --table networks.jsonl
 
 The settings are those of `peers.py` for this project. Each network runs in a separate process, because Paddle cannot
-reset its peak memory. One process at a time uses the GPU, while the next one imports Paddle. A profiler records three
-captured steps at the end of the warm-up; images/s and step time exclude them.
+reset its peak memory. One process at a time uses the GPU, while the next one imports Paddle. A profiler records the
+last three steps of the warm-up; images/s and step time exclude them.
 
 The memory bound is the time for reading each input and writing each output of every operator in the fused program
 once, at the memory bandwidth --bandwidth-tb-s. "bound / step" is its fraction of the step time: at 100%, a step takes
@@ -112,7 +112,7 @@ def measure(args, arch, task):
     """Train or evaluate a network like `train.py --benchmark`, and return the result as a dict.
 
     Raises:
-        SystemExit: train.py failed; it has printed the error message.
+        SystemExit: train.main failed, and has printed the error message.
     """
     import paddle
     from paddle import static
@@ -149,7 +149,8 @@ def measure(args, arch, task):
 
 
 def measure_all(args, arch):
-    """Evaluate and train a network in this process, and append the results to --output."""
+    """Evaluate and train a network in this process, and append the results to --output. This file is locked, so that
+    processes with the same --output measure one after another."""
     import train  # noqa: F401  import Paddle and DALI before waiting for the GPU
     from paddle_resnet import phases  # noqa: F401
     from paddle_resnet.steps import cuda_graph

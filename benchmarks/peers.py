@@ -8,22 +8,23 @@ files. --arch selects the networks. Some rows are measured only if --rows names 
     python benchmarks/peers.py table results.jsonl [MORE.jsonl ...]
 
 The script alternates between the measurements and runs each in a separate process: `train.py --benchmark` for this
-project, `worker` in this file for PyTorch, jax_resnet50.py for JAX. All processes use the same settings: AMP in
-float16, the channels-last layout, SGD with momentum 0.875, weight decay (except for BN), and label smoothing 0.1. Each
-step computes loss, top1 and top5, which the host reads one step later. All pending GPU work has finished when the clock
-starts and when it stops. PyTorch uses its usual settings: torch.autocast and GradScaler, cuDNN autotuning
-(cudnn.benchmark) and a fused optimizer. "PyTorch compile" is torch.compile in its default mode, which does not use CUDA
-graphs; "PyTorch reduce-overhead" uses them. torch.compile also compiles the loss and the accuracy. This project and the
-baselines decode with DALI's mixed decoder. This project interpolates chroma; the baselines repeat it, with which
-training was 24 % faster when only crops were decoded (benchmarks/log/loader_h200.md). The baselines use the dynamic
-executor, DALI's default; this project uses the older executor (see paddle_resnet/dali.py). This project pads images to
-4 channels, as its recipes do; the baselines use 3 channels. For evaluation, the baselines convert all parameters to
-float16. On two GPUs, the batch size per process is the same as on one GPU, and baselines train with
+project, `worker` in this file for PyTorch, jax_resnet50.py for JAX. All processes use the same settings: float16 (AMP
+in training) on a GPU and float32 on a CPU, and the channels-last layout; in training, also SGD with momentum 0.875,
+weight decay (except for BN), and label smoothing 0.1. Each step computes loss, top1 and top5, which the host reads one
+step later. All pending GPU work has finished when the clock starts and when it stops. PyTorch uses its usual settings:
+torch.autocast and GradScaler, cuDNN autotuning (cudnn.benchmark) and a fused optimizer. "PyTorch compile" is
+torch.compile in its default mode, which does not use CUDA graphs; "PyTorch reduce-overhead" and "PyTorch max-autotune"
+use them. torch.compile also compiles the loss and the accuracy. On a GPU, this project and the baselines decode with
+DALI's mixed decoder. There, this project interpolates chroma; the baselines repeat it, with which training was 24 %
+faster when only crops were decoded (benchmarks/log/loader_h200.md). The baselines use the dynamic executor, DALI's
+default for GPUs; this project uses the older executor (see paddle_resnet/dali.py). This project pads images to 4
+channels, as its recipes do; the baselines use 3 channels. For evaluation on a GPU, the baselines convert all parameters
+to float16. On two GPUs, the batch size per process is the same as on one GPU, and baselines train with
 DistributedDataParallel.
 
-"first step" is the time from the start of the process until the host has read the loss of the first step. PyTorch
-starts with an empty kernel cache in the first repetition and reuses the cache in later repetitions. This project uses
-the machine's existing cache; filling an empty cache takes about 7 s (docs/kernels.md).
+"first step" is the time from the start of the process until the host has read the loss of the first step. The cache of
+torch.compile is empty at the start of `run`, and later measurements reuse it. This project uses the machine's existing
+cache; filling an empty cache takes about 7 s (docs/kernels.md).
 
 DIR contains train/CLASS/*.jpg and val/CLASS/*.jpg. PYTHON is an interpreter with torch, timm and, for JPEG files,
 nvidia-dali, or with jax, flax and optax. PyTorch's networks come from timm.
@@ -116,7 +117,8 @@ def choose(wanted):
 
 
 def measure(args, arch, row, folder):
-    """Run one process. Return {"ips": images/s, "first_step_s": seconds, ...} or {"error": last line of the output}."""
+    """Measure a row once, in separate processes. Return {"ips": images/s, "first_step_s": seconds, ...} or, if a
+    process failed, {"error": last line of the output, ...}."""
     task, trainer, _ = ROWS[row]
     report = folder / "report.json"
     report.unlink(missing_ok=True)
@@ -175,7 +177,8 @@ def is_for_two(task):
 
 
 def read_report(path):
-    """Return the metrics in the summary, which is the last line of a --report-file."""
+    """Return some metrics of the summary, which is the last line of a --report-file, the versions, and the time of the
+    first step as "first_step_at"."""
     entry = json.loads(path.read_text().splitlines()[-1].removeprefix("DLLL "))
     data = {name.rpartition(".")[2]: value for name, value in entry["data"].items()}
     start = float(entry["timestamp"]) - float(entry["elapsedtime"])
@@ -314,7 +317,8 @@ def torch_batches(args, training, device):
 
 
 def dali_pipeline(args, training, device):
-    """Return the pipeline that paddle_resnet.dali builds with default flags, but without the fourth channel."""
+    """Return a pipeline like that of paddle_resnet.dali with default flags; the module's docstring lists the
+    differences."""
     from nvidia.dali import fn, pipeline_def, types
 
     on_gpu = device.type == "cuda"

@@ -3,10 +3,10 @@ paddle_resnet.predict --benchmark`.
 
     python benchmarks/predict_torch.py --arch ResNet50 --batches 1,8,64,256
 
-Each row shows the latency from images in pinned host memory to probabilities in host memory, with random weights,
-channels last, and torch.compile(mode="reduce-overhead") on a GPU. On a CPU, the network runs in float32 with
-torch.compile. The networks come from timm. In float16 rows, the images are also float16, like those of the engine
-"captured step".
+Each row shows the latency from images in host memory (pinned on a machine with a GPU) to probabilities in host memory,
+with random weights and the channels-last layout. Without --eager, torch.compile compiles the network, on a GPU in its
+mode "reduce-overhead". Without --precision, a CPU measures only float32. The networks come from timm. In float16 rows,
+the images are also float16, like those of the engine "captured step".
 """
 
 import argparse

@@ -30,7 +30,7 @@ REPETITIONS = 20
 def main():
     args = config.parse_args(["--data-format", "synthetic", *(sys.argv[1:] or O2)])
     main_prog, startup_prog = static.Program(), static.Program()
-    program.start(args)
+    args = program.start(args)
     _, _, _, optimizer = program.build(args, main_prog, startup_prog, step_each_epoch=1000)
     place = processes.place(args.device)
     static.Executor(place).run(startup_prog)

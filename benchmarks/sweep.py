@@ -51,7 +51,8 @@ def command(row, common, python, folder):
 
 
 def measure(row, common, python, limit_s):
-    """Run a measurement. Return the metrics or, if the run failed, {"error": the last line that rank 0 printed}."""
+    """Run a measurement. Return {metric: value} or, if the run failed or took longer than limit_s, {"error": reason,
+    "command": arguments}. The reason of a failure is the last line that rank 0 printed."""
     with tempfile.TemporaryDirectory() as folder:
         arguments, environment = command(row, common, python, folder)
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -7,13 +7,22 @@ import sys
 import warnings
 from pathlib import Path
 
-from paddle_resnet.utils import signals
+from paddle_resnet.utils import errors, signals
 
-# `python -m paddle_resnet.NAME` and train.py import this module first. Signals are blocked until exit_codes.of can
-# handle them. The threads that NumPy starts during its import block the signals forever, so that only the main thread
-# handles signals.
-_script = getattr(sys.modules["__main__"], "__file__", None) or ""
-if sys.argv[:1] == ["-m"] or Path(_script).resolve() == Path(__file__).resolve().parents[1] / "train.py":
+__version__ = "0.2.0"
+
+
+def _is_command():
+    """Return whether this process runs a command of this package and not a program that imports the package."""
+    if sys.argv[:1] == ["-m"]:  # Python is about to run the module whose name precedes sys.argv[1:]
+        return sys.orig_argv[-len(sys.argv)].removeprefix("-m").startswith(f"{__name__}.")
+    script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
+    return script.name == errors.SCRIPT or script.resolve() == errors.TRAIN.resolve()
+
+
+# The commands import this module first. Signals are blocked until exit_codes.of can handle them. The threads that NumPy
+# starts during its import block the signals forever, so that only the main thread handles signals.
+if _is_command():
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.NUMBERS)
 
 from paddle_resnet.machine import libraries  # noqa: E402

@@ -15,12 +15,12 @@ from paddle_resnet import dali, program, recipe
 from paddle_resnet.checkpoints import folders, saver, variables
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
+from paddle_resnet.settings import durations
 from paddle_resnet.steps import cuda_graph
 from paddle_resnet.utils import logger, progress
 from paddle_resnet.utils.errors import UsageError, counted
 from paddle_resnet.utils.mode import Mode
 
-CHOSEN = ("epochs", "warmup_epochs")  # flags that choose() may set
 MEASURED = 0.02  # fraction of the budget to spend on measuring training
 SLOW_EVALUATION = 0.1  # fraction of the budget above which an evaluation is measured only once
 MOST_STEPS = 200  # maximum number of steps to measure
@@ -35,17 +35,24 @@ class StageTimes(NamedTuple):
     batch_s: float
 
 
+class CheckpointTimes(NamedTuple):
+    """Measured durations, in seconds, of copying the state of the run for a checkpoint, for which training waits, and
+    of writing the checkpoint, which continues in the background until the next checkpoint."""
+
+    copy_s: float
+    write_s: float
+
+
 class Times(NamedTuple):
-    """Measured durations, in seconds: StageTimes of each stage, and the durations of one evaluation and of writing one
-    checkpoint."""
+    """Measured durations: StageTimes of each stage, the duration of one evaluation in seconds, and CheckpointTimes."""
 
     stages: list
     evaluation_s: float
-    checkpoint_s: float
+    checkpoint: CheckpointTimes
 
 
-def pending(args, checkpoint):
-    """Return the names of the flags that choose() will set, or () if the number of epochs is already known.
+def is_needed(args, checkpoint):
+    """Return whether the run must choose its number of epochs.
 
     Args:
         args: Settings with the values inherited from the checkpoint.
@@ -55,32 +62,35 @@ def pending(args, checkpoint):
             --budget-minutes.
     """
     if args.budget_minutes is None or args.benchmark or not args.run_scope.trains:
-        return ()
+        return False
     if checkpoint is None or (checkpoint.epoch, checkpoint.step) == (0, 0):
-        return CHOSEN
+        return True
     if not checkpoint.resumes or checkpoint.meta["arguments"].get("budget_minutes") != args.budget_minutes:
         start = "--resume" if args.resume or args.from_checkpoint is None else "--from-checkpoint"
         raise UsageError(
             f"--budget-minutes {args.budget_minutes:g}: applies only to new runs, but this run continues from "
             f"{checkpoint.folder} ({start}); use --epochs instead"
         )
-    return ()
+    return False
 
 
 def choose(args, exe, training, evaluation):
-    """Choose --epochs and, unless it is explicit, --warmup-epochs. Then adapt the learning-rate schedule, and freeze
-    the settings. Rank 0 chooses for all processes.
+    """Choose --epochs and, unless it is explicit, --warmup-epochs, and adapt the learning-rate schedule. The programs
+    do not depend on these flags. Rank 0 chooses for all processes.
 
     Args:
-        args: Settings that are frozen except for CHOSEN.
+        args: Settings.
         exe: static.Executor.
         training, evaluation: phases.Work with compiled programs; evaluation may be None.
+    Returns:
+        Settings with the chosen values, frozen.
     Raises:
-        UsageError: the run would end before its last stage (--sizes, --unfreeze-at).
+        UsageError: the run would end before its last stage (--sizes, --unfreeze-at), or the checkpoint folder cannot be
+            written.
     """
     progress.phase("measurement for --budget-minutes")
     schedule, budget_s = training.lr_scheduler, 60 * args.budget_minutes
-    timeline = schedule.timeline
+    timeline, length = schedule.timeline, args.part(durations.Settings)
     works = [training, *(work for _, work in training.later)]
     with logger.only_warnings():
         seconds = MEASURED * budget_s / len(works)
@@ -89,32 +99,36 @@ def choose(args, exe, training, evaluation):
         stages[0] = stages[0]._replace(start_s=0)  # this stage has already started
         evaluation_s = _measure_evaluation(args, exe, evaluation, SLOW_EVALUATION * budget_s)
 
+    folder = folders.run_folder(args.output_dir, args.model_arch_name)
+
     def plan():
-        times = Times(stages, evaluation_s, _measure_checkpoint(args, training.program))
+        times = Times(stages, evaluation_s, _measure_checkpoint(folder, args.checkpoint_commit, training.program))
         start_s, last = logger.elapsed_s(), timeline.parts[-1].first_epoch
-        epochs = epochs_within(args, budget_s - start_s, timeline, times)
+        epochs = epochs_within(length, budget_s - start_s, timeline, times)
         if epochs <= last:
-            enough_s = (1 + TOLERANCE) * (start_s + duration_s(args, last + 1, timeline, times))
+            enough_s = (1 + TOLERANCE) * (start_s + duration_s(length, last + 1, timeline, times))
             raise UsageError(
                 f"--budget-minutes {args.budget_minutes:g}: ends after {counted(epochs, 'epoch')}, but the last stage "
                 f"(--sizes, --unfreeze-at) begins in epoch {last}; use an earlier epoch, or --budget-minutes "
                 f"{math.ceil(enough_s / 60)}"
             )
-        return epochs, start_s, start_s + duration_s(args, epochs, timeline, times), times
+        return epochs, start_s, start_s + duration_s(length, epochs, timeline, times), times
 
-    epochs, start_s, end_s, (stages, evaluation_s, checkpoint_s) = exchange.from_rank_0(plan)
+    epochs, start_s, end_s, (stages, evaluation_s, (copy_s, write_s)) = exchange.from_rank_0(plan)
     parts = [
         f"{counted(part.steps * timeline.accumulate_steps, 'batch', 'batches')} of {batch_s:.3g} s per epoch"
         + (f" from epoch {part.first_epoch} on" if part.first_epoch else "")
         for part, (_, batch_s) in zip(timeline.parts, stages, strict=True)
     ]
     parts += [f"evaluation {evaluation_s:.3g} s"] if evaluation else []
-    reason = f"--budget-minutes {args.budget_minutes:g}, {', '.join(parts)}, checkpoint {checkpoint_s:.3g} s"
-    args.choose(reason, epochs=epochs)
+    parts += [f"copy of a checkpoint {copy_s:.3g} s, writing it in the background {write_s:.3g} s"]
+    reason = f"--budget-minutes {args.budget_minutes:g}, {', '.join(parts)}"
+    chosen = args.copy()
+    chosen.choose(reason, epochs=epochs)
     if not args.is_explicit("warmup_epochs"):
-        args.choose(counted(epochs, "epoch"), warmup_epochs=recipe.warmup_epochs(epochs))
-    args.finalize()
-    schedule.adopt(build_lr_scheduler(args, timeline))
+        chosen.choose(counted(epochs, "epoch"), warmup_epochs=recipe.warmup_epochs(epochs))
+    chosen.finalize()
+    schedule.adopt(build_lr_scheduler(chosen, timeline))
     ends = (
         f"the run of {counted(epochs, 'epoch')} ends after about {end_s / 60:.3g} minutes, of which "
         f"{start_s / 60:.3g} have passed"
@@ -125,32 +139,34 @@ def choose(args, exe, training, evaluation):
             f"--budget-minutes {args.budget_minutes:g}: {ends}, and no other number of epochs is closer; "
             "change the budget, or use --epochs"
         )
+    return chosen
 
 
-def duration_s(args, epochs, timeline, times):
+def duration_s(settings: durations.Settings, epochs: int, timeline: durations.Timeline, times: Times) -> float:
     """Return the predicted duration in seconds of `epochs` epochs, including evaluations and checkpoints.
 
     Args:
-        args: Settings.
+        settings: intervals of evaluations and checkpoints.
         epochs: number of epochs.
-        timeline: durations.Timeline.
-        times: Times.
+        timeline, times: steps and measured durations of the stages.
     """
-    seconds = math.ceil(epochs / args.eval_interval) * times.evaluation_s
-    checkpoints = math.ceil(epochs / args.save_interval)
+    seconds = math.ceil(epochs / settings.eval_interval) * times.evaluation_s
+    checkpoints = math.ceil(epochs / settings.save_interval)
     for part, count, stage in zip(timeline.parts, timeline.epochs_before(epochs), times.stages, strict=True):
         seconds += stage.start_s * (count > 0) + count * part.steps * timeline.accumulate_steps * stage.batch_s
-        if args.save_interval_steps:
+        if settings.save_interval_steps:
             # Exclude checkpoints at the end of an epoch, which --save-interval determines.
-            checkpoints += count * ((part.steps - 1) // args.save_interval_steps)
-    return seconds + checkpoints * times.checkpoint_s
+            checkpoints += count * ((part.steps - 1) // settings.save_interval_steps)
+    copy_s, write_s = times.checkpoint
+    # A checkpoint is copied when the previous one has been written. The run ends when the last one has been written.
+    return max(seconds + checkpoints * copy_s, checkpoints * write_s) + write_s
 
 
-def epochs_within(args, seconds, timeline, times):
-    """Return the number of epochs, at least 1, whose predicted duration is closest to `seconds`."""
+def epochs_within(settings: durations.Settings, seconds: float, timeline: durations.Timeline, times: Times) -> int:
+    """Return the number of epochs, from 1 to MOST_EPOCHS, whose predicted duration is closest to `seconds`."""
 
     def predicted_s(epochs):
-        return duration_s(args, epochs, timeline, times)
+        return duration_s(settings, epochs, timeline, times)
 
     # `count` is the number of epochs that fit into the budget.
     count = bisect.bisect_right(range(1, MOST_EPOCHS + 1), seconds, key=predicted_s)
@@ -159,8 +175,8 @@ def epochs_within(args, seconds, timeline, times):
 
 
 def _measure_training(exe, work, seconds):
-    """Return the StageTimes of the stage that a phases.Work trains. Its batches are measured for about `seconds`
-    seconds, with at least 2 and at most MOST_STEPS steps."""
+    """Return the StageTimes of the stage that a phases.Work trains. The number of measured steps, from 2 to MOST_STEPS,
+    is chosen so that they take `seconds`. For exceptions, see dali.build_dataloader and program.run."""
     start, args = perf_counter(), work.settings
     # The compiled program of a later stage is discarded, because its captured step would occupy GPU memory.
     compiled = work.compiled or program.compile_prog(args, work.program)
@@ -171,7 +187,7 @@ def _measure_training(exe, work, seconds):
 
     def measure(warmup, batches):
         values = {"benchmark_warmup_steps": warmup, "benchmark_steps": batches, "max_bad_steps": 10**9}
-        options = args.copy(benchmark=True, **values)
+        options = args.copy("internal", benchmark=True, **values)
         if loader.step == len(loader):  # the previous measurement ended at the end of an epoch
             next(loader, None)
             loader.reset()
@@ -199,15 +215,16 @@ def _measure_evaluation(args, exe, evaluation, seconds):
     return elapsed_s
 
 
-def _measure_checkpoint(args, train_prog):
-    """Return the time to write a checkpoint, in seconds."""
-    start, folder = perf_counter(), folders.run_folder(args.output_dir, args.model_arch_name)
+def _measure_checkpoint(folder, commit, train_prog):
+    """Return the CheckpointTimes of a run folder. Raise UsageError if the folder cannot be written."""
+    start = perf_counter()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         with tempfile.TemporaryDirectory(dir=existing, prefix=".budget") as root:
             states = enumerate(variables.snapshot(train_prog))
             files = {f"{i}.pdparams": saver.pickled(state) for i, state in states}
-            folders.commit(root, "0", files, {}, args.checkpoint_commit)
+            copied = perf_counter()
+            folders.commit(root, "0", files, {}, commit)
     except OSError as e:
         raise folders.unwritable(folder, e) from e
-    return perf_counter() - start
+    return CheckpointTimes(copied - start, perf_counter() - copied)

@@ -30,7 +30,7 @@ def parse_args(argv=None):
     of_file = {} if path is None else config_file.read(path)
     of_line = parsing.parse(argv)
     origins = dict.fromkeys(of_file, f"file {path}") | dict.fromkeys(of_line, "command line")
-    settings = parsing.settings(of_file | of_line, origins)
+    settings = parsing.make_settings(of_file | of_line, origins)
     validation.drop_unused(settings)
     validation.check_command(settings)
     return settings

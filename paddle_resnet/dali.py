@@ -9,7 +9,7 @@ from paddle_resnet.data.loader_state import BatchFlags
 from paddle_resnet.data.root import DataRoot
 from paddle_resnet.job import watchdog
 from paddle_resnet.settings.declarations import DEFAULTS, FLAGS
-from paddle_resnet.settings.values import Settings, flag
+from paddle_resnet.settings.values import Settings, flag_name
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import counted
 from paddle_resnet.utils.mode import Mode
@@ -52,7 +52,7 @@ def build_dataloader(
         StateError: the state is damaged.
     """
     watchdog.phase(f"image listing ({mode.value})")
-    settings = resolution.resolved_data(args, mode)
+    settings = resolution.resolve_data(args, mode)
     options, flags = loader.Options.of(settings), batch_flags(settings)
     if settings.data_format == "synthetic":
         return loader.build_synthetic(options, flags, mode, state)
@@ -63,9 +63,9 @@ def build_dataloader(
 def batch_flags(settings: Settings) -> BatchFlags:
     """Return the flags that determine the training batches."""
     batches = {name: declaration.before for name, declaration in FLAGS.items() if declaration.batches}
-    values = {flag(name): getattr(settings, name) for name in batches}
+    values = {flag_name(name): getattr(settings, name) for name in batches}
     return BatchFlags(
-        values, {flag(name): DEFAULTS[name] if before is None else before for name, before in batches.items()}
+        values, {flag_name(name): DEFAULTS[name] if before is None else before for name, before in batches.items()}
     )
 
 

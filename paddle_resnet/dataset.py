@@ -1,6 +1,7 @@
 """Tools for data sets: `python -m paddle_resnet.dataset COMMAND`."""
 
 import argparse
+import dataclasses
 import shutil
 import sys
 from concurrent.futures.process import BrokenProcessPool
@@ -14,7 +15,7 @@ from paddle_resnet.settings import parsing
 from paddle_resnet.tools import convert, sources
 from paddle_resnet.utils import exit_codes, files, locks, logger, numbers, outputs, signals
 from paddle_resnet.utils.command_line import Parser
-from paddle_resnet.utils.errors import UsageError, counted
+from paddle_resnet.utils.errors import UsageError, command, counted, program
 from paddle_resnet.utils.mode import RunScope
 
 QUALITY = 95  # JPEG quality
@@ -73,15 +74,15 @@ def main(argv=None):
             interrupted.
     """
     parser = Parser(
-        prog="python -m paddle_resnet.dataset",
+        prog="dataset",
         description="Prepare and check data sets.",
         examples=(
-            ("divide class folders into train/ and val/, for train.py --image-root DIR", "split PHOTOS --output DIR"),
+            ("divide class folders into train/ and val/, for --image-root DIR", "split PHOTOS --output DIR"),
             ("read ImageNet's archives, or a table of labels, as downloaded", "import DOWNLOADED --output DIR"),
             ("check every image before a long run", "verify DIR --fix-list bad.txt"),
             ("show the effect of augmentation", "preview DIR --output preview.png"),
         ),
-        epilog="python -m paddle_resnet.dataset COMMAND --help lists the flags of a command.",
+        epilog=f"{command('dataset', 'COMMAND', '--help')} lists the flags of a command.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=parsing.ToolParser)
     for add in (
@@ -96,19 +97,19 @@ def main(argv=None):
         _add_speed,
     ):
         add(commands)
-    return exit_codes.of("paddle_resnet.dataset", lambda: _run(parser, argv))
+    return exit_codes.of(program("dataset"), lambda: _run(parser, argv))
 
 
 def _run(parser, argv):
     args, flags = parser.parse_known_args(argv)
     args.train_flags = flags
     if args.train_flags and not args.takes_train_flags:
-        raise UsageError(f"{args.train_flags[0]}: unknown flag; see `{parser.prog} {args.command} --help`")
+        raise UsageError(f"{args.train_flags[0]}: unknown flag; see `{command('dataset', args.command, '--help')}`")
     return args.run(args)
 
 
 def _add(commands, name, run, help, takes_train_flags=False):
-    epilog = "The flags of train.py are also supported." if takes_train_flags else None
+    epilog = f"The flags of {program('train')} are also supported." if takes_train_flags else None
     description = f"{help[0].upper()}{help[1:]}."
     command = commands.add_parser(name, help=help, description=description, epilog=epilog)
     command.set_defaults(run=run, takes_train_flags=takes_train_flags)
@@ -120,7 +121,7 @@ def _add_sample(commands):
     sample.add_argument("--output", required=True, metavar="DIR", help="folder to create, with train/ and val/")
 
 
-def _run_sample(args):
+def _run_sample(args: argparse.Namespace):
     outputs.claim(folders={"--output": args.output})
     try:
         n_train, n_val = write_sample(args.output)
@@ -132,7 +133,7 @@ def _run_sample(args):
 def _add_split(commands):
     command = _add(commands, "split", _run_split, "divide class folders into train/ and val/, using links")
     command.add_argument("source", metavar="DIR", help="folder of class folders; not modified")
-    command.add_argument("--output", required=True, metavar="DIR", help="folder to create, for train.py --image-root")
+    command.add_argument("--output", required=True, metavar="DIR", help="folder to create, for --image-root of a run")
     command.add_argument(
         "--val",
         type=_fraction,
@@ -143,7 +144,7 @@ def _add_split(commands):
     command.add_argument("--seed", type=numbers.seed, default=0, metavar="N", help="seed of the random selection")
 
 
-def _run_split(args):
+def _run_split(args: argparse.Namespace):
     from paddle_resnet.tools import split
 
     _claim_folder(args)
@@ -180,7 +181,7 @@ def _add_convert(commands):
     command.add_argument("--from", required=True, metavar="DIR", dest="source", help="folder of the data set")
     to = {"type": convert.parse_format, "choices": convert.RECORD_FORMATS}
     command.add_argument("--to", required=True, **to, help="record format to write")
-    command.add_argument("--output", required=True, metavar="DIR", help="folder to create, for train.py --image-root")
+    command.add_argument("--output", required=True, metavar="DIR", help="folder to create, for --image-root of a run")
     _add_shards(command)
     command.add_argument(
         "--resize-short",
@@ -197,7 +198,7 @@ def _add_convert(commands):
     command.add_argument(
         "--workers", type=numbers.threads, metavar="N", help="number of worker processes (default: one per core)"
     )
-    command.add_argument("--skip-list", metavar="FILE", help="file that lists the images to omit, as for train.py")
+    command.add_argument("--skip-list", metavar="FILE", help="file that lists the images to omit, as in a run")
     command.add_argument(
         "--unchecked",
         action="store_true",
@@ -206,7 +207,7 @@ def _add_convert(commands):
     _add_label_flags(command)
 
 
-def _run_convert(args):
+def _run_convert(args: argparse.Namespace):
     if args.quality is not None and args.resize_short is None:
         raise UsageError(f"--quality {args.quality}: requires --resize-short; add it, or remove --quality")
     _claim_folder(args)
@@ -231,7 +232,7 @@ def _run_convert(args):
     print(f"{args.output}: {' and '.join(f'{count} {split}' for split, count in counts.items())} images as {args.to}")
 
 
-def _with_progress(args, write):
+def _with_progress(args: argparse.Namespace, write):
     """Lock the output folder, and return the result of write(progress function of the check or None, progress function
     of the conversion)."""
     from rich.console import Console
@@ -272,11 +273,11 @@ def _add_import(commands):
         commands,
         "import",
         _run_import,
-        "import ImageNet's archives, or images with labels in a table; repeat the command to resume",
+        "import a data set as downloaded: archives, tables, Parquet, arrays; repeat the command to resume",
     )
-    command.add_argument("source", metavar="SOURCE", help="folder as downloaded, or a table; not modified")
+    command.add_argument("source", metavar="SOURCE", help="folder as downloaded, or a file; not modified")
     command.add_argument("--list", action="store_true", help="print only what the source contains")
-    command.add_argument("--output", metavar="DIR", help="folder to create, for train.py --image-root")
+    command.add_argument("--output", metavar="DIR", help="folder to create, for --image-root of a run")
     to = {"type": convert.parse_format, "choices": convert.FORMATS}
     command.add_argument("--to", **to, default="webdataset", help="format to write")
     command.add_argument(
@@ -287,13 +288,22 @@ def _add_import(commands):
         type=_fraction,
         metavar="F",
         help="fraction of each class that goes to val/ if the source has no validation images (default: "
-        f"{sources.DEFAULT_VAL} for a table, none for ImageNet)",
+        f"{sources.DEFAULT_VAL}, none for ImageNet)",
     )
     command.add_argument("--allow-partial", action="store_true", help="warn about missing images instead of stopping")
     columns = (("--image-column", "paths or ids of the images"), ("--label-column", "labels"))
     for flag, content in (*columns, ("--split-column", "splits")):
-        command.add_argument(flag, metavar="NAME", help=f"column of a table with the {content} (default: detected)")
+        command.add_argument(flag, metavar="NAME", help=f"column or feature with the {content} (default: detected)")
     command.add_argument("--delimiter", metavar="TEXT", help="text between the columns of a table (default: detected)")
+    command.add_argument(
+        "--label-index", type=numbers.integer(0, 999), metavar="N", help="index of the label if records have several"
+    )
+    command.add_argument(
+        "--class-depth",
+        type=numbers.integer(1, 9),
+        metavar="N",
+        help="number of nested folders that form a class (default: detected)",
+    )
     _add_shards(command)
     command.add_argument(
         "--workers", type=numbers.threads, metavar="N", help="number of worker processes (default: one per core)"
@@ -301,9 +311,10 @@ def _add_import(commands):
     command.add_argument("--unchecked", action="store_true", help="skip the initial check of all images")
 
 
-def _run_import(args):
-    names = ("allow_partial", "val", "image_column", "label_column", "split_column", "delimiter")
-    options = sources.Options(**{name: getattr(args, name) for name in names})
+def _run_import(args: argparse.Namespace):
+    options = sources.Options(
+        **{field.name: getattr(args, field.name) for field in dataclasses.fields(sources.Options)}
+    )
     if args.list:
         for line in sources.describe(args.source):
             print(line)
@@ -327,7 +338,7 @@ def _add_index(commands):
     command.add_argument("root", metavar="DIR", help="folder of the shards")
 
 
-def _run_index(args):
+def _run_index(args: argparse.Namespace):
     created, existing = convert.build_indexes(args.root)
     print(f"{args.root}: {counted(created, 'index file')} created, {existing} already existed")
 
@@ -352,7 +363,7 @@ def _add_preview(commands):
     )
 
 
-def _run_preview(args):
+def _run_preview(args: argparse.Namespace):
     _claim_file("--output", args.output, args.root)
     inspection = _inspection()
 
@@ -364,7 +375,7 @@ def _add_verify(commands):
     command = _add(commands, "verify", _run_verify, "decode every image; exit code 1 if training would fail")
     command.add_argument("root", metavar="DIR", help="folder of the data set")
     command.add_argument(
-        "--fix-list", metavar="FILE", help="file for the list of failing images, for train.py --skip-list"
+        "--fix-list", metavar="FILE", help="file for the list of failing images, for --skip-list of a run"
     )
     command.add_argument(
         "--num-of-class",
@@ -383,7 +394,7 @@ def _add_verify(commands):
     _add_label_flags(command)
 
 
-def _run_verify(args):
+def _run_verify(args: argparse.Namespace):
     from paddle_resnet.tools import verify
 
     _claim_file("--fix-list", args.fix_list, args.root)
@@ -400,11 +411,11 @@ def _run_verify(args):
     if args.fix_list is not None:
         with outputs.writing("--fix-list", args.fix_list):
             verify.write_fix_list(report, args.fix_list)
-        print(f"{args.fix_list}: {counted(len(report.failing), 'image')} for train.py --skip-list")
+        print(f"{args.fix_list}: {counted(len(report.failing), 'image')} for --skip-list")
     return 1 if report.training_would_fail else 0
 
 
-def _claim_folder(args):
+def _claim_folder(args: argparse.Namespace):
     """Raise UsageError if the output folder of a command would replace the data set that the command reads."""
     outputs.claim(folders={"--output": args.output}, protected=[("the data set", args.source)])
 
@@ -423,7 +434,7 @@ def _add_info(commands):
     _add_label_flags(command)
 
 
-def _run_info(args):
+def _run_info(args: argparse.Namespace):
     _claim_file("--output", args.output, args.root)
     inspection = _inspection()
 
@@ -453,7 +464,7 @@ def _add_speed(commands):
     )
 
 
-def _run_speed(args):
+def _run_speed(args: argparse.Namespace):
     inspection = _inspection()
 
     inspection.speed(args.root, args.threads, args.loads, args.batches, args.repeats, args.train_flags)
@@ -466,7 +477,7 @@ def _add_label_flags(command):
         type=numbers.label_offset,
         default=numbers.AUTO,
         metavar="{auto,N}",
-        help="first label in file lists and records, as for train.py",
+        help="first label in file lists and records, as in a run",
     )
 
 

@@ -3,6 +3,7 @@
 Checks that load native libraries run in child processes, so that a crash is reported as a problem.
 """
 
+import argparse
 import functools
 import io
 import json
@@ -18,8 +19,9 @@ from collections import namedtuple
 from pathlib import Path
 from time import monotonic
 
+from paddle_resnet import __version__
 from paddle_resnet.utils.command_line import Parser
-from paddle_resnet.utils.errors import counted, python
+from paddle_resnet.utils.errors import TRAIN, counted, installation, is_installed, program, script
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
@@ -27,7 +29,7 @@ LEAST_MEMORY, LEAST_DISK, LEAST_SHARED_MEMORY = 4 * GIB, 2 * GIB, 1 * GIB
 LEAST_OPEN_FILES = 1024
 TIMEOUT_S = 300
 LIBRARIES = [("libcudnn.so", "cuDNN"), ("libcublas.so", "cuBLAS"), ("libnccl.so", "NCCL")]
-# Flags of train.py for a test with a tiny network. On a GPU, four steps are enough to capture and replay a step.
+# Flags of train.py for a test with tiny images. On a GPU, four steps are enough to capture and replay a step.
 STEP = [
     *("--model-arch-name", "ResNet18", "--num-of-class", "8", "--image-shape", "4,32,32", "--crop-size", "32"),
     *("--resize-short", "36", "--batch-size", "8", "--data-layout", "NHWC", "--data-format", "synthetic"),
@@ -46,9 +48,10 @@ def examine(output_dir):
     facts, problem = _in_child(_library_facts)
     gpus = _nvidia_gpus()
     facts = facts or {}
+    yield Row("paddle_resnet", f"{__version__} in {ROOT}")
     yield from _gpu_rows(gpus, facts)
     if problem:
-        yield Row("Paddle", problem, "no", f"{python()} -m pip install -r requirements.txt; see docs/install.md")
+        yield Row("Paddle", problem, "no", f"{installation('gpu' if gpus else 'cpu')}; see docs/install.md")
     yield from [Row(*row) for row in facts.get("rows", [])]
     yield _compiler()
     yield from _machine(len(gpus))
@@ -58,7 +61,7 @@ def examine(output_dir):
 
 
 def _nvidia_gpus():
-    """Return [[name, memory, driver]] for all GPUs that nvidia-smi reports, or [] if there is no driver."""
+    """Return [[name, memory, driver]] for all GPUs that nvidia-smi reports, or [] if nvidia-smi is missing or fails."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -69,7 +72,7 @@ def _nvidia_gpus():
 
 def _gpu_rows(gpus, facts):
     if not gpus:
-        yield Row("driver", "no NVIDIA driver; training uses the CPU")
+        yield Row("driver", "nvidia-smi reports no GPU, so the tests use the CPU")
         return
     yield Row("driver", gpus[0][2])
     for index, (name, memory, _) in enumerate(gpus):
@@ -122,7 +125,7 @@ def _library(libraries, name, what):
     if not libraries.is_served():
         return (what, "located by Paddle itself", "ok")
     path = libraries.find(name)
-    return (what, path, "ok") if path else (what, "not found", "note", f"{python()} -m pip install -r requirements.txt")
+    return (what, path, "ok") if path else (what, "not found", "note", installation("gpu"))
 
 
 def _dali(device):
@@ -151,8 +154,10 @@ def _has_jpeg_unit():
 def _nvrtc(native, capability):
     library = native._nvrtc()
     if library is None:
-        status = "no" if capability else "ok"
-        return ("NVRTC", "not found", status, f"{python()} -m pip install -r requirements.txt" if capability else "")
+        if not capability:
+            return ("NVRTC", "not found", "ok", "")
+        remedy = f"{installation('gpu')}; otherwise, training uses Paddle's slower kernels"
+        return ("NVRTC", "not found", "note", remedy)
     import ctypes
 
     major, minor = ctypes.c_int(), ctypes.c_int()
@@ -176,7 +181,7 @@ def _compiler():
     command = os.environ.get("CXX", "").split() or ["g++"]
     path = shutil.which(command[0])
     if path is None:
-        remedy = "install a compiler, or set CXX; otherwise, training uses Paddle's kernels, which are slower"
+        remedy = "install a compiler, or set CXX; otherwise, training uses Paddle's slower kernels"
         return Row("C++ compiler", f"{command[0]}: not found", "note", remedy)
     done = subprocess.run([path, "--version"], capture_output=True, text=True)
     return Row("C++ compiler", (done.stdout.splitlines() or [path])[0])
@@ -189,7 +194,7 @@ def _machine(gpu_count):
     yield Row("cores", f"{cores}, {platform.machine()}, Python {platform.python_version()}")
     available = memory.available()
     is_enough = available >= LEAST_MEMORY
-    remedy = "" if is_enough else f"ResNet-50 needs {LEAST_MEMORY // GIB} GiB per process; use a smaller --batch-size"
+    remedy = "" if is_enough else f"below {LEAST_MEMORY // GIB} GiB per process, use a smaller --batch-size"
     yield Row("memory", f"{available / GIB:.1f} GiB available", "ok" if is_enough else "note", remedy)
     try:
         shared = os.statvfs("/dev/shm")
@@ -197,12 +202,14 @@ def _machine(gpu_count):
     except OSError:
         size = 0
     is_enough = size >= LEAST_SHARED_MEMORY or gpu_count < 2
-    remedy = "" if is_enough else "NCCL needs shared memory between GPUs; start the container with --shm-size=1g"
+    remedy = "NCCL needs shared memory between GPUs; enlarge /dev/shm, or start the container with --shm-size=1g"
+    remedy = "" if is_enough else remedy
     yield Row("/dev/shm", f"{size / GIB:.1f} GiB", "ok" if is_enough else "note", remedy)
     files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     is_enough = files >= LEAST_OPEN_FILES or files == resource.RLIM_INFINITY
-    remedy = "" if is_enough else f"ulimit -n {min(most_files, 65536)}"
+    enough = 65536 if most_files == resource.RLIM_INFINITY else min(most_files, 65536)
+    remedy = "" if is_enough else f"ulimit -n {enough}"
     limits = f"open files {_limit(files)}, processes {_limit(processes)}"
     yield Row("ulimits", limits, "ok" if is_enough else "note", remedy)
 
@@ -236,7 +243,8 @@ def _tests(device, missing):
 
 
 def _decode_image(device):
-    """Decode a JPEG image with DALI. This function runs in a child process."""
+    """Decode a JPEG image with DALI. Raises ValueError if the pixels are wrong. This function runs in a child
+    process."""
     import numpy as np
     from nvidia.dali import fn, pipeline_def
     from PIL import Image
@@ -259,9 +267,10 @@ def _decode_image(device):
 def _test_training(what, launcher, flags, missing):
     begin = monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [*launcher, *(["--log_dir", f"{folder}/log"] if launcher else []), str(ROOT / "train.py"), *flags]
+        train = [script(), "train"] if is_installed() else [str(TRAIN)]  # Python and Paddle's launcher accept both
+        arguments = [*launcher, *(["--log_dir", f"{folder}/log"] if launcher else []), *train, *flags]
         arguments += ["--output-dir", folder, "--report-file", f"{folder}/report.json"]
-        done = _run(arguments)
+        done = _run(arguments, cwd=folder)
         logs = sorted(Path(folder).glob("log/workerlog.*"))
         output = done.stderr + "".join(path.read_text(errors="replace") for path in logs)
     if done.returncode == 0:
@@ -285,11 +294,11 @@ def _answer(function, *arguments):
     os._exit(0)  # skip the exit handlers of libraries, which may crash
 
 
-def _run(arguments):
+def _run(arguments, cwd=ROOT):
     from paddle_resnet.utils import signals
 
     command, end = [sys.executable, *arguments], functools.partial(signals.die_with_parent, os.getpid())
-    options = {"cwd": ROOT, "capture_output": True, "text": True, "errors": "replace"}
+    options = {"cwd": cwd, "capture_output": True, "text": True, "errors": "replace"}
     try:
         return subprocess.run(command, **options, timeout=TIMEOUT_S, preexec_fn=end)
     except subprocess.TimeoutExpired:
@@ -325,22 +334,22 @@ def _print_table(rows):
 
 
 def main(argv=None):
-    """Check this machine and return the exit code: 0 if training works, 1 if training would fail, 2 for a usage error,
-    130 if interrupted."""
+    """Check this machine, and return the exit code: 0 if training works, 1 if it would fail; for errors, see
+    exit_codes.of."""
     from paddle_resnet import config
     from paddle_resnet.utils import exit_codes
 
-    parser = Parser(prog="python -m paddle_resnet.doctor", description="Check whether training works on this machine.")
+    parser = Parser(prog="doctor", description="Check whether training works on this machine.")
     parser.add_argument(
         "--output-dir",
         default=config.parse_args([]).output_dir,
         help="folder for checkpoints, whose free disk space is checked",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    return exit_codes.of("paddle_resnet.doctor", lambda: _main(parser.parse_args(argv)))
+    return exit_codes.of(program("doctor"), lambda: _main(parser.parse_args(argv)))
 
 
-def _main(args):
+def _main(args: argparse.Namespace):
     rows = list(examine(args.output_dir))
     works = all(row.status != "no" for row in rows)
     if args.json:

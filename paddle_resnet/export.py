@@ -1,5 +1,6 @@
 """Export a checkpoint for Paddle Inference, ONNX and Triton: `python -m paddle_resnet.export CHECKPOINT OUT`."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -17,7 +18,7 @@ from paddle_resnet.machine import cpu
 from paddle_resnet.models import registered_name
 from paddle_resnet.utils import exit_codes, files, locks, logger, numbers, outputs, signals
 from paddle_resnet.utils.command_line import Parser
-from paddle_resnet.utils.errors import RunError, UsageError, printable
+from paddle_resnet.utils.errors import RunError, UsageError, printable, program
 from paddle_resnet.utils.mode import Mode
 
 # Tolerances of --verify for differences between an engine and the checkpoint. If the two largest probabilities of an
@@ -32,9 +33,10 @@ PROBABILITY_TOLERANCE = 1e-4
 EARLIER_CLIP = 64
 TRITON_MAX_BATCH = 64
 SPEED_BATCH, SPEED_S = 8, 0.5  # images per batch, and minimum duration, of the comparison of INT8 with float32
-# {kind of network: (maximum decrease of top1, remedy if top1 decreases more)}. In quantized networks, and in the
-# simulated quantization of --qat, engines may round a sum differently, which can change an activation by one
-# quantization level. Even Paddle's rounding of weights depends on their address in memory.
+# {kind of network: (maximum decrease of top1 as a fraction of all images, remedy if top1 decreases more)}. Except for
+# "int8", the number of ties is added to the limit. In quantized networks, and in the simulated quantization of --qat,
+# engines may round a sum differently, which can change an activation by one quantization level. Even Paddle's rounding
+# of weights depends on their address in memory.
 TOP1_CHECKS = {
     "int8": (0.005, "use {more}a different --calibration-method, or train with --qat"),
     "--qat": (0.005, "train longer with --qat"),
@@ -97,7 +99,8 @@ def export(
         triton: also write triton/, a model repository for Triton.
         model_arch_name: see networks.load_checkpoint.
         int8: engine for which model.onnx is quantized, "onnxruntime" or "tensorrt"; implies onnx. If None, model.onnx
-            is float32, unless the checkpoint was trained with --qat: then model.onnx is quantized for onnxruntime.
+            has the type `precision`, unless the checkpoint was trained with --qat: then model.onnx is quantized for
+            onnxruntime.
         calibration: Calibration for int8, or None for a checkpoint trained with --qat.
         precision: "float32" or "float16". In float16, the input, the output and the softmax remain float32, and Paddle
             can run the network only on a GPU.
@@ -106,9 +109,10 @@ def export(
         content of model.json.
     Raises:
         UsageError: the arguments conflict; the checkpoint (see networks.load_checkpoint) or a data set cannot be used;
-            the output exists or cannot be written; or a package for ONNX is missing.
-        RunError: the results of an exported network differ from those of the checkpoint. All written files are then
-            removed.
+            the output exists or cannot be written; a package for ONNX is missing; the network cannot be translated to
+            ONNX; or this version of Paddle is not supported.
+        RunError: the results of an exported network differ from those of the checkpoint by more than the tolerances.
+            All written files are then removed.
     """
     if model_arch_name is not None:
         model_arch_name = registered_name(model_arch_name)
@@ -314,7 +318,8 @@ def _sample_text(description):
 
 def _write_onnx(network, folder, engine=None, tolerance=PROBABILITY_TOLERANCE):
     """Write model.onnx, compare it with the network on random images, and return its entry for model.json. For
-    `engine`, see onnx_writer.to_onnx. Raise RunError if a probability differs by more than `tolerance`."""
+    `engine` and UsageError, see onnx_writer.to_onnx. Raises RunError if a probability differs by more than
+    `tolerance`."""
     from paddle_resnet.checkpoints import folders
     from paddle_resnet.serving import inference, onnx_writer
 
@@ -350,7 +355,8 @@ def _verify(network, folder, image_root, device, allow_outside=False):
     Returns:
         result of _score for the checkpoint.
     Raises:
-        RunError: the networks disagree.
+        UsageError: an exported network cannot be opened, or see _score.
+        RunError: the networks disagree, or see _score.
     """
     from paddle_resnet.serving import inference
 
@@ -447,6 +453,7 @@ def _score(network, model, image_root, as_evaluated=False, allow_outside=False):
         as_evaluated: whether to repeat the evaluation of the checkpoint's run, with its --batch-size,
             --dali-output-fp16 and --tta. Otherwise, images are not rounded to float16 and not mirrored.
     Raises:
+        UsageError: the data set cannot be used.
         RunError: the model's probabilities are not the softmax of its logits.
     """
     from paddle_resnet import dali
@@ -455,10 +462,15 @@ def _score(network, model, image_root, as_evaluated=False, allow_outside=False):
 
     recorded, description = network.args, model.description
     args = inference.loader_args(description, recorded.batch_size if as_evaluated else min(32, recorded.batch_size))
-    args.image_root, args.num_of_class = str(image_root), recorded.num_of_class
-    args.allow_outside = allow_outside
-    args.data_format, args.label_offset = layout.detect(args.image_root, Mode.EVAL), recorded.label_offset
-    args.dali_output_fp16 = as_evaluated and _is_half(network)
+    args.set(
+        "internal",
+        image_root=str(image_root),
+        allow_outside=allow_outside,
+        data_format=layout.detect(str(image_root), Mode.EVAL),
+        label_offset=recorded.label_offset,
+        num_of_class=recorded.num_of_class,
+        dali_output_fp16=as_evaluated and _is_half(network),
+    )
     mirrors = as_evaluated and recorded.tta == "flip"
     width_axis = 3 if description["input"]["layout"] == "NCHW" else 2
     tie = HALF_TIE if model.precision == "float16" else QAT_TIE if recorded.qat else TIE
@@ -560,10 +572,10 @@ dynamic_batching {{ }}
 
 
 def main(argv=None):
-    """Run the command and return the exit code: 0 for success, 1 if an exported network differs from the checkpoint, 2
-    for a usage error or an unusable checkpoint, 130 if interrupted. The output is kept only if the export succeeds."""
+    """Run the command, and return the exit code: 0 for success, 1 if an exported network differs from the checkpoint;
+    for other errors, see exit_codes.of. The output is kept only if the export succeeds."""
     parser = Parser(
-        prog="python -m paddle_resnet.export",
+        prog="export",
         description="Export a checkpoint for inference: the network, its preprocessing and its class names.",
         examples=(
             ("export the best checkpoint of a run", "output/ResNet50 exported"),
@@ -607,7 +619,8 @@ def main(argv=None):
         "--precision",
         choices=["float32", "float16"],
         default="float32",
-        help="precision of the network; input and output remain float32, and float16 networks run only on a GPU",
+        help="precision of the network; the types of input and output do not change, and Paddle runs a float16 network "
+        "only on a GPU",
     )
     parser.add_argument("--int8", action="store_true", help="quantize model.onnx; implies --onnx")
     parser.add_argument(
@@ -636,7 +649,7 @@ def main(argv=None):
     parser.add_argument(
         "--int8-engine",
         choices=["onnxruntime", "tensorrt"],
-        help="engine that runs the INT8 model; tensorrt requires zero point 0 (default: onnxruntime)",
+        help="engine that runs the INT8 model; for tensorrt, all zero points are 0 (default: onnxruntime)",
     )
     parser.add_argument("--triton", action="store_true", help="also write triton/, a Triton model repository")
     parser.add_argument(
@@ -644,10 +657,10 @@ def main(argv=None):
         metavar="FILE.py:NAME",
         help="your own network; required if the checkpoint's network is defined in your own Python file",
     )
-    return exit_codes.of("paddle_resnet.export", lambda: _main(parser.parse_args(argv)))
+    return exit_codes.of(program("export"), lambda: _main(parser.parse_args(argv)))
 
 
-def _main(args):
+def _main(args: argparse.Namespace):
     chosen = {name: getattr(args, f"calibration_{name}") for name in ("method", "images")}
     chosen = {name: value for name, value in chosen.items() if value is not None}
     for name in ("calibrate", "int8_engine"):

@@ -1,7 +1,7 @@
 """Learning-rate finder: train for some steps with a rising learning rate, plot the loss, and suggest a value for --lr.
 
-Usage: `python -m paddle_resnet.lr_find FLAGS`. The steps are the same as in train.py with the same flags, but the
-finder neither reads nor writes checkpoints and reports, so a run in the same folder is not affected.
+Usage: `python -m paddle_resnet.lr_find FLAGS`. Except for the learning rate, the steps are the same as in train.py with
+the same flags. The finder writes neither checkpoints nor a report, so a run in the same folder is not affected.
 """
 
 import argparse
@@ -16,9 +16,9 @@ from paddle_resnet.job import processes
 from paddle_resnet.models import registered_name
 from paddle_resnet.results import lr_curve
 from paddle_resnet.settings import parsing
-from paddle_resnet.settings.values import flag, text
+from paddle_resnet.settings.values import flag_name, text
 from paddle_resnet.utils import exit_codes, locks, logger, meters, numbers, outputs, progress, signals
-from paddle_resnet.utils.errors import RunError, UsageError, command, counted
+from paddle_resnet.utils.errors import RunError, UsageError, command, counted, program
 from paddle_resnet.utils.mode import Mode
 
 LOWEST, HIGHEST = 1e-10, 1e4  # limits for learning rates
@@ -29,7 +29,7 @@ UNSUPPORTED = (
     ("resume", "not supported by lr_find, which starts a new run; remove it"),
     ("from_checkpoint", "not supported by lr_find, which starts a new run; use --from-pretrained-params"),
     ("benchmark", "not supported by lr_find; remove it"),
-    ("print_config", "not supported by lr_find; use it with train.py"),
+    ("print_config", f"not supported by lr_find; use it with {program('train')}"),
 )
 # Flags of a configuration file for train.py that a search ignores, but that are errors on its command line.
 IGNORED = ("inference_dir", "predictions", "profile_steps", "report_file", "report_html", "tensorboard_dir")
@@ -77,7 +77,7 @@ def main(argv=None):
     for an error in usage, configuration or data, 75 if a signal stopped the search, 130 if interrupted."""
     arguments = sys.argv[1:] if argv is None else argv
     try:
-        return exit_codes.of("paddle_resnet.lr_find", lambda: _main(arguments), needs_stdout=False)
+        return exit_codes.of(program("lr_find"), lambda: _main(arguments), needs_stdout=False)
     finally:
         logger.close()
 
@@ -99,11 +99,11 @@ def parse(argv):
         UsageError: a flag is unknown, has an invalid value, or is not supported.
     """
     parser = parsing.ToolParser(
-        prog="python -m paddle_resnet.lr_find",
+        prog="lr_find",
         description="Train for N steps (--steps) with a learning rate that rises from step to step, write the loss "
         f"curve to OUTPUT_DIR/ARCH/ ({lr_curve.DRAWING} and {lr_curve.DATA}), and suggest a value for --lr.",
-        epilog="The flags of train.py are also supported, except "
-        f"{', '.join(flag(name) for name in (*dict(UNSUPPORTED), *IGNORED))}. --overwrite replaces an earlier "
+        epilog=f"The flags of {program('train')} are also supported, except "
+        f"{', '.join(flag_name(name) for name in (*dict(UNSUPPORTED), *IGNORED))}. --overwrite replaces an earlier "
         "curve, but does not delete checkpoints.",
     )
     parser.add_argument("--from-lr", type=_rate, default=1e-6, metavar="LR", help="value of --lr in the first step")
@@ -119,11 +119,11 @@ def parse(argv):
     for name, remedy in UNSUPPORTED:
         value = getattr(args, name)
         if value:
-            raise UsageError(f"{flag(name)}{'' if value is True else f' {value}'}: {remedy}")
+            raise UsageError(f"{flag_name(name)}{'' if value is True else f' {value}'}: {remedy}")
     for name in IGNORED:
         if args.origin(name) == "command line" and getattr(args, name) is not None:
-            raise UsageError(f"{flag(name)} {text(getattr(args, name))}: not supported by lr_find; remove it")
-    # Benchmark mode neither evaluates nor saves, and repeats the data set if the search needs more batches.
+            raise UsageError(f"{flag_name(name)} {text(getattr(args, name))}: not supported by lr_find; remove it")
+    # Benchmark mode neither evaluates nor saves, and repeats the data set if it has fewer batches than the search.
     args.set("lr_find", benchmark=True, profile_steps=None)
     return search, args
 
@@ -139,7 +139,8 @@ def _run(search, args):
     """Run the phases that precede step 1 in train.py, then run the search.
 
     Raises:
-        RunError: there is no suggestion.
+        UsageError: the flags, the data or the output folder cannot be used.
+        RunError: there is no suggestion, or Paddle or DALI cannot be imported.
     """
     processes.check_environment()
     args.resolve(args.origin("model_arch_name"), model_arch_name=registered_name(args.model_arch_name))
@@ -175,7 +176,7 @@ def _run(search, args):
         phases.set_weights(args, None, training, None)
         training, _ = phases.compile_programs(args, exe, training, None)
         training = _with_rising_rate(search, training)
-        phases.check_and_describe(args, exe, training, None)
+        args, training = phases.check_and_describe(args, exe, None, training, None)
         if args.dry_run:
             return logger.info("dry run: flags, data and programs are valid")
         losses, ended_early = _search(search, exe, training)
@@ -219,14 +220,14 @@ def _with_rising_rate(search, training):
     low, high = factor * search.from_lr, factor * search.to_lr
     schedule.timeline = timeline
     schedule.adopt(Schedule(lambda step: lr_curve.rate(low, high, search.steps, step), timeline))
-    settings = training.settings.copy(
-        lr=search.to_lr, benchmark_warmup_steps=0, benchmark_steps=search.steps * count, max_bad_steps=10**9
-    )
+    steps = {"benchmark_warmup_steps": 0, "benchmark_steps": search.steps * count}
+    settings = training.settings.copy("internal", lr=search.to_lr, max_bad_steps=10**9, **steps)
     return training._replace(settings=settings)
 
 
 def _search(search, exe, training):
-    """Train with the rising learning rate, and return (loss of each step, whether the loss diverged)."""
+    """Train with the rising learning rate, and return (loss of each step, whether the loss diverged). For exceptions,
+    see program.run."""
     import paddle
 
     from paddle_resnet import program
@@ -283,7 +284,8 @@ def _problem(search, curve):
         return (
             f"the loss diverged after {counted(len(curve.smoothed), 'step')}; use a --from-lr below {search.from_lr:g}"
         )
-    return "the loss does not fall clearly; use more --steps, a larger --batch-size or a higher --to-lr"
+    rate = "lower --from-lr" if curve.ended_early else "higher --to-lr"
+    return f"the loss does not fall clearly; use more --steps, a larger --batch-size or a {rate}"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The phases of a run before its first step, in the order in which train.py calls them."""
 
 import math
-import shlex
 from collections import namedtuple
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from paddle import static
 
 from paddle_resnet import budget, dali, program, recipe, report, resolution
 from paddle_resnet.checkpoints import folders, restore, saver, variables
+from paddle_resnet.components.stages import stages_from, timeline
 from paddle_resnet.data import classes, layout, pixels
 from paddle_resnet.job import agreement, exchange, processes, watchdog
 from paddle_resnet.models import user_file
@@ -19,12 +19,12 @@ from paddle_resnet.optimizers.schedules import build_lr_scheduler
 from paddle_resnet.passes import all_reduces, averages, folding, quantization
 from paddle_resnet.settings import durations, parsing, validation
 from paddle_resnet.settings.declarations import RESUMED, of_kinds
-from paddle_resnet.settings.stages import stages_from
-from paddle_resnet.settings.values import flag, text
+from paddle_resnet.settings.groups import benchmark, output
+from paddle_resnet.settings.values import flag_name, text
 from paddle_resnet.steps import trace
 from paddle_resnet.utils import logger, outputs, progress
 from paddle_resnet.utils.affinity import bind_to_gpu
-from paddle_resnet.utils.errors import UsageError, counted, python
+from paddle_resnet.utils.errors import UsageError, command, counted
 from paddle_resnet.utils.mode import Mode
 
 # A Work contains what a run needs for training or for evaluation: a loader, the program that it feeds, and their
@@ -71,8 +71,9 @@ def find_start(args):
     resolution.resolve_kernels(args)
     resolution.resolve_classes(args, Mode.TRAIN if args.run_scope.trains else Mode.EVAL)
     folder = folders.run_folder(args.output_dir, args.model_arch_name)
-    resolution.resolve_report(args, folder, report.default_name(args))
-    args.finalize(budget.pending(args, checkpoint))
+    resolution.resolve_report(args, folder, report.default_name(args.run_scope, args.benchmark))
+    budget.is_needed(args, checkpoint)  # raises an error if the run cannot choose its epochs
+    args.finalize()
     if args.run_scope.trains and not args.benchmark:
         saver.check_folder(folder, checkpoint, args.start_paths(), args.overwrite, args.resume)
     return checkpoint
@@ -90,7 +91,7 @@ def log_evaluated(args, checkpoint):
 
 
 def _origin(args, checkpoint):
-    return restore.origin(checkpoint, args.from_pretrained_params, args.setting("model_prefix"))
+    return restore.origin(checkpoint, args.from_pretrained_params, args.flag_value("model_prefix"))
 
 
 def claim_outputs(args, checkpoint):
@@ -107,13 +108,14 @@ def _claim(args, checkpoint, folder):
     from paddle_resnet.results import lr_curve
 
     is_saving = args.run_scope.trains and not args.benchmark
+    files = args.part(output.Settings), args.run_scope.evaluates and not args.benchmark
     outputs.claim(
-        report.outputs(args) | {"the trace of --profile-steps": trace.path(args.profile_steps, args.output_dir)},
+        report.outputs(*files) | {"the trace of --profile-steps": trace.path(args.profile_steps, args.output_dir)},
         {"--output-dir": folder if is_saving else None, "--tensorboard-dir": args.tensorboard_dir},
         inputs=[*input_files(args), ("the lr_find curve", folder / lr_curve.DATA)],  # shown by --report-html
         protected=[("the data set's", path) for path in layout.occupied(args.image_root)],
         run_folder=folder,
-        announced=report.announced(args),
+        announced=report.announced(*files),
     )
     logger.setup(args.report_file)  # lock the report before check_replaced examines it
     report.check_replaced(args, checkpoint, folder)
@@ -122,7 +124,7 @@ def _claim(args, checkpoint, folder):
 def input_files(args):
     """Return [(flag, path)] for the files that the run reads, except those of the data set."""
     starts = args.start_paths().items()
-    read = [(flag(name), getattr(args, name)) for name in ("config", "skip_list")]
+    read = [(flag_name(name), getattr(args, name)) for name in ("config", "skip_list")]
     read += [("--model-arch-name", path) for path, _ in filter(None, [user_file.split(args.model_arch_name)])]
     read += [(flag, f"{start}.{suffix}") for flag, start in starts for suffix in ("pdparams", "pdopt")]
     read += [(flag, path) for flag, start in starts for path in Path(start).glob("*.pd*")]
@@ -157,7 +159,11 @@ def open_data(args, checkpoint):
     if trains:
         dali.warn_of_unused_outputs(args, train_loader)
     if checkpoint is None:  # a run that continues checks the steps when its position is known, before its first step
-        trace.check(args.profile_steps, durations.first_pass(args, len(train_loader or eval_loader)))
+        steps = len(train_loader or eval_loader)
+        if trains:
+            uniform = durations.uniform(args.accumulate_steps, steps)
+            steps = durations.first_pass(args.part(durations.Settings), uniform)
+        trace.check(args.profile_steps, args.part(benchmark.Settings).total_steps or steps)
     return train_loader, eval_loader
 
 
@@ -169,7 +175,7 @@ def _fine_tuning(args, folder):
     values = {name: args.as_dict()[name] for name in (*kept, "run_scope") if name != "num_of_class"}
     values |= {"from_pretrained_params": folder, "pretrained_mismatch": "skip-classifier"}
     values["output_dir"] = f"{args.output_dir.rstrip('/')}_fine_tuned"
-    return shlex.join([python(), "train.py", *parsing.arguments(values)])
+    return command("train", *parsing.arguments(values))
 
 
 def build_programs(args, exe, train_loader, eval_loader, checkpoint=None):
@@ -189,7 +195,7 @@ def build_programs(args, exe, train_loader, eval_loader, checkpoint=None):
     paddle.seed(args.seed)
     if train_loader is not None:
         images = train_loader.data_set_size // processes.world_size()
-        lr_scheduler = build_lr_scheduler(args, durations.timeline(args, images))
+        lr_scheduler = build_lr_scheduler(args, timeline(args, images))
         stages = stages_from(args, checkpoint.epoch if checkpoint else 0)
         startup_progs = [static.Program() for _ in stages]
         works = [
@@ -335,21 +341,41 @@ def _fold(args, exe, evaluation):
     return []
 
 
-def check_and_describe(args, exe, training, evaluation):
+def check_and_describe(args, exe, checkpoint, training, evaluation):
     """Check that all processes have the same data and network, choose the epochs for --budget-minutes, and log the
-    settings and the start line. Raise UsageError if the processes differ, or if budget.choose fails."""
+    settings and the start line.
+
+    Returns:
+        (settings, training) with the chosen epochs.
+    Raises:
+        UsageError: the processes differ, or budget.choose fails.
+    """
     loaders = [work and work.loader for work in (training, evaluation)]
     main = training or evaluation
     agreement.check_work(args.kernels, *loaders, main.program)
     fused = program.fused_operators(args, main.compiled)
-    if args.pending and not args.dry_run:
-        budget.choose(args, exe, training, evaluation)
+    if budget.is_needed(args, checkpoint) and not args.dry_run:
+        args = budget.choose(args, exe, training, evaluation)
+        training = _with_settings(args, training)
     if training and not args.benchmark:
         _warn_of_bn_momentum(args, training)
     if args.show_config:
         logger.info(describe(args))
     count = all_reduces.count_gradient_all_reduces(main.program)
-    logger.info(report.start_line(main.settings, *loaders, fused, count, main.compiled.captured is not None))
+    settings = (training or evaluation).settings
+    logger.info(report.start_line(settings, *loaders, fused, count, main.compiled.captured is not None))
+    return args, training
+
+
+def _with_settings(args, training):
+    """Return the Work for training, which begins in epoch 0, with different settings. The programs and the settings on
+    which they depend stay the same."""
+    first, *later = stages_from(args, 0)
+    works = [
+        (stage.first_epoch, work._replace(settings=stage.settings))
+        for stage, (_, work) in zip(later, training.later, strict=True)
+    ]
+    return training._replace(settings=first.settings, later=works)
 
 
 def _warn_of_bn_momentum(args, training):
@@ -358,7 +384,9 @@ def _warn_of_bn_momentum(args, training):
     programs = [training.program, *(work.program for _, work in training.later)]
     momentum = max(map(all_reduces.bn_momentum, programs))
     schedule = training.lr_scheduler
-    batches = durations.total_steps(args, schedule.timeline) * schedule.timeline.accumulate_steps
+    batches = (
+        durations.total_steps(args.part(durations.Settings), schedule.timeline) * schedule.timeline.accumulate_steps
+    )
     if momentum**batches <= INITIAL_BN_WEIGHT or schedule.done:
         return
     fitting = min(0.9, math.floor(INITIAL_BN_WEIGHT ** (1 / batches) * 100) / 100)

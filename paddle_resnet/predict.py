@@ -1,5 +1,6 @@
 """Predict the classes of images: `python -m paddle_resnet.predict MODEL IMAGE ...`."""
 
+import argparse
 import contextlib
 import csv
 import json
@@ -18,10 +19,10 @@ import numpy as np
 import paddle_resnet  # noqa: F401  imported before Paddle, because it sets environment variables for Paddle
 from paddle_resnet.models import registered_name, user_file
 from paddle_resnet.results import predictions
-from paddle_resnet.settings.values import flag, text
+from paddle_resnet.settings.values import flag_name, text
 from paddle_resnet.utils import exit_codes, files, locks, logger, numbers, outputs, signals
 from paddle_resnet.utils.command_line import Parser
-from paddle_resnet.utils.errors import RunError, UsageError, printable
+from paddle_resnet.utils.errors import RunError, UsageError, printable, program
 from paddle_resnet.utils.meters import latency_percentiles
 
 TOP = 5
@@ -29,7 +30,7 @@ BENCHMARK_BATCHES = [1, 4, 16, 64, 256]
 BENCHMARK_COLUMNS = ("latency_p50_ms", "latency_p90_ms", "latency_p99_ms", "ips", "memory_mib")
 BENCHMARK_S, BENCHMARK_STEPS = 2, 5  # minimum duration and minimum number of steps of a measurement
 BENCHMARK_WARMUP_STEPS = 5
-MAX_LINE_BYTES = 4098  # maximum length of a path in Linux, plus a line break
+MAX_LINE_BYTES = 4098  # one byte more than a path with 4,096 bytes, Linux's limit, and its line break
 BATCH_SIZE, THREADS = 32, 4
 HOST, MAX_MB, MAX_IMAGES = "127.0.0.1", 20, 16  # defaults of --serve-host, --serve-max-mb and --serve-max-images
 SHOWN_REASONS = 8  # maximum number of reasons in the warning about skipped files
@@ -40,8 +41,8 @@ def find_images(arguments, stdin):
     path per line of stdin).
 
     Raises:
-        UsageError: a folder contains no images or cannot be listed, stdin cannot be read, a path is empty, or there is
-            no path.
+        UsageError: a folder contains no images or cannot be listed, stdin cannot be read or has a line that is too
+            long, a path is empty, or there is no path.
     """
     paths = []
     for argument in arguments:
@@ -104,7 +105,8 @@ def _images_below(folder):
         skips = f"; skipped: {counts}" if counts else ""
         raise UsageError(f"{folder}: contains no images ({IMAGE_ENDINGS}){skips}; choose a different folder")
     if counts:
-        logger.warn(printable(f"{folder}: skipped {counts}; rename images so that they end in {IMAGE_ENDINGS}"))
+        remedy = f"if these include images, rename them so that they end in {IMAGE_ENDINGS}"
+        logger.warn(printable(f"{folder}: skipped {counts}; {remedy}"))
     return sorted(paths)
 
 
@@ -171,9 +173,10 @@ def benchmark(models, batch_sizes, device):
 
 
 def engines(path, device, model_arch_name=None, precision=None, sizes=(32,)):
-    """Yield a Model for each engine that can run the model. Each model is opened when it is requested. A checkpoint is
-    first exported to a temporary folder. If the model cannot be exported to ONNX or run in onnxruntime, a warning
-    is logged and onnxruntime is omitted. For the arguments, see inference.open_model."""
+    """Yield a Model for each engine that can run the model. Each model is opened when it is requested. For Paddle
+    Inference and onnxruntime, a checkpoint is exported to a temporary folder. If the model cannot be exported to ONNX
+    or run in onnxruntime, a warning is logged and onnxruntime is omitted. For arguments and exceptions, see
+    inference.open_model and export.export."""
     from paddle_resnet import export
     from paddle_resnet.serving import inference, networks
 
@@ -216,10 +219,10 @@ def engines(path, device, model_arch_name=None, precision=None, sizes=(32,)):
 
 
 def main(argv=None):
-    """Run the command and return the exit code: 0 if all images are classified, 1 if some are not, 2 for a usage error,
-    130 if interrupted."""
+    """Run the command, and return the exit code: 0 if all images are classified, 1 if some are not; for errors, see
+    exit_codes.of."""
     parser = Parser(
-        prog="python -m paddle_resnet.predict",
+        prog="predict",
         description="Predict the classes of images.",
         examples=(
             ("print the five most probable classes of each image in a folder", "output/ResNet50 photos/"),
@@ -249,20 +252,23 @@ def main(argv=None):
         "--csv",
         type=files.argument,
         metavar="FILE|-",
-        help="CSV file to write instead of printing results; one line per image; -: write to stdout",
+        help="CSV file to write instead of printing results; one line per classified image; -: write to stdout",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object per image")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per classified image")
     parser.add_argument(
         "--device",
         choices=["auto", "gpu", "cpu"],
         default="auto",
-        help="device to run on; auto: a GPU if Paddle finds one, otherwise the CPU",
+        help="device to run on; auto: a GPU if Paddle can use one, otherwise the CPU",
     )
     parser.add_argument(
         "--batch-size", type=numbers.batch_size, metavar="N", help=f"images per batch (default: {BATCH_SIZE})"
     )
     parser.add_argument(
-        "--dali-num-threads", type=numbers.threads, metavar="N", help=f"number of CPU threads (default: {THREADS})"
+        "--dali-num-threads",
+        type=numbers.threads,
+        metavar="N",
+        help=f"number of CPU threads of DALI (default: {THREADS})",
     )
     parser.add_argument(
         "--tta",
@@ -273,8 +279,8 @@ def main(argv=None):
     parser.add_argument(
         "--precision",
         choices=["float32", "float16", "bfloat16", "int8"],
-        help="precision of the network; float16 on a GPU with Tensor Cores, otherwise float32; an export runs in the "
-        "precision in which it was exported (default: chosen from the device)",
+        help="precision of the network; float16 on a GPU with compute capability 7.0 or higher, otherwise float32; an "
+        "export runs in the precision in which it was exported (default: chosen from the device)",
     )
     parser.add_argument(
         "--benchmark", action="store_true", help="measure the speed on random images instead of predicting"
@@ -305,10 +311,10 @@ def main(argv=None):
         metavar="N",
         help=f"maximum number of images per request (default: {MAX_IMAGES})",
     )
-    return exit_codes.of("paddle_resnet.predict", lambda: _main(parser.parse_intermixed_args(argv)))
+    return exit_codes.of(program("predict"), lambda: _main(parser.parse_intermixed_args(argv)))
 
 
-def _main(args):
+def _main(args: argparse.Namespace):
     if args.json and args.csv == "-":
         raise UsageError(
             "--json: not supported with '--csv -', which also writes to stdout; remove one, or set --csv to a file"
@@ -321,8 +327,8 @@ def _main(args):
     for name in unused:
         if (value := getattr(args, name)) is not None:
             condition = "not supported with" if args.benchmark else "requires"
-            remedy = "use --benchmark-batches instead" if name == "batch_size" else f"remove {flag(name)}"
-            raise UsageError(f"{flag(name)} {text(value)}: {condition} --benchmark; {remedy}")
+            remedy = "use --benchmark-batches instead" if name == "batch_size" else f"remove {flag_name(name)}"
+            raise UsageError(f"{flag_name(name)} {text(value)}: {condition} --benchmark; {remedy}")
     args.dali_num_threads = args.dali_num_threads or THREADS
     listener = _listen(args)
     if args.model_arch_name is not None:
@@ -382,12 +388,12 @@ def _print(paths, images, as_json):
         logger.write_line(line, sys.stdout)
 
 
-def _listen(args):
+def _listen(args: argparse.Namespace):
     """Return the socket of the web server, or None if --serve is not set."""
     if args.serve is None:
         for name in ("serve_host", "serve_max_mb", "serve_max_images"):
             if (value := getattr(args, name)) is not None:
-                raise UsageError(f"{flag(name)} {value}: requires --serve; add it or remove {flag(name)}")
+                raise UsageError(f"{flag_name(name)} {value}: requires --serve; add it or remove {flag_name(name)}")
         return None
     if args.images or args.json or args.csv or args.benchmark or args.batch_size:
         others = "images, --csv, --json, --benchmark or --batch-size"
@@ -397,11 +403,11 @@ def _listen(args):
     return web.listen(_host(args), args.serve)
 
 
-def _host(args):
+def _host(args: argparse.Namespace):
     return HOST if args.serve_host is None else args.serve_host
 
 
-def _serve(args, model, device, listener):
+def _serve(args: argparse.Namespace, model, device, listener):
     """Answer requests until a signal stops the server, and return the exit code."""
     from paddle_resnet.data import bad_images
     from paddle_resnet.serving import image_files, web
@@ -431,8 +437,8 @@ def _serve(args, model, device, listener):
     return exit_codes.DONE
 
 
-def _claim_csv(args, paths):
-    """Raise UsageError if --csv would replace an image or a file of the model."""
+def _claim_csv(args: argparse.Namespace, paths):
+    """Raise UsageError if --csv would replace an image or a file of the model, or cannot be written."""
     if args.csv in (None, "-"):
         return
     model = Path(args.model)
@@ -445,8 +451,13 @@ def _claim_csv(args, paths):
 
 @contextlib.contextmanager
 def _csv_writer(path, k):
-    """Yield a function that writes rows to the CSV file, with columns for the k most probable classes. The file is
-    written atomically. If path is None, yield None."""
+    """Yield a function that writes rows to the CSV file, with columns for the k most probable classes. A regular file
+    is written atomically. If path is None, yield None.
+
+    Raises:
+        UsageError: the file cannot be written, or another process is writing it.
+        RunError: stdout was closed before the end of the block.
+    """
     if path is None:
         yield None
         return
@@ -480,7 +491,7 @@ def _csv_writer(path, k):
         raise UsageError(f"--csv {path}: cannot be written ({e.strerror}); choose a different file") from e
 
 
-def _print_benchmark(args, device):
+def _print_benchmark(args: argparse.Namespace, device):
     logger.info(f"{args.model} on {device}, random images in host memory, latency in ms, peak memory in MiB")
     names = "  ".join(f"{name:>9}" for name in ("p50", "p90", "p99", "images/s", "memory"))
     logger.info(f"{'batch':>5}  {'engine':16}  {'precision':9}  {names}")

@@ -49,21 +49,24 @@ _started_with = None  # settings passed to the last call of start_fleet()
 
 
 def start(args, mode=Mode.TRAIN):
-    """Resolve and freeze the settings and start Fleet, unless Fleet is already running.
+    """Resolve the settings and start Fleet, unless Fleet is already running with these settings.
 
     build and dist_optimizer call start(), so a custom program does not need to. train.py does not use start(), but
     calls the same functions itself, because other phases run between them.
 
+    Returns:
+        Settings, resolved and frozen; see resolution.resolve.
     Raises:
         UsageError: compat.check_version or resolution.resolve fails.
     """
-    if _started_with is not None and _started_with in (args, args.run):
-        return
+    if _started_with is not None and _started_with in (args.resolved, args.run):
+        return args.resolved
     compat.check_version()
     paddle.enable_static()
     fleet.connect(args.comm_timeout_s)
-    resolution.resolve(args, mode)
+    args = resolution.resolve(args, mode)
     start_fleet(args)
+    return args
 
 
 def start_fleet(args):
@@ -126,6 +129,7 @@ def create_strategy(args, is_train=True):
     Raises:
         UsageError: --fuse-resunit is set, but this build of Paddle lacks the pass; or --device is still auto.
     """
+    args = args.resolved
     processes.check_resolved(args.device)
     strategy = static.BuildStrategy()
     if args.fuse_resunit and not compat.fuse_residual_units(strategy):
@@ -149,7 +153,7 @@ def dist_optimizer(args, optimizer):
     The wrappers work together only in this order: AMP, Fleet, ASP. If AMP and ASP are enabled through Fleet's strategy
     flags instead, gradients are not reduced or the program remains in float32.
     """
-    start(args)
+    args = start(args)
     if args.amp:
         scaling = args.scale_loss, args.use_dynamic_loss_scaling
         float32 = quantization.float32_variables(static.default_main_program())
@@ -163,8 +167,8 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_sche
     in the same scope share the parameter values.
 
     Args:
-        args: Settings. If the settings are not frozen, build resolves the flags that depend on the machine or the data
-            (such as the number of classes in --image-root) and freezes the settings.
+        args: Settings; not modified. If the settings are not frozen, build uses the result of start(), in which flags
+            that depend on the machine or the data, such as the number of classes in --image-root, are resolved.
         main_prog: empty static.Program to fill.
         startup_prog: static.Program to fill. Do not run the startup program of an evaluation program that shares the
             parameters of a training program.
@@ -177,12 +181,12 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_sche
         (fetchs, lr_scheduler, feeds, optimizer); lr_scheduler and optimizer are None for evaluation.
     """
     mode = Mode.TRAIN if is_train else Mode.EVAL
-    start(args, mode)
+    args = start(args, mode)
     watchdog.phase("program construction")
     channels, height, width = args.image_shape
     image_shape = [channels, height, width] if args.data_layout == "NCHW" else [height, width, channels]
     if is_train and lr_scheduler is None:
-        lr_scheduler = build_lr_scheduler(args, durations.uniform(args, step_each_epoch))
+        lr_scheduler = build_lr_scheduler(args, durations.uniform(args.accumulate_steps, step_each_epoch))
     optimizer = None
     with static.program_guard(main_prog, startup_prog), paddle.utils.unique_name.guard():
         with _default_dtype("float16" if args.dali_output_fp16 else "float32"):
@@ -358,6 +362,7 @@ def compile_prog(args, program, loss_name=None, is_train=True):
         UsageError: create_strategy or table.check_rule fails; or --cuda-graph true is explicit, but the step cannot be
             captured.
     """
+    args = args.resolved
     processes.check_resolved(args.device)
     table.check_rule(program, args.optimizer)
     compiled = _compile(args, program, is_train)
@@ -491,7 +496,7 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         RuntimeError: the loader yields fewer or more batches than its length.
     """
     _check_program(program)
-    return run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save=None)
+    return run_and_save(args.resolved, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save=None)
 
 
 def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save, end_step=None):
@@ -726,7 +731,7 @@ class _Pass:
         run_left_s = None
         if self._lr_scheduler is not None and not self._args.benchmark:
             timeline = self._lr_scheduler.timeline
-            total = durations.total_steps(self._args.run, timeline) * self._batches_each_step
+            total = durations.total_steps(self._args.run.part(durations.Settings), timeline) * self._batches_each_step
             run_left_s = (total - timeline.batches_before(self._epoch) - step) * batch_time
         progress.show(step, self.end_step, steps_left * batch_time, run_left_s, fields, more)
 

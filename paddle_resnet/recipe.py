@@ -27,7 +27,8 @@ FEW_IMAGES = 1_000  # below this number of training images, fine-tuning is regul
 SIZE_FLAGS = ("image_shape", "crop_size", "resize_short", "sizes")
 BATCHES_PER_EPOCH = 16
 LARGEST_BATCH = 64  # images per step
-BYTES_PER_PIXEL = 4096  # training memory per pixel of a batch; 2,800 measured for float32 EfficientNet-Lite0 on a CPU
+# Memory that training needs per pixel of a batch; 2,800 bytes were measured for EfficientNet-Lite0 in float32 on a CPU.
+BYTES_PER_PIXEL = 4096
 # {(is fine-tuned, is on a GPU): (training images over all epochs, minimum epochs, maximum epochs)}
 LENGTHS = {
     (True, True): (60_000, 10, 40),
@@ -66,7 +67,8 @@ def choose(settings):
     Args:
         settings: Settings with a resolved --device; modified in place.
     Raises:
-        UsageError: the data set cannot be used or has only one class; or the pretrained weights cannot be converted.
+        UsageError: the data set is synthetic, cannot be used or has only one class; or the pretrained weights cannot be
+            converted.
     """
     if not (settings.choose_recipe and settings.run_scope.trains):
         return
@@ -107,7 +109,7 @@ def _facts(settings):
         if is_needed
     }
     if data.count_classes(Mode.TRAIN) == 1:
-        raise UsageError(f"--image-root {root}: contains only one class; add a folder for each additional class")
+        raise UsageError(f"--image-root {root}: contains only one class; add images of other classes")
     has_gpu, output_dir = settings.device == "gpu", settings.output_dir
     runs = [run.name for run in folders.runs_below(output_dir)] if Path(output_dir).is_dir() else []
     return Facts(

@@ -8,16 +8,16 @@ import csv
 import io
 import os
 import platform
-import shlex
 import sys
 from pathlib import Path
 
 import numpy as np
 
 from paddle_resnet.job import processes
+from paddle_resnet.settings.groups import loader, output
 from paddle_resnet.settings.values import text
 from paddle_resnet.utils import files, logger, meters
-from paddle_resnet.utils.errors import RunError, UsageError, command, counted, python
+from paddle_resnet.utils.errors import RunError, UsageError, command, counted
 from paddle_resnet.utils.mode import RunScope
 from paddle_resnet.utils.outputs import replaced
 
@@ -27,44 +27,50 @@ OF_TRAINING = ("--inference-dir", "--profile-steps", "--tensorboard-dir", "--rep
 STARVED_FRACTION = 0.2  # maximum acceptable fraction of a step that the GPU spends waiting for images
 
 
-def default_name(args):
+def default_name(run_scope: RunScope, is_benchmark: bool) -> str:
     """Return the default file name of the report in the run folder. Training and evaluation use different names, so
     that an evaluation does not replace the training report."""
-    if args.benchmark:
+    if is_benchmark:
         return "report.benchmark.json"
-    return "report.json" if args.run_scope.trains else "report.eval.json"
+    return "report.json" if run_scope.trains else "report.eval.json"
 
 
-def outputs(args):
-    """Return {flag or description: path or None} for the report and all files that accompany the report."""
-    tables = {f"{kind}.csv next to --report-file": path for kind, path in _tables(args).items()}
-    if args.predictions is not None:
-        tables.pop("predictions.csv next to --report-file", None)
+def outputs(settings: output.Settings, evaluates: bool) -> dict:
+    """Return {flag or description: path or None} for the report and all files that accompany the report.
+
+    Args:
+        settings: paths of the report and of further results.
+        evaluates: whether the run evaluates the entire data set.
+    """
+    of_tables = {f"{kind}.csv next to --report-file": path for kind, path in tables(settings, evaluates).items()}
+    if settings.predictions is not None:
+        of_tables.pop("predictions.csv next to --report-file", None)
     return {
-        "--report-file": args.report_file,
-        "--report-html": args.report_html,
-        "--predictions": args.predictions,
-        **tables,
+        "--report-file": settings.report_file,
+        "--report-html": settings.report_html,
+        "--predictions": settings.predictions,
+        **of_tables,
     }
 
 
-def announced(args):
+def announced(settings: output.Settings, evaluates: bool) -> set[str]:
     """Return the keys of outputs() for which outputs.claim need not log a warning: the report and, if the report
     exists, its tables. Either this module logs that the run replaces them, or a resumed run continues them."""
-    if not Path(args.report_file).is_file():
+    if not Path(settings.report_file).is_file():
         return {"--report-file"}
-    return {"--report-file", *(f"{kind}.csv next to --report-file" for kind in _tables(args))}
+    return {"--report-file", *(f"{kind}.csv next to --report-file" for kind in tables(settings, evaluates))}
 
 
-def _tables(args):
-    """Return {kind: path} for the CSV files of an evaluation."""
-    if args.benchmark or not args.run_scope.evaluates:
+def tables(settings: output.Settings, evaluates: bool) -> dict:
+    """Return {kind: path} for the CSV files of an evaluation. For the arguments, see outputs."""
+    if not evaluates:
         return {}
-    kinds = ["classes", "averages", "confusion", *(["predictions"] if args.report_html else [])]
-    if Path(args.report_file).exists() and not Path(args.report_file).is_file():  # for example, /dev/null or a pipe
+    report, page = Path(settings.report_file), settings.report_html
+    kinds = ["classes", "averages", "confusion", *(["predictions"] if page else [])]
+    if report.exists() and not report.is_file():  # for example, /dev/null or a pipe
         kinds = []
-    paths = {kind: files.companion(args.report_file, f"{kind}.csv") for kind in kinds}
-    return paths | ({"predictions": args.predictions} if args.predictions is not None else {})
+    paths = {kind: files.companion(settings.report_file, f"{kind}.csv") for kind in kinds}
+    return paths | ({"predictions": settings.predictions} if settings.predictions is not None else {})
 
 
 def resumes(args, checkpoint):
@@ -170,12 +176,12 @@ def start_line(args, train_loader, eval_loader, fused_operators, gradient_all_re
 
 
 def all_done(args, argv, checkpoint):
-    """If --resume is set, log that no steps remain; otherwise, raise an error. If the run was killed before it wrote
-    its summary or its HTML report, write them.
+    """If --resume is set, log that no steps remain; otherwise, raise an error. With --resume, write the summary and the
+    HTML report if the run was killed before it wrote them.
 
     Raises:
-        UsageError: --resume is not set. With --resume, completed training is not an error, so that the same command can
-            be repeated until all steps are done.
+        UsageError: --resume is not set, or the report cannot be completed. With --resume, completed training is not an
+            error, so that the same command can be repeated until all steps are done.
     """
     folder = checkpoint.folder
     if checkpoint.ended_early(args.patience):
@@ -196,7 +202,8 @@ def all_done(args, argv, checkpoint):
 
 
 def _complete(args, argv, checkpoint):
-    """Write the summary and the HTML report of a completed training run if they are missing."""
+    """Write the summary and the HTML report of a completed training run if they are missing. For exceptions, see
+    logger.setup and logger.begin."""
     from paddle_resnet.results import reading
 
     path, meta = Path(args.report_file), checkpoint.meta
@@ -212,7 +219,7 @@ def _complete(args, argv, checkpoint):
         last = {"epoch": meta["epoch"]} | ({} if meta["step"] is None else {"step": meta["step"]})
         logger.log((), _summary(meta["trained"], meta["evaluated"], meta["best"], last))
     if args.report_html is not None and not (has_summary and os.path.exists(args.report_html)):
-        _write_page(args, argv)
+        _write_page(args.part(output.Settings), args.device, argv)
 
 
 def advise_on_loader(args, epoch, trained):
@@ -230,44 +237,48 @@ def advise_on_loader(args, epoch, trained):
     fraction = trained["data_time"] / trained["batch_time"]
     if args.device != "gpu" or fraction <= STARVED_FRACTION or (epoch == 0 and trained["steps"] < 50):
         return False
+    advice = _loader_flag(args.part(loader.Settings))
     logger.warn(
-        f"epoch {epoch}: the GPU waited for images {fraction:.0%} of the time; set {_loader_flag(args)}, or measure "
-        f"the speed of the loader with `{command('dataset', 'speed', args.image_root)}`"
+        f"epoch {epoch}: the GPU waited for images {fraction:.0%} of the time; set {advice}, or measure the speed of "
+        f"the loader with `{command('dataset', 'speed', args.image_root)}`"
     )
     return True
 
 
-def _loader_flag(args):
+def _loader_flag(settings: loader.Settings) -> str:
     threads = processes.cores() - 2
-    if args.dali_num_threads < threads:
+    if settings.dali_num_threads < threads:
         return f"--dali-num-threads {threads}"
-    if args.dali_device == "cpu":
+    if settings.dali_device == "cpu":
         return "--dali-device gpu"
-    if args.hw_decoder_load < 0.9:
+    if settings.hw_decoder_load < 0.9:
         return "--hw-decoder-load 0.9"
-    return f"--dali-prefetch {2 * args.dali_prefetch}"
+    return f"--dali-prefetch {2 * settings.dali_prefetch}"
 
 
 def conclude(args, argv, result, mode):
     """Log the result of a benchmark, or of an evaluation without training, as the summary of the run.
 
-    For a benchmark, also log peak memory, versions and the command, and print a table instead of a line.
+    For a benchmark, also log peak memory, versions and the command, and print a table instead of a line. For an
+    evaluation, also write the HTML report (--report-html).
 
     Args:
         args: flags.
         argv: arguments of the command line.
         result: result of program.run, without arrays.
         mode: Mode.TRAIN or Mode.EVAL.
+    Raises:
+        RunError: the report file can no longer be written.
     """
     if args.benchmark:
         result = result | _peak_memory(args.device)
     data = {f"{mode.value}.{name}": value for name, value in result.items()}
     if not args.benchmark:
         logger.log((), data)
-        _write_page(args, argv)
+        _write_page(args.part(output.Settings), args.device, argv)
         return
-    command = _command(argv)
-    environment = {"versions": _versions(args.device), "processes": processes.world_size(), "command": command}
+    environment = {"versions": _versions(args.device), "processes": processes.world_size()}
+    environment["command"] = command("train", *argv)
     logger.report((), data | environment)
     if processes.rank() == 0:
         _print_table(f"benchmark: {mode.value}", result, environment)
@@ -328,8 +339,9 @@ def _print_table(title, result, environment):
 
 
 def summarize(args, argv, program, stop, trained, evaluated, saver):
-    """Log the results of a training run. Also print a command that evaluates the best checkpoint (or the last, if the
-    run does not evaluate) and writes a separate report.
+    """Log the results of a training run, and write the HTML report (--report-html). Without --resume,
+    --from-checkpoint and --from-pretrained-params, also print a command that evaluates the best checkpoint (or the
+    last, if the run does not evaluate) and writes a separate report.
 
     Args:
         args: flags.
@@ -338,6 +350,8 @@ def summarize(args, argv, program, stop, trained, evaluated, saver):
         stop: the last durations.Stop.
         trained, evaluated: results of the last epoch; evaluated is None if the run does not evaluate.
         saver: saver.Saver, which contains the best evaluation and the folders of the best and the last checkpoint.
+    Raises:
+        RunError: the report file can no longer be written.
     """
     best, folder = saver.best, saver.folder
     data = _summary(trained, evaluated, best, {"epoch": stop.epoch, **stop.place()})
@@ -356,19 +370,19 @@ def summarize(args, argv, program, stop, trained, evaluated, saver):
         data |= sparsity.counts(program)
     logger.log((), data)
     logger.info("\n".join([*lines, f"report: {args.report_file}"]))
-    _write_page(args, argv)
+    _write_page(args.part(output.Settings), args.device, argv)
     if processes.rank() != 0:  # only rank 0 writes checkpoints
         return
     if args.from_checkpoint is None and args.from_pretrained_params is None and not args.resume:
         flags = _without(argv, ("--run-scope", "--report-file", "--overwrite", *OF_TRAINING))
         flags += ["--run-scope", RunScope.EVAL_ONLY.value, "--from-checkpoint", str(folder)]
-        if Path(args.report_file) != Path(folder).parent / default_name(args):
+        if Path(args.report_file) != Path(folder).parent / default_name(args.run_scope, args.benchmark):
             flags += ["--report-file", str(files.companion(args.report_file, "eval.json"))]
         of_file = [flag for flag in OF_TRAINING if flag not in {argument.partition("=")[0] for argument in argv}]
         for flag in of_file:
             flags += [flag, "None"] if getattr(args, flag[2:].replace("-", "_")) else []
         what = "the last epoch" if evaluated is None else f"the best epoch, {best['epoch']},"
-        logger.info(f"evaluate {what} again: {python()} train.py {shlex.join(flags)}")
+        logger.info(f"evaluate {what} again: {command('train', *flags)}")
 
 
 def _summary(trained, evaluated, best, last):
@@ -403,19 +417,15 @@ def _without(argv, flags):
     return kept
 
 
-def _write_page(args, argv):
-    if args.report_html is None or processes.rank() != 0:
+def _write_page(settings: output.Settings, device: str, argv: list) -> None:
+    if settings.report_html is None or processes.rank() != 0:
         return
     from paddle_resnet.results import page
 
-    environment = _versions(args.device) | {"system": platform.platform(), "cores": os.cpu_count()}
-    environment |= {"processes": processes.world_size(), "command": _command(argv)}
-    page.write(args.report_html, args.report_file, environment)
-    logger.info(f"page: {args.report_html}")
-
-
-def _command(argv):
-    return f"{python()} train.py {shlex.join(argv)}"
+    environment = _versions(device) | {"system": platform.platform(), "cores": os.cpu_count()}
+    environment |= {"processes": processes.world_size(), "command": command("train", *argv)}
+    page.write(settings.report_html, settings.report_file, environment)
+    logger.info(f"page: {settings.report_html}")
 
 
 def write_classes(args, result, classes, epoch, is_best=True):
@@ -453,7 +463,7 @@ def write_classes(args, result, classes, epoch, is_best=True):
         return numbers
     from paddle_resnet.results import predictions as table
 
-    tables = _tables(args)
+    paths = tables(args.part(output.Settings), args.run_scope.evaluates)
     class_num = len(result["class_top1"])
     names = table.class_names(classes, class_num)
     ratios = meters.CLASS_METRICS
@@ -462,17 +472,17 @@ def write_classes(args, result, classes, epoch, is_best=True):
     for label, images in enumerate(metrics["images"]):
         top1, *cells = (f"{metrics[name][label]:.6f}" for name in ("recall", *ratios))
         rows.append((label, names[label], images, metrics["correct"][label], top1 if images else "", *cells, epoch))
-    _write(tables.get("classes"), ("label", "class", "images", "correct", "top1", *ratios, "epoch"), rows)
+    _write(paths.get("classes"), ("label", "class", "images", "correct", "top1", *ratios, "epoch"), rows)
     averages = meters.average_metrics(result["confusion"], class_num)
     rows = [(kind, *(f"{averages[f'{name}_{kind}']:.6f}" for name in ratios), epoch) for kind in meters.AVERAGES]
-    _write(tables.get("averages"), ("average", *ratios, "epoch"), rows)
+    _write(paths.get("averages"), ("average", *ratios, "epoch"), rows)
     pairs = sorted(result["confusion"].tolist(), key=lambda pair: -pair[2])
     rows = [(*pair, names[pair[0]], names[pair[1]], epoch) for pair in pairs]
-    _write(tables.get("confusion"), ("label", "predicted", "images", "class", "predicted_class", "epoch"), rows)
+    _write(paths.get("confusion"), ("label", "predicted", "images", "class", "predicted_class", "epoch"), rows)
     if "predictions" in result:
         place = args.image_root, args.data_format, args.skip_list, args.allow_outside
         images = table.list_images(*place, count=len(result["predictions"]))
-        table.write(tables["predictions"], images, result["predictions"], names)
+        table.write(paths["predictions"], images, result["predictions"], names)
     return numbers
 
 
@@ -483,7 +493,8 @@ def _write(path, header, rows):
         with replaced(path) as partial, open(partial, "w", encoding="utf-8", newline="") as f:
             csv.writer(f).writerows([header, *rows])
     except OSError as e:
-        raise RunError(f"{path}: cannot be written ({e.strerror}); free disk space") from e
+        remedy = "free disk space or choose a different --report-file"
+        raise RunError(f"{path}: cannot be written ({e.strerror}); {remedy}") from e
 
 
 if __name__ == "__main__":

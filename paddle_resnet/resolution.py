@@ -14,6 +14,7 @@ output               resolve_report
 import paddle
 from paddle import static
 
+from paddle_resnet.components import precision
 from paddle_resnet.data.root import DataRoot
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.machine import compat, gpus
@@ -27,38 +28,33 @@ DEFAULT_CLASSES = 1000  # number of classes in ImageNet, used if the data does n
 
 
 def resolve(settings, mode=Mode.TRAIN):
-    """Resolve and freeze settings without inheriting values from a checkpoint, for programs that use the
-    Python API (docs/api.md).
+    """Resolve settings without inheriting values from a checkpoint, for programs that use the Python API (docs/api.md).
 
     Args:
-        settings: Settings; modified in place if they are not frozen.
+        settings: Settings; not modified.
         mode: the split that determines --num-of-class, Mode.TRAIN or Mode.EVAL.
+    Returns:
+        Settings, frozen: `settings` if they are frozen, otherwise a copy. Until a value of `settings` changes, the
+        result is the same object.
     Raises:
         UsageError: resolve_data or resolve_kernels fails.
     """
-    if not settings.is_frozen:
-        resolve_data(settings, mode)
-        resolve_kernels(settings)
-        settings.finalize()
-
-
-def resolved_data(settings, mode):
-    """Return settings with the flags that a loader needs: the settings themselves if they are frozen, otherwise a copy
-    that resolve_data has resolved."""
-    if settings.is_frozen:
-        return settings
-    settings = settings.copy()
-    resolve_data(settings, mode)
-    return settings
+    resolved = resolve_data(settings, mode)
+    if not resolved.is_frozen:
+        resolve_kernels(resolved)
+        resolved.finalize()
+    return resolved
 
 
 def resolve_data(settings, mode):
-    """If the settings are not frozen, resolve the flags that a loader needs. Raises the same errors as resolve_device,
-    resolve_loader and resolve_classes."""
-    if not settings.is_frozen:
-        resolve_device(settings)
-        resolve_loader(settings)
-        resolve_classes(settings, mode)
+    """Return Settings whose flags for a loader are resolved: `settings` if they are frozen, otherwise a copy. Raises
+    the same errors as resolve_device, resolve_loader and resolve_classes."""
+    resolved = settings.resolved
+    if not resolved.is_frozen:
+        resolve_device(resolved)
+        resolve_loader(resolved)
+        resolve_classes(resolved, mode)
+    return resolved
 
 
 def resolve_device(settings):
@@ -93,17 +89,17 @@ def resolve_loader(settings):
         UsageError: the device does not support the precision or a loader flag.
     """
     validation.check_device(settings)
-    _check_precision(settings)
+    _check_precision(settings.part(precision.Settings))
     if settings.dali_device == "auto":
         settings.resolve("--device", dali_device=settings.device)
-    if not settings.is_explicit("image_shape") and not settings.is_inherited("image_shape"):
+    if not settings.is_fixed("image_shape") and not settings.is_inherited("image_shape"):
         # In NHWC on a GPU, Tensor Cores and custom kernels load the four values of a pixel at once. On a CPU or in
         # NCHW, a fourth channel has no benefit.
         channels = 4 if settings.device == "gpu" and settings.data_layout == "NHWC" else 3
         settings.resolve("machine", image_shape=[channels, *settings.image_shape[1:]])
 
 
-def _check_precision(settings):
+def _check_precision(settings: precision.Settings) -> None:
     if settings.amp and settings.amp_dtype == "bfloat16":
         major, minor = paddle.device.cuda.get_device_capability(processes.local_gpu())
         if major < 8:

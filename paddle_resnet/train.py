@@ -9,7 +9,7 @@ from paddle_resnet.job.processes import check_environment, world_size
 from paddle_resnet.models import registered_name
 from paddle_resnet.settings import durations, parsing
 from paddle_resnet.utils import exit_codes, logger, progress, signals
-from paddle_resnet.utils.errors import RunError, command
+from paddle_resnet.utils.errors import RunError, command, program
 from paddle_resnet.utils.mode import Mode
 
 
@@ -17,7 +17,8 @@ def main(argv=None):
     """Run train.py and return its exit code: 0 success, 1 failure, 2 error in usage, configuration or data, 75 stopped
     by a signal (a checkpoint is saved), 130 interrupted, 141 if the reader of the result has exited (`| head`)."""
     try:
-        return exit_codes.of("train.py", lambda: _main(sys.argv[1:] if argv is None else argv), needs_stdout=False)
+        arguments = sys.argv[1:] if argv is None else argv
+        return exit_codes.of(program("train"), lambda: _main(arguments), needs_stdout=False)
     finally:
         logger.close()
 
@@ -65,7 +66,7 @@ def _run(args, argv):
         training, evaluation = phases.build_programs(args, exe, train_loader, eval_loader, checkpoint)
         checkpoint = phases.set_weights(args, checkpoint, training, evaluation)
         training, evaluation = phases.compile_programs(args, exe, training, evaluation)
-        phases.check_and_describe(args, exe, training, evaluation)
+        args, training = phases.check_and_describe(args, exe, checkpoint, training, evaluation)
         if args.dry_run:
             logger.info("dry run: flags, data and programs are valid")
         elif training is None:
@@ -98,10 +99,10 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
     saver = Saver(args, training.program, training.lr_scheduler, training.loader, training.fetchs, checkpoint)
     training = phases.show_on_tensorboard(args, training, checkpoint)
     logger.begin(args.as_entry(), append=report.resumes(args, checkpoint))
-    is_advised = False
-    resumed = checkpoint and checkpoint.trained  # training metrics if only the evaluation is pending
+    is_advised, resumed = False, checkpoint and checkpoint.trained  # metrics if only the evaluation is pending
     schedule = training.lr_scheduler
-    for stop in durations.stops(args, schedule.timeline, schedule.done - (resumed is not None)):
+    length = args.part(durations.Settings)
+    for stop in durations.stops(length, schedule.timeline, schedule.done - (resumed is not None)):
         trained, resumed, evaluated = resumed, None, None
         try:
             if trained is None:

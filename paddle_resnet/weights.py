@@ -1,5 +1,6 @@
 """Convert weights from other projects to a checkpoint: `python -m paddle_resnet.weights FILE --output DIR`."""
 
+import argparse
 import sys
 
 import numpy as np
@@ -10,9 +11,9 @@ from paddle_resnet.checkpoints.conversion import convert
 from paddle_resnet.data import classes, layout
 from paddle_resnet.settings import parsing
 from paddle_resnet.settings.declarations import of_kinds
-from paddle_resnet.settings.values import flag
+from paddle_resnet.settings.values import flag_name
 from paddle_resnet.utils import exit_codes, files, logger
-from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError, program
 from paddle_resnet.utils.mode import Mode
 
 EVALUATION_BATCH = 32
@@ -30,7 +31,7 @@ def evaluate(checkpoint, image_root, device="auto", threads=4):
     Returns:
         {"images", "classes" (number of classes with images), "top1", "top5"}.
     Raises:
-        UsageError: the data set cannot be used.
+        UsageError: the checkpoint (see networks.load_checkpoint), the data set or the device cannot be used.
     """
     from paddle_resnet import dali
     from paddle_resnet.checkpoints import restore
@@ -40,8 +41,8 @@ def evaluate(checkpoint, image_root, device="auto", threads=4):
     network = networks.load_checkpoint(checkpoint, device)
     model = network.model(logits=True)
     args = inference.loader_args(model.description, EVALUATION_BATCH, device, threads)
-    args.image_root, args.num_of_class = str(image_root), network.args.num_of_class
-    args.data_format = layout.detect(args.image_root, Mode.EVAL)
+    data_format = layout.detect(str(image_root), Mode.EVAL)
+    args.set("internal", image_root=str(image_root), num_of_class=network.args.num_of_class, data_format=data_format)
     trained = restore.recorded_classes(network.meta) or classes.numbers(args.num_of_class)
     images, classes_seen, top1, top5 = 0, set(), 0, 0
     loader = dali.build_dataloader(args, Mode.EVAL, trained=trained)
@@ -56,15 +57,14 @@ def evaluate(checkpoint, image_root, device="auto", threads=4):
 
 
 def main(argv=None):
-    """Run the command and return the exit code: 0 for success, 2 for a usage error, an unusable file or a missing
-    package, 130 if interrupted."""
+    """Run the command, and return the exit code (see exit_codes.of)."""
     names = ", ".join(published.PACKAGED)
     parser = parsing.ToolParser(
-        prog="python -m paddle_resnet.weights",
+        prog="weights",
         description="Convert weights from other projects to a checkpoint.",
         examples=(("convert weights of torchvision or timm", "resnet50.pth --output weights/resnet50"),),
-        epilog="The preprocessing flags of train.py, such as --crop-size, override those of the published model or of "
-        "the network.",
+        epilog=f"The preprocessing flags of {program('train')}, such as --crop-size, override those of the published "
+        "model or of the network.",
     )
     parser.add_argument(
         "file",
@@ -86,12 +86,12 @@ def main(argv=None):
     parser.add_argument(
         "--verbose", action="store_true", help="list all tensors that do not match the network, not only some"
     )
-    return exit_codes.of("paddle_resnet.weights", lambda: _main(*parser.parse_known_args(argv)))
+    return exit_codes.of(program("weights"), lambda: _main(*parser.parse_known_args(argv)))
 
 
-def _main(args, flags):
+def _main(args: argparse.Namespace, flags):
     preprocessing = parsing.parse(flags)
-    if other := [flag(name) for name in preprocessing if name not in of_kinds("preprocessing")]:
+    if other := [flag_name(name) for name in preprocessing if name not in of_kinds("preprocessing")]:
         raise UsageError(f"{', '.join(other)}: not a preprocessing flag; remove it")
     if args.verify is not None:
         layout.check_split("--verify", args.verify, Mode.EVAL)

@@ -1,4 +1,4 @@
-"""Fixtures with tiny networks and tiny images, so that the whole suite takes only minutes on two cores."""
+"""Fixtures with tiny networks and tiny images, so that tests are fast on a CPU."""
 # ruff: noqa: I001
 
 import contextlib
@@ -166,8 +166,8 @@ def one_block(monkeypatch):
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory, worker_id):
-    """Return a function once(name, make), which returns a folder that all worker processes of pytest-xdist share. One
-    process fills the folder by calling make(folder). Tests must not change the folder."""
+    """Return a function once(name, make), which returns a folder that all worker processes of pytest-xdist share. The
+    first call with a name fills the folder by calling make(folder). Tests must not change the folder."""
     root = tmp_path_factory.getbasetemp()
     if worker_id != "master":
         root = root.parent
@@ -215,8 +215,8 @@ def photos(once):
 
 @pytest.fixture(scope="session")
 def converted(photos, once):
-    """Convert the photos to every storage format and return {--data-format: --image-root}. Record files have three
-    training shards."""
+    """Convert the photos to every storage format and return {--data-format: --image-root}. In formats with shards, the
+    training images have three."""
 
     def make(root):
         (root / "filelist").mkdir()
@@ -270,8 +270,8 @@ def shard(monkeypatch):
 
 @pytest.fixture
 def parse():
-    """Parse flags for the tiny network, resolve the device, and start Fleet unless the test simulates several
-    processes."""
+    """Return a function that parses flags for the tiny network, resolves the device and the loader's settings, starts
+    Fleet unless the test simulates several processes, and returns the settings."""
 
     def parse(*flags):
         args = config.parse_args([*TINY, *map(str, flags)])
@@ -286,8 +286,8 @@ def parse():
 
 @pytest.fixture
 def record(monkeypatch):
-    """Return a function that replaces functions of a module, and the list of their calls: (name, *arguments). A
-    replaced function returns results[name], or None."""
+    """Return a function record(module, *names) that replaces functions of a module. A replaced function appends (name,
+    *positional arguments) to the list record.calls, and returns record.results[name], or None."""
     calls, results = [], {}
 
     def record(module, *names):
@@ -302,7 +302,8 @@ def record(monkeypatch):
 
 @pytest.fixture
 def run_train(photos, tmp_path):
-    """Call train.main in this process and return (exit code, report entries)."""
+    """Return a function that calls train.main in this process with the flags of the tiny network and further flags, and
+    returns (exit code, report entries). The report is only that of this call."""
 
     def run_train(*flags, image_root=photos):
         report = tmp_path / "report.json"
@@ -317,7 +318,8 @@ def run_train(photos, tmp_path):
 
 @pytest.fixture
 def run_bare(photos, tmp_path):
-    """Call train.main like run_train, but without the flags of the tiny network."""
+    """Return a function like run_train, but without the flags that choose the tiny network and its images. It returns
+    no report entries if the exit code is not 0."""
 
     def run_bare(*flags, image_root=photos):
         report = tmp_path / "bare.json"
@@ -332,7 +334,8 @@ def run_bare(photos, tmp_path):
 
 @pytest.fixture
 def checkpoint(once, run_train, tmp_path, request):
-    """Return a copy of a checkpoint that was saved after one epoch. Each tiny network is trained once for all tests."""
+    """Return a copy of a checkpoint that was saved after one epoch, of the network of `one_block` if the test uses this
+    fixture. Each of the two networks is trained once for all tests."""
 
     def make(folder):
         assert run_train("--output-dir", folder)[0] == 0
@@ -343,7 +346,7 @@ def checkpoint(once, run_train, tmp_path, request):
 
 @pytest.fixture
 def train_process():
-    """Run train.py in a separate process, as a user does, and return the finished process."""
+    """Return a function that runs train.py in a separate process, as a user does, and returns the finished process."""
 
     def train_process(*flags, timeout=120):
         command = [sys.executable, "train.py", *map(str, flags)]
@@ -353,9 +356,20 @@ def train_process():
 
 
 @pytest.fixture
+def console_script(tmp_path):
+    """Write the script paddle-resnet that pip would install, for a process with ROOT in PYTHONPATH, and return its
+    path."""
+    path = tmp_path / "bin/paddle-resnet"
+    path.parent.mkdir()
+    path.write_text(f"#!{sys.executable}\nimport sys\nfrom paddle_resnet.cli import main\nsys.exit(main())\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
 def stop_before(monkeypatch):
-    """Return a function that simulates a stop signal before the n-th training step or before the n-th poll during
-    evaluations. Without arguments, no signal is simulated."""
+    """Return a function that simulates a stop signal before a training step, or at a poll during evaluations, both
+    counted from 0. Without arguments, no signal is simulated."""
 
     def stop_before(train_step=None, eval_step=None):
         def counter(target):
@@ -370,8 +384,8 @@ def stop_before(monkeypatch):
 
 @pytest.fixture
 def losses_with_a_stop(run_train, stop_before, tmp_path):
-    """Stop a run before its n-th training step, resume the run with the same command, and return the losses of both
-    processes."""
+    """Return a function that stops a run before a training step (counted from 0), resumes the run with the same
+    command, and returns the losses of both parts."""
 
     def losses_with_a_stop(train_step, *flags, **places):
         elsewhere = ["--output-dir", tmp_path / "stopped"]
@@ -388,7 +402,7 @@ def losses_with_a_stop(run_train, stop_before, tmp_path):
 
 
 def read_report(path):
-    """Return the entries of a report file: dictionaries with the keys "step" and "data"."""
+    """Return the entries of a report file, dictionaries with the keys "step" and "data"; [] if there is no file."""
     if not path.exists():
         return []
     return [strict_json(line.removeprefix("DLLL ")) for line in path.read_text().splitlines()]
@@ -444,7 +458,7 @@ def assert_sparse(params, algorithm="mask_1d"):
     filters = {name for name in params if name.startswith("conv2d_") and name.endswith(".w_0")}
     assert set(pruned) == filters  # the classifier is not pruned, as in NVIDIA's example
     for name in pruned:
-        if params[name].shape[1] < 4:  # a first layer with three input channels is not pruned
+        if params[name].shape[1] < 4:  # a first layer with three input channels is not pruned: its mask is 1
             assert (params[f"{name}.asp_mask"] == 1).all()
             continue
         density = params[f"{name}.asp_mask"].mean()  # some groups of two-dimensional masks keep fewer than two weights
@@ -500,8 +514,8 @@ def fake(monkeypatch):
 
 @pytest.fixture
 def launch(photos, tmp_path):
-    """Run a job and return (report entries, [parameters of each rank]). With succeeds=False, return (exit code, [log of
-    each rank]) instead."""
+    """Return a function that runs a job, and returns (report entries, [parameters of each rank]). With succeeds=False,
+    the job must fail, and the function returns (exit code, [log of each rank])."""
 
     def launch(processes, *flags, succeeds=True):
         name = f"job{len(list(tmp_path.glob('job*')))}"
@@ -543,8 +557,8 @@ def two_processes(once, launch, tmp_path):
 
 @pytest.fixture
 def launch_nodes(photos, tmp_path):
-    """Simulate two machines: start two launchers with one process each and a common master on the loopback interface.
-    Return the launchers and the folder of the job."""
+    """Return a function that simulates two machines: it starts two launchers with one process each and a common master
+    on the loopback interface, and returns (launchers, folder of the job)."""
     started = []
 
     def launch_nodes(*flags, on_gpus=False):

@@ -2,6 +2,7 @@
 
 import colorsys
 import io
+import os
 import re
 import shlex
 import subprocess
@@ -14,6 +15,7 @@ from PIL import Image
 
 from paddle_resnet import dataset
 from paddle_resnet.data.formats import read_image
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
 
@@ -38,7 +40,7 @@ def color_of(data):
 
 
 def colors_match(images):
-    """Return whether the labels of all images, a nonempty iterable of listing.Image, are those of their colors."""
+    """Return whether the labels of all images, a nonempty iterable of Image, are those of their colors."""
     pairs = [read_image(image) for image in images]
     return bool(pairs) and all(color_of(data) == label for data, label in pairs)
 
@@ -71,6 +73,33 @@ def obey(message):
             subprocess.run(command, shell=True, check=True)
     root = re.search(r"use --image-root (\S+)", message)
     return root and root[1].rstrip(",;")
+
+
+def obeyed_remedy(root, what, counts, capsys):
+    """Obey the error message of a training run on a folder that contains `what`. Check that training reads the imported
+    data set, that it contains {split: number of images} `counts`, and that other commands say the same. Return the
+    class names and {Mode: [Image]}."""
+    message = error_of_training(root)
+    assert what in message
+    imported = obey(message)
+    names, images = None, {}
+    for mode, count in zip(Mode, counts.values(), strict=True):
+        numbers, images[mode] = DataRoot(imported).images(mode)
+        names = numbers.classes
+        assert len(images[mode]) == count
+        assert colors_match(images[mode])
+    assert dataset.main(["verify", imported]) == 0
+    capsys.readouterr()
+    assert dataset.main(["import", str(root), "--list"]) == 0
+    assert what in capsys.readouterr().out
+    return names, images
+
+
+def error_of_import(root, capsys, *flags):
+    """Return the error message of an import, which must exit with code 2 and leave no output."""
+    assert dataset.main(["import", str(root), "--output", f"{root}_output", *flags]) == 2
+    assert not os.path.exists(f"{root}_output")
+    return capsys.readouterr().err
 
 
 def error_of_training(root):

@@ -38,7 +38,7 @@ FILES = ["tiny.pdparams", "tiny.pdopt"]
 
 
 class Run:
-    """A training program with a few hundred parameters."""
+    """A training program of a network with one block of width 2."""
 
     def __init__(self):
         paddle.enable_static()

@@ -2,6 +2,8 @@
 
 import inspect
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +16,7 @@ from paddle import static
 from conftest import ROOT, TINY
 from paddle_resnet import config, dali, program
 from paddle_resnet.data import iterators
+from paddle_resnet.job import processes
 from paddle_resnet.serving import inference, preprocessing
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
@@ -38,6 +41,37 @@ def train(args, loader, epochs=2):
     return [
         program.run(args, loader, exe, compiled, fetchs, epoch, Mode.TRAIN, lr_scheduler) for epoch in range(epochs)
     ]
+
+
+# A program with the imports of NVIDIA's example, which the checkout offers, and with Paddle imported first.
+EXAMPLE = """
+import sys
+import paddle
+import config
+from paddle_resnet import dali
+from paddle_resnet.program import build, compile_prog, run
+from utils.mode import Mode
+from train import main
+
+args = config.parse_args(sys.argv[1:])
+paddle.enable_static()
+main_prog, startup_prog = paddle.static.Program(), paddle.static.Program()
+loader = dali.build_dataloader(args, Mode.TRAIN)
+fetchs, lr_scheduler, feeds, optimizer = build(args, main_prog, startup_prog, step_each_epoch=3, is_train=True)
+compiled = compile_prog(args, main_prog, loss_name="loss", is_train=True)
+exe = paddle.static.Executor(paddle.CPUPlace())
+exe.run(startup_prog)
+metrics = run(args, loader, exe, compiled, fetchs, 0, mode=Mode.TRAIN, lr_scheduler=lr_scheduler)
+print("images", metrics["images"])
+"""
+
+
+def test_example_with_imports_of_checkout_runs(photos):
+    flags = ["--model-arch-name", "MobileNetV3_Small", "--crop-size", "32", "--batch-size", "8", "--device", "cpu"]
+    command = [sys.executable, "-c", EXAMPLE, "--image-root", str(photos), *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "images 24"
 
 
 class Unsized:
@@ -69,7 +103,12 @@ def test_public_functions_resolve_flags_and_start_fleet(flags):
     loader = dali.build_dataloader(args, Mode.TRAIN)
     first, second = train(args, loader)
     assert (first["images"], first["steps"], second["images"]) == (24, 3, 24)
-    assert args.num_of_class == 3 and args.is_frozen and "auto" not in (args.device, args.dali_device, args.kernels)
+    assert args.as_dict() == config.parse_args(flags).as_dict() and not args.is_frozen  # the functions use a copy
+    resolved = program.start(args)
+    assert resolved.num_of_class == 3 and resolved.is_frozen and resolved is program.start(args)
+    assert "auto" not in (resolved.device, resolved.dali_device, resolved.kernels)
+    args.lr = 0.5
+    assert program.start(args).lr == 0.5 and resolved.lr != 0.5
 
 
 def test_run_accepts_any_iterable_of_batches(flags):
@@ -88,25 +127,29 @@ def test_build_resolves_flags_and_starts_fleet_once(flags, monkeypatch, mode):
     starts, start, resolve = [], program.start_fleet, program.resolution.resolve
     monkeypatch.setattr(program.compat, "check_version", lambda: starts.append("version"))
     monkeypatch.setattr(program.fleet, "connect", starts.append)
-    monkeypatch.setattr(program.resolution, "resolve", lambda args, mode: (starts.append(mode), resolve(args, mode)))
+    monkeypatch.setattr(program.resolution, "resolve", lambda args, mode: starts.append(mode) or resolve(args, mode))
     monkeypatch.setattr(program, "start_fleet", lambda args: (starts.append(args), start(args)))
     args = config.parse_args(flags)
     for is_train in (mode is Mode.TRAIN, mode is not Mode.TRAIN):
         _, _, feeds, _ = program.build(args, static.Program(), static.Program(), 3, is_train)
     assert [*feeds["data"].shape] == [-1, 3, 32, 32]
-    assert starts == ["version", args.comm_timeout_s, mode, args]
+    assert starts == ["version", args.comm_timeout_s, mode, args.resolved]
 
 
 def test_calls_in_wrong_order_raise_errors(flags):
     args = config.parse_args(flags)
     main, startup, exe = static.Program(), static.Program(), static.Executor(paddle.CPUPlace())
-    for premature_call in (lambda: program.compile_prog(args, main), lambda: program.create_strategy(args)):
-        with pytest.raises(UsageError, match="--device auto: not resolved yet; call program.build with these flags"):
+    for premature_call in (
+        lambda: program.compile_prog(args, main),
+        lambda: program.create_strategy(args),
+        lambda: processes.place(args.device),
+    ):
+        with pytest.raises(UsageError, match="--device auto: not resolved yet; use the settings that program.start"):
             premature_call()
     fetchs, *_ = program.build(args, main, startup, 3)
     with pytest.raises(UsageError, match="run: the program is not compiled; pass the result of compile_prog"):
         program.run(args, [], exe, main, fetchs, 0)
-    compiled = program.compile_prog(args, main)
+    compiled = program.compile_prog(program.start(args), main)
     for _ in range(2):
         message = r"run: parameter \w+\.\w+ has no value; call exe.run\(startup_prog\) first"
         with pytest.raises(UsageError, match=message):

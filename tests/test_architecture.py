@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
+import structure
 from conftest import ROOT
 
 # Layers from top to bottom. A layer may import from itself and from the layers below it.
 LAYERS = [
+    ["paddle_resnet.cli"],
     ["paddle_resnet.train"],
     [f"paddle_resnet.{name}" for name in ("dataset", "doctor", "export", "lr_find", "predict", "weights")],
     ["paddle_resnet.serving"],
@@ -20,17 +22,20 @@ LAYERS = [
     ["paddle_resnet.tools"],
     ["paddle_resnet.dali"],
     ["paddle_resnet.resolution"],
-    ["paddle_resnet.passes"],
-    ["paddle_resnet.steps"],
     ["paddle_resnet.report"],
     ["paddle_resnet.results"],
+    ["paddle_resnet.job.agreement"],
+    ["paddle_resnet.config"],
+    ["paddle_resnet.settings"],
+    ["paddle_resnet.passes"],
+    ["paddle_resnet.steps"],
     ["paddle_resnet.data"],
     ["paddle_resnet.optimizers"],
+    ["paddle_resnet.components"],
     ["paddle_resnet.native"],
     ["paddle_resnet.job"],
     ["paddle_resnet.machine"],
-    ["paddle_resnet.config"],
-    ["paddle_resnet.settings"],
+    [f"paddle_resnet.settings.{name}" for name in ("durations", "field", "values")],
     ["paddle_resnet.models", "paddle_resnet.optimizers.table", "paddle_resnet.serving.preprocessing"],
     ["paddle_resnet.utils"],
 ]
@@ -45,11 +50,11 @@ def modules():
     return {module_of(path): path for path in sorted(ROOT.glob("paddle_resnet/**/*.py"))}
 
 
-def imports(path, known):
-    """Return the modules that a file imports, both at module level and in functions, including submodules of a
-    package."""
-    imported = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports(path, known, only_at_module_level=False):
+    """Return the modules that a file imports, at module level and, unless only_at_module_level is set, in functions,
+    including submodules of a package."""
+    imported, tree = set(), ast.parse(path.read_text())
+    for node in tree.body if only_at_module_level else ast.walk(tree):
         if isinstance(node, ast.Import):
             imported.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -99,38 +104,68 @@ def test_config_settings_and_utils_import_neither_paddle_nor_dali(module):
     assert not roots & LIBRARIES_OF_UTILS
 
 
+@pytest.mark.parametrize("module", [name for name in modules() if name.startswith("paddle_resnet.components")])
+def test_components_import_neither_paddle_nor_dali_at_module_level(module):
+    """Parsing the command line imports all components."""
+    roots = {name.partition(".")[0] for name in imports(modules()[module], set(), only_at_module_level=True)}
+    assert not roots & LIBRARIES_OF_UTILS
+
+
+def test_components_do_not_import_each_other():
+    known = set(modules())
+    components = {name for name in known if name.startswith("paddle_resnet.components.")}
+    assert components
+    assert not [name for name in components if imports(modules()[name], known) & components]
+
+
 def test_layer_check_detects_import_from_higher_layer(tmp_path):
     path = Path(tmp_path / "module.py")
     path.write_text("def f():\n    from paddle_resnet import program\n    from paddle_resnet.job import exchange\n")
     assert imports(path, set(modules())) == {"paddle_resnet.program", "paddle_resnet.job.exchange"}
+    assert not imports(path, set(modules()), only_at_module_level=True)
     assert layer("paddle_resnet.program") < layer("paddle_resnet.job.exchange")
-
-
-def parameters(path):
-    """Return all (function, parameter) pairs in a file."""
-    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
-    return [(f.name, a.arg) for f in functions for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs)]
 
 
 # Functions in the layers below program.py and dali.py that take all settings: these functions set flags, compare or
 # save all flags, or read the flags that an entry of a table names.
 TAKE_SETTINGS = {
+    "components": ["stages", "stages_from", "timeline"],
     "checkpoints": ["__init__", "_search", "find", "inherit_flags", "of", "resolve_network"],
-    "data": ["of"],
     "job": ["check_start"],
     "optimizers": ["build_lr_scheduler", "build_optimizer"],
 }
-FOLDERS = ["checkpoints", "data", "job", "machine", "models", "native", "optimizers", "passes", "results", "steps"]
+MAX_TAKE_SETTINGS = 140  # python tests/structure.py lists the functions; reduce this number when it falls
+FOLDERS = [
+    "checkpoints",
+    "components",
+    "data",
+    "job",
+    "machine",
+    "models",
+    "native",
+    "optimizers",
+    "passes",
+    "results",
+    "steps",
+]
 
 
 @pytest.mark.parametrize("folder", [*FOLDERS, "tools"])
 def test_low_level_functions_take_no_settings_object(folder):
     paths = [*(ROOT / "paddle_resnet" / folder).glob("*.py")]
     assert paths
-    found = [f for path in paths for f, name in parameters(path) if name in ("args", "settings")]
+    found = [f.name for path in paths for f in structure.functions(path) if structure.takes_settings(f)]
     assert sorted(found) == sorted(TAKE_SETTINGS.get(folder, []))
-    # Check that the search can find a parameter called "args".
-    assert ("create_strategy", "args") in parameters(ROOT / "paddle_resnet/program.py")
+
+
+def test_number_of_functions_that_take_all_settings_does_not_grow():
+    assert 0 < structure.measure()["functions that take all settings"] <= MAX_TAKE_SETTINGS
+
+
+def test_parameters_that_contain_all_settings_are_found():
+    code = "def f(args): ...\ndef g(settings: Settings): ...\ndef h(x, settings: values.Settings): ...\ndef i(x): ..."
+    functions = ast.parse(code).body
+    assert [f.name for f in functions if structure.takes_settings(f)] == ["f", "h"]
 
 
 @pytest.mark.parametrize("name", ["paddle_resnet/train.py", "paddle_resnet/phases.py", "paddle_resnet/program.py"])

@@ -29,7 +29,9 @@ pytestmark = pytest.mark.usefixtures("one_block")
 
 AT = TINY.index("--epochs")
 WITHOUT_EPOCHS = [*TINY[:AT], *TINY[AT + 2 :], "--print-interval", "1"]
-TIMES = budget.Times(stages=[budget.StageTimes(start_s=0.0, batch_s=0.5)], evaluation_s=4.0, checkpoint_s=1.0)
+TIMES = budget.Times(
+    stages=[budget.StageTimes(start_s=0.0, batch_s=0.5)], evaluation_s=4.0, checkpoint=budget.CheckpointTimes(1.0, 0.0)
+)
 
 
 @pytest.fixture
@@ -64,7 +66,7 @@ def unmeasured(monkeypatch):
 
     monkeypatch.setattr(budget, "_measure_training", measure_training)
     monkeypatch.setattr(budget, "_measure_evaluation", lambda *arguments: requested.append(arguments[-1]) or 0.1)
-    monkeypatch.setattr(budget, "_measure_checkpoint", lambda *_: 0.1)
+    monkeypatch.setattr(budget, "_measure_checkpoint", lambda *_: budget.CheckpointTimes(0.1, 0.0))
     return requested
 
 
@@ -121,8 +123,22 @@ def test_number_of_epochs_is_closest_to_budget(seconds, epochs):
     assert budget.epochs_within(settings(), seconds, uniform(20, 4), TIMES) == epochs
 
 
+@pytest.mark.parametrize(
+    ("copy_s", "write_s", "expected"),
+    [
+        (0.5, 8.0, 10 * (20 * 0.5 + 4 + 0.5) + 8),  # each checkpoint is written before the next one is copied
+        (0.5, 20.0, 10 * 20 + 20),  # training waits for each checkpoint
+    ],
+)
+def test_prediction_includes_writing_only_if_training_waits(copy_s, write_s, expected):
+    times = TIMES._replace(checkpoint=budget.CheckpointTimes(copy_s, write_s))
+    assert budget.duration_s(settings(), 10, uniform(20), times) == pytest.approx(expected)
+
+
 def test_huge_number_of_epochs_is_chosen_quickly_and_is_a_valid_value():
-    times = budget.Times(stages=[budget.StageTimes(0, 1e-4)], evaluation_s=1e-4, checkpoint_s=1e-4)
+    times = budget.Times(
+        stages=[budget.StageTimes(0, 1e-4)], evaluation_s=1e-4, checkpoint=budget.CheckpointTimes(1e-4, 1e-4)
+    )
     year_s = 365 * 24 * 3600
     start = time.monotonic()
     assert budget.epochs_within(settings(), year_s, uniform(1), times) == 2**31 - 1
@@ -137,7 +153,8 @@ def test_budget_includes_time_of_rare_evaluations():
 
 
 def test_chosen_epochs_are_logged_recorded_and_resumed(run, tmp_path, stop_before, monkeypatch, capsys):
-    monkeypatch.setattr(budget, "_measure_checkpoint", lambda *_: 5.0)  # slow checkpoints reduce the number of epochs
+    # Slow checkpoints reduce the number of epochs.
+    monkeypatch.setattr(budget, "_measure_checkpoint", lambda *_: budget.CheckpointTimes(5.0, 1.0))
     stop_before()
     measured = []
     epochs_within = budget.epochs_within
@@ -145,7 +162,7 @@ def test_chosen_epochs_are_logged_recorded_and_resumed(run, tmp_path, stop_befor
     code, report = run("--budget-minutes", 0.5, "--patience", 2, "--lr", 0, "--show-config", "true")
     assert code == 0
     [(_, seconds, timeline, times)] = measured
-    assert 10 < seconds < 30 and timeline.batches(0) == 3 and times.checkpoint_s == 5
+    assert 10 < seconds < 30 and timeline.batches(0) == 3 and times.checkpoint == (5, 1)
     [(start_s, batch_s)] = times.stages
     assert start_s == 0 < batch_s < 3 and 0 < times.evaluation_s < 10
     epochs = report[0]["data"]["epochs"]
@@ -201,7 +218,7 @@ def test_measurement_takes_about_the_requested_time(monkeypatch):
     loader.reset = lambda: calls.append("reset")
     monkeypatch.setattr(budget.dali, "build_dataloader", lambda *_: loader)
     args = settings(accumulate_steps=4, dali_prefetch=6, device="cpu")
-    args.copy = lambda **values: SimpleNamespace(**values)
+    args.copy = lambda origin, **values: SimpleNamespace(**values)
     times, clock = budget.StageTimes(0.5, 0.01), itertools.cycle([10.0, 10.0 + 0.5 + (7 + 8) * 0.01])
     monkeypatch.setattr(budget, "perf_counter", lambda: next(clock))
     compiled = SimpleNamespace(captured=None)
@@ -229,28 +246,27 @@ def test_slow_evaluation_is_measured_once(monkeypatch, first_s, count):
 
 
 def test_checkpoint_is_measured_in_output_folder(tmp_path, monkeypatch):
-    args = settings(output_dir=tmp_path / "new/output", model_arch_name="Tiny", checkpoint_commit="marker")
-    times, written = iter([10.0, 12.5] * 2), []
+    run_folder = tmp_path / "new/output/Tiny"
+    times, written = iter([10.0, 10.5, 12.5] * 2), []
     monkeypatch.setattr(budget, "perf_counter", lambda: next(times))
     monkeypatch.setattr(folders, "commit", lambda root, name, files, meta, form: written.extend([root, form, *files]))
-    assert budget._measure_checkpoint(args, static.Program()) == 2.5
+    assert budget._measure_checkpoint(run_folder, "marker", static.Program()) == (0.5, 2.0)
     assert Path(written[0]).parent == tmp_path and Path(written[0]).name.startswith(".budget")
     assert written[1:] == ["marker", "0.pdparams", "1.pdparams"]
     assert list(tmp_path.iterdir()) == []
-    run_folder = tmp_path / "new/output/Tiny"
     run_folder.mkdir(parents=True)
-    budget._measure_checkpoint(args, static.Program())
+    budget._measure_checkpoint(run_folder, "marker", static.Program())
     assert Path(written[4]).parent == run_folder
 
 
 @pytest.mark.parametrize(
     ("changes", "epoch", "step", "expected"),
     [
-        ({}, None, 0, budget.CHOSEN),
-        ({"budget_minutes": None}, None, 0, ()),
-        ({"benchmark": True}, None, 0, ()),
-        ({"run_scope": RunScope.EVAL_ONLY}, None, 0, ()),
-        ({}, 0, 0, budget.CHOSEN),
+        ({}, None, 0, True),
+        ({"budget_minutes": None}, None, 0, False),
+        ({"benchmark": True}, None, 0, False),
+        ({"run_scope": RunScope.EVAL_ONLY}, None, 0, False),
+        ({}, 0, 0, True),
         ({"from_checkpoint": "DIR"}, 0, 1, r"continues from DIR \(--from-checkpoint\); use --epochs instead"),
         ({"resume": True}, 1, 0, r"continues from DIR \(--resume\); use --epochs instead"),
     ],
@@ -260,7 +276,7 @@ def test_only_new_training_runs_choose(changes, epoch, step, expected):
     values |= {"resume": False, "from_checkpoint": None} | changes
     checkpoint = None if epoch is None else restore.StartCheckpoint("DIR", epoch, step)
     with pytest.raises(UsageError, match=expected) if isinstance(expected, str) else contextlib.nullcontext():
-        assert budget.pending(SimpleNamespace(**values), checkpoint) == expected
+        assert budget.is_needed(SimpleNamespace(**values), checkpoint) == expected
 
 
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
@@ -296,7 +312,7 @@ def test_other_processes_use_the_choice_of_rank_0(run, unmeasured, monkeypatch, 
     from_rank_0 = exchange.from_rank_0
 
     def receive(function):
-        return [2, 6.0, 53.1, [[[0, 0.1]], 1.0, 0.2]] if function.__name__ == "plan" else from_rank_0(function)
+        return [2, 6.0, 53.1, [[[0, 0.1]], 1.0, [0.2, 0.7]]] if function.__name__ == "plan" else from_rank_0(function)
 
     monkeypatch.setattr(exchange, "from_rank_0", receive)
     shown, phase = [], progress.phase
@@ -308,7 +324,8 @@ def test_other_processes_use_the_choice_of_rank_0(run, unmeasured, monkeypatch, 
     assert unmeasured == pytest.approx([0.02 * 60, 0.1 * 60])
     ends = "the run of 2 epochs ends after about 0.885 minutes, of which 0.1 have passed"
     output = capsys.readouterr()
-    assert f"3 batches of 0.1 s per epoch, evaluation 1 s, checkpoint 0.2 s; {ends}\n" in output.out
+    copy = "copy of a checkpoint 0.2 s, writing it in the background 0.7 s"
+    assert f"3 batches of 0.1 s per epoch, evaluation 1 s, {copy}; {ends}\n" in output.out
     assert f"--budget-minutes 1: {ends}, and no other number of epochs is closer; change the budget" in output.err
 
 
@@ -412,7 +429,8 @@ def test_resumed_run_cannot_choose_again(run, unmeasured, chooses_two, stop_befo
     stop_before(**stop)
     assert run("--budget-minutes", 1, "--run-scope", "train_only")[0] == (75 if stop else 0)
     stop_before()
-    assert "3 batches of 0.1 s per epoch, checkpoint 0.1 s; the run of 2 epochs ends after" in capsys.readouterr().out
+    copy = "copy of a checkpoint 0.1 s, writing it in the background 0 s"
+    assert f"3 batches of 0.1 s per epoch, {copy}; the run of 2 epochs ends after" in capsys.readouterr().out
     assert run("--budget-minutes", 2, "--run-scope", "train_only", "--resume")[0] == 2
     assert_one_error(
         capsys.readouterr().err, ["--budget-minutes 2: applies only to new runs, but this run continues from "]

@@ -7,7 +7,7 @@ import pytest
 from paddle_resnet import dataset, doctor, export, lr_find, predict, weights
 from paddle_resnet.models import __main__ as models
 from paddle_resnet.results import comparison
-from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError, python
 
 # {command: (paths, options with their values, flags of train.py)}
 TOOLS = {
@@ -94,6 +94,6 @@ def test_flag_without_value_and_unknown_flag_are_errors(capsys, tmp_path):
         assert dataset.main(["preview", str(tmp_path), "--output", str(tmp_path / "a.svg"), *flags]) == 2
         assert message in capsys.readouterr().err
     assert dataset.main(["index", "--epochs", "3", str(tmp_path)]) == 2
-    assert "--epochs: unknown flag; see `python -m paddle_resnet.dataset index --help`" in capsys.readouterr().err
+    assert f"--epochs: unknown flag; see `{python()} -m paddle_resnet.dataset index --help`" in capsys.readouterr().err
     with pytest.raises(UsageError, match="--stepss: unknown flag"):
         lr_find.parse(["--stepss", "3"])

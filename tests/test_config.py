@@ -10,9 +10,20 @@ import yaml
 
 from helpers import NVIDIA_SCRIPTS
 from paddle_resnet import config, models
-from paddle_resnet.settings import inheritance, parsing, validation
-from paddle_resnet.settings.declarations import ACTIONS, EVALUATED, FLAGS, KINDS, PARSER, RESUMED, of_kinds
-from paddle_resnet.settings.values import flag
+from paddle_resnet.components import rates
+from paddle_resnet.settings import field, inheritance, parsing, validation
+from paddle_resnet.settings.declarations import (
+    ACTIONS,
+    EVALUATED,
+    FLAGS,
+    KINDS,
+    MODULES,
+    ORDER,
+    PARSER,
+    RESUMED,
+    of_kinds,
+)
+from paddle_resnet.settings.values import flag_name
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import RunScope
 
@@ -135,7 +146,7 @@ def test_none_overrides_values_of_the_configuration_file(config_file):
     )
     values["budget_minutes"] = 5
     path = config_file(yaml.safe_dump(values))
-    args = parse(" ".join([f"--config {path}", *(f"{flag(name)} None" for name in values)]))
+    args = parse(" ".join([f"--config {path}", *(f"{flag_name(name)} None" for name in values)]))
     assert {name: getattr(args, name) for name in values} == dict.fromkeys(values)
 
 
@@ -451,7 +462,7 @@ def test_abbreviation_is_an_error(flag):
 
 @pytest.mark.parametrize("name", [name for name, action in ACTIONS.items() if action.nargs not in (0, "?")])
 def test_missing_value_is_an_error(name):
-    assert flag(name) in error_of(flag(name))
+    assert flag_name(name) in error_of(flag_name(name))
 
 
 @pytest.mark.parametrize(
@@ -742,8 +753,8 @@ def test_parsing_imports_neither_paddle_nor_dali():
         (["--normalize-scale", "0"], "0 is not positive"),
         (["--rand-crop-scale", "nan,1"], "nan is not finite"),
         (["--lr", "1e400"], "1e400 is not finite"),
-        (["--clip-grad-norm", "1e39"], "1e39 is out of range; use a number up to 1e.38"),
-        (["--normalize-mean", "0,-1e39,0"], "-1e39 is out of range; use a number up to 1e.38"),
+        (["--clip-grad-norm", "1e39"], "1e39 is out of range; use a number from -1e.38 to 1e.38"),
+        (["--normalize-mean", "0,-1e39,0"], "-1e39 is out of range; use a number from -1e.38 to 1e.38"),
         (["--dali-random-seed", str(2**32)], f"too large; use a whole number from 0 to {2**32 - 1}"),
         (["--seed", str(2**32)], f"too large; use a whole number from 0 to {2**32 - 1}"),
         (["--dali-num-threads", "1025"], "1025 is too large; use a whole number from 1 to 1024"),
@@ -765,7 +776,7 @@ def test_each_flag_has_a_help_text_without_full_stop():
     assert [action.dest for action in PARSER._actions if not action.help or action.help.endswith(".")] == []
 
 
-INTEGER_FLAGS = [flag(a.dest) for a in PARSER._actions if type(a.default) is int] + [
+INTEGER_FLAGS = [flag_name(a.dest) for a in PARSER._actions if type(a.default) is int] + [
     *("--num-of-class", "--image-shape", "--profile-steps", "--last-epoch-of-checkpoint")
 ]
 
@@ -897,12 +908,23 @@ def test_settings_record_the_origin_of_each_value(config_file):
     assert (entry["run_scope"], entry["crop_size"]) == ("train_eval", 32)
     assert set(entry["explicit_flags"]) == set(list(origins)[:4])
     assert (args.explicit("epochs"), args.explicit("lr")) == (90, None)
-    assert (args.setting("epochs"), args.setting("seed")) == ((90, True), (0, False))
+    assert (args.flag_value("epochs"), args.flag_value("seed")) == ((90, True), (0, False))
     args.resolve("machine", epochs=90, seed=1)  # only values that change get a new origin
     origins |= {"seed": "machine"}
     for copy in (args, args.copy(), args.stage()):
         assert {name: copy.origin(name) for name in origins} == origins
     assert [settings.run is args for settings in (args, args.copy(), args.stage())] == [True, False, True]
+
+
+def test_only_values_of_the_user_are_explicit():
+    """Values of an earlier run, and values that the program sets, are not explicit, but no other flag derives them."""
+    recorded = parsing.from_dict(parse("--crop-size 96 --lr 0.5").as_dict())
+    assert [name for name in FLAGS if recorded.is_explicit(name)] == []
+    recorded.set("internal", model_prefix="x")
+    inheritance.follow(recorded)
+    assert (recorded.model_prefix, recorded.resize_short, recorded.lr) == ("x", 110, 0.5)
+    recorded.batch_size = 4
+    assert [name for name in FLAGS if recorded.is_explicit(name)] == ["batch_size"]
 
 
 def test_changed_flags_include_derived_values():
@@ -913,7 +935,7 @@ def test_changed_flags_include_derived_values():
 
 def test_frozen_settings_cannot_be_assigned():
     args = parse()
-    assert (args.pending, args.is_frozen, args.start_paths()) == ((), False, {})
+    assert (args.is_frozen, args.start_paths()) == (False, {})
     assert parse("--from-checkpoint d").start_paths() == {"--from-checkpoint": "d"}
     args.epochs = 3
     assert (args.epochs, args.origin("epochs")) == (3, "Python")
@@ -924,13 +946,26 @@ def test_frozen_settings_cannot_be_assigned():
         with pytest.raises(dataclasses.FrozenInstanceError, match="settings are frozen when a program is built"):
             change()
     assert args.copy(epochs=4).epochs == 4 and args.epochs == 3
-    args = parse()
-    args.finalize(("epochs",))
-    assert (args.pending, args.is_frozen) == (("epochs",), True)
-    args.set("measurement", epochs=4)
+
+
+def test_each_flag_belongs_to_one_module():
+    names = [name for module in MODULES for name in field.flags(module.Settings)]
+    assert sorted(names) == sorted(FLAGS)
+    order = ORDER.replace("-", "_").split()
+    assert sorted(order) == sorted(set(order) & set(FLAGS))
+
+
+def test_part_contains_the_values_of_a_component():
+    args = parse("--lr 0.5 --lr-scheduler Piecewise --lr-decay-epochs 1,2")
+    part = args.part(rates.Settings)
+    assert (part.lr, part.lr_decay_epochs, part.lr_power) == (0.5, [1.0, 2.0], 2.0)
+    assert args.part(rates.Settings) is part  # until a value changes
     with pytest.raises(dataclasses.FrozenInstanceError):
-        args.set("measurement", epochs=5, lr=1.0)
-    assert args.epochs == 4
+        part.lr = 1.0
+    assert args.copy(lr=1.0).part(rates.Settings).lr == 1.0
+    args.lr = 2.0
+    assert (args.part(rates.Settings).lr, part.lr) == (2.0, 0.5)
+    assert parse().part(rates.Settings) == rates.Settings()
 
 
 @pytest.mark.parametrize(
@@ -965,7 +1000,7 @@ def test_flags_of_earlier_run_are_inherited_unless_explicit(explicit, names, exp
     assert differing == ({explicit.split()[0]: differs[explicit]} if explicit else {})
     assert not inherited.keys() & differing.keys()
     changed = [name for name in names if getattr(args, name) != getattr(parse(explicit), name)]
-    assert inherited == {flag(name): getattr(args, name) for name in changed}
+    assert inherited == {flag_name(name): getattr(args, name) for name in changed}
 
 
 @pytest.mark.parametrize(
@@ -1037,7 +1072,7 @@ def test_flags_that_depend_on_other_flags():
         "label_offset": 0,
     }
     texts = [a.dest for a in PARSER._actions if isinstance(a.default, str) and not (a.choices or a.type)]
-    assert texts == ["help", "model_arch_name"]  # all other flags without a type have choices
+    assert texts == ["help", "model_arch_name", "version"]  # all other flags without a type have choices
 
 
 def test_each_flag_has_a_known_kind():

@@ -8,7 +8,7 @@ from sklearn.datasets import load_digits
 
 from paddle_resnet import dataset
 from paddle_resnet.tools import convert, inspection, split, verify
-from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError, python
 from paddle_resnet.utils.mode import RunScope
 
 
@@ -255,7 +255,7 @@ def test_commands_pass_on_their_flags(run):
     flags += "--label-offset 1"
     options = True, RunScope.TRAIN_ONLY, True, 1, True
     calls = [["verify", "s", 9, *options], *calls[1:], ["write_fix_list", REPORT, "OUT"]]
-    assert run(f"verify s --fix-list {{}} {flags}") == (1, calls, "OUT: 1 image for train.py --skip-list\n")
+    assert run(f"verify s --fix-list {{}} {flags}") == (1, calls, "OUT: 1 image for --skip-list\n")
     text = f"OUT: 5 training images, each with {inspection.VERSIONS} augmented versions\n"
     assert run("preview s --output {}") == (0, [["preview", "s", "OUT", 12, []]], text)
     assert run("preview s --output {} --images 7 --lr 1")[1] == [["preview", "s", "OUT", 7, ["--lr", "1"]]]
@@ -270,6 +270,6 @@ def test_unknown_flags_are_errors(capsys):
     assert dataset.main(["info", "s", "--allow"]) == 2
     assert "--allow: unknown flag;" in capsys.readouterr().err  # flags must not be abbreviated
     assert dataset.main(["info", "s", "--lr", "1"]) == 2
-    assert "--lr: unknown flag; see `python -m paddle_resnet.dataset info --help`" in capsys.readouterr().err
+    assert f"--lr: unknown flag; see `{python()} -m paddle_resnet.dataset info --help`" in capsys.readouterr().err
     assert dataset.main(["convert", "--from", "s", "--to", "tfrecord", "--output", "x", "--quality", "9"]) == 2
     assert "--quality 9: requires --resize-short; add it, or remove --quality" in capsys.readouterr().err

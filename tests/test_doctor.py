@@ -17,7 +17,7 @@ from conftest import ROOT
 from paddle_resnet import doctor
 from paddle_resnet.machine import compat, driver, gpus, libraries, memory
 from paddle_resnet.native import build as native
-from paddle_resnet.utils.errors import python
+from paddle_resnet.utils.errors import python, script
 
 
 @pytest.mark.soak
@@ -79,7 +79,7 @@ def test_missing_compiler_is_a_note(examine, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "nosuch")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     rows = examine()
-    remedy = "install a compiler, or set CXX; otherwise, training uses Paddle's kernels, which are slower"
+    remedy = "install a compiler, or set CXX; otherwise, training uses Paddle's slower kernels"
     assert rows["C++ compiler"] == ("C++ compiler", "nosuch: not found", "note", remedy)
     assert rows["tests"].detail == "cpu, no C++ compiler (nosuch)"
 
@@ -108,6 +108,8 @@ def test_low_memory_disk_and_ulimits_are_notes(examine, facts, monkeypatch):
     rows = examine()
     assert {what for what, row in rows.items() if row.status == "note"} >= {"memory", "disk", "ulimits"}
     assert rows["ulimits"].remedy == "ulimit -n 4096"
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (256, resource.RLIM_INFINITY))
+    assert next(row for row in doctor._machine(0) if row.what == "ulimits").remedy == "ulimit -n 65536"
     monkeypatch.setattr(resource, "getrlimit", lambda what: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     unlimited = next(row for row in doctor._machine(0) if row.what == "ulimits")
     assert unlimited == ("ulimits", "open files unlimited, processes unlimited", "ok", "")
@@ -136,7 +138,7 @@ def test_missing_shared_memory_is_ok_for_one_process(examine, facts, monkeypatch
 def test_training_is_tested_with_the_kernels_of_the_machine(monkeypatch, device, missing, returncode):
     commands = []
 
-    def run(arguments):
+    def run(arguments, cwd=ROOT):
         commands.append(arguments)
         stderr = "ValueError: x\n"
         if "--log_dir" in arguments:  # the launcher writes the output of the processes to files
@@ -164,6 +166,18 @@ def test_training_is_tested_with_the_kernels_of_the_machine(monkeypatch, device,
     assert [row.detail for row in rows.values()] == (passed if returncode == 0 else ["ValueError: x"] * 3)
 
 
+def test_installed_doctor_trains_with_installed_command(monkeypatch):
+    commands = []
+    monkeypatch.setattr(doctor, "is_installed", lambda: True)
+    monkeypatch.setattr(
+        doctor, "_run", lambda arguments, cwd: commands.append(arguments) or SimpleNamespace(returncode=0, stderr="")
+    )
+    doctor._test_training("test", ["-m", "paddle.distributed.launch"], ["--lr", "1"], None)
+    command = commands[0][commands[0].index("--log_dir") + 2 :]
+    assert command[:4] == [script(), "train", "--lr", "1"]
+    assert not command[0].endswith(".py")  # Paddle's launcher would start the file with Python
+
+
 def test_incorrectly_decoded_image_is_an_error(monkeypatch):
     new = Image.new
     doctor._decode_image("cpu")
@@ -189,7 +203,8 @@ def test_missing_paddle_is_reported(examine, monkeypatch, tmp_path):
     in_children(monkeypatch, tmp_path, "import sys\nsys.modules['paddle'] = None")
     rows = examine()
     assert "ModuleNotFoundError: " in rows["Paddle"].detail and rows["Paddle"].status == "no"
-    assert rows["Paddle"].remedy == f"{python()} -m pip install -r requirements.txt; see docs/install.md"
+    requirements = "requirements.txt" if doctor._nvidia_gpus() else "requirements-cpu.txt"
+    assert rows["Paddle"].remedy == f"{python()} -m pip install -r {requirements}; see docs/install.md"
 
 
 def test_doctor_runs_if_paddle_cannot_be_imported(tmp_path):
@@ -317,7 +332,7 @@ def test_exact_requirements_are_enough(monkeypatch, tmp_path, shortfall, status)
     assert [row.status for row in rows] == [status] * 3
     limits = f"open files {1024 - shortfall}, processes 4096"
     assert [row.detail for row in rows] == ["4.0 GiB available", limits, f"2.0 GiB free for {tmp_path}"]
-    remedies = ["ResNet-50 needs 4 GiB per process; use a smaller --batch-size", "ulimit -n 8192"]
+    remedies = ["below 4 GiB per process, use a smaller --batch-size", "ulimit -n 8192"]
     remedies.append("free disk space; checkpoints of a ResNet-50 run take about 2 GiB")
     assert [row.remedy for row in rows] == (remedies if shortfall else [""] * 3)
 
@@ -325,7 +340,7 @@ def test_exact_requirements_are_enough(monkeypatch, tmp_path, shortfall, status)
 def test_missing_libraries_of_a_gpu_are_reported(monkeypatch):
     monkeypatch.setattr(native, "_nvrtc", lambda: None)
     assert [doctor._nvrtc(native, capability)[2:] for capability in ((9, 0), None)] == [
-        ("no", f"{python()} -m pip install -r requirements.txt"),
+        ("note", f"{python()} -m pip install -r requirements.txt; otherwise, training uses Paddle's slower kernels"),
         ("ok", ""),
     ]
     monkeypatch.setattr(libraries, "is_served", lambda: True)

@@ -449,7 +449,7 @@ def test_float16_network_of_paddle_requires_a_gpu(checkpoint, photos, tmp_path, 
     assert devices == [(str(photos), "gpu")] and not (half / "model.onnx").exists()
     for flags in (["x.jpg"], ["--benchmark"], ["x.jpg", "--precision", "float32"]):
         assert predict_command.main([str(half), *flags]) == 2
-        message = f"{half}: Paddle Inference runs this float16 model only on a GPU; use a machine with a GPU, or export"
+        message = f"{half}: Paddle Inference runs this float16 model only on a GPU; use --device gpu, or export"
         assert message in capsys.readouterr().err
 
 

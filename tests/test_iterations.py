@@ -7,10 +7,12 @@ import pytest
 from conftest import NHWC, assert_one_error, losses, phase
 from paddle_resnet import export
 from paddle_resnet.checkpoints import folders
+from paddle_resnet.components import stages
 from paddle_resnet.optimizers import schedules
 from paddle_resnet.passes import all_reduces
 from paddle_resnet.serving import networks
-from paddle_resnet.settings import durations, stages
+from paddle_resnet.settings import durations
+from paddle_resnet.settings.groups import benchmark
 from paddle_resnet.utils.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("one_block")
@@ -123,7 +125,7 @@ def test_two_processes_average_bn_statistics_before_evaluation(launch):
 
 def test_stops_follow_intervals(parse):
     args = parse(*STEPS, "--num-iter", "7", "--eval-interval", "2", "--save-interval", "4")
-    actual = [tuple(stop) for stop in durations.stops(args, durations.uniform(args, 3))]
+    actual = [tuple(stop) for stop in durations.stops(args, durations.uniform(args.accumulate_steps, 3))]
     assert actual == [
         (0, 2, False, True, False),
         (0, 3, True, False, False),
@@ -131,9 +133,9 @@ def test_stops_follow_intervals(parse):
         (1, 3, True, True, False),
         (2, 1, False, True, True),
     ]
-    assert [tuple(stop) for stop in durations.stops(args, durations.uniform(args, 3), 4)] == actual[3:]
+    assert [tuple(stop) for stop in durations.stops(args, durations.uniform(args.accumulate_steps, 3), 4)] == actual[3:]
     args = parse("--epochs", "3", "--eval-interval", "2")
-    assert [tuple(stop) for stop in durations.stops(args, durations.uniform(args, 3), 2)] == [
+    assert [tuple(stop) for stop in durations.stops(args, durations.uniform(args.accumulate_steps, 3), 2)] == [
         (0, 3, True, False, True),
         (1, 3, True, True, True),
         (2, 3, True, True, True),
@@ -146,12 +148,14 @@ def test_stops_follow_intervals(parse):
         (["--epochs", "2"], 6),
         (["--epochs", "2", "--accumulate-steps", "4"], 4),
         (["--accumulate-steps", "2", *STEPS, "--num-iter", "9", "--eval-interval", "2"], 4),
-        (["--run-scope", "eval_only", "--from-checkpoint", "d"], 7),
-        (["--benchmark", "--benchmark-steps", "5", "--benchmark-warmup-steps", "3"], 8),
     ],
 )
-def test_first_pass_ends_with_first_stop_or_benchmark(parse, flags, expected):
-    assert durations.first_pass(parse(*flags), 7 if "eval_only" in flags else 6) == expected
+def test_first_pass_ends_with_first_stop(parse, flags, expected):
+    args = parse(*flags)
+    assert durations.first_pass(args, durations.uniform(args.accumulate_steps, 6)) == expected
+    assert args.part(benchmark.Settings).total_steps is None
+    args = parse("--benchmark", "--benchmark-steps", "5", "--benchmark-warmup-steps", "3")
+    assert args.part(benchmark.Settings).total_steps == 8
 
 
 TIMELINE = durations.Timeline(2, (durations.Part(0, 3), durations.Part(2, 5, 0.5), durations.Part(3, 1)))
@@ -171,7 +175,7 @@ def test_durations_are_converted_to_steps(parse):
         args = parse(*flags)
         assert (durations.total_steps(args, TIMELINE), durations.steps_of(args, TIMELINE, 2.4)) == expected
     args = parse("--accumulate-steps", "2", "--sizes", "32:0,32:1:4:0.5", "--epochs", "2")
-    assert durations.timeline(args, 30) == (2, ((0, 1, 1), (1, 3, 0.5)))
+    assert stages.timeline(args, 30) == (2, ((0, 1, 1), (1, 3, 0.5)))
 
 
 @pytest.mark.parametrize("flags", [["--epochs", "4"], [*STEPS, "--num-iter", "12", "--save-interval", "1"]], ids=str)
@@ -229,15 +233,15 @@ def test_batch_may_contain_the_whole_data_set(parse):
     assert [durations.used_batches(batches, 4) for batches in (4, 7, 8)] == [4, 4, 8]
     with pytest.raises(UsageError, match="--accumulate-steps 4: the loader has 3 batches per epoch; use a smaller num"):
         durations.used_batches(3, 4)
-    assert durations.timeline(parse("--batch-size", "30"), 30).batches(0) == 1
+    assert stages.timeline(parse("--batch-size", "30"), 30).batches(0) == 1
     with pytest.raises(UsageError, match="batch size 30 exceeds the 29 training images"):
-        durations.timeline(parse("--batch-size", "30"), 29)
+        stages.timeline(parse("--batch-size", "30"), 29)
 
 
 def test_schedule_counts_steps(parse):
     flags = ["--num-iter", "10", "--warmup-epochs", "2", "--lr-scheduler", "Piecewise", "--lr-decay-epochs", "4,7"]
     args = parse(*STEPS, *flags, "--lr", "1")
-    schedule = schedules.build_lr_scheduler(args, durations.uniform(args, 3))
+    schedule = schedules.build_lr_scheduler(args, durations.uniform(args.accumulate_steps, 3))
     actual = []
     for _ in range(10):
         actual.append(schedule.last_lr)

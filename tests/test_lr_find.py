@@ -387,7 +387,7 @@ def test_steps_are_captured_on_gpu(find, capsys, precision):
 def test_search_continues_first_stage_beyond_its_end():
     timeline = durations.Timeline(1, (durations.Part(0, 3, 2.0), durations.Part(1, 5, 1.0)))
     schedule = schedules.Schedule(lambda step: 1.0, timeline)
-    settings = SimpleNamespace(accumulate_steps=1, copy=lambda **values: values)
+    settings = SimpleNamespace(accumulate_steps=1, copy=lambda origin, **values: values)
     training = SimpleNamespace(lr_scheduler=schedule, settings=settings, _replace=lambda **values: values)
     search = SimpleNamespace(from_lr=1e-6, to_lr=10.0, steps=STEPS)
     values = lr_find._with_rising_rate(search, training)["settings"]
@@ -404,7 +404,7 @@ def test_rates_of_several_processes_are_multiplied(shard):
     shard(1, 4)
     assert processes.world_size() == 4
     search, settings = SimpleNamespace(from_lr=1e-6, to_lr=10.0, steps=STEPS), SimpleNamespace(accumulate_steps=2)
-    settings.copy = lambda **values: values
+    settings.copy = lambda origin, **values: values
     schedule = schedules.Schedule(lambda step: 1.0, durations.Timeline(2, (durations.Part(0, 3),)))
     training = SimpleNamespace(lr_scheduler=schedule, settings=settings, _replace=lambda **values: values)
     assert lr_find._with_rising_rate(search, training)["settings"]["benchmark_steps"] == 2 * STEPS
@@ -622,12 +622,12 @@ def test_damaged_curve_is_omitted_with_warning(tmp_path, capsys, changes):
     path = tmp_path / lr_curve.DATA
     curve_file(path, **changes)
     with pytest.raises(
-        UsageError, match="lr_find.json: not a curve written by lr_find; delete it, or run lr_find again"
+        UsageError, match="lr_find.json: not a curve written by lr_find; delete it, or run lr_find with"
     ):
         lr_curve.read(path)
     run = SimpleNamespace(folders=lambda: [tmp_path])
     assert page._lr_curve(run) == ([], None)
-    assert f"warning: --report-html: the page omits the lr_find curve: {path}: not a curve" in capsys.readouterr().err
+    assert f"warning: HTML page: omits the lr_find curve: {path}: not a curve" in capsys.readouterr().err
     path.write_text("[")
     assert page._lr_curve(run) == ([], None)
     path.unlink()

@@ -32,8 +32,8 @@ esac
 @pytest.fixture
 def make(tmp_path):
     """Run `make` with copies of the files that it reads, and return (pip commands, output of make)."""
-    for name in ("Makefile", "requirements.txt", "requirements-cpu.txt", "requirements-base.txt"):
-        shutil.copy(ROOT / name, tmp_path)
+    for path in (ROOT / "Makefile", *ROOT.glob("requirements*.txt")):
+        shutil.copy(path, tmp_path)
     python = tmp_path / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)

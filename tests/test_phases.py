@@ -8,6 +8,7 @@ import pytest
 
 from conftest import TINY
 from paddle_resnet import config, phases
+from paddle_resnet.components.stages import Stage
 from paddle_resnet.passes import folding
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
@@ -41,7 +42,7 @@ def test_only_runs_that_save_check_and_claim_the_output_folder(record, monkeypat
     record(phases.recipe, "choose")
     record(phases.restore, "resolve_network", "find", "inherit_flags")
     record(phases.resolution, "resolve_loader", "resolve_kernels", "resolve_classes", "resolve_report")
-    record(phases.budget, "pending")
+    record(phases.budget, "is_needed")
     record(phases.progress, "phase")
     record(phases.saver, "check_folder")
     record(phases.logger, "warn", "setup")
@@ -49,7 +50,7 @@ def test_only_runs_that_save_check_and_claim_the_output_folder(record, monkeypat
     monkeypatch.setattr(phases.validation, "warnings", lambda args: ["unusual"])
     monkeypatch.setattr(phases.layout, "occupied", lambda root: [f"{root}/x"])
     monkeypatch.setattr(phases.outputs, "claim", lambda *args, **options: record.calls.append(("claim", args, options)))
-    record.results |= {"find": "checkpoint", "pending": ("epochs",), "outputs": {"the report": "r"}, "announced": "a"}
+    record.results |= {"find": "checkpoint", "outputs": {"the report": "r"}, "announced": "a"}
     places = ["--output-dir", "o", "--report-file", "r", "--skip-list", "s", "--image-root", "i"]
     args = config.parse_args([*TINY, *places, "--profile-steps", "1:2", "--overwrite", *flags])
     args.tensorboard_dir = "t"
@@ -59,11 +60,14 @@ def test_only_runs_that_save_check_and_claim_the_output_folder(record, monkeypat
     expected = [(name, args) for name in ("check_start", "choose", "resolve_network", "find")]
     expected += [("inherit_flags", args, "checkpoint"), ("resolve_loader", args), ("warn", "unusual")]
     expected += [("phase", "kernel compilation"), ("resolve_kernels", args), ("resolve_classes", args, mode)]
-    expected += [("resolve_report", args, folder, phases.report.default_name(args)), ("pending", args, "checkpoint")]
+    expected += [
+        ("resolve_report", args, folder, phases.report.default_name(args.run_scope, args.benchmark)),
+        ("is_needed", args, "checkpoint"),
+    ]
     if is_saving:
         expected += [("check_folder", folder, "checkpoint", args.start_paths(), True, False)]
     assert record.calls == expected
-    assert args.is_frozen and args.pending == ("epochs",)
+    assert args.is_frozen
 
     record.calls.clear()
     record(phases.exchange, "from_rank_0")
@@ -134,7 +138,7 @@ def test_stages_share_the_schedule_and_one_startup_program_runs(monkeypatch):
     stages = [SimpleNamespace(settings=f"stage {epoch}", first_epoch=epoch) for epoch in (1, 3)]
     monkeypatch.setattr(phases, "stages_from", lambda args, epoch: stages[epoch:])
     monkeypatch.setattr(phases.processes, "world_size", lambda: 2)
-    monkeypatch.setattr(phases.durations, "timeline", lambda args, images: f"{images} images")
+    monkeypatch.setattr(phases, "timeline", lambda args, images: f"{images} images")
     monkeypatch.setattr(phases, "build_lr_scheduler", lambda args, timeline: f"schedule of {timeline}")
     monkeypatch.setattr(phases.program, "build", build)
     monkeypatch.setattr(phases.paddle, "seed", lambda seed: events.append(seed))
@@ -339,34 +343,38 @@ def test_custom_kernels_fold_only_convolutions_that_they_fuse(record, flags, exp
 
 
 @pytest.mark.parametrize(
-    ("pending", "is_dry", "shows", "expected"),
+    ("is_needed", "is_dry", "shows", "expected"),
     [
-        ((), False, False, []),
-        (("epochs",), False, True, ["choose", "describe"]),
-        (("epochs",), True, True, ["describe"]),
+        (False, False, False, []),
+        (True, False, True, ["choose", "describe"]),
+        (True, True, True, ["describe"]),
     ],
 )
-def test_settings_are_described_after_the_epochs_are_chosen(record, monkeypatch, pending, is_dry, shows, expected):
+def test_settings_are_described_after_the_epochs_are_chosen(record, monkeypatch, is_needed, is_dry, shows, expected):
     record(phases.agreement, "check_work")
     record(phases.program, "fused_operators")
-    record(phases.budget, "choose")
-    record(phases, "_warn_of_bn_momentum", "describe")
+    record(phases.budget, "is_needed", "choose")
+    record(phases, "_warn_of_bn_momentum", "describe", "stages_from")
     record(phases.report, "start_line")
     record(phases.logger, "info")
     record(phases.all_reduces, "count_gradient_all_reduces")
     record.results |= {"fused_operators": {"native_bn": 1}, "count_gradient_all_reduces": 3}
-    args = SimpleNamespace(kernels="native", pending=pending, dry_run=is_dry, show_config=shows, benchmark=False)
+    args = SimpleNamespace(kernels="native", dry_run=is_dry, show_config=shows, benchmark=False)
+    chosen = SimpleNamespace(**vars(args), epochs=2) if is_needed and not is_dry else args
+    record.results |= {"is_needed": is_needed, "choose": chosen, "stages_from": [Stage(0, "stage")]}
     captured = SimpleNamespace(captured="graph")
-    training = phases.Work("stage", "train loader", SimpleNamespace(name="training"), None, compiled=captured)
+    training = phases.Work("stage", "train loader", SimpleNamespace(name="training"), None, compiled=captured, later=[])
     evaluation = phases.Work(args, "eval loader", SimpleNamespace(), None, compiled=SimpleNamespace(captured=None))
-    phases.check_and_describe(args, "exe", training, evaluation)
+    assert phases.check_and_describe(args, "exe", "checkpoint", training, evaluation) == (chosen, training)
     assert record.calls[0] == ("check_work", "native", "train loader", "eval loader", training.program)
     assert ("fused_operators", args, captured) in record.calls
     assert [name for name, *_ in record.calls if name in ("choose", "describe")] == expected
-    assert ("_warn_of_bn_momentum", args, training) in record.calls
+    assert ("is_needed", args, "checkpoint") in record.calls
+    assert ("_warn_of_bn_momentum", chosen, training) in record.calls
     line = ("start_line", "stage", "train loader", "eval loader", {"native_bn": 1}, 3, True)
     assert record.calls[-2] == line
-    phases.check_and_describe(args, "exe", None, evaluation)
+    record.results["is_needed"] = False  # an evaluation
+    assert phases.check_and_describe(args, "exe", None, None, evaluation) == (args, None)
     assert record.calls[-2] == ("start_line", args, None, "eval loader", {"native_bn": 1}, 3, False)
 
 
@@ -392,7 +400,7 @@ def open_data(record, monkeypatch):
     monkeypatch.setattr(
         phases.restore, "compare_classes", lambda *args, is_fine_tuning: record.calls.append((*args, is_fine_tuning))
     )
-    monkeypatch.setattr(phases.durations, "first_pass", lambda args, batches: batches)
+    monkeypatch.setattr(phases.durations, "first_pass", lambda settings, timeline: timeline.batches(0))
 
     roots = []
 
@@ -445,7 +453,8 @@ def test_loaders_get_the_state_and_the_classes_of_the_checkpoint(open_data, flag
     warnings = [(call[0], call[2]) for call in others[1:] if call[0] == "warn_of_unused_outputs"]
     assert warnings == ([("warn_of_unused_outputs", loader)] if train else [])
     # A run that continues checks --profile-steps when its position is known.
-    assert [call for call in others if call[0] == "check"] == ([] if checkpoint else [("check", [1, 2], len(loader))])
+    steps = 100 + 100 if "--benchmark" in flags else len(loader)
+    assert [call for call in others if call[0] == "check"] == ([] if checkpoint else [("check", [1, 2], steps)])
 
 
 @pytest.mark.parametrize(

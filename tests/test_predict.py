@@ -139,7 +139,8 @@ def test_invalid_image_files_are_reported_and_skipped(checkpoint, photos, tmp_pa
     )
     suffixes = f"{', '.join(IMAGE_SUFFIXES[:-1])} or .webp"
     assert lines == [
-        f"warning: {folder}: skipped 2 hidden or system files, 1 .txt; rename images so that they end in {suffixes}",
+        f"warning: {folder}: skipped 2 hidden or system files, 1 .txt; if these include images, rename them so that "
+        f"they end in {suffixes}",
         f"{folder / '0text.jpg'} {unknown}",
         f"{folder / '5empty.jpg'} is empty",
         f"{folder / '6device.jpg'} cannot be read (not a regular file)",
@@ -166,13 +167,13 @@ def test_folders_are_searched_like_in_training(photos, tmp_path, capsys):
     assert predict.find_images([str(folder)], None) == [str(folder / "link" / name) for name in names]
     skipped = "2 .gif, 2 folders already read (links), 1 .heic, 1 hidden or system files, 1 without extension"
     assert capsys.readouterr().err.startswith(
-        f"warning: {folder}: skipped {skipped}; rename images so that they end in .jpg, "
+        f"warning: {folder}: skipped {skipped}; if these include images, rename them so that they end in .jpg, "
     )
     for i in range(predict.SHOWN_REASONS - 4):
         assert ", ..." not in skipped
         (folder / f"below/a.x{i}").write_text("")
         predict.find_images([str(folder)], None)
-        skipped = capsys.readouterr().err.partition("; rename images")[0]
+        skipped = capsys.readouterr().err.partition("; if these include images")[0]
     assert skipped.endswith(", ...") and skipped.count(", ") == predict.SHOWN_REASONS
     predict.find_images([str(photos / "val/class1")], None)
     assert capsys.readouterr().err == ""

@@ -128,13 +128,17 @@ def test_fleet_starts_once_for_a_run_and_its_stages(record, monkeypatch):
     record(program.fleet, "connect", "start")
     record(program.resolution, "resolve")
     flags = ["--seed", "5", "--data-layout", "NHWC", "--comm-timeout-s", "7", "--cuda-graph", "false"]
-    args = config.parse_args(flags)
-    for settings in (args, args.stage(), args):
-        program.start(settings, Mode.EVAL)
+    args = frozen(config.parse_args(flags))
+    record.results["resolve"] = args
+    stage = args.stage()
+    stage.finalize()
+    for settings in (args, stage, args):
+        assert program.start(settings, Mode.EVAL) is settings
     expected = [("check_version",), ("enable_static",), ("connect", 7), ("resolve", args, Mode.EVAL)]
     assert record.calls == [*expected, ("start", 5, "auto", "NHWC", "auto", False)]
     for change in (["--cuda-graph", "true"], ["--profile-steps", "1:2"]):
-        program.start(config.parse_args([*flags, *change]))
+        record.results["resolve"] = config.parse_args([*flags, *change])
+        program.start(record.results["resolve"])
         assert record.calls[-1] == ("start", 5, "auto", "NHWC", "auto", True)
     assert len(record.calls) == 3 * 5
 

@@ -10,7 +10,8 @@ from conftest import ROOT, assert_one_error
 from helpers import write_checkpoint
 from paddle_resnet import config, recipe
 from paddle_resnet.checkpoints import conversion, folders, published
-from paddle_resnet.settings import stages, validation
+from paddle_resnet.components import stages
+from paddle_resnet.settings import validation
 from paddle_resnet.utils.errors import UsageError
 
 LITE = {"EfficientNet_Lite0": "efficientnet-lite0"}

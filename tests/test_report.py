@@ -18,6 +18,7 @@ from paddle_resnet import program, report, train
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.optimizers import sparsity
 from paddle_resnet.results import page, reading
+from paddle_resnet.settings.groups import output
 from paddle_resnet.utils.errors import RunError, UsageError, python
 from paddle_resnet.utils.mode import Mode, RunScope
 
@@ -66,16 +67,17 @@ def test_class_tables_are_written_next_to_report(parse, tmp_path, capsys):
 def test_outputs_of_a_run(parse, tmp_path, flags, kinds):
     args = parse().copy(**{"report_file": str(tmp_path / "a.json"), **flags})
     files = {f"{kind}.csv next to --report-file": tmp_path / f"a.{kind}.csv" for kind in kinds}
+    where = args.part(output.Settings), args.run_scope.evaluates and not args.benchmark
     chosen = {"--report-file": args.report_file, "--report-html": args.report_html, "--predictions": args.predictions}
-    assert {name: path and str(path) for name, path in report.outputs(args).items()} == {
+    assert {name: path and str(path) for name, path in report.outputs(*where).items()} == {
         name: path and str(path) for name, path in (chosen | files).items()
     }
-    assert report.announced(args) == {"--report-file"}
+    assert report.announced(*where) == {"--report-file"}
     if kinds:
         predictions = flags.get("predictions", files.get("predictions.csv next to --report-file"))
-        assert report._tables(args).get("predictions") == predictions
+        assert report.tables(*where).get("predictions") == predictions
         (tmp_path / "a.json").touch()
-        assert report.announced(args) >= {"--report-file", *files}
+        assert report.announced(*where) >= {"--report-file", *files}
 
 
 @pytest.mark.parametrize(
@@ -572,10 +574,10 @@ def test_other_ranks_print_no_table_and_write_no_page(parse, monkeypatch):
             patch.setattr(report.logger, "log", lambda *entry: logged.append(entry))
             patch.setattr(report, "_write_page", lambda *arguments: logged.append(arguments))
             report.conclude(parse(), ["--lr"], {"top1": 0.5}, Mode.EVAL)
-        assert logged.pop()[1] == ["--lr"] and logged.pop() == ((), {"val.top1": 0.5})
-        report._write_page(args.copy(report_html="page.html"), ["--a", "b c"])
+        assert logged.pop()[2] == ["--lr"] and logged.pop() == ((), {"val.top1": 0.5})
+        report._write_page(args.copy(report_html="page.html").part(output.Settings), "cpu", ["--a", "b c"])
         assert drawn == expected and logged.pop().items() >= {"processes": 1, "train.mib": "cpu"}.items()
-    report._write_page(args, [])
+    report._write_page(args.part(output.Settings), "cpu", [])
     assert drawn == expected
 
 

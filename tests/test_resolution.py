@@ -195,9 +195,10 @@ def test_all_flags_are_resolved_and_frozen_once(tmp_path):
     flags = ["--device", "cpu", "--image-root", str(tmp_path / "set"), "--data-format", "filelist", "--allow-outside"]
     flags += ["--label-offset", "3"]
     args = config.parse_args(flags)
-    resolution.resolve(args, Mode.EVAL)
-    resolution.resolve(args, Mode.TRAIN)  # no effect
-    assert args.is_frozen
+    resolved = resolution.resolve(args, Mode.EVAL)
+    assert resolution.resolve(args, Mode.TRAIN) is resolution.resolve(resolved, Mode.TRAIN) is resolved
+    assert resolved.is_frozen and args.as_dict() == config.parse_args(flags).as_dict()
+    args = resolved
     assert (args.num_of_class, args.origin("num_of_class"), args.dali_device, args.kernels) == (
         2,
         "data",
@@ -205,11 +206,10 @@ def test_all_flags_are_resolved_and_frozen_once(tmp_path):
         "paddle",
     )
     args = config.parse_args([*flags, "--num-of-class", "7", "--report-file", "r"])
-    resolution.resolve(args, Mode.EVAL)
     resolution.resolve_report(args, tmp_path, "report.json")
-    assert (args.num_of_class, args.report_file) == (7, "r")
+    assert (resolution.resolve(args, Mode.EVAL).num_of_class, args.report_file) == (7, "r")
     args = config.parse_args(["--data-format", "synthetic"])
-    resolution.resolve_data(args, Mode.TRAIN)
+    args = resolution.resolve_data(args, Mode.TRAIN)
     assert args.device == gpus.resolve("auto", 0, False)
     resolution.resolve_report(args, tmp_path, "report.json")
     assert (args.num_of_class, args.report_file) == (1000, str(tmp_path / "report.json"))

@@ -17,6 +17,7 @@ from conftest import NHWC, ROOT, TINY, assert_one_error, assert_sparse, frozen, 
 from helpers import NVIDIA_SCRIPTS
 from paddle_resnet import config, export, models, phases, program, train
 from paddle_resnet.checkpoints import saver
+from paddle_resnet.components import stages
 from paddle_resnet.data.formats import folder as class_folders
 from paddle_resnet.job import fleet
 from paddle_resnet.machine import compat
@@ -65,6 +66,7 @@ def test_phases_run_in_order(record, monkeypatch, flags, processes, is_done, las
     record.results |= {"find_start": "checkpoint", "is_done": is_done, "open_data": ("train loader", "eval loader")}
     record.results |= {"build_programs": (training, evaluation), "set_weights": "restored checkpoint"}
     record.results["compile_programs"] = training and "compiled", evaluation
+    record.results["check_and_describe"] = args, training and "trained"
     train._run(args, flags)
     calls = {name: arguments for name, *arguments in record.calls}
     names = ["check_environment", "check_root", "phase", "check_version", "start", "connect", *PHASES[1:3]]
@@ -84,7 +86,8 @@ def test_phases_run_in_order(record, monkeypatch, flags, processes, is_done, las
     assert calls["build_programs"][2:] == ["train loader", "eval loader", "checkpoint"]
     assert calls["set_weights"] == [args, "checkpoint", training, evaluation]
     if last == "_run_epochs":
-        assert calls[last][3:] == ["restored checkpoint", "compiled", evaluation]
+        assert calls["check_and_describe"][2:] == ["restored checkpoint", "compiled", evaluation]
+        assert calls[last][3:] == ["restored checkpoint", "trained", evaluation]
 
 
 def test_paddle_that_cannot_be_imported_is_a_failure(monkeypatch):
@@ -144,7 +147,7 @@ def run_epochs(record, monkeypatch):
     def run_epochs(trained=None, evaluation="evaluation", last=None, failing=(None, None)):
         calls.clear()
         run_epochs.failing, Saver.last = failing, last
-        args = SimpleNamespace(as_entry=lambda: "entry")
+        args = SimpleNamespace(as_entry=lambda: "entry", part=lambda cls: "length")
         schedule = SimpleNamespace(timeline="timeline", done=7)
         training = phases.Work(args, "loader", "program", "fetchs", schedule)
         checkpoint = SimpleNamespace(trained=trained)
@@ -602,7 +605,7 @@ def test_schedule_of_recipe_ends_with_its_last_epoch(path):
     args = frozen(config.parse_args(["--config", str(path)]))
     assert args.model_arch_name in models.MODELS
     assert f" {args.epochs} epochs" in path.read_text()  # in the header
-    timeline = durations.timeline(args, images=8_000)
+    timeline = stages.timeline(args, images=8_000)
     schedule = schedules.build_lr_scheduler(args, timeline)
     end = timeline.steps_before(args.epochs)
     rates = [schedule.step(step) or schedule() for step in range(end + 1)]

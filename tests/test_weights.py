@@ -31,6 +31,7 @@ from paddle_resnet.data import numbering
 from paddle_resnet.models.resnet import BottleneckBlock
 from paddle_resnet.serving import inference, networks
 from paddle_resnet.serving.model import Model
+from paddle_resnet.settings import parsing
 from paddle_resnet.utils.mode import Mode
 
 OPTIONS = {"block": BottleneckBlock, "depths": (1, 1), "width": 8}
@@ -210,10 +211,11 @@ def test_evaluation_uses_its_arguments_and_the_five_largest_logits(monkeypatch):
 
     def loader_args(*arguments):
         assert arguments == ("description", 32, "gpu", 3)
-        return SimpleNamespace()
+        return parsing.make_settings({}, {})
 
     def build(args, mode, trained):
-        assert vars(args) == {"image_root": "root", "num_of_class": 9, "data_format": "lmdb"}
+        assert (args.image_root, args.num_of_class, args.data_format) == ("root", 9, "lmdb")
+        assert args.origin("image_root") == "internal"
         assert (mode, trained) == (Mode.EVAL, ["a"])
         return [({"data": np.zeros((4, 1)), "label": np.array([[0], [4], [5], [5]])},)]
 
@@ -272,7 +274,8 @@ def test_unreadable_or_unsuitable_file_is_an_error(small, tmp_path, capsys):
     path = tmp_path / "file.pth"
     path.write_bytes(b"<html>")
     assert error(capsys, path, *out) == (
-        f"{path}: cannot be read (not written by torch.save); save only the network's state_dict in it"
+        f"{path}: cannot be read (not written by torch.save); use a .pth, .safetensors or .pdparams file that contains "
+        "only the network's state_dict"
     )
     path = tmp_path / "file.pdparams"
     path.write_bytes(pickle.dumps(tensors() | {"extra.weight": np.zeros(1, np.float32)}, 4))
@@ -383,7 +386,7 @@ def test_backbone_without_classifier_can_be_fine_tuned(small, run_bare, tmp_path
     assert run(path, "--arch", "Small", "--output", out) == 0
     output = capsys.readouterr().out
     assert "out: Small, no classifier, license unknown" in output
-    [remedy] = re.findall(r"has no classifier; train one with train.py (.*)", output)
+    [remedy] = re.findall(r"has no classifier; train one with .*train.py (.*)", output)
     assert remedy == f"--from-pretrained-params {out} --pretrained-mismatch skip-classifier"
     meta = folders.verify(out)
     assert (meta["classes"], meta["class_names"], meta["has_classifier"]) == ([], [], False)

@@ -15,7 +15,7 @@ from paddle_resnet.data import numbering
 from paddle_resnet.models import registered, registered_name
 from paddle_resnet.settings import parsing
 from paddle_resnet.utils import locks, logger, outputs, signals
-from paddle_resnet.utils.errors import UsageError, printable
+from paddle_resnet.utils.errors import UsageError, command, printable
 
 IMAGENET_CLASSES = 1000
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(\w+)")  # file name of a part of the weights in Hugging Face's format
@@ -38,7 +38,9 @@ def convert(file, output, arch=None, preprocessing=None, verbose=False, source=N
         content of meta.json, without the entries for format, files and checksum.
     Raises:
         UsageError: the package is not installed; the file cannot be read, does not match the network, or may belong to
-            a look-alike; or the output exists or cannot be written.
+            a look-alike; the network is unknown, or its weights cannot be converted; the output exists or cannot be
+            written; or this version of Paddle is not supported.
+        RunError: Paddle cannot be imported (see signals.importing_paddle).
     """
     output = Path(output)
     _check_new(output)
@@ -59,18 +61,14 @@ def convert(file, output, arch=None, preprocessing=None, verbose=False, source=N
         params, classes, projects, tensors = _match(path, arch, tensors)
     except foreign_names.MismatchError as e:
         hint = " (--verbose lists all tensors)" if e.lines and not verbose else ""
-        message = f"{path}: {e}; set --arch to the network of the weights{hint}"
+        message = f"{path}: {e}; {e.remedy}{hint}"
         raise UsageError(message, *(e.lines if verbose else [])) from e
     if model is None or source is not None:
         look_alikes.check(path, arch, tensors, projects, source)
     logger.info(printable(f"{path}: {len(params)} parameters of {arch}, with tensor names as in {projects}"))
     if classes is None:
-        logger.info(
-            printable(
-                f"{path}: has no classifier; train one with train.py --from-pretrained-params {output} "
-                "--pretrained-mismatch skip-classifier"
-            )
-        )
+        train = command("train", "--from-pretrained-params", output, "--pretrained-mismatch", "skip-classifier")
+        logger.info(printable(f"{path}: has no classifier; train one with {train}"))
     values = {**(model.preprocessing if model else {}), **(preprocessing or {})}
     args = _settings(arch, classes, values)
     meta = _meta(args.as_dict(), classes) | {
@@ -133,7 +131,8 @@ def _read(path):
     try:
         return foreign_files.read(path)
     except arrays.UnreadableError as e:
-        raise UsageError(f"{path}: cannot be read ({e}); save only the network's state_dict in it") from e
+        remedy = "use a .pth, .safetensors or .pdparams file that contains only the network's state_dict"
+        raise UsageError(f"{path}: cannot be read ({e}); {remedy}") from e
 
 
 def _match(path, arch, tensors):
@@ -178,7 +177,7 @@ def _settings(arch, classes, preprocessing):
     network = {"model_arch_name": arch, "num_of_class": classes or IMAGENET_CLASSES, "image_shape": [3, side, side]}
     values = network | preprocessing
     parsed = parsing.parse(parsing.arguments(values))
-    return parsing.settings(parsed, dict.fromkeys(parsed, "Python"))
+    return parsing.make_settings(parsed, dict.fromkeys(parsed, "recorded"))
 
 
 def _meta(arguments, classes):

@@ -1,16 +1,16 @@
 """Write, verify, list and delete checkpoint folders on disk, independently of the network.
 
 Checkpoints are written atomically. The folder ROOT/NAME/, where NAME is EPOCH or EPOCH_STEP, is a checkpoint if its
-meta.json is valid, and every file that meta.json lists has the listed size and sha256. Hidden entries in ROOT are
-temporary. If a run is killed, the next run cleans them up:
+meta.json is valid, and every file that meta.json lists has the listed size and sha256. These hidden entries in ROOT are
+temporary. If a run is killed, the next run removes, restores or reuses them:
 
     .NAME.partial    a checkpoint that is being written
     .NAME.replaced   the older folder NAME, until a new folder has replaced it
     .lock            locked by the run that writes to ROOT
 
-Deletion removes meta.json first. Until the deletion is complete, the file .unfinished lists the files to delete. Files
-that this program did not write are never deleted. Checkpoints of other programs, which have no meta.json, are also
-kept.
+Deletion removes meta.json first. Until the deletion is complete, the file .unfinished lists the files to delete. Other
+files in the folder are kept (if both lists are damaged, those without a usual name of a checkpoint file). Checkpoints
+of other programs, which have no meta.json, are also kept, if necessary under a different name.
 
 There are two ways to write a checkpoint (--checkpoint-commit). "rename" writes the folder under a hidden name and then
 renames it. "marker" is for storage without atomic renames. It writes directly to NAME/, starting with the file
@@ -110,8 +110,8 @@ def commit(root, name, files, meta, form="rename"):
 
     Args:
         root: folder of the run's checkpoints.
-        name: "EPOCH" or "EPOCH_STEP". An existing checkpoint with this name belongs to another run and is replaced. An
-            existing checkpoint of another program is renamed.
+        name: "EPOCH" or "EPOCH_STEP". An existing checkpoint with this name is replaced. An existing checkpoint of
+            another program is renamed.
         files: {file name: function that writes the content to a binary file}.
         meta: content of meta.json, as JSON types, without the keys format, files and checksum.
         form: "rename" or "marker".
@@ -264,7 +264,7 @@ def prefix(folder, model_prefix):
 
     Args:
         folder: path of the checkpoint.
-        model_prefix: values.Setting of --model-prefix.
+        model_prefix: values.FlagValue of --model-prefix.
     Raises:
         DamagedError: the folder's meta.json is damaged, or the checkpoint is incomplete.
     """
@@ -274,8 +274,9 @@ def prefix(folder, model_prefix):
 
 def foreign_prefix(folder, model_prefix):
     """Return the file prefix in a checkpoint folder that another program wrote. The prefix is --model-prefix if this
-    flag is explicit. Otherwise, it is NVIDIA's or the network's prefix if the folder contains a file with this prefix;
-    otherwise, it is the only prefix in the folder or, if there are none or several, NVIDIA's prefix."""
+    flag is explicit. Otherwise, it is NVIDIA's prefix or the value of --model-prefix if the folder contains a .pdparams
+    file with this prefix; otherwise, it is the only prefix in the folder or, if there are none or several, NVIDIA's
+    prefix."""
     if model_prefix.is_explicit:
         return model_prefix.value
     names = [path.stem for path in Path(folder).glob("*.pdparams")]
@@ -297,7 +298,7 @@ def verify(folder):
     """Check the size and sha256 of all files that meta.json lists, and return the content of meta.json.
 
     Raises:
-        DamagedError: a file is missing or was changed after it was written.
+        DamagedError: a file is missing or was changed after it was written, or read_meta fails.
     """
     meta = read_meta(folder)
     for name, expected in meta["files"].items():
@@ -445,7 +446,8 @@ def runs_below(path):
 def resolve(path, arch=None, log=logger.info):
     """Return the checkpoint to use for a folder. If the folder contains the checkpoints of a run (see run_in), use
     `best`. If `best` does not exist, use the newest checkpoint at the end of an epoch or, if there is no such
-    checkpoint, the newest checkpoint. If `best` refers to a missing checkpoint, the log contains a warning.
+    checkpoint, the newest checkpoint. If `best` refers to a missing checkpoint, log a warning. If there is no
+    checkpoint, return the folder of the run.
 
     Args:
         path: path of the folder.
@@ -476,8 +478,8 @@ def _target(path):
 
 
 def newest(root):
-    """Return the most recently written checkpoint below ROOT, without verifying it, or None if there is no checkpoint.
-    If all checkpoints are from other programs, return the checkpoint with the highest epoch number."""
+    """Return the most recently written checkpoint with a valid meta.json below ROOT. If there is none, return the
+    checkpoint of another program with the highest epoch number, or None. The files are not verified."""
     valid, others = newest_first(root)
     foreign = [folder for folder, _ in others if is_foreign(folder)]
     return valid[0][0] if valid else next(reversed(foreign), None)
@@ -498,7 +500,12 @@ def delete(folder):
 
 
 def clean(root):
-    """Remove the unfinished files of a killed run, and restore a checkpoint whose replacement was interrupted."""
+    """Remove the unfinished files of a killed run, and restore a checkpoint whose replacement was interrupted. If a
+    file cannot be deleted, a warning is logged.
+
+    Raises:
+        OSError: a folder cannot be read or renamed.
+    """
     for path in sorted(Path(root).glob(".*")):
         name, suffix = path.name[1:].rsplit(".", 1)[0], path.suffix
         if not position(name) and name not in MARKERS:

@@ -94,7 +94,12 @@ def _read_pdparams(path):
 
 
 def _read_safetensors(path):
-    """Read a .safetensors file; see https://github.com/huggingface/safetensors#format for the format."""
+    """Read a .safetensors file; see https://github.com/huggingface/safetensors#format for the format.
+
+    Raises:
+        OSError: the file cannot be opened, or is too large.
+        UnreadableError: the file is damaged, or has a data type that is not supported.
+    """
     with files.open_regular(path, MAX_BYTES) as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(_MAX_HEADER_BYTES, _size(file) - 8):
@@ -254,7 +259,8 @@ class _TorchObjects(arrays.NumPyObjects):
 
 
 def _tensors(state):
-    """Return {name: _Tensor} for the object in a .pth file."""
+    """Return {name: _Tensor} for the object in a .pth file. Raises UnreadableError if it is not a state_dict, or
+    empty."""
     for _ in range(2):  # a dict in a damaged file may contain itself
         keys = [key for key in _NESTED if isinstance(state, dict) and isinstance(state.get(key), dict)]
         if keys and keys[0].endswith("_ema"):
@@ -284,8 +290,8 @@ def _torch_arrays(tensors, storages, raw):
 
 
 def _view(name, tensor, values):
-    """Return the values of a tensor as a NumPy array of the tensor's shape. The values must be consecutive, but the
-    dimensions may have any order, such as channels last."""
+    """Return the values of a tensor as a NumPy array of the tensor's shape. The values must be consecutive, otherwise
+    UnreadableError is raised, but the dimensions may have any order, such as channels last."""
     order = sorted(range(len(tensor.shape)), key=lambda i: (-tensor.strides[i], -tensor.shape[i]))
     shape = [tensor.shape[i] for i in order]
     expected = [math.prod(shape[i + 1 :]) for i in range(len(shape))]

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# {last component of a tensor name in other projects: last component in this project}. The first line is for PyTorch,
-# the second for Paddle.
+# {last component of a tensor name in other projects: last component in this project}. The first line contains all names
+# in PyTorch. Paddle uses "weight" and "bias", too, and the names in the second line.
 _FIELDS = {
     **{"weight": "weight", "bias": "bias", "running_mean": "_mean", "running_var": "_variance"},
     **{"_mean": "_mean", "_variance": "_variance"},
@@ -28,12 +28,12 @@ _LISTED = 5  # maximum number of names in an error message
 
 
 class MismatchError(Exception):
-    """Raised if tensors do not match a network. The message describes the problem, and `lines` lists all affected
-    tensors."""
+    """Raised if tensors cannot be converted to the parameters of a network. The message describes the problem. If it
+    does not list all affected tensors, `lines` lists them."""
 
-    def __init__(self, message, lines=()):
+    def __init__(self, message, lines=(), remedy="set --arch to the network of the weights"):
         super().__init__(message)
-        self.lines = list(lines)
+        self.lines, self.remedy = list(lines), remedy
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ def number_of_classes(family, tensors):
         family: a key of LAYOUTS.
         tensors: {name: array}.
     Raises:
-        MismatchError: the names are unknown, or the classifier has no outputs.
+        MismatchError: the names are unknown, or the classifier has no outputs or no bias with a known name.
     """
     _, targets, _ = _translated(family, tensors)
     if targets and not any(is_of_classifier(path) for _, path in targets.values()):
@@ -329,13 +329,15 @@ def convert(family, tensors, own):
     )
     for name, array in arrays.items():
         if name.endswith("._variance") and (array < 0).any():
-            raise MismatchError(f"{name.removesuffix('._variance')} has a negative variance")
+            problem = f"{name.removesuffix('._variance')} has a negative variance"
+            raise MismatchError(problem, remedy="use a different file")
     for layer in layout.folded:
         _fold(arrays, layer, layout.epsilon)
     _adapt_epsilon(arrays, own, layout.epsilon)
     for name, array in arrays.items():
         if not np.isfinite(array).all():
-            raise MismatchError(f"{name} is not finite in float32 after the conversion")
+            problem = f"{name} is not finite in float32 after the conversion"
+            raise MismatchError(problem, remedy="use a different file")
     return {own[name].variable: np.ascontiguousarray(array) for name, array in arrays.items()}, layout.projects
 
 

@@ -21,7 +21,7 @@ from paddle_resnet.machine import cpu
 from paddle_resnet.models import registered_name, user_file
 from paddle_resnet.settings import inheritance, parsing, validation
 from paddle_resnet.settings.declarations import EVALUATED, RESUMED, of_kinds
-from paddle_resnet.settings.values import flag, network_name, text
+from paddle_resnet.settings.values import flag_name, network_name, text
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
 
@@ -96,16 +96,16 @@ class StartCheckpoint:
 
 
 def find(args):
-    """Find the checkpoint requested by --resume, or by --from-checkpoint with --last-epoch-of-checkpoint. If these
-    flags are not set and --from-pretrained-params is a run folder, set --from-pretrained-params to a checkpoint in this
-    folder.
+    """Find the checkpoint requested by --resume, or by --from-checkpoint and --last-epoch-of-checkpoint. If there is
+    none and --from-pretrained-params is a run folder, set --from-pretrained-params to a checkpoint in this folder.
 
-    Rank 0 finds the checkpoint and verifies the checksums of all its files.
+    Rank 0 finds the checkpoint and, if it has a meta.json, verifies the checksums of all its files.
 
     Returns:
-        StartCheckpoint, or None to start from scratch.
+        StartCheckpoint, or None if the run does not start from a checkpoint.
     Raises:
-        UsageError: the requested checkpoint does not exist or is damaged.
+        UsageError: the requested checkpoint does not exist, is damaged or cannot be read; its position is unknown; or
+            the folder is in use by another run, or contains runs of several networks.
     """
     checkpoint = exchange.from_rank_0(lambda: _find(_search, args))
     if checkpoint is None and args.from_pretrained_params is not None:
@@ -125,7 +125,7 @@ def _find(search, *arguments):
 
 
 def _search(args):
-    model_prefix = args.setting("model_prefix")
+    model_prefix = args.flag_value("model_prefix")
     if args.resume:
         folder = folders.run_folder(args.output_dir, args.model_arch_name)
         if folder.is_dir():
@@ -151,10 +151,11 @@ def _selected(root, wanted, arch, model_prefix, iter_unit):
         root: value of --from-checkpoint.
         wanted: value of --last-epoch-of-checkpoint.
         arch: value of --model-arch-name if it is explicit, otherwise None.
-        model_prefix: values.Setting of --model-prefix.
+        model_prefix: values.FlagValue of --model-prefix.
         iter_unit: value of --iter-unit.
     Raises:
-        UsageError: the folder does not contain the checkpoint, or the checkpoint is damaged.
+        UsageError: the folder does not contain the checkpoint, the checkpoint is damaged, or the folder contains runs
+            of several networks.
     """
     flag = f"--from-checkpoint {root}"
     if not root.is_dir():
@@ -197,7 +198,11 @@ def _check_default_network(folder):
 
 
 def _clean(folder):
-    """Remove the unfinished files of a killed run. The lock ensures that no other run is using the folder."""
+    """Remove the unfinished files of a killed run. The lock ensures that no other run is using the folder.
+
+    Raises:
+        UsageError: another run uses the folder, or the folder cannot be written.
+    """
     try:
         with folders.hold(folder):
             folders.clean(folder)
@@ -211,7 +216,7 @@ def _newest(root, model_prefix, iter_unit, resumes=False, has_alternative=False)
 
     Args:
         root: folder that contains the checkpoints.
-        model_prefix: values.Setting of --model-prefix.
+        model_prefix: values.FlagValue of --model-prefix.
         iter_unit: value of --iter-unit.
         resumes: whether the search is for --resume. If False and another program wrote all checkpoints, the newest
             of these checkpoints is returned.
@@ -243,7 +248,8 @@ def _newest(root, model_prefix, iter_unit, resumes=False, has_alternative=False)
         except folders.DamagedError as e:
             logger.warn(f"{folder}: skipped, because it is damaged ({e}); move it away")
     if valid or others:
-        raise UsageError(f"{root}: contains only damaged checkpoints; move them away to start a new run")
+        remedy = "move them away to start a new run" if resumes else "choose a different folder"
+        raise UsageError(f"{root}: contains only damaged checkpoints; {remedy}")
     return None
 
 
@@ -305,7 +311,7 @@ def origin(checkpoint, pretrained, model_prefix):
     Args:
         checkpoint: result of find.
         pretrained: value of --from-pretrained-params.
-        model_prefix: values.Setting of --model-prefix.
+        model_prefix: values.FlagValue of --model-prefix.
     Raises:
         UsageError: the file that --from-pretrained-params specifies does not exist, or the meta.json next to it is
             damaged.
@@ -338,10 +344,14 @@ def log_evaluated(folder, meta):
 def resolve_network(args):
     """If --resume is combined with --from-checkpoint or --from-pretrained-params, and --model-arch-name is not
     explicit, set --model-arch-name to the network of that checkpoint. --resume then searches the run folder of this
-    network."""
+    network.
+
+    Raises:
+        UsageError: the flags of that checkpoint cannot be read, or find() or origin() fails.
+    """
     if args.resume and args.start_paths() and not args.is_explicit("model_arch_name"):
-        first = args.copy(resume=False)
-        folder, meta = origin(find(first), first.from_pretrained_params, first.setting("model_prefix"))
+        first = args.copy("internal", resume=False)
+        folder, meta = origin(find(first), first.from_pretrained_params, first.flag_value("model_prefix"))
         if meta is not None:
             args.set(f"checkpoint {folder}", model_arch_name=recorded_flags(folder, meta, None).model_arch_name)
 
@@ -355,9 +365,10 @@ def inherit_flags(args, checkpoint):
         args: flags.
         checkpoint: result of find.
     Raises:
-        UsageError: the flags, including the inherited flags, are invalid or contradict each other.
+        UsageError: the flags, including the inherited flags, are invalid or contradict each other; or origin or
+            recorded_flags fails.
     """
-    folder, meta = origin(checkpoint, args.from_pretrained_params, args.setting("model_prefix"))
+    folder, meta = origin(checkpoint, args.from_pretrained_params, args.flag_value("model_prefix"))
     if meta is not None:
         recorded = recorded_flags(folder, meta, args.explicit("model_arch_name"))
         resumes = bool(checkpoint and checkpoint.resumes and args.run_scope.trains)
@@ -394,7 +405,7 @@ def _inherited_names(resumes, is_fine_tuning, keeps_asp):
 
 def _log_differences(folder, differing, resumes):
     """Log the explicit flags that differ from those of a checkpoint. `differing` is {flag: (value, recorded value)}."""
-    saving = set(map(flag, of_kinds("saving"))) if resumes else set()
+    saving = set(map(flag_name, of_kinds("saving"))) if resumes else set()
     changes = {name: f"{name} {text(now)} (was {text(old)})" for name, (now, old) in differing.items()}
     if harmless := [change for name, change in changes.items() if name in saving]:
         logger.info(f"{folder}: resumed with {', '.join(harmless)}")
@@ -422,7 +433,7 @@ def recorded_flags(folder, meta, arch):
         validation.check_sizes(args)
         recorded = args.model_arch_name
         if user_file.split(recorded) is None:
-            args.resolve("Python", model_arch_name=registered_name(recorded))  # the name of the run folder
+            args.resolve("recorded", model_arch_name=registered_name(recorded))  # the name of the run folder
     except UsageError as e:
         raise UsageError(
             f"{folder}: {folders.META} contains an invalid flag ({e}); choose a different checkpoint"
@@ -434,7 +445,7 @@ def recorded_flags(folder, meta, arch):
                 f"--model-arch-name {recorded} if you trust this file"
             )
         if user_file.split(arch) and network_name(arch) == network_name(recorded):
-            args.resolve("Python", model_arch_name=arch)  # use the current path of the file
+            args.resolve("recorded", model_arch_name=arch)  # use the current path of the file
             if user_file.sha256(arch) != meta.get("network_sha256"):
                 logger.warn(
                     f"--model-arch-name {arch}: the file has changed since the training of {folder}; check the changes"
@@ -517,8 +528,8 @@ def restore(checkpoint, lr_scheduler, loader, fetchs, place, *, iter_unit, is_av
         if before != now:
             raise UsageError(
                 f"--iter-unit batch: {checkpoint.folder} has {before} steps per epoch, but this run has {now}, so it "
-                "would not end after --num-iter; use the checkpoint's --batch-size, --accumulate-steps and number of "
-                "processes"
+                "would not end after --num-iter; use the checkpoint's data set, --batch-size, --accumulate-steps and "
+                "number of processes"
             )
     if checkpoint.is_inside and checkpoint.step % accumulate_steps:
         raise UsageError(
@@ -530,7 +541,8 @@ def restore(checkpoint, lr_scheduler, loader, fetchs, place, *, iter_unit, is_av
         checkpoint = dataclasses.replace(checkpoint, step=0)
         logger.warn(
             f"{checkpoint.folder}: cannot continue inside epoch {checkpoint.epoch}, so the epoch restarts with the "
-            "checkpoint's parameters; to continue where it stopped, use the original data and flags"
+            "checkpoint's parameters; to continue where it stopped, use the original data, flags and number of "
+            "processes"
         )
     is_evaluating = bool(checkpoint.step) and not checkpoint.is_inside  # only the evaluation of the epoch is pending
     done = timeline.batches(checkpoint.epoch) if is_evaluating else checkpoint.step

@@ -43,7 +43,7 @@ def check_folder(folder, checkpoint, starts, overwrite, resume):
         starts: result of Settings.start_paths.
         overwrite, resume: values of the flags.
     Raises:
-        UsageError: the folder cannot be created or written, or _check_no_other_run fails.
+        UsageError: the folder cannot be created or written, another run is writing to it, or _check_no_other_run fails.
     """
     try:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
@@ -145,7 +145,7 @@ class Saver:
         fetchs: result of program.build; its meters accumulate the metrics of an epoch.
         checkpoint: the checkpoint that the run started from, or None.
     Raises:
-        UsageError: the output folder cannot be created or written, or contains checkpoints of another run.
+        UsageError: see check_folder.
     """
 
     def __init__(self, args, program, lr_scheduler, loader, fetchs, checkpoint=None):
@@ -163,7 +163,12 @@ class Saver:
 
     def _prepare(self, checkpoint):
         """Create the checkpoint folder, lock it, and remove the unfinished files of a killed run. With --overwrite,
-        also remove all checkpoints. Returns the best evaluation so far."""
+        also remove all checkpoints. Returns the best evaluation so far if the run resumes, otherwise None.
+
+        Raises:
+            UsageError: the folder cannot be written, another run uses it, or another run has saved checkpoints in it
+                that this run would overwrite.
+        """
         folder, args = self._root, self._args
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -202,7 +207,7 @@ class Saver:
 
     def save_if_due(self, stop, trained, evaluated):
         """Save a checkpoint at a durations.Stop if --save-interval requires it, if the evaluation there is the best so
-        far, or if --patience ends the run."""
+        far, or if --patience ends the run. For exceptions, see save()."""
         step = stop.place().get("step")
         is_best = self.best is not None and _name_of(self.best) == _name(stop.epoch, step)
         if stop.saves or is_best or self.ends_early:
@@ -294,7 +299,8 @@ class Saver:
             step: number of completed steps of the epoch; ignored if `trained` is None.
             trained: training metrics up to that step, or None if the error occurred in training.
         Raises:
-            Preempted: a stop was requested; the message states how to continue.
+            Preempted: a stop was requested, and the state is saved; the message states how to continue.
+            RunError: a stop was requested, but the state cannot be saved.
         """
         is_stop = isinstance(error, signals.Preempted)
         if not is_stop and (trained is None or processes.world_size() > 1):
@@ -365,7 +371,8 @@ class Saver:
         try:
             folders.mark(self._root, marker, name)
         except OSError as e:
-            logger.warn(f"{self._root / marker}: cannot be linked to {name} ({e.strerror}); remove the existing file")
+            remedy = "remove the existing file" if e.errno == errno.EEXIST else f"use {self._root / name} instead"
+            logger.warn(f"{self._root / marker}: cannot be linked to {name} ({e.strerror}); {remedy}")
 
     def _meters(self):
         return {name: meter.state() for name, (_, meter) in self._fetchs.items()}
@@ -379,7 +386,8 @@ def _check_finite(folder, states):
     if bad:
         raise RunError(
             f"{folder}: checkpoint not written, because {len(bad)} of its arrays have non-finite values "
-            f"({', '.join(bad[:3])}{', ...' * (len(bad) > 3)}); resume from an earlier checkpoint with a lower --lr"
+            f"({', '.join(bad[:3])}{', ...' * (len(bad) > 3)}); resume from an earlier checkpoint or start a new run, "
+            "with a lower --lr"
         )
 
 

@@ -1,6 +1,7 @@
 """Load checkpoint files into the variables of a program, and read the values of these variables. The files
 PREFIX.pdparams and PREFIX.pdopt are pickles of {name: array}, the format of `paddle.static.load`. Loading is strict:
-all names, shapes and types must match. Parameters are stored in float32, regardless of the training precision.
+all names, shapes and types must match, except for the width of floating-point types and for the differences that the
+flags allow (LoadOptions). Parameters are stored in float32, regardless of the training precision.
 
 With --ema, PREFIX.pdema contains the EMA weights in the format of PREFIX.pdparams. If a checkpoint contains this file,
 evaluation, prediction, export and --from-pretrained-params read it instead of PREFIX.pdparams.
@@ -18,13 +19,13 @@ from paddle_resnet.checkpoints import arrays, folders
 from paddle_resnet.models import ends
 from paddle_resnet.optimizers.sparsity import MASK, has_masks_of_signed_search
 from paddle_resnet.passes import accumulation, averages, lookahead, quantization
-from paddle_resnet.settings.values import Setting
+from paddle_resnet.settings.values import FlagValue
 from paddle_resnet.steps import scalars
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
 
 LOSS_SCALE = "loss_scaling_0"  # Paddle's name for the variable that contains the loss scale
-MASTER = "_fp32_master_0"  # suffix of the float32 master copy of a float16 parameter
+MASTER = "_fp32_master_0"  # suffix of the float32 master copy of a half-precision parameter
 AVERAGED = ".pdema"  # suffix of the file with the EMA weights (--ema)
 
 
@@ -35,7 +36,7 @@ class LoadOptions:
 
     Attributes:
         arch: value of --model-arch-name.
-        model_prefix: values.Setting of --model-prefix.
+        model_prefix: values.FlagValue of --model-prefix.
         pretrained: value of --from-pretrained-params.
         skips_classifier: whether --pretrained-mismatch is skip-classifier.
         trains: whether the run trains.
@@ -47,7 +48,7 @@ class LoadOptions:
     """
 
     arch: str
-    model_prefix: Setting
+    model_prefix: FlagValue
     pretrained: str | None
     skips_classifier: bool
     trains: bool
@@ -62,7 +63,7 @@ class LoadOptions:
         """Return the options that the flags specify."""
         return cls(
             arch=args.model_arch_name,
-            model_prefix=args.setting("model_prefix"),
+            model_prefix=args.flag_value("model_prefix"),
             pretrained=args.from_pretrained_params,
             skips_classifier=args.pretrained_mismatch == "skip-classifier",
             trains=args.run_scope.trains,
@@ -103,7 +104,7 @@ def load(options, folder, program, place, label=None, log=logger.info):
     Returns:
         whether the weights are already pruned.
     Raises:
-        UsageError: a file is damaged or does not match the model.
+        UsageError: a file is damaged or does not match the model, or a training program finds no optimizer state.
     """
     label = label or str(folder)
     prefix = _prefix(options, folder, label)
@@ -148,9 +149,9 @@ def load_averages(options, checkpoint, program, place):
     """Load the EMA weights of a training program (--ema) from a checkpoint, if the checkpoint contains EMA weights.
 
     Returns:
-        False if the program has EMA weights but the checkpoint does not, otherwise True.
+        False if the program has EMA weights, but the checkpoint is None or has none, otherwise True.
     Raises:
-        UsageError: the file is damaged or does not match the model.
+        UsageError: a file is damaged, cannot be read or does not match the model.
     """
     names = averages.of(program)
     if not names:
@@ -193,8 +194,8 @@ def averaged(program, params):
 
 def load_pretrained(options, program, place):
     """Load the parameters of --from-pretrained-params. The optimizer keeps its initial state. With
-    --pretrained-mismatch skip-classifier, the classifier is set to zero if its shape differs (Kolesnikov et al.,
-    arXiv:1912.11370, section 3.3); all other parameters must match.
+    --pretrained-mismatch skip-classifier, the variables of the classifier that are missing or have a different shape
+    are set to zero (Kolesnikov et al., arXiv:1912.11370, section 3.3); all other parameters must match.
 
     Raises:
         UsageError: the file is missing or damaged, or does not match the model.
@@ -223,7 +224,7 @@ def pretrained_file(path, model_prefix):
 
     Args:
         path: value of --from-pretrained-params.
-        model_prefix: values.Setting of --model-prefix.
+        model_prefix: values.FlagValue of --model-prefix.
     Raises:
         UsageError: the file does not exist, or its checkpoint is damaged.
     """
@@ -293,7 +294,7 @@ def snapshot(program):
     optimizer = {name: read(name) for name in others}
     for name in parameters:
         if name + MASTER in others:
-            if name + MASK in parameters:  # the optimizer masks the float16 parameter, but not the master copy
+            if name + MASK in parameters:  # the optimizer masks the half-precision parameter, but not the master copy
                 optimizer[name + MASTER] = optimizer[name + MASTER] * params[name + MASK].astype(np.float32)
             params[name] = optimizer[name + MASTER]
     return params, optimizer
@@ -465,7 +466,7 @@ def _bfloat16(array):
 
 def _read(path, label, read=arrays.read_pickle):
     """Read a file of arrays. If the file belongs to a checkpoint, its content is verified, because the file may have
-    changed since the checkpoint was verified."""
+    changed since the checkpoint was verified. Raises UsageError if the file is damaged or cannot be read."""
     try:
         return read(path, folders.read_listed(Path(path)))
     except folders.DamagedError as e:

@@ -96,9 +96,11 @@ def random_resized_crop(options: Options, encoded: Any, kind: Any, header: Any, 
     )
     height, width = options.image_shape[1:]
     resize = functools.partial(fn.resize, resize_x=width, resize_y=height, **resize)
+    # On a CPU, this operator has no effect, but the checkpoints of older versions contain it.
+    needs_cpu = kind & headers.CPU
     if options.dali_device == "cpu":
         images = resize(crop_on_cpu(encoded, kind, crop))
-    elif kind & headers.CPU != 0:  # DALI evaluates this condition for each image
+    elif needs_cpu != 0:  # DALI evaluates this condition for each image
         images = resize(crop_on_cpu(encoded, kind, crop)).gpu()
     else:
         # The GPU decodes entire images, because it decodes crops with interpolated chroma at a lower speed

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.files import open_regular
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".tif", ".tiff", ".webp")
 IMAGE_ENDINGS = f"{', '.join(IMAGE_SUFFIXES[:-1])} or {IMAGE_SUFFIXES[-1]}"  # for messages
 IMAGE_EXTENSIONS = tuple(suffix[1:] for suffix in IMAGE_SUFFIXES)
-TAR_MEMBER = "tar"  # kind of an image in an archive that `dataset import` reads; training cannot read such archives
 TEXT_LIMIT = 1 << 30  # maximum size in bytes of a file list, classes.txt or skip list
 
 
@@ -25,19 +25,22 @@ class Image:
     Attributes:
         name: name in reports and skip lists. For an image file, the name is the path relative to image_root. For a
             record, the name is FILE@PLACE, where PLACE is the byte offset that DALI reports, the key in an LMDB, or the
-            row in a Parquet file. For a member of an archive, the name is its path in the imported data set.
-        path: the image file, the record file or the archive.
+            row in a Parquet file. For an image of a source of `dataset import`, the name begins with a path in the
+            imported data set or with FILE@PLACE.
+        path: the image file, the record file, or a file of a source.
         label: label of the image, or None for a record; formats.read_image returns the label of a record.
-        kind: None for an image file, TAR_MEMBER, or the storage format of the record file, a key of formats.FORMATS.
+        kind: None for an image file, the storage format of the record file (a key of formats.FORMATS) or, for a source
+            of `dataset import`, the function that returns the content of an image file when it is called with `path`
+            and the elements of `place`.
         place: position for formats.read_image, which depends on the format: (offset, size, label offset, label size) in
-            bytes, the key in an LMDB, the row in a Parquet file, or (offset, size) of a member of an archive.
+            bytes, the key in an LMDB, the row in a Parquet file, or arguments of the function `kind`.
         label_offset: number that formats.read_image subtracts from the stored label of a record.
     """
 
     name: str
     path: str
     label: int | None
-    kind: str | None = None
+    kind: str | Callable | None = None
     place: tuple | bytes = ()
     label_offset: int = 0
 
@@ -84,3 +87,21 @@ def some(names: list, most: int = 5, count: int | None = None) -> str:
 def log_once(message: str, log: Callable[[str], None]) -> None:
     """Log a message, unless it has been logged before."""
     log(message)
+
+
+def read_slice(path: str, offset: int, size: int) -> bytes:
+    """Read an image that a file, such as an archive, contains uncompressed.
+
+    Args:
+        path: the file.
+        offset, size: position and size of the image in bytes.
+    Raises:
+        UsageError: the file is truncated.
+        OSError: the file cannot be read.
+    """
+    with open_regular(path) as f:
+        f.seek(offset)
+        data = f.read(size)
+    if len(data) < size:
+        raise UsageError(f"{path}: truncated at byte {offset + len(data)}; copy it again")
+    return data

@@ -124,10 +124,10 @@ def skipped(skip: frozenset[str], shard: str) -> list[str]:
     return [place for name, _, place in named if name == file]
 
 
-def no_label(shard: str, offset: int, reason: object) -> UsageError:
+def no_label(shard: str, offset: int, reason: object, remedy: str = "write it again") -> UsageError:
     """Return the UsageError for a record that is not an image with one label."""
     reason = " ".join(str(reason).split())
-    return UsageError(f"{shard}: the record at byte {offset} is not an image with a label ({reason}); write it again")
+    return UsageError(f"{shard}: the record at byte {offset} is not an image with a label ({reason}); {remedy}")
 
 
 def single(label: Any) -> Any:

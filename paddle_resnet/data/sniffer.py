@@ -10,10 +10,11 @@ import os
 import re
 import shlex
 import tarfile
+import zipfile
 from dataclasses import dataclass
 
 from paddle_resnet.data.images import IMAGE_SUFFIXES
-from paddle_resnet.utils.errors import command, printable
+from paddle_resnet.utils.errors import command, import_command, printable
 
 # Names of columns in lower case without spaces, _ and -.
 IMAGE_COLUMNS = (
@@ -26,9 +27,11 @@ LABEL_COLUMNS = (
 )
 SPLIT_COLUMNS = ("split", "set", "subset", "partition", "dataset", "isvalid", "isval", "istest")
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl")
+RECORD_KINDS = ("tfrecord", "recordio", "lmdb")  # kinds of `dataset import` that read record files
 _SUBFOLDERS, _ENTRIES = 50, 100_000  # maximum number of subfolders, and of entries to list per folder
 _HEAD = 1 << 16  # number of bytes of a table that are read to recognize it
 _IMAGE = r"[^/]+(" + "|".join(map(re.escape, IMAGE_SUFFIXES)) + ")"
+_NATIVE = r"(train|val(idation)?)"  # names of the record files that training reads
 _SPLIT = r"(train|training|val|valid|validation|test|testing)"
 
 
@@ -81,12 +84,26 @@ LAYOUTS = (
     Layout(rf"{_SPLIT}_list\.txt", "file lists of PaddleClas", "table"),
     Layout(r"[^/]+\.(csv|tsv|jsonl)", "a table with labels", "table"),
     Layout(rf"{_SPLIT}\.txt", "file lists", "table", is_native=True),
-    Layout(r"(.*/)?[^/]+\.parquet", "Parquet files", todo=_WRITE),
-    Layout(r"[^/]+\.arrow|[^/]+/[^/]+\.arrow", "Arrow files", todo=_WRITE),
-    Layout(r"(.*/)?[^/]*(\.tfrec|\.tfrecords?|\.tfrecord-\d+-of-\d+)", "TFRecord files", todo=_WRITE),
-    Layout(r"(.*/)?(data_batch_\d|test_batch|[^/]*-(batches|100)-(py|bin)/)", "arrays of CIFAR", todo=_WRITE),
-    Layout(r"(.*/)?[^/]+-idx[13]-ubyte(\.gz)?", "arrays of MNIST", todo=_WRITE),
-    Layout(r"[^/]+\.(npz|npy|h5|hdf5|pkl|mat)", "arrays", todo=_WRITE),
+    Layout(r"(.*/)?[^/]+\.parquet", "Parquet files", "parquet"),
+    Layout(r"(.*/)?[^/]+\.arrow", "Arrow files", "parquet"),
+    Layout(r"(.*/)?[^/]*-\d+-of-\d+\.gz", "compressed TFRecord files", "tfrecord"),
+    Layout(
+        rf"(.*/)?(?!{_NATIVE}-\d+-of-\d+)[^/]+(\.tfrec(ords?)?(-\d+-of-\d+)?(\.gz)?)",
+        "TFRecord files",
+        "tfrecord",
+    ),
+    Layout(rf"{_NATIVE}-\d+-of-\d+(\.tfrecords?)?", "TFRecord files", "tfrecord", is_native=True),
+    Layout(rf"{_NATIVE}\.rec", "RecordIO files", "recordio", is_native=True),
+    Layout(rf"{_NATIVE}_lmdb/", "LMDBs of Caffe", "lmdb", is_native=True),
+    Layout(rf"(.*/)?(?!{_NATIVE}\.rec)[^/]+\.rec", "RecordIO files", "recordio"),
+    Layout(rf"(?!{_NATIVE}_lmdb)[^/]+/data\.mdb", "LMDBs of Caffe", "lmdb"),
+    Layout(r"(.*/)?(data_batch_\d|test_batch)(\.bin)?", "arrays of CIFAR-10", "array"),
+    Layout(r"(.*/)?(train|train\.bin)", "arrays of CIFAR-100", "array", needs=r"(.*/)?(meta|fine_label_names\.txt)"),
+    Layout(r"(.*/)?[^/]*-images[-.]idx3-ubyte(\.gz)?", "arrays of MNIST", "array"),
+    Layout(r"(.*/)?train_X\.bin", "arrays of STL-10", "array"),
+    Layout(r"(.*/)?train_32x32\.mat", "arrays of SVHN", "array"),
+    Layout(r"[^/]+\.npz", "arrays", "array"),
+    Layout(r"[^/]+\.(npy|h5|hdf5|pkl|mat)", "arrays", todo=_WRITE),
     Layout(r"[^/]+\.beton", "files of FFCV", todo=_WRITE),
 )
 # {expected name of a record file: pattern of names that differ slightly from the expected name}
@@ -121,15 +138,16 @@ def look(root):
     root = os.fspath(root)
     paths = _paths(root)
     known = [sight for layout in LAYOUTS if (sight := _match(root, paths, layout))]
-    if any(sight.kind and sight.todo for sight in known):
+    if any(sight.kind and sight.todo and sight.kind not in RECORD_KINDS for sight in known):
         return known
+    # Renaming a record file is faster than importing it.
     return [*_nearly_right(root, paths), *known, *_too_deep(root, paths), *_outside(paths)]
 
 
 def _match(root, paths, layout):
     found = [path for path in paths if re.fullmatch(layout.pattern, path, re.IGNORECASE)]
     # A table must have columns of images and labels. The columns of Roboflow's _classes.csv are classes.
-    found = [path for path in found if not path.endswith(TABLE_SUFFIXES) or _is_usable(os.path.join(root, path))]
+    found = [path for path in found if _is_usable(os.path.join(root, path))]
     if not found or (layout.needs and not any(re.fullmatch(layout.needs, path, re.IGNORECASE) for path in paths)):
         return None
     todo = layout.todo if layout.kind is None or layout.is_native else f"run {import_command(root)}"
@@ -137,19 +155,25 @@ def _match(root, paths, layout):
 
 
 def _is_usable(path):
-    return bool(header(path)) if os.path.basename(path) == "_classes.csv" else is_table(path)
+    """Return whether a table or an .npz file has columns or arrays with images and labels; True for other files."""
+    if os.path.basename(path) == "_classes.csv":
+        return bool(header(path))
+    if path.endswith(".npz") and os.path.isfile(path):  # a pipe could block
+        # The import reports a damaged file.
+        with contextlib.suppress(OSError, zipfile.BadZipFile, ValueError), zipfile.ZipFile(path) as archive:
+            return bool(npz_keys(name.removesuffix(".npy") for name in archive.namelist()))
+    return not path.endswith(TABLE_SUFFIXES) or is_table(path)
 
 
-def import_command(root):
-    """Return the text that suggests the command that imports a folder, and the --image-root that uses the result."""
-    output = f"{os.path.abspath(root)}_imported"
-    run = command("dataset", "import", root, "--output", output)
-    return f"`{run}` and use --image-root {shlex.quote(output)}"
-
-
-def kind(root):
-    """Return the kind of `dataset import` that reads a folder, or None."""
-    return next((sight.kind for sight in look(root) if sight.kind), None)
+def npz_keys(names):
+    """Return {split: (name of the images, name of the labels)} for the arrays of an .npz file: train_images and
+    train_labels in MedMNIST, or x_train and y_train in Keras."""
+    names, keys = {*names}, {}
+    for split in ("train", "val", "test"):
+        for pair in ((f"{split}_images", f"{split}_labels"), (f"x_{split}", f"y_{split}")):
+            if {*pair} <= names:
+                keys[split] = pair
+    return keys
 
 
 def advice(root, only_certain=False):
@@ -272,7 +296,7 @@ def _too_deep(root, paths):
     for folder in folders:
         below = [path for path in paths if path.startswith(folder) and path != folder]
         inner = [path for path in below if path.endswith("/")]
-        if len(inner) < 2 or any(_is_image(path) for path in below):
+        if not inner or any(_is_image(path) for path in below):
             continue
         if re.fullmatch(f"{_SPLIT}/", folder, re.IGNORECASE):
             deep = [path for path in inner if not _has_images(root, path)]
@@ -281,8 +305,9 @@ def _too_deep(root, paths):
             ]
             deep = [path for path in deep[:5] if _has_images(root, path)]
             if deep:
-                yield Sight(f"{_some(deep)}: class folders one level too deep", f"move them up to {folder}")
-        elif len(folders) == 1 and _has_images(root, inner[0]):
+                run = import_command(root)
+                yield Sight(f"{_some(deep)}: class folders one level too deep", f"run {run}", "nested", True)
+        elif len(folders) == 1 and len(inner) > 1 and _has_images(root, inner[0]):
             source, output = os.path.join(root, folder), f"{os.path.abspath(root)}_split"
             run = command("dataset", "split", source, "--output", output)
             todo = f"run `{run}` and use --image-root {shlex.quote(output)}"

@@ -13,7 +13,7 @@ from paddle_resnet.job import exchange
 from paddle_resnet.job.position import ranks
 from paddle_resnet.models import user_file
 from paddle_resnet.settings.declarations import RESUMED, of_kinds
-from paddle_resnet.settings.values import flag, text
+from paddle_resnet.settings.values import flag_name, text
 from paddle_resnet.utils.errors import UsageError
 
 # Flags that may differ between machines: paths, output flags, and flags that affect only speed.
@@ -29,8 +29,8 @@ def check_start(args):
     Raises:
         UsageError: the ranks differ. Every rank raises this error, and the message lists the values with their ranks.
     """
-    facts = {flag(name): v for name, v in args.as_dict().items() if name not in LOCAL_FLAGS}
-    for name in map(flag, (name for name in of_kinds(*RESUMED) if not args.is_explicit(name))):
+    facts = {flag_name(name): v for name, v in args.as_dict().items() if name not in LOCAL_FLAGS}
+    for name in map(flag_name, (name for name in of_kinds(*RESUMED) if not args.is_explicit(name))):
         facts[name] = f"{text(facts[name])} (default)"  # a checkpoint may replace the default
     facts["file of --model-arch-name (hash)"] = _hash(user_file.sha256(args.model_arch_name))
     facts["Paddle version"] = paddle.__version__
@@ -47,7 +47,7 @@ def check_work(kernels, train_loader, eval_loader, program):
         train_loader, eval_loader: results of dali.build_dataloader, or None.
         program: training program, or evaluation program if the run does not train.
     """
-    # The kernels of the ranks differ if only some machines have a compiler.
+    # The kernels of the ranks can differ, for example if only some machines have a compiler.
     facts = {"--kernels (auto depends on the machine, paddle runs on every machine)": kernels}
     if train_loader is not None:
         facts["number of steps per epoch"] = len(train_loader)
@@ -79,7 +79,7 @@ def _check_equal(all_ranks):
     if differences:
         raise UsageError(
             f"job: the processes differ: {', '.join(differences)}; start all processes with the same command, "
-            "program and data"
+            "software and data"
         )
 
 

@@ -21,11 +21,12 @@ import secrets
 import socket
 import time
 
-# Maximum length of a message, which limits the memory that a connection can use.
+# Maximum length of a message between monitors, which limits the memory that a connection can use.
 LINE_BYTES = 1 << 16
 # Time limit for proving that a connection belongs to the job, and maximum number of connections without this proof.
 PROOF_S, MAX_UNAUTHENTICATED = 10, 64
-# Timeout of connect(), and time after which TCP closes the connection to a machine that does not respond.
+# Time during which connect() starts new attempts, and time after which TCP closes the connection to a machine that does
+# not respond.
 CONNECT_S, SILENCE_S = 30, 30
 # Prime of the 2048-bit group in RFC 3526, whose generator is 2.
 _PRIME = int(

@@ -1,5 +1,5 @@
-"""Exchange data between the ranks of a job through Paddle's TCP store, from host memory to host memory. All ranks get
-exactly the same bytes. Fleet, not this module, reduces gradients."""
+"""Exchange data between the ranks of a job through Paddle's TCP store, from host memory to host memory. Fleet, not this
+module, reduces gradients."""
 
 import contextlib
 import functools
@@ -77,7 +77,8 @@ class Stream:
         self._name, self._items, self._batch, self._number = _next_exchange(), [], 0, 1
 
     def add(self, item):
-        """Send an item of JSON data. On rank 0, return one list of new items per rank. On other ranks, return [].
+        """Send an item of JSON data. On rank 0, return [new items of rank 0] or, if all other ranks have written a new
+        batch, one list of new items per rank. On other ranks, return [].
 
         finish() can return the items of the last batch a second time.
         """
@@ -101,8 +102,8 @@ class Stream:
         return []
 
     def finish(self):
-        """Send the remaining items. The return value has the same form as that of add(). Rank 0 waits for the items of
-        all ranks."""
+        """Send the remaining items. On rank 0, wait for all ranks, and return one list of items per rank. On other
+        ranks, return []."""
         batches = gather(json.dumps(self._items).encode())
         return [json.loads(batch) for batch in batches] if processes.rank() == 0 else []
 
@@ -161,7 +162,8 @@ def _wait_for_all():
 
 
 def let_others_leave():
-    """Make all ranks except rank 0 leave the job. Rank 0 waits, because the other ranks use its store until then."""
+    """Make all ranks except rank 0 leave the job. Rank 0 waits for them, because they use its store until then. All
+    ranks must call this function."""
     key = _next_exchange()
     if processes.rank() != 0:
         watchdog.stop()

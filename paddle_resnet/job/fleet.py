@@ -15,9 +15,8 @@ from paddle_resnet.machine import compat
 from paddle_resnet.utils import signals
 from paddle_resnet.utils.errors import RunError
 
-# Flags of Paddle for GPUs. They allow enough workspace (in MB) for every convolution algorithm,
-# enable one-pass BN, and sum the gradients of a residual addition in place. Paddle reads the last flag when the
-# backward pass is built.
+# Flags of Paddle for GPUs. They allow convolutions a workspace of 4 GiB, enable one-pass BN, and sum the gradients of
+# a residual addition in place. Paddle reads the last flag when the backward pass is built.
 GPU_FLAGS = {
     "FLAGS_conv_workspace_size_limit": 4096,
     "FLAGS_cudnn_batchnorm_spatial_persistent": True,
@@ -26,7 +25,7 @@ GPU_FLAGS = {
 # Number of gradients per fused all-reduce between hosts. Without CUDA graphs, a step with Fleet's default of 8 took 3 %
 # to 8 % longer than with 16 or more. With 32, most of the communication overlaps with the backward pass, and few
 # all-reduces remain after the backward pass. Within a host, this project uses one all-reduce per data type after the
-# backward pass, because with CUDA graphs, such a step took 1 % less time than a step with 32. All times are for
+# backward pass, because with CUDA graphs, such a step took 1.4 % less time than a step with 32. All times are for
 # ResNet-50 with O2 on two H200s of one host (benchmarks/log/multi_gpu_h200.md).
 _GRADIENTS_PER_ALL_REDUCE = 32
 _ALL_GRADIENTS = 10**6
@@ -53,6 +52,8 @@ def start(seed, device, data_layout, kernels, needs_serial_run):
     Args:
         seed, device, data_layout, kernels: values of the flags.
         needs_serial_run: whether the run captures a CUDA graph or traces steps.
+    Raises:
+        RunError: the port of Paddle's Gloo server is in use (on rank 0 of a CPU job with several processes).
     """
     random.seed(seed)
     np.random.seed(seed)
@@ -85,7 +86,7 @@ def start(seed, device, data_layout, kernels, needs_serial_run):
 
 def reduces_at_the_end(device):
     """Return whether gradients are all-reduced after the backward pass, once per data type and on the CUDA stream of
-    the computation. Otherwise, gradients are all-reduced in buckets that overlap with the backward pass."""
+    the computation. Otherwise, the all-reduces are part of the backward pass."""
     return device == "gpu" and processes.is_one_host()
 
 

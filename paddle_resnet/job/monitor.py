@@ -5,8 +5,9 @@ The monitor is a separate process, because no thread of the rank can run while C
 GIL while it sets up communication, and sometimes while it copies a batch and the GPU waits for another rank.
 
 All monitors connect to the coordinator, which runs in the monitor of rank 0. The coordinator determines the first cause
-of a failure and sends the cause to all monitors. Each monitor prints the cause and ends its rank with the exit code of
-the failed rank. A closed connection indicates that the process at the other end is dead.
+of a failure and sends the cause to all monitors. The monitors of the other ranks print the cause and end their ranks
+with the exit code that the failed rank reported, or 1. A closed connection indicates that the process at the other end
+has exited or cannot be reached.
 """
 
 import asyncio
@@ -25,14 +26,16 @@ from pathlib import Path
 from paddle_resnet.job import channel, processes
 from paddle_resnet.job.position import Position, describe_stall, where_is
 from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import program
 
-# Time limit for a rank to exit before its monitor kills it, and for a monitor to forward the cause of a failure.
+# Time limits in seconds: for a rank to exit before its monitor kills it, and for a monitor to print or forward the
+# cause of a failure.
 GRACE_S = 2
 POLL_S = 0.05
 # Signals that end a process by default, or that job schedulers send. Monitors may also receive these signals, but must
 # continue to run.
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_GONE = "its process was killed (out of memory?) or crashed{} without an error message; see the log of that rank"
+_GONE = "its process was killed (out of memory?) or crashed{}, or its connection was lost; see the log of that rank"
 
 
 def start(rank, world_size, timeout_s, master, process, position, listener=None):
@@ -72,8 +75,8 @@ def main(facts):
 
     async def run():
         coordinator = _Coordinator(world_size, timeout_s, socket.socket(fileno=listener[0])) if rank == 0 else None
-        # The period grows with the number of ranks, because every rank sends its position to the coordinator once per
-        # period.
+        # Above 100 ranks, the period grows with the number of ranks, because every rank sends its position to the
+        # coordinator once per period.
         period_s = min(max(1.0, world_size / 100), timeout_s / 10)
         ends = socket.socket(fileno=process), Position(position)
         await Monitor(rank, timeout_s, period_s, master, pid, launcher, *ends, coordinator).run()
@@ -108,7 +111,7 @@ class Monitor:
             one.result()  # re-raise unexpected exceptions
         message, code, final_message = self._outcome.result()
         if message:
-            _print(f"train.py: error: {message}")
+            _print(f"{program('train')}: error: {message}")
         writer.write(bytes([code]))
         if final_message:
             await _until(lambda: self._to_coordinator)
@@ -204,7 +207,8 @@ class _Coordinator:
         await channel.serve(self._listener, keys, self._welcome)
 
     async def finish(self):
-        """Wait until all ranks have received the cause of a failure, including ranks that have not connected yet."""
+        """After a failure, wait up to GRACE_S for ranks that have not connected yet, so that they also receive the
+        cause. Then wait up to GRACE_S until all ranks have closed their connections."""
         if self._end:
             await _until(lambda: len(self._has_connected) == self._world_size)
         for writer in self._writers.values():
@@ -262,7 +266,7 @@ async def _until(condition):
 
 
 def _parent(pid):
-    """Return the process ID of the parent of a process, or None if the process has exited."""
+    """Return the process ID of the parent of a process, or None if the process does not exist."""
     stat = _stat(pid)
     return stat and int(stat[1])
 
@@ -274,8 +278,8 @@ def _is_stopped(pid):
 
 
 def _stat(pid):
-    """Return the fields of /proc/PID/stat (see proc(5)) starting with the process state, or None if the process has
-    exited."""
+    """Return the fields of /proc/PID/stat (see proc(5)) starting with the process state, or None if the process does
+    not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

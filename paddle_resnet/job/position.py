@@ -44,8 +44,8 @@ def describe_stall(positions, stopped=()):
 
     Args:
         positions: {rank: [number of the phase, place, name of the phase]}.
-        stopped: ranks that SIGSTOP or a debugger has stopped. If the list is not empty, these ranks block the job,
-            regardless of the positions.
+        stopped: sorted list of the ranks that SIGSTOP or a debugger has stopped. If the list is not empty, these ranks
+            block the job, regardless of the positions.
     """
     if stopped:
         return f"{ranks(stopped)} stopped by SIGSTOP or a debugger in {where_is(positions[stopped[0]])}"

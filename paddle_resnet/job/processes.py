@@ -18,7 +18,7 @@ def check_environment():
     """Check the environment variables that the launcher sets. Call this function before Paddle is imported.
 
     Raises:
-        UsageError: a variable has an invalid value.
+        UsageError: a variable is missing or has an invalid value, or the host of PADDLE_MASTER cannot be resolved.
     """
     count = _number("PADDLE_TRAINERS_NUM", "1", least=1)
     _number("PADDLE_TRAINER_ID", "0", most=count - 1)
@@ -34,7 +34,9 @@ def check_environment():
         try:
             socket.getaddrinfo(host, port)
         except (OSError, ValueError) as e:
-            raise _error("PADDLE_MASTER", f"{host}:{port}", f"cannot be resolved ({e})") from e
+            remedy = "set the launcher's --master to an address of rank 0's machine, or unset PADDLE_MASTER"
+            problem = f"cannot be resolved ({e}); {remedy} for a single process"
+            raise UsageError(f"PADDLE_MASTER '{host}:{port}': {problem}") from e
 
 
 def _number(name, default, least=0, most=10**6):
@@ -46,7 +48,8 @@ def _number(name, default, least=0, most=10**6):
 
 def _endpoints(name, count):
     """Parse an environment variable into [(host, port)]. Return [] if the variable is neither set nor needed, because
-    the job has a single process or the launcher uses a file instead."""
+    the job has a single process or the launcher uses a file instead. Raise UsageError if the variable is missing or
+    invalid."""
     value = os.environ.get(name)
     if value is None and (count == 1 or "PADDLE_BACKUP_ENV_PATH" in os.environ):
         return []
@@ -84,7 +87,8 @@ def is_one_host():
 
 
 def cores():
-    """Return the number of CPU cores per process."""
+    """Return the number of CPU cores that this process may use, divided by the number of processes of its launcher, but
+    at least 1."""
     return max(1, len(os.sched_getaffinity(0)) // local_size())
 
 
@@ -94,13 +98,15 @@ def local_gpu():
 
 
 def check_resolved(device):
-    """Raise UsageError if --device is still auto, because program.build has not resolved the flag yet."""
+    """Raise UsageError if --device is still auto, because the settings are not those that program.start returns."""
     if device == "auto":
-        raise UsageError("--device auto: not resolved yet; call program.build with these flags first")
+        raise UsageError("--device auto: not resolved yet; use the settings that program.start returns")
 
 
 def place(device):
-    """Return the Paddle place on which programs of this process run; `device` is "cpu" or "gpu"."""
+    """Return the Paddle place on which programs of this process run; `device` is "cpu" or "gpu". Raise UsageError if
+    it is "auto"."""
     import paddle
 
+    check_resolved(device)
     return paddle.CUDAPlace(local_gpu()) if device == "gpu" else paddle.CPUPlace()

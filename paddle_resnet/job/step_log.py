@@ -55,8 +55,8 @@ class StepLog:
 
 def over_all(all_ranks):
     """Return the metrics of a step over all processes, {name: value}. ips is summed, times are averaged over the
-    processes, and other values over the images of the processes with finite values. `all_ranks` is [(number of images,
-    {name: value}, {name: common value})], with one entry per rank."""
+    processes, and other values over the images of the processes with finite values (NaN if there are none). `all_ranks`
+    is [(number of images, {name: value}, {name: common value})], with one entry per rank."""
     counts = [images for images, _, _ in all_ranks]
     result = {}
     for name in all_ranks[0][1]:

@@ -3,7 +3,7 @@ job, and report a failure.
 
 A rank that waits in a collective operation cannot detect that another rank has died, because the rank waits in C code
 (with NCCL, indefinitely). Therefore each rank has a separate process that monitors the job. The overhead per step is
-one integer store.
+two integer stores.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import time
 from paddle_resnet.job import channel, monitor
 from paddle_resnet.job.position import Position
 from paddle_resnet.utils import logger, progress
-from paddle_resnet.utils.errors import RunError, UsageError
+from paddle_resnet.utils.errors import RunError, UsageError, program
 
 # Maximum time that a failed rank waits for the report of an earlier failure. PATIENCE_S is below 3 s, because the
 # launcher terminates all ranks 3 s after a rank has exited.
@@ -55,7 +55,8 @@ def start(rank, world_size, timeout_s, master, gather, from_rank_0):
         gather, from_rank_0: functions of exchange.py. Both functions are allowed to wait indefinitely for other ranks,
             because the monitor is already running and ends this rank if the job fails.
     Raises:
-        UsageError: `master` is not an address of rank 0's machine.
+        UsageError: rank 0's machine cannot listen on the host of `master` (on rank 0).
+        ValueError: another rank sent an invalid key.
     """
     global _monitor
     stop()
@@ -93,8 +94,9 @@ def stop():
 
 
 def report_failure(error):
-    """Report to all other ranks the error that ends this rank. If the failure of another rank may have caused the
-    error, first wait briefly for the report of that failure, which would end this process."""
+    """Report to all other ranks the error that ends this rank, which must then exit within END_S. If the failure of
+    another rank may have caused the error, first wait PATIENCE_S for the report of that failure, which would end this
+    process."""
     if _monitor is None:
         return
     if not isinstance(error, (UsageError, RunError, KeyboardInterrupt)):
@@ -141,6 +143,6 @@ class _Monitor:
         try:
             if not code:
                 message = "monitor: the process that monitors this rank was killed or crashed; start the job again"
-                logger.write_line(f"train.py: error: {message}", sys.stderr)
+                logger.write_line(f"{program('train')}: error: {message}", sys.stderr)
         finally:  # exit even if printing fails, because nothing else ends this process
             os._exit(code[0] if code else 1)

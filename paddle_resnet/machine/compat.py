@@ -37,9 +37,8 @@ def check_version(version=paddle.__version__):
     numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
     if not any(numbers[:2] == tested[:2] and numbers >= tested for tested in (LOWEST, HIGHEST)):
         lowest, highest = (".".join(map(str, tested)) for tested in (LOWEST, HIGHEST))
-        remedy = (
-            driver.remedy() if driver.gpu() else f"install one of them, for example with make venv PADDLE={highest}"
-        )
+        command = driver.replacement(highest, f"paddlepaddle=={highest}")
+        remedy = driver.remedy() if driver.gpu() else f"install one of them, for example with {command}"
         raise UsageError(
             f"Paddle {version}: not supported; this project is tested with {lowest} (lowest) and {highest} (highest); "
             f"{remedy}"
@@ -85,13 +84,13 @@ def append_all_reduce(block, variable):
 def start_gloo(prepare):
     """Connect the processes of a CPU job through Gloo.
 
-    In Paddle 3, operators need a communicator that uses the launcher's store; otherwise, they fail with
+    In Paddle 3, operators need a communicator that uses Paddle's TCP store; otherwise, they fail with
     "NCCLCommContext is nullptr". In Paddle 2.6, operators need state from init_parallel_env, which also starts helper
     processes.
 
     Args:
-        prepare: function to call before the helper processes start. The return value of the function is kept alive
-            until the helper processes have started.
+        prepare: function to call before the helper processes of Paddle 2.6 start. The return value of the function is
+            kept alive until the helper processes have started.
     """
     if IS_PADDLE_3:
         from paddle.base import core
@@ -138,8 +137,8 @@ def _append(op_type, x, **attrs):
 
 
 def assigned(op):
-    """Return the values of an assign_value operator as a float32 array. Paddle 3 stores the values as a list of Scalar
-    objects, whereas Paddle 2.6 stores one list of numbers per type."""
+    """Return the values of an assign_value operator of type float32 as an array. Paddle 3 stores the values as a list
+    of Scalar objects, whereas Paddle 2.6 stores one list of numbers per type."""
     values = [value.value() for value in op.attr("values")] if IS_PADDLE_3 else op.attr("fp32_values")
     return np.array(values, np.float32).reshape(op.attr("shape"))
 

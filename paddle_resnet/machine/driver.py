@@ -3,6 +3,8 @@
 import os
 from typing import NamedTuple
 
+from paddle_resnet.utils.errors import SCRIPT, is_installed, python
+
 LEAST_CAPABILITY = (6, 1)  # lowest compute capability for which a supported Paddle version has a build
 
 
@@ -42,5 +44,15 @@ def remedy():
     if found is None:
         return "install a GPU build of Paddle (see docs/install.md)"
     if found.capability < (9, 0):
-        return "install a GPU build with make venv PADDLE=2.6.2"
-    return 'install a GPU build with make venv PADDLE="3.3.1 -i URL" (docs/install.md explains how to find URL)'
+        return f"install a GPU build with {replacement('2.6.2', f'{SCRIPT}[gpu]')}"
+    command = replacement('"3.3.1 -i URL"', "paddlepaddle-gpu==3.3.1 -i URL")
+    return f"install a GPU build with {command} (docs/install.md explains how to find URL)"
+
+
+def replacement(value: str, arguments: str) -> str:
+    """Return the command that replaces Paddle: in a checkout, `make venv` with this value of PADDLE, otherwise `pip
+    install` with these arguments."""
+    if not is_installed():
+        return f"make venv PADDLE={value}"
+    pip = f"{python()} -m pip"
+    return f"{pip} uninstall -y paddlepaddle paddlepaddle-gpu && {pip} install {arguments}"

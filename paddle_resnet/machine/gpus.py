@@ -13,13 +13,13 @@ from paddle_resnet.machine import driver, libraries
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, core
 
-INSTALL = 'install a different build with make venv PADDLE="REQUIREMENT -i INDEX", see docs/install.md'
 _FATBIN = b"\x50\xed\x55\xba"  # first bytes of each fat binary (GPU code) in a library
 _CUBIN, _PTX = 2, 1
 
 
 def resolve(device, index, several):
-    """Resolve --device auto, and check that --device gpu is possible.
+    """Resolve --device auto, and check that --device gpu is possible. Log a warning if auto selects the CPU although
+    this machine has a GPU.
 
     Args:
         device: "auto", "gpu" or "cpu".
@@ -56,14 +56,15 @@ def problem(index, several=False):
 
     Args:
         index: Paddle's index of the GPU.
-        several: whether the job has several GPUs.
+        several: whether the job has several processes, which need NCCL.
     Returns:
         description of the problem and its remedy, or None if there is no problem.
     """
     if not paddle.is_compiled_with_cuda():
         return f"Paddle {paddle.__version__} is a CPU build; use --device cpu, or {driver.remedy()}"
     if index >= paddle.device.cuda.device_count():
-        return f"Paddle {paddle.__version__} does not detect GPU {index}; check nvidia-smi, or use --device cpu"
+        remedy = "check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device cpu"
+        return f"Paddle {paddle.__version__} does not detect GPU {index}; {remedy}"
     return libraries.problem(several) or _kernel_problem(index)
 
 
@@ -79,7 +80,11 @@ def _kernel_problem(index):
         reason = f"{values.tolist()} + {values.tolist()} gives {result.tolist()}"
     except (RuntimeError, OSError) as e:
         reason = core(e)
-    return f"{describe(index)} cannot run the kernels of {describe_build()} ({reason}); {INSTALL}"
+    command = driver.replacement('"REQUIREMENT -i INDEX"', "REQUIREMENT -i INDEX")
+    return (
+        f"{describe(index)} cannot run the kernels of {describe_build()} ({reason}); install a different build with "
+        f"{command}, see docs/install.md"
+    )
 
 
 def describe(index):
@@ -102,7 +107,7 @@ def describe_build():
 
 def build_capabilities():
     """Return the compute capabilities for which the installed Paddle has kernels, such as ["8.0", "9.0"]. "9.0+" means
-    that the build also contains PTX, which runs on newer GPUs."""
+    that a build of Paddle 2.6 also contains PTX, which runs on newer GPUs."""
     if hasattr(paddle.version, "cuda_archs"):  # Paddle 3.0 or later
         architectures = {(int(arch), _CUBIN) for arch in paddle.version.cuda_archs()}
     else:
@@ -113,8 +118,8 @@ def build_capabilities():
 
 
 def _architectures(library, files=64):
-    """Return {(architecture, kind)} for the first `files` fat binaries in a library. All other fat binaries have the
-    same architectures. An architecture is a number such as 90; kind is _CUBIN or _PTX."""
+    """Return {(architecture, kind)} for the first `files` fat binaries in a library, because a build of Paddle compiles
+    all its files for the same architectures. An architecture is a number such as 90; kind is _CUBIN or _PTX."""
     architectures, position = set(), 0
     with open(library, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as memory:
         while files and (position := memory.find(_FATBIN, position)) >= 0:

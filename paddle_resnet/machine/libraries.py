@@ -5,8 +5,9 @@ nvidia-*-cu11 packages, the file names include a version (libcudnn.so.8), and th
 libphi.so opens the libraries, and the dynamic linker searches for them in this order: LD_LIBRARY_PATH, the folder from
 which libphi.so was loaded, the system's folders (ldconfig), /usr/local/cuda/lib64. Therefore, this module creates a
 folder of links to libphi.so and to the packages' libraries, and loads libphi.so from the folder of links before Paddle
-is imported. The user's setup takes precedence: if cuDNN and cuBLAS are on LD_LIBRARY_PATH or in the system's folders,
-the module does nothing. Paddle 3 and the CUDA 12 builds of Paddle find their packages without this module.
+is imported. The user's setup takes precedence: if cuDNN and cuBLAS are on LD_LIBRARY_PATH, in the system's folders or
+in /usr/local/cuda/lib64, the module does nothing. Paddle 3 and the CUDA 12 builds of Paddle find their packages without
+this module.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 from paddle_resnet.utils import cache, files
-from paddle_resnet.utils.errors import UsageError, python
+from paddle_resnet.utils.errors import UsageError, installation
 
 # {package folder: version suffix of the library files that CUDA 11.8 and Paddle 2.6 need}. The folder may also contain
 # other versions, installed by other packages. Paddle opens cuSOLVER when the capture of a CUDA graph begins.
@@ -33,7 +34,7 @@ NEEDED = {"libcudnn.so": ("cuDNN", 8), "libcublas.so": ("cuBLAS", 11), "libcubla
 NEEDED |= {f"libcudnn_{part}.so.8": ("cuDNN", 8) for part in ("ops_infer", "ops_train", "cnn_infer", "cnn_train")}
 NEEDED_BY_SEVERAL_GPUS = {"libnccl.so": ("NCCL", 2)}
 
-_folder = None  # folder of links; set when Paddle is imported
+_folder = None  # folder of links, or None if Paddle is not imported yet or needs no links
 _is_late = False  # whether Paddle was imported before this module
 
 
@@ -47,7 +48,7 @@ class _BeforePaddle:
 
 
 def prepare():
-    """Make a later import of Paddle load libphi.so from the folder of links."""
+    """Make a later import of Paddle load libphi.so from the folder of links, if this build of Paddle needs them."""
     global _is_late
     _is_late = "paddle" in sys.modules
     if not _is_late:
@@ -64,7 +65,7 @@ def _load_phi():
 
 
 def _are_set_up():
-    """Return whether LD_LIBRARY_PATH or the system's folders contain the libraries that training needs."""
+    """Return whether LD_LIBRARY_PATH, the system's folders or /usr/local/cuda/lib64 contain cuDNN and cuBLAS."""
     folders = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
     folders.append("/usr/local/cuda/lib64")
     return all(
@@ -74,7 +75,8 @@ def _are_set_up():
 
 
 def _links():
-    """Return {name: target} of the links to create, or {} if this build of Paddle needs no links."""
+    """Return {name: target} of the links to create, or {} if Paddle or the packages with CUDA libraries are not
+    installed, or if this build of Paddle needs no links."""
     spec = importlib.util.find_spec("paddle")
     packages = importlib.util.find_spec("nvidia")
     if spec is None or packages is None:
@@ -94,8 +96,7 @@ def _links():
 
 
 def is_served():
-    """Return whether the imported Paddle needs this module. Some builds of Paddle include the CUDA libraries or find
-    the libraries without this module."""
+    """Return whether this module prepares the libraries of the imported Paddle: a build of version 2.6 for CUDA 11."""
     import paddle
 
     return _is_served(paddle.version.full_version, str(paddle.version.cuda()))
@@ -135,7 +136,8 @@ def problem(several_gpus=False):
     Args:
         several_gpus: whether to check NCCL, which is needed for several GPUs.
     Returns:
-        description of the problem and its remedy, or None if there is no problem.
+        description of the problem and its remedy, or None if there is no problem or this build is not checked (see
+        is_served).
     """
     import paddle
 
@@ -151,15 +153,15 @@ def problem(several_gpus=False):
         else:
             continue
         return (
-            f"Paddle {paddle.__version__} needs {library} {major}, but {name} {state}; install it with {python()} -m "
-            "pip install -r requirements.txt, and remove other versions from LD_LIBRARY_PATH, which takes precedence"
-            + ("; import paddle_resnet before paddle" if _is_late else "")
+            f"Paddle {paddle.__version__} needs {library} {major}, but {name} {state}; install it with "
+            f"{installation('gpu')}, and remove other versions from LD_LIBRARY_PATH and the system's folders, which "
+            "take precedence" + ("; import paddle_resnet before paddle" if _is_late else "")
         )
     return None
 
 
 def find(name):
-    """Open a library the way Paddle does. Return the path of the library file, or None if it is not found."""
+    """Open a library the way Paddle does. Return the path of the library file, or None if it cannot be opened."""
     folders = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
     folders += [str(_folder)] if _folder else []
     for candidate in (*[f"{folder}/{name}" for folder in folders], name, f"/usr/local/cuda/lib64/{name}"):

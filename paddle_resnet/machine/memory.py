@@ -7,7 +7,7 @@ _CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
 def available():
-    """Return the available memory in bytes, taking the container's memory limit into account."""
+    """Return the available memory in bytes, taking the memory limit of the container (cgroup v2) into account."""
     meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(meminfo["MemAvailable"].split()[0]) * 1024
     try:
@@ -18,8 +18,9 @@ def available():
 
 
 class Peak:
-    """Measures peak memory: on a GPU, the device memory that Paddle reserves; on the CPU, the resident memory of the
-    process. The measurement starts when the object is created.
+    """Measures peak memory: on a GPU, the device memory that Paddle reserves, which does not decrease until the memory
+    is explicitly released; on the CPU, the resident memory of the process. The measurement starts when the object is
+    created.
 
     Args:
         device: "cpu" or "gpu".

@@ -112,8 +112,8 @@ def build_model(arch, num_classes, channels, data_format):
         channels: number of image channels.
         data_format: "NCHW" or "NHWC".
     Raises:
-        UsageError: --model-arch-name is not in the registry, the user's file raises an exception, or its network is not
-            a paddle.nn.Layer with the attributes `first` and `last`.
+        UsageError: --model-arch-name is not in the registry, the user's file fails user_file.check or raises an
+            exception, or its network is not a paddle.nn.Layer with suitable attributes `first` and `last`.
     """
     from paddle import static
 

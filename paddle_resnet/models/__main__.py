@@ -8,6 +8,7 @@ from pathlib import Path
 from paddle_resnet.models import MODELS, registered, registered_name
 from paddle_resnet.utils import exit_codes, signals
 from paddle_resnet.utils.command_line import Parser
+from paddle_resnet.utils.errors import program
 
 SPEEDS = Path(__file__).parents[2] / "benchmarks" / "networks.csv"  # an installed package does not contain this file
 BYTES = 2  # size of a float16 element
@@ -24,11 +25,13 @@ def size(arch, side, num_classes=CLASSES):
         num_classes: number of outputs.
     Returns:
         {"parameters": number of trainable parameters,
-        "multiply_adds": number of multiply-adds of all convolutions and matrix products for one image,
+        "multiply_adds": number of multiply-adds of all convolutions and matrix products for one image, excluding those
+        that depend only on parameters (layers.FLOAT32_SCOPE),
         "activation_bytes": size per image of the float16 tensors that Paddle's backward operators read, excluding the
         image itself}.
     Raises:
         UsageError: see build_model and logits.
+        RunError, OSError: Paddle cannot be imported (see signals.importing_paddle).
     """
     with signals.importing_paddle():
         import paddle
@@ -96,7 +99,7 @@ def rows(archs):
 
 def _main(argv):
     parser = Parser(
-        prog="python -m paddle_resnet.models",
+        prog="models",
         description=f"Print the size of networks with {CLASSES:,} classes and {CHANNELS} input channels: image side in "
         "pixels, trainable parameters, and multiply-adds and activation memory per image. Activation memory counts the "
         "float16 tensors that the backward pass of Paddle's operators reads. Speeds are in images/s and come from "
@@ -116,7 +119,7 @@ def _main(argv):
 
 def main(argv=None):
     """Print the table and return the exit code (paddle_resnet/utils/exit_codes.py)."""
-    return exit_codes.of("python -m paddle_resnet.models", lambda: _main(sys.argv[1:] if argv is None else argv))
+    return exit_codes.of(program("models"), lambda: _main(sys.argv[1:] if argv is None else argv))
 
 
 if __name__ == "__main__":

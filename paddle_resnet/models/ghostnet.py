@@ -50,8 +50,8 @@ class Ghost(nn.Layer):
 
 class Block(nn.Layer):
     """Residual block: a Ghost module that expands the channels, a depthwise convolution if the stride is 2,
-    squeeze-and-excitation, and a Ghost module without activation. If the shape changes, the shortcut consists of a
-    depthwise convolution and a 1x1 convolution."""
+    squeeze-and-excitation if `has_se` is set, and a Ghost module without activation. If the shape changes, the shortcut
+    consists of a depthwise convolution and a 1x1 convolution."""
 
     def __init__(self, in_channels, kernel_size, hidden, channels, has_se, stride, data_format):
         super().__init__()

@@ -87,7 +87,8 @@ class BatchNorm(nn.BatchNorm2D):
 
 
 class ConvBN(nn.Layer):
-    """Convolution without bias, followed by batch normalization. At stride 1, the padding preserves height and width.
+    """Convolution without bias, followed by batch normalization. At stride 1, the default padding of an odd kernel size
+    preserves height and width.
 
     Args:
         in_channels, channels: number of input and output channels.
@@ -97,8 +98,8 @@ class ConvBN(nn.Layer):
         initializer: initializer of the filters.
         epsilon, momentum: arguments of the BN layer; momentum is the weight of the previous running statistics.
         padding: padding of the convolution, by default kernel_size // 2 on all sides. "SAME" pads like TensorFlow: for
-            stride 2 and an even size, the bottom gets one more row than the top, and the right one more column than the
-            left.
+            stride 2, an odd kernel size and an even image size, the bottom gets one more row than the top, and the
+            right one more column than the left.
         scale: initial scale of the BN layer.
     """
 

@@ -91,9 +91,10 @@ def _correction(loss, logits, label, weights):
     gradient. `weights` replaces the labels, unless it is None.
 
     On a CPU, the kernels of cross_entropy and log_softmax raise logits to at least the largest logit of the image minus
-    64, which limits the loss and changes gradients by less than 1e-27. For all images without such logits, the
-    correction is 0, so that their loss is the kernel's value. This value does not depend on the other images of the
-    batch, whereas the last bit of the correction would, because it is computed with Paddle's exp operator."""
+    64, which limits the loss and changes gradients by less than 1e-27. For all images whose smallest logit is at most
+    63 below the largest, the correction is 0, so that their loss is the kernel's value. This value does not depend on
+    the other images of the batch, whereas the last bit of the correction would, because it is computed with Paddle's
+    exp operator."""
     shifted = _op("elementwise_sub", {"X": logits, "Y": _largest(logits, 1)})
     log_sum = _op("log", {"X": _op("reduce_sum", {"X": _op("exp", {"X": shifted})}, dim=[1], keep_dim=True)})
     if weights is None:

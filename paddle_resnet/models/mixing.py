@@ -23,8 +23,8 @@ def mixup(generator, ratio, height, width):
 
 def cutmix(generator, ratio, height, width):
     """Return a Mix that replaces a box in the image with the partner's pixels. The height and width of the box are
-    those of the image times the square root of 1 - ratio. The center of the box is drawn uniformly, and the box is
-    clipped to the image."""
+    those of the image times the square root of 1 - ratio, rounded down to even numbers. The center of the box is drawn
+    uniformly, and the box is clipped to the image."""
     sides = []
     for size in (height, width):
         center, half = generator.integers(size), int(size * np.sqrt(1 - ratio)) // 2

@@ -1,7 +1,7 @@
 """The parts of a network, ordered by depth, for --freeze, --lr-decay-by-layer and --classifier-lr-factor.
 
-Each layer that is an attribute of the network is a part. If the attribute is a list of layers, each layer in the list
-is a part, except that the stem is always a single part.
+Each layer that is an attribute of the network and has parameters is a part. If the attribute is a list of layers, each
+layer in the list is a part, except that the stem is always a single part.
 """
 
 import re

@@ -1,4 +1,5 @@
-// The operator that copies metrics to the host asynchronously, and the ring buffer from which Python reads them.
+// The operator that copies the results of a step, such as metrics or probabilities, to the host asynchronously, and the
+// ring buffer from which Python reads them.
 
 #pragma once
 
@@ -12,9 +13,9 @@
 
 namespace {
 
-// A ring buffer that contains the last kSlots copies. Each copy contains the metrics of one step. The metrics are
-// copied to pinned memory on the step's stream, and an event marks the end of the copy. Enqueuing a copy does not block
-// the host, whereas the Executor's fetch waits until the GPU has finished the step.
+// A ring buffer that contains the last kSlots copies. Each copy contains the results of one step. On a GPU, the results
+// are copied to pinned memory on the step's stream, and an event marks the end of the copy. Enqueuing a copy does not
+// block the host, whereas the Executor's fetch waits until the GPU has finished the step.
 class AsyncCopies {
  public:
   static constexpr int kSlots = 4;

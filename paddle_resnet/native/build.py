@@ -1,4 +1,4 @@
-"""Build, cache and load the custom Paddle operators. The first run on a machine compiles the operators.
+"""Build, cache and load the custom Paddle operators. They are compiled if the cache does not contain them.
 
 The machine's C++ compiler compiles `operators.cc` with Paddle's headers. NVRTC compiles the CUDA kernels for the
 machine's GPU, and requires neither nvcc nor the CUDA headers.
@@ -59,7 +59,7 @@ def missing(capability=None):
     Returns:
         a short description of what is missing, or None if nothing is missing or the cache contains the operators.
     Raises:
-        Unavailable: the environment variable CXX does not contain a command.
+        Unavailable: the environment variable CXX does not contain a command, or there is no home folder for the cache.
     """
     if not cache.is_trusted(_operators_file()) and shutil.which(_compiler()[0]) is None:
         return f"no C++ compiler ({_compiler()[0]})"
@@ -74,7 +74,8 @@ def load(capability=None):
     Args:
         capability: (major, minor) compute capability of this process's GPU; None without a GPU.
     Raises:
-        Unavailable: a compiler or library is missing, or a compiler reports an error.
+        Unavailable: a compiler or library is missing, a compiler reports an error, the cache folder cannot be used, or
+            Paddle cannot load the operators.
     """
     try:
         reason = missing(capability)
@@ -101,6 +102,7 @@ def register():
 
     Raises:
         Unavailable: the operators cannot be built, or Paddle cannot load the library.
+        OSError: the cache folder cannot be used.
     """
     path = _build(_operators_file(), _compile_operators)
     try:
@@ -132,7 +134,12 @@ def _key(patterns, *others):
 
 def _build(path, compile_to):
     """Build a file unless the cache already contains a trusted copy (cache.is_trusted), and return its path. If several
-    processes need the file, one of them builds it while the others wait."""
+    processes need the file, one of them builds it while the others wait.
+
+    Raises:
+        OSError: the cache cannot be read or written.
+        Unavailable: the compiler fails.
+    """
     if cache.is_trusted(path):
         return path
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)

@@ -55,9 +55,9 @@ __device__ Value join_all(const Value &value, Value *shared, const Join &join) {
 }
 
 // Computes for each row, with logits x:
-// losses[row] = log(sum(exp(x))) - (1 - smoothing) x[label] - smoothing mean(x), or NaN if a logit is NaN or the label
-// is out of range. If `weights` [rows, classes] is not null, sum(weights x) replaces x[label]. If `image_weights`
-// [rows] is not null, losses[row] is multiplied by image_weights[row].
+// losses[row] = log(sum(exp(x))) - (1 - smoothing) x[label] - smoothing mean(x), or NaN if a logit is NaN or +inf or
+// the label is out of range. If `weights` [rows, classes] is not null, sum(weights x) replaces x[label]. If
+// `image_weights` [rows] is not null, losses[row] is multiplied by image_weights[row].
 // of_softmax[row] = {largest x, log(sum(exp(x - largest)))}, so that softmax(x) = exp(x - largest - log(sum)).
 // hits[row]: bit 0 is set if the label ranks first, bit 1 if the label ranks among the first k classes, bit 2 if the
 // label is out of range. pairs[row] = {label, class that ranks first}; the class is `classes` if all logits are NaN.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import paddle
 
+from paddle_resnet.components import rates
 from paddle_resnet.job import processes
 from paddle_resnet.settings import durations
 from paddle_resnet.utils import logger
@@ -144,23 +145,26 @@ def build_lr_scheduler(args, timeline):
     Raises:
         UsageError: the warm-up does not increase the learning rate.
     """
+    settings = args.part(rates.Settings)
     factor = processes.world_size() * args.accumulate_steps
-    peak, low = (rate * factor for rate in (args.lr, args.min_lr))
-    steps_of = functools.partial(durations.steps_of, args, timeline)
-    total, warmup_steps = durations.total_steps(args, timeline), steps_of(args.warmup_epochs)
+    peak, low = (rate * factor for rate in (settings.lr, settings.min_lr))
+    length = args.part(durations.Settings)
+    steps_of = functools.partial(durations.steps_of, length, timeline)
+    total, warmup_steps = durations.total_steps(length, timeline), steps_of(settings.warmup_epochs)
     if warmup_steps > total:
         logger.warn(
-            f"--warmup-epochs {args.warmup_epochs}: longer than the run, so the whole run is warm-up; use a lower value"
+            f"--warmup-epochs {settings.warmup_epochs}: longer than the run, so the whole run is warm-up; use a lower "
+            "value"
         )
         warmup_steps = total
     # A run that consists only of warm-up never uses the span, but a span must have at least one step.
     span = Span(max(1, total - warmup_steps), peak, low, warmup_steps, steps_of)
-    function, flags = SCHEDULES[args.lr_scheduler]
-    rate = functools.partial(function, span, *(getattr(args, flag) for flag in flags))
-    if warmup_steps and args.warmup_start_lr >= rate(0):
+    function, flags = SCHEDULES[settings.lr_scheduler]
+    rate = functools.partial(function, span, *(getattr(settings, flag) for flag in flags))
+    if warmup_steps and settings.warmup_start_lr >= rate(0):
         raise UsageError(
-            f"--warmup-start-lr {args.warmup_start_lr:g}: not below {rate(0):g}, the learning rate after the warm-up "
-            f"(--lr {args.lr:g} times {factor} for processes and --accumulate-steps); use a lower value, or "
-            "--warmup-epochs 0"
+            f"--warmup-start-lr {settings.warmup_start_lr:g}: not below {rate(0):g}, the learning rate after the "
+            f"warm-up (--lr {settings.lr:g} times {factor} for processes and --accumulate-steps); use a lower value, "
+            "or --warmup-epochs 0"
         )
-    return Schedule(rate, timeline, warmup_steps, args.warmup_start_lr)
+    return Schedule(rate, timeline, warmup_steps, settings.warmup_start_lr)

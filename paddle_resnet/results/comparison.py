@@ -9,7 +9,7 @@ from paddle_resnet.results import lr_curve, page, reading
 from paddle_resnet.results.curves import chart
 from paddle_resnet.utils import exit_codes, files, outputs
 from paddle_resnet.utils.command_line import Parser
-from paddle_resnet.utils.errors import counted, printable
+from paddle_resnet.utils.errors import counted, printable, program
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVES = {"val.top1": "top1", "val.loss": "validation loss", "train.loss": "training loss", "train.ips": "images/s"}
@@ -18,10 +18,9 @@ PLACES = {"output_dir", "report_file", "report_html", "tensorboard_dir", "predic
 
 
 def main(argv=None):
-    """Compare runs and return the exit code: 0 for success, 1 if the page cannot be written, 2 for a usage error or an
-    unusable report, 130 if interrupted."""
+    """Compare the runs that the arguments specify, and return the exit code (see exit_codes.of)."""
     parser = Parser(
-        prog="python -m paddle_resnet.report",
+        prog="report",
         description="Compare runs: metrics, curves, flags that differ, and the first step at which the losses differ.",
         examples=(("compare two runs", "output/ResNet50 output2/ResNet50 --html comparison.html"),),
     )
@@ -38,7 +37,7 @@ def main(argv=None):
         metavar="FILE",
         help="HTML page to write; for a single run, the page contains all details",
     )
-    return exit_codes.of(parser.prog, lambda: _compare(**vars(parser.parse_intermixed_args(argv))))
+    return exit_codes.of(program("report"), lambda: _compare(**vars(parser.parse_intermixed_args(argv))))
 
 
 def _compare(runs, html):
@@ -114,7 +113,8 @@ def flags(runs):
 
 
 def first_difference(first, other):
-    """Describe the first step at which the training losses of two runs differ."""
+    """Describe the first step at which the training losses of two runs differ. Only steps that both runs have logged
+    are compared."""
     steps = [
         (step, a["train.loss"], other.steps[step]["train.loss"])
         for step, a in sorted(first.steps.items())
@@ -143,7 +143,8 @@ def _text(value):
 
 
 def _print_curves(console, runs):
-    """Print a row of bars for each run and metric, with the same scale for all runs."""
+    """Print a row of bars for each run and each metric of CURVES, with the same scale for all runs. A metric with fewer
+    than two values in all runs together is omitted."""
     for name, title in CURVES.items():
         curves = {run: [y for _, y in points] for run, _, points in _series(runs, name)}
         values = [y for curve in curves.values() for y in curve]

@@ -8,7 +8,8 @@ WIDTH, HEIGHT = 460, 270
 RIGHT, TOP, BOTTOM = 24, 12, 34
 CHARACTER = 8.2  # width of a digit on narrow screens, where the style sheet enlarges the text
 MOST_LABELS = 9  # maximum number of labels on the x axis
-OUTLIER = 3  # the y axis ends at the 98th percentile if the largest value exceeds it by this factor
+# With at least 10 values, the y axis ends at their 98th percentile if the largest value exceeds OUTLIER times that.
+OUTLIER = 3
 TINY = 1e-30  # for smaller values, the ticks would exceed the precision of float64
 
 
@@ -16,7 +17,7 @@ def chart(series, xlabel="epochs done", mark=None, from_zero=False, last_x=0, ha
     """Draw lines with a common x axis.
 
     Args:
-        series: [(name, CSS class, [(x, y)])]; values below TINY are drawn as 0.
+        series: [(name, CSS class, [(x, y)])]; values from -TINY to TINY are drawn as 0.
         xlabel: label of the x axis.
         mark: (x, y, text) of a point to mark, or None.
         from_zero: whether the y axis begins at 0. Otherwise, the axis is logarithmic if all values are positive and
@@ -87,7 +88,7 @@ def _without_outliers(values):
 
 
 def ticks(low, high):
-    """Return about five round numbers that span the range from low to high."""
+    """Return evenly spaced round numbers that span the range from low to high."""
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         low, high = low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)
     rough = (high - low) / 4
@@ -98,8 +99,8 @@ def ticks(low, high):
 
 
 def decades(low, high):
-    """Return powers of ten that span the range from low to high. If the range is short, also return 2 and 5 times these
-    powers."""
+    """Return powers of ten that span the range from low to high. If there are fewer than four, also return 2 and 5
+    times these powers."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     values = [m * 10.0**power for power in powers for m in ((1, 2, 5) if len(powers) < 4 else (1,))]
     # max() and min() use their defaults if log10 rounds up a number just below a power of ten, or rounds down one just

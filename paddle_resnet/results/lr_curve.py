@@ -116,8 +116,9 @@ class Divergence:
 
 
 def suggest(rates, losses, steps):
-    """Return (rate at which the smoothed loss falls fastest, rate at which it is lowest), or None if the smoothed loss
-    falls by at most CLEAR_FALL standard errors. Only the steps up to the lowest smoothed loss are considered.
+    """Return (rate at which the smoothed loss falls fastest, rate at which it is lowest), or None if there are fewer
+    than SETTLING_STEPS losses or the smoothed loss falls by at most CLEAR_FALL standard errors. Only the steps up to
+    the lowest smoothed loss are considered.
 
     The learning-rate range test is from Smith, arXiv:1506.01186, section 3.3. PyTorch Lightning's finder also suggests
     the rate of the steepest descent. With Momentum and a warm-up, the rate at which the loss is lowest gave better
@@ -152,7 +153,8 @@ def analyze(rates, losses, steps, factor, ended_early, arguments):
 
 
 def write(path, curve):
-    """Write a Curve as JSON, in which null replaces a loss that is not finite."""
+    """Write a Curve as JSON, in which null replaces a loss that is not finite. Raise OSError if the file cannot be
+    written."""
     text = json.dumps(files.finite(asdict(curve)))
     with files.written(path) as partial:
         partial.write_text(text + "\n", encoding="utf-8")
@@ -172,9 +174,9 @@ def read(path):
     except OSError as e:
         raise UsageError(f"{path}: cannot be read ({e.strerror}); make it readable, or delete it") from e
     except (ValueError, RecursionError) as e:
-        raise UsageError(f"{path}: not a curve written by lr_find; delete it, or run lr_find again") from e
+        raise UsageError(f"{path}: not a curve written by lr_find; delete it, or run lr_find with --overwrite") from e
     if not _is_curve(data):
-        raise UsageError(f"{path}: not a curve written by lr_find; delete it, or run lr_find again")
+        raise UsageError(f"{path}: not a curve written by lr_find; delete it, or run lr_find with --overwrite")
     return Curve(**{name: data[name] for name in Curve.__dataclass_fields__})
 
 

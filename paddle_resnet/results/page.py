@@ -33,7 +33,7 @@ def write(path, report_file, environment=None):
         report_file: path of a report. The CSV files next to the report are from the best evaluation of the run.
         environment: {name: value} that describes the machine and the software, or None.
     Raises:
-        UsageError: report_file or a table next to it does not match the schema.
+        UsageError: report_file or one of the run's tables cannot be read or does not match the schema.
         RunError: the page cannot be written.
     """
     run = reading.read(report_file)
@@ -78,7 +78,7 @@ def _templates():
 
 
 def _metrics(run):
-    """Return [(value, description)] for the metrics, the most important metric first."""
+    """Return [(formatted value, description)] for the metrics at the top of the page."""
     best, is_trained = run.best(), bool(run.curve("train.loss"))
     metrics = [(f"{best[1]:.2%}", f"best top1, epoch {best[0]}")] if best and is_trained else []
     last = (
@@ -128,13 +128,13 @@ def _charts(run):
 
 
 def _lr_curve(run):
-    """Return (series, mark) for the chart of the learning-rate finder, or ([], None) if the run folder does not contain
-    its file. If the file is damaged, log a warning."""
+    """Return (series, mark) for the chart of the learning-rate finder, or ([], None) if the folders of the run do not
+    contain its file or the file has fewer than two finite losses. If the file is damaged, log a warning."""
     try:
         path = lr_curve.path(run.folders())
         curve = path and lr_curve.read(path)
     except UsageError as e:
-        logger.warn(f"--report-html: the page omits the lr_find curve: {e}")
+        logger.warn(f"HTML page: omits the lr_find curve: {e}")
         curve = None
     if curve is None:
         return [], None
@@ -159,7 +159,8 @@ def _times(run):
 
 
 def _worst(run, classes, confusion, rows):
-    """Return the classes with the lowest accuracy: [{class, top1, images, mistaken_for, thumbnails}]."""
+    """Return the WORST_CLASSES classes with the lowest accuracy, or fewer if fewer are below 1: [{class, top1, images,
+    mistaken_for, thumbnails}]."""
     worst = [row for row in classes if row["top1"] and float(row["top1"]) < 1]
     worst = sorted(worst, key=lambda row: float(row["top1"]))[:WORST_CLASSES]
     images = _images(run) if rows else {}
@@ -195,7 +196,8 @@ def _per_class(run, classes):
 
 
 def _images(run):
-    """Return {name: Image} of the validation split; {} if the split no longer exists."""
+    """Return {name: Image} of the validation split; {} if the split cannot be listed, for example because it no
+    longer exists."""
     image_root, data_format = (run.parameters.get(name) for name in ("image_root", "data_format"))
     if image_root is None or data_format not in ("auto", *FORMATS):
         return {}
@@ -208,7 +210,7 @@ def _images(run):
 
 
 def _thumbnail(image):
-    """Return a data URL of a small JPEG, or None if Pillow cannot read the image."""
+    """Return a data URL of a small JPEG, or None if `image` is None or Pillow cannot read the image."""
     if image is None:
         return None
     try:

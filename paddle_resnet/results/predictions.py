@@ -2,8 +2,8 @@
 
 The file contains one row per image, in the order of the data set. The columns are image (images.Image.name), label,
 prediction, class and predicted_class (the names of label and prediction), then label_1, class_1, probability_1 and so
-on for the five most probable classes. `python -m paddle_resnet.predict --csv` writes the same columns, except for label
-and class. Fields are empty for classes with a NaN logit and for probabilities that are not finite.
+on for the most probable classes, at most five. `python -m paddle_resnet.predict --csv` writes the same columns, except
+for label and class. Fields are empty for classes with a NaN logit and for probabilities that are not finite.
 """
 
 import csv
@@ -40,7 +40,7 @@ def write(path, images, predictions, names):
                 top = [(*pair, p) for pair, p in zip(named, row[k:], strict=True)]
                 writer.writerow([image.name, int(label), top[0][0], names[int(label)], top[0][1], *top_cells(top)])
     except OSError as e:
-        raise RunError(f"{path}: cannot be written ({e.strerror}); free disk space") from e
+        raise RunError(f"{path}: cannot be written ({e.strerror}); free disk space or choose a different file") from e
 
 
 def class_names(known, count):
@@ -66,8 +66,11 @@ def list_images(image_root, data_format, skip_list, allow_outside, count):
     Args:
         image_root, data_format, skip_list, allow_outside: values of the flags with these names.
         count: expected number of images.
+    Returns:
+        [listing.Image].
     Raises:
-        RunError: the data set has changed since the start of the run.
+        RunError: the number of images is not `count`.
+        UsageError: the data set or the skip list can no longer be read.
     """
     root = DataRoot(image_root, data_format, allow_outside, skip_list=skip_list)
     images = root.listed(Mode.EVAL, folder.own_classes(image_root, Mode.EVAL))

@@ -20,7 +20,7 @@ from paddle_resnet.utils.checks import is_count, is_list_of, is_none_or, is_numb
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.meters import AVERAGES, CLASS_METRICS
 
-LIMIT_BYTES = 1 << 30  # maximum size of a file; a report of ten million steps is smaller
+LIMIT_BYTES = 1 << 30  # maximum size of a file
 LINE_BYTES = 1 << 20
 LIMIT_S = 1e10  # maximum duration of a run
 
@@ -45,8 +45,8 @@ def _is_flag(value):
     return _is_scalar(value) or is_list_of(_is_scalar)(value)
 
 
-# {metric name without its prefix "train." or "val.": check} for steps, epochs and the summary. All other metrics must
-# be numbers.
+# {metric name without its prefix "train." or "val.": check} for steps, epochs and the summary. All other metrics of
+# steps and epochs must be numbers; other entries of the summary can have any value.
 METRICS = {
     **dict.fromkeys(("top1", "top5"), is_ratio),
     **{f"{name}_{average}": is_ratio for name in CLASS_METRICS for average in AVERAGES},
@@ -78,7 +78,7 @@ class _SchemaError(ValueError):
 
 @dataclass
 class Run:
-    """The content of a report. If a step has several entries, the last entry is used.
+    """The content of a report. If a step or an epoch has several values of a metric, the last value is used.
 
     Attributes:
         path: path of the report.
@@ -112,25 +112,26 @@ class Run:
     epoch_s: float = 0.0
 
     def curve(self, name):
-        """Return [(completed epochs, value)] for an epoch metric."""
+        """Return [(completed epochs, value)] for an epoch metric, without values that are not finite."""
         points = [(epoch + 1, data.get(name)) for epoch, data in sorted(self.epochs.items())]
         return [(x, y) for x, y in points if y is not None]
 
     def step_curve(self, name):
-        """Return [(completed epochs, value)] for a step metric; the number of epochs includes the fraction of the
-        current epoch."""
+        """Return [(completed epochs, value)] for a step metric, without values that are not finite. The number of
+        epochs includes the completed fraction of the current epoch."""
         per_epoch = max((step for _, step in self.steps), default=0) + 1
         per_epoch = max(per_epoch, *(data.get("train.steps") or 0 for data in self.epochs.values()), 0)
         points = [(epoch + step / per_epoch, data.get(name)) for (epoch, step), data in sorted(self.steps.items())]
         return [(x, y) for x, y in points if y is not None]
 
     def best(self):
-        """Return (epoch, top1) of the best evaluation, or None."""
+        """Return (epoch, top1) of the best evaluation at the end of an epoch (the earliest if several are equally
+        good), or None."""
         results = [(top1, -epochs_done) for epochs_done, top1 in self.curve("val.top1")]
         return (-max(results)[1] - 1, max(results)[0]) if results else None
 
     def last(self, name):
-        """Return the last value of an epoch metric. If the report contains no epochs, return the value in the summary.
+        """Return the last value of an epoch metric. If no epoch has this metric, return its value in the summary.
         Return None if the value is missing or not finite."""
         values = [data[name] for _, data in sorted(self.epochs.items()) if name in data]
         return values[-1] if values else self.summary.get(name)
@@ -161,8 +162,8 @@ class Run:
         return {name: self.parameters[name] for name in self.explicit if name in self.parameters}
 
     def mean_ips(self, phase):
-        """Return the mean images/s over all epochs of "train" or "val". If the report contains no epochs, return the
-        value in the summary, or None if it is missing."""
+        """Return the mean images/s over the time of all epochs; `phase` is "train" or "val". If no epoch has a speed
+        and a duration, return the value in the summary, or None if it is missing."""
         rates = [(data.get(f"{phase}.ips"), data.get(f"{phase}.epoch_time")) for data in self.epochs.values()]
         rates = [(ips, seconds) for ips, seconds in rates if ips and seconds]
         total_s = sum(seconds for _, seconds in rates)
@@ -179,7 +180,7 @@ def _rows(path, columns):
     except OSError as e:
         raise UsageError(f"{path}: cannot be read ({e.strerror}); make it readable or delete it") from e
     except (ValueError, csv.Error) as e:
-        raise UsageError(f"{path}: not a table written by train.py ({e}); delete it, or evaluate again") from e
+        raise UsageError(f"{path}: not a table written by train.py ({e}); delete it") from e
 
 
 def _checked_row(row, line, columns):
@@ -209,7 +210,7 @@ def read(place):
     Returns:
         Run.
     Raises:
-        UsageError: the file cannot be read, does not match the schema, or contains no entries.
+        UsageError: the file cannot be read, does not match the schema, or contains no "PARAMETER" line.
     """
     path = Path(place) / "report.json" if Path(place).is_dir() else Path(place)
     run = Run(path)
@@ -226,7 +227,7 @@ def read(place):
         reason = e if isinstance(e, _SchemaError) else "not UTF-8"
         raise UsageError(f"{path}: not a report written by train.py ({reason}); choose a different file") from e
     if not run.parameters:
-        raise UsageError(f"{path}: contains no entries; use the report of a run that has started")
+        raise UsageError(f"{path}: contains no PARAMETER line; use the report of a run that has started")
     _close_epoch(run)
     return run
 

@@ -24,8 +24,8 @@ BATCH = 8
 BINS = 2048
 SMALLEST = 1e-30
 PERCENTILE = 99.99  # percentage of values that the "percentile" method does not clip
-# A tensor of an image is ignored if its largest activation exceeds the median over the images by this factor. In a
-# measured network, five of 512 images caused activations 10 to 1,000 times as large as the others
+# A tensor of an image is ignored if its largest activation exceeds the median over the images so far by this factor. In
+# a measured network, five of 512 images caused activations 10 to 1,000 times as large as the others
 # (benchmarks/log/int8_2cpu.md), and would have determined the means of all images.
 OUTLIER = 10
 
@@ -71,7 +71,7 @@ class Histogram:
 
     def range(self, method):
         """Return the upper end of the activation range, which the highest INT8 level represents. Larger values are
-        clipped."""
+        clipped. `method` is "entropy" or "percentile". If all values count as zeros, the range ends at 1."""
         if self.limit == 0:
             return 1.0
         bins = {"entropy": _entropy_bins, "percentile": _percentile_bins}[method](self.counts)
@@ -84,7 +84,8 @@ def _percentile_bins(counts):
 
 def _entropy_bins(counts):
     """Return the number of bins below the clipping threshold that minimizes the Kullback-Leibler divergence between the
-    distributions of the original and the quantized values (Migacz, "8-bit Inference with TensorRT", GTC 2017)."""
+    distributions of the original and the quantized values (Migacz, "8-bit Inference with TensorRT", GTC 2017). Every
+    fourth number from 128 is tested. If no threshold can be tested, no value is clipped."""
     levels = 128
     first, last = np.flatnonzero(counts)[[0, -1]]
     used = int(last) + 1
@@ -130,6 +131,7 @@ def quantize(network, bits, image_root, method, images, allow_outside=False):
         Sample.
     Raises:
         UsageError: the data set or an image cannot be used, or an activation is not finite.
+        RunError: see image_files.predict.
     """
     drawn, available = draw(image_root, images, allow_outside)
     names, layers = list(quantization.activations(network.program)), quantization.layers(network.program)
@@ -204,7 +206,7 @@ def draw(image_root, count, allow_outside=False):
         ([Image], number of images in the training split). The images are in random order and depend only on
         the data set and `count`.
     Raises:
-        UsageError: the data set cannot be used.
+        UsageError: the data set cannot be used, or its training split contains no images.
     """
     images = DataRoot(image_root, allow_outside=allow_outside).listed(Mode.TRAIN)
     if not images:
@@ -217,7 +219,8 @@ def draw(image_root, count, allow_outside=False):
 
 
 def _batches(description, image_root, images):
-    """Yield (batch in the network's input format, labels) for Images."""
+    """Yield (batch in the network's input format, labels) for `images`, [Image]. Raise UsageError if an image
+    cannot be read or decoded."""
     label_of = {}
 
     def read(image):

@@ -21,8 +21,8 @@ class Steps:
 
     Args:
         network: networks.Network whose program contains an async copy of its probabilities.
-        sizes: batch sizes. A batch of any other size is padded to the next larger size in this list, or split if it is
-            larger than all sizes.
+        sizes: batch sizes. A batch of any other size is padded to the next larger size in this list. Calling the object
+            splits a batch that is larger than all sizes.
     """
 
     def __init__(self, network, sizes):
@@ -77,7 +77,7 @@ class _Step:
         return self._last
 
     def host_images(self):
-        """Return the buffer in host memory, which a GPU can read directly."""
+        """Return the buffer in host memory as an array. If the device is a GPU, the memory is pinned."""
         if self._host is None:
             on_gpu = isinstance(self._place, paddle.CUDAPlace)
             place = paddle.CUDAPinnedPlace() if on_gpu else paddle.CPUPlace()

@@ -29,10 +29,10 @@ def predict(model, paths, batch_size=32, device="cpu", threads=4, read=None):
         read: function that returns (content of the image file, None) or (None, problem) for a path. By default, each
             path must refer to a regular file. A custom function can read images from other sources.
     Returns:
-        iterator. `probabilities` is float32 [classes]. If a file cannot be decoded or its probabilities are not finite,
-        `probabilities` is None and `problem` describes the error.
+        iterator. `probabilities` is float32 [classes], and `problem` is None. If a file cannot be read or decoded, or
+        its probabilities are not finite, `probabilities` is None and `problem` describes the error.
     Raises:
-        RunError: DALI fails on an image that it can decode alone.
+        RunError: DALI cannot load an image that bad_images.decode accepts.
     """
     for files_read, probabilities in predict_batches(model, paths, batch_size, device, threads, read):
         rows = iter(probabilities)
@@ -42,7 +42,7 @@ def predict(model, paths, batch_size=32, device="cpu", threads=4, read=None):
 
 def predict_batches(model, paths, batch_size, device, threads, read=None):
     """Yield ([(path, problem or None)], probabilities [N, classes] of the files without a problem) for each batch. For
-    the arguments, see predict."""
+    the arguments and exceptions, see predict."""
     running = [], ()
     for files_read, images in image_batches(model.description, paths, batch_size, device, threads, read):
         submitted = files_read, () if images is None else model.submit(images)
@@ -57,7 +57,9 @@ def _results(model, files_read, probabilities):
     if np.isfinite(probabilities).all():
         return files_read, probabilities
     rows, checked, kept = iter(probabilities), [], []
-    remedy = "use --precision float32" if model.precision == "float16" else "use a different checkpoint"
+    remedy = "use a different checkpoint"
+    if model.precision == "float16":
+        remedy = "use --precision float32" if model.steps else "export the checkpoint in float32"
     for path, problem in files_read:
         if problem is None:
             row = next(rows)
@@ -70,12 +72,12 @@ def _results(model, files_read, probabilities):
 
 
 def image_batches(description, paths, batch_size, device, threads, read):
-    """Yield ([(path, problem or None)], images of the files without a problem) for each batch.
+    """Yield ([(path, problem or None)], images of the files without a problem, or None) for each batch.
 
     DALI decodes batches in advance. Unless `read` is set, DALI also reads the files, so that Python does not have
     to read them one by one. DALI stops at the first image that it cannot read or decode. From then on, `read` (by
     default, _read_file) reads the files, and their headers are checked. If DALI stops again, all images that
-    were read but not yielded are decoded one by one."""
+    were read but not yielded are decoded one by one. For exceptions, see _alone."""
     remaining, ahead, is_read_by_dali = iter(paths), deque(), read is None
     read = _checked(read or _read_file, description)
 
@@ -113,7 +115,11 @@ def image_batches(description, paths, batch_size, device, threads, read):
 
 
 def _alone(description, path, problem, device, threads, read, error):
-    """Decode a single image, after DALI failed to decode a batch. Yield one item in the format of image_batches."""
+    """Decode a single image, after DALI failed to decode a batch. Yield one item in the format of image_batches.
+
+    Raises:
+        RunError: DALI cannot decode the image, although bad_images.decode can.
+    """
     encoded, problem = (None, problem) if problem else read(path)
     if problem is None:
         decoded = _decoded(description, iter([[encoded]]), 1, device, threads)
@@ -144,7 +150,7 @@ def _checked(read, description):
 
 
 def _shorter_side(description):
-    """Return the number of pixels to which the shorter side of an image is resized at most."""
+    """Return an upper limit in pixels for the shorter side of a resized image."""
     crop = preprocessing.sides(description["preprocessing"])
     return description["preprocessing"]["resize_short"] * max(crop) / min(crop)
 
@@ -175,8 +181,8 @@ def _read_file(path):
 
 def _decoded(description, batches, batch_size, device, threads, are_paths=False):
     """Decode batches of images, and yield DALI's output for each batch. An output is valid until the next batch is
-    requested. `batches` yields lists of encoded images or, if `are_paths` is set, of paths (bytes). DALI raises
-    RuntimeError if it cannot read or decode an image."""
+    requested. `batches` yields lists of encoded images or, if `are_paths` is set, of paths (bytes). RuntimeError is
+    raised if DALI cannot read or decode an image."""
     args = inference.loader_args(description, batch_size, device, threads)
     if are_paths:
         data_set = data_sets.image_files(batches, _shorter_side(description))

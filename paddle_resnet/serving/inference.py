@@ -44,12 +44,13 @@ def open_model(path, device, model_arch_name=None, precision=None, sizes=(32,), 
         device: "cpu" or "gpu".
         model_arch_name: see networks.load_checkpoint.
         precision: "float32", "float16", "bfloat16" or "int8". If None, a checkpoint runs in float16 on a GPU with
-            Tensor Cores and otherwise in float32, and an export runs in the precision in which it was exported.
-        sizes: see fixed_sizes.Steps.
-        tta: "flip" averages the probabilities of each image and its mirror image.
+            compute capability 7.0 or higher if custom kernels are available, and otherwise in float32; an export runs
+            in the precision in which it was exported.
+        sizes: see fixed_sizes.Steps; used for checkpoints on a GPU.
+        tta: "none", or "flip" to average the probabilities of each image and its mirror image.
     Raises:
-        UsageError: the path does not contain a network, a file is damaged, the required engine is not installed, or the
-            device, precision or tta is not supported.
+        UsageError: the path does not contain a network; a file is damaged; the required engine is not installed; the
+            device, precision or tta is not supported; or networks.load_checkpoint fails.
     """
     known = {"device": DEVICES, "precision": PRECISIONS, "tta": AUGMENTATIONS}
     for name, value in {"device": device, "precision": precision or PRECISIONS[0], "tta": tta}.items():
@@ -81,9 +82,9 @@ def _open(path, device, model_arch_name, precision, sizes, tta):
             )
         model = (open_onnx if path.suffix == ".onnx" else open_paddle)(path, device)
         if precision not in (None, model.precision):
+            remedy = "" if precision == "bfloat16" else f", or export the checkpoint in {precision}"
             raise UsageError(
-                f"--precision {precision}: {path} was exported in {model.precision}; remove the flag, or export the "
-                "checkpoint in this precision"
+                f"--precision {precision}: {path} was exported in {model.precision}; remove the flag{remedy}"
             )
         return model
     if path.is_dir():
@@ -97,9 +98,11 @@ def is_export(path):
 
 
 def open_checkpoint(path, device, model_arch_name=None, precision=None, sizes=(32,), tta="none", engine="fastest"):
-    """Open a checkpoint as a Model. On a GPU, the model runs in captured steps with custom kernels. On a CPU, the model
-    runs in onnxruntime if the packages onnx and onnxruntime are installed, because onnxruntime was 3.7 to 9.6 times as
-    fast as the Executor (benchmarks/log/prediction_2cpu.md).
+    """Open a checkpoint as a Model. On a GPU, the model runs in captured steps with custom kernels if these are
+    available. On a CPU, the model runs in onnxruntime if the packages onnx and onnxruntime are installed and the
+    network can be converted, because onnxruntime was 3.7 to 9.6 times as fast as the Executor
+    (benchmarks/log/prediction_2cpu.md). Otherwise, the model runs in the Executor, and a logged line states why, unless
+    `engine` is "Paddle".
 
     Args:
         path: folder of a checkpoint or a run.
@@ -120,7 +123,7 @@ def open_checkpoint(path, device, model_arch_name=None, precision=None, sizes=(3
                     f"--precision {requested}: {problem}; fix this problem, or use --precision float32"
                 ) from e
             networks.log(
-                f"warning: --precision float32: {problem}, so Paddle's slower kernels are used; fix the problem"
+                f"warning: {problem}, so the model runs in float32 with Paddle's slower kernels; fix the problem"
             )
         else:
             steps = Steps(network, sizes)
@@ -137,7 +140,11 @@ def open_checkpoint(path, device, model_arch_name=None, precision=None, sizes=(3
 
 def _open_as_onnx(path, model_arch_name):
     """Convert a checkpoint to ONNX in memory, and open it with onnxruntime. Return (Model, None) or, if the conversion
-    is impossible or a package is missing, (None, the reason)."""
+    is impossible or a package is missing, (None, end of the log line that states the reason).
+
+    Raises:
+        UsageError: see networks.load_checkpoint.
+    """
     try:
         for package in ("onnx", "onnxruntime"):
             onnx_writer.require(package)
@@ -150,7 +157,8 @@ def _open_as_onnx(path, model_arch_name):
     try:
         data = onnx_writer.to_onnx(network.program, *ends, network.parameter, text).SerializeToString()
     except UsageError as e:
-        return None, f": {e}"
+        problem, _, _ = str(e).partition("; ")  # the remedy is for exports
+        return None, f": {problem}"
     return load_onnx(data, path, "cpu"), None
 
 
@@ -158,7 +166,7 @@ def resolve_precision(precision, device):
     """Return the precision in which a checkpoint runs on a device. For `precision`, see open_model.
 
     Raises:
-        UsageError: the device does not support the precision.
+        UsageError: the device does not support the precision, or the precision is "int8".
     """
     if precision == "int8":
         raise UsageError(
@@ -189,8 +197,8 @@ def open_paddle(folder, device, logits=False):
     precision = _precision(description)
     if precision == "float16" and device == "cpu":
         raise UsageError(
-            f"{folder}: Paddle Inference runs this float16 model only on a GPU; use a machine with a GPU, or export "
-            "the checkpoint in float32"
+            f"{folder}: Paddle Inference runs this float16 model only on a GPU; use --device gpu, or export the "
+            "checkpoint in float32"
         )
     paths = [Path(folder) / f"{NAME}.{suffix}" for suffix in SUFFIXES]
     if not is_table(description.get("files"), **{path.name: _is_file for path in paths}):
@@ -294,7 +302,7 @@ def _checked_model(model, path):
     """Test a model on an image of zeros, and return the model.
 
     Raises:
-        UsageError: the network does not match its description.
+        UsageError: the model fails, or its output does not have the described shape.
     """
     image, expected = model.description["input"], [1, *model.description["output"]["shape"][1:]]
     try:
@@ -348,6 +356,8 @@ def loader_args(description, batch_size, device="cpu", threads=4):
         batch_size: images per batch.
         device: "cpu" or "gpu".
         threads: number of DALI's CPU threads.
+    Raises:
+        UsageError: the device, or a recorded value of the preprocessing, cannot be used.
     """
     recorded, expected = description["preprocessing"], description["input"]
     is_pixels = expected["dtype"] == "uint8"

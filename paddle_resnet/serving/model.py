@@ -41,7 +41,9 @@ class Model:
         return self.steps.submit(images) if self.steps else self.run(from_dali(self.description, images))
 
     def host_images(self, images):
-        """Return an uninitialized array for a number of images, in the memory from which this engine copies fastest."""
+        """Return an array for a number of images, in the memory from which this engine copies fastest. Its content is
+        undefined. A model with `steps` returns the same memory again for the next batch of this size, which may contain
+        at most as many images as the largest step."""
         expected = self.description["input"]
         if self.steps:
             return self.steps.host_images(images)
@@ -49,7 +51,7 @@ class Model:
 
 
 def from_dali(description, images):
-    """Return images as an array with the shape and type of description["input"]."""
+    """Return images, an array or the output of a DALI pipeline, as an array with the type of description["input"]."""
     if not isinstance(images, np.ndarray):
         images = np.array(images.as_cpu().as_tensor())
     return images.astype(description["input"]["dtype"], copy=False)

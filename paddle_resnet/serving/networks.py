@@ -90,18 +90,19 @@ def load_checkpoint(
         precision: "float32", or "float16" for a network that runs only on a GPU. With float16, the types of input and
             output do not change, and the BN parameters and the softmax remain float32.
         as_evaluated: whether to keep the layout, the number of channels and the kernels of the run's evaluations, so
-            that the network rounds as they did. Its input has three channels in this layout.
+            that the network rounds as they did in float32. Its input has three channels in this layout.
     Returns:
         Network.
     Raises:
-        UsageError: the checkpoint does not exist, is damaged or was saved before the processes averaged their BN
-            statistics; or the user's file that defines the network does not exist or is not specified.
+        UsageError: the checkpoint does not exist, is damaged, contains values that are not finite or was saved before
+            the processes averaged their BN statistics; the user's file that defines the network does not exist or is
+            not specified; or meta.json is missing, and the parameters match no supported network.
         native.Unavailable: with as_evaluated, the run used custom kernels, and they cannot be built.
     """
     checkpoint, meta, args = _recorded(checkpoint, device, model_arch_name)
-    args.set("Python", amp=False, dali_output_fp16=False)
+    args.set("internal", amp=False, dali_output_fp16=False)
     if not as_evaluated:
-        args.set("Python", kernels="paddle", data_layout="NCHW")
+        args.set("internal", kernels="paddle", data_layout="NCHW")
     elif args.kernels == "native":
         native.load()
     channels = args.image_shape[0] if as_evaluated else 3
@@ -119,16 +120,16 @@ def load_checkpoint(
 
 
 def load_fast(checkpoint, precision, device="gpu", model_arch_name=None, tta="none"):
-    """Load the inference network of a checkpoint in the form that evaluation uses: with custom kernels, in NHWC, with
-    four channels and in the chosen precision. The program ends with an async copy of the probabilities.
+    """Load the inference network of a checkpoint with custom kernels, in NHWC, with four channels and in the chosen
+    precision. The program ends with an async copy of the probabilities.
 
     Args:
         checkpoint, device, model_arch_name: see load_checkpoint.
         precision: "float32", "float16" or "bfloat16".
-        tta: "flip" averages the probabilities of each image and its mirror image.
+        tta: "none", or "flip" to average the probabilities of each image and its mirror image.
     Returns:
         Network. The input is normalized images [N, H, W, 3] in float16 if the precision is float16, otherwise in
-        float32. The network adds the fourth channel, if it needs one, so the host copies fewer bytes to the GPU.
+        float32. The network adds the fourth channel, so that the host copies fewer bytes to the GPU.
     Raises:
         native.Unavailable: the custom kernels cannot be built.
         UsageError: see load_checkpoint.
@@ -136,7 +137,7 @@ def load_fast(checkpoint, precision, device="gpu", model_arch_name=None, tta="no
     checkpoint, meta, args = _recorded(checkpoint, device, model_arch_name)
     native.load(paddle.device.cuda.get_device_capability(processes.local_gpu()) if device == "gpu" else None)
     half = {"amp": True, "amp_level": "O2", "amp_dtype": precision} if precision != "float32" else {"amp": False}
-    args.set("Python", **half, kernels="native", data_layout="NHWC", dali_output_fp16=precision == "float16")
+    args.set("internal", **half, kernels="native", data_layout="NHWC", dali_output_fp16=precision == "float16")
     args.set("machine", cuda_graph=device == "gpu")
     network = _load(args, meta, checkpoint, 4, quantize=args.qat, mirror=tta == "flip")
     if args.amp:
@@ -161,21 +162,24 @@ def _cast(network, dtype, level, for_gpu=False):
 
 
 def _recorded(checkpoint, device, model_arch_name):
-    """Return (checkpoint folder, content of meta.json, flags of the training run with the device replaced)."""
+    """Return (checkpoint folder, content of meta.json, flags of the training run, adapted to inference on the device).
+    For exceptions, see load_checkpoint."""
     checkpoint = resolve(checkpoint)
     meta = _read_meta(checkpoint)
     args = restore.recorded_flags(checkpoint, meta, model_arch_name)
     if model_arch_name is not None:
-        args.set("Python", model_arch_name=model_arch_name)
-    args.set("Python", fuse_resunit=False, resume=False, profile_steps=None, device=device)
+        args.set("command line", model_arch_name=model_arch_name)
+    args.set("internal", fuse_resunit=False, resume=False, profile_steps=None, device=device)
     return checkpoint, meta, args
 
 
 def _load(args, meta, checkpoint, channels, **options):
-    """Return the Network of a checkpoint for images with three or four channels. For options, see _build."""
+    """Return the Network of a checkpoint for images with three or four channels. For options, see _build; for
+    exceptions, see load_checkpoint."""
     paddle.enable_static()
     trained, startup, *_ = _build(args, quantize=args.qat)
-    before, args.image_shape = args.image_shape[0], [channels, *args.image_shape[1:]]
+    before = args.image_shape[0]
+    args.set("internal", image_shape=[channels, *args.image_shape[1:]])
     program, _, *outer = _build(args, **options)
     network = Network(args, meta, program, *outer, _describe(args, meta, *outer[:2]))
     place = processes.place(args.device)
@@ -196,7 +200,8 @@ def _load(args, meta, checkpoint, channels, **options):
 
 
 def resolve(folder):
-    """Return the checkpoint that folders.resolve selects for a folder, and log the choice to stderr."""
+    """Return the checkpoint that folders.resolve selects for a folder, and log the choice to stderr. For exceptions,
+    see folders.resolve."""
     return folders.resolve(folder, log=log)
 
 
@@ -234,7 +239,7 @@ def _read_meta(checkpoint):
 def _meta_of_example(checkpoint):
     """Infer the entries of meta.json that inference needs for a checkpoint of NVIDIA's example, which has no meta.json.
     Raise UsageError if the parameters cannot be read or match no supported network."""
-    prefix = folders.foreign_prefix(checkpoint, parsing.from_dict({}).setting("model_prefix"))
+    prefix = folders.foreign_prefix(checkpoint, parsing.from_dict({}).flag_value("model_prefix"))
     path = checkpoint / f"{prefix}.pdparams"
     try:
         state = arrays.read_pickle(path)

@@ -5,11 +5,10 @@ from paddle.base.data_feeder import convert_dtype
 
 from paddle_resnet.machine import compat
 from paddle_resnet.passes import quantization
-from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError, installation
 
-OPSET = 13  # released in 2020; supported by onnxruntime 1.7 and TensorRT 8 or later
+OPSET = 13  # released in 2020; supported by onnxruntime 1.7 or later and TensorRT 8 or later
 IR_VERSION = 7  # version of the file format in the ONNX release that introduced OPSET
-INSTALL = "pip install -r requirements-onnx.txt"
 METADATA = "paddle_resnet"  # metadata key under which the content of model.json is stored
 
 
@@ -23,7 +22,8 @@ def require(name):
         return __import__(name)
     except Exception as e:  # importing a broken package can raise any exception
         reason = " ".join(str(e).split()) or type(e).__name__
-        raise UsageError(f"{name}: cannot be imported, but is required for ONNX ({reason}); run {INSTALL}") from e
+        remedy = f"run {installation('onnx')}"
+        raise UsageError(f"{name}: cannot be imported, but is required for ONNX ({reason}); {remedy}") from e
 
 
 def to_onnx(program, inputs, outputs, read, metadata, engine=None):
@@ -36,13 +36,13 @@ def to_onnx(program, inputs, outputs, read, metadata, engine=None):
         read: function that maps a parameter name to the parameter's array.
         metadata: text to store in the file.
         engine: engine that runs a network quantized by passes/quantization.py, or None to omit the quantization. For
-            "onnxruntime", activations are uint8 and biases int32. uint8 represents the same values as int8: signed
-            activations have the zero point 128. For "tensorrt", activations are int8 and biases float32, because
-            TensorRT does not dequantize int32.
+            "onnxruntime", activations are uint8, and biases of quantized convolutions are int32. uint8 represents the
+            same values as int8: signed activations have the zero point 128. For "tensorrt", activations are int8 and
+            biases float32, because TensorRT does not dequantize int32.
     Returns:
         onnx.ModelProto that has passed ONNX's checker.
     Raises:
-        UsageError: an operator or one of its attributes is not supported.
+        UsageError: an operator or one of its attributes is not supported, or onnx cannot be imported.
     """
     onnx = require("onnx")
     block = program.global_block()
@@ -80,7 +80,7 @@ def to_onnx(program, inputs, outputs, read, metadata, engine=None):
 
 def to_float16(model):
     """Convert a model written by to_onnx to float16 in place, and return it. The types of the input, output and softmax
-    do not change."""
+    do not change. Raises UsageError if onnx cannot be imported."""
     onnx = require("onnx")
     graph, nodes = model.graph, []
     half, single = onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT
@@ -111,7 +111,7 @@ def to_float16(model):
 
 def with_logits(serialized):
     """Add the input of the last softmax as a second output to a serialized ONNX model written by to_onnx. Return the
-    serialized result."""
+    serialized result. Raises UsageError if onnx cannot be imported."""
     onnx = require("onnx")
     model = onnx.load_from_string(serialized)
     [*_, logits] = [node.input[0] for node in model.graph.node if node.op_type == "Softmax"]
@@ -228,7 +228,7 @@ def _untranslatable(op, attribute=None):
     detail = f" with {attribute} {op.attr(attribute)}" if attribute else ""
     output = next(name for name in op.output_arg_names if not op.block.var(name).persistable)
     return UsageError(
-        f"--onnx: operator {op.type}{detail} (output {output}) cannot be translated to ONNX; remove --onnx"
+        f"ONNX: operator {op.type}{detail} (output {output}) cannot be translated to ONNX; remove --onnx and --int8"
     )
 
 

@@ -127,8 +127,12 @@ def orientation(image):
 
 
 def upright_rgb(image):
-    """Return the pixels of an opened image file, converted to RGB and turned upright: uint8 [H, W, 3]. Raise ValueError
-    if the pixels are floating-point numbers, or have more than 16 bits per channel."""
+    """Return the pixels of an opened image file, converted to RGB and turned upright: uint8 [H, W, 3].
+
+    Raises:
+        ValueError: the pixels are floating-point numbers, or integers outside 0 to 65535.
+        Exception: the file is damaged; the type of the exception varies.
+    """
     # Without this assignment, Pillow would also follow the orientation in XMP and, in PNG files, in text.
     image.getexif()[ORIENTATION] = orientation(image)
     image.load()
@@ -139,7 +143,7 @@ def upright_rgb(image):
     if image.mode.startswith("I"):  # 16 bits; Pillow would clip the levels to 255
         levels = np.asarray(image)
         if levels.min() < 0 or levels.max() > 65535:
-            raise ValueError("more than 16 bits per channel are not supported")
+            raise ValueError("pixels outside 0 to 65535 are not supported")
         return np.rint(levels[..., None] / np.float32(257)).astype(np.uint8).repeat(3, axis=2)
     return np.asarray(image.convert("RGB"))
 
@@ -153,6 +157,9 @@ def pixels(image, preprocessing):
         preprocessing: the entry "preprocessing" of model.json.
     Returns:
         uint8 [H, W, 3], RGB.
+    Raises:
+        OSError: the file cannot be opened.
+        ValueError, Exception: see upright_rgb.
     """
     if isinstance(image, (str, Path)):
         with open(image, "rb") as file:
@@ -185,7 +192,7 @@ def _weights(size, scale, crop, interp):
 
 
 def preprocess(image, preprocessing):
-    """Like pixels(), but return normalized values: float32 [3, H, W]."""
+    """Like pixels(), with the same exceptions, but return normalized values: float32 [3, H, W]."""
     mean, std = (np.array(preprocessing[name], np.float32) for name in ("mean", "std"))
     levels = pixels(image, preprocessing) * np.float32(preprocessing["scale"])
     return ((levels - mean) / std).transpose(2, 0, 1)
@@ -193,7 +200,7 @@ def preprocess(image, preprocessing):
 
 def model_input(image, model):
     """Return an image as a batch of size 1, with the type and layout that `model`, the content of model.json,
-    specifies."""
+    specifies. For exceptions, see pixels()."""
     dtype, layout = model["input"]["dtype"], model["input"]["layout"]
     if dtype == "uint8":
         return pixels(image, model["preprocessing"])[None]
@@ -222,11 +229,12 @@ def read_model(path):
 
 
 def main(paths):
-    """Print the shape and range of each preprocessed image. If model.onnx exists and onnxruntime is installed, also
-    print the five most probable classes of each image. Finally, print which decoder the recorded top1 belongs to.
+    """Print the shape and range of each preprocessed image. If model.onnx exists and onnxruntime can run it, also print
+    the five most probable classes of each image. Finally, print the recorded top1 and its decoder, if model.json
+    contains both.
 
     Returns:
-        exit code: 0 for success, 1 if some files are not images, 2 if there are no arguments or model.json is unusable.
+        exit code: 0 for success, 1 if some files cannot be used, 2 if there are no arguments or model.json is unusable.
     """
     folder = Path(__file__).parent
     if not paths:
@@ -247,7 +255,7 @@ def main(paths):
             providers = ["CPUExecutionProvider"]
             session = onnxruntime.InferenceSession(folder / "model.onnx", options, providers=providers)
         except ImportError:
-            _report("onnxruntime: not installed; to print predictions, run `pip install onnxruntime`")
+            _report("onnxruntime: cannot be imported; to print predictions, run `pip install onnxruntime`")
         except Exception as e:  # the errors of onnxruntime have no common base class
             _report(f"{folder / 'model.onnx'}: cannot be used for predictions ({_reason(e)}); export it again")
     code = 0

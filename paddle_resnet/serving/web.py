@@ -16,9 +16,8 @@ import jinja2
 from PIL import Image
 
 from paddle_resnet.utils import files, logger
-from paddle_resnet.utils.errors import UsageError, printable
+from paddle_resnet.utils.errors import UsageError, installation, printable
 
-INSTALL = "pip install -r requirements-serve.txt"
 try:
     import h11
     import python_multipart  # noqa: F401  Starlette needs it for uploads, but does not report that it is missing
@@ -34,7 +33,7 @@ try:
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except Exception as e:  # importing a broken package can raise any exception
     reason = " ".join(str(e).split()) or type(e).__name__
-    raise UsageError(f"--serve: a required package cannot be imported ({reason}); run {INSTALL}") from e
+    raise UsageError(f"--serve: a required package cannot be imported ({reason}); run {installation('serve')}") from e
 
 MAX_REQUESTS = 8  # maximum number of requests to process at the same time
 MAX_CONNECTIONS = 100
@@ -108,7 +107,9 @@ def create_app(predict, worker, description, max_bytes, max_images, hosts=("*",)
         try:
             uploads = await asyncio.wait_for(_receive_uploads(request, max_bytes, max_images), BODY_S)
         except asyncio.TimeoutError as e:
-            raise HTTPException(408, f"POST /predict: not received within {BODY_S} s; send smaller images") from e
+            raise HTTPException(
+                408, f"POST /predict: not received within {BODY_S} s; send fewer or smaller images"
+            ) from e
         run = asyncio.get_running_loop().run_in_executor
         images = []
         for upload in uploads:
@@ -119,7 +120,7 @@ def create_app(predict, worker, description, max_bytes, max_images, hosts=("*",)
 
     async def answer(request):
         if request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
-            raise HTTPException(403, "POST /predict: sent by a page of another website; open the page of this server")
+            raise HTTPException(403, "POST /predict: sent by a page of a different site; open the page of this server")
         if slots.locked():
             retry = {"Retry-After": "5"}
             raise HTTPException(503, f"POST /predict: {MAX_REQUESTS} requests are in progress; retry later", retry)
@@ -156,8 +157,8 @@ def _json(content, status=200, headers=None):
 
 
 def _message(request, error):
-    """Return the message of an HTTPException. If the exception is from Starlette, prepend the request's method and
-    path."""
+    """Return the message of an HTTPException. If the message has no subject, as the messages of Starlette, prepend the
+    request's method and path."""
     has_subject = ": " in error.detail
     return error.detail if has_subject else f"{request.method} {request.scope['path']}: {error.detail}"
 
@@ -167,7 +168,8 @@ def _report_failure(request, error):
         return _json({"error": "not a valid HTTP request"}, 400)
     for line in "".join(traceback.format_exception(error)).splitlines():
         logger.write_line(printable(line), sys.stderr)
-    return _json({"error": f"POST /predict: failed ({type(error).__name__}); see the server's stderr"}, 500)
+    what = f"{request.method} {request.scope['path']}"
+    return _json({"error": f"{what}: failed ({type(error).__name__}); see the server's stderr"}, 500)
 
 
 async def _receive_uploads(request, max_bytes, max_images):
@@ -247,7 +249,8 @@ def url(listener):
 
 
 def allowed_hosts(listener, host):
-    """Return the host names that the Host headers of requests to a socket may contain; see create_app."""
+    """Return the host names that the Host headers of requests to a socket may contain (see create_app): ["*"] unless
+    the socket accepts connections from this machine only."""
     address = listener.getsockname()[0]
     if not is_loopback(listener):
         return ["*"]

@@ -1,5 +1,7 @@
 """Read the --config file and convert its YAML to command-line arguments."""
 
+from typing import Any
+
 import yaml
 
 from paddle_resnet.settings import parsing
@@ -7,7 +9,7 @@ from paddle_resnet.utils import files
 from paddle_resnet.utils.errors import UsageError
 
 
-def read(path):
+def read(path: str) -> dict[str, Any]:
     """Return the flags that a --config file sets, as {name: value}.
 
     Raises:

@@ -1,12 +1,91 @@
 """Compute the length of a run, and the steps after which the run evaluates and saves. --iter-unit determines the unit
 of all flags that specify durations."""
 
+import argparse
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from paddle_resnet.settings import stages
-from paddle_resnet.settings.values import text
+from paddle_resnet.settings.field import Conflict, flag
+from paddle_resnet.utils import numbers
 from paddle_resnet.utils.errors import UsageError, counted
+
+MOST_MINUTES = 366 * 24 * 60  # maximum duration of a run
+
+
+def _minutes(text):
+    value = numbers.positive_number(text)
+    if value > MOST_MINUTES:
+        raise argparse.ArgumentTypeError(f"{text} is too large; use at most {MOST_MINUTES}, which is a year")
+    return value
+
+
+@dataclass(frozen=True)
+class Settings:
+    iter_unit: str = flag(
+        "epoch",
+        "unit of --warmup-epochs, --lr-decay-epochs, --save-interval and --eval-interval; batch: training steps, "
+        "and --num-iter sets the length of the run",
+        topic="schedule",
+        choices=["epoch", "batch"],
+    )
+    num_iter: int | None = flag(
+        None,
+        "number of training steps, with --iter-unit batch",
+        topic="schedule",
+        parse=numbers.or_none(numbers.positive),
+        metavar="N",
+        used_by=("iter_unit", ("batch",)),
+    )
+    epochs: int = flag(
+        90,
+        "number of epochs to train; requires --iter-unit epoch",
+        topic="schedule",
+        parse=numbers.positive,
+        used_by=("iter_unit", ("epoch",)),
+    )
+    budget_minutes: float | None = flag(
+        None,
+        "duration of the whole run, from which the run chooses --epochs; includes startup, evaluations and checkpoints",
+        topic="schedule",
+        parse=numbers.or_none(_minutes),
+        metavar="N",
+        depends_on=("epochs",),
+        used_by=("iter_unit", ("epoch",)),
+    )
+    eval_interval: int = flag(
+        1,
+        "number of epochs between evaluations; with --iter-unit batch, number of steps, which is --num-iter if "
+        "not set; the run always ends with an evaluation",
+        topic="checkpoints",
+        kind="saving",
+        parse=numbers.positive,
+        depends_on=("iter_unit",),
+    )
+    save_interval: int = flag(
+        1,
+        "number of epochs between checkpoints; with --iter-unit batch, number of steps, which is --num-iter if "
+        "not set; the run always ends with a checkpoint",
+        topic="checkpoints",
+        kind="saving",
+        parse=numbers.positive,
+        depends_on=("iter_unit",),
+    )
+    save_interval_steps: int = flag(
+        0,
+        "number of steps between additional checkpoints within an epoch; 0: no additional checkpoints",
+        topic="checkpoints",
+        kind="saving",
+        parse=numbers.not_negative,
+        used_by=("iter_unit", ("epoch",)),
+    )
+
+
+def conflicts(settings: Settings) -> Iterator[Conflict]:
+    """Yield a Conflict if the length of the run is unknown."""
+    if settings.iter_unit == "batch" and settings.num_iter is None:
+        yield Conflict("--iter-unit batch: requires the number of training steps; add --num-iter")
 
 
 class Stop(NamedTuple):
@@ -20,12 +99,12 @@ class Stop(NamedTuple):
     saves: bool = True
 
     @property
-    def averages_bn(self):
+    def averages_bn(self) -> bool:
         """Whether the processes average their BN statistics here. A run ends with averaged statistics, even if it does
         not evaluate (--run-scope train_only)."""
         return self.ends_epoch or self.evaluates
 
-    def place(self):
+    def place(self) -> dict:
         """Return {"step": completed batches} for log entries within an epoch, or {} at the end of the epoch."""
         return {} if self.ends_epoch else {"step": self.step}
 
@@ -49,34 +128,34 @@ class Timeline(NamedTuple):
     accumulate_steps: int
     parts: tuple
 
-    def steps(self, epoch):
+    def steps(self, epoch: int) -> int:
         """Return the number of training steps of an epoch."""
         return self._part(epoch).steps
 
-    def batches(self, epoch):
+    def batches(self, epoch: int) -> int:
         """Return the number of batches that training uses in an epoch."""
         return self.steps(epoch) * self.accumulate_steps
 
-    def epochs_before(self, epoch):
+    def epochs_before(self, epoch: float) -> list[float]:
         """Return the number of epochs of each part before an epoch. The epoch can be fractional: 2.5 is the middle of
         epoch 2."""
         ends = [*(part.first_epoch for part in self.parts[1:]), math.inf]
         return [max(0, min(epoch, end) - part.first_epoch) for part, end in zip(self.parts, ends, strict=True)]
 
-    def steps_before(self, epoch):
+    def steps_before(self, epoch: float) -> float:
         """Return the number of training steps before an epoch, which can be fractional."""
         return sum(epochs * part.steps for epochs, part in zip(self.epochs_before(epoch), self.parts, strict=True))
 
-    def batches_before(self, epoch):
+    def batches_before(self, epoch: float) -> float:
         return self.steps_before(epoch) * self.accumulate_steps
 
-    def position(self, step):
+    def position(self, step: int) -> tuple[int, int]:
         """Return (epoch, step within the epoch) for a training step, which is counted from the start of the run."""
         part = next(part for part in reversed(self.parts) if self.steps_before(part.first_epoch) <= step)
         epochs, rest = divmod(step - self.steps_before(part.first_epoch), part.steps)
         return part.first_epoch + epochs, rest
 
-    def lr_factor(self, step):
+    def lr_factor(self, step: int) -> float:
         """Return the learning-rate factor of a training step."""
         return self._part(self.position(step)[0]).lr_factor
 
@@ -84,7 +163,7 @@ class Timeline(NamedTuple):
         return next(part for part in reversed(self.parts) if part.first_epoch <= epoch)
 
 
-def used_batches(batches, accumulate_steps):
+def used_batches(batches: int, accumulate_steps: int) -> int:
     """Return the number of batches per epoch that training uses, a multiple of --accumulate-steps.
 
     Raises:
@@ -98,61 +177,38 @@ def used_batches(batches, accumulate_steps):
     return batches - batches % accumulate_steps
 
 
-def uniform(settings, batches):
+def uniform(accumulate_steps: int, batches: int) -> Timeline:
     """Return the Timeline of a run whose epochs all have `batches` batches.
 
     Raises:
         UsageError: an epoch has fewer batches than --accumulate-steps.
     """
-    count = settings.accumulate_steps
-    return Timeline(count, (Part(0, used_batches(batches, count) // count),))
+    return Timeline(accumulate_steps, (Part(0, used_batches(batches, accumulate_steps) // accumulate_steps),))
 
 
-def timeline(settings, images):
-    """Return the Timeline of a run.
-
-    Args:
-        settings: Settings.
-        images: number of training images per process.
-    Raises:
-        UsageError: an epoch has fewer batches than --accumulate-steps, or a batch size in --sizes exceeds `images`.
-    """
-    count, parts = settings.accumulate_steps, []
-    for stage in stages.stages(settings):
-        batch_size = stage.settings.batch_size
-        if batch_size > images:
-            raise UsageError(
-                f"--sizes {text(settings.sizes)}: batch size {batch_size} exceeds the "
-                f"{counted(images, 'training image')} per process; use {images} or less"
-            )
-        parts.append(Part(stage.first_epoch, used_batches(images // batch_size, count) // count, stage.lr_factor))
-    return Timeline(count, tuple(parts))
-
-
-def steps_of(settings, timeline, duration):
+def steps_of(settings: Settings, timeline: Timeline, duration: float) -> float:
     """Convert a duration, given in the same unit as --warmup-epochs and --lr-decay-epochs, to training steps."""
     return duration if settings.iter_unit == "batch" else timeline.steps_before(duration)
 
 
-def total_steps(settings, timeline):
+def total_steps(settings: Settings, timeline: Timeline) -> float:
     """Return the number of training steps of the run."""
-    return steps_of(settings, timeline, settings.num_iter if settings.iter_unit == "batch" else settings.epochs)
+    if settings.iter_unit == "epoch":
+        return timeline.steps_before(settings.epochs)
+    assert settings.num_iter is not None  # see conflicts
+    return settings.num_iter
 
 
-def first_pass(settings, batches):
-    """Return the number of steps before the run first evaluates, saves or ends an epoch, if the loader has `batches`
-    batches."""
-    if settings.benchmark:
-        return settings.benchmark_warmup_steps + settings.benchmark_steps
-    return next(stops(settings, uniform(settings, batches))).step if settings.run_scope.trains else batches
+def first_pass(settings: Settings, timeline: Timeline) -> int | None:
+    """Return the number of batches before training first evaluates, saves or ends an epoch."""
+    return next(stops(settings, timeline)).step
 
 
-def stops(settings, timeline, done=0):
+def stops(settings: Settings, timeline: Timeline, done: int = 0) -> Iterator[Stop]:
     """Yield a Stop for the end of each epoch, each evaluation and each checkpoint after the first `done` steps.
 
     Args:
-        settings: Settings.
-        timeline: Timeline.
+        settings, timeline: length of the run.
         done: number of completed training steps.
     """
     if settings.iter_unit == "batch":
@@ -167,4 +223,4 @@ def stops(settings, timeline, done=0):
         )
         ends_epoch = last + 1 == timeline.steps(epoch)
         if ends_epoch or evaluates or saves:
-            yield Stop(epoch, (last + 1) * settings.accumulate_steps, ends_epoch, evaluates, saves)
+            yield Stop(epoch, (last + 1) * timeline.accumulate_steps, ends_epoch, evaluates, saves)

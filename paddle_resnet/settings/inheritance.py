@@ -3,15 +3,16 @@
 import re
 
 from paddle_resnet.models import RESIZE_RATIO, registered
+from paddle_resnet.settings import values
 from paddle_resnet.settings.declarations import DEFAULTS, EVALUATED, FLAGS
-from paddle_resnet.settings.values import flag, network_name
+from paddle_resnet.settings.values import flag_name, network_name
 
 
-def follow(settings):
+def follow(settings: values.Settings) -> None:
     """Set the flags whose values are derived from other flags, unless they are explicit, inherited or chosen."""
 
     def is_free(name):
-        return not (settings.is_explicit(name) or settings.is_inherited(name) or settings.is_chosen(name))
+        return not (settings.is_fixed(name) or settings.is_inherited(name) or settings.is_chosen(name))
 
     if is_free("model_prefix"):
         settings.resolve("--model-arch-name", model_prefix=_prefix(network_name(settings.model_arch_name)))
@@ -24,10 +25,10 @@ def follow(settings):
     if settings.amp_level is None:
         settings.resolve("--use-pure-fp16", amp_level="O2" if settings.use_pure_fp16 else "O1")
     if len(settings.image_shape) == 3 and min(settings.image_shape[1:]) != settings.crop_size:
-        if not settings.is_explicit("image_shape"):
+        if not settings.is_fixed("image_shape"):
             shape = [settings.image_shape[0], settings.crop_size, settings.crop_size]
             settings.resolve("--crop-size", image_shape=shape)
-        elif not settings.is_explicit("crop_size"):
+        elif not settings.is_fixed("crop_size"):
             settings.resolve("--image-shape", crop_size=min(settings.image_shape[1:]))
     if is_free("resize_short"):
         ratio = network.resize_ratio if network else RESIZE_RATIO
@@ -37,14 +38,14 @@ def follow(settings):
         settings.resolve("--iter-unit", **{name: value for name, value in defaults.items() if is_free(name)})
 
 
-def reset(settings, name):
+def reset(settings: values.Settings, name: str) -> None:
     """Set a flag to its default, and derive the flags again whose values are derived from other flags."""
     derived = [other for other in FLAGS if settings.origin(other).startswith("--")]
     settings.set("default", **{other: DEFAULTS[other] for other in (*derived, name)})
     follow(settings)
 
 
-def may_follow(name):
+def may_follow(name: str) -> bool:
     """Return whether a checkpoint, the data or the network can determine the value of a flag that is not explicit."""
     return FLAGS[name].kind in EVALUATED or name == "model_prefix"
 
@@ -54,9 +55,11 @@ def _prefix(arch):
     return re.sub(r"(?<=\D)(?=\d)", "_", arch).lower() + "_paddle"
 
 
-def inherit(settings, recorded, names, folder):
+def inherit(
+    settings: values.Settings, recorded: values.Settings, names: tuple[str, ...], folder: str
+) -> tuple[dict, dict]:
     """Set each flag that is not explicit to its value from an earlier run, unless it depends on an explicit flag whose
-    value differs (depends_on in declarations.py).
+    value differs (depends_on in field.Declaration).
 
     Args:
         settings: Settings; modified in place.
@@ -72,6 +75,6 @@ def inherit(settings, recorded, names, folder):
     inherited = [n for n in names if n not in explicit and not {*differing} & {*FLAGS[n].depends_on}]
     settings.set(f"checkpoint {folder}", **{name: getattr(recorded, name) for name in inherited})
     follow(settings)
-    values = {name: getattr(settings, name) for name in inherited}
-    taken = {flag(name): value for name, value in values.items() if value != getattr(before, name)}
-    return taken, {flag(name): (getattr(before, name), getattr(recorded, name)) for name in differing}
+    now = {name: getattr(settings, name) for name in inherited}
+    taken = {flag_name(name): value for name, value in now.items() if value != getattr(before, name)}
+    return taken, {flag_name(name): (getattr(before, name), getattr(recorded, name)) for name in differing}

@@ -2,12 +2,13 @@
 
 import argparse
 import difflib
+from typing import Any
 
 import yaml
 
-from paddle_resnet.settings import inheritance
+from paddle_resnet.settings import inheritance, values
 from paddle_resnet.settings.declarations import ACTIONS, DEFAULTS, FLAGS, PARSER
-from paddle_resnet.settings.values import Settings, flag, text
+from paddle_resnet.settings.values import Settings, flag_name, text
 from paddle_resnet.utils.command_line import Parser, join_help
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import RunScope
@@ -42,10 +43,10 @@ class ToolParser(Parser):
     """A parser for a tool that also accepts flags of train.py. argparse would take the value of a flag that it does not
     know for the path that the tool expects, so flags of train.py are separated first."""
 
-    def find_help(self, topic):
+    def find_help(self, topic: str) -> str | None:
         return super().find_help(topic) or PARSER.find_help(topic)
 
-    def parse_known_args(self, args=None, namespace=None):
+    def parse_known_args(self, args: list[str] | None = None, namespace: argparse.Namespace | None = None) -> tuple:
         """Return (Namespace with the tool's arguments, list of the flags of train.py and of all unknown arguments)."""
         arguments, own, of_train = join_help(args), [], []
         while arguments and arguments[0] != "--":
@@ -70,7 +71,7 @@ def _is_value(action, argument):
     return True
 
 
-def parse(arguments):
+def parse(arguments: list[str]) -> dict[str, Any]:
     """Return the flags that command-line arguments set, as {name: value}.
 
     Raises:
@@ -82,23 +83,23 @@ def parse(arguments):
     args, unknown = PARSER.parse_known_args(arguments, argparse.Namespace(**dict.fromkeys(DEFAULTS, unset)))
     if unknown:
         raise UsageError(*_unknown_arguments(unknown))
-    values = {name: value for name, value in vars(args).items() if value is not unset}
-    if empty := [name for name, value in values.items() if value == []]:  # argparse parses --flag=-- as []
-        raise UsageError(*(f"{flag(name)} --: no value; add a value" for name in empty))
-    return values
+    given = {name: value for name, value in vars(args).items() if value is not unset}
+    if empty := [name for name, value in given.items() if value == []]:  # argparse parses --flag=-- as []
+        raise UsageError(*(f"{flag_name(name)} --: no value; add a value" for name in empty))
+    return given
 
 
-def settings(values, origins):
+def make_settings(given: dict[str, Any], origins: dict[str, str]) -> Settings:
     """Return Settings with the given values. All other flags have their defaults, or are derived from the given
     values."""
-    values = DEFAULTS | values
-    values["run_scope"] = RunScope(values["run_scope"])
-    made = Settings(values, origins)
+    flags = DEFAULTS | given
+    flags["run_scope"] = RunScope(flags["run_scope"])
+    made = Settings(flags, origins)
     inheritance.follow(made)
     return made
 
 
-def from_dict(values):
+def from_dict(recorded: dict[str, Any]) -> Settings:
     """Convert the result of Settings.as_dict to Settings. The dictionary may be from a different version: a missing
     flag gets the value that reproduces the behavior before the flag existed, and unknown flags are ignored.
 
@@ -106,33 +107,33 @@ def from_dict(values):
         UsageError: a value is invalid.
     """
     before = {name: declaration.before for name, declaration in FLAGS.items() if declaration.before is not None}
-    known = before | {name: value for name, value in values.items() if name in FLAGS}
+    known = before | {name: value for name, value in recorded.items() if name in FLAGS}
     parsed = parse(arguments(known))
-    return settings(parsed, dict.fromkeys(parsed, "Python"))
+    return make_settings(parsed, dict.fromkeys(parsed, "recorded"))
 
 
-def changed(values):
-    """Return the flags in `values`, a result of Settings.as_dict, whose values differ from their defaults."""
-    defaults = settings({}, {}).as_dict()
-    return {name: value for name, value in values.items() if value != defaults.get(name)}
+def changed(flags: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of `flags`, a result of Settings.as_dict, whose values differ from their defaults."""
+    defaults = make_settings({}, {}).as_dict()
+    return {name: value for name, value in flags.items() if value != defaults.get(name)}
 
 
-def as_yaml(settings):
+def as_yaml(settings: values.Settings) -> str:
     """Return the settings as the text of a --config file. Flags that the user did not set are omitted if their value
     can come from a checkpoint, the data or the network."""
-    values = settings.as_dict()
-    written = {n: v for n, v in values.items() if settings.is_explicit(n) or not inheritance.may_follow(n)}
+    flags = settings.as_dict()
+    written = {n: v for n, v in flags.items() if settings.is_explicit(n) or not inheritance.may_follow(n)}
     return yaml.safe_dump(written, sort_keys=False).rstrip()
 
 
-def arguments(values):
+def arguments(flags: dict[str, Any]) -> list[str]:
     """Convert {name: value} to command-line arguments.
 
     Raises:
         UsageError: a name is unknown, a list is nested, or YAML converted a string without quotes to a boolean.
     """
     result = []
-    for key, value in values.items():
+    for key, value in flags.items():
         if key not in ACTIONS or key == "config":
             raise UsageError(_unknown("key", str(key), [name for name in ACTIONS if name != "config"]))
         if isinstance(value, bool) and not ACTIONS[key].nargs:
@@ -140,7 +141,7 @@ def arguments(values):
         if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, list | dict) for v in value)):
             raise UsageError(f"{key}: nested values are not supported; use a single value or a flat list")
         if value is not None:  # null keeps the default
-            result.append(f"{flag(key)}={text(value)}")
+            result.append(f"{flag_name(key)}={text(value)}")
     return result
 
 

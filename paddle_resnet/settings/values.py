@@ -1,14 +1,17 @@
 """Store the value and the origin of each flag."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from paddle_resnet.utils.errors import command
+
+T = TypeVar("T")
 EXPLICIT = "explicit_flags"
 _CHOSEN = "chosen: "
 _OF_COMMAND = ("config", "print_config", "inference_dir")  # flags that describe the command, not the run
 
 
-class Setting(NamedTuple):
+class FlagValue(NamedTuple):
     """The value of a flag, and whether the flag is explicit."""
 
     value: Any
@@ -18,145 +21,182 @@ class Setting(NamedTuple):
 class Settings:
     """The values of all flags, as attributes: `settings.batch_size` is --batch-size.
 
-    resolution.py resolves the values step by step. Just before the first program is built, the settings are frozen;
-    after that, values do not change.
+    resolution.py resolves the values step by step. Before the first program is built, the settings are frozen; after
+    that, values do not change.
 
     Args:
         values: {name: value}.
         origins: {name: origin} for the values that are not defaults. An origin is "command line", "file PATH",
             "Python", "checkpoint FOLDER", "data", "machine", "chosen: REASON", or the flag from which the value is
-            derived.
+            derived; "recorded" for all values of an earlier run, and "internal" for a value that the program sets for
+            its own use.
     """
 
-    __slots__ = ("__dict__", "_dropped", "_is_frozen", "_origins", "_pending", "_run")
+    __slots__ = ("__dict__", "_dropped", "_is_frozen", "_origins", "_parts", "_resolved", "_run")
 
-    def __init__(self, values, origins):
+    def __init__(self, values: dict, origins: dict) -> None:
         object.__setattr__(self, "_is_frozen", False)
-        object.__setattr__(self, "_pending", ())
         object.__setattr__(self, "_dropped", [])
         object.__setattr__(self, "_origins", dict(origins))
         object.__setattr__(self, "_run", self)
+        object.__setattr__(self, "_parts", {})
+        object.__setattr__(self, "_resolved", None)
         vars(self).update(values)
 
-    def __setattr__(self, name, value):
+    if TYPE_CHECKING:  # type checkers do not know the attributes that contain the flags
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __setattr__(self, name: str, value: Any) -> None:
         self.set("Python", **{name: value})
 
-    def set(self, origin, **values):
+    def set(self, origin: str, /, **values: Any) -> None:
         """Set values.
 
         Raises:
             dataclasses.FrozenInstanceError: the settings are frozen.
             AttributeError: a flag is unknown.
         """
-        if self._is_frozen and not values.keys() <= set(self._pending):
+        if self._is_frozen:
             raise dataclasses.FrozenInstanceError(
                 f"settings.{next(iter(values))}: settings are frozen when a program is built; set the value earlier, "
                 "or use settings.copy()"
             )
         if unknown := values.keys() - vars(self).keys():
-            raise AttributeError(f"settings.{min(unknown)}: not a flag; see train.py --help")
+            raise AttributeError(f"settings.{min(unknown)}: not a flag; see {command('train', '--help')}")
         vars(self).update(values)
+        self._parts.clear()
+        object.__setattr__(self, "_resolved", None)
         self._origins.update(dict.fromkeys(values, origin))
 
-    def resolve(self, origin, **values):
+    def resolve(self, origin: str, /, **values: Any) -> None:
         """Set values, but keep the origin of each value that does not change."""
         if changes := {name: value for name, value in values.items() if vars(self)[name] != value}:
             self.set(origin, **changes)
 
-    def choose(self, reason, **values):
+    def choose(self, reason: str, /, **values: Any) -> None:
         """Set values that --choose-recipe has chosen. Values derived from other flags never replace chosen values."""
         self.set(f"{_CHOSEN}{reason}", **values)
 
-    def finalize(self, pending=()):
-        """Prevent further changes to the settings. The flags in `pending` can still change until the next call."""
+    def finalize(self) -> None:
+        """Freeze the settings: prevent further changes."""
         object.__setattr__(self, "_is_frozen", True)
-        object.__setattr__(self, "_pending", pending)
 
     @property
-    def pending(self):
-        """The names of the flags that can still change although the settings are frozen."""
-        return self._pending
-
-    @property
-    def dropped(self):
+    def dropped(self) -> list[str]:
         """List of messages about values that validation.drop_unused has dropped. The list does not contain messages
         that have already been logged."""
         return self._dropped
 
     @property
-    def is_frozen(self):
+    def is_frozen(self) -> bool:
         return self._is_frozen
 
     @property
-    def run(self):
+    def resolved(self) -> "Settings":
+        """These settings if they are frozen; otherwise, a copy for resolution.resolve, so that the functions of
+        program.py and dali.py do not change the settings of their caller. The copy is kept until a value changes."""
+        if self._is_frozen:
+            return self
+        if self._resolved is None:
+            copy = self.copy()
+            object.__setattr__(copy, "_dropped", self._dropped)  # log each message only once
+            object.__setattr__(self, "_resolved", copy)
+        return self._resolved
+
+    @property
+    def run(self) -> "Settings":
         """If these settings belong to a stage, the settings of the entire run; otherwise, these settings."""
         return self._run
 
-    def stage(self):
+    def stage(self) -> "Settings":
         """Return a copy of the run's settings for use in one stage of the run."""
         copy = self.copy()
         object.__setattr__(copy, "_run", self)
         return copy
 
-    def copy(self, **values):
-        """Return a copy that is not frozen. The copy has the new `values`, and all other flags keep their values and
-        origins."""
+    def copy(self, origin: str = "Python", /, **values: Any) -> "Settings":
+        """Return a copy that is not frozen. The copy has the new `values`, whose origin is `origin`, and all other
+        flags keep their values and origins."""
         copy = Settings(vars(self), self._origins)
         if values:
-            copy.set("Python", **values)
+            copy.set(origin, **values)
         return copy
 
-    def origin(self, name):
+    def part(self, cls: type[T]) -> T:
+        """Return the values of the flags that `cls` declares, as an instance of `cls`, such as rates.Settings."""
+        if cls not in self._parts:
+            self._parts[cls] = cls(**{field.name: getattr(self, field.name) for field in dataclasses.fields(cls)})
+        return self._parts[cls]
+
+    def origin(self, name: str) -> str:
         return self._origins.get(name, "default")
 
-    def is_explicit(self, name):
+    def is_explicit(self, name: str) -> bool:
         """Return whether the command line, the configuration file or Python code has set a flag."""
         origin = self.origin(name)
         return origin in ("command line", "Python") or origin.startswith("file ")
 
-    def explicit(self, name):
+    def is_fixed(self, name: str) -> bool:
+        """Return whether the value of a flag is explicit or has been set by the program, and must not be derived."""
+        return self.is_explicit(name) or self.origin(name) in ("internal", "recorded")
+
+    def explicit(self, name: str) -> Any:
         """Return the value of a flag if it is explicit, otherwise None."""
         return getattr(self, name) if self.is_explicit(name) else None
 
-    def setting(self, name):
-        """Return the Setting of a flag."""
-        return Setting(getattr(self, name), self.is_explicit(name))
+    def flag_value(self, name: str) -> FlagValue:
+        """Return the FlagValue of a flag."""
+        return FlagValue(getattr(self, name), self.is_explicit(name))
 
-    def is_inherited(self, name):
+    def is_inherited(self, name: str) -> bool:
         """Return whether the value of a flag comes from a checkpoint."""
         return self.origin(name).startswith("checkpoint ")
 
-    def is_chosen(self, name):
+    def is_chosen(self, name: str) -> bool:
         """Return whether --choose-recipe has chosen the value of a flag."""
         return self.origin(name).startswith(_CHOSEN)
 
-    def start_paths(self):
+    def start_paths(self) -> dict[str, str]:
         """Return {flag: path} for --from-checkpoint and --from-pretrained-params, if they are set."""
-        paths = {flag(name): getattr(self, name) for name in ("from_checkpoint", "from_pretrained_params")}
+        paths = {flag_name(name): getattr(self, name) for name in ("from_checkpoint", "from_pretrained_params")}
         return {flag: path for flag, path in paths.items() if path is not None}
 
-    def as_dict(self):
+    def as_dict(self) -> dict[str, Any]:
         """Return the flags that describe the run, as plain data."""
         values = {name: value for name, value in vars(self).items() if name not in _OF_COMMAND}
         return values | {"run_scope": self.run_scope.value}
 
-    def as_entry(self):
+    def as_entry(self) -> dict[str, Any]:
         """Return the first entry of the report: the result of as_dict, and a list of the explicit flags under the key
         EXPLICIT."""
         values = self.as_dict()
         return values | {EXPLICIT: [name for name in values if self.is_explicit(name)]}
 
 
-def flag(name):
+def flag_name(name: str) -> str:
     """Return the command-line name of an attribute: --batch-size for batch_size."""
     return "--" + name.replace("_", "-")
 
 
-def network_name(arch):
+def argument(settings: Any, name: str) -> str:
+    """Return a flag of any Settings and its value, as a user writes them."""
+    value = getattr(settings, name)
+    if value is True:
+        return flag_name(name)
+    return f"{flag_name(name)} {value:g}" if isinstance(value, float) else f"{flag_name(name)} {text(value)}"
+
+
+def listed(values: list[float]) -> str:
+    """Format a list of numbers for the command line."""
+    return ",".join(f"{value:g}" for value in values)
+
+
+def network_name(arch: str) -> str:
     """Return the name of a network for file and folder names. For --model-arch-name FILE.py:NAME, the name is NAME."""
     return arch.rpartition(":")[2]
 
 
-def text(value):
+def text(value: Any) -> str:
     """Format a flag's value for the command line."""
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)

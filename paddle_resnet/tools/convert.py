@@ -30,7 +30,7 @@ from paddle_resnet.data import classes as class_checks
 from paddle_resnet.data import indexes, layout, sniffer
 from paddle_resnet.data import manifest as manifests
 from paddle_resnet.data.formats import INDEXED, RECORDS, SHARDED, SINGLE_FILE, read_image
-from paddle_resnet.data.images import IMAGE_EXTENSIONS
+from paddle_resnet.data.images import IMAGE_EXTENSIONS, IMAGE_SUFFIXES, read_slice
 from paddle_resnet.data.root import DataRoot
 from paddle_resnet.serving import preprocessing
 from paddle_resnet.tools.split import link
@@ -58,7 +58,8 @@ _DIFFERING = {
     "kind": "a different --as",
     "format": "a different --to",
 }
-NAMED = 10  # maximum number of undecodable images to list in a message
+NAMED = 10  # maximum number of unusable images to list in a message
+_REMEDY = "repair the image or, with convert, omit it with --skip-list"
 
 
 def parse_format(text):
@@ -84,8 +85,8 @@ def convert(
 ):
     """Convert all splits of a data set to a record format.
 
-    The labels are those that training would use, so they start at 0. The class names are written to output/classes.txt.
-    Training images are written in random order, and validation images in stored order.
+    The labels are those that training would use, so they start at 0. If the classes have names, the names are written
+    to output/classes.txt. Training images are written in random order, and validation images in stored order.
 
     Args:
         source: folder of a data set in any format (--image-root).
@@ -106,8 +107,8 @@ def convert(
     Returns:
         {split: number of images}.
     Raises:
-        UsageError: the source or an image is unusable, the output folder contains other files, or there are too many
-            shards.
+        UsageError: the source or an image is unusable, the output folder contains other files, or `shards` exceeds the
+            number of training images or is set for a format without shards.
         OSError: the output cannot be written.
     """
     splits, classes = _list_source(DataRoot(source, AUTO, allow_outside, label_offset, skip_list))
@@ -138,7 +139,7 @@ def write(
         output, shards, resize_short, quality, workers, progress, check: see convert().
         to: one of FORMATS. For FOLDER, resize_short must be None.
         description: further entries of convert.json, which must not change when the command is repeated.
-        remedy: remedy in the error message for images that cannot be decoded; by default, to add --skip-list.
+        remedy: remedy in the error message of the check for unusable images; by default, to add --skip-list.
     Returns, Raises:
         see convert().
     """
@@ -242,8 +243,8 @@ def build_indexes(image_root):
     Returns:
         (number of index files created, number of index files that already existed).
     Raises:
-        UsageError: the folder contains no record files in these formats, a file is damaged, an index does not match its
-            record file, or an index cannot be written.
+        UsageError: the path is not a folder, or the folder contains no record files in these formats; or a file is
+            damaged, an index does not match its record file, or an index cannot be written.
     """
     if not os.path.isdir(image_root):
         raise UsageError(f"{image_root}: not a folder; use the folder that contains the shards")
@@ -260,7 +261,11 @@ def build_indexes(image_root):
 
 
 def _list_source(root):
-    """Return ({split: [Image]}, class names or None) of a DataRoot. Training images are in random order."""
+    """Return ({split: [Image]}, class names or None) of a DataRoot. Training images are in random order.
+
+    Raises:
+        UsageError: the data set or the skip list cannot be used, or a split has no images.
+    """
     source, skip = root.image_root, root.skip
     splits, classes = {}, None
     for mode in layout.splits(source):
@@ -375,7 +380,7 @@ def _check_decodable(source, images, workers, progress, remedy=None):
         more = f" and {len(failing) - NAMED} more" if len(failing) > NAMED else ""
         fix = f"run `{command('dataset', 'verify', source, '--fix-list', 'bad.txt')}` and add --skip-list bad.txt"
         raise UsageError(
-            f"{source}: {len(failing)} of {len(images)} images cannot be decoded: {', '.join(failing[:NAMED])}{more}; "
+            f"{source}: {len(failing)} of {len(images)} images cannot be used: {', '.join(failing[:NAMED])}{more}; "
             f"repair them, or {remedy or fix}"
         )
 
@@ -445,8 +450,12 @@ def _start_worker(parent, images, stop, resize_short, quality):
 
 
 def _prepare(image):
-    """Read a Image, and shrink the image if requested. Return (bytes to store, extension without dot,
-    label)."""
+    """Read a Image, and shrink the image if requested. Return (bytes to store, extension without dot, label).
+
+    Raises:
+        UsageError: the image cannot be read or shrunk, or its label is not a class.
+        InterruptedError: the conversion is being stopped.
+    """
     from PIL import Image
 
     if _stop.is_set():
@@ -454,9 +463,9 @@ def _prepare(image):
     try:
         data, label = read_image(image)
     except OSError as e:
-        raise UsageError(f"{image.path}: cannot be read ({e.strerror}); repair it or omit it with --skip-list") from e
+        raise UsageError(f"{image.path}: cannot be read ({e.strerror}); {_REMEDY}") from e
     if not class_checks.is_class(label):
-        raise UsageError(f"{image.full_name}: label {label:g} is not a class; omit the image with --skip-list")
+        raise UsageError(f"{image.full_name}: label {label:g} is not a whole number from 0; {_REMEDY}")
     label = int(label)
     if _resize_short is None:
         return data, _extension(image, data), label
@@ -471,7 +480,7 @@ def _prepare(image):
             out = io.BytesIO()
             picture.save(out, "JPEG", quality=_quality)
     except Exception as e:  # Pillow raises many types of exceptions for damaged files
-        raise UsageError(f"{image.full_name}: cannot be decoded ({e}); repair it or omit it with --skip-list") from e
+        raise UsageError(f"{image.full_name}: cannot be decoded ({e}); {_REMEDY}") from e
     return out.getvalue(), "jpg", label
 
 
@@ -503,7 +512,13 @@ def _write_shards(to, output, split, images, count, pool, report):
 
 
 def _write_shard(to, path, first, images):
-    """Write one shard and its index. The shard gets its final name only when both files are complete."""
+    """Write one shard and its index. The shard gets its final name only when both files are complete.
+
+    Raises:
+        UsageError: an image cannot be read, or its label is invalid.
+        OSError: a file cannot be written.
+        InterruptedError: the main process stops the workers.
+    """
     with files.written(path, f"{path}.partial") as partial:
         with SHARDED[to](str(partial)) as write:
             for number, image in enumerate(images, first):
@@ -545,17 +560,27 @@ def _write_files(tasks):
     for image, path in tasks:
         if _stop.is_set():
             raise InterruptedError
-        size = os.path.getsize(image.path) if image.kind is None else image.place[1]
+        data = None
+        if image.kind is None:
+            size = os.path.getsize(image.path)
+        elif image.kind is read_slice:
+            size = image.place[1]
+        else:
+            data, extension, _ = _prepare(image)
+            size = len(data)
+            if not path.lower().endswith(IMAGE_SUFFIXES):
+                path += f".{extension}"
         if os.path.lexists(path):
             if os.path.isfile(path) and os.path.getsize(path) == size:
                 continue
             os.unlink(path)  # an interrupted import left a part of the file
         if image.kind is None:
             link(os.path.realpath(image.path), path)
-        else:
+            continue
+        if data is None:
             data, *_ = _prepare(image)
-            with open(path, "wb") as f:
-                f.write(data)
+        with open(path, "wb") as f:
+            f.write(data)
     return len(tasks)
 
 

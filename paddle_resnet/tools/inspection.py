@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from paddle_resnet import config, dali, resolution
-from paddle_resnet.data import bad_images, data_set, layout, loader, pixels, sniffer
+from paddle_resnet.data import bad_images, data_set, layout, pixels, sniffer
+from paddle_resnet.data import loader as loaders
 from paddle_resnet.data.formats import read_image
 from paddle_resnet.data.root import DataRoot
 from paddle_resnet.serving import preprocessing
@@ -28,7 +29,8 @@ VERSIONS = 3  # number of augmented versions of each image in a preview
 
 
 def preview(root, output, images, arguments):
-    """Draw training images. Next to each image are VERSIONS augmented versions, as the network receives them.
+    """Draw training images. Next to each image are VERSIONS augmented versions, as the network receives them before
+    normalization.
 
     Args:
         root: folder of the data set.
@@ -61,7 +63,7 @@ def augmented(root, images, versions, arguments):
     if args.data_format == "synthetic":
         raise UsageError("--data-format synthetic: preview needs images; remove the flag")
     resolution.resolve_classes(args, Mode.TRAIN)
-    args.batch_size = versions
+    args.set("internal", batch_size=versions)
     numbers, listed = dali.data_root(args).images(Mode.TRAIN, args.num_of_class)
     names = numbers.class_names or []
     places = np.linspace(0, len(listed) - 1, min(images, len(listed))).astype(int)
@@ -86,7 +88,7 @@ def augmented(root, images, versions, arguments):
             f"{command('dataset', 'verify', root)}"
         )
     batches = iter([[np.frombuffer(data, np.uint8)] * versions for data, _ in decodable])
-    pipeline = loader.create_pipeline(loader.Options.of(args), data_set.encoded_images(batches), Mode.TRAIN, 0, 1)
+    pipeline = loaders.create_pipeline(loaders.Options.of(args), data_set.encoded_images(batches), Mode.TRAIN, 0, 1)
     rows = []
     for data, name in decodable:
         batch = np.array(pipeline.run()[0].as_cpu().as_tensor())
@@ -247,7 +249,11 @@ def _take(iterator, batches):
 
 
 def _parse(root, arguments):
-    """Parse flags of train.py, and return the settings with resolved devices."""
+    """Parse flags of train.py, and return the settings with the values that resolve_device and resolve_loader choose.
+
+    Raises:
+        UsageError: the flags contain --image-root, or the device or the data set cannot be used.
+    """
     args = config.parse_args(arguments)
     if args.origin("image_root") == "command line":
         raise UsageError(f"--image-root {args.image_root}: DIR already is the folder of the data set; remove the flag")
@@ -259,10 +265,11 @@ def _parse(root, arguments):
 
 def open_loader(root, arguments):
     """Open the training loader of train.py, and return (loader, settings). The batch size is limited to the size of the
-    data set."""
+    data set. Raises UsageError if the flags or the data set cannot be used."""
     args = _parse(root, arguments)
     resolution.resolve_classes(args, Mode.TRAIN)
     root = dali.data_root(args)
     if args.data_format != "synthetic":
-        args.batch_size = min(args.batch_size, loader.open_split(root, loader.Options.of(args), Mode.TRAIN, True).size)
+        size = loaders.open_split(root, loaders.Options.of(args), Mode.TRAIN, True).size
+        args.resolve("data", batch_size=min(args.batch_size, size))
     return dali.build_dataloader(args, Mode.TRAIN, root=root), args

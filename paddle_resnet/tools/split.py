@@ -37,8 +37,9 @@ def split(source, output, fraction, seed=0):
     Returns:
         ({"train": number of images, "val": number of images}, number of classes)
     Raises:
-        UsageError: source has no class folders or only one, a class has fewer than two images, the name of a folder is
-            that of a split or not valid UTF-8, or output exists.
+        UsageError: source is not a folder, or has no class folders or only one; a class has fewer than two images or
+            contains a broken link or a special file; the name of a folder is that of a split or not valid UTF-8; or
+            output exists.
         OSError: output cannot be written.
     """
     source, output = Path(source), Path(output)
@@ -59,7 +60,7 @@ def split(source, output, fraction, seed=0):
 
 
 def _list_source(source):
-    """Return {class: [image names]}."""
+    """Return {class: [image names]}. Raise UsageError if the folder cannot be split, see split()."""
     if not os.path.isdir(source):  # Path.is_dir() would raise an error for a name that is too long
         raise UsageError(f"{source}: not a folder; use the folder that contains the class folders")
     images, ignored = {}, [(class_folder.OUTSIDE, "", name) for name in class_folder.images_at_the_top(source)]

@@ -1,4 +1,4 @@
-"""`python -m paddle_resnet.dataset verify`: find all images on which training would fail, before training starts.
+"""`python -m paddle_resnet.dataset verify`: find all images on which training with CPU decoders would fail.
 
 Worker processes import this module instead of dataset.py, because this module does not import Paddle.
 
@@ -83,7 +83,7 @@ def verify(
     label_offset=AUTO,
     allow_one_class=False,
 ):
-    """Decode every image of both splits on all cores, with the CPU decoders that training uses.
+    """Decode every image of the splits on all cores, with the CPU decoders that training uses.
 
     Record files are read twice: record by record to find damaged records, and by DALI in a separate process. Both
     passes must yield the same images and labels in the same order.
@@ -152,7 +152,7 @@ def verify(
 
 def check_all(tasks, workers=None):
     """Yield the results of check() for a list of tasks, in order. `workers` is the number of processes, by default the
-    number of cores."""
+    number of cores, but at most one per 16 tasks."""
     workers = max(1, min(workers or len(os.sched_getaffinity(0)), len(tasks) // 16))
     with ProcessPoolExecutor(workers, _CONTEXT, _start_worker, (os.getpid(),)) as pool:
         with signals.deferred():
@@ -295,6 +295,8 @@ def check(task):
     Returns:
         (reason why training fails on the image or None, [unusual properties], digest of the file's content or None,
         label or None)
+    Raises:
+        OSError: too many files are open.
     """
     image, num_of_class = task
     if not is_utf8(image.path):
@@ -328,7 +330,7 @@ def _unusual(image, data):
     if precision > 8:
         kinds.append(f"{precision} bits per channel")
     if codec == "jpeg" and data.rfind(b"\xff\xd9") < data.rfind(b"\xff\xda"):
-        kinds.append("truncated")  # the file does not end with an end-of-image marker
+        kinds.append("truncated")  # no end-of-image marker follows the last start-of-scan marker
     try:
         with Image.open(io.BytesIO(data)) as picture:
             mode, frames = picture.mode, getattr(picture, "n_frames", 1)
@@ -349,7 +351,8 @@ def _unusual(image, data):
 
 
 def write_fix_list(report, path):
-    """Write the names of the failing images, one per line, in the format of --skip-list."""
+    """Write the names of the failing images, one per line, in the format of --skip-list. Raise OSError if the file
+    cannot be written."""
     with outputs.replaced(path) as partial:
         partial.write_text("".join(map(skip_list_line, report.failing)), encoding="utf-8")
 
@@ -383,7 +386,7 @@ def show(report, console=None):
     else:
         outcome = f"training can read all {'other ' if ignored else ''}images"
     console.print(
-        f"{counted(report.images, 'image')}, {len(report.failing)} cannot be decoded{ignored}: {outcome}",
+        f"{counted(report.images, 'image')}, {len(report.failing)} cannot be used{ignored}: {outcome}",
         soft_wrap=True,
         highlight=False,
     )

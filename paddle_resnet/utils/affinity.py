@@ -8,8 +8,7 @@ from paddle_resnet.utils import logger
 def bind_to_gpu(local_gpu):
     """Remove the CPU cores outside the GPU's NUMA node from the CPU affinity of this process.
 
-    If NVML or the operating system does not report the cores of that node, the affinity remains unchanged and a warning
-    states why. The affinity affects only speed.
+    If this is not possible, the affinity remains unchanged and a warning states why. The affinity affects only speed.
 
     Args:
         local_gpu: Paddle's index of the GPU, which is its position in CUDA_VISIBLE_DEVICES.
@@ -40,12 +39,12 @@ def bind_to_gpu(local_gpu):
         else:
             logger.warn(
                 f"--enable-cpu-affinity: the affinity is unchanged, because none of the allowed cores is near GPU "
-                f"{local_gpu}; allow more cores"
+                f"{local_gpu}; allow the cores that nvidia-smi topo -m lists for this GPU"
             )
     except (pynvml.NVMLError, OSError, IndexError, ValueError) as e:
         logger.warn(
-            f"--enable-cpu-affinity: the affinity is unchanged, because NVML reports no cores of GPU {local_gpu} "
-            f"({e}); check nvidia-smi"
+            f"--enable-cpu-affinity: the affinity is unchanged, because the cores near GPU {local_gpu} cannot be "
+            f"determined or used ({e}); check nvidia-smi topo -m and CUDA_VISIBLE_DEVICES"
         )
     finally:
         pynvml.nvmlShutdown()
@@ -53,7 +52,12 @@ def bind_to_gpu(local_gpu):
 
 def _device_handle(pynvml, local_gpu):
     """Return the NVML handle of a GPU. NVML ignores CUDA_VISIBLE_DEVICES, so the number or UUID of the GPU is read from
-    this variable."""
+    this variable.
+
+    Raises:
+        pynvml.NVMLError: NVML does not know the GPU.
+        IndexError: CUDA_VISIBLE_DEVICES has no entry for the GPU.
+    """
     visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     if not visible:
         return pynvml.nvmlDeviceGetHandleByIndex(local_gpu)

@@ -1,5 +1,5 @@
-"""Locate the cache folder, which contains files that are created only once per machine: compiled operators and indexes
-of record files.
+"""Locate the cache folder, which contains files that later runs reuse: compiled operators, links to CUDA libraries and
+indexes of record files.
 
 Compiled operators in the cache run as code. Therefore the folder and its files must belong to this user or to root (as
 in a container image), and no other user may be able to write to them.
@@ -54,7 +54,7 @@ def _private_folder(path):
     private = tempfile.mkdtemp(prefix="paddle_resnet-")
     atexit.register(shutil.rmtree, private, ignore_errors=True)
     logger.warn(
-        f"cache {path}: belongs to another user or is writable by others, so this run uses {private}; change the "
+        f"cache {path}: belongs to another user or is writable by other users, so this run uses {private}; change the "
         "owner and mode of the cache (chown, chmod 755), or set XDG_CACHE_HOME"
     )
     return Path(private)

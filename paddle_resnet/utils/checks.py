@@ -7,7 +7,7 @@ def is_count(value):
 
 
 def is_number(value):
-    """Return whether a value is a number that can be converted to a float, including infinity and NaN."""
+    """Return whether a value is a float, including infinity and NaN, or an integer from -2**1023 to 2**1023."""
     return type(value) is float or (type(value) is int and abs(value) <= 2**1023)
 
 

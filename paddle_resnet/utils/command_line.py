@@ -1,4 +1,4 @@
-"""Command-line parser with a short --help; `--help all`, `--help TOPIC` and `--help FLAG` print the other flags."""
+"""Command-line parser with a short --help; `--help all`, `--help TOPIC` and `--help FLAG` print more flags."""
 
 import argparse
 import difflib
@@ -10,7 +10,7 @@ import textwrap
 from fractions import Fraction
 
 from paddle_resnet.utils import numbers
-from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError, command
 
 LONGEST_WORD = 500  # maximum length of a word in an error message; longer flag values are shortened
 ALL = "all"  # topic that contains all flags
@@ -19,15 +19,17 @@ _DEFAULT = re.compile(r" \(default: .*\)$")  # in help texts of flags whose defa
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises UsageError. Its --help prints examples and main flags in one line each.
+    """An argument parser that raises UsageError. Its --help prints the examples, and one line for each main flag.
 
-    The line of a flag contains its help text up to the first semicolon, and its default. If the help text ends with
-    "(default: ...)", the line shows this default, for flags whose default depends on other flags.
+    The line of a flag contains its help text up to the first semicolon, and its default unless this is None or False.
+    If the help text ends with "(default: ...)", as for flags whose default depends on other flags, the line shows this
+    default.
 
     Args:
         examples: [(purpose, arguments of the command)].
-        main: {question: [main flags, or names of positional arguments]}; if empty, --help lists all arguments.
-        options: arguments of argparse.ArgumentParser.
+        main: {question: [main flags, or names of positional arguments]}; if empty, --help lists all arguments or
+            commands with their complete help texts.
+        options: arguments of argparse.ArgumentParser; `prog` is the name of the command, such as "train".
     Attributes:
         topics: {topic: (description, [flags])}.
     """
@@ -44,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         words = message.removeprefix("argument ").split()
         raise UsageError(" ".join(w if len(w) <= LONGEST_WORD else numbers.short(w) for w in words))
 
-    def parse_known_args(self, args=None, namespace=None):
+    def parse_known_args(self, args: list[str] | None = None, namespace: argparse.Namespace | None = None):
         return super().parse_known_args(join_help(args), namespace)
 
     def format_help(self):
@@ -66,7 +68,8 @@ class Parser(argparse.ArgumentParser):
         return "\n".join([f"{text} or --help TOPIC; the topics are:", *topics]) if topics else text
 
     def help_on(self, topic):
-        """Return the text of `--help TOPIC`, where TOPIC can also be a flag, with or without dashes, or a command.
+        """Return the text of `--help TOPIC`. TOPIC can be "all", a key of `topics`, a flag (with or without dashes), or
+        a command.
 
         Raises:
             UsageError: the topic is unknown.
@@ -95,12 +98,13 @@ class Parser(argparse.ArgumentParser):
         return self._subparsers._group_actions[0].choices if self._subparsers else {}
 
     def _command(self):
-        return self.prog if self.prog.startswith("python ") else f"python {self.prog}"
+        name, *subcommands = self.prog.split()
+        return command(name, *subcommands)
 
     def _all(self):
         if self._subparsers:
             return self._subparsers._group_actions[0]._get_subactions()
-        return [action for action in self._actions if not isinstance(action, _Help)]
+        return [action for action in self._actions if not isinstance(action, _Help | argparse._VersionAction)]
 
     def _action(self, name):
         """Return the argparse action of a flag or of a positional argument."""
@@ -120,8 +124,9 @@ class _Help(argparse.Action):
 
 
 def join_help(arguments):
-    """Return the arguments (default: those of this process) with `--help` and its value joined by "=". Otherwise,
-    argparse would parse `--help --lr` as two flags."""
+    """Return the arguments (default: those of this process) with the first `--help` and its value joined by "=".
+    Otherwise, argparse would parse `--help --lr` as two flags. The arguments after this value are dropped, because the
+    command prints help and exits."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     for i, argument in enumerate(arguments[:-1]):
         if argument == "--":
@@ -132,7 +137,7 @@ def join_help(arguments):
 
 
 def typed(value):
-    """Return the shortest text that a flag parses to exactly this value: 4,224,224, 1/255, 2^-15 or true."""
+    """Return a text that a flag parses to exactly this value, such as 4,224,224, 1/255, 2^-15 or true."""
     if isinstance(value, list):
         return ",".join(map(typed, value))
     if isinstance(value, bool):

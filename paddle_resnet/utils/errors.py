@@ -3,11 +3,19 @@
 import os
 import re
 import shlex
+import shutil
 import sys
+from pathlib import Path
+
+SCRIPT = "paddle-resnet"  # the command that pip installs (paddle_resnet/cli.py)
+TRAIN = Path(__file__).parents[2] / "train.py"  # exists only in a checkout
+# Path of the command, if it started this process; cli.py replaces sys.argv[0] later.
+_RUNNING = os.path.abspath(sys.argv[0]) if sys.argv and os.path.basename(sys.argv[0]) == SCRIPT else None
 
 
 def printable(text):
-    """Return the text, with characters that would end the line or control the terminal escaped as \\n, \\x1b, etc."""
+    """Return the text with non-printable characters escaped as \\n, \\x1b, etc., because they could end the line or
+    control the terminal."""
     if text.isprintable():  # the usual case, without a loop over the characters
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -20,17 +28,75 @@ def counted(count, noun, plural=None):
 
 def python():
     """Return how to type the interpreter that runs this process, such as .venv/bin/python."""
-    path = os.path.relpath(sys.executable)
-    return "python" if path.startswith("..") else path
+    return _typed(sys.executable, "python")
 
 
-def command(module, *arguments):
-    """Return a command of this project, quoted for a shell, such as .venv/bin/python -m paddle_resnet.dataset index."""
-    return shlex.join([python(), "-m", f"paddle_resnet.{module}", *map(str, arguments)])
+def _typed(path, name):
+    """Return how to type the path of a program: `name` if a shell finds the program by this name, or else the path."""
+    is_found = os.path.dirname(shutil.which(name) or "") == os.path.dirname(path)
+    return name if is_found else _shortest(path)
+
+
+def _shortest(path):
+    """Return the path relative to the working directory if the path is below it, or else the path."""
+    try:
+        relative = os.path.relpath(path)
+    except OSError:  # the working directory was deleted, which exit_codes.of reports
+        return str(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def is_installed():
+    """Return whether this process uses an installed package, with the command paddle-resnet, and not a checkout, with
+    train.py. In a checkout, the package can also be installed (`pip install -e .`)."""
+    return _RUNNING is not None or not TRAIN.is_file()
+
+
+def script():
+    """Return the path of the installed command paddle-resnet."""
+    return _RUNNING or os.path.join(os.path.dirname(sys.executable), SCRIPT)
+
+
+def program(name):
+    """Return the name of a command in messages: train.py, paddle_resnet.dataset or, if installed, paddle-resnet
+    dataset."""
+    if is_installed():
+        return f"{SCRIPT} {name}"
+    return TRAIN.name if name == "train" else f"paddle_resnet.{name}"
+
+
+def command(name, *arguments):
+    """Return a command of this project, quoted for a shell, such as .venv/bin/python -m paddle_resnet.dataset index or,
+    if installed, paddle-resnet dataset index."""
+    if is_installed():
+        words = [_typed(script(), SCRIPT), name]
+    elif name == "train":
+        words = [python(), _shortest(TRAIN)]
+    else:
+        words = [python(), "-m", f"paddle_resnet.{name}"]
+    return shlex.join([*words, *map(str, arguments)])
+
+
+def installation(extra):
+    """Return the command that installs optional requirements, quoted for a shell.
+
+    Args:
+        extra: name of a list in pyproject.toml: gpu, cpu, onnx, serve or parquet.
+    """
+    if is_installed():
+        return f"{python()} -m pip install {SCRIPT}[{extra}]"
+    return f"{python()} -m pip install -r requirements{'' if extra == 'gpu' else f'-{extra}'}.txt"
+
+
+def import_command(root, *flags):
+    """Return the text that suggests the command that imports a folder, and the --image-root that uses the result."""
+    output = f"{os.path.abspath(root)}_imported"
+    run = command("dataset", "import", root, *flags, "--output", output)
+    return f"`{run}` and use --image-root {shlex.quote(output)}"
 
 
 def core(error):
-    """Return the message of a Paddle error without the traces and hints that Paddle adds."""
+    """Return the message of an error in one line, without the traces and hints that Paddle adds."""
     matches = re.findall(r"^ *(\w*Error:\s+\S.*)|^ *(\(\w+\) .*)", str(error), re.MULTILINE)
     text = "".join(matches[-1]) if matches else str(error).strip() or repr(error)
     return " ".join(text.split()).rstrip(".")
@@ -43,10 +109,11 @@ NO_CLASS = (
 
 
 class UsageError(ValueError):
-    """A flag, configuration file, data set or checkpoint cannot be used. The exit code is 2.
+    """A flag, configuration file, data set, checkpoint or output path cannot be used. The exit code is 2.
 
-    UsageError is raised before the first step. The message contains the flag or path, the problem and the remedy. Each
-    argument is a line of the message, for example one line per conflict between flags.
+    The message contains the flag or path, the problem and the remedy. Each argument is a line of the message, for
+    example one line per conflict between flags. Code that can detect the problem before the first step must raise the
+    error then.
     """
 
     def __str__(self):
@@ -59,4 +126,4 @@ class DataError(UsageError):
 
 
 class RunError(RuntimeError):
-    """A run cannot continue. The exit code is 1. The message states what failed and where, and which work is saved."""
+    """A command cannot continue, for a reason other than its arguments or data. The exit code is 1."""

@@ -37,13 +37,14 @@ def of(program, function, needs_stdout=True):
         function: function without arguments that returns an exit code, or None for DONE.
         needs_stdout: whether the command fails if it cannot write to stdout.
     Returns:
-        the exit code of the function; FAILURE after a RunError, or if memory is insufficient or no folder for temporary
-        files is writable; USAGE after a UsageError or if a path is inaccessible; PREEMPTED if a signal stopped the run
-        and all work is saved; INTERRUPTED after a KeyboardInterrupt; CLOSED_PIPE, without a message, if the reader of
-        the result has exited. Other exceptions are not caught.
+        the exit code of the function; FAILURE after a RunError, or if memory, threads or open files are exhausted or no
+        folder for temporary files is writable; USAGE after a UsageError or if a path is inaccessible; PREEMPTED after
+        signals.Preempted; INTERRUPTED after a KeyboardInterrupt; CLOSED_PIPE, without a message, if the reader of the
+        result has exited. Other exceptions are not caught. If memory is exhausted before Paddle is imported, the
+        process ends with FAILURE.
     """
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.NUMBERS)  # paddle_resnet/__init__.py blocked them
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.NUMBERS)  # paddle_resnet/__init__.py blocks them
         _check_address_space()
         _check_working_directory()
         with logger.result_on_stdout() if needs_stdout else contextlib.nullcontext():
@@ -66,7 +67,7 @@ def of(program, function, needs_stdout=True):
             return FAILURE
         if isinstance(e, OSError) and e.errno in _NO_ACCESS and isinstance(e.filename, str | bytes):
             path = printable(os.fsdecode(e.filename))
-            remedy = "change its permissions, or choose a different path"
+            remedy = "choose a different path, or make this one accessible"
             _report(program, f"{path}: cannot be used ({e.strerror}); {remedy}")
             return USAGE
         if not isinstance(e, MemoryError) and not any(name in str(e) for name in _NO_MEMORY):
@@ -79,8 +80,8 @@ def of(program, function, needs_stdout=True):
 
 
 def _report(program, message):
-    """Print an error message. In a job, the message begins with the rank, because Paddle's launcher shows the log of a
-    failed rank, but not the number of the rank."""
+    """Print an error message. In a job with several processes, the message begins with the rank, because Paddle's
+    launcher shows the log of a failed rank, but not the number of the rank."""
     rank, count = os.environ.get("PADDLE_TRAINER_ID", ""), os.environ.get("PADDLE_TRAINERS_NUM", "1")
     subject = f"rank {rank}: " if rank.isdecimal() and count != "1" else ""
     logger.write_line(f"{program}: error: {subject}{message}", sys.stderr)
@@ -89,8 +90,8 @@ def _report(program, message):
 def _check_address_space():
     if _address_space() < LEAST_ADDRESS_SPACE:
         raise RunError(
-            f"ulimit -v: {_address_space() >> 20:,} MiB of address space, but Paddle and DALI need up to "
-            f"{LEAST_ADDRESS_SPACE >> 20:,} MiB for a small job; raise the limit, for example with ulimit -v unlimited"
+            f"ulimit -v: {_address_space() >> 20:,} MiB of address space, but at least {LEAST_ADDRESS_SPACE >> 20:,} "
+            "MiB are required; raise the limit, for example with ulimit -v unlimited"
         )
 
 
@@ -102,7 +103,7 @@ def _check_working_directory():
 
 
 def _address_space():
-    """Return the address-space limit of the process in bytes."""
+    """Return the address-space limit of the process in bytes, or infinity if there is no limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return math.inf if limit == resource.RLIM_INFINITY else limit
 
@@ -113,7 +114,10 @@ def _no_memory(error):
     reason = f" ({reason})" if reason else ""
     if _NO_FILE in reason:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return f"ulimit -n: {limit} open files are too few{reason}; raise the limit, for example with ulimit -n 1024"
+        remedy = f"raise the limit, for example with ulimit -n {max(1024, 2 * limit)}"
+        return f"ulimit -n: {limit} open files are too few{reason}; {remedy}"
     if any(name in reason for name in _NO_THREAD):
-        return f"ulimit -u: no more threads can be started{reason}; allow more processes, or add memory"
-    return f"memory: insufficient{reason}; use a smaller --batch-size, or add memory"
+        remedy = "allow more processes (ulimit -u, or the container's limit), or add memory"
+        return f"threads: no more threads can be started{reason}; {remedy}"
+    remedy = "raise ulimit -v, or add memory" if limits else "add memory"
+    return f"memory: insufficient{reason}; {remedy}, or use a smaller --batch-size if the command has this flag"

@@ -65,8 +65,8 @@ def open_regular(path, limit_bytes=None):
     Returns:
         a binary file.
     Raises:
-        OSError: the path cannot be opened, is a folder, pipe, device or file in /proc, or is too large. strerror states
-            the problem.
+        OSError: the path cannot be opened, is a folder, pipe, device or non-empty file in /proc, or is too large.
+            strerror states the problem.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -88,7 +88,7 @@ def open_regular(path, limit_bytes=None):
 def _has_content(descriptor):
     try:
         return os.read(descriptor, 1) != b""
-    except BlockingIOError:  # the pipe is still empty
+    except BlockingIOError:  # for example /proc/kmsg, if there are no new messages
         return True
 
 
@@ -104,6 +104,8 @@ def written(path, partial=None, sync=False):
         sync: whether to flush all data to the disk before the rename.
     Yields:
         a Path: the temporary path at which the block must create the file or folder.
+    Raises:
+        OSError: the data cannot be flushed, or the file or folder cannot be renamed.
     """
     partial = partial_path(path) if partial is None else Path(partial)
     try:

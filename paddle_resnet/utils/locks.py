@@ -33,7 +33,8 @@ def acquire(path, warn):
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
             if e.errno not in (errno.EACCES, errno.EAGAIN):
-                warn(f"{path}: the file system does not support locks ({e.strerror}); do not start a second run")
+                remedy = "do not start a second run that writes to the same files"
+                warn(f"{path}: the file system does not support locks ({e.strerror}); {remedy}")
                 return file
             owner = file.read().strip() or "unknown"
             file.close()
@@ -55,7 +56,7 @@ def file_of(path):
 
 @contextlib.contextmanager
 def held(path, subject, warn):
-    """Hold the lock of a file while the `with` block runs.
+    """Hold a lock file while the `with` block runs, and then remove it.
 
     Args:
         path, warn: see acquire.
@@ -89,7 +90,7 @@ def is_of(file, path):
 
 
 def release(file):
-    """Remove a lock file and release its lock."""
+    """Release a lock, and remove its file unless another process has already deleted or replaced the file."""
     if is_of(file, file.name):
         with contextlib.suppress(OSError):
             os.unlink(file.name)

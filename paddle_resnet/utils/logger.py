@@ -1,4 +1,4 @@
-"""The log of a run. Each entry is printed as a readable line on stdout and written as a JSON line to --report-file.
+"""The log of a run. Metrics are printed as readable lines on stdout and written as JSON lines to --report-file.
 
 The report has the format of NVIDIA's dllogger. Each line consists of `DLLL ` and a JSON object with timestamp,
 datetime, elapsedtime, type, step and data. `step` is "PARAMETER", [epoch, step], [epoch] or [] (the summary of the
@@ -35,7 +35,7 @@ def setup(report_file=None, rank=0):
         report_file: path, or None to only print the log.
         rank: rank of this process.
     Raises:
-        UsageError: another run is writing to the report file.
+        UsageError: another run is writing to the report file, or a lock file of an earlier run cannot be used.
     """
     global _path, _quiet
     close()
@@ -50,12 +50,12 @@ def setup(report_file=None, rank=0):
 
 
 def begin(parameters, append=False):
-    """Open the report file. Call begin() after all checks have passed, because it may replace an earlier report. A lock
-    prevents other runs from writing to the file until close().
+    """Open the report file. Call begin() after all checks have passed, because it may replace an earlier report. If the
+    file system supports locks, a lock prevents other runs from writing to the file until close().
 
     Args:
         parameters: {flag: value} to write in the first line.
-        append: whether to append to the file instead of replacing it.
+        append: whether to append to the file instead of replacing it. An incomplete last line is removed first.
     Raises:
         UsageError: the report file cannot be opened, or another run is writing to it.
         RunError: the first line cannot be written.
@@ -123,10 +123,8 @@ def write_line(text, stream):
     except OSError as e:
         _abandon(stream)
         if stream is sys.stdout:
-            warn(
-                f"stdout: can no longer be written ({e.strerror}), so the run continues without output; read the "
-                "--report-file instead"
-            )
+            remedy = f"read --report-file {_path} instead" if _path else "use --report-file to keep future metrics"
+            warn(f"stdout: can no longer be written ({e.strerror}), so the run continues without output; {remedy}")
 
 
 @contextlib.contextmanager
@@ -228,12 +226,13 @@ sys.stdout, sys.stderr = _prepare(sys.stdout), _prepare(sys.stderr)
 
 
 def elapsed_s():
-    """Return the number of seconds since the program started, which the report contains as elapsedtime."""
+    """Return the number of seconds since this module was imported, which the report contains as elapsedtime."""
     return time.time() - _start_s
 
 
 def info(message):
-    """Print a line for the user on rank 0. The line is not written to the report."""
+    """Print a line for the user on rank 0, except in an only_warnings() block. The line is not written to the
+    report."""
     if not (_quiet or _only_warns) and _is_new(message):
         write_line(message, sys.stdout)
 
@@ -258,7 +257,7 @@ def without_repeats():
 
 @contextlib.contextmanager
 def only_warnings():
-    """In the `with` block, print nothing except warnings, and write nothing to the report."""
+    """In the `with` block, info and log do nothing, so that only warnings are printed."""
     global _only_warns
     _only_warns = True
     try:
@@ -276,7 +275,8 @@ def _is_new(message):
 
 
 def log(step, data):
-    """Print metrics, and write them to the report. Step metrics are not printed while the progress line shows them.
+    """Print metrics, and write them to the report, except in an only_warnings() block. Step metrics are not printed
+    while the progress line is shown.
 
     Args:
         step: (epoch, step), (epoch,) or () for the summary of the run.
@@ -292,7 +292,8 @@ def log(step, data):
 
 
 def report(step, data):
-    """Write metrics to the report without printing them. report() has the same arguments as log().
+    """Write metrics to the report without printing them, if begin() has opened a report. The arguments are those of
+    log(); `step` can also be "PARAMETER".
 
     Raises:
         RunError: the report file can no longer be written.
@@ -314,7 +315,7 @@ def report(step, data):
             failed, _report = _report, None
             with contextlib.suppress(OSError):  # close() would try to write the line again
                 failed.close()
-            remedy = "free disk space, and restart a training run with --resume"
+            remedy = "free disk space or choose a different file, and start again (a training run with --resume)"
             raise RunError(f"--report-file {failed.name}: can no longer be written ({e.strerror}); {remedy}") from e
         if _lock is not None and len(step) < 2:
             _check_place()
@@ -323,20 +324,20 @@ def report(step, data):
 
 
 def _check_place():
-    """Log a warning, but only once, if the report file was deleted or replaced since begin()."""
+    """Log a warning, but only once per report, if the report file was deleted or replaced since begin()."""
     global _is_misplaced
     if _is_misplaced or (os.path.exists(_path) and os.path.samestat(os.stat(_path), os.fstat(_report.fileno()))):
         return
     _is_misplaced = True
     warn(
-        f"--report-file {_path}: was deleted or replaced during the run, so the metrics of this run are lost; do not "
-        "change the file while a run writes to it"
+        f"--report-file {_path}: was deleted or replaced during the run, so it does not contain the metrics of this "
+        "run; do not change the file while a run writes to it"
     )
 
 
 def _line(step, data):
     """Return the line to print. If all names have the same prefix, such as "train.", the line contains the prefix only
-    once. Averages over classes appear only in the report."""
+    once. Averages over classes (precision, recall and F1) appear only in the report."""
     data = {name: value for name, value in data.items() if not name.endswith(("_macro", "_weighted"))}
     phases = {name.partition(".")[0] for name in data}
     label = _label(step)

@@ -14,8 +14,7 @@ def mean(total, count):
 
 
 class AverageMeter:
-    """Mean of a metric over all samples with finite values, accumulated in float64 so that the mean does not depend on
-    the batch size.
+    """Mean of a metric over all samples with finite values, accumulated in float64.
 
     Args:
         name: metric name in logs, for example "top1".
@@ -27,8 +26,8 @@ class AverageMeter:
         count: number of samples, including those with non-finite values.
         not_finite: number of samples whose value was not finite. If only the mean of a batch is known and the mean is
             not finite, all samples in the batch are counted.
-        bad_updates: number of consecutive updates, including the last one, that contained a non-finite value. reset()
-            does not change this number.
+        bad_updates: number of consecutive updates, including the last one, that contained a non-finite value, without
+            those that excuse_update() excludes. reset() does not change this number.
     """
 
     def __init__(self, name, is_ratio=False):
@@ -58,9 +57,8 @@ class AverageMeter:
         is_finite = np.isfinite(value)
         not_finite = int(np.count_nonzero(~is_finite)) * n // value.size
         value = value[is_finite]
-        # Round values to multiples of 2^-24, which is finer than float32 near 1. In float64, sums of the rounded values
-        # are exact up to half a billion, so the sum does not depend on the order, the number of processes or the batch
-        # size.
+        # Round the values of single samples to multiples of 2^-24. In float64, sums of such values are exact up to half
+        # a billion, so the sum does not depend on the order, the number of processes or the batch size.
         is_each = is_finite.size == n
         total = float(np.rint(value * 2.0**24).sum() / 2**24) if is_each else float(value.sum()) * n
         if self.is_ratio:
@@ -86,14 +84,12 @@ class AverageMeter:
         self.not_finite = state.get("not_finite", 0)  # missing in older checkpoints
 
     def excuse_update(self):
-        """Exclude the last update from bad_updates."""
+        """Exclude the last update, which must have contained a non-finite value, from bad_updates."""
         self.bad_updates -= 1
 
 
 class ConfusionMeter:
     """Counts of (label, predicted class) pairs.
-
-    Images for which the network predicts no class (encoded as class_num) are not counted.
 
     Args:
         class_num: number of classes.
@@ -117,7 +113,8 @@ class ConfusionMeter:
 
     def counts(self):
         """Return two arrays [k] for the k different pairs that occurred: the sorted pairs, each encoded as label *
-        class_num + prediction, and their counts."""
+        class_num + prediction, and their counts. Images for which the network predicts no class (encoded as class_num)
+        are not counted."""
         pairs = np.concatenate([np.empty((0, 2), np.int64), *self._pairs])
         labels, predictions = pairs[(pairs[:, 1] >= 0) & (pairs[:, 1] < self.class_num)].T
         return np.unique(labels * self.class_num + predictions, return_counts=True)
@@ -127,7 +124,7 @@ class TopMeter:
     """Finds the most probable classes of each image from its logits.
 
     Args:
-        k: number of classes to keep.
+        k: number of classes to keep, at most the number of classes C of the network.
     """
 
     def __init__(self, k):
@@ -152,7 +149,8 @@ class TopMeter:
 
     def rows(self):
         """Return float64 [images, 2 k]. Each row contains the k most probable classes of one image in descending order,
-        and then their probabilities. All probabilities are NaN if a logit of the image is NaN or +inf."""
+        and then their probabilities. All probabilities are NaN if a logit of the image is NaN or +inf, or if all are
+        -inf."""
         empty = np.empty((0, self._k))
         return np.hstack([np.concatenate([empty, *part]) for part in (self._classes, self._probabilities)])
 
@@ -181,8 +179,8 @@ class StepClock:
         self._tick = now
 
     def close_step(self):
-        """Add the time since the end of the last step to the duration of that step, because the host spent this time
-        waiting for the metrics of the step."""
+        """Add the time since the end of the last step to the duration of that step. Call close_step() after waiting for
+        the metrics of the step."""
         now = perf_counter()
         if self.batch_times:
             self.batch_times[-1] += now - self._tick
@@ -193,7 +191,8 @@ class StepClock:
         self._tick = perf_counter()
 
     def recent(self):
-        """Return mean times over the last 20 steps in seconds, as (waiting for the loader, entire step)."""
+        """Return mean times over the last 20 steps in seconds, as (waiting for the loader, entire step), or (0, 0) if
+        no step has completed."""
         data_times, batch_times = self.data_times[-20:], self.batch_times[-20:]
         n = len(batch_times) or 1
         return sum(data_times) / n, sum(batch_times) / n
@@ -218,7 +217,7 @@ def latency_percentiles(batch_times_s):
     """Return step-time statistics of a benchmark in milliseconds.
 
     Args:
-        batch_times_s: duration of each step in seconds.
+        batch_times_s: duration of each step in seconds, for at least one step.
     Returns:
         {"latency_mean_ms", "latency_p50_ms", "latency_p90_ms", "latency_p95_ms", "latency_p99_ms"}. Percentiles are
         interpolated linearly between the two nearest steps.
@@ -239,7 +238,7 @@ def class_metrics(confusion, class_num):
     denominator of a ratio is 0, the ratio is 0.
 
     Args:
-        confusion: rows (label, predicted class, number of images).
+        confusion: integers [k, 3], with rows (label, predicted class, number of images).
         class_num: number of classes.
     """
     labels, predictions, counts = confusion.T
@@ -264,7 +263,8 @@ def class_metrics(confusion, class_num):
 def average_metrics(confusion, class_num):
     """Average the class_metrics over the classes, and return {"precision_macro", ..., "f1_weighted"}. Macro averages
     are taken over the classes that occur as a label or a prediction; weighted averages use the number of images in each
-    class as its weight. The definitions are those of scikit-learn with zero_division=0."""
+    class as its weight. The definitions are those of scikit-learn with zero_division=0. Without images, the averages
+    are NaN."""
     metrics = class_metrics(confusion, class_num)
     occurring = np.unique(confusion[:, :2])
     weights = {"macro": np.isin(np.arange(class_num), occurring), "weighted": metrics["images"]}

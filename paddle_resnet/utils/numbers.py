@@ -6,13 +6,17 @@ the error message for the flag.
 
 import argparse
 import math
+from collections.abc import Callable
 from fractions import Fraction
+from typing import TypeVar
 
+T = TypeVar("T")
 AUTO = "auto"  # value of --label-offset that requests detection
+MAX_BELOW_ONE = 0.9999999  # float32 would round larger values to 1, and optimizers divide by 1 minus the value
 MAX_NUMBER = 1e38  # Paddle and DALI convert numbers to float32, whose largest value is 3.4e38
 
 
-def integer(least, most=2**31 - 1):
+def integer(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
     """Return the argparse type for a whole number from least to most."""
 
     def parse(text):
@@ -30,38 +34,78 @@ def integer(least, most=2**31 - 1):
     return parse
 
 
-def number(text):
-    """Parse a finite number, a fraction such as 1/255, or a power such as 2^-15, and return it as a float. Numbers
-    above MAX_NUMBER or below -MAX_NUMBER are invalid."""
+def number(text: str) -> float:
+    """Parse a finite number, a fraction such as 1/255, or a power such as 2^-15, and return it as a float. Raises
+    argparse.ArgumentTypeError for other texts, and for numbers above MAX_NUMBER or below -MAX_NUMBER."""
     try:
         base, power, exponent = text.partition("^")
         value = float(Fraction(base)) if "/" in base else float(base)
         value = value ** int(exponent) if power else value
-    except (ValueError, ZeroDivisionError, OverflowError) as e:
+    except OverflowError:  # too large for a float, for example 10^400
+        value = 2 * MAX_NUMBER
+    except (ValueError, ZeroDivisionError) as e:
         message = f"'{short(text)}' is not a number; use a number such as 0.1 or 1/255"
         raise argparse.ArgumentTypeError(message) from e
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"{short(text)} is not finite; use a number such as 0.1 or 1/255")
     if abs(value) > MAX_NUMBER:
-        raise argparse.ArgumentTypeError(f"{short(text)} is out of range; use a number up to {MAX_NUMBER:g}")
+        allowed = f"use a number from -{MAX_NUMBER:g} to {MAX_NUMBER:g}"
+        raise argparse.ArgumentTypeError(f"{short(text)} is out of range; {allowed}")
     return value
 
 
-def positive_number(text):
+def positive_number(text: str) -> float:
     value = number(text)
     if value <= 0:
         raise argparse.ArgumentTypeError(f"{short(text)} is not positive; use a number above 0")
     return value
 
 
-def ratio(text):
+def ratio(text: str) -> float:
     value = number(text)
     if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{short(text)} is not between 0 and 1; use a fraction such as 0.5")
+        raise argparse.ArgumentTypeError(f"{short(text)} is not between 0 and 1; use a number from 0 to 1")
     return value
 
 
-def list_of(parse):
+def truth(text: str) -> bool:
+    values = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    if text.lower() not in values:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a boolean; use true or false")
+    return values[text.lower()]
+
+
+def not_negative_number(text: str) -> float:
+    value = number(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative; use 0 or more")
+    return value
+
+
+def factor(text: str) -> float:
+    value = positive_number(text)
+    if value > 1000:  # powers of larger factors may overflow
+        raise argparse.ArgumentTypeError(f"{text} is too large; use a number up to 1000, such as 0.1")
+    return value
+
+
+def positive_ratio(text: str) -> float:
+    value = ratio(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not positive; use a number above 0 and up to 1, such as 0.8")
+    return value
+
+
+def below_one(text: str) -> float:
+    value = ratio(text)
+    if value == 1:
+        raise argparse.ArgumentTypeError(f"{text} is not below 1; use a number of at least 0 and below 1, such as 0.9")
+    if value > MAX_BELOW_ONE:
+        raise argparse.ArgumentTypeError(f"{text} is too close to 1 for float32; use {MAX_BELOW_ONE} or less")
+    return value
+
+
+def list_of(parse: Callable[[str], T]) -> Callable[[str], list[T]]:
     """Return the argparse type for a comma-separated list of values, each of which is parsed with `parse`."""
 
     def parse_list(text):
@@ -76,11 +120,17 @@ def list_of(parse):
     return parse_list
 
 
-def short(text):
+def or_none(parse: Callable[[str], T]) -> Callable[[str], T | None]:
+    """Return the argparse type for a value that `parse` parses, or "None" to override a value in the configuration
+    file."""
+    return lambda text: None if text == "None" else parse(text)
+
+
+def short(text: str) -> str:
     return text if len(text) <= 40 else f"{text[:30]}... ({len(text)} characters)"
 
 
-def label_offset(text):
+def label_offset(text: str) -> int | str:
     """Parse the value of --label-offset, and return AUTO or a whole number."""
     return AUTO if text == AUTO else integer(0, 10**6)(text)
 
@@ -91,7 +141,7 @@ seed = integer(0, 2**32 - 1)
 batch_size = integer(1, 2**16)
 num_of_class = integer(1, 2**24)  # RecordIO stores labels as float32, which is exact up to this limit
 threads = integer(1, 1024)  # number of threads or processes; thousands of threads would abort the process
-MAX_SIDE = 8192  # maximum side of a resized image in pixels; DALI has a larger limit, above which it fails
+MAX_SIDE = 8192  # maximum side of a resized image in pixels
 side = integer(1, MAX_SIDE)
 shape = list_of(integer(0, MAX_SIDE))
 number_list = list_of(number)

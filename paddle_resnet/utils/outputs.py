@@ -19,8 +19,8 @@ def claim(outputs=None, folders=None, inputs=(), protected=(), run_folder=None, 
     """Check that a command can write its outputs without damaging its inputs, the data set or a checkpoint.
 
     Links and `..` are resolved. Files and folders that are created for the check are removed afterwards. A warning is
-    logged for each existing file that the command will replace. If another process writes a claimed file later,
-    `replaced` logs a warning before it replaces the file.
+    logged for each existing, non-empty file that the command will replace, unless it is in `announced`. If another
+    process writes a claimed file later, `replaced` logs a warning before it replaces the file.
 
     Args:
         outputs: {flag or description: path of a file to write, or None}.
@@ -31,8 +31,9 @@ def claim(outputs=None, folders=None, inputs=(), protected=(), run_folder=None, 
         run_folder: folder for the checkpoints of this run, which may not exist yet, or None.
         announced: keys of `outputs` for which the caller logs that an existing file will be replaced.
     Raises:
-        UsageError: two outputs are the same file, or an output is also an input, is protected, is in a checkpoint, or
-            cannot be written; or a folder is below a broken link.
+        UsageError: two outputs are the same file; or an output file or folder is also an input, is protected or in a
+            protected folder, has a path that is reserved for a checkpoint or below one, is not a valid path, or cannot
+            be written; or the path of a file ends with a slash; or a folder is a broken link or below one.
     """
     outputs, folders = (
         {what: path for what, path in (paths or {}).items() if path is not None} for paths in (outputs, folders)
@@ -77,6 +78,8 @@ def replaced(path):
 
     Yields:
         the path to write to.
+    Raises:
+        OSError: the file cannot be written.
     """
     if os.path.exists(path) and not os.path.isfile(path):
         files.touch(path)
@@ -93,7 +96,7 @@ def replaced(path):
 
 def warn_if_changed(path):
     """Log a warning if this process is about to replace a claimed file that another process has written since the
-    claim."""
+    claim, or since this process last wrote the file."""
     real_path = os.path.realpath(path)
     if real_path in _claimed and _version(path) not in (None, _claimed[real_path]):
         logger.warn(
@@ -115,8 +118,8 @@ def _version(path):
 
 
 def _identity(path):
-    """Return a value that is equal for two paths to the same file. For a device such as /dev/null, each call returns a
-    different value, so that several outputs can use the device."""
+    """Return a value that is equal for two paths to the same file. For a character device such as /dev/null, each call
+    returns a different value, so that several outputs can use the device."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):

@@ -1,8 +1,7 @@
 """The progress line, which shows the current phase and the progress of a run on a terminal.
 
-If stdout is not a terminal, the functions in this module do nothing. A thread of the rich library draws the line four
-times per second. The overhead is one comparison per step, plus formatting the metrics on the host four times per
-second.
+A thread of the rich library draws the line four times per second. The overhead is one comparison per step, plus
+formatting the metrics on the host at most four times per second.
 """
 
 import contextlib
@@ -20,7 +19,7 @@ _phase, _since_s, _metrics, _due_s = "startup", 0.0, None, 0.0
 
 @contextlib.contextmanager
 def shown():
-    """Show the progress line while the `with` block runs, if stdout is a terminal.
+    """Show the progress line while the `with` block runs, if stdout is a terminal that can redraw a line.
 
     A job with several processes has no progress line, because no rank has the metrics of the entire job between two log
     lines, and because the launcher redirects stdout to files.
@@ -53,7 +52,8 @@ def shown():
 
 
 def _console():
-    """Return a rich console for stdout, or None if stdout is not a terminal that can redraw a line."""
+    """Return a rich console for stdout, or None if the job has several processes or stdout is not a terminal that can
+    redraw a line."""
     is_alone = os.environ.get("PADDLE_TRAINERS_NUM", "1") == "1"
     if sys.stdout is None or not sys.stdout.isatty() or not is_alone:
         return None
@@ -68,7 +68,8 @@ def is_shown():
 
 
 def phase(name):
-    """Begin a phase. The progress line then shows the name and the current duration of the phase."""
+    """Begin a phase. The progress line then shows the name of the phase and, until show() is called, its current
+    duration."""
     global _phase, _since_s, _metrics, _due_s
     _phase, _since_s, _metrics, _due_s = name, monotonic(), None, 0.0
     if _live is not None:
@@ -88,7 +89,7 @@ def show(step, steps, left_s, run_left_s, metrics, more=()):
         step, steps: completed steps and total steps in this phase.
         left_s: estimated seconds until the end of the phase.
         run_left_s: estimated seconds for the remaining training steps of the run, or None.
-        metrics: strings to show, with at most about 45 characters in total, so that the line fits in 80 columns.
+        metrics: strings to show. If the line is wider than the terminal, its end is cut off.
         more: strings to show if the terminal is wide enough, in descending order of importance.
     """
     global _metrics, _due_s
@@ -105,7 +106,8 @@ def show(step, steps, left_s, run_left_s, metrics, more=()):
 
 
 def write_above(line, stream):
-    """Write a line above the progress line. Return False if the stream has no progress line."""
+    """Write a line above the progress line, if this line is shown and the stream is a terminal. Return whether the line
+    was written."""
     live = _live
     if live is None or not stream.isatty():
         return False

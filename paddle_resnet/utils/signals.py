@@ -1,5 +1,5 @@
-"""Handle the signals that stop a run (SIGTERM, SIGINT, SIGHUP, SIGUSR1). After such a signal, all processes agree on a
-step, at which the run saves a checkpoint and stops."""
+"""Record the signals that stop a run (SIGTERM, SIGINT, SIGHUP, SIGUSR1). After such a signal, all processes of a
+training run agree on a step (job/exchange.py), at which the run stops."""
 
 import contextlib
 import ctypes
@@ -17,14 +17,15 @@ _received = None
 
 
 class Preempted(Exception):
-    """A signal stopped the run. train.py exits with code 75."""
+    """A signal stopped the run. The exit code is 75."""
 
 
 @contextlib.contextmanager
 def watched():
     """While the `with` block runs, record signals instead of ending the process. A second SIGINT raises
     KeyboardInterrupt. All other repeated signals are ignored, because Paddle's launcher sends SIGTERM up to three
-    times. If SIGHUP is already ignored, as under nohup, it remains ignored."""
+    times. If SIGHUP is already ignored, as under nohup, it remains ignored. After the block, signals except SIGINT
+    remain ignored if a signal was received, or if the block raised an exception in a process of the launcher."""
     global _received
     _received = None
     previous = {number: signal.getsignal(number) for number in NUMBERS}
@@ -44,7 +45,8 @@ def watched():
 
 
 def leaving(exit_code):
-    """Return `exit_code`, and ignore further signals, so that a signal during shutdown cannot change the exit code."""
+    """Return `exit_code`, and ignore further signals except SIGINT, so that they cannot change the exit code during
+    shutdown."""
     for number in NUMBERS:
         if number != signal.SIGINT:
             signal.signal(number, signal.SIG_IGN)
@@ -53,8 +55,8 @@ def leaving(exit_code):
 
 @contextlib.contextmanager
 def blocked():
-    """Block signals in this thread and in all threads that are started in the `with` block. If any other thread did not
-    block a signal, it would run the handler while the main thread blocks the signal."""
+    """Block signals in this thread while the `with` block runs, and permanently in the threads that it starts. Such a
+    thread would otherwise receive a signal while the main thread blocks it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
     try:
         yield
@@ -69,6 +71,7 @@ def importing_paddle():
 
     Raises:
         RunError: Paddle cannot create its cache folder or use a file of its installation.
+        OSError: memory or open files are exhausted.
     """
     with blocked():
         try:
@@ -98,7 +101,7 @@ def deferred():
 
 
 def received():
-    """Return the name of the received signal, or None if no signal was received."""
+    """Return the name of the first signal that watched() recorded, "SIGINT" if it recorded SIGINT later, or None."""
     return _received
 
 

@@ -18,7 +18,7 @@ import pytest
 from conftest import ROOT
 from helpers import HOLDER, META, write_checkpoint
 from paddle_resnet.checkpoints import folders, restore, saver
-from paddle_resnet.settings.values import Setting
+from paddle_resnet.settings.values import FlagValue
 from paddle_resnet.utils import locks
 from paddle_resnet.utils.errors import UsageError
 
@@ -172,11 +172,11 @@ def test_kinds_of_folders(tmp_path, capsys):
 def test_prefix_of_foreign_files(tmp_path, files, prefix, explicit_prefix):
     for name in files:
         (tmp_path / f"{name}.pdparams").touch()
-    assert folders.foreign_prefix(tmp_path, Setting("tiny", False)) == prefix
-    assert folders.foreign_prefix(tmp_path, Setting("tiny", True)) == explicit_prefix
-    assert folders.prefix(tmp_path, Setting("tiny", False)) == tmp_path / prefix
+    assert folders.foreign_prefix(tmp_path, FlagValue("tiny", False)) == prefix
+    assert folders.foreign_prefix(tmp_path, FlagValue("tiny", True)) == explicit_prefix
+    assert folders.prefix(tmp_path, FlagValue("tiny", False)) == tmp_path / prefix
     written = write_checkpoint(tmp_path, "1")  # its files are called a.pdparams and a.pdopt
-    assert folders.prefix(written, Setting("tiny", True)) == written / "a"
+    assert folders.prefix(written, FlagValue("tiny", True)) == written / "a"
 
 
 def test_newest_first_sorts_by_sequence_number(tmp_path):

@@ -781,12 +781,12 @@ def test_files_of_other_programs_do_not_need_model_prefix(args, saved, prefix):
     for end in ("pdparams", "pdopt"):
         (saved / f"tiny.{end}").rename(saved / f"{prefix}.{end}")
     assert find(args, saved.parent, "auto").epoch == 5
-    assert variables.pretrained_file(saved, args.setting("model_prefix")) == saved / f"{prefix}.pdparams"
+    assert variables.pretrained_file(saved, args.flag_value("model_prefix")) == saved / f"{prefix}.pdparams"
 
 
 def test_meta_json_does_not_describe_files_of_other_programs(args, saved):
     shutil.copy(saved / "tiny.pdparams", saved / "mine.pdparams")
-    prefix = args.setting("model_prefix")
+    prefix = args.flag_value("model_prefix")
     assert restore.origin(None, str(saved / "mine"), prefix) == (str(saved), None)
     assert restore.origin(None, str(saved / "tiny"), prefix) == (str(saved), folders.read_meta(saved))
     assert restore.origin(None, None, prefix) == (None, None)

@@ -166,7 +166,7 @@ def test_files_with_damaged_meta_json_are_rejected(args, tmp_path):
         variables.load(variables.LoadOptions.of(args), tmp_path, None, PLACE, label)
     for path in (tmp_path, tmp_path / "tiny.pdparams"):
         with pytest.raises(UsageError, match=f"--from-pretrained-params {path}: damaged: .*; choose a different"):
-            restore.origin(None, str(path), args.setting("model_prefix"))
+            restore.origin(None, str(path), args.flag_value("model_prefix"))
 
 
 @pytest.mark.parametrize("change", ["deleted", "changed", "checkpoint is being deleted"])

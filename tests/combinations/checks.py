@@ -1,15 +1,18 @@
-"""Check one row of the combination tests in this process.
+"""Check rows of the combination tests in this process.
 
 Design. A row is a set of flags of train.py. train.main, export.main and predict.main run in this process, so Paddle is
-imported once for all rows. The checks of a row, in this order:
+imported once for all rows. The checks of a row:
 1. The run succeeds. Its report, tables and last checkpoint are the reference.
 2. A second run gets SIGTERM before a random step, exits with code 75 and continues with --resume, twice if it is long
-   enough. Its last checkpoint and its metrics must be equal to the reference, bit for bit.
-3. `--run-scope eval_only` on the last checkpoint repeats the last evaluation.
+   enough. In a job of several processes, it gets SIGTERM once, before step 1, or not at all if it is short. Its last
+   checkpoint and its metrics must be equal to the reference, bit for bit.
+3. `--run-scope eval_only` on the last checkpoint succeeds. Its metrics equal those of the last evaluation, unless the
+   row has `--run-scope train_only`.
 4. In every fourth row, `--benchmark` runs.
-5. The export of the checkpoint passes --verify, and both the checkpoint and the export classify an image.
+5. The export of the checkpoint passes --verify (omitted for synthetic images), and both the checkpoint and the export
+   classify an image.
 With --budget-minutes, two runs may choose different numbers of epochs. There, the run that is stopped and resumed has
-the flag, and the reference has --epochs and --warmup-epochs of its checkpoint instead.
+the flag and comes first, and the reference has --epochs and --warmup-epochs of its checkpoint instead.
 """
 # ruff: noqa: I001
 
@@ -46,10 +49,9 @@ from paddle_resnet.utils import logger
 from paddle_resnet.utils.mode import Mode
 
 ROOT = Path(__file__).parent.parent.parent
-# Axes whose flags need a training run, and values that continue training.
 AGREEMENT_STEPS = 6  # maximum number of steps after a signal until all processes of a job stop
-BUDGET_EPOCHS = 4  # number of epochs that --budget-minutes chooses
-TRAINING_OUTPUTS = ("tensorboard", "trace", "report")
+BUDGET_EPOCHS = 4  # number of epochs that --budget-minutes chooses in these tests
+TRAINING_OUTPUTS = ("tensorboard", "trace", "report")  # axes that the benchmark and the evaluation of a row omit
 EXPORTS = ([], ["--onnx"], ["--uint8"], ["--int8"], ["--onnx", "--uint8", "--triton"])
 TIMES = re.compile(r"steps|ips|time|latency|memory|energy|power|_s$|start|utilization")
 FILES = {
@@ -58,7 +60,8 @@ FILES = {
 
 
 def prepare(device):
-    """Prepare this process: small networks, small synthetic data sets, small decoder buffers, deterministic kernels."""
+    """Prepare this process: small networks, small synthetic data sets, small decoder buffers and, on a GPU,
+    deterministic kernels of cuDNN."""
     os.chdir(ROOT)
     paddle.enable_static()
     if device == "gpu":
@@ -67,7 +70,7 @@ def prepare(device):
     models.MODELS["Tiny"] = partial(ResNet, BasicBlock, (1,), width=8)
     loader_module.SYNTHETIC_SIZE = {Mode.TRAIN: 40 * processes.world_size(), Mode.EVAL: 11}
     decoding.PREALLOCATE_WIDTH = decoding.PREALLOCATE_HEIGHT = 0
-    # Loaded machines would choose few epochs, and fast ones many.
+    # Without this replacement, loaded machines would choose few epochs, and fast ones many.
     chosen = budget.epochs_within
     budget.epochs_within = lambda *arguments: BUDGET_EPOCHS if chosen(*arguments) else None
     # The processes of a job agree on a step two polls after a signal. With the default, short runs would end before.
@@ -102,7 +105,7 @@ class Row:
         self.name = self.arch.rpartition(":")[2]  # of the run's folder
 
     def check(self):
-        """Run all checks. Raises Failed."""
+        """Run all checks. Raises Failed if a check fails."""
         start = self.start()
         is_on_budget = self.values["length"] == "budget"
         if not is_on_budget:
@@ -124,11 +127,13 @@ class Row:
             self._export()
 
     def _stop(self, steps, start):
-        """Train, but stop before a random step, and again after resuming if steps are left. Return these steps.
+        """Train, but stop before a random step, and again after resuming if at least two steps are left. A job of
+        several processes stops only once, before step 1, or not at all if it is too short for an agreement. Return the
+        steps before which the run stopped; [None] if it did not stop.
 
         Args:
-            steps: number of steps, or a smaller number.
-            start: checkpoint from which the run starts.
+            steps: number of steps that the run has at least.
+            start: folder of the checkpoint from which the run starts, or None.
         """
         if processes.world_size() > 1:
             stop = 1 if steps > AGREEMENT_STEPS + 1 else None
@@ -143,7 +148,8 @@ class Row:
         return [stop, stop + more]
 
     def train(self, name, *flags, start=None, stop=None, without=(), only=AXES):
-        """Run train.py with the row's flags and further flags, and return its exit code."""
+        """Call train.main with the row's flags on the axes `only` except `without` and with further flags, and return
+        the exit code. `stop` is the training step before which the run gets SIGTERM, or None."""
         row = self.flags(name, start, [axis for axis in only if axis not in without])
         logger._start_s = time.time()  # --budget-minutes counts from the start of the program
         if processes.world_size() > 1:
@@ -172,14 +178,16 @@ class Row:
         return [flag.format_map(places) for flag in flags]
 
     def _first_step(self, start):
-        """Return the step with which the first pass of a run begins that continues from a checkpoint."""
+        """Return the step with which the first pass of a run begins. It is 0 unless the run continues training from the
+        checkpoint `start` in the middle of an epoch."""
         if self.values["start"] != "checkpoint" or start is None:
             return 0
         meta = json.loads((start / "meta.json").read_text())
         return 0 if meta["trained"] else meta["step"] or 0
 
     def start(self):
-        """Train the checkpoint from which the row starts, and return its folder."""
+        """Train the checkpoint from which the row starts, and return its folder. Return None if the row starts from
+        scratch."""
         if self.values["start"] == "scratch":
             return None
         if self.values["start"] == "checkpoint":
@@ -251,7 +259,7 @@ class Row:
             raise Failed("empty page")
 
     def _evaluate(self):
-        """Repeat the last evaluation."""
+        """Evaluate the last checkpoint, and compare the metrics with those of the last evaluation, if there was one."""
         checkpoint = self._last("reference")
         without = [*TRAINING_OUTPUTS, "start", "scope"]
         flags = ["--run-scope", "eval_only", "--from-checkpoint", checkpoint]
@@ -265,7 +273,7 @@ class Row:
                 raise Failed(f"evaluation: {key} is {actual[f'val.{key}']} instead of {recorded[key]}")
 
     def _export(self):
-        """Export the checkpoint and predict an image."""
+        """Export the last checkpoint, and predict an image with the checkpoint and the export."""
         checkpoint, output = str(self._last("reference")), str(self.folder / "export")
         images = self.flags("x", only=["format"])
         root = images[images.index("--image-root") + 1] if "--image-root" in images else str(self.data / "folder")
@@ -320,8 +328,8 @@ def start_job(store=exchange._store):
 
 @contextlib.contextmanager
 def stopped_before(step):
-    """Send SIGTERM to this process before a training step, unless `step` is None. Yield a list with an entry for each
-    training step."""
+    """Send SIGTERM to this process before a training step, unless `step` is None or this process is not rank 0. Yield a
+    list that gets an entry for each training step. Both exclude the steps that --budget-minutes measures."""
     agreed, steps = exchange.stop_agreed, []
 
     def stop_agreed():

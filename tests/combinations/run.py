@@ -165,7 +165,8 @@ class Worker:
             file.write(f"{job}\n")
 
     def answer(self, limit_s):
-        """Return the next answer. If there is none within the limit, kill the processes and return the reason."""
+        """Return the next answer. If the process exits or does not answer within the limit, kill all processes and
+        return the reason as a string."""
         end = time.monotonic() + limit_s
         while time.monotonic() < end:
             code = self._process.poll()

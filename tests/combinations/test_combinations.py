@@ -12,7 +12,7 @@ import generate
 from conftest import ROOT
 from paddle_resnet.optimizers.table import OPTIMIZERS
 from paddle_resnet.settings.declarations import ACTIONS
-from paddle_resnet.settings.values import flag
+from paddle_resnet.settings.values import flag_name
 
 VALUES = [flags for values in (*axes.AXES.values(), *axes.GPU_AXES.values()) for flags in values.values()]
 REMEDY = "run python tests/combinations/generate.py"
@@ -20,16 +20,16 @@ REMEDY = "run python tests/combinations/generate.py"
 
 def test_every_flag_is_in_an_axis_or_changes_nothing():
     combined = {word for flags in VALUES for word in flags if word.startswith("--")}
-    unchanged = {flag(name) for name in axes.UNCHANGED}
-    assert unchanged <= set(map(flag, ACTIONS))
-    assert combined | unchanged == set(map(flag, ACTIONS)), "add the flag to an axis or to UNCHANGED in axes.py"
+    unchanged = {flag_name(name) for name in axes.UNCHANGED}
+    assert unchanged <= set(map(flag_name, ACTIONS))
+    assert combined | unchanged == set(map(flag_name, ACTIONS)), "add the flag to an axis or to UNCHANGED in axes.py"
     assert not combined & unchanged
 
 
 @pytest.mark.parametrize("name", [n for n, action in ACTIONS.items() if action.choices and n not in axes.UNCHANGED])
 def test_every_choice_is_in_an_axis(name):
     action = ACTIONS[name]
-    combined = {flags[flags.index(flag(name)) + 1] for flags in VALUES if flag(name) in flags}
+    combined = {flags[flags.index(flag_name(name)) + 1] for flags in VALUES if flag_name(name) in flags}
     elsewhere = {"run_scope": {"eval_only"}, "dali_device": {"gpu"}}.get(name, set())  # set by checks.py; the default
     # A flag that is not set has its default.
     defaults = {action.default, *({"paddle"} if name == "kernels" else ())}

@@ -6,11 +6,13 @@ tests/tools/sources tests the layouts that `dataset import` reads.
 import shutil
 
 import data_files
+import numpy as np
 import pytest
 
-from layouts import colors_match, error_of_training, image, obey, put, write_tar
+from layouts import color_of, colors_match, error_of_training, image, obey, put, write_tar
 from paddle_resnet import dataset
 from paddle_resnet.data import sniffer
+from paddle_resnet.data.formats import read_image
 from paddle_resnet.data.root import DataRoot
 from paddle_resnet.tools import convert
 from paddle_resnet.utils.mode import Mode
@@ -89,13 +91,14 @@ def test_nested_class_folders(classes, tmp_path):
         for k in range(3):
             shutil.copytree(classes / split / f"c{k}", tmp_path / "x" / split / "ab"[k % 2] / f"c{k}")
     message = error_of_training(tmp_path / "x")
-    found = "train/a/c0/, train/a/c2/, train/b/c1/: class folders one level too deep; move them up to train/"
-    assert f"it contains {found}" in message
-    for folder in (tmp_path / "x").glob("*/*/*/"):
-        folder.rename(folder.parent.parent / folder.name)
-    for folder in (tmp_path / "x").glob("*/?/"):
-        folder.rmdir()
-    assert colors_match(DataRoot(tmp_path / "x").images(Mode.EVAL)[1])
+    assert "it contains train/a/c0/, train/a/c2/, train/b/c1/: class folders one level too deep; run `" in message
+    imported = obey(message)
+    for mode in Mode:
+        numbers, images = DataRoot(imported).images(mode)
+        assert numbers.classes == ["a_c0", "a_c2", "b_c1"]
+        assert [color_of(read_image(image)[0]) for image in images] == [
+            (0, 2, 1)[read_image(image)[1]] for image in images
+        ]
 
 
 @pytest.mark.parametrize("folder", ["", "train", "val"])
@@ -130,12 +133,9 @@ def test_validation_folder_without_class_folders_is_not_renamed(classes, name):
 @pytest.mark.parametrize(
     ("names", "what"),
     [
-        (["data/train-00000-of-00294.parquet"], "data/train-00000-of-00294.parquet: Parquet files"),
-        (["data_batch_1", "test_batch"], "data_batch_1, test_batch: arrays of CIFAR"),
-        (["train-images-idx3-ubyte.gz"], "train-images-idx3-ubyte.gz: arrays of MNIST"),
-        (["pathmnist.npz"], "pathmnist.npz: arrays"),
+        (["images.h5", "labels.npy"], "images.h5, labels.npy: arrays"),
         (["train.beton"], "train.beton: files of FFCV"),
-        ([f"imagenet2012-train.tfrecord-0000{i}-of-01024" for i in range(9)], "and 4 more: TFRecord files"),
+        ([f"{i}.beton" for i in range(9)], "0.beton, 1.beton, 2.beton, 3.beton, 4.beton and 4 more: files of FFCV"),
     ],
 )
 def test_files_of_other_programs_are_named(classes, tmp_path, capsys, names, what):
@@ -193,3 +193,11 @@ def test_tables_are_recognized_by_their_columns(tmp_path, name, text, expected):
     put(tmp_path / name, text)
     assert sniffer.is_table(str(tmp_path / name)) is expected
     assert not sniffer.is_table(str(tmp_path))
+
+
+def test_npz_files_without_images_are_not_a_data_set(tmp_path):
+    np.savez(tmp_path / "embeddings.npz", a=np.zeros(3))
+    assert not [sight for sight in sniffer.look(tmp_path) if sight.kind]
+    np.savez(tmp_path / "mnist.npz", x_train=np.zeros(3), y_train=np.zeros(3))
+    (sight,) = (sight for sight in sniffer.look(tmp_path) if sight.kind)
+    assert (sight.what, sight.kind) == ("mnist.npz: arrays", "array")

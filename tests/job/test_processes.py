@@ -103,7 +103,8 @@ def test_environment_without_launcher_is_valid(monkeypatch):
 @pytest.mark.parametrize(("name", "value", "problem"), INVALID)
 def test_invalid_launcher_variable_raises_with_remedy(job_of_two, monkeypatch, name, value, problem):
     monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match=f"^{name} {re.escape(repr(value))}: {problem}.*; start .*, or unset {name}$"):
+    remedy = f"(start|set) .*, or unset {name}( for a single process)?$"
+    with pytest.raises(UsageError, match=f"^{name} {re.escape(repr(value))}: {problem}.*; {remedy}"):
         processes.check_environment()
 
 

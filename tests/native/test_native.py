@@ -1099,7 +1099,7 @@ def empty_cache(monkeypatch, tmp_path):
 
 
 def flags(**changes):
-    return parsing.settings({"device": "cpu", "data_layout": "NHWC"} | changes, {})
+    return parsing.make_settings({"device": "cpu", "data_layout": "NHWC"} | changes, {})
 
 
 def test_missing_tools_are_reported(empty_cache, monkeypatch, capsys):

@@ -46,7 +46,7 @@ class Run:
                 for kind in ("weight", "bias")
             }
             self._loss = paddle.mean(nn.Linear(6, 3, **last)(x) ** 2)
-            self._rate = schedules.build_lr_scheduler(args, durations.uniform(args, 10))
+            self._rate = schedules.build_lr_scheduler(args, durations.uniform(args.accumulate_steps, 10))
             optimizer = table.build_optimizer(args, self._rate)
             if scale:  # dynamic loss scaling in float32
                 types = {op.type for op in self.main.global_block().ops}
@@ -313,7 +313,7 @@ def test_radam_matches_formula(beta1, beta2, epsilon, fuse):
         weights = [static.create_parameter([3, 7], "float32", name=f"weight_{i}") for i in range(2)]
         x = static.data("x", [3, 7])
         loss = sum(paddle.mean(weight * x) for weight in weights) * 21
-        rate = schedules.build_lr_scheduler(args, durations.uniform(args, 1000))
+        rate = schedules.build_lr_scheduler(args, durations.uniform(args.accumulate_steps, 1000))
         table.build_optimizer(args, rate).minimize(loss, startup)
         updates.rectify(main, rate)
         if fuse:

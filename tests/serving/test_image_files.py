@@ -57,14 +57,20 @@ def test_dali_opens_only_regular_files(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("precision", "remedy"), [("float16", "use --precision float32"), ("float32", "use a different checkpoint")]
+    ("precision", "steps", "remedy"),
+    [
+        ("float16", True, "use --precision float32"),
+        ("float16", None, "export the checkpoint in float32"),
+        ("float32", None, "use a different checkpoint"),
+    ],
 )
-def test_probabilities_that_are_not_finite_are_reported(checkpoint, photo_paths, precision, remedy):
+def test_probabilities_that_are_not_finite_are_reported(checkpoint, photo_paths, monkeypatch, precision, steps, remedy):
     """The values of a network may exceed the range of float16."""
     rows = np.arange(9, dtype=np.float32).reshape(3, 3)
     rows[1, 2] = np.nan
     description = networks.load_checkpoint(checkpoint).description
-    model = Model("", description, lambda images: [rows], precision)
+    model = Model("", description, lambda images: [rows], precision, steps)
+    monkeypatch.setattr(Model, "submit", lambda self, images: rows)
     first, (_, row, problem), last = image_files.predict(model, photo_paths[:3])
     assert (first[1].tolist(), last[1].tolist()) == ([0, 1, 2], [6, 7, 8])
     assert (row, problem) == (None, f"has probabilities that are not finite in {precision}; {remedy}")

@@ -91,7 +91,7 @@ F = paddle.nn.functional
 def test_unsupported_operator_is_an_error(layer, message):
     pytest.importorskip("onnx")
     program, inputs, outputs, read, *_ = inference_program(layer)
-    with pytest.raises(UsageError, match=f"--onnx: {message}.*; remove --onnx"):
+    with pytest.raises(UsageError, match=f"^ONNX: {message}.*; remove --onnx"):
         onnx_writer.to_onnx(program, inputs, outputs, read, "")
 
 

@@ -25,7 +25,7 @@ from PIL import Image
 from conftest import ROOT, strict_json, wait_until
 from paddle_resnet import export, predict, serving
 from paddle_resnet.serving import image_files, inference
-from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError, python
 
 for package in ("starlette", "uvicorn", "python_multipart"):
     pytest.importorskip(package, reason="requirements-serve.txt is not installed")
@@ -263,7 +263,7 @@ def test_slow_body_is_answered_with_408(start, monkeypatch):
 
     status, _, content = request(start(), body=slow())
     assert status == 408
-    assert content == {"error": "POST /predict: not received within 0.2 s; send smaller images"}
+    assert content == {"error": "POST /predict: not received within 0.2 s; send fewer or smaller images"}
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_other_host_names_and_other_sites_are_rejected(start):
         assert request(port, "GET", "/", headers={"Host": host})[0] == 400
     for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)):
         actual, _, content = request(port, body=body, headers={"Sec-Fetch-Site": site})
-        assert actual == status and ("another website" in content.get("error", "")) == (status == 403)
+        assert actual == status and ("a different site" in content.get("error", "")) == (status == 403)
         assert request(port, "GET", "/", headers={"Sec-Fetch-Site": site})[0] == 200
 
 
@@ -436,7 +436,7 @@ def test_missing_package_is_an_error(capsys, monkeypatch, package):
     assert predict.main(["model", "--serve", "0"]) == 2
     error = capsys.readouterr().err
     assert "error: --serve: a required package cannot be imported (" in error
-    assert error.endswith("; run pip install -r requirements-serve.txt\n")
+    assert error.endswith(f"; run {python()} -m pip install -r requirements-serve.txt\n")
 
 
 SERVER = """

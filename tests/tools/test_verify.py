@@ -368,7 +368,7 @@ def test_only_many_failing_images_require_a_fix_list(capsys, count, more):
     verify.show(verify.Report(failing=dict.fromkeys(map(str, range(count)), "is empty")))
     *shown, more_shown = capsys.readouterr().out.split("is empty\n")
     assert len(shown) == 50
-    assert more_shown == f"{more}0 images, {count} cannot be decoded: training would fail\n"
+    assert more_shown == f"{more}0 images, {count} cannot be used: training would fail\n"
 
 
 def test_printed_report(capsys):
@@ -385,10 +385,10 @@ def test_printed_report(capsys):
     assert output.count(f"{verify.IN_BOTH_SPLITS}: x = {long}\n") == 50
     assert output.endswith(
         f"fails: b is empty\nfails: {long} is cut\nerror: an error in {long}\n"
-        "5 images, 2 cannot be decoded, 2 entries ignored: training would fail\n"
+        "5 images, 2 cannot be used, 2 entries ignored: training would fail\n"
     )
     verify.show(verify.Report(images=5))
-    assert capsys.readouterr().out == "5 images, 0 cannot be decoded: training can read all images\n"
+    assert capsys.readouterr().out == "5 images, 0 cannot be used: training can read all images\n"
 
 
 @pytest.mark.parametrize(
@@ -414,7 +414,7 @@ def test_system_folders_are_not_classes(photos, tmp_path, capsys):
     assert report.ignored == ["train/class0/inner"]
     verify.show(report)
     output = capsys.readouterr().out
-    assert "53 images, 0 cannot be decoded, 1 entry ignored: training can read all other images" in output
+    assert "53 images, 0 cannot be used, 1 entry ignored: training can read all other images" in output
     assert output.count(f"{root}/train: .ipynb_checkpoints, __MACOSX ignored: ") == 1
     assert output.count(f"{root}/val: @eaDir ignored: ") == 1
 

@@ -60,7 +60,7 @@ def test_cache_writable_by_others_is_not_used(home, monkeypatch, tmp_path, capsy
     assert private != home
     assert private.stat().st_mode & 0o777 == 0o700
     stderr = capsys.readouterr().err
-    assert f"cache {home}: belongs to another user or is writable by others" in stderr
+    assert f"cache {home}: belongs to another user or is writable by other users" in stderr
     assert "set XDG_CACHE_HOME" in stderr
     assert cache.folder() == private  # the second call logs no warning and returns the same folder
     assert capsys.readouterr().err == ""

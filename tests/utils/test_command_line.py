@@ -15,7 +15,7 @@ from paddle_resnet.settings import declarations
 from paddle_resnet.settings.declarations import ACTIONS, DEFAULTS, EXAMPLES, FLAGS, MAIN, PARSER, TOPICS
 from paddle_resnet.utils import command_line
 from paddle_resnet.utils.command_line import Parser
-from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError, python
 
 TOOLS = {
     "train": train.main,
@@ -62,7 +62,7 @@ def test_help_of_train_is_short(shown):
 def test_examples_of_train_parse(monkeypatch, shown, purpose, arguments):
     monkeypatch.chdir(ROOT)
     config.parse_args(arguments.split())
-    assert f"  {purpose}:\n    python train.py {arguments}\n" in shown("train", "--help")
+    assert f"  {purpose}:\n    {python()} train.py {arguments}\n" in shown("train", "--help")
 
 
 def test_number_of_flags_does_not_grow():

@@ -7,15 +7,46 @@ import pytest
 from paddle_resnet.utils import errors
 
 
-@pytest.mark.parametrize(
-    ("executable", "expected"), [("env dir/bin/python", "'env dir/bin/python'"), ("../x", "python")]
-)
-def test_command_can_be_pasted_into_a_shell(tmp_path, monkeypatch, executable, expected):
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Make "env dir/bin" the folder of the interpreter, and its parent the working directory."""
+    folder = tmp_path / "env dir/bin"
+    folder.mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / executable))
-    assert errors.command("dataset", "verify", "my photos") == (
-        f"{expected} -m paddle_resnet.dataset verify 'my photos'"
-    )
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    for name in ("python", "paddle-resnet"):
+        (folder / name).touch(0o755)
+    return folder
+
+
+@pytest.mark.parametrize("place", ["below", "on PATH", "elsewhere"])
+def test_command_of_a_checkout_can_be_pasted_into_a_shell(folder, monkeypatch, place):
+    monkeypatch.setattr(errors, "TRAIN", folder.parents[1] / "train.py")
+    errors.TRAIN.touch()
+    python, train = "'env dir/bin/python'", "train.py"
+    if place == "on PATH":
+        monkeypatch.setenv("PATH", str(folder))
+        python = "python"
+    if place == "elsewhere":
+        other = folder.parents[1] / "other"
+        other.mkdir()
+        monkeypatch.chdir(other)
+        python, train = f"'{folder}/python'", str(errors.TRAIN)
+    assert errors.command("dataset", "verify", "my photos") == f"{python} -m paddle_resnet.dataset verify 'my photos'"
+    assert errors.command("train", "--lr", 1) == f"{python} {train} --lr 1"
+    assert [errors.program(name) for name in ("train", "dataset")] == ["train.py", "paddle_resnet.dataset"]
+    assert errors.installation("onnx").endswith(" -m pip install -r requirements-onnx.txt")
+
+
+@pytest.mark.parametrize("is_on_path", [True, False])
+def test_command_of_an_installed_package_can_be_pasted_into_a_shell(folder, monkeypatch, is_on_path):
+    monkeypatch.setattr(errors, "TRAIN", folder / "train.py")  # does not exist
+    monkeypatch.setenv("PATH", str(folder) if is_on_path else "")
+    script = "paddle-resnet" if is_on_path else "'env dir/bin/paddle-resnet'"
+    assert errors.command("dataset", "verify", "my photos") == f"{script} dataset verify 'my photos'"
+    assert errors.command("train", "--lr", 1) == f"{script} train --lr 1"
+    assert [errors.program(name) for name in ("train", "dataset")] == ["paddle-resnet train", "paddle-resnet dataset"]
+    assert errors.installation("onnx").endswith(" -m pip install paddle-resnet[onnx]")
 
 
 def test_control_characters_are_escaped():

@@ -62,7 +62,8 @@ def test_unsupported_locks_trigger_a_warning(tmp_path, monkeypatch):
     monkeypatch.setattr(locks.fcntl, "lockf", failing(errno.ENOLCK))
     with locks.held(path, "--csv x", messages.append):
         assert path.exists()
-    problem = "the file system does not support locks (No locks available); do not start a second run"
+    remedy = "do not start a second run that writes to the same files"
+    problem = f"the file system does not support locks (No locks available); {remedy}"
     assert messages == [f"{path}: {problem}"] and not path.exists()
 
 

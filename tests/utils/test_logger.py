@@ -264,7 +264,7 @@ def test_full_disk_raises_run_error():
     try:
         with pytest.raises(
             RunError,
-            match=r"^--report-file /dev/full: can no longer be written \(No space left.*; free disk space.*--resume$",
+            match=r"^--report-file /dev/full: can no longer be written \(No space left.*; free disk space.*--resume\)$",
         ):
             logger.begin({"lr": 0.1})
         logger.report((), {})  # without a report, entries are ignored

@@ -92,7 +92,7 @@ def test_home_that_paddle_cannot_use_is_an_error():
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr == (
-        "python -m paddle_resnet.models: error: /dev/null/.cache: cannot be used (Not a directory), but Paddle "
+        "paddle_resnet.models: error: /dev/null/.cache: cannot be used (Not a directory), but Paddle "
         "requires it; set HOME to a writable folder\n"
     )
 
@@ -174,8 +174,9 @@ def test_threads_started_in_block_never_receive_signals():
     assert not blocked_signals("/proc/self/status") >> (signal.SIGTERM - 1) & 1
 
 
-@pytest.mark.parametrize("command", [["train.py"], ["-m", "paddle_resnet.predict"]])
-def test_threads_of_numpy_block_signals(command, tmp_path):
+@pytest.mark.parametrize("command", [["train.py"], ["-m", "paddle_resnet.predict"], ["paddle-resnet", "predict"]])
+def test_threads_of_numpy_block_signals(command, tmp_path, console_script):
+    command = [console_script if word == "paddle-resnet" else word for word in command]
     (tmp_path / "sitecustomize.py").write_text(
         "import atexit, glob\n"
         "def show():\n"
@@ -183,7 +184,7 @@ def test_threads_of_numpy_block_signals(command, tmp_path):
         "        print(*(line for line in open(path) if line.startswith('SigBlk')))\n"
         "atexit.register(show)\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "OPENBLAS_NUM_THREADS": "2"}
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "OPENBLAS_NUM_THREADS": "2"}
     done = subprocess.run(
         [sys.executable, *command, "--help"], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
     )
@@ -192,6 +193,17 @@ def test_threads_of_numpy_block_signals(command, tmp_path):
     main_thread, *others = sorted(mask & bits for mask in masks)
     assert main_thread == 0
     assert set(others) <= {bits}
+
+
+@pytest.mark.parametrize("command", [["-m", "library.module"], ["-c", "import library.module"]])
+def test_importing_the_package_blocks_no_signals(command, tmp_path):
+    """The package `library` belongs to a user and imports this package."""
+    (tmp_path / "library").mkdir()
+    (tmp_path / "library/__init__.py").write_text("import paddle_resnet\n")
+    (tmp_path / "library/module.py").write_text("import signal\nprint(signal.pthread_sigmask(signal.SIG_BLOCK, ()))\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
+    assert done.stdout == "set()\n"
 
 
 def test_models_command_ends_on_sigterm():

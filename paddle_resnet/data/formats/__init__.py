@@ -45,8 +45,7 @@ These modules import DALI only in read(), so that the tools' worker processes st
 from types import ModuleType
 
 from paddle_resnet.data.formats import filelist, folder, lmdb, recordio, tfrecord, webdataset
-from paddle_resnet.data.images import TAR_MEMBER, Image
-from paddle_resnet.utils.files import open_regular
+from paddle_resnet.data.images import Image
 
 FILES: dict[str, ModuleType] = {"folder": folder, "filelist": filelist}  # formats with one file per image
 RECORDS: dict[str, ModuleType] = {
@@ -74,10 +73,7 @@ def read_image(image: Image) -> tuple[bytes, float | None]:
         UsageError: the record is damaged or is not an image with one label.
         OSError: the file cannot be read.
     """
-    if image.kind == TAR_MEMBER:
-        offset, size = image.place
-        with open_regular(image.path) as f:
-            f.seek(offset)
-            return f.read(size), image.label
+    if callable(image.kind):
+        return image.kind(image.path, *image.place), image.label
     data, label = FORMATS[image.kind or "folder"].verify(image)
     return data, label - image.label_offset

@@ -11,7 +11,7 @@ from typing import Any
 
 from paddle_resnet.data import shards
 from paddle_resnet.data.images import Image
-from paddle_resnet.utils.errors import UsageError, command
+from paddle_resnet.utils.errors import UsageError, command, import_command
 from paddle_resnet.utils.mode import Mode
 
 NAMES = {Mode.TRAIN: re.compile(r"train_lmdb"), Mode.EVAL: re.compile(r"val_lmdb")}
@@ -43,14 +43,14 @@ def index(image_root: str, mode: Mode, paths: list[str], skip: frozenset[str] = 
         raise UsageError(f"{path}: contains no records; write it again")
 
     def images(label_offset):
-        for key in _keys(path):
+        for key in keys(path):
             name = f"{os.path.basename(path)}@{os.fsdecode(key)}"
             yield Image(name, path, None, "lmdb", key, label_offset)
 
     def sample(count):
-        keys = _keys(path)
-        every = max(1, len(keys) // count)
-        for key in keys[::every] + (keys[-1:] if (len(keys) - 1) % every else []):
+        listed = keys(path)
+        every = max(1, len(listed) // count)
+        for key in listed[::every] + (listed[-1:] if (len(listed) - 1) % every else []):
             yield path, _read_record(path, key)[1]
 
     identity = [size, os.path.getsize(os.path.join(path, "data.mdb"))]
@@ -74,15 +74,28 @@ def verify(image: Image) -> tuple[bytes, int]:
     return _read_record(image.path, image.place)
 
 
-def _read_record(folder, key):
+def read_datum(folder: str, key: bytes) -> Any:
+    """Return the Datum of a record in a Caffe LMDB. Raise UsageError if the LMDB is damaged or the record has no
+    label."""
     with _transaction(folder) as transaction:
-        record = datum_class().FromString(transaction.get(key) or b"")
-        if not (record.encoded and record.HasField("label")):
-            raise UsageError(
-                f"{folder}: record {key.decode(errors='replace')} is not an encoded image with a label; "
-                "write encoded images"
-            )
-        return record.data, record.label
+        datum = datum_class().FromString(transaction.get(key) or b"")
+    if not datum.HasField("label"):
+        raise UsageError(f"{folder}: record {_text(key)} is not an encoded image with a label; write it again")
+    return datum
+
+
+def _read_record(folder, key):
+    datum = read_datum(folder, key)
+    if not datum.encoded:
+        raise UsageError(
+            f"{folder}: record {_text(key)} is not an encoded image, but an array of pixels; run "
+            f"{import_command(os.path.dirname(folder))}"
+        )
+    return datum.data, datum.label
+
+
+def _text(key):
+    return key.decode(errors="replace")
 
 
 def count(folder: str) -> int:
@@ -91,8 +104,8 @@ def count(folder: str) -> int:
         return transaction.stat()["entries"]
 
 
-def _keys(folder):
-    """Return the keys of all records in an LMDB, sorted."""
+def keys(folder: str) -> list[bytes]:
+    """Return the keys of all records in an LMDB, sorted. Raise UsageError if the folder is not an LMDB."""
     with _transaction(folder) as transaction:
         return list(transaction.cursor().iternext(keys=True, values=False))
 
@@ -127,11 +140,12 @@ def _environment(folder):
 @functools.cache
 def datum_class() -> Any:
     """Return the protobuf message class for records in a Caffe LMDB. The class has only those fields of caffe.proto
-    that encoded images use."""
+    that images use."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     field = descriptor_pb2.FieldDescriptorProto
-    fields = (("data", 4, field.TYPE_BYTES), ("label", 5, field.TYPE_INT32), ("encoded", 7, field.TYPE_BOOL))
+    fields = (("channels", 1, field.TYPE_INT32), ("height", 2, field.TYPE_INT32), ("width", 3, field.TYPE_INT32))
+    fields += (("data", 4, field.TYPE_BYTES), ("label", 5, field.TYPE_INT32), ("encoded", 7, field.TYPE_BOOL))
     file = descriptor_pb2.FileDescriptorProto(name="paddle_resnet/datum.proto", package="caffe", syntax="proto2")
     message = file.message_type.add(name="Datum")
     for name, number, kind in fields:

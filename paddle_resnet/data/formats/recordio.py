@@ -13,12 +13,13 @@ import numpy as np
 
 from paddle_resnet.data import indexes, shards
 from paddle_resnet.data.images import Image
-from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError, import_command
 from paddle_resnet.utils.files import open_regular
 from paddle_resnet.utils.mode import Mode
 
 NAMES = {Mode.TRAIN: re.compile(r"train\.rec"), Mode.EVAL: re.compile(r"val\.rec")}
 EXAMPLE = "{}.rec"
+DAMAGED = (ValueError, struct.error)  # exceptions for a damaged file
 MAGIC = 0xCED7230A
 # Fields: number of labels after the header, the label if this number is 0, two numbers that identify the image.
 HEAD = struct.Struct("<IfQQ")
@@ -107,22 +108,30 @@ def read_label(f: BinaryIO, offset: int, size: int) -> int | float:
 def _read_record(f, offset):
     f.seek(offset)
     try:
-        data = _payload(f)
-        count, label, _, _ = HEAD.unpack_from(data)
-        start = HEAD.size
-        if count > 1:
+        labels, image = content(f)
+        if len(labels) > 1:
+            run = import_command(os.path.dirname(f.name) or ".", "--label-index", "0")
             raise UsageError(
-                f"{f.name}: the record at byte {offset} has {count} labels; this program trains one label per image, "
-                "so write the record again with one label"
+                f"{f.name}: the record at byte {offset} has {len(labels)} labels; this program trains one label per "
+                f"image, so choose one: run {run}"
             )
-        if count == 1:  # the label is stored after the header, and the header's own label has no meaning
-            (label,) = struct.unpack_from("<f", data, start)
-            start += 4
-        return data[start:], int(label) if label.is_integer() else label
-    except (ValueError, struct.error) as e:
+        return image, int(labels[0]) if labels[0].is_integer() else labels[0]
+    except DAMAGED as e:
         if isinstance(e, UsageError):
             raise
         raise shards.no_label(f.name, offset, e) from e
+
+
+def content(f: BinaryIO) -> tuple[tuple[float, ...], bytes]:
+    """Return ((label, ...), image) of the record at the current file position. Raise one of DAMAGED if the record is
+    damaged."""
+    data = _payload(f)
+    count, label, _, _ = HEAD.unpack_from(data)
+    start = HEAD.size + 4 * count
+    if count == 0:
+        return (label,), data[start:]
+    # The labels are stored after the header, and the header's own label has no meaning.
+    return struct.unpack_from(f"<{count}f", data, HEAD.size), data[start:]
 
 
 def record_end(f: BinaryIO, offset: int, size: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from paddle_resnet.data import indexes, shards
 from paddle_resnet.data.images import Image
-from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError, import_command
 from paddle_resnet.utils.files import open_regular
 from paddle_resnet.utils.mode import Mode
 
@@ -108,8 +108,10 @@ def read_label(f: BinaryIO, offset: int, size: int) -> int:
 def _read_record(f, offset, size):
     f.seek(offset)
     try:
-        return _read_example(payload(f, size))
+        return _read_example(f.name, offset, payload(f, size))
     except ValueError as e:
+        if isinstance(e, UsageError):
+            raise
         raise shards.no_label(f.name, offset, e) from e
 
 
@@ -119,7 +121,7 @@ def read_class(shard: str, offset: int, size: int) -> tuple[int | None, str | No
     with open_regular(shard) as f:
         f.seek(offset)
         try:
-            features = _features(payload(f, size))
+            features = example_features(payload(f, size))
         except ValueError as e:
             raise shards.no_label(shard, offset, e) from e
     labels = features[LABEL].int64_list.value
@@ -128,15 +130,21 @@ def read_class(shard: str, offset: int, size: int) -> tuple[int | None, str | No
     return (labels[0] if len(labels) == 1 else None, *texts)
 
 
-def _read_example(example):
-    features = _features(example)
+def _read_example(shard, offset, example):
+    features = example_features(example)
+    names = sorted(features)
     images, labels = features[IMAGE].bytes_list.value, features[LABEL].int64_list.value
     if not images or len(labels) != 1:
-        raise ValueError(f"expected one image in {IMAGE} and one number in {LABEL}")
+        expected = f"expected one image in {IMAGE} and one number in {LABEL}"
+        reason = f"{expected}, but the features are {', '.join(names[:5])}"
+        is_named = {IMAGE, LABEL} <= {*names}
+        remedy = {} if is_named else {"remedy": f"run {import_command(os.path.dirname(shard) or '.')}"}
+        raise shards.no_label(shard, offset, reason, **remedy)
     return images[0], labels[0]
 
 
-def _features(example):
+def example_features(example: bytes) -> Any:
+    """Return {name: tf.train.Feature} of a serialized tf.train.Example. Raise ValueError if it is damaged."""
     from google.protobuf.message import DecodeError
     from tfrecord import example_pb2
 

@@ -10,15 +10,39 @@ from collections import Counter
 from dataclasses import dataclass
 
 from paddle_resnet.data import classes as classes_of
-from paddle_resnet.data import sniffer
+from paddle_resnet.data import parquet_files, sniffer
 from paddle_resnet.data.formats import folder
 from paddle_resnet.tools import convert, split
-from paddle_resnet.tools.sources import ilsvrc, tables
+from paddle_resnet.tools.sources import arrays, caffe, ilsvrc, nested, parquet, recordio, tables, tfrecords
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, command, printable
 
-KINDS = {"ilsvrc": ilsvrc.read, "table": tables.read}
-DEFAULT_VAL = 0.2  # fraction of each class that goes to val/ if a table has no validation images
+KINDS = {
+    "ilsvrc": ilsvrc.read,
+    "table": tables.read,
+    "parquet": parquet.read,
+    "tfrecord": tfrecords.read,
+    "recordio": recordio.read,
+    "lmdb": caffe.read,
+    "array": arrays.read,
+    "nested": nested.read,
+}
+# {option: kinds that use it}
+_USED = {
+    "image_column": ("table", "parquet", "tfrecord"),
+    "label_column": ("table", "parquet", "tfrecord", "array"),
+    "split_column": ("table",),
+    "delimiter": ("table",),
+    "label_index": ("tfrecord", "recordio"),
+    "class_depth": ("nested",),
+}
+# {ending of a file that is a source by itself: kind}
+_FILES = dict.fromkeys((*sniffer.TABLE_SUFFIXES, ".txt"), "table") | {".parquet": "parquet", ".npz": "array"}
+# Kinds of images (Image.kind) in compressed blocks. The first element of their place is the number of the block
+# in the file.
+_IN_BLOCKS = (parquet_files.read_image, tfrecords.read_compressed)
+WINDOW_BYTES = 1 << 28  # size of the blocks in compressed files whose images are mixed at random
+DEFAULT_VAL = 0.2  # fraction of each class that goes to val/ if a source other than ImageNet has no validation images
 SEED = 0  # seed of the random selection of images for val/
 
 
@@ -29,9 +53,12 @@ class Options:
     Attributes:
         allow_partial: whether missing images trigger a warning instead of an error.
         val: fraction of each class that goes to val/ if the source has no validation images. If None, the fraction is
-            DEFAULT_VAL for a table; other kinds of sources are not divided.
-        image_column, label_column, split_column: names of the columns in a table, or None to detect them.
+            DEFAULT_VAL; ImageNet is not divided.
+        image_column, label_column, split_column: names of the columns in a table or of the features in a TFRecord, or
+            None to detect them.
         delimiter: text between the columns of a table, or None to detect it.
+        label_index: index of the label to use if records have several labels, or None.
+        class_depth: number of nested folders that form a class, or None to detect it.
     """
 
     allow_partial: bool = False
@@ -40,13 +67,15 @@ class Options:
     label_column: str | None = None
     split_column: str | None = None
     delimiter: str | None = None
+    label_index: int | None = None
+    class_depth: int | None = None
 
 
 def read(source, kind=None, options=None):
     """List the images of a source.
 
     Args:
-        source: folder or, for a table, also a file.
+        source: folder, or a file with one of the endings in _FILES.
         kind: a key of KINDS, or None to detect the kind.
         options: Options.
     Returns:
@@ -57,23 +86,26 @@ def read(source, kind=None, options=None):
     options = options or Options()
     if not os.path.exists(source):
         raise UsageError(f"{source}: does not exist; use the folder that contains the data set")
-    if os.path.isfile(source) and not os.fspath(source).lower().endswith((*sniffer.TABLE_SUFFIXES, ".txt")):
-        endings = ", ".join((*sniffer.TABLE_SUFFIXES, ".txt"))
-        raise UsageError(f"{source}: not a table ({endings}); use the folder that contains it")
+    kind_of_file = _kind_of_file(source)
+    if os.path.isfile(source) and kind_of_file is None:
+        raise UsageError(f"{source}: not a table or array ({', '.join(_FILES)}); use the folder that contains it")
+    if os.path.isfile(source) and kind not in (None, kind_of_file):
+        raise UsageError(f"{source}: not a folder; use the folder that contains the data set")
     if kind is None:
-        is_table = os.path.isfile(source) or options.image_column or options.label_column
-        kind = "table" if is_table else sniffer.kind(source)
+        kind = kind_of_file if os.path.isfile(source) else _kind_of_folder(source, options)
     if kind is None:
         raise UsageError(f"{source}: {sniffer.advice(source) or _unknown()}")
-    if kind != "table" and not os.path.isdir(source):
-        raise UsageError(f"{source}: not a folder; use the folder that contains the data set")
+    for name, kinds in _USED.items():
+        if getattr(options, name) is not None and kind not in kinds:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} {getattr(options, name)}: {source} is imported as {kind}; remove {flag}")
     splits, classes = KINDS[kind](os.fspath(source), options)
     for name in classes or []:
         if name.encode(errors="replace") != name.encode(errors="surrogatepass"):  # JSON may contain lone surrogates
             raise UsageError(f"{source}: the class name {name!a} is not valid Unicode; correct it")
     if "val" in splits and options.val is not None:
         raise UsageError(f"--val {options.val}: {source} contains validation images; remove --val")
-    fraction = options.val or (DEFAULT_VAL if kind == "table" else None)
+    fraction = options.val or (None if kind == "ilsvrc" else DEFAULT_VAL)
     if "val" not in splits and fraction is not None:
         splits = _divided(splits["train"], classes, fraction)
         if options.val is None:
@@ -105,7 +137,7 @@ def import_(source, output, to, kind=None, options=None, shards=None, workers=No
         classes = classes or classes_of.numbers(1 + max(labels))
         _check_folder_names(source, classes)
     elif "train" in splits:
-        splits["train"] = convert.shuffled(splits["train"])
+        splits["train"] = _shuffled(splits["train"])
     text = "\n".join(classes or [])
     digest = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
     verify = command("dataset", "verify", output, "--fix-list", "bad.txt")
@@ -125,6 +157,45 @@ def import_(source, output, to, kind=None, options=None, shards=None, workers=No
     return kind, counts, None if classes is None else len(classes)
 
 
+def _kind_of_file(source):
+    return next((kind for ending, kind in _FILES.items() if os.fspath(source).lower().endswith(ending)), None)
+
+
+def _kind_of_folder(source, options):
+    """Return the first detected kind that uses all options, otherwise the kind that the options imply, otherwise the
+    first detected kind or None."""
+    used = [kinds for name, kinds in _USED.items() if getattr(options, name) is not None]
+    detected = [sight.kind for sight in sniffer.look(source) if sight.kind]
+    if usable := [kind for kind in detected if all(kind in kinds for kinds in used)]:
+        return usable[0]
+    if options.class_depth is not None:
+        return "nested"
+    if options.image_column or options.label_column:
+        return "table"
+    return detected[0] if detected else None
+
+
+def _shuffled(images):
+    """Return training images in the random order in which they are written to record files. A file that is compressed
+    in blocks cannot be read in any order, so its blocks are put into random order, and images are mixed within each
+    WINDOW_BYTES of blocks."""
+    images = convert.shuffled(images)
+    if images[0].kind not in _IN_BLOCKS:
+        return images
+    of_block = {}
+    for image in images:
+        of_block.setdefault((image.path, image.place[0]), []).append(image)
+    counts = Counter(path for path, _ in of_block)
+    mixed, window, size = [], [], 0
+    for (path, _), members in of_block.items():
+        window += members
+        size += os.path.getsize(path) / counts[path]
+        if size >= WINDOW_BYTES:
+            mixed += convert.shuffled(window)
+            window, size = [], 0
+    return mixed + convert.shuffled(window)
+
+
 def describe(source):
     """Return lines that state what a source contains and what to do.
 
@@ -133,6 +204,8 @@ def describe(source):
     """
     if not os.path.exists(source):
         raise UsageError(f"{source}: does not exist; use the folder that contains the data set")
+    if os.path.isfile(source) and (kind := _kind_of_file(source)):
+        return [printable(f"{source}: imported as {kind}")]
     sights = sniffer.look(source) if os.path.isdir(source) else []
     if not sights:
         return [f"{source}: {_unknown()}"]
@@ -167,5 +240,4 @@ def _check_folder_names(source, classes):
 
 
 def _unknown():
-    kinds = " or --as ".join(KINDS)
-    return f"not recognized as a data set; choose the kind with --as {kinds}, or {sniffer.PUT}"
+    return f"not recognized as a data set; choose the kind with --as (see --help), or {sniffer.PUT}"

@@ -13,7 +13,7 @@ import re
 import tarfile
 
 from paddle_resnet.data.formats.folder import image_names
-from paddle_resnet.data.images import IMAGE_SUFFIXES, TAR_MEMBER, Image, readable
+from paddle_resnet.data.images import IMAGE_SUFFIXES, Image, read_slice, readable
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
 from paddle_resnet.utils.files import open_regular
@@ -68,7 +68,7 @@ def read(source, options):
 
 
 def _image(split, wnid, label, name, path, place):
-    kind = None if place is None else TAR_MEMBER
+    kind = None if place is None else read_slice
     return Image(f"{split}/{wnid}/{os.path.basename(name)}", path, label, kind, place or ())
 
 

@@ -317,7 +317,7 @@ def test_undecodable_image_is_reported_with_remedy(tmp_path, capsys):
     command = ["import", str(tmp_path / "source"), "--output", str(tmp_path / "x"), "--to", "folder", "--workers", "1"]
     assert dataset.main(command) == 2
     message = capsys.readouterr().err
-    assert "1 of 28 images cannot be decoded: images/t0a.jpg" in message
+    assert "1 of 28 images cannot be used: images/t0a.jpg" in message
     assert dataset.main([*command, "--unchecked"]) == 0
     verify = shlex.split(re.search("or add --unchecked, run `.*dataset (verify .*) bad.txt` and train", message)[1])
     assert dataset.main([*verify, str(tmp_path / "bad.txt")]) == 1

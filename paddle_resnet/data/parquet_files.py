@@ -1,0 +1,223 @@
+"""Read images and labels from the Parquet and Arrow files of Hugging Face's `datasets`.
+
+A file consists of groups of rows: the row groups of a Parquet file, or the record batches of an Arrow file
+(`save_to_disk`). A row contains the content of an image file, usually in a struct with the fields `bytes` and `path`,
+and a label. The schema's metadata lists the class names.
+
+This module imports neither DALI nor Paddle. It imports the optional package pyarrow when a file is opened.
+"""
+
+import contextlib
+import functools
+import json
+import os
+from dataclasses import dataclass
+
+from paddle_resnet.data import blocks, sniffer
+from paddle_resnet.utils.errors import UsageError, installation
+
+SUFFIXES = (".parquet", ".arrow")
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # last bytes of an Arrow file
+_groups = blocks.Blocks()
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of a data set.
+
+    Attributes:
+        image: column of images, which is binary or a struct with the field `bytes`.
+        label: column of labels, which are integers or text.
+        classes: class names in label order, or None if the file contains none.
+    """
+
+    image: str
+    label: str
+    classes: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The position and the label of an image.
+
+    Attributes:
+        group, row: index of the group, and index of the row in this group.
+        label: label as an int or text, or None.
+        name: name of the image file, or "" if the file contains none.
+    """
+
+    group: int
+    row: int
+    label: int | str | None
+    name: str
+
+
+def columns(path: str, image_column: str | None = None, label_column: str | None = None) -> Columns:
+    """Return the columns of a file. If a column is None, it is the only column that the metadata or, without metadata,
+    the columns' types and names identify as images or as class labels.
+
+    Raises:
+        UsageError: pyarrow cannot be imported, the file is damaged, or a column is missing or ambiguous.
+    """
+    schema = _file(path).schema
+    features = _features(schema)
+    images = [name for name, feature in features.items() if feature.get("_type") == "Image"]
+    images = images or [field.name for field in schema if _is_binary(field.type) or _holds_bytes(field.type)]
+    labels = [name for name, feature in features.items() if feature.get("_type") == "ClassLabel"]
+    labels = labels or [field.name for field in schema if sniffer.normalized(field.name) in sniffer.LABEL_COLUMNS]
+    image = _chosen(path, schema, "--image-column", image_column, images)
+    label = _chosen(path, schema, "--label-column", label_column, labels)
+    if not (_is_binary(schema.field(image).type) or _holds_bytes(schema.field(image).type)):
+        raise UsageError(f"{path}: the column {image} has the type {schema.field(image).type}, not the bytes of images")
+    names = features.get(label, {}).get("names")
+    if isinstance(names, dict):  # {"0": name, ...}
+        names = [names[key] for key in sorted(names, key=int)]
+    return Columns(image, label, tuple(map(str, names)) if names else None)
+
+
+def rows(path: str, columns: Columns) -> list[Row]:
+    """Return the rows of a file, without reading its images.
+
+    Raises:
+        UsageError: the file is damaged.
+    """
+    file, found = _file(path), []
+    with _errors(path):
+        for group in range(file.groups):
+            labels = file.read(group, columns.label).to_pylist()
+            names = file.read_names(group, columns.image)
+            found += (Row(group, i, *row) for i, row in enumerate(zip(labels, names, strict=True)))
+    return found
+
+
+def read_image(path: str, group: int, row: int, column: str) -> bytes:
+    """Return the content of an image file. The process keeps the most recently used groups in memory.
+
+    Args:
+        path: the file.
+        group, row: see Row.
+        column: Columns.image.
+    Raises:
+        UsageError: the file is damaged, or the row contains no image.
+    """
+    with _errors(path):
+        values = _groups.get((path, group, column), lambda: _file(path).read(group, column), lambda read: read.nbytes)
+        value = values[row].as_py()
+    data = value.get("bytes") if isinstance(value, dict) else value
+    if not data:
+        raise UsageError(
+            f"{path}: row {row} of group {group} contains no image in the column {column}; write the file again with "
+            "the content of the image files"
+        )
+    return data
+
+
+def _file(path):
+    state = os.stat(path)
+    return _opened(os.path.realpath(path), state.st_size, state.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=8)
+def _opened(path, size, time):
+    with _errors(path):
+        return (_Parquet if path.endswith(".parquet") else _Arrow)(path)
+
+
+class _Parquet:
+    def __init__(self, path):
+        import pyarrow.parquet
+
+        self._file = pyarrow.parquet.ParquetFile(path)
+        self.schema, self.groups = self._file.schema_arrow, self._file.num_row_groups
+
+    def read(self, group, column):
+        return self._file.read_row_group(group, [column]).column(0).combine_chunks()
+
+    def read_names(self, group, column):
+        if not _has_names(self.schema.field(column).type):
+            return [""] * self._file.metadata.row_group(group).num_rows
+        paths = self.read(group, f"{column}.path").field("path").to_pylist()
+        return [os.path.basename(path or "") for path in paths]
+
+
+class _Arrow:
+    """An Arrow file of save_to_disk. The file is mapped into memory, because its images are not compressed."""
+
+    def __init__(self, path):
+        import pyarrow
+
+        with open(path, "rb") as f:
+            f.seek(max(0, os.path.getsize(path) - len(_END_OF_STREAM)))
+            if f.read() != _END_OF_STREAM:
+                raise pyarrow.ArrowInvalid("truncated")
+        table = pyarrow.ipc.open_stream(pyarrow.memory_map(path)).read_all()
+        table.validate(full=True)  # otherwise, wrong offsets could lead outside the file
+        self._batches = table.to_batches()
+        self.schema, self.groups = table.schema, len(self._batches)
+
+    def read(self, group, column):
+        return self._batches[group].column(column)
+
+    def read_names(self, group, column):
+        values = self.read(group, column)
+        if not _has_names(values.type):
+            return [""] * len(values)
+        return [os.path.basename(path or "") for path in values.field("path").to_pylist()]
+
+
+@contextlib.contextmanager
+def _errors(path):
+    try:
+        import pyarrow
+    except Exception as e:  # importing a broken package can raise any exception
+        reason = " ".join(str(e).split()) or type(e).__name__
+        raise UsageError(
+            f"{path}: requires the package pyarrow, which cannot be imported ({reason}); run {installation('parquet')}"
+        ) from e
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as e:
+        reason = " ".join(str(e).split())[:200]
+        raise UsageError(f"{path}: damaged, or not readable ({reason}); download it again") from e
+
+
+def _features(schema):
+    """Return {column: feature} from the metadata of `datasets`, or {}."""
+    with contextlib.suppress(KeyError, ValueError, TypeError, AttributeError):
+        features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
+        return {name: feature for name, feature in features.items() if name in schema.names and feature.get("_type")}
+    return {}
+
+
+def _is_binary(kind):
+    import pyarrow
+
+    return pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind)
+
+
+def _fields(kind):
+    import pyarrow
+
+    return {field.name for field in kind} if pyarrow.types.is_struct(kind) else set()
+
+
+def _holds_bytes(kind):
+    return "bytes" in _fields(kind)
+
+
+def _has_names(kind):
+    return "path" in _fields(kind)
+
+
+def _chosen(path, schema, flag, name, candidates):
+    shown = ", ".join(schema.names[:10])
+    if name is not None:
+        if name not in schema.names:
+            raise UsageError(f"{flag} {name}: {path} has the columns {shown}; choose one of them")
+        return name
+    if len(candidates) != 1:
+        what = (
+            f"the columns {', '.join(candidates[:5])} are all candidates" if candidates else "no column is recognized"
+        )
+        raise UsageError(f"{path}: {what} for {flag}; set it to one of {', '.join(candidates[:10]) or shown}")
+    return candidates[0]

@@ -1,0 +1,69 @@
+"""The device, the kernels and the memory layout."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from paddle_resnet.settings.field import Conflict, flag
+from paddle_resnet.utils import numbers
+
+
+@dataclass(frozen=True)
+class Settings:
+    device: str = flag(
+        "auto",
+        "device to run on; auto: a GPU if Paddle finds one, otherwise the CPU",
+        topic="machine",
+        kind="machine",
+        choices=["auto", "gpu", "cpu"],
+    )
+    kernels: str = flag(
+        "auto",
+        "kernels of the training step; native: custom kernels for normalization, activations, depthwise and 1x1 "
+        "convolutions, pooling, loss and optimizer, in NHWC only (docs/kernels.md); paddle: Paddle's kernels; auto: "
+        "native on a GPU in NHWC if the custom kernels can be built, otherwise paddle",
+        topic="machine",
+        kind="machine",
+        choices=["auto", "native", "paddle"],
+    )
+    cuda_graph: bool = flag(
+        True,
+        "capture a training step as a CUDA graph and replay it with one call; requires native kernels "
+        "and a single host; not supported with --profile-steps",
+        topic="machine",
+        kind="machine",
+    )
+    enable_cpu_affinity: bool = flag(
+        True,
+        "bind each process to the CPU cores closest to its GPU",
+        topic="machine",
+        kind="machine",
+    )
+    comm_timeout_s: int = flag(
+        600,
+        "number of seconds without progress after which a job with several processes stops",
+        topic="machine",
+        kind="machine",
+        parse=numbers.integer(1, 10**6),
+    )
+    data_layout: str = flag(
+        "NCHW",
+        "memory layout of the images",
+        topic="precision",
+        choices=["NCHW", "NHWC"],
+    )
+    fuse_resunit: bool = flag(
+        False,
+        "use Paddle's fused residual unit; only some builds of Paddle 3 have it; with other builds, the flag has "
+        "no effect, and a warning is printed",
+        topic="precision",
+    )
+
+
+def conflicts(settings: Settings) -> Iterator[Conflict]:
+    """Yield a Conflict if the kernels do not support the layout."""
+    if settings.kernels == "native" and settings.data_layout != "NHWC":
+        yield Conflict(
+            "--kernels native: supports NHWC only; use --data-layout NHWC or --kernels paddle",
+            ("kernels",),
+            ("data_layout",),
+        )

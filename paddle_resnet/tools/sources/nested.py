@@ -1,0 +1,103 @@
+"""Read class folders that are nested in other folders."""
+
+import itertools
+import os
+from collections import defaultdict
+
+from paddle_resnet.data.formats.folder import is_system_name
+from paddle_resnet.data.images import IMAGE_SUFFIXES, Image
+from paddle_resnet.tools.sources import splits
+from paddle_resnet.tools.sources.table_files import split_of
+from paddle_resnet.utils.errors import UsageError, counted
+
+
+def read(source, options):
+    """List the images in nested class folders.
+
+    Args:
+        source: folder with a folder for each split, or with class folders.
+        options: Options. With class_depth N, the first N folders between a split and an image are its class. If it is
+            None, all images must have the same number of folders.
+    Returns:
+        ({split: [Image]}, class names in label order)
+    Raises:
+        UsageError: the class folders are at different depths, or there are no training images.
+    """
+    paths = [os.path.normpath(path) for path in _walk(source, source, set())]
+    if not paths:
+        raise UsageError(f"{source}: contains no images in folders; use the folder that contains them")
+    shared = os.path.commonpath(map(os.path.dirname, paths))
+    parts_of = {
+        path: os.path.relpath(path, shared).split(os.sep)[:-1] if shared else path.split(os.sep)[:-1] for path in paths
+    }
+    top = sorted({parts[0] for parts in parts_of.values() if parts})
+    has_splits = bool(top) and all(map(split_of, top))
+    if not has_splits and "train" in map(split_of, top):
+        other = ", ".join([name for name in top if split_of(name) is None][:5])
+        raise UsageError(
+            f"{source}: contains images in {other} next to a training split; import a folder that contains only the "
+            "splits"
+        )
+    # The split of all images, if there are no folders of splits below `shared`.
+    only = next(filter(None, map(split_of, reversed(shared.split(os.sep)))), "train")
+    found = defaultdict(list)
+    for path, parts in parts_of.items():
+        found[split_of(parts[0]) if has_splits else only].append((path, parts[has_splits:]))
+    found = splits.train_and_val(source, found)
+    depth = options.class_depth or _depth(source, found)
+    for path, parts in (entry for entries in found.values() for entry in entries):
+        if len(parts) < depth:
+            raise UsageError(
+                f"{source}: {path} is in fewer than {counted(depth, 'class folder')}; use a smaller --class-depth"
+            )
+    classes = {split: {tuple(parts[:depth]) for _, parts in entries} for split, entries in found.items()}
+    if unknown := sorted(set.union(*classes.values()) - classes["train"]):
+        shown = ", ".join(os.path.join(*parts) for parts in unknown[:5])
+        raise UsageError(
+            f"{source}: has {counted(len(unknown), 'class', 'classes')} without training images ({shown}); add "
+            "training images, or remove these folders"
+        )
+    common = 0  # number of leading folders that all classes share
+    while common < depth - 1 and len({parts[common] for parts in classes["train"]}) == 1:
+        common += 1
+    names = {parts: "_".join(parts[common:]) for parts in sorted(classes["train"])}
+    ordered = sorted(names.values())
+    if len({*ordered}) < len(ordered):
+        repeated = next(name for name, following in itertools.pairwise(ordered) if name == following)
+        raise UsageError(f"{source}: several folders form the class name {repeated}; rename one of them")
+    number_of = {name: label for label, name in enumerate(ordered)}
+    label_of = {parts: number_of[name] for parts, name in names.items()}
+    return {
+        split: [Image(path, os.path.join(source, path), label_of[tuple(parts[:depth])]) for path, parts in entries]
+        for split, entries in found.items()
+    }, ordered
+
+
+def _depth(source, found):
+    examples = {}
+    for path, parts in (entry for entries in found.values() for entry in entries):
+        examples.setdefault(len(parts), path)
+    if len(examples) > 1:
+        shown = ", ".join(examples[depth] for depth in sorted(examples)[:5])
+        raise UsageError(
+            f"{source}: images have different numbers of folders ({shown}); set --class-depth to the number of folders "
+            "that form a class"
+        )
+    (depth,) = examples
+    if depth == 0:
+        raise UsageError(f"{source}: contains images outside class folders; put the images into one folder per class")
+    return depth
+
+
+def _walk(root, folder, seen):
+    """Yield the paths, relative to root, of the images in a folder and its subfolders, sorted. `seen` contains the
+    folders above, because a link can lead back to them."""
+    seen = seen | {os.path.realpath(folder)}
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if entry.name.startswith(".") or is_system_name(entry.name):
+            continue
+        if entry.is_dir():
+            if os.path.realpath(entry.path) not in seen:
+                yield from _walk(root, entry.path, seen)
+        elif entry.name.lower().endswith(IMAGE_SUFFIXES):
+            yield os.path.relpath(entry.path, root)

@@ -1,0 +1,158 @@
+"""Find the files of each split, and number the classes, for sources that store images and labels in record files."""
+
+import os
+import re
+from collections import defaultdict
+
+from paddle_resnet.tools.sources.table_files import split_of
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import UsageError, counted
+
+_DEPTH = 3  # maximum number of folders between the source and its files
+_OF = re.compile(r"(.*?)(\d+)-of-(\d+)(.*)")
+
+
+def files(source, pattern, options):
+    """Find the files of each split.
+
+    Args:
+        source: folder, or a single file.
+        pattern: regular expression for the names of the files; upper and lower case are equivalent.
+        options: Options.
+    Returns:
+        {"train", "val" or "test": [path]} with sorted paths. Files without a split in their names or folders belong to
+        "train". If there are validation files, "test" is left out.
+    Raises:
+        UsageError: there are no files, files with names such as NAME-00001-of-00008 are missing, or the files belong to
+            several data sets.
+    """
+    if os.path.isfile(source):
+        return {"train": [source]}
+    found, sets = defaultdict(list), defaultdict(list)
+    for relative in _walk(source, "", _DEPTH):
+        folder, name = os.path.split(relative)
+        if re.fullmatch(pattern, name, re.IGNORECASE):
+            parts = folder.split(os.sep)
+            split = split_of(name) or next(filter(None, map(split_of, reversed(parts))), "train")
+            found[split].append(os.path.join(source, relative))
+            sets[tuple(part for part in parts if split_of(part) is None)].append(relative)
+    if not found:
+        raise UsageError(f"{source}: contains no files of this kind; use the folder that contains them")
+    if len(sets) > 1:
+        shown = ", ".join(os.path.join(*parts) or "." for parts in [*sets][:5])
+        folders = (os.path.join(source, *parts) for parts in sets if any(parts))
+        example = next(filter(os.path.isdir, folders), None)  # train/SET/ and val/SET/ have no common folder
+        remedy = f"import one of them, such as {example}" if example else "move them to separate folders"
+        raise UsageError(f"{source}: the folders {shown} contain different data sets; {remedy}")
+    for paths in found.values():
+        _check_complete(paths, options.allow_partial)
+    if "val" in found and found.pop("test", None):
+        logger.info(f"{source}: test files are left out, because there are validation files")
+    return dict(found)
+
+
+def _walk(root, folder, depth):
+    for entry in sorted(os.scandir(os.path.join(root, folder)), key=lambda entry: entry.name):
+        if entry.name.startswith("."):
+            continue
+        path = os.path.join(folder, entry.name)
+        if not entry.is_dir():
+            yield path
+        elif depth:
+            yield from _walk(root, path, depth - 1)
+
+
+def _check_complete(paths, allow_partial):
+    numbers = defaultdict(set)
+    for path in paths:
+        if match := _OF.fullmatch(path):
+            numbers[match[1], match[3], match[4]].add(int(match[2]))
+    for (start, total, end), present in numbers.items():
+        first = min(present, default=0) if min(present) in (0, 1) else 0  # numbers begin at 0 or 1
+        missing = sorted(set(range(first, first + int(total))) - present)
+        if missing:
+            width = len(total)
+            shown = ", ".join(f"{os.path.basename(start)}{n:0{width}d}-of-{total}{end}" for n in missing[:5])
+            message = f"{os.path.dirname(start)}: {len(missing)} of {int(total)} files are missing ({shown})"
+            if not allow_partial:
+                raise UsageError(f"{message}; download them, or use --allow-partial to import the other files")
+            logger.warn(f"{message}; only the other files are imported")
+
+
+def train_and_val(source, found):
+    """Return {"train" or "val": images}. Test images are used for validation if there are no validation images, and
+    left out otherwise. Raise UsageError if there are no training images."""
+    found = dict(found)
+    if "train" not in found:
+        raise UsageError(f"{source}: contains no training images; import the folder that contains them")
+    if test := found.pop("test", None):
+        used = "left out, because there are validation images" if "val" in found else "used as validation images"
+        found.setdefault("val", test)
+        logger.info(f"{source}: {counted(len(test), 'test image')} {used}")
+    return {split: found[split] for split in ("train", "val") if split in found}
+
+
+def numbered(source, labels, names, place, from_one=False):
+    """Number the classes.
+
+    Args:
+        source: the data set, for messages.
+        labels: [int or text] of all images.
+        names: class names in label order, or None.
+        place: function that returns where label number i is stored, for messages.
+        from_one: whether labels without names are renumbered from 0 if they are exactly 1 to their maximum.
+    Returns:
+        ([label as an int], class names or None)
+    Raises:
+        UsageError: a label is missing or is not a class.
+    """
+    kinds = {type(label) for label in labels}
+    if kinds == {str}:
+        names = names or sorted(set(labels))
+        label_of = {name: label for label, name in enumerate(names)}
+        for i, label in enumerate(labels):
+            if not label.strip():
+                raise UsageError(f"{place(i)}: has no label; write it, or remove the image")
+            if label not in label_of:
+                raise UsageError(f"{place(i)}: label {label[:50]} is not one of {counted(len(names), 'class name')}")
+        return [label_of[label] for label in labels], [*names]
+    limit, what = (len(names), f"{len(names)} class names") if names else (len(labels), f"{len(labels)} images")
+    low, high = (min(labels), max(labels)) if kinds == {int} else (0, 0)
+    is_from_one = low == 1 and (high == len(names) if names else from_one and set(labels) == {*range(1, high + 1)})
+    if is_from_one:
+        logger.info(f"{source}: labels from 1 to {high} are renumbered from 0")
+    for i, label in enumerate(labels):
+        if type(label) is not int or label < 0:
+            raise UsageError(f"{place(i)}: label {str(label)[:50]} is not a class; correct it, or remove the image")
+        if label - is_from_one >= limit:
+            raise UsageError(
+                f"{place(i)}: has label {label}, but there are only {what}; number the classes from 0, or choose the "
+                "labels with --label-column"
+            )
+    return [label - is_from_one for label in labels], [*names] if names else None
+
+
+def one_of(values, index, place):
+    """Return the label of an image.
+
+    Args:
+        values: all labels of the image.
+        index: value of --label-index, or None.
+        place: text that says where the labels are stored, for messages.
+    Raises:
+        UsageError: there is no label, there are several and the index is None, or there is no label with the index.
+    """
+    if len(values) == 1 and index is None:
+        return values[0]
+    if not values:
+        raise UsageError(f"{place}: has no label; choose different labels, or remove the image")
+    if index is None:
+        raise UsageError(
+            f"{place}: has {len(values)} labels; this program trains one label per image, so choose one with "
+            f"--label-index 0 to {len(values) - 1}"
+        )
+    if index >= len(values):
+        raise UsageError(
+            f"--label-index {index}: {place} has only {counted(len(values), 'label')}; use a smaller index"
+        )
+    return values[index]

@@ -1,0 +1,82 @@
+import json
+import sys
+
+import pytest
+
+from paddle_resnet.data import parquet_files
+from paddle_resnet.utils.errors import UsageError
+
+
+def write(path, columns, features=None):
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table(columns)
+    if features is not None:
+        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    pytest.importorskip("pyarrow.parquet").write_table(table, path, row_group_size=2)
+    return str(path)
+
+
+IMAGES = [{"bytes": b"a", "path": "x/a.png"}, {"bytes": b"b", "path": None}, {"bytes": b"c", "path": "c.png"}]
+CLASSES = {"img": {"_type": "Image"}, "y": {"_type": "ClassLabel", "names": ["cat", "dog"]}}
+
+
+def test_columns_of_metadata(tmp_path):
+    path = write(tmp_path / "a.parquet", {"img": IMAGES, "mask": IMAGES, "y": [1, 0, 1], "label": [5, 6, 7]}, CLASSES)
+    columns = parquet_files.columns(path)
+    assert columns == parquet_files.Columns("img", "y", ("cat", "dog"))
+    rows = parquet_files.rows(path, columns)
+    assert [(row.group, row.row, row.label, row.name) for row in rows] == [
+        (0, 0, 1, "a.png"),
+        (0, 1, 0, ""),
+        (1, 0, 1, "c.png"),
+    ]
+    assert [parquet_files.read_image(path, row.group, row.row, "img") for row in rows] == [b"a", b"b", b"c"]
+
+
+def test_columns_without_metadata(tmp_path):
+    path = write(tmp_path / "a.parquet", {"id": ["x", "y"], "jpg": [b"a", b"b"], "Category": ["cat", "dog"]})
+    columns = parquet_files.columns(path)
+    assert columns == parquet_files.Columns("jpg", "Category", None)
+    assert [(row.label, row.name) for row in parquet_files.rows(path, columns)] == [("cat", ""), ("dog", "")]
+    assert parquet_files.read_image(path, 0, 1, "jpg") == b"b"
+
+
+def test_class_names_by_number(tmp_path):
+    features = {"y": {"_type": "ClassLabel", "names": {"10": "c", "1": "b", "0": "a"}}}
+    path = write(tmp_path / "a.parquet", {"image": IMAGES, "y": [1, 0, 1]}, features)
+    assert parquet_files.columns(path).classes == ("a", "b", "c")
+
+
+def test_several_columns_of_labels(tmp_path):
+    features = {"fine": CLASSES["y"], "coarse": CLASSES["y"]}
+    path = write(tmp_path / "a.parquet", {"img": IMAGES, "fine": [1, 0, 1], "coarse": [0, 1, 0]}, features)
+    with pytest.raises(UsageError, match="a.parquet: the columns fine, coarse are all candidates for --label-column"):
+        parquet_files.columns(path)
+    assert parquet_files.columns(path, label_column="coarse").label == "coarse"
+    with pytest.raises(UsageError, match="--label-column x: .*a.parquet has the columns img, fine, coarse; choose one"):
+        parquet_files.columns(path, label_column="x")
+    with pytest.raises(UsageError, match="the column fine has the type int64, not the bytes of images"):
+        parquet_files.columns(path, "fine", "coarse")
+
+
+def test_file_without_labels(tmp_path):
+    path = write(tmp_path / "a.parquet", {"img": IMAGES, "text": ["a", "b", "c"]})
+    with pytest.raises(UsageError, match="no column is recognized for --label-column; set it to one of img, text"):
+        parquet_files.columns(path)
+
+
+@pytest.mark.parametrize("metadata", [b"{", b"[]", b'{"info": {"features": 3}}'])
+def test_damaged_metadata_is_ignored(tmp_path, metadata):
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table({"image": IMAGES, "label": [0, 1, 0]}).replace_schema_metadata({b"huggingface": metadata})
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
+    assert parquet_files.columns(str(tmp_path / "a.parquet")) == parquet_files.Columns("image", "label", None)
+
+
+def test_missing_package_is_named_with_remedy(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").write_bytes(b"x")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(
+        UsageError, match="a.parquet: requires the package pyarrow.*; run .*pip install -r requirements-parquet.txt"
+    ):
+        parquet_files.columns(str(tmp_path / "a.parquet"))

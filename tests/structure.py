@@ -1,0 +1,100 @@
+"""Measure the structure of the code: python tests/structure.py
+
+The script prints a table of numbers that show how well the features are separated, and the number of source lines in
+each folder. It reads the files, but imports none of them.
+"""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SUFFIXES = {".py", ".cu", ".cuh", ".h", ".cc", ".j2"}
+FLAT = ("args", "settings")  # names of parameters that are the values of all flags
+
+
+def functions(path: Path) -> list[ast.FunctionDef]:
+    """Return all functions and methods in a file, including nested ones."""
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+
+
+def parameters(function: ast.FunctionDef) -> list[ast.arg]:
+    """Return the named parameters of a function."""
+    return [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+
+
+def takes_settings(function: ast.FunctionDef) -> bool:
+    """Return whether a parameter contains all flags. The Settings of a single component are annotated as `Settings` in
+    the component's module, and as `ema.Settings` in other modules."""
+    return any(
+        p.arg in FLAT and (p.annotation is None or ast.unparse(p.annotation) == "values.Settings")
+        for p in parameters(function)
+    )
+
+
+def is_typed(function: ast.FunctionDef) -> bool:
+    """Return whether all parameters except self and cls, and the result, have annotations."""
+    named = [p for p in parameters(function) if p.arg not in ("self", "cls")]
+    return function.returns is not None and all(p.annotation is not None for p in named)
+
+
+def public_functions(path: Path) -> list[ast.FunctionDef]:
+    """Return the functions and methods of a file whose name, and whose class's name, has no leading underscore."""
+    tree = ast.parse(path.read_text())
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    nodes = [node for scope in (tree, *classes) for node in scope.body]
+    return [node for node in nodes if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def folder(path: Path) -> str:
+    """Return the folder of a source file, at most one level below paddle_resnet/."""
+    parts = path.relative_to(ROOT).parts[:-1]
+    return "/".join(parts[:2]) or "."
+
+
+def measure() -> dict[str, int]:
+    """Return {quantity: number}."""
+    modules = sorted(ROOT.glob("paddle_resnet/**/*.py"))
+    taking = Counter({path: sum(map(takes_settings, functions(path))) for path in modules})
+    public = [function for path in modules for function in public_functions(path)]
+    tests = [f for path in ROOT.glob("tests/**/test_*.py") for f in functions(path) if f.name.startswith("test_")]
+    return {
+        "functions": sum(len(functions(path)) for path in modules),
+        "functions that take all settings": sum(taking.values()),
+        "modules with such a function": sum(count > 0 for count in taking.values()),
+        "public functions": len(public),
+        "public functions with types": sum(map(is_typed, public)),
+        "tests": len(tests),
+        "tests with monkeypatch": sum("monkeypatch" in {p.arg for p in parameters(test)} for test in tests),
+    }
+
+
+def source_lines() -> dict[str, int]:
+    """Return {folder: source lines} for the code outside tests."""
+    files = [*ROOT.glob("*.py"), *ROOT.glob("paddle_resnet/**/*"), *ROOT.glob("benchmarks/**/*")]
+    counts: Counter = Counter()
+    for path in files:
+        if path.suffix in SUFFIXES and path.is_file():
+            counts[folder(path)] += lines(path)
+    return dict(sorted(counts.items()))
+
+
+def main() -> None:
+    of_folders = source_lines()
+    rows = measure() | {"source lines": sum(of_folders.values())}
+    print("| structure | number |\n|---|---|")
+    print(*(f"| {name} | {value:,} |" for name, value in rows.items()), sep="\n")
+    print("\n| folder | source lines |\n|---|---|")
+    print(*(f"| {name} | {value:,} |" for name, value in of_folders.items()), sep="\n")
+    print("\n| functions that take all settings | names |\n|---|---|")
+    for path in sorted(ROOT.glob("paddle_resnet/**/*.py")):
+        if names := [function.name for function in functions(path) if takes_settings(function)]:
+            print(f"| {path.relative_to(ROOT / 'paddle_resnet')} ({len(names)}) | {' '.join(names)} |")
+
+
+if __name__ == "__main__":
+    main()

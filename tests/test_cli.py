@@ -1,0 +1,76 @@
+"""The installed command paddle-resnet."""
+
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT
+from paddle_resnet import __version__, cli, train
+
+
+@pytest.fixture
+def run(console_script, tmp_path):
+    """Run paddle-resnet outside the checkout, with its folder in PATH, and return the finished process."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{console_script.parent}:{os.environ['PATH']}"}
+
+    def run(*arguments):
+        command = ["paddle-resnet", *map(str, arguments)]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+
+    return run
+
+
+def main(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["paddle-resnet", *arguments])
+    return cli.main()
+
+
+def test_help_has_one_line_per_command(monkeypatch, capsys):
+    assert main(monkeypatch, "--help") == 0
+    text = capsys.readouterr().out
+    commands = text.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
+    assert [line.split()[0] for line in commands] == [*cli.COMMANDS]
+    for name in cli.COMMANDS:
+        package = ROOT / "paddle_resnet" / name
+        assert package.with_suffix(".py").is_file() or (package / "__main__.py").is_file()
+    assert main(monkeypatch) == 2
+    assert capsys.readouterr() == ("", text)
+
+
+def test_version(monkeypatch, capsys):
+    assert main(monkeypatch, "--version") == 0
+    with pytest.raises(SystemExit, match="^0$"):
+        train.main(["--version"])
+    assert capsys.readouterr().out == f"paddle-resnet {__version__}\n" * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("lr-find", "use lr_find"), ("dataste", "use dataset"), ("--lr", "see paddle-resnet --help")]
+)
+def test_unknown_command_is_an_error(monkeypatch, capsys, name, remedy):
+    assert main(monkeypatch, name) == 2
+    assert capsys.readouterr() == ("", f"paddle-resnet: error: {name}: unknown command; {remedy}\n")
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_each_command_runs_its_module(run, name):
+    done = run(name, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    command = [sys.executable, "-m", f"paddle_resnet.{name}", "--help"]
+    module = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    assert done.stdout.splitlines()[0] == module.splitlines()[0]
+    assert "train.py" not in done.stdout and "python -m" not in done.stdout
+
+
+def test_remedy_of_installed_command_works_as_typed(run, photos, tmp_path):
+    """The first command fails, and its error contains a command that succeeds."""
+    (tmp_path / "photos").symlink_to(photos / "train")
+    done = run("train", "--image-root", "photos")
+    assert done.returncode == 2
+    assert done.stderr.startswith("paddle-resnet train: error: --image-root photos: ")
+    remedy = shlex.split(done.stderr.partition("run `")[2].partition("`")[0])
+    assert remedy[:3] == ["paddle-resnet", "dataset", "split"]
+    assert run(*remedy[1:]).returncode == 0

@@ -1,0 +1,97 @@
+"""LMDBs of Caffe with image files or with pixels."""
+
+import io
+
+import lmdb
+import numpy as np
+import pytest
+from PIL import Image
+
+from layouts import colors_match, error_of_import, error_of_training, image, obey, obeyed_remedy, put
+from paddle_resnet.data.formats import read_image
+from paddle_resnet.data.formats.lmdb import datum_class
+from paddle_resnet.data.root import DataRoot
+from paddle_resnet.tools import sources
+from paddle_resnet.utils.mode import Mode
+
+pytestmark = pytest.mark.usefixtures("convert_here", "verify_here", "cache")
+
+
+def pixels(k, i):
+    with Image.open(io.BytesIO(image(k, i))) as picture:
+        return np.asarray(picture)
+
+
+def raw(k, i):
+    array = pixels(k, i)[..., ::-1].transpose(2, 0, 1)  # blue, green, red
+    channels, height, width = array.shape
+    return {"channels": channels, "height": height, "width": width, "data": array.tobytes(), "label": k}
+
+
+def encoded(k, i):
+    return {"data": image(k, i), "encoded": True, "label": k}
+
+
+def write(root, fields, train="ilsvrc12_train_lmdb", val="ilsvrc12_val_lmdb"):
+    for name, count, first in ((train, 5, 0), (val, 2, 100)):
+        put(root / name / "x", b"")
+        (root / name / "x").unlink()
+        with lmdb.open(str(root / name)) as environment, environment.begin(write=True) as transaction:
+            for number, (k, i) in enumerate((k, i) for i in range(first, first + count) for k in (2, 0, 3, 1)):
+                datum = datum_class()(**fields(k, i))
+                transaction.put(f"{number:08d}_{k}.jpg".encode(), datum.SerializeToString())
+
+
+@pytest.mark.parametrize("fields", [raw, encoded])
+def test_error_of_training_contains_remedy(tmp_path, capsys, fields):
+    write(tmp_path / "x", fields, "my_train", "my_test")
+    obeyed_remedy(tmp_path / "x", "LMDBs of Caffe", {"train": 20, "val": 8}, capsys)
+
+
+def test_pixels_under_the_usual_names_are_reported_with_remedy(tmp_path):
+    write(tmp_path / "x", raw, "train_lmdb", "val_lmdb")
+    message = error_of_training(tmp_path / "x")
+    assert "train_lmdb: record 00000000_2.jpg is not an encoded image, but an array of pixels; run `" in message
+    imported = obey(message)
+    assert all(colors_match(DataRoot(imported).images(mode)[1]) for mode in Mode)
+
+
+def test_pixels_are_stored_without_loss(tmp_path):
+    write(tmp_path, raw)
+    data, label = read_image(sources.read(tmp_path, "lmdb")[1]["train"][0])
+    with Image.open(io.BytesIO(data)) as picture:
+        assert (picture.format, label) == ("PNG", 2)
+        np.testing.assert_array_equal(np.asarray(picture), pixels(2, 0))
+
+
+def test_gray_pixels(tmp_path):
+    def gray(k, i):
+        array = np.full((6, 5), 40 * k + i, np.uint8)
+        return {"channels": 1, "height": 6, "width": 5, "data": array.tobytes(), "label": k}
+
+    write(tmp_path, gray)
+    data, _ = read_image(sources.read(tmp_path, "lmdb")[1]["train"][0])
+    with Image.open(io.BytesIO(data)) as picture:
+        assert (picture.mode, picture.size, np.unique(picture).tolist()) == ("L", (5, 6), [80])
+
+
+BAD = {
+    "wrong shape": (lambda k, i: {**raw(k, i), "height": 5}, " bytes of pixels of shape 3 x 5 x 28; only gray and"),
+    "two channels": (lambda k, i: {**raw(k, i), "channels": 2}, "2016 bytes of pixels of shape 2 x 24 x 28; only"),
+    "no pixels": (lambda k, i: {"label": k, "channels": 3}, "0 bytes of pixels of shape 3 x 0 x 0; only"),
+    "no label": (
+        lambda k, i: {"data": image(k, i), "encoded": True},
+        "ilsvrc12_train_lmdb: record 00000000_2.jpg is not an encoded image with a label; write it again",
+    ),
+    "negative label": (
+        lambda k, i: {**raw(k, i), "label": -k},
+        "ilsvrc12_train_lmdb: record 00000000_2.jpg: label -2 is not a class; correct it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_exits_with_code_2_and_leaves_no_output(tmp_path, capsys, name):
+    fields, message = BAD[name]
+    write(tmp_path / "x", fields)
+    assert message in error_of_import(tmp_path / "x", capsys, "--as", "lmdb")

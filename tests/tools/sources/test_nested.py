@@ -1,0 +1,116 @@
+"""Class folders in other folders."""
+
+import pytest
+
+from layouts import color_of, colors_match, error_of_import, image, obeyed_remedy, put
+from paddle_resnet import dataset
+from paddle_resnet.data.formats import read_image
+from paddle_resnet.tools import sources
+from paddle_resnet.tools.sources import Options
+
+pytestmark = pytest.mark.usefixtures("convert_here", "verify_here", "cache")
+COUNTS = {"train": 20, "val": 8}
+FOLDERS = ["animal/cat", "animal/dog", "plant/rose", "tool"]  # sorted
+
+
+def write(root, folder, splits=("train", "val")):
+    for split, count, first in zip(splits, (5, 2), (0, 100), strict=True):
+        for i in range(first, first + count):
+            for k in range(4):
+                put(root / folder(split, k) / f"{i}.jpg", image(k, i))
+
+
+LAYOUTS = {
+    "images/ in each split": (lambda split, k: f"{split}/images/c{k}", ["c0", "c1", "c2", "c3"]),
+    "splits in a folder": (lambda split, k: f"data/{split}/c{k}", ["c0", "c1", "c2", "c3"]),
+    "two levels": (lambda split, k: f"{split}/{'ab'[k // 2]}/c{k % 2}", ["a_c0", "a_c1", "b_c0", "b_c1"]),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_with_equal_depth(tmp_path, name):
+    folder, names = LAYOUTS[name]
+    write(tmp_path, folder, ("train", "validation"))
+    put(tmp_path / "__MACOSX/x.jpg", b"x")
+    kind, splits, classes = sources.read(tmp_path, "nested")
+    assert (kind, classes) == ("nested", names)
+    assert {split: len(images) for split, images in splits.items()} == COUNTS
+    assert colors_match(image for images in splits.values() for image in images)
+
+
+def test_error_of_training_contains_remedy(tmp_path, capsys):
+    folder, names = LAYOUTS["two levels"]
+    write(tmp_path / "x", folder)
+    assert obeyed_remedy(tmp_path / "x", "class folders one level too deep", COUNTS, capsys)[0] == names
+
+
+@pytest.mark.parametrize(
+    ("depth", "names", "labels"),
+    [
+        (1, ["animal", "plant", "tool"], [0, 0, 1, 2]),
+        (2, ["animal_cat", "animal_dog", "plant_rose", "tool_x"], range(4)),
+    ],
+)
+def test_class_depth(tmp_path, capsys, depth, names, labels):
+    write(tmp_path / "source", lambda split, k: f"{split}/{FOLDERS[k] if k < 3 else 'tool/x'}{'/more' * (k == 0)}")
+    command = ["import", str(tmp_path / "source"), "--output", str(tmp_path / "x"), "--class-depth", str(depth)]
+    assert dataset.main(command) == 0
+    assert "20 train and 8 val images" in capsys.readouterr().out
+    _, splits, classes = sources.read(tmp_path / "source", options=Options(class_depth=depth))
+    assert classes == names
+    assert all(labels[color_of(read_image(image)[0])] == image.label for image in splits["train"])
+
+
+def test_folders_without_splits_are_divided(tmp_path):
+    write(tmp_path, lambda split, k: FOLDERS[k])
+    _, splits, classes = sources.read(tmp_path, options=Options(class_depth=1, val=0.5))
+    assert classes == ["animal", "plant", "tool"]
+    assert sum(map(len, splits.values())) == 28
+    assert abs(len(splits["train"]) - 14) <= 2
+
+
+def test_links_to_folders_above_are_not_followed(tmp_path):
+    write(tmp_path, LAYOUTS["two levels"][0])
+    (tmp_path / "train/a/c0/loop").symlink_to(tmp_path / "train")
+    assert len(sources.read(tmp_path, "nested")[1]["train"]) == 20
+
+
+BAD = {
+    "different depths": (
+        lambda split, k: f"{split}/{FOLDERS[k]}",
+        (),
+        "images have different numbers of folders (train/tool/0.jpg, train/animal/cat/0.jpg); set --class-depth to the",
+    ),
+    "too deep": (
+        lambda split, k: f"{split}/{FOLDERS[k]}",
+        ("--class-depth", "2"),
+        "train/tool/0.jpg is in fewer than 2 class folders; use a smaller --class-depth",
+    ),
+    "other images": (
+        lambda split, k: f"{split}/{'ab'[k // 2]}/{k}" if k else "samples/x",
+        (),
+        "contains images in samples next to a training split; import a folder that contains only the splits",
+    ),
+    "class only in validation": (
+        lambda split, k: f"{split}/{'ab'[k // 2]}/{k if split == 'train' else k // 2}",
+        (),
+        "has 1 class without training images (b/1); add training images, or remove these folders",
+    ),
+    "equal names": (
+        lambda split, k: f"{split}/{('a/b_c', 'a_b/c', 'd/e', 'f/g')[k]}",
+        (),
+        "several folders form the class name a_b_c; rename one of them",
+    ),
+    "no training images": (
+        lambda split, k: f"val/{'ab'[k // 2]}/{split}{k}",
+        (),
+        "contains no training images; import the folder that contains them",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_exits_with_code_2_and_leaves_no_output(tmp_path, capsys, name):
+    folder, flags, message = BAD[name]
+    write(tmp_path / "x", folder)
+    assert message in error_of_import(tmp_path / "x", capsys, "--as", "nested", *flags)
