@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 import paddle_resnet  # noqa: F401  imported before Paddle, because it sets environment variables for Paddle
-from paddle_resnet.data import listing
+from paddle_resnet.data import classes, layout
 from paddle_resnet.machine import cpu
 from paddle_resnet.models import registered_name
 from paddle_resnet.utils import exit_codes, files, locks, logger, numbers, outputs, signals
@@ -120,7 +120,7 @@ def export(
         ("--calibrate", calibration and calibration.image_root, Mode.TRAIN),
     ):
         if root is not None:
-            listing.check_split(flag, root, mode)
+            layout.check_split(flag, root, mode)
     output = Path(output)
     if os.path.lexists(output):
         raise UsageError(f"{output}: already exists; remove it or choose a different folder")
@@ -465,7 +465,7 @@ def _score(network, model, image_root, as_evaluated=False, allow_outside=False):
         "internal",
         image_root=str(image_root),
         allow_outside=allow_outside,
-        data_format=listing.detect(str(image_root), Mode.EVAL),
+        data_format=layout.detect(str(image_root), Mode.EVAL),
         label_offset=recorded.label_offset,
         num_of_class=recorded.num_of_class,
         dali_output_fp16=as_evaluated and _is_half(network),
@@ -473,7 +473,7 @@ def _score(network, model, image_root, as_evaluated=False, allow_outside=False):
     mirrors = as_evaluated and recorded.tta == "flip"
     width_axis = 3 if description["input"]["layout"] == "NCHW" else 2
     tie = HALF_TIE if model.precision == "float16" else QAT_TIE if recorded.qat else TIE
-    trained = restore.recorded_classes(network.meta) or listing.numbers(args.num_of_class)
+    trained = restore.recorded_classes(network.meta) or classes.numbers(args.num_of_class)
     losses, correct, ties = np.zeros((0, 2)), 0, 0
     for (batch,) in dali.build_dataloader(args, Mode.EVAL, trained=trained):
         images, labels = np.array(batch["data"]).astype(description["input"]["dtype"]), np.array(batch["label"])

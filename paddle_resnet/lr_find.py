@@ -11,7 +11,7 @@ import sys
 import numpy as np
 
 from paddle_resnet import config
-from paddle_resnet.data import listing
+from paddle_resnet.data import layout
 from paddle_resnet.job import processes
 from paddle_resnet.models import registered_name
 from paddle_resnet.results import lr_curve
@@ -146,7 +146,7 @@ def _run(search, args):
     args.resolve(args.origin("model_arch_name"), model_arch_name=registered_name(args.model_arch_name))
     # With several processes, rank 0 checks the folder later.
     if args.data_format != "synthetic" and processes.world_size() == 1:
-        listing.check_root(args.image_root)
+        layout.check_root(args.image_root)
     progress.phase("Paddle import")
     try:
         with signals.importing_paddle():
@@ -196,7 +196,7 @@ def _claim(args, folder, inputs):
         {f"{name} in --output-dir": folder / name for name in NAMES},
         {"--output-dir": folder},
         inputs=inputs,
-        protected=[("the data set's", path) for path in listing.occupied(args.image_root)],
+        protected=[("the data set's", path) for path in layout.occupied(args.image_root)],
     )
 
 

@@ -12,7 +12,7 @@ from paddle_resnet import budget, dali, program, recipe, report, resolution
 from paddle_resnet.checkpoints import folders, restore, saver, variables
 from paddle_resnet.components import ema, precision, quantization, sparsity
 from paddle_resnet.components.stages import stages_from, timeline
-from paddle_resnet.data import listing, pixels
+from paddle_resnet.data import classes, layout, pixels
 from paddle_resnet.job import agreement, exchange, processes, watchdog
 from paddle_resnet.models import user_file
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
@@ -114,7 +114,7 @@ def _claim(args, checkpoint, folder):
         report.outputs(*files) | {"the trace of --profile-steps": trace.path(args.profile_steps, args.output_dir)},
         {"--output-dir": folder if is_saving else None, "--tensorboard-dir": args.tensorboard_dir},
         inputs=[*input_files(args), ("the lr_find curve", folder / lr_curve.DATA)],  # shown by --report-html
-        protected=[("the data set's", path) for path in listing.occupied(args.image_root)],
+        protected=[("the data set's", path) for path in layout.occupied(args.image_root)],
         run_folder=folder,
         announced=report.announced(*files),
     )
@@ -141,21 +141,21 @@ def open_data(args, checkpoint):
     Raises:
         UsageError: dali.build_dataloader or trace.check fails, or the loader state of the checkpoint is damaged.
     """
-    trains = args.run_scope.trains
+    trains, root = args.run_scope.trains, dali.data_root(args)
     evaluates = args.run_scope.evaluates and not (trains and args.benchmark)
     if trains and checkpoint and checkpoint.resumes:
-        restore.check_resumed_classes(checkpoint, dali.data_classes(args), _fine_tuning(args, checkpoint.folder))
+        restore.check_resumed_classes(checkpoint, dali.data_classes(args, root), _fine_tuning(args, checkpoint.folder))
     try:
         stage = stages_from(args, checkpoint.epoch if checkpoint else 0)[0].settings
         state = checkpoint and checkpoint.loader_state
-        train_loader = dali.build_dataloader(stage, Mode.TRAIN, state) if trains else None
+        train_loader = dali.build_dataloader(stage, Mode.TRAIN, state, root=root) if trains else None
     except dali.StateError as e:
         raise UsageError(f"{checkpoint.folder}: {e}; move this checkpoint away, or choose a different one") from e
     folder, meta = _origin(args, checkpoint)
     trained = None  # in training, the data set defines the classes
     if not trains and folder is not None:
-        trained = restore.recorded_classes(meta) or listing.numbers(args.num_of_class)
-    eval_loader = dali.build_dataloader(args, Mode.EVAL, trained=trained) if evaluates else None
+        trained = restore.recorded_classes(meta) or classes.numbers(args.num_of_class)
+    eval_loader = dali.build_dataloader(args, Mode.EVAL, trained=trained, root=root) if evaluates else None
     restore.compare_classes(folder, meta, train_loader or eval_loader, is_fine_tuning=trains and not checkpoint)
     if trains:
         dali.warn_of_unused_outputs(args, train_loader)

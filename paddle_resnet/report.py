@@ -253,8 +253,6 @@ def _loader_flag(settings: loader.Settings) -> str:
         return "--dali-device gpu"
     if settings.hw_decoder_load < 0.9:
         return "--hw-decoder-load 0.9"
-    if settings.cpu_decoder_load == 0:
-        return "--cpu-decoder-load 0.1"
     return f"--dali-prefetch {2 * settings.dali_prefetch}"
 
 

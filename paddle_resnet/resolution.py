@@ -14,7 +14,7 @@ output               resolve_report
 import paddle
 
 from paddle_resnet.components import precision
-from paddle_resnet.data import numbering
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.machine import gpus
 from paddle_resnet.native import build as native
@@ -152,8 +152,8 @@ def resolve_classes(settings, mode):
     if settings.data_format != "synthetic":
         # Only rank 0 counts the classes, because all ranks must have the same number when Fleet's startup program
         # broadcasts the parameters.
-        place = settings.image_root, mode, settings.data_format, settings.allow_outside, settings.label_offset
-        counted = exchange.from_rank_0(lambda: numbering.count_classes(*place))
+        root = DataRoot(settings.image_root, settings.data_format, settings.allow_outside, settings.label_offset)
+        counted = exchange.from_rank_0(lambda: root.count_classes(mode))
     settings.set("data", num_of_class=counted or DEFAULT_CLASSES)
 
 

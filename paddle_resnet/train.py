@@ -4,7 +4,7 @@ Paddle's launcher."""
 import sys
 
 from paddle_resnet import config, report
-from paddle_resnet.data import listing
+from paddle_resnet.data import layout
 from paddle_resnet.job.processes import check_environment, world_size
 from paddle_resnet.models import registered_name
 from paddle_resnet.settings import durations, parsing
@@ -40,7 +40,7 @@ def _run(args, argv):
     check_environment()
     args.resolve(args.origin("model_arch_name"), model_arch_name=registered_name(args.model_arch_name))
     if args.data_format != "synthetic" and world_size() == 1:  # with several processes, rank 0 checks the folder later
-        listing.check_root(args.image_root)
+        layout.check_root(args.image_root)
     progress.phase("Paddle import")
     try:  # imported late, because importing Paddle takes seconds and flag errors should appear immediately
         with signals.importing_paddle():

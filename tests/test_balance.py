@@ -15,7 +15,7 @@ from conftest import frozen, losses
 from helpers import epoch, take
 from paddle_resnet import dali, program
 from paddle_resnet.components import mixing
-from paddle_resnet.data import readers
+from paddle_resnet.data.data_set import BalancedSampler
 from paddle_resnet.models import loss_head
 from paddle_resnet.native import build as native
 from paddle_resnet.utils.errors import UsageError
@@ -131,7 +131,7 @@ def test_balanced_sampling_draws_classes_equally(parse, imbalanced):
 def test_classes_of_an_unsorted_list_are_drawn_equally():
     labels = np.random.RandomState(0).permutation(np.repeat([0, 1, 2], IMAGES))
     data_set = SimpleNamespace(files=list(map(str, labels)), labels=labels)
-    paths, drawn = readers.BalancedSampler(data_set, "root", 0, 0, 480, 1)()
+    paths, drawn = BalancedSampler(data_set, "root", 0, 0, 480, 1)()
     assert [bytes(path).decode() for path in paths] == [f"root/{label}" for label in drawn[:, 0]]
     # The expected count is 160, with a standard deviation of 10.
     assert all(120 < count < 200 for count in np.bincount(drawn[:, 0]))

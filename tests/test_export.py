@@ -24,11 +24,11 @@ from paddle_resnet import dali, export
 from paddle_resnet import predict as predict_command
 from paddle_resnet.checkpoints import folders, restore
 from paddle_resnet.components import quantization
+from paddle_resnet.data.formats import SINGLE_FILE
 from paddle_resnet.machine import cpu
 from paddle_resnet.native import build as native
 from paddle_resnet.serving import calibration, inference, networks, onnx_writer, preprocessing
 from paddle_resnet.serving.model import Model
-from paddle_resnet.tools import writers
 from paddle_resnet.utils.errors import RunError, UsageError
 from paddle_resnet.utils.mode import Mode
 
@@ -330,7 +330,7 @@ def test_calibration_with_sorted_records_keeps_accuracy(one_block, run_train, tm
                 pixels = np.clip(random.randint(-30, 31, (32, 32, 3)) + color, 0, 255)
                 Image.fromarray(pixels.astype(np.uint8)).save(file, "png")
                 images.append((file.getvalue(), label))
-        with writers.SINGLE_FILE["recordio"](str(root), split) as writer:
+        with SINGLE_FILE["recordio"](str(root), split) as writer:
             writer.write(images)
             writer.finish()
     flags = ["--epochs", "6", "--lr", "0.05", "--batch-size", "4"]
@@ -781,7 +781,7 @@ def test_verify_repeats_recorded_evaluation(one_block, run_train, photos, tmp_pa
         root.mkdir()
         for split in ("train", "val"):
             paths = sorted((photos / split).glob("*/*.jpg"), key=lambda path: path.name)
-            with writers.SINGLE_FILE["recordio"](str(root), split) as writer:
+            with SINGLE_FILE["recordio"](str(root), split) as writer:
                 writer.write([(path.read_bytes(), int(path.parent.name[-1]) + 1) for path in paths])
                 writer.finish()
     code, _ = run_train(*flags, image_root=root)

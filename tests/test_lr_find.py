@@ -474,7 +474,7 @@ def test_earlier_curve_is_replaced_only_with_overwrite(find, tmp_path, capsys, n
 def test_curve_does_not_replace_inputs(tmp_path, monkeypatch):
     claims = []
     monkeypatch.setattr(lr_find.outputs, "claim", lambda *files, **options: claims.append((files, options)))
-    monkeypatch.setattr(lr_find.listing, "occupied", lambda root: [f"{root}/x"])
+    monkeypatch.setattr(lr_find.layout, "occupied", lambda root: [f"{root}/x"])
     lr_find._claim(SimpleNamespace(image_root="DATA"), tmp_path, ["an input"])
     files = {f"{name} in --output-dir": tmp_path / name for name in NAMES}, {"--output-dir": tmp_path}
     assert claims == [(files, {"inputs": ["an input"], "protected": [("the data set's", "DATA/x")]})]
@@ -531,7 +531,7 @@ def test_bad_input_is_error(find, tmp_path, capsys, flags, message):
 )
 def test_single_process_checks_the_folder_of_images_first(monkeypatch, flags, world_size, is_checked):
     checked = []
-    monkeypatch.setattr(lr_find.listing, "check_root", checked.append)
+    monkeypatch.setattr(lr_find.layout, "check_root", checked.append)
     environments = []
     monkeypatch.setattr(processes, "check_environment", lambda: environments.append("checked"))
     monkeypatch.setattr(processes, "world_size", lambda: world_size)

@@ -48,7 +48,7 @@ def test_only_runs_that_save_check_and_claim_the_output_folder(record, monkeypat
     record(phases.logger, "warn", "setup")
     record(phases.report, "outputs", "announced", "check_replaced")
     monkeypatch.setattr(phases.validation, "warnings", lambda args: ["unusual"])
-    monkeypatch.setattr(phases.listing, "occupied", lambda root: [f"{root}/x"])
+    monkeypatch.setattr(phases.layout, "occupied", lambda root: [f"{root}/x"])
     monkeypatch.setattr(phases.outputs, "claim", lambda *args, **options: record.calls.append(("claim", args, options)))
     record.results |= {"find": "checkpoint", "outputs": {"the report": "r"}, "announced": "a"}
     places = ["--output-dir", "o", "--report-file", "r", "--skip-list", "s", "--image-root", "i"]
@@ -395,7 +395,11 @@ def open_data(record, monkeypatch):
     )
     monkeypatch.setattr(phases.durations, "first_pass", lambda settings, timeline: timeline.batches(0))
 
-    def build(args, mode, state=None, trained=None):
+    roots = []
+
+    def build(args, mode, state=None, trained=None, root=None):
+        roots.append(root)
+        assert root is roots[0] and root is not None  # the data set is opened once
         record.calls.append(("build", mode, state, trained))
         return [mode] * (9 if mode is Mode.TRAIN else 4)
 
@@ -403,6 +407,7 @@ def open_data(record, monkeypatch):
 
     def open_data(*flags, checkpoint=None):
         record.calls.clear()
+        roots.clear()
         args = config.parse_args([*TINY, "--from-pretrained-params", "x", "--profile-steps", "1:2", *flags])
         train_loader, eval_loader = phases.open_data(args, checkpoint)
         return train_loader and len(train_loader), eval_loader and len(eval_loader), record.calls
@@ -456,7 +461,7 @@ def test_training_loader_has_the_image_size_of_the_first_stage(open_data, monkey
 
 
 def test_damaged_loader_state_is_attributed_to_the_checkpoint(open_data, monkeypatch):
-    def build(*arguments):
+    def build(*arguments, **options):
         raise phases.dali.StateError("the loader state is damaged (x)")
 
     monkeypatch.setattr(phases.dali, "build_dataloader", build)

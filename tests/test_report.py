@@ -517,8 +517,7 @@ def test_start_line_lists_operators_learning_rate_and_steps(parse, monkeypatch):
         ({"dali_num_threads": 2}, "--dali-num-threads 6"),
         ({"dali_device": "cpu"}, "--dali-device gpu"),
         ({"hw_decoder_load": 0.5}, "--hw-decoder-load 0.9"),
-        ({}, "--cpu-decoder-load 0.1"),
-        ({"cpu_decoder_load": 0.2}, "--dali-prefetch 6"),
+        ({}, "--dali-prefetch 6"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -18,7 +18,7 @@ from helpers import NVIDIA_SCRIPTS
 from paddle_resnet import config, export, models, phases, program, train
 from paddle_resnet.checkpoints import saver
 from paddle_resnet.components import stages
-from paddle_resnet.data import listing
+from paddle_resnet.data.formats import folder as class_folders
 from paddle_resnet.job import fleet
 from paddle_resnet.machine import compat
 from paddle_resnet.optimizers import schedules
@@ -53,7 +53,7 @@ PHASES += ("compile_programs", "check_and_describe")
 )
 def test_phases_run_in_order(record, monkeypatch, flags, processes, is_done, last):
     record(train, "check_environment", "_run_epochs", "_benchmark_training", "_evaluate_only")
-    record(train.listing, "check_root")
+    record(train.layout, "check_root")
     record(train.progress, "phase")
     record(train.report, "all_done")
     record(compat, "check_version")
@@ -456,13 +456,13 @@ def test_label_outside_classes_stops_the_run(run_train, capsys, monkeypatch, bad
     """Some labels of record files are not read before the first step. If such a label is invalid, the run must stop
     when it reads the label. The label must neither cause NaN gradients nor count as a different class."""
 
-    original = listing.list_folder
+    original = class_folders.index
 
-    def list_folder(image_root, mode, *more):
-        files, labels, classes = original(image_root, mode, *more)
-        return files, [*labels[:-1], label if mode is bad else labels[-1]], classes
+    def index(image_root, mode, *more):
+        listed = original(image_root, mode, *more)
+        return listed._replace(labels=[*listed.labels[:-1], label if mode is bad else listed.labels[-1]])
 
-    monkeypatch.setattr(listing, "list_folder", list_folder)
+    monkeypatch.setattr(class_folders, "index", index)
     assert run_train(*flags)[0] == 2
     assert_one_error(capsys.readouterr().err, ["label that is not a class of the network", "--num-of-class"])
 

@@ -22,8 +22,11 @@ import paddle
 from paddle import static
 
 import few_blocks
+from paddle_resnet.data import decoding
+from paddle_resnet.data import iterators
+from paddle_resnet.data import loader as loader_module
 from paddle_resnet import train
-from paddle_resnet import dali, lr_find, models
+from paddle_resnet import lr_find, models
 from paddle_resnet.checkpoints import replicas, variables
 from paddle_resnet.checkpoints.saver import Saver
 from paddle_resnet.job import exchange, fleet, processes
@@ -150,7 +153,7 @@ def slow(function, seconds):
     return wrapped
 
 
-class Shares(dali.SyntheticIterator):
+class Shares(iterators.SyntheticIterator):
     """A loader that yields this process's share of the global batch of each step."""
 
     def __next__(self):
@@ -209,12 +212,12 @@ if __name__ == "__main__":
         few_blocks.shrink()
     models.MODELS["Tiny"] = partial(ResNet, BottleneckBlock, (1,) * options.stages, width=8)
     models.MODELS["Plain"] = models.MODELS["Tiny"]
-    dali.PREALLOCATE_WIDTH = dali.PREALLOCATE_HEIGHT = 0
+    decoding.PREALLOCATE_WIDTH = decoding.PREALLOCATE_HEIGHT = 0
     if "Plain" in sys.argv:
         layers.BatchNorm = paddle.nn.Identity
     if options.shares:
-        dali.SyntheticIterator = Shares
-        dali.SYNTHETIC_SIZE = {Mode.TRAIN: 48, Mode.EVAL: 24}
+        iterators.SyntheticIterator = Shares
+        loader_module.SYNTHETIC_SIZE = {Mode.TRAIN: 48, Mode.EVAL: 24}
     if options.scaling:
         build.wrap_optimizer = scale_losses(build.wrap_optimizer)
     if options.unfused:

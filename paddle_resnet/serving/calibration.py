@@ -7,7 +7,8 @@ import numpy as np
 from paddle import static
 
 from paddle_resnet.components import quantization
-from paddle_resnet.data import listing, records
+from paddle_resnet.data.formats import read_image
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.job import processes
 from paddle_resnet.program import compile_prog
 from paddle_resnet.serving import image_files
@@ -164,12 +165,12 @@ def draw(image_root, count, allow_outside=False):
         count: maximum number of images. If the data set has fewer, all are drawn.
         allow_outside: whether file lists may contain files outside image_root.
     Returns:
-        ([listing.Image], number of images in the training split). The images are in random order and depend only on
+        ([Image], number of images in the training split). The images are in random order and depend only on
         the data set and `count`.
     Raises:
         UsageError: the data set cannot be used, or its training split contains no images.
     """
-    _, _, images = listing.images(image_root, Mode.TRAIN, allow_outside=allow_outside)
+    images = DataRoot(image_root, allow_outside=allow_outside).listed(Mode.TRAIN)
     if not images:
         raise UsageError(f"--calibrate {image_root}: the training split contains no images; add images")
     count = min(count, len(images))
@@ -180,13 +181,13 @@ def draw(image_root, count, allow_outside=False):
 
 
 def _batches(description, image_root, images):
-    """Yield (batch in the network's input format, labels) for `images`, [listing.Image]. Raise UsageError if an image
+    """Yield (batch in the network's input format, labels) for `images`, [Image]. Raise UsageError if an image
     cannot be read or decoded."""
     label_of = {}
 
     def read(image):
         try:
-            data, label_of[image] = records.read(image)
+            data, label_of[image] = read_image(image)
         except OSError as e:
             return None, f"cannot be read ({e.strerror})"
         return data, None

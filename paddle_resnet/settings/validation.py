@@ -344,11 +344,3 @@ def _conflicts_of_device(settings):
             ("dali_device",),
             ("device",),
         )
-    loader_device = settings.device if settings.dali_device == "auto" else settings.dali_device
-    if settings.cpu_decoder_load and loader_device == "cpu":
-        yield Conflict(
-            f"--cpu-decoder-load {settings.cpu_decoder_load}: with --dali-device cpu, the CPU decodes all images; "
-            "remove --cpu-decoder-load",
-            ("cpu_decoder_load",),
-            ("dali_device", "device"),
-        )

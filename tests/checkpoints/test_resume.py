@@ -103,7 +103,7 @@ def test_random_numbers_of_step_are_independent_of_stops(run_train, losses_with_
 def test_repeatedly_stopped_run_equals_uninterrupted_run(
     run_train, uninterrupted, stop_before, tmp_path, monkeypatch, data_format
 ):
-    monkeypatch.setattr("paddle_resnet.dali.SYNTHETIC_SIZE", dict.fromkeys(_modes(), 26))
+    monkeypatch.setattr("paddle_resnet.data.loader.SYNTHETIC_SIZE", dict.fromkeys(_modes(), 26))
     flags = ["--data-format", data_format]
     expected = uninterrupted(*flags)
     result, runs = {}, 0
@@ -699,7 +699,7 @@ def test_run_with_stages_resumes_in_each_stage(run_train, uninterrupted, stop_be
 def test_stages_share_all_variables(run_train, uninterrupted, monkeypatch, kernels):
     """Synthetic images are the same in every step, so stages with the same image size train like a run without
     stages."""
-    monkeypatch.setattr("paddle_resnet.dali.SYNTHETIC_SIZE", dict.fromkeys(_modes(), 26))
+    monkeypatch.setattr("paddle_resnet.data.loader.SYNTHETIC_SIZE", dict.fromkeys(_modes(), 26))
     flags = ["--data-format", "synthetic", "--ema", "0.9", "--epochs", "3", "--mixup", "0.2", *kernels]
     flags += ["--lookahead", "2,0.5"]
     assert uninterrupted(*flags, "--sizes", "32:0,32:1,32:2") == uninterrupted(*flags)

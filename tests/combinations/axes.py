@@ -191,7 +191,6 @@ UNCHANGED = {
     "fuse_resunit": "has no effect: tests/test_program.py",
     "hw_decoder_load": "requires a GPU; see GPU_FLAGS and tests/test_gpu.py",
     "device": "argument of run.py",
-    "cpu_decoder_load": "requires a GPU: tests/test_gpu.py",
     "cuda_graph": "requires a GPU, on which it is the default: see GPU_FLAGS",
     "enable_cpu_affinity": "binds to the CPU cores of a GPU: tests/utils/test_affinity.py",
     "comm_timeout_s": "only limits waits: tests/job/test_monitor.py",

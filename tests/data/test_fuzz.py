@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from paddle_resnet.data import listing
+from paddle_resnet.data.formats import FORMATS
 
-FORMATS = [name for name in listing.STORAGE_FORMATS if name != "folder"]  # the script does not mutate images
+FORMATS = [name for name in FORMATS if name != "folder"]  # the script does not mutate images
 SCRIPT = Path(__file__).with_name("fuzz.py")
 BATCH = 60  # number of mutations per process
 

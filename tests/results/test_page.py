@@ -21,7 +21,7 @@ pytest.importorskip("jinja2")
 
 from conftest import ROOT, losses, read_report
 from paddle_resnet import dataset, predict
-from paddle_resnet.data import listing
+from paddle_resnet.data.images import Image as ListedImage
 from paddle_resnet.results import comparison, curves, page, reading
 from paddle_resnet.utils.errors import RunError, UsageError
 
@@ -770,7 +770,7 @@ def test_page_without_readable_images_has_no_thumbnails(run_train, checkpoint, p
 
 
 def test_image_with_too_many_pixels_has_no_thumbnail(photos, monkeypatch):
-    image = listing.Image("val/class0/00.jpg", str(photos / "val/class0/00.jpg"), 0)
+    image = ListedImage("val/class0/00.jpg", str(photos / "val/class0/00.jpg"), 0)
     assert page._thumbnail(image).startswith("data:image/jpeg;base64,")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # Pillow raises DecompressionBombError above twice this limit
     assert page._thumbnail(image) is None

@@ -2,16 +2,17 @@
 
 import shutil
 
+import data_files
 import numpy as np
 import pytest
 from PIL import Image
 
 from helpers import training_images
 from paddle_resnet.components import quantization
-from paddle_resnet.data import listing, records
+from paddle_resnet.data.formats import FILES, FORMATS, SHARDED, SINGLE_FILE, read_image
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.serving import calibration, networks, preprocessing
 from paddle_resnet.serving.calibration import BINS, SMALLEST, Histogram, _mean_error
-from paddle_resnet.tools import writers
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
 
@@ -107,20 +108,22 @@ def write_sorted(root, data_format, count):
     encoded = [(path.read_bytes(), label) for path, label in sizes]
     if data_format == "filelist":
         (root / "train.txt").write_text("".join(f"{path.relative_to(root)} {label}\n" for path, label in sizes))
-    elif data_format in writers.SINGLE_FILE:
-        with writers.SINGLE_FILE[data_format](str(root), "train") as writer:
+    elif data_format == "lmdb":
+        data_files.write_lmdb(root / "train_lmdb", encoded)
+    elif data_format in SINGLE_FILE:
+        with SINGLE_FILE[data_format](str(root), "train") as writer:
             writer.write(encoded)
             writer.finish()
-    elif data_format in writers.SHARDED:
+    elif data_format in SHARDED:
         name = {"tfrecord": "train-00000-of-00001", "webdataset": "train-000000.tar"}[data_format]
-        with writers.SHARDED[data_format](str(root / name)) as write:
+        with SHARDED[data_format](str(root / name)) as write:
             for number, (image, label) in enumerate(encoded):
                 write(number, image, "png", label)
-    if data_format not in listing.FILE_FORMATS:
+    if data_format not in FILES:
         shutil.rmtree(root / "train")
 
 
-@pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
+@pytest.mark.parametrize("data_format", FORMATS)
 def test_calibration_images_are_drawn_evenly(checkpoint, tmp_path, data_format):
     """Regression test: of record files, the first images were used, which were all in one class if the records were
     sorted."""
@@ -135,17 +138,17 @@ def test_calibration_images_are_drawn_evenly(checkpoint, tmp_path, data_format):
     images = np.concatenate([batch for batch, _ in batches])
     np.testing.assert_array_equal(images, np.array(labels, np.uint8)[:, None, None, None] * 100 + 0 * images)
     drawn, _ = calibration.draw(tmp_path, 500)
-    assert sorted(image.name for image in drawn) == sorted(i.name for i in listing.images(tmp_path, Mode.TRAIN)[2])
+    assert sorted(image.name for image in drawn) == sorted(i.name for i in DataRoot(tmp_path).listed(Mode.TRAIN))
 
 
 def test_images_are_drawn_from_all_classes_if_classes_alternate(tmp_path):
     """Every tenth image would be in the same class."""
-    with writers.SINGLE_FILE["recordio"](str(tmp_path), "train") as writer:
+    with SINGLE_FILE["recordio"](str(tmp_path), "train") as writer:
         writer.write([(b"image", i % 10) for i in range(500)])
         writer.finish()
     drawn, _ = calibration.draw(tmp_path, 50)
     assert len({image.name for image in drawn}) == 50
-    assert {records.read(image)[1] for image in drawn} == {*range(10)}
+    assert {read_image(image)[1] for image in drawn} == {*range(10)}
 
 
 @pytest.mark.parametrize(
