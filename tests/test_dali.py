@@ -1030,7 +1030,7 @@ def test_interp_selects_filter_in_training_and_evaluation(parse, copies, interp,
             assert error < 0.6  # tolerance for rounding to integers
 
 
-@pytest.mark.parametrize("data_format", FORMATS)
+@pytest.mark.parametrize("data_format", data_files.ALL)
 def test_evaluation_batches_are_equal_in_every_format(parse, photos, converted, data_format):
     expected = epoch(load(parse, photos, Mode.EVAL, "--data-format", "folder"))
     actual = epoch(load(parse, converted[data_format], Mode.EVAL, "--data-format", data_format))
@@ -1040,7 +1040,7 @@ def test_evaluation_batches_are_equal_in_every_format(parse, photos, converted, 
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("data_format", FORMATS)
+@pytest.mark.parametrize("data_format", data_files.ALL)
 @pytest.mark.parametrize(("world_size", "batch"), [(1, 4), (2, 4), (3, 3), (4, 7)])
 def test_training_shards_of_every_format_have_equal_length_and_no_common_image(
     parse, distinct, shard, data_format, world_size, batch
@@ -1062,7 +1062,7 @@ def test_training_shards_of_every_format_have_equal_length_and_no_common_image(
     assert len(seen_by_rank_0) > 37 // world_size + 1 or world_size == 1
 
 
-@pytest.mark.parametrize("data_format", FORMATS)
+@pytest.mark.parametrize("data_format", data_files.ALL)
 @pytest.mark.parametrize(
     ("world_size", "batch"),
     [(1, 4), (2, 5), (3, 3), (40, 2), *(pytest.param(*case, marks=pytest.mark.soak) for case in ((16, 4), (37, 1)))],
@@ -1078,7 +1078,7 @@ def test_evaluation_of_every_format_yields_each_image_once(parse, distinct, shar
         assert sorted(np.concatenate(batches)[:, 0].tolist()) == list(range(37))
 
 
-@pytest.mark.parametrize("data_format", FORMATS)
+@pytest.mark.parametrize("data_format", data_files.ALL)
 def test_training_order_of_every_format_depends_on_seed(parse, distinct, data_format):
     def orders(seed):
         flags = ["--data-format", data_format, "--num-of-class", "37", "--dali-random-seed", seed]
@@ -1090,7 +1090,7 @@ def test_training_order_of_every_format_depends_on_seed(parse, distinct, data_fo
 
 
 @pytest.mark.usefixtures("convert_here")
-@pytest.mark.parametrize("data_format", FORMATS)
+@pytest.mark.parametrize("data_format", data_files.ALL)
 def test_every_format_decodes_every_image_type(parse, tmp_path, data_format):
     pixels = np.random.RandomState(0).randint(0, 255, (40, 48, 3), dtype=np.uint8)
     for split in ("train", "val"):
@@ -1114,7 +1114,7 @@ def test_every_format_decodes_every_image_type(parse, tmp_path, data_format):
             np.testing.assert_array_equal(images[label], images[lossless], err_msg=suffix)
 
 
-@pytest.mark.parametrize("data_format", FORMATS)
+@pytest.mark.parametrize("data_format", data_files.ALL)
 @pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize(
     ("batches", "buffer"),

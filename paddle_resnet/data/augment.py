@@ -236,9 +236,10 @@ def _lighting(images, mean, options, seeds):
     eigenvectors, each multiplied by its eigenvalue and a random number from N(0, --lighting)."""
     from nvidia.dali import fn, types
 
+    mean = types.Constant(np.float32(mean))
     alpha = fn.random.normal(shape=[3], mean=0, stddev=options.lighting, seed=seeds[0])
     offset = fn.reductions.sum(types.Constant(np.float32(PCA_VECTORS * PCA_VALUES)) * alpha, axes=[1])
-    return images, types.Constant(np.float32(mean)) - offset
+    return images, mean - offset
 
 
 AUGMENTATIONS = (

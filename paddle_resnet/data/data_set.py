@@ -56,8 +56,8 @@ class DataSet:
 def shifted(read: Callable, offset: int) -> Callable:
     """Return DataSet.read with labels that are reduced by `offset`."""
 
-    def read_shifted(name, shard_id, num_shards, shuffle):
-        encoded, label = read(name, shard_id, num_shards, shuffle)
+    def read_shifted(*arguments, **options):
+        encoded, label = read(*arguments, **options)
         return encoded, label - np.int64(offset)
 
     return read_shifted

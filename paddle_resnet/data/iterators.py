@@ -87,7 +87,8 @@ class ShardIterator(_Steps, DALIGenericIterator):
                 prepare_first_batch=False,
             )
             if not data_set.has_reader:
-                self._size = images  # if the size is passed to the constructor, DALI logs a warning
+                # DALI logs a warning if the size is passed to the constructor, and counts the padding.
+                self._size = len(self) * pipeline.max_batch_size
             self._schedule_runs(False)  # start decoding while the program is being built
 
     @property

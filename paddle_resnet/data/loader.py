@@ -2,7 +2,7 @@
 
 import base64
 import functools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -138,8 +138,10 @@ def build(
         data = data_set, image_root, options.dali_random_seed
         sampler = BalancedSampler(*data, rank, options.batch_size, steps, done, step)
         data_set = balanced(data_set, sampler)
+    elif not data_set.has_reader:
+        data_set = replace(data_set, read=functools.partial(data_set.read, start=(done, step)))
     if continues_order_alone and not data_set.has_reader:
-        checkpoint = None  # the sampler determines the image order, so the state of DALI's reader is not needed
+        checkpoint = None  # the source determines the image order, so the state of DALI's reader is not needed
     elif continues_order_alone:
         fresh = create_pipeline(options, data_set, mode, rank, world_size)
         fresh.build()

@@ -222,9 +222,7 @@ class DataRoot:
             classes.check_labels(path, [label], num_of_class, numbers.classes, numbers.offset)
         identity = data_set.digest(*records.identity, labels)
 
-        def read(name, shard_id, num_shards, shuffle):
-            return FORMATS[stored_as].read(records, name, shard_id, num_shards, shuffle, seed)
-
+        read = functools.partial(FORMATS[stored_as].read, records, seed=seed)
         if numbers.offset:
             read, identity = data_set.shifted(read, numbers.offset), data_set.digest(identity, numbers.offset)
         names = numbers.classes or classes.numbers(num_of_class)

@@ -93,7 +93,7 @@ def write_records(root, images, data_format, bad):
             for i, (image, label) in enumerate(images):
                 fields = bad if i == BAD else {"label": label, "encoded": True}
                 transaction.put(b"%08d" % i, datum_class()(data=image, **fields).SerializeToString())
-        return f"{root}/train_lmdb: record {BAD:08d} is not an encoded image with a label; write encoded images"
+        return f"{root}/train_lmdb: record {BAD:08d} is not an encoded image with a label; write it again"
     [shard] = RECORDS[data_format].detect(root, Mode.TRAIN)
     place = indexes.open_index(shard, INDEXED[data_format]).images[BAD, 0]
     return f"{shard}: the record at byte {place} "
@@ -102,7 +102,10 @@ def write_records(root, images, data_format, bad):
 @pytest.mark.parametrize(
     ("data_format", "bad", "reason"),
     [
-        *(("tfrecord", label, "image/class/label); write it again") for label in TFRECORD_LABELS.values()),
+        *(
+            ("tfrecord", label, "one number in image/class/label, but the features are")
+            for label in TFRECORD_LABELS.values()
+        ),
         ("recordio", struct.pack("<IfQQfff", 3, 0, BAD, 0, 1, 2, 0), "3 labels; this program trains one label per im"),
         ("lmdb", {"encoded": True}, ""),
     ],
@@ -123,7 +126,7 @@ def test_record_without_one_label_is_reported_with_place(
     if data_format == "lmdb":
         return
     bad_list = tmp_path / "bad.txt"
-    command = shlex.split(message.partition("`")[2].partition("`")[0].replace("bad.txt", str(bad_list)))
+    command = shlex.split(message.split("`")[-2].replace("bad.txt", str(bad_list)))
     assert dataset.main([*command[3:], "--run-scope", "train_only"]) == 1
     batches = list(dali.build_dataloader(parse(*flags, "--skip-list", bad_list), Mode.TRAIN))
     assert len(batches) == 29 // 8

@@ -21,7 +21,7 @@ from paddle_resnet.data import bad_images, shards, skip_list
 from paddle_resnet.data import data_set as data_sets
 from paddle_resnet.data import root as root_module
 from paddle_resnet.data.data_set import BalancedSampler
-from paddle_resnet.data.formats import FILES, FORMATS, RECORDS, folder, read_image, recordio, tfrecord
+from paddle_resnet.data.formats import FILES, RECORDS, folder, read_image, recordio, tfrecord
 from paddle_resnet.data.formats import lmdb as lmdb_format
 from paddle_resnet.data.images import IMAGE_SUFFIXES
 from paddle_resnet.data.root import DataRoot
@@ -259,7 +259,7 @@ def test_skipping_every_image_is_rejected(make, tmp_path):
         open_folder(root, Mode.EVAL, 10, 0, frozenset({"val/a/0.jpg"}))
 
 
-@pytest.mark.parametrize("data_format", FORMATS)
+@pytest.mark.parametrize("data_format", data_files.ALL)
 def test_format_is_detected_and_logged(converted, capsys, data_format):
     for mode, size in ((Mode.TRAIN, 30), (Mode.EVAL, 23)):
         root = str(converted[data_format])
@@ -279,7 +279,7 @@ def test_root_with_several_formats_requires_data_format(make, tmp_path):
     assert open_split(root, "auto", Mode.EVAL, 10, 0).size == 1
 
 
-@pytest.mark.parametrize("data_format", FORMATS)
+@pytest.mark.parametrize("data_format", data_files.ALL)
 def test_every_format_contains_the_files_of_the_folder(photos, converted, data_format):
     for mode, split in ((mode, mode.value) for mode in Mode):
         data_set = open_split(str(converted[data_format]), data_format, mode, 3, 0)
@@ -614,7 +614,7 @@ def test_shards_shuffle_with_their_own_seeds_and_read_files_in_the_same_order():
     assert shards.shard_order(False, 7) == {}
 
 
-@pytest.mark.parametrize("data_format", RECORDS)
+@pytest.mark.parametrize("data_format", data_files.FORMATS)
 def test_reader_of_each_format_uses_size_and_seed(converted, monkeypatch, data_format):
     calls = []
     for name in ("reader_arguments", "shard_order"):
@@ -633,7 +633,7 @@ def test_digest_depends_on_every_element_of_a_long_array():
     assert len({data_sets.digest(*part) for part in parts}) == 4
 
 
-@pytest.mark.parametrize("data_format", ["folder", "filelist", *RECORDS])
+@pytest.mark.parametrize("data_format", data_files.ALL)
 def test_digest_depends_on_list_and_not_on_location(converted, photos, tmp_path, data_format):
     def digest(root, **options):
         return open_split(root, data_format, Mode.EVAL, 3, 0, **options).digest

@@ -9,7 +9,7 @@ from PIL import Image
 
 from helpers import training_images
 from paddle_resnet.components import quantization
-from paddle_resnet.data.formats import FILES, FORMATS, SHARDED, SINGLE_FILE, read_image
+from paddle_resnet.data.formats import FILES, SHARDED, SINGLE_FILE, read_image
 from paddle_resnet.data.root import DataRoot
 from paddle_resnet.serving import calibration, networks, preprocessing
 from paddle_resnet.serving.calibration import BINS, SMALLEST, Histogram, _mean_error
@@ -123,7 +123,7 @@ def write_sorted(root, data_format, count):
         shutil.rmtree(root / "train")
 
 
-@pytest.mark.parametrize("data_format", FORMATS)
+@pytest.mark.parametrize("data_format", data_files.ALL)
 def test_calibration_images_are_drawn_evenly(checkpoint, tmp_path, data_format):
     """Regression test: of record files, the first images were used, which were all in one class if the records were
     sorted."""

@@ -110,7 +110,7 @@ def test_shards_flag_sets_number_of_equal_shards(photos, tmp_path, to, names):
     assert len(shards) == 7
     # As many images per shard as in train: 23 / (30 / 7), rounded up.
     assert len(list((tmp_path / "x").glob(names.format("val")))) == 6
-    sizes = [len(indexes.open_index(str(shard), INDEXED[INDEXED[INDEXED[to]]])) for shard in shards]
+    sizes = [len(indexes.open_index(str(shard), INDEXED[to])) for shard in shards]
     assert sum(sizes) == 30
     assert max(sizes) - min(sizes) <= 1
     swapped = tmp_path / "swapped"  # more validation images than training images

@@ -16,7 +16,9 @@ To add a format, write a module with the following names, and add it to FORMATS:
     write, Writer
                 only if `dataset convert` can write the format: see SHARDED and SINGLE_FILE
     CAN_SKIP    False if records cannot be omitted with --skip-list; omitted otherwise
-    HAS_READER  False if `read` adds no DALI reader with the given name; omitted otherwise
+    HAS_READER  False if `read` adds no DALI reader with the given name; omitted otherwise. Then, DALI's checkpoint does
+                not contain the position, and read() has the argument start, the position (epoch, step) of the first
+                batch
     stored_names(paths)
                 only if the files contain class names: return the names in label order, or None
 
@@ -44,7 +46,7 @@ These modules import DALI only in read(), so that the tools' worker processes st
 
 from types import ModuleType
 
-from paddle_resnet.data.formats import filelist, folder, lmdb, recordio, tfrecord, webdataset
+from paddle_resnet.data.formats import filelist, folder, lmdb, parquet, recordio, tfrecord, webdataset
 from paddle_resnet.data.images import Image
 
 FILES: dict[str, ModuleType] = {"folder": folder, "filelist": filelist}  # formats with one file per image
@@ -53,6 +55,7 @@ RECORDS: dict[str, ModuleType] = {
     "tfrecord": tfrecord,
     "webdataset": webdataset,
     "lmdb": lmdb,
+    "parquet": parquet,
 }
 FORMATS = FILES | RECORDS
 # Formats that `dataset convert` writes: several files per split, each written by one process with write(path); and a
