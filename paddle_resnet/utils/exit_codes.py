@@ -90,8 +90,8 @@ def _report(program, message):
 def _check_address_space():
     if _address_space() < LEAST_ADDRESS_SPACE:
         raise RunError(
-            f"ulimit -v: {_address_space() / 2**20:,.0f} MiB of address space, but at least {LEAST_ADDRESS_SPACE >> 20:,} "
-            "MiB are required; raise the limit, for example with ulimit -v unlimited"
+            f"ulimit -v: {_address_space() / 2**20:,.0f} MiB of address space, but at least "
+            f"{LEAST_ADDRESS_SPACE >> 20:,} MiB are required; raise the limit, for example with ulimit -v unlimited"
         )
 
 
