@@ -132,6 +132,25 @@ def input_files(args):
     return [(flag, path) for flag, path in read if path is not None]
 
 
+def prepare(args, checkpoint):
+    """Start Fleet, open the data, build the programs, load the weights, and compile the programs.
+
+    Args:
+        args: Settings.
+        checkpoint: restore.StartCheckpoint or None.
+    Returns:
+        (static.Executor, checkpoint with the position at which training continues or None, training Work or None,
+        evaluation Work or None).
+    Raises:
+        UsageError: one of these functions fails.
+    """
+    program.start_fleet(args)
+    exe = static.Executor(processes.place(args.device))
+    training, evaluation = build_programs(args, exe, *open_data(args, checkpoint), checkpoint)
+    checkpoint = set_weights(args, checkpoint, training, evaluation)
+    return exe, checkpoint, *compile_programs(args, exe, training, evaluation)
+
+
 def open_data(args, checkpoint):
     """Return (training loader, evaluation loader). A loader that the run does not need is None.
 

@@ -14,6 +14,7 @@ LAYERS = [
     ["paddle_resnet.train"],
     [f"paddle_resnet.{name}" for name in ("dataset", "doctor", "export", "lr_find", "predict", "weights")],
     ["paddle_resnet.serving"],
+    ["paddle_resnet.startup"],
     ["paddle_resnet.phases"],
     ["paddle_resnet.budget"],
     ["paddle_resnet.recipe"],

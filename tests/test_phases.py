@@ -203,7 +203,7 @@ def set_weights(record, monkeypatch):
     monkeypatch.setattr(phases.variables.LoadOptions, "of", lambda args: "options")
     monkeypatch.setattr(phases.processes, "place", lambda device: f"place of {device}")
     record(phases.restore, "restore")
-    record(phases.sparsity, "prune", "describe")
+    record(phases.sparsity, "prune", "apply_masks", "describe")
     record(phases.precision, "cast_evaluation_program")
     monkeypatch.setattr(phases.quantization, "float32_variables", lambda program: f"float32 of {program}")
     record.results |= {"restore": "restored", "describe": "sparse layers"}
@@ -237,6 +237,7 @@ LOAD = [("load_start", "options", None, "program", "place of cpu")]
 LOAD += [("load_states", "options", None, "program", "place of cpu")]
 RESTORE = [(*call[:2], "checkpoint", *call[3:]) for call in LOAD]
 RESTORE += [("restore", "checkpoint", "schedule", "loader", "fetchs", "place of cpu")]
+MASK = ("apply_masks", "program", "place of cpu")
 PRUNE = ("prune", "program", "place of cpu", "mask_1d")
 
 
@@ -258,7 +259,12 @@ def start(checkpoint, states="missing states"):
             [*RESTORE, ("amp_init", "place of cpu"), PRUNE, start("restored", "all states of program")],
         ),
         ("checkpoint", {"is_sparse": True}, {"prune_model": True}, [*RESTORE, start("restored")]),
-        (None, {"is_sparse": True}, {"prune_model": True, "asp": True}, [*LOAD, ("describe", "program"), start(None)]),
+        (
+            None,
+            {"is_sparse": True},
+            {"prune_model": True, "asp": True},
+            [*LOAD, MASK, ("describe", "program"), start(None)],
+        ),
     ],
     ids=["scratch", "checkpoint", "amp", "prune", "pruned", "pruned parameters"],
 )

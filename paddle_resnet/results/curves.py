@@ -37,7 +37,7 @@ def chart(series, xlabel="epochs done", mark=None, from_zero=False, last_x=0, ha
         return ""
     import matplotlib  # imported late, because a run without a page does not need it
 
-    with matplotlib.rc_context({"svg.fonttype": "none", "font.size": 8}):
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "id", "font.size": 8}):
         return _draw(series, points, xlabel, mark, from_zero, last_x, has_log_x)
 
 

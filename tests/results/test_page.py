@@ -403,6 +403,10 @@ def test_chart_places_points_at_their_values():
     assert "fill: var(--soft)" in svg and "stroke: var(--train)" in svg and "#0000" not in svg
 
 
+def test_equal_charts_have_equal_text():
+    assert len({curves.chart([("a", "train", [(0, 1), (1, 2)])]) for _ in range(2)}) == 1
+
+
 def test_short_curves_have_dots():
     assert dots(curves.chart([("a", "train", [(0, 1), (1.5, 2), (2, 3)])]), "a") == []  # not all epochs are complete
     for count, expected in ((30, 30), (31, 0)):
