@@ -130,10 +130,9 @@ def resolve_kernels(settings):
             logger.info(f"--kernels auto: custom kernels are unavailable ({e}); using Paddle's slower kernels")
             settings.resolve("machine", kernels="paddle")
     # A run with --profile-steps does not capture steps, because a trace cannot attribute the kernels of a CUDA graph to
-    # operators. A run on several hosts does not capture steps, because capturing NCCL communication between hosts is
-    # untested.
-    can_capture = is_on_gpu and settings.kernels == "native" and processes.is_one_host()
-    if not can_capture or settings.profile_steps is not None:
+    # operators.
+    can_capture = is_on_gpu and settings.kernels == "native" and settings.profile_steps is None
+    if not can_capture:
         settings.resolve("machine", cuda_graph=False)
 
 

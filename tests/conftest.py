@@ -574,6 +574,8 @@ def launch_nodes(photos, tmp_path):
             launcher += ["--gpus", gpu_labels(2)[node]] if on_gpus else ["--nproc_per_node", 1]
             launcher += ["--log_dir", folder / f"log{node}"]
             command = [sys.executable, *launcher, "tests/train_tiny.py", *TINY, *places, *flags]
+            # With different host IDs, NCCL communicates over the network instead of NVLink.
+            environment["NCCL_HOSTID"] = f"node{node}"
             pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             started.append(subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment, **pipes))
         return started, folder

@@ -57,17 +57,15 @@ def test_default_image_channels_depend_on_device_and_layout(monkeypatch, device,
     assert inherited.image_shape == [7 - channels, 32, 32]
 
 
-@pytest.mark.parametrize("is_one_host", [True, False])
 @pytest.mark.parametrize("flags", ["", "--profile-steps 3:4", "--data-layout NCHW", "--kernels paddle"])
-def test_steps_are_captured_with_custom_kernels_on_one_host_unless_they_are_traced(monkeypatch, flags, is_one_host):
+def test_steps_are_captured_with_custom_kernels_unless_they_are_traced(monkeypatch, flags):
     monkeypatch.setattr(gpus, "resolve", lambda *args: "gpu")
     monkeypatch.setattr(native, "load", lambda capability: None)
     monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda index: (9, 0))
-    monkeypatch.setattr(processes, "is_one_host", lambda: is_one_host)
     args = config.parse_args(["--data-layout", "NHWC", *flags.split()])
     resolve(args)
     resolution.resolve_kernels(args)
-    assert bool(args.cuda_graph) == (is_one_host and not flags)
+    assert bool(args.cuda_graph) == (not flags)
 
 
 @pytest.mark.parametrize(
