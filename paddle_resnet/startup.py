@@ -9,8 +9,8 @@ from paddle_resnet.utils.errors import RunError, command
 
 
 def import_paddle(args: Settings) -> None:
-    """Check what can be checked without Paddle, so that these errors appear immediately, and set up the log. Then import
-    Paddle and DALI, which takes seconds.
+    """Set up the log, and check what can be checked without Paddle, so that these errors appear immediately. Then
+    import Paddle and DALI, which takes seconds.
 
     Raises:
         UsageError: a variable of the launcher, the network, the data set or the version of Paddle cannot be used.
