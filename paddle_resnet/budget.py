@@ -201,8 +201,8 @@ def _measure_training(exe, work, seconds):
 
 
 def _measure_evaluation(args, exe, evaluation, seconds):
-    """Return the duration of an evaluation in seconds. If the first evaluation is shorter than `seconds`, measure a
-    second evaluation, because the first steps are slow."""
+    """Return the duration of an evaluation in seconds, or 0 if `evaluation` is None. If the first evaluation is shorter
+    than `seconds`, measure a second evaluation, because the first steps are slow."""
     if evaluation is None:
         return 0.0
     for _ in range(2):

@@ -113,6 +113,7 @@ def export(
             ONNX; or this version of Paddle is not supported.
         RunError: the results of an exported network differ from those of the checkpoint by more than the tolerances.
             All written files are then removed.
+        RunError, OSError: Paddle cannot be imported (see signals.importing_paddle).
     """
     if model_arch_name is not None:
         model_arch_name = registered_name(model_arch_name)
@@ -388,6 +389,7 @@ def _verify_recorded(network, score, image_root, load_as_evaluated, allow_outsid
         image_root, allow_outside: see _verify.
         load_as_evaluated: function that returns the Network in the form of the run's evaluations.
     Raises:
+        UsageError, RunError: see _score.
         RunError: the evaluations disagree.
     """
     from paddle_resnet.native import build as native

@@ -88,9 +88,9 @@ def check_replaced(args, checkpoint, run_folder):
         checkpoint: the checkpoint that the run starts from (restore.StartCheckpoint), or None.
         run_folder: folder of the run's checkpoints.
     Raises:
-        UsageError: the file cannot be read or is not a report; the file is the report of a training run, and
-            --overwrite is not set; the run would append to the report of another run; or --report-html is set, and the
-            file is not a regular file.
+        UsageError: the file cannot be read or is not a report; the file is the report of a training run that this run
+            does not resume, and --overwrite is not set; the run would append to the report of another run; or
+            --report-html is set, and the path exists, but is not a regular file.
     """
     path = Path(args.report_file)
     if not path.is_file():

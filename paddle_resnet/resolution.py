@@ -20,6 +20,7 @@ from paddle_resnet.job import exchange, processes
 from paddle_resnet.machine import compat, gpus
 from paddle_resnet.native import build as native
 from paddle_resnet.settings import validation
+from paddle_resnet.settings.groups import machine
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
@@ -118,7 +119,7 @@ def resolve_kernels(settings):
     """
     is_on_gpu = settings.device == "gpu"
     requested = settings.kernels
-    validation.check_kernels(settings)
+    validation.check_kernels(settings.part(machine.Settings))
     if requested == "auto":
         settings.resolve("machine", kernels="native" if is_on_gpu and settings.data_layout == "NHWC" else "paddle")
     if settings.kernels == "native":

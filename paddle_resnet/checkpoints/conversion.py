@@ -40,7 +40,7 @@ def convert(file, output, arch=None, preprocessing=None, verbose=False, source=N
         UsageError: the package is not installed; the file cannot be read, does not match the network, or may belong to
             a look-alike; the network is unknown, or its weights cannot be converted; the output exists or cannot be
             written; or this version of Paddle is not supported.
-        RunError: Paddle cannot be imported (see signals.importing_paddle).
+        RunError, OSError: Paddle cannot be imported (see signals.importing_paddle).
     """
     output = Path(output)
     _check_new(output)

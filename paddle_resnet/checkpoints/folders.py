@@ -232,7 +232,7 @@ def mark(root, marker, name):
 
 
 def read_meta(folder):
-    """Return the content of a folder's meta.json.
+    """Return the content of a folder's meta.json, without the checksum.
 
     Raises:
         DamagedError: the file cannot be read, is damaged, or has a format that this version does not read.

@@ -21,6 +21,7 @@ from paddle_resnet.machine import cpu
 from paddle_resnet.models import registered_name, user_file
 from paddle_resnet.settings import inheritance, parsing, validation
 from paddle_resnet.settings.declarations import EVALUATED, RESUMED, of_kinds
+from paddle_resnet.settings.groups import images
 from paddle_resnet.settings.values import flag_name, network_name, text
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
@@ -223,8 +224,8 @@ def _newest(root, model_prefix, iter_unit, resumes=False, has_alternative=False)
         has_alternative: for --resume, whether the run can start from --from-checkpoint instead. If True and another
             program wrote all checkpoints, None is returned.
     Raises:
-        UsageError: all checkpoints are damaged; or the search is for --resume, another program wrote all checkpoints,
-            and has_alternative is False.
+        UsageError: all checkpoints are damaged; the search is for --resume, another program wrote all checkpoints, and
+            has_alternative is False; or see _position.
     """
     valid, others = folders.newest_first(root)
     foreign = [folder for folder, _ in others if _is_foreign(folder, model_prefix)]
@@ -430,7 +431,7 @@ def recorded_flags(folder, meta, arch):
     """
     try:
         args = parsing.from_dict(meta["arguments"])
-        validation.check_sizes(args)
+        validation.check_sizes(args.part(images.Settings))
         recorded = args.model_arch_name
         if user_file.split(recorded) is None:
             args.resolve("recorded", model_arch_name=registered_name(recorded))  # the name of the run folder

@@ -38,7 +38,7 @@ def connect(timeout_s):
     Args:
         timeout_s: number of seconds without progress after which the monitor ends the job.
     Raises:
-        UsageError: PADDLE_MASTER is not an address of rank 0's machine (on rank 0).
+        UsageError, ValueError: see watchdog.start.
     """
     if processes.world_size() > 1:
         rank, world_size, master = processes.rank(), processes.world_size(), os.environ["PADDLE_MASTER"]

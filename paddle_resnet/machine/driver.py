@@ -1,6 +1,7 @@
 """Ask NVIDIA's driver for a GPU, without Paddle, and choose a Paddle build for it."""
 
 import os
+import shlex
 from typing import NamedTuple
 
 from paddle_resnet.utils.errors import SCRIPT, is_installed, python
@@ -44,14 +45,14 @@ def remedy():
     if found is None:
         return "install a GPU build of Paddle (see docs/install.md)"
     if found.capability < (9, 0):
-        return f"install a GPU build with {replacement('2.6.2', f'{SCRIPT}[gpu]')}"
+        return f"install a GPU build with {replacement('2.6.2', shlex.quote(f'{SCRIPT}[gpu]'))}"
     command = replacement('"3.3.1 -i URL"', "paddlepaddle-gpu==3.3.1 -i URL")
     return f"install a GPU build with {command} (docs/install.md explains how to find URL)"
 
 
 def replacement(value: str, arguments: str) -> str:
     """Return the command that replaces Paddle: in a checkout, `make venv` with this value of PADDLE, otherwise `pip
-    install` with these arguments."""
+    uninstall` and `pip install` with these arguments, which must be quoted for a shell."""
     if not is_installed():
         return f"make venv PADDLE={value}"
     pip = f"{python()} -m pip"

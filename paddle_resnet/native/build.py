@@ -60,6 +60,7 @@ def missing(capability=None):
         a short description of what is missing, or None if nothing is missing or the cache contains the operators.
     Raises:
         Unavailable: the environment variable CXX does not contain a command, or there is no home folder for the cache.
+        OSError: the cache cannot be read.
     """
     if not cache.is_trusted(_operators_file()) and shutil.which(_compiler()[0]) is None:
         return f"no C++ compiler ({_compiler()[0]})"

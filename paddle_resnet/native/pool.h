@@ -34,7 +34,7 @@ void check_padding(int kernel, int padding) {
     PD_THROW("custom pooling: padding ", padding, " leaves windows without elements; use less than ", kernel);
 }
 
-// Returns y and positions, both [N, H, W, C]. A position is a byte that contains the index of the maximum within the
+// Returns y and positions, both [N, OH, OW, C]. A position is a byte that contains the index of the maximum within the
 // window.
 std::vector<Tensor> MaxPool(const Tensor &x, int kernel, int stride, int padding) {
   const Shape rows(x);
@@ -87,7 +87,7 @@ std::vector<Tensor> MaxPoolBackward(const Tensors &dy, const Tensor &positions, 
   return {dx};
 }
 
-// Returns y [N, H, W, C].
+// Returns y [N, OH, OW, C].
 std::vector<Tensor> AveragePool(const Tensor &x, int kernel, int stride, int padding, bool excludes_padding) {
   const Shape rows(x);
   const int batch = x.shape()[0], channels = rows.channels;

@@ -30,9 +30,9 @@ def check(settings: values.Settings) -> None:
     _raise(_conflicts_of_settings(settings))
 
 
-def check_sizes(settings: values.Settings) -> None:
+def check_sizes(settings: images.Settings) -> None:
     """Check the flags that determine image sizes. Raises UsageError if a value is invalid, or flags conflict."""
-    _raise(images.size_conflicts(settings.part(images.Settings)))
+    _raise(images.size_conflicts(settings))
 
 
 def check_device(settings: values.Settings) -> None:
@@ -41,9 +41,9 @@ def check_device(settings: values.Settings) -> None:
     _raise(_conflicts_of_device(settings))
 
 
-def check_kernels(settings: values.Settings) -> None:
+def check_kernels(settings: machine.Settings) -> None:
     """Raise UsageError if the kernels that --kernels selects do not support the layout."""
-    _raise(_conflicts_within(settings, machine))
+    _raise(machine.conflicts(settings))
 
 
 def check_command(settings: values.Settings) -> None:

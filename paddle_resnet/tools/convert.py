@@ -92,8 +92,8 @@ def convert(
         source: folder of a data set in any format (--image-root).
         output: folder to create, which can then be used as --image-root.
         to: record format to write, one of RECORD_FORMATS.
-        shards: number of training shards, by default one per IMAGES_PER_SHARD images. A validation shard contains as
-            many images as a training shard.
+        shards: number of training shards, by default one per IMAGES_PER_SHARD images. Shards of the validation split
+            contain as many images as those of the training split.
         resize_short: maximum length of an image's shorter side in pixels. Larger images are shrunk and stored upright
             as RGB JPEG files. All other image files are copied unchanged.
         quality: JPEG quality of the shrunk images, 1 to 100.
@@ -485,8 +485,8 @@ def _prepare(image):
 
 
 def _extension(image, data):
-    """Return the extension for an image in a tar shard: the extension of the image file if it is supported, otherwise
-    the extension that matches the first bytes of the file."""
+    """Return the extension for an image in a tar shard: the extension of an image file if it is supported and not jfif;
+    otherwise, and for a record, the extension that matches the first bytes of the image, by default jpg."""
     own = os.path.splitext(image.path)[1][1:].lower()
     if image.kind is None and own in IMAGE_EXTENSIONS and own != "jfif":  # .jpg is more common
         return own

@@ -252,7 +252,7 @@ def _parse(root, arguments):
     """Parse flags of train.py, and return the settings with the values that resolve_device and resolve_loader choose.
 
     Raises:
-        UsageError: the flags contain --image-root, or the device or the data set cannot be used.
+        UsageError: the flags are invalid or contain --image-root, or the device or the data set cannot be used.
     """
     args = config.parse_args(arguments)
     if args.origin("image_root") == "command line":

@@ -58,8 +58,8 @@ def script():
 
 
 def program(name):
-    """Return the name of a command in messages: train.py, paddle_resnet.dataset or, if installed, paddle-resnet
-    dataset."""
+    """Return the name of a command in messages, such as train.py, paddle_resnet.dataset or, if is_installed(),
+    paddle-resnet dataset."""
     if is_installed():
         return f"{SCRIPT} {name}"
     return TRAIN.name if name == "train" else f"paddle_resnet.{name}"
@@ -67,7 +67,7 @@ def program(name):
 
 def command(name, *arguments):
     """Return a command of this project, quoted for a shell, such as .venv/bin/python -m paddle_resnet.dataset index or,
-    if installed, paddle-resnet dataset index."""
+    if is_installed(), paddle-resnet dataset index. Paths below the working directory are relative to it."""
     if is_installed():
         words = [_typed(script(), SCRIPT), name]
     elif name == "train":
@@ -78,14 +78,14 @@ def command(name, *arguments):
 
 
 def installation(extra):
-    """Return the command that installs optional requirements, quoted for a shell.
+    """Return the command that installs a list of requirements, quoted for a shell. In a checkout, the command works in
+    the checkout's folder.
 
     Args:
         extra: name of a list in pyproject.toml: gpu, cpu, onnx, serve or parquet.
     """
-    if is_installed():
-        return f"{python()} -m pip install {SCRIPT}[{extra}]"
-    return f"{python()} -m pip install -r requirements{'' if extra == 'gpu' else f'-{extra}'}.txt"
+    file = f"requirements{'' if extra == 'gpu' else f'-{extra}'}.txt"
+    return shlex.join([python(), "-m", "pip", "install", *([f"{SCRIPT}[{extra}]"] if is_installed() else ["-r", file])])
 
 
 def import_command(root, *flags):

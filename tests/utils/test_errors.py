@@ -46,7 +46,7 @@ def test_command_of_an_installed_package_can_be_pasted_into_a_shell(folder, monk
     assert errors.command("dataset", "verify", "my photos") == f"{script} dataset verify 'my photos'"
     assert errors.command("train", "--lr", 1) == f"{script} train --lr 1"
     assert [errors.program(name) for name in ("train", "dataset")] == ["paddle-resnet train", "paddle-resnet dataset"]
-    assert errors.installation("onnx").endswith(" -m pip install paddle-resnet[onnx]")
+    assert errors.installation("onnx").endswith(" -m pip install 'paddle-resnet[onnx]'")
 
 
 def test_control_characters_are_escaped():
