@@ -346,7 +346,10 @@ def _main(args: argparse.Namespace):
         print(json.dumps({"works": works, "rows": [row._asdict() for row in rows]}, indent=1))
     else:
         _print_table(rows)
-        print("training works on this machine" if works else "training would fail on this machine")
+        if args.self_test:
+            print("the self-test passed" if works else "the self-test failed")
+        else:
+            print("training works on this machine" if works else "training would fail on this machine")
     return 0 if works else 1
 
 

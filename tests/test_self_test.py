@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from conftest import ROOT
-from paddle_resnet import config, self_test
+from paddle_resnet import config, doctor, self_test
 from paddle_resnet.machine import compat, cpu
 from paddle_resnet.native import build as native
 from paddle_resnet.utils.children import Row
@@ -166,6 +166,15 @@ def test_every_check_has_a_row(monkeypatch, device, gpus, missing):
     assert rows["two processes"].status == ("note" if gpus == 1 else "no")
     assert ("custom kernels" in rows) == (missing is not None)
     assert len(commands) == len(runs) + (gpus != 1)
+
+
+def test_failed_check_gives_exit_code_1(monkeypatch, capsys, tmp_path):
+    facts = {"device": "cpu", "rows": [], "trains": True, "missing": None, "capabilities": [], "arithmetic": ARITHMETIC}
+    monkeypatch.setattr(doctor, "_in_child", lambda function: (facts, None))
+    for status, code, message in (("note", 0, "passed"), ("no", 1, "failed")):
+        monkeypatch.setattr(self_test, "checks", lambda *_, status=status: iter([Row("resume", "x", status)]))
+        assert doctor.main(["--self-test", "--output-dir", str(tmp_path)]) == code
+        assert capsys.readouterr().out.endswith(f"the self-test {message}\n")
 
 
 def test_goldens_are_those_of_this_machine(data):
