@@ -171,7 +171,7 @@ def test_each_batch_has_own_random_numbers(run_train, monkeypatch):
 
 
 def test_learning_rate_and_number_of_steps_count_updates(run_train, tmp_path):
-    flags = ["--iter-unit", "batch", "--num-iter", "3", "--epochs", "90", "--lr-scheduler", "Poly", "--lr-power", "1"]
+    flags = ["--iter-unit", "batch", "--num-iter", "3", "--lr-scheduler", "Poly", "--lr-power", "1"]
     code, report = run_train(*FLAGS, *flags, "--lr", "0.01", "--eval-interval", "1", "--save-interval", "1")
     assert code == 0
     rates = [entry["data"]["train.lr"] for entry in report if "train.lr" in entry["data"]]
