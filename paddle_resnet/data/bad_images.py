@@ -124,7 +124,8 @@ def bad_record(message, data_set, image_root):
         image_root: folder of the data set.
     Returns:
         Error message with the file and the place of the first record that is not an image with one label, or with
-        image_root and the last record that was read if the search timed out after SEARCH_S seconds; None if the error has a different cause.
+        image_root and the last record that was read if the search timed out after SEARCH_S seconds; None if the error
+        has a different cause.
     """
     # For a record without a label, DALI reports the first message if all records of the batch lack one, and the second
     # message if others have one. The third message is that of a record whose label is empty or has several
