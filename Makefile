@@ -75,6 +75,7 @@ train: data
 test: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
 
 clean:

@@ -16,7 +16,7 @@ from time import perf_counter
 
 import numpy as np
 
-RECORD_FORMATS = ("recordio", "tfrecord", "lmdb", "webdataset")
+RECORD_FORMATS = ("recordio", "tfrecord", "webdataset")
 ROOT = Path(__file__).resolve().parent.parent
 CLASSES = 1000
 COLUMNS = ("format", "images", "n", "seconds to the first batch", "images/s", "peak memory (MiB)")

@@ -118,7 +118,7 @@ def measure(args, arch, task):
     from paddle import static
 
     from paddle_resnet import program, train
-    from paddle_resnet.steps import trace
+    from paddle_resnet.step import trace
 
     args = copy.copy(args)
     args.crop_size = args.crop_size or MODELS[arch].image_size
@@ -153,7 +153,7 @@ def measure_all(args, arch):
     processes with the same --output measure one after another."""
     import train  # noqa: F401  import Paddle and DALI before waiting for the GPU
     from paddle_resnet import phases  # noqa: F401
-    from paddle_resnet.steps import cuda_graph
+    from paddle_resnet.step import cuda_graph
 
     with open(args.output, "a", encoding="utf-8") as output:
         fcntl.flock(output, fcntl.LOCK_EX)

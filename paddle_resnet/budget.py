@@ -16,7 +16,7 @@ from paddle_resnet.checkpoints import folders, saver, variables
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
 from paddle_resnet.settings import durations
-from paddle_resnet.steps import cuda_graph
+from paddle_resnet.step import cuda_graph
 from paddle_resnet.utils import logger, progress
 from paddle_resnet.utils.errors import UsageError, counted
 from paddle_resnet.utils.mode import Mode

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from paddle_resnet.data import listing
+from paddle_resnet.data import layout
 from paddle_resnet.settings import parsing
 from paddle_resnet.tools import convert, sources
 from paddle_resnet.utils import exit_codes, files, locks, logger, numbers, outputs, signals
@@ -181,7 +181,8 @@ def _add_convert(commands):
         "convert a data set to a record format; repeat the command to resume",
     )
     command.add_argument("--from", required=True, metavar="DIR", dest="source", help="folder of the data set")
-    command.add_argument("--to", required=True, choices=convert.RECORD_FORMATS, help="record format to write")
+    to = {"type": convert.parse_format, "choices": convert.RECORD_FORMATS}
+    command.add_argument("--to", required=True, **to, help="record format to write")
     command.add_argument("--output", required=True, metavar="DIR", help="folder to create, for --image-root of a run")
     _add_shards(command)
     command.add_argument(
@@ -282,7 +283,8 @@ def _add_import(commands):
     command.add_argument("source", metavar="SOURCE", help="folder as downloaded, or a file; not modified")
     command.add_argument("--list", action="store_true", help="print only what the source contains")
     command.add_argument("--output", metavar="DIR", help="folder to create, for --image-root of a run")
-    command.add_argument("--to", choices=convert.FORMATS, default="webdataset", help="format to write")
+    to = {"type": convert.parse_format, "choices": convert.FORMATS}
+    command.add_argument("--to", **to, default="webdataset", help="format to write")
     command.add_argument(
         "--as", choices=[*sources.KINDS], dest="kind", help="kind of the source (default: detected from file names)"
     )
@@ -425,7 +427,7 @@ def _claim_folder(args: argparse.Namespace):
 
 def _claim_file(flag, path, root):
     """Raise UsageError if an output file of a command would replace a file of the data set in `root`."""
-    outputs.claim({flag: path}, protected=[("the data set's", place) for place in listing.occupied(root)])
+    outputs.claim({flag: path}, protected=[("the data set's", place) for place in layout.occupied(root)])
 
 
 def _add_info(commands):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 import paddle_resnet  # noqa: F401  imported before Paddle, because it sets environment variables for Paddle
-from paddle_resnet.data import listing
+from paddle_resnet.data import classes, layout
 from paddle_resnet.machine import cpu
 from paddle_resnet.models import registered_name
 from paddle_resnet.utils import exit_codes, files, locks, logger, numbers, outputs, signals
@@ -38,7 +38,7 @@ SPEED_BATCH, SPEED_S = 8, 0.5  # images per batch, and minimum duration, of the 
 # engines may round a sum differently, which can change an activation by one quantization level. Even Paddle's rounding
 # of weights depends on their address in memory.
 TOP1_CHECKS = {
-    "int8": (0.005, "use {more}a different --calibration-method, or train with --qat"),
+    "int8": (0.005, "{more}train with --qat"),
     "--qat": (0.005, "train longer with --qat"),
     "float16": (0.001, "use --precision float32"),
 }
@@ -52,18 +52,15 @@ HALF_PROBABILITY_TOLERANCE = 0.02
 
 
 class Calibration(NamedTuple):
-    """The images and the method that determine the activation ranges of a quantized network.
+    """The images that determine the activation ranges of a quantized network.
 
     Attributes:
         image_root: folder of a data set, whose training images are used.
-        method: "percentile": the range that covers 99.99 % of the values; "entropy": the range that minimizes the
-            Kullback-Leibler divergence between the values and the quantized values.
         images: maximum number of images to use.
         allow_outside: whether file lists may contain files outside image_root.
     """
 
     image_root: str
-    method: str = "percentile"
     images: int = 512
     allow_outside: bool = False
 
@@ -123,7 +120,7 @@ def export(
         ("--calibrate", calibration and calibration.image_root, Mode.TRAIN),
     ):
         if root is not None:
-            listing.check_split(flag, root, mode)
+            layout.check_split(flag, root, mode)
     output = Path(output)
     if os.path.lexists(output):
         # If the arguments are in the wrong order, `output` is a run, which must not be removed.
@@ -260,7 +257,7 @@ def _write_int8(network, folder, engine, calibration):
     """Quantize a network in place, write model.onnx, and return its entry for model.json. The BN layers of the network
     are already folded into the convolutions. A network trained with --qat is already quantized, and its quantized
     weights do not change."""
-    from paddle_resnet.passes import quantization
+    from paddle_resnet.components import quantization
     from paddle_resnet.serving.calibration import WEIGHT_BITS, quantize
 
     bits = 8 if network.args.qat else WEIGHT_BITS[engine]
@@ -268,8 +265,8 @@ def _write_int8(network, folder, engine, calibration):
     source = "ranges from --qat"
     if not network.args.qat:
         sample = quantize(network, bits, *calibration)
-        network.description["int8"]["calibration"] = sample._asdict() | {"method": calibration.method}
-        source = f"ranges from {_sample_text(network.description)} ({calibration.method})"
+        network.description["int8"]["calibration"] = sample._asdict()
+        source = f"ranges from {_sample_text(network.description)}"
     quantization.use_levels_of(engine, network.program, bits)
     logger.info(f"model.onnx: INT8 for {engine}, {source}")
     entry = _write_onnx(network, folder, engine, INT8_PROBABILITY_TOLERANCE)
@@ -471,7 +468,7 @@ def _score(network, model, image_root, as_evaluated=False, allow_outside=False):
         "internal",
         image_root=str(image_root),
         allow_outside=allow_outside,
-        data_format=listing.detect(str(image_root), Mode.EVAL),
+        data_format=layout.detect(str(image_root), Mode.EVAL),
         label_offset=recorded.label_offset,
         num_of_class=recorded.num_of_class,
         dali_output_fp16=as_evaluated and _is_half(network),
@@ -479,7 +476,7 @@ def _score(network, model, image_root, as_evaluated=False, allow_outside=False):
     mirrors = as_evaluated and recorded.tta == "flip"
     width_axis = 3 if description["input"]["layout"] == "NCHW" else 2
     tie = HALF_TIE if model.precision == "float16" else QAT_TIE if recorded.qat else TIE
-    trained = restore.recorded_classes(network.meta) or listing.numbers(args.num_of_class)
+    trained = restore.recorded_classes(network.meta) or classes.numbers(args.num_of_class)
     losses, correct, ties = np.zeros((0, 2)), 0, 0
     for (batch,) in dali.build_dataloader(args, Mode.EVAL, trained=trained):
         images, labels = np.array(batch["data"]).astype(description["input"]["dtype"]), np.array(batch["label"])
@@ -537,7 +534,7 @@ def _check_top1(model, kind, score, reference):
     if kind == "int8":
         sample = model.description["int8"]["calibration"]
         source = f"; its activation ranges come from {_sample_text(model.description)}"
-        remedy = remedy.format(more="more --calibration-images, " * (sample["images"] < sample["available"]))
+        remedy = remedy.format(more="use more --calibration-images, or " * (sample["images"] < sample["available"]))
     raise RunError(
         f"--verify: {model.engine} ({kind}) classifies {score['correct']} of {images} images correctly, but the "
         f"checkpoint's network classifies {reference['correct']} (tolerance {tolerance:.1%} of the images){source}, "
@@ -635,11 +632,7 @@ def main(argv=None):
         help="data set whose training images determine activation ranges",
     )
     defaults = Calibration._field_defaults
-    parser.add_argument(
-        "--calibration-method",
-        choices=["percentile", "entropy"],
-        help=f"method that determines the activation ranges (default: {defaults['method']})",
-    )
+    parser.add_argument("--calibration-method", type=_check_calibration_method, help=argparse.SUPPRESS)
     parser.add_argument(
         "--calibration-images",
         type=numbers.integer(1),
@@ -665,15 +658,19 @@ def main(argv=None):
     return exit_codes.of(program("export"), lambda: _main(parser.parse_args(argv)))
 
 
+def _check_calibration_method(method):
+    """Check the value of --calibration-method, a flag of version 0.1.0."""
+    if method != "percentile":
+        raise argparse.ArgumentTypeError(f"{method!r} is not supported since version 0.2.0; remove the flag")
+
+
 def _main(args: argparse.Namespace):
-    chosen = {name: getattr(args, f"calibration_{name}") for name in ("method", "images")}
-    chosen = {name: value for name, value in chosen.items() if value is not None}
+    chosen = {} if args.calibration_images is None else {"images": args.calibration_images}
     for name in ("calibrate", "int8_engine"):
         if getattr(args, name) is not None and not args.int8:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: requires --int8; add it")
     if chosen and args.calibrate is None:
-        name, value = next(iter(chosen.items()))
-        raise UsageError(f"--calibration-{name} {value}: requires --calibrate IMAGE_ROOT; add it")
+        raise UsageError(f"--calibration-images {args.calibration_images}: requires --calibrate IMAGE_ROOT; add it")
     calibration = (
         None if args.calibrate is None else Calibration(args.calibrate, **chosen, allow_outside=args.allow_outside)
     )

@@ -10,15 +10,14 @@ import sys
 
 import numpy as np
 
-from paddle_resnet import config
-from paddle_resnet.data import listing
+from paddle_resnet import config, startup
+from paddle_resnet.data import layout
 from paddle_resnet.job import processes
-from paddle_resnet.models import registered_name
 from paddle_resnet.results import lr_curve
 from paddle_resnet.settings import parsing
 from paddle_resnet.settings.values import flag_name, text
 from paddle_resnet.utils import exit_codes, locks, logger, meters, numbers, outputs, progress, signals
-from paddle_resnet.utils.errors import RunError, UsageError, command, counted, program
+from paddle_resnet.utils.errors import RunError, UsageError, counted, program
 from paddle_resnet.utils.mode import Mode
 
 LOWEST, HIGHEST = 1e-10, 1e4  # limits for learning rates
@@ -142,21 +141,8 @@ def _run(search, args):
         UsageError: the flags, the data or the output folder cannot be used.
         RunError: there is no suggestion, or Paddle or DALI cannot be imported.
     """
-    processes.check_environment()
-    args.resolve(args.origin("model_arch_name"), model_arch_name=registered_name(args.model_arch_name))
-    # With several processes, rank 0 checks the folder later.
-    if args.data_format != "synthetic" and processes.world_size() == 1:
-        listing.check_root(args.image_root)
-    progress.phase("Paddle import")
-    try:
-        with signals.importing_paddle():
-            from paddle import static
-        from paddle_resnet.machine import compat
-
-        compat.check_version()
-        from paddle_resnet import phases, program
-    except ImportError as e:
-        raise RunError(f"Paddle or DALI: cannot be imported ({e}); run {command('doctor')}") from e
+    startup.import_paddle(args)
+    from paddle_resnet import phases
     from paddle_resnet.checkpoints import folders
     from paddle_resnet.job import exchange, fleet
 
@@ -169,12 +155,7 @@ def _run(search, args):
         phases.find_start(args)
         folder = folders.run_folder(args.output_dir, args.model_arch_name)
         exchange.from_rank_0(lambda: _claim(args, folder, phases.input_files(args)))
-        program.start_fleet(args)
-        exe = static.Executor(processes.place(args.device))
-        loader, _ = phases.open_data(args, None)
-        training, _ = phases.build_programs(args, exe, loader, None)
-        phases.set_weights(args, None, training, None)
-        training, _ = phases.compile_programs(args, exe, training, None)
+        exe, _, training, _ = phases.prepare(args, None)
         training = _with_rising_rate(search, training)
         args, training = phases.check_and_describe(args, exe, None, training, None)
         if args.dry_run:
@@ -196,7 +177,7 @@ def _claim(args, folder, inputs):
         {f"{name} in --output-dir": folder / name for name in NAMES},
         {"--output-dir": folder},
         inputs=inputs,
-        protected=[("the data set's", path) for path in listing.occupied(args.image_root)],
+        protected=[("the data set's", path) for path in layout.occupied(args.image_root)],
     )
 
 

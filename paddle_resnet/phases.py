@@ -10,18 +10,19 @@ from paddle import static
 
 from paddle_resnet import budget, dali, program, recipe, report, resolution
 from paddle_resnet.checkpoints import folders, restore, saver, variables
+from paddle_resnet.components import ema, precision, quantization, sparsity
 from paddle_resnet.components.stages import stages_from, timeline
-from paddle_resnet.data import listing, pixels
+from paddle_resnet.data import classes, layout, pixels
 from paddle_resnet.job import agreement, exchange, processes, watchdog
 from paddle_resnet.models import user_file
-from paddle_resnet.optimizers import amp, sparsity
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
-from paddle_resnet.passes import all_reduces, averages, folding, quantization
+from paddle_resnet.passes import all_reduces, folding
 from paddle_resnet.settings import durations, parsing, validation
 from paddle_resnet.settings.declarations import RESUMED, of_kinds
 from paddle_resnet.settings.groups import benchmark, output
 from paddle_resnet.settings.values import flag_name, text
-from paddle_resnet.steps import trace
+from paddle_resnet.step import trace
+from paddle_resnet.step.compile import fused_operators
 from paddle_resnet.utils import logger, outputs, progress
 from paddle_resnet.utils.affinity import bind_to_gpu
 from paddle_resnet.utils.errors import UsageError, command, counted
@@ -30,7 +31,7 @@ from paddle_resnet.utils.mode import Mode
 # A Work contains what a run needs for training or for evaluation: a loader, the program that it feeds, and their
 # settings. Only training has an lr_scheduler, an optimizer, and `later`, the list of later stages [(first epoch, Work
 # without a loader)]. Only evaluation has the function `refresh`, which recomputes values derived from the weights
-# (passes/averages.py, passes/folding.py). Call refresh() before each evaluation.
+# (components/ema.py, passes/folding.py). Call refresh() before each evaluation.
 Work = namedtuple(
     "Work", "settings loader program fetchs lr_scheduler optimizer compiled refresh later", defaults=[None] * 4 + [()]
 )
@@ -113,7 +114,7 @@ def _claim(args, checkpoint, folder):
         report.outputs(*files) | {"the trace of --profile-steps": trace.path(args.profile_steps, args.output_dir)},
         {"--output-dir": folder if is_saving else None, "--tensorboard-dir": args.tensorboard_dir},
         inputs=[*input_files(args), ("the lr_find curve", folder / lr_curve.DATA)],  # shown by --report-html
-        protected=[("the data set's", path) for path in listing.occupied(args.image_root)],
+        protected=[("the data set's", path) for path in layout.occupied(args.image_root)],
         run_folder=folder,
         announced=report.announced(*files),
     )
@@ -131,6 +132,25 @@ def input_files(args):
     return [(flag, path) for flag, path in read if path is not None]
 
 
+def prepare(args, checkpoint):
+    """Start Fleet, open the data, build the programs, load the weights, and compile the programs.
+
+    Args:
+        args: Settings.
+        checkpoint: restore.StartCheckpoint or None.
+    Returns:
+        (static.Executor, checkpoint with the position at which training continues or None, training Work or None,
+        evaluation Work or None).
+    Raises:
+        UsageError: one of these functions fails.
+    """
+    program.start_fleet(args)
+    exe = static.Executor(processes.place(args.device))
+    training, evaluation = build_programs(args, exe, *open_data(args, checkpoint), checkpoint)
+    checkpoint = set_weights(args, checkpoint, training, evaluation)
+    return exe, checkpoint, *compile_programs(args, exe, training, evaluation)
+
+
 def open_data(args, checkpoint):
     """Return (training loader, evaluation loader). A loader that the run does not need is None.
 
@@ -140,21 +160,21 @@ def open_data(args, checkpoint):
     Raises:
         UsageError: dali.build_dataloader or trace.check fails, or the loader state of the checkpoint is damaged.
     """
-    trains = args.run_scope.trains
+    trains, root = args.run_scope.trains, dali.data_root(args)
     evaluates = args.run_scope.evaluates and not (trains and args.benchmark)
     if trains and checkpoint and checkpoint.resumes:
-        restore.check_resumed_classes(checkpoint, dali.data_classes(args), _fine_tuning(args, checkpoint.folder))
+        restore.check_resumed_classes(checkpoint, dali.data_classes(args, root), _fine_tuning(args, checkpoint.folder))
     try:
         stage = stages_from(args, checkpoint.epoch if checkpoint else 0)[0].settings
         state = checkpoint and checkpoint.loader_state
-        train_loader = dali.build_dataloader(stage, Mode.TRAIN, state) if trains else None
+        train_loader = dali.build_dataloader(stage, Mode.TRAIN, state, root=root) if trains else None
     except dali.StateError as e:
         raise UsageError(f"{checkpoint.folder}: {e}; move this checkpoint away, or choose a different one") from e
     folder, meta = _origin(args, checkpoint)
     trained = None  # in training, the data set defines the classes
     if not trains and folder is not None:
-        trained = restore.recorded_classes(meta) or listing.numbers(args.num_of_class)
-    eval_loader = dali.build_dataloader(args, Mode.EVAL, trained=trained) if evaluates else None
+        trained = restore.recorded_classes(meta) or classes.numbers(args.num_of_class)
+    eval_loader = dali.build_dataloader(args, Mode.EVAL, trained=trained, root=root) if evaluates else None
     restore.compare_classes(folder, meta, train_loader or eval_loader, is_fine_tuning=trains and not checkpoint)
     if trains:
         dali.warn_of_unused_outputs(args, train_loader)
@@ -289,7 +309,7 @@ def set_weights(args, checkpoint, training, evaluation):
     options = variables.LoadOptions.of(args)
     is_sparse = variables.load_start(options, checkpoint, (training or evaluation).program, place)
     if training:
-        has_averages = variables.load_averages(options, checkpoint, training.program, place)
+        missing = variables.load_states(options, checkpoint, training.program, place)
         if checkpoint is not None:
             checkpoint = restore.restore(
                 *(checkpoint, training.lr_scheduler, training.loader, training.fetchs, place),
@@ -301,16 +321,15 @@ def set_weights(args, checkpoint, training, evaluation):
             training.optimizer.amp_init(place, scope=static.global_scope())
         if args.prune_model and not is_sparse:
             sparsity.prune(training.program, place, args.mask_algo)
-            has_averages = False
-        if checkpoint is None or (args.prune_model and not is_sparse):
-            variables.start_lookahead(training.program, place)
+            missing = variables.states(training.program)  # all states start from the pruned weights
+        elif args.asp:
+            sparsity.apply_masks(training.program, place)
         if args.asp:
             logger.info(sparsity.describe(training.program))
-        if not has_averages:
-            variables.start_averages(checkpoint, training.program, place)
+        variables.start_states(missing, checkpoint, training.program, place)
     if evaluation and args.amp:
         float32 = quantization.float32_variables(evaluation.program)
-        amp.cast_evaluation_program(evaluation.program, place, args.amp_dtype, args.amp_level, float32)
+        precision.cast_evaluation_program(evaluation.program, place, args.amp_dtype, args.amp_level, float32)
     return checkpoint
 
 
@@ -320,7 +339,7 @@ def compile_programs(args, exe, training, evaluation):
     if training:
         training = training._replace(compiled=program.compile_prog(training.settings, training.program))
     if evaluation:
-        updates = [averages.evaluate(training.program, evaluation.program, exe)] if training else []
+        updates = [ema.evaluate(training.program, evaluation.program, exe)] if training else []
         # In float32, BN is not folded, because float32 evaluations serve as the exact reference. With QAT, BN cannot be
         # folded into the quantized filters.
         if args.amp and not args.qat:
@@ -353,7 +372,7 @@ def check_and_describe(args, exe, checkpoint, training, evaluation):
     loaders = [work and work.loader for work in (training, evaluation)]
     main = training or evaluation
     agreement.check_work(args.kernels, *loaders, main.program)
-    fused = program.fused_operators(args, main.compiled)
+    fused = fused_operators(args, main.compiled)
     if budget.is_needed(args, checkpoint) and not args.dry_run:
         args = budget.choose(args, exe, training, evaluation)
         training = _with_settings(args, training)

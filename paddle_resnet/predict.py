@@ -79,8 +79,8 @@ def _images_below(folder):
     is read only once. A warning states how many files are skipped. Raise UsageError if a folder cannot be listed, or if
     there are no images."""
 
-    from paddle_resnet.data.listing import is_system_name
-    from paddle_resnet.data.records import IMAGE_ENDINGS, IMAGE_SUFFIXES
+    from paddle_resnet.data.formats.folder import is_system_name
+    from paddle_resnet.data.images import IMAGE_ENDINGS, IMAGE_SUFFIXES
 
     def stop(error):
         raise UsageError(f"{error.filename}: cannot be listed ({error.strerror}); make it readable or remove it")

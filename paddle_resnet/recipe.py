@@ -11,7 +11,7 @@ from pathlib import Path
 
 from paddle_resnet import resolution
 from paddle_resnet.checkpoints import conversion, folders, published
-from paddle_resnet.data import listing, numbering
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.machine import gpus, memory
 from paddle_resnet.models import registered
@@ -101,14 +101,14 @@ def choose_from(settings, facts):
 def _facts(settings):
     if settings.data_format == "synthetic":
         raise UsageError("--choose-recipe: requires images; remove --choose-recipe or --data-format synthetic")
-    root, data_format = settings.image_root, settings.data_format
+    root = settings.image_root
+    data = DataRoot(root, settings.data_format, settings.allow_outside, settings.label_offset)
     images = {
-        mode: len(listing.images(root, mode, None if data_format == "auto" else data_format, settings.allow_outside)[2])
+        mode: len(data.listed(mode))
         for mode, is_needed in ((Mode.TRAIN, True), (Mode.EVAL, settings.run_scope.evaluates))
         if is_needed
     }
-    place = root, Mode.TRAIN, data_format, settings.allow_outside, settings.label_offset
-    if numbering.count_classes(*place) == 1:
+    if data.count_classes(Mode.TRAIN) == 1:
         raise UsageError(f"--image-root {root}: contains only one class; add images of other classes")
     has_gpu, output_dir = settings.device == "gpu", settings.output_dir
     runs = [run.name for run in folders.runs_below(output_dir)] if Path(output_dir).is_dir() else []

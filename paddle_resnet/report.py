@@ -253,8 +253,6 @@ def _loader_flag(settings: loader.Settings) -> str:
         return "--dali-device gpu"
     if settings.hw_decoder_load < 0.9:
         return "--hw-decoder-load 0.9"
-    if settings.cpu_decoder_load == 0:
-        return "--cpu-decoder-load 0.1"
     return f"--dali-prefetch {2 * settings.dali_prefetch}"
 
 
@@ -367,7 +365,7 @@ def summarize(args, argv, program, stop, trained, evaluated, saver):
     if saver.ends_early:
         lines = [f"--patience {args.patience}: no higher top1 since epoch {best['epoch']}", *lines]
     if args.asp:
-        from paddle_resnet.optimizers import sparsity
+        from paddle_resnet.components import sparsity
 
         data |= sparsity.counts(program)
     logger.log((), data)

@@ -3,7 +3,7 @@ then frozen:
 
 command line, file   config.parse_args
 device               resolve_device, before the processes connect; drops values of a file that the device excludes,
-                     and --fuse-resunit if Paddle lacks it
+                     and --fuse-resunit, which has no effect
 choice               recipe.choose (--choose-recipe)
 checkpoint           restore.inherit_flags, through settings/inheritance.py
 machine              resolve_loader and resolve_kernels
@@ -12,12 +12,11 @@ output               resolve_report
 """
 
 import paddle
-from paddle import static
 
 from paddle_resnet.components import precision
-from paddle_resnet.data import numbering
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.job import exchange, processes
-from paddle_resnet.machine import compat, gpus
+from paddle_resnet.machine import gpus
 from paddle_resnet.native import build as native
 from paddle_resnet.settings import validation
 from paddle_resnet.settings.groups import machine
@@ -59,7 +58,7 @@ def resolve_data(settings, mode):
 
 
 def resolve_device(settings):
-    """Resolve --device auto, set --fuse-resunit to false if this build of Paddle lacks it, and call drop_unused, which
+    """Resolve --device auto, set --fuse-resunit, which has no effect, to false, and call drop_unused, which
     drops values of a --config file that require a different device.
 
     Raises:
@@ -67,10 +66,10 @@ def resolve_device(settings):
     """
     device = gpus.resolve(settings.device, processes.local_gpu(), processes.world_size() > 1)
     settings.resolve("machine", device=device)
-    if settings.fuse_resunit and not compat.fuse_residual_units(static.BuildStrategy()):
+    if settings.fuse_resunit:
         logger.warn(
-            f"--fuse-resunit: has no effect, because this build of Paddle {paddle.__version__} lacks fused residual "
-            "units; remove the flag (in NHWC on a GPU, custom kernels fuse BN, addition and ReLU)"
+            "--fuse-resunit: has no effect; remove the flag (in NHWC on a GPU, custom kernels fuse BN, addition and "
+            "ReLU)"
         )
         settings.resolve("machine", fuse_resunit=False)
     drop_unused(settings)
@@ -131,10 +130,9 @@ def resolve_kernels(settings):
             logger.info(f"--kernels auto: custom kernels are unavailable ({e}); using Paddle's slower kernels")
             settings.resolve("machine", kernels="paddle")
     # A run with --profile-steps does not capture steps, because a trace cannot attribute the kernels of a CUDA graph to
-    # operators. A run on several hosts does not capture steps, because capturing NCCL communication between hosts is
-    # untested.
-    can_capture = is_on_gpu and settings.kernels == "native" and processes.is_one_host()
-    if not can_capture or settings.profile_steps is not None:
+    # operators.
+    can_capture = is_on_gpu and settings.kernels == "native" and settings.profile_steps is None
+    if not can_capture:
         settings.resolve("machine", cuda_graph=False)
 
 
@@ -153,8 +151,8 @@ def resolve_classes(settings, mode):
     if settings.data_format != "synthetic":
         # Only rank 0 counts the classes, because all ranks must have the same number when Fleet's startup program
         # broadcasts the parameters.
-        place = settings.image_root, mode, settings.data_format, settings.allow_outside, settings.label_offset
-        counted = exchange.from_rank_0(lambda: numbering.count_classes(*place))
+        root = DataRoot(settings.image_root, settings.data_format, settings.allow_outside, settings.label_offset)
+        counted = exchange.from_rank_0(lambda: root.count_classes(mode))
     settings.set("data", num_of_class=counted or DEFAULT_CLASSES)
 
 

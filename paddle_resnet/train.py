@@ -3,13 +3,10 @@ Paddle's launcher."""
 
 import sys
 
-from paddle_resnet import config, report
-from paddle_resnet.data import listing
-from paddle_resnet.job.processes import check_environment, world_size
-from paddle_resnet.models import registered_name
+from paddle_resnet import config, report, startup
 from paddle_resnet.settings import durations, parsing
 from paddle_resnet.utils import exit_codes, logger, progress, signals
-from paddle_resnet.utils.errors import RunError, command, program
+from paddle_resnet.utils.errors import program
 from paddle_resnet.utils.mode import Mode
 
 
@@ -37,21 +34,9 @@ def _main(argv):
 
 def _run(args, argv):
     """Run the phases of a run in order."""
-    check_environment()
-    args.resolve(args.origin("model_arch_name"), model_arch_name=registered_name(args.model_arch_name))
-    if args.data_format != "synthetic" and world_size() == 1:  # with several processes, rank 0 checks the folder later
-        listing.check_root(args.image_root)
-    progress.phase("Paddle import")
-    try:  # imported late, because importing Paddle takes seconds and flag errors should appear immediately
-        with signals.importing_paddle():
-            from paddle import static
-        from paddle_resnet.machine import compat
-
-        compat.check_version()
-        from paddle_resnet import phases, program
-    except ImportError as e:
-        raise RunError(f"Paddle or DALI: cannot be imported ({e}); run {command('doctor')}") from e
-    from paddle_resnet.job import exchange, fleet, processes
+    startup.import_paddle(args)
+    from paddle_resnet import phases
+    from paddle_resnet.job import exchange, fleet
 
     phases.start(args)
     with exchange.exit_barrier():
@@ -60,12 +45,7 @@ def _run(args, argv):
         if phases.is_done(args, checkpoint):
             return report.all_done(args, argv, checkpoint)
         phases.claim_outputs(args, checkpoint)
-        program.start_fleet(args)
-        exe = static.Executor(processes.place(args.device))
-        train_loader, eval_loader = phases.open_data(args, checkpoint)
-        training, evaluation = phases.build_programs(args, exe, train_loader, eval_loader, checkpoint)
-        checkpoint = phases.set_weights(args, checkpoint, training, evaluation)
-        training, evaluation = phases.compile_programs(args, exe, training, evaluation)
+        exe, checkpoint, training, evaluation = phases.prepare(args, checkpoint)
         args, training = phases.check_and_describe(args, exe, checkpoint, training, evaluation)
         if args.dry_run:
             logger.info("dry run: flags, data and programs are valid")
@@ -100,8 +80,7 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
     training = phases.show_on_tensorboard(args, training, checkpoint)
     logger.begin(args.as_entry(), append=report.resumes(args, checkpoint))
     is_advised, resumed = False, checkpoint and checkpoint.trained  # metrics if only the evaluation is pending
-    schedule = training.lr_scheduler
-    length = args.part(durations.Settings)
+    schedule, length = training.lr_scheduler, args.part(durations.Settings)
     for stop in durations.stops(length, schedule.timeline, schedule.done - (resumed is not None)):
         trained, resumed, evaluated = resumed, None, None
         try:
@@ -126,9 +105,10 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
 def _train(exe, training, stop, save=None):
     """Train up to the position `stop`, or run the benchmark steps. Return the result of program.run."""
     from paddle_resnet import program
+    from paddle_resnet.step import loop
 
     args, loader, compiled, fetchs = training.settings, training.loader, training.compiled, training.fetchs
-    result = program.run_and_save(
+    result = loop.run_and_save(
         args, loader, exe, compiled, fetchs, stop.epoch, Mode.TRAIN, training.lr_scheduler, save, stop.step
     )
     if not args.benchmark:

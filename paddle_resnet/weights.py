@@ -8,7 +8,7 @@ import numpy as np
 import paddle_resnet  # noqa: F401  imported before Paddle, because it sets environment variables for Paddle
 from paddle_resnet.checkpoints import published
 from paddle_resnet.checkpoints.conversion import convert
-from paddle_resnet.data import listing
+from paddle_resnet.data import classes, layout
 from paddle_resnet.settings import parsing
 from paddle_resnet.settings.declarations import of_kinds
 from paddle_resnet.settings.values import flag_name
@@ -41,9 +41,9 @@ def evaluate(checkpoint, image_root, device="auto", threads=4):
     network = networks.load_checkpoint(checkpoint, device)
     model = network.model(logits=True)
     args = inference.loader_args(model.description, EVALUATION_BATCH, device, threads)
-    data_format = listing.detect(str(image_root), Mode.EVAL)
+    data_format = layout.detect(str(image_root), Mode.EVAL)
     args.set("internal", image_root=str(image_root), num_of_class=network.args.num_of_class, data_format=data_format)
-    trained = restore.recorded_classes(network.meta) or listing.numbers(args.num_of_class)
+    trained = restore.recorded_classes(network.meta) or classes.numbers(args.num_of_class)
     images, classes_seen, top1, top5 = 0, set(), 0, 0
     loader = dali.build_dataloader(args, Mode.EVAL, trained=trained)
     for (batch,) in loader:
@@ -94,7 +94,7 @@ def _main(args: argparse.Namespace, flags):
     if other := [flag_name(name) for name in preprocessing if name not in of_kinds("preprocessing")]:
         raise UsageError(f"{', '.join(other)}: not a preprocessing flag; remove it")
     if args.verify is not None:
-        listing.check_split("--verify", args.verify, Mode.EVAL)
+        layout.check_split("--verify", args.verify, Mode.EVAL)
     meta = convert(args.file, args.output, args.arch, preprocessing, args.verbose, args.source)
     classes = f"{meta['arguments']['num_of_class']} classes" if meta["has_classifier"] else "no classifier"
     arch, license = meta["arguments"]["model_arch_name"], meta["license"] or "unknown"

@@ -24,13 +24,15 @@ from paddle import static
 from paddle.base.layers import math_op_patch
 from PIL import Image
 
+import data_files
+from paddle_resnet.data import decoding
 from paddle_resnet import config
 from paddle_resnet import resolution
 from paddle_resnet import train
-from paddle_resnet import dali, models, program
+from paddle_resnet import models, program
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.native import build as native
-from paddle_resnet.steps import cuda_graph
+from paddle_resnet.step import cuda_graph
 from paddle_resnet.tools import convert, verify
 from paddle_resnet.models.mobilenet_v2 import MobileNetV2
 from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
@@ -145,8 +147,8 @@ def fresh_paddle(monkeypatch):
     """Prepare each test: enable static mode, create an empty scope, register tiny networks, and disable the
     preallocation of decoder buffers for ImageNet's largest images."""
     paddle.enable_static()
-    monkeypatch.setattr(dali, "PREALLOCATE_WIDTH", 0)
-    monkeypatch.setattr(dali, "PREALLOCATE_HEIGHT", 0)
+    monkeypatch.setattr(decoding, "PREALLOCATE_WIDTH", 0)
+    monkeypatch.setattr(decoding, "PREALLOCATE_HEIGHT", 0)
     monkeypatch.setitem(models.MODELS, "Tiny", partial(ResNet, BottleneckBlock, (1, 1), width=8))
     # In half precision, layers with 12 or 36 channels use the kernels for 8-byte vectors.
     monkeypatch.setitem(models.MODELS, "TinyMobile", partial(MobileNetV2, stages=((1, 12, 1, 1), (3, 24, 2, 2))))
@@ -234,11 +236,11 @@ def converted(photos, once):
             images = sorted((photos / split).glob("*/*"))
             lines = [f"{path.relative_to(photos)} {path.parent.name.removeprefix('class')}\n" for path in images]
             (root / "filelist" / f"{split}.txt").write_text("".join(lines))
-        for name in convert.RECORD_FORMATS:
-            convert.convert(photos, root / name, name, shards=3 if name in convert.SHARDED else None, workers=2)
+        for name in data_files.FORMATS:
+            data_files.write(photos, root / name, name, 3, workers=2)
 
     root = once("converted", make)
-    return {"folder": photos, **{name: root / name for name in ("filelist", *convert.RECORD_FORMATS)}}
+    return {"folder": photos, **{name: root / name for name in ("filelist", *data_files.FORMATS)}}
 
 
 @pytest.fixture
@@ -583,6 +585,8 @@ def launch_nodes(photos, tmp_path):
             launcher += ["--gpus", gpu_labels(2)[node]] if on_gpus else ["--nproc_per_node", 1]
             launcher += ["--log_dir", folder / f"log{node}"]
             command = [sys.executable, *launcher, "tests/train_tiny.py", *TINY, *places, *flags]
+            # With different host IDs, NCCL communicates over the network instead of NVLink.
+            environment["NCCL_HOSTID"] = f"node{node}"
             pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             started.append(subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment, **pipes))
         return started, folder
@@ -606,13 +610,13 @@ def wait_until(condition, seconds):
 def gpu_lists(monkeypatch):
     """Clear Paddle's list of operators without float16 kernels. In a CPU build, the list contains all operators, so AMP
     would cast nothing."""
-    from paddle_resnet.optimizers import amp
+    from paddle_resnet.components import precision
 
-    lists = amp._amp_lists
+    lists = precision._amp_lists
 
     def all_supported(*args):
         result = lists(*args)
         result.unsupported_list = set()
         return result
 
-    monkeypatch.setattr(amp, "_amp_lists", all_supported)
+    monkeypatch.setattr(precision, "_amp_lists", all_supported)

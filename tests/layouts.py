@@ -10,10 +10,12 @@ import tarfile
 
 import numpy as np
 import pytest
+from data_files import open_split
 from PIL import Image
 
 from paddle_resnet import dataset
-from paddle_resnet.data import numbering, readers, records
+from paddle_resnet.data.formats import read_image
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
 
@@ -38,8 +40,8 @@ def color_of(data):
 
 
 def colors_match(images):
-    """Return whether the labels of all images, a nonempty iterable of listing.Image, are those of their colors."""
-    pairs = [records.read(image) for image in images]
+    """Return whether the labels of all images, a nonempty iterable of Image, are those of their colors."""
+    pairs = [read_image(image) for image in images]
     return bool(pairs) and all(color_of(data) == label for data, label in pairs)
 
 
@@ -76,13 +78,13 @@ def obey(message):
 def obeyed_remedy(root, what, counts, capsys):
     """Obey the error message of a training run on a folder that contains `what`. Check that training reads the imported
     data set, that it contains {split: number of images} `counts`, and that other commands say the same. Return the
-    class names and {Mode: [listing.Image]}."""
+    class names and {Mode: [Image]}."""
     message = error_of_training(root)
     assert what in message
     imported = obey(message)
     names, images = None, {}
     for mode, count in zip(Mode, counts.values(), strict=True):
-        _, numbers, images[mode] = numbering.images(imported, mode)
+        numbers, images[mode] = DataRoot(imported).images(mode)
         names = numbers.classes
         assert len(images[mode]) == count
         assert colors_match(images[mode])
@@ -104,5 +106,5 @@ def error_of_training(root):
     """Return the error message of a training run that reads both splits of a folder."""
     with pytest.raises(UsageError) as e:
         for mode in Mode:
-            readers.open_split(str(root), "auto", mode, None, 0)
+            open_split(str(root), "auto", mode, None, 0)
     return str(e.value)

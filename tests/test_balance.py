@@ -14,8 +14,9 @@ from PIL import Image
 from conftest import frozen, losses
 from helpers import epoch, take
 from paddle_resnet import dali, program
-from paddle_resnet.data import readers
-from paddle_resnet.models import loss_head, mixing
+from paddle_resnet.components import mixing
+from paddle_resnet.data.data_set import BalancedSampler
+from paddle_resnet.models import loss_head
 from paddle_resnet.native import build as native
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
@@ -88,7 +89,7 @@ def test_built_program_weights_mixed_images_by_both_labels(parse, monkeypatch):
     for name in ("weigh_images", "balanced_weights"):
         function = getattr(loss_head, name)
         monkeypatch.setattr(loss_head, name, lambda *args, f=function: made.append(f(*args)) or made[-1])
-    monkeypatch.setattr(program.mixing, "draw", lambda _, __, h, w: mixing.Mix(np.zeros(h), np.ones(w), 0.7))
+    monkeypatch.setattr(mixing, "draw", lambda _, __, h, w: mixing.Mix(np.zeros(h), np.ones(w), 0.7))
     args = frozen(parse("--class-weights", "balanced", "--mixup", "1", "--batch-size", "2", "--num-of-class", "4"))
     main, startup = static.Program(), static.Program()
     program.build(args, main, startup, 3, class_images=np.array(IMAGES))
@@ -130,7 +131,7 @@ def test_balanced_sampling_draws_classes_equally(parse, imbalanced):
 def test_classes_of_an_unsorted_list_are_drawn_equally():
     labels = np.random.RandomState(0).permutation(np.repeat([0, 1, 2], IMAGES))
     data_set = SimpleNamespace(files=list(map(str, labels)), labels=labels)
-    paths, drawn = readers.BalancedSampler(data_set, "root", 0, 0, 480, 1)()
+    paths, drawn = BalancedSampler(data_set, "root", 0, 0, 480, 1)()
     assert [bytes(path).decode() for path in paths] == [f"root/{label}" for label in drawn[:, 0]]
     # The expected count is 160, with a standard deviation of 10.
     assert all(120 < count < 200 for count in np.bincount(drawn[:, 0]))

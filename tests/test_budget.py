@@ -20,7 +20,7 @@ from paddle_resnet.checkpoints import folders, restore, variables
 from paddle_resnet.job import exchange
 from paddle_resnet.native import build as native
 from paddle_resnet.settings import durations
-from paddle_resnet.steps import cuda_graph
+from paddle_resnet.step import cuda_graph
 from paddle_resnet.utils import logger, progress
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import RunScope

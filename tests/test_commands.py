@@ -22,7 +22,8 @@ from conftest import ROOT
 from helpers import NETWORK_EXAMPLE
 from layouts import colors_match
 from paddle_resnet import config, dataset
-from paddle_resnet.data import numbering, records
+from paddle_resnet.data.formats import read_image
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.utils.mode import Mode
 
 # These pages must come first, because later pages use their output.
@@ -150,7 +151,7 @@ def test_data_of_each_origin(tmp_path, monkeypatch):
         if name != "split" and source != "downloads":  # whose classes have no colors
             root = source if name == "verify" else executed[-1][executed[-1].index("--output") + 1]
             for mode in Mode:
-                images = numbering.images(root, mode)[2]
+                images = DataRoot(root).images(mode)[1]
                 is_valid = all(pixels_match(image) for image in images) if "cifar" in source else colors_match(images)
                 assert len(images) >= 3, command
                 assert is_valid, command
@@ -158,7 +159,7 @@ def test_data_of_each_origin(tmp_path, monkeypatch):
 
 
 def pixels_match(image):
-    data, label = records.read(image)
+    data, label = read_image(image)
     with Image.open(io.BytesIO(data)) as picture:
         return picture.getpixel((0, 0)) == (200, label, 0)
 

@@ -278,11 +278,10 @@ def test_command_line_takes_precedence_over_yaml(config_file, text, flags, name,
             ["--momentum 0.9 (not used by --optimizer AdamW)"],
         ),
         (
-            "{crop_size: 64, rand_crop_scale: [0.5, 1], cpu_decoder_load: 0.5}",
+            "{crop_size: 64, rand_crop_scale: [0.5, 1]}",
             "--crop-padding 4",
-            {"rand_crop_scale": [0.08, 1.0], "cpu_decoder_load": 0.0},
+            {"rand_crop_scale": [0.08, 1.0]},
             [
-                "--cpu-decoder-load 0.5 (not used by --crop-padding 4)",
                 "--rand-crop-scale 0.5,1.0 (not used by --crop-padding 4)",
             ],
         ),
@@ -443,6 +442,7 @@ def test_as_dict_excludes_flags_of_the_command(config_file):
         ("--num_classes=3", "--num_classes: unknown flag; use --num-of-class"),
         ("--data-dir d", "--data-dir: unknown flag; use --image-root"),
         ("--eval", "--eval: unknown flag; use --run-scope eval_only"),
+        ("--cpu-decoder-load 0.4", "--cpu-decoder-load: this flag no longer exists; remove it; --hw-decoder-load"),
         (
             "--model-prefix a/b",
             "--model-prefix: 'a/b' is not a valid file name; use at most 240 bytes without / and without a leading dot",
@@ -486,7 +486,7 @@ def test_missing_value_is_an_error(name):
         ("--label-smoothing", "1.5"),
         ("--momentum", "-0.1"),
         ("--hw-decoder-load", "nan"),
-        ("--cpu-decoder-load", "1.1"),
+        ("--hw-decoder-load", "1.1"),
         ("--amp", "maybe"),
         ("--amp-dtype", "fp8"),
         ("--amp-level", "O3"),
@@ -909,6 +909,13 @@ def test_alias_as_yaml_key_suggests_the_key(config_file):
     assert "data-dir: unknown key; use image_root" in error_of(f"--config {config_file('data-dir: x')}")
 
 
+def test_removed_flag_is_an_error_in_a_file_and_ignored_in_a_checkpoint(config_file):
+    path = config_file("cpu_decoder_load: 0.4")
+    assert "cpu_decoder_load: this key no longer exists; remove it" in error_of(f"--config {path}")
+    recorded = parse("").as_dict()
+    assert parsing.from_dict(recorded | {"cpu_decoder_load": 0.4}).as_dict() == parsing.from_dict(recorded).as_dict()
+
+
 def test_settings_record_the_origin_of_each_value(config_file):
     path = config_file("{epochs: 90, lr: null, crop_size: 64, momentum: 0.5}")
     args = parse(f"--config {path} --amp --crop-size 32")
@@ -1038,14 +1045,14 @@ def test_flags_that_determine_batches():
     images = "image_shape crop_size interp normalize_scale normalize_mean normalize_std batch_size dali_output_fp16"
     augmentation = "rand_crop_scale rand_crop_ratio auto_augment auto_augment_magnitude color_jitter lighting"
     augmentation += " rotate_degrees crop_padding"
-    others = "dali_random_seed balanced_sampling cpu_decoder_load dali_device"
+    others = "dali_random_seed balanced_sampling dali_device"
     expected = {*images.split(), *augmentation.split(), *others.split()}
     assert {name for name, declaration in FLAGS.items() if declaration.batches} == expected
 
 
 # {other flag, and its values for which the flags on the right have an effect}
 USED_BY = {
-    "crop_padding 0": "cpu_decoder_load rand_crop_scale rand_crop_ratio",
+    "crop_padding 0": "rand_crop_scale rand_crop_ratio",
     "auto_augment randaug": "auto_augment_magnitude",
     "amp True": "amp_dtype amp_level scale_loss use_dynamic_loss_scaling use_pure_fp16",
     "prune_model True": "mask_algo",

@@ -6,21 +6,28 @@ import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import data_files
 import numpy as np
 import pytest
+from data_files import open_split
 from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali.auto_aug import rand_augment, trivial_augment
 from nvidia.dali.auto_aug.core import signed_bin
 from nvidia.dali.plugin.paddle import DALIGenericIterator
 from PIL import Image
 
-from conftest import TINY, assert_one_error, frozen
+from conftest import TINY, assert_one_error
 from helpers import NETWORK_EXAMPLE, epoch, take
 from paddle_resnet import dali
-from paddle_resnet.data import listing, readers
+from paddle_resnet.data import decoding, layout, loader_state, shards
+from paddle_resnet.data import loader as loader_module
+from paddle_resnet.data import root as root_module
+from paddle_resnet.data.formats import FILES, FORMATS
+from paddle_resnet.data.images import IMAGE_SUFFIXES
+from paddle_resnet.data.loader import Options
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.job import processes
 from paddle_resnet.settings.declarations import FLAGS
-from paddle_resnet.tools import convert
 from paddle_resnet.utils.errors import DataError, UsageError
 from paddle_resnet.utils.mode import Mode
 
@@ -47,13 +54,11 @@ def distinct(once, convert_here):
                 Image.new("RGB", (36, 36), (6 * i, 0, 0)).save(root / "folder" / split / f"{i:02d}" / "x.png")
             lines = "".join(f"{split}/{i:02d}/x.png {i}\n" for i in range(37))
             (root / "folder" / f"{split}.txt").write_text(lines)
-        for name in convert.RECORD_FORMATS:
-            convert.convert(
-                root / "folder", root / name, name, shards=5 if name in convert.SHARDED else None, workers=1
-            )
+        for name in data_files.FORMATS:
+            data_files.write(root / "folder", root / name, name, 5)
 
     root = once("distinct", make)
-    return {"filelist": root / "folder", **{name: root / name for name in ("folder", *convert.RECORD_FORMATS)}}
+    return {"filelist": root / "folder", **{name: root / name for name in ("folder", *data_files.FORMATS)}}
 
 
 def load(parse, root, mode, *flags):
@@ -121,32 +126,20 @@ def test_loader_state_depends_on_every_flag_that_the_pipeline_reads(parse, photo
             names.add(name)
             return getattr(args, name)
 
-    data_set = readers.open_split(str(photos), "folder", Mode.TRAIN, 3, 0)
-    dali.create_dali_pipeline(Recorder(), data_set, Mode.TRAIN, 0, 1)
+    data_set = open_split(str(photos), "folder", Mode.TRAIN, 3, 0)
+    loader_module.create_pipeline(Recorder(), data_set, Mode.TRAIN, 0, 1)
     conditions = {name for name, declaration in FLAGS.items() if declaration.batches}
     # These flags change neither the order nor the values of the images.
     assert names - conditions == {"dali_num_threads", "dali_prefetch", "data_layout"}
 
 
-def test_cpu_decoder_load_below_half_an_image_is_an_error(parse, photos, monkeypatch):
-    # With a batch size of 8, a fraction of 0.06 is less than half an image.
-    args = frozen(parse("--image-root", photos).copy(cpu_decoder_load=0.06))
-    with pytest.raises(UsageError, match="--cpu-decoder-load 0.06: less than .* use 0.12 or more"):
-        dali.build_dataloader(args, Mode.TRAIN)
-    dali.build_dataloader(args, Mode.EVAL)
-    monkeypatch.setattr(dali, "create_dali_pipeline", lambda *arguments: None)
-    monkeypatch.setattr(dali, "ShardIterator", lambda *arguments: "loader")
-    assert dali.build_dataloader(frozen(args.copy(cpu_decoder_load=0.07)), Mode.TRAIN) == "loader"
-
-
 @pytest.mark.parametrize(
     "flag",
     [
-        "--cpu-decoder-load",
         "--auto-augment",
         "--auto-augment-magnitude",
         "--crop-padding",
-        dali.LIST,
+        loader_state.LIST,
     ],
 )
 def test_loader_resumes_from_checkpoint_without_newer_flag(parse, photos, capsys, flag):
@@ -182,27 +175,27 @@ def test_loader_of_a_newer_version_restarts_epoch_or_continues_order(parse, phot
     else:
         epoch(loader)
     state = loader.state()
-    del state["conditions"][dali.VERSION]
-    state["pipeline"] = base64.b64encode(dali._first_operator(base64.b64decode(state["pipeline"]))).decode()
+    del state["conditions"][loader_state.VERSION]
+    state["pipeline"] = base64.b64encode(loader_state._first_operator(base64.b64decode(state["pipeline"]))).decode()
     assert dali.build_dataloader(args, Mode.TRAIN, state).step == 0
     effect = "the loader restarts at the beginning of the epoch" if is_in_epoch else "the image order continues"
     stderr = capsys.readouterr().err
-    assert f"version of the loader is {dali.VERSION_NUMBER} and was 1, so" in stderr
+    assert f"version of the loader is {loader_state.VERSION_NUMBER} and was 1, so" in stderr
     assert effect in stderr
 
 
 def test_first_operator_of_a_state_may_be_long():
     """The length 300 is encoded in two bytes with seven bits each."""
     first = b"\n\xac\x02" + bytes(300)
-    assert dali._first_operator(first + b"\n\x01x") == first
+    assert loader_state._first_operator(first + b"\n\x01x") == first
     longest = b"\n\x81\x80\x80\x80\x00a"
-    assert dali._first_operator(longest + b"b") == longest
+    assert loader_state._first_operator(longest + b"b") == longest
 
 
 @pytest.mark.parametrize("checkpoint", [b"", b"\n", b"\n\x80", b"\x12\x01a", b"\n\x81\x80\x80\x80\x80\x00a"])
 def test_state_without_reader_is_damaged(checkpoint):
     with pytest.raises(dali.StateError, match="no reader position"):
-        dali._first_operator(checkpoint)
+        loader_state._first_operator(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +208,7 @@ def test_lack_of_memory_does_not_mean_that_a_state_is_damaged(error, is_damaged)
 
     message = r"the loader state is damaged \(.*bad" if is_damaged else f"^{error}$"
     with pytest.raises(dali.StateError if is_damaged else RuntimeError, match=message):
-        dali._restored(SimpleNamespace(build=build), None)
+        loader_state.restored(SimpleNamespace(build=build), None)
 
 
 def test_damaged_pipeline_state_is_an_error(parse, photos):
@@ -230,7 +223,7 @@ def test_damaged_image_does_not_mean_that_a_state_is_damaged():
         raise DataError("x.jpg: cannot be decoded")
 
     with pytest.raises(DataError, match="^x.jpg: cannot be decoded$"):
-        dali._restored(SimpleNamespace(build=lambda: None), make)
+        loader_state.restored(SimpleNamespace(build=lambda: None), make)
 
 
 @pytest.mark.parametrize(
@@ -247,35 +240,31 @@ def test_balancing_requires_labels_of_training_images(class_weights, balanced, m
     args = SimpleNamespace(class_weights=class_weights, balanced_sampling=balanced)
     message = f"^{flag}: requires class folders or file lists, but the data format is lmdb; remove"
     with pytest.raises(UsageError, match=message) if flag else nullcontext():
-        dali._check_labels(args, mode, "lmdb", labels)
+        loader_module.check_labels(args, mode, "lmdb", labels)
 
 
 def test_data_set_is_opened_with_values_of_flags(parse, monkeypatch):
     calls = []
-    monkeypatch.setattr(listing, "read_skip_list", lambda *arguments: calls.append(arguments) or "skipped")
-    monkeypatch.setattr(readers, "open_split", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(root_module.DataRoot, "open", lambda *arguments: calls.append(arguments))
     args = parse("--image-root", "i", "--data-format", "folder", "--skip-list", "s", "--dali-random-seed", "9")
     args.allow_outside, args.allow_empty_classes, args.allow_one_class = "outside", "empty", "one"
-    dali.open_data_set(args, Mode.TRAIN, ["a"])
-    options = ("outside", "empty", ["a"], "auto", "one")
-    assert calls == [("s", "i", "outside"), ("i", "folder", Mode.TRAIN, 3, 9, "skipped", *options)]
+    root = dali.data_root(args)
+    values = root.image_root, root.data_format, root.label_offset, root._allow_outside, root._skip_list
+    assert values == ("i", "folder", "auto", "outside", "s")
+    loader_module.open_split(root, Options.of(args), Mode.TRAIN, True, ["a"])
+    assert calls == [(root, Mode.TRAIN, 3, 9, "empty", ["a"], "one")]
 
 
 @pytest.mark.parametrize(
-    ("scope", "data_format", "is_checked"),
-    [
-        ("eval_only", "folder", True),
-        ("eval_only", "auto", True),
-        ("eval_only", "tfrecord", False),
-        ("train_eval", "folder", False),
-    ],
+    ("trains", "data_format", "is_checked"),
+    [(False, "folder", True), (False, "auto", True), (False, "tfrecord", False), (True, "folder", False)],
 )
-def test_only_evaluations_of_folders_check_the_split_first(parse, monkeypatch, scope, data_format, is_checked):
+def test_only_evaluations_of_folders_check_the_split_first(parse, monkeypatch, trains, data_format, is_checked):
     checked = []
-    monkeypatch.setattr(listing, "check_split", lambda *arguments: checked.append(arguments))
-    monkeypatch.setattr(readers, "open_split", lambda *arguments: "data set")
-    args = parse("--image-root", "i", "--data-format", data_format, "--run-scope", scope, "--from-checkpoint", "c")
-    assert dali.open_data_set(args, Mode.EVAL) == "data set"
+    monkeypatch.setattr(layout, "check_split", lambda *arguments: checked.append(arguments))
+    monkeypatch.setattr(root_module.DataRoot, "open", lambda *arguments: "data set")
+    options = Options.of(parse("--image-root", "i", "--data-format", data_format))
+    assert loader_module.open_split(DataRoot("i", data_format), options, Mode.EVAL, trains) == "data set"
     assert checked == [("--image-root", "i", Mode.EVAL)] * is_checked
 
 
@@ -295,7 +284,7 @@ def test_loader_of_fewer_processes_restarts_epoch_with_a_reason(parse, photos, c
     [
         *(("folder", change) for change in ("fewer", "more", "batch")),
         *((name, "fewer") for name in ("recordio", "tfrecord")),
-        *(pytest.param(name, "more", marks=pytest.mark.soak) for name in listing.STORAGE_FORMATS),
+        *(pytest.param(name, "more", marks=pytest.mark.soak) for name in FORMATS),
     ],
 )
 def test_order_continues_after_epoch_with_changed_job(parse, distinct, shard, capsys, data_format, change):
@@ -324,7 +313,7 @@ def test_order_continues_after_epoch_with_changed_job(parse, distinct, shard, ca
     continued = [order(resumed) for _ in range(2)]
     assert all(len(set(labels)) == len(labels) >= 36 for labels in continued)
     assert epochs[0] not in continued
-    if data_format in listing.FILE_FORMATS:
+    if data_format in FILES:
         assert continued == epochs[1:]
 
 
@@ -498,19 +487,19 @@ def test_synthetic_loaders_of_ranks_differ_and_resume(parse, shard, monkeypatch)
         with pytest.raises(dali.StateError, match=f"step {len(loader) + 1} of {len(loader)}"):
             dali.build_dataloader(args, Mode.TRAIN, state | {"step": len(loader) + 1})
     assert not np.array_equal(*images)
-    monkeypatch.setitem(dali.SYNTHETIC_SIZE, Mode.TRAIN, 127)
+    monkeypatch.setitem(loader_module.SYNTHETIC_SIZE, Mode.TRAIN, 127)
     with pytest.raises(UsageError, match="--batch-size 64: exceeds the 63 synthetic images per process"):
         dali.build_dataloader(args, Mode.TRAIN)
 
 
 @pytest.mark.parametrize("has_sizes", [True, False])
 def test_change_that_sizes_intends_is_not_a_warning(parse, capsys, has_sizes):
-    args = parse(*(["--sizes", "24:0,32:1", "--epochs", "2"] if has_sizes else []))
-    conditions = dali._conditions(args, "folder", 30)
-    assert dali.LIST not in conditions
-    assert dali._conditions(args, "folder", 30, "0123456789abcdef-")[dali.LIST] == "0123456789abcdef"
+    flags = dali.batch_flags(parse())
+    conditions = loader_state.conditions(flags, "folder", 30, 1)
+    assert loader_state.LIST not in conditions
+    assert loader_state.conditions(flags, "", 30, 1, "0123456789abcdef-")[loader_state.LIST] == "0123456789abcdef"
     state = {"conditions": conditions | {"--batch-size": 9}, "step": 0}
-    assert dali._usable(args, state, conditions, 3) == (state, True)
+    assert loader_state.match(state, conditions, flags.before, 3, has_sizes) == (state, True)
     output = capsys.readouterr()
     assert "but the image order continues" in (output.out if has_sizes else output.err)
     assert not (output.err if has_sizes else output.out)
@@ -728,66 +717,64 @@ def test_options_of_random_crop_are_passed_to_dali(parse, monkeypatch):
     """A second attempt is rarely necessary, so the other tests do not depend on the number of attempts."""
     crops, sizes = [], []
     monkeypatch.setattr(fn, "random_crop_generator", lambda header, **options: crops.append(options) or (0, 0))
-    monkeypatch.setattr(dali, "_crop_on_cpu", lambda encoded, kind, crop: None)
+    monkeypatch.setattr(decoding, "crop_on_cpu", lambda encoded, kind, crop: None)
     monkeypatch.setattr(fn, "resize", lambda images, **options: sizes.append(options))
     args = parse("--rand-crop-scale", "0.2,0.9", "--rand-crop-ratio", "0.5,2", "--image-shape", "3,32,48")
-    dali._random_resized_crop(args, None, 0, None, {}, 0)
+    decoding.random_resized_crop(args, None, 0, None, {})
     assert crops == [{"random_area": [0.2, 0.9], "random_aspect_ratio": [0.5, 2], "num_attempts": 100}]
     assert sizes == [{"resize_x": 48, "resize_y": 32}]
 
 
-@pytest.mark.parametrize(
-    ("load", "place", "kind", "is_on_cpu"),
-    [
-        (0, None, 0, False),
-        (1, 7, 0, True),
-        (0.25, 1, 0, True),
-        (0.25, 2, 0, False),
-        (0, None, 2, True),
-        (0.25, 2, 2, True),
-    ],
-    ids=str,
-)
-def test_cpu_decodes_the_requested_fraction_of_a_batch_and_files_that_need_it(
-    parse, monkeypatch, load, place, kind, is_on_cpu
-):
-    """`place` is the random position of an image in its batch of eight images."""
+@pytest.mark.parametrize(("value", "step"), [(0.0, 2), (0.4, 0)])
+def test_loader_resumes_from_checkpoint_with_removed_flag(parse, photos, capsys, value, step):
+    """The flag had no effect if its value was 0. With a different value, the decoded pixels were different."""
+    loader = dali.build_dataloader(parse("--image-root", photos), Mode.TRAIN)
+    take(loader, 2)
+    state = loader.state()
+    state["conditions"]["--cpu-decoder-load"] = value
+    assert dali.build_dataloader(parse("--image-root", photos), Mode.TRAIN, state).step == step
+    assert ("--cpu-decoder-load is a removed flag and was 0.4" in capsys.readouterr().err) == bool(value)
+
+
+@pytest.mark.parametrize(("kind", "is_on_cpu"), [(0, False), (2, True)])
+def test_cpu_decodes_files_that_need_it(parse, monkeypatch, kind, is_on_cpu):
     image = SimpleNamespace(gpu=lambda: "copied to the GPU")
-    monkeypatch.setattr(dali, "_crop_on_cpu", lambda *arguments: None)
-    monkeypatch.setattr(dali, "_decode_on_gpu", lambda *arguments: None)
+    monkeypatch.setattr(decoding, "crop_on_cpu", lambda *arguments: None)
+    monkeypatch.setattr(decoding, "decode_on_gpu", lambda *arguments: None)
     monkeypatch.setattr(fn, "random_crop_generator", lambda header, **options: (0, 0))
     monkeypatch.setattr(fn, "slice", lambda images, *crop, **options: None)
     monkeypatch.setattr(fn, "resize", lambda images, **_: image)
-    monkeypatch.setattr(fn, "batch_permutation", lambda seed: {5: place}[seed])
     args = parse()
-    args.dali_device, args.cpu_decoder_load = "gpu", load
-    images = dali._random_resized_crop(args, None, kind, None, {}, 5)
+    args.dali_device = "gpu"
+    images = decoding.random_resized_crop(args, None, kind, None, {})
     assert images == ("copied to the GPU" if is_on_cpu else image)
 
 
 def test_options_of_pipeline_follow_flags_and_shard(parse, monkeypatch):
-    monkeypatch.setattr(dali, "pipeline_def", lambda **options: lambda define: lambda *arguments: options)
+    monkeypatch.setattr(loader_module, "pipeline_def", lambda **options: lambda define: lambda *arguments: options)
     monkeypatch.setattr(processes, "local_gpu", lambda: 3)
     args = parse("--batch-size", "6", "--dali-num-threads", "5", "--dali-prefetch", "4", "--dali-random-seed", "7")
-    on_cpu = dali.create_dali_pipeline(args, None, Mode.TRAIN, 2, 8, b"checkpoint")
+    on_cpu = loader_module.create_pipeline(Options.of(args), None, Mode.TRAIN, 2, 8, b"checkpoint")
     assert on_cpu == {
         **{"batch_size": 6, "num_threads": 5, "prefetch_queue_depth": 4, "seed": 7 + 2, "device_id": None},
         **{"checkpoint": b"checkpoint", "enable_checkpointing": True, "exec_dynamic": False},
         "enable_conditionals": True,
     }
     args.dali_device = "gpu"
-    assert dali.create_dali_pipeline(args, None, Mode.TRAIN, 2, 8, b"checkpoint") == on_cpu | {"device_id": 3}
-    assert not dali.create_dali_pipeline(args, None, Mode.EVAL, 0, 1)["enable_checkpointing"]
+    assert loader_module.create_pipeline(Options.of(args), None, Mode.TRAIN, 2, 8, b"checkpoint") == on_cpu | {
+        "device_id": 3
+    }
+    assert not loader_module.create_pipeline(Options.of(args), None, Mode.EVAL, 0, 1)["enable_checkpointing"]
 
 
 def test_gpu_decodes_with_hardware_decoder_and_preallocated_buffers(parse, monkeypatch):
     options = []
     monkeypatch.setattr(fn.decoders, "image", lambda encoded, **given: options.append(given))
-    monkeypatch.setattr(dali, "PREALLOCATE_WIDTH", 5)
-    monkeypatch.setattr(dali, "PREALLOCATE_HEIGHT", 6)
+    monkeypatch.setattr(decoding, "PREALLOCATE_WIDTH", 5)
+    monkeypatch.setattr(decoding, "PREALLOCATE_HEIGHT", 6)
     args = parse("--hw-decoder-load", "0.7")
     args.dali_device = "gpu"
-    dali._decode(args, None, 0)
+    decoding.decode(args, None, 0)
     expected = {"device": "mixed", "hw_decoder_load": 0.7, "jpeg_fancy_upsampling": True}
     expected |= {"preallocate_width_hint": 5, "preallocate_height_hint": 6}
     assert options == [{"output_type": types.RGB, **expected}]
@@ -800,7 +787,7 @@ def test_default_augmentation_matches_plain_dali_operators(parse, photos):
     @pipeline_def(batch_size=8, num_threads=2, device_id=None, seed=42)
     def plain():
         args = parse("--image-root", photos)
-        encoded, _ = readers.open_split(args.image_root, "folder", Mode.TRAIN, 3, 42).read("Reader", 0, 1, True)
+        encoded, _ = open_split(args.image_root, "folder", Mode.TRAIN, 3, 42).read("Reader", 0, 1, True)
         images = fn.decoders.image_random_crop(
             encoded, random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3], num_attempts=100
         )
@@ -1043,7 +1030,7 @@ def test_interp_selects_filter_in_training_and_evaluation(parse, copies, interp,
             assert error < 0.6  # tolerance for rounding to integers
 
 
-@pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
+@pytest.mark.parametrize("data_format", data_files.ALL)
 def test_evaluation_batches_are_equal_in_every_format(parse, photos, converted, data_format):
     expected = epoch(load(parse, photos, Mode.EVAL, "--data-format", "folder"))
     actual = epoch(load(parse, converted[data_format], Mode.EVAL, "--data-format", data_format))
@@ -1053,7 +1040,7 @@ def test_evaluation_batches_are_equal_in_every_format(parse, photos, converted, 
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
+@pytest.mark.parametrize("data_format", data_files.ALL)
 @pytest.mark.parametrize(("world_size", "batch"), [(1, 4), (2, 4), (3, 3), (4, 7)])
 def test_training_shards_of_every_format_have_equal_length_and_no_common_image(
     parse, distinct, shard, data_format, world_size, batch
@@ -1075,7 +1062,7 @@ def test_training_shards_of_every_format_have_equal_length_and_no_common_image(
     assert len(seen_by_rank_0) > 37 // world_size + 1 or world_size == 1
 
 
-@pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
+@pytest.mark.parametrize("data_format", data_files.ALL)
 @pytest.mark.parametrize(
     ("world_size", "batch"),
     [(1, 4), (2, 5), (3, 3), (40, 2), *(pytest.param(*case, marks=pytest.mark.soak) for case in ((16, 4), (37, 1)))],
@@ -1091,7 +1078,7 @@ def test_evaluation_of_every_format_yields_each_image_once(parse, distinct, shar
         assert sorted(np.concatenate(batches)[:, 0].tolist()) == list(range(37))
 
 
-@pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
+@pytest.mark.parametrize("data_format", data_files.ALL)
 def test_training_order_of_every_format_depends_on_seed(parse, distinct, data_format):
     def orders(seed):
         flags = ["--data-format", data_format, "--num-of-class", "37", "--dali-random-seed", seed]
@@ -1103,39 +1090,39 @@ def test_training_order_of_every_format_depends_on_seed(parse, distinct, data_fo
 
 
 @pytest.mark.usefixtures("convert_here")
-@pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
+@pytest.mark.parametrize("data_format", data_files.ALL)
 def test_every_format_decodes_every_image_type(parse, tmp_path, data_format):
     pixels = np.random.RandomState(0).randint(0, 255, (40, 48, 3), dtype=np.uint8)
     for split in ("train", "val"):
-        for suffix in listing.IMAGE_SUFFIXES:
+        for suffix in IMAGE_SUFFIXES:
             folder = tmp_path / "folder" / split / suffix[1:]
             folder.mkdir(parents=True)
             options = {"lossless": True} if suffix == ".webp" else {}
             Image.fromarray(pixels).save(folder / f"x{suffix}", **options)
-        lines = [f"{split}/{name[1:]}/x{name} {label}\n" for label, name in enumerate(sorted(listing.IMAGE_SUFFIXES))]
+        lines = [f"{split}/{name[1:]}/x{name} {label}\n" for label, name in enumerate(sorted(IMAGE_SUFFIXES))]
         (tmp_path / "folder" / f"{split}.txt").write_text("".join(lines))
     root = tmp_path / "folder"
-    if data_format in convert.RECORD_FORMATS:
+    if data_format in data_files.FORMATS:
         root = tmp_path / data_format
-        convert.convert(tmp_path / "folder", root, data_format, workers=1)
+        data_files.write(tmp_path / "folder", root, data_format)
     images, labels = epoch(load(parse, root, Mode.EVAL, "--data-format", data_format))
     images = dict(zip(np.concatenate(labels)[:, 0].tolist(), np.concatenate(images), strict=True))
-    lossless = sorted(listing.IMAGE_SUFFIXES).index(".png")
-    assert sorted(images) == list(range(len(listing.IMAGE_SUFFIXES)))
-    for label, suffix in enumerate(sorted(listing.IMAGE_SUFFIXES)):
+    lossless = sorted(IMAGE_SUFFIXES).index(".png")
+    assert sorted(images) == list(range(len(IMAGE_SUFFIXES)))
+    for label, suffix in enumerate(sorted(IMAGE_SUFFIXES)):
         if suffix not in (".jpg", ".jpeg", ".jfif"):
             np.testing.assert_array_equal(images[label], images[lossless], err_msg=suffix)
 
 
-@pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
+@pytest.mark.parametrize("data_format", data_files.ALL)
 @pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize(
     ("batches", "buffer"),
     [(0, 5), (3, 4096), (13, 5), *(pytest.param(*case, marks=pytest.mark.soak) for case in ((8, 5), (15, 4096)))],
 )
 def test_pipeline_checkpoint_resumes_with_same_batches(distinct, monkeypatch, data_format, mode, batches, buffer):
-    monkeypatch.setattr(readers, "SHUFFLE_BUFFER", buffer)
-    data_set = readers.open_split(str(distinct[data_format]), data_format, mode, 37, seed=5)
+    monkeypatch.setattr(shards, "SHUFFLE_BUFFER", buffer)
+    data_set = open_split(str(distinct[data_format]), data_format, mode, 37, seed=5)
 
     def labels(pipeline, count):
         return [pipeline.run()[1].as_array()[:, 0].tolist() for _ in range(count)]

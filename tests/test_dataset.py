@@ -131,7 +131,7 @@ def test_invalid_command_line_exits_with_code_2(argv, capsys):
         (["speed", "x", "--loads", "0.5,nan"], "nan is not finite"),
         (["preview", "x", "--output", "y", "--images", "1000000000"], "1000000000 is too large"),
         (["verify", "x", "--num-of-class", str(2**31)], f"{2**31} is too large"),
-        (["convert", "--from", "x", "--to", "lmdb", "--output", "y", "--workers", "100000"], "100000 is too large"),
+        (["convert", "--from", "x", "--to", "tfrecord", "--output", "y", "--workers", "100000"], "100000 is too large"),
         (["convert", "--from", "x", "--to", "zip", "--output", "y"], "invalid choice: 'zip'"),
         (["verify", "x", "--run-scope", "all"], "invalid choice: 'all'"),
     ],
@@ -157,7 +157,7 @@ def test_killed_workers_exit_with_code_2_and_a_remedy(tmp_path, capsys, monkeypa
 
     monkeypatch.setattr(convert, "convert", killed)
     monkeypatch.setattr(verify, "verify", killed)
-    arguments = ["convert", "--from", str(tmp_path / "data"), "--to", "lmdb", "--output", str(tmp_path / "x")]
+    arguments = ["convert", "--from", str(tmp_path / "data"), "--to", "tfrecord", "--output", str(tmp_path / "x")]
     for argv, message in ((arguments, "with fewer workers"), (["verify", str(tmp_path)], "free memory, and repeat")):
         assert dataset.main(argv) == 2
         err = capsys.readouterr().err
@@ -168,7 +168,7 @@ def test_killed_workers_exit_with_code_2_and_a_remedy(tmp_path, capsys, monkeypa
     "command",
     [
         "split {0} --output {0}/new",
-        "convert --from {0} --to lmdb --output {0}/new",
+        "convert --from {0} --to tfrecord --output {0}/new",
         "preview {0} --output {0}/train/a/x.png",
         "verify {0} --fix-list {0}/train/a/x.txt",
         "info {0} --output {0}/train/a/x.png",
@@ -191,7 +191,7 @@ def test_write_errors_exit_with_code_2_and_a_remedy(tmp_path, capsys, monkeypatc
     for command, message in (
         ("split s --output {}", f"{output}: cannot be written (No space{file}); choose a different folder"),
         (
-            "convert --from s --to lmdb --output {}",
+            "convert --from s --to tfrecord --output {}",
             f"{output}: cannot be written (No space{file and ':' + file}); fix the cause and repeat the command",
         ),
     ):
@@ -239,13 +239,14 @@ def test_commands_pass_on_their_flags(run):
     assert run("split s --output {} --val 0.3 --seed 7")[1] == [["split", "s", "OUT", 0.3, 7]]
     options = dict.fromkeys(("shards", "resize_short", "workers", "skip_list")) | {"quality": 95}
     options |= {"progress": True, "check": True, "allow_outside": False, "label_offset": "auto"}
-    text = "OUT: 3 train and 2 val images as lmdb\n"
-    assert run("convert --from s --to lmdb --output {}") == (0, [["convert", "s", "OUT", "lmdb", options]], text)
+    text = "OUT: 3 train and 2 val images as tfrecord\n"
+    call = ["convert", "s", "OUT", "tfrecord"]
+    assert run("convert --from s --to tfrecord --output {}") == (0, [[*call, options]], text)
     flags = "--shards 2 --resize-short 64 --quality 80 --workers 3 --skip-list f --allow-outside --unchecked"
     flags += " --label-offset 1"
     options = {"shards": 2, "resize_short": 64, "quality": 80, "workers": 3, "skip_list": "f", "allow_outside": True}
     options |= {"progress": True, "check": None, "label_offset": 1}
-    assert run(f"convert --from s --to lmdb --output {{}} {flags}")[1] == [["convert", "s", "OUT", "lmdb", options]]
+    assert run(f"convert --from s --to tfrecord --output {{}} {flags}")[1] == [[*call, options]]
     text = "s: 1 index file created, 2 already existed\n"
     assert run("index s") == (0, [["build_indexes", "s"]], text)
     calls = [["verify", "s", None, False, RunScope.TRAIN_EVAL, False, "auto", False], ["show", REPORT]]
@@ -270,5 +271,5 @@ def test_unknown_flags_are_errors(capsys):
     assert "--allow: unknown flag;" in capsys.readouterr().err  # flags must not be abbreviated
     assert dataset.main(["info", "s", "--lr", "1"]) == 2
     assert f"--lr: unknown flag; see `{python()} -m paddle_resnet.dataset info --help`" in capsys.readouterr().err
-    assert dataset.main(["convert", "--from", "s", "--to", "lmdb", "--output", "x", "--quality", "9"]) == 2
+    assert dataset.main(["convert", "--from", "s", "--to", "tfrecord", "--output", "x", "--quality", "9"]) == 2
     assert "--quality 9: requires --resize-short; add it, or remove --quality" in capsys.readouterr().err

@@ -23,12 +23,12 @@ from helpers import predict, training_images
 from paddle_resnet import dali, export
 from paddle_resnet import predict as predict_command
 from paddle_resnet.checkpoints import folders, restore
+from paddle_resnet.components import quantization
+from paddle_resnet.data.formats import SINGLE_FILE
 from paddle_resnet.machine import cpu
 from paddle_resnet.native import build as native
-from paddle_resnet.passes import quantization
 from paddle_resnet.serving import calibration, inference, networks, onnx_writer, preprocessing
 from paddle_resnet.serving.model import Model
-from paddle_resnet.tools import writers
 from paddle_resnet.utils.errors import RunError, UsageError
 from paddle_resnet.utils.mode import Mode
 
@@ -175,7 +175,7 @@ def test_int8_network_is_quantized_for_its_engine(checkpoint_of, photos, tmp_pat
     pytest.importorskip("onnxruntime")
     flags = ["--int8", "--calibrate", str(photos), "--int8-engine", engine, "--calibration-images", "20"]
     assert export.main([str(checkpoint_of(arch)), str(tmp_path / "exported"), *flags, "--uint8"]) == 0
-    log = f"model.onnx: INT8 for {engine}, ranges from 20 of 30 training images, which contain 3 of 3 classes (percen"
+    log = f"model.onnx: INT8 for {engine}, ranges from 20 of 30 training images, which contain 3 of 3 classes"
     assert log in capsys.readouterr().out
     graph = onnx.load(tmp_path / "exported/model.onnx").graph
     constants = {constant.name: onnx.numpy_helper.to_array(constant) for constant in graph.initializer}
@@ -330,7 +330,7 @@ def test_calibration_with_sorted_records_keeps_accuracy(one_block, run_train, tm
                 pixels = np.clip(random.randint(-30, 31, (32, 32, 3)) + color, 0, 255)
                 Image.fromarray(pixels.astype(np.uint8)).save(file, "png")
                 images.append((file.getvalue(), label))
-        with writers.SINGLE_FILE["recordio"](str(root), split) as writer:
+        with SINGLE_FILE["recordio"](str(root), split) as writer:
             writer.write(images)
             writer.finish()
     flags = ["--epochs", "6", "--lr", "0.05", "--batch-size", "4"]
@@ -353,14 +353,14 @@ def test_int8_export_with_lower_accuracy_is_not_kept(checkpoint, photos, tmp_pat
     model = SimpleNamespace(engine="onnxruntime", description={"output": {"shape": [None, 3]}, "int8": {}})
     for correct in (995, 1010):
         export._check_top1(model, "int8", score | {"correct": correct}, score)
-    for images, remedy in ((8, "more --calibration-images, "), (30, "")):
+    for images, remedy in ((8, "use more --calibration-images, or "), (30, "")):
         model.description["int8"]["calibration"] = sample | {"images": images}
         with pytest.raises(
             RunError,
             match=r"onnxruntime \(int8\) classifies 994 of 1000 images correctly, but the checkpoint's network "
             r"classifies 1000 \(tolerance 0.5% of the images\); its activation ranges come from "
-            rf"{images} of 30 training images, which contain 2 of 3 classes, and nothing was written; use {remedy}a "
-            "different --calibration-method, or train with --qat$",
+            rf"{images} of 30 training images, which contain 2 of 3 classes, and nothing was written; {remedy}"
+            "train with --qat$",
         ):
             export._check_top1(model, "int8", score | {"correct": 994}, score)
     real = export._score
@@ -593,7 +593,7 @@ def test_flags_are_passed_on(capsys, monkeypatch):
         "",
         "--int8 --calibrate data",
         "--onnx --verify data --uint8 --triton --model-arch-name net --precision float16 --int8 --int8-engine tensorrt "
-        "--calibrate data --calibration-method entropy --calibration-images 9 --allow-outside",
+        "--calibrate data --calibration-method percentile --calibration-images 9 --allow-outside",
     ):
         assert export.main(["checkpoint", "out", *flags.split()]) == 0
         assert capsys.readouterr().out == "out: Net, 3 classes, 1 with names, images [1]\n"
@@ -602,11 +602,11 @@ def test_flags_are_passed_on(capsys, monkeypatch):
     )
     flags |= {"precision": "float32", "int8": None, "calibration": None}
     all_flags = {"onnx": True, "verify": "data", "uint8": True, "triton": True, "model_arch_name": "net"}
-    all_flags |= {"precision": "float16", "int8": "tensorrt", "calibration": ("data", "entropy", 9, True)}
+    all_flags |= {"precision": "float16", "int8": "tensorrt", "calibration": ("data", 9, True)}
     all_flags["allow_outside"] = True
     assert calls == [
         (("checkpoint", "out"), flags),
-        (("checkpoint", "out"), flags | {"int8": "onnxruntime", "calibration": ("data", "percentile", 512, False)}),
+        (("checkpoint", "out"), flags | {"int8": "onnxruntime", "calibration": ("data", 512, False)}),
         (("checkpoint", "out"), all_flags),
     ]
 
@@ -615,7 +615,10 @@ def test_flags_are_passed_on(capsys, monkeypatch):
     ("arguments", "message"),
     [
         (["c", "o", "--calibration-images", "0"], "--calibration-images: 0 is too small; use a whole number from 1"),
-        (["c", "o", "--calibration-method", "mean"], "--calibration-method: invalid choice: 'mean'"),
+        (
+            ["c", "o", "--calibration-method", "entropy"],
+            "--calibration-method: 'entropy' is not supported since version 0.2.0; remove the flag",
+        ),
         (["c", "o", "--int8-engine", "paddle"], "--int8-engine: invalid choice: 'paddle'"),
         (["c", "o", "--precision", "int8"], "--precision: invalid choice: 'int8'"),
         (["c", "o", "--calibrate", ""], "--calibrate: '' is an empty path"),
@@ -778,7 +781,7 @@ def test_verify_repeats_recorded_evaluation(one_block, run_train, photos, tmp_pa
         root.mkdir()
         for split in ("train", "val"):
             paths = sorted((photos / split).glob("*/*.jpg"), key=lambda path: path.name)
-            with writers.SINGLE_FILE["recordio"](str(root), split) as writer:
+            with SINGLE_FILE["recordio"](str(root), split) as writer:
                 writer.write([(path.read_bytes(), int(path.parent.name[-1]) + 1) for path in paths])
                 writer.finish()
     code, _ = run_train(*flags, image_root=root)

@@ -1,7 +1,6 @@
 """The learning-rate finder: its steps equal those of train.py, and it does not affect a run in the same folder."""
 
 import contextlib
-import importlib
 import json
 import math
 import re
@@ -19,14 +18,13 @@ from conftest import NHWC, TINY, losses, read_report, strict_json
 from paddle_resnet import lr_find, program
 from paddle_resnet.checkpoints import folders
 from paddle_resnet.job import exchange, processes
-from paddle_resnet.machine import compat
 from paddle_resnet.native import build as native
 from paddle_resnet.optimizers import schedules
 from paddle_resnet.results import comparison, lr_curve, page
 from paddle_resnet.settings import durations
 from paddle_resnet.tools import drawing
 from paddle_resnet.utils import locks
-from paddle_resnet.utils.errors import RunError, UsageError
+from paddle_resnet.utils.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("one_block")
 
@@ -474,7 +472,7 @@ def test_earlier_curve_is_replaced_only_with_overwrite(find, tmp_path, capsys, n
 def test_curve_does_not_replace_inputs(tmp_path, monkeypatch):
     claims = []
     monkeypatch.setattr(lr_find.outputs, "claim", lambda *files, **options: claims.append((files, options)))
-    monkeypatch.setattr(lr_find.listing, "occupied", lambda root: [f"{root}/x"])
+    monkeypatch.setattr(lr_find.layout, "occupied", lambda root: [f"{root}/x"])
     lr_find._claim(SimpleNamespace(image_root="DATA"), tmp_path, ["an input"])
     files = {f"{name} in --output-dir": tmp_path / name for name in NAMES}, {"--output-dir": tmp_path}
     assert claims == [(files, {"inputs": ["an input"], "protected": [("the data set's", "DATA/x")]})]
@@ -523,27 +521,6 @@ def test_bad_input_is_error(find, tmp_path, capsys, flags, message):
     assert find(*flags)[0] == 2
     assert f"paddle_resnet.lr_find: error: {message}" in capsys.readouterr().err
     assert not (tmp_path / "search").exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "world_size", "is_checked"),
-    [("", 1, True), ("--data-format synthetic", 1, False), ("", 2, False)],
-)
-def test_single_process_checks_the_folder_of_images_first(monkeypatch, flags, world_size, is_checked):
-    checked = []
-    monkeypatch.setattr(lr_find.listing, "check_root", checked.append)
-    environments = []
-    monkeypatch.setattr(processes, "check_environment", lambda: environments.append("checked"))
-    monkeypatch.setattr(processes, "world_size", lambda: world_size)
-    monkeypatch.setattr(compat, "check_version", lambda: importlib.import_module("missing"))
-    network = ["--model-arch-name", "resnet-18"]
-    search, args = lr_find.parse(["--image-root", "DIR", "--report-html", "None", *network, *flags.split()])
-    with pytest.raises(
-        RunError, match="^Paddle or DALI: cannot be imported .No module named 'missing'.; run .*doctor$"
-    ):
-        lr_find._run(search, args)
-    assert (bool(checked), args.model_arch_name) == (is_checked, "ResNet18")
-    assert environments == ["checked"]
 
 
 def test_help_lists_flags_of_finder(capsys):

@@ -48,7 +48,7 @@ def test_only_runs_that_save_check_and_claim_the_output_folder(record, monkeypat
     record(phases.logger, "warn", "setup")
     record(phases.report, "outputs", "announced", "check_replaced")
     monkeypatch.setattr(phases.validation, "warnings", lambda args: ["unusual"])
-    monkeypatch.setattr(phases.listing, "occupied", lambda root: [f"{root}/x"])
+    monkeypatch.setattr(phases.layout, "occupied", lambda root: [f"{root}/x"])
     monkeypatch.setattr(phases.outputs, "claim", lambda *args, **options: record.calls.append(("claim", args, options)))
     record.results |= {"find": "checkpoint", "outputs": {"the report": "r"}, "announced": "a"}
     places = ["--output-dir", "o", "--report-file", "r", "--skip-list", "s", "--image-root", "i"]
@@ -197,19 +197,19 @@ def test_new_stage_continues_the_image_order_unless_batches_are_equal(monkeypatc
 @pytest.fixture
 def set_weights(record, monkeypatch):
     """Return a function that calls set_weights for a training run and returns (its result, the calls)."""
-    variables = ("load_start", "load_averages", "start_lookahead", "start_averages")
-    record(phases.variables, *variables)
+    record(phases.variables, "load_start", "load_states", "start_states")
+    monkeypatch.setattr(phases.variables, "states", lambda program: f"all states of {program}")
     record(phases.watchdog, "phase")
     monkeypatch.setattr(phases.variables.LoadOptions, "of", lambda args: "options")
     monkeypatch.setattr(phases.processes, "place", lambda device: f"place of {device}")
     record(phases.restore, "restore")
-    record(phases.sparsity, "prune", "describe")
-    record(phases.amp, "cast_evaluation_program")
+    record(phases.sparsity, "prune", "apply_masks", "describe")
+    record(phases.precision, "cast_evaluation_program")
     monkeypatch.setattr(phases.quantization, "float32_variables", lambda program: f"float32 of {program}")
     record.results |= {"restore": "restored", "describe": "sparse layers"}
 
-    def set_weights(checkpoint, is_sparse=False, has_averages=False, evaluation=None, **flags):
-        record.results |= {"load_start": is_sparse, "load_averages": has_averages}
+    def set_weights(checkpoint, is_sparse=False, evaluation=None, **flags):
+        record.results |= {"load_start": is_sparse, "load_states": "missing states"}
         args = SimpleNamespace(**{**vars(ARGS), **flags})
         optimizer = SimpleNamespace(amp_init=lambda place, scope: record.calls.append(("amp_init", place)))
         training = phases.Work(args, "loader", "program", "fetchs", "schedule", optimizer)
@@ -234,40 +234,39 @@ ARGS = SimpleNamespace(
     mask_algo="mask_1d",
 )
 LOAD = [("load_start", "options", None, "program", "place of cpu")]
-LOAD += [("load_averages", "options", None, "program", "place of cpu")]
+LOAD += [("load_states", "options", None, "program", "place of cpu")]
 RESTORE = [(*call[:2], "checkpoint", *call[3:]) for call in LOAD]
 RESTORE += [("restore", "checkpoint", "schedule", "loader", "fetchs", "place of cpu")]
+MASK = ("apply_masks", "program", "place of cpu")
 PRUNE = ("prune", "program", "place of cpu", "mask_1d")
-LOOKAHEAD = ("start_lookahead", "program", "place of cpu")
 
 
-def averages(checkpoint):
-    return ("start_averages", checkpoint, "program", "place of cpu")
+def start(checkpoint, states="missing states"):
+    return ("start_states", states, checkpoint, "program", "place of cpu")
 
 
 @pytest.mark.parametrize(
     ("checkpoint", "state", "flags", "expected"),
     [
-        (None, {}, {}, [*LOAD, LOOKAHEAD, averages(None)]),
-        ("checkpoint", {}, {}, [*RESTORE, averages("restored")]),
-        ("checkpoint", {"has_averages": True}, {}, RESTORE),
-        ("checkpoint", {"has_averages": True}, {"amp": True}, [*RESTORE, ("amp_init", "place of cpu")]),
+        (None, {}, {}, [*LOAD, start(None)]),
+        ("checkpoint", {}, {}, [*RESTORE, start("restored")]),
+        ("checkpoint", {}, {"amp": True}, [*RESTORE, ("amp_init", "place of cpu"), start("restored")]),
         # The lookahead weights and the averages start from pruned weights.
         (
             "checkpoint",
-            {"has_averages": True},
+            {},
             {"prune_model": True, "amp": True},
-            [*RESTORE, ("amp_init", "place of cpu"), PRUNE, LOOKAHEAD, averages("restored")],
+            [*RESTORE, ("amp_init", "place of cpu"), PRUNE, start("restored", "all states of program")],
         ),
-        ("checkpoint", {"has_averages": True, "is_sparse": True}, {"prune_model": True}, RESTORE),
+        ("checkpoint", {"is_sparse": True}, {"prune_model": True}, [*RESTORE, start("restored")]),
         (
             None,
             {"is_sparse": True},
             {"prune_model": True, "asp": True},
-            [*LOAD, LOOKAHEAD, ("describe", "program"), averages(None)],
+            [*LOAD, MASK, ("describe", "program"), start(None)],
         ),
     ],
-    ids=["scratch", "no averages", "averages", "amp", "prune", "pruned", "pruned parameters"],
+    ids=["scratch", "checkpoint", "amp", "prune", "pruned", "pruned parameters"],
 )
 def test_weights_are_loaded_pruned_and_copied_in_this_order(set_weights, checkpoint, state, flags, expected):
     result, calls = set_weights(checkpoint, **state, **flags)
@@ -301,7 +300,7 @@ def test_weights_of_half_precision_evaluations_are_averaged_then_folded(monkeypa
     monkeypatch.setattr(phases.watchdog, "phase", updates.append)
     made = []
     monkeypatch.setattr(
-        phases.averages, "evaluate", lambda *inputs: made.append(inputs) or (lambda: updates.append("averages"))
+        phases.ema, "evaluate", lambda *inputs: made.append(inputs) or (lambda: updates.append("averages"))
     )
     monkeypatch.setattr(phases, "_fold", lambda *inputs: made.append(inputs) or [lambda: updates.append("folded")])
     monkeypatch.setattr(
@@ -352,7 +351,7 @@ def test_custom_kernels_fold_only_convolutions_that_they_fuse(record, flags, exp
 )
 def test_settings_are_described_after_the_epochs_are_chosen(record, monkeypatch, is_needed, is_dry, shows, expected):
     record(phases.agreement, "check_work")
-    record(phases.program, "fused_operators")
+    record(phases, "fused_operators")
     record(phases.budget, "is_needed", "choose")
     record(phases, "_warn_of_bn_momentum", "describe", "stages_from")
     record(phases.report, "start_line")
@@ -402,7 +401,11 @@ def open_data(record, monkeypatch):
     )
     monkeypatch.setattr(phases.durations, "first_pass", lambda settings, timeline: timeline.batches(0))
 
-    def build(args, mode, state=None, trained=None):
+    roots = []
+
+    def build(args, mode, state=None, trained=None, root=None):
+        roots.append(root)
+        assert root is roots[0] and root is not None  # the data set is opened once
         record.calls.append(("build", mode, state, trained))
         return [mode] * (9 if mode is Mode.TRAIN else 4)
 
@@ -410,6 +413,7 @@ def open_data(record, monkeypatch):
 
     def open_data(*flags, checkpoint=None):
         record.calls.clear()
+        roots.clear()
         args = config.parse_args([*TINY, "--from-pretrained-params", "x", "--profile-steps", "1:2", *flags])
         train_loader, eval_loader = phases.open_data(args, checkpoint)
         return train_loader and len(train_loader), eval_loader and len(eval_loader), record.calls
@@ -463,7 +467,7 @@ def test_training_loader_has_the_image_size_of_the_first_stage(open_data, monkey
 
 
 def test_damaged_loader_state_is_attributed_to_the_checkpoint(open_data, monkeypatch):
-    def build(*arguments):
+    def build(*arguments, **options):
         raise phases.dali.StateError("the loader state is damaged (x)")
 
     monkeypatch.setattr(phases.dali, "build_dataloader", build)

@@ -14,15 +14,19 @@ from conftest import NHWC, frozen, phase, read_report
 from helpers import build, random_batches, variable
 from paddle_resnet import config, dali, models, program
 from paddle_resnet.checkpoints import replicas
+from paddle_resnet.checkpoints.variables import LOSS_SCALE
 from paddle_resnet.data import iterators
-from paddle_resnet.job import processes
+from paddle_resnet.job import exchange, processes, watchdog
 from paddle_resnet.models import loss_head
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
 from paddle_resnet.settings import durations
-from paddle_resnet.steps import scalars
-from paddle_resnet.steps.dispatch import Dispatcher
-from paddle_resnet.utils import logger
+from paddle_resnet.step import build as building
+from paddle_resnet.step import compile as compilation
+from paddle_resnet.step import facts, loop, scalars
+from paddle_resnet.step import metrics as step_metrics
+from paddle_resnet.step.dispatch import Dispatcher
+from paddle_resnet.utils import logger, progress
 from paddle_resnet.utils.errors import RunError, UsageError
 from paddle_resnet.utils.meters import AverageMeter, ConfusionMeter
 from paddle_resnet.utils.mode import Mode
@@ -164,10 +168,10 @@ def test_feeds_have_default_dtype():
     ],
 )
 def test_depthwise_convolution_of_paddle_triggers_one_warning(capsys, kernels, start, remedy):
-    program._warn_of_depthwise.cache_clear()
+    compilation._warn_of_depthwise.cache_clear()
     for _ in range(2):
-        program._warn_of_depthwise(kernels, ("7x7, stride 2, 12 channels",))
-        program._warn_of_depthwise(kernels, ())
+        compilation._warn_of_depthwise(kernels, ("7x7, stride 2, 12 channels",))
+        compilation._warn_of_depthwise(kernels, ())
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert error.startswith(f"warning: {start}") and error.rstrip().endswith(remedy)
@@ -245,39 +249,6 @@ def test_momentum_step_excludes_bn_from_weight_decay_by_default(parse):
     ("flags", "expected"),
     [
         ("", []),
-        ("--bn-momentum 0.7", [("set_bn_momentum", 0.7)]),
-        ("--freeze stem", [("stop_gradients",)]),
-        ("--asp --prune-model", [("exclude_classifier",)]),
-        ("--lr-decay-by-layer 0.5", [("rate_factors", 0.5, 1), ("scale_rates",)]),
-        ("--classifier-lr-factor 3", [("rate_factors", 1, 3), ("scale_rates",)]),
-        ("--optimizer RAdam --lr 0.001", [("rectify",)]),
-        ("--clip-grad-norm 2", [("clip_gradients", 2)]),
-        ("--lookahead 5,0.5", [("lookahead", 5, 0.5)]),
-        ("--ema 0.9", [("averages", 0.9, False)]),
-    ],
-)
-def test_flags_determine_the_parts_of_the_update(record, monkeypatch, parse, flags, expected):
-    record(program.parts, "set_bn_momentum", "stop_gradients", "rate_factors")
-    record(program.sparsity, "exclude_classifier")
-    record(program.updates, "scale_rates", "rectify", "clip_gradients", "fix_updates", "place_state")
-    record(program.accumulation, "add_sums")
-    record(program.all_reduces, "adapt_communication")
-    for name in ("lookahead", "averages"):
-        add = partial(lambda *arguments: record.calls.append(arguments), name)
-        monkeypatch.setattr(program, name, SimpleNamespace(add=add))
-    args = parse("--accumulate-steps", "2", *flags.split())
-    args.amp_dtype, args.use_dynamic_loss_scaling = "bfloat16", True  # without --amp
-    program.build(frozen(args), static.Program(), static.Program(), 10)
-    calls = [tuple(argument for argument in call if isinstance(argument, int | float | str)) for call in record.calls]
-    before = [call for call in expected if call[0] not in ("clip_gradients", "lookahead", "averages")]
-    after = expected[len(before) :]
-    assert calls == [*before, ("add_sums", 2), *after, ("fix_updates", False, True), ("adapt_communication", "cpu")]
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ("", []),
         ("--dropout 0.2", ["dropout.seed"]),
         ("--drop-path 0.2", ["drop_path.1.seed"]),
         ("--mixup 0.2", ["mix.columns", "mix.fraction", "mix.rows"]),
@@ -294,7 +265,7 @@ def test_flags_determine_the_scalars_that_the_host_writes(parse, flags, expected
     for is_train in (True, False):
         main = static.Program()
         program.build(args, main, static.Program(), 10, is_train, class_images=np.array([1, 2, 3]))
-        names.append(sorted(name.removeprefix(scalars.PREFIX) for name in scalars.of(main)))
+        names.append(sorted(name.removeprefix(scalars.PREFIX) for name in facts.of(main).inputs))
     assert names == [sorted([*expected, "learning_rate_0"]), []]
 
 
@@ -481,8 +452,8 @@ def test_benchmark_waits_for_gpu_before_and_after_measured_steps(parse, monkeypa
     """Labels on a GPU cannot be checked, and a loader on the CPU does not write to inputs on the GPU."""
     args, trace, options = parse("--benchmark", "--benchmark-warmup-steps", "1", "--benchmark-steps", "2"), Trace(), []
     args.device = "gpu"
-    monkeypatch.setattr(program, "Dispatcher", lambda *args: options.append(args[-2:]) or Dispatcher(*args))
-    monkeypatch.setattr(program.processes, "place", lambda device: device)
+    monkeypatch.setattr(loop, "Dispatcher", lambda *args: options.append(args[-2:]) or Dispatcher(*args))
+    monkeypatch.setattr(processes, "place", lambda device: device)
     monkeypatch.setattr(paddle.device.cuda, "synchronize", trace.events.append)
     program.run(args, Batches(random_batches(3)), trace, COMPILED, fake_fetchs(), 0)
     steps = [[("dispatch", n), *[("read", n)] * 3] for n in range(3)]
@@ -499,8 +470,8 @@ def test_stopped_training_logs_all_its_steps(parse, monkeypatch, accumulate_step
         def __init__(self, log):
             self.add, self.finish = lambda step, *_: logged.append(step), lambda: logged.append("finish")
 
-    monkeypatch.setattr(program, "StepLog", Log)
-    monkeypatch.setattr(program.exchange, "stop_agreed", lambda: next(answers))
+    monkeypatch.setattr(loop, "StepLog", Log)
+    monkeypatch.setattr(exchange, "stop_agreed", lambda: next(answers))
     args = parse("--accumulate-steps", accumulate_steps, "--print-interval", "1")
     compiled = SimpleNamespace(**{**vars(COMPILED), "accumulating": COMPILED})
     with pytest.raises(Preempted):
@@ -510,11 +481,11 @@ def test_stopped_training_logs_all_its_steps(parse, monkeypatch, accumulate_step
 
 def test_evaluation_polls_for_a_stop_every_few_steps(parse, monkeypatch):
     trace, answers, loader = Trace(), iter([False, True]), Batches(random_batches(9))
-    monkeypatch.setattr(program.exchange, "stop_asked", lambda: next(answers))
+    monkeypatch.setattr(exchange, "stop_asked", lambda: next(answers))
     loader.reset = lambda: trace.events.append("reset")
     with pytest.raises(Preempted):
         program.run(parse(), loader, trace, COMPILED, fake_fetchs(), 0, Mode.EVAL)
-    assert trace.steps == program.exchange.STOP_POLL_STEPS
+    assert trace.steps == exchange.STOP_POLL_STEPS
     assert "reset" not in trace.events
 
 
@@ -588,9 +559,9 @@ def test_benchmark_includes_loader_restarts_in_time(parse, monkeypatch, batches)
     monkeypatch.setattr("paddle_resnet.utils.meters.perf_counter", time)
     args = parse("--benchmark", "--benchmark-warmup-steps", "2", "--benchmark-steps", "10", "--print-interval", "1")
     logged = []
-    monkeypatch.setattr(program, "log_info", lambda step, metrics, mode: logged.append(step))
+    monkeypatch.setattr(loop, "log_metrics", lambda step, metrics, mode: logged.append(step))
     loader, exe = TimedLoader(time, batches), TimedExecutor(time)
-    monkeypatch.setattr(program.logger, "elapsed_s", time)
+    monkeypatch.setattr(logger, "elapsed_s", time)
     result = program.run(args, loader, exe, COMPILED, fake_fetchs(), 0)
     # The host has the metrics of the first step after it has dispatched the second step, or before the measurement.
     assert result["first_step_s"] == pytest.approx(100 + 2 * 1.02 + 0.005 * (batches == 1))
@@ -638,8 +609,8 @@ def test_epoch_time_excludes_checkpoints(parse, monkeypatch):
     """A checkpoint contains the metrics of all previous steps. After it is saved, the rank is in the epoch again."""
     time, events, fetchs = FakeTime(), [], fake_fetchs()
     monkeypatch.setattr("paddle_resnet.utils.meters.perf_counter", time)
-    monkeypatch.setattr(program.watchdog, "phase", events.append)
-    monkeypatch.setattr(program.watchdog, "step", lambda step, waits=False: events.append((step, waits)))
+    monkeypatch.setattr(watchdog, "phase", events.append)
+    monkeypatch.setattr(watchdog, "step", lambda step, waits=False: events.append((step, waits)))
     loader = TimedLoader(time, 3)
     loader.step = 0
 
@@ -648,7 +619,7 @@ def test_epoch_time_excludes_checkpoints(parse, monkeypatch):
         time.now += 60
 
     args = parse("--save-interval-steps", "1")
-    result = program.run_and_save(
+    result = loop.run_and_save(
         args, loader, TimedExecutor(time), COMPILED, fetchs, 5, Mode.TRAIN, lr_scheduler=None, save=save
     )
     steps = [[(step, True), (step, False)] for step in range(3)]
@@ -666,13 +637,13 @@ def test_accumulation_affects_checkpoints_but_not_evaluation(parse):
     compiled = SimpleNamespace(**{**vars(COMPILED), "accumulating": COMPILED})
     batches = random_batches(7)
     options = compiled, fake_fetchs(), 0, Mode.TRAIN, None, lambda *position: saved.append(position)
-    result = program.run_and_save(args, Batches(batches), Trace(), *options)
+    result = loop.run_and_save(args, Batches(batches), Trace(), *options)
     assert saved == [(0, 2), (0, 4)] and result["images"] == 48
-    program.run_and_save(args, Rest(batches), Trace(), *options)
+    loop.run_and_save(args, Rest(batches), Trace(), *options)
     assert saved[2:] == [(0, 4)]
     loader = Batches(batches)
     loader.reset = lambda: pytest.fail("the next call continues the epoch")
-    assert program.run_and_save(args, loader, Trace(), *options, end_step=4)["steps"] == 4
+    assert loop.run_and_save(args, loader, Trace(), *options, end_step=4)["steps"] == 4
     result = program.run(args, Batches(batches), Trace(), COMPILED, fake_fetchs(), 0, Mode.EVAL)
     assert (result["images"], result["steps"]) == (56, 7)
 
@@ -694,16 +665,16 @@ def test_ranks_are_compared_after_every_interval(parse, monkeypatch, flags, done
     compiled = SimpleNamespace(**{**vars(COMPILED), "accumulating": COMPILED, "source": "the program"})
     monkeypatch.setattr(replicas, "INTERVAL_STEPS", 2)
     monkeypatch.setattr(replicas, "check", lambda *call: checks.append(call))
-    monkeypatch.setattr(program.watchdog, "phase", phases.append)
+    monkeypatch.setattr(watchdog, "phase", phases.append)
     for count in (1, 2):
         several = SimpleNamespace(**{**vars(processes), "world_size": lambda count=count: count})
-        monkeypatch.setattr(program, "processes", several)
+        monkeypatch.setattr(loop, "processes", several)
         for mode in (Mode.EVAL, Mode.TRAIN):
             assert not checks
             schedule = paddle.optimizer.lr.StepDecay(0.1, 10)
             schedule.last_epoch = done
             options = compiled, fake_fetchs(), 3, mode, schedule, lambda *position: None
-            program.run_and_save(parse(*flags), Batches(random_batches(5)), Trace(), *options)
+            loop.run_and_save(parse(*flags), Batches(random_batches(5)), Trace(), *options)
     assert checks == [("the program", f"before step {step} of epoch 3") for step in expected]
     assert phases.count("comparison of parameters") == len(checks)
 
@@ -723,7 +694,7 @@ def on_two_ranks(monkeypatch, function, *arguments):
         local.rank = rank
         return function(*arguments[rank])
 
-    monkeypatch.setattr(program.exchange, "all_gather", all_gather)
+    monkeypatch.setattr(exchange, "all_gather", all_gather)
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(call, range(2)))
 
@@ -739,7 +710,7 @@ def test_metrics_are_combined_over_ranks(monkeypatch):
         data_times = [time / 4 for time in times]
         clock = SimpleNamespace(images=2 * len(times), batch_times=times, data_times=data_times)
         ranks.append(({"loss": meter}, clock, False))
-    first, second = on_two_ranks(monkeypatch, program._over_all_processes, *ranks)
+    first, second = on_two_ranks(monkeypatch, step_metrics.over_all_processes, *ranks)
     assert first == second
     assert (first["loss"], first["images"], first["steps"]) == (5, 6, 2)
     assert (first["epoch_time"], first["ips"]) == (8, 6 / 8)
@@ -752,7 +723,7 @@ def test_confusion_matrices_are_summed_over_ranks(monkeypatch):
         meter = ConfusionMeter(3)
         meter.update(np.array(pairs), len(pairs))
         ranks.append((meter,))
-    for actual in on_two_ranks(monkeypatch, program._confusion_over_all_processes, *ranks):
+    for actual in on_two_ranks(monkeypatch, step_metrics.confusion_over_all_processes, *ranks):
         np.testing.assert_array_equal(actual["confusion"], [[0, 1, 2], [0, 2, 1], [2, 2, 1]])
         np.testing.assert_array_equal(actual["class_top1"], [0, np.nan, 1])
 
@@ -761,7 +732,7 @@ def test_confusion_counts_need_no_matrix():
     """As a matrix, the counts of 2^20 classes would need 8 TiB."""
     meter = ConfusionMeter(2**20)
     meter.update(np.array([[2**20 - 1, 2**20 - 1], [2**20 - 1, 0]]), 2)
-    actual = program._confusion_over_all_processes(meter)
+    actual = step_metrics.confusion_over_all_processes(meter)
     np.testing.assert_array_equal(actual["confusion"], [[2**20 - 1, 0, 1], [2**20 - 1, 2**20 - 1, 1]])
     assert actual["class_top1"][-1] == 0.5
 
@@ -770,8 +741,8 @@ def test_confusion_counts_need_no_matrix():
 def test_progress_estimates_remaining_time(parse, monkeypatch, capsys, accumulate_steps):
     time, shown = FakeTime(), []
     monkeypatch.setattr("paddle_resnet.utils.meters.perf_counter", time)
-    monkeypatch.setattr(program.progress, "is_due", lambda: True)
-    monkeypatch.setattr(program.progress, "show", lambda *line: shown.append(line))
+    monkeypatch.setattr(progress, "is_due", lambda: True)
+    monkeypatch.setattr(progress, "show", lambda *line: shown.append(line))
     loader = TimedLoader(time, 4)
     loader.step = 0
     args = parse("--epochs", "4", "--accumulate-steps", accumulate_steps)
@@ -797,11 +768,11 @@ def test_progress_estimates_remaining_time(parse, monkeypatch, capsys, accumulat
 def test_progress_shows_memory_of_the_gpu(parse, monkeypatch):
     args, shown = parse(), []
     args.device = "gpu"
-    monkeypatch.setattr(program.progress, "is_due", lambda: True)
-    monkeypatch.setattr(program.progress, "show", lambda *line: shown.append(line[-1]))
-    monkeypatch.setattr(program.processes, "local_gpu", lambda: 2)
+    monkeypatch.setattr(progress, "is_due", lambda: True)
+    monkeypatch.setattr(progress, "show", lambda *line: shown.append(line[-1]))
+    monkeypatch.setattr(processes, "local_gpu", lambda: 2)
     monkeypatch.setattr(paddle.device.cuda, "max_memory_allocated", lambda gpu: 3 * 2**29 if gpu == 2 else 0)
-    monkeypatch.setattr(program.processes, "place", lambda device: device)
+    monkeypatch.setattr(processes, "place", lambda device: device)
     monkeypatch.setattr(paddle.device.cuda, "synchronize", lambda place: None)
     program.run(args, Batches(random_batches(1)), Trace(), COMPILED, fake_fetchs(), 0)
     assert shown[0][1:] == ["GPU memory 1.5 GiB"]
@@ -829,11 +800,11 @@ def test_accumulation_requires_loader_with_length(parse):
 def test_strategy_fuses_operators_only_in_training_on_gpu(parse, monkeypatch):
     args = parse()
     on_cpu = program.create_strategy(args)[0]
-    assert all(getattr(on_cpu, n) == getattr(static.BuildStrategy(), n) for n in program.FUSED_OPERATORS)
+    assert all(getattr(on_cpu, n) == getattr(static.BuildStrategy(), n) for n in compilation.FUSED_OPERATORS)
     args.device = "gpu"
     strategy, execution_strategy = program.create_strategy(args)
     assert execution_strategy is None
-    supported = [name for name in program.FUSED_OPERATORS if hasattr(strategy, name)]
+    supported = [name for name in compilation.FUSED_OPERATORS if hasattr(strategy, name)]
     assert all(getattr(strategy, name) for name in supported)
     in_evaluation = program.create_strategy(args, is_train=False)[0]
     assert all(getattr(in_evaluation, name) == getattr(on_cpu, name) for name in supported)
@@ -842,13 +813,13 @@ def test_strategy_fuses_operators_only_in_training_on_gpu(parse, monkeypatch):
     args.amp = True
     in_bfloat16 = program.create_strategy(args)[0]
     assert {name for name in supported if not getattr(in_bfloat16, name)} == {"fuse_elewise_add_act_ops"}
-    monkeypatch.setattr(program, "FUSED_OPERATORS", ("only_in_other_versions",))
+    monkeypatch.setattr(compilation, "FUSED_OPERATORS", ("only_in_other_versions",))
     program.create_strategy(args)
 
 
 def test_all_programs_of_a_training_step_use_options_for_training(parse, monkeypatch):
-    modes, create = [], program.create_strategy
-    monkeypatch.setattr(program, "create_strategy", lambda args, mode: modes.append(mode) or create(args, mode))
+    modes, create = [], compilation.build_strategy
+    monkeypatch.setattr(compilation, "build_strategy", lambda args, mode: modes.append(mode) or create(args, mode))
     for is_train in (True, False):
         build(parse("--accumulate-steps", "2"), is_train)
     assert modes == [True, True, False]
@@ -858,23 +829,18 @@ def test_slow_depthwise_convolutions_are_reported_only_on_gpu(parse, monkeypatch
     warnings = []
     args = parse(*NHWC, "--model-arch-name", "TinyMobile", "--kernels", "paddle", "--cuda-graph", "false")
     main = build(args, is_train=False)[-1]
-    monkeypatch.setattr(program, "_warn_of_depthwise", lambda *arguments: warnings.append(arguments))
-    monkeypatch.setattr(program.processes, "place", lambda device: device)
+    monkeypatch.setattr(compilation, "_warn_of_depthwise", lambda *arguments: warnings.append(arguments))
+    monkeypatch.setattr(processes, "place", lambda device: device)
     for device in ("cpu", "gpu"):
         program.compile_prog(frozen(args.copy(device=device)), main, is_train=False)
     [(kernels, layers)] = warnings
     assert kernels == "paddle" and "3x3, stride 1, 32 channels" in layers
 
 
-@pytest.mark.parametrize("is_train", [True, False])
-def test_unsupported_fuse_resunit_is_an_error_only_if_it_is_inherited(parse, capsys, is_train):
-    """The flag on the command line is only a warning; see tests/test_train.py."""
+def test_fuse_resunit_has_no_effect(parse, capsys):
     args = parse("--fuse-resunit")
     assert not args.fuse_resunit
-    assert "warning: --fuse-resunit: has no effect, because this build of Paddle" in capsys.readouterr().err
-    program.create_strategy(args, is_train)
-    with pytest.raises(UsageError, match="^--fuse-resunit: this build .*; use --fuse-resunit false$"):
-        program.create_strategy(args.copy(fuse_resunit=True), is_train)
+    assert "warning: --fuse-resunit: has no effect; remove the flag" in capsys.readouterr().err
 
 
 class Losses:
@@ -923,7 +889,7 @@ def test_mean_loss_omits_non_finite_losses_of_all_ranks(parse, monkeypatch):
         other = [8 * 8, 16, 8.0, 16, 8.0, 16, 16, 0, *own[8:]]
         return np.array([own, other])
 
-    monkeypatch.setattr(program.exchange, "all_gather", all_gather)
+    monkeypatch.setattr(exchange, "all_gather", all_gather)
     result = program.run(parse(), Batches(random_batches(2)), Losses([1, INF]), COMPILED, fake_fetchs(), 0)
     assert sent_values[0][:8] == [8, 8, 8, 16, 8, 16, 16, 8]
     assert (result["loss"], result["not_finite"], result["images"]) == (3, 8, 32)
@@ -934,7 +900,7 @@ def test_steps_skipped_by_loss_scaling_do_not_count_as_non_finite(parse, scale, 
     """Dynamic loss scaling handles overflows until the loss scale has reached its minimum."""
     args = parse("--max-bad-steps", "3")
     args.use_dynamic_loss_scaling = True  # the test sets the value directly, because --amp requires a GPU
-    static.global_scope().var(program.LOSS_SCALE).get_tensor().set(np.float32([scale]), paddle.CPUPlace())
+    static.global_scope().var(LOSS_SCALE).get_tensor().set(np.float32([scale]), paddle.CPUPlace())
     if stops:
         with pytest.raises(RunError, match="up to step 2 of epoch 0"):
             program.run(args, Batches(random_batches(6)), Losses([INF] * 6), COMPILED, fake_fetchs(), 0)
@@ -947,21 +913,21 @@ def test_steps_skipped_by_loss_scaling_do_not_count_as_non_finite(parse, scale, 
 
 def test_fused_operators_are_counted(parse, monkeypatch):
     """This test covers the only kind of fusion that Paddle's CPU build supports."""
-    strategy = program.create_strategy
+    strategy = compilation.build_strategy
 
     def fusing(args, is_train=True):
         result = strategy(args, is_train)
-        result[0].fuse_elewise_add_act_ops = True
+        result.fuse_elewise_add_act_ops = True
         return result
 
     args = parse()
     compiled, *_ = build(args)
-    assert program.fused_operators(args, compiled) == {}
-    monkeypatch.setattr(program, "create_strategy", fusing)
+    assert compilation.fused_operators(args, compiled) == {}
+    monkeypatch.setattr(compilation, "build_strategy", fusing)
     compiled, exe, fetchs, *_ = build(args)
     # The residual unit ends with relu(a + b), which is fused in the forward and backward passes.
     counts = {"fused_elemwise_add_activation": 1, "fused_elemwise_add_activation_grad": 1}
-    assert program.fused_operators(args, compiled) == counts
+    assert compilation.fused_operators(args, compiled) == counts
     images, labels = random_batches(1)[0]
     loss = exe.run(compiled, {"data": images, "label": labels}, [fetchs["loss"][0]])[0]
     assert np.isfinite(loss)
@@ -978,15 +944,15 @@ class Shifted(ResNet):
 def test_fused_addition_does_not_change_results_of_broadcast_additions(parse, monkeypatch, network):
     """If the bias has the shape [1, C, 1, 1], Paddle's fused operator computes only the first image of a batch."""
     monkeypatch.setitem(models.MODELS, "Tiny", partial(network, BottleneckBlock, (1, 1), width=8))
-    args, batches, strategy = parse(), random_batches(2), program.create_strategy
+    args, batches, strategy = parse(), random_batches(2), compilation.build_strategy
 
     def fusing(args, is_train=True):
         result = strategy(args, is_train)
-        result[0].fuse_elewise_add_act_ops = True
+        result.fuse_elewise_add_act_ops = True
         return result
 
     expected = losses(args, batches)
-    monkeypatch.setattr(program, "create_strategy", fusing)
+    monkeypatch.setattr(compilation, "build_strategy", fusing)
     assert losses(args, batches) == pytest.approx(expected, rel=1e-5)
 
 
@@ -994,9 +960,9 @@ def test_batch_may_contain_additional_feeds(parse, monkeypatch):
     """The additional feed contains class weights (soft labels), which replace the labels in the loss function."""
     args, [(images, labels)] = parse("--lr", "0"), random_batches(1)
     expected = [losses(args, [(images, (labels + k) % 3)])[0] for k in (0, 1)]
-    create_feeds = program.create_feeds
+    feeds = building.feeds_of
     monkeypatch.setattr(
-        program, "create_feeds", lambda shape: create_feeds(shape) | {"weights": static.data("weights", [None, 3])}
+        building, "feeds_of", lambda shape: feeds(shape) | {"weights": static.data("weights", [None, 3])}
     )
     compiled, exe, fetchs, _, _ = build(args)
     for k in (0, 1):

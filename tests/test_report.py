@@ -15,8 +15,8 @@ from paddle import static
 
 from conftest import assert_one_error, losses, phase, read_report
 from paddle_resnet import program, report, train
+from paddle_resnet.components import sparsity
 from paddle_resnet.job import exchange, processes
-from paddle_resnet.optimizers import sparsity
 from paddle_resnet.results import page, reading
 from paddle_resnet.settings.groups import output
 from paddle_resnet.utils.errors import RunError, UsageError, python
@@ -517,8 +517,7 @@ def test_start_line_lists_operators_learning_rate_and_steps(parse, monkeypatch):
         ({"dali_num_threads": 2}, "--dali-num-threads 6"),
         ({"dali_device": "cpu"}, "--dali-device gpu"),
         ({"hw_decoder_load": 0.5}, "--hw-decoder-load 0.9"),
-        ({}, "--cpu-decoder-load 0.1"),
-        ({"cpu_decoder_load": 0.2}, "--dali-prefetch 6"),
+        ({}, "--dali-prefetch 6"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

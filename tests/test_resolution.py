@@ -46,8 +46,8 @@ def test_bfloat16_on_old_gpu_is_an_error(monkeypatch):
 )
 def test_default_image_channels_depend_on_device_and_layout(monkeypatch, device, flags, channels):
     monkeypatch.setattr(gpus, "resolve", lambda *args: device)
-    # A GPU may also decode with an explicit --dali-device, and share the decoding with the CPU.
-    decoding = "--dali-device gpu --cpu-decoder-load 0.5" if device == "gpu" else ""
+    # A GPU may also decode with an explicit --dali-device.
+    decoding = "--dali-device gpu" if device == "gpu" else ""
     args = config.parse_args([*flags.split(), *decoding.split()])
     resolve(args)
     assert args.image_shape == [channels, args.crop_size, args.crop_size]
@@ -57,17 +57,15 @@ def test_default_image_channels_depend_on_device_and_layout(monkeypatch, device,
     assert inherited.image_shape == [7 - channels, 32, 32]
 
 
-@pytest.mark.parametrize("is_one_host", [True, False])
 @pytest.mark.parametrize("flags", ["", "--profile-steps 3:4", "--data-layout NCHW", "--kernels paddle"])
-def test_steps_are_captured_with_custom_kernels_on_one_host_unless_they_are_traced(monkeypatch, flags, is_one_host):
+def test_steps_are_captured_with_custom_kernels_unless_they_are_traced(monkeypatch, flags):
     monkeypatch.setattr(gpus, "resolve", lambda *args: "gpu")
     monkeypatch.setattr(native, "load", lambda capability: None)
     monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda index: (9, 0))
-    monkeypatch.setattr(processes, "is_one_host", lambda: is_one_host)
     args = config.parse_args(["--data-layout", "NHWC", *flags.split()])
     resolve(args)
     resolution.resolve_kernels(args)
-    assert bool(args.cuda_graph) == (is_one_host and not flags)
+    assert bool(args.cuda_graph) == (not flags)
 
 
 @pytest.mark.parametrize(
@@ -75,10 +73,6 @@ def test_steps_are_captured_with_custom_kernels_on_one_host_unless_they_are_trac
     [
         ("--amp", "--amp: requires a GPU, but this run is on the CPU, which has no float16 kernels; use --amp false"),
         ("--dali-device gpu", "--dali-device gpu: requires a GPU, but this run is on the CPU; use --dali-device cpu"),
-        (
-            "--cpu-decoder-load 0.5",
-            "--cpu-decoder-load 0.5: with --dali-device cpu, the CPU decodes all images; remove",
-        ),
     ],
 )
 def test_flags_that_require_a_gpu_are_errors_on_a_cpu(flags, message):

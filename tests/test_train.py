@@ -15,20 +15,19 @@ import yaml
 
 from conftest import NHWC, ROOT, TINY, assert_one_error, assert_sparse, frozen, losses, phase
 from helpers import NVIDIA_SCRIPTS
-from paddle_resnet import config, export, models, phases, program, train
+from paddle_resnet import config, export, models, phases, program, startup, train
 from paddle_resnet.checkpoints import saver
 from paddle_resnet.components import stages
-from paddle_resnet.data import listing
+from paddle_resnet.data.formats import folder as class_folders
 from paddle_resnet.job import fleet
 from paddle_resnet.machine import compat
 from paddle_resnet.optimizers import schedules
 from paddle_resnet.passes import all_reduces
 from paddle_resnet.settings import durations
-from paddle_resnet.utils.errors import RunError
+from paddle_resnet.step import loop
 from paddle_resnet.utils.mode import Mode
 
 ON_GPU = paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0
-HAS_RESIDUAL_UNITS = compat.fuse_residual_units(paddle.static.BuildStrategy())
 pytestmark = pytest.mark.usefixtures("one_block")
 
 # The recipes, except those that choose their flags at the start of a run, which tests/test_recipe.py tests.
@@ -52,15 +51,16 @@ PHASES += ("compile_programs", "check_and_describe")
     ids=["train", "two processes", "benchmark", "eval", "dry run", "done"],
 )
 def test_phases_run_in_order(record, monkeypatch, flags, processes, is_done, last):
-    record(train, "check_environment", "_run_epochs", "_benchmark_training", "_evaluate_only")
-    record(train.listing, "check_root")
-    record(train.progress, "phase")
+    record(train, "_run_epochs", "_benchmark_training", "_evaluate_only")
+    record(startup, "check_environment")
+    record(startup.layout, "check_root")
+    record(startup.progress, "phase")
     record(train.report, "all_done")
     record(compat, "check_version")
     record(fleet, "connect")
     record(phases, *PHASES)
     record(program, "start_fleet")
-    monkeypatch.setattr(train, "world_size", lambda: processes)
+    monkeypatch.setattr(startup, "world_size", lambda: processes)
     args = config.parse_args([*TINY, "--image-root", "photos", "--comm-timeout-s", "55", *flags])
     training, evaluation = None if "eval_only" in flags else "training", "evaluation"
     record.results |= {"find_start": "checkpoint", "is_done": is_done, "open_data": ("train loader", "eval loader")}
@@ -88,14 +88,6 @@ def test_phases_run_in_order(record, monkeypatch, flags, processes, is_done, las
     if last == "_run_epochs":
         assert calls["check_and_describe"][2:] == ["restored checkpoint", "compiled", evaluation]
         assert calls[last][3:] == ["restored checkpoint", "trained", evaluation]
-
-
-def test_paddle_that_cannot_be_imported_is_a_failure(monkeypatch):
-    monkeypatch.setattr(compat, "check_version", lambda: importlib.import_module("missing"))
-    with pytest.raises(
-        RunError, match="^Paddle or DALI: cannot be imported .No module named 'missing'.; run .*doctor$"
-    ):
-        train._run(config.parse_args([*TINY, "--data-format", "synthetic"]), [])
 
 
 STOPS = [
@@ -214,7 +206,8 @@ def test_error_saves_results_of_training(run_epochs, failing, trained):
 
 def test_metrics_of_an_epoch_are_logged_except_in_benchmarks(record, monkeypatch):
     """Weights for the evaluation are computed before the evaluation."""
-    record(program, "run_and_save", "run", "log_info")
+    record(loop, "run_and_save")
+    record(program, "run", "log_info")
     record(train.report, "write_classes")
     record.results |= {"run_and_save": {"loss": 1}, "run": {"loss": 2}, "write_classes": "without arrays"}
     args = SimpleNamespace(benchmark=False)
@@ -455,13 +448,13 @@ def test_label_outside_classes_stops_the_run(run_train, capsys, monkeypatch, bad
     """Some labels of record files are not read before the first step. If such a label is invalid, the run must stop
     when it reads the label. The label must neither cause NaN gradients nor count as a different class."""
 
-    original = listing.list_folder
+    original = class_folders.index
 
-    def list_folder(image_root, mode, *more):
-        files, labels, classes = original(image_root, mode, *more)
-        return files, [*labels[:-1], label if mode is bad else labels[-1]], classes
+    def index(image_root, mode, *more):
+        listed = original(image_root, mode, *more)
+        return listed._replace(labels=[*listed.labels[:-1], label if mode is bad else listed.labels[-1]])
 
-    monkeypatch.setattr(listing, "list_folder", list_folder)
+    monkeypatch.setattr(class_folders, "index", index)
     assert run_train(*flags)[0] == 2
     assert_one_error(capsys.readouterr().err, ["label that is not a class of the network", "--num-of-class"])
 
@@ -532,7 +525,7 @@ def test_scripts_of_nvidia_example_train_and_their_export_command_works(
     assert code == 0
     assert np.isfinite(list(losses(report).values())).all()
     warnings = capsys.readouterr().err
-    assert ("--fuse-resunit: has no effect" in warnings) == ("--fuse-resunit" in words and not HAS_RESIDUAL_UNITS)
+    assert ("--fuse-resunit: has no effect" in warnings) == ("--fuse-resunit" in words)
     if "--inference-dir" in words:
         command = re.search(
             r"--inference-dir (\S+): .*; after training, run \S+ -m paddle_resnet.export (.*)", warnings
@@ -541,7 +534,6 @@ def test_scripts_of_nvidia_example_train_and_their_export_command_works(
         assert (tmp_path / command[1] / "model.json").is_file()
 
 
-@pytest.mark.skipif(HAS_RESIDUAL_UNITS, reason="tests builds of Paddle without fused residual units")
 def test_flags_without_effect_do_not_differ_from_checkpoint_on_resume(run_train, capsys):
     flags = ["--fuse-resunit", "--inference-dir", "exported"]
     assert run_train(*flags)[0] == 0

@@ -11,11 +11,11 @@ from PIL import Image, ImageOps
 from conftest import NHWC, frozen, phase
 from paddle_resnet import export, predict, program
 from paddle_resnet.checkpoints import variables
+from paddle_resnet.components import quantization
 from paddle_resnet.models import loss_head
 from paddle_resnet.native import build as native
-from paddle_resnet.passes import quantization
 from paddle_resnet.serving import image_files, inference
-from paddle_resnet.steps import cuda_graph
+from paddle_resnet.step import cuda_graph
 
 NATIVE = [*NHWC, "--kernels", "native"]
 PROGRAMS = {"NCHW": [], "NHWC, 4 channels": NHWC, "QAT": ["--qat"]}

@@ -223,7 +223,7 @@ def test_evaluation_uses_its_arguments_and_the_five_largest_logits(monkeypatch):
     monkeypatch.setattr(inference, "resolve_device", {"auto": "gpu"}.get)
     monkeypatch.setattr(networks, "load_checkpoint", load)
     monkeypatch.setattr(inference, "loader_args", loader_args)
-    monkeypatch.setattr(weights.listing, "detect", lambda root, mode: {("root", Mode.EVAL): "lmdb"}[root, mode])
+    monkeypatch.setattr(weights.layout, "detect", lambda root, mode: {("root", Mode.EVAL): "lmdb"}[root, mode])
     monkeypatch.setattr(restore, "recorded_classes", {"meta": ["a"]}.get)
     monkeypatch.setattr(dali, "build_dataloader", build)
     result = weights.evaluate("checkpoint", Path("root"), threads=3)

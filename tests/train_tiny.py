@@ -22,15 +22,18 @@ import paddle
 from paddle import static
 
 import few_blocks
+from paddle_resnet.data import decoding
+from paddle_resnet.data import iterators
+from paddle_resnet.data import loader as loader_module
 from paddle_resnet import train
-from paddle_resnet import dali, lr_find, models, program
+from paddle_resnet import lr_find, models
 from paddle_resnet.checkpoints import replicas, variables
 from paddle_resnet.checkpoints.saver import Saver
 from paddle_resnet.job import exchange, fleet, processes
 from paddle_resnet.models import layers
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
-from paddle_resnet.passes import averages
-from paddle_resnet.steps import cuda_graph
+from paddle_resnet.components import ema
+from paddle_resnet.step import build, cuda_graph
 from paddle_resnet.utils import signals
 from paddle_resnet.utils.mode import Mode
 
@@ -150,7 +153,7 @@ def slow(function, seconds):
     return wrapped
 
 
-class Shares(dali.SyntheticIterator):
+class Shares(iterators.SyntheticIterator):
     """A loader that yields this process's share of the global batch of each step."""
 
     def __next__(self):
@@ -196,7 +199,7 @@ def write_state(save):
     def wrapped(self, epoch, step=None, *args, **keywords):
         if step is None:
             arrays = {name: array for state in variables.snapshot(self._program) for name, array in state.items()}
-            arrays |= {name: variables.read(name) for name in averages.of(self._program).values()}
+            arrays |= {name: variables.read(name) for name in ema.of(self._program).values()}
             np.savez(f"{options.parameters}/epoch{epoch}_rank{processes.rank()}.npz", **arrays)
         return save(self, epoch, step, *args, **keywords)
 
@@ -209,14 +212,14 @@ if __name__ == "__main__":
         few_blocks.shrink()
     models.MODELS["Tiny"] = partial(ResNet, BottleneckBlock, (1,) * options.stages, width=8)
     models.MODELS["Plain"] = models.MODELS["Tiny"]
-    dali.PREALLOCATE_WIDTH = dali.PREALLOCATE_HEIGHT = 0
+    decoding.PREALLOCATE_WIDTH = decoding.PREALLOCATE_HEIGHT = 0
     if "Plain" in sys.argv:
         layers.BatchNorm = paddle.nn.Identity
     if options.shares:
-        dali.SyntheticIterator = Shares
-        dali.SYNTHETIC_SIZE = {Mode.TRAIN: 48, Mode.EVAL: 24}
+        iterators.SyntheticIterator = Shares
+        loader_module.SYNTHETIC_SIZE = {Mode.TRAIN: 48, Mode.EVAL: 24}
     if options.scaling:
-        program.dist_optimizer = scale_losses(program.dist_optimizer)
+        build.wrap_optimizer = scale_losses(build.wrap_optimizer)
     if options.unfused:
         fleet.fleet.init = unfused(fleet.fleet.init)
     if options.parameters:

@@ -8,16 +8,15 @@ of a different network from then on, and rank 0 saves a network that the other r
 import zlib
 
 import numpy as np
-import paddle
 
+from paddle_resnet import graph
 from paddle_resnet.checkpoints import variables
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.job.position import ranks
-from paddle_resnet.passes import averages
+from paddle_resnet.step import facts
 from paddle_resnet.utils.errors import RunError
 
 INTERVAL_STEPS = 1000  # training steps between two checks; the variables are also checked before each checkpoint
-_OpRole = paddle.base.core.op_proto_and_checker_maker.OpRole
 
 
 def names(program):
@@ -30,8 +29,8 @@ def names(program):
     of a parameter is included, although the next update overwrites it with its master weight.
     """
     ops = program.global_block().ops
-    own = {name for op in ops if op.attr("op_role") == int(_OpRole.Forward) for name in op.output_arg_names}
-    own |= {average for name, average in averages.of(program).items() if name in own}
+    own = {name for op in ops if op.attr("op_role") == graph.FORWARD for name in op.output_arg_names}
+    own |= {follower for state in facts.of(program).states for name, follower in state.variables.items() if name in own}
     return sorted({variable.name for variable in variables.saved(program)} - own)
 
 

@@ -259,9 +259,8 @@ class Saver:
             f"{self._args.model_prefix}.pdparams": pickled(params),
             f"{self._args.model_prefix}.pdopt": pickled(optimizer),
         }
-        averaged = variables.averaged(self._program, params)
-        if averaged is not None:
-            files[f"{self._args.model_prefix}{variables.AVERAGED}"] = pickled(averaged)
+        own_files = variables.own_files(self._program, params)
+        files |= {f"{self._args.model_prefix}{suffix}": pickled(state) for suffix, state in own_files.items()}
         files |= {f"bn_rank{r}.npz": _bytes(arrays) for r, (_, arrays) in enumerate(ranks) if arrays}
         meta = {
             "run": self._run,
@@ -286,7 +285,7 @@ class Saver:
         }
         name = _name(epoch, step)
         self.folder = self._root / name
-        self._pending = self._writer.submit(self._write, name, files, meta, [params, optimizer, averaged or {}])
+        self._pending = self._writer.submit(self._write, name, files, meta, [params, optimizer, *own_files.values()])
 
     def save_on_error(self, error, epoch, step, trained):
         """Save the state after an error if a resumed run can continue from this state. This is the case if a stop was

@@ -16,17 +16,18 @@ import paddle
 from paddle import static
 
 from paddle_resnet.checkpoints import arrays, folders
+from paddle_resnet.components import ema, quantization
+from paddle_resnet.components.sparsity import MASK, has_masks_of_signed_search
 from paddle_resnet.models import ends
-from paddle_resnet.optimizers.sparsity import MASK, has_masks_of_signed_search
-from paddle_resnet.passes import accumulation, averages, lookahead, quantization
 from paddle_resnet.settings.values import FlagValue
-from paddle_resnet.steps import scalars
+from paddle_resnet.step import facts, scalars
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
 
 LOSS_SCALE = "loss_scaling_0"  # Paddle's name for the variable that contains the loss scale
 MASTER = "_fp32_master_0"  # suffix of the float32 master copy of a half-precision parameter
-AVERAGED = ".pdema"  # suffix of the file with the EMA weights (--ema)
+AVERAGED = ".pdema"  # suffix of the file with the EMA weights (--ema), which evaluations read
+OPTIMIZER = ".pdopt"
 
 
 @dataclass(frozen=True)
@@ -145,51 +146,62 @@ def _read_weights(path, label, log=logger.info):
     return _read(path, label)
 
 
-def load_averages(options, checkpoint, program, place):
-    """Load the EMA weights of a training program (--ema) from a checkpoint, if the checkpoint contains EMA weights.
+def states(program):
+    """Return the list of the facts.State of a training program."""
+    return facts.of(program).states
 
+
+def load_states(options, checkpoint, program, place):
+    """Load the states of a training program that have a file of their own (facts.State) from a checkpoint. load() loads
+    those in PREFIX.pdopt.
+
+    Args:
+        options: LoadOptions.
+        checkpoint: restore.StartCheckpoint or None.
+        program: training Program.
+        place: device of the program.
     Returns:
-        False if the program has EMA weights, but the checkpoint is None or has none, otherwise True.
+        list of the states that the checkpoint does not contain.
     Raises:
         UsageError: a file is damaged, cannot be read or does not match the model.
     """
-    names = averages.of(program)
-    if not names:
-        return True
     if checkpoint is None:
-        return False
-    prefix = _prefix(options, checkpoint.folder, checkpoint.label)
-    path = Path(f"{prefix}{AVERAGED}")
-    if not folders.contains(path):
-        return False
-    state = _read(path, checkpoint.label)
-    state = {average: state[name] for name, average in names.items() if name in state}
-    shapes = {name: _shape(_tensor(name).shape()) for name in names.values()}
-    _load_strictly(shapes, state, checkpoint.label, place, "--model-arch-name", options.is_verbose)
-    return True
+        return states(program)
+    prefix, missing = _prefix(options, checkpoint.folder, checkpoint.label), []
+    for state in states(program):
+        if not state.variables or state.file in (None, OPTIMIZER):
+            continue
+        path = Path(f"{prefix}{state.file}")
+        if not folders.contains(path):
+            missing.append(state)
+            continue
+        saved = _read(path, checkpoint.label)
+        saved = {variable: saved[name] for name, variable in state.variables.items() if name in saved}
+        shapes = {name: _shape(_tensor(name).shape()) for name in state.variables.values()}
+        _load_strictly(shapes, saved, checkpoint.label, place, "--model-arch-name", options.is_verbose)
+    return missing
 
 
-def start_averages(checkpoint, program, place):
-    """Initialize the EMA weights of a training program (--ema) with the program's weights and BN statistics."""
+def start_states(missing, checkpoint, program, place):
+    """Initialize the states `missing` of a training program with its current weights and BN statistics."""
     params, _ = snapshot(program)
-    for name, average in averages.of(program).items():
-        set_variable(average, params[name], place)
-    if checkpoint is not None:
-        logger.info(f"--ema: EMA weights initialized with the weights of {checkpoint.folder}")
+    for state in missing:
+        if not state.starts_as_source:
+            continue
+        for name, variable in state.variables.items():
+            set_variable(variable, params[name], place)
+        if checkpoint is not None and state.variables and state.file != OPTIMIZER:
+            logger.info(f"{state.what} initialized with the weights of {checkpoint.folder}")
 
 
-def start_lookahead(program, place):
-    """Initialize the slow weights of a training program (--lookahead) with the program's weights."""
-    params, _ = snapshot(program)
-    for name, slow in lookahead.of(program).items():
-        set_variable(slow, params[name], place)
-
-
-def averaged(program, params):
-    """Return the content of PREFIX.pdema: the parameters `params` that snapshot() returned, with each weight replaced
-    by its EMA. Return None if the program has no EMA weights."""
-    names = averages.of(program)
-    return {**params, **{name: read(average) for name, average in names.items()}} if names else None
+def own_files(program, params):
+    """Return the content of the files of states (facts.State), {suffix: {name: array}}: the parameters `params` that
+    snapshot() returned, in which the variables of the state replace their sources."""
+    return {
+        state.file: params | {name: read(variable) for name, variable in state.variables.items()}
+        for state in states(program)
+        if state.variables and state.file not in (None, OPTIMIZER)
+    }
 
 
 def load_pretrained(options, program, place):
@@ -282,7 +294,7 @@ def load_statistics(path, place, is_averaged, is_verbose):
         UsageError: the file is damaged or does not match the model.
     """
     state = _read(path, "--resume", arrays.read_npz)
-    state = {name: array for name, array in state.items() if is_averaged or not name.endswith(averages.SUFFIX)}
+    state = {name: array for name, array in state.items() if is_averaged or not name.endswith(ema.SUFFIX)}
     known = {name: _shape(_tensor(name).shape()) for name in state if static.global_scope().find_var(name) is not None}
     _load_strictly(known, state, f"--resume: {path}", place, "--model-arch-name", is_verbose)
 
@@ -294,8 +306,6 @@ def snapshot(program):
     optimizer = {name: read(name) for name in others}
     for name in parameters:
         if name + MASTER in others:
-            if name + MASK in parameters:  # the optimizer masks the half-precision parameter, but not the master copy
-                optimizer[name + MASTER] = optimizer[name + MASTER] * params[name + MASK].astype(np.float32)
             params[name] = optimizer[name + MASTER]
     return params, optimizer
 
@@ -395,10 +405,11 @@ def _load_strictly(variables, state, label, place, remedy, is_verbose):
 
 def variables(program):
     """Return ({parameter: shape}, {optimizer variable: shape}). The parameters include BN statistics and ASP masks.
-    Neither dictionary includes EMA weights (--ema)."""
+    Neither dictionary includes the states with a file of their own, such as EMA weights (--ema)."""
     parameters, others = {}, {}
+    elsewhere = {name for state in states(program) if state.file != OPTIMIZER for name in state.variables.values()}
     for var in saved(program):
-        if not var.name.endswith(averages.SUFFIX):
+        if var.name not in elsewhere:
             is_parameter = isinstance(var, paddle.base.framework.Parameter)
             (parameters if is_parameter else others)[var.name] = _shape(_tensor(var.name).shape())
     return parameters, others
@@ -406,9 +417,10 @@ def variables(program):
 
 def saved(program):
     """Return the variables of a program that a checkpoint contains, including EMA weights (--ema)."""
-    omitted = (scalars.PREFIX, accumulation.PREFIX)
-    persistable = [var for var in program.list_vars() if var.persistable and var.name not in ("feed", "fetch")]
-    return [var for var in persistable if not var.name.startswith(omitted)]
+    omitted = {"feed", "fetch"}
+    omitted |= {name for state in states(program) if state.file is None for name in state.variables.values()}
+    persistable = [var for var in program.list_vars() if var.persistable and var.name not in omitted]
+    return [var for var in persistable if not var.name.startswith(scalars.PREFIX)]
 
 
 def _has_type_of(name, array):

@@ -1,9 +1,22 @@
-"""Gradient accumulation: a training step averages the gradients of several batches."""
+"""Gradient accumulation (--accumulate-steps K). The accumulating program runs on the first K - 1 batches of a step. It
+adds the gradients of these batches to sums and does not update the parameters. The training program runs on the last
+batch, adds the sums to its gradients, and updates the parameters. The sums are float32, because small gradients would
+be lost in half-precision sums.
 
+Neither program contains conditional operators, so both can be captured as CUDA graphs. Gradients are all-reduced,
+checked, unscaled and clipped once per update.
+"""
+
+import itertools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from paddle_resnet.settings.field import flag
 from paddle_resnet.utils import numbers
+
+if TYPE_CHECKING:
+    from paddle_resnet.step.builder import StepBuilder
+    from paddle_resnet.step.facts import State
 
 
 @dataclass(frozen=True)
@@ -15,3 +28,87 @@ class Settings:
         parse=numbers.positive,
         metavar="K",
     )
+
+
+PREFIX = "accumulated."  # prefix of the sums
+
+
+def _communication():
+    """Return the types of the operators that communicate, or wait for communication."""
+    from paddle_resnet.machine import compat
+
+    return compat.ALL_REDUCE, "c_sync_comm_stream", "c_sync_calc_stream", "depend"
+
+
+def add(step: "StepBuilder") -> None:
+    """Make the training program add the sums to its gradients and reset the sums. The resulting gradients are means
+    over --accumulate-steps batches. The gradients are rounded to their data type before the all-reduce."""
+    from paddle_resnet import graph
+
+    count = step.part(Settings).accumulate_steps
+    if count == 1:
+        return
+    block = step.main.global_block()
+    loss_gradient = next(op for op in block.ops if op.attr("op_role") == graph.BACKWARD | graph.LOSS)
+    loss_gradient._set_attr("value", loss_gradient.attr("value") / count)
+    gradients = {op.input("Grad")[0] for op in graph.updates(step.main)}
+    last, skipped = {}, (*_communication(), "coalesce_tensor")
+    for i, op in enumerate(block.ops):
+        if op.attr("op_role") & graph.BACKWARD and op.type not in skipped:
+            last |= dict.fromkeys((name for name in op.output_arg_names if name in gradients), i)
+    for name, i in sorted(last.items(), key=lambda item: -item[1]):
+        _add_sum(block, step.startup.global_block(), block.var(name), i + 1)
+    graph.sync(block)
+
+
+def state(step: "StepBuilder") -> "State":
+    """Return the State of the sums, which are 0 after each update."""
+    from paddle_resnet.step.facts import State
+
+    names = [name for name in step.main.global_block().vars if name.startswith(PREFIX)]
+    return State({name.removeprefix(PREFIX): name for name in names}, None)
+
+
+def _add_sum(block, startup_block, gradient, i):
+    """At position i, insert operators that add a sum to a gradient and then reset the sum."""
+    from paddle_resnet import graph
+
+    for place in (block, startup_block):
+        total = graph.float32(place, PREFIX + gradient.name, gradient.shape, persistable=True)
+    zero = {"shape": gradient.shape, "value": 0.0, "dtype": total.dtype}
+    startup_block.append_op(type="fill_constant", outputs={"Out": total}, attrs=zero)
+    wide, at = gradient, itertools.count(i)
+
+    def insert(op_type, inputs, out, **attrs):
+        graph.insert(block, next(at), op_type, inputs, {"Out": out}, graph.BACKWARD, **attrs)
+
+    if gradient.dtype != total.dtype:
+        wide = graph.float32(block, f"{gradient.name}.float32", gradient.shape)
+        insert("cast", {"X": gradient}, wide, **graph.cast_types(gradient, wide))
+    insert("elementwise_add", {"X": wide, "Y": total.name}, wide, axis=-1)
+    if wide is not gradient:
+        insert("cast", {"X": wide}, gradient, **graph.cast_types(wide, gradient))
+    insert("fill_constant", {}, total.name, **zero)
+
+
+def without_update(program):
+    """Create the accumulating program from a training program that add() has changed, and return it. The training
+    program is copied, not modified. The accumulating program adds its gradients to the sums and updates only the BN
+    statistics."""
+    from paddle_resnet import graph
+
+    program = program.clone()
+    block, communication = program.global_block(), _communication()
+    removed, sums = [], {}  # {float32 gradient: its sum}
+    for op in block.ops:
+        is_update = op.attr("op_role") & (graph.OPTIMIZE | graph.SCHEDULE)
+        resets = op.type == "fill_constant" and op.output("Out")[0].startswith(PREFIX)
+        is_rounding = op.type == "cast" and op.input("X")[0] in sums
+        if op.type == "elementwise_add" and op.input("Y")[0].startswith(PREFIX):
+            sums[op.input("X")[0]] = op.input("Y")[0]
+            op.desc.set_output("Out", op.input("Y"))
+        elif is_update or op.type in communication or resets or is_rounding:
+            removed.append(op)
+    graph.remove(block, removed)
+    graph.sync(block)
+    return program

@@ -1,9 +1,14 @@
 """Dropout before the classifier, and stochastic depth."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from paddle_resnet.settings.field import flag
 from paddle_resnet.utils import numbers
+from paddle_resnet.utils.errors import UsageError
+
+if TYPE_CHECKING:
+    from paddle_resnet.step.builder import StepBuilder
 
 
 @dataclass(frozen=True)
@@ -23,3 +28,34 @@ class Settings:
         parse=numbers.below_one,
         metavar="P",
     )
+
+
+def add(step: "StepBuilder") -> None:
+    """Insert dropout before the last layer of the network, and set the rates and seeds of its DropPath layers. Call
+    add() before the network is applied to the images."""
+    rates = step.part(Settings)
+    if rates.dropout:
+        _drop_features(step, rates.dropout)
+    if rates.drop_path:
+        _drop_paths(step, rates.drop_path)
+
+
+def _drop_features(step, rate):
+    from paddle_resnet.models import layers
+
+    seed = step.declare_seed("dropout")
+    step.model.last.register_forward_pre_hook(lambda _, inputs: layers.dropout(inputs[0], rate, seed))
+
+
+def _drop_paths(step, rate):
+    """The rate increases linearly with depth."""
+    from paddle_resnet.models import layers
+
+    paths = [layer for layer in step.model.sublayers() if isinstance(layer, layers.DropPath)]
+    if not paths:
+        raise UsageError(
+            f"--drop-path {rate:g}: --model-arch-name {step.arch} has no layers.DropPath "
+            "in its residual blocks; remove --drop-path"
+        )
+    for i, path in enumerate(paths, 1):
+        path.rate, path.seed = rate * i / len(paths), step.declare_seed(f"drop_path.{i}")

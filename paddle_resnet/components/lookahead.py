@@ -1,10 +1,20 @@
-"""Lookahead: slow weights that follow the weights at intervals."""
+"""Lookahead (--lookahead): Zhang et al., arXiv:1907.08610, algorithm 1.
+
+A training program contains a float32 slow weight for each parameter. In every K-th step, the slow weights move towards
+the parameters, and the parameters are then set to the slow weights. Slow weights belong to the optimizer state. With
+custom kernels, the operator native_lookahead updates all parameters.
+"""
 
 import argparse
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from paddle_resnet.settings.field import flag
 from paddle_resnet.utils import numbers
+
+if TYPE_CHECKING:
+    from paddle_resnet.step.builder import StepBuilder
+    from paddle_resnet.step.facts import State
 
 LEAST_FRACTION = 1e-6  # minimum A in --lookahead K,A; values below 1e-45 would be 0 in float32
 
@@ -35,4 +45,77 @@ class Settings:
         topic="optimizer",
         parse=parse,
         metavar="K,A",
+    )
+
+
+SUFFIX = ".slow"  # the name of a slow weight is the name of its parameter with this suffix
+
+
+def add(step: "StepBuilder") -> None:
+    """Add lookahead to a training program. After the update in steps K, 2 K, ..., the program computes slow += alpha (p
+    - slow) and p = slow. For a parameter in half precision, p is its float32 master weight. Steps that loss scaling
+    skips are also counted. The slow weights of frozen parameters do not change."""
+    from paddle_resnet import graph
+
+    if step.part(Settings).lookahead is None:
+        return
+    (interval, alpha), schedule = step.part(Settings).lookahead, step.schedule
+    is_due = step.declare("lookahead", lambda: (schedule.done + 1) % interval == 0)  # 1 or 0
+    block, startup = step.main.global_block(), step.startup.global_block()
+    for name, value in (step.values | step.frozen_values).items():
+        for target in (block, startup):
+            graph.float32(target, name + SUFFIX, block.var(name).shape, persistable=True)
+        startup.append_op(type="assign", inputs={"X": value}, outputs={"Out": name + SUFFIX})
+    (_add_native if step.is_native else _add_paddle)(step, is_due, alpha)
+    graph.sync(block)
+
+
+def _add_native(step, is_due, alpha):
+    """Add one operator per precision."""
+    from paddle_resnet import graph
+
+    block = step.main.global_block()
+    for has_masters in (False, True):
+        values = {name: value for name, value in step.values.items() if (name != value) == has_masters}
+        if not values:
+            continue
+        parameters = [block.var(name) for name in values]
+        masters = values.values() if has_masters else []
+        state = [block.var(name) for name in [*(name + SUFFIX for name in values), *masters]]
+        # The lookahead update does not use gradients, so the parameters are passed in their place. If is_due is 0, the
+        # operator skips the step.
+        inputs = {"Parameters@VECTOR": parameters, "Gradients@VECTOR": parameters, "State@VECTOR": state}
+        inputs |= {"Rate": is_due, "Unscale@OPTIONAL": is_due}
+        outputs = {"ParametersOut@VECTOR": parameters, "StateOut@VECTOR": state}
+        attrs = {"hyperparameters": [float(alpha)], "decays": [0.0] * len(parameters)}
+        graph.append(block, "native_lookahead", inputs, outputs, **attrs)
+
+
+def _add_paddle(step, is_due, alpha):
+    from paddle.utils import unique_name
+
+    from paddle_resnet import graph
+
+    block = step.main.global_block()
+
+    def append(op_type, inputs, out, **attrs):
+        graph.append(block, op_type, inputs, {"Out": out}, **attrs)
+
+    weight = graph.float32(block, unique_name.generate("lookahead_weight"), [1])
+    append("scale", {"X": is_due}, weight, scale=float(alpha))
+    for name, value in step.values.items():
+        slow, parameter, exact = (block.var(variable) for variable in (name + SUFFIX, name, value))
+        append("lerp", {"X": slow, "Y": exact, "Weight": weight}, slow)
+        append("lerp", {"X": exact, "Y": slow, "Weight": is_due}, exact)
+        if exact is not parameter:
+            append("cast", {"X": exact}, parameter, **graph.cast_types(exact, parameter))
+
+
+def state(step: "StepBuilder") -> "State":
+    """Return the State of the slow weights, which belong to the optimizer state."""
+    from paddle_resnet.step.facts import State
+
+    names = [] if step.part(Settings).lookahead is None else step.values | step.frozen_values
+    return State(
+        {name: name + SUFFIX for name in names}, ".pdopt", starts_as_source=True, what="--lookahead: slow weights"
     )

@@ -1,9 +1,16 @@
 """The training loss: label smoothing and class weights."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from paddle_resnet.settings.field import flag
 from paddle_resnet.utils import numbers
+from paddle_resnet.utils.errors import UsageError
+
+if TYPE_CHECKING:
+    from paddle_resnet.step.builder import StepBuilder
 
 
 @dataclass(frozen=True)
@@ -21,3 +28,18 @@ class Settings:
         topic="data",
         choices=["none", "balanced"],
     )
+
+
+def add(step: "StepBuilder") -> None:
+    """With --class-weights balanced, add the weights of the images to the targets of the loss head."""
+    from paddle_resnet.models import loss_head
+
+    if step.part(Settings).class_weights == "none":
+        return
+    if step.class_images is None:
+        raise UsageError("--class-weights balanced: requires class_images; pass the loader's class_images to build")
+    images = np.zeros(step.num_classes, np.int64)
+    images[: len(step.class_images)] = step.class_images
+    weights = loss_head.balanced_weights(images)
+    variable = step.declare("class_weights", lambda: weights, [1, step.num_classes])
+    step.targets = step.targets | {"image_weights": loss_head.weigh_images(step.targets, variable, step.num_classes)}

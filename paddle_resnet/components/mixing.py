@@ -1,10 +1,22 @@
-"""Mixup and CutMix, which mix images and labels of a batch."""
+"""Mix images and labels with mixup (Zhang et al., arXiv:1710.09412) or CutMix (Yun et al., arXiv:1905.04899).
+
+In a batch of N images, image i is mixed with its partner, image N - 1 - i. The mixing ratio is drawn once per batch.
+"""
 
 import argparse
+import functools
+from collections import namedtuple
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from paddle_resnet.settings.field import flag
 from paddle_resnet.utils import numbers
+from paddle_resnet.utils.errors import UsageError
+
+if TYPE_CHECKING:
+    from paddle_resnet.step.builder import StepBuilder
 
 
 def _alpha(text):
@@ -31,3 +43,107 @@ class Settings:
         parse=_alpha,
         metavar="A",
     )
+
+
+# The partner's weight at pixel (h, w) is rows[h] * columns[w]. `fraction` is the mean weight of the image itself, which
+# is also the weight of its label.
+Mix = namedtuple("Mix", "rows columns fraction")
+
+
+def add(step: "StepBuilder") -> None:
+    """Mix the images and the targets of a training program. Rows, columns and fraction of a Mix are step inputs."""
+    alphas = {kind: alpha for kind in KINDS if (alpha := getattr(step.part(Settings), kind))}
+    if not alphas:
+        return
+    if step.batch_size < 2:
+        raise UsageError(f"--{next(iter(alphas))}: requires at least two images per batch; use --batch-size 2 or more")
+    (height, width), schedule, random = step.image_size, step.schedule, step.random("mix")
+
+    @functools.lru_cache(1)  # rows, columns and fraction must come from the same draw
+    def mix_of(batch):
+        return draw(random(), alphas, height, width)
+
+    def declare(name, shape):
+        return step.declare(f"mix.{name}", lambda: getattr(mix_of(schedule.batches), name), shape)
+
+    is_nchw = step.layout == "NCHW"
+    rows = declare("rows", [1, 1, height, 1] if is_nchw else [1, height, 1, 1])
+    columns = declare("columns", [1, 1, 1, width] if is_nchw else [1, 1, width, 1])
+    step.images = mix_images(step.images, rows, columns)
+    weights = mix_labels(step.targets["label"], declare("fraction", [1]), step.num_classes)
+    step.targets = step.targets | {"weights": weights}
+
+
+def mixup(generator, ratio, height, width):
+    """Return a Mix with the same weight at all pixels."""
+    return Mix(np.full(height, 1 - ratio), np.ones(width), ratio)
+
+
+def cutmix(generator, ratio, height, width):
+    """Return a Mix that replaces a box in the image with the partner's pixels. The height and width of the box are
+    those of the image times the square root of 1 - ratio, rounded down to even numbers. The center of the box is drawn
+    uniformly, and the box is clipped to the image."""
+    sides = []
+    for size in (height, width):
+        center, half = generator.integers(size), int(size * np.sqrt(1 - ratio)) // 2
+        side = np.zeros(size)
+        side[max(0, center - half) : center + half] = 1
+        sides.append(side)
+    return Mix(*sides, 1 - sides[0].mean() * sides[1].mean())
+
+
+# {flag name: function}. To add a kind of mixing, add a function like mixup, an entry in this dictionary, and a flag.
+KINDS = {"mixup": mixup, "cutmix": cutmix}
+
+
+def draw(generator, alphas, height, width):
+    """Draw a random Mix for one batch.
+
+    Args:
+        generator: np.random.Generator.
+        alphas: {kind: alpha}, with alpha > 0. The ratio is drawn from Beta(alpha, alpha). If there are several kinds,
+            one of them is drawn for each batch with equal probability.
+        height, width: size of the images.
+    Returns:
+        Mix, in float64.
+    """
+    kind = list(alphas)[generator.integers(len(alphas))]
+    return KINDS[kind](generator, generator.beta(alphas[kind], alphas[kind]), height, width)
+
+
+def mix_images(images, rows, columns):
+    """Mix images [N, ...] with their partners.
+
+    Args:
+        images: variable [N, ...] of any floating-point type.
+        rows, columns: weights of the partner in float32 (Mix.rows, Mix.columns), with shapes that broadcast to the
+            shape of the images.
+    Returns:
+        the mixed images, with the shape and type of `images`.
+    """
+    import paddle
+
+    weight = rows * columns
+    if images.dtype != weight.dtype:
+        weight = weight.astype(images.dtype)
+    return images * (1 - weight) + paddle.flip(images, axis=[0]) * weight
+
+
+def mix_labels(label, fraction, class_num):
+    """Return the targets of mixed images.
+
+    Args:
+        label: [N, 1] int64.
+        fraction: float32 [1], the mean weight of the image (Mix.fraction).
+        class_num: number of classes.
+    Returns:
+        class weights, float32 [N, class_num]. Each row sums to 1.
+    """
+    import paddle
+    import paddle.nn.functional as F
+
+    from paddle_resnet.models import loss_head
+
+    with loss_head.scope():
+        own = F.one_hot(paddle.reshape(label, [-1]), class_num)
+        return own * fraction + paddle.flip(own, axis=[0]) * (1 - fraction)

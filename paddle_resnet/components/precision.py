@@ -1,11 +1,16 @@
 """Mixed precision (AMP) and loss scaling."""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from paddle_resnet.settings.field import Conflict, flag
 from paddle_resnet.settings.values import argument, flag_name
 from paddle_resnet.utils import numbers
+
+if TYPE_CHECKING:
+    from paddle_resnet.step.builder import StepBuilder
 
 
 @dataclass(frozen=True)
@@ -78,3 +83,131 @@ def conflicts(settings: Settings) -> Iterator[Conflict]:
             (name,),
             ("amp_dtype",),
         )
+
+
+def add(step: "StepBuilder") -> None:
+    """With custom kernels, check all gradients and update the loss scale with one operator. The gradients remain scaled
+    until the update multiplies them by step.factor in float32. Paddle's operators would unscale them in float16, where
+    small gradients underflow."""
+    if step.is_native:
+        step.factor = check_natively(step.main.global_block())
+
+
+def check_natively(block):
+    """Replace Paddle's operators for loss scaling. Return the variable that contains the factor for the gradients, or
+    None without loss scaling. The factor is 0 if the step must be skipped.
+
+    Raises:
+        UsageError: the program uses loss scaling, and a parameter has a regularizer of its own.
+    """
+    from paddle_resnet import graph
+    from paddle_resnet.utils.errors import UsageError
+
+    checks = [op for op in block.ops if op.type == "check_finite_and_unscale"]
+    if not checks:
+        return None
+    if any("/regularization" in op.attr("op_namescope") for op in block.ops):
+        # Paddle adds the regularization to the gradients, which are still scaled.
+        raise UsageError(
+            "--kernels native: loss scaling is not supported with a regularizer of a parameter (paddle.ParamAttr); use "
+            "--kernels paddle, or remove the regularizer"
+        )
+    unscale = graph.float32(block, "unscale", [1])
+    overflows = {op.output("FoundInfinite")[0] for op in checks}
+    for op in block.ops:  # operators that combine the overflow flags of both data types or copy the combined flag
+        if op.type in ("concat", "reduce_any", "memcpy") and overflows.issuperset(op.input_arg_names):
+            overflows.update(op.output_arg_names)
+            checks.append(op)
+    scalings = [op for op in block.ops if op.type == "update_loss_scaling"]
+    if scalings:
+        _update_scale(block, [*checks, *scalings], scalings, unscale)
+    else:
+        scale = block.var(checks[0].input("Scale")[0])
+        graph.replace(block, checks, checks[0], "reciprocal", {"X": scale}, {"Out": unscale}, {})
+    graph.sync(block)
+    return unscale
+
+
+def _update_scale(block, ops, scalings, unscale):
+    """Replace operators with one operator that checks the gradients and updates the loss scale."""
+    from paddle_resnet import graph
+
+    state = {"PrevLossScaling": "Scale", "InGoodSteps": "GoodSteps", "InBadSteps": "BadSteps"}
+    state = {kind: block.var(scalings[0].input(name)[0]) for name, kind in state.items()}
+    inputs = state | {"Gradients@VECTOR": [block.var(name) for op in scalings for name in op.input("X")]}
+    outputs = {f"{name}Out": variable for name, variable in state.items()} | {"Unscale": unscale}
+    rule = {"raise_after_steps": "incr_every_n_steps", "lower_after_steps": "decr_every_n_nan_or_inf"}
+    rule |= {"raise_by": "incr_ratio", "lower_by": "decr_ratio"}
+    attrs = {attr: scalings[0].attr(name) for attr, name in rule.items()}
+    graph.replace(block, ops, scalings[0], "native_check_finite", inputs, outputs, attrs)
+
+
+def _amp_lists(program, dtype, float32):
+    """Return Paddle's AMP lists for `dtype`. The lists keep the following in float32: the loss head, the operators for
+    which layers.is_float32 is true, and all operators whose outputs are listed in `float32`.
+
+    The lists identify these operators by the names of their outputs, because level O2 ignores lists of operator types.
+    """
+    from paddle import static
+
+    from paddle_resnet.models import layers, loss_head
+
+    ops = [op for op in program.global_block().ops if loss_head.contains(op) or layers.is_float32(op)]
+    names = {name for op in ops for name in op.output_arg_names} | float32
+    return static.amp.AutoMixedPrecisionLists(custom_black_varnames=names, dtype=dtype)
+
+
+def wrap(optimizer, settings: Settings, float32: set[str]):
+    """Return an optimizer that trains the current program in mixed precision, if --amp is set.
+
+    Args:
+        optimizer: one of Paddle's optimizers.
+        settings: Settings.
+        float32: names of variables to compute in float32.
+    """
+    from paddle import static
+
+    from paddle_resnet.machine import compat
+
+    if not settings.amp:
+        return optimizer
+    compat.accept_legacy_any()
+    return static.amp.decorate(
+        optimizer,
+        amp_lists=_amp_lists(static.default_main_program(), settings.amp_dtype, float32),
+        level=settings.amp_level,
+        dtype=settings.amp_dtype,
+        init_loss_scaling=settings.scale_loss,
+        use_dynamic_loss_scaling=settings.use_dynamic_loss_scaling,
+    )
+
+
+def cast_evaluation_program(program, place, dtype, level, float32=frozenset(), for_gpu=False):
+    """Convert an evaluation program in place to the precision of training. Call this function after the parameters have
+    been initialized or loaded.
+
+    Level O1 casts the inputs of each operator and leaves the parameters in float32. Level O2 casts the parameters in
+    the scope, except parameters that were already cast for a training program. The variables named in `float32` remain
+    float32. If `for_gpu` is True, the program will run on the GPU of a different machine, so all its operators are
+    converted, even if this build of Paddle has no half-precision kernels.
+    """
+    import paddle
+    from paddle import static
+    from paddle.static.amp import fp16_utils
+
+    dest_type, scope = getattr(paddle, dtype), static.global_scope()
+    if for_gpu and not paddle.is_compiled_with_cuda():
+        # Suppress Paddle's warnings about missing kernels.
+        logging.getLogger("paddle.static.amp.fp16_lists").setLevel(logging.ERROR)
+        lists = _amp_lists(program, dtype, float32)
+        lists.unsupported_list = set()
+    else:
+        lists = _amp_lists(program, dtype, float32)
+    names = fp16_utils.cast_model_to_fp16(program, lists, use_fp16_guard=False, dest_type=dest_type, level=level)
+    if level == "O2":
+        to_cast = {
+            p.name
+            for p in program.all_parameters()
+            if p.name in names and scope.find_var(p.name).get_tensor()._dtype() == paddle.float32
+        }
+        fp16_utils.cast_parameters_to_fp16(place, program, scope, to_cast, dest_type)

@@ -1,10 +1,15 @@
 """Learning rates: the peak, the warm-up, the schedule and the factors of layers."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from paddle_resnet.settings.field import Conflict, flag
 from paddle_resnet.utils import numbers
+
+if TYPE_CHECKING:
+    from paddle_resnet.step.builder import StepBuilder
 
 
 @dataclass(frozen=True)
@@ -102,3 +107,28 @@ def conflicts(settings: Settings) -> Iterator[Conflict]:
         yield Conflict(
             f"--min-lr {settings.min_lr:g}: exceeds --lr {settings.lr:g}; use a smaller value", ("min_lr",), ("lr",)
         )
+
+
+def add(step: "StepBuilder") -> None:
+    """Multiply the learning rate of each parameter by the factor of its layer."""
+    from paddle.utils import unique_name
+
+    from paddle_resnet import graph
+    from paddle_resnet.models import parts
+
+    decay, classifier_factor = step.part(Settings).lr_decay_by_layer, step.part(Settings).classifier_lr_factor
+    if decay == classifier_factor == 1:
+        return
+    factors = parts.rate_factors(step.model, decay, classifier_factor)
+    block, updates = step.main.global_block(), graph.updates(step.main)
+    at, rates = itertools.count(block.ops.index(updates[0])), {}
+    for op in updates:
+        factor, rate = factors[op.input("Param")[0]], block.var(op.input("LearningRate")[0])
+        if factor == 1:
+            continue
+        if factor not in rates:
+            name = unique_name.generate(f"{rate.name}_scaled")
+            rates[factor] = block.create_var(name=name, shape=rate.shape, dtype=rate.dtype, stop_gradient=True)
+            graph.insert(block, next(at), "scale", {"X": rate}, {"Out": rates[factor]}, scale=float(factor))
+        op._rename_input(rate.name, rates[factor].name)
+    graph.sync(block)

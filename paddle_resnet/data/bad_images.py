@@ -4,13 +4,16 @@ import contextlib
 import os
 import re
 import sys
+from collections.abc import Iterator
 from time import monotonic
+from typing import Any
 
 import numpy as np
 from nvidia import nvimgcodec
 from nvidia.dali import fn, pipeline_def, types
 
-from paddle_resnet.data import headers, records
+from paddle_resnet.data import headers
+from paddle_resnet.data.formats import read_image
 from paddle_resnet.utils.errors import UsageError
 
 # Patterns of the source_info that DALI reports for a record: RecordIO or TFRecord, WebDataset, LMDB.
@@ -24,7 +27,7 @@ _decoder = None
 
 
 @contextlib.contextmanager
-def decoders_silenced():
+def decoders_silenced() -> Iterator[None]:
     """Discard what C libraries write to stderr, because the decoders' messages about damaged images lack file names.
     Output to Python's sys.stderr is not affected."""
     stderr, descriptor = sys.stderr, os.dup(2)
@@ -50,7 +53,7 @@ def _descriptor(stream):
         return None
 
 
-def decode(data):
+def decode(data: bytes) -> str | None:
     """Check an image by decoding it with the CPU decoders that training and evaluation use.
 
     Args:
@@ -84,7 +87,7 @@ def decode(data):
     return None
 
 
-def header_problem(data, shorter_side=None):
+def header_problem(data: bytes, shorter_side: int | None = None) -> str | None:
     """Check the header of an image file. Return the reason why the image cannot be decoded, or None if the header is
     valid. If shorter_side is set, the shorter side of the image will be resized to this number of pixels."""
     if not len(data):
@@ -106,7 +109,7 @@ def header_problem(data, shorter_side=None):
     return None
 
 
-def reader_problem(message):
+def reader_problem(message: str) -> str | None:
     """Extract the reason from the error message of a DALI reader. Return None if the message is from a different
     operator."""
     if "nvidia.dali.fn.readers." not in message:
@@ -115,12 +118,12 @@ def reader_problem(message):
     return re.sub(r'^Assert on ".*?" failed: ', "", reason) or "unknown reason"
 
 
-def bad_record(message, data_set, image_root):
-    """Find the record for which the check for exactly one label (readers.py) failed.
+def bad_record(message: str, data_set: Any, image_root: str) -> str | None:
+    """Find the record for which the check for exactly one label (shards.single) failed.
 
     Args:
         message: text of DALI's error.
-        data_set: readers.DataSet that the loader reads.
+        data_set: data_set.DataSet that the loader reads.
         image_root: folder of the data set.
     Returns:
         Error message with the file and the place of the first record that is not an image with one label, or with
@@ -136,7 +139,7 @@ def bad_record(message, data_set, image_root):
     deadline = monotonic() + SEARCH_S
     for image in data_set.records():
         try:
-            records.read(image)
+            read_image(image)
         except UsageError as e:
             return str(e)
         if monotonic() > deadline:
@@ -145,7 +148,7 @@ def bad_record(message, data_set, image_root):
     return None
 
 
-def bad_image(message, data_set, image_root):
+def bad_image(message: str, data_set: Any, image_root: str) -> tuple[str | None, str]:
     """Find the image that caused a DALI error.
 
     DALI's message contains the path of an unreadable file, and usually the path of an image that cannot be decoded, but
@@ -154,7 +157,7 @@ def bad_image(message, data_set, image_root):
 
     Args:
         message: text of DALI's error.
-        data_set: readers.DataSet that the loader reads.
+        data_set: data_set.DataSet that the loader reads.
         image_root: folder of the data set.
     Returns:
         (path or FILE@PLACE of the image, including image_root; problem). If the search timed out, the first item is "an
@@ -188,8 +191,9 @@ def bad_image(message, data_set, image_root):
 
 
 def _whole_name(source, image_root):
-    """Convert the source_info that DALI reports for an image to listing.Image.full_name. The source_info of a record
-    contains the path that was passed to DALI; the source_info of an image file is its path relative to image_root."""
+    """Convert the source_info that DALI reports for an image, or the full_name of an image, to Image.full_name. The
+    source_info of a record contains the path that was passed to DALI; the source_info of an image file is its path
+    relative to image_root."""
     for pattern in RECORD_PATTERNS:
         place = re.fullmatch(pattern, source)
         if place:
@@ -198,7 +202,8 @@ def _whole_name(source, image_root):
 
 
 def _undecoded(data_set):
-    """Yield (content of the image file, source_info) for all images in a data set."""
+    """Yield (content of the image file, source_info) for all images in a data set. If DALI reports no source_info, the
+    full name of the image replaces it."""
 
     @pipeline_def(batch_size=64, num_threads=1, device_id=None)
     def undecoded(shard_id, num_shards):
@@ -207,7 +212,13 @@ def _undecoded(data_set):
 
     shards = min(8, os.cpu_count(), data_set.size)  # several readers, because each reader has only one thread
     pipelines = [undecoded(shard_id, shards) for shard_id in range(shards)]
-    for _ in range(0, -(-data_set.size // shards), 64):
-        for pipeline in pipelines:
-            for image, source in zip(*pipeline.run(), strict=True):
-                yield bytes(np.asarray(image)), bytes(np.asarray(source)).decode()
+    names = None
+    for start in range(0, -(-data_set.size // shards), 64):
+        for shard_id, pipeline in enumerate(pipelines):
+            for i, (image, source) in enumerate(zip(*pipeline.run(), strict=True), start):
+                source = bytes(np.asarray(source)).decode()
+                if not source:
+                    names = names or [image.full_name for image in data_set.records()]
+                    first, end = (n * data_set.size // shards for n in (shard_id, shard_id + 1))
+                    source = names[min(first + i, end - 1)]
+                yield bytes(np.asarray(image)), source

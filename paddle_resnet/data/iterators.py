@@ -18,6 +18,7 @@ from nvidia.dali.plugin.paddle import DALIGenericIterator, feed_ndarray, lod_ten
 from paddle.base.data_feeder import convert_dtype
 
 from paddle_resnet.data import bad_images
+from paddle_resnet.data.formats import FORMATS
 from paddle_resnet.job import processes
 from paddle_resnet.utils.errors import DataError, UsageError, command, counted
 
@@ -53,7 +54,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
         pipeline: DALI pipeline, built or not, that pads the last batch and returns images and labels.
         images: number of images to yield per epoch. If the batch size does not divide this number, the last batch is
             smaller.
-        data_set: readers.DataSet that the pipeline reads.
+        data_set: data_set.DataSet that the pipeline reads.
         image_root: folder of the data set.
         conditions: settings to store in state(). A loader that resumes from the state compares these settings with its
             own.
@@ -86,7 +87,8 @@ class ShardIterator(_Steps, DALIGenericIterator):
                 prepare_first_batch=False,
             )
             if not data_set.has_reader:
-                self._size = images  # if the size is passed to the constructor, DALI logs a warning
+                # DALI logs a warning if the size is passed to the constructor, and counts the padding.
+                self._size = len(self) * pipeline.max_batch_size
             self._schedule_runs(False)  # start decoding while the program is being built
 
     @property
@@ -146,10 +148,10 @@ class ShardIterator(_Steps, DALIGenericIterator):
         try:
             yield
         except RuntimeError as e:
-            is_lmdb = self._data_set.data_format == "lmdb"
+            can_skip = getattr(FORMATS[self._data_set.data_format], "CAN_SKIP", True)
             remedy = (
                 f"run `{command('dataset', 'verify', self._image_root, '--fix-list', 'bad.txt')}` and "
-                f"{'convert the data set' if is_lmdb else 'train'} with --skip-list bad.txt"
+                f"{'train' if can_skip else 'convert the data set'} with --skip-list bad.txt"
             )
             record = bad_images.bad_record(str(e), self._data_set, self._image_root)
             if record is not None:

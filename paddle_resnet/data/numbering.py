@@ -12,12 +12,18 @@ import functools
 import os
 import re
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
-from paddle_resnet.data import indexes, listing, records
+from paddle_resnet.data import indexes
+from paddle_resnet.data.classes import class_names, numbers
+from paddle_resnet.data.formats import FORMATS, folder, tfrecord
+from paddle_resnet.data.image_files import Files
+from paddle_resnet.data.images import log_once, readable
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
@@ -42,24 +48,32 @@ class Numbering:
         is_trained: whether `classes` are those of a trained network.
     """
 
-    classes: list | None
-    class_names: list | None
+    classes: list[str] | None
+    class_names: list[str] | None
     offset: int = 0
     is_trained: bool = False
 
 
+class Root(Protocol):
+    """What this module needs of root.DataRoot."""
+
+    image_root: str
+    label_offset: int | str
+
+    def formats(self, mode: Mode) -> dict[Mode, str]: ...
+
+    def file_list(self, mode: Mode, label_offset: int = 0) -> Files: ...
+
+
 def establish(
-    image_root, mode, data_format=AUTO, num_of_class=None, allow_outside=False, label_offset=AUTO, trained=None
-):
+    root: Root, mode: Mode, num_of_class: int | None = None, trained: Sequence[str] | None = None
+) -> Numbering:
     """Number the classes of a data set.
 
     Args:
-        image_root: the folder that contains both splits.
+        root: the data set.
         mode: the split to read, Mode.TRAIN or Mode.EVAL.
-        data_format: one of listing.STORAGE_FORMATS, or "auto".
         num_of_class: number of network outputs, or None for any number.
-        allow_outside: whether file lists may contain files outside image_root.
-        label_offset: value of --label-offset, a number or AUTO.
         trained: class name of each output of a trained network, or None if the data set defines the numbers. The names
             "0", "1", ... stand for outputs without names.
     Returns:
@@ -68,11 +82,10 @@ def establish(
         UsageError: the splits contradict each other, classes.txt or the trained network; the numbers of class folders
             are unknown; or the data set cannot be read.
     """
-    image_root = str(image_root)
-    formats = _formats(image_root, mode, data_format)
+    image_root, label_offset, formats = root.image_root, root.label_offset, root.formats(mode)
     sampled = _sample(image_root, formats)
     offsets = _offsets(image_root, formats, sampled, label_offset, num_of_class)
-    path, names, class_names = _names(image_root, sampled, offsets, num_of_class)
+    path, names, class_names = _names(image_root, formats, sampled, offsets, num_of_class)
     if trained is not None:
         formats = {mode: formats[mode]}  # the network, not the other split, numbers this split
     if label_offset != AUTO and label_offset and set(formats.values()) == {"folder"}:
@@ -83,104 +96,57 @@ def establish(
         if names is not None:
             _check_names(path or f"--image-root {image_root}", names, num_of_class, trained)
         if trained is not None and not are_numbers(trained):
-            _check_lists(image_root, formats, allow_outside, offsets, trained, CHECKPOINT)
+            _check_lists(root, formats, offsets, trained, CHECKPOINT)
         return Numbering(names, class_names, offsets[mode])
     classes, source = _folder_classes(image_root, mode, formats, names, trained)
-    if classes is None:  # listing.list_folder reports missing folders
+    if classes is None:  # layout.check_there reports missing folders
         return Numbering(None, None)
     if names is not None:
         class_names = _shown(path, names, class_names, classes)
     if trained is None and len(set(formats.values())) > 1:
-        is_checked = _check_lists(image_root, formats, allow_outside, offsets, classes, source)
+        is_checked = _check_lists(root, formats, offsets, classes, source)
         if source == SORTED and not is_checked:
             _warn_of_unchecked(image_root, formats)
     return Numbering(classes, class_names or classes, offsets[mode], source == CHECKPOINT)
 
 
-def images(
-    image_root,
-    mode,
-    data_format=AUTO,
-    num_of_class=None,
-    allow_outside=False,
-    label_offset=AUTO,
-    skip=frozenset(),
-):
-    """List all images of a split, numbered by establish().
-
-    Args:
-        skip: see listing.list_folder. For the other arguments, see establish().
-    Returns:
-        (storage format, Numbering, [listing.Image])
-    Raises:
-        UsageError: the split cannot be used.
-    """
-    numbers = establish(image_root, mode, data_format, num_of_class, allow_outside, label_offset)
-    stored_as = None if data_format == AUTO else data_format
-    options = numbers.classes, skip, numbers.offset
-    stored_as, _, listed = listing.images(image_root, mode, stored_as, allow_outside, *options)
-    return stored_as, numbers, listed
-
-
-def data_classes(image_root, mode, data_format=AUTO, allow_outside=False, label_offset=AUTO):
+def data_classes(root: Root, mode: Mode) -> list[str] | None:
     """Return the classes of a data set, which are defined by class folders, the lines of classes.txt, the labels in
-    file lists, or the labels and names in TFRecords.
+    file lists, or the labels and names in record files.
 
     Args:
-        mode: the split that must exist, Mode.TRAIN or Mode.EVAL. For the other arguments, see establish().
+        root: the data set.
+        mode: the split that must exist, Mode.TRAIN or Mode.EVAL.
     Returns:
         names in label order, which are "0", "1", ... for classes without names; or None if the number of classes is
         unknown or the split is missing.
     Raises:
         UsageError: the data set cannot be read, or its file lists have fewer images than classes.
     """
-    image_root = str(image_root)
-    formats = _formats(image_root, mode, data_format)
+    image_root, label_offset, formats = root.image_root, root.label_offset, root.formats(mode)
     sampled = _sample(image_root, formats)
     offsets = _offsets(image_root, formats, sampled, label_offset)
-    _, names, _ = _names(image_root, sampled, offsets)
+    _, names, _ = _names(image_root, formats, sampled, offsets)
     if formats[mode] == "folder":
         return _folder_classes(image_root, mode, formats, names, None)[0]
     if names:
         return names
     if formats[mode] == "filelist":
         lists = [m for m, kind in formats.items() if kind == "filelist"]
-        labels = [n for m in lists for n in listing.list_filelist(image_root, m, None, allow_outside, offsets[m])[1]]
+        labels = [label for m in lists for label in root.file_list(m, offsets[m]).labels]
         if max(labels) >= len(labels):
             raise UsageError(
                 f"--image-root {image_root}: the file lists contain only {len(labels)} images, but an image "
                 f"has label {max(labels) + offsets[mode]}; number the classes from 0, or set --num-of-class"
             )
-        return listing.numbers(max(labels) + 1)
-    return listing.numbers(max(sampled)) if label_offset == AUTO and offsets[mode] else None
+        return numbers(max(labels) + 1)
+    return numbers(max(sampled)) if label_offset == AUTO and offsets[mode] else None
 
 
-def count_classes(*arguments):
-    """Return the number of data_classes(), or None if it is unknown."""
-    classes = data_classes(*arguments)
-    return None if classes is None else len(classes)
-
-
-def imagenet_classes():
+def imagenet_classes() -> list[tuple[str, str]]:
     """Return [(wnid, WordNet name)] for ImageNet's classes, in label order."""
     lines = IMAGENET_CLASSES.read_text(encoding="utf-8").splitlines()
     return [tuple(line.split("\t")) for line in lines]
-
-
-def _formats(image_root, mode, data_format):
-    """Return {mode: storage format} for `mode` and, if it exists, for the other split."""
-    other = next(m for m in Mode if m is not mode)
-    if data_format != AUTO:
-        is_list = data_format == "filelist" and os.path.isfile(os.path.join(image_root, f"{other.value}.txt"))
-        are_shards = data_format in listing.SHARD_NAMES and listing.find_shards(image_root, data_format, other)
-        return {mode: data_format, **({other: data_format} if is_list or are_shards else {})}
-    formats = {mode: listing.detect(image_root, mode)}
-    with contextlib.suppress(UsageError):  # this run does not read the other split
-        kind = listing.detect(image_root, other)
-        folder = os.path.join(image_root, other.value)
-        if kind != "folder" or (os.path.isdir(folder) and listing.class_folders(folder)):
-            formats[other] = kind
-    return formats
 
 
 def _folder_classes(image_root, mode, formats, names, trained):
@@ -188,7 +154,7 @@ def _folder_classes(image_root, mode, formats, names, trained):
     from).
 
     Args:
-        formats: result of _formats.
+        formats: {mode: storage format}, see root.DataRoot.formats.
         names: names of the classes in classes.txt or in records, in label order, or None.
         trained: see establish().
     """
@@ -196,26 +162,26 @@ def _folder_classes(image_root, mode, formats, names, trained):
     own = os.path.join(image_root, split.value)
     if not os.path.isdir(own):
         return None, None
-    if trained is not None and not (are_numbers(trained) and not set(trained) & set(listing.class_folders(own))):
+    if trained is not None and not (are_numbers(trained) and not set(trained) & set(folder.class_folders(own))):
         return trained, CHECKPOINT
-    folder = listing.label_folder(image_root, split)
-    folders = listing.class_folders(folder)
+    numbered = folder.label_folder(image_root, split)
+    folders = folder.class_folders(numbered)
     # If the other split is not in class folders, train/ may contain only the images of a file list.
     if not folders and len(formats) > 1:
-        folder, folders = own, listing.class_folders(own)
-    listing.check_utf8(folder, folders)
+        numbered, folders = own, folder.class_folders(own)
+    folder.check_utf8(numbered, folders)
     if not folders:
         return None, None
     labels = _match(folders, names or [])
     # If all images are in class folders, each line must belong to a folder.
     if labels and (trained is not None or set(formats.values()) != {"folder"} or len(names) == len(folders)):
-        name_of = {label: folder for folder, label in labels.items()}
+        name_of = {label: name for name, label in labels.items()}
         return [name_of.get(label, name) for label, name in enumerate(names)], "in classes.txt"
     if trained is None:
         return folders, SORTED
     wnids = [wnid for wnid, _ in imagenet_classes()]
     if len(trained) == len(wnids) and set(folders) <= set(wnids):
-        _log_once(
+        log_once(
             f"{image_root}: the class folders have WordNet ids as names, so their labels are ImageNet's, 0 to 999",
             logger.info,
         )
@@ -285,13 +251,18 @@ def _shown(path, names, class_names, classes):
     return names
 
 
-def _names(image_root, sampled, offsets, num_of_class=None):
+def _names(image_root, formats, sampled, offsets, num_of_class=None):
     """Return (path of classes.txt, its lines, its lines) or, without this file, (None, names that identify the classes,
-    names for reports) from TFRecords. The names are None if there are none."""
-    names = listing.class_names(image_root)
-    if names is not None or not sampled:
+    names for reports) from record files. The names are None if there are none."""
+    names = class_names(image_root)
+    if names is not None:
         return os.path.join(image_root, "classes.txt"), names, names
-    return None, *_sampled_names(sampled, max(offsets.values()), num_of_class)
+    if sampled:
+        return None, *_sampled_names(sampled, max(offsets.values()), num_of_class)
+    for mode, kind in formats.items():
+        if names is None and hasattr(FORMATS[kind], "stored_names"):
+            names = FORMATS[kind].stored_names(FORMATS[kind].detect(image_root, mode))
+    return None, names, names
 
 
 def _check_names(path, classes, num_of_class, trained):
@@ -313,11 +284,11 @@ def _check_names(path, classes, num_of_class, trained):
             )
 
 
-def _check_lists(image_root, formats, allow_outside, offsets, classes, source):
+def _check_lists(root, formats, offsets, classes, source):
     """Compare the labels in file lists with the numbers of the class folders that contain the images.
 
     Args:
-        formats: result of _formats.
+        formats: {mode: storage format}, see root.DataRoot.formats.
         offsets: {mode: label offset}.
         classes: names of the class folders in label order.
         source: where their numbers come from, for the error message.
@@ -330,8 +301,9 @@ def _check_lists(image_root, formats, allow_outside, offsets, classes, source):
     label_of = {name: label for label, name in enumerate(classes) if counts[name] == 1}
     is_checked = False
     for mode in (mode for mode, kind in formats.items() if kind == "filelist"):
-        path, names = (os.path.join(image_root, name) for name in (f"{mode.value}.txt", "classes.txt"))
-        files, labels, _ = listing.list_filelist(image_root, mode, None, allow_outside, offsets[mode])
+        path, names = (os.path.join(root.image_root, name) for name in (f"{mode.value}.txt", "classes.txt"))
+        listed = root.file_list(mode, offsets[mode])
+        files, labels = listed.names, listed.labels
         if source == SORTED and max(labels) >= len(classes):
             raise UsageError(
                 f"{path}: has label {max(labels) + offsets[mode]}, but there are only {len(classes)} class folders, so "
@@ -359,7 +331,7 @@ def _warn_of_unchecked(image_root, formats):
         "filelist": "the numbers in its file list",
     }
     ways = [how.get(formats[mode], f"the labels in its {formats[mode]} files") for mode in Mode]
-    _log_once(
+    log_once(
         f"--image-root {image_root}: the labels of train are {ways[0]}, and those of val {ways[1]}; to check that they "
         f"agree, write the names of the class folders to {os.path.join(image_root, 'classes.txt')} in the order of the "
         "labels",
@@ -367,14 +339,9 @@ def _warn_of_unchecked(image_root, formats):
     )
 
 
-@functools.cache
-def _log_once(message, log):
-    log(message)
-
-
-def are_numbers(classes):
+def are_numbers(classes: Sequence[str]) -> bool:
     """Return whether classes have no names."""
-    return list(classes) == listing.numbers(len(classes))
+    return list(classes) == numbers(len(classes))
 
 
 def _offsets(image_root, formats, sampled, label_offset, num_of_class=None):
@@ -383,7 +350,7 @@ def _offsets(image_root, formats, sampled, label_offset, num_of_class=None):
         return {mode: 0 if kind == "folder" else label_offset for mode, kind in formats.items()}
     detected = _detected_offset(sampled, num_of_class) if sampled else 0
     if detected:
-        _log_once(
+        log_once(
             f"--label-offset auto: the labels in the TFRecord files in {image_root} start at 1, so 1 is subtracted; to "
             "use them unchanged, set --label-offset 0",
             logger.info,
@@ -399,10 +366,10 @@ def _sample(image_root, formats):
     """
     sampled = defaultdict(set)
     for mode in (mode for mode, kind in formats.items() if kind == "tfrecord"):
-        shards = listing.find_shards(image_root, "tfrecord", mode)
+        shards = tfrecord.detect(image_root, mode)
         chosen = np.unique(np.linspace(0, len(shards) - 1, min(SAMPLES, len(shards))).astype(int)).tolist()
         for i in chosen:
-            with records.readable(shards[i]):
+            with readable(shards[i]):
                 status = os.stat(shards[i])
             for label, *names in _examples(shards[i], -(-SAMPLES // len(chosen)), status.st_size, status.st_mtime_ns):
                 sampled[label].add(tuple(names))
@@ -412,11 +379,11 @@ def _sample(image_root, formats):
 @functools.cache  # a run calls this several times; size and mtime_ns invalidate the result if the file changes
 def _examples(shard, count, size, mtime_ns):
     """Return [(label, synset, text)] of up to `count` evenly spaced examples in a TFRecord file."""
-    rows = indexes.open_index(shard, "tfrecord").images.tolist()
+    rows = indexes.open_index(shard, tfrecord.INDEX).images.tolist()
     examples = []
     for i in np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)).tolist():
         with contextlib.suppress(UsageError):  # the loader reports a damaged example that it does not skip
-            examples.append(records.read_class(shard, *rows[i]))
+            examples.append(tfrecord.read_class(shard, *rows[i]))
     return [example for example in examples if example[0] is not None]
 
 

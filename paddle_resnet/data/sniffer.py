@@ -13,7 +13,7 @@ import tarfile
 import zipfile
 from dataclasses import dataclass
 
-from paddle_resnet.data.records import IMAGE_SUFFIXES
+from paddle_resnet.data.images import IMAGE_SUFFIXES
 from paddle_resnet.utils.errors import command, import_command, printable
 
 # Names of columns in lower case without spaces, _ and -.

@@ -42,7 +42,7 @@ def connect(timeout_s):
     """
     if processes.world_size() > 1:
         rank, world_size, master = processes.rank(), processes.world_size(), os.environ["PADDLE_MASTER"]
-        watchdog.start(rank, world_size, timeout_s, master, exchange.gather, exchange.from_rank_0)
+        watchdog.start(rank, world_size, timeout_s, master, exchange.from_rank_0)
 
 
 def start(seed, device, data_layout, kernels, needs_serial_run):

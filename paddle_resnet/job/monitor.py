@@ -93,15 +93,13 @@ class Monitor:
         self._rank, self._timeout_s, self._period_s, self._master = rank, timeout_s, period_s, master
         self._pid, self._launcher = pid, launcher
         self._process, self._position, self._coordinator = process, position, coordinator
-        self._address = asyncio.get_running_loop().create_future()  # address of the coordinator, and key of this rank
+        self._address = asyncio.get_running_loop().create_future()  # address of the coordinator, and key of the job
         self._outcome = asyncio.get_running_loop().create_future()  # arguments of _decide
         self._to_coordinator, self._last_message = None, time.monotonic()
         self._is_rank_gone = False
 
     async def run(self):
-        reader, writer = await asyncio.open_unix_connection(
-            sock=self._process, limit=1 << 30
-        )  # limit in bytes, sufficient for a message with all keys
+        reader, writer = await asyncio.open_unix_connection(sock=self._process, limit=channel.LINE_BYTES)
         work = map(
             asyncio.create_task,
             (self._receive_from_rank(reader), self._send_positions(), self._receive_from_coordinator()),
@@ -174,7 +172,7 @@ class Monitor:
     async def _receive_from_coordinator(self):
         address = await self._address
         if self._coordinator:
-            await self._coordinator.open(address.pop("keys"))
+            await self._coordinator.open(address["key"])
         try:
             reader, self._to_coordinator = await channel.connect(**address, rank=self._rank)
         except OSError as e:
@@ -201,10 +199,10 @@ class _Coordinator:
         self._stopped = set()  # ranks stopped by SIGSTOP or a debugger
         self._end = None  # message to all monitors
 
-    async def open(self, keys):
-        """Accept connections from the ranks; `keys` is [(rank, key)]."""
-        self._seen = {rank: ([0, 0, "startup"], time.monotonic()) for rank, _ in keys}
-        await channel.serve(self._listener, keys, self._welcome)
+    async def open(self, key):
+        """Accept connections from the ranks; `key` is the key of the job."""
+        self._seen = {rank: ([0, 0, "startup"], time.monotonic()) for rank in range(self._world_size)}
+        await channel.serve(self._listener, key, self._world_size, self._welcome)
 
     async def finish(self):
         """After a failure, wait up to GRACE_S for ranks that have not connected yet, so that they also receive the

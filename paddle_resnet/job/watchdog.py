@@ -45,15 +45,15 @@ def step(number, waits=False):
     _position.step(number, waits)
 
 
-def start(rank, world_size, timeout_s, master, gather, from_rank_0):
+def start(rank, world_size, timeout_s, master, from_rank_0):
     """Start the monitor of this rank, and then connect the monitor to the coordinator.
 
     Args:
         rank, world_size: rank of this process, and number of processes.
         timeout_s: seconds without progress after which the job ends.
         master: PADDLE_MASTER, "host:port" on rank 0's machine.
-        gather, from_rank_0: functions of exchange.py. Both functions are allowed to wait indefinitely for other ranks,
-            because the monitor is already running and ends this rank if the job fails.
+        from_rank_0: function of exchange.py. It is allowed to wait indefinitely for rank 0, because the monitor is
+            already running and ends this rank if the job fails.
     Raises:
         UsageError: rank 0's machine cannot listen on the host of `master` (on rank 0).
         ValueError: another rank sent an invalid key.
@@ -66,13 +66,8 @@ def start(rank, world_size, timeout_s, master, gather, from_rank_0):
         listener = stack.enter_context(_listen(host, master)) if rank == 0 else None
         port = listener and listener.getsockname()[1]
         _monitor = one = _Monitor(near, monitor.start(rank, world_size, timeout_s, master, far, _position, listener))
-    private, public = channel.key_pair()
-    publics = gather(str(public).encode())
-    port, public_0 = from_rank_0(lambda: [port, str(public)])
-    address = {"host": host, "port": port, "key": channel.shared_key(private, int(public_0))}
-    if rank == 0:
-        address["keys"] = [(r, channel.shared_key(private, int(theirs))) for r, theirs in enumerate(publics)]
-    one.send({"address": address})
+    port, key = from_rank_0(lambda: [port, channel.new_key()])
+    one.send({"address": {"host": host, "port": port, "key": key}})
 
 
 def _listen(host, master):

@@ -141,15 +141,3 @@ def assigned(op):
     of Scalar objects, whereas Paddle 2.6 stores one list of numbers per type."""
     values = [value.value() for value in op.attr("values")] if IS_PADDLE_3 else op.attr("fp32_values")
     return np.array(values, np.float32).reshape(op.attr("shape"))
-
-
-def fuse_residual_units(strategy):
-    """Set BuildStrategy.fuse_resunit, which exists only in GPU builds of Paddle 3 with cuDNN's frontend. Return whether
-    this build of Paddle has this option."""
-    try:
-        if hasattr(strategy, "fuse_resunit"):
-            strategy.fuse_resunit = True
-            return True
-    except RuntimeError:  # a build without cuDNN's frontend
-        pass
-    return False

@@ -4,6 +4,7 @@ Importing this package does not import Paddle, so an unknown name is reported wi
 """
 
 import importlib
+import weakref
 from dataclasses import dataclass, field
 
 from paddle_resnet.models import user_file
@@ -100,6 +101,9 @@ class Ends:
     file_sha256: str | None = None
 
 
+_ends = weakref.WeakKeyDictionary()  # {Program: Ends of the network that build_model built in it}
+
+
 def build_model(arch, num_classes, channels, data_format):
     """Build a network in the current program, and return the network.
 
@@ -126,7 +130,7 @@ def build_model(arch, num_classes, channels, data_format):
         model = constructor(num_classes=num_classes, in_channels=channels, data_format=data_format)
     first, last = _declared_ends(arch, model, channels)
     names = first.weight.name, (last.bias.name, last.weight.name)
-    static.default_main_program().network_ends = Ends(*names, sha256)
+    _ends[static.default_main_program()] = Ends(*names, sha256)
     return model
 
 
@@ -170,7 +174,7 @@ def logits(model, images, arch, num_classes):
 
 def ends(program):
     """Return the Ends of the network that build_model built in a program."""
-    return program.network_ends
+    return _ends[program]
 
 
 def registered(arch):

@@ -29,18 +29,6 @@ def contains(op):
     return op.attr("op_namescope").startswith(f"/{SCOPE}")
 
 
-def use_native(program):
-    """Make add() use the custom operator in a program, instead of Paddle's operators."""
-    program.has_native_loss_head = True
-
-
-def add(logits, targets, class_num, label_smoothing, is_train):
-    """Add the loss head to the current program, with add_native after use_native(program), otherwise with add_paddle.
-    Arguments and result are those of add_paddle."""
-    is_native = getattr(static.default_main_program(), "has_native_loss_head", False)
-    return (add_native if is_native else add_paddle)(logits, targets, class_num, label_smoothing, is_train)
-
-
 def add_paddle(logits, targets, class_num, label_smoothing, is_train):
     """Add the loss head to the current program, with Paddle's operators.
 

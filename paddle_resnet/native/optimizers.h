@@ -50,7 +50,7 @@ struct adamw {
   ON_BOTH void advance(float *state) const { state[2] *= beta1, state[3] *= beta2; }
 };
 
-// RAdam: Liu et al., arXiv:1908.03265, algorithm 2. radam_powers() in passes/updates.py computes replacements
+// RAdam: Liu et al., arXiv:1908.03265, algorithm 2. powers() in optimizers/radam.py computes replacements
 // for beta1^t and beta2^t with which AdamW's direction equals RAdam's.
 struct radam : adamw {
   static constexpr bool kSharesRest = true;

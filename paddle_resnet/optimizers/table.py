@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.optimizers import radam
 
 # Paddle's operators that multiply by a vector or normalize (FACTORS), and operators that add a vector (SUMMANDS).
 FACTORS = {"batch_norm", "sync_batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm"}
@@ -38,8 +38,10 @@ class Rule:
         attrs: the attributes of Paddle's operator that contain the rule's hyperparameters, in the order of the rule's
             members. These attributes are the same for all parameters.
         decay: function that returns the weight decay of a parameter, given Paddle's operator.
-        mark: None if `op` implements the rule. Otherwise, Paddle lacks the rule: a pass changes the operators `op` of
-            another rule and sets their boolean attribute `mark`, which is false for the other rule.
+        rewrite: None if `op` implements the rule. Otherwise, Paddle lacks the rule: rewrite(step) changes the operators
+            `op` of another rule, which minimize has added to a step.builder.StepBuilder.
+        least_epsilon: minimum of --opt-epsilon.
+        needs_all_layers: whether all layers must be trained from step 1 on, so that --freeze is not possible.
     """
 
     build: Callable
@@ -51,7 +53,9 @@ class Rule:
     state: tuple
     attrs: tuple
     decay: Callable
-    mark: str | None = None
+    rewrite: Callable | None = None
+    least_epsilon: float = 0.0
+    needs_all_layers: bool = False
 
 
 def _momentum(rate, decay, decayed, momentum, nesterov):
@@ -113,7 +117,7 @@ OPTIMIZERS = {
     "Momentum": _momentum_rule(nesterov=False),
     "Nesterov": _momentum_rule(nesterov=True),
     "AdamW": _ADAMW,
-    "RAdam": replace(_ADAMW, native="radam", mark="use_global_beta_pow"),  # set by rectify() in passes/updates.py
+    "RAdam": replace(_ADAMW, native="radam", **radam.RULE),
     "LAMB": replace(
         _ADAMW, build=_lamb, rates=(5e-3, 5e-3), op="lamb", native="lamb", decay=lambda op: op.attr("weight_decay")
     ),
@@ -122,25 +126,7 @@ OPTIMIZERS = {
 
 def rule_of(op):
     """Return the Rule that one of Paddle's update operators implements, or None."""
-    rules = [rule for rule in OPTIMIZERS.values() if rule.op == op.type and (rule.mark is None or op.attr(rule.mark))]
-    return min(rules, key=lambda rule: rule.mark is None, default=None)  # a mark takes precedence
-
-
-def check_rule(program, optimizer):
-    """Check that a training program does not update parameters with a different rule because Paddle lacks the rule of
-    --optimizer.
-
-    Raises:
-        UsageError: Paddle lacks the rule, and no pass has changed the operators of the program.
-    """
-    rule = OPTIMIZERS[optimizer]
-    others = [op.type for op in updates(program) if rule.native != rule.op and rule_of(op) is not rule]
-    if others:
-        raise UsageError(
-            f"--optimizer {optimizer}: Paddle lacks this update rule, and the program has {len(others)} unchanged "
-            f"operators {others[0]}; build the program with program.build, or apply the pass for {optimizer} after "
-            "minimize (passes/updates.py)"
-        )
+    return next((rule for rule in OPTIMIZERS.values() if rule.op == op.type and rule.rewrite is None), None)
 
 
 def build_optimizer(args, lr_scheduler):
@@ -198,8 +184,3 @@ def _first_combinations(readers, name):
         for out in op.output_arg_names:
             if out != name:
                 yield from _first_combinations(readers, out)
-
-
-def updates(program):
-    """Return Paddle's operators that update the parameters in a training program."""
-    return [op for op in program.global_block().ops if {"Param", "Grad"} <= set(op.input_names)]

@@ -3,9 +3,11 @@
 import paddle
 from paddle import static
 
+from paddle_resnet import graph
+from paddle_resnet.components import quantization
 from paddle_resnet.job import fleet, processes
 from paddle_resnet.machine import compat
-from paddle_resnet.passes import averages, quantization
+from paddle_resnet.step import facts
 
 _NCCL_OPERATORS = ("c_sync_comm_stream", "c_sync_calc_stream", "c_comm_init", "c_gen_nccl_id")
 
@@ -58,9 +60,8 @@ def _remove_nccl(block):
 
 def count_gradient_all_reduces(train_prog):
     """Return the number of gradient all-reduces in a training step after all-reduces have been fused."""
-    backward = int(paddle.base.core.op_proto_and_checker_maker.OpRole.Backward)
     ops = train_prog.global_block().ops
-    return sum(op.type == compat.ALL_REDUCE and bool(op.attr("op_role") & backward) for op in ops)
+    return sum(op.type == compat.ALL_REDUCE and bool(op.attr("op_role") & graph.BACKWARD) for op in ops)
 
 
 def average_bn(exe, train_prog):
@@ -75,9 +76,9 @@ def average_bn(exe, train_prog):
     """
     if processes.world_size() == 1:
         return
-    if not hasattr(train_prog, "bn_average"):
-        train_prog.bn_average = _bn_average(train_prog)
-    exe.run(train_prog.bn_average)
+    known = facts.of(train_prog)
+    known.bn_average = known.bn_average or _bn_average(train_prog)
+    exe.run(known.bn_average)
 
 
 def _bn_average(train_prog):
@@ -94,9 +95,13 @@ def _bn_average(train_prog):
 
 def own_statistics(train_prog):
     """Return the names of variables that differ between processes: the running means and variances of BN layers that
-    are not frozen, their exponential moving averages (--ema), and the ranges of quantized activations (--qat)."""
-    names, averaged = bn_statistics(train_prog, includes_frozen=False), averages.of(train_prog)
-    return [*names, *(averaged[name] for name in names if name in averaged), *quantization.ranges(train_prog)]
+    are not frozen, variables that follow them (facts.State, such as those of --ema), and the ranges of quantized
+    activations (--qat)."""
+    names = bn_statistics(train_prog, includes_frozen=False)
+    followers = [
+        state.variables[name] for state in facts.of(train_prog).states for name in names if name in state.variables
+    ]
+    return [*names, *followers, *quantization.ranges(train_prog)]
 
 
 def bn_statistics(train_prog, includes_frozen=True):

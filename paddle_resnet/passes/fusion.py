@@ -2,8 +2,7 @@
 and channel scaling (squeeze-and-excitation), concatenations of channels, depthwise convolutions, and the filter
 gradient of 1x1 convolutions with few channels. BN is fused with the next activation, or with the residual addition and,
 if it follows, ReLU or Mish; in evaluation, BN is also fused with a preceding depthwise convolution (without residual
-addition) or 1x1 convolution. In all layouts, custom operators also check the gradients, unscale them, and update all
-parameters.
+addition) or 1x1 convolution.
 
 This pass runs after all of Paddle's passes (precision, gradients, all-reduces), so it does not change parameters,
 checkpoints or communication.
@@ -12,10 +11,6 @@ checkpoints or communication.
 from collections import namedtuple
 
 import paddle
-
-from paddle_resnet.optimizers import table
-from paddle_resnet.passes import averages, lookahead, updates
-from paddle_resnet.utils.errors import UsageError
 
 TYPES = (paddle.float32, paddle.float16, paddle.bfloat16)
 # The number of channels must be a multiple of CHANNELS, the size of the smallest vector that a kernel thread loads.
@@ -63,8 +58,6 @@ def fuse(program):
         program: training Program after minimize, or evaluation Program after cast_evaluation_program.
     Returns:
         the number of replaced operators.
-    Raises:
-        UsageError: the program uses loss scaling, and a parameter has a regularizer of its own.
     """
     graph = Graph(program.global_block())
     for op in list(graph.block.ops):
@@ -92,7 +85,6 @@ def fuse(program):
             _split_pointwise_gradient(graph, op)
         elif op.type == "dropout" and op.input("Seed") and not op.attr("is_test"):
             _fuse_dropout(graph, op)
-    _fuse_updates(graph)
     return graph.finish()
 
 
@@ -513,128 +505,3 @@ def _fuse_dropout(graph, op):
         dx, dout = graph.variables(gradient, "X@GRAD", "Out@GRAD").values()
         inputs = {"X": dout, "Seed": variables["Seed"]}
         graph.replace([gradient], gradient, "native_dropout", inputs, {"Y": dx}, attrs)
-
-
-def _fuse_updates(graph):
-    """Replace all update operators with one operator per precision and learning rate. A separate operator checks the
-    gradients and updates the loss scale.
-
-    Gradients remain scaled until the update reads them in float32. Paddle's operators would unscale the gradients in
-    float16, where small gradients underflow. If loss scaling skips a step, the parameters and the optimizer state do
-    not change, but the BN statistics do.
-    """
-    block = graph.block
-    paddles = table.updates(block.program)
-    if not paddles or any(table.rule_of(op) is None for op in paddles):
-        return  # keep Paddle's operators, which cannot read the factor `unscale`
-    unscale = _fuse_loss_scaling(graph)
-    if unscale is not None and any("/regularization" in op.attr("op_namescope") for op in block.ops):
-        # Paddle adds the regularization to the gradients, which are still scaled.
-        raise UsageError(
-            "--kernels native: loss scaling is not supported with a regularizer of a parameter (paddle.ParamAttr); use "
-            "--kernels paddle, or remove the regularizer"
-        )
-    unscale = _fuse_clipping(graph, unscale)
-    groups = {}
-    for op in paddles:
-        groups.setdefault((op.type, op.input("LearningRate")[0], bool(op.input("MasterParam"))), []).append(op)
-    for (_, rate, has_masters), ops in groups.items():
-        rule = table.rule_of(ops[0])
-        kinds = (*rule.state, *(["MasterParam"] if has_masters else []))
-        parameters, gradients, *state = (
-            [block.var(name) for name in dict.fromkeys(op.input(kind)[0] for op in ops)]
-            for kind in ("Param", "Grad", *kinds)
-        )
-        state = [variable for variables in state for variable in variables]
-        inputs = {"Parameters@VECTOR": parameters, "Gradients@VECTOR": gradients, "State@VECTOR": state}
-        inputs["Rate"] = block.var(rate)
-        if unscale is not None:
-            inputs["Unscale@OPTIONAL"] = unscale
-        outputs = {"ParametersOut@VECTOR": parameters, "StateOut@VECTOR": state}
-        attrs = {"hyperparameters": [float(ops[0].attr(name)) for name in rule.attrs]}
-        attrs["decays"] = [rule.decay(op) for op in ops]
-        graph.replace(ops, ops[0], f"native_{rule.native}", inputs, outputs, attrs)
-    _fuse_lookahead(graph)
-    _fuse_averages(graph, unscale)
-
-
-def _fuse_lookahead(graph):
-    """Replace all operators for --lookahead with one operator per precision."""
-    block, ops = graph.block, lookahead.operators(graph.block)
-    if not ops:
-        return
-    [scale] = [op for op in ops if op.type == "scale"]
-    is_due = graph.variables(scale, "X")["X"]
-    copies = {op.input("X")[0]: op.output("Out")[0] for op in ops if op.type == "cast"}
-    slow = {op.input("Y")[0]: op.input("X")[0] for op in ops if op.input("X")[0].endswith(lookahead.SUFFIX)}
-    for has_masters in (False, True):
-        exact = [name for name in slow if (name in copies) == has_masters]
-        if not exact:
-            continue
-        parameters = [block.var(copies.get(name, name)) for name in exact]
-        state = [block.var(name) for name in [*(slow[name] for name in exact), *(exact if has_masters else [])]]
-        # The lookahead update does not use gradients, so the parameters are passed in their place. If is_due is 0, the
-        # operator skips the step.
-        inputs = {"Parameters@VECTOR": parameters, "Gradients@VECTOR": parameters, "State@VECTOR": state}
-        inputs |= {"Rate": is_due, "Unscale@OPTIONAL": is_due}
-        outputs = {"ParametersOut@VECTOR": parameters, "StateOut@VECTOR": state}
-        attrs = {"hyperparameters": [scale.attr("scale")], "decays": [0.0] * len(parameters)}
-        graph.replace([], ops[0], "native_lookahead", inputs, outputs, attrs)
-    graph.replaced += ops
-
-
-def _fuse_averages(graph, unscale):
-    """Replace all operators for --ema with one operator."""
-    ops = [op for op in graph.block.ops if op.type == "lerp" and averages.contains(op)]
-    if not ops:
-        return
-    averaged, values = ([graph.block.var(op.input(name)[0]) for op in ops] for name in "XY")
-    inputs = {"Averages@VECTOR": averaged, "Values@VECTOR": values, **graph.variables(ops[0], "Weight")}
-    if unscale is not None:
-        inputs["Unscale@OPTIONAL"] = unscale
-    graph.replace(ops, ops[0], "native_ema", inputs, {"AveragesOut@VECTOR": averaged}, {})
-
-
-def _fuse_loss_scaling(graph):
-    """Replace the operators for loss scaling. Return the variable that contains the factor for the gradients, or None
-    without loss scaling. The factor is 0 if the step must be skipped."""
-    block = graph.block
-    checks = [op for op in block.ops if op.type == "check_finite_and_unscale"]
-    if not checks:
-        return None
-    unscale = block.create_var(name="unscale", shape=[1], dtype=paddle.float32, stop_gradient=True)
-    overflows = {op.output("FoundInfinite")[0] for op in checks}
-    for op in block.ops:  # operators that combine the overflow flags of both data types or copy the combined flag
-        if op.type in ("concat", "reduce_any", "memcpy") and overflows.issuperset(op.input_arg_names):
-            overflows.update(op.output_arg_names)
-            checks.append(op)
-    scalings = [op for op in block.ops if op.type == "update_loss_scaling"]
-    if not scalings:
-        graph.replace(
-            checks, checks[0], "reciprocal", {"X": graph.variables(checks[0], "Scale")["Scale"]}, {"Out": unscale}, {}
-        )
-        return unscale
-    state = {"PrevLossScaling": "Scale", "InGoodSteps": "GoodSteps", "InBadSteps": "BadSteps"}
-    state = {kind: block.var(scalings[0].input(name)[0]) for name, kind in state.items()}
-    inputs = state | {"Gradients@VECTOR": [block.var(name) for op in scalings for name in op.input("X")]}
-    outputs = {f"{name}Out": variable for name, variable in state.items()} | {"Unscale": unscale}
-    rule = {"raise_after_steps": "incr_every_n_steps", "lower_after_steps": "decr_every_n_nan_or_inf"}
-    rule |= {"raise_by": "incr_ratio", "lower_by": "decr_ratio"}
-    attrs = {attr: scalings[0].attr(name) for attr, name in rule.items()}
-    graph.replace([*checks, *scalings], scalings[0], "native_check_finite", inputs, outputs, attrs)
-    return unscale
-
-
-def _fuse_clipping(graph, unscale):
-    """Replace all operators for gradient clipping with one operator. Return the factor by which the update multiplies
-    the gradients, including `unscale`. Without clipping, return `unscale`."""
-    block = graph.block
-    ops = [op for op in block.ops if op.attr("op_namescope").startswith(f"/{updates.CLIPPING}")]
-    if not ops:
-        return unscale
-    gradients = [block.var(op.input("X")[0]) for op in ops if op.type == "elementwise_mul"]
-    inputs = {"Gradients@VECTOR": gradients} | ({} if unscale is None else {"Unscale@OPTIONAL": unscale})
-    factor = block.create_var(name="clip_factor", shape=[1], dtype=paddle.float32, stop_gradient=True)
-    [maximum] = [op.attr("scale") for op in ops if op.type == "scale"]
-    graph.replace(ops, ops[0], "native_clip_factor", inputs, {"Factor": factor}, {"max_norm": maximum})
-    return factor

@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paddle_resnet.data import listing
+from paddle_resnet.data import layout
 from paddle_resnet.results import lr_curve, page, reading
 from paddle_resnet.results.curves import chart
 from paddle_resnet.utils import exit_codes, files, outputs
@@ -69,7 +69,7 @@ def _claim_page(html, runs):
     read += [("RUN's table", run.parameters["predictions"]) for run in runs if run.parameters.get("predictions")]
     read += [("RUN's curve", curve) for run in runs if (curve := lr_curve.path(run.folders())) is not None]
     roots = {run.parameters.get("image_root") or "" for run in runs}
-    shown = [("the data set's", path) for root in sorted(roots) for path in listing.occupied(root)]
+    shown = [("the data set's", path) for root in sorted(roots) for path in layout.occupied(root)]
     outputs.claim({"--html": html}, inputs=read, protected=shown)
 
 

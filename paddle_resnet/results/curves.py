@@ -1,16 +1,19 @@
 """Draw line charts as SVG. The style sheet of the page defines the colors."""
 
-import math
+import io
+import re
 
 from markupsafe import Markup, escape
 
-WIDTH, HEIGHT = 460, 270
-RIGHT, TOP, BOTTOM = 24, 12, 34
-CHARACTER = 8.2  # width of a digit on narrow screens, where the style sheet enlarges the text
-MOST_LABELS = 9  # maximum number of labels on the x axis
+SIZE = 4.6, 2.7  # inches; a page scales the chart to the width of its column
 # With at least 10 values, the y axis ends at their 98th percentile if the largest value exceeds OUTLIER times that.
 OUTLIER = 3
-TINY = 1e-30  # for smaller values, the ticks would exceed the precision of float64
+TINY = 1e-30  # smaller values are drawn as 0, because ticks between them would exceed the precision of float64
+MOST_DOTS = 30  # lines with at most this number of points have dots
+# {CSS variable of the page: color in matplotlib's file, which _inline replaces with the variable}
+COLORS = {
+    name: f"#0000{i:02x}" for i, name in enumerate(("soft", "line", "train", "val", *(f"c{i}" for i in range(6))), 1)
+}
 
 
 def chart(series, xlabel="epochs done", mark=None, from_zero=False, last_x=0, has_log_x=False):
@@ -28,55 +31,76 @@ def chart(series, xlabel="epochs done", mark=None, from_zero=False, last_x=0, ha
     Returns:
         Markup of an <svg>, or "" if there are no points.
     """
-    series = [(name, css, [(x, y if abs(y) > TINY else 0) for x, y in points]) for name, css, points in series]
-    points = [p for _, _, line in series for p in line]
+    series = [(name, css, [(x, y if abs(y) > TINY else 0) for x, y in line]) for name, css, line in series if line]
+    points = [point for _, _, line in series for point in line]
     if not points:
         return ""
-    right = max(last_x, *(x for x, _ in points)) or 1
-    xs = decades(min(x for x, _ in points), right) if has_log_x else ticks(0, right)
-    right = xs[-1] if has_log_x else right
-    scale_x = math.log10 if has_log_x else float
+    import matplotlib  # imported late, because a run without a page does not need it
+
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "id", "font.size": 8}):
+        return _draw(series, points, xlabel, mark, from_zero, last_x, has_log_x)
+
+
+def _draw(series, points, xlabel, mark, from_zero, last_x, has_log_x):
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
     low, high = min(y for _, y in points), _without_outliers([y for _, y in points])
-    is_log = not from_zero and 0 < 30 * low < high
-    scale = math.log10 if is_log else float
-    ys = decades(low, high) if is_log else ticks(0 if from_zero else low, high)
-    left = 16 + CHARACTER * max(len(label(y)) for y in ys)
+    figure, titles = Figure(SIZE), []
+    axes = figure.add_axes((0.14, 0.16, 0.84, 0.81))
 
-    def px(x):
-        return left + (scale_x(x) - scale_x(xs[0])) / (scale_x(right) - scale_x(xs[0])) * (WIDTH - left - RIGHT)
+    def draw(line, title, css, **style):
+        titles.append(title)
+        xs, ys = zip(*line, strict=True)
+        color = COLORS["train" if css == "faint" else css]
+        axes.plot(xs, [min(y, high) for y in ys], color=color, clip_on=False, gid=f"title{len(titles) - 1}", **style)
 
-    def py(y):
-        fraction = (scale(min(y, ys[-1])) - scale(ys[0])) / (scale(ys[-1]) - scale(ys[0]))
-        return HEIGHT - BOTTOM - fraction * (HEIGHT - TOP - BOTTOM)
-
-    names = ", ".join(name for name, _, line in series if line)
-    svg = [f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(names)}">']
-    for y in ys:
-        svg.append(f'<path class="grid" d="M{left:.1f} {py(y):.1f}H{WIDTH - RIGHT}"/>')
-        svg.append(f'<text x="{left - 7:.1f}" y="{py(y) + 4:.1f}" text-anchor="end">{label(y)}</text>')
-    step = -(-len(xs) // MOST_LABELS)
-    for x in xs[::step]:
-        if x <= right:
-            svg.append(f'<text x="{px(x):.1f}" y="{HEIGHT - 17}" text-anchor="middle">{label(x)}</text>')
-    svg.append(
-        f'<text x="{(left + WIDTH - RIGHT) / 2:.1f}" y="{HEIGHT - 4}" text-anchor="middle">{escape(xlabel)}</text>'
-    )
     for name, css, line in series:
-        css, title = escape(css), f"<title>{escape(name)}</title>"
-        path = "L".join(f"{px(x):.1f} {py(y):.1f}" for x, y in line)
-        svg.append(f'<path class="line {css}" d="M{path}">{title}</path>' if len(line) > 1 else "")
-        if len(line) <= 30 and all(float(x).is_integer() for x, _ in line):
-            svg += [
-                f'<circle class="dot {css}" cx="{px(x):.1f}" cy="{py(y):.1f}" r="2.6">'
-                f"<title>{escape(name)}, {label(x)}: {y:.4g}</title></circle>"
-                for x, y in line
-            ]
+        faint = {"alpha": 0.3, "linewidth": 0.9} if css == "faint" else {"linewidth": 1.6}
+        draw(line, name, css, **faint)
+        if len(line) <= MOST_DOTS and all(float(x).is_integer() for x, _ in line):
+            for point in line:
+                draw([point], f"{name}, {label(point[0])}: {point[1]:.4g}", css, marker="o", markersize=3)
     if mark is not None:
-        x, y, text = px(mark[0]), py(mark[1]), escape(mark[2])
-        svg.append(f'<circle class="mark" cx="{x:.1f}" cy="{y:.1f}" r="5.5"/>')
-        anchor, start = ("end", x - 9) if x > WIDTH / 2 else ("start", x + 9)
-        svg.append(f'<text class="mark-text" x="{start:.1f}" y="{y + 16:.1f}" text-anchor="{anchor}">{text}</text>')
-    return Markup("".join([*svg, "</svg>"]))
+        x, y, text = mark
+        draw([(x, y)], text, "val", marker="o", markersize=8, fillstyle="none")
+        side = "right" if x > max(x for x, _ in points) / 2 else "left"
+        place = {"xytext": (-7 if side == "right" else 7, -11), "textcoords": "offset points"}
+        axes.annotate(text, (x, y), ha=side, color=COLORS["val"], parse_math=False, **place)
+    if has_log_x:
+        axes.set_xscale("log")
+    else:
+        axes.set_xlim(0, max(last_x, *(x for x, _ in points)) or 1)
+    if from_zero:
+        axes.set_ylim(bottom=0)
+    elif 0 < 30 * low < high:
+        axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: label(value)))
+        axis.set_minor_formatter(NullFormatter())
+        if axis.get_scale() == "log":
+            first, last = axis.get_view_interval()
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5) if last < 1000 * first else (1,)))
+    axes.set_xlabel(xlabel, color=COLORS["soft"])
+    axes.grid(axis="y", color=COLORS["line"])
+    axes.spines[:].set_visible(False)
+    axes.tick_params(which="both", bottom=False, left=False, labelcolor=COLORS["soft"])
+    file = io.StringIO()
+    figure.savefig(file, format="svg", transparent=True)
+    return _inline(file.getvalue(), ", ".join(name for name, _, _ in series), titles)
+
+
+def _inline(svg, names, titles):
+    """Return a chart for a page: with a label, the colors of the page and tooltips instead of the ids "titleN", and
+    without a size and the other ids of groups, which would not be unique."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<(metadata|style|clipPath).*?</\1>|font-family: [^;]*;", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' (xmlns|xmlns:xlink|clip-path|width|height)="[^"]*"', "", svg)
+    svg = re.sub(r'<g id="title(\d+)">', lambda match: f"<g><title>{escape(titles[int(match[1])])}</title>", svg)
+    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)
+    for name, color in COLORS.items():
+        svg = svg.replace(color, f"var(--{name})")
+    return Markup(svg.replace("<svg ", f'<svg class="chart" role="img" aria-label="{escape(names)}" ', 1))
 
 
 def _without_outliers(values):
@@ -85,28 +109,6 @@ def _without_outliers(values):
     values = sorted(values)
     limit = values[int(0.98 * (len(values) - 1))]
     return limit if len(values) >= 10 and 0 < OUTLIER * limit < values[-1] else values[-1]
-
-
-def ticks(low, high):
-    """Return evenly spaced round numbers that span the range from low to high."""
-    if high - low <= 1e-9 * max(abs(low), abs(high)):
-        low, high = low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)
-    rough = (high - low) / 4
-    power = 10 ** math.floor(math.log10(rough))
-    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
-
-
-def decades(low, high):
-    """Return powers of ten that span the range from low to high. If there are fewer than four, also return 2 and 5
-    times these powers."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    values = [m * 10.0**power for power in powers for m in ((1, 2, 5) if len(powers) < 4 else (1,))]
-    # max() and min() use their defaults if log10 rounds up a number just below a power of ten, or rounds down one just
-    # above it.
-    first = max((i for i, y in enumerate(values) if y <= low), default=0)
-    return values[first : 1 + min((i for i, y in enumerate(values) if y >= high), default=len(values) - 1)]
 
 
 def label(value):

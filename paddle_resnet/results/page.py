@@ -11,7 +11,8 @@ import jinja2
 import yaml
 from PIL import Image, ImageOps
 
-from paddle_resnet.data import listing, records
+from paddle_resnet.data.formats import FORMATS, folder, read_image
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.results import lr_curve, reading
 from paddle_resnet.results.curves import chart
 from paddle_resnet.utils import files, logger, outputs
@@ -195,16 +196,14 @@ def _per_class(run, classes):
 
 
 def _images(run):
-    """Return {name: listing.Image} of the validation split; {} if the split cannot be listed, for example because it no
+    """Return {name: Image} of the validation split; {} if the split cannot be listed, for example because it no
     longer exists."""
     image_root, data_format = (run.parameters.get(name) for name in ("image_root", "data_format"))
-    if image_root is None or data_format not in ("auto", *listing.STORAGE_FORMATS):
+    if image_root is None or data_format not in ("auto", *FORMATS):
         return {}
     try:
-        own = listing.own_classes(image_root, Mode.EVAL)
-        _, _, images = listing.images(
-            image_root, Mode.EVAL, None if data_format == "auto" else data_format, classes=own
-        )
+        own = folder.own_classes(image_root, Mode.EVAL)
+        images = DataRoot(image_root, data_format).listed(Mode.EVAL, own)
     except (UsageError, OSError, ValueError):  # ValueError: the path contains a null byte
         return {}
     return {image.name: image for image in images}
@@ -215,7 +214,7 @@ def _thumbnail(image):
     if image is None:
         return None
     try:
-        source = files.open_regular(image.path) if image.kind is None else io.BytesIO(records.read(image)[0])
+        source = files.open_regular(image.path) if image.kind is None else io.BytesIO(read_image(image)[0])
         with source, Image.open(source) as picture:
             small = ImageOps.contain(picture.convert("RGB"), (THUMBNAIL, THUMBNAIL))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):

@@ -1,6 +1,6 @@
 """Write the predictions of an evaluation to a CSV file (--predictions).
 
-The file contains one row per image, in the order of the data set. The columns are image (listing.Image.name), label,
+The file contains one row per image, in the order of the data set. The columns are image (images.Image.name), label,
 prediction, class and predicted_class (the names of label and prediction), then label_1, class_1, probability_1 and so
 on for the most probable classes, at most five. `python -m paddle_resnet.predict --csv` writes the same columns, except
 for label and class. Fields are empty for classes with a NaN logit and for probabilities that are not finite.
@@ -10,7 +10,8 @@ import csv
 import math
 import os
 
-from paddle_resnet.data import listing
+from paddle_resnet.data.formats import folder
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.utils import outputs
 from paddle_resnet.utils.errors import RunError
 from paddle_resnet.utils.mode import Mode
@@ -71,11 +72,9 @@ def list_images(image_root, data_format, skip_list, allow_outside, count):
         RunError: the number of images is not `count`.
         UsageError: the data set or the skip list can no longer be read.
     """
-    skip = listing.read_skip_list(skip_list, image_root, allow_outside) if skip_list is not None else ()
-    data_format = None if data_format == "auto" else data_format
-    own = listing.own_classes(image_root, Mode.EVAL)
-    images = listing.images(image_root, Mode.EVAL, data_format, allow_outside, own, skip)[2]
-    images = [image for image in images if os.path.normpath(image.name) not in skip]
+    root = DataRoot(image_root, data_format, allow_outside, skip_list=skip_list)
+    images = root.listed(Mode.EVAL, folder.own_classes(image_root, Mode.EVAL))
+    images = [image for image in images if os.path.normpath(image.name) not in root.skip]
     if len(images) != count:
         raise RunError(
             f"--image-root {image_root}: had {count} validation images at the start and has {len(images)} now; "

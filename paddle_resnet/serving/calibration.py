@@ -6,9 +6,10 @@ from typing import NamedTuple
 import numpy as np
 from paddle import static
 
-from paddle_resnet.data import listing, records
+from paddle_resnet.components import quantization
+from paddle_resnet.data.formats import read_image
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.job import processes
-from paddle_resnet.passes import quantization
 from paddle_resnet.program import compile_prog
 from paddle_resnet.serving import image_files
 from paddle_resnet.serving.model import from_dali
@@ -22,7 +23,7 @@ WEIGHT_BITS = {"onnxruntime": 7, "tensorrt": 8}
 BATCH = 8
 BINS = 2048
 SMALLEST = 1e-30
-PERCENTILE = 99.99  # percentage of values that the "percentile" method does not clip
+PERCENTILE = 99.99  # percentage of values that are not clipped
 # A tensor of an image is ignored if its largest activation exceeds the median over the images so far by this factor. In
 # a measured network, five of 512 images caused activations 10 to 1,000 times as large as the others
 # (benchmarks/log/int8_2cpu.md), and would have determined the means of all images.
@@ -68,53 +69,16 @@ class Histogram:
         places = (values * np.float32(BINS / self.limit)).astype(np.int32)
         self.counts += np.bincount(np.minimum(places, BINS - 1), minlength=BINS)
 
-    def range(self, method):
-        """Return the upper end of the activation range, which the highest INT8 level represents. Larger values are
-        clipped. `method` is "entropy" or "percentile". If all values count as zeros, the range ends at 1."""
+    def range(self):
+        """Return the upper end of the activation range, which the highest INT8 level represents: the PERCENTILE of the
+        values, or 1 if all values count as zeros. Larger values are clipped."""
         if self.limit == 0:
             return 1.0
-        bins = {"entropy": _entropy_bins, "percentile": _percentile_bins}[method](self.counts)
+        bins = int(np.searchsorted(np.cumsum(self.counts), self.counts.sum() * PERCENTILE / 100)) + 1
         return self.limit * bins / BINS
 
 
-def _percentile_bins(counts):
-    return int(np.searchsorted(np.cumsum(counts), counts.sum() * PERCENTILE / 100)) + 1
-
-
-def _entropy_bins(counts):
-    """Return the number of bins below the clipping threshold that minimizes the Kullback-Leibler divergence between the
-    distributions of the original and the quantized values (Migacz, "8-bit Inference with TensorRT", GTC 2017). Every
-    fourth number from 128 is tested. If no threshold can be tested, no value is clipped."""
-    levels = 128
-    first, last = np.flatnonzero(counts)[[0, -1]]
-    used = int(last) + 1
-    best, best_divergence = used, np.inf
-    for bins in range(levels, used + 1, 4):
-        if bins <= first:  # all values would be clipped
-            continue
-        expected = counts[:bins].copy()
-        expected[-1] += counts[bins:].sum()
-        # Clipped values are counted in the last bin. The values that share a level are distributed evenly over the
-        # nonempty bins of this level.
-        level_of = np.arange(bins) * levels // bins
-        is_used = counts[:bins] > 0
-        sums = np.bincount(level_of, counts[:bins], levels)
-        sizes = np.bincount(level_of, is_used, levels)
-        actual = np.where(is_used, (sums / np.maximum(sizes, 1))[level_of], 0)
-        divergence = _divergence(expected / expected.sum(), actual / actual.sum())
-        if divergence < best_divergence:
-            best, best_divergence = bins, divergence
-    return best
-
-
-def _divergence(expected, actual):
-    """Return the Kullback-Leibler divergence between two distributions. `actual` is clipped from below, so that the
-    divergence remains finite if a level contains only clipped values."""
-    used = expected > 0
-    return float(np.sum(expected[used] * np.log(expected[used] / np.maximum(actual[used], 1e-9))))
-
-
-def quantize(network, bits, image_root, method, images, allow_outside=False):
+def quantize(network, bits, image_root, images, allow_outside=False):
     """Quantize a network in place: insert fake-quantization operators, determine the activation ranges from training
     images, and correct the biases. The images are preprocessed as in evaluation. If the largest value of an activation
     exceeds OUTLIER times the median of all images so far, this activation of the image is ignored, with a warning.
@@ -123,7 +87,6 @@ def quantize(network, bits, image_root, method, images, allow_outside=False):
         network: networks.Network on a CPU, with BN layers folded into the convolutions.
         bits: number of bits per weight.
         image_root: folder of the data set.
-        method: "percentile" or "entropy".
         images: maximum number of images to use.
         allow_outside: see draw.
     Returns:
@@ -163,7 +126,7 @@ def quantize(network, bits, image_root, method, images, allow_outside=False):
     with static.program_guard(network.program, static.Program()):
         quantization.insert(network.program)
     for i, histogram in enumerate(histograms.values()):
-        _set(network, quantization.range_name(i), [histogram.range(method)])
+        _set(network, quantization.range_name(i), [histogram.range()])
     for layer in layers:
         if layer.bias is not None:
             shift = _mean_error(layer, network.parameter(layer.weight), means[layer.input] / counts[layer.input], bits)
@@ -202,12 +165,12 @@ def draw(image_root, count, allow_outside=False):
         count: maximum number of images. If the data set has fewer, all are drawn.
         allow_outside: whether file lists may contain files outside image_root.
     Returns:
-        ([listing.Image], number of images in the training split). The images are in random order and depend only on
+        ([Image], number of images in the training split). The images are in random order and depend only on
         the data set and `count`.
     Raises:
         UsageError: the data set cannot be used, or its training split contains no images.
     """
-    _, _, images = listing.images(image_root, Mode.TRAIN, allow_outside=allow_outside)
+    images = DataRoot(image_root, allow_outside=allow_outside).listed(Mode.TRAIN)
     if not images:
         raise UsageError(f"--calibrate {image_root}: the training split contains no images; add images")
     count = min(count, len(images))
@@ -218,13 +181,13 @@ def draw(image_root, count, allow_outside=False):
 
 
 def _batches(description, image_root, images):
-    """Yield (batch in the network's input format, labels) for `images`, [listing.Image]. Raise UsageError if an image
+    """Yield (batch in the network's input format, labels) for `images`, [Image]. Raise UsageError if an image
     cannot be read or decoded."""
     label_of = {}
 
     def read(image):
         try:
-            data, label_of[image] = records.read(image)
+            data, label_of[image] = read_image(image)
         except OSError as e:
             return None, f"cannot be read ({e.strerror})"
         return data, None

@@ -11,7 +11,7 @@ from paddle import static
 
 from paddle_resnet.job import processes
 from paddle_resnet.program import compile_prog
-from paddle_resnet.steps.dispatch import Dispatcher
+from paddle_resnet.step.dispatch import Dispatcher
 from paddle_resnet.utils import logger
 
 

@@ -7,8 +7,8 @@ from itertools import chain
 
 import numpy as np
 
-from paddle_resnet import dali
-from paddle_resnet.data import bad_images, readers
+from paddle_resnet.data import bad_images, loader
+from paddle_resnet.data import data_set as data_sets
 from paddle_resnet.serving import inference, preprocessing
 from paddle_resnet.utils import files
 from paddle_resnet.utils.errors import RunError
@@ -18,7 +18,7 @@ from paddle_resnet.utils.mode import Mode
 def predict(model, paths, batch_size=32, device="cpu", threads=4, read=None):
     """Yield (path, probabilities, problem) for each image file, in order.
 
-    Images are decoded, resized and normalized as in an evaluation (dali.py, Mode.EVAL).
+    Images are decoded, resized and normalized as in an evaluation (data/loader.py, Mode.EVAL).
 
     Args:
         model: serving.model.Model.
@@ -185,10 +185,10 @@ def _decoded(description, batches, batch_size, device, threads, are_paths=False)
     raised if DALI cannot read or decode an image."""
     args = inference.loader_args(description, batch_size, device, threads)
     if are_paths:
-        data_set = readers.image_files(batches, _shorter_side(description))
+        data_set = data_sets.image_files(batches, _shorter_side(description))
     else:
-        data_set = readers.encoded_images(batches)
-    pipeline = dali.create_dali_pipeline(args, data_set, Mode.EVAL, 0, 1)
+        data_set = data_sets.encoded_images(batches)
+    pipeline = loader.create_pipeline(loader.Options.of(args), data_set, Mode.EVAL, 0, 1)
     while True:
         try:
             images, _ = pipeline.run()

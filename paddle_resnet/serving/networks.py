@@ -10,18 +10,18 @@ from paddle import static
 from paddle.base.data_feeder import convert_dtype
 
 from paddle_resnet.checkpoints import arrays, folders, restore, variables
+from paddle_resnet.components import precision, quantization
 from paddle_resnet.job import processes
 from paddle_resnet.models import MODELS, build_model, ends, loss_head
 from paddle_resnet.models import logits as network_logits
 from paddle_resnet.native import build as native
-from paddle_resnet.optimizers import amp
-from paddle_resnet.passes import folding, quantization
+from paddle_resnet.passes import folding
 from paddle_resnet.program import compile_prog
 from paddle_resnet.serving import preprocessing
 from paddle_resnet.serving.model import Model
 from paddle_resnet.settings import parsing
 from paddle_resnet.settings.values import network_name
-from paddle_resnet.steps import host_metrics
+from paddle_resnet.step import host_metrics
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
 
@@ -154,11 +154,11 @@ def load_fast(checkpoint, precision, device="gpu", model_arch_name=None, tta="no
 
 
 def _cast(network, dtype, level, for_gpu=False):
-    """Convert a network in place to half precision. See amp.cast_evaluation_program."""
+    """Convert a network in place to half precision. See precision.cast_evaluation_program."""
     program, place = network.program, processes.place(network.args.device)
     float32 = quantization.float32_variables(program)
     with static.scope_guard(network.scope), static.program_guard(program, static.Program()):
-        amp.cast_evaluation_program(program, place, dtype, level, float32, for_gpu)
+        precision.cast_evaluation_program(program, place, dtype, level, float32, for_gpu)
 
 
 def _recorded(checkpoint, device, model_arch_name):
@@ -169,7 +169,7 @@ def _recorded(checkpoint, device, model_arch_name):
     args = restore.recorded_flags(checkpoint, meta, model_arch_name)
     if model_arch_name is not None:
         args.set("command line", model_arch_name=model_arch_name)
-    args.set("internal", fuse_resunit=False, resume=False, profile_steps=None, device=device)
+    args.set("internal", resume=False, profile_steps=None, device=device)
     return checkpoint, meta, args
 
 

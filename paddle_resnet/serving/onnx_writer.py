@@ -3,8 +3,8 @@
 import numpy as np
 from paddle.base.data_feeder import convert_dtype
 
+from paddle_resnet.components import quantization
 from paddle_resnet.machine import compat
-from paddle_resnet.passes import quantization
 from paddle_resnet.utils.errors import UsageError, installation
 
 OPSET = 13  # released in 2020; supported by onnxruntime 1.7 or later and TensorRT 8 or later
@@ -35,7 +35,7 @@ def to_onnx(program, inputs, outputs, read, metadata, engine=None):
         outputs: output Variables [None, ...] of the program.
         read: function that maps a parameter name to the parameter's array.
         metadata: text to store in the file.
-        engine: engine that runs a network quantized by passes/quantization.py, or None to omit the quantization. For
+        engine: engine that runs a network of components/quantization.py, or None to omit the quantization. For
             "onnxruntime", activations are uint8, and biases of quantized convolutions are int32. uint8 represents the
             same values as int8: signed activations have the zero point 128. For "tensorrt", activations are int8 and
             biases float32, because TensorRT does not dequantize int32.

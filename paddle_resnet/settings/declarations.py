@@ -82,7 +82,7 @@ ORDER = (
     "config run-scope resume overwrite from-checkpoint last-epoch-of-checkpoint from-pretrained-params "
     "pretrained-mismatch choose-recipe dry-run model-arch-name num-of-class image-shape qat crop-size resize-short "
     "interp normalize-scale normalize-mean normalize-std batch-size data-layout dali-output-fp16 dali-random-seed "
-    "label-offset balanced-sampling cpu-decoder-load rand-crop-scale rand-crop-ratio crop-padding auto-augment "
+    "label-offset balanced-sampling rand-crop-scale rand-crop-ratio crop-padding auto-augment "
     "auto-augment-magnitude color-jitter lighting rotate-degrees iter-unit num-iter epochs budget-minutes "
     "accumulate-steps seed label-smoothing class-weights max-bad-steps freeze unfreeze-at optimizer momentum beta1 "
     "beta2 opt-epsilon lookahead weight-decay clip-grad-norm sizes mixup cutmix dropout drop-path bn-momentum ema "

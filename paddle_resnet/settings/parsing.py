@@ -35,6 +35,8 @@ ALIASES = {
     "weight-decay": "wd",
 }
 ALIASES = {alias: meant for meant, aliases in ALIASES.items() for alias in aliases.split()}
+# Flags of older versions: {flag: what to do without it}.
+REMOVED = {"cpu-decoder-load": "remove it; --hw-decoder-load divides the images between the GPU's decoders"}
 
 
 class ToolParser(Parser):
@@ -164,6 +166,8 @@ def _unknown_arguments(arguments):
 def _unknown(kind, argument, known):
     bare = {name.lstrip("-"): name for name in known}  # dashes would make all flags similar to each other
     normalized = argument.lstrip("-").replace("_", "-")
+    if normalized in REMOVED:
+        return f"{argument}: this {kind} no longer exists; {REMOVED[normalized]}"
     if normalized in ALIASES:
         meant = (
             f"--{ALIASES[normalized]}" if kind == "flag" else ALIASES[normalized].replace("-", "_").replace(" ", ": ")

@@ -205,10 +205,10 @@ def _conflicts_of_settings(settings):
             ("amp_level", "amp_dtype", "asp"),
             ("amp_level", "amp_dtype", "asp"),
         )
-    if settings.optimizer == "RAdam" and settings.freeze:
+    if OPTIMIZERS[settings.optimizer].needs_all_layers and settings.freeze:
         yield Conflict(
-            "--optimizer RAdam: its formula requires that all layers are trained from step 1 on; remove --freeze, or "
-            "use --optimizer AdamW",
+            f"--optimizer {settings.optimizer}: its formula requires that all layers are trained from step 1 on; "
+            "remove --freeze, or use --optimizer AdamW",
             ("freeze",),
             ("optimizer",),
         )
@@ -363,12 +363,4 @@ def _conflicts_of_device(settings):
             "--dali-device gpu: requires a GPU, but this run is on the CPU; use --dali-device cpu",
             ("dali_device",),
             ("device",),
-        )
-    loader_device = settings.device if settings.dali_device == "auto" else settings.dali_device
-    if settings.cpu_decoder_load and loader_device == "cpu":
-        yield Conflict(
-            f"--cpu-decoder-load {settings.cpu_decoder_load}: with --dali-device cpu, the CPU decodes all images; "
-            "remove --cpu-decoder-load",
-            ("cpu_decoder_load",),
-            ("dali_device", "device"),
         )

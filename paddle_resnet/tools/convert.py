@@ -5,12 +5,13 @@ Worker processes import this module instead of dataset.py. The module imports ne
 processes do not wait for these imports.
 
 If a conversion is interrupted, repeating the command resumes it. For TFRecord and WebDataset, each worker writes entire
-shards atomically, and complete shards are kept. For RecordIO and LMDB, which have one file per split, workers prepare
-the images and one process writes them in order; images that have already been written are kept. If the size or
+shards atomically, and complete shards are kept. For RecordIO, which has one file per split, workers prepare the
+images and one process writes them in order; images that have already been written are kept. If the size or
 modification time of a source file has changed since the conversion began, all images are written again. If a record
 file of a complete conversion is missing or has a different size, this record file is written again.
 """
 
+import argparse
 import contextlib
 import ctypes
 import hashlib
@@ -25,13 +26,18 @@ from functools import partial
 
 import numpy as np
 
-from paddle_resnet.data import indexes, listing, numbering, records, sniffer
+from paddle_resnet.data import classes as class_checks
+from paddle_resnet.data import indexes, layout, sniffer
+from paddle_resnet.data import manifest as manifests
+from paddle_resnet.data.formats import INDEXED, RECORDS, SHARDED, SINGLE_FILE, read_image
+from paddle_resnet.data.images import IMAGE_EXTENSIONS, IMAGE_SUFFIXES, read_slice
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.serving import preprocessing
 from paddle_resnet.tools.split import link
-from paddle_resnet.tools.writers import SHARDED, SINGLE_FILE
 from paddle_resnet.utils import files, locks, logger, outputs, signals
 from paddle_resnet.utils.errors import UsageError, command, counted
 from paddle_resnet.utils.mode import Mode
+from paddle_resnet.utils.numbers import AUTO
 
 RECORD_FORMATS = (*SHARDED, *SINGLE_FILE)
 FOLDER = "folder"  # class folders
@@ -40,10 +46,9 @@ IMAGES_PER_SHARD = 2000
 # Seed of the random order in which training images are written. Because the stored order is random, a small shuffle
 # buffer suffices in training.
 ORDER_SEED = 0
-INDEXED = ("recordio", "tfrecord", "webdataset")
 # (first bytes of a file, suffix) for all image formats except JPEG.
 MAGIC = ((b"\x89PNG", "png"), (b"BM", "bmp"), (b"II", "tif"), (b"MM", "tif"), (b"RIFF", "webp"))
-BLOCK = 64  # number of images in a block (a worker's task); RecordIO and LMDB files are synced to disk after each block
+BLOCK = 64  # number of images in a block (a worker's task); RecordIO files are synced to disk after each block
 _LOCK = ".lock"
 # How a message names an entry of convert.json, if not by the flag of the same name.
 _DIFFERING = {
@@ -55,6 +60,13 @@ _DIFFERING = {
 }
 NAMED = 10  # maximum number of unusable images to list in a message
 _REMEDY = "repair the image or, with convert, omit it with --skip-list"
+
+
+def parse_format(text):
+    """Return the argument of --to."""
+    if text == "lmdb":
+        raise argparse.ArgumentTypeError("lmdb: LMDB files can be read, but no longer written; use webdataset")
+    return text
 
 
 def convert(
@@ -69,7 +81,7 @@ def convert(
     skip_list=None,
     allow_outside=False,
     check=None,
-    label_offset=numbering.AUTO,
+    label_offset=AUTO,
 ):
     """Convert all splits of a data set to a record format.
 
@@ -99,7 +111,7 @@ def convert(
             number of training images or is set for a format without shards.
         OSError: the output cannot be written.
     """
-    splits, classes = _list_source(source, skip_list, allow_outside, label_offset)
+    splits, classes = _list_source(DataRoot(source, AUTO, allow_outside, label_offset, skip_list))
     return write(source, splits, classes, output, to, shards, resize_short, quality, workers, progress, check)
 
 
@@ -122,7 +134,7 @@ def write(
 
     Args:
         source: path of the source, for messages.
-        splits: {split: [listing.Image]} in the order in which the images are written.
+        splits: {split: [Image]} in the order in which the images are written.
         classes: class names in label order, or None if the classes have only numbers.
         output, shards, resize_short, quality, workers, progress, check: see convert().
         to: one of FORMATS. For FOLDER, resize_short must be None.
@@ -176,7 +188,7 @@ def write(
                 "converted again; do not change files during a conversion"
             )
             _remove_written(output, to)
-        indexes.write_file(os.path.join(output, listing.MANIFEST), _json({**manifest, "complete": False}))
+        indexes.write_file(os.path.join(output, manifests.MANIFEST), _json({**manifest, "complete": False}))
     if damaged:
         names = ", ".join(map(os.path.basename, damaged[:NAMED]))
         logger.warn(
@@ -200,7 +212,7 @@ def write(
     for name in _partial(output):
         os.unlink(os.path.join(output, name))
     sizes = {os.path.basename(path): _size(path) for path in _shards(output, to)}
-    indexes.write_file(os.path.join(output, listing.MANIFEST), _json({**manifest, "complete": True, "bytes": sizes}))
+    indexes.write_file(os.path.join(output, manifests.MANIFEST), _json({**manifest, "complete": True, "bytes": sizes}))
     return counts
 
 
@@ -237,9 +249,9 @@ def build_indexes(image_root):
     if not os.path.isdir(image_root):
         raise UsageError(f"{image_root}: not a folder; use the folder that contains the shards")
     created, existing = 0, 0
-    for kind in INDEXED:
+    for data_format, kind in INDEXED.items():
         for mode in Mode:
-            for shard in listing.find_shards(image_root, kind, mode):
+            for shard in RECORDS[data_format].detect(image_root, mode):
                 is_new = indexes.existing_index(shard) is None
                 created, existing = created + is_new, existing + (not is_new)
                 indexes.open_index(shard, kind)
@@ -248,26 +260,25 @@ def build_indexes(image_root):
     return created, existing
 
 
-def _list_source(source, skip_list, allow_outside, label_offset=numbering.AUTO):
-    """Return ({split: [listing.Image]}, class names or None) of the source. Training images are in random order.
+def _list_source(root):
+    """Return ({split: [Image]}, class names or None) of a DataRoot. Training images are in random order.
 
     Raises:
         UsageError: the data set or the skip list cannot be used, or a split has no images.
     """
-    skip = listing.read_skip_list(skip_list, source, allow_outside) if skip_list is not None else frozenset()
+    source, skip = root.image_root, root.skip
     splits, classes = {}, None
-    for mode in listing.splits(source):
-        options = {"allow_outside": allow_outside, "skip": skip, "label_offset": label_offset}
-        data_format, numbers, images = numbering.images(source, mode, **options)
+    for mode in layout.splits(source):
+        numbers, images = root.images(mode)
         names = numbers.classes
         classes = classes or names
         images = [image for image in images if os.path.normpath(image.name) not in skip]
         if not images:
             remedy = sniffer.advice(source) or "add images, or shorten --skip-list"
             raise UsageError(f"{source}: no {mode.value} images to convert; {remedy}")
-        if data_format == "folder":
+        if root.format(mode) == "folder":
             labels = [image.label for image in images]
-            listing.check_classes(source, mode, data_format, labels, names, True, allow_one_class=True)
+            class_checks.check_classes(source, mode, "folder", labels, names, True, allow_one_class=True)
         if mode is Mode.TRAIN:
             images = shuffled(images)
         splits[mode.value] = images
@@ -299,7 +310,7 @@ def _digest_of_files(images):
 
 def _is_changed(output, manifest):
     """Return whether any source file has changed since the conversion to the output folder began."""
-    for split, recorded in listing.read_manifest(output)["splits"].items():
+    for split, recorded in manifests.read(output)["splits"].items():
         if "files_sha256" not in recorded:
             logger.warn(
                 f"--output {output}: converted by an older version, so file changes cannot be detected; if images "
@@ -312,7 +323,7 @@ def _is_changed(output, manifest):
 
 
 def _shards(output, to):
-    return [shard for mode in Mode if to != FOLDER for shard in listing.find_shards(output, to, mode)]
+    return [shard for mode in Mode if to != FOLDER for shard in RECORDS[to].detect(output, mode)]
 
 
 def _size(path):
@@ -324,7 +335,7 @@ def _size(path):
 def _damaged(output):
     """Return the paths of the record files of a complete conversion that are missing or do not have their recorded
     sizes."""
-    sizes = listing.read_manifest(output).get("bytes", {})  # older versions did not store sizes
+    sizes = manifests.read(output).get("bytes", {})  # older versions did not store sizes
     return [path for name, size in sizes.items() if _size(path := os.path.join(output, name)) != size]
 
 
@@ -338,8 +349,8 @@ def _remove_written(output, to):
 def _remove(output, paths, to):
     """Mark a conversion as incomplete in convert.json, and remove `paths`: class folders, or record files and their
     indexes."""
-    manifest = listing.read_manifest(output)
-    indexes.write_file(os.path.join(output, listing.MANIFEST), _json({**manifest, "complete": False}))
+    manifest = manifests.read(output)
+    indexes.write_file(os.path.join(output, manifests.MANIFEST), _json({**manifest, "complete": False}))
     for path in paths:
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
@@ -377,13 +388,13 @@ def _check_decodable(source, images, workers, progress, remedy=None):
 def _continued(output, manifest):
     """Return whether the conversion in the output folder is complete, or None if it has not begun. Raise UsageError if
     the folder contains a different conversion or other files."""
-    recorded = listing.read_manifest(output)
+    recorded = manifests.read(output)
     if recorded is not None:
         for key, value in (manifest | {"splits": _images_of(manifest)}).items():
             if (_images_of(recorded) if key == "splits" else recorded.get(key)) != value:
                 what = _DIFFERING.get(key) or f"a different --{key.replace('_', '-')}"
                 raise UsageError(
-                    f"--output {output}: contains a conversion with {what} (see {listing.MANIFEST}); remove the "
+                    f"--output {output}: contains a conversion with {what} (see {manifests.MANIFEST}); remove the "
                     "folder, choose a different folder, or repeat the original command"
                 )
         return recorded["complete"]
@@ -439,7 +450,7 @@ def _start_worker(parent, images, stop, resize_short, quality):
 
 
 def _prepare(image):
-    """Read a listing.Image, and shrink the image if requested. Return (bytes to store, extension without dot, label).
+    """Read a Image, and shrink the image if requested. Return (bytes to store, extension without dot, label).
 
     Raises:
         UsageError: the image cannot be read or shrunk, or its label is not a class.
@@ -450,10 +461,10 @@ def _prepare(image):
     if _stop.is_set():
         raise InterruptedError
     try:
-        data, label = records.read(image)
+        data, label = read_image(image)
     except OSError as e:
         raise UsageError(f"{image.path}: cannot be read ({e.strerror}); {_REMEDY}") from e
-    if not listing.is_class(label):
+    if not class_checks.is_class(label):
         raise UsageError(f"{image.full_name}: label {label:g} is not a whole number from 0; {_REMEDY}")
     label = int(label)
     if _resize_short is None:
@@ -477,7 +488,7 @@ def _extension(image, data):
     """Return the extension for an image in a tar shard: the extension of an image file if it is supported and not jfif;
     otherwise, and for a record, the extension that matches the first bytes of the image, by default jpg."""
     own = os.path.splitext(image.path)[1][1:].lower()
-    if image.kind is None and own in records.IMAGE_EXTENSIONS and own != "jfif":  # .jpg is more common
+    if image.kind is None and own in IMAGE_EXTENSIONS and own != "jfif":  # .jpg is more common
         return own
     return next((extension for start, extension in MAGIC if data.startswith(start)), "jpg")
 
@@ -515,7 +526,7 @@ def _write_shard(to, path, first, images):
                 with _images.get_lock():
                     _images.value += 1
         files.fsync(partial)
-        indexes.write_file(indexes.index_path(path), indexes.scan(str(partial), to))
+        indexes.write_file(indexes.index_path(path), indexes.scan(str(partial), INDEXED[to]))
 
 
 def _write_folders(output, split, images, classes, pool, report):
@@ -552,12 +563,12 @@ def _write_files(tasks):
         data = None
         if image.kind is None:
             size = os.path.getsize(image.path)
-        elif image.kind is records.read_slice:
+        elif image.kind is read_slice:
             size = image.place[1]
         else:
             data, extension, _ = _prepare(image)
             size = len(data)
-            if not path.lower().endswith(records.IMAGE_SUFFIXES):
+            if not path.lower().endswith(IMAGE_SUFFIXES):
                 path += f".{extension}"
         if os.path.lexists(path):
             if os.path.isfile(path) and os.path.getsize(path) == size:

@@ -14,12 +14,16 @@ from rich.table import Table
 from rich.text import Text
 
 from paddle_resnet import config, dali, resolution
-from paddle_resnet.data import bad_images, listing, numbering, pixels, readers, records, sniffer
+from paddle_resnet.data import bad_images, data_set, layout, pixels, sniffer
+from paddle_resnet.data import loader as loaders
+from paddle_resnet.data.formats import read_image
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.serving import preprocessing
 from paddle_resnet.tools import drawing
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, command, printable
 from paddle_resnet.utils.mode import Mode
+from paddle_resnet.utils.numbers import AUTO
 
 VERSIONS = 3  # number of augmented versions of each image in a preview
 
@@ -60,14 +64,13 @@ def augmented(root, images, versions, arguments):
         raise UsageError("--data-format synthetic: preview needs images; remove the flag")
     resolution.resolve_classes(args, Mode.TRAIN)
     args.set("internal", batch_size=versions)
-    place = root, Mode.TRAIN, args.data_format, args.num_of_class, args.allow_outside, args.label_offset
-    _, numbers, listed = numbering.images(*place)
+    numbers, listed = dali.data_root(args).images(Mode.TRAIN, args.num_of_class)
     names = numbers.class_names or []
     places = np.linspace(0, len(listed) - 1, min(images, len(listed))).astype(int)
     decodable, skipped = [], 0
     for image in (listed[place] for place in places):
         try:
-            data, label = (Path(image.path).read_bytes(), image.label) if image.kind is None else records.read(image)
+            data, label = (Path(image.path).read_bytes(), image.label) if image.kind is None else read_image(image)
         except OSError as e:
             raise UsageError(f"{image.path}: cannot be read ({e.strerror}); make it readable, or remove it") from e
         if bad_images.decode(data) is None:
@@ -85,7 +88,7 @@ def augmented(root, images, versions, arguments):
             f"{command('dataset', 'verify', root)}"
         )
     batches = iter([[np.frombuffer(data, np.uint8)] * versions for data, _ in decodable])
-    pipeline = dali.create_dali_pipeline(args, readers.encoded_images(batches), Mode.TRAIN, 0, 1)
+    pipeline = loaders.create_pipeline(loaders.Options.of(args), data_set.encoded_images(batches), Mode.TRAIN, 0, 1)
     rows = []
     for data, name in decodable:
         batch = np.array(pipeline.run()[0].as_cpu().as_tensor())
@@ -96,7 +99,7 @@ def augmented(root, images, versions, arguments):
     return rows
 
 
-def info(root, output=None, allow_outside=False, label_offset=numbering.AUTO):
+def info(root, output=None, allow_outside=False, label_offset=AUTO):
     """Count images and classes, determine image sizes, and print and draw the result.
 
     Args:
@@ -113,10 +116,10 @@ def info(root, output=None, allow_outside=False, label_offset=numbering.AUTO):
     if output is not None:
         drawing.check_name(output)
     root = str(root)
-    result = {}
+    result, data = {}, DataRoot(root, AUTO, allow_outside, label_offset)
     with ThreadPoolExecutor(16) as pool:  # disk access is the bottleneck, not the CPU
-        for mode in listing.splits(root):
-            _, numbers, images = numbering.images(root, mode, allow_outside=allow_outside, label_offset=label_offset)
+        for mode in layout.splits(root):
+            numbers, images = data.images(mode)
             if not images and (advice := sniffer.advice(root)):
                 raise UsageError(f"{root}: the {mode.value} split contains no images; {advice}")
             measured = list(pool.map(_measure, images))
@@ -172,13 +175,13 @@ def _statistics():
 
 
 def _measure(image):
-    """Return (label, (width, height)) of a listing.Image. A label or a size that cannot be read is None."""
+    """Return (label, (width, height)) of a Image. A label or a size that cannot be read is None."""
     label = image.label
     try:
         if image.kind is None:
             source = image.path  # Pillow reads only the header
         else:
-            data, label = records.read(image)
+            data, label = read_image(image)
             source = BytesIO(data)
         with PIL.Image.open(source) as picture:
             return label, picture.size
@@ -213,17 +216,17 @@ def speed(root, threads, loads, batches, repeats, arguments):
         for decoder, n, load in settings:
             flags = ["--dali-num-threads", n]
             if decoder == "cpu":
-                flags += ["--dali-device", "cpu", "--cpu-decoder-load", 0]
+                flags += ["--dali-device", "cpu"]
             else:
                 flags += ["--dali-device", "gpu", "--hw-decoder-load", load]
             rates = []
             for _ in range(repeats):
-                loader, args = open_loader(root, [*arguments, *map(str, flags)])
-                _take(loader, batches)
+                batches_of, args = open_loader(root, [*arguments, *map(str, flags)])
+                _take(batches_of, batches)
                 start = perf_counter()
-                _take(loader, batches)
+                _take(batches_of, batches)
                 rates.append(batches * args.batch_size / (perf_counter() - start))
-                del loader
+                del batches_of
             rows.append((decoder, n, load, rates))
     title = f"{root}: loader throughput in images/s, n = {repeats}, {batches} batches of {args.batch_size}"
     table = Table(title=Text(printable(title)))
@@ -236,13 +239,13 @@ def speed(root, threads, loads, batches, repeats, arguments):
     return rows
 
 
-def _take(loader, batches):
+def _take(iterator, batches):
     while batches:
         try:
-            next(loader)
+            next(iterator)
             batches -= 1
         except StopIteration:
-            loader.reset()
+            iterator.reset()
 
 
 def _parse(root, arguments):
@@ -265,6 +268,8 @@ def open_loader(root, arguments):
     data set. Raises UsageError if the flags or the data set cannot be used."""
     args = _parse(root, arguments)
     resolution.resolve_classes(args, Mode.TRAIN)
+    root = dali.data_root(args)
     if args.data_format != "synthetic":
-        args.resolve("data", batch_size=min(args.batch_size, dali.open_data_set(args, Mode.TRAIN).size))
-    return dali.build_dataloader(args, Mode.TRAIN), args
+        size = loaders.open_split(root, loaders.Options.of(args), Mode.TRAIN, True).size
+        args.resolve("data", batch_size=min(args.batch_size, size))
+    return dali.build_dataloader(args, Mode.TRAIN, root=root), args

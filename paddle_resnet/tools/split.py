@@ -7,7 +7,8 @@ import re
 import shutil
 from pathlib import Path
 
-from paddle_resnet.data import listing, sniffer
+from paddle_resnet.data import classes, sniffer
+from paddle_resnet.data.formats import folder as class_folder
 from paddle_resnet.utils import files
 from paddle_resnet.utils.errors import UsageError
 
@@ -62,9 +63,9 @@ def _list_source(source):
     """Return {class: [image names]}. Raise UsageError if the folder cannot be split, see split()."""
     if not os.path.isdir(source):  # Path.is_dir() would raise an error for a name that is too long
         raise UsageError(f"{source}: not a folder; use the folder that contains the class folders")
-    images, ignored = {}, [(listing.OUTSIDE, "", name) for name in listing.images_at_the_top(source)]
-    for label in listing.class_folders(source):
-        images[label], unusable, others = listing.image_files(source / label)
+    images, ignored = {}, [(class_folder.OUTSIDE, "", name) for name in class_folder.images_at_the_top(source)]
+    for label in class_folder.class_folders(source):
+        images[label], unusable, others = class_folder.image_names(source / label)
         ignored += [(kind, label, name) for kind, name in others]
         if unusable:
             raise UsageError(f"{source / label / unusable[0]}: a broken link, or not a file; remove it")
@@ -75,7 +76,7 @@ def _list_source(source):
         raise UsageError(f"{source}: contains no class folders; {sniffer.advice(source) or sniffer.PUT}")
     if not any(images.values()) and (advice := sniffer.advice(source)):
         raise UsageError(f"{source}: the folders contain no images; {advice}")
-    listing.check_utf8(source, images)
+    class_folder.check_utf8(source, images)
     _check_names(source, [*images])
     few = [f"{label} ({len(names)})" for label, names in images.items() if len(names) < 2]
     if few:
@@ -84,7 +85,7 @@ def _list_source(source):
             f"{source}: each class needs two images, one for train/ and one for val/, but some have fewer: "
             f"{', '.join(few[:5])}{more}; add images, or move these folders elsewhere"
         )
-    listing.warn_of_ignored(source, ignored)
+    class_folder.warn_of_ignored(source, ignored)
     return images
 
 
@@ -100,7 +101,7 @@ def _check_names(source, labels):
     if len(labels) > 1:
         problem = f"{', '.join(splits[:5])}: named like splits, not like classes"
         remedy = f"{remedy}, or rename these folders if they are classes"
-    if tables := listing.label_tables(source, [".", *labels])[:5]:
+    if tables := classes.label_tables(source, [".", *labels])[:5]:
         problem = f"{problem} ({', '.join(tables)} may contain the labels)"
     if sniffer.advice(source, only_certain=True):
         remedy = f"run {sniffer.import_command(source)}"

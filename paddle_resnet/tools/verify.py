@@ -27,11 +27,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paddle_resnet.data import bad_images, listing, numbering, readers, records
+from paddle_resnet.data import bad_images, classes, layout
+from paddle_resnet.data.formats import FORMATS, RECORDS, folder, read_image
+from paddle_resnet.data.images import Image as ListedImage
+from paddle_resnet.data.images import is_utf8
+from paddle_resnet.data.root import DataRoot
+from paddle_resnet.data.skip_list import skip_list_line
 from paddle_resnet.serving import preprocessing
 from paddle_resnet.utils import outputs, signals
 from paddle_resnet.utils.errors import UsageError, counted, printable
 from paddle_resnet.utils.mode import Mode, RunScope
+from paddle_resnet.utils.numbers import AUTO
 
 # {file suffix: nvImageCodec's name for the expected codec}
 CODEC_OF_SUFFIX = {
@@ -52,7 +58,7 @@ class Report:
     Attributes:
         images: number of images that were checked.
         errors: [message], where each message states why training cannot use the data set.
-        failing: {name of an image (listing.Image.name): reason why training would fail on the image}.
+        failing: {name of an image (Image.name): reason why training would fail on the image}.
         unusual: {kind: [name or text]}, for properties that do not stop training, but may be unintended.
         ignored: [path below root] of files and folders in class folders that training ignores.
     """
@@ -74,7 +80,7 @@ def verify(
     allow_outside=False,
     run_scope=RunScope.TRAIN_EVAL,
     allow_empty=False,
-    label_offset=numbering.AUTO,
+    label_offset=AUTO,
     allow_one_class=False,
 ):
     """Decode every image of the splits on all cores, with the CPU decoders that training uses.
@@ -99,16 +105,16 @@ def verify(
     report = Report()
     tasks, splits = [], []
     needed = {Mode.TRAIN: run_scope.trains, Mode.EVAL: run_scope.evaluates}
-    there = listing.splits(root)
+    there = layout.splits(root)
+    data = DataRoot(root, AUTO, allow_outside, label_offset)
     for mode in (mode for mode in Mode if mode in there or needed[mode]):
         try:
-            options = {"allow_outside": allow_outside, "label_offset": label_offset}
-            allowed = {"allow_empty": allow_empty, "allow_one_class": allow_one_class}
-            readers.open_split(root, "auto", mode, num_of_class, 0, **options, **allowed)
+            data.open(mode, num_of_class, 0, allow_empty, allow_one_class=allow_one_class)
         except UsageError as e:
             report.errors.append(str(e))
         try:
-            data_format, numbers, images = numbering.images(root, mode, num_of_class=num_of_class, **options)
+            data_format = data.format(mode)
+            numbers, images = data.images(mode, num_of_class)
         except UsageError as e:
             # Check the images despite the error, whose cause can be, for example, a broken link or a class that exists
             # only in val.
@@ -120,7 +126,7 @@ def verify(
         splits.append((mode, data_format, images))
         tasks += [(image, limit) for image in images]
         if data_format == "folder":
-            report.ignored += listing.ignored_files(root, mode)
+            report.ignored += folder.ignored_files(root, mode)
     _compare_lists([images for _, data_format, images in splits if data_format == "filelist"], report)
     report.images = len(tasks)
     results = check_all(tasks)
@@ -134,7 +140,7 @@ def verify(
                 report.unusual[kind].append(image.name)
             if digest is not None:
                 copies[digest].append((mode, label, image.name))
-        if data_format in readers.RECORD_READERS:
+        if data_format in RECORDS:
             _compare_with_dali(root, mode, data_format, images, checked, report)
     for same in copies.values():
         modes, labels, names = map(list, zip(*same, strict=True))
@@ -155,24 +161,24 @@ def check_all(tasks, workers=None):
 
 
 def _images_of_folders(root, mode):
-    """List the images in class folders, for a split that listing.images rejects. Folders that cannot be listed are
+    """List the images in class folders, for a split that DataRoot.images rejects. Folders that cannot be listed are
     omitted. The label of an image is the index of its class folder among the folders of both splits."""
     folders = {mode: _listed_folders(Path(root) / mode.value) for mode in Mode}
     names = sorted({name for listed in folders.values() for name, _ in listed})
     return [
-        listing.Image(f"{mode.value}/{folder}/{name}", str(Path(root, mode.value, folder, name)), names.index(folder))
+        ListedImage(f"{mode.value}/{folder}/{name}", str(Path(root, mode.value, folder, name)), names.index(folder))
         for folder, (images, *_) in folders[mode]
         for name in images
     ]
 
 
-def _listed_folders(folder):
-    """Return [(name of a class folder, result of listing.image_files)] for all folders that can be listed."""
+def _listed_folders(path):
+    """Return [(name of a class folder, result of folder.image_names)] for all folders that can be listed."""
     listed = []
     with contextlib.suppress(UsageError):  # report.errors already contains the error
-        for label in listing.class_folders(folder):
+        for label in folder.class_folders(path):
             with contextlib.suppress(UsageError):
-                listed.append((label, listing.image_files(folder / label)))
+                listed.append((label, folder.image_names(path / label)))
     return listed
 
 
@@ -195,8 +201,8 @@ def _compare_lists(lists, report):
 def _compare_with_dali(root, mode, data_format, images, checked, report):
     """Read record files with DALI, and compare the images and labels with the results of check(). Images for which
     check() failed are skipped."""
-    if data_format == "lmdb" and any(failure for failure, *_ in checked):
-        return  # DALI's LMDB reader cannot skip failing images
+    if not getattr(FORMATS[data_format], "CAN_SKIP", True) and any(failure for failure, *_ in checked):
+        return
     pairs = zip(images, checked, strict=True)
     kept = [(image.name, digest, label) for image, (failure, _, digest, label) in pairs if failure is None]
     skip = frozenset(image.name for image, (failure, *_) in zip(images, checked, strict=True) if failure is not None)
@@ -250,8 +256,8 @@ def _read_with_dali(root, data_format, mode, skip, expected, label_offset=0):
         return data_set.read("Reader", 0, 1, shuffle=False)
 
     try:
-        options = {"label_offset": label_offset, "allow_one_class": True}
-        data_set = readers.open_split(root, data_format, mode, None, 0, skip, **options)
+        opened = DataRoot(root, data_format, label_offset=label_offset, skip=skip)
+        data_set = opened.open(mode, None, 0, allow_one_class=True)
         if data_set.size != len(expected):
             raise UsageError(f"{data_set.size} images instead of {len(expected)}")
         pipeline = read()
@@ -285,7 +291,7 @@ def check(task):
     """Check one image by decoding it.
 
     Args:
-        task: (listing.Image, number of classes or None)
+        task: (Image, number of classes or None)
     Returns:
         (reason why training fails on the image or None, [unusual properties], digest of the file's content or None,
         label or None)
@@ -293,10 +299,10 @@ def check(task):
         OSError: too many files are open.
     """
     image, num_of_class = task
-    if not listing.is_utf8(image.path):
+    if not is_utf8(image.path):
         return "has a name that is not valid UTF-8", [], None, None
     try:
-        data, label = records.read(image)
+        data, label = read_image(image)
     except OSError as e:
         if e.errno == errno.EMFILE:  # too many open files; the image itself may be valid
             raise
@@ -306,7 +312,7 @@ def check(task):
     if not data:
         return "is empty", ["0 bytes"], None, label
     failure = bad_images.decode(data)
-    if failure is None and not listing.is_class(label, num_of_class):
+    if failure is None and not classes.is_class(label, num_of_class):
         allowed = "a whole number from 0" if num_of_class is None else f"one of {num_of_class} classes"
         failure = f"has label {label:g}, which is not {allowed}"
     return failure, _unusual(image, data), _digest(data), label
@@ -348,7 +354,7 @@ def write_fix_list(report, path):
     """Write the names of the failing images, one per line, in the format of --skip-list. Raise OSError if the file
     cannot be written."""
     with outputs.replaced(path) as partial:
-        partial.write_text("".join(map(listing.skip_list_line, report.failing)), encoding="utf-8")
+        partial.write_text("".join(map(skip_list_line, report.failing)), encoding="utf-8")
 
 
 def show(report, console=None):

@@ -118,7 +118,8 @@ class Parser(argparse.ArgumentParser):
     def _all(self):
         if self._subparsers:
             return self._subparsers._group_actions[0]._get_subactions()
-        return [action for action in self._actions if not isinstance(action, _Help | argparse._VersionAction)]
+        hidden = (_Help, argparse._VersionAction)
+        return [a for a in self._actions if not isinstance(a, hidden) and a.help != argparse.SUPPRESS]
 
     def _action(self, name):
         """Return the argparse action of a flag or of a positional argument."""

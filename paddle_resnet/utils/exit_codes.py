@@ -62,7 +62,7 @@ def of(program, function, needs_stdout=True):
         logger.write_line(f"{program}: interrupted", sys.stderr)
         return INTERRUPTED
     except (MemoryError, RuntimeError, OSError) as e:
-        if _NO_TEMPORARY_FOLDER in str(e):
+        if isinstance(e, OSError) and _NO_TEMPORARY_FOLDER in str(e):
             _report(program, f"{e.strerror}; set TMPDIR to a writable folder")
             return FAILURE
         if isinstance(e, OSError) and e.errno in _NO_ACCESS and isinstance(e.filename, str | bytes):
@@ -90,8 +90,8 @@ def _report(program, message):
 def _check_address_space():
     if _address_space() < LEAST_ADDRESS_SPACE:
         raise RunError(
-            f"ulimit -v: {_address_space() >> 20:,} MiB of address space, but at least {LEAST_ADDRESS_SPACE >> 20:,} "
-            "MiB are required; raise the limit, for example with ulimit -v unlimited"
+            f"ulimit -v: {_address_space() / 2**20:,.0f} MiB of address space, but at least "
+            f"{LEAST_ADDRESS_SPACE >> 20:,} MiB are required; raise the limit, for example with ulimit -v unlimited"
         )
 
 
@@ -109,7 +109,7 @@ def _address_space():
 
 
 def _no_memory(error):
-    limits = [f"ulimit -v allows {_address_space() >> 20:,} MiB"] if _address_space() < math.inf else []
+    limits = [f"ulimit -v allows {_address_space() / 2**20:,.0f} MiB"] if _address_space() < math.inf else []
     reason = ": ".join([*limits, *([core(error)] if str(error) else [])])
     reason = f" ({reason})" if reason else ""
     if _NO_FILE in reason:

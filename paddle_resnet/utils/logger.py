@@ -160,7 +160,7 @@ class _Result:
     def __getattr__(self, name):
         return getattr(self._stream, name)
 
-    def write(self, text):
+    def write(self, text, /):
         if _is_stdout_closed:
             self._problem = "closed"
         return self._call(self._stream.write, text)
@@ -318,19 +318,19 @@ def report(step, data):
             remedy = "free disk space or choose a different file, and start again (a training run with --resume)"
             raise RunError(f"--report-file {failed.name}: can no longer be written ({e.strerror}); {remedy}") from e
         if _lock is not None and len(step) < 2:
-            _check_place()
+            _check_place(_report, _path)
         for follower in _followers:
             follower.add(step, data)
 
 
-def _check_place():
+def _check_place(report, path):
     """Log a warning, but only once per report, if the report file was deleted or replaced since begin()."""
     global _is_misplaced
-    if _is_misplaced or (os.path.exists(_path) and os.path.samestat(os.stat(_path), os.fstat(_report.fileno()))):
+    if _is_misplaced or (os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(report.fileno()))):
         return
     _is_misplaced = True
     warn(
-        f"--report-file {_path}: was deleted or replaced during the run, so it does not contain the metrics of this "
+        f"--report-file {path}: was deleted or replaced during the run, so it does not contain the metrics of this "
         "run; do not change the file while a run writes to it"
     )
 

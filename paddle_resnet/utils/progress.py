@@ -93,6 +93,7 @@ def show(step, steps, left_s, run_left_s, metrics, more=()):
         more: strings to show if the terminal is wide enough, in descending order of importance.
     """
     global _metrics, _due_s
+    assert _live is not None
     shown = [*metrics, f"{_duration(left_s)} left"]
     room = _live.console.width - len("  ".join([_phase, *shown]))
     optional = [f"step {step}/{steps}", *([f"run {_duration(run_left_s)}"] if run_left_s is not None else []), *more]

@@ -169,9 +169,9 @@ def test_lock_removed_by_its_owner_is_created_again(tmp_path, monkeypatch):
 
 def test_run_stops_writing_if_second_run_holds_lock(run_train, tmp_path, monkeypatch, capsys):
     """Delete .lock, so that a second run can start in the same folder while the first run continues."""
-    from paddle_resnet import program
+    from paddle_resnet.step import loop
 
-    root, real, holders = tmp_path / "output/Tiny", program.run_and_save, []
+    root, real, holders = tmp_path / "output/Tiny", loop.run_and_save, []
 
     def run_and_lose_lock(*args, **kwargs):
         if not holders:
@@ -181,7 +181,7 @@ def test_run_stops_writing_if_second_run_holds_lock(run_train, tmp_path, monkeyp
             assert holders[0].stdout.readline() == "locked\n"
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(program, "run_and_save", run_and_lose_lock)
+    monkeypatch.setattr(loop, "run_and_save", run_and_lose_lock)
     try:
         assert run_train()[0] == 1
     finally:

@@ -663,9 +663,9 @@ def test_non_finite_value_prevents_checkpoint(run, tmp_path, monkeypatch, value)
     with pytest.raises(RunError, match="Tiny/0: checkpoint not written, because 1 of its arrays .*conv2d_0.w_0"):
         saver.finish()
     bad = np.float32([value])
-    for epoch, (optimizer, averages) in enumerate((({"x": bad}, None), ({}, {"x": bad})), 1):
+    for epoch, (optimizer, own) in enumerate((({"x": bad}, {}), ({}, {".pdema": {"x": bad}})), 1):
         monkeypatch.setattr(variables, "snapshot", lambda _, optimizer=optimizer: ({}, optimizer))
-        monkeypatch.setattr(variables, "averaged", lambda *_, averages=averages: averages)
+        monkeypatch.setattr(variables, "own_files", lambda *_, own=own: own)
         saver.save(epoch)
         with pytest.raises(RunError, match=r"1 of its arrays have non-finite values \(x\)"):
             saver.finish()

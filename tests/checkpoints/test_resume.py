@@ -16,8 +16,9 @@ from paddle.incubate.asp.utils import MaskAlgo
 from conftest import NHWC, assert_one_error, losses, phase, read_report
 from paddle_resnet import train
 from paddle_resnet.checkpoints import folders, restore, saver
+from paddle_resnet.components import sparsity
 from paddle_resnet.job import processes
-from paddle_resnet.optimizers import sparsity
+from paddle_resnet.step import loop
 from paddle_resnet.utils.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("one_block")
@@ -102,7 +103,7 @@ def test_random_numbers_of_step_are_independent_of_stops(run_train, losses_with_
 def test_repeatedly_stopped_run_equals_uninterrupted_run(
     run_train, uninterrupted, stop_before, tmp_path, monkeypatch, data_format
 ):
-    monkeypatch.setattr("paddle_resnet.dali.SYNTHETIC_SIZE", dict.fromkeys(_modes(), 26))
+    monkeypatch.setattr("paddle_resnet.data.loader.SYNTHETIC_SIZE", dict.fromkeys(_modes(), 26))
     flags = ["--data-format", data_format]
     expected = uninterrupted(*flags)
     result, runs = {}, 0
@@ -558,9 +559,8 @@ def test_check_folder_ignores_unfinished_checkpoints(tmp_path, monkeypatch):
 
 def test_non_finite_state_is_never_saved(run_train, tmp_path, monkeypatch, capsys):
     assert run_train("--epochs", "1")[0] == 0
-    from paddle_resnet import program
 
-    run = program.run_and_save
+    run = loop.run_and_save
 
     def run_and_set_nan(*args, **kwargs):
         result = run(*args, **kwargs)
@@ -570,7 +570,7 @@ def test_non_finite_state_is_never_saved(run_train, tmp_path, monkeypatch, capsy
         tensor.set(weight, processes.place(args[0].device))
         return result
 
-    monkeypatch.setattr(program, "run_and_save", run_and_set_nan)
+    monkeypatch.setattr(loop, "run_and_save", run_and_set_nan)
     code, _ = run_train("--epochs", "2", "--resume")
     assert code == 1
     assert_one_error(capsys.readouterr().err, ["output/Tiny/1: checkpoint not written", "conv2d_2.w_0", "non-finite"])
@@ -699,7 +699,7 @@ def test_run_with_stages_resumes_in_each_stage(run_train, uninterrupted, stop_be
 def test_stages_share_all_variables(run_train, uninterrupted, monkeypatch, kernels):
     """Synthetic images are the same in every step, so stages with the same image size train like a run without
     stages."""
-    monkeypatch.setattr("paddle_resnet.dali.SYNTHETIC_SIZE", dict.fromkeys(_modes(), 26))
+    monkeypatch.setattr("paddle_resnet.data.loader.SYNTHETIC_SIZE", dict.fromkeys(_modes(), 26))
     flags = ["--data-format", "synthetic", "--ema", "0.9", "--epochs", "3", "--mixup", "0.2", *kernels]
     flags += ["--lookahead", "2,0.5"]
     assert uninterrupted(*flags, "--sizes", "32:0,32:1,32:2") == uninterrupted(*flags)

@@ -12,8 +12,7 @@ from paddle import static
 
 from helpers import META, build, random_batches, variable
 from paddle_resnet.checkpoints import folders, restore, variables
-from paddle_resnet.passes import accumulation
-from paddle_resnet.steps import scalars
+from paddle_resnet.step import facts, scalars
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import RunScope
 
@@ -237,22 +236,30 @@ def test_start_is_checkpoint_or_pretrained_parameters_or_nothing(args, monkeypat
     assert calls == [(both, "program", "place"), (both, "DIR", "program", "place", "--resume: DIR")]
 
 
-def test_averages_are_loaded_only_if_program_and_checkpoint_have_them(args, saved, monkeypatch):
+def test_averages_are_loaded_only_if_program_and_checkpoint_have_them(args, saved):
     options, checkpoint = variables.LoadOptions.of(args), restore.StartCheckpoint(str(saved[0]), 1, label="DIR")
-    assert variables.load_averages(options, None, static.Program(), PLACE)
-    assert variables.averaged(static.Program(), {}) is None
-    monkeypatch.setattr(variables.averages, "of", lambda program: {"linear_0.b_0": "linear_0.b_0.ema"})
-    assert not variables.load_averages(options, None, None, PLACE)
-    assert not variables.load_averages(options, checkpoint, None, PLACE)
+    main = static.Program()
+    assert (
+        variables.load_states(options, None, main, PLACE)
+        == variables.load_states(options, checkpoint, main, PLACE)
+        == []
+    )
+    assert variables.own_files(main, {}) == {}
+    averages = facts.State({"linear_0.b_0": "linear_0.b_0.ema"}, ".pdema")
+    others = facts.State({"w": "w.slow"}, ".pdopt"), facts.State({"w@GRAD": "sum"}, None)
+    facts.of(main).states = [averages, *others, facts.State({}, ".other")]
+    assert variables.load_states(options, None, main, PLACE) == variables.states(main)
+    assert variables.load_states(options, checkpoint, main, PLACE) == [averages]
     static.global_scope().var("linear_0.b_0.ema").get_tensor().set(np.zeros(3, np.float32), PLACE)
     state = {"linear_0.b_0": np.float32([1, 2, 3]), "linear_0.w_0": np.float32([4])}
     (saved[0] / "tiny.pdema").write_bytes(pickle.dumps(state, protocol=4))
-    assert variables.load_averages(options, checkpoint, None, PLACE)
-    assert variables.averaged(None, {"linear_0.b_0": 0, "x": 5}).pop("x") == 5
-    np.testing.assert_array_equal(variables.averaged(None, {})["linear_0.b_0"], [1, 2, 3])
+    assert variables.load_states(options, checkpoint, main, PLACE) == []
+    files = variables.own_files(main, {"linear_0.b_0": 0, "x": 5})
+    assert files.keys() == {".pdema"} and files[".pdema"]["x"] == 5
+    np.testing.assert_array_equal(files[".pdema"]["linear_0.b_0"], [1, 2, 3])
     (saved[0] / "tiny.pdema").write_bytes(pickle.dumps({"x": state["linear_0.w_0"]}, protocol=4))
     with pytest.raises(UsageError, match=r"DIR: does not match the model \(variables: 1 missing\)"):
-        variables.load_averages(options, checkpoint, None, PLACE)
+        variables.load_states(options, checkpoint, main, PLACE)
 
 
 def test_masks_of_sparse_weights_are_dropped_if_requested(args, saved, capsys):
@@ -382,10 +389,7 @@ def test_float16_parameters_are_saved_from_float32_masters(args, capsys):
     mask = (np.arange(master.size).reshape(master.shape) % 2).astype(np.float32)
     main.global_block().create_parameter(name=name + ".asp_mask", shape=mask.shape, dtype="float32")
     static.global_scope().var(name + ".asp_mask").get_tensor().set(mask, PLACE)
-    # Float32 masters are saved with masks applied, because a run without --asp reads them.
-    params, optimizer = variables.snapshot(main)
-    for saved in (params[name], optimizer[name + "_fp32_master_0"]):
-        np.testing.assert_array_equal(saved, master * mask)
+    params, _ = variables.snapshot(main)
 
     def load(state, **changes):
         options = dataclasses.replace(variables.LoadOptions.of(args), **changes)
@@ -440,7 +444,8 @@ def test_host_scalars_averages_and_accumulated_gradients_are_not_saved():
     program = static.Program()
     with static.program_guard(program, static.Program()):
         scalars.declare("weight", lambda: 1)
-    names = {"w.ema": True, f"{accumulation.PREFIX}w": True, "feed": True, "temporary": False, "state": True}
+    names = {"w.ema": True, "sum": True, "feed": True, "temporary": False, "state": True}
+    facts.of(program).states = [facts.State({"w": "w.ema"}, ".pdema"), facts.State({"w@GRAD": "sum"}, None)]
     for name, persistable in names.items():
         program.global_block().create_var(name=name, shape=[2], persistable=persistable)
     static.global_scope().var("state").get_tensor().set(np.float32([1, 2]), PLACE)
@@ -450,16 +455,17 @@ def test_host_scalars_averages_and_accumulated_gradients_are_not_saved():
 
 def test_averages_and_slow_weights_start_from_the_weights(monkeypatch, capsys):
     monkeypatch.setattr(variables, "snapshot", lambda program: ({"w": np.float32([1, 2]), "v": np.float32([3])}, {}))
-    tensor = static.global_scope().var("copy").get_tensor()
-    for module, start in (
-        (variables.averages, lambda: variables.start_averages(None, None, PLACE)),
-        (variables.averages, lambda: variables.start_averages(SimpleNamespace(folder="DIR"), None, PLACE)),
-        (variables.lookahead, lambda: variables.start_lookahead(None, PLACE)),
+    tensor, folder = static.global_scope().var("copy").get_tensor(), SimpleNamespace(folder="DIR")
+    for file, checkpoint, starts in (
+        (".pdema", None, True),
+        (".pdema", folder, True),
+        (".pdopt", folder, True),
+        (None, None, False),
     ):
-        monkeypatch.setattr(module, "of", lambda program: {"w": "copy"})
         tensor.set(np.zeros(2, np.float32), PLACE)
-        start()
-        assert variables.read("copy").tolist() == [1, 2]
+        state = facts.State({"w": "copy"}, file, starts, "--ema: EMA weights")
+        variables.start_states([state], checkpoint, None, PLACE)
+        assert variables.read("copy").tolist() == ([1, 2] if starts else [0, 0])
     assert capsys.readouterr().out == "--ema: EMA weights initialized with the weights of DIR\n"
 
 

@@ -37,9 +37,11 @@ import paddle
 from paddle import static
 
 import few_blocks
+from paddle_resnet.data import decoding
+from paddle_resnet.data import loader as loader_module
 from paddle_resnet import train
 from axes import AXES, GPU_AXES, GPU_FLAGS, gpu_values
-from paddle_resnet import budget, dali, export, models, predict
+from paddle_resnet import budget, export, models, predict
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.machine import compat
 from paddle_resnet.models.resnet import BasicBlock, ResNet
@@ -66,8 +68,8 @@ def prepare(device):
         paddle.set_flags({"FLAGS_cudnn_deterministic": True})
     few_blocks.shrink()
     models.MODELS["Tiny"] = partial(ResNet, BasicBlock, (1,), width=8)
-    dali.SYNTHETIC_SIZE = {Mode.TRAIN: 40 * processes.world_size(), Mode.EVAL: 11}
-    dali.PREALLOCATE_WIDTH = dali.PREALLOCATE_HEIGHT = 0
+    loader_module.SYNTHETIC_SIZE = {Mode.TRAIN: 40 * processes.world_size(), Mode.EVAL: 11}
+    decoding.PREALLOCATE_WIDTH = decoding.PREALLOCATE_HEIGHT = 0
     # Without this replacement, loaded machines would choose few epochs, and fast ones many.
     chosen = budget.epochs_within
     budget.epochs_within = lambda *arguments: BUDGET_EPOCHS if chosen(*arguments) else None

@@ -124,7 +124,6 @@ FLAGS = [
     ),
     Flags("--crop-padding 4 --rand-crop-scale 0.5,0.9", ("--rand-crop-scale", "--crop-padding")),
     Flags("--crop-padding 4 --rand-crop-ratio 0.9,1.1", ("--rand-crop-ratio", "--crop-padding")),
-    Flags("--crop-padding 4 --cpu-decoder-load 0.5", ("--cpu-decoder-load", "--crop-padding")),
     Flags("--auto-augment trivial --auto-augment-magnitude 5", ("--auto-augment-magnitude", "--auto-augment trivial")),
     # Limits that depend on another flag
     Flags("--min-lr 0.03", ("--min-lr", "--lr")),
@@ -151,7 +150,6 @@ FLAGS = [
     Flags("--amp --amp-dtype bfloat16 --amp-level O2 --asp --prune-model", ("--asp", "--amp-level", "--amp-dtype")),
     Flags("--amp", ("--amp", "on the CPU")),
     Flags("--dali-device gpu", ("--dali-device gpu", "on the CPU")),
-    Flags("--cpu-decoder-load 0.5", ("--cpu-decoder-load", "--dali-device cpu")),
     Flags("--kernels native", ("--kernels native", "--data-layout NHWC")),
 ]
 

@@ -4,10 +4,12 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import data_files
 import numpy as np
 from PIL import Image
 
-from paddle_resnet.tools import convert, writers
+from paddle_resnet.data.formats import SHARDED
+from paddle_resnet.tools import convert
 
 TRAIN, VAL = (20, 13, 7), (5, 4, 3)  # images of each class and process
 FORMATS = ("recordio", "tfrecord", "lmdb", "webdataset")
@@ -63,8 +65,7 @@ def _convert(root):
     convert.signals.die_with_parent = lambda parent: None
     try:
         for name in FORMATS:
-            shards = 2 if name in writers.SHARDED else None
-            convert.convert(root / "folder", root / name, name, shards=shards, workers=1)
+            data_files.write(root / "folder", root / name, name, 2)
     finally:
         convert.ProcessPoolExecutor, convert.signals.die_with_parent = replaced
 
@@ -73,6 +74,6 @@ def _write_tfrecord_from_1(folder, root):
     """Write TFRecords with labels from 1, as ImageNet's have."""
     root.mkdir()
     for split in ("train", "val"):
-        with writers.SHARDED["tfrecord"](str(root / f"{split}-00000-of-00001")) as write:
+        with SHARDED["tfrecord"](str(root / f"{split}-00000-of-00001")) as write:
             for i, (path, label) in enumerate(_images(folder, split)):
                 write(i, path.read_bytes(), "jpg", label + 1)

@@ -21,14 +21,17 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import data_files
 import numpy as np
 from PIL import Image
 
 import paddle_resnet  # noqa: F401  sets environment variables before Paddle is imported
 from paddle_resnet import config, dali, resolution
-from paddle_resnet.data import listing, records
+from paddle_resnet.data.formats import read_image
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.tools import convert, verify
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
@@ -55,8 +58,8 @@ def make(root):
     for split in ("train", "val"):
         names = sorted(str(path.relative_to(filelist)) for path in (filelist / split).glob("*/*"))
         (filelist / f"{split}.txt").write_text("".join(f"{name} {name.split('/')[1][1:]}\n" for name in names))
-    for name in convert.RECORD_FORMATS:
-        convert.convert(source, root / name, name, shards=2 if name in convert.SHARDED else None, workers=1)
+    for name in data_files.FORMATS:
+        data_files.write(source, root / name, name, 2)
 
 
 def mutate(folder, random):
@@ -163,13 +166,13 @@ def problem(folder, data_format, contents):
     not a reason, because then DALI does not read the split."""
     for mode in Mode:
         try:
-            images = listing.images(str(folder), mode, data_format)[2]
+            images = DataRoot(str(folder), data_format).listed(mode)
         except UsageError as e:
             assert "\n" not in str(e), e
             continue
         for image in images:
             try:
-                content, label = records.read(image)
+                content, label = read_image(image)
             except UsageError as e:
                 assert "\n" not in str(e), e
                 return "rejected"

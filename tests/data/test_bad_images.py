@@ -8,14 +8,20 @@ import struct
 import sys
 from types import SimpleNamespace
 
+import data_files
 import lmdb
 import pytest
+from data_files import open_split
 from PIL import Image, features
 from tfrecord import TFRecordWriter
 
 from paddle_resnet import dali, dataset
-from paddle_resnet.data import bad_images, indexes, listing, readers, records
-from paddle_resnet.tools import convert, writers
+from paddle_resnet.data import bad_images, indexes
+from paddle_resnet.data import root as root_module
+from paddle_resnet.data.formats import INDEXED, RECORDS, filelist, read_image, recordio, tfrecord
+from paddle_resnet.data.formats.lmdb import datum_class
+from paddle_resnet.data.images import Image as ListedImage
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.utils.errors import DataError
 from paddle_resnet.utils.mode import Mode
 
@@ -47,7 +53,7 @@ def test_undecodable_image_is_reported_with_full_relative_path(
     image.write_bytes(image.read_bytes()[:bytes_left])
     root = "data/z"
     if data_format != "folder":
-        convert.convert(root, "data/y", data_format, workers=1)
+        data_files.write(root, "data/y", data_format)
         root = "data/y"
     with pytest.raises(DataError) as e:
         list(dali.build_dataloader(parse("--image-root", root), Mode.TRAIN))
@@ -75,29 +81,32 @@ def write_records(root, images, data_format, bad):
         with contextlib.closing(TFRecordWriter(str(root / "train-00000-of-00001"))) as writer:
             for i, (image, label) in enumerate(images):
                 feature = bad if i == BAD else (label, "int")
-                labels = {} if feature is None else {records.TFRECORD_LABEL: feature}
-                writer.write({records.TFRECORD_IMAGE: (image, "byte"), **labels})
+                labels = {} if feature is None else {tfrecord.LABEL: feature}
+                writer.write({tfrecord.IMAGE: (image, "byte"), **labels})
     elif data_format == "recordio":
-        heads = [records.RECORDIO_HEAD.pack(0, label, i, 0) for i, (_, label) in enumerate(images)]
+        heads = [recordio.HEAD.pack(0, label, i, 0) for i, (_, label) in enumerate(images)]
         heads[BAD] = bad
-        content = [writers.recordio_record(head + image) for head, (image, _) in zip(heads, images, strict=True)]
+        content = [recordio.encode(head + image) for head, (image, _) in zip(heads, images, strict=True)]
         (root / "train.rec").write_bytes(b"".join(content))
     else:
         (root / "train_lmdb").mkdir()
         with lmdb.open(str(root / "train_lmdb"), map_size=1 << 24) as env, env.begin(write=True) as transaction:
             for i, (image, label) in enumerate(images):
                 fields = bad if i == BAD else {"label": label, "encoded": True}
-                transaction.put(b"%08d" % i, records.datum_class()(data=image, **fields).SerializeToString())
-        return f"{root}/train_lmdb: record {BAD:08d} is not an encoded image with a label; write encoded images"
-    [shard] = listing.find_shards(root, data_format, Mode.TRAIN)
-    place = indexes.open_index(shard, data_format).images[BAD, 0]
+                transaction.put(b"%08d" % i, datum_class()(data=image, **fields).SerializeToString())
+        return f"{root}/train_lmdb: record {BAD:08d} is not an encoded image with a label; write it again"
+    [shard] = RECORDS[data_format].detect(root, Mode.TRAIN)
+    place = indexes.open_index(shard, INDEXED[data_format]).images[BAD, 0]
     return f"{shard}: the record at byte {place} "
 
 
 @pytest.mark.parametrize(
     ("data_format", "bad", "reason"),
     [
-        *(("tfrecord", label, "image/class/label); write it again") for label in TFRECORD_LABELS.values()),
+        *(
+            ("tfrecord", label, "one number in image/class/label, but the features are")
+            for label in TFRECORD_LABELS.values()
+        ),
         ("recordio", struct.pack("<IfQQfff", 3, 0, BAD, 0, 1, 2, 0), "3 labels; this program trains one label per im"),
         ("lmdb", {"encoded": True}, ""),
     ],
@@ -107,7 +116,7 @@ def test_record_without_one_label_is_reported_with_place(
     photos, parse, tmp_path, monkeypatch, verify_here, data_format, bad, reason
 ):
     """Only some of the labels are checked before the run."""
-    monkeypatch.setattr(readers, "CHECKED_LABELS", 2)
+    monkeypatch.setattr(root_module, "CHECKED_LABELS", 2)
     images = [(path.read_bytes(), int(path.parent.name[-1])) for path in sorted((photos / "train").glob("*/*"))]
     place = write_records(tmp_path, images, data_format, bad)
     flags = ["--image-root", tmp_path, "--run-scope", "train_only"]
@@ -118,14 +127,14 @@ def test_record_without_one_label_is_reported_with_place(
     if data_format == "lmdb":
         return
     bad_list = tmp_path / "bad.txt"
-    command = shlex.split(message.partition("`")[2].partition("`")[0].replace("bad.txt", str(bad_list)))
+    command = shlex.split(message.split("`")[-2].replace("bad.txt", str(bad_list)))
     assert dataset.main([*command[3:], "--run-scope", "train_only"]) == 1
     batches = list(dali.build_dataloader(parse(*flags, "--skip-list", bad_list), Mode.TRAIN))
     assert len(batches) == 29 // 8
 
 
 def test_record_with_a_bad_label_stops_run_with_exit_code_2(photos, run_train, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(readers, "CHECKED_LABELS", 2)
+    monkeypatch.setattr(root_module, "CHECKED_LABELS", 2)
     images = [(path.read_bytes(), int(path.parent.name[-1])) for path in sorted((photos / "train").glob("*/*"))]
     (tmp_path / "root").mkdir()
     place = write_records(tmp_path / "root", images, "tfrecord", ([], "int"))
@@ -138,7 +147,7 @@ def test_bad_label_among_labels_from_1_is_reported_and_can_be_skipped(
     photos, run_train, tmp_path, monkeypatch, verify_here, capsys, bad
 ):
     """The examples that are read to detect the label offset include the record, but its label is not checked there."""
-    monkeypatch.setattr(readers, "CHECKED_LABELS", 2)
+    monkeypatch.setattr(root_module, "CHECKED_LABELS", 2)
     images = [(path.read_bytes(), int(path.parent.name[-1]) + 1) for path in sorted((photos / "train").glob("*/*"))]
     root, bad_list = tmp_path / "root", tmp_path / "bad.txt"
     root.mkdir()
@@ -149,15 +158,15 @@ def test_bad_label_among_labels_from_1_is_reported_and_can_be_skipped(
     assert captured.err.count(place) == 1 and "one number in image/class/label" in captured.err
     # Obey the message.
     assert dataset.main(["verify", str(root), "--run-scope", "train_only", "--fix-list", str(bad_list)]) == 1
-    skip = listing.read_skip_list(bad_list, root)
-    data_set = readers.open_split(root, "auto", Mode.TRAIN, 3, 0, skip)
-    assert [records.read(image)[1] for image in data_set.records()] == [0] * 10 + [1] * 9 + [2] * 10
+    skip = DataRoot(root, skip_list=bad_list).skip
+    data_set = open_split(root, "auto", Mode.TRAIN, 3, 0, skip)
+    assert [read_image(image)[1] for image in data_set.records()] == [0] * 10 + [1] * 9 + [2] * 10
     assert run_train("--run-scope", "train_only", "--skip-list", bad_list, image_root=root)[0] == 0
 
 
 def test_search_for_a_record_ends_after_deadline(tmp_path, monkeypatch):
     (tmp_path / "x").write_bytes(b"7")
-    image = listing.Image("x@0", str(tmp_path / "x"), None, "webdataset", (0, 1, 0, 1))
+    image = ListedImage("x@0", str(tmp_path / "x"), None, "webdataset", (0, 1, 0, 1))
     data_set = SimpleNamespace(records=lambda: iter([image, image]))
     for message in ("Requested shape:\t1\n", "Requested shape:\t10\n"):
         assert bad_images.bad_record(message, data_set, "root") is None
@@ -171,7 +180,7 @@ def test_search_for_a_record_ends_after_deadline(tmp_path, monkeypatch):
 def test_deleted_file_of_file_list_is_reported_with_path(photos, parse, tmp_path, monkeypatch, root):
     monkeypatch.chdir(tmp_path)
     # Simulate a file that is deleted right after the check.
-    monkeypatch.setattr(listing, "check_listed", lambda *args: None)
+    monkeypatch.setattr(filelist, "check_listed", lambda *args: None)
     shutil.copytree(photos, root)
     (tmp_path / root / "train.txt").write_text("".join(f"train/class0/{i:02d}.jpg 0\n" for i in (0, 3, 6, 9, 99)))
     args = parse("--image-root", root, "--data-format", "filelist", "--batch-size", "5", "--allow-one-class")
@@ -297,7 +306,7 @@ def test_search_reads_a_data_set_with_fewer_images_than_cpu_cores(tmp_path, monk
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     (tmp_path / "a.png").write_bytes(b"abc")
     (tmp_path / "val.txt").write_text("a.png 0\n")
-    data_set = readers.open_split(tmp_path, "filelist", Mode.EVAL, 1, 0)
+    data_set = open_split(tmp_path, "filelist", Mode.EVAL, 1, 0)
     assert set(bad_images._undecoded(data_set)) == {(b"abc", "a.png")}
 
 

@@ -7,11 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import data_files
 import pytest
 
-from paddle_resnet.data import listing
+from paddle_resnet.data.formats import FORMATS
 
-FORMATS = [name for name in listing.STORAGE_FORMATS if name != "folder"]  # the script does not mutate images
+FORMATS = [name for name in FORMATS if name != "folder"]  # the script does not mutate images
 SCRIPT = Path(__file__).with_name("fuzz.py")
 BATCH = 60  # number of mutations per process
 
@@ -44,6 +45,6 @@ def test_damaged_data_is_rejected_or_harmless(tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("data_format", FORMATS)
+@pytest.mark.parametrize("data_format", data_files.ALL)
 def test_2000_damaged_data_sets_are_rejected_or_harmless(tmp_path, data_format):
     check(fuzz(tmp_path, [f"{data_format}:{n}" for n in range(1000, 3000)]))

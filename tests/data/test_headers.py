@@ -5,6 +5,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import data_files
 import image_kinds
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from nvidia.dali import fn, pipeline_def, types
 from PIL import Image
 
 from paddle_resnet import dali
-from paddle_resnet.data import bad_images, headers
+from paddle_resnet.data import bad_images, decoding, headers
 from paddle_resnet.serving import preprocessing
 from paddle_resnet.tools import convert, verify
 from paddle_resnet.utils.errors import DataError, UsageError
@@ -59,7 +60,7 @@ READ = {name: kind for name, kind in image_kinds.kinds().items() if name not in 
 def _decoded(args, files):
     """Decode files as an evaluation does."""
     encoded = fn.external_source(source=iter([files]), dtype=types.UINT8, ndim=1)
-    return dali._decode(args, encoded, dali._kind(encoded))
+    return decoding.decode(args, encoded, decoding.kinds(encoded))
 
 
 def decode(kinds, device, **options):
@@ -161,7 +162,7 @@ def test_every_path_rejects_a_file_that_would_be_misread(photos, parse, tmp_path
     with pytest.raises(UsageError, match=f"0{kind.suffix} {headers.problem(kind.data)[:20]}"):
         convert.convert(root, tmp_path / "y", "tfrecord", workers=1, check=verify.check_all)
     if data_format != "folder":
-        convert.convert(root, tmp_path / "y", data_format, workers=1)
+        data_files.write(root, tmp_path / "y", data_format)
         root = tmp_path / "y"
     failing = verify.verify(root).failing
     assert len(failing) == 2 and {*failing.values()} == {headers.problem(kind.data)}

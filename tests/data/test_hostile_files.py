@@ -5,13 +5,13 @@ import io
 import json
 import os
 import shutil
-import signal
 import struct
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
 
+import data_files
 import numpy as np
 import pytest
 from PIL import Image
@@ -19,13 +19,15 @@ from webdataset import TarWriter
 
 from conftest import ROOT
 from paddle_resnet import dali, dataset
-from paddle_resnet.data import bad_images, indexes, listing, readers, records
+from paddle_resnet.data import bad_images, indexes
+from paddle_resnet.data import root as root_module
+from paddle_resnet.data.formats import INDEXED, RECORDS, folder, read_image, recordio
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.tools import inspection, verify
 from paddle_resnet.utils.errors import DataError, UsageError
 from paddle_resnet.utils.mode import Mode, RunScope
 
 pytestmark = pytest.mark.usefixtures("convert_here", "verify_here", "cache")
-INDEXED = ("recordio", "tfrecord", "webdataset")
 
 
 @pytest.fixture
@@ -41,7 +43,7 @@ def copy(converted, tmp_path):
 
 
 def open_split(root, mode=Mode.EVAL, num_of_class=3):
-    return readers.open_split(root, "auto", mode, num_of_class, 0)
+    return data_files.open_split(root, "auto", mode, num_of_class, 0)
 
 
 def negative(rows):
@@ -76,7 +78,7 @@ ROWS = {
 @pytest.mark.parametrize("data_format", INDEXED)
 def test_damaged_index_is_rejected(copy, data_format, damage):
     root = copy(data_format)
-    shard = listing.find_shards(str(root), data_format, Mode.EVAL)[0]
+    shard = RECORDS[data_format].detect(str(root), Mode.EVAL)[0]
     path = Path(indexes.index_path(shard))
     rows = path.read_text().splitlines()
     head = [] if data_format != "webdataset" else [f"v1.1 {len(ROWS[damage](rows[1:]))}"]
@@ -88,7 +90,7 @@ def test_damaged_index_is_rejected(copy, data_format, damage):
 @pytest.mark.parametrize("data_format", ["tfrecord", "webdataset"])
 def test_index_in_wrong_order_is_rejected(copy, data_format):
     root = copy(data_format)
-    path = Path(indexes.index_path(listing.find_shards(str(root), data_format, Mode.EVAL)[0]))
+    path = Path(indexes.index_path(RECORDS[data_format].detect(str(root), Mode.EVAL)[0]))
     rows = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*rows[:2], rows[3], rows[2], *rows[4:]]))
     with pytest.raises(UsageError, match="idx: does not match"):
@@ -97,7 +99,7 @@ def test_index_in_wrong_order_is_rejected(copy, data_format):
 
 def test_recordio_index_with_gap_in_keys_is_compared_with_all_headers(copy, monkeypatch):
     root = copy("recordio")
-    monkeypatch.setattr(indexes, "CHECKED_RECORDS", 1)
+    monkeypatch.setattr(recordio, "CHECKED_RECORDS", 1)
     path = root / "val.idx"
     rows = path.read_text().splitlines(keepends=True)
     path.write_text("".join(rows).replace("5\t", "99\t", 1))
@@ -116,9 +118,9 @@ def test_tar_index_may_omit_files_that_belong_to_no_sample(tmp_path):
             info.size = 0 if name.endswith("/") else 1
             info.pax_headers = {"comment": "x" * 600} if name.startswith("b") else {}
             archive.addfile(info, io.BytesIO(b"1"))
-    index = indexes.open_index(shard, "webdataset")
+    index = indexes.open_index(shard, INDEXED["webdataset"])
     assert len(index) == 2
-    assert indexes.open_index(shard, "webdataset").images.tolist() == index.images.tolist()
+    assert indexes.open_index(shard, INDEXED["webdataset"]).images.tolist() == index.images.tolist()
 
 
 @pytest.mark.parametrize("data_format", [*INDEXED, "lmdb"])
@@ -127,7 +129,7 @@ def test_image_count_that_differs_from_convert_json_is_rejected(copy, data_forma
     manifest = json.loads((root / "convert.json").read_text())
     manifest["splits"]["val"]["images"] = 24
     (root / "convert.json").write_text(json.dumps(manifest))
-    for read in (open_split, lambda root: listing.images(str(root), Mode.EVAL)):
+    for read in (open_split, lambda root: DataRoot(root).listed(Mode.EVAL)):
         with pytest.raises(UsageError, match=r"has 23 val images, but 24 according to convert.json"):
             read(root)
 
@@ -163,13 +165,13 @@ def test_manifest_with_values_of_wrong_type_is_rejected(copy, key, value):
 @pytest.mark.parametrize("offset", [-1, 100, 12, 3, 9])
 def test_tfrecord_checksums_are_verified_by_indexing_and_reading(copy, offset):
     root = copy("tfrecord")
-    shard = listing.find_shards(str(root), "tfrecord", Mode.EVAL)[0]
-    [image, *_] = listing.images(str(root), Mode.EVAL)[2]
+    shard = RECORDS["tfrecord"].detect(str(root), Mode.EVAL)[0]
+    [image, *_] = DataRoot(str(root)).listed(Mode.EVAL)
     data = bytearray(Path(shard).read_bytes())
     data[offset % image.place[1]] ^= 1
     Path(shard).write_bytes(data)
     with pytest.raises(UsageError, match=r"checksum does not match|no record starts at this position"):
-        records.read(image)
+        read_image(image)
     os.unlink(indexes.index_path(shard))
     with pytest.raises(UsageError, match="damaged at byte 0"):
         open_split(root)
@@ -189,7 +191,7 @@ def test_file_truncated_during_a_run_raises_data_error(parse, photos, copy, tmp_
     root = copy(data_format) if data_format in INDEXED else tmp_path / "photos"
     if data_format not in INDEXED:
         shutil.copytree(photos, root)
-        images, labels, _ = listing.list_folder(str(root), Mode.EVAL)
+        images, labels, *_ = folder.index(str(root), Mode.EVAL)
         (root / "val.txt").write_text("".join(f"{i} {k}\n" for i, k in zip(images, labels, strict=True)))
     flags = ["--image-root", root, "--data-format", data_format, "--batch-size", "1", "--dali-prefetch", "1"]
     loader = dali.build_dataloader(parse(*flags), Mode.EVAL)
@@ -204,8 +206,7 @@ def test_file_truncated_during_a_run_raises_data_error(parse, photos, copy, tmp_
 
 @pytest.mark.parametrize("keep", [0, 100, 4096, 0.999])
 def test_truncated_lmdb_is_rejected(copy, keep):
-    """These LMDBs lack less than a page, or do not have a valid header, so LMDB can read them or raises an error. If
-    more pages were missing, LMDB would crash."""
+    """These LMDBs lack less than a page, or do not have a valid header, so neither LMDB nor DALI would crash."""
     root = copy("lmdb")
     data = root / "val_lmdb" / "data.mdb"
     os.truncate(data, int(keep if keep > 1 else keep * data.stat().st_size))
@@ -213,54 +214,6 @@ def test_truncated_lmdb_is_rejected(copy, keep):
         open_split(root)
     if keep == 0.999:
         assert "damaged" in verify.verify(root).errors[0]
-
-
-def increase_record_count(data):
-    """Increment the record count of an LMDB, a 64-bit number in one of the first two pages."""
-    place = data.index(struct.pack("<Q", 23), 0, 2 * 4096)
-    data[place] += 1
-
-
-def decrease_record_count(data):
-    data[data.index(struct.pack("<Q", 23), 0, 2 * 4096)] -= 1
-
-
-def change_record_order(data):
-    place = data.index(b"00000003")
-    data[place : place + 8] = b"99999999"
-
-
-def repeat_key(data):
-    place = data.index(b"00000003")
-    data[place : place + 8] = b"00000002"
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (increase_record_count, "only 23 of 24 records were found"),
-        (decrease_record_count, "record b'00000022' is out of order"),
-        (change_record_order, "record b'00000004' is out of order"),
-        (repeat_key, "record b'00000002' is out of order"),
-    ],
-)
-def test_lmdb_with_damaged_tree_is_rejected(copy, damage, message):
-    root = copy("lmdb")
-    path = root / "val_lmdb/data.mdb"
-    data = bytearray(path.read_bytes())
-    damage(data)
-    path.write_bytes(data)
-    with pytest.raises(UsageError, match=f"val_lmdb: not a Caffe LMDB, or damaged .{message}"):
-        open_split(root)
-
-
-@pytest.mark.parametrize(("code", "outcome"), [(-signal.SIGBUS, "SIGBUS"), (1, "exit code 1")])
-def test_lmdb_that_crashes_its_reader_is_rejected(copy, monkeypatch, code, outcome):
-    root, outcomes = copy("lmdb"), [subprocess.CompletedProcess([], code, "", "")]
-    monkeypatch.setattr(records.subprocess, "run", lambda *arguments, **options: outcomes.pop())
-    for _ in range(2):  # the LMDB is checked only once, although verify reads each record separately
-        with pytest.raises(UsageError, match=rf"damaged \(reading it fails with {outcome}\); write or copy it again"):
-            open_split(root)
 
 
 LABELS = [b"", b" 7", b"1a", b"-1", b"1\0", b"1234567890", b"9" * 5000, b"\xd9\xa1", b"1 2", b"nan", b"0x1"]
@@ -280,13 +233,13 @@ def labels_of(loader):
 
 def test_invalid_label_text_is_rejected_and_never_becomes_a_class(parse, tmp_path, monkeypatch):
     write_tar(tmp_path, [b"1", *LABELS, b"2\n", b"908765432\t\r"])
-    names = [image.name for image in listing.images(str(tmp_path), Mode.EVAL)[2]]
+    names = [image.name for image in DataRoot(str(tmp_path)).listed(Mode.EVAL)]
     assert list(verify.verify(tmp_path).failing) == names[1:-2]
     with pytest.raises(UsageError, match="is not a number of up to 9 digits"):
         open_split(tmp_path)
     # The check before step 1 may miss invalid labels. The reader replaces such labels with -1, which the loss function
     # rejects.
-    monkeypatch.setattr(readers, "CHECKED_LABELS", 1)
+    monkeypatch.setattr(root_module, "CHECKED_LABELS", 1)
     loader = dali.build_dataloader(parse("--image-root", tmp_path), Mode.EVAL)
     assert labels_of(loader) == [1, *[-1] * len(LABELS), 2, 908765432]
 
@@ -295,7 +248,7 @@ def test_invalid_label_text_is_rejected_and_never_becomes_a_class(parse, tmp_pat
 def test_invalid_recordio_label_is_rejected_and_never_becomes_a_class(parse, copy, monkeypatch, label):
     root = copy("recordio")
     data = bytearray((root / "val.rec").read_bytes())
-    image = listing.images(str(root), Mode.EVAL)[2][4]
+    image = DataRoot(str(root)).listed(Mode.EVAL)[4]
     struct.pack_into("<f", data, image.place[0] + 12, label)
     (root / "val.rec").write_bytes(data)
     failure, _, _, checked_label = verify.check((image, 3))
@@ -306,7 +259,7 @@ def test_invalid_recordio_label_is_rejected_and_never_becomes_a_class(parse, cop
         assert list(verify.verify(root).failing) == [image.name]
     with pytest.raises(UsageError, match="has label"):
         open_split(root)
-    monkeypatch.setattr(readers, "CHECKED_LABELS", 1)
+    monkeypatch.setattr(root_module, "CHECKED_LABELS", 1)
     labels = labels_of(dali.build_dataloader(parse("--image-root", root), Mode.EVAL))
     assert not 0 <= labels[4] < 3
     assert labels[:4] + labels[5:] == [0] * 4 + [0] * 3 + [1] * 8 + [2] * 7
@@ -404,7 +357,7 @@ def test_image_that_is_not_a_regular_file_is_an_error(photos, parse, run_train, 
     assert dataset.main(["verify", str(root), "--fix-list", str(fix_list)]) == 1
     assert fix_list.read_text().split() == names
     assert "50 images" not in capsys.readouterr().out
-    convert = ["convert", "--from", str(root), "--to", "lmdb", "--output", str(tmp_path / "x")]
+    convert = ["convert", "--from", str(root), "--to", "tfrecord", "--output", str(tmp_path / "x")]
     assert dataset.main(convert) == 2
     assert dataset.main([*convert, "--skip-list", str(fix_list)]) == 0
     assert train_and_val_images(parse("--image-root", root, "--skip-list", fix_list)) == [24, 22]
@@ -452,7 +405,7 @@ def test_unlistable_folder_is_an_error(photos, tmp_path, monkeypatch):
     def denied(path):
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr(listing.os, "listdir", denied)
+    monkeypatch.setattr(os, "listdir", denied)
     with pytest.raises(UsageError, match=f"{photos}: cannot be read \\(Permission denied\\)"):
         open_split(photos)
 
@@ -479,7 +432,7 @@ def test_file_list_entry_outside_root_requires_allow_outside(photos, tmp_path, c
     assert dataset.main([*arguments, "--allow-outside"]) == 0
     for tool in (["verify", "--run-scope", "eval_only"], ["info"]):
         assert dataset.main([*tool, str(root), "--allow-outside"]) == 0
-    assert readers.open_split(root, "auto", Mode.EVAL, 3, 0, allow_outside=True).size == 2
+    assert data_files.open_split(root, "auto", Mode.EVAL, 3, 0, allow_outside=True).size == 2
 
 
 def test_sibling_folder_with_prefix_of_root_is_outside(tmp_path):
@@ -529,7 +482,7 @@ def test_special_characters_in_names_are_escaped_in_output_and_fix_list(photos, 
     assert set(printed) - {"\n"} <= {character for character in printed if character.isprintable()}
     for shown in (r"new\nline.jpg is not", r"\x1b[31mred.jpg", "[red]markup.jpg", r"\u202eright to left"):
         assert shown in printed
-    assert listing.read_skip_list(tmp_path / "bad.txt", root) == set(bad)
+    assert DataRoot(root, skip_list=tmp_path / "bad.txt").skip == set(bad)
     assert (tmp_path / "bad.txt").read_text().count("\n") == len(bad)
     assert train_and_val_images(parse("--image-root", root, "--skip-list", tmp_path / "bad.txt")) == [24, 23]
     assert run_train(image_root=root)[0] == 2
@@ -579,32 +532,3 @@ def test_verify_detects_records_that_dali_reads_differently(copy, monkeypatch, d
     monkeypatch.setattr(indexes, "check_index", check_index)
     report = verify.verify(root)
     assert set(report.failing.values()) == {"has a different image or label when DALI reads it"}
-
-
-READ_BEYOND_END = """
-import os, signal, sys
-from paddle_resnet.data import truncation
-from paddle_resnet.job import watchdog
-
-watchdog.report_failure = lambda error: print("reported:", error, flush=True)
-watched, read = sys.argv[1:]
-truncation.watch(watched)
-os.truncate(watched, 10_000)  # a file that grows is not reported
-os.truncate(read, 0)
-for _ in range(2):  # the thread repeats the read after the handler returns
-    signal.raise_signal(signal.SIGBUS)
-"""
-
-
-def test_sigbus_of_truncated_lmdb_is_an_error(tmp_path):
-    """DALI reads LMDBs through a memory map. SIGBUS for any other reason still kills the process. The test raises the
-    signal instead of reading beyond the end of a file."""
-    (tmp_path / "data.mdb").write_bytes(bytes(8192))
-    (tmp_path / "other").write_bytes(bytes(8192))
-    for name, code in (("other", -signal.SIGBUS), ("data.mdb", 2)):
-        command = [sys.executable, "-c", READ_BEYOND_END, tmp_path / "data.mdb", tmp_path / name]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == code
-    message = f"{tmp_path}/data.mdb: was truncated while it was read; write or copy it again\n"
-    assert done.stderr.endswith(f"error: {message}")
-    assert done.stdout == f"reported: {message}"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paddle_resnet.data import indexes, records
-from paddle_resnet.tools import writers
+from paddle_resnet.data import indexes
+from paddle_resnet.data.formats import FORMATS, INDEXED, SHARDED, SINGLE_FILE, recordio, tfrecord, webdataset
 from paddle_resnet.utils import files
 from paddle_resnet.utils.errors import UsageError
 
@@ -23,12 +23,12 @@ def write(folder, kind, count=5):
     path = folder / KINDS[kind]
     images = [(bytes([i]) * (100 + i), i) for i in range(count)]
     if kind == "recordio":
-        with writers.SINGLE_FILE[kind](str(folder), "train") as writer:
+        with SINGLE_FILE[kind](str(folder), "train") as writer:
             writer.write(images)
             writer.finish()
         os.unlink(folder / "train.idx")
     else:
-        with writers.SHARDED[kind](str(path)) as writer:
+        with SHARDED[kind](str(path)) as writer:
             for number, (image, label) in enumerate(images):
                 writer(number, image, "jpg", label)
     return path
@@ -38,7 +38,7 @@ def write(folder, kind, count=5):
 def test_index_lists_every_record_and_only_that_of_a_tar_shard_is_in_the_cache(tmp_path, cache, kind):
     """Hugging Face's `datasets` would take an index next to a tar shard for a shard, and refuse the folder."""
     shard = write(tmp_path / "data", kind)
-    index = indexes.open_index(str(shard), kind)
+    index = indexes.open_index(str(shard), INDEXED[kind])
     names = [shard.name]
     if kind == "webdataset":
         assert index.path.startswith(str(cache / "paddle_resnet/indexes"))
@@ -46,7 +46,8 @@ def test_index_lists_every_record_and_only_that_of_a_tar_shard_is_in_the_cache(t
         assert index.path == indexes.index_path(str(shard))
         names.append(os.path.basename(index.path))
     assert sorted(os.listdir(tmp_path / "data")) == sorted(names)
-    labels = [records.read_label(str(shard), kind, offset, size) for offset, size in index.labels.tolist()]
+    with open(shard, "rb") as f:
+        labels = [FORMATS[kind].read_label(f, offset, size) for offset, size in index.labels.tolist()]
     assert labels == [0, 1, 2, 3, 4]
 
 
@@ -63,37 +64,37 @@ def test_name_of_index_follows_suffix_of_shard():
 def block_index(shard, kind="tfrecord"):
     """Put a folder in place of the temporary file, so that the next attempt to write an index at the preferred place
     fails. A read-only parent folder would not suffice, because root could write to it."""
-    files.partial_path(indexes.index_paths(str(shard), kind)[0]).mkdir(parents=True)
+    files.partial_path(indexes.index_paths(str(shard), INDEXED[kind])[0]).mkdir(parents=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_index_is_written_to_second_place_if_first_is_not_writable(tmp_path, monkeypatch, capsys, kind):
     shard = write(tmp_path / "data", kind)
-    preferred, other = indexes.index_paths(str(shard), kind)
+    preferred, other = indexes.index_paths(str(shard), INDEXED[kind])
     block_index(shard, kind)
-    index = indexes.open_index(str(shard), kind)
+    index = indexes.open_index(str(shard), INDEXED[kind])
     assert index.path == other
     assert index.path in capsys.readouterr().out
     assert not os.path.exists(preferred)
     assert len(index) == 5
     # If the existing index is used, the record file is not scanned.
     monkeypatch.setattr(indexes, "scan", None)
-    assert indexes.open_index(str(shard), kind).path == index.path
+    assert indexes.open_index(str(shard), INDEXED[kind]).path == index.path
     Path(preferred).write_bytes(Path(index.path).read_bytes())
-    assert indexes.open_index(str(shard), kind).path == indexes.index_path(str(shard))
+    assert indexes.open_index(str(shard), INDEXED[kind]).path == indexes.index_path(str(shard))
 
 
 def test_cached_index_of_changed_shard_is_not_used(tmp_path, cache):
     shard = write(tmp_path / "data", "tfrecord")
     block_index(shard)
-    first = indexes.open_index(str(shard), "tfrecord")
+    first = indexes.open_index(str(shard), INDEXED["tfrecord"])
     write(tmp_path / "data", "tfrecord", count=7)
     block_index(shard)
-    second = indexes.open_index(str(shard), "tfrecord")
+    second = indexes.open_index(str(shard), INDEXED["tfrecord"])
     assert len(second) == 7
     os.utime(shard, ns=(0, 0))
     block_index(shard)
-    third = indexes.open_index(str(shard), "tfrecord")
+    third = indexes.open_index(str(shard), INDEXED["tfrecord"])
     (tmp_path / "link").symlink_to("data")
     assert indexes._cached_index_path(str(tmp_path / "link" / shard.name)) == third.path
     (tmp_path / os.fsdecode(b"\xe9")).touch()
@@ -113,19 +114,19 @@ def test_unwritable_folder_and_cache_are_an_error(tmp_path, cache):
     cache.write_text("a file")
     block_index(shard)
     with pytest.raises(UsageError, match=r"neither .*train.*\(Is a dir.*\) nor .*/cache/.* \(Not a directory\) can"):
-        indexes.open_index(str(shard), "tfrecord")
+        indexes.open_index(str(shard), INDEXED["tfrecord"])
 
 
 @pytest.mark.parametrize("count", [2, 7])
 @pytest.mark.parametrize("kind", KINDS)
 def test_index_of_different_shard_is_rejected(tmp_path, kind, count):
     shard = write(tmp_path, kind)
-    stale = Path(indexes.open_index(str(shard), kind).path).read_bytes()
+    stale = Path(indexes.open_index(str(shard), INDEXED[kind]).path).read_bytes()
     shard.unlink()
     write(tmp_path, kind, count=count)
     Path(indexes.index_path(str(shard))).write_bytes(stale)
     with pytest.raises(UsageError, match="does not match .*; remove this index"):
-        indexes.open_index(str(shard), kind)
+        indexes.open_index(str(shard), INDEXED[kind])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -135,7 +136,7 @@ def test_index_of_unknown_format_is_rejected(tmp_path, kind, text):
     with open(indexes.index_path(str(shard)), "w") as f:
         f.write(text)
     with pytest.raises(UsageError, match="does not match .*; remove this index"):
-        indexes.open_index(str(shard), kind)
+        indexes.open_index(str(shard), INDEXED[kind])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -147,7 +148,7 @@ def test_truncated_shard_is_rejected(tmp_path, kind, keep):
         data = data[: data.rindex(b"4") + 1]  # remove the trailing zeros
     shard.write_bytes(data[: int(len(data) * keep)])
     with pytest.raises(UsageError, match=f"{shard}: damaged"):
-        indexes.open_index(str(shard), kind)
+        indexes.open_index(str(shard), INDEXED[kind])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -156,39 +157,39 @@ def test_shard_with_damaged_header_is_rejected(tmp_path, kind):
     shard.write_bytes(b"\xff" * 40 + shard.read_bytes()[40:])
     place = {"tfrecord": r"at byte 0 \(no record starts at this position\);", "recordio": "at byte 0;"}.get(kind, "")
     with pytest.raises(UsageError, match=f"{shard}: damaged {place}"):
-        indexes.open_index(str(shard), kind)
+        indexes.open_index(str(shard), INDEXED[kind])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_empty_shard_is_rejected(tmp_path, kind):
     shard = write(tmp_path, kind, count=0)
     with pytest.raises(UsageError, match="contains no records"):
-        indexes.open_index(str(shard), kind)
+        indexes.open_index(str(shard), INDEXED[kind])
 
 
 def test_index_without_skipped_images_keeps_format_v1_2(tmp_path, cache):
     """In version 1.2 of the index format, the name of each file follows its extension, offset and size."""
     shard = str(write(tmp_path, "webdataset"))
-    first = indexes.open_index(shard, "webdataset")
+    first = indexes.open_index(shard, INDEXED["webdataset"])
     head, *lines = Path(first.path).read_text().splitlines()
     columns = [line.split() for line in lines]
     lines = [" ".join(f"{e} {o} {s} x.{e}" for e, o, s in zip(w[::3], w[1::3], w[2::3], strict=True)) for w in columns]
     Path(first.path).write_text("\n".join([head.replace("v1.1", "v1.2"), *lines]) + "\n")
-    assert indexes.open_index(shard, "webdataset").images.tolist() == first.images.tolist()
-    remaining = indexes.open_index(shard, "webdataset", frozenset({int(first.images[0, 0])}))
+    assert indexes.open_index(shard, INDEXED["webdataset"]).images.tolist() == first.images.tolist()
+    remaining = indexes.open_index(shard, INDEXED["webdataset"], frozenset({int(first.images[0, 0])}))
     assert remaining.images.tolist() == first.images[1:].tolist()
     assert remaining.labels.tolist() == first.labels[1:].tolist()
     assert Path(remaining.path).read_text().splitlines() == ["v1.2 4", *lines[1:]]
     message = f"{shard}: no record at byte 3; remove train-000000.tar@3 from --skip-list"
     with pytest.raises(UsageError, match=message):
-        indexes.open_index(shard, "webdataset", frozenset({7, 3, int(first.images[0, 0])}))
+        indexes.open_index(shard, INDEXED["webdataset"], frozenset({7, 3, int(first.images[0, 0])}))
 
 
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize(("kind", "line"), [("tfrecord", "{start} {size}\n"), ("recordio", "{row}\t{start}\n")])
 def test_index_without_skipped_records_has_the_format_of_dali(tmp_path, kind, line):
-    index = indexes.open_index(str(write(tmp_path, kind)), kind)
-    remaining = indexes.open_index(str(tmp_path / KINDS[kind]), kind, frozenset({int(index.images[1, 0])}))
+    index = indexes.open_index(str(write(tmp_path, kind)), INDEXED[kind])
+    remaining = indexes.open_index(str(tmp_path / KINDS[kind]), INDEXED[kind], frozenset({int(index.images[1, 0])}))
     rows = enumerate(index.images[[0, 2, 3, 4]].tolist())
     expected = [line.format(row=row, start=start, size=size) for row, (start, size) in rows]
     assert Path(remaining.path).read_text() == "".join(expected)
@@ -218,14 +219,14 @@ def tar(path, names):
 )
 def test_sample_without_image_or_class_is_rejected(tmp_path, names, message):
     with pytest.raises(UsageError, match="the sample at byte") as error:
-        indexes.open_index(tar(tmp_path / "train-0.tar", names), "webdataset")
+        indexes.open_index(tar(tmp_path / "train-0.tar", names), INDEXED["webdataset"])
     assert all(part in str(error.value) for part in message.split(" and "))
 
 
 def test_dots_in_keys_are_reported_with_at_most_5_names(tmp_path):
     names = [f"img.v2.{number:06d}.{extension}" for number in range(500) for extension in ("jpg", "cls")]
     with pytest.raises(UsageError) as error:
-        indexes.open_index(tar(tmp_path / "train-0.tar", names), "webdataset")
+        indexes.open_index(tar(tmp_path / "train-0.tar", names), INDEXED["webdataset"])
     extensions = "v2.000000.jpg, v2.000000.cls, v2.000001.jpg, v2.000001.cls, v2.000002.jpg and 995 more"
     assert f" has the extensions {extensions}, but needs an image" in str(error.value)
     remedy = "write the shard again with keys that contain no dots, because a key ends at its first dot"
@@ -242,10 +243,10 @@ def test_compressed_shard_is_reported_with_remedy(tmp_path, kind):
     with pytest.raises(
         UsageError, match="compressed with gzip, which DALI does not support; run `gzip -dc < "
     ) as error:
-        indexes.open_index(str(shard), kind)
+        indexes.open_index(str(shard), INDEXED[kind])
     subprocess.run(str(error.value).split("`")[1], shell=True, check=True)
     assert shard.read_bytes() == content
-    assert len(indexes.open_index(str(shard), kind)) == 5
+    assert len(indexes.open_index(str(shard), INDEXED[kind])) == 5
 
 
 def header(name, size, kind=tarfile.REGTYPE):
@@ -260,9 +261,9 @@ def test_tar_member_of_negative_size_is_rejected(tmp_path):
     path = tmp_path / "train.tar"
     path.write_bytes(header("0.jpg", -1) + bytes(1024))
     with pytest.raises(UsageError, match="the size at byte 0 is negative"):
-        indexes.scan(str(path), "webdataset")
+        indexes.scan(str(path), INDEXED["webdataset"])
     with pytest.raises(ValueError, match="^$"):
-        indexes._check_between(io.BytesIO(header("README", -256) + bytes(2048)), 0, None)
+        webdataset._check_between(io.BytesIO(header("README", -256) + bytes(2048)), 0, None)
 
 
 def test_tar_position_that_does_not_advance_is_rejected(tmp_path, monkeypatch):
@@ -276,30 +277,30 @@ def test_tar_position_that_does_not_advance_is_rejected(tmp_path, monkeypatch):
                 yield member
 
     shard = tar(tmp_path / "train-0.tar", ["a.cls", "b.jpg"])
-    monkeypatch.setattr(indexes.tarfile, "open", Archive.open)
+    monkeypatch.setattr(webdataset.tarfile, "open", Archive.open)
     with pytest.raises(UsageError, match="the size at byte 0 is negative"):
-        indexes.scan(shard, "webdataset")
+        indexes.scan(shard, INDEXED["webdataset"])
 
 
 @pytest.mark.parametrize("kind", [tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE])
 def test_folders_and_links_in_a_tar_file_have_no_data(kind):
-    indexes._check_between(io.BytesIO(header("x", 600, kind) + bytes(1024)), 0, None)
+    webdataset._check_between(io.BytesIO(header("x", 600, kind) + bytes(1024)), 0, None)
 
 
 @pytest.mark.parametrize("name", ["a.j pg", "a. "])
 def test_tar_member_with_space_in_extension_is_rejected(tmp_path, name):
     with pytest.raises(UsageError, match="the extension of 'a.* contains a space"):
-        indexes.scan(tar(tmp_path / "train-0.tar", [name, "a.cls"]), "webdataset")
+        indexes.scan(tar(tmp_path / "train-0.tar", [name, "a.cls"]), INDEXED["webdataset"])
 
 
 @pytest.mark.parametrize(("old", "new"), [("jpg 512 3", "jpg 512 2"), ("1536 3\n", "1536 3 x\n"), ("v1.1 1", "v1.1 2")])
 def test_tar_index_with_wrong_size_or_additional_field_is_rejected(tmp_path, old, new):
     shard = tar(tmp_path / "train-0.tar", ["a.jpg", "a.cls"])
-    index = Path(indexes.open_index(shard, "webdataset").path)
+    index = Path(indexes.open_index(shard, INDEXED["webdataset"]).path)
     assert index.read_text() == "v1.1 1\njpg 512 3 cls 1536 3\n"
     index.write_text(index.read_text().replace(old, new))
     with pytest.raises(UsageError, match="does not match"):
-        indexes.open_index(shard, "webdataset")
+        indexes.open_index(shard, INDEXED["webdataset"])
 
 
 def test_tar_index_of_a_link_is_rejected(tmp_path):
@@ -309,10 +310,10 @@ def test_tar_index_of_a_link_is_rejected(tmp_path):
         file.name = "train-0.tar"
         rows = b"v1.1 1\njpg 512 0 cls 1024 1\n", file, len(file.getvalue())
         if kind == tarfile.REGTYPE:
-            assert [part.tolist() for part in indexes._webdataset_rows(*rows)] == [[[512, 0]], [[1024, 1]]]
+            assert [part.tolist() for part in webdataset._rows(*rows)] == [[[512, 0]], [[1024, 1]]]
         else:
             with pytest.raises(ValueError, match="^$"):
-                indexes._webdataset_rows(*rows)
+                webdataset._rows(*rows)
 
 
 def test_tar_member_of_enormous_size_does_not_match_the_index(tmp_path, monkeypatch):
@@ -321,28 +322,28 @@ def test_tar_member_of_enormous_size_does_not_match_the_index(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     for path, folder in ((f"{tmp_path}/a.tar", tmp_path), ("a.tar", r"\.")):
         with pytest.raises(UsageError, match=f"a.idx: does not match {path}; .* index {folder}`$"):
-            indexes.open_index(path, "webdataset")
+            indexes.open_index(path, INDEXED["webdataset"])
 
 
 def test_checked_records_are_evenly_spaced():
-    assert [indexes._spread(count, 3) for count in (1, 2, 3, 7)] == [[0], [0, 1], [0, 1, 2], [0, 3, 6]]
+    assert [indexes.spread(count, 3) for count in (1, 2, 3, 7)] == [[0], [0, 1], [0, 1, 2], [0, 3, 6]]
 
 
 def test_numbers_in_an_index_are_limited():
-    assert indexes._numbers([b"9" * 18], None).tolist() == [10**18 - 1]
-    assert indexes._numbers([b"5"], 5).tolist() == [5]
+    assert indexes.numbers([b"9" * 18], None).tolist() == [10**18 - 1]
+    assert indexes.numbers([b"5"], 5).tolist() == [5]
     for texts, limit in (([b"1" * 19, b"9"], None), ([b"6", b"5"], 5), ([b"-1"], None)):
         with pytest.raises(ValueError, match="^$"):
-            indexes._numbers(texts, limit)
+            indexes.numbers(texts, limit)
 
 
 @pytest.mark.parametrize(
     "data", [b"0 16\n16 117\n", b"1 17\n18 115\n", b"0 17\n18 115\n", b"0 17\n17 115\n", b"0 18\n17 116\n"]
 )
 def test_tfrecord_index_must_list_every_record_with_payload(data):
-    assert indexes._tfrecord_rows(b"0 17\n17 116\n", None, 133)[0].tolist() == [[0, 17], [17, 116]]
+    assert tfrecord._rows(b"0 17\n17 116\n", None, 133)[0].tolist() == [[0, 17], [17, 116]]
     with pytest.raises(ValueError, match="^$"):
-        indexes._tfrecord_rows(data, None, 133)
+        tfrecord._rows(data, None, 133)
 
 
 def test_index_for_skip_list_that_cannot_be_written_is_an_error(tmp_path, cache):
@@ -350,7 +351,7 @@ def test_index_for_skip_list_that_cannot_be_written_is_an_error(tmp_path, cache)
     cache.write_text("no folder")
     problem = "the index for --skip-list cannot be written .Not a directory.; make the folder writable"
     with pytest.raises(UsageError, match=f"^{cache}/.*: {problem}$"):
-        indexes.open_index(shard, "recordio", frozenset([0]))
+        indexes.open_index(shard, INDEXED["recordio"], frozenset([0]))
 
 
 @pytest.mark.usefixtures("cache")
@@ -366,12 +367,16 @@ def test_tar_may_contain_folders_long_names_hidden_files_and_other_members(tmp_p
         f"{long}.cls",
     ]
     path = tar(tmp_path / "train-0.tar", ["dir/a.json", *names[:5], "other/a.jpg", "other/a.cls", *names[5:], "README"])
-    index = indexes.open_index(path, "webdataset")
-    assert [records.read_label(path, "webdataset", *record) for record in index.labels.tolist()] == [123] * 3
+    index = indexes.open_index(path, INDEXED["webdataset"])
+    with open(path, "rb") as f:
+        assert [webdataset.read_label(f, *record) for record in index.labels.tolist()] == [123] * 3
     skipped = int(index.images[1, 0])
-    assert indexes.open_index(path, "webdataset", frozenset({skipped})).images.tolist() == index.images[::2].tolist()
+    assert (
+        indexes.open_index(path, INDEXED["webdataset"], frozenset({skipped})).images.tolist()
+        == index.images[::2].tolist()
+    )
     with pytest.raises(UsageError, match="has the extensions \ufffd, cls, but needs an image"):
-        indexes.open_index(tar(tmp_path / "val-0.tar", [os.fsdecode(b"a.\xe9"), "a.cls"]), "webdataset")
+        indexes.open_index(tar(tmp_path / "val-0.tar", [os.fsdecode(b"a.\xe9"), "a.cls"]), INDEXED["webdataset"])
 
 
 @pytest.mark.parametrize(
@@ -388,21 +393,21 @@ def test_tar_may_contain_folders_long_names_hidden_files_and_other_members(tmp_p
 def test_only_regular_files_with_extension_belong_to_samples(name, kind, is_sample_file):
     member = tarfile.TarInfo(name)
     member.type = kind
-    assert indexes._is_sample_file(member) is is_sample_file
+    assert webdataset._is_sample_file(member) is is_sample_file
 
 
 def test_compressed_archive_or_archive_that_ends_early_is_rejected(tmp_path):
     with tarfile.open(tmp_path / "train-0.tar", "w:gz") as archive:
         archive.add(__file__, "a.jpg")
     with pytest.raises(UsageError, match="train-0.tar: compressed with gzip"):
-        indexes.scan(str(tmp_path / "train-0.tar"), "webdataset")
+        indexes.scan(str(tmp_path / "train-0.tar"), INDEXED["webdataset"])
     with pytest.raises(tarfile.TarError):  # a block of zeros ends an archive, so readers ignore what follows
-        indexes._check_between(io.BytesIO(bytes(512) + header("a.jpg", 0)), 0, 1024)
+        webdataset._check_between(io.BytesIO(bytes(512) + header("a.jpg", 0)), 0, 1024)
 
 
 def test_first_image_of_a_tar_sample_is_used(tmp_path):
     path = tar(tmp_path / "train-0.tar", ["a.jpg", "a.png", "a.cls", "b.cls", "b.png"])
-    index = indexes.open_index(path, "webdataset")
+    index = indexes.open_index(path, INDEXED["webdataset"])
     # Each file occupies a header and a block of 512 bytes.
     assert index.images[:, 0].tolist() == [512, 512 + 4 * 1024]
     assert index.labels[:, 0].tolist() == [512 + 2 * 1024, 512 + 3 * 1024]
@@ -410,28 +415,28 @@ def test_first_image_of_a_tar_sample_is_used(tmp_path):
 
 def test_recordio_index_in_different_order_is_sorted(tmp_path):
     shard = write(tmp_path, "recordio")
-    index = indexes.open_index(str(shard), "recordio")
+    index = indexes.open_index(str(shard), INDEXED["recordio"])
     lines = Path(index.path).read_text().splitlines(keepends=True)
     Path(index.path).write_text("".join(reversed(lines)))
-    again = indexes.open_index(str(shard), "recordio")
+    again = indexes.open_index(str(shard), INDEXED["recordio"])
     assert again.images.tolist() == index.images.tolist()
 
 
 def test_recordio_index_without_a_row_is_rejected(tmp_path, monkeypatch):
-    monkeypatch.setattr(indexes, "CHECKED_RECORDS", 2)
+    monkeypatch.setattr(recordio, "CHECKED_RECORDS", 2)
     shard = write(tmp_path, "recordio")
-    index = Path(indexes.open_index(str(shard), "recordio").path)
+    index = Path(indexes.open_index(str(shard), INDEXED["recordio"]).path)
     lines = index.read_text().splitlines(keepends=True)
     repeated = f"2\t{lines[1].split()[1]}\n"
     without_first = [f"{key}\t{line.split()[1]}\n" for key, line in enumerate(lines[1:])]
     for damaged in ([*lines[:2], *lines[3:]], [*lines[:2], repeated, *lines[3:]], without_first):
         index.write_text("".join(damaged))
         with pytest.raises(UsageError, match="idx: does not match"):
-            indexes.open_index(str(shard), "recordio")
+            indexes.open_index(str(shard), INDEXED["recordio"])
     index.write_text("".join(lines))
-    ends, recordio_end = [], records.recordio_end
-    monkeypatch.setattr(records, "recordio_end", lambda *place: ends.append(place[1]) or recordio_end(*place))
-    rows = indexes.open_index(str(shard), "recordio").images
+    ends, recordio_end = [], recordio.record_end
+    monkeypatch.setattr(recordio, "record_end", lambda *place: ends.append(place[1]) or recordio_end(*place))
+    rows = indexes.open_index(str(shard), INDEXED["recordio"]).images
     assert ends == [rows[0, 0], rows[-1, 0]]  # if no row is missing, checking a few records suffices
 
 

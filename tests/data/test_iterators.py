@@ -3,10 +3,12 @@ from types import SimpleNamespace
 import numpy as np
 import paddle
 import pytest
+from data_files import open_split
 from paddle import static
 
 from paddle_resnet import dali
-from paddle_resnet.data import iterators, readers
+from paddle_resnet.data import data_set, iterators
+from paddle_resnet.data import loader as loader_module
 from paddle_resnet.data.iterators import EmptyIterator, ShardIterator
 from paddle_resnet.utils.errors import DataError, UsageError
 from paddle_resnet.utils.mode import Mode
@@ -62,10 +64,10 @@ def test_loader_describes_its_data_set(parse, photos, monkeypatch):
         dali.build_dataloader(parse(*flags), Mode.EVAL)
         for flags in (("--image-root", photos), ("--data-format", "synthetic"))
     )
-    expected = readers.open_split(photos, "folder", Mode.EVAL, 3, 0)
+    expected = open_split(photos, "folder", Mode.EVAL, 3, 0)
     names = ("data_set_size", "classes", "class_names", "digest")
     assert [getattr(photos_set, name) for name in names] == [23, expected.classes, expected.classes, expected.digest]
-    assert synthetic.data_set_size == dali.SYNTHETIC_SIZE[Mode.EVAL]
+    assert synthetic.data_set_size == loader_module.SYNTHETIC_SIZE[Mode.EVAL]
     assert (synthetic.classes, synthetic.digest, synthetic.class_images) == (["0", "1", "2"], None, None)
     next(photos_set)
     assert len(list(photos_set)) == len(photos_set) - 1 == 2  # iteration continues the epoch
@@ -91,7 +93,7 @@ def test_every_rank_has_its_own_synthetic_batch(parse, monkeypatch):
 
 
 def test_synthetic_loader_resumes_at_its_position(parse, monkeypatch):
-    monkeypatch.setitem(dali.SYNTHETIC_SIZE, Mode.TRAIN, 16)
+    monkeypatch.setitem(loader_module.SYNTHETIC_SIZE, Mode.TRAIN, 16)
     args = parse("--data-format", "synthetic")
     loader = dali.build_dataloader(args, Mode.TRAIN)
     next(loader)
@@ -150,9 +152,9 @@ def test_errors_of_the_first_batches_name_the_image(monkeypatch):
         raise RuntimeError("Failed to decode sample #0 : a.jpg")
 
     monkeypatch.setattr(iterators.DALIGenericIterator, "__init__", fail)
-    data_set = readers.DataSet("folder", 3, ["a"], None, "")
+    images = data_set.DataSet("folder", 3, ["a"], None, "")
     with pytest.raises(DataError, match="^root/a.jpg: cannot be decoded"):
-        ShardIterator(SimpleNamespace(max_batch_size=2), 3, data_set, "root", {})
+        ShardIterator(SimpleNamespace(max_batch_size=2), 3, images, "root", {})
 
 
 @pytest.fixture

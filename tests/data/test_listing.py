@@ -9,11 +9,16 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import data_files
 import pytest
+from data_files import open_split
 
 from paddle_resnet import dataset
-from paddle_resnet.data import listing, numbering, readers, records
-from paddle_resnet.tools import convert, writers
+from paddle_resnet.data import classes, images, layout, manifest, skip_list
+from paddle_resnet.data.formats import FORMATS, RECORDS, SHARDED, filelist, folder, read_image, webdataset
+from paddle_resnet.data.images import Image as ListedImage
+from paddle_resnet.data.root import DataRoot
+from paddle_resnet.tools import convert
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
 
@@ -22,13 +27,13 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 def error_of(root, mode=Mode.EVAL):
     with pytest.raises(UsageError) as e:
-        listing.images(str(root), mode)
+        DataRoot(str(root)).listed(mode)
     return str(e.value)
 
 
 def error_of_reader(root, mode):
     with pytest.raises(UsageError) as e:
-        readers.open_split(root, "auto", mode, 5, 0)
+        open_split(root, "auto", mode, 5, 0)
     return str(e.value)
 
 
@@ -38,7 +43,7 @@ def test_correct_name_of_misnamed_split_folder_is_suggested(photos, tmp_path, na
     shutil.copytree(photos / "val", tmp_path / name)
     message = f"has no folder val/; rename {name}/ to val/, or use only train/ with --run-scope train_only"
     assert error_of(tmp_path) == f"--image-root {tmp_path}: {message}"
-    assert listing.splits(tmp_path) == [Mode.TRAIN]
+    assert layout.splits(tmp_path) == [Mode.TRAIN]
 
 
 def test_validation_folder_is_suggested_in_preference_to_test_folder(photos, tmp_path):
@@ -73,7 +78,7 @@ def test_compressed_shards_are_named_with_remedy(converted, tmp_path, ending):
     for name in names:
         (root / name).write_bytes(gzip.compress(content))
     with pytest.raises(UsageError) as error:
-        listing.splits(root)
+        layout.splits(root)
     problem = (
         f"{root}: contains neither train/ nor val/ in any format; {', '.join(names[:5])} and 2 more cannot be read, "
     )
@@ -81,11 +86,11 @@ def test_compressed_shards_are_named_with_remedy(converted, tmp_path, ending):
     assert str(error.value) == f"{problem}because DALI does not support gzip: run `{command}`"
     assert command in error_of(root, Mode.TRAIN)
     with pytest.raises(UsageError, match="has no train-000000.tar; train-000000"):
-        listing.images(str(root), Mode.TRAIN, "webdataset")
+        DataRoot(str(root), "webdataset").listed(Mode.TRAIN)
     subprocess.run(["gunzip", root / names[0]], check=True)
     assert f"has no val-000000.tar; val-000000{ending}, " in error_of(root)
     subprocess.run(command, shell=True, check=True)
-    counts = [len(listing.images(str(root), mode)[2]) for mode in Mode]
+    counts = [len(DataRoot(str(root)).listed(mode)) for mode in Mode]
     assert counts[0] > 0 and counts[1] == 6 * counts[0]
 
 
@@ -102,7 +107,7 @@ def test_class_names_that_differ_only_in_unicode_form_are_reported(photos, tmp_p
     )
     assert message == f"{tmp_path}/val/{nfd}: {problem}"
     subprocess.run(error_of(tmp_path).split("`")[1], shell=True, check=True)
-    assert len(listing.images(str(tmp_path), Mode.EVAL)[2]) == 23
+    assert len(DataRoot(str(tmp_path)).listed(Mode.EVAL)) == 23
     (tmp_path / "train" / nfd).mkdir()
     message = error_of(tmp_path, Mode.TRAIN)
     assert r"'cafe\u0301'" in message and r"'caf\xe9'" in message
@@ -115,18 +120,20 @@ def test_class_names_that_differ_only_in_unicode_form_are_reported(photos, tmp_p
 )
 def test_records_are_listed_in_stored_order(converted, tmp_path, data_format, first):
     root = shutil.copytree(converted[data_format], tmp_path / "x")
-    found, classes, images = listing.images(root, Mode.TRAIN)
-    assert (found, classes, {(image.label, image.kind) for image in images}) == (data_format, TRAINED, {(None, found)})
-    shards = listing.shards(root, Mode.TRAIN, data_format)
+    data = DataRoot(root)
+    images = data.listed(Mode.TRAIN)
+    assert (data.format(Mode.TRAIN), data.images(Mode.TRAIN)[0].classes) == (data_format, TRAINED)
+    assert {(image.label, image.kind) for image in images} == {(None, data_format)}
+    shards = FORMATS[data_format].detect(str(root), Mode.TRAIN)
     assert list(dict.fromkeys(image.path for image in images)) == shards
     assert images[0].name == os.path.basename(shards[0]) + first
-    assert sorted(records.read(image)[1] for image in images) == [0] * 10 + [1] * 10 + [2] * 10
+    assert sorted(read_image(image)[1] for image in images) == [0] * 10 + [1] * 10 + [2] * 10
     manifest = (root / "convert.json").read_text()
     (root / "convert.json").write_text(manifest.replace('"images": 30', '"images": 31'))
     with pytest.raises(UsageError, match="has 30 train images, but 31 according to convert.json"):
-        listing.images(root, Mode.TRAIN)
+        DataRoot(root).listed(Mode.TRAIN)
     (root / "convert.json").unlink()
-    assert listing.images(root, Mode.TRAIN)[2] == images
+    assert DataRoot(root).listed(Mode.TRAIN) == images
 
 
 def test_root_without_splits_is_an_error(photos, tmp_path):
@@ -137,7 +144,7 @@ def test_root_without_splits_is_an_error(photos, tmp_path):
     for name in ("Training", "test"):
         shutil.copytree(photos / "val", tmp_path / name)
     with pytest.raises(UsageError, match=r"in any format; rename Training/ to train/ and rename test/ to val/$"):
-        listing.splits(tmp_path)
+        layout.splits(tmp_path)
 
 
 @pytest.mark.parametrize("wrong", ["root/train", "root/train/", "root/val", "."])
@@ -176,14 +183,14 @@ def test_only_complete_visible_data_sets_are_suggested(tmp_path, monkeypatch):
 def test_missing_split_of_a_flag_is_reported_with_remedy(tmp_path):
     for remedy in ("put the class folders into val/", "rename valid/ to val/"):
         with pytest.raises(UsageError, match=f"^--verify {tmp_path}: has no val/; {remedy}, or use a different folder"):
-            listing.check_split("--verify", tmp_path, Mode.EVAL)
+            layout.check_split("--verify", tmp_path, Mode.EVAL)
         (tmp_path / "valid").mkdir(exist_ok=True)
     (tmp_path / "val").mkdir()
-    listing.check_split("--verify", tmp_path, Mode.EVAL)
+    layout.check_split("--verify", tmp_path, Mode.EVAL)
     with pytest.raises(UsageError, match=f"^--verify {tmp_path}/x: not a folder; use the folder that contains val/$"):
-        listing.check_split("--verify", tmp_path / "x", Mode.EVAL)
+        layout.check_split("--verify", tmp_path / "x", Mode.EVAL)
     with pytest.raises(UsageError, match="x: not a folder; use the folder that contains train/ and val/$"):
-        listing.detect(tmp_path / "x", Mode.EVAL)
+        layout.detect(tmp_path / "x", Mode.EVAL)
 
 
 @pytest.mark.parametrize("names", [["of-00001", "of-00003"], ["of-00002", "of-00002.tfrecord", "of-00001"]])
@@ -192,13 +199,13 @@ def test_tfrecord_shards_of_several_data_sets_are_rejected(tmp_path, names):
         (tmp_path / f"train-00000-{name}").touch()
     total = max(name[7] for name in names)
     with pytest.raises(UsageError, match=f"has {len(names)} of {total} train shards; add the missing ones"):
-        listing.shards(tmp_path, Mode.TRAIN, "tfrecord")
+        DataRoot(tmp_path, "tfrecord").listed(Mode.TRAIN)
 
 
 def write_shards(root, *names, samples=5):
     """Write tar shards of `samples` images with labels 0 to 4."""
     for name in names:
-        with writers.SHARDED["webdataset"](str(root / name)) as write:
+        with SHARDED["webdataset"](str(root / name)) as write:
             for i in range(samples):
                 write(i, b"x", "jpg", i % 5)
 
@@ -220,9 +227,9 @@ def names_of(stem, *numbers):
 )
 def test_missing_tar_shard_is_an_error(tmp_path, numbers, problem):
     write_shards(tmp_path, *names_of("imagenet1k-train-", *numbers), "imagenet1k-validation-00.tar")
-    assert len(listing.images(tmp_path, Mode.EVAL)[2]) == 5
+    assert len(DataRoot(tmp_path).listed(Mode.EVAL)) == 5
     if problem is None:
-        assert len(listing.images(tmp_path, Mode.TRAIN)[2]) == 5 * len(numbers)
+        assert len(DataRoot(tmp_path).listed(Mode.TRAIN)) == 5 * len(numbers)
         return
     for read in (error_of, error_of_reader):
         assert re.search(problem, read(tmp_path, Mode.TRAIN))
@@ -230,7 +237,7 @@ def test_missing_tar_shard_is_an_error(tmp_path, numbers, problem):
 
 def test_numbers_of_tar_shards_may_be_unpadded(tmp_path):
     write_shards(tmp_path, *(f"train-{i}.tar" for i in range(11)), samples=1)
-    assert len(listing.images(tmp_path, Mode.TRAIN)[2]) == 11
+    assert len(DataRoot(tmp_path).listed(Mode.TRAIN)) == 11
 
 
 @pytest.mark.parametrize(
@@ -251,7 +258,7 @@ def test_tar_shards_of_several_data_sets_are_an_error(tmp_path, other, mode):
     assert f"contains {mode.value} shards of several data sets (" in message and first in message and other in message
     assert message.endswith("); move the shards of all but one to a different folder")
     (root / other).rename(tmp_path / other)  # obey the message
-    assert len(listing.images(root, mode)[2]) == (20 if mode is Mode.TRAIN else 5)
+    assert len(DataRoot(root).listed(mode)) == (20 if mode is Mode.TRAIN else 5)
 
 
 def test_shard_lists_of_other_programs_are_compared(tmp_path):
@@ -269,13 +276,13 @@ def test_shard_lists_of_other_programs_are_compared(tmp_path):
         assert error_of(tmp_path, Mode.TRAIN) == (
             f"{tmp_path}/{name}: lists 3 train shards, but the folder has 2 (missing: {names[2]}); {remedy}"
         )
-        assert len(listing.images(tmp_path, Mode.EVAL)[2]) == 5  # no list contains this split
+        assert len(DataRoot(tmp_path).listed(Mode.EVAL)) == 5  # no list contains this split
         (tmp_path / name).unlink()  # obey the message
-        assert len(listing.images(tmp_path, Mode.TRAIN)[2]) == 10
+        assert len(DataRoot(tmp_path).listed(Mode.TRAIN)) == 10
     write_shards(tmp_path, names[2])
     for name, text in lists.items():
         (tmp_path / name).write_text(text)
-    assert len(listing.images(tmp_path, Mode.TRAIN)[2]) == 15
+    assert len(DataRoot(tmp_path).listed(Mode.TRAIN)) == 15
     write_shards(tmp_path, "imagenet1k-train-0003.tar")
     assert "/_info.json: lists 3 train shards, but the folder has 4 (not listed: imagenet1k-train-0003" in error_of(
         tmp_path, Mode.TRAIN
@@ -299,16 +306,16 @@ def test_shard_lists_of_other_programs_are_compared(tmp_path):
 )
 def test_lists_of_other_data_sets_are_ignored(tmp_path, content):
     write_shards(tmp_path, "x-train-0000.tar")
-    for name in listing.SHARD_LISTS:
+    for name in webdataset.SHARD_LISTS:
         (tmp_path / name).write_text(json.dumps(content))
-    assert len(listing.images(tmp_path, Mode.TRAIN)[2]) == 5
+    assert len(DataRoot(tmp_path).listed(Mode.TRAIN)) == 5
 
 
 def test_nshards_is_compared(tmp_path):
     write_shards(tmp_path, *names_of("train-", 0, 1, 2), "val-0.tar")
     for text in ("3\n", "4", "many"):
         (tmp_path / "nshards.txt").write_text(text)
-        assert [len(listing.shards(tmp_path, mode, "webdataset")) for mode in Mode] == [3, 1]
+        assert [len(DataRoot(tmp_path).listed(mode)) for mode in Mode] == [15, 5]
     (tmp_path / "nshards.txt").write_text("5\n")
     assert error_of(tmp_path, Mode.TRAIN) == (
         f"{tmp_path}/nshards.txt: states 5 shards, but the folder has 3 train shards; copy the data set again, or "
@@ -330,23 +337,24 @@ def test_training_set_with_one_class_is_an_error(photos, tmp_path, capsys, table
     remedy = "put the images into one folder per class" if tables else "add other classes"
     problem = f"--image-root {tmp_path}: all train images belong to one class, images{is_read}; {remedy}"
     with pytest.raises(UsageError) as e:
-        readers.open_split(tmp_path, "auto", Mode.TRAIN, 3, 0)
+        open_split(tmp_path, "auto", Mode.TRAIN, 3, 0)
     assert str(e.value) == f"{problem}, or use --allow-one-class"
-    assert readers.open_split(tmp_path, "auto", Mode.EVAL, 3, 0).size == 8
-    listing._log_once.cache_clear()
+    assert open_split(tmp_path, "auto", Mode.EVAL, 3, 0).size == 8
+    images.log_once.cache_clear()
     capsys.readouterr()
-    assert readers.open_split(tmp_path, "auto", Mode.TRAIN, 3, 0, allow_one_class=True).size == 10
+    assert open_split(tmp_path, "auto", Mode.TRAIN, 3, 0, allow_one_class=True).size == 10
     assert problem in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("convert_here")
-@pytest.mark.parametrize("data_format", convert.RECORD_FORMATS)
+@pytest.mark.parametrize("data_format", data_files.FORMATS)
 def test_records_of_one_class_are_an_error(photos, tmp_path, data_format):
-    shutil.copytree(photos / "train/class0", tmp_path / "x/train/images")
-    convert.convert(tmp_path / "x", tmp_path / "y", data_format, workers=1)
+    for split in ("train", "val"):
+        shutil.copytree(photos / "train/class0", tmp_path / "x" / split / "images")
+    data_files.write(tmp_path / "x", tmp_path / "y", data_format)
     with pytest.raises(UsageError, match="all train images belong to one class, images; add other classes, or use"):
-        readers.open_split(tmp_path / "y", data_format, Mode.TRAIN, 3, 0)
-    assert readers.open_split(tmp_path / "y", data_format, Mode.TRAIN, 3, 0, allow_one_class=True).size == 10
+        open_split(tmp_path / "y", data_format, Mode.TRAIN, 3, 0)
+    assert open_split(tmp_path / "y", data_format, Mode.TRAIN, 3, 0, allow_one_class=True).size == 10
 
 
 def test_class_folder_that_is_not_utf8_is_an_error(photos, tmp_path):
@@ -359,38 +367,38 @@ def test_class_folder_that_is_not_utf8_is_an_error(photos, tmp_path):
     message = f"{tmp_path}/{{}}: the class folder b'caf\\xe9' is not valid UTF-8; rename the folder"
     for mode in Mode:  # the folders in train/ number the classes of both splits
         with pytest.raises(UsageError) as e:
-            readers.open_split(tmp_path, "auto", mode, 3, 0, skip)
+            open_split(tmp_path, "auto", mode, 3, 0, skip)
         assert str(e.value) == message.format("train")
     with pytest.raises(UsageError, match=r"is not valid UTF-8; rename the folder$"):
         convert.convert(tmp_path, tmp_path / "output", "tfrecord", workers=1)
     (tmp_path / "train" / name).rename(tmp_path / "train/café")  # obey the message
     with pytest.raises(UsageError) as e:
-        readers.open_split(tmp_path, "auto", Mode.EVAL, 3, 0, skip)
+        open_split(tmp_path, "auto", Mode.EVAL, 3, 0, skip)
     assert str(e.value) == message.format("val")
     (tmp_path / "val" / name).rename(tmp_path / "val/café")
     for mode in Mode:
-        assert readers.open_split(tmp_path, "auto", mode, 3, 0).classes == ["café", "class0", "class2"]
+        assert open_split(tmp_path, "auto", mode, 3, 0).classes == ["café", "class0", "class2"]
 
 
 @pytest.mark.parametrize("split", Mode)
 def test_class_folders_one_level_too_deep_are_an_error(photos, tmp_path, split):
     shutil.copytree(photos, tmp_path, dirs_exist_ok=True)
-    folder = tmp_path / split.value
-    shutil.move(folder, tmp_path / "moved")
-    shutil.move(tmp_path / "moved", folder / "images")
+    place = tmp_path / split.value
+    shutil.move(place, tmp_path / "moved")
+    shutil.move(tmp_path / "moved", place / "images")
     assert error_of(tmp_path, split) == (
-        f"{folder}/images: contains folders but no images; move these folders to {folder}"
+        f"{place}/images: contains folders but no images; move these folders to {place}"
     )
-    shutil.copytree(folder / "images/class0", folder / "other")
-    files, _, _ = listing.list_folder(tmp_path, split, classes=["images", "other"])
-    assert len(files) == len(list((folder / "other").iterdir()))
-    shutil.rmtree(folder / "images")
-    (folder / "other/images").mkdir()
-    assert len(listing.list_folder(tmp_path, split, classes=["other"])[0]) == len(files)
-    for path in (folder / "other").glob("*.jpg"):
+    shutil.copytree(place / "images/class0", place / "other")
+    files = folder.index(tmp_path, split, classes=["images", "other"]).names
+    assert len(files) == len(list((place / "other").iterdir()))
+    shutil.rmtree(place / "images")
+    (place / "other/images").mkdir()
+    assert len(folder.index(tmp_path, split, classes=["other"])[0]) == len(files)
+    for path in (place / "other").glob("*.jpg"):
         path.unlink()
-    (folder / "other/images").rmdir()
-    assert listing.list_folder(tmp_path, split, classes=["other"])[0] == []
+    (place / "other/images").rmdir()
+    assert folder.index(tmp_path, split, classes=["other"])[0] == []
 
 
 @pytest.mark.parametrize("name", ["__MACOSX", ".ipynb_checkpoints", ".hidden", "lost+found", "@eaDir"])
@@ -400,8 +408,8 @@ def test_system_folders_are_not_classes(photos, tmp_path, capsys, name):
     shutil.copytree(photos / "val/class0", tmp_path / "train" / name)
     shutil.copytree(photos / "val/class0", tmp_path / "val" / name)
     for mode in Mode:
-        files, labels, classes = listing.list_folder(str(tmp_path), mode)
-        assert classes == ["another", "class0", "class1", "class2"]
+        files, labels, names, _ = folder.index(str(tmp_path), mode)
+        assert names == ["another", "class0", "class1", "class2"]
         assert set(labels) == {1, 2, 3}
         assert not any(name in file for file in files)
     output = capsys.readouterr().out
@@ -412,7 +420,7 @@ def test_broken_hidden_link_is_ignored(photos, tmp_path, capsys):
     shutil.copytree(photos, tmp_path, dirs_exist_ok=True)
     (tmp_path / "train/.trash").symlink_to("/nowhere")
     (tmp_path / "train/device").symlink_to("/dev/null")
-    assert len(listing.list_folder(str(tmp_path), Mode.TRAIN)[2]) == 3
+    assert len(folder.index(str(tmp_path), Mode.TRAIN)[2]) == 3
     assert capsys.readouterr().out == ""
 
 
@@ -420,8 +428,8 @@ def test_hidden_images_are_ignored_with_warning(photos, tmp_path, capsys):
     shutil.copytree(photos, tmp_path, dirs_exist_ok=True)
     for name in (".a.JPG", "._b.jpg", ".directory"):
         shutil.copy(tmp_path / "train/class0/00.jpg", tmp_path / "train/class1" / name)
-    count = len(listing.list_folder(str(photos), Mode.TRAIN)[0])
-    assert len(listing.list_folder(str(tmp_path), Mode.TRAIN)[0]) == count
+    count = len(folder.index(str(photos), Mode.TRAIN)[0])
+    assert len(folder.index(str(tmp_path), Mode.TRAIN)[0]) == count
     message = f"{tmp_path}/train: 1 entry ignored: 1 hidden image (class1 1; for example class1/.a.JPG); "
     assert message in capsys.readouterr().err
 
@@ -434,11 +442,12 @@ def test_file_list_with_contradictory_labels_is_rejected(photos, tmp_path):
 
 
 def test_size_of_lists_is_limited(tmp_path, monkeypatch):
-    monkeypatch.setattr(listing, "_TEXT_LIMIT", 3)
+    for module in (filelist, classes, skip_list):
+        monkeypatch.setattr(module, "TEXT_LIMIT", 3)
     for path, read in (
-        ("train.txt", lambda root: listing.list_filelist(root, Mode.TRAIN)),
-        ("classes.txt", listing.class_names),
-        ("skip.txt", lambda root: listing.read_skip_list(root / "skip.txt", root)),
+        ("train.txt", lambda root: filelist.index(root, Mode.TRAIN)),
+        ("classes.txt", classes.class_names),
+        ("skip.txt", lambda root: DataRoot(root, skip_list=root / "skip.txt").skip),
     ):
         (tmp_path / path).write_text("a 00")
         with pytest.raises(UsageError, match=f"{path}:? cannot be read"):
@@ -455,30 +464,30 @@ def test_file_list_label_above_image_count_is_rejected(tmp_path, label):
     with pytest.raises(
         UsageError, match=f"the file lists contain only 2 images, but an image has label {label}; number the"
     ):
-        numbering.count_classes(tmp_path, Mode.TRAIN)
+        DataRoot(tmp_path).count_classes(Mode.TRAIN)
     (tmp_path / "train.txt").write_text("a 0\nb 1\n")
-    assert numbering.count_classes(tmp_path, Mode.TRAIN) == 2
+    assert DataRoot(tmp_path).count_classes(Mode.TRAIN) == 2
     (tmp_path / "val.txt").write_text("b 2\n")  # both lists define the classes
-    assert numbering.count_classes(tmp_path, Mode.TRAIN) == numbering.count_classes(tmp_path, Mode.EVAL) == 3
+    assert DataRoot(tmp_path).count_classes(Mode.TRAIN) == DataRoot(tmp_path).count_classes(Mode.EVAL) == 3
     (tmp_path / "val.txt").unlink()
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/train.txt").write_text("../a 0\n")
-    assert numbering.count_classes(tmp_path / "sub", Mode.TRAIN, "auto", True) == 1
-    assert len(listing.images(tmp_path / "sub", Mode.TRAIN, allow_outside=True)[2]) == 1
-    for list_images in (listing.images, listing.list_filelist, numbering.count_classes):
+    assert DataRoot(tmp_path / "sub", allow_outside=True).count_classes(Mode.TRAIN) == 1
+    assert len(DataRoot(tmp_path / "sub", allow_outside=True).listed(Mode.TRAIN)) == 1
+    for list_images in (DataRoot.listed, DataRoot.file_list, DataRoot.count_classes):
         with pytest.raises(UsageError, match="correct it, or add --allow-outside"):
-            list_images(tmp_path / "sub", Mode.TRAIN)
+            list_images(DataRoot(tmp_path / "sub"), Mode.TRAIN)
     with pytest.raises(UsageError, match=r"val.txt cannot be read \(No such file"):
-        numbering.count_classes(tmp_path, Mode.EVAL, "filelist")
+        DataRoot(tmp_path, "filelist").count_classes(Mode.EVAL)
     # An explicit format takes precedence over the detected format.
-    assert numbering.count_classes(tmp_path, Mode.TRAIN, "folder") is None
+    assert DataRoot(tmp_path, "folder").count_classes(Mode.TRAIN) is None
     (tmp_path / "train/a").mkdir(parents=True)
-    assert numbering.count_classes(tmp_path, Mode.TRAIN, "folder") == 1
+    assert DataRoot(tmp_path, "folder").count_classes(Mode.TRAIN) == 1
     (tmp_path / "classes.txt").touch()  # an empty file contains no class names
-    assert numbering.count_classes(tmp_path, Mode.TRAIN, "filelist") == 2
-    assert numbering.count_classes(tmp_path, Mode.TRAIN, "lmdb") is None
+    assert DataRoot(tmp_path, "filelist").count_classes(Mode.TRAIN) == 2
+    assert DataRoot(tmp_path, "lmdb").count_classes(Mode.TRAIN) is None
     (tmp_path / "classes.txt").write_text("x\ny\nz\n")  # names of classes without images
-    assert [numbering.count_classes(tmp_path, Mode.TRAIN, kind) for kind in ("filelist", "lmdb", "folder")] == [3, 3, 1]
+    assert [DataRoot(tmp_path, kind).count_classes(Mode.TRAIN) for kind in ("filelist", "lmdb", "folder")] == [3, 3, 1]
 
 
 @pytest.mark.parametrize("names", ["train", "class folders"])
@@ -492,8 +501,8 @@ def test_suggested_split_command_runs_as_printed(photos, tmp_path, monkeypatch, 
     assert dataset.main(shlex.split(command)) == 0
     [new_root] = shlex.split(new_root)
     assert new_root == f"{root}_split"
-    assert listing.splits(new_root) == [Mode.TRAIN, Mode.EVAL]
-    assert len(listing.list_folder(new_root, Mode.EVAL)[2]) == 3
+    assert layout.splits(new_root) == [Mode.TRAIN, Mode.EVAL]
+    assert len(folder.index(new_root, Mode.EVAL)[2]) == 3
 
 
 @pytest.fixture
@@ -509,15 +518,15 @@ TRAINED = ["class0", "class1", "class2"]
 def test_labels_of_class_folders_come_from_trained_network(root, with_train):
     shutil.rmtree(root / "val/class0")
     shutil.rmtree(root / "train/class1" if with_train else root / "train")
-    assert set(listing.list_folder(root, Mode.EVAL, classes=TRAINED)[1]) == {1, 2}
-    data_set = readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=TRAINED)
+    assert set(folder.index(root, Mode.EVAL, classes=TRAINED)[1]) == {1, 2}
+    data_set = open_split(root, "auto", Mode.EVAL, 3, 0, trained=TRAINED)
     assert data_set.classes == TRAINED
-    names = listing.own_classes(root, Mode.EVAL)
-    # --predictions also calls listing.images.
-    assert len(listing.images(root, Mode.EVAL, classes=names)[2]) == data_set.size
-    assert listing.own_classes(root / "val", Mode.EVAL) is None
+    names = folder.own_classes(root, Mode.EVAL)
+    # --predictions also lists the images.
+    assert len(DataRoot(root).listed(Mode.EVAL, names)) == data_set.size
+    assert folder.own_classes(root / "val", Mode.EVAL) is None
     if not with_train:
-        assert set(listing.list_folder(root, Mode.EVAL)[1]) == {0, 1}
+        assert set(folder.index(root, Mode.EVAL)[1]) == {0, 1}
 
 
 def test_class_folder_unknown_to_network_is_rejected(root):
@@ -525,24 +534,24 @@ def test_class_folder_unknown_to_network_is_rejected(root):
     with pytest.raises(
         UsageError, match=r"val/class3 is not one of the 3 classes of the checkpoint \(class0, class1, "
     ):
-        listing.list_folder(root, Mode.EVAL, classes=TRAINED, is_trained=True)
+        folder.index(root, Mode.EVAL, classes=TRAINED, is_trained=True)
     with pytest.raises(UsageError, match=r"val/class0 is not one of the 3 classes of the checkpoint \(a, b, c\)"):
-        readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=["a", "b", "c"])
+        open_split(root, "auto", Mode.EVAL, 3, 0, trained=["a", "b", "c"])
     problem = "val/class3 has no train/class3; add it, or remove val/class3"
     with pytest.raises(UsageError, match=f"^--image-root {root}: {problem}$"):
-        listing.list_folder(root, Mode.EVAL)
+        folder.index(root, Mode.EVAL)
 
 
 def test_unnamed_classes_do_not_define_labels(root):
     """Without classes.txt, the classes of a file list have no names, whereas class folders with numeric names do have
     names."""
-    unnamed = listing.numbers(3)
-    assert set(readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=unnamed).labels) == {0, 1, 2}
-    assert listing.numbers(None) == []
+    unnamed = classes.numbers(3)
+    assert set(open_split(root, "auto", Mode.EVAL, 3, 0, trained=unnamed).labels) == {0, 1, 2}
+    assert classes.numbers(None) == []
     shutil.rmtree(root / "val/class0")
     for i in (1, 2):
         (root / f"val/class{i}").rename(root / f"val/{i}")
-    assert set(readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=unnamed).labels) == {1, 2}
+    assert set(open_split(root, "auto", Mode.EVAL, 3, 0, trained=unnamed).labels) == {1, 2}
 
 
 @pytest.mark.parametrize("data_format", ["filelist", "recordio"])
@@ -551,39 +560,39 @@ def test_class_names_in_different_order_than_in_network_are_rejected(converted, 
     twice = ["x", "class1", "x"]
     for names, trained in ((TRAINED, TRAINED), (["cats", "class1", "dogs"], TRAINED), (twice, twice)):
         (root / "classes.txt").write_text("".join(f"{name}\n" for name in names))
-        assert readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=trained).classes == names
+        assert open_split(root, "auto", Mode.EVAL, 3, 0, trained=trained).classes == names
     (root / "classes.txt").write_text("class1\nclass2\nx\n")
     for trained in (TRAINED, ["x", "class1", "class1"]):
         with pytest.raises(UsageError, match=r"classes.txt: class1 has label 0, but label 1 in the checkpoint; number"):
-            readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=trained)
+            open_split(root, "auto", Mode.EVAL, 3, 0, trained=trained)
 
 
 def test_names_of_class_folders_come_from_classes_txt(root):
     (root / "classes.txt").write_text("cat\ndog\nox\n")
-    data_set = readers.open_split(root, "auto", Mode.EVAL, 3, 0)
+    data_set = open_split(root, "auto", Mode.EVAL, 3, 0)
     assert (data_set.classes, data_set.class_names) == (TRAINED, ["cat", "dog", "ox"])
     (root / "classes.txt").write_text(f"cat\ndog\n{'x' * 1000}\n")
-    assert listing.class_names(root) == ["cat", "dog", "x" * 1000]
+    assert classes.class_names(root) == ["cat", "dog", "x" * 1000]
     (root / "classes.txt").write_text(" a\nb \n\n")
-    assert listing.class_names(root) == [" a", "b ", ""]
+    assert classes.class_names(root) == [" a", "b ", ""]
     (root / "classes.txt").write_text(f"cat\ndog\n{'x' * 1001}\n")
     with pytest.raises(UsageError, match=r"classes.txt: cannot be read \(a line exceeds 1000 characters\); write one"):
-        readers.open_split(root, "auto", Mode.EVAL, 3, 0)
+        open_split(root, "auto", Mode.EVAL, 3, 0)
     (root / "classes.txt").write_text("class0\nclass2\nclass1\n")
-    data_set = readers.open_split(root, "auto", Mode.EVAL, 3, 0)
+    data_set = open_split(root, "auto", Mode.EVAL, 3, 0)
     assert data_set.classes == data_set.class_names == ["class0", "class2", "class1"]
     (root / "classes.txt").write_text("Class 0\nClass 2\nClass 1\n")
-    data_set = readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=["class2", "class1", "class0"])
+    data_set = open_split(root, "auto", Mode.EVAL, 3, 0, trained=["class2", "class1", "class0"])
     assert data_set.class_names == ["Class 2", "Class 1", "Class 0"]  # the order of the network's outputs
     (root / "classes.txt").write_text("class0\nclass1\nclass2\n")
-    assert readers.open_split(root, "auto", Mode.EVAL, 3, 0).class_names == TRAINED
+    assert open_split(root, "auto", Mode.EVAL, 3, 0).class_names == TRAINED
     # The text has a byte order mark and Windows line endings.
     (root / "classes.txt").write_text("\ufeffcat\r\ndog\r\nox\r\n")
     shutil.rmtree(root / "train")
     shutil.rmtree(root / "val/class1")
-    assert readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=TRAINED).class_names == ["cat", "dog", "ox"]
+    assert open_split(root, "auto", Mode.EVAL, 3, 0, trained=TRAINED).class_names == ["cat", "dog", "ox"]
     with pytest.raises(UsageError, match=r"classes.txt: has 3 lines for 2 classes; write one name per class"):
-        readers.open_split(root, "auto", Mode.EVAL, 3, 0)
+        open_split(root, "auto", Mode.EVAL, 3, 0)
 
 
 def test_empty_training_class_requires_allow_empty(root, capsys):
@@ -593,9 +602,9 @@ def test_empty_training_class_requires_allow_empty(root, capsys):
     with pytest.raises(
         UsageError, match=r"train has no images for 1 of 3 classes \(class1\); .*--allow-empty-classes$"
     ):
-        readers.open_split(root, "auto", Mode.TRAIN, 3, 0)
-    assert readers.open_split(root, "auto", Mode.TRAIN, 3, 0, allow_empty=True).size == 20
-    assert readers.open_split(root, "auto", Mode.EVAL, 3, 0).size == 16
+        open_split(root, "auto", Mode.TRAIN, 3, 0)
+    assert open_split(root, "auto", Mode.TRAIN, 3, 0, allow_empty=True).size == 20
+    assert open_split(root, "auto", Mode.EVAL, 3, 0).size == 16
     warnings = capsys.readouterr().err.splitlines()
     assert warnings[0].startswith(
         f"warning: {root}/train: 10 entries ignored: 10 .heic (class1 10; for example class1/01.heic); "
@@ -607,18 +616,18 @@ def test_empty_training_class_requires_allow_empty(root, capsys):
 
 
 def test_missing_class_of_file_list_logs_a_warning(root, capsys):
-    listing.check_classes(root, Mode.TRAIN, "filelist", [1, 1], ["a", "b\n"], allow_one_class=True)
+    classes.check_classes(root, Mode.TRAIN, "filelist", [1, 1], ["a", "b\n"], allow_one_class=True)
     assert capsys.readouterr().err.endswith(": all train images belong to one class, b\\n; add other classes\n")
-    listing.check_classes(root, Mode.TRAIN, "filelist", [0, 2], ["class0", "a\nb", "class2"])
+    classes.check_classes(root, Mode.TRAIN, "filelist", [0, 2], ["class0", "a\nb", "class2"])
     message = r"train has no images for 1 of 3 classes (a\nb); add images"
     assert capsys.readouterr().err == f"warning: --image-root {root}: {message}\n"
 
 
 def test_allowed_single_class_logs_a_warning(root, capsys):
-    listing.check_classes(root, Mode.EVAL, "folder", [0], ["class0"])
+    classes.check_classes(root, Mode.EVAL, "folder", [0], ["class0"])
     for name in ("class0", "class2"):
         shutil.rmtree(root / "train" / name)
-    readers.open_split(root, "auto", Mode.TRAIN, 3, 0, allow_one_class=True)
+    open_split(root, "auto", Mode.TRAIN, 3, 0, allow_one_class=True)
     assert (
         capsys.readouterr().err
         == f"warning: --image-root {root}: all train images belong to one class, class1; add other classes\n"
@@ -640,7 +649,7 @@ def test_ignored_files_are_counted_by_kind_and_class(root, capsys, monkeypatch):
     (root / "val/class2/inner.jpg").mkdir()
     (root / "val/class2/.inner.jpg").mkdir()
     os.symlink("/nowhere", root / "val/class2/gone.heic")
-    files = listing.list_folder(root, Mode.EVAL)[0]
+    files = folder.index(root, Mode.EVAL)[0]
     assert len(files) == 23
     [line] = capsys.readouterr().err.splitlines()
     parts = [
@@ -654,7 +663,7 @@ def test_ignored_files_are_counted_by_kind_and_class(root, capsys, monkeypatch):
     rule = f"images must be in a class folder and have a name that ends in {suffixes} and does not begin with a dot"
     assert line == f"warning: {root}/val: 7 entries ignored: {', '.join(parts)}; {rule}"
     ignored = ["class0/a.gif", "class0/b.GIF", "class1/c.gif", "class1/notes", "class2/gone.heic", "class2/inner.jpg"]
-    assert sorted(listing.ignored_files(root, Mode.EVAL)) == [f"val/{name}" for name in [*ignored, "top.jpg"]]
+    assert sorted(folder.ignored_files(root, Mode.EVAL)) == [f"val/{name}" for name in [*ignored, "top.jpg"]]
     scandir = os.scandir
 
     def deny(path):
@@ -663,16 +672,14 @@ def test_ignored_files_are_counted_by_kind_and_class(root, capsys, monkeypatch):
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", deny)  # list_folder reports the error
-    assert [name for name in listing.ignored_files(root, Mode.EVAL) if "class2" in name] == [
+    assert [name for name in folder.ignored_files(root, Mode.EVAL) if "class2" in name] == [
         "val/class2/gone.heic",
         "val/class2/inner.jpg",
     ]
 
 
 def test_warning_about_ignored_files_lists_some_classes_and_kinds(capsys):
-    listing.warn_of_ignored(
-        "x", [(".a", f"c{i}", "f.a") for i in range(4)] + [(f".{i}", "c", "f\n") for i in range(10)]
-    )
+    folder.warn_of_ignored("x", [(".a", f"c{i}", "f.a") for i in range(4)] + [(f".{i}", "c", "f\n") for i in range(10)])
     warning = capsys.readouterr().err
     assert "x: 14 entries ignored: 4 .a (c0 1, c1 1, c2 1 and 1 more; for example c0/f.a), 1 .0 (c 1; for" in warning
     assert r"1 .8 (c 1; for example c/f\n) and 1 more; images must be in" in warning
@@ -682,28 +689,28 @@ def test_root_path_that_is_not_utf_8_is_rejected(photos, tmp_path, monkeypatch):
     os.symlink(photos, os.path.join(os.fsencode(tmp_path), b"bild\xe9r"))
     [root] = os.listdir(tmp_path)
     root = os.path.join(tmp_path, root)
-    for read in (listing.splits, lambda root: readers.open_split(root, "folder", Mode.TRAIN, 3, 0)):
+    for read in (layout.splits, lambda root: open_split(root, "folder", Mode.TRAIN, 3, 0)):
         with pytest.raises(UsageError, match=r"bild\\udce9r': the path is not valid UTF-8; rename the folder"):
             read(root)
     folder = os.path.join(os.fsencode(tmp_path), b"\xe9")
     os.mkdir(folder)
     monkeypatch.chdir(folder)
     with pytest.raises(UsageError, match="--image-root '.': the path is not valid UTF-8; rename the folder"):
-        listing.check_root(".")
+        layout.check_root(".")
 
 
 def test_record_files_are_sorted(tmp_path, monkeypatch):
     names = [f"train-{i:06d}.tar" for i in range(3)]
-    monkeypatch.setattr(listing.os, "listdir", lambda path: [*reversed(names), "train.rec"])
-    assert listing.find_shards(tmp_path, "webdataset", Mode.TRAIN) == [f"{tmp_path}/{name}" for name in names]
+    monkeypatch.setattr(os, "listdir", lambda path: [*reversed(names), "train.rec"])
+    assert RECORDS["webdataset"].detect(tmp_path, Mode.TRAIN) == [f"{tmp_path}/{name}" for name in names]
 
 
 def test_paths_of_data_sets_are_reserved(tmp_path):
     for name in ("x-train-0.tar", "val_lmdb", "a.idx", "train.rec.old", "notes.txt"):
         (tmp_path / name).touch()
     reserved = ["a.idx", "classes.txt", "convert.json", "train", "train.txt", "val", "val.txt", "val_lmdb"]
-    assert listing.occupied(tmp_path) == [f"{tmp_path}/{name}" for name in [*reserved, "x-train-0.tar"]]
-    assert listing.occupied(tmp_path / "new") == []
+    assert layout.occupied(tmp_path) == [f"{tmp_path}/{name}" for name in [*reserved, "x-train-0.tar"]]
+    assert layout.occupied(tmp_path / "new") == []
 
 
 @pytest.mark.parametrize(
@@ -711,21 +718,21 @@ def test_paths_of_data_sets_are_reserved(tmp_path):
     [(0, ""), (1, "a"), (5, "a, a, a, a, a"), (6, "a, a, a, a, a and 1 more"), (9, "a, a, a, a, a and 4 more")],
 )
 def test_long_enumerations_are_shortened(count, text):
-    assert listing._some(["a"] * count) == text
+    assert images.some(["a"] * count) == text
 
 
 def test_folders_with_names_of_images_are_not_images(tmp_path):
     (tmp_path / "a.jpg").mkdir()
     for name in ("b.jpg", ".c.jpg", "d.txt"):
         (tmp_path / name).touch()
-    assert listing.images_at_the_top(tmp_path) == ["b.jpg"]
+    assert folder.images_at_the_top(tmp_path) == ["b.jpg"]
 
 
 @pytest.mark.parametrize(
     ("image", "name"),
     [
-        (listing.Image("x/a@1", "d/x/a@1", 0), "d/x/a@1"),
-        (listing.Image("a.rec@1", "d/a.rec", None, "recordio"), "d/a.rec@1"),
+        (ListedImage("x/a@1", "d/x/a@1", 0), "d/x/a@1"),
+        (ListedImage("a.rec@1", "d/a.rec", None, "recordio"), "d/a.rec@1"),
     ],
 )
 def test_full_name_of_an_image_includes_the_root(image, name):
@@ -733,8 +740,8 @@ def test_full_name_of_an_image_includes_the_root(image, name):
 
 
 def test_labels_without_known_limit_are_checked(tmp_path):
-    listing.check_labels("x", [0, 2**31 - 1], None, None)
-    listing.check_labels("x", [1], 2, None)
+    classes.check_labels("x", [0, 2**31 - 1], None, None)
+    classes.check_labels("x", [1], 2, None)
     for label, limit, allowed in (
         (-1, None, "labels are whole numbers from 0"),
         (2**31, None, "labels are whole numbers from 0"),
@@ -743,22 +750,22 @@ def test_labels_without_known_limit_are_checked(tmp_path):
         (2, 3, "classes.txt allows 0 to 1"),
     ):
         with pytest.raises(UsageError, match=f"^x: has label .*, but {allowed}; number the classes"):
-            listing.check_labels("x", [label], limit, ["a", "b"] if limit == 3 else None)
+            classes.check_labels("x", [label], limit, ["a", "b"] if limit == 3 else None)
 
 
 def test_labels_of_imagenet_development_kit_have_their_own_remedy():
     """Their order differs from that of the class folders, so --label-offset 1 would evaluate wrong labels."""
     remedy = "development kit, whose order is not that of class folders; instead of this file, use class folders"
     with pytest.raises(UsageError, match=f"val.txt: has label 1000, but .* allows 0 to 999; .*{remedy}"):
-        listing.check_labels("val.txt", [1, 1000], 1000, None)
+        classes.check_labels("val.txt", [1, 1000], 1000, None)
     for path, labels, limit in (("val.txt", [1, 10], 10), ("val.txt", [0, 1001], 1000), ("val.tfrecord", [1000], 1000)):
         with pytest.raises(UsageError, match="; number the classes from 0, set --label-offset"):
-            listing.check_labels(path, labels, limit, None)
+            classes.check_labels(path, labels, limit, None)
 
 
 def test_several_ignored_entries_of_a_kind_are_plural(tmp_path, capsys):
-    ignored = [(listing.OUTSIDE, "", "a.jpg"), ("folder", "c", "x"), (listing.HIDDEN, "c", ".a.jpg")]
-    listing.warn_of_ignored(str(tmp_path), [*ignored, *ignored])
+    ignored = [(folder.OUTSIDE, "", "a.jpg"), ("folder", "c", "x"), (folder.HIDDEN, "c", ".a.jpg")]
+    folder.warn_of_ignored(str(tmp_path), [*ignored, *ignored])
     error = capsys.readouterr().err
     for kind in ("images outside the class folders", "folders", "hidden images"):
         assert f" 2 {kind} (" in error
@@ -769,7 +776,7 @@ def test_archives_must_be_extracted(tmp_path):
         (tmp_path / name).touch()
     message = "has no folder train/; extract more.tar.gz, photos.zip to train/CLASS/ and val/CLASS/, with one folder"
     with pytest.raises(UsageError, match=message):
-        listing.list_folder(tmp_path, Mode.TRAIN)
+        DataRoot(tmp_path, "folder").listed(Mode.TRAIN)
 
 
 def test_files_of_file_list_are_found_in_a_folder_that_cannot_be_listed(root, monkeypatch):
@@ -777,48 +784,48 @@ def test_files_of_file_list_are_found_in_a_folder_that_cannot_be_listed(root, mo
         raise PermissionError
 
     with pytest.raises(UsageError, match=r"val.txt: val/class0 is missing or not a regular file; remove the line"):
-        listing.check_listed(root, Mode.EVAL, ["val/class0/00.jpg", "val/class0"])
+        filelist.check_listed(root, Mode.EVAL, ["val/class0/00.jpg", "val/class0"])
     with monkeypatch.context() as patch:
         patch.setattr(os.path, "isfile", None)  # for speed, each folder is listed once
-        listing.check_listed(root, Mode.EVAL, ["val/class0/00.jpg"])
-    monkeypatch.setattr(listing.os, "scandir", fail)
-    listing.check_listed(root, Mode.EVAL, ["val/class0/00.jpg"])
+        filelist.check_listed(root, Mode.EVAL, ["val/class0/00.jpg"])
+    monkeypatch.setattr(os, "scandir", fail)
+    filelist.check_listed(root, Mode.EVAL, ["val/class0/00.jpg"])
     with pytest.raises(
         UsageError, match=r"val.txt: val/class0/x.jpg is missing or not a regular file; remove the line"
     ):
-        listing.check_listed(root, Mode.EVAL, ["val/class0/00.jpg", *(f"val/class0/{x}.jpg" for x in "zyx")])
+        filelist.check_listed(root, Mode.EVAL, ["val/class0/00.jpg", *(f"val/class0/{x}.jpg" for x in "zyx")])
 
 
 def test_skip_list_restores_unusual_names(tmp_path):
     names = ['"quoted"', "two\nlines", "plain name.jpg", 'a "b"', "\u00fc", os.fsdecode(b"\xe9")]
     for name in names:
         (tmp_path / name).touch()
-    text = "".join(map(listing.skip_list_line, names))
+    text = "".join(map(skip_list.skip_list_line, names))
     assert text == '"\\"quoted\\""\n"two\\nlines"\nplain name.jpg\na "b"\n\u00fc\n"\\udce9"\n'
     (tmp_path / "skip").write_text(text)
-    assert listing.read_skip_list(tmp_path / "skip", tmp_path) == set(names)
+    assert DataRoot(tmp_path, skip_list=tmp_path / "skip").skip == set(names)
     (tmp_path / "skip").write_text('"open\n')
     with pytest.raises(
         UsageError, match=f'--skip-list {tmp_path}/skip: a line that begins with " is not a JSON string'
     ):
-        listing.read_skip_list(tmp_path / "skip", tmp_path)
+        assert DataRoot(tmp_path, skip_list=tmp_path / "skip").skip
 
 
 def test_skip_list_may_name_records_of_an_lmdb(tmp_path):
     (tmp_path / "val_lmdb").mkdir()
     (tmp_path / "skip").write_text("val_lmdb@00000001\n  \n")
-    assert listing.read_skip_list(tmp_path / "skip", tmp_path) == {"val_lmdb@00000001"}
+    assert DataRoot(tmp_path, skip_list=tmp_path / "skip").skip == {"val_lmdb@00000001"}
     (tmp_path / "broken.jpg").symlink_to("missing")
     (tmp_path / "skip").write_bytes(b"\xef\xbb\xbf./broken.jpg\r\nx/../broken.jpg")
-    assert listing.read_skip_list(tmp_path / "skip", tmp_path) == {"broken.jpg"}
+    assert DataRoot(tmp_path, skip_list=tmp_path / "skip").skip == {"broken.jpg"}
     for name in ("val_lmdb", "missing", "missing@0", "@0"):
         (tmp_path / "skip").write_text(f"{name}\n")
         with pytest.raises(UsageError, match=f"skip: {name} is not a file in {tmp_path}; remove the line"):
-            listing.read_skip_list(tmp_path / "skip", tmp_path)
+            assert DataRoot(tmp_path, skip_list=tmp_path / "skip").skip
     (tmp_path / "skip").write_text("../skip")
     with pytest.raises(UsageError, match=f"skip: ../skip is outside {tmp_path}/val_lmdb; remove the line"):
-        listing.read_skip_list(tmp_path / "skip", tmp_path / "val_lmdb")
-    assert listing.read_skip_list(tmp_path / "skip", tmp_path / "val_lmdb", allow_outside=True) == {"../skip"}
+        assert DataRoot(tmp_path / "val_lmdb", skip_list=tmp_path / "skip").skip
+    assert DataRoot(tmp_path / "val_lmdb", allow_outside=True, skip_list=tmp_path / "skip").skip == {"../skip"}
 
 
 @pytest.mark.parametrize(
@@ -835,11 +842,11 @@ def test_skip_list_may_name_records_of_an_lmdb(tmp_path):
 def test_paths_outside_the_root_are_detected_without_resolving_links(tmp_path, monkeypatch, name, is_outside):
     monkeypatch.chdir(tmp_path)
     for path in (name, os.path.join(tmp_path / "root", name)):
-        assert listing._is_outside(path, "root") == listing._is_outside(path, f"{tmp_path}/x/../root") == is_outside
+        assert images.is_outside(path, "root") == images.is_outside(path, f"{tmp_path}/x/../root") == is_outside
     (tmp_path / "root/val").mkdir(parents=True)
     (tmp_path / "root/val.txt").write_text(f"{name} 0\n")
     with pytest.raises(UsageError, match="which is outside root; correct" if is_outside else "is not in root; use"):
-        listing.list_filelist("root", Mode.EVAL)
+        DataRoot("root").listed(Mode.EVAL)
 
 
 @pytest.mark.parametrize(
@@ -863,51 +870,51 @@ def test_network_with_too_few_outputs_is_rejected(root):
     (root / "classes.txt").write_text("x\ny\nz")
     (root / "val.txt").write_text("val/class0/00.jpg 2")
     for read, kind in (
-        (lambda count: listing.list_folder(root, Mode.EVAL, count), "class folders"),
-        (lambda count: readers.open_split(root, "filelist", Mode.EVAL, count, 0), "classes"),
+        (lambda count: folder.index(root, Mode.EVAL, count), "class folders"),
+        (lambda count: open_split(root, "filelist", Mode.EVAL, count, 0), "classes"),
     ):
         assert read(3)
         with pytest.raises(UsageError, match=f"--num-of-class 2: fewer than the 3 {kind} in .*; use --num-of-class 3"):
             read(2)
     (root / "classes.txt").unlink()
     with pytest.raises(UsageError, match="val.txt: has label 2, but --num-of-class 2 allows 0 to 1"):
-        listing.list_filelist(root, Mode.EVAL, 2)
+        filelist.index(root, Mode.EVAL, 2)
     shutil.rmtree(root / "train")
     (root / "train").mkdir()
     with pytest.raises(UsageError, match="train/ has no class folders; put the images into one folder per class"):
-        listing.list_folder(root, Mode.EVAL)
+        folder.index(root, Mode.EVAL)
 
 
 def test_incomplete_conversion_is_rejected(tmp_path):
     (tmp_path / "convert.json").mkdir()
     with pytest.raises(UsageError, match=f"^{tmp_path}/convert.json: cannot be read"):
-        listing.read_manifest(tmp_path)
+        manifest.read(tmp_path)
     (tmp_path / "convert.json").rmdir()
-    manifest = {"complete": True, "format": "webdataset", "splits": {"val": {"images": 5}}, "shards": {"val": 2}}
-    (tmp_path / "convert.json").write_text(json.dumps(manifest | {"complete": False}))
+    content = {"complete": True, "format": "webdataset", "splits": {"val": {"images": 10}}, "shards": {"val": 2}}
+    (tmp_path / "convert.json").write_text(json.dumps(content | {"complete": False}))
     with pytest.raises(UsageError, match="the conversion is incomplete; repeat the `"):
-        listing.shards(tmp_path, Mode.EVAL, "webdataset")
-    (tmp_path / "convert.json").write_text(json.dumps(manifest))
+        DataRoot(tmp_path, "webdataset").listed(Mode.EVAL)
+    (tmp_path / "convert.json").write_text(json.dumps(content))
     with pytest.raises(UsageError, match="has no val-000000.tar; use the folder that contains the webdataset files"):
-        listing.shards(tmp_path, Mode.EVAL, "webdataset")
+        DataRoot(tmp_path, "webdataset").listed(Mode.EVAL)
     for i in range(2):
         with pytest.raises(UsageError, match=f"has {i} val shards, but 2 according" if i else "has no val-000000.tar"):
-            listing.shards(tmp_path, Mode.EVAL, "webdataset")
-        (tmp_path / f"val-{i}.tar").touch()
-    assert len(listing.shards(tmp_path, Mode.EVAL, "webdataset")) == 2
+            DataRoot(tmp_path, "webdataset").listed(Mode.EVAL)
+        write_shards(tmp_path, f"val-{i}.tar")
+    assert len(DataRoot(tmp_path, "webdataset").listed(Mode.EVAL)) == 10
 
 
 def test_blank_lines_of_a_file_list_are_ignored(root):
     (root / "val.txt").write_text(" \n\nval/class0/00.jpg 0\r\n\n val/class1/0 1.jpg\t1")
-    assert listing.list_filelist(root, Mode.EVAL) == (["val/class0/00.jpg", " val/class1/0 1.jpg"], [0, 1], None)
-    assert [listing.images(root, Mode.EVAL, kind)[0] for kind in (None, "folder")] == ["filelist", "folder"]
+    assert filelist.index(root, Mode.EVAL) == (["val/class0/00.jpg", " val/class1/0 1.jpg"], [0, 1], None, [3, 5])
+    assert [DataRoot(root, kind).format(Mode.EVAL) for kind in ("auto", "folder")] == ["filelist", "folder"]
 
 
 @pytest.mark.parametrize("line", ["x.jpg", "x.jpg y", "x.jpg 1234567890", "x.jpg -1", "x.jpg 1.5", "\0.jpg 1"])
 def test_malformed_line_of_a_file_list_is_rejected(root, line):
     (root / "val.txt").write_text(f"val/class0/00.jpg 999999999\n  {line}\n")
     with pytest.raises(UsageError, match=re.escape(f"val.txt: line 2 is not `PATH LABEL` but `{line}`; correct it")):
-        listing.list_filelist(root, Mode.EVAL)
+        filelist.index(root, Mode.EVAL)
 
 
 def test_skipped_images_may_be_unusable(root):
@@ -915,22 +922,22 @@ def test_skipped_images_may_be_unusable(root):
     link.symlink_to("/nowhere")
     shutil.copy(root / "val/class1/01.jpg", root / name)
     skip = {"val/class0/broken.jpg", name}
-    assert skip < {image.name for image in listing.images(root, Mode.EVAL, skip=skip)[2]}
+    assert skip < {image.name for image in DataRoot(root, skip=skip).listed(Mode.EVAL)}
     for missing, problem in (
         (name, "is not valid UTF-8; rename"),
         ("val/class0/broken.jpg", "a broken link, or not a"),
     ):
         with pytest.raises(UsageError, match=f"{problem}.*--skip-list"):
-            listing.list_folder(root, Mode.EVAL, skip=skip - {missing})
+            folder.index(root, Mode.EVAL, skip=skip - {missing})
     link.unlink()
     link.symlink_to("broken.jpg")  # a link to itself
-    assert listing.image_files(root / "val/class0")[1] == ["broken.jpg"]
+    assert folder.image_names(root / "val/class0")[1] == ["broken.jpg"]
 
 
 def test_file_list_that_is_not_utf_8_is_rejected(root):
     (root / "val.txt").write_bytes(b"\xe9.jpg 0\n")
     with pytest.raises(UsageError, match=r"val.txt cannot be read \(it is not UTF-8\); write or correct it"):
-        listing.list_filelist(root, Mode.EVAL)
+        filelist.index(root, Mode.EVAL)
 
 
 @pytest.mark.timeout(5)
@@ -942,30 +949,30 @@ def test_lists_that_are_not_regular_files_are_rejected(root, tmp_path, name, kin
     message = "Is a directory" if kind == "folder" else "not a regular file"
     with pytest.raises(UsageError, match=rf"{path}.* cannot be read \({message}\)"):
         if name == "skip list":
-            listing.read_skip_list(path, root)
+            assert DataRoot(root, skip_list=path).skip
         else:
-            readers.open_split(root, "filelist" if name == "val.txt" else "auto", Mode.EVAL, 3, 0)
+            open_split(root, "filelist" if name == "val.txt" else "auto", Mode.EVAL, 3, 0)
 
 
 def test_counts_of_a_conversion_apply_only_to_its_format_and_splits(tmp_path):
-    manifest = {"complete": True, "format": "tfrecord", "splits": {"train": {"images": 5}}, "shards": {"train": 2}}
-    (tmp_path / "convert.json").write_text(json.dumps(manifest))
+    content = {"complete": True, "format": "tfrecord", "splits": {"train": {"images": 5}}, "shards": {"train": 2}}
+    (tmp_path / "convert.json").write_text(json.dumps(content))
     for mode, data_format, count in (
         (Mode.TRAIN, "recordio", 7),
         (Mode.EVAL, "tfrecord", 7),
         (Mode.TRAIN, "tfrecord", 5),
     ):
-        listing.check_count(tmp_path, mode, data_format, count)
+        manifest.check_count(tmp_path, mode, data_format, count)
     with pytest.raises(UsageError, match=r"7 train images, .*5 .*convert\.json"):
-        listing.check_count(tmp_path, Mode.TRAIN, "tfrecord", 7)
+        manifest.check_count(tmp_path, Mode.TRAIN, "tfrecord", 7)
     with pytest.raises(UsageError, match=r"3 train shards, but 2 according to convert\.json"):
-        listing.check_count(tmp_path, Mode.TRAIN, "tfrecord", 3, "shards")
+        manifest.check_count(tmp_path, Mode.TRAIN, "tfrecord", 3, "shards")
     name = "train-00000-of-00001"
-    (tmp_path / "convert.json").write_text(json.dumps(manifest | {"bytes": {name: 9}}))
-    assert listing.read_manifest(tmp_path)["bytes"] == {name: 9}
+    (tmp_path / "convert.json").write_text(json.dumps(content | {"bytes": {name: 9}}))
+    assert manifest.read(tmp_path)["bytes"] == {name: 9}
     changes = [{"bytes": {name: "9"}}, {"bytes": {f"../{name}": 9}}, {"bytes": {"notes": 9}}, {"complete": 1}]
     changes.append({"format": "webdataset", "bytes": {"../x-train-0.tar": 9}})
     for change in (*changes, {"format": "other"}, {"shards": {"train": True}}, {"shards": {}}, {"splits": []}):
-        (tmp_path / "convert.json").write_text(json.dumps(manifest | change))
+        (tmp_path / "convert.json").write_text(json.dumps(content | change))
         with pytest.raises(UsageError, match="convert.json: damaged; convert the data set again, or remove the file"):
-            listing.read_manifest(tmp_path)
+            manifest.read(tmp_path)

@@ -5,15 +5,19 @@ import io
 import shutil
 import tarfile
 
+import data_files
 import numpy as np
 import pytest
+from data_files import open_split
 from nvidia.dali import pipeline_def
 from PIL import Image
 from tfrecord import TFRecordWriter
 
 from conftest import assert_one_error, phase
 from paddle_resnet import dataset
-from paddle_resnet.data import listing, numbering, readers, records
+from paddle_resnet.data import classes, images, numbering
+from paddle_resnet.data.formats import tfrecord
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.tools import convert, inspection, verify
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
@@ -24,7 +28,7 @@ WNIDS = [f"n0{k}" for k in range(8)]
 
 @pytest.fixture(autouse=True)
 def clear_caches():
-    numbering._log_once.cache_clear()
+    images.log_once.cache_clear()
     numbering._examples.cache_clear()
 
 
@@ -85,7 +89,7 @@ def put_names(root, names):
 
 def labels_of(root, mode, num_of_class=10, **options):
     """Return {class: labels} as DALI reads them. The class is recognized by the mean color of the image."""
-    data_set = readers.open_split(root, "auto", mode, num_of_class, 0, **options)
+    data_set = open_split(root, "auto", mode, num_of_class, 0, **options)
 
     @pipeline_def(batch_size=data_set.size, num_threads=1, device_id=None)
     def pipeline():
@@ -113,9 +117,9 @@ def error_of(root):
     """Check that training, evaluation, convert, verify and info raise the same error, and return its message."""
     messages = set()
     for read in (
-        *(lambda mode=mode: readers.open_split(root, "auto", mode, 12, 0) for mode in Mode),
+        *(lambda mode=mode: open_split(root, "auto", mode, 12, 0) for mode in Mode),
         lambda: convert.convert(root, f"{root}_converted", "webdataset"),
-        lambda: numbering.images(root, Mode.EVAL),
+        lambda: DataRoot(root).images(Mode.EVAL),
     ):
         with pytest.raises(UsageError) as error:
             read()
@@ -154,9 +158,9 @@ def test_list_is_compared_with_numeric_class_folders(tmp_path, verify_here):
     assert "val.txt: val/2/0.jpg has label 2, but class 2 has label 4 among the sorted" in error_of(tmp_path)
     put_names(tmp_path, names)
     for mode in Mode:
-        classes = readers.open_split(tmp_path, "auto", mode, 12, 0).classes
+        classes = open_split(tmp_path, "auto", mode, 12, 0).classes
         assert classes == names
-        listed = numbering.images(tmp_path, mode)[2]
+        listed = DataRoot(tmp_path).images(mode)[1]
         assert [image.label for image in listed] == [int(image.name.split("/")[1]) for image in listed]
 
 
@@ -206,7 +210,7 @@ def test_records_and_class_folders_share_the_order_of_classes_txt(tmp_path, caps
     put_shard(root / "train-000000.tar", 5)
     put_folders(root, NAMES, ["val"])
     assert labels_of(root, Mode.EVAL) == sorted_labels(NAMES)
-    readers.open_split(root, "auto", Mode.TRAIN, 5, 0)
+    open_split(root, "auto", Mode.TRAIN, 5, 0)
     stderr = capsys.readouterr().err
     assert (
         stderr.count("warning") == stderr.count("train are the labels in its webdataset files, and those of val") == 1
@@ -228,7 +232,7 @@ def test_classes_txt_of_annotation_tool_numbers_the_folders(tmp_path, style):
     put_folders(tmp_path, names)
     put_names(tmp_path, [style.format(name.title(), k=k + 1) for k, name in enumerate(NAMES)])
     assert_list_order(tmp_path)
-    data_set = readers.open_split(tmp_path, "auto", Mode.TRAIN, 5, 0)
+    data_set = open_split(tmp_path, "auto", Mode.TRAIN, 5, 0)
     assert data_set.classes == names
     assert data_set.class_names == (tmp_path / "classes.txt").read_text().splitlines()
 
@@ -242,7 +246,7 @@ def test_display_name_of_another_folder_is_an_error(tmp_path, verify_here):
         "folders, which are then numbered in this order, or write Tench to line 5"
     )
     put_names(tmp_path, ["Rooster", "Goldfish", "Ray", "Shark", "Tench"])
-    assert readers.open_split(tmp_path, "auto", Mode.TRAIN, 5, 0).class_names[0] == "Rooster"
+    assert open_split(tmp_path, "auto", Mode.TRAIN, 5, 0).class_names[0] == "Rooster"
     assert labels_of(tmp_path, Mode.TRAIN) == sorted_labels(NAMES)
 
 
@@ -250,7 +254,7 @@ def test_labels_from_1_are_shifted_by_detection(tmp_path, capsys, verify_here, c
     """Published weights have 8 outputs for these 8 classes, labels 0 to 7."""
     put_tfrecords(tmp_path / "r")
     root = tmp_path / "r"
-    assert numbering.count_classes(root, Mode.TRAIN) == 8
+    assert DataRoot(root).count_classes(Mode.TRAIN) == 8
     for outputs in (8, None):
         assert [labels_of(root, mode, outputs) for mode in Mode] == [{k: {k} for k in range(8)}] * 2
     message = (
@@ -280,23 +284,23 @@ def test_label_offset_applies_to_every_format_with_labels(tmp_path, capsys, veri
         put_list(root, split, ["unused", *NAMES])
         text = (root / f"{split}.txt").read_text().split("\n")
         put(root / f"{split}.txt", "\n".join(text[2:]))  # labels 1 to 5
-    assert numbering.count_classes(root, Mode.TRAIN) == 6
-    assert numbering.count_classes(root, Mode.TRAIN, "auto", False, 1) == 5
+    assert DataRoot(root).count_classes(Mode.TRAIN) == 6
+    assert DataRoot(root, "auto", False, 1).count_classes(Mode.TRAIN) == 5
     for mode in Mode:
         assert labels_of(root, mode, 5, label_offset=1) == {k: {k} for k in range(5)}
         assert labels_of(root, mode, 6) == {k: {k + 1} for k in range(5)}
-    for to in convert.RECORD_FORMATS:
+    for to in data_files.FORMATS:
         out = tmp_path / to
-        convert.convert(root, out, to, workers=1, label_offset=0)
+        data_files.write(root, out, to, label_offset=0)
         for mode in Mode:
             assert labels_of(out, mode, 5, label_offset=1) == {k: {k} for k in range(5)}
         assert not verify.verify(out, 5, label_offset=1).training_would_fail
         with pytest.raises(UsageError, match="has label 1, but .* allows 2 to 6 with --label-offset 2; number the"):
-            readers.open_split(out, "auto", Mode.TRAIN, 5, 0, label_offset=2)
-        digests = {readers.open_split(out, "auto", Mode.TRAIN, 6, 0, label_offset=n).digest for n in (0, 1)}
+            open_split(out, "auto", Mode.TRAIN, 5, 0, label_offset=2)
+        digests = {open_split(out, "auto", Mode.TRAIN, 6, 0, label_offset=n).digest for n in (0, 1)}
         assert len(digests) == 2
     with pytest.raises(UsageError, match="--label-offset 1: class folders in .* contain no labels; use --label-offset"):
-        readers.open_split(root, "folder", Mode.TRAIN, 5, 0, label_offset=1)
+        open_split(root, "folder", Mode.TRAIN, 5, 0, label_offset=1)
 
 
 def test_one_class_and_missing_shards_are_reported_once_with_label_offset(tmp_path, verify_here):
@@ -365,13 +369,13 @@ def test_offset_is_detected_from_both_splits(tmp_path, verify_here):
     put_tfrecords(tmp_path / "all", names=lambda k: {"image/class/text": f"color {k}"})
     name = "validation-00000-of-00001"
     (tmp_path / "few" / name).replace(tmp_path / "all" / name)
-    assert labels_of(tmp_path / "all", Mode.EVAL, 8, trained=listing.numbers(8)) == {0: {0}, 1: {1}}
-    assert labels_of(tmp_path / "few", Mode.TRAIN, 8, trained=listing.numbers(8)) == {0: {1}, 1: {2}}
+    assert labels_of(tmp_path / "all", Mode.EVAL, 8, trained=classes.numbers(8)) == {0: {0}, 1: {1}}
+    assert labels_of(tmp_path / "few", Mode.TRAIN, 8, trained=classes.numbers(8)) == {0: {1}, 1: {2}}
     # Class folders get the numbers of the names in train/, although the network has none.
     (tmp_path / "all" / name).unlink()
     (tmp_path / "all" / f"{name}.idx").unlink()
     put_folders(tmp_path / "all", ["Color_7"], ["val"])
-    assert labels_of(tmp_path / "all", Mode.EVAL, 8, trained=listing.numbers(8)) == {0: {7}}
+    assert labels_of(tmp_path / "all", Mode.EVAL, 8, trained=classes.numbers(8)) == {0: {7}}
     put_tfrecords(tmp_path / "last", classes=1, first=8)  # only the number of outputs shows that labels start at 1
     assert labels_of(tmp_path / "last", Mode.TRAIN, 8, allow_one_class=True) == {0: {7}}
     assert not verify.verify(tmp_path / "last", 8, allow_one_class=True).training_would_fail
@@ -383,11 +387,11 @@ def test_names_of_classes_come_from_tfrecords(tmp_path, first, convert_here):
     features = {"image/class/synset": WNIDS, "image/class/text": [f"color {k}" for k in range(8)]}
     put_tfrecords(root, first=first, names=lambda k: {name: values[k] for name, values in features.items()})
     put_folders(tmp_path / "e", WNIDS, ["val"], 1)
-    data_set = readers.open_split(root, "auto", Mode.EVAL, 8, 0)
+    data_set = open_split(root, "auto", Mode.EVAL, 8, 0)
     assert (data_set.classes, data_set.class_names) == (WNIDS, features["image/class/text"])
-    assert numbering.count_classes(root, Mode.TRAIN) == 8
+    assert DataRoot(root).count_classes(Mode.TRAIN) == 8
     with pytest.raises(UsageError, match=f"{root}: n00 has label 0, but label 7 in the checkpoint; number the labels"):
-        readers.open_split(root, "auto", Mode.EVAL, 8, 0, trained=WNIDS[::-1])
+        open_split(root, "auto", Mode.EVAL, 8, 0, trained=WNIDS[::-1])
     convert.convert(root, tmp_path / "out", "recordio", workers=1)
     assert (tmp_path / "out/classes.txt").read_text().split() == WNIDS
     # Class folders next to the records get the labels of the records.
@@ -401,13 +405,13 @@ def test_names_of_classes_come_from_tfrecords(tmp_path, first, convert_here):
         path.unlink()
     for mode in Mode:
         assert labels_of(root, mode, 8) == {k: {k} for k in range(8)}
-    assert readers.open_split(root, "auto", Mode.EVAL, 8, 0).classes == names
+    assert open_split(root, "auto", Mode.EVAL, 8, 0).classes == names
 
 
 def test_examples_without_usable_names_have_none(tmp_path):
     put_tfrecords(tmp_path, first=0, names=lambda k: {"image/class/text": "x"} if k else {})
-    assert readers.open_split(tmp_path, "auto", Mode.EVAL, 8, 0).classes == listing.numbers(8)
-    assert records.read_class(str(tmp_path / "train-00000-of-00001"), 0, 10**6) == (0, None, None)
+    assert open_split(tmp_path, "auto", Mode.EVAL, 8, 0).classes == classes.numbers(8)
+    assert tfrecord.read_class(str(tmp_path / "train-00000-of-00001"), 0, 10**6) == (0, None, None)
     invalid = {label: {("n00", "x")} for label in (-(2**63), 2**63 - 1)}
     assert numbering._sampled_names(invalid, 0, None) == (None, None)
     assert numbering._detected_offset({2**63 - 1: {("n00", "x")}}, None) == 0
@@ -417,7 +421,7 @@ def test_examples_without_usable_names_have_none(tmp_path):
 
 def test_subset_of_class_folders_requires_names_of_outputs(tmp_path):
     """Unnamed outputs are those of a network that was trained with records; folders 3, 5 and 7 of 8 exist."""
-    unnamed = listing.numbers(8)
+    unnamed = classes.numbers(8)
     put_folders(tmp_path, WNIDS, ["val"])
     assert labels_of(tmp_path, Mode.EVAL, 8, trained=unnamed) == {k: {k} for k in range(8)}
     for k in (0, 1, 2, 4, 6):
@@ -425,7 +429,7 @@ def test_subset_of_class_folders_requires_names_of_outputs(tmp_path):
             path.unlink()
         (tmp_path / "val" / WNIDS[k]).rmdir()
     with pytest.raises(UsageError) as error:
-        readers.open_split(tmp_path, "auto", Mode.EVAL, 8, 0, trained=unnamed)
+        open_split(tmp_path, "auto", Mode.EVAL, 8, 0, trained=unnamed)
     assert str(error.value) == (
         f"--image-root {tmp_path}: has 3 class folders, but the network has 8 outputs without names, so the labels of "
         f"the folders are unknown; write the names of all 8 classes to {tmp_path}/classes.txt, one per line, in the "
@@ -438,10 +442,10 @@ def test_subset_of_class_folders_requires_names_of_outputs(tmp_path):
 def test_wordnet_ids_get_the_labels_of_imagenet(tmp_path):
     wnids = [wnid for wnid, _ in numbering.imagenet_classes()]
     put_folders(tmp_path, [wnids[i] for i in (7, 0, 999)], ["val"])
-    labels = labels_of(tmp_path, Mode.EVAL, 1000, trained=listing.numbers(1000))
+    labels = labels_of(tmp_path, Mode.EVAL, 1000, trained=classes.numbers(1000))
     assert labels == {0: {7}, 1: {0}, 2: {999}}
     with pytest.raises(UsageError, match="has 3 class folders, but the network has 8 outputs without names"):
-        readers.open_split(tmp_path, "auto", Mode.EVAL, 8, 0, trained=listing.numbers(8))
+        open_split(tmp_path, "auto", Mode.EVAL, 8, 0, trained=classes.numbers(8))
 
 
 def test_network_trained_with_labels_from_1_is_evaluated_with_class_folders(

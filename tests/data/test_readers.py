@@ -7,15 +7,25 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import data_files
 import numpy as np
+import nvidia.dali
 import pytest
 import webdataset
-from nvidia.dali import pipeline_def
+from data_files import open_split
+from nvidia.dali import fn, pipeline_def
 from PIL import Image
 from tfrecord import TFRecordWriter
 
-from paddle_resnet.data import listing, readers, records
-from paddle_resnet.tools import convert, writers
+from paddle_resnet.data import bad_images, shards, skip_list
+from paddle_resnet.data import data_set as data_sets
+from paddle_resnet.data import root as root_module
+from paddle_resnet.data.data_set import BalancedSampler
+from paddle_resnet.data.formats import FILES, RECORDS, folder, read_image, recordio, tfrecord
+from paddle_resnet.data.formats import lmdb as lmdb_format
+from paddle_resnet.data.images import IMAGE_SUFFIXES
+from paddle_resnet.data.root import DataRoot
+from paddle_resnet.tools import convert
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
 
@@ -40,7 +50,7 @@ def make(tmp_path):
 
 
 def open_folder(image_root, *arguments, **options):
-    return readers.open_split(image_root, "folder", *arguments, **options)
+    return open_split(image_root, "folder", *arguments, **options)
 
 
 def raw_contents(data_set, batch_size=None, **shard):
@@ -67,7 +77,7 @@ def contents(data_set, batch_size=None, **shard):
 
 def error_of(image_root, mode, num_of_class=10, data_format="folder", **options):
     with pytest.raises(UsageError) as error:
-        readers.open_split(image_root, data_format, mode, num_of_class, 0, **options)
+        open_split(image_root, data_format, mode, num_of_class, 0, **options)
     message = str(error.value)
     assert "\n" not in message
     return message
@@ -108,7 +118,7 @@ def test_val_defines_labels_without_training_images(make):
 
 
 def test_other_files_and_folders_are_ignored(make):
-    images = [f"val/a/{i}{suffix}" for i, suffix in enumerate((*listing.IMAGE_SUFFIXES, ".JPG", ".JPEG"))]
+    images = [f"val/a/{i}{suffix}" for i, suffix in enumerate((*IMAGE_SUFFIXES, ".JPG", ".JPEG"))]
     noise = ["list.txt", "jpg", "0.jpg.part", "._0.jpg", "folder.jpg/"]
     root = make(*images, *[f"val/a/{name}" for name in noise], "val/.cache/0.jpg", "val/0.jpg")
     data_set = open_folder(root, Mode.EVAL, 10, 0)
@@ -171,9 +181,9 @@ def test_name_that_is_not_utf8_can_be_skipped(make, tmp_path, line):
     with open(os.path.join(os.fsencode(root), b"train/a/caf\xe9.jpg"), "wb"):
         pass
     (tmp_path / "skip.txt").write_bytes(line + b"\n")
-    skip = listing.read_skip_list(tmp_path / "skip.txt", root)
+    skip = DataRoot(root, skip_list=tmp_path / "skip.txt").skip
     assert contents(open_folder(root, Mode.TRAIN, 10, 0, skip, allow_one_class=True)) == [("train/a/0.jpg", 0)]
-    assert listing.skip_list_line(*skip) == '"train/a/caf\\udce9.jpg"\n'
+    assert skip_list.skip_list_line(*skip) == '"train/a/caf\\udce9.jpg"\n'
 
 
 @pytest.mark.parametrize("name", ["train/", "train/0.jpg", "train/.hidden/0.jpg"])
@@ -189,14 +199,14 @@ def test_split_without_images_is_rejected(make, tmp_path, names):
 @pytest.mark.parametrize("name", ["train", "train/b"])
 def test_unlistable_folder_is_rejected(make, tmp_path, monkeypatch, name):
     """The test simulates the error, because root could list a folder without read permission."""
-    root, scandir = make("train/a/0.jpg", "train/b/0.jpg"), listing.os.scandir
+    root, scandir = make("train/a/0.jpg", "train/b/0.jpg"), os.scandir
 
     def denied(path):
         if str(path) == f"{tmp_path}/{name}":
             raise PermissionError(13, "Permission denied", path)
         return scandir(path)
 
-    monkeypatch.setattr(listing.os, "scandir", denied)
+    monkeypatch.setattr(os, "scandir", denied)
     assert f"{tmp_path}/{name}: cannot be listed (Permission denied); make it readable" in error_of(root, Mode.TRAIN)
 
 
@@ -217,7 +227,7 @@ def test_class_only_in_val_is_rejected(make, tmp_path):
 def test_skip_list_omits_images_and_keeps_labels(make, tmp_path, capsys):
     root = make("train/a/0.jpg", "train/b/0.jpg", "train/b/1.jpg", "val/a/0.jpg", "val/b/0.jpg")
     (tmp_path / "skip.txt").write_text("train/a/0.jpg\r\n\r\n./train/b/1.jpg\nval/a/0.jpg\n")
-    skip = listing.read_skip_list(tmp_path / "skip.txt", root)
+    skip = DataRoot(root, skip_list=tmp_path / "skip.txt").skip
     for mode in Mode:
         data_set = open_folder(root, mode, 10, 0, skip, allow_one_class=True)
         assert contents(data_set) == [(f"{mode.value}/b/0.jpg", 1)]
@@ -229,18 +239,18 @@ def test_skip_list_entry_without_file_is_rejected(make, tmp_path, entry):
     root = make("train/a/0.jpg")
     (tmp_path / "skip.txt").write_text(f"train/a/0.jpg\n{entry}\n")
     with pytest.raises(UsageError, match=f"--skip-list .*skip.txt: {entry} is not a file in {root}; remove"):
-        listing.read_skip_list(tmp_path / "skip.txt", root)
+        assert DataRoot(root, skip_list=tmp_path / "skip.txt").skip
 
 
 @pytest.mark.parametrize("name", ["train.tar", "train.tar/x"])
 def test_entire_file_of_records_cannot_be_skipped(name):
     with pytest.raises(UsageError, match=f"--skip-list: {name} is an entire file of records; write a line train.tar@"):
-        readers._skipped({"other", name}, "data/train.tar")
+        shards.skipped({"other", name}, "data/train.tar")
 
 
 def test_unreadable_skip_list_is_rejected(tmp_path):
     with pytest.raises(UsageError, match="--skip-list .*none.txt: cannot be read"):
-        listing.read_skip_list(tmp_path / "none.txt", tmp_path)
+        assert DataRoot(tmp_path, skip_list=tmp_path / "none.txt").skip
 
 
 def test_skipping_every_image_is_rejected(make, tmp_path):
@@ -249,11 +259,11 @@ def test_skipping_every_image_is_rejected(make, tmp_path):
         open_folder(root, Mode.EVAL, 10, 0, frozenset({"val/a/0.jpg"}))
 
 
-@pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
+@pytest.mark.parametrize("data_format", data_files.ALL)
 def test_format_is_detected_and_logged(converted, capsys, data_format):
     for mode, size in ((Mode.TRAIN, 30), (Mode.EVAL, 23)):
         root = str(converted[data_format])
-        assert readers.open_split(root, "auto", mode, 3, 0).size == size
+        assert open_split(root, "auto", mode, 3, 0).size == size
         split = {Mode.TRAIN: "train", Mode.EVAL: "val"}[mode]
         assert (
             capsys.readouterr().out == f"--data-format auto: the {split} split in {root} has the format {data_format}\n"
@@ -265,14 +275,14 @@ def test_root_with_several_formats_requires_data_format(make, tmp_path):
     assert "contains the train split as recordio and folder; choose one" in error_of(
         root, Mode.TRAIN, data_format="auto"
     )
-    assert readers.open_split(root, "folder", Mode.TRAIN, 10, 0, allow_one_class=True).size == 1
-    assert readers.open_split(root, "auto", Mode.EVAL, 10, 0).size == 1
+    assert open_split(root, "folder", Mode.TRAIN, 10, 0, allow_one_class=True).size == 1
+    assert open_split(root, "auto", Mode.EVAL, 10, 0).size == 1
 
 
-@pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
+@pytest.mark.parametrize("data_format", data_files.ALL)
 def test_every_format_contains_the_files_of_the_folder(photos, converted, data_format):
     for mode, split in ((mode, mode.value) for mode in Mode):
-        data_set = readers.open_split(str(converted[data_format]), data_format, mode, 3, 0)
+        data_set = open_split(str(converted[data_format]), data_format, mode, 3, 0)
         assert data_set.classes == (["0", "1", "2"] if data_format == "filelist" else ["class0", "class1", "class2"])
         files = sorted((photos / split).glob("*/*"))
         expected = [(path.read_bytes(), int(path.parent.name[-1])) for path in files]
@@ -353,13 +363,13 @@ def test_file_list_may_contain_spaces_and_tabs(make):
     make_list(
         root, "val", "\ufeffsome place/a b.jpg 2", "", "  ", "x.jpg\t0"
     )  # the file list starts with a byte order mark
-    data_set = readers.open_split(root, "filelist", Mode.EVAL, 10, 0)
+    data_set = open_split(root, "filelist", Mode.EVAL, 10, 0)
     assert data_set.classes == ["0", "1", "2"]
     assert contents(data_set) == [("some place/a b.jpg", 2), ("x.jpg", 0)]
-    unnamed = readers.open_split(root, "filelist", Mode.EVAL, None, 0)
+    unnamed = open_split(root, "filelist", Mode.EVAL, None, 0)
     assert (unnamed.classes, unnamed.digest) == ([], data_set.digest)
     make_list(root, "val", "some place/a b.jpg 2", "x.jpg 1")
-    assert readers.open_split(root, "filelist", Mode.EVAL, 10, 0).digest != data_set.digest
+    assert open_split(root, "filelist", Mode.EVAL, 10, 0).digest != data_set.digest
 
 
 @pytest.mark.parametrize(
@@ -396,15 +406,15 @@ def test_file_list_entries_must_be_regular_files_or_skipped(make, put):
     message = f"{root}/val.txt: some place/b.jpg is missing or not a regular file; remove the line"
     assert error_of(root, Mode.EVAL, data_format="filelist") == message
     skip = frozenset(names[1:2])
-    assert readers.open_split(root, "filelist", Mode.EVAL, 10, 0, skip).size == 4
+    assert open_split(root, "filelist", Mode.EVAL, 10, 0, skip).size == 4
 
 
-@pytest.mark.parametrize("data_format", listing.FILE_FORMATS)
+@pytest.mark.parametrize("data_format", FILES)
 def test_skipped_images_are_omitted(make, data_format):
     root = make("val/a/0.jpg", "val/a/1.jpg", "val/b/0.jpg")
     make_list(root, "val", "./val/a/0.jpg 0", "val/a/1.jpg 0", "val/b/0.jpg 1")
     skip = frozenset({"val/a/0.jpg", "val/c/9.jpg"})
-    data_set = readers.open_split(root, data_format, Mode.EVAL, 10, 0, skip)
+    data_set = open_split(root, data_format, Mode.EVAL, 10, 0, skip)
     assert contents(data_set) == [("val/a/1.jpg", 0), ("val/b/0.jpg", 1)]
     # --balanced-sampling and --class-weights use these lists.
     assert (data_set.files, data_set.labels.tolist()) == (["val/a/1.jpg", "val/b/0.jpg"], [0, 1])
@@ -416,11 +426,11 @@ def test_skipped_images_are_omitted(make, data_format):
 def test_skipped_records_are_omitted(converted, data_format):
     root = converted[data_format]
     for mode in Mode:
-        _, _, images = listing.images(str(root), mode)
+        images = DataRoot(root).listed(mode)
         # The test keeps only the first validation image, or half of the training images.
         skipped = images[:: 1 if mode is Mode.EVAL else 2][1:]
-        data_set = readers.open_split(root, data_format, mode, 3, 0, frozenset(image.name for image in skipped))
-        expected = [records.read(image) for image in images if image not in skipped]
+        data_set = open_split(root, data_format, mode, 3, 0, frozenset(image.name for image in skipped))
+        expected = [read_image(image) for image in images if image not in skipped]
         assert raw_contents(data_set) == expected
     all_names = frozenset(image.name for image in images)
     assert "--skip-list leaves no val images" in error_of(root, Mode.EVAL, data_format=data_format, skip=all_names)
@@ -430,7 +440,7 @@ def test_skipped_records_are_omitted(converted, data_format):
 @pytest.mark.parametrize("place", ["1", "x"])
 def test_missing_skipped_record_is_rejected(converted, data_format, place):
     root = converted[data_format]
-    shard = listing.find_shards(root, data_format, Mode.EVAL)[0]
+    shard = RECORDS[data_format].detect(root, Mode.EVAL)[0]
     name = f"{shard.rpartition('/')[2]}@{place}"
     assert name in error_of(root, Mode.EVAL, data_format=data_format, skip=frozenset({name}))
 
@@ -439,12 +449,12 @@ def test_lmdb_with_skip_list_is_rejected(converted):
     skip = frozenset({"val_lmdb@00000001"})
     error = error_of(converted["lmdb"], Mode.EVAL, data_format="lmdb", skip=skip)
     assert error.startswith(f"{converted['lmdb']}/val_lmdb: LMDBs do not support --skip-list; convert")
-    assert readers.open_split(converted["lmdb"], "lmdb", Mode.TRAIN, 3, 0, skip).size == 30
+    assert open_split(converted["lmdb"], "lmdb", Mode.TRAIN, 3, 0, skip).size == 30
 
 
 def test_lmdb_without_records_is_rejected(tmp_path, monkeypatch):
     (tmp_path / "val_lmdb").mkdir()
-    monkeypatch.setattr(records, "lmdb_labels", lambda folder, count: (0, []))
+    monkeypatch.setattr(lmdb_format, "count", lambda folder: 0)
     assert "val_lmdb: contains no records; write it" in error_of(tmp_path, Mode.EVAL, data_format="lmdb")
 
 
@@ -452,32 +462,32 @@ def test_lmdb_without_records_is_rejected(tmp_path, monkeypatch):
 def test_webdataset_labels_are_decimal_digits(tmp_path, text):
     with open(tmp_path / "val-0.tar", "wb") as f, webdataset.TarWriter(f, encoder=False) as writer:
         writer.write({"__key__": "a", "jpg": b"x", "cls": text})
-    data_set = readers.open_split(str(tmp_path), "webdataset", Mode.EVAL, 10**6, 0)
+    data_set = open_split(str(tmp_path), "webdataset", Mode.EVAL, 10**6, 0)
     assert contents(data_set) == [("x", int(text))]
 
 
 def test_invalid_labels_become_negative(tmp_path, monkeypatch):
     """Only some of the labels are checked before the run."""
-    monkeypatch.setattr(readers, "CHECKED_LABELS", 1)
+    monkeypatch.setattr(root_module, "CHECKED_LABELS", 1)
     texts = [b"1", b"7x", b" 7", b"7 7", b"", b" ", b"x", b"-7", b"7\0", b"1234567890", b"123456789"]
     with open(tmp_path / "val-0.tar", "wb") as f, webdataset.TarWriter(f, encoder=False) as writer:
         for i, text in enumerate(texts):
             writer.write({"__key__": str(i), "jpg": b"x", "cls": text})
-    labels = [label for _, label in contents(readers.open_split(str(tmp_path), "webdataset", Mode.EVAL, 10, 0))]
+    labels = [label for _, label in contents(open_split(str(tmp_path), "webdataset", Mode.EVAL, 10, 0))]
     assert labels == [1, *[-1] * 9, 123456789]
-    heads = [records.RECORDIO_HEAD.pack(0, label, 0, 0) for label in (1, 2.5, 0.999, 3, -4)]
-    (tmp_path / "val.rec").write_bytes(b"".join(writers.recordio_record(head + b"x") for head in heads))
-    labels = [label for _, label in contents(readers.open_split(str(tmp_path), "recordio", Mode.EVAL, 10, 0))]
+    heads = [recordio.HEAD.pack(0, label, 0, 0) for label in (1, 2.5, 0.999, 3, -4)]
+    (tmp_path / "val.rec").write_bytes(b"".join(recordio.encode(head + b"x") for head in heads))
+    labels = [label for _, label in contents(open_split(str(tmp_path), "recordio", Mode.EVAL, 10, 0))]
     assert labels == [1, -1, -1, 3, -4]
 
 
 def test_recordio_label_may_follow_the_header(tmp_path):
     """MXNet writes a list of one label this way. The label in the header has no meaning then."""
-    heads = [records.RECORDIO_HEAD.pack(0, 2, 0, 0), struct.pack("<IfQQf", 1, 0, 1, 0, 3)]
-    (tmp_path / "val.rec").write_bytes(b"".join(writers.recordio_record(head + b"x") for head in heads))
-    data_set = readers.open_split(str(tmp_path), "recordio", Mode.EVAL, 10, 0)
+    heads = [recordio.HEAD.pack(0, 2, 0, 0), struct.pack("<IfQQf", 1, 0, 1, 0, 3)]
+    (tmp_path / "val.rec").write_bytes(b"".join(recordio.encode(head + b"x") for head in heads))
+    data_set = open_split(str(tmp_path), "recordio", Mode.EVAL, 10, 0)
     assert raw_contents(data_set) == [(b"x", 2), (b"x", 3)]
-    assert [records.read(image) for image in data_set.records()] == [(b"x", 2), (b"x", 3)]
+    assert [read_image(image) for image in data_set.records()] == [(b"x", 2), (b"x", 3)]
 
 
 def test_label_of_every_shard_is_checked(tmp_path):
@@ -489,12 +499,12 @@ def test_label_of_every_shard_is_checked(tmp_path):
 
 def test_tfrecord_without_label_stops_loader(tmp_path, monkeypatch):
     """Only some of the records are checked before the run."""
-    monkeypatch.setattr(readers, "CHECKED_LABELS", 2)
+    monkeypatch.setattr(root_module, "CHECKED_LABELS", 2)
     with contextlib.closing(TFRecordWriter(str(tmp_path / "val-00000-of-00001"))) as writer:
         for label in (1, None, 0):
-            fields = {} if label is None else {records.TFRECORD_LABEL: (label, "int")}
-            writer.write({records.TFRECORD_IMAGE: (b"x", "byte"), **fields})
-    data_set = readers.open_split(str(tmp_path), "tfrecord", Mode.EVAL, 3, 0)
+            fields = {} if label is None else {tfrecord.LABEL: (label, "int")}
+            writer.write({tfrecord.IMAGE: (b"x", "byte"), **fields})
+    data_set = open_split(str(tmp_path), "tfrecord", Mode.EVAL, 3, 0)
     assert contents(data_set, 1) == [("x", 1)]
     with pytest.raises(RuntimeError):
         contents(data_set, 1, shard_id=1, num_shards=3)
@@ -514,8 +524,8 @@ def test_common_shard_names_are_recognized(converted, tmp_path, data_format, nam
             name = name.replace(old, new)
         if not name.endswith(".idx"):
             (tmp_path / name).symlink_to(path)
-    assert readers.open_split(str(tmp_path), "auto", Mode.TRAIN, 3, 0).size == 30
-    assert readers.open_split(str(tmp_path), "auto", Mode.EVAL, 3, 0).size == 23
+    assert open_split(str(tmp_path), "auto", Mode.TRAIN, 3, 0).size == 30
+    assert open_split(str(tmp_path), "auto", Mode.EVAL, 3, 0).size == 23
 
 
 def make_list(root, split, *lines):
@@ -526,7 +536,7 @@ def make_list(root, split, *lines):
 def test_balanced_sampler_draws_classes_and_images_uniformly(make):
     root = make("a/0", "b/0", "b/1", "b/2", "c/0")
     data_set = SimpleNamespace(files=["a/0", "b/0", "c/0", "b/1", "b/2"], labels=np.int64([0, 2, 5, 2, 2]))
-    sampler = readers.BalancedSampler(data_set, Path(root), 3, 1, 60, 2)
+    sampler = BalancedSampler(data_set, Path(root), 3, 1, 60, 2)
     batches = [sampler() for _ in range(5)]
     drawn = [[os.path.relpath(bytes(path).decode(), root) for path in paths] for paths, _ in batches]
     label_of = {"a": 0, "b": 2, "c": 5}
@@ -536,18 +546,18 @@ def test_balanced_sampler_draws_classes_and_images_uniformly(make):
         assert len(names) == 60 and min(counts.values()) > 10 and len(counts) == 3
         assert {*names} == {*data_set.files}
     assert len({*map(tuple, drawn)}) == 5
-    resumed = readers.BalancedSampler(data_set, root, 3, 1, 60, 2, 1, 1)
+    resumed = BalancedSampler(data_set, root, 3, 1, 60, 2, 1, 1)
     assert [resumed()[1].tolist() for _ in range(2)] == [labels.tolist() for _, labels in batches[3:]]
     for seed, rank in ((3, 0), (1, 1)):
-        assert readers.BalancedSampler(data_set, root, seed, rank, 60, 2)()[1].tolist() != batches[0][1].tolist()
+        assert BalancedSampler(data_set, root, seed, rank, 60, 2)()[1].tolist() != batches[0][1].tolist()
 
 
 def test_balanced_data_set_reads_the_drawn_images_only_if_it_shuffles(make):
     root = make("train/a/0.jpg", "train/b/0.jpg", "train/b/10.jpg")
     data_set = open_folder(root, Mode.TRAIN, 10, 0)
     arguments = root, 0, 0, 24, 1
-    balanced = readers.balanced(data_set, readers.BalancedSampler(data_set, *arguments))
-    paths, labels = readers.BalancedSampler(data_set, *arguments)()
+    balanced = data_sets.balanced(data_set, BalancedSampler(data_set, *arguments))
+    paths, labels = BalancedSampler(data_set, *arguments)()
     names = [os.path.relpath(bytes(path).rstrip(b"\0").decode(), root) for path in paths]
     assert {*names} == {"train/a/0.jpg", "train/b/0.jpg", "train/b/10.jpg"}
     assert contents(balanced, 24, shuffle=True) == list(zip(names, labels[:, 0].tolist(), strict=True))
@@ -559,23 +569,23 @@ def test_file_reader_shuffles_and_changes_its_shard_only_in_training(monkeypatch
     calls = []
     readers_of_dali = SimpleNamespace(file=lambda **options: calls.append(options) or ("image", "label"))
     fake = SimpleNamespace(readers=readers_of_dali, cast=lambda label, dtype: (label, dtype))
-    monkeypatch.setattr(readers, "fn", fake)
+    monkeypatch.setattr(nvidia.dali, "fn", fake)
     for shuffle in (True, False):
-        read = readers._file_reader("root", ["a.jpg"], [7])("Reader", 1, 2, shuffle)
-        assert read == ("image", ("label", readers.types.INT64))
+        read = folder.read("root", ["a.jpg"], [7], "Reader", 1, 2, shuffle)
+        assert read == ("image", ("label", nvidia.dali.types.INT64))
         expected = {"name": "Reader", "shard_id": 1, "num_shards": 2, "stick_to_shard": not shuffle}
         expected |= {"file_root": "root", "files": ["a.jpg"], "labels": [7], "shuffle_after_epoch": shuffle}
         assert calls.pop() == expected | {"pad_last_batch": True, "dont_use_mmap": True}
 
 
 def test_folder_names_are_the_default_class_names():
-    data_sets = [readers.DataSet("folder", 1, ["a"], None, "", names) for names in (None, ["cat"])]
-    assert [(data_set.classes, data_set.class_names) for data_set in data_sets] == [(["a"], ["a"]), (["a"], ["cat"])]
+    opened = [data_sets.DataSet("folder", 1, ["a"], None, "", names) for names in (None, ["cat"])]
+    assert [(each.classes, each.class_names) for each in opened] == [(["a"], ["a"]), (["a"], ["cat"])]
 
 
 def test_encoded_images_have_no_labels():
     batches = iter([[np.frombuffer(image, np.uint8) for image in (b"a", b"bcd")]])
-    assert raw_contents(readers.encoded_images(batches), 2) == [(b"a", -1), (b"bcd", -1)]
+    assert raw_contents(data_sets.encoded_images(batches), 2) == [(b"a", -1), (b"bcd", -1)]
 
 
 @pytest.mark.parametrize(
@@ -583,36 +593,34 @@ def test_encoded_images_have_no_labels():
 )
 def test_image_files_are_limited_to_a_number_of_pixels(tmp_path, monkeypatch, limit, shorter_side, is_large):
     """The image has 100 x 80 pixels."""
-    monkeypatch.setattr(readers, "MAX_PIXELS", limit)
-    options, read = [], readers.fn.io.file.read
-    monkeypatch.setattr(
-        readers.fn.io.file, "read", lambda paths, **given: options.append(given) or read(paths, **given)
-    )
+    monkeypatch.setattr(bad_images, "MAX_PIXELS", limit)
+    options, read = [], fn.io.file.read
+    monkeypatch.setattr(fn.io.file, "read", lambda paths, **given: options.append(given) or read(paths, **given))
     Image.new("RGB", (100, 80)).save(tmp_path / "a.png")
     batches = iter([[os.fsencode(tmp_path / "a.png")]])
-    data_set = readers.image_files(batches, shorter_side)
+    opened = data_sets.image_files(batches, shorter_side)
     if is_large:
         with pytest.raises(RuntimeError, match="reshape"):
-            raw_contents(data_set, 1)
+            raw_contents(opened, 1)
     else:
-        assert raw_contents(data_set, 1) == [((tmp_path / "a.png").read_bytes(), -1)]
+        assert raw_contents(opened, 1) == [((tmp_path / "a.png").read_bytes(), -1)]
     assert options == [{"dont_use_mmap": True}]  # truncating a mapped file would kill the process
 
 
 def test_shards_shuffle_with_their_own_seeds_and_read_files_in_the_same_order():
-    arguments = [readers._reader_arguments("x", shard, 4, True, size, 7) for shard, size in ((0, 99), (2, 10**7))]
-    assert [(chosen["seed"], chosen["initial_fill"]) for chosen in arguments] == [(7, 25), (9, readers.SHUFFLE_BUFFER)]
-    assert readers._shard_order(True, 7) == {"shuffle_after_epoch": True, "shuffle_after_epoch_seed": 7}
-    assert readers._shard_order(False, 7) == {}
+    arguments = [shards.reader_arguments("x", shard, 4, True, size, 7) for shard, size in ((0, 99), (2, 10**7))]
+    assert [(chosen["seed"], chosen["initial_fill"]) for chosen in arguments] == [(7, 25), (9, shards.SHUFFLE_BUFFER)]
+    assert shards.shard_order(True, 7) == {"shuffle_after_epoch": True, "shuffle_after_epoch_seed": 7}
+    assert shards.shard_order(False, 7) == {}
 
 
-@pytest.mark.parametrize("data_format", readers.RECORD_READERS)
+@pytest.mark.parametrize("data_format", data_files.FORMATS)
 def test_reader_of_each_format_uses_size_and_seed(converted, monkeypatch, data_format):
     calls = []
-    for name in ("_reader_arguments", "_shard_order"):
-        real = getattr(readers, name)
-        monkeypatch.setattr(readers, name, lambda *arguments, real=real: calls.append(arguments) or real(*arguments))
-    raw_contents(readers.open_split(converted[data_format], data_format, Mode.TRAIN, 3, 7), shuffle=True)
+    for name in ("reader_arguments", "shard_order"):
+        real = getattr(shards, name)
+        monkeypatch.setattr(shards, name, lambda *arguments, real=real: calls.append(arguments) or real(*arguments))
+    raw_contents(open_split(converted[data_format], data_format, Mode.TRAIN, 3, 7), shuffle=True)
     expected = [("Reader", 0, 1, True, 30, 7), (True, 7)]
     assert calls == (expected if data_format in convert.SHARDED else expected[:1])
 
@@ -622,20 +630,20 @@ def test_digest_depends_on_every_element_of_a_long_array():
     changed = labels.copy()
     changed[2500] = 1
     parts = [("a", 1, labels), ("a", 1, changed), ("a", 2, labels), ("b", 1, labels)]
-    assert len({readers._digest(*part) for part in parts}) == 4
+    assert len({data_sets.digest(*part) for part in parts}) == 4
 
 
-@pytest.mark.parametrize("data_format", ["folder", "filelist", *readers.RECORD_READERS])
+@pytest.mark.parametrize("data_format", data_files.ALL)
 def test_digest_depends_on_list_and_not_on_location(converted, photos, tmp_path, data_format):
     def digest(root, **options):
-        return readers.open_split(root, data_format, Mode.EVAL, 3, 0, **options).digest
+        return open_split(root, data_format, Mode.EVAL, 3, 0, **options).digest
 
     root = converted[data_format]
     shutil.copytree(root, tmp_path / "copy")
     expected = digest(root)
     assert digest(tmp_path / "copy") == expected
     if data_format != "lmdb":  # the LMDB reader cannot skip records
-        name = listing.images(str(root), Mode.EVAL)[2][3].name
+        name = DataRoot(str(root)).listed(Mode.EVAL)[3].name
         assert digest(root, skip=frozenset([name])) != expected
     else:
         database = tmp_path / "copy/val_lmdb/data.mdb"
@@ -645,18 +653,16 @@ def test_digest_depends_on_list_and_not_on_location(converted, photos, tmp_path,
     moved = shutil.copytree(photos, tmp_path / "moved")
     (moved / "val/class0/00.jpg").rename(moved / "val/class1/00.jpg")
     if data_format == "filelist":
-        images = listing.images(str(moved), Mode.EVAL)[2]
+        images = DataRoot(str(moved)).listed(Mode.EVAL)
         (moved / "val.txt").write_text("".join(f"{image.name} {image.label}\n" for image in images))
     elif data_format != "folder":
-        convert.convert(
-            moved, tmp_path / "x", data_format, shards=3 if data_format in convert.SHARDED else None, workers=1
-        )
+        data_files.write(moved, tmp_path / "x", data_format, 3)
         moved = tmp_path / "x"
     assert digest(moved) != expected
 
 
 def test_shuffle_buffer_is_not_larger_than_a_shard(monkeypatch):
     """A larger buffer would mix images of two epochs."""
-    assert readers._reader_arguments("Reader", 1, 3, True, 10, 5)["initial_fill"] == 4
-    monkeypatch.setattr(readers, "SHUFFLE_BUFFER", 3)
-    assert readers._reader_arguments("Reader", 1, 3, True, 10, 5)["initial_fill"] == 3
+    assert shards.reader_arguments("Reader", 1, 3, True, 10, 5)["initial_fill"] == 4
+    monkeypatch.setattr(shards, "SHUFFLE_BUFFER", 3)
+    assert shards.reader_arguments("Reader", 1, 3, True, 10, 5)["initial_fill"] == 3

@@ -1,19 +1,33 @@
-import contextlib
 import io
 import os
 import struct
-from types import SimpleNamespace
 
+import data_files
 import pytest
 
-from paddle_resnet.data import listing, lmdb_check, records
-from paddle_resnet.tools import writers
+from paddle_resnet.data.formats import SHARDED, read_image, recordio, tfrecord, webdataset
+from paddle_resnet.data.formats import lmdb as lmdb_format
+from paddle_resnet.data.formats.lmdb import datum_class
+from paddle_resnet.data.images import Image as ListedImage
+from paddle_resnet.data.images import readable
 from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.mode import Mode
+
+
+def read_label(module, path, offset, size):
+    with open(path, "rb") as f:
+        return module.read_label(f, offset, size)
+
+
+def lmdb_labels(folder, count):
+    """Return (number of records, labels of about `count` records) of an LMDB."""
+    records = lmdb_format.index("", Mode.TRAIN, [folder])
+    return records.size, [label for _, label in records.sample(count)]
 
 
 def _tfrecords(path, count=5):
     """Write a TFRecord shard that contains `count` images of different lengths."""
-    with writers.SHARDED["tfrecord"](str(path)) as write:
+    with SHARDED["tfrecord"](str(path)) as write:
         for number in range(count):
             write(number, bytes([number]) * (100 + number), "jpg", number)
     return path
@@ -55,189 +69,120 @@ def test_records_without_one_image_and_label_are_rejected(tmp_path):
     writer.close()
     size = os.path.getsize(tmp_path / "other")
     with pytest.raises(UsageError, match="image/encoded and one number in image/class/label"):
-        records.read_label(str(tmp_path / "other"), "tfrecord", 0, size)
+        read_label(tfrecord, str(tmp_path / "other"), 0, size)
 
-    label = {records.TFRECORD_LABEL: ([1], "int")}
-    for features in ({records.TFRECORD_IMAGE: (b"x", "byte"), records.TFRECORD_LABEL: ([1, 2], "int")}, label):
+    label = {tfrecord.LABEL: ([1], "int")}
+    for features in ({tfrecord.IMAGE: (b"x", "byte"), tfrecord.LABEL: ([1, 2], "int")}, label):
         writer = TFRecordWriter(str(tmp_path / "two"))
         writer.write(features)
         writer.close()
         with pytest.raises(UsageError, match="expected one image in"):
-            records.read_label(str(tmp_path / "two"), "tfrecord", 0, os.path.getsize(tmp_path / "two"))
+            read_label(tfrecord, str(tmp_path / "two"), 0, os.path.getsize(tmp_path / "two"))
 
-    (tmp_path / "flagged").write_bytes(writers.recordio_record(struct.pack("<IfQQ", 2, 0, 0, 0) + bytes(8)))
+    (tmp_path / "flagged").write_bytes(recordio.encode(struct.pack("<IfQQ", 2, 0, 0, 0) + bytes(8)))
     with pytest.raises(UsageError, match=r"flagged: the record at byte 0 has 2 labels; this program trains one label "):
-        records.read_label(str(tmp_path / "flagged"), "recordio", 0, 0)
+        read_label(recordio, str(tmp_path / "flagged"), 0, 0)
 
     (tmp_path / "text").write_bytes(b"no record")
     with pytest.raises(UsageError, match="no record starts at this position"):
-        records.read_label(str(tmp_path / "text"), "recordio", 0, 0)
+        read_label(recordio, str(tmp_path / "text"), 0, 0)
 
     for text, shown in ((b"cat", "'cat'"), (b"\xff7", r"'\\ufffd7'"), (b"1234567890", "'1234567890'")):
         (tmp_path / "words").write_bytes(text)
         message = rf"the record at byte 0 is not an image with a label \(the label {shown} is not a number of up to 9"
         with pytest.raises(UsageError, match=message):
-            records.read_label(str(tmp_path / "words"), "webdataset", 0, len(text))
+            read_label(webdataset, str(tmp_path / "words"), 0, len(text))
 
 
 def test_image_and_label_of_a_tar_file_are_read_at_their_places(tmp_path):
     path = tmp_path / "val-0.tar"
     path.write_bytes(b"0image 012\n9")
-    image = listing.Image("val-0.tar@1", str(path), None, "webdataset", (1, 5, 7, 4))
-    assert records.read(image) == (b"image", 12)
-    assert records.read(listing.Image("a.jpg", str(path), 3)) == (b"0image 012\n9", 3)
-
-
-@pytest.mark.parametrize(
-    ("code", "output", "problem"),
-    [
-        (0, "", None),
-        (1, "not an LMDB\n", "not an LMDB"),
-        (1, "\n", "reading it fails with exit code 1"),
-        (-11, "", "reading it fails with SIGSEGV"),
-    ],
-)
-def test_reason_why_an_lmdb_cannot_be_used(monkeypatch, code, output, problem):
-    done = SimpleNamespace(returncode=code, stdout=output)
-    monkeypatch.setattr(records.subprocess, "run", lambda *args, **_: done)
-    assert records._lmdb_problem.__wrapped__("folder") == problem
+    image = ListedImage("val-0.tar@1", str(path), None, "webdataset", (1, 5, 7, 4))
+    assert read_image(image) == (b"image", 12)
+    assert read_image(ListedImage("a.jpg", str(path), 3)) == (b"0image 012\n9", 3)
 
 
 def test_parts_of_recordio_record_are_joined(tmp_path):
     """An image that contains the magic number is split at this number, and its parts are stored without the number."""
-    magic = struct.pack("<I", records.RECORDIO_MAGIC)
+    magic = struct.pack("<I", recordio.MAGIC)
     image = b"abcd" + magic + b"efgh" + magic + b"ij"
     path = tmp_path / "val.rec"
-    path.write_bytes(writers.recordio_record(records.RECORDIO_HEAD.pack(0, 7, 0, 0) + image))
+    path.write_bytes(recordio.encode(recordio.HEAD.pack(0, 7, 0, 0) + image))
     assert path.read_bytes().count(magic) == 3  # one magic number per part
-    assert records.read(listing.Image("val.rec@0", str(path), None, "recordio", (0, 0, 0, 0))) == (image, 7)
+    assert read_image(ListedImage("val.rec@0", str(path), None, "recordio", (0, 0, 0, 0))) == (image, 7)
     with open(path, "rb") as file:
-        assert records.recordio_end(file, 0, path.stat().st_size) == path.stat().st_size
+        assert recordio.record_end(file, 0, path.stat().st_size) == path.stat().st_size
     first, last = (magic + struct.pack("<I", flag << 29) for flag in (1, 3))
-    assert writers.recordio_record(magic) == first + last
+    assert recordio.encode(magic) == first + last
     padded = magic + struct.pack("<I", 1 << 29 | 3) + b"abc\0"
-    assert records._read_recordio(io.BytesIO(padded + last)) == b"abc" + magic
+    assert recordio._payload(io.BytesIO(padded + last)) == b"abc" + magic
 
 
 @pytest.mark.parametrize("label", [3.0, 2.5])
 def test_label_of_a_recordio_record_is_a_number(tmp_path, label):
     path = tmp_path / "val.rec"
-    path.write_bytes(writers.recordio_record(records.RECORDIO_HEAD.pack(0, label, 0, 0) + b"image"))
-    read = records.read_label(str(path), "recordio", 0, 0)
+    path.write_bytes(recordio.encode(recordio.HEAD.pack(0, label, 0, 0) + b"image"))
+    read = read_label(recordio, str(path), 0, 0)
     assert (read, type(read)) == (label, int if label == 3 else float)
 
 
 def test_end_of_a_recordio_record_is_checked():
-    record = writers.recordio_record(b"abcd")
-    assert records.recordio_end(io.BytesIO(record), 0, 12) == 12
+    record = recordio.encode(b"abcd")
+    assert recordio.record_end(io.BytesIO(record), 0, 12) == 12
     for damaged, size in ((record, 11), (record[:7], 7), (b"x" + record[1:], 12)):
         with pytest.raises(ValueError, match="^$"):
-            records.recordio_end(io.BytesIO(damaged), 0, size)
+            recordio.record_end(io.BytesIO(damaged), 0, size)
 
 
 @pytest.mark.parametrize(("place", "reason"), [(0, "no record starts"), (8, "no record starts"), (20, "the checksum")])
 def test_checksums_of_a_tfrecord_are_verified(tmp_path, place, reason):
     data = bytearray(_tfrecords(tmp_path / "records", 1).read_bytes())
-    assert records.tfrecord_payload(io.BytesIO(data), len(data)) == data[12:-4]
+    assert tfrecord.payload(io.BytesIO(data), len(data)) == data[12:-4]
     data[place] ^= 1
     with pytest.raises(ValueError, match=f"^{reason}"):
-        records.tfrecord_payload(io.BytesIO(data), len(data))
+        tfrecord.payload(io.BytesIO(data), len(data))
 
 
 def test_length_of_truncated_tfrecord_is_checked_before_reading():
     length = struct.pack("<Q", 2**62)
-    head = length + struct.pack("<I", records._masked(crc32c(length)))
+    head = length + struct.pack("<I", tfrecord._masked(crc32c(length)))
     with pytest.raises(ValueError, match="^the record is truncated$"):
-        records.tfrecord_payload(io.BytesIO(head), 100)
+        tfrecord.payload(io.BytesIO(head), 100)
     length = struct.pack("<Q", 84)
-    head = length + struct.pack("<I", records._masked(crc32c(length)))
+    head = length + struct.pack("<I", tfrecord._masked(crc32c(length)))
     for size, reason in ((99, "the record is truncated"), (100, "the checksum does not match")):
         with pytest.raises(ValueError, match=f"^{reason}$"):
-            records.tfrecord_payload(io.BytesIO(head + bytes(88)), size)
+            tfrecord.payload(io.BytesIO(head + bytes(88)), size)
 
 
-def test_lmdb_labels_returns_size_and_labels(tmp_path, monkeypatch):
-    watched = []
-    monkeypatch.setattr(records.truncation, "watch", watched.append)
-    with writers.SINGLE_FILE["lmdb"](str(tmp_path), "train") as writer:
-        writer.write([(b"x", 300), (b"y", 2), (b"z", 1)])
-        writer.finish()
-    (tmp_path / "train_lmdb/lock.mdb").unlink(missing_ok=True)
-    assert records.lmdb_labels(str(tmp_path / "train_lmdb"), 1) == (3, [300, 1])
-    assert watched == [str(tmp_path / "train_lmdb/data.mdb")]
+def test_lmdb_labels_returns_size_and_labels(tmp_path):
+    data_files.write_lmdb(tmp_path / "train_lmdb", [(b"x", 300), (b"y", 2), (b"z", 1)])
+    assert lmdb_labels(str(tmp_path / "train_lmdb"), 1) == (3, [300, 1])
     assert [path.name for path in (tmp_path / "train_lmdb").iterdir()] == ["data.mdb"]
     (tmp_path / "link").symlink_to("train_lmdb")
-    opened = records._lmdb_environment.cache_info().currsize
-    assert records.lmdb_labels(str(tmp_path / "link"), 1) == (3, [300, 1])
-    assert records._lmdb_environment.cache_info().currsize == opened  # a process must not open an LMDB twice
-    assert records.lmdb_labels(str(tmp_path / "train_lmdb"), 100) == (3, [300, 2, 1])
+    opened = lmdb_format._environment.cache_info().currsize
+    assert lmdb_labels(str(tmp_path / "link"), 1) == (3, [300, 1])
+    assert lmdb_format._environment.cache_info().currsize == opened  # a process must not open an LMDB twice
+    assert lmdb_labels(str(tmp_path / "train_lmdb"), 100) == (3, [300, 2, 1])
 
 
-def test_lmdb_record_outside_the_file_is_rejected(tmp_path, monkeypatch):
-    """Reading beyond the end of the file would raise SIGBUS, so the LMDB is intact. Instead, the test moves the start
-    of the file in memory. The record occupies the last two pages of the file, after a header of 16 bytes."""
-    with writers.SINGLE_FILE["lmdb"](str(tmp_path), "val") as writer:
-        writer.write([(bytes(2 * 4096 - 16 - 7), 3)])  # the label and other fields take 7 bytes
-        writer.finish()
-    folder, mapped_at = tmp_path / "val_lmdb", lmdb_check._mapped_at
-    (tmp_path / "link").symlink_to(folder)
-    place = (folder / "data.mdb").stat().st_size - 2 * 4096 + 16
-    for moved, problem in ((0, None), (-1, "outside"), (place, None), (place + 1, "outside")):
-        monkeypatch.setattr(lmdb_check, "_mapped_at", lambda path, moved=moved: mapped_at(path) + moved)
-        problem = problem and "record b'00000000' is outside the file"
-        assert lmdb_check.problem(str(folder)) == lmdb_check.problem(str(tmp_path / "link")) == problem
-
-
-def test_truncated_lmdb_is_rejected(tmp_path):
-    with writers.SINGLE_FILE["lmdb"](str(tmp_path), "val") as writer:
-        writer.write([(bytes(5000), 3)])
-        writer.finish()
+def test_truncated_lmdb_is_an_error_at_the_start(tmp_path):
+    """Only the last byte is missing: if pages were missing, LMDB and DALI could crash."""
+    data_files.write_lmdb(tmp_path / "val_lmdb", [(bytes(5000), 3)])
     size = (tmp_path / "val_lmdb/data.mdb").stat().st_size
     os.truncate(tmp_path / "val_lmdb/data.mdb", size - 1)
-    message = f"data.mdb has {size - 1} bytes instead of at least {size}"
-    assert lmdb_check.problem(str(tmp_path / "val_lmdb")) == message
-
-
-@pytest.mark.parametrize(
-    ("keys", "entries", "problem"),
-    [
-        ([b"a", b"b"], 2, None),
-        ([], 0, None),
-        ([b"b", b"a"], 2, "record b'a' is out of order"),
-        ([b"a", b"a"], 2, "record b'a' is out of order"),
-        ([b"a", b"b"], 1, "record b'b' is out of order"),
-        ([b"a"], 2, "only 1 of 2 records were found"),
-        (None, 1, "MemoryError"),
-    ],
-)
-def test_lmdb_with_wrong_order_or_number_of_records_is_rejected(tmp_path, monkeypatch, keys, entries, problem):
-    class Environment:
-        def stat(self):
-            return {"entries": entries, "psize": 4096}
-
-        def info(self):
-            return {"last_pgno": -1}
-
-        @contextlib.contextmanager
-        def begin(self, buffers):
-            if keys is None:
-                raise MemoryError
-            yield SimpleNamespace(cursor=lambda: [(key, b"") for key in keys])
-
-    (tmp_path / "data.mdb").touch()
-    monkeypatch.setattr(lmdb_check.lmdb, "open", lambda folder, **_: Environment())
-    monkeypatch.setattr(lmdb_check, "_mapped_at", lambda path: 0)
-    assert lmdb_check.problem(str(tmp_path)) == problem
+    message = f"damaged .data.mdb has {size - 1} bytes instead of at least {size}.; write or copy it again"
+    for _ in range(2):
+        with pytest.raises(UsageError, match=message):
+            lmdb_labels(str(tmp_path / "val_lmdb"), 1)
 
 
 def test_missing_lmdb_record_is_rejected(tmp_path):
-    with writers.SINGLE_FILE["lmdb"](str(tmp_path), "val") as writer:
-        writer.write([(b"x", 3)])
-        writer.finish()
+    data_files.write_lmdb(tmp_path / "val_lmdb", [(b"x", 3)])
     path = str(tmp_path / "val_lmdb")
-    assert records.read(listing.Image("val_lmdb@00000000", path, None, "lmdb", b"00000000")) == (b"x", 3)
+    assert read_image(ListedImage("val_lmdb@00000000", path, None, "lmdb", b"00000000")) == (b"x", 3)
     with pytest.raises(UsageError, match="val_lmdb: record 9 is not an encoded image"):
-        records.read(listing.Image("val_lmdb@9", path, None, "lmdb", b"9"))
+        read_image(ListedImage("val_lmdb@9", path, None, "lmdb", b"9"))
 
 
 @pytest.mark.parametrize(
@@ -245,14 +190,14 @@ def test_missing_lmdb_record_is_rejected(tmp_path):
     [(OSError("odd"), "p: cannot be read (odd); "), (OSError(5, "reason", b"file"), "file: cannot be read (reason); ")],
 )
 def test_error_of_unreadable_file_names_the_file(error, message):
-    with pytest.raises(UsageError) as e, records.readable("p"):
+    with pytest.raises(UsageError) as e, readable("p"):
         raise error
     assert str(e.value).startswith(message)
 
 
 def test_lmdb_records_have_fields_of_caffe():
     """In caffe.proto, `data` is field 4, `label` is field 5, and `encoded` is field 7."""
-    record = records.datum_class()(data=b"x", label=5, encoded=True)
+    record = datum_class()(data=b"x", label=5, encoded=True)
     assert record.SerializeToString() == b"\x22\x01x\x28\x05\x38\x01"
 
 
@@ -260,16 +205,16 @@ def test_file_that_is_not_an_lmdb_of_images_is_rejected(tmp_path):
     import lmdb
 
     (tmp_path / "other").mkdir()
-    assert lmdb_check.problem(str(tmp_path / "other")) == "data.mdb is missing"
+    with pytest.raises(UsageError, match=f"^{tmp_path}/other: not a Caffe LMDB, or damaged .*No such file"):
+        lmdb_labels(str(tmp_path / "other"), 1)
     (tmp_path / "other" / "data.mdb").write_bytes(b"x" * 10000)
-    assert isinstance(records._lmdb_problem(str(tmp_path / "other")), str)
     with pytest.raises(UsageError, match=f"^{tmp_path}/other: not a Caffe LMDB, or damaged .*MDB_INVALID: .*; write"):
-        records.lmdb_labels(str(tmp_path / "other"), 1)
+        lmdb_labels(str(tmp_path / "other"), 1)
     fields = {"pixels": {"label": 1}, "not encoded": {"label": 1, "encoded": False}, "no label": {"encoded": True}}
-    values = {name: records.datum_class()(data=b"x", **rest).SerializeToString() for name, rest in fields.items()}
+    values = {name: datum_class()(data=b"x", **rest).SerializeToString() for name, rest in fields.items()}
     damaged, unusable = "raw: not a Caffe LMDB, or damaged", "record 0 is not an encoded image"
     for name, value in {"raw": b"hello", **values}.items():
         with lmdb.open(str(tmp_path / name)) as environment, environment.begin(write=True) as transaction:
             transaction.put(b"0", value)
         with pytest.raises(UsageError, match=damaged if name == "raw" else unusable):
-            records.lmdb_labels(str(tmp_path / name), 1)
+            lmdb_labels(str(tmp_path / name), 1)

@@ -5,12 +5,15 @@ tests/tools/sources tests the layouts that `dataset import` reads.
 
 import shutil
 
+import data_files
 import numpy as np
 import pytest
 
 from layouts import color_of, colors_match, error_of_training, image, obey, put, write_tar
 from paddle_resnet import dataset
-from paddle_resnet.data import numbering, records, sniffer
+from paddle_resnet.data import sniffer
+from paddle_resnet.data.formats import read_image
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.tools import convert
 from paddle_resnet.utils.mode import Mode
 
@@ -32,7 +35,7 @@ def check(root):
     message = error_of_training(root)
     imported = obey(message) or root
     for mode in Mode:
-        images = numbering.images(imported, mode)[2]
+        images = DataRoot(imported).images(mode)[1]
         assert len(images) >= 3
         assert colors_match(images)
     return message
@@ -51,7 +54,7 @@ def check(root):
 )
 def test_nearly_right_names_of_record_files(classes, tmp_path, to, names):
     root = tmp_path / "x y"
-    convert.convert(classes, root, to, workers=1)
+    data_files.write(classes, root, to)
     (root / "convert.json").unlink()
     for name, wrong in names.items():
         (root / name).rename(root / wrong)
@@ -91,10 +94,10 @@ def test_nested_class_folders(classes, tmp_path):
     assert "it contains train/a/c0/, train/a/c2/, train/b/c1/: class folders one level too deep; run `" in message
     imported = obey(message)
     for mode in Mode:
-        _, numbers, images = numbering.images(imported, mode)
+        numbers, images = DataRoot(imported).images(mode)
         assert numbers.classes == ["a_c0", "a_c2", "b_c1"]
-        assert [color_of(records.read(image)[0]) for image in images] == [
-            (0, 2, 1)[records.read(image)[1]] for image in images
+        assert [color_of(read_image(image)[0]) for image in images] == [
+            (0, 2, 1)[read_image(image)[1]] for image in images
         ]
 
 
@@ -116,7 +119,7 @@ def test_images_outside_class_folders_are_counted(classes, folder):
         target = root / ("." if folder else "train") / f"c{i % 3}"
         target.mkdir(parents=True, exist_ok=True)
         (root / f"{i}.jpg").rename(target / f"{i}.jpg")
-    assert len(numbering.images(classes, Mode.EVAL if folder == "val" else Mode.TRAIN)[2]) in (7, 9)
+    assert len(DataRoot(classes).images(Mode.EVAL if folder == "val" else Mode.TRAIN)[1]) in (7, 9)
 
 
 @pytest.mark.parametrize("name", ["valid", "validation", "test"])
@@ -146,7 +149,7 @@ def test_files_of_other_programs_are_named(classes, tmp_path, capsys, names, wha
     assert dataset.main(["import", str(tmp_path / "x"), "--output", str(tmp_path / "y")]) == 2
     assert what in capsys.readouterr().err
     shutil.copytree(classes, tmp_path / "x", dirs_exist_ok=True)
-    assert colors_match(numbering.images(tmp_path / "x", Mode.EVAL)[2])
+    assert colors_match(DataRoot(tmp_path / "x").images(Mode.EVAL)[1])
 
 
 def test_class_folders_that_differ_only_in_case(classes):
@@ -161,7 +164,7 @@ def test_list_of_a_different_program_next_to_class_folders(classes):
     assert error_of_training(classes).endswith("correct it, or remove the list to use the class folders in train/")
     (classes / "train.txt").unlink()
     put(classes / "convert.json", "[]")
-    assert colors_match(numbering.images(classes, Mode.TRAIN)[2])
+    assert colors_match(DataRoot(classes).images(Mode.TRAIN)[1])
 
 
 def test_class_folders_are_not_taken_for_other_layouts(classes, tmp_path, capsys):

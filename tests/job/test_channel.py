@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import socket
 import time
 from types import SimpleNamespace
@@ -10,8 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 from paddle_resnet.job import channel
-
-KEYS = [(0, "key 0"), (1, "key 1")]
 
 
 def run(scenario):
@@ -26,7 +23,7 @@ def run(scenario):
                 received.append((rank, message))
 
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            await channel.serve(listener, KEYS, welcome)
+            await channel.serve(listener, "key", 2, welcome)
             return await asyncio.wait_for(scenario(listener.getsockname(), received), 40)
 
     return asyncio.run(run())
@@ -34,7 +31,7 @@ def run(scenario):
 
 async def rank_is_served(address, received):
     """Send a message as rank 1 and return whether the server receives exactly this message."""
-    reader, writer = await channel.connect(*address, "key 1", 1)
+    reader, writer = await channel.connect(*address, "key", 1)
     writer.write(channel.encode({"at": "home"}))
     while not received:
         await asyncio.sleep(0.01)
@@ -42,34 +39,11 @@ async def rank_is_served(address, received):
     return received == [(1, {"at": "home"})]
 
 
-def test_both_ends_derive_the_same_key():
-    (mine, my_public), (theirs, their_public), (other, _) = (channel.key_pair() for _ in range(3))
-    assert mine.bit_length() > 200  # the probability of a shorter random number is below 1e-16
-    key = channel.shared_key(mine, their_public)
-    assert key == channel.shared_key(theirs, my_public)
-    assert key != channel.shared_key(other, my_public)
-    assert key != channel.shared_key(other, their_public)
-
-
-@pytest.mark.parametrize("public", [0, 1, channel._PRIME - 1, channel._PRIME, -5])
-def test_weak_public_key_is_rejected(public):
-    with pytest.raises(ValueError, match="public key"):
-        channel.shared_key(channel.key_pair()[0], public)
-
-
-def test_prime_is_safe():
-    for number in (channel._PRIME, channel._PRIME // 2):
-        assert number.bit_length() in (2048, 2047)
-        assert pow(3, number - 1, number) == 1
-    # The generator has order q, so a public key does not reveal any bit of the secret exponent.
-    assert pow(2, channel._PRIME // 2, channel._PRIME) == 1
-
-
 def test_messages_after_end_are_dropped():
     """A task may send its next message after another task has closed the connection."""
 
     async def scenario(address, received):
-        _, writer = await channel.connect(*address, "key 1", 1)
+        _, writer = await channel.connect(*address, "key", 1)
         channel.send(writer, {"at": "home"})
         channel.end(writer)
         channel.send(writer, {"at": "late"})
@@ -99,18 +73,24 @@ def test_message_of_rank_is_received():
         b"[1]\n",
         b"{}\n",
         b"[" * 50000 + b"\n",
-        json.dumps({"rank": 1}).encode() + b"\n",
-        json.dumps({"rank": [], "challenge": {}, "proof": ""}).encode() + b"\n",
-        json.dumps({"rank": 1, "challenge": {}, "proof": "\ud800"}).encode() + b"\n",
-        json.dumps({"rank": 1, "challenge": "", "proof": None}).encode() + b"\n",
-        json.dumps({"rank": 1, "challenge": "", "proof": "0" * 64}).encode() + b"\n",
+        *(
+            channel.encode(message)
+            for message in (
+                {"rank": 1},
+                {"rank": [], "key": "key"},
+                {"rank": 2, "key": "key"},
+                {"rank": -1, "key": "key"},
+                {"rank": 1, "key": {}},
+                {"rank": 1, "key": "\ud800"},
+                {"rank": 1, "key": "ke"},
+            )
+        ),
     ],
 )
 def test_invalid_data_of_unauthenticated_client_closes_only_this_connection(line):
     async def scenario(address, received):
         reader, writer = await asyncio.open_connection(*address)
         writer.write(line + channel.encode({"failed": "ha", "code": 1}))
-        await reader.readline()  # skip the challenge
         with contextlib.suppress(ConnectionError):
             assert await reader.read() == b""
         writer.close()
@@ -140,11 +120,9 @@ def test_idle_unauthenticated_clients_do_not_block_ranks():
         idle = [await asyncio.open_connection(*address) for _ in range(252)]
         start = time.monotonic()
         assert await rank_is_served(address, received)
-        assert time.monotonic() - start < channel.PROOF_S / 2
-        challenged = [await reader.readline() for reader, _ in idle]
-        assert all(challenged)
-        closed = [reader for reader, _ in idle if reader.at_eof()]
-        assert len(closed) >= 252 - channel.MAX_UNAUTHENTICATED
+        assert time.monotonic() - start < channel.KEY_S / 2
+        closed = [reader for reader, _ in idle[: 252 - channel.MAX_UNAUTHENTICATED]]
+        assert [await reader.read() for reader in closed] == [b""] * len(closed)
         for _, writer in idle:
             writer.close()
         return True
@@ -154,11 +132,10 @@ def test_idle_unauthenticated_clients_do_not_block_ranks():
 
 def test_unauthenticated_clients_do_not_disconnect_rank():
     async def scenario(address, received):
-        reader, writer = await channel.connect(*address, "key 0", 0)
+        reader, writer = await channel.connect(*address, "key", 0)
         writer.write(channel.encode({"at": "home"}))
         idle = [await asyncio.open_connection(*address) for _ in range(channel.MAX_UNAUTHENTICATED + 1)]
-        for client, _ in idle:
-            await client.readline()  # the server has accepted this connection
+        assert await idle[0][0].read() == b""  # the server has accepted all connections and closed the oldest
         writer.write(channel.encode({"at": "work"}))
         while len(received) < 2:
             assert not reader.at_eof()
@@ -186,59 +163,27 @@ def test_both_ends_detect_lost_connections(monkeypatch):
 
 
 def test_idle_unauthenticated_client_is_disconnected(monkeypatch):
-    monkeypatch.setattr(channel, "PROOF_S", 0.1)
+    monkeypatch.setattr(channel, "KEY_S", 0.1)
 
     async def scenario(address, received):
         reader, writer = await asyncio.open_connection(*address)
-        assert json.loads(await reader.readline()).keys() == {"challenge"}
         assert await reader.read() == b""
         writer.close()
 
     run(scenario)
 
 
-def test_replayed_proof_is_rejected():
-    async def scenario(address, received):
-        sent = []
-        write = asyncio.StreamWriter.write
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(asyncio.StreamWriter, "write", lambda self, data: sent.append(data) or write(self, data))
-            _, writer = await channel.connect(*address, "key 1", 1)
-            writer.close()
-        (proof,) = [line for line in sent if b"rank" in line]
-        reader, writer = await asyncio.open_connection(*address)
-        writer.write(proof)
-        await reader.readline()
-        assert await reader.read() == b""
-        writer.close()
-        return await rank_is_served(address, received)
-
-    assert run(scenario)
-
-
-@pytest.mark.parametrize("answer", ["no proof", "wrong key", "reflected proof", "long line"])
-def test_rank_rejects_unauthenticated_server(monkeypatch, answer):
-    messages, is_proof = [], channel._is_proof
+@pytest.mark.parametrize("answer", [b"", b"{}\n", b'{"accepted": 0}\n', b"x" * 2 * channel.LINE_BYTES])
+def test_rank_rejects_other_servers(monkeypatch, answer):
     monkeypatch.setattr(channel, "CONNECT_S", 0)
-    monkeypatch.setattr(channel, "_is_proof", lambda *message: messages.append(message[0]) or is_proof(*message))
 
-    async def impostor(reader, writer):
-        writer.write(channel.encode({"challenge": "mine"}))
-        message = await channel.receive(reader)
-        if answer == "wrong key":
-            proof = channel._proof("guess", "coordinator", "mine", message["challenge"])
-            writer.write(channel.encode({"proof": proof}))
-        elif answer == "reflected proof":
-            writer.write(channel.encode({"proof": message["proof"]}))
-        elif answer == "long line":
-            writer.write(channel.encode({"proof": 2 * channel.LINE_BYTES * "x"}))
+    async def other(reader, writer):
+        writer.write(answer)
         writer.close()
 
     async def run():
-        server = await asyncio.start_server(impostor, "127.0.0.1", 0)
-        async with server:
+        async with await asyncio.start_server(other, "127.0.0.1", 0) as server:
             with pytest.raises(OSError, match="does not belong to this job"):
-                await channel.connect(*server.sockets[0].getsockname(), "key 1", 1)
+                await channel.connect(*server.sockets[0].getsockname(), "key", 1)
 
     asyncio.run(run())
-    assert (messages == [None]) == (answer in ("no proof", "long line"))

@@ -39,8 +39,7 @@ class Job:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.coordinator = monitor._Coordinator(world_size, timeout_s, self._listener)
         self.address = dict(zip(("host", "port"), self._listener.getsockname(), strict=True))
-        self.keys = [(rank, f"key {rank}") for rank in range(world_size)]
-        self._timeout_s, self._ends = timeout_s, [self._listener]
+        self.world_size, self._timeout_s, self._ends = world_size, timeout_s, [self._listener]
 
     async def start(self, rank, has_address=True, pid=None, launcher=None):
         """Start a simulated rank: a connection to its monitor, a position, and a task that runs the monitor."""
@@ -60,12 +59,11 @@ class Job:
         reader, writer = await asyncio.open_unix_connection(sock=near)
         this = SimpleNamespace(reader=reader, writer=writer, position=position, monitor=asyncio.create_task(run()))
         if has_address:
-            address = {**self.address, "key": dict(self.keys)[rank], **({"keys": self.keys} if coordinator else {})}
-            send(this, {"address": address})
+            send(this, {"address": {**self.address, "key": "key"}})
         return this
 
     async def start_all(self):
-        ranks = [await self.start(rank) for rank, _ in self.keys]
+        ranks = [await self.start(rank) for rank in range(self.world_size)]
         await until(lambda: len(self.coordinator._writers) == len(ranks))
         return ranks
 
@@ -108,16 +106,6 @@ async def until(condition):
     while not condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
-
-
-def test_coordinator_receives_keys_of_many_ranks():
-    async def scenario(job):
-        job.keys = [(rank, "0" * 64) for rank in range(5000)]
-        rank = await job.start(0)
-        await until(lambda: len(job.coordinator._seen) == 5000 and 0 in job.coordinator._writers)
-        rank.monitor.cancel()
-
-    run(scenario)
 
 
 def test_first_failure_is_sent_to_all_ranks(capsys, killed):
@@ -297,7 +285,7 @@ def test_rank_exits_if_rank_0_is_silent(capsys):
         async def welcome(rank, reader, writer):
             await asyncio.sleep(60)
 
-        await channel.serve(job._listener, job.keys, welcome)
+        await channel.serve(job._listener, "key", job.world_size, welcome)
         assert await exit_code(await job.start(1)) == 1
 
     run(scenario, timeout_s=0.2)
@@ -311,7 +299,7 @@ def test_rank_exits_if_rank_0_is_lost(capsys):
         async def welcome(rank, reader, writer):
             pass
 
-        await channel.serve(job._listener, job.keys, welcome)
+        await channel.serve(job._listener, "key", job.world_size, welcome)
         assert await exit_code(await job.start(1)) == 1
 
     run(scenario)
@@ -326,7 +314,7 @@ def test_invalid_messages_of_coordinator_are_ignored(capsys):
             channel.send(writer, {"end": "the cause", "code": 255})
             await reader.read()
 
-        await channel.serve(job._listener, job.keys, welcome)
+        await channel.serve(job._listener, "key", job.world_size, welcome)
         assert await exit_code(await job.start(1)) == 255
 
     run(scenario)
@@ -486,7 +474,7 @@ def test_invalid_messages_of_rank_are_ignored(capsys):
 
     async def scenario(job):
         ranks = [await job.start(rank) for rank in (0, 1)]
-        _, writer = await channel.connect(**job.address, key="key 2", rank=2)
+        _, writer = await channel.connect(**job.address, key="key", rank=2)
         for message in invalid:
             writer.write(channel.encode(message))
         writer.write(channel.encode({"at": [1, 4, "epoch 0 train"]}))
@@ -501,13 +489,13 @@ def test_invalid_messages_of_rank_are_ignored(capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("key", ["key 2", "key 1", "unknown key"])
+@pytest.mark.parametrize("key", ["key", "unknown key"])
 def test_coordinator_accepts_each_authenticated_rank_once(key):
     async def scenario(job):
         ranks = await job.start_all()
-        # A second client that claims to be rank 2 gets no reply, and rank 2 cannot use the key of another rank.
+        # The coordinator reads no messages from a second client that claims to be rank 2.
         with contextlib.suppress(ConnectionError):
-            reader, writer = await channel._prove(**job.address, key=key, rank=2)
+            reader, writer = await channel._introduce(**job.address, key=key, rank=2)
             writer.write(channel.encode(NO_ROOM))
             assert await channel.receive(reader) is None
         assert job.coordinator._end is None

@@ -47,7 +47,7 @@ def test_programs_run_on_the_assigned_device(monkeypatch):
 
 
 def test_gpu_flags_are_rejected_on_cpu(parse):
-    for flags in (["--amp"], ["--dali-device", "gpu"], ["--cpu-decoder-load", "0.4"]):
+    for flags in (["--amp"], ["--dali-device", "gpu"]):
         with pytest.raises(UsageError, match=flags[0]):
             parse(*flags)
     args = parse()

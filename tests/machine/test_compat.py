@@ -229,19 +229,6 @@ def test_assigned_returns_array_of_operator():
     assert op.has_attr("values") == (not op.has_attr("fp32_values")) == compat.IS_PADDLE_3
 
 
-@only_paddle_2
-def test_paddle_2_has_no_fused_residual_unit():
-    assert not hasattr(static.BuildStrategy, "fuse_resunit")
-    assert not compat.fuse_residual_units(static.BuildStrategy())
-
-
-@only_paddle_3
-def test_paddle_3_has_fused_residual_unit_in_some_builds():
-    assert hasattr(static.BuildStrategy, "fuse_resunit")
-    if not paddle.is_compiled_with_cuda():
-        assert not compat.fuse_residual_units(static.BuildStrategy())
-
-
 @pytest.mark.parametrize("is_paddle_3", [False, True])
 def test_legacy_programs_are_required_and_enabled_in_paddle_3(monkeypatch, is_paddle_3):
     flags, calls = {"FLAGS_enable_pir_api": True}, []
@@ -332,28 +319,6 @@ def test_any_is_patched_in_paddle_3(monkeypatch, is_paddle_3):
         compat._any(x, axis=1)
         compat._any([True])
         assert calls == [((x, 1), {}), ((x,), {"axis": 1}), (([True],), {})]
-
-
-@pytest.mark.parametrize("build", ["no attribute", "no support", "support"])
-def test_fused_residual_units_require_a_build_with_support(build):
-    class Strategy:
-        pass
-
-    class Supported:
-        fuse_resunit = False
-
-    class Unsupported:
-        @property
-        def fuse_resunit(self):
-            return False
-
-        @fuse_resunit.setter
-        def fuse_resunit(self, value):
-            raise RuntimeError("no frontend")
-
-    strategy = {"no attribute": Strategy, "no support": Unsupported, "support": Supported}[build]()
-    assert compat.fuse_residual_units(strategy) == (build == "support")
-    assert getattr(strategy, "fuse_resunit", None) == {"no attribute": None, "no support": False}.get(build, True)
 
 
 GOLDENS = sorted((ROOT / "tests/goldens").glob("paddle_*"))

@@ -21,7 +21,7 @@ from conftest import ROOT
 from paddle_resnet import resolution
 from paddle_resnet.native import build as native
 from paddle_resnet.settings import parsing
-from paddle_resnet.steps import host_metrics
+from paddle_resnet.step import host_metrics
 from paddle_resnet.utils import cache
 from paddle_resnet.utils.errors import UsageError
 
@@ -287,7 +287,7 @@ def test_parameter_gradients_are_written_to_existing_memory(device, where):
 
 @pytest.mark.parametrize("where", ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_async_copies(device, request, where):
-    """tests/steps/test_host_metrics.py tests asynchronous copies in programs."""
+    """tests/step/test_host_metrics.py tests asynchronous copies in programs."""
     library = request.getfixturevalue("emulated_library") if where == "emulated" else native.register()
     values = [paddle.arange(5, dtype="float32"), paddle.to_tensor([7], "int64")]
     run("native_async_copy", values)

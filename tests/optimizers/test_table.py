@@ -2,6 +2,7 @@
 skipped steps, and resuming. tests/native/test_native.py tests the formulas."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import paddle
@@ -12,14 +13,16 @@ from paddle import nn, static
 import few_blocks
 from conftest import NHWC, assert_sparse, frozen
 from helpers import build, random_batches
-from paddle_resnet import config, models, program
+from paddle_resnet import config, graph, models, program
 from paddle_resnet.checkpoints import variables
+from paddle_resnet.components import clipping, sparsity
 from paddle_resnet.native import build as native
-from paddle_resnet.optimizers import schedules, sparsity, table
-from paddle_resnet.passes import fusion, updates
+from paddle_resnet.optimizers import schedules, table
 from paddle_resnet.settings import durations, validation
 from paddle_resnet.settings.declarations import FLAGS
-from paddle_resnet.steps import scalars
+from paddle_resnet.step import scalars
+from paddle_resnet.step.build import add_update
+from paddle_resnet.step.builder import StepBuilder
 from paddle_resnet.utils.errors import UsageError
 
 PLACE = paddle.CPUPlace()
@@ -47,24 +50,16 @@ class Run:
             }
             self._loss = paddle.mean(nn.Linear(6, 3, **last)(x) ** 2)
             self._rate = schedules.build_lr_scheduler(args, durations.uniform(args.accumulate_steps, 10))
+            step = StepBuilder(args, self.main, startup, self._rate)
             optimizer = table.build_optimizer(args, self._rate)
             if scale:  # dynamic loss scaling in float32
                 types = {op.type for op in self.main.global_block().ops}
                 lists = static.amp.AutoMixedPrecisionLists(custom_black_list=types)
                 optimizer = static.amp.decorate(optimizer, lists, 1024.0, decr_every_n_nan_or_inf=1)
             optimizer.minimize(self._loss, startup)
-            if args.optimizer == "RAdam":
-                updates.rectify(self.main, self._rate)
-            if args.clip_grad_norm is not None:
-                updates.clip_gradients(self.main, args.clip_grad_norm)
-            self.paddle_updates = table.updates(self.main)
-            if args.kernels == "native":
-                updates.place_state(startup)
-            else:
-                updates.fix_updates(self.main, is_bfloat16=False, is_dynamic=args.use_dynamic_loss_scaling)
+            add_update(step)
+            self.paddle_updates = graph.updates(self.main)
             self.devices = {op.attr("op_device") for op in startup.global_block().ops}
-            if fuse:
-                fusion.fuse(self.main)
             self._exe = static.Executor(PLACE)
             self._exe.run(startup)
             self._write_scalars = scalars.Writer(self.main, PLACE)
@@ -157,7 +152,7 @@ def decays(parse, layout, *flags):
     args = parse("--data-layout", layout, "--image-shape", shape, "--weight-decay", "0.1", *flags)
     main = static.Program()
     program.build(frozen(args), main, static.Program(), 10)
-    return {op.input("Param")[0]: table.OPTIMIZERS[args.optimizer].decay(op) for op in table.updates(main)}
+    return {op.input("Param")[0]: table.OPTIMIZERS[args.optimizer].decay(op) for op in graph.updates(main)}
 
 
 @pytest.mark.parametrize("name", models.MODELS)
@@ -241,24 +236,35 @@ def test_decayed_parameters_of_user_network_do_not_depend_on_layout(parse, tmp_p
 
 
 @pytest.mark.parametrize("kernels", ["paddle", "native"])
-@pytest.mark.parametrize("mark", [None, "lazy_mode"])
-@pytest.mark.parametrize("name", ["Lion", "RAdam"])
-def test_rule_that_paddle_lacks_is_never_replaced_by_adamw(parse, monkeypatch, name, mark, kernels):
-    """Paddle 2.6 has no Lion, so a new entry would build AdamW for a pass that is missing here."""
-    lion = dataclasses.replace(table.OPTIMIZERS["AdamW"], native="lion", mark=mark)
-    monkeypatch.setitem(table.OPTIMIZERS, "Lion", lion)
-    monkeypatch.setattr(updates, "rectify", lambda main_prog, lr_scheduler: None)
-    args = parse("--kernels", kernels)
-    args.optimizer = name
+def test_rule_that_paddle_lacks_is_never_replaced_by_adamw(parse, monkeypatch, kernels):
+    """Each program that build builds is rewritten, and a program that build has not built is rejected."""
+    rewritten = []
+    rule = table.OPTIMIZERS["RAdam"]
+    rewrite = lambda step: (rewritten.append(step.main), rule.rewrite(step))  # noqa: E731
+    monkeypatch.setitem(table.OPTIMIZERS, "RAdam", dataclasses.replace(rule, rewrite=rewrite))
+    args = frozen(parse("--optimizer", "RAdam", "--lr", "0.001", "--kernels", kernels))
     main = static.Program()
-    program.build(frozen(args), main, static.Program(), 10)
-    assert {table.rule_of(op) for op in table.updates(main)} == {table.OPTIMIZERS["AdamW"]}
-    with pytest.raises(UsageError, match=rf"^--optimizer {name}: Paddle lacks .* has \d+ unchanged operators adamw; "):
-        program.compile_prog(args, main)
-    for op in table.updates(main):
-        if mark:
-            op._set_attr(mark, True)
-    assert {table.rule_of(op) for op in table.updates(main)} == {lion if mark else table.OPTIMIZERS["AdamW"]}
+    program.build(args, main, static.Program(), 10)
+    assert rewritten == [main]
+    program.compile_prog(args, main)
+    own = static.Program()
+    with static.program_guard(own, static.Program()):
+        loss = paddle.mean(nn.Linear(2, 1)(static.data("x", [1, 2])))
+        program.dist_optimizer(args, table.build_optimizer(args, 0.1)).minimize(loss)
+    with pytest.raises(UsageError, match=r"^--optimizer RAdam: Paddle lacks .* has \d+ operators adamw; build the"):
+        program.compile_prog(args, own)
+
+
+@pytest.mark.parametrize("name", [name for name, rule in table.OPTIMIZERS.items() if rule.rewrite is None])
+def test_update_of_program_without_build_uses_custom_operators(parse, name):
+    """A program may use dist_optimizer and compile_prog without build."""
+    args, own = parse("--optimizer", name, "--kernels", "native", "--cuda-graph", "false"), static.Program()
+    with static.program_guard(own, static.Program()):
+        loss = paddle.mean(nn.Linear(2, 1)(static.data("x", [1, 2])))
+        program.dist_optimizer(args, table.build_optimizer(args, 0.1)).minimize(loss)
+    types = [op.type for op in program.compile_prog(args, own)._program.global_block().ops]
+    assert types.count(f"native_{table.OPTIMIZERS[name].native}") == 1 and table.OPTIMIZERS[name].op not in types
+    assert [op.type for op in graph.updates(own)] == [table.OPTIMIZERS[name].op] * 2
 
 
 @pytest.mark.parametrize("scale", [False, True], ids=["unscaled", "scaled"])
@@ -314,10 +320,10 @@ def test_radam_matches_formula(beta1, beta2, epsilon, fuse):
         x = static.data("x", [3, 7])
         loss = sum(paddle.mean(weight * x) for weight in weights) * 21
         rate = schedules.build_lr_scheduler(args, durations.uniform(args.accumulate_steps, 1000))
+        args.set("Python", kernels="native" if fuse else "paddle")
+        step = StepBuilder(args, main, startup, rate)
         table.build_optimizer(args, rate).minimize(loss, startup)
-        updates.rectify(main, rate)
-        if fuse:
-            fusion.fuse(main)
+        add_update(step)
         exe = static.Executor(PLACE)
         exe.run(startup)
         write_scalars = scalars.Writer(main, PLACE)
@@ -341,8 +347,8 @@ def test_clipping_includes_gradients_of_all_types():
             p = block.create_var(name=f"{g.name}.p", shape=[2], dtype=g.dtype, persistable=True)
             inputs = {"Param": p, "Grad": g, "LearningRate": rate}
             block.append_op(type="sgd", inputs=inputs, outputs={"ParamOut": p}, attrs={"op_role": 2})
-        updates.clip_gradients(main, 1.0)
-    for op in table.updates(main):
+        clipping.add(SimpleNamespace(main=main, is_native=False, part=lambda cls: cls(clip_grad_norm=1.0)))
+    for op in graph.updates(main):
         block._remove_op(block.ops.index(op))
     feed = {"float32": np.float32([1, 2]), "float64": np.float64([2, 4])}
     for g, result in zip(gradients, static.Executor(PLACE).run(main, feed, gradients), strict=True):

@@ -9,6 +9,7 @@ from helpers import build, variable
 from paddle_resnet.job import processes
 from paddle_resnet.machine import compat
 from paddle_resnet.passes import all_reduces
+from paddle_resnet.step import facts
 
 
 def append_all_reduce(block, name, role=1):
@@ -110,7 +111,7 @@ def test_bn_statistics_are_averaged_over_all_processes(one_block, parse, monkeyp
         all_reduces.average_bn(exe, main)
         for name, value in before.items():
             np.testing.assert_allclose(variable(name), value + count * 2 / 3, rtol=1e-6, err_msg=name)
-        programs.add(main.bn_average)
+        programs.add(facts.of(main).bn_average)
     assert len(programs) == 1
     np.testing.assert_array_equal(variable("conv2d_0.w_0"), weight)
     assert {name.removesuffix(".ema") for name in names} == {*all_reduces.bn_statistics(main)}

@@ -11,10 +11,11 @@ from paddle import static
 
 from conftest import frozen, phase
 from paddle_resnet import program
-from paddle_resnet.data import listing, records
+from paddle_resnet.data.formats import read_image
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.native import build as native
 from paddle_resnet.results import predictions, reading
-from paddle_resnet.steps import cuda_graph
+from paddle_resnet.step import cuda_graph
 from paddle_resnet.utils.errors import RunError, UsageError
 from paddle_resnet.utils.meters import TopMeter
 from paddle_resnet.utils.mode import Mode
@@ -75,7 +76,7 @@ def test_predictions_follow_image_content_in_every_format(predict, converted, tm
     expected = None
     for data_format, root in converted.items():
         skips = [None] if data_format == "lmdb" else [None, [2, 3, 11]]
-        all_images = listing.images(root, Mode.EVAL)[2]
+        all_images = DataRoot(root).listed(Mode.EVAL)
         for skip in skips:
             flags = ["--batch-size", "5"]
             images = all_images
@@ -87,9 +88,7 @@ def test_predictions_follow_image_content_in_every_format(predict, converted, tm
             assert [row["image"] for row in rows] == [image.name for image in images], data_format
             actual = {}
             for row, image in zip(rows, images, strict=True):
-                data, label = (
-                    (Path(image.path).read_bytes(), image.label) if image.kind is None else records.read(image)
-                )
+                data, label = (Path(image.path).read_bytes(), image.label) if image.kind is None else read_image(image)
                 assert int(row["label"]) == label
                 actual[hashlib.sha256(data).hexdigest()] = [float(row[f"probability_{i}"]) for i in (1, 2, 3)]
             expected = expected or actual

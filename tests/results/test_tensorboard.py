@@ -109,11 +109,11 @@ def test_other_ranks_write_no_events(tmp_path, monkeypatch):
 def test_loss_scale_is_written_and_non_finite_loss_is_null(run_train, tmp_path, monkeypatch):
     """For a non-finite loss, the report and the checkpoint contain null, and the event files contain no point. The run
     can be resumed from the checkpoint."""
-    from paddle_resnet import program
+    from paddle_resnet.step import loop
 
-    run = program.run_and_save
+    run = loop.run_and_save
     added = {"loss_scale": 128.0, "loss": float("nan"), "not_finite": 24}
-    monkeypatch.setattr(program, "run_and_save", lambda *args, **more: run(*args, **more) | added)
+    monkeypatch.setattr(loop, "run_and_save", lambda *args, **more: run(*args, **more) | added)
     flags = ["--tensorboard-dir", tmp_path / "board", "--report-html", tmp_path / "page.html", "--resume"]
     _, report = run_train(*flags)
     assert losses(report)[0, "train"] is losses(report)[0, "val"] is phase(report, [], "val.")["loss"] is None

@@ -2,16 +2,17 @@
 
 import shutil
 
+import data_files
 import numpy as np
 import pytest
 from PIL import Image
 
 from helpers import training_images
-from paddle_resnet.data import listing, records
-from paddle_resnet.passes import quantization
+from paddle_resnet.components import quantization
+from paddle_resnet.data.formats import FILES, SHARDED, SINGLE_FILE, read_image
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.serving import calibration, networks, preprocessing
-from paddle_resnet.serving.calibration import BINS, SMALLEST, Histogram, _entropy_bins, _mean_error
-from paddle_resnet.tools import writers
+from paddle_resnet.serving.calibration import BINS, SMALLEST, Histogram, _mean_error
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
 
@@ -43,57 +44,33 @@ def test_histogram_does_not_depend_on_order_of_batches():
 
 def test_zeros_do_not_affect_range():
     values = np.random.RandomState(0).randn(10000)
-    for method in ("entropy", "percentile"):
-        assert histogram(values, np.zeros(50000)).range(method) == histogram(values).range(method)
-        # The range must not be 0, because quantization divides by it.
-        assert histogram(np.zeros(100)).range(method) == 1
-        assert histogram([1e-40, SMALLEST]).range(method) == 1
+    assert histogram(values, np.zeros(50000)).range() == histogram(values).range()
+    # The range must not be 0, because quantization divides by it.
+    assert histogram(np.zeros(100)).range() == 1
+    assert histogram([1e-40, SMALLEST]).range() == 1
 
 
 @pytest.mark.filterwarnings("error")
 def test_range_of_constant_activation():
-    for method in ("entropy", "percentile"):
-        assert histogram(np.full(100, 3)).range(method) == 3
-    # A threshold at the lower edge of the first nonempty bin would clip all values.
-    counts = np.zeros(BINS)
-    counts[[132, 139]] = 1
-    assert _entropy_bins(counts) == 140
+    assert histogram(np.full(100, 3)).range() == 3
 
 
 def test_outliers_are_clipped():
     """One of 100,000 values is 100 times as large as the others."""
     values = np.random.RandomState(0).uniform(-1, 1, 100000)
     values[0] = 100
-    for method in ("entropy", "percentile"):
-        assert 1 - 1e-3 <= histogram(values).range(method) <= 100 * 130 / BINS
+    assert 1 - 1e-3 <= histogram(values).range() <= 100 * 130 / BINS
     # A fifth of the values are large, so they are not clipped.
     values[0] = 1
     values[::5] *= 10
     isolated = np.where(np.abs(values) > 1, 10, values)  # no values between 1 and 10
-    for method in ("entropy", "percentile"):
-        assert histogram(values).range(method) > 9
-        assert histogram(isolated).range(method) > 9
-
-
-@pytest.mark.parametrize("seed", [1, 4])  # the thresholds are 300 and 296
-def test_entropy_threshold_minimizes_divergence(seed):
-    """The values that share a level are distributed evenly over the nonempty bins of this level."""
-    counts, divergences = np.random.RandomState(seed).poisson(0.4, 300).astype(float), {}
-    counts[-1] = 1
-    for bins in range(128, 301, 4):
-        expected, actual = counts[:bins].copy(), np.zeros(bins)
-        expected[-1] += counts[bins:].sum()
-        for level in range(128):
-            members = np.flatnonzero((np.arange(bins) * 128 // bins == level) & (counts[:bins] > 0))
-            actual[members] = counts[members].sum() / max(1, len(members))
-        p, q = expected / expected.sum(), np.maximum(actual / actual.sum(), 1e-9)
-        divergences[bins] = sum(a * np.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
-    assert _entropy_bins(counts) == min(divergences, key=divergences.get)
+    assert histogram(values).range() > 9
+    assert histogram(isolated).range() > 9
 
 
 def test_percentile_covers_most_values():
     values = np.random.RandomState(0).randn(200000)
-    limit = histogram(values).range("percentile")
+    limit = histogram(values).range()
     assert limit == pytest.approx(np.quantile(np.abs(values), 0.9999), abs=0.01)
 
 
@@ -131,20 +108,22 @@ def write_sorted(root, data_format, count):
     encoded = [(path.read_bytes(), label) for path, label in sizes]
     if data_format == "filelist":
         (root / "train.txt").write_text("".join(f"{path.relative_to(root)} {label}\n" for path, label in sizes))
-    elif data_format in writers.SINGLE_FILE:
-        with writers.SINGLE_FILE[data_format](str(root), "train") as writer:
+    elif data_format == "lmdb":
+        data_files.write_lmdb(root / "train_lmdb", encoded)
+    elif data_format in SINGLE_FILE:
+        with SINGLE_FILE[data_format](str(root), "train") as writer:
             writer.write(encoded)
             writer.finish()
-    elif data_format in writers.SHARDED:
+    elif data_format in SHARDED:
         name = {"tfrecord": "train-00000-of-00001", "webdataset": "train-000000.tar"}[data_format]
-        with writers.SHARDED[data_format](str(root / name)) as write:
+        with SHARDED[data_format](str(root / name)) as write:
             for number, (image, label) in enumerate(encoded):
                 write(number, image, "png", label)
-    if data_format not in listing.FILE_FORMATS:
+    if data_format not in FILES:
         shutil.rmtree(root / "train")
 
 
-@pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
+@pytest.mark.parametrize("data_format", data_files.ALL)
 def test_calibration_images_are_drawn_evenly(checkpoint, tmp_path, data_format):
     """Regression test: of record files, the first images were used, which were all in one class if the records were
     sorted."""
@@ -159,17 +138,17 @@ def test_calibration_images_are_drawn_evenly(checkpoint, tmp_path, data_format):
     images = np.concatenate([batch for batch, _ in batches])
     np.testing.assert_array_equal(images, np.array(labels, np.uint8)[:, None, None, None] * 100 + 0 * images)
     drawn, _ = calibration.draw(tmp_path, 500)
-    assert sorted(image.name for image in drawn) == sorted(i.name for i in listing.images(tmp_path, Mode.TRAIN)[2])
+    assert sorted(image.name for image in drawn) == sorted(i.name for i in DataRoot(tmp_path).listed(Mode.TRAIN))
 
 
 def test_images_are_drawn_from_all_classes_if_classes_alternate(tmp_path):
     """Every tenth image would be in the same class."""
-    with writers.SINGLE_FILE["recordio"](str(tmp_path), "train") as writer:
+    with SINGLE_FILE["recordio"](str(tmp_path), "train") as writer:
         writer.write([(b"image", i % 10) for i in range(500)])
         writer.finish()
     drawn, _ = calibration.draw(tmp_path, 50)
     assert len({image.name for image in drawn}) == 50
-    assert {records.read(image)[1] for image in drawn} == {*range(10)}
+    assert {read_image(image)[1] for image in drawn} == {*range(10)}
 
 
 @pytest.mark.parametrize(
@@ -216,8 +195,7 @@ def test_calibration_images_are_not_augmented(checkpoint, photos, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("method", ["percentile", "entropy"])
-def test_ranges_and_mean_errors_of_training_images(checkpoint, photos, monkeypatch, method):
+def test_ranges_and_mean_errors_of_training_images(checkpoint, photos, monkeypatch):
     """The first activation is the images. The data set has only 30 of the requested images."""
     network = networks.load_checkpoint(checkpoint, fold=True)
     names, layers = list(quantization.activations(network.program)), quantization.layers(network.program)
@@ -227,7 +205,7 @@ def test_ranges_and_mean_errors_of_training_images(checkpoint, photos, monkeypat
     monkeypatch.setattr(calibration, "_batches", lambda *args: calls.append(args) or [(b, [2]) for b in batches])
     without_bias = layers[-1]._replace(bias=None)
     monkeypatch.setattr(quantization, "layers", lambda program: [*layers[:-1], without_bias])
-    assert calibration.quantize(network, 7, photos, method, 99) == (30, 30, 1)
+    assert calibration.quantize(network, 7, photos, 99) == (30, 30, 1)
     for layer, bias in zip(layers, before, strict=True):
         expected = bias - 0.25 if layer is not layers[-1] else bias
         np.testing.assert_allclose(network.parameter(layer.bias), expected, rtol=1e-5, atol=1e-6)
@@ -238,7 +216,7 @@ def test_ranges_and_mean_errors_of_training_images(checkpoint, photos, monkeypat
     np.testing.assert_allclose(calls[0][2], images.mean(axis=(0, 2, 3)), rtol=1e-4)
     np.testing.assert_array_equal(calls[0][1], network.parameter(layers[0].weight))
     ranges = [network.parameter(quantization.range_name(i)).item() for i in range(len(names))]
-    assert ranges[0] == np.float32(histogram(*batches).range(method))
+    assert ranges[0] == np.float32(histogram(*batches).range())
     assert len(set(ranges)) > 2
 
 
@@ -250,7 +228,7 @@ def test_unusual_activations_of_an_image_are_ignored(checkpoint, photos, monkeyp
         [layer, *_] = quantization.layers(network.program)
         monkeypatch.setattr(calibration, "_batches", lambda *args: [(batch, [0]) for batch in batches])
         capsys.readouterr()
-        count, *_ = calibration.quantize(network, 7, photos, "percentile", sum(map(len, batches)))
+        count, *_ = calibration.quantize(network, 7, photos, sum(map(len, batches)))
         parameters = [*quantization.ranges(network.program), layer.bias]
         return count, np.concatenate([network.parameter(name) for name in parameters]), capsys.readouterr().err
 
@@ -268,7 +246,7 @@ def test_unusual_activations_of_an_image_are_ignored(checkpoint, photos, monkeyp
     count, _, log = quantize(first[:5] / 1000, first, second)
     assert (count, log) == (16, "")
     _, ranges, _ = quantize(0 * first, second)  # an activation that is usually zero
-    assert ranges[0] == np.float32(histogram(second).range("percentile"))
+    assert ranges[0] == np.float32(histogram(second).range())
 
 
 def test_calibration_of_a_network_that_overflows_is_an_error(checkpoint, photos):
@@ -276,4 +254,4 @@ def test_calibration_of_a_network_that_overflows_is_an_error(checkpoint, photos)
     name = quantization.layers(network.program)[0].weight
     calibration._set(network, name, network.parameter(name) * 1e38)
     with pytest.raises(UsageError, match=f"--calibrate {photos}: activations of the network are not finite; use a dif"):
-        calibration.quantize(network, 7, photos, "percentile", 8)
+        calibration.quantize(network, 7, photos, 8)

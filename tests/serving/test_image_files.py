@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paddle_resnet.data import bad_images, readers
+from paddle_resnet.data import bad_images
 from paddle_resnet.serving import image_files, inference, networks
 from paddle_resnet.serving.model import Model
 from paddle_resnet.utils.errors import RunError
@@ -88,8 +88,7 @@ def test_intact_image_that_dali_cannot_load_is_an_error(checkpoint, photo_paths,
 def test_image_with_too_many_pixels_after_resize_is_reported(checkpoint, tmp_path, monkeypatch):
     """The shorter side of the image must cover the longer side of the crop. The test lowers the limit, so that resizing
     would not need gigabytes."""
-    for module in (bad_images, readers):
-        monkeypatch.setattr(module, "MAX_PIXELS", 4 * 10**6)
+    monkeypatch.setattr(bad_images, "MAX_PIXELS", 4 * 10**6)
     description = networks.load_checkpoint(checkpoint).description
     description["preprocessing"] |= {"resize_short": 128, "center_crop": [32, 64]}
     for shape in ((650, 5), (1, 650), (650, 20)):

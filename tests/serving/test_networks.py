@@ -109,7 +109,7 @@ def test_network_does_not_depend_on_execution_flags_of_training(checkpoint, monk
     def of_gpu(*arguments):
         flags = recorded(*arguments)
         flags.set("test", amp=True, kernels="native", data_layout="NHWC", dali_output_fp16=True)
-        flags.set("test", fuse_resunit=True, resume=True, profile_steps=(0, 1), device="gpu")
+        flags.set("test", resume=True, profile_steps=(0, 1), device="gpu")
         return flags
 
     expected = networks.load_checkpoint(checkpoint)
@@ -117,7 +117,7 @@ def test_network_does_not_depend_on_execution_flags_of_training(checkpoint, monk
     network = networks.load_checkpoint(checkpoint)
     assert network.description == expected.description
     args = network.args
-    assert (args.fuse_resunit, args.resume, args.profile_steps, args.device) == (False, False, None, "cpu")
+    assert (args.resume, args.profile_steps, args.device) == (False, None, "cpu")
     with pytest.raises(UsageError, match=f"{checkpoint}: does not match the model"):
         networks.load_checkpoint(checkpoint, model_arch_name="ResNet18")
     model = network.model()

@@ -5,9 +5,9 @@ import paddle
 import pytest
 from paddle import static
 
+from paddle_resnet.components import quantization
 from paddle_resnet.models import layers
 from paddle_resnet.models.layers import BlurPool, SelfAttention, SqueezeExcitation, product, sigmoid
-from paddle_resnet.passes import quantization
 from paddle_resnet.serving import onnx_writer
 from paddle_resnet.utils.errors import UsageError
 

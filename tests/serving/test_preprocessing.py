@@ -12,6 +12,7 @@ from PIL import Image
 
 from conftest import ROOT
 from paddle_resnet import dali, export
+from paddle_resnet.data import loader as loader_module
 from paddle_resnet.serving import inference, networks, preprocessing
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
@@ -83,7 +84,7 @@ def evaluated(parse, tmp_path):
     return evaluated
 
 
-@pytest.mark.parametrize("interp", dali.INTERPOLATION)
+@pytest.mark.parametrize("interp", loader_module.INTERPOLATION)
 @pytest.mark.parametrize(
     ("resize_short", "crop"),
     [(256, 224), (36, 32), (110, 97), (64, 64), (37, [32, 48]), (256, [320, 224]), (64, [64, 99])],
@@ -100,7 +101,7 @@ def test_pixels_match_evaluation_pipeline(evaluated, tmp_path, interp, resize_sh
 
 
 def test_filters_match_interp_flag():
-    assert list(preprocessing.FILTERS) == list(dali.INTERPOLATION)
+    assert list(preprocessing.FILTERS) == list(loader_module.INTERPOLATION)
 
 
 @pytest.mark.parametrize(("suffix", "change", "options"), VARIANTS.values(), ids=VARIANTS)

@@ -12,15 +12,18 @@ import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 
-import lmdb
+import data_files
 import numpy as np
 import pytest
 from PIL import Image
 
 from conftest import ROOT
 from paddle_resnet import dataset
-from paddle_resnet.data import indexes, listing, records
-from paddle_resnet.tools import convert, verify, writers
+from paddle_resnet.data import indexes
+from paddle_resnet.data.formats import INDEXED, SINGLE_FILE, read_image, recordio
+from paddle_resnet.data.images import Image as ListedImage
+from paddle_resnet.data.root import DataRoot
+from paddle_resnet.tools import convert, verify
 from paddle_resnet.utils import files
 from paddle_resnet.utils.errors import UsageError, counted
 from paddle_resnet.utils.mode import Mode
@@ -30,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("convert_here", "verify_here")
 
 def contents(root, mode=Mode.EVAL):
     """Return [(bytes of the image, label)] of a split, in the stored order."""
-    return [records.read(image) for image in listing.images(str(root), mode)[2]]
+    return [read_image(image) for image in DataRoot(str(root)).listed(mode)]
 
 
 def tree(root):
@@ -53,7 +56,7 @@ def test_recordio_header_contains_number_of_index(converted):
     index = [line.split() for line in (converted["recordio"] / "val.idx").read_text().splitlines()]
     assert len(index) == 23
     for number, offset in index:
-        extra_labels, _, image, unused = records.RECORDIO_HEAD.unpack_from(data, int(offset) + 8)
+        extra_labels, _, image, unused = recordio.HEAD.unpack_from(data, int(offset) + 8)
         assert (extra_labels, image, unused) == (0, int(number), 0)
 
 
@@ -66,25 +69,20 @@ def test_recordio_header_contains_number_of_index(converted):
     ],
 )
 def test_extension_in_tar_file(path, kind, data, expected):
-    assert convert._extension(listing.Image("name", path, 0, kind), data) == expected
+    assert convert._extension(ListedImage("name", path, 0, kind), data) == expected
 
 
-def test_members_of_tar_file_and_entries_of_lmdb(converted, tmp_path):
+def test_members_of_tar_file(converted):
     with tarfile.open(converted["webdataset"] / "train-000001.tar") as tar:
         members = {member.name: tar.extractfile(member).read() for member in tar}
         assert {member.mtime for member in tar} == {0}
     assert sorted(members) == [f"{i:08d}.{extension}" for i in range(10, 20) for extension in ("cls", "jpg")]
     labels = [label for _, label in contents(converted["webdataset"], Mode.TRAIN)[10:20]]
     assert [int(members[f"{i:08d}.cls"]) for i in range(10, 20)] == labels
-    copy = shutil.copytree(converted["lmdb"] / "val_lmdb", tmp_path / "copy")  # other tests keep the original open
-    with lmdb.open(str(copy), readonly=True, lock=False) as environment:
-        entries = list(environment.begin().cursor())
-    assert [key for key, _ in entries] == [f"{i:08d}".encode() for i in range(23)]
-    assert all(records.datum_class().FromString(value).encoded for _, value in entries)
 
 
 @pytest.mark.parametrize("to", convert.RECORD_FORMATS)
-@pytest.mark.parametrize("source", convert.RECORD_FORMATS)
+@pytest.mark.parametrize("source", data_files.FORMATS)
 def test_record_files_can_be_converted(converted, tmp_path, monkeypatch, source, to):
     monkeypatch.setattr(convert, "BLOCK", 4)  # more blocks than are queued at once
     assert convert.convert(converted[source], tmp_path / "x", to, workers=1) == {"train": 30, "val": 23}
@@ -112,7 +110,7 @@ def test_shards_flag_sets_number_of_equal_shards(photos, tmp_path, to, names):
     assert len(shards) == 7
     # As many images per shard as in train: 23 / (30 / 7), rounded up.
     assert len(list((tmp_path / "x").glob(names.format("val")))) == 6
-    sizes = [len(indexes.open_index(str(shard), to)) for shard in shards]
+    sizes = [len(indexes.open_index(str(shard), INDEXED[to])) for shard in shards]
     assert sum(sizes) == 30
     assert max(sizes) - min(sizes) <= 1
     swapped = tmp_path / "swapped"  # more validation images than training images
@@ -125,16 +123,11 @@ def test_shards_flag_sets_number_of_equal_shards(photos, tmp_path, to, names):
         convert.convert(swapped, tmp_path / "z", to, shards=24, workers=2)
 
 
-def test_lmdb_grows_beyond_its_initial_size(tmp_path, monkeypatch):
-    real = lmdb.open
-    with monkeypatch.context() as small:
-        small.setattr(lmdb, "open", lambda path, **options: real(path, **options | {"map_size": 1 << 16}))
-        with writers.SINGLE_FILE["lmdb"](str(tmp_path), "train") as writer:
-            for label in range(4):
-                writer.write([(bytes(40_000), label)])
-            writer.finish()
-    images = listing.images(tmp_path, Mode.TRAIN, "lmdb")[2]
-    assert [records.read(image)[1] for image in images] == [0, 1, 2, 3]
+@pytest.mark.parametrize("command", ["convert --from x", "import x"])
+def test_lmdb_is_no_longer_written(tmp_path, capsys, command):
+    assert dataset.main([*command.split(), "--to", "lmdb", "--output", str(tmp_path / "y")]) == 2
+    message = "--to: lmdb: LMDB files can be read, but no longer written; use webdataset\n"
+    assert capsys.readouterr().err == f"paddle_resnet.dataset: error: {message}"
 
 
 def test_resize_short_shrinks_large_images_upright_and_keeps_small_ones(tmp_path):
@@ -164,12 +157,12 @@ def test_resize_short_shrinks_large_images_upright_and_keeps_small_ones(tmp_path
 
 
 def test_record_with_invalid_label_is_rejected_and_interrupted_worker_stops(monkeypatch):
-    image, stop = listing.Image("val.rec@4", "d/val.rec", None, "recordio"), threading.Event()
+    image, stop = ListedImage("val.rec@4", "d/val.rec", None, "recordio"), threading.Event()
     monkeypatch.setattr(convert, "_stop", stop, raising=False)
-    monkeypatch.setattr(records, "read", lambda image: (b"x", 0.5))
+    monkeypatch.setattr(convert, "read_image", lambda image: (b"x", 0.5))
     with pytest.raises(UsageError, match="^d/val.rec@4: label 0.5 is not a whole number from 0; repair the image or, "):
         convert._prepare(image)
-    monkeypatch.setattr(records, "read", lambda image: os.stat(f"{os.devnull}/x"))
+    monkeypatch.setattr(convert, "read_image", lambda image: os.stat(f"{os.devnull}/x"))
     with pytest.raises(UsageError, match=r"^d/val.rec: cannot be read \(Not a directory\); repair the image or, "):
         convert._prepare(image)
     stop.set()
@@ -184,7 +177,7 @@ def test_resize_short_scales_16_bit_images(tmp_path, suffix):
     folder.mkdir(parents=True)
     values = np.tile(np.linspace(0, 65535, 100).astype(np.uint16), (100, 1))
     Image.fromarray(values).save(folder / f"0{suffix}")
-    convert.convert(tmp_path / "source", tmp_path / "x", "lmdb", resize_short=50, quality=95, workers=1)
+    convert.convert(tmp_path / "source", tmp_path / "x", "recordio", resize_short=50, quality=95, workers=1)
     [(data, _)] = contents(tmp_path / "x")
     with Image.open(io.BytesIO(data)) as image:
         np.testing.assert_allclose(np.asarray(image.convert("L"))[25], np.linspace(1, 254, 50), atol=4)
@@ -202,7 +195,7 @@ def test_file_list_images_may_have_any_suffix(photos, tmp_path):
 
 def test_skipped_images_are_omitted(photos, tmp_path):
     (tmp_path / "bad.txt").write_text("val/class0/00.jpg\ntrain/class1/01.jpg\n")
-    counts = convert.convert(photos, tmp_path / "x", "lmdb", workers=1, skip_list=str(tmp_path / "bad.txt"))
+    counts = convert.convert(photos, tmp_path / "x", "recordio", workers=1, skip_list=str(tmp_path / "bad.txt"))
     assert counts == {"train": 29, "val": 22}
     assert contents(tmp_path / "x") == contents(photos)[1:]
 
@@ -217,9 +210,8 @@ def test_skipped_images_may_have_different_paths_in_file_list(photos, tmp_path):
     assert convert.convert(root, tmp_path / "x", "tfrecord", workers=1, skip_list=skip_list) == {"val": 1}
 
 
-# LMDB is a single database, and RecordIO has one record file per split. The shards of the other formats are written one
-# after the other.
-OTHERS = [pytest.param(to, marks=pytest.mark.soak) for to in (*convert.SHARDED, "lmdb")]
+# RecordIO has one record file per split. The shards of the other formats are written one after the other.
+OTHERS = [pytest.param(to, marks=pytest.mark.soak) for to in convert.SHARDED]
 
 
 @pytest.mark.parametrize("to", ["recordio", *OTHERS])
@@ -304,7 +296,7 @@ def test_conversion_with_changed_image_list_is_rejected(photos, tmp_path):
     (tmp_path / "photos" / "train" / "class0" / "00.jpg").unlink()
     with pytest.raises(UsageError, match="contains a conversion with different images"):
         convert.convert(tmp_path / "photos", tmp_path / "x", "recordio", workers=1)
-    image, renamed = (listing.Image(name, str(photos / "val/class0/00.jpg"), 0) for name in ("a", "b"))
+    image, renamed = (ListedImage(name, str(photos / "val/class0/00.jpg"), 0) for name in ("a", "b"))
     assert convert._digest([image]) != convert._digest([renamed])
 
 
@@ -314,7 +306,7 @@ def test_digest_of_files_depends_on_size_time_and_database(tmp_path):
     def digest(path, content, time_s):
         path.write_bytes(content)
         os.utime(path, (time_s, time_s))
-        return convert._digest_of_files([listing.Image("name", str(tmp_path / "x"), 0)])
+        return convert._digest_of_files([ListedImage("name", str(tmp_path / "x"), 0)])
 
     (tmp_path / "x").write_bytes(b"")
     file = tmp_path / "x"
@@ -340,7 +332,7 @@ def test_conversion_with_changed_label_is_rejected(photos, tmp_path):
         convert.convert(source, tmp_path / "x", "recordio", workers=1)
 
 
-@pytest.mark.parametrize(("to", "is_complete"), [("lmdb", False), ("recordio", False), ("webdataset", True)])
+@pytest.mark.parametrize(("to", "is_complete"), [("recordio", False), ("webdataset", True)])
 def test_changed_image_is_converted_again(photos, tmp_path, capsys, to, is_complete):
     source, output = shutil.copytree(photos, tmp_path / "photos"), tmp_path / "x"
     options = {"to": to, "shards": 2 if to in convert.SHARDED else None, "workers": 1}
@@ -397,7 +389,7 @@ def test_flags_are_passed_to_the_conversion(tmp_path, monkeypatch, capsys):
 
     calls = []
     monkeypatch.setattr(convert, "convert", converted)
-    command = ["convert", "--from", str(tmp_path), "--to", "lmdb", "--output", str(tmp_path.with_name("x"))]
+    command = ["convert", "--from", str(tmp_path), "--to", "tfrecord", "--output", str(tmp_path.with_name("x"))]
     for flags in ([], ["--resize-short", "30"], ["--resize-short", "30", "--quality", "50", "--workers", "3"]):
         assert dataset.main([*command, *flags]) == 0
     names = ("resize_short", "quality", "workers")
@@ -415,18 +407,6 @@ def test_source_may_have_as_many_shards_as_images(photos, tmp_path):
         source = source.rename(source.with_name(name))
         with pytest.raises(UsageError, match="a class name contains a line break"):
             convert.convert(tmp_path / "source", tmp_path / "y", "tfrecord", workers=1)
-
-
-def test_link_to_lmdb_is_removed_without_its_target(tmp_path):
-    (tmp_path / "x").mkdir()
-    (tmp_path / "target").mkdir()
-    (tmp_path / "x/val_lmdb").symlink_to(tmp_path / "target")
-    manifest = {"complete": True, "format": "lmdb", "splits": {}, "shards": {}}
-    (tmp_path / "x/convert.json").write_text(json.dumps(manifest))
-    convert._remove(tmp_path / "x", [tmp_path / "x/val_lmdb"], "lmdb")
-    assert not os.path.lexists(tmp_path / "x/val_lmdb")
-    assert (tmp_path / "target").is_dir()
-    assert json.loads((tmp_path / "x/convert.json").read_text()) == {**manifest, "complete": False}
 
 
 def test_invalid_source_or_output_exits_with_code_2(photos, tmp_path, capsys):
@@ -479,7 +459,6 @@ def test_concurrent_conversion_to_same_output_is_rejected(photos, tmp_path, caps
         ("tfrecord", "train-00000-of-00003", "missing"),
         ("webdataset", "val-000000.tar", "pipe"),
         ("recordio", "val.rec", "shorter"),
-        ("lmdb", "val_lmdb", "missing"),
     ],
 )
 def test_missing_or_damaged_record_files_are_written_again(photos, converted, tmp_path, capsys, to, name, damage):
@@ -489,7 +468,7 @@ def test_missing_or_damaged_record_files_are_written_again(photos, converted, tm
     if damage == "shorter":
         os.truncate(record, 50)
     else:
-        shutil.rmtree(record) if to == "lmdb" else record.unlink()
+        record.unlink()
         if damage == "pipe":
             os.mkfifo(record)
     done = []
@@ -523,12 +502,12 @@ def test_class_names_of_one_split_are_enough(photos, tmp_path):
     (tmp_path / "images").symlink_to(photos / "val")
     names = sorted(str(path.relative_to(photos / "val")) for path in (photos / "val").glob("*/*"))
     (tmp_path / "val.txt").write_text("".join(f"images/{name} {name[5]}\n" for name in names))
-    splits, classes = convert._list_source(tmp_path, None, False)
+    splits, classes = convert._list_source(DataRoot(tmp_path))
     assert classes == ["class0", "class1", "class2"]
     assert [image.name for image in splits["val"]] == [f"images/{name}" for name in names]
     train = [image.name for image in splits["train"]]
     assert train != sorted(train) and len(train) == 30
-    assert [image.name for image in convert._list_source(tmp_path, None, False)[0]["train"]] == train
+    assert [image.name for image in convert._list_source(DataRoot(tmp_path))[0]["train"]] == train
 
 
 def test_output_folder_that_cannot_be_created_is_an_error(tmp_path):
@@ -552,7 +531,7 @@ def test_undecodable_image_to_resize_is_reported(photos, tmp_path, monkeypatch):
     monkeypatch.setattr(convert, "ProcessPoolExecutor", ProcessPoolExecutor)  # a worker process sends the error
     shutil.copytree(photos, tmp_path / "photos")
     (tmp_path / "photos" / "train" / "class0" / "00.jpg").write_bytes(b"not an image")
-    for to in ("tfrecord", "lmdb"):
+    for to in ("tfrecord", "recordio"):
         with pytest.raises(UsageError, match=r"train/class0/00.jpg: cannot be decoded"):
             convert.convert(tmp_path / "photos", tmp_path / to, to, resize_short=30, workers=1)
 
@@ -578,7 +557,7 @@ def test_all_undecodable_images_are_reported_before_writing(photos, tmp_path, ca
 
 @pytest.mark.parametrize(("count", "more"), [(10, ""), (130, " and 120 more")])
 def test_many_undecodable_images_are_counted(monkeypatch, count, more):
-    images = [listing.Image(f"{i}.jpg", "", 0) for i in range(count)]
+    images = [ListedImage(f"{i}.jpg", "", 0) for i in range(count)]
     monkeypatch.setattr(verify, "check_all", lambda tasks, workers: [("is empty", [], None, 0)] * len(tasks))
     calls = []
     with pytest.raises(UsageError, match=rf"^d: {count} of {count} images .*, 9.jpg is empty{more}; repair them"):
@@ -596,7 +575,7 @@ def test_unwritable_progress_bar_does_not_fail_the_conversion(photos, tmp_path, 
 
 def test_recordio_payload_may_contain_magic_number(tmp_path):
     """The writer splits images at the magic number, and the reader joins the parts again."""
-    magic = struct.pack("<I", records.RECORDIO_MAGIC)
+    magic = struct.pack("<I", recordio.MAGIC)
     images = [magic, b"abcd" + magic + b"efgh" + magic, b"ab" + magic, 3 * magic + b"x", b"", b"1234567"]
     (tmp_path / "source" / "val" / "a").mkdir(parents=True)
     for i, image in enumerate(images):
@@ -657,7 +636,7 @@ def test_skipping_every_image_of_a_split_exits_with_code_2(photos, tmp_path, cap
         "--from",
         str(photos),
         "--to",
-        "lmdb",
+        "recordio",
         "--output",
         str(tmp_path / "x"),
         "--skip-list",
@@ -671,7 +650,7 @@ def test_skipping_every_image_of_a_split_exits_with_code_2(photos, tmp_path, cap
 # and kills itself.
 KILLED = """
 import multiprocessing, os, signal, sys
-from paddle_resnet.tools import convert, writers
+from paddle_resnet.tools import convert
 
 def progress(done, total):
     if done >= 9:
@@ -712,7 +691,7 @@ def is_alive(pid):
         return False
 
 
-@pytest.mark.parametrize("to", ["lmdb", "recordio"])
+@pytest.mark.parametrize("to", ["recordio"])
 def test_full_disk_exits_with_code_2_and_resumes(photos, tmp_path, capsys, to):
     """RLIMIT_FSIZE limits the file size, so writes fail as on a full disk. Without the limit, the same command resumes
     the conversion."""
@@ -726,8 +705,6 @@ def test_full_disk_exits_with_code_2_and_resumes(photos, tmp_path, capsys, to):
     assert "Traceback" not in done.stderr
     assert done.returncode == 2, done.stderr
     assert f"--output {tmp_path}/out: cannot be written (" in done.stderr
-    if to == "lmdb":
-        assert f": {tmp_path}/out/train_lmdb); fix the cause" in done.stderr
     assert dataset.main(arguments) == 0
     assert "30 train and 23 val images" in capsys.readouterr().out
 
@@ -736,15 +713,15 @@ def test_incomplete_record_of_killed_conversion_is_removed(tmp_path):
     images = [(b"x" * 101, 0), (b"y" * 50, 1)]
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
-    with writers.SINGLE_FILE["recordio"](str(tmp_path / "whole"), "train") as writer:
+    with SINGLE_FILE["recordio"](str(tmp_path / "whole"), "train") as writer:
         writer.write(images)
         writer.finish()
-    with writers.SINGLE_FILE["recordio"](str(tmp_path / "killed"), "train") as writer:
+    with SINGLE_FILE["recordio"](str(tmp_path / "killed"), "train") as writer:
         writer.write(images[:1])
     for ending, rest in ((".rec", b"half"), (".idx", b"1\t")):
         with open(tmp_path / f"killed/train{ending}.partial", "ab") as file:
             file.write(rest)
-    with writers.SINGLE_FILE["recordio"](str(tmp_path / "killed"), "train") as writer:
+    with SINGLE_FILE["recordio"](str(tmp_path / "killed"), "train") as writer:
         assert len(writer) == 1
         writer.write(images[1:])
         writer.finish()

@@ -202,7 +202,7 @@ def test_speed_measures_the_flags_of_train_by_default(photos, tmp_path, capsys):
 def test_speed_on_gpu_measures_decoder_loads(monkeypatch, capsys):
     def open_loader(root, arguments):
         args = config.parse_args(arguments)
-        opened.append((args.dali_device, args.cpu_decoder_load, args.hw_decoder_load))
+        opened.append((args.dali_device, args.hw_decoder_load))
         loaders.append(iter(range(6)))
         return loaders[-1], args
 
@@ -211,11 +211,11 @@ def test_speed_on_gpu_measures_decoder_loads(monkeypatch, capsys):
     monkeypatch.setattr(inspection, "open_loader", open_loader)
     times = itertools.cycle([0, 1, 0, 4, 0, 2])  # begin and end of each measurement in seconds
     monkeypatch.setattr(inspection, "perf_counter", lambda: next(times))
-    arguments = ["--cpu-decoder-load", "0.4", "--batch-size", "8"]
+    arguments = ["--batch-size", "8"]
     rows = inspection.speed("data", [1], [0.5, 0.7], batches=3, repeats=3, arguments=arguments)
     assert [rates for *_, rates in rows] == [[24, 6, 12]] * 3  # images per second
     assert [list(loader) for loader in loaders] == [[]] * 9  # three batches as a warm-up, and three to measure
-    expected = [("cpu", 0.0, 0.9), ("gpu", 0.4, 0.5), ("gpu", 0.4, 0.7)]
+    expected = [("cpu", 0.9), ("gpu", 0.5), ("gpu", 0.7)]
     assert opened == [setting for setting in expected for _ in range(3)]
     output = capsys.readouterr().out
     assert "data: loader throughput in images/s, n = 3, 3 batches of 8" in " ".join(output.split())

@@ -4,7 +4,7 @@ import shutil
 import pytest
 
 from paddle_resnet import dataset
-from paddle_resnet.data import listing
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.tools import split
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
@@ -27,8 +27,8 @@ def test_split_assigns_each_image_once_with_fraction_per_class(source, tmp_path,
     assert {name.partition("/")[2]: data for name, data in actual.items()} == tree(source)
     assert len(actual) == 30
     for mode, count in ((Mode.TRAIN, 7), (Mode.EVAL, 3)):
-        _, classes, images = listing.images(str(output), mode)
-        assert classes == ["class0", "class1", "class2"]
+        numbers, images = DataRoot(output).images(mode)
+        assert numbers.classes == ["class0", "class1", "class2"]
         assert [image.label for image in images] == [0] * count + [1] * count + [2] * count
 
 

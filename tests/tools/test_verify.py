@@ -7,13 +7,15 @@ import signal
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 
+import data_files
 import numpy as np
 import pytest
 from PIL import Image
 
 from paddle_resnet import dali, dataset
-from paddle_resnet.data import listing, records
-from paddle_resnet.tools import convert, verify
+from paddle_resnet.data.images import Image as ListedImage
+from paddle_resnet.data.root import DataRoot
+from paddle_resnet.tools import verify
 from paddle_resnet.utils.errors import DataError, UsageError
 from paddle_resnet.utils.mode import Mode, RunScope
 
@@ -78,7 +80,7 @@ def test_verify_agrees_with_training_and_lists_unusual_properties(parse, tmp_pat
     for split in ("train", "val"):
         (tmp_path / split / "a").mkdir(parents=True)
         (tmp_path / split / "a" / name).write_bytes(data)
-    failure, properties, *_ = verify.check((listing.Image(name, str(tmp_path / "train" / "a" / name), 0), None))
+    failure, properties, *_ = verify.check((ListedImage(name, str(tmp_path / "train" / "a" / name), 0), None))
     assert (failure is not None) == fails
     assert sorted(properties) == sorted(unusual)
     for mode in Mode:
@@ -97,7 +99,7 @@ def test_verify_agrees_with_training_and_lists_unusual_properties(parse, tmp_pat
 def test_exif_orientations_other_than_upright_are_unusual(orientation, is_rotated):
     exif = Image.Exif()
     exif[0x0112] = orientation
-    kinds = verify._unusual(listing.Image("x.jpg", "x.jpg", 0), encoded(exif=exif))
+    kinds = verify._unusual(ListedImage("x.jpg", "x.jpg", 0), encoded(exif=exif))
     assert kinds == (["EXIF-rotated"] if is_rotated else [])
 
 
@@ -183,13 +185,13 @@ def unusual_data_sets(unusual, tmp_path, request):
     roots = {"filelist": tmp_path / "filelist"}
     roots["filelist"].mkdir()
     for mode in Mode:
-        images = listing.images(str(unusual), mode)[2]
+        images = DataRoot(str(unusual)).listed(mode)
         lines = "".join(f"{image.name} {image.label}\n" for image in images)
         (roots["filelist"] / mode.value).symlink_to(unusual / mode.value)
         (roots["filelist"] / f"{mode.value}.txt").write_text(lines)
     for name in request.param:
         roots[name] = tmp_path / name
-        convert.convert(unusual, roots[name], name, shards=2 if name in convert.SHARDED else None, workers=1)
+        data_files.write(unusual, roots[name], name, 2)
     return roots
 
 
@@ -221,8 +223,8 @@ def test_every_format_is_verified_and_trains_without_failing_images(
         assert failing_path in names
         if data_format == "lmdb":
             assert "and convert the data set with --skip-list" in message
-            command = ["convert", "--from", root, "--to", "lmdb", "--output", tmp_path / "again", "--skip-list", bad]
-            assert dataset.main(list(map(str, command))) == 0
+            command = ["convert", "--from", root, "--to", "tfrecord", "--output", tmp_path / "again"]
+            assert dataset.main(list(map(str, [*command, "--skip-list", bad]))) == 0
             read_epochs(parse(*flags, "--image-root", tmp_path / "again"))
         else:
             read_epochs(parse(*flags, "--skip-list", bad, "--image-root", root))
@@ -306,7 +308,7 @@ def test_copies_in_two_classes_are_reported(photos, tmp_path, capsys, data_forma
     shutil.copy(root / "train/class0/00.jpg", root / "train/class1/copy.jpg")
     shutil.copy(root / "train/class0/03.jpg", root / "train/class0/again.jpg")
     if data_format != "folder":
-        convert.convert(root, tmp_path / "x", data_format, workers=1)
+        data_files.write(root, tmp_path / "x", data_format)
         root = tmp_path / "x"
     report = verify.verify(root)
     verify.show(report)
@@ -340,14 +342,14 @@ def test_contradictory_labels_of_file_lists_are_reported(photos, tmp_path):
 )
 def test_only_folders_with_one_label_per_list_are_compared(train, val, is_reported):
     report = verify.Report()
-    verify._compare_lists([[listing.Image("a/x.jpg", "", i) for i in labels] for labels in (train, val)], report)
+    verify._compare_lists([[ListedImage("a/x.jpg", "", i) for i in labels] for labels in (train, val)], report)
     assert list(report.unusual.values()) == ([["a is 0 and 1"]] if is_reported else [])
 
 
 def test_split_without_decodable_records_is_not_read_with_dali(converted, monkeypatch):
     root, report = str(converted["recordio"]), verify.Report()
     assert verify._read_with_dali(root, "recordio", Mode.EVAL, frozenset(), []) == ([], "23 images instead of 0")
-    images = listing.images(root, Mode.EVAL)[2]
+    images = DataRoot(root).listed(Mode.EVAL)
     expected = [verify.check((image, None))[2:] for image in images]
     assert verify._read_with_dali(root, "recordio", Mode.EVAL, frozenset(), expected) == ([], None)
     expected[3], expected[22] = (b"", expected[3][1]), (expected[22][0], 9)
@@ -356,7 +358,7 @@ def test_split_without_decodable_records_is_not_read_with_dali(converted, monkey
     del expected[3]
     assert verify._read_with_dali(root, "recordio", Mode.EVAL, skip, expected) == ([21], None)
     monkeypatch.setattr(verify, "_in_a_process", lambda *arguments: pytest.fail("DALI was started"))
-    image = listing.Image("val.rec@0", f"{root}/val.rec", None, "recordio")
+    image = ListedImage("val.rec@0", f"{root}/val.rec", None, "recordio")
     verify._compare_with_dali(root, Mode.EVAL, "recordio", [image], [("is empty", [], None, 0)], report)
     assert report == verify.Report()
 
@@ -433,14 +435,14 @@ def test_lack_of_file_descriptors_does_not_mean_that_an_image_is_damaged(monkeyp
     def read(image):
         raise OSError(number, "reason")
 
-    monkeypatch.setattr(records, "read", read)
-    task = listing.Image("x.jpg", "x.jpg", 0), None
+    monkeypatch.setattr(verify, "read_image", read)
+    task = ListedImage("x.jpg", "x.jpg", 0), None
     number = errno.EIO
     assert verify.check(task) == ("cannot be read (reason)", [], None, None)
     number = errno.EMFILE
     with pytest.raises(OSError, match="reason"):
         verify.check(task)
-    monkeypatch.setattr(records, "read", lambda image: (JPEG, 1.5))
+    monkeypatch.setattr(verify, "read_image", lambda image: (JPEG, 1.5))
     assert verify.check(task)[0] == "has label 1.5, which is not a whole number from 0"
     assert verify.check((task[0], 3))[0] == "has label 1.5, which is not one of 3 classes"
 
@@ -475,7 +477,7 @@ def test_split_that_dali_cannot_read_fails_verification(converted, monkeypatch):
     message = f"{root}: DALI cannot read the val split (its process exited with SIGKILL); write it again"
     assert report.errors == [message]
     report = verify.Report()
-    images = [listing.Image(name, "x", 0, "recordio") for name in ("damaged", "different")]
+    images = [ListedImage(name, "x", 0, "recordio") for name in ("damaged", "different")]
     checked = [("is empty", [], None, 0), (None, [], b"digest", 0)]
     verify._compare_with_dali(root, Mode.TRAIN, "recordio", images, checked, report)
     assert [*report.failing] == ["different"]  # DALI does not read the damaged image

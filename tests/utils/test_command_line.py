@@ -49,7 +49,8 @@ def flags_in(text):
 def test_help_of_train_is_short(shown):
     text = shown("train", "--help")
     assert 40 <= text.count("\n") <= 60
-    assert max(map(len, text.splitlines())) <= 120
+    # The examples contain the path of the interpreter, which may be long.
+    assert max(len(line) for line in text.splitlines() if " train.py " not in line) <= 120
     assert shown("train", "-h") == text
     assert flags_in(text) == [name for names in MAIN.values() for name in names]
     assert 18 <= len(flags_in(text)) <= 20

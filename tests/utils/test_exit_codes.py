@@ -14,14 +14,13 @@ import pytest
 
 from conftest import ROOT
 from paddle_resnet import config, dataset, doctor, export, predict, train
-from paddle_resnet.data import records
 from paddle_resnet.results import comparison, reading
-from paddle_resnet.tools import convert
+from paddle_resnet.tools import convert, verify
 from paddle_resnet.utils import exit_codes, signals
 from paddle_resnet.utils.errors import UsageError
 
 TOOLS = {
-    "dataset": (dataset.main, ["convert", "--from", "x", "--to", "lmdb", "--output", "y"], (convert, "convert")),
+    "dataset": (dataset.main, ["convert", "--from", "x", "--to", "tfrecord", "--output", "y"], (convert, "convert")),
     "doctor": (doctor.main, [], (doctor, "examine")),
     "export": (export.main, ["x", "y"], (export, "export")),
     "predict": (predict.main, ["x", "y"], (predict, "find_images")),
@@ -196,7 +195,7 @@ def test_open_file_limit_exits_with_code_1_and_an_error(photos, monkeypatch, ver
     def read(image):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), image.path)
 
-    monkeypatch.setattr(records, "read", read)
+    monkeypatch.setattr(verify, "read_image", read)
     assert dataset.main(["verify", str(photos)]) == 1
     stderr = capsys.readouterr().err
     assert "error: ulimit -n: " in stderr

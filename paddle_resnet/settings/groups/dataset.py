@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from paddle_resnet.data.formats import FORMATS
 from paddle_resnet.settings.field import flag
 from paddle_resnet.utils import files, numbers
 from paddle_resnet.utils.errors import command
@@ -22,7 +23,7 @@ class Settings:
         "storage format of the data set; auto: detect the format; synthetic: one random batch in device memory",
         topic="data",
         kind="loader",
-        choices=["auto", "folder", "filelist", "recordio", "tfrecord", "lmdb", "webdataset", "synthetic"],
+        choices=["auto", *FORMATS, "synthetic"],
     )
     skip_list: str | None = flag(
         None,

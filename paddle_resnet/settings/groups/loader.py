@@ -28,14 +28,6 @@ class Settings:
         parse=numbers.seed,
         batches=True,
     )
-    cpu_decoder_load: float = flag(
-        0.0,
-        "fraction of each training batch to decode on the CPU",
-        topic="machine",
-        parse=numbers.ratio,
-        used_by=("crop_padding", (0,)),
-        batches=True,
-    )
     dali_device: str = flag(
         "auto",
         "device that decodes and augments images; auto: the same as --device",

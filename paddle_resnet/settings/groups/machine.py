@@ -53,8 +53,7 @@ class Settings:
     )
     fuse_resunit: bool = flag(
         False,
-        "use Paddle's fused residual unit; only some builds of Paddle 3 have it; with other builds, the flag has "
-        "no effect, and a warning is printed",
+        "no effect except for a warning; accepted because the scripts of NVIDIA's example set it",
         topic="precision",
     )
 

@@ -1,7 +1,7 @@
 """`python -m paddle_resnet.dataset import`: list data sets in layouts that training cannot read, for convert.write.
 
 Each module of this folder reads one kind of source. Its function `read` takes the source and Options, and returns
-({split: [listing.Image]}, class names in label order or None if the classes have only numbers).
+({split: [Image]}, class names in label order or None if the classes have only numbers).
 """
 
 import hashlib
@@ -10,7 +10,9 @@ import shlex
 from collections import Counter
 from dataclasses import dataclass
 
-from paddle_resnet.data import listing, parquet_files, sniffer
+from paddle_resnet.data import classes as classes_of
+from paddle_resnet.data import parquet_files, sniffer
+from paddle_resnet.data.formats import folder
 from paddle_resnet.tools import convert, split
 from paddle_resnet.tools.sources import arrays, caffe, ilsvrc, nested, parquet, recordio, tables, tfrecords
 from paddle_resnet.utils import logger
@@ -37,7 +39,7 @@ _USED = {
 }
 # {ending of a file that is a source by itself: kind}
 _FILES = dict.fromkeys((*sniffer.TABLE_SUFFIXES, ".txt"), "table") | {".parquet": "parquet", ".npz": "array"}
-# Kinds of images (listing.Image.kind) in compressed blocks. The first element of their place is the number of the block
+# Kinds of images (Image.kind) in compressed blocks. The first element of their place is the number of the block
 # in the file.
 _IN_BLOCKS = (parquet_files.read_image, tfrecords.read_compressed)
 WINDOW_BYTES = 1 << 28  # size of the blocks in compressed files whose images are mixed at random
@@ -78,7 +80,7 @@ def read(source, kind=None, options=None):
         kind: a key of KINDS, or None to detect the kind.
         options: Options.
     Returns:
-        (kind, {split: [listing.Image]}, class names in label order or None)
+        (kind, {split: [Image]}, class names in label order or None)
     Raises:
         UsageError: the kind is unknown, or the source is damaged, incomplete or contradicts itself.
     """
@@ -133,7 +135,7 @@ def import_(source, output, to, kind=None, options=None, shards=None, workers=No
     kind, splits, classes = read(source, kind, options)
     if to == convert.FOLDER:
         labels = (image.label for images in splits.values() for image in images)
-        classes = classes or listing.numbers(1 + max(labels))
+        classes = classes or classes_of.numbers(1 + max(labels))
         _check_folder_names(source, classes)
     elif "train" in splits:
         splits["train"] = _shuffled(splits["train"])
@@ -232,7 +234,7 @@ def _divided(images, classes, fraction):
 
 def _check_folder_names(source, classes):
     for name in classes:
-        if "/" in name or "\0" in name or name in ("", ".", "..") or listing.is_system_name(name):
+        if "/" in name or "\0" in name or name in ("", ".", "..") or folder.is_system_name(name):
             raise UsageError(
                 f"{source}: the class name {name!a} is not a valid name of a class folder; use --to webdataset"
             )

@@ -16,10 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paddle_resnet.data import listing, records, sniffer
+from paddle_resnet.data import sniffer
+from paddle_resnet.data.images import Image, readable
 from paddle_resnet.tools.sources import splits
 from paddle_resnet.tools.sources.table_files import read_lines
 from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.files import open_regular
 
 LIMIT = 1 << 30  # maximum size of an array in bytes, because each process reads a file as a whole
 _DEPTH = 2  # maximum number of folders between the source and its files
@@ -39,7 +41,7 @@ def read(source, options):
         source: folder, or a single .npz file.
         options: Options. label_column chooses between the labels of CIFAR-100, which are fine_labels by default.
     Returns:
-        ({split: [listing.Image]}, class names in label order, or None if labels are numbers without names)
+        ({split: [Image]}, class names in label order, or None if labels are numbers without names)
     Raises:
         UsageError: there are no arrays or those of several data sets, or a file is damaged.
     """
@@ -59,7 +61,7 @@ def read(source, options):
     found = {}
     for (part, i, _), label in zip(entries, numbers, strict=True):
         name = f"{os.path.basename(part.path)}@{part.split}-{i}/{i:06d}.png"
-        image = listing.Image(name, part.path, label, read_png, (format, part.split, i))
+        image = Image(name, part.path, label, read_png, (format, part.split, i))
         found.setdefault(part.split, []).append(image)
     return splits.train_and_val(source, found), names
 
@@ -168,7 +170,7 @@ def _names(folder, column):
 @functools.lru_cache(maxsize=8)
 def _load(path, format, split):
     """Return (images as uint8 [n, height, width] or [n, height, width, channels], {name: labels [n]}) of a split."""
-    with records.readable(path):
+    with readable(path):
         try:
             images, labels = FORMATS[format][1](path, split)
         except UsageError:
@@ -196,7 +198,7 @@ class _Unpickler(pickle.Unpickler):
 def _pickled(path):
     """Return the dict in a pickle that contains only arrays, numbers, text and containers of these."""
     try:
-        with records.readable(path), records.open_regular(path, LIMIT) as f:
+        with readable(path), open_regular(path, LIMIT) as f:
             content = _Unpickler(f, encoding="bytes").load()
         if not isinstance(content, dict):
             raise pickle.UnpicklingError("not a dict")
@@ -247,7 +249,7 @@ def _idx(path, split):
 
 def _idx_array(path):
     """Read an idx file: two zero bytes, the type of the elements, the number of dimensions, and the size of each."""
-    with records.open_regular(path) as f, gzip.GzipFile(fileobj=f) if path.endswith(".gz") else f as content:
+    with open_regular(path) as f, gzip.GzipFile(fileobj=f) if path.endswith(".gz") else f as content:
         head = content.read(4)
         if len(head) < 4 or head[:2] != b"\0\0" or head[2] != _IDX_UINT8 or head[3] not in (1, 3):
             raise ValueError("not an idx file of bytes")
@@ -273,14 +275,14 @@ def _svhn(path, split):
     """The label of the digit 0 is 10."""
     from scipy import io as matlab
 
-    with records.open_regular(path, LIMIT) as f:
+    with open_regular(path, LIMIT) as f:
         content = matlab.loadmat(f, variable_names=("X", "y"))
     return content["X"].transpose(3, 0, 1, 2), {"labels": content["y"].reshape(-1) % 10}
 
 
 def _npz_splits(path):
     try:
-        with records.readable(path), records.open_regular(path) as f, zipfile.ZipFile(f) as archive:
+        with readable(path), open_regular(path) as f, zipfile.ZipFile(f) as archive:
             sizes = {info.filename.removesuffix(".npy"): info.file_size for info in archive.infolist()}
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as e:
         if isinstance(e, UsageError):
@@ -302,7 +304,7 @@ def _npz_splits(path):
 
 
 def _npz(path, split):
-    with records.open_regular(path) as f, np.load(f, allow_pickle=False) as arrays:
+    with open_regular(path) as f, np.load(f, allow_pickle=False) as arrays:
         images, labels = sniffer.npz_keys(arrays.files)[split]
         return arrays[images], {"labels": arrays[labels]}
 

@@ -5,7 +5,8 @@ import os
 
 import numpy as np
 
-from paddle_resnet.data import listing, records
+from paddle_resnet.data.formats import lmdb
+from paddle_resnet.data.images import Image
 from paddle_resnet.tools.sources import splits
 from paddle_resnet.utils.errors import UsageError
 
@@ -19,15 +20,15 @@ def read(source, options):
         source: folder with an LMDB for each split.
         options: Options.
     Returns:
-        ({split: [listing.Image]}, None, because an LMDB contains no class names)
+        ({split: [Image]}, None, because an LMDB contains no class names)
     Raises:
         UsageError: an LMDB is damaged, or a label is not a class.
     """
     entries = []
     for split, paths in splits.files(source, PATTERN, options).items():
         for path in map(os.path.dirname, paths):
-            for key in records.lmdb_keys(path):
-                datum = records.read_datum(path, key)
+            for key in lmdb.keys(path):
+                datum = lmdb.read_datum(path, key)
                 entries.append((split, path, key, datum.label))
     labels = [label for *_, label in entries]
     if not labels:
@@ -36,7 +37,7 @@ def read(source, options):
     found = {}
     for (split, path, key, _), label in zip(entries, numbers, strict=True):
         name = f"{os.path.relpath(path, source)}@{_text(key)}/{len(found.get(split, [])):08d}"
-        found.setdefault(split, []).append(listing.Image(name, path, label, read_image, (key,)))
+        found.setdefault(split, []).append(Image(name, path, label, read_image, (key,)))
     return splits.train_and_val(source, found), None
 
 
@@ -49,7 +50,7 @@ def read_image(path: str, key: bytes) -> bytes:
     """
     from PIL import Image
 
-    datum = records.read_datum(path, key)
+    datum = lmdb.read_datum(path, key)
     if datum.encoded:
         return datum.data
     shape = datum.channels, datum.height, datum.width

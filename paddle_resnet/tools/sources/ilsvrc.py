@@ -12,9 +12,11 @@ import os
 import re
 import tarfile
 
-from paddle_resnet.data import listing, records
+from paddle_resnet.data.formats.folder import image_names
+from paddle_resnet.data.images import IMAGE_SUFFIXES, Image, read_slice, readable
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
+from paddle_resnet.utils.files import open_regular
 
 EXPECTED = {"train": 1_281_167, "val": 50_000}
 CLASSES = 1000
@@ -40,7 +42,7 @@ def read(source, options):
             imagenet-object-localization-challenge.
         options: Options.
     Returns:
-        ({split: [listing.Image]}, sorted WordNet ids)
+        ({split: [Image]}, sorted WordNet ids)
     Raises:
         UsageError: images or labels are missing, or an archive or a file with labels is damaged.
     """
@@ -66,8 +68,8 @@ def read(source, options):
 
 
 def _image(split, wnid, label, name, path, place):
-    kind = None if place is None else records.read_slice
-    return listing.Image(f"{split}/{wnid}/{os.path.basename(name)}", path, label, kind, place or ())
+    kind = None if place is None else read_slice
+    return Image(f"{split}/{wnid}/{os.path.basename(name)}", path, label, kind, place or ())
 
 
 def _check_counts(source, splits, classes, allow_partial):
@@ -131,7 +133,7 @@ def _validation_images(data):
 
 def _files(folder):
     """Return [(name, path, None)] of the images in a folder."""
-    names, unusable, _ = listing.image_files(folder)
+    names, unusable, _ = image_names(folder)
     if unusable:
         raise UsageError(f"{os.path.join(folder, unusable[0])}: a broken link, or not a file; remove it")
     return [(name, os.path.join(folder, name), None) for name in names]
@@ -161,7 +163,7 @@ def _members(path):
 
 @contextlib.contextmanager
 def _reading(path):
-    with records.readable(path), records.open_regular(path) as f:
+    with readable(path), open_regular(path) as f:
         yield f
 
 
@@ -170,7 +172,7 @@ def _images_in(f, what, path, start, end):
     _entries."""
     images = []
     for name, offset, size in _entries(f, what, start, end):
-        if not name.lower().endswith(records.IMAGE_SUFFIXES):
+        if not name.lower().endswith(IMAGE_SUFFIXES):
             raise UsageError(f"{what}: {name} is not an image; download the archive again")
         images.append((name, path, (offset, size)))
     return sorted(images)
@@ -278,7 +280,7 @@ def _parents(source):
 
 
 def _text(path):
-    with records.readable(path), records.open_regular(path, _TABLE_LIMIT) as f:
+    with readable(path), open_regular(path, _TABLE_LIMIT) as f:
         return f.read().decode(errors="replace")
 
 
@@ -303,7 +305,7 @@ def _devkit_archive(path):
     """Return {"meta.mat": content, TRUTH: content} from the archive of the devkit."""
     contents = {}
     try:
-        with records.readable(path), records.open_regular(path) as f, tarfile.open(fileobj=f, mode="r:gz") as tar:
+        with readable(path), open_regular(path) as f, tarfile.open(fileobj=f, mode="r:gz") as tar:
             for member in tar:
                 name = os.path.basename(member.name)
                 if member.isreg() and name in ("meta.mat", TRUTH) and member.size <= _TABLE_LIMIT:
@@ -319,7 +321,7 @@ def _devkit_folder(path):
     contents = {}
     for name in ("meta.mat", TRUTH):
         if os.path.isfile(file := os.path.join(path, name)):
-            with records.readable(file), records.open_regular(file, _TABLE_LIMIT) as f:
+            with readable(file), open_regular(file, _TABLE_LIMIT) as f:
                 contents[name] = f.read()
     return contents
 

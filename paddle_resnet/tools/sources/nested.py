@@ -4,7 +4,8 @@ import itertools
 import os
 from collections import defaultdict
 
-from paddle_resnet.data import listing, records
+from paddle_resnet.data.formats.folder import is_system_name
+from paddle_resnet.data.images import IMAGE_SUFFIXES, Image
 from paddle_resnet.tools.sources import splits
 from paddle_resnet.tools.sources.table_files import split_of
 from paddle_resnet.utils.errors import UsageError, counted
@@ -18,7 +19,7 @@ def read(source, options):
         options: Options. With class_depth N, the first N folders between a split and an image are its class. If it is
             None, all images must have the same number of folders.
     Returns:
-        ({split: [listing.Image]}, class names in label order)
+        ({split: [Image]}, class names in label order)
     Raises:
         UsageError: the class folders are at different depths, or there are no training images.
     """
@@ -67,9 +68,7 @@ def read(source, options):
     number_of = {name: label for label, name in enumerate(ordered)}
     label_of = {parts: number_of[name] for parts, name in names.items()}
     return {
-        split: [
-            listing.Image(path, os.path.join(source, path), label_of[tuple(parts[:depth])]) for path, parts in entries
-        ]
+        split: [Image(path, os.path.join(source, path), label_of[tuple(parts[:depth])]) for path, parts in entries]
         for split, entries in found.items()
     }, ordered
 
@@ -95,10 +94,10 @@ def _walk(root, folder, seen):
     folders above, because a link can lead back to them."""
     seen = seen | {os.path.realpath(folder)}
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        if entry.name.startswith(".") or listing.is_system_name(entry.name):
+        if entry.name.startswith(".") or is_system_name(entry.name):
             continue
         if entry.is_dir():
             if os.path.realpath(entry.path) not in seen:
                 yield from _walk(root, entry.path, seen)
-        elif entry.name.lower().endswith(records.IMAGE_SUFFIXES):
+        elif entry.name.lower().endswith(IMAGE_SUFFIXES):
             yield os.path.relpath(entry.path, root)

@@ -2,7 +2,8 @@
 
 import os
 
-from paddle_resnet.data import listing, parquet_files
+from paddle_resnet.data import parquet_files
+from paddle_resnet.data.images import Image
 from paddle_resnet.tools.sources import splits
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
@@ -17,7 +18,7 @@ def read(source, options):
         source: folder with the files of each split, or a single file.
         options: Options.
     Returns:
-        ({split: [listing.Image]}, class names in label order, or None if labels are numbers without names)
+        ({split: [Image]}, class names in label order, or None if labels are numbers without names)
     Raises:
         UsageError: a file is damaged or missing, a column is missing or ambiguous, files have different class names, or
             a label is not a class.
@@ -54,6 +55,6 @@ def read(source, options):
         is_plain = row.name.isprintable() and not row.name.startswith(".") and row.name
         name = row.name if is_plain else f"{row.group:05d}{row.row:06d}"
         name = f"{os.path.relpath(path, root)}@{row.group}-{row.row}/{name}"
-        return listing.Image(name, path, next(labels), parquet_files.read_image, (row.group, row.row, column))
+        return Image(name, path, next(labels), parquet_files.read_image, (row.group, row.row, column))
 
     return {split: [image(*entry) for entry in entries] for split, entries in found.items()}, names

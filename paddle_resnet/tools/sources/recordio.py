@@ -2,9 +2,11 @@
 
 import os
 
-from paddle_resnet.data import listing, records
+from paddle_resnet.data.formats import recordio as record_files
+from paddle_resnet.data.images import Image, readable
 from paddle_resnet.tools.sources import splits
 from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.files import open_regular
 
 PATTERN = r".+\.rec"
 
@@ -16,7 +18,7 @@ def read(source, options):
         source: folder with a file for each split.
         options: Options. label_index chooses one of several labels.
     Returns:
-        ({split: [listing.Image]}, None, because the files contain no class names)
+        ({split: [Image]}, None, because the files contain no class names)
     Raises:
         UsageError: a file is damaged, or a label is not a class.
     """
@@ -29,31 +31,31 @@ def read(source, options):
     found = {}
     for (split, path, start, _), label in zip(entries, numbers, strict=True):
         name = f"{os.path.relpath(path, source)}@{start}/{start:012d}"
-        found.setdefault(split, []).append(listing.Image(name, path, label, read_image, (start,)))
+        found.setdefault(split, []).append(Image(name, path, label, read_image, (start,)))
     return splits.train_and_val(source, found), None
 
 
 def read_image(path: str, offset: int) -> bytes:
     """Return the image in the record at an offset in bytes. Raise UsageError if the record is damaged."""
-    with records.open_regular(path) as f:
+    with open_regular(path) as f:
         f.seek(offset)
         try:
-            return records.recordio_content(f)[1]
-        except records.DAMAGED as e:
+            return record_files.content(f)[1]
+        except record_files.DAMAGED as e:
             raise _damaged(path, offset) from e
 
 
 def _records(path, options):
     """Return [(offset, label)] of the records in a file."""
     found, offset = [], 0
-    with records.readable(path), records.open_regular(path) as f:
+    with readable(path), open_regular(path) as f:
         size = os.fstat(f.fileno()).st_size
         while offset < size:
             try:
-                end = records.recordio_end(f, offset, size)
+                end = record_files.record_end(f, offset, size)
                 f.seek(offset)
-                labels, _ = records.recordio_content(f)
-            except records.DAMAGED as e:
+                labels, _ = record_files.content(f)
+            except record_files.DAMAGED as e:
                 raise _damaged(path, offset) from e
             label = splits.one_of(labels, options.label_index, f"{path}: the record at byte {offset}")
             found.append((offset, int(label) if label.is_integer() else label))

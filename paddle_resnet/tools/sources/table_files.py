@@ -9,8 +9,10 @@ import os
 import re
 from dataclasses import dataclass
 
-from paddle_resnet.data import records, sniffer
+from paddle_resnet.data import sniffer
+from paddle_resnet.data.images import IMAGE_SUFFIXES, readable
 from paddle_resnet.utils.errors import UsageError, counted
+from paddle_resnet.utils.files import open_regular
 
 ROBOFLOW = "_classes.csv"
 SPLITS = {
@@ -20,7 +22,7 @@ SPLITS = {
 }
 SPLIT_OF = {name: split for split, names in SPLITS.items() for name in names}
 _TEXT_LIMIT = 1 << 30  # maximum size of a table in bytes
-_SUFFIX = "|".join(re.escape(suffix) for suffix in records.IMAGE_SUFFIXES)
+_SUFFIX = "|".join(re.escape(suffix) for suffix in IMAGE_SUFFIXES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ def split_of(name):
 
 def read_lines(path):
     """Return the lines of a text file. Raise UsageError if the file cannot be read or is not UTF-8."""
-    with records.readable(path), records.open_regular(path, _TEXT_LIMIT) as f:
+    with readable(path), open_regular(path, _TEXT_LIMIT) as f:
         data = f.read()
     try:
         return data.decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n").split("\n")

@@ -8,7 +8,8 @@ import os
 import re
 from collections import Counter, defaultdict
 
-from paddle_resnet.data import listing, records, sniffer
+from paddle_resnet.data import sniffer
+from paddle_resnet.data.images import IMAGE_SUFFIXES, Image
 from paddle_resnet.tools.sources import official, table_files
 from paddle_resnet.tools.sources.table_files import ROBOFLOW, SPLIT_OF, SPLITS, Row, read_lines, split_of
 from paddle_resnet.utils import logger
@@ -29,7 +30,7 @@ def read(source, options):
         source: the table, or the folder that contains tables and images.
         options: Options.
     Returns:
-        ({split: [listing.Image]}, class names in label order, or None if labels are numbers without names)
+        ({split: [Image]}, class names in label order, or None if labels are numbers without names)
     Raises:
         UsageError: there is no table or there are several; a column is missing or ambiguous; an image is missing,
             ambiguous or occurs twice; or a label is not a class.
@@ -53,7 +54,7 @@ def read(source, options):
     labels, names = _numbered(source, rows, names)
     splits = defaultdict(list)
     for row, label, path in zip(rows, labels, filter(None, paths), strict=True):
-        splits[row.split].append(listing.Image(path, os.path.join(root, path), label))
+        splits[row.split].append(Image(path, os.path.join(root, path), label))
     if "train" not in splits:
         raise UsageError(f"{source}: contains no training images; import the table of the training images")
     _check_validation(source, splits, names)
@@ -107,7 +108,7 @@ class _Images:
                     if entry.is_file():
                         names[entry.name].append(entry.name)
                         stem, suffix = os.path.splitext(entry.name)
-                        if suffix.lower() in records.IMAGE_SUFFIXES:
+                        if suffix.lower() in IMAGE_SUFFIXES:
                             names[stem].append(entry.name)
             self._listed[folder] = names
         return self._listed[folder]
@@ -154,9 +155,9 @@ def _found(root, rows, images, allow_partial):
             paths.append(None)
             continue
         (path,) = found
-        if not path.lower().endswith(records.IMAGE_SUFFIXES):
+        if not path.lower().endswith(IMAGE_SUFFIXES):
             raise UsageError(
-                f"{row.place}: {path} is not an image with a name that ends in {', '.join(records.IMAGE_SUFFIXES)}; "
+                f"{row.place}: {path} is not an image with a name that ends in {', '.join(IMAGE_SUFFIXES)}; "
                 "convert it, or remove the line"
             )
         if path in place_of:

@@ -5,11 +5,14 @@ import io
 import os
 from collections import defaultdict
 
-from paddle_resnet.data import blocks, listing, records, sniffer
+from paddle_resnet.data import blocks, sniffer
+from paddle_resnet.data.formats import tfrecord
+from paddle_resnet.data.images import Image, read_slice, readable
 from paddle_resnet.tools.sources import splits
 from paddle_resnet.tools.sources.table_files import read_lines
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.files import open_regular
 
 PATTERN = r".+\.tfrec(ords?)?(-\d+-of-\d+)?(\.gz)?|.+-\d+-of-\d+(\.tfrec(ords?)?)?(\.gz)?"
 LIMIT = 1 << 30  # maximum size in bytes of the content of a compressed file, which each process decompresses as a whole
@@ -26,7 +29,7 @@ def read(source, options):
         source: folder with the files of each split.
         options: Options. image_column and label_column are names of features.
     Returns:
-        ({split: [listing.Image]}, class names in label order, or None if labels are numbers without names)
+        ({split: [Image]}, class names in label order, or None if labels are numbers without names)
     Raises:
         UsageError: a file is damaged or missing, a feature is missing or ambiguous, or a label is not a class.
     """
@@ -47,7 +50,7 @@ def read(source, options):
                 if name := _name(example):
                     names_of[label].add(name)
                 place = start + 12 + payload.find(data), len(data)  # 12 bytes precede the payload
-                kind, place = (read_compressed, (0, *place)) if is_compressed else (records.read_slice, place)
+                kind, place = (read_compressed, (0, *place)) if is_compressed else (read_slice, place)
                 found[split].append((path, start, label, kind, place))
     found = splits.train_and_val(source, found)
     flat = [entry for entries in found.values() for entry in entries]
@@ -58,7 +61,7 @@ def read(source, options):
     numbers = iter(numbers)
     return {
         split: [
-            listing.Image(f"{os.path.relpath(path, source)}@{start}/{start:012d}", path, next(numbers), kind, place)
+            Image(f"{os.path.relpath(path, source)}@{start}/{start:012d}", path, next(numbers), kind, place)
             for path, start, _, kind, place in entries
         ]
         for split, entries in found.items()
@@ -80,7 +83,7 @@ def read_compressed(path: str, block: int, offset: int, size: int) -> bytes:
 
 
 def _decompress(path):
-    with records.readable(path), records.open_regular(path) as f, gzip.GzipFile(fileobj=f) as content:
+    with readable(path), open_regular(path) as f, gzip.GzipFile(fileobj=f) as content:
         try:
             return content.read(2 * LIMIT)
         except _DAMAGED as e:
@@ -88,25 +91,25 @@ def _decompress(path):
 
 
 def _is_compressed(path):
-    with records.readable(path), records.open_regular(path) as f:
+    with readable(path), open_regular(path) as f:
         return f.read(2) == _GZIP
 
 
 def _records(path, is_compressed):
     """Yield (offset in the decompressed file, payload) of each record."""
     start = 0
-    with records.readable(path), records.open_regular(path) as f:
+    with readable(path), open_regular(path) as f:
         size = os.fstat(f.fileno()).st_size
         with io.BufferedReader(gzip.GzipFile(fileobj=f) if is_compressed else f) as content:
             while True:
                 try:
                     if not content.peek(1):
                         return
-                    payload = records.tfrecord_payload(content, LIMIT if is_compressed else size - start)
+                    payload = tfrecord.payload(content, LIMIT if is_compressed else size - start)
                 except _DAMAGED as e:
                     raise UsageError(f"{path}: damaged at byte {start} ({e}); download it again") from e
                 yield start, payload
-                start += len(payload) + records.TFRECORD_OVERHEAD
+                start += len(payload) + tfrecord.OVERHEAD
                 if is_compressed and start > LIMIT:
                     raise UsageError(
                         f"{path}: has more than {LIMIT / 1e9:.1f} GB when it is decompressed; run `gzip -dc` and "
@@ -117,7 +120,7 @@ def _records(path, is_compressed):
 def _features(path, start, payload):
     """Return {name: [values]} of an example."""
     try:
-        features = records.example_features(payload)
+        features = tfrecord.example_features(payload)
     except ValueError as e:
         raise UsageError(f"{path}: the record at byte {start} is {e}; use a file of examples") from e
     found = {}
@@ -184,7 +187,7 @@ def _image_and_label(path, start, example, features, options):
 
 def _name(example):
     """Return the class name that tensorflow/models stores next to the label, or None."""
-    for name in (records.TFRECORD_SYNSET, records.TFRECORD_TEXT):
+    for name in (tfrecord.SYNSET, tfrecord.TEXT):
         values = example.get(name, [])
         if len(values) == 1 and isinstance(values[0], bytes) and values[0]:
             return values[0].decode(errors="replace")

@@ -12,7 +12,8 @@ from scipy import io as matlab
 
 from layouts import color_of, error_of_import, image, obeyed_remedy, put
 from paddle_resnet import dataset
-from paddle_resnet.data import numbering, records
+from paddle_resnet.data.formats import read_image
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.tools import sources
 from paddle_resnet.tools.sources import Options, arrays
 from paddle_resnet.utils.errors import UsageError
@@ -175,7 +176,7 @@ def test_pixels_and_labels_are_those_of_the_arrays(tmp_path, name):
         images, labels = pixels("train" if split == "train" else held_out, side, gray)
         assert [listed.label for listed in splits[split]] == labels.tolist()
         for listed, expected in zip(splits[split], images, strict=True):
-            with Image.open(io.BytesIO(records.read(listed)[0])) as picture:
+            with Image.open(io.BytesIO(read_image(listed)[0])) as picture:
                 assert picture.format == "PNG"
                 np.testing.assert_array_equal(np.asarray(picture), expected)
 
@@ -196,7 +197,7 @@ def test_class_folders_of_arrays(tmp_path, capsys):
         assert f"{tmp_path}/x: 20 train and 8 val images in 4 classes from array as folder" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "x/val/ray").iterdir()) == ["000000.png", "000004.png"]
     assert color_of((tmp_path / "x/val/ray/000004.png").read_bytes()) == 2
-    assert numbering.images(tmp_path / "x", Mode.TRAIN)[1].classes == NAMES
+    assert DataRoot(tmp_path / "x").images(Mode.TRAIN)[0].classes == NAMES
 
 
 def test_coarse_labels(tmp_path):

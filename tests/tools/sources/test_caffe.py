@@ -8,7 +8,9 @@ import pytest
 from PIL import Image
 
 from layouts import colors_match, error_of_import, error_of_training, image, obey, obeyed_remedy, put
-from paddle_resnet.data import numbering, records
+from paddle_resnet.data.formats import read_image
+from paddle_resnet.data.formats.lmdb import datum_class
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.tools import sources
 from paddle_resnet.utils.mode import Mode
 
@@ -36,7 +38,7 @@ def write(root, fields, train="ilsvrc12_train_lmdb", val="ilsvrc12_val_lmdb"):
         (root / name / "x").unlink()
         with lmdb.open(str(root / name)) as environment, environment.begin(write=True) as transaction:
             for number, (k, i) in enumerate((k, i) for i in range(first, first + count) for k in (2, 0, 3, 1)):
-                datum = records.datum_class()(**fields(k, i))
+                datum = datum_class()(**fields(k, i))
                 transaction.put(f"{number:08d}_{k}.jpg".encode(), datum.SerializeToString())
 
 
@@ -51,12 +53,12 @@ def test_pixels_under_the_usual_names_are_reported_with_remedy(tmp_path):
     message = error_of_training(tmp_path / "x")
     assert "train_lmdb: record 00000000_2.jpg is not an encoded image, but an array of pixels; run `" in message
     imported = obey(message)
-    assert all(colors_match(numbering.images(imported, mode)[2]) for mode in Mode)
+    assert all(colors_match(DataRoot(imported).images(mode)[1]) for mode in Mode)
 
 
 def test_pixels_are_stored_without_loss(tmp_path):
     write(tmp_path, raw)
-    data, label = records.read(sources.read(tmp_path, "lmdb")[1]["train"][0])
+    data, label = read_image(sources.read(tmp_path, "lmdb")[1]["train"][0])
     with Image.open(io.BytesIO(data)) as picture:
         assert (picture.format, label) == ("PNG", 2)
         np.testing.assert_array_equal(np.asarray(picture), pixels(2, 0))
@@ -68,7 +70,7 @@ def test_gray_pixels(tmp_path):
         return {"channels": 1, "height": 6, "width": 5, "data": array.tobytes(), "label": k}
 
     write(tmp_path, gray)
-    data, _ = records.read(sources.read(tmp_path, "lmdb")[1]["train"][0])
+    data, _ = read_image(sources.read(tmp_path, "lmdb")[1]["train"][0])
     with Image.open(io.BytesIO(data)) as picture:
         assert (picture.mode, picture.size, np.unique(picture).tolist()) == ("L", (5, 6), [80])
 

@@ -11,7 +11,9 @@ from scipy import io as matlab
 
 from layouts import color_of, colors_match, error_of_training, image, obey, put, write_tar
 from paddle_resnet import dataset
-from paddle_resnet.data import listing, numbering, records
+from paddle_resnet.data.formats import read_image
+from paddle_resnet.data.images import Image as ListedImage
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.tools import convert, sources
 from paddle_resnet.tools.sources import Options, ilsvrc
 from paddle_resnet.utils.errors import UsageError
@@ -150,7 +152,7 @@ def test_error_of_training_contains_remedy(tmp_path, capsys, name):
     assert "ImageNet" in message
     imported = obey(message.replace("dataset import ", "dataset import --allow-partial "))
     for mode, count in ((Mode.TRAIN, 20), (Mode.EVAL, 8)):
-        images = numbering.images(imported, mode)[2]
+        images = DataRoot(imported).images(mode)[1]
         assert len(images) == count
         assert colors_match(images)
     assert dataset.main(["import", str(tmp_path / folder), "--list"]) == 0
@@ -174,7 +176,7 @@ def test_official_archives_are_imported_without_unpacking(tmp_path, capsys, to):
     assert output.out.splitlines()[-1] == (f"{tmp_path}/x: 20 train and 8 val images in 4 classes from ilsvrc as {to}")
     assert (tmp_path / "x/classes.txt").read_text().split() == WNIDS
     for mode, count in ((Mode.TRAIN, 20), (Mode.EVAL, 8)):
-        _, numbers, images = numbering.images(tmp_path / "x", mode)
+        numbers, images = DataRoot(tmp_path / "x").images(mode)
         assert (numbers.classes, len(images)) == (WNIDS, count)
         assert colors_match(images)
     if to == "folder":
@@ -199,7 +201,7 @@ def test_interrupted_import_continues_and_is_not_taken_for_complete(tmp_path, mo
     output = tmp_path / "x"
     monkeypatch.setattr(convert, "IMAGES_PER_SHARD", 4)
     monkeypatch.setattr(convert, "BLOCK", 4)
-    read, count = records.read, 0
+    read, count = convert.read_image, 0
 
     def interrupted(listed):
         nonlocal count
@@ -209,10 +211,10 @@ def test_interrupted_import_continues_and_is_not_taken_for_complete(tmp_path, mo
         return read(listed)
 
     with monkeypatch.context() as stopped, pytest.raises(KeyboardInterrupt):
-        stopped.setattr(records, "read", interrupted)
+        stopped.setattr(convert, "read_image", interrupted)
         sources.import_(tmp_path / "source", output, to, options=PART, workers=1)
     with pytest.raises(UsageError, match="the import is incomplete; repeat the `.*dataset import` command"):
-        numbering.images(output, Mode.TRAIN)
+        DataRoot(output).images(Mode.TRAIN)
     written = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.suffix in (".tar", ".JPEG")}
     assert written
     if to == "folder":  # a process was killed while it wrote a file
@@ -222,7 +224,7 @@ def test_interrupted_import_continues_and_is_not_taken_for_complete(tmp_path, mo
     sources.import_(tmp_path / "source", output, to, options=PART, workers=1)
     assert written.items() <= {path: path.stat().st_mtime_ns for path in written}.items()
     for mode, count in ((Mode.TRAIN, 20), (Mode.EVAL, 8)):
-        images = numbering.images(output, mode)[2]
+        images = DataRoot(output).images(mode)[1]
         assert len(images) == count
         assert colors_match(images)
 
@@ -267,7 +269,7 @@ def test_validation_images_of_missing_classes_are_left_out(tmp_path, capsys):
     _, splits, classes = sources.read(tmp_path, options=PART)
     assert classes == WNIDS[1:]
     assert len(splits["val"]) == 6
-    assert [color_of(records.read(image)[0]) for image in splits["val"]] == [i.label + 1 for i in splits["val"]]
+    assert [color_of(read_image(image)[0]) for image in splits["val"]] == [i.label + 1 for i in splits["val"]]
     assert "leaving out 2 validation images" in capsys.readouterr().err
 
 
@@ -384,4 +386,4 @@ def test_list_with_numbers_of_devkit_is_rejected(tmp_path, first):
 
 def test_memory_per_image_is_small():
     """1.3 million images must need less than 1 GB."""
-    assert not hasattr(listing.Image("name", "path", 0), "__dict__")
+    assert not hasattr(ListedImage("name", "path", 0), "__dict__")

@@ -4,7 +4,7 @@ import pytest
 
 from layouts import color_of, colors_match, error_of_import, image, obeyed_remedy, put
 from paddle_resnet import dataset
-from paddle_resnet.data import records
+from paddle_resnet.data.formats import read_image
 from paddle_resnet.tools import sources
 from paddle_resnet.tools.sources import Options
 
@@ -58,7 +58,7 @@ def test_class_depth(tmp_path, capsys, depth, names, labels):
     assert "20 train and 8 val images" in capsys.readouterr().out
     _, splits, classes = sources.read(tmp_path / "source", options=Options(class_depth=depth))
     assert classes == names
-    assert all(labels[color_of(records.read(image)[0])] == image.label for image in splits["train"])
+    assert all(labels[color_of(read_image(image)[0])] == image.label for image in splits["train"])
 
 
 def test_folders_without_splits_are_divided(tmp_path):

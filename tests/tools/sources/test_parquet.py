@@ -9,8 +9,9 @@ import pytest
 
 from layouts import color_of, colors_match, error_of_import, image, obeyed_remedy, put
 from paddle_resnet import dataset
-from paddle_resnet.data import numbering, records
-from paddle_resnet.tools import sources
+from paddle_resnet.data.formats import read_image
+from paddle_resnet.data.root import DataRoot
+from paddle_resnet.tools import convert, sources
 from paddle_resnet.tools.sources import Options
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
@@ -98,7 +99,7 @@ def test_single_file(tmp_path, capsys, to):
     for _ in range(2):  # repeating the command changes nothing
         assert dataset.main(command) == 0
         assert f"{tmp_path}/x: 16 train and 4 val images in 4 classes from parquet as {to}" in capsys.readouterr().out
-    assert all(colors_match(numbering.images(tmp_path / "x", mode)[2]) for mode in Mode)
+    assert all(colors_match(DataRoot(tmp_path / "x").images(mode)[1]) for mode in Mode)
     if to == "folder":
         assert (tmp_path / "x/train/ray").is_dir()
         assert color_of(next((tmp_path / "x/train/ray").glob("[0-9]_2.JPEG")).read_bytes()) == 2
@@ -108,7 +109,7 @@ def test_single_file(tmp_path, capsys, to):
 def test_names_that_cannot_be_files(tmp_path, name):
     write(tmp_path / "train.parquet", table([(k, data, name) for k, data, _ in rows(5)]))
     sources.import_(tmp_path, tmp_path / "x", "folder", workers=1)
-    images = numbering.images(tmp_path / "x", Mode.TRAIN)[2]
+    images = DataRoot(tmp_path / "x").images(Mode.TRAIN)[1]
     assert len(images) == 16
     assert colors_match(images)
 
@@ -118,7 +119,7 @@ def test_blocks_are_read_once_and_their_order_is_random(tmp_path, monkeypatch):
     for window, mixed in ((1, 3), (1 << 28, 60)):
         monkeypatch.setattr(sources, "WINDOW_BYTES", window)
         images = sources._shuffled(sources.read(tmp_path, options=Options(val=0.01))[1]["train"])
-        numbers = [records.read(image)[0][0] for image in images]
+        numbers = [read_image(image)[0][0] for image in images]
         groups = [image.place[0] for image in images]
         changes = sum(a != b for a, b in itertools.pairwise(groups))
         assert numbers != sorted(numbers)
@@ -128,7 +129,7 @@ def test_blocks_are_read_once_and_their_order_is_random(tmp_path, monkeypatch):
 
 def test_interrupted_import_continues(tmp_path, monkeypatch):
     hub(tmp_path / "source")
-    read, count = records.read, 0
+    read, count = read_image, 0
 
     def interrupted(listed):
         nonlocal count
@@ -140,12 +141,12 @@ def test_interrupted_import_continues(tmp_path, monkeypatch):
     for to in ("webdataset", "folder"):
         count = 0
         with monkeypatch.context() as stopped, pytest.raises(KeyboardInterrupt):
-            stopped.setattr(records, "read", interrupted)
+            stopped.setattr(convert, "read_image", interrupted)
             sources.import_(tmp_path / "source", tmp_path / to, to, shards=5 if to == "webdataset" else None, workers=1)
         with pytest.raises(UsageError, match="the import is incomplete; repeat the"):
-            numbering.images(tmp_path / to, Mode.TRAIN)
+            DataRoot(tmp_path / to).images(Mode.TRAIN)
         sources.import_(tmp_path / "source", tmp_path / to, to, shards=5 if to == "webdataset" else None, workers=1)
-        assert all(colors_match(numbering.images(tmp_path / to, mode)[2]) for mode in Mode)
+        assert all(colors_match(DataRoot(tmp_path / to).images(mode)[1]) for mode in Mode)
 
 
 def cut(name, size):

@@ -5,8 +5,10 @@ import struct
 import pytest
 
 from layouts import colors_match, error_of_import, error_of_training, image, obey, put
-from paddle_resnet.data import numbering, records
-from paddle_resnet.tools import sources, writers
+from paddle_resnet.data.formats import read_image
+from paddle_resnet.data.formats import recordio as record_files
+from paddle_resnet.data.root import DataRoot
+from paddle_resnet.tools import sources
 from paddle_resnet.tools.sources import Options, recordio
 from paddle_resnet.utils.mode import Mode
 
@@ -16,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("convert_here", "verify_here", "cache")
 def record(k, i, labels):
     """Return a record as mxnet.recordio.pack writes it. `labels` are the labels after the header, or None."""
     head = struct.pack("<IfQQ", len(labels or ()), k if labels is None else 0, i, 0)
-    return writers.recordio_record(head + struct.pack(f"<{len(labels or ())}f", *(labels or ())) + image(k, i))
+    return record_files.encode(head + struct.pack(f"<{len(labels or ())}f", *(labels or ())) + image(k, i))
 
 
 def write(root, labels, train="a_train.rec", val="a_val.rec"):
@@ -43,11 +45,11 @@ def test_other_names_are_detected(tmp_path):
 
 def test_image_that_contains_the_magic_number(tmp_path):
     """The writer divides such a record into parts."""
-    data = image(0) + bytes(-len(image(0)) % 4) + records.RECORDIO_MAGIC.to_bytes(4, "little") + b"end"
+    data = image(0) + bytes(-len(image(0)) % 4) + record_files.MAGIC.to_bytes(4, "little") + b"end"
     head = struct.pack("<IfQQ", 0, 1, 0, 0)
-    put(tmp_path / "a_train.rec", record(0, 0, None) + writers.recordio_record(head + data) + record(2, 0, None))
+    put(tmp_path / "a_train.rec", record(0, 0, None) + record_files.encode(head + data) + record(2, 0, None))
     splits, _ = recordio.read(str(tmp_path), Options())
-    assert records.read(splits["train"][1]) == (data, 1)
+    assert read_image(splits["train"][1]) == (data, 1)
 
 
 def test_several_labels_are_reported_with_remedy(tmp_path):
@@ -55,7 +57,7 @@ def test_several_labels_are_reported_with_remedy(tmp_path):
     message = error_of_training(tmp_path / "x")
     assert "train.rec: the record at byte 0 has 2 labels; this program trains one label per image, so choose" in message
     imported = obey(message)
-    assert all(colors_match(numbering.images(imported, mode)[2]) for mode in Mode)
+    assert all(colors_match(DataRoot(imported).images(mode)[1]) for mode in Mode)
 
 
 def cut(root):
@@ -77,7 +79,7 @@ BAD = {
     "truncated": (cut, "a_train.rec: damaged at byte "),
     "other content": (lambda root: put(root / "a_train.rec", b"<html>" * 50), "a_train.rec: damaged at byte 0; write"),
     "labels missing": (
-        lambda root: put(root / "a_train.rec", writers.recordio_record(struct.pack("<IfQQ", 9, 0, 0, 0))),
+        lambda root: put(root / "a_train.rec", record_files.encode(struct.pack("<IfQQ", 9, 0, 0, 0))),
         "a_train.rec: damaged at byte 0; write or copy it again",
     ),
     "no training images": (

@@ -8,7 +8,8 @@ import pytest
 
 from layouts import colors_match, error_of_training, image, obey, put
 from paddle_resnet import dataset
-from paddle_resnet.data import listing, numbering
+from paddle_resnet.data.images import Image as ListedImage
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.tools import sources
 from paddle_resnet.tools.sources import Options
 from paddle_resnet.utils.errors import UsageError
@@ -211,7 +212,7 @@ def test_error_of_training_contains_remedy(tmp_path, capsys, name):
     message = error_of_training(tmp_path / "source")
     imported = obey(message)
     for mode, count in zip(Mode, counts.values(), strict=True):
-        images = numbering.images(imported, mode)[2]
+        images = DataRoot(imported).images(mode)[1]
         assert len(images) == count
         assert colors_match(images)
     assert dataset.main(["import", str(tmp_path / "source"), "--list"]) == 0
@@ -225,7 +226,7 @@ def test_list_with_names_as_labels_is_reported_with_remedy(tmp_path):
     message = error_of_training(tmp_path)
     assert "train.txt: line 1 is not `PATH LABEL` but `jpg/t0b.jpg ray`; correct it, or run" in message
     imported = obey(message.partition("or run ")[2])
-    assert colors_match(numbering.images(imported, Mode.EVAL)[2])
+    assert colors_match(DataRoot(imported).images(Mode.EVAL)[1])
 
 
 @pytest.mark.parametrize("to", ["webdataset", "folder", "recordio"])
@@ -237,7 +238,7 @@ def test_imported_table_is_a_valid_data_set(tmp_path, capsys, to, name):
         assert dataset.main(command) == 0
         assert f"{tmp_path}/x: 20 train and 8 val images" in capsys.readouterr().out
     for mode in Mode:
-        _, numbers, images = numbering.images(tmp_path / "x", mode)
+        numbers, images = DataRoot(tmp_path / "x").images(mode)
         assert numbers.classes == LAYOUTS[name][2] or numbers.classes in (None, ["0", "1", "2", "3"])
         assert colors_match(images)
     assert dataset.main(["verify", str(tmp_path / "x")]) == 0
@@ -252,7 +253,7 @@ def test_numeric_folders_keep_their_numbers(tmp_path):
             lines.append(f"{k}_{i},{k}\n")
     put(tmp_path / "source/train.csv", "id,label\n" + "".join(lines))
     sources.import_(tmp_path / "source", tmp_path / "x", "folder", workers=1)
-    _, numbers, images = numbering.images(tmp_path / "x", Mode.TRAIN)
+    numbers, images = DataRoot(tmp_path / "x").images(Mode.TRAIN)
     assert numbers.classes == [str(k) for k in range(12)]
     assert {image.name.split("/")[1] == str(image.label) for image in images} == {True}
 
@@ -433,6 +434,6 @@ def test_bad_input_exits_with_code_2_and_leaves_no_output(tmp_path, capsys, name
 
 
 def test_data_set_without_a_class_of_two_images_cannot_be_split():
-    images = [listing.Image(f"{label}.jpg", f"{label}.jpg", label) for label in range(3)]
+    images = [ListedImage(f"{label}.jpg", f"{label}.jpg", label) for label in range(3)]
     with pytest.raises(UsageError, match="--val 0.2: no class has two images.*; add images"):
         sources._divided(images, None, 0.2)

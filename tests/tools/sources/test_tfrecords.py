@@ -6,7 +6,8 @@ import pytest
 from tfrecord import TFRecordWriter
 
 from layouts import colors_match, error_of_import, error_of_training, image, obey, obeyed_remedy, put
-from paddle_resnet.data import numbering, records
+from paddle_resnet.data.formats import tfrecord
+from paddle_resnet.data.root import DataRoot
 from paddle_resnet.tools import sources
 from paddle_resnet.tools.sources import Options, tfrecords
 from paddle_resnet.utils.errors import UsageError
@@ -30,8 +31,8 @@ def named(k, i):
 
 
 def tensorflow_models(k, i):
-    label = {records.TFRECORD_LABEL: (k + 1, "int"), records.TFRECORD_SYNSET: (NAMES[k].encode(), "byte")}
-    return {records.TFRECORD_IMAGE: (image(k, i), "byte"), **label, "image/class/text": (b"", "byte")}
+    label = {tfrecord.LABEL: (k + 1, "int"), tfrecord.SYNSET: (NAMES[k].encode(), "byte")}
+    return {tfrecord.IMAGE: (image(k, i), "byte"), **label, "image/class/text": (b"", "byte")}
 
 
 def write(path, features, count, first=0, compress=False):
@@ -99,7 +100,7 @@ def test_features_with_other_names_are_reported_with_remedy(tmp_path):
     build(["train-00000-of-00001"], "validation-00000-of-00001", kaggle)(tmp_path / "x")
     message = error_of_training(tmp_path / "x")
     assert "but the features are class, id, image); run `" in message
-    assert colors_match(numbering.images(obey(message), Mode.EVAL)[2])
+    assert colors_match(DataRoot(obey(message)).images(Mode.EVAL)[1])
 
 
 def test_labels_from_one_are_renumbered(tmp_path, capsys):
@@ -211,7 +212,7 @@ def record_checksums():
     import crc32c
 
     head, payload = b"\3" + bytes(7), b"\xff\xff\xff"
-    masked = [records._masked(crc32c.crc32c(data)).to_bytes(4, "little") for data in (head, payload)]
+    masked = [tfrecord._masked(crc32c.crc32c(data)).to_bytes(4, "little") for data in (head, payload)]
     return masked[0] + payload + masked[1]
 
 

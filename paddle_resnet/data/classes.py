@@ -1,0 +1,146 @@
+"""Class names and labels: classes.txt, and checks of labels and of the images per class."""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable, Sequence
+
+from paddle_resnet.data import sniffer
+from paddle_resnet.data.images import IMAGE_ENDINGS, TEXT_LIMIT, log_once, some
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import UsageError, printable
+from paddle_resnet.utils.files import open_regular
+from paddle_resnet.utils.mode import Mode
+
+_IMAGENET_CLASSES = 1000
+_NAME_LIMIT = 1000  # maximum number of characters in a class name; Python's CSV reader accepts 131,072
+_LABEL_TABLE = re.compile(r".+\.csv|metadata\..+", re.IGNORECASE)  # files that probably contain labels
+
+
+def class_names(image_root: str) -> list[str] | None:
+    """Return the lines of IMAGE_ROOT/classes.txt, or None if there is no such file. Raise UsageError if the file cannot
+    be read."""
+    path = os.path.join(image_root, "classes.txt")
+    if not os.path.lexists(path):
+        return None
+    try:
+        with open_regular(path, TEXT_LIMIT) as f:
+            text = f.read().decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
+        classes = text.split("\n") if text else []
+        if any(len(name) > _NAME_LIMIT for name in classes):
+            raise ValueError(f"a line exceeds {_NAME_LIMIT} characters")
+    except (OSError, ValueError) as e:  # ValueError: for example, the text is not UTF-8
+        reason = getattr(e, "strerror", None) or e
+        raise UsageError(f"{path}: cannot be read ({reason}); write one class name per line, or remove it") from e
+    return classes
+
+
+def numbers(count: int | None) -> list[str]:
+    """Return class names for data without class names: the numbers from 0 to `count` - 1."""
+    return [str(i) for i in range(count or 0)]
+
+
+def check_labels(
+    path: str, labels: Iterable, num_of_class: int | None, classes: Sequence | None, label_offset: int = 0
+) -> None:
+    """Check labels against the number of class names or, without names, the number of network outputs.
+
+    Args:
+        path: file that contains the labels, for the error message.
+        labels: iterable of stored labels.
+        num_of_class: number of network outputs, or None for any number.
+        classes: class names, or None.
+        label_offset: number that is subtracted from the labels.
+    Raises:
+        UsageError: a label is out of range.
+    """
+    limit = len(classes) if classes else num_of_class
+    for label in labels:
+        if not is_class(label - label_offset, limit):
+            source = "classes.txt" if classes else f"--num-of-class {num_of_class}"
+            first = label_offset
+            allowed = f"labels are whole numbers from {first}"
+            if limit is not None:
+                allowed = f"{source} allows {first} to {first + limit - 1}"
+            if label_offset:
+                allowed += f" with --label-offset {label_offset}"
+            remedy = "number the classes from 0, set --label-offset to the first label, or use a larger --num-of-class"
+            if label - label_offset == limit == _IMAGENET_CLASSES and path.endswith(".txt"):
+                remedy = (
+                    "labels from 1 to 1000 are probably those of ImageNet's development kit, whose order is not that "
+                    "of class folders; instead of this file, use class folders with WordNet names, such as n01440764"
+                )
+            raise UsageError(f"{path}: has label {label:g}, but {allowed}; {remedy}")
+
+
+def is_class(label: float, limit: int | None = None) -> bool:
+    """Return whether a number, possibly NaN, is a nonnegative integer below `limit`, or, without a limit, below
+    2**31."""
+    return 0 <= label < (limit or 2**31) and label == int(label)
+
+
+def check_classes(
+    image_root: str,
+    mode: Mode,
+    data_format: str,
+    labels: Iterable[int],
+    classes: Sequence[str],
+    allow_empty: bool = False,
+    allow_one_class: bool = False,
+) -> None:
+    """Raise an error or log a warning if classes have no images, or if all training images belong to one class.
+
+    Args:
+        image_root: the folder that contains the split.
+        mode: Mode.TRAIN or Mode.EVAL.
+        data_format: "folder" or "filelist".
+        labels: labels of all images.
+        classes: class names in label order.
+        allow_empty: whether empty class folders in train/ trigger a warning instead of an error.
+        allow_one_class: whether training images of only one class trigger a warning instead of an error.
+    Raises:
+        UsageError: a class folder in train/ has no images, and allow_empty is False; or all training images belong to
+            one class, and allow_one_class is False.
+    """
+    there = set(labels)
+    empty = [name for label, name in enumerate(classes) if label not in there]
+    if empty:
+        message = (
+            f"--image-root {image_root}: {mode.value} has no images for {len(empty)} of {len(classes)} classes "
+            f"({some(empty)})"
+        )
+        if mode is Mode.TRAIN and data_format == "folder" and not allow_empty:
+            raise UsageError(
+                f"{message}; add images ({IMAGE_ENDINGS}), remove the folders, or use --allow-empty-classes"
+            )
+        log_once(printable(f"{message}; add images"), logger.warn)
+    if mode is Mode.TRAIN and len(there) == 1:
+        check_one_class(image_root, classes, min(there), allow_one_class)
+
+
+def check_one_class(image_root: str, classes: Sequence[str], label: int, allow: bool) -> None:
+    """Raise UsageError, or log a warning if `allow` is True, because all training images have the same label. If
+    `classes`, the class names in label order, do not contain the label, the message contains its number."""
+    name = classes[label] if label < len(classes) else label
+    folders = (".", "train", f"train/{name}")
+    tables = label_tables(image_root, folders)
+    message = f"--image-root {image_root}: all train images belong to one class, {name}"
+    if tables:
+        message = f"{message}; {some(tables)} {'is' if len(tables) == 1 else 'are'} not used to assign labels"
+    remedy = sniffer.PUT if tables else "add other classes"
+    if tables and sniffer.advice(image_root, only_certain=True):
+        remedy = f"run {sniffer.import_command(image_root)}"
+    if not allow:
+        raise UsageError(f"{message}; {remedy}, or use --allow-one-class")
+    log_once(printable(f"{message}; {remedy}"), logger.warn)
+
+
+def label_tables(root: str, folders: Iterable[str]) -> list[str]:
+    """Return the paths, relative to root, of the files in some of its folders that probably contain labels, such as
+    metadata.jsonl, train.csv and _classes.csv."""
+    paths = []
+    for folder in folders:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: a name in classes.txt contains a null character
+            names = sorted(os.listdir(os.path.join(root, folder)))
+            paths += [os.path.normpath(os.path.join(folder, name)) for name in names if _LABEL_TABLE.fullmatch(name)]
+    return paths

@@ -1,0 +1,143 @@
+"""Build the training and evaluation programs."""
+
+import contextlib
+import io
+
+import paddle
+from paddle import static
+
+from paddle_resnet.checkpoints.variables import MASTER
+from paddle_resnet.components import INPUTS, UPDATE, optimizer, precision, quantization, sparsity
+from paddle_resnet.job import processes, watchdog
+from paddle_resnet.models import build_model, logits, loss_head, parts
+from paddle_resnet.optimizers import table
+from paddle_resnet.optimizers.schedules import build_lr_scheduler
+from paddle_resnet.passes import all_reduces
+from paddle_resnet.settings import durations
+from paddle_resnet.step import facts, host_metrics
+from paddle_resnet.step.builder import StepBuilder
+from paddle_resnet.utils.meters import AverageMeter, ConfusionMeter, TopMeter
+from paddle_resnet.utils.mode import Mode
+
+
+def feeds_of(image_shape):
+    """Declare the inputs of the current program. See program.create_feeds."""
+    return {
+        "data": static.data("data", [None, *image_shape], dtype=paddle.get_default_dtype()),
+        "label": static.data("label", [None, 1], dtype="int64"),
+    }
+
+
+def fetchs_of(out, targets, class_num, label_smoothing, mode):
+    """Add the loss and the accuracy to the current program. See program.create_fetchs."""
+    is_native = facts.of(static.default_main_program()).backend == "native"
+    add = loss_head.add_native if is_native else loss_head.add_paddle
+    head = add(out, targets, class_num, label_smoothing, mode is Mode.TRAIN)
+    return {
+        name: (
+            variable,
+            ConfusionMeter(class_num) if name == "confusion" else AverageMeter(name, is_ratio=name != "loss"),
+        )
+        for name, variable in head.items()
+    }
+
+
+def wrap_optimizer(args, optimizer):
+    """Wrap an optimizer for the current program. See program.dist_optimizer."""
+    float32 = quantization.float32_variables(static.default_main_program())
+    optimizer = precision.wrap(optimizer, args.part(precision.Settings), float32)
+    optimizer = paddle.distributed.fleet.distributed_optimizer(optimizer)
+    return sparsity.wrap(optimizer, args.part(sparsity.Settings))
+
+
+def build_program(args, main_prog, startup_prog, step_each_epoch, mode, lr_scheduler, class_images):
+    """Build a program. See program.build."""
+    watchdog.phase("program construction")
+    is_train = mode is Mode.TRAIN
+    channels, height, width = args.image_shape
+    image_shape = [channels, height, width] if args.data_layout == "NCHW" else [height, width, channels]
+    if is_train and lr_scheduler is None:
+        lr_scheduler = build_lr_scheduler(args, durations.uniform(args.accumulate_steps, step_each_epoch))
+    schedule = lr_scheduler if is_train else None
+    step, optimizer = StepBuilder(args, main_prog, startup_prog, schedule, processes.rank()), None
+    with static.program_guard(main_prog, startup_prog), paddle.utils.unique_name.guard():
+        with _default_dtype("float16" if args.dali_output_fp16 else "float32"):
+            feeds = feeds_of(image_shape)
+        step.model = model = build_model(args.model_arch_name, args.num_of_class, channels, args.data_layout)
+        if is_train:
+            _set_up_layers(args, step)
+        else:
+            model.eval()
+        step.images, step.targets, step.class_images = feeds["data"], feeds, class_images
+        if args.dali_output_fp16 and not (args.amp and args.amp_dtype == "float16"):
+            # Paddle's layers reject bfloat16, so AMP casts the images later.
+            step.images = step.images.astype("float32")
+        if is_train:
+            for component in INPUTS:
+                component.add(step)
+        elif args.tta == "flip":
+            axis = 3 if args.data_layout == "NCHW" else 2
+            step.images = paddle.concat([step.images, paddle.flip(step.images, [axis])])
+        first = len(main_prog.global_block().ops)
+        out = logits(model, step.images, args.model_arch_name, args.num_of_class)
+        quantization.add(step, first)
+        if not is_train and args.tta == "flip":
+            out = loss_head.mean_over_mirrored(out)
+        fetchs = fetchs_of(out, step.targets, args.num_of_class, args.label_smoothing, mode)
+        if not is_train and (args.predictions is not None or args.report_html is not None):
+            fetchs["logits"] = loss_head.add_logits(out), TopMeter(min(5, args.num_of_class))
+        if is_train:
+            optimizer = _minimize(args, step, fetchs["loss"][0])
+        if step.is_native:
+            with loss_head.scope():  # AMP must not change the precision of the metrics
+                host_metrics.add_copy(variable for variable, _ in fetchs.values())
+    return fetchs, lr_scheduler, feeds, optimizer
+
+
+def _set_up_layers(args, step):
+    """Apply --bn-momentum and --freeze to the network."""
+    if args.bn_momentum is not None:
+        parts.set_bn_momentum(step.model, args.bn_momentum)
+    if args.freeze:
+        step.frozen = parts.freeze(step.model, args.freeze)
+
+
+def _minimize(args, step, loss):
+    """Add the backward pass and the update to a training program, and return the optimizer."""
+    own_optimizer = table.build_optimizer(args, step.schedule)
+    optimizer = wrap_optimizer(args, own_optimizer)
+    if step.frozen:
+        parts.stop_gradients(step.main)
+    sparsity.prepare(step)
+    with contextlib.redirect_stdout(io.StringIO()):  # Fleet prints the names of its optimizers
+        optimizer.minimize(loss, step.startup)
+    # Also create the optimizer state of frozen parameters, so that --freeze does not change which variables a
+    # checkpoint contains.
+    own_optimizer._create_accumulators(step.main.global_block(), step.frozen)
+    sparsity.add(step)
+    add_update(step)
+    all_reduces.adapt_communication(step.main, step.startup, step.device)
+    return optimizer
+
+
+def add_update(step):
+    """Turn the operators that Paddle's minimize has added into the update of the flags."""
+    step.describe_update(MASTER, all_reduces.bn_statistics(step.main))
+    known = facts.of(step.main)
+    known.optimizer = step.part(optimizer.Settings).optimizer
+    known.inputs[step.schedule._var_name] = step.schedule
+    if rewrite := table.OPTIMIZERS[known.optimizer].rewrite:
+        rewrite(step)
+    for component in UPDATE:
+        component.add(step)
+    known.states = [component.state(step) for component in UPDATE if hasattr(component, "state")]
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype):
+    previous = paddle.get_default_dtype()
+    paddle.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        paddle.set_default_dtype(previous)

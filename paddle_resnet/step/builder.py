@@ -1,0 +1,85 @@
+"""A training or evaluation program under construction."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+from paddle import static
+
+from paddle_resnet import graph
+from paddle_resnet.step import facts, random_numbers, scalars
+
+_Settings = TypeVar("_Settings")  # class Settings of a component
+
+
+class StepBuilder:
+    """A program to which components add operators. What a run needs to know after the construction is in `facts`.
+
+    Args:
+        settings: Settings.
+        main, startup: the programs to fill.
+        schedule: schedules.Schedule, which counts steps and batches; None in an evaluation program.
+        rank: rank of this process.
+
+    Attributes:
+        backend: "native" if components add custom operators, "paddle" if they add Paddle's.
+        device: "cpu" or "gpu".
+        arch, layout, num_classes: the network; layout is "NCHW" or "NHWC".
+        image_size, batch_size: its images, [height, width].
+        images: the input of the network.
+        targets: {"label"} and what components add, see loss_head.add_paddle.
+        class_images: number of training images of each class, or None if unknown.
+        model: the network (paddle.nn.Layer), once built.
+        frozen: parameters that the optimizer does not update (--freeze).
+        values, frozen_values: {trained or frozen parameter: variable that contains its float32 value}, after minimize.
+        bn_statistics: running means and variances, after minimize.
+        factor: variable with which custom kernels multiply the gradients, 0 in a skipped step; None stands for 1.
+    """
+
+    def __init__(self, settings, main: static.Program, startup: static.Program, schedule=None, rank: int = 0):
+        self.main, self.startup, self.schedule = main, startup, schedule
+        self.backend = "native" if settings.kernels == "native" else "paddle"
+        self.device, self._settings, self._rank = settings.device, settings, rank
+        self.arch, self.layout, self.num_classes = settings.model_arch_name, settings.data_layout, settings.num_of_class
+        self.image_size, self.batch_size = settings.image_shape[1:], settings.batch_size
+        self.images, self.targets, self.class_images = None, {}, None
+        self.model, self.frozen = None, []
+        self.values, self.frozen_values, self.bn_statistics = {}, {}, []
+        self.factor = None
+        facts.of(main).backend = self.backend
+
+    @property
+    def is_native(self) -> bool:
+        return self.backend == "native"
+
+    def part(self, cls: type[_Settings]) -> _Settings:
+        """Return the settings of a component, an instance of its class Settings."""
+        return self._settings.part(cls)
+
+    def declare(self, name: str, value_of: Callable, shape=(1,), dtype="float32") -> static.Variable:
+        """Create a variable that the host writes before each step. See scalars.declare. value_of() must not refer to
+        this StepBuilder, because facts.py keeps it as long as the program exists."""
+        return scalars.declare(name, value_of, shape, dtype)
+
+    def random(self, name: str) -> Callable[[], np.random.Generator]:
+        """Return a function that returns the random numbers of this process for the next batch and the use `name`."""
+        seed, schedule, rank = self._settings.seed, self.schedule, self._rank
+        return lambda: random_numbers.generator(seed, schedule.batches, name, rank)
+
+    def declare_seed(self, name: str) -> static.Variable:
+        """Return an int32 variable [1] that contains a new random seed for each batch."""
+        random = self.random(name)
+        return self.declare(f"{name}.seed", lambda: random().integers(1, 2**31), dtype="int32")
+
+    def describe_update(self, master: str, bn_statistics: list[str]) -> None:
+        """Note what the components of the update need to know about the operators that minimize has added.
+
+        Args:
+            master: suffix of the names of master weights.
+            bn_statistics: see the attribute.
+        """
+        block, updates = self.main.global_block(), graph.updates(self.main)
+        self.values = {op.input("Param")[0]: graph.value_of(op) for op in updates}
+        names = [parameter.name for parameter in self.frozen]
+        self.frozen_values = {name: name + master if block.has_var(name + master) else name for name in names}
+        self.bn_statistics = bn_statistics

@@ -1,0 +1,166 @@
+"""Compile a program for the Executor."""
+
+import functools
+from collections import Counter
+
+from paddle import static
+
+from paddle_resnet import graph
+from paddle_resnet.components import accumulation, optimizer, precision
+from paddle_resnet.job import processes
+from paddle_resnet.optimizers import table
+from paddle_resnet.passes import fusion, statistics
+from paddle_resnet.step import cuda_graph, facts, scalars, trace
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import UsageError
+
+# Attributes of BuildStrategy that enable fused operators for training on a GPU. Not every Paddle version has all of
+# these attributes.
+FUSED_OPERATORS = ("fuse_bn_act_ops", "fuse_bn_add_act_ops", "fuse_elewise_add_act_ops", "enable_addto")
+# Operators that use oneDNN on a CPU. With Paddle's own depthwise convolutions, a training step of EfficientNet_Lite0
+# takes five times as long (1.71 instead of 0.34 s of CPU time with 16 images of 64 px; n = 5).
+ONEDNN = ("conv2d", "conv2d_grad", "depthwise_conv2d", "depthwise_conv2d_grad")
+
+
+class CompiledStep(static.CompiledProgram):
+    """A compiled program with the parts of a run that belong to it.
+
+    Attributes:
+        source: the program that build has filled.
+        captured: cuda_graph.CapturedStep, or None if the step cannot be captured.
+        write_scalars: scalars.Writer.
+        trace: trace.Trace of the first pass over the loader, or None if --profile-steps is not set.
+        accumulating: compiled program for all batches of a training step except the last, or None if each step has one
+            batch (--accumulate-steps 1).
+    """
+
+    def __init__(self, program, strategy, source, place):
+        super().__init__(program, build_strategy=strategy)
+        self.source, self.write_scalars = source, scalars.Writer(program, place)
+        self.captured = self.trace = self.accumulating = None
+
+
+def build_strategy(args, is_train):
+    """Return Paddle's BuildStrategy for a program. See program.create_strategy."""
+    processes.check_resolved(args.device)
+    strategy = static.BuildStrategy()
+    if args.device == "gpu" and is_train:
+        # The operator that fuses addition and activation has no bfloat16 kernel, so its fusion is not enabled in
+        # bfloat16. The BN fusion passes can stay enabled, because they skip bfloat16 operators.
+        is_bfloat16 = args.amp and args.amp_dtype == "bfloat16"
+        for name in FUSED_OPERATORS:
+            if hasattr(strategy, name) and not (is_bfloat16 and name == "fuse_elewise_add_act_ops"):
+                setattr(strategy, name, True)
+    return strategy
+
+
+def compile_step(args, program, is_train):
+    """Return the CompiledStep of a program, which is not modified. See program.compile_prog."""
+    processes.check_resolved(args.device)
+    if facts.of(program).optimizer is None:
+        _check_rule(args.optimizer, program)
+    compiled = _compile(args, program, program, is_train)
+    if is_train and args.accumulate_steps > 1:
+        accumulating = accumulation.without_update(program)
+        facts.share(program, accumulating)
+        compiled.accumulating = _compile(args, accumulating, program, is_train)
+    return compiled
+
+
+def _check_rule(name, program):
+    """Raise UsageError if a program that build has not built would be trained with a different optimizer, because
+    Paddle lacks the rule of --optimizer."""
+    others = graph.updates(program)
+    if table.OPTIMIZERS[name].rewrite and others:
+        raise UsageError(
+            f"--optimizer {name}: Paddle lacks this update rule, and the program has {len(others)} operators "
+            f"{others[0].type}; build the program with program.build"
+        )
+
+
+def _compile(args, original, source, is_train):
+    program = original.clone()
+    facts.share(original, program)
+    if args.device == "cpu" and args.data_layout == "NCHW":
+        _use_onednn(program)
+    if args.kernels == "native":
+        fusion.fuse(program)
+        _update_natively(program)
+    else:
+        statistics.keep_statistics_finite(program)
+    if args.device == "gpu":
+        _warn_of_depthwise(args.kernels, fusion.paddle_depthwise(program))
+    strategy = build_strategy(args, is_train)
+    if any(_is_broadcast_addition(program, op) for op in program.global_block().ops):
+        strategy.fuse_elewise_add_act_ops = False
+    place = processes.place(args.device)
+    compiled = CompiledStep(program, strategy, source, place)
+    if args.profile_steps is not None and is_train == args.run_scope.trains:
+        compiled.trace = trace.Trace(args.profile_steps, trace.path(args.profile_steps, args.output_dir), args.device)
+    if args.kernels == "native":
+        is_explicit = args.is_explicit("cuda_graph")
+        untested = cuda_graph.untested_operators(program, args.cuda_graph, is_explicit)
+        if untested is not None:
+            compiled.captured = cuda_graph.CapturedStep(compiled, place, untested, is_explicit)
+    return compiled
+
+
+def _update_natively(program):
+    """Replace Paddle's update operators in a program that build has not built. Operators without a custom operator,
+    which cannot read the factor that unscales the gradients, are not replaced."""
+    rules = {table.rule_of(op) for op in graph.updates(program)}
+    if len(rules) == 1 and None not in rules:
+        block = program.global_block()
+        optimizer.update_natively(block, rules.pop(), precision.check_natively(block))
+
+
+def _use_onednn(program):
+    """Compute convolutions with oneDNN, which is faster (see ONEDNN), but whose filter gradients are wrong in NHWC.
+    Other operators of oneDNN fail, such as the gradient of `mean` for the scalar loss."""
+    for op in program.global_block().ops:
+        if op.type in ONEDNN:
+            # Use conv2d instead of Paddle's depthwise operator, which multiplies one small matrix per channel.
+            op.desc.set_type(op.type.removeprefix("depthwise_"))
+            op._set_attr("use_mkldnn", True)
+
+
+def _is_broadcast_addition(program, op):
+    """Return whether Paddle's fused addition and activation would compute wrong results for an operator. If one operand
+    is broadcast over the batch, such as a convolution bias [1, C, 1, 1], the fused operator processes only one image
+    and leaves the results of all other images uninitialized."""
+    if op.type != "elementwise_add":
+        return False
+    x, y = (program.global_block().var(op.input(name)[0]) for name in "XY")
+    return y.shape != x.shape and (len(y.shape) == len(x.shape) or 1 in y.shape)
+
+
+@functools.cache  # warn only once, although both the training and the evaluation program contain these layers
+def _warn_of_depthwise(kernels, paddle_layers):
+    if not paddle_layers:
+        return
+    if kernels == "paddle":
+        logger.warn(
+            "--kernels paddle: the network has depthwise convolutions, for which the custom kernels are made; use "
+            "--kernels native"
+        )
+        return
+    effect = "Paddle's NHWC kernels for such layers cannot be captured as a CUDA graph on a GPU"
+    limits = "3x3 or 5x5, stride 1 or 2, no dilation, a multiple of 4 channels"
+    logger.warn(
+        f"depthwise convolution ({'; '.join(paddle_layers)}): not supported by the custom kernels (supported: "
+        f"{limits}), and {effect}; change the layer, or use --data-layout NCHW"
+    )
+
+
+def fused_operators(args, compiled):
+    """Compile a program before its first step, and count its fused operators.
+
+    Args:
+        args: Settings.
+        compiled: result of compile_prog; the Executor reuses the compilation.
+    Returns:
+        {operator: count} for Paddle's fused operators (fused_...) and custom operators (native_...).
+    """
+    compiled._compile(static.global_scope(), processes.place(args.device))
+    types = Counter(node.name() for node in compiled._graph.nodes() if node.is_op())
+    return {name: count for name, count in sorted(types.items()) if name.startswith(("fused_", "native_"))}

@@ -1,0 +1,63 @@
+"""What a run must know about a program in addition to its operators.
+
+`build` takes and `compile_prog` receives Paddle's own Program, so the facts are in a table beside the programs. The
+keys are weak references: the facts of a program end with the program. They must not refer to it, nor to its variables.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from paddle import static
+
+
+@dataclass(frozen=True)
+class State:
+    """Persistable variables that a component has added to a training program.
+
+    Attributes:
+        variables: {source: variable}.
+        file: suffix of the checkpoint file that contains the variables: ".pdopt"; another suffix for a file that has
+            the format of PREFIX.pdparams, in which the variables replace their sources; or None if checkpoints do not
+            contain them.
+        starts_as_source: whether the variables start with the values of their sources, which are parameters or BN
+            statistics. Otherwise, the startup program determines their values.
+        what: name of the variables in messages, with the flag.
+    """
+
+    variables: dict[str, str]
+    file: str | None
+    starts_as_source: bool = False
+    what: str = ""
+
+
+@dataclass
+class Facts:
+    """The facts of a program.
+
+    Attributes:
+        backend: "native" if build adds custom operators to the program, otherwise "paddle".
+        optimizer: name of the optimizer whose update build has added, or None.
+        states: the State of each component that has one.
+        inputs: {variable: function that returns its value for the next step}, the host scalars (scalars.py).
+        bn_average: program that averages the BN statistics over the processes (passes/all_reduces.py), once built.
+    """
+
+    backend: str = "paddle"
+    optimizer: str | None = None
+    states: list[State] = field(default_factory=list)
+    inputs: dict[str, Callable] = field(default_factory=dict)
+    bn_average: static.Program | None = None
+
+
+_facts: weakref.WeakKeyDictionary[static.Program, Facts] = weakref.WeakKeyDictionary()
+
+
+def of(program: static.Program) -> Facts:
+    """Return the facts of a program. They are empty for a program that build has not filled."""
+    return _facts.setdefault(program, Facts())
+
+
+def share(program: static.Program, copy: static.Program) -> None:
+    """Give a copy of a program the same facts."""
+    _facts[copy] = of(program)

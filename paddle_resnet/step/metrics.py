@@ -1,0 +1,69 @@
+"""The metrics of an epoch: aggregation over all processes, and the log."""
+
+import numpy as np
+
+from paddle_resnet.job import exchange, watchdog
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.meters import class_metrics, mean
+from paddle_resnet.utils.signals import Preempted
+
+
+def log_metrics(step, metrics, mode):
+    """Log the metrics of a step, an epoch or a run. See program.log_info."""
+    numbers = {name: value for name, value in metrics.items() if not isinstance(value, np.ndarray)}
+    logger.log(step, {f"{mode.value}.{name}": value for name, value in numbers.items()})
+
+
+def over_all_processes(meters, clock, stopped):
+    """Return metrics and times, aggregated over all processes on the host in float64. Each process returns the same
+    values."""
+    watchdog.phase("metric reduction")
+    loss = meters["loss"]
+    own = {}
+    for name, meter in meters.items():
+        own |= {(name, "sum"): meter.sum, (name, "finite"): meter.count - meter.not_finite}
+    own |= {"images": loss.count, "not_finite": loss.not_finite, "timed_images": clock.images, "stopped": stopped}
+    own |= {"steps": len(clock.batch_times), "time": sum(clock.batch_times), "data_time": sum(clock.data_times)}
+    all_ranks = exchange.all_gather(list(own.values()))
+    sums = dict(zip(own, all_ranks.sum(axis=0), strict=True))
+    largest = dict(zip(own, all_ranks.max(axis=0), strict=True))  # maximum, since a process without images has 0 steps
+    if sums["stopped"]:
+        raise Preempted
+    result = {name: mean(sums[name, "sum"], sums[name, "finite"]) for name in meters}
+    result.update(
+        images=int(sums["images"]),
+        steps=int(largest["steps"]),
+        epoch_time=largest["time"],
+        ips=sums["timed_images"] / largest["time"],
+        data_time=sums["data_time"] / sums["steps"],
+        compute_time=(sums["time"] - sums["data_time"]) / sums["steps"],
+        batch_time=sums["time"] / sums["steps"],
+    )
+    if sums["not_finite"]:
+        result["not_finite"] = int(sums["not_finite"])
+    return {name: float(value) if isinstance(value, np.floating) else value for name, value in result.items()}
+
+
+def confusion_over_all_processes(meter):
+    """Return the confusion counts, summed over all processes, and top1 per class. Processes exchange only positive
+    counts, at most two numbers per image."""
+    codes, counts = meter.counts()
+    longest = int(exchange.all_gather([len(codes)]).max())
+    padding = (0, longest - len(codes))
+    all_ranks = exchange.all_gather([*np.pad(codes, padding), *np.pad(counts, padding)]).astype(np.int64)
+    codes, places = np.unique(all_ranks[:, :longest], return_inverse=True)
+    counts = np.zeros(len(codes), np.int64)
+    np.add.at(counts, places.reshape(-1), all_ranks[:, longest:].reshape(-1))
+    confusion = np.column_stack([*divmod(codes, meter.class_num), counts])[counts > 0]  # remove the padding
+    metrics = class_metrics(confusion, meter.class_num)
+    return {"confusion": confusion, "class_top1": np.where(metrics["images"] > 0, metrics["recall"], np.nan)}
+
+
+def predictions_on_rank_0(labels, rows):
+    """On rank 0, return {"predictions": those of all processes}; on all other ranks, return {}. Shards are assigned in
+    rank order, so the predictions are in the order of the data set."""
+    own = np.column_stack([labels, rows])
+    all_ranks = exchange.gather(own.tobytes())
+    if all_ranks is None:
+        return {}
+    return {"predictions": np.frombuffer(b"".join(all_ranks)).reshape(-1, own.shape[1])}
