@@ -99,7 +99,7 @@ def test_flag_without_value_and_unknown_flag_are_errors(capsys, tmp_path):
     message = f"'more': unexpected argument; see `{python()} -m paddle_resnet.dataset verify --help`"
     assert message in capsys.readouterr().err
     assert dataset.main(["verify", str(tmp_path), "--fixlist", "bad.txt"]) == 2
-    assert "--fixlist: unknown flag; use --fix-list, or see `" in capsys.readouterr().err
+    assert "--fixlist: unknown flag; use --fix-list, or see --help\n" in capsys.readouterr().err
     assert doctor.main(["--jsn"]) == doctor.main(["more"]) == 2
     error = capsys.readouterr().err
     assert "--jsn: unknown flag; use --json, or see --help\n" in error

@@ -1180,6 +1180,13 @@ def test_resize_short_follows_crop_size_unless_explicit(text, resize_short):
     assert "model_prefix" not in written and written["epochs"] == 90
 
 
+def test_help_states_which_values_print_config_omits():
+    omitted = "except those that you do not set and that a checkpoint, the data or the network can determine"
+    assert f"--print-config FLAGS prints the values as a file for --config, {omitted}." in " ".join(
+        PARSER.format_help().split()
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

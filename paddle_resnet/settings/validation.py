@@ -247,7 +247,7 @@ def _unused(settings):
 def _is_requested(settings, name):
     """Return whether the effect of a flag was requested: by a value that differs from the default and is not derived,
     or by any value on the command line or in Python except 0, false and None, which turn a flag off. A default in a
-    file is no request, because a file of --print-config also lists flags that are unused."""
+    file is not a request, because the output of --print-config also lists unused flags."""
     value, origin = getattr(settings, name), settings.origin(name)
     is_typed = origin in ("command line", "Python")
     return not origin.startswith("--") and (value != DEFAULTS[name] or (is_typed and bool(value)))
@@ -255,7 +255,7 @@ def _is_requested(settings, name):
 
 def _are_default_epochs(settings):
     """Return whether --lr-decay-epochs, whose unit is --iter-unit, has the default, which is meant as epochs: if it is
-    not set, or if a file of --print-config sets it and a flag of higher rank sets the unit."""
+    not set, or if a file that --print-config wrote sets it and a flag of higher rank sets the unit."""
     name = "lr_decay_epochs"
     is_set = settings.origin(name) != "default" and _own_rank(settings, name) >= _own_rank(settings, "iter_unit")
     return settings.lr_decay_epochs == DEFAULTS[name] and not is_set

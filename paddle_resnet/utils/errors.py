@@ -88,7 +88,7 @@ def installation(extra):
     if extra in ("gpu", "cpu"):
         if not is_installed() and os.path.isfile(os.path.join(sys.prefix, "paddle")):  # see Makefile
             return _repetition_of_make_venv()
-        # Of the installed Paddle, or the given list. Other versions than those of the lists need only the base.
+        # The lists also pin a version of Paddle. If a different one is installed, install only the other packages.
         extra = {"paddlepaddle-gpu==2.6.2": "gpu", "paddlepaddle==2.6.2": "cpu", None: extra}.get(_paddle(), "base")
     file = f"requirements{'' if extra == 'gpu' else f'-{extra}'}.txt"
     package = SCRIPT if extra == "base" else f"{SCRIPT}[{extra}]"
