@@ -705,7 +705,7 @@ def test_conflicting_flags_are_errors(flags, expected):
         "--iter-unit batch --num-iter 1 --lr-scheduler Piecewise --lr-decay-epochs 0",
         "--iter-unit batch --num-iter 99 --lr-scheduler Piecewise --lr-decay-epochs 30,60,80",
         "--iter-unit batch --num-iter 1 --save-interval-steps 0 --budget-minutes None",
-        *("--num-iter None", "--use-pure-fp16 false", "--crop-padding 4 --cpu-decoder-load 0"),
+        *("--num-iter None", "--use-pure-fp16 false"),
         "--iter-unit batch --num-iter 100 --freeze stem --unfreeze-at 90 --sizes 24:0,32:90",
         *("--asp --resume", "--asp --from-checkpoint d", "--asp --prune-model --mask-algo mask_2d_best"),
         *("--amp --amp-level O2 --asp --prune-model", "--amp --use-pure-fp16 --amp-level O2"),
