@@ -13,7 +13,8 @@ from paddle_resnet.data.root import DataRoot
 from paddle_resnet.tools import convert
 from paddle_resnet.utils.mode import Mode
 
-FORMATS = (*convert.RECORD_FORMATS, "lmdb")  # record formats
+READERS = (*convert.RECORD_FORMATS, "lmdb")  # record formats that DALI reads
+FORMATS = READERS  # record formats
 if importlib.util.find_spec("pyarrow"):
     FORMATS += ("parquet",)
 ALL = ("folder", "filelist", *FORMATS)

@@ -614,7 +614,7 @@ def test_shards_shuffle_with_their_own_seeds_and_read_files_in_the_same_order():
     assert shards.shard_order(False, 7) == {}
 
 
-@pytest.mark.parametrize("data_format", data_files.FORMATS)
+@pytest.mark.parametrize("data_format", data_files.READERS)
 def test_reader_of_each_format_uses_size_and_seed(converted, monkeypatch, data_format):
     calls = []
     for name in ("reader_arguments", "shard_order"):

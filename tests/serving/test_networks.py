@@ -213,7 +213,7 @@ def test_network_is_cast_in_its_scope(monkeypatch):
     calls = []
     monkeypatch.setattr(networks.processes, "place", lambda device: f"place of {device}")
     monkeypatch.setattr(networks.quantization, "float32_variables", {network.program: {"a"}}.get)
-    monkeypatch.setattr(networks.amp, "cast_evaluation_program", cast)
+    monkeypatch.setattr(networks.precision, "cast_evaluation_program", cast)
     networks._cast(network, "bfloat16", "O1")
     networks._cast(network, "float16", "O2", for_gpu=True)
     assert calls == [
