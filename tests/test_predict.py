@@ -18,7 +18,7 @@ from conftest import NHWC, ROOT, phase, wait_until
 from paddle_resnet import export, predict
 from paddle_resnet.checkpoints import folders
 from paddle_resnet.data import bad_images
-from paddle_resnet.data.records import IMAGE_SUFFIXES
+from paddle_resnet.data.images import IMAGE_SUFFIXES
 from paddle_resnet.machine import memory
 from paddle_resnet.serving import image_files, inference, networks
 from paddle_resnet.serving.model import Model

@@ -29,20 +29,16 @@ INTERPOLATION = {
 }
 
 
-@dataclass(frozen=True)
-class Options:
-    """The flags of a loader, see `train.py --help all`."""
+@dataclass(frozen=True, kw_only=True)
+class Options(augment.Settings):
+    """The flags of a loader: those of augment.Settings and the following, see `train.py --help all`."""
 
     allow_empty_classes: bool
     allow_one_class: bool
-    auto_augment: str
-    auto_augment_magnitude: int
     balanced_sampling: bool
     batch_size: int
     benchmark: bool
     class_weights: str
-    color_jitter: float
-    crop_padding: int
     crop_size: int
     dali_device: str
     dali_num_threads: int
@@ -55,15 +51,11 @@ class Options:
     hw_decoder_load: float
     image_shape: list[int]
     interp: str
-    lighting: float
     normalize_mean: list[float]
     normalize_scale: float
     normalize_std: list[float]
     num_of_class: int
-    rand_crop_ratio: list[float]
-    rand_crop_scale: list[float]
     resize_short: int
-    rotate_degrees: float
     sizes: str | None
 
     @classmethod

@@ -67,7 +67,7 @@ def list_images(image_root, data_format, skip_list, allow_outside, count):
         image_root, data_format, skip_list, allow_outside: values of the flags with these names.
         count: expected number of images.
     Returns:
-        [listing.Image].
+        [Image].
     Raises:
         RunError: the number of images is not `count`.
         UsageError: the data set or the skip list can no longer be read.

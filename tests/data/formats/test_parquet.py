@@ -61,7 +61,7 @@ def test_each_validation_image_counts_once_in_many_epochs(parse, images, tmp_pat
     write(tmp_path, images)
     loader = dali.build_dataloader(parse("--image-root", tmp_path), Mode.EVAL)
     for _ in range(12):
-        labels = [int(label) for (batch,) in loader for label in np.array(batch["label"])]
+        labels = [int(label) for (batch,) in loader for label in np.array(batch["label"]).ravel()]
         assert labels == [label for _, label in images]
         loader.reset()
 
