@@ -4,30 +4,26 @@ Checks that load native libraries run in child processes, so that a crash is rep
 """
 
 import argparse
-import functools
 import io
 import json
 import os
 import platform
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-from collections import namedtuple
 from pathlib import Path
 from time import monotonic
 
 from paddle_resnet import __version__
+from paddle_resnet.utils.children import ROOT, Row, reason, run, training_command
 from paddle_resnet.utils.command_line import Parser
-from paddle_resnet.utils.errors import TRAIN, counted, installation, is_installed, program, script
+from paddle_resnet.utils.errors import command, counted, installation, program
 
-ROOT = Path(__file__).parents[1]
 GIB = 2**30
 LEAST_MEMORY, LEAST_DISK, LEAST_SHARED_MEMORY = 4 * GIB, 2 * GIB, 1 * GIB
 LEAST_OPEN_FILES = 1024
-TIMEOUT_S = 300
 LIBRARIES = [("libcudnn.so", "cuDNN"), ("libcublas.so", "cuBLAS"), ("libnccl.so", "NCCL")]
 # Flags of train.py for a test with tiny images. On a GPU, four steps are enough to capture and replay a step.
 STEP = [
@@ -38,13 +34,10 @@ STEP = [
 ]
 STEP_ON_A_GPU = ["--amp", "--amp-level", "O2", "--use-dynamic-loss-scaling"]
 
-# One row of the table. Values of status: "ok"; "note" for a problem that does not prevent training; "no" if training
-# would fail.
-Row = namedtuple("Row", "what detail status remedy", defaults=["ok", ""])
 
-
-def examine(output_dir):
-    """Check this machine, then test the operations that training requires, and yield a Row for each result."""
+def examine(output_dir, compares=False):
+    """Check this machine, then test the operations that training requires, and yield a Row for each result. If
+    `compares`, the tests are those of self_test.py."""
     facts, problem = _in_child(_library_facts)
     gpus = _nvidia_gpus()
     facts = facts or {}
@@ -56,7 +49,13 @@ def examine(output_dir):
     yield _compiler()
     yield from _machine(len(gpus))
     yield _disk(Path(output_dir))
-    if not problem and facts["trains"]:
+    if problem or not facts["trains"]:
+        return
+    if compares:
+        from paddle_resnet import self_test
+
+        yield from self_test.checks(facts["device"], facts["missing"], len(facts["capabilities"]), facts["arithmetic"])
+    else:
         yield from _tests(facts["device"], facts["missing"])
 
 
@@ -82,15 +81,15 @@ def _gpu_rows(gpus, facts):
 
 
 def _library_facts():
-    """Return {"device", "rows", "trains", "missing", "capabilities"}: the device, the rows of the table and the facts
-    for _tests that require importing Paddle, DALI or NVRTC. This function runs in a child process."""
+    """Return {"device", "rows", "trains", "missing", "capabilities", "arithmetic"}: the device, the rows of the table
+    and the facts for the tests that require importing Paddle, DALI or NVRTC. This function runs in a child process."""
     from paddle_resnet.utils import signals
     from paddle_resnet.utils.errors import UsageError
 
     with signals.importing_paddle():
         import paddle
 
-    from paddle_resnet.machine import compat, gpus, libraries
+    from paddle_resnet.machine import compat, cpu, gpus, libraries
     from paddle_resnet.native import build as native
 
     has_gpus, rows, problem = bool(_nvidia_gpus()), [], None
@@ -101,7 +100,12 @@ def _library_facts():
     except UsageError as e:
         version_problem = str(e)
     build = gpus.describe_build() if paddle.is_compiled_with_cuda() else f"Paddle {paddle.__version__}, a CPU build"
-    rows.append(("Paddle", version_problem or build, "no" if version_problem else "ok"))
+    if version_problem is None and compat.is_newer_than_tested():
+        rows.append(
+            ("Paddle", build, "note", f"newer than the tested versions: run {command('doctor', '--self-test')}")
+        )
+    else:
+        rows.append(("Paddle", version_problem or build, "no" if version_problem else "ok"))
     device = "gpu" if has_gpus else "cpu"
     if has_gpus:
         rows += [_library(libraries, name, what) for name, what in LIBRARIES]
@@ -118,6 +122,11 @@ def _library_facts():
         "trains": not (version_problem or problem),
         "missing": missing,
         "capabilities": capabilities,
+        "arithmetic": [
+            paddle.__version__,
+            "cuda" if paddle.is_compiled_with_cuda() else "cpu",
+            cpu.arithmetic()["instructions"],
+        ],
     }
 
 
@@ -178,11 +187,11 @@ def _kernel_cache(native):
 
 
 def _compiler():
-    command = os.environ.get("CXX", "").split() or ["g++"]
-    path = shutil.which(command[0])
+    compiler = os.environ.get("CXX", "").split() or ["g++"]
+    path = shutil.which(compiler[0])
     if path is None:
         remedy = "install a compiler, or set CXX; otherwise, training uses Paddle's slower kernels"
-        return Row("C++ compiler", f"{command[0]}: not found", "note", remedy)
+        return Row("C++ compiler", f"{compiler[0]}: not found", "note", remedy)
     done = subprocess.run([path, "--version"], capture_output=True, text=True)
     return Row("C++ compiler", (done.stdout.splitlines() or [path])[0])
 
@@ -267,55 +276,30 @@ def _decode_image(device):
 def _test_training(what, launcher, flags, missing):
     begin = monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        train = [script(), "train"] if is_installed() else [str(TRAIN)]  # Python and Paddle's launcher accept both
-        arguments = [*launcher, *(["--log_dir", f"{folder}/log"] if launcher else []), *train, *flags]
+        arguments = [*launcher, *(["--log_dir", f"{folder}/log"] if launcher else []), *training_command(), *flags]
         arguments += ["--output-dir", folder, "--report-file", f"{folder}/report.json"]
-        done = _run(arguments, cwd=folder)
+        done = run(arguments, cwd=folder)
         logs = sorted(Path(folder).glob("log/workerlog.*"))
         output = done.stderr + "".join(path.read_text(errors="replace") for path in logs)
     if done.returncode == 0:
         kernels = f"with Paddle's kernels, which are slower ({missing})" if missing else "with the custom kernels"
         detail = f"{len(logs)} processes" if launcher else kernels
         return Row(what, f"{detail}, {monotonic() - begin:.0f} s", "note" if missing else "ok")
-    return Row(what, _reason(done.returncode, output), "no")
+    return Row(what, reason(done.returncode, output), "no")
 
 
 def _in_child(function, *arguments):
     """Call a function in a child process. Return (result, None) or (None, problem)."""
     code = f"from paddle_resnet import doctor; doctor._answer(doctor.{function.__name__}, *{arguments!r})"
-    done = _run(["-c", code])
+    done = run(["-c", code])
     if done.returncode == 0:
         return json.loads(done.stdout.splitlines()[-1]), None
-    return None, _reason(done.returncode, done.stderr)
+    return None, reason(done.returncode, done.stderr)
 
 
 def _answer(function, *arguments):
     print(json.dumps(function(*arguments)), flush=True)
     os._exit(0)  # skip the exit handlers of libraries, which may crash
-
-
-def _run(arguments, cwd=ROOT):
-    from paddle_resnet.utils import signals
-
-    command, end = [sys.executable, *arguments], functools.partial(signals.die_with_parent, os.getpid())
-    options = {"cwd": cwd, "capture_output": True, "text": True, "errors": "replace"}
-    try:
-        return subprocess.run(command, **options, timeout=TIMEOUT_S, preexec_fn=end)
-    except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, 1, "", f"Error: not finished after {TIMEOUT_S} s")
-
-
-def _reason(returncode, output):
-    """Return the last error message in the output of a run with one or several processes, or the signal that killed the
-    run."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if "rror: " in line] or lines[-1:]
-    errors = [
-        line for line in errors if " failed first: " not in line
-    ] or errors  # prefer the more detailed message of the failed rank
-    if returncode < 0:
-        errors = [f"killed by {signal.Signals(-returncode).name} {' '.join(errors[-1:])}".strip()]
-    return errors[-1] if errors else f"exit code {returncode}"
 
 
 def _print_table(rows):
@@ -346,11 +330,17 @@ def main(argv=None):
         help="folder for checkpoints, whose free disk space is checked",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument(
+        "--self-test",
+        action="store_true",
+        help="train a tiny network in each precision with each kind of kernels, and compare its losses with those of "
+        "tested versions of Paddle; also resume, export and, unless the machine has one GPU, use two processes",
+    )
     return exit_codes.of(program("doctor"), lambda: _main(parser.parse_args(argv)))
 
 
 def _main(args: argparse.Namespace):
-    rows = list(examine(args.output_dir))
+    rows = list(examine(args.output_dir, args.self_test))
     works = all(row.status != "no" for row in rows)
     if args.json:
         print(json.dumps({"works": works, "rows": [row._asdict() for row in rows]}, indent=1))

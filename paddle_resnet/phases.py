@@ -42,8 +42,7 @@ INITIAL_BN_WEIGHT = 0.05
 
 
 def start(args):
-    """Set up the log, resolve the device, and bind the process to the CPU cores closest to its GPU."""
-    logger.setup(rank=processes.rank())
+    """Resolve the device, and bind the process to the CPU cores closest to its GPU."""
     resolution.resolve_device(args)
     if args.enable_cpu_affinity and args.device == "gpu":
         bind_to_gpu(processes.local_gpu())

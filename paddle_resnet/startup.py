@@ -1,22 +1,23 @@
 """The start of a run, before Paddle is imported."""
 
 from paddle_resnet.data import layout
-from paddle_resnet.job.processes import check_environment, world_size
+from paddle_resnet.job.processes import check_environment, rank, world_size
 from paddle_resnet.models import registered_name
 from paddle_resnet.settings.values import Settings
-from paddle_resnet.utils import progress, signals
+from paddle_resnet.utils import logger, progress, signals
 from paddle_resnet.utils.errors import RunError, command
 
 
 def import_paddle(args: Settings) -> None:
-    """Check what can be checked without Paddle, so that these errors appear immediately. Then import Paddle and DALI,
-    which takes seconds.
+    """Set up the log, and check what can be checked without Paddle, so that these errors appear immediately. Then
+    import Paddle and DALI, which takes seconds.
 
     Raises:
         UsageError: a variable of the launcher, the network, the data set or the version of Paddle cannot be used.
         RunError: Paddle or DALI cannot be imported.
     """
     check_environment()
+    logger.setup(rank=rank())
     args.resolve(args.origin("model_arch_name"), model_arch_name=registered_name(args.model_arch_name))
     # With several processes, rank 0 checks the folder later.
     if args.data_format != "synthetic" and world_size() == 1:

@@ -12,7 +12,7 @@ from conftest import ROOT
 LAYERS = [
     ["paddle_resnet.cli"],
     ["paddle_resnet.train"],
-    [f"paddle_resnet.{name}" for name in ("dataset", "doctor", "export", "lr_find", "predict", "weights")],
+    [f"paddle_resnet.{name}" for name in ("dataset", "doctor", "export", "lr_find", "predict", "self_test", "weights")],
     ["paddle_resnet.serving"],
     ["paddle_resnet.startup"],
     ["paddle_resnet.phases"],

@@ -17,6 +17,7 @@ FOLDERS = (".", "configs", "docs", "findings", "tests", "benchmarks/**")
 PAGES = sorted(path for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.md"))
 COMMANDS = (
     "paddle_resnet/dataset.py",
+    "paddle_resnet/doctor.py",
     "paddle_resnet/export.py",
     "paddle_resnet/lr_find.py",
     "paddle_resnet/predict.py",

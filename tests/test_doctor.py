@@ -17,6 +17,7 @@ from conftest import ROOT
 from paddle_resnet import doctor
 from paddle_resnet.machine import compat, driver, gpus, libraries, memory
 from paddle_resnet.native import build as native
+from paddle_resnet.utils import children
 from paddle_resnet.utils.errors import installation, script
 
 
@@ -148,7 +149,7 @@ def test_training_is_tested_with_the_kernels_of_the_machine(monkeypatch, device,
                 (logs / f"workerlog.{rank}").write_bytes(b"\xff\nValueError: x\n")
         return SimpleNamespace(returncode=returncode, stdout="a log line\nnull\n", stderr=stderr)
 
-    monkeypatch.setattr(doctor, "_run", run)
+    monkeypatch.setattr(doctor, "run", run)
     rows = {row.what: row for row in doctor._tests(device, missing)}
     _, step, launch = commands
     kernels = [command[command.index("--kernels") + 1] for command in (step, launch)]
@@ -168,9 +169,9 @@ def test_training_is_tested_with_the_kernels_of_the_machine(monkeypatch, device,
 
 def test_installed_doctor_trains_with_installed_command(monkeypatch):
     commands = []
-    monkeypatch.setattr(doctor, "is_installed", lambda: True)
+    monkeypatch.setattr(children, "is_installed", lambda: True)
     monkeypatch.setattr(
-        doctor, "_run", lambda arguments, cwd: commands.append(arguments) or SimpleNamespace(returncode=0, stderr="")
+        doctor, "run", lambda arguments, cwd: commands.append(arguments) or SimpleNamespace(returncode=0, stderr="")
     )
     doctor._test_training("test", ["-m", "paddle.distributed.launch"], ["--lr", "1"], None)
     command = commands[0][commands[0].index("--log_dir") + 2 :]
@@ -226,17 +227,16 @@ def test_unsupported_paddle_is_reported(examine, monkeypatch):
     assert "tests" not in rows
 
 
-def test_hanging_child_process_is_reported(monkeypatch):
-    monkeypatch.setattr(doctor, "TIMEOUT_S", 1)
-    done = doctor._run(["-c", "import time; time.sleep(60)"])
-    assert doctor._reason(done.returncode, done.stderr) == "Error: not finished after 1 s"
+def test_hanging_child_process_is_reported():
+    done = doctor.run(["-c", "import time; time.sleep(60)"], timeout_s=1)
+    assert doctor.reason(done.returncode, done.stderr) == "Error: not finished after 1 s"
 
 
 def test_child_process_runs_in_project_folder_and_ends_with_its_parent(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     code = "import ctypes, os; number = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(number)); "
     code += "print(number.value, os.getcwd(), flush=True); os.write(1, b'\\xff')"  # 2: PR_GET_PDEATHSIG
-    assert doctor._run(["-c", code]).stdout == f"9 {ROOT}\n\ufffd"
+    assert doctor.run(["-c", code]).stdout == f"9 {ROOT}\n\ufffd"
 
 
 def test_child_process_exits_without_exit_handlers(monkeypatch, capsys):
@@ -248,14 +248,14 @@ def test_child_process_exits_without_exit_handlers(monkeypatch, capsys):
 
 def test_reason_prefers_error_of_failed_rank():
     stderr = "FatalError: `Segmentation fault` is detected\ntrain.py: Error: rank 0 failed first: its process ended\n"
-    assert doctor._reason(1, stderr) == "FatalError: `Segmentation fault` is detected"
+    assert doctor.reason(1, stderr) == "FatalError: `Segmentation fault` is detected"
     (last,) = stderr.splitlines()[1:]
-    assert doctor._reason(1, last) == last
-    assert doctor._reason(3, "a\n b \n\n \n") == "b"
-    assert doctor._reason(3, "") == "exit code 3"
-    assert doctor._reason(-9, "") == "killed by SIGKILL"
+    assert doctor.reason(1, last) == last
+    assert doctor.reason(3, "a\n b \n\n \n") == "b"
+    assert doctor.reason(3, "") == "exit code 3"
+    assert doctor.reason(-9, "") == "killed by SIGKILL"
     errors = "AError: 1\nBError: 2\nc\n"
-    assert [doctor._reason(code, errors) for code in (1, -9)] == ["BError: 2", "killed by SIGKILL BError: 2"]
+    assert [doctor.reason(code, errors) for code in (1, -9)] == ["BError: 2", "killed by SIGKILL BError: 2"]
 
 
 def program(path, *lines):

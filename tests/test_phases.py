@@ -18,14 +18,12 @@ from paddle_resnet.utils.mode import Mode
     ("device", "flag", "bound"), [("gpu", "true", [("bind_to_gpu", 1)]), ("gpu", "false", []), ("cpu", "true", [])]
 )
 def test_processes_of_gpus_are_bound_to_the_cpu_cores_closest_to_their_gpu(record, monkeypatch, device, flag, bound):
-    monkeypatch.setattr(phases.processes, "rank", lambda: 3)
     monkeypatch.setattr(phases.processes, "local_gpu", lambda: 1)
-    monkeypatch.setattr(phases.logger, "setup", lambda rank: record.calls.append(("setup", rank)))
     record(phases.paddle, "enable_static")
     monkeypatch.setattr(phases.resolution, "resolve_device", lambda args: args.set("machine", device=device))
     record(phases, "bind_to_gpu")
     phases.start(config.parse_args(["--enable-cpu-affinity", flag]))
-    assert record.calls == [("setup", 3), *bound, ("enable_static",)]
+    assert record.calls == [*bound, ("enable_static",)]
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,20 @@ With both versions, the project builds legacy Programs (paddle_resnet/__init__.p
 Paddle's internal modules are imported inside functions, because an unsupported version may lack them.
 """
 
+import functools
+
 import numpy as np
 import paddle
 from paddle import static
 
 from paddle_resnet.machine import driver
-from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils import logger
+from paddle_resnet.utils.errors import UsageError, command
 
-# The test suite passes with these versions. Newer patch releases of the same minor versions are also accepted.
+# The test suite passes with these versions. Newer patch releases of 2.6, and all versions newer than HIGHEST, are also
+# accepted.
 LOWEST, HIGHEST = (2, 6, 2), (3, 3, 1)
-IS_PADDLE_3 = paddle.version.major == "3"
+IS_PADDLE_3 = int(paddle.version.major) >= 3
 _PIR = "FLAGS_enable_pir_api"
 # {flag of Paddle with which programs fail: (reason, alternative)}
 _ONEDNN = "oneDNN cannot compute the gradient of the loss", "on a CPU, convolutions in NCHW use oneDNN without it"
@@ -29,20 +33,22 @@ _HARMFUL_FLAGS = {
 
 def check_version(version=paddle.__version__):
     """Check that the version of Paddle is supported, that Paddle builds legacy programs, and that no flag of Paddle
-    makes these programs fail.
+    makes these programs fail. Warn, once per process, if the version is newer than the tested ones.
 
     Raises:
         UsageError: the version is not supported, Paddle builds PIR programs, or such a flag is set.
     """
-    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
-    if not any(numbers[:2] == tested[:2] and numbers >= tested for tested in (LOWEST, HIGHEST)):
+    numbers = _numbers(version)
+    if numbers < HIGHEST and not (numbers[:2] == LOWEST[:2] and numbers >= LOWEST):
         lowest, highest = (".".join(map(str, tested)) for tested in (LOWEST, HIGHEST))
-        command = driver.replacement(highest, f"paddlepaddle=={highest}")
-        remedy = driver.remedy() if driver.gpu() else f"install one of them, for example with {command}"
+        replacement = driver.replacement(highest, f"paddlepaddle=={highest}")
+        remedy = driver.remedy() if driver.gpu() else f"install one of them, for example with {replacement}"
         raise UsageError(
             f"Paddle {version}: not supported; this project is tested with {lowest} (lowest) and {highest} (highest); "
             f"{remedy}"
         )
+    if is_newer_than_tested(version):
+        _warn_of_newer_version(version)
     if IS_PADDLE_3 and paddle.get_flags(_PIR)[_PIR]:
         raise UsageError(
             f"{_PIR}: Paddle {version} builds PIR programs, which lack Fleet's optimizer and sparsity; "
@@ -51,6 +57,24 @@ def check_version(version=paddle.__version__):
     for name, (reason, alternative) in _HARMFUL_FLAGS.items():
         if paddle.get_flags(name)[name]:
             raise UsageError(f"{name}: not supported, because {reason}; unset {name} ({alternative})")
+
+
+def is_newer_than_tested(version=paddle.__version__):
+    """Return whether the minor version of Paddle is newer than HIGHEST."""
+    return _numbers(version)[:2] > HIGHEST[:2]
+
+
+def _numbers(version):
+    return tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
+
+
+@functools.cache  # one warning per process
+def _warn_of_newer_version(version):
+    highest = ".".join(map(str, HIGHEST))
+    logger.warn(
+        f"Paddle {version}: newer than {highest}, the newest version with which this project is tested; run "
+        f"{command('doctor', '--self-test')} to check it on this machine"
+    )
 
 
 def leave_pir():

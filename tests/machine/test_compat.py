@@ -3,6 +3,7 @@
 If a test fails, either a line of compat.py is no longer needed or Paddle has changed again.
 """
 
+import ast
 import json
 import subprocess
 import sys
@@ -18,21 +19,44 @@ from paddle.base.framework import OpProtoHolder
 import other_paddle
 from conftest import ROOT, TINY, assert_one_error
 from paddle_resnet.machine import compat
-from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.errors import UsageError, command
 
 only_paddle_2 = pytest.mark.skipif(compat.IS_PADDLE_3, reason="tests Paddle 2.6 only")
 only_paddle_3 = pytest.mark.skipif(not compat.IS_PADDLE_3, reason="tests Paddle 3 only")
 
 
 @pytest.mark.parametrize("version", ["2.6.2", "2.6.3", "3.3.1", "3.3.2", "3.3.1.post129"])
-def test_tested_version_is_accepted(version):
+def test_tested_version_is_accepted(version, capsys):
     compat.check_version(version)
+    assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    "version", ["2.5.2", "2.6.1", "3.0.0", "3.2.2", "3.3.0", "3.4.0", "4.0.0", "0.0.0", "3.0.0-rc1"]
-)
-def test_other_version_is_rejected(version):
+@pytest.mark.parametrize("version", ["3.4.0", "3.4.0.post129", "3.10.0", "4.0.0-rc1"])
+def test_newer_version_is_accepted_with_one_warning(version, capsys):
+    compat._warn_of_newer_version.cache_clear()
+    compat.check_version(version)
+    compat.check_version(version)
+    assert capsys.readouterr().err == (
+        f"warning: Paddle {version}: newer than 3.3.1, the newest version with which this project is tested; run "
+        f"{command('doctor', '--self-test')} to check it on this machine\n"
+    )
+
+
+def test_only_rank_0_warns_of_newer_version(monkeypatch, tmp_path):
+    """The command of the warning is obeyed in tests/test_self_test.py."""
+    (tmp_path / "sitecustomize.py").write_text("import paddle_resnet, paddle\npaddle.__version__ = '3.4.0'\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", "2", "--log_dir", tmp_path / "log"]
+    flags = [*TINY, "--model-arch-name", "ResNet18", "--data-format", "synthetic", "--dry-run"]
+    train = [sys.executable, *launcher, "train.py", *flags, "--output-dir", tmp_path / "output"]
+    subprocess.run(list(map(str, train)), cwd=ROOT, capture_output=True, timeout=100)
+    logs = [(tmp_path / f"log/workerlog.{rank}").read_text() for rank in (0, 1)]
+    assert "dry run: flags, data and programs are valid" in logs[0]
+    assert [log.count("warning: Paddle 3.4.0: newer than 3.3.1") for log in logs] == [1, 0]
+
+
+@pytest.mark.parametrize("version", ["2.5.2", "2.6.1", "2.7.0", "3.0.0", "3.2.2", "3.3.0", "0.0.0", "3.0.0-rc1"])
+def test_older_version_is_rejected(version):
     with pytest.raises(UsageError, match=rf"Paddle {version}: .* 2\.6\.2 \(lowest\) and 3\.3\.1 \(highest\)"):
         compat.check_version(version)
 
@@ -92,8 +116,9 @@ def test_only_two_modules_refer_to_program_format_flag():
 
 
 PIR = """
+import numpy as np
 import paddle
-from paddle import static
+from paddle import pir, static
 from paddle.distributed import fleet
 from paddle.incubate import asp
 
@@ -117,13 +142,47 @@ fails("ASP", TypeError, lambda: minimize(asp.decorate))
 fails("AMP", ValueError, lambda: minimize(lambda o: static.amp.decorate(o, use_dynamic_loss_scaling=True)))
 fails("CompiledProgram", TypeError, lambda: static.CompiledProgram(static.Program())._compile(None, paddle.CPUPlace()))
 fails("clone(for_test)", TypeError, lambda: static.Program().clone(for_test=True))
+
+# These features work.
+main, startup, exe = static.Program(), static.Program(), static.Executor(paddle.CPUPlace())
+images = np.ones([2, 4], np.float32)
+with static.program_guard(main, startup):
+    x = static.data("x", [2, 4])
+    network = paddle.nn.Linear(4, 4)
+    _, optimizer = paddle.amp.decorate(network, paddle.optimizer.Momentum(parameters=network.parameters()), level="O1")
+    scaler = paddle.amp.GradScaler(init_loss_scaling=2.0, use_dynamic_loss_scaling=True)
+    # CPUs have no kernels for float16.
+    with paddle.amp.auto_cast(custom_black_list={"matmul", "matmul_v2", "linear", "mul"}):
+        loss = paddle.mean(network(x) ** 2)
+    scaler.minimize(optimizer, scaler.scale(loss), startup_program=startup)
+assert "pd_op.update_loss_scaling_" in [op.name() for op in main.global_block().ops]
+exe.run(startup)
+first, second = (exe.run(main, feed={"x": images}, fetch_list=[loss])[0] for _ in range(2))
+assert second < first
+
+main = static.Program()
+with static.program_guard(main):
+    relu = paddle.nn.functional.relu(static.data("x", [2, 4]))
+    y = relu + 1
+    pir.set_insertion_point(relu.get_defining_op())
+    relu.replace_all_uses_with(paddle.nn.functional.sigmoid(main.global_block().ops[0].result(0)))
+    relu.get_defining_op().erase()
+assert np.allclose(exe.run(main, feed={"x": images}, fetch_list=[y])[0], 1 / (1 + np.exp(-1)) + 1)
+
+main = static.Program()
+with static.program_guard(main):
+    y = paddle.nn.functional.dropout(static.data("x", [2, 4]))
+evaluation = main.clone()
+evaluation.set_is_test_attr()
+[y] = exe.run(evaluation, feed={"x": images}, fetch_list=[evaluation.global_block().ops[-1].result(0)])
+assert (y == images).all()
 """
 
 
 @only_paddle_3
-def test_pir_programs_do_not_support_training(monkeypatch):
-    """PIR programs do not support the tested features, so the project sets FLAGS_enable_pir_api=0. If one of the
-    features works in a new version, docs/paddle3.md is outdated."""
+def test_features_of_pir_programs(monkeypatch):
+    """PIR programs lack some features, so the project sets FLAGS_enable_pir_api=0. If the test fails with a newer
+    version, docs/paddle3.md is outdated."""
     monkeypatch.setenv("FLAGS_enable_pir_api", "1")
     done = subprocess.run([sys.executable, "-c", PIR], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-1000:]
@@ -186,6 +245,60 @@ def test_paddle_3_rejects_legacy_variables(monkeypatch, name, dtype):
         function = getattr(paddle.base.dygraph.generated_tensor_methods_patch, f"_{name}")
         with pytest.raises(TypeError, match="must be Value"):
             function(variable(dtype))
+
+
+# Functions that reject legacy variables in Paddle 3.3.1. Later versions may reject more.
+REJECTING = {
+    *("abs", "acos", "acosh", "all", "amax", "amin", "any", "argmax", "argmin", "asin", "atanh", "bmm", "ceil", "cos"),
+    *("cosh", "diagonal", "dot", "exp", "expand_as", "expm1", "floor", "gelu", "greater_than", "grid_sample"),
+    *("index_put", "index_put_", "isclose", "isfinite", "isinf", "isnan", "log", "log10", "log1p", "log2"),
+    *("logical_and", "logical_not", "logical_or", "logical_xor", "logsumexp", "matmul", "maximum", "minimum"),
+    *("multiply", "roll", "round", "rsqrt", "sigmoid", "sign", "sin", "sinh", "softplus", "sqrt", "sum", "tanh"),
+    *("tril", "triu"),
+}
+MODULES_WITH_FUNCTIONS = {"paddle", "paddle.tensor", "paddle.nn.functional", "nn.functional", "functional", "F"}
+MODULES_WITH_LAYERS = {"paddle.nn", "nn"}
+
+
+@only_paddle_3
+def test_list_of_functions_that_reject_legacy_variables_is_complete():
+    module = paddle.base.dygraph.generated_tensor_methods_patch
+    functions = (name for name, value in vars(module).items() if callable(value) and name.startswith("_"))
+    assert {name[1:] for name in functions} - {"C_ops"} <= REJECTING
+
+
+def rejecting_calls(source):
+    """Return the names in a source file that refer to functions in REJECTING, to their layers or to
+    ExecutionStrategy, which Paddle 3.3 has removed."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module in MODULES_WITH_FUNCTIONS:
+            found += [alias.name for alias in node.names if alias.name in REJECTING]
+        if not isinstance(node, ast.Attribute):
+            continue
+        module, name = ast.unparse(node.value), node.attr
+        is_function = module in MODULES_WITH_FUNCTIONS and name in REJECTING
+        is_layer = module in MODULES_WITH_LAYERS and name.lower() in REJECTING
+        if is_function or is_layer or name == "ExecutionStrategy":
+            found.append(f"{module}.{name}")
+    return found
+
+
+def test_programs_use_no_functions_that_reject_legacy_variables():
+    uses = {
+        str(path.relative_to(ROOT)): rejecting_calls(path.read_text()) for path in ROOT.glob("paddle_resnet/**/*.py")
+    }
+    # compat.py replaces paddle.any.
+    assert {path: names for path, names in uses.items() if names} == {
+        "paddle_resnet/machine/compat.py": ["paddle.any", "paddle.any"]
+    }
+
+
+def test_search_finds_functions_and_layers():
+    source = "paddle.sum(x); nn.functional.gelu(x); nn.GELU(); np.sum(x); static.ExecutionStrategy(); paddle.mean(x)"
+    expected = ["nn.functional.gelu", "nn.GELU", "paddle.sum", "static.ExecutionStrategy"]
+    assert sorted(rejecting_calls(source), key=str.lower) == sorted(expected, key=str.lower)
+    assert rejecting_calls("from paddle import sqrt, mean") == ["sqrt"]
 
 
 @pytest.mark.parametrize("values", [[0, 0, 0], [0, 1, 0]])

@@ -66,9 +66,9 @@ def test_machine_without_usable_gpu_has_none(nvml, monkeypatch, fault):
 )
 def test_remedy_for_unsupported_paddle_keeps_the_gpu(nvml, capability, paddle_argument):
     nvml.nvmlDeviceGetCudaComputeCapability = lambda handle: capability
-    message = f"^Paddle 3.4.0: not supported.*; install a GPU build with make venv PADDLE={paddle_argument}"
+    message = f"^Paddle 3.2.0: not supported.*; install a GPU build with make venv PADDLE={paddle_argument}"
     with pytest.raises(UsageError, match=message):
-        compat.check_version("3.4.0")
+        compat.check_version("3.2.0")
 
 
 def test_cpu_build_on_machine_with_gpu_is_a_warning(nvml, monkeypatch, capsys):

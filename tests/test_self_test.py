@@ -1,0 +1,182 @@
+"""The self-test of doctor, on this machine and with simulated problems."""
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import paddle
+import pytest
+from PIL import Image
+
+from conftest import ROOT
+from paddle_resnet import config, self_test
+from paddle_resnet.machine import compat, cpu
+from paddle_resnet.native import build as native
+from paddle_resnet.utils.children import Row
+
+pytestmark = pytest.mark.skipif(paddle.is_compiled_with_cuda(), reason="goldens are those of a CPU build")
+ARITHMETIC = [paddle.__version__, "cpu", cpu.arithmetic()["instructions"]]
+GOLDENS = json.loads(self_test.GOLDENS.read_text())
+
+
+@pytest.mark.soak
+def test_self_test_passes_on_healthy_machine(tmp_path):
+    """The command of the warning for a newer version of Paddle, in a folder other than the checkout."""
+    (tmp_path / "sitecustomize.py").write_text("import paddle_resnet, paddle\npaddle.__version__ = '3.4.0'\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-m", "paddle_resnet.doctor", "--self-test", "--json", "--output-dir", "output"]
+    options = {"capture_output": True, "text": True, "timeout": 500, "cwd": tmp_path}
+    done = subprocess.run(command, **options, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row["what"]: row for row in json.loads(done.stdout)["rows"]}
+    assert rows["Paddle"]["status"] == "note" and "doctor --self-test" in rows["Paddle"]["remedy"]
+    names = ["CPU, Paddle's kernels", "CPU, custom kernels", "resume (CPU, custom kernels)"]
+    names += ["export (CPU, custom kernels)", "two processes"]
+    assert [rows[name]["status"] for name in names] == ["ok"] * len(names)
+    # The version is not recorded, so small differences are accepted.
+    for name in (names[0], names[1], names[4]):
+        assert rows[name]["detail"] == "losses are identical" or rows[name]["detail"].endswith("(limit 0.0001)")
+    assert rows["resume (CPU, custom kernels)"]["detail"] == "losses are identical"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["sitecustomize.py"]
+
+
+@pytest.fixture
+def data(tmp_path):
+    self_test.write_images(tmp_path / "data")
+    return tmp_path
+
+
+def test_losses_of_tested_versions_agree_for_both_kinds_of_kernels():
+    versions = [".".join(map(str, version)) for version in (compat.LOWEST, compat.HIGHEST)]
+    assert list(GOLDENS) == versions
+    first = GOLDENS[versions[0]]["losses"]
+    for version in versions:
+        for name, losses in GOLDENS[version]["losses"].items():
+            assert len(losses) == self_test.STEPS
+            np.testing.assert_allclose(losses, first[name], rtol=1e-5)
+        assert losses[-1] < losses[0] / 1.5
+        np.testing.assert_allclose(first["native"], first["paddle"], rtol=1e-5)
+
+
+def test_random_changes_of_images_have_no_effect(data):
+    paths = sorted(data.glob("data/*/*/*.png"))
+    assert len(paths) == sum(self_test.IMAGES.values())
+    for path in paths:
+        pixels = np.asarray(Image.open(path))
+        assert pixels.shape == (32, 32, 3) and (pixels == pixels[:, ::-1]).all()
+
+
+def test_failed_run_does_not_stop_the_others(data):
+    """A child process trains the runs after the failed one. The first and the last have the recorded losses."""
+    works = ["--device", "cpu", "--kernels", "paddle"]
+    remedy = "use --kernels paddle"
+    runs = [
+        self_test.Run("first", works, "paddle", "CPU", ""),
+        self_test.Run("failing", [*works, "--lr", "1e30"], "paddle", "CPU", remedy),
+        self_test.Run("unusable", ["--device", "none"], "paddle", "CPU", remedy),
+        self_test.Run("last", works, "paddle", "CPU", "", "first"),
+    ]
+    answers = self_test._train(data, runs)
+    golden, is_exact = self_test._golden(ARITHMETIC)
+    losses = {"first": answers["first"][0]}
+    rows = [self_test._compared(run, *answers[run.what], golden["paddle"], is_exact, losses) for run in runs]
+    assert [row.status for row in rows] == ["ok", "no", "no", "ok"]
+    assert rows[1].remedy == remedy
+    assert "error: " in rows[2].detail and "--device" in rows[2].detail
+    assert rows[3].detail.endswith("; identical to uncaptured steps")
+    resumed = self_test._resume(data, runs[0], losses)
+    assert resumed == Row("resume (first)", "losses are identical")
+    wrong = {"first": [loss * (1 + 1e-6) for loss in losses["first"]]}
+    assert self_test._resume(data, runs[0], wrong).status == "no"
+
+
+@pytest.mark.parametrize(
+    ("losses", "is_exact", "works"),
+    [
+        ([2.0, 1.0], True, True),
+        ([2.0, 1.0001], True, False),
+        ([2.0, 1.0001], False, True),
+        ([2.0, 1.001], False, False),
+        ([2.0, float("nan")], False, False),
+        ([2.0], False, False),
+    ],
+)
+def test_losses_are_compared_exactly_or_within_the_limit(losses, is_exact, works):
+    run = self_test.Run("run", [], "paddle", "CPU", "use --kernels paddle")
+    row = self_test._compared(run, losses, None, [2.0, 1.0], is_exact, {})
+    assert (row.status, row.remedy) == (("ok", "") if works else ("no", "use --kernels paddle"))
+
+
+def test_captured_steps_must_equal_uncaptured_steps():
+    run = self_test.Run("captured", [], "native", "AMP O2", "use --cuda-graph false", "uncaptured")
+    for other, status in ((1.0, "ok"), (1.0001, "no")):
+        row = self_test._compared(run, [2.0, 1.0], None, [2.0, 1.01], False, {"uncaptured": [2.0, other]})
+        assert row.status == status
+        assert row.detail.startswith("losses differ by 0.005 (limit 0.02); ")
+
+
+def test_losses_are_exact_only_for_the_recorded_version_build_and_cpu():
+    for version, golden in GOLDENS.items():
+        assert self_test._golden(golden["arithmetic"]) == (golden["losses"], True)
+        for change in ([version, "cuda", golden["arithmetic"][2]], [version, "cpu", "avx"]):
+            assert self_test._golden(change) == (golden["losses"], False)
+    assert self_test._golden(["3.4.0", *ARITHMETIC[1:]]) == (GOLDENS["3.3.1"]["losses"], False)
+
+
+def test_each_precision_and_kind_of_kernels_is_tested_on_a_gpu():
+    groups = self_test.plan("gpu", True)
+    assert [[run.what for run in group] for group in groups] == [
+        ["CPU, Paddle's kernels", "CPU, custom kernels"],
+        *(
+            [f"{name}, Paddle's kernels", f"{name}, custom kernels", f"{name}, custom kernels, captured"]
+            for name in ("float32", "AMP O1", "AMP O2")
+        ),
+    ]
+    captured = groups[3][2]
+    assert captured.twin == "AMP O2, custom kernels" and captured.remedy == "use --cuda-graph false"
+    assert captured.flags[-2:] == ["--cuda-graph", "true"] and "O2" in captured.flags
+    assert [len(group) for group in self_test.plan("gpu", False)] == [1] * 4
+    assert [len(group) for group in self_test.plan("cpu", False)] == [1]
+    for group in groups:
+        for run in group:
+            config.parse_args([*self_test.FLAGS, *run.flags])
+            assert run.golden in GOLDENS["3.3.1"]["losses"] and run.bound in self_test.BOUNDS
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("cpu", 0), ("gpu", 1), ("gpu", 2)])
+@pytest.mark.parametrize("missing", [None, "no compiler"])
+def test_every_check_has_a_row(monkeypatch, device, gpus, missing):
+    """All child processes fail."""
+    commands = []
+
+    def run(arguments, cwd=ROOT, timeout_s=None, environment=None):
+        commands.append(arguments)
+        return SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nValueError: x\n")
+
+    monkeypatch.setattr(self_test, "run", run)
+    rows = {row.what: row for row in self_test.checks(device, missing, gpus, ARITHMETIC)}
+    runs = [run for group in self_test.plan(device, missing is None) for run in group]
+    assert [(rows[run.what].detail, rows[run.what].remedy) for run in runs] == [
+        ("ValueError: x", run.remedy) for run in runs
+    ]
+    assert rows["resume"].status == rows["export"].status == "no"
+    assert rows["two processes"].status == ("note" if gpus == 1 else "no")
+    assert ("custom kernels" in rows) == (missing is not None)
+    assert len(commands) == len(runs) + (gpus != 1)
+
+
+def test_goldens_are_those_of_this_machine(data):
+    """If native kernels cannot be built, only Paddle's are compared."""
+    [group] = self_test.plan("cpu", native.missing() is None)
+    golden, is_exact = self_test._golden(ARITHMETIC)
+    answers = self_test._train(data, group)
+    for run in group:
+        row = self_test._compared(run, *answers[run.what], golden[run.golden], is_exact, {})
+        assert row.status == "ok", row
+
+
+if __name__ == "__main__":  # record the losses of this machine
+    self_test.record(ARITHMETIC)
