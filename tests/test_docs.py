@@ -27,7 +27,7 @@ COMMANDS = (
 )
 # Flags of Paddle's launcher and Slurm.
 OTHER_FLAGS = {"--gpus", "--nproc_per_node", "--nnodes", "--master", "--rank", "--host"}
-OTHER_FLAGS |= {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--signal", "--requeue"}
+OTHER_FLAGS |= {"--gpus-per-task", "--requeue"}
 # Flags of NVIDIA's example that this project does not have.
 OTHER_FLAGS |= {"--checkpoint-dir", "--precision", "--workspace-size"}
 OTHER_FLAGS |= {"--model-repository"}  # flag of Triton
