@@ -1,6 +1,7 @@
 """Tools for data sets: `python -m paddle_resnet.dataset COMMAND`."""
 
 import argparse
+import contextlib
 import dataclasses
 import shutil
 import sys
@@ -104,7 +105,8 @@ def _run(parser, argv):
     args, flags = parser.parse_known_args(argv)
     args.train_flags = flags
     if args.train_flags and not args.takes_train_flags:
-        raise UsageError(f"{args.train_flags[0]}: unknown flag; see `{command('dataset', args.command, '--help')}`")
+        help = f"`{command('dataset', args.command, '--help')}`"
+        raise UsageError(parser.commands()[args.command].unknown_argument(args.train_flags[0], help))
     return args.run(args)
 
 
@@ -240,15 +242,18 @@ def _with_progress(args: argparse.Namespace, write):
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=Console(file=logger.Expendable(sys.stderr)))
-    with signals.blocked():  # the thread that rich starts must not handle signals
-        bar.start()
-    with bar, convert.locked(args.output):
+    with contextlib.ExitStack() as stack, convert.locked(args.output):
 
         def progress(what):
-            task = bar.add_task(what, total=None, start=False)
+            task = None
 
             def show(done, total):
-                bar.start_task(task)
+                nonlocal task
+                if not bar.live.is_started:  # the source has been read without an error
+                    with signals.blocked():  # the thread that rich starts must not handle signals
+                        stack.enter_context(bar)
+                if task is None:
+                    task = bar.add_task(what)
                 bar.update(task, completed=done, total=total)
 
             return show

@@ -123,7 +123,10 @@ def export(
             layout.check_split(flag, root, mode)
     output = Path(output)
     if os.path.lexists(output):
-        raise UsageError(f"{output}: already exists; remove it or choose a different folder")
+        # If the arguments are in the wrong order, `output` is a run, which must not be removed.
+        is_export = (output / "model.json").is_file()
+        remedy = "remove it or choose a different folder" if is_export else "choose a different folder"
+        raise UsageError(f"OUT {output}: already exists; {remedy}")
     with signals.importing_paddle():
         from paddle_resnet.machine import compat, gpus
 

@@ -54,6 +54,8 @@ def find_images(arguments, stdin):
             paths += _images_below(argument)
         else:
             paths.append(argument)
+    if not paths and arguments:
+        raise UsageError("-: stdin contains no paths; pipe paths into it, one per line")
     if not paths:
         raise UsageError("IMAGE: missing; add files, folders, or - for paths on stdin")
     return paths

@@ -48,6 +48,17 @@ MASK_ALGORITHMS = ["mask_1d", "mask_2d_greedy", "mask_2d_best"]
 TWO_EPOCHS = ["--epochs", "2", "--batch-size", "4", "--print-interval", "1"]
 NHWC = ["--data-layout", "NHWC", "--image-shape", "4,32,32"]
 
+
+def tiny(*flags):
+    """Return the flags of the tiny network and further flags. Flags that set the length of a run in steps replace
+    --epochs."""
+    network = list(TINY)
+    if {"--iter-unit", "--num-iter"} & {*flags}:
+        at = network.index("--epochs")
+        del network[at : at + 2]
+    return list(map(str, [*network, *flags]))
+
+
 # Paddle stores the Python call stack in each operator that it appends. When tensors are added with `+`, Paddle also
 # reads the stack for a possible warning. Under pytest, the stack has about 50 frames, and reading all of them would
 # take half of the test time of this process.
@@ -274,7 +285,7 @@ def parse():
     Fleet unless the test simulates several processes, and returns the settings."""
 
     def parse(*flags):
-        args = config.parse_args([*TINY, *map(str, flags)])
+        args = config.parse_args(tiny(*flags))
         resolution.resolve_device(args)
         resolution.resolve_loader(args)
         if processes.world_size() == 1:
@@ -310,7 +321,7 @@ def run_train(photos, tmp_path):
         report.unlink(missing_ok=True)
         places = ["--image-root", image_root, "--output-dir", tmp_path / "output", "--report-file", report]
         with static.scope_guard(static.Scope()):
-            code = train.main([*TINY, *map(str, places), *map(str, flags)])
+            code = train.main(tiny(*places, *flags))
         return code, read_report(report)
 
     return run_train

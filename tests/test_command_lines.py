@@ -88,12 +88,22 @@ def test_paths_may_begin_with_a_dash_after_two_dashes(parsed):
 
 def test_flag_without_value_and_unknown_flag_are_errors(capsys, tmp_path):
     for flags, message in (
-        (["--batch-size", "--images", "1"], "--batch-size: expected one argument"),
+        (["--batch-size", "--images", "1"], "--batch-size: expected one argument; add a value"),
         (["--batch-sizes", "4"], "--batch-sizes: unknown flag; use --batch-size"),
     ):
         assert dataset.main(["preview", str(tmp_path), "--output", str(tmp_path / "a.svg"), *flags]) == 2
         assert message in capsys.readouterr().err
     assert dataset.main(["index", "--epochs", "3", str(tmp_path)]) == 2
     assert f"--epochs: unknown flag; see `{python()} -m paddle_resnet.dataset index --help`" in capsys.readouterr().err
-    with pytest.raises(UsageError, match="--stepss: unknown flag"):
-        lr_find.parse(["--stepss", "3"])
+    assert dataset.main(["verify", str(tmp_path), "more"]) == 2
+    message = f"'more': unexpected argument; see `{python()} -m paddle_resnet.dataset verify --help`"
+    assert message in capsys.readouterr().err
+    assert dataset.main(["verify", str(tmp_path), "--fixlist", "bad.txt"]) == 2
+    assert "--fixlist: unknown flag; use --fix-list, or see --help\n" in capsys.readouterr().err
+    assert doctor.main(["--jsn"]) == doctor.main(["more"]) == 2
+    error = capsys.readouterr().err
+    assert "--jsn: unknown flag; use --json, or see --help\n" in error
+    assert "'more': unexpected argument; see --help\n" in error
+    for typo in ("--stepss", "--setps"):
+        with pytest.raises(UsageError, match=f"^{typo}: unknown flag; use --steps, or see --help$"):
+            lr_find.parse([typo, "3"])

@@ -289,7 +289,7 @@ def test_command_line_takes_precedence_over_yaml(config_file, text, flags, name,
             "{amp: true, use_pure_fp16: true, scale_loss: 128}",
             "--amp false",
             {"amp": False, "use_pure_fp16": False, "amp_level": "O1", "scale_loss": 1.0},
-            ["--use-pure-fp16 (requires --amp)", "--scale-loss 128 (requires --amp)"],
+            ["--scale-loss 128 (requires --amp)", "--use-pure-fp16 (requires --amp)"],
         ),
         (
             "{amp: true, amp_dtype: bfloat16}",
@@ -394,6 +394,11 @@ def test_time_budget_on_command_line_drops_epochs_of_file(config_file):
         # the file makes the flag on the command line unused
         ("optimizer: AdamW", "--momentum 0.9", "--momentum 0.9: not used by --optimizer AdamW; remove it"),
         ("amp: false", "--scale-loss 128", "--scale-loss 128: requires --amp; add it"),
+        (
+            "{lr_scheduler: Piecewise, lr_decay_epochs: [30, 60, 80]}",
+            "--iter-unit batch --num-iter 99",
+            "--iter-unit batch: --lr-scheduler Piecewise has no default steps",
+        ),
         ("epochs: 5", "--unfreeze-at 7 --freeze stem", "--unfreeze-at 7: must be below --epochs 5; use an earlier"),
         # the value of the file is invalid without a conflict
         ("rotate_degrees: 200", "--lr 0.1", "--rotate-degrees 200: exceeds 180 degrees"),
@@ -646,6 +651,17 @@ def test_list_element_of_wrong_type_is_an_error(flag, value, part):
         ("--optimizer RAdam --opt-epsilon 1e-13", ["--opt-epsilon 1e-13: too small for --optimizer RAdam"]),
         ("--iter-unit batch", ["--iter-unit batch: requires the number of training steps; add --num-iter"]),
         ("--iter-unit batch --num-iter 5 --lr-scheduler Piecewise", ["--lr-scheduler Piecewise has no default steps"]),
+        # explicit defaults without an effect
+        (
+            "--iter-unit batch --num-iter 5 --epochs 90",
+            ["--epochs 90: not used by --iter-unit batch; remove it, or use"],
+        ),
+        ("--optimizer AdamW --momentum 0.875", ["--momentum 0.875: not used by --optimizer AdamW"]),
+        ("--lr-decay-epochs 30,60,80", ["--lr-decay-epochs 30.0,60.0,80.0: not used by --lr-scheduler Cosine"]),
+        ("--amp-dtype float16", ["--amp-dtype float16: requires --amp; add it, or remove --amp-dtype"]),
+        ("--amp-level O1", ["--amp-level O1: requires --amp; add it, or remove --amp-level"]),
+        ("--scale-loss 1", ["--scale-loss 1: requires --amp; add it, or remove --scale-loss"]),
+        ("--mask-algo mask_1d", ["--mask-algo mask_1d: requires --prune-model; add it, or remove --mask-algo"]),
         ("--budget-minutes 5 --epochs 3", ["--budget-minutes 5: conflicts with --epochs 3 (command line); remove one"]),
         ("--budget-minutes 5 --profile-steps 1:2", ["--budget-minutes 5: not supported with --profile-steps; remove"]),
         ("--patience 3 --run-scope train_only", ["--patience 3: requires evaluations; use 0, or remove --run-scope"]),
@@ -687,6 +703,9 @@ def test_conflicting_flags_are_errors(flags, expected):
         *("--optimizer RAdam --opt-epsilon 1e-12", "--freeze stem --unfreeze-at 1 --epochs 2"),
         *("--sizes 24:0,32:1 --epochs 2", "--iter-unit batch --num-iter 1"),
         "--iter-unit batch --num-iter 1 --lr-scheduler Piecewise --lr-decay-epochs 0",
+        "--iter-unit batch --num-iter 99 --lr-scheduler Piecewise --lr-decay-epochs 30,60,80",
+        "--iter-unit batch --num-iter 1 --save-interval-steps 0 --budget-minutes None",
+        *("--num-iter None", "--use-pure-fp16 false"),
         "--iter-unit batch --num-iter 100 --freeze stem --unfreeze-at 90 --sizes 24:0,32:90",
         *("--asp --resume", "--asp --from-checkpoint d", "--asp --prune-model --mask-algo mask_2d_best"),
         *("--amp --amp-level O2 --asp --prune-model", "--amp --use-pure-fp16 --amp-level O2"),
@@ -1035,6 +1054,8 @@ def test_flags_that_determine_batches():
 USED_BY = {
     "crop_padding 0": "rand_crop_scale rand_crop_ratio",
     "auto_augment randaug": "auto_augment_magnitude",
+    "amp True": "amp_dtype amp_level scale_loss use_dynamic_loss_scaling use_pure_fp16",
+    "prune_model True": "mask_algo",
     "iter_unit batch": "num_iter",
     "iter_unit epoch": "epochs budget_minutes save_interval_steps",
     "optimizer Momentum Nesterov": "momentum",
@@ -1051,7 +1072,6 @@ DEPENDING = {
     "image_shape": "resize_short",
     "epochs": "budget_minutes",
     "iter_unit": "warmup_epochs lr_decay_epochs save_interval eval_interval",
-    "amp": "amp_dtype amp_level scale_loss use_dynamic_loss_scaling use_pure_fp16",
     "amp_dtype": "scale_loss use_dynamic_loss_scaling use_pure_fp16",
     "amp_level": "use_pure_fp16",
     "asp": "prune_model mask_algo",
@@ -1158,6 +1178,13 @@ def test_resize_short_follows_crop_size_unless_explicit(text, resize_short):
     written = yaml.safe_load(parsing.as_yaml(args))
     assert written.get("resize_short") == (256 if "--resize-short" in text else None)
     assert "model_prefix" not in written and written["epochs"] == 90
+
+
+def test_help_states_which_values_print_config_omits():
+    omitted = "except those that you do not set and that a checkpoint, the data or the network can determine"
+    assert f"--print-config FLAGS prints the values as a file for --config, {omitted}." in " ".join(
+        PARSER.format_help().split()
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from conftest import ROOT
+from paddle_resnet.settings import parsing
 from paddle_resnet.settings.declarations import PARSER
 
 FOLDERS = (".", "configs", "docs", "findings", "tests", "benchmarks/**")
@@ -30,6 +31,7 @@ OTHER_FLAGS |= {"--gpus-per-task", "--requeue"}
 # Flags of NVIDIA's example that this project does not have.
 OTHER_FLAGS |= {"--checkpoint-dir", "--precision", "--workspace-size"}
 OTHER_FLAGS |= {"--model-repository"}  # flag of Triton
+OTHER_FLAGS |= {f"--{name}" for name in parsing.REMOVED}  # CHANGELOG.md names removed flags
 
 
 def identify(page):

@@ -18,7 +18,7 @@ from paddle_resnet import doctor
 from paddle_resnet.machine import compat, driver, gpus, libraries, memory
 from paddle_resnet.native import build as native
 from paddle_resnet.utils import children
-from paddle_resnet.utils.errors import python, script
+from paddle_resnet.utils.errors import installation, script
 
 
 @pytest.mark.soak
@@ -204,8 +204,8 @@ def test_missing_paddle_is_reported(examine, monkeypatch, tmp_path):
     in_children(monkeypatch, tmp_path, "import sys\nsys.modules['paddle'] = None")
     rows = examine()
     assert "ModuleNotFoundError: " in rows["Paddle"].detail and rows["Paddle"].status == "no"
-    requirements = "requirements.txt" if doctor._nvidia_gpus() else "requirements-cpu.txt"
-    assert rows["Paddle"].remedy == f"{python()} -m pip install -r {requirements}; see docs/install.md"
+    requirements = "gpu" if doctor._nvidia_gpus() else "cpu"
+    assert rows["Paddle"].remedy == f"{installation(requirements)}; see docs/install.md"
 
 
 def test_doctor_runs_if_paddle_cannot_be_imported(tmp_path):
@@ -340,12 +340,12 @@ def test_exact_requirements_are_enough(monkeypatch, tmp_path, shortfall, status)
 def test_missing_libraries_of_a_gpu_are_reported(monkeypatch):
     monkeypatch.setattr(native, "_nvrtc", lambda: None)
     assert [doctor._nvrtc(native, capability)[2:] for capability in ((9, 0), None)] == [
-        ("note", f"{python()} -m pip install -r requirements.txt; otherwise, training uses Paddle's slower kernels"),
+        ("note", f"{installation('gpu')}; otherwise, training uses Paddle's slower kernels"),
         ("ok", ""),
     ]
     monkeypatch.setattr(libraries, "is_served", lambda: True)
     monkeypatch.setattr(libraries, "find", lambda name: None)
-    remedy = f"{python()} -m pip install -r requirements.txt"
+    remedy = installation("gpu")
     assert doctor._library(libraries, "libnccl.so", "NCCL") == ("NCCL", "not found", "note", remedy)
 
 

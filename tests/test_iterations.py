@@ -17,7 +17,7 @@ from paddle_resnet.utils.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("one_block")
 
-STEPS = ["--epochs", "90", "--iter-unit", "batch", "--print-interval", "1"]
+STEPS = ["--iter-unit", "batch", "--print-interval", "1"]
 SEVEN = [*STEPS, "--num-iter", "7", "--eval-interval", "2", "--save-interval", "4", "--keep-checkpoints", "9"]
 
 
@@ -95,7 +95,7 @@ def test_larger_num_iter_resumes_inside_the_epoch(run_train, tmp_path):
     flags = [*STEPS, "--lr-scheduler", "Piecewise", "--lr-decay-epochs", "2"]
     _, expected = run_train(*flags, "--num-iter", "5", "--output-dir", tmp_path / "a")
     _, first = run_train(*flags, "--num-iter", "4")
-    code, second = run_train("--print-interval", "1", "--resume", "--num-iter", "5", "--epochs", "90")
+    code, second = run_train("--print-interval", "1", "--resume", "--num-iter", "5")
     assert code == 0
     assert {**losses(first), **losses(second), (1, "val"): 0} == {**losses(expected), (1, "val"): 0}
     assert evaluations(second) == evaluations(expected)
@@ -258,12 +258,15 @@ def test_interval_defaults_depend_on_iter_unit(parse):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--iter-unit batch --epochs 90", "--iter-unit batch: requires the number of training steps; add --num-iter"),
-        ("--iter-unit batch --num-iter 5 --epochs 3", "--epochs 3: not used by --iter-unit batch; remove it"),
+        ("--iter-unit batch", "--iter-unit batch: requires the number of training steps; add --num-iter"),
+        *(
+            (f"--iter-unit batch --num-iter 5 --epochs {n}", f"--epochs {n}: not used by --iter-unit batch; remove it")
+            for n in (3, 90)
+        ),
         ("--num-iter 5", "--num-iter 5: not used by --iter-unit epoch; remove it, or use --iter-unit batch"),
-        ("--iter-unit batch --num-iter 5 --epochs 90 --save-interval-steps 2", "--save-interval-steps 2: not used by"),
+        ("--iter-unit batch --num-iter 5 --save-interval-steps 2", "--save-interval-steps 2: not used by"),
         (
-            "--iter-unit batch --num-iter 5 --epochs 90 --lr-scheduler Piecewise",
+            "--iter-unit batch --num-iter 5 --lr-scheduler Piecewise",
             "Piecewise has no default steps; set --lr-decay-epochs",
         ),
     ],

@@ -5,11 +5,13 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from paddle_resnet.machine import driver
+from paddle_resnet.utils import errors
 
 ROOT = Path(__file__).parents[1]
 # A fake Python that replaces the system's Python and the one in .venv. A file named `packages` replaces site-packages.
@@ -93,6 +95,51 @@ def test_printed_command_replaces_cpu_build_with_gpu_build(make, monkeypatch, ca
     command = re.search(r"make (venv PADDLE=(\".+\"|\S+\b))", driver.remedy())[1]
     make("venv", "PADDLE=2.6.2")  # a CPU build
     assert make(*shlex.split(command), "HAS_GPU=yes")[0] == ["requirements", "uninstall", f"install {package}"]
+
+
+def obey(command, folder):
+    """Run a command in a shell on a machine without a GPU, and return the pip commands."""
+    (folder / "calls").unlink(missing_ok=True)
+    environment = {"PATH": os.environ["PATH"], "PYTHON": str(folder / "python"), "MAKEFLAGS": "-- HAS_GPU="}
+    subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, timeout=60, check=True)
+    return (folder / "calls").read_text().splitlines()
+
+
+@pytest.mark.parametrize("folder", [".venv", ".venv/paddle3"])
+@pytest.mark.parametrize("paddle", ["", "3.3.1"])
+def test_printed_command_repairs_environment_and_keeps_paddle(make, tmp_path, monkeypatch, folder, paddle):
+    make("venv", f"VENV={folder}", *([f"PADDLE={paddle}"] if paddle else []))
+    monkeypatch.setattr(errors, "TRAIN", tmp_path / "train.py")
+    errors.TRAIN.touch()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / folder))
+    assert obey(errors.installation("cpu"), tmp_path) == ["requirements"]
+    (tmp_path / folder / "bin/packages").unlink()
+    install = f"install paddlepaddle=={paddle or '2.6.2'}"
+    assert obey(errors.installation("cpu"), tmp_path) == ["requirements", install]
+
+
+@pytest.mark.parametrize(
+    ("installed", "pin"),
+    [
+        (None, "paddlepaddle-gpu==2.6.2"),
+        ("paddlepaddle-gpu==2.6.2", "paddlepaddle-gpu==2.6.2"),
+        ("paddlepaddle==2.6.2", "paddlepaddle==2.6.2"),
+        ("paddlepaddle-gpu==2.6.2.post120", None),
+        ("paddlepaddle==3.3.1", None),
+    ],
+)
+def test_printed_command_keeps_paddle_of_other_environments(make, tmp_path, monkeypatch, installed, pin):
+    monkeypatch.setattr(errors, "TRAIN", tmp_path / "train.py")
+    errors.TRAIN.touch()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "own"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(errors, "_paddle", lambda: installed)
+    assert obey(errors.installation("gpu"), tmp_path) == ["requirements"]
+    lines = (tmp_path / "requirements.installed").read_text().splitlines()
+    assert [line for line in lines if line.startswith("paddlepaddle")] == ([pin] if pin else [])
+    errors.TRAIN.unlink()  # an installed package
+    extra = {"paddlepaddle-gpu==2.6.2": "'paddle-resnet[gpu]'", "paddlepaddle==2.6.2": "'paddle-resnet[cpu]'"}
+    assert errors.installation("gpu").endswith(f" -m pip install {extra.get(pin, 'paddle-resnet')}")
 
 
 def test_version_number_means_a_gpu_build_on_a_machine_with_a_gpu(make, tmp_path):

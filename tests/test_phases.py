@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from conftest import TINY
+from conftest import TINY, tiny
 from paddle_resnet import config, phases
 from paddle_resnet.components.stages import Stage
 from paddle_resnet.passes import folding
@@ -85,8 +85,8 @@ def test_only_runs_that_save_check_and_claim_the_output_folder(record, monkeypat
 
 
 def test_only_training_that_reached_its_end_is_done():
-    flags = "--iter-unit batch --num-iter 7 --epochs 90 --patience 2 --warmup-epochs 0"
-    args = config.parse_args([*TINY, *flags.split()])
+    flags = "--iter-unit batch --num-iter 7 --patience 2 --warmup-epochs 0"
+    args = config.parse_args(tiny(*flags.split()))
     checkpoint = SimpleNamespace(is_done=lambda *flags: flags == ("batch", 90, 7, 2))
     assert phases.is_done(args, checkpoint)
     assert not phases.is_done(args, None)

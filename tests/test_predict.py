@@ -101,7 +101,7 @@ def test_flag_values_out_of_range_exit_with_code_2(tmp_path, capsys, flag, value
 
 def test_flags_must_not_be_abbreviated(capsys):
     assert predict.main(["model", "x.jpg", "--tt", "flip"]) == 2
-    assert "unrecognized arguments: --tt" in capsys.readouterr().err
+    assert "--tt: unknown flag; use --tta, or see --help" in capsys.readouterr().err
 
 
 def test_invalid_image_files_are_reported_and_skipped(checkpoint, photos, tmp_path, capfd, monkeypatch):
@@ -187,7 +187,7 @@ def test_folders_are_searched_like_in_training(photos, tmp_path, capsys):
     [
         (None, "-: stdin is closed"),
         (b"\0" * 5000, "-: a line on stdin exceeds 4096 bytes"),
-        (b"\n\n", "IMAGE: missing; add files, folders, or -"),
+        (b"\n\n", "-: stdin contains no paths; pipe paths into it"),
     ],
 )
 def test_unusable_stdin_is_an_error(checkpoint, capsys, monkeypatch, data, message):

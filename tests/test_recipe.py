@@ -62,7 +62,7 @@ def test_explicit_flags_drop_conflicting_choices(monkeypatch, capsys):
     monkeypatch.setattr(recipe, "_facts", lambda settings: recipe.Facts(2934, 1, 2, 64 * GIB, True, {}))
     recipe.choose(s)
     validation.check(s)
-    assert (s.amp, s.amp_level, s.amp_dtype, s.origin("amp_level")) == (True, "O1", "bfloat16", "--use-pure-fp16")
+    assert (s.amp, s.amp_level, s.amp_dtype, s.origin("amp_level")) == (True, "O1", "bfloat16", "default")
     reason = "--asp: bfloat16 parameters are not supported"
     assert f"--choose-recipe: ignoring --amp-level O2 ({reason})\n" in capsys.readouterr().out
 

@@ -96,7 +96,7 @@ def test_recipe_for_gpu_is_valid_on_cpu(capsys, path):
         reason = "requires a GPU, but this run is on the CPU, which has no float16 kernels"
         lines = [f"--config {path}: ignoring --amp ({reason})"] if "amp: true" in path.read_text() else []
         loss = next((line.split()[1] for line in path.read_text().splitlines() if line.startswith("scale_loss:")), None)
-        names = ("use-pure-fp16", "use-dynamic-loss-scaling", f"scale-loss {loss}")
+        names = (f"scale-loss {loss}", "use-dynamic-loss-scaling", "use-pure-fp16")
         lines += [f"--config {path}: ignoring --{name} (requires --amp)" for name in names] if lines else []
         assert capsys.readouterr().out.splitlines() == lines
 

@@ -47,7 +47,7 @@ def convert(file, output, arch=None, preprocessing=None, verbose=False, source=N
     path, digest, model = _find(str(file))
     if arch is None and model is None:
         raise UsageError(f"{file}: not a published model, so its network is unknown; set --arch")
-    arch = registered_name(arch or model.arch)
+    arch = registered_name(arch or model.arch, "--arch")
     if model is not None and arch != model.arch:
         raise UsageError(f"--arch {arch}: {file} has weights of {model.arch}; remove --arch")
     _check_complete(path)

@@ -25,51 +25,42 @@ class Settings:
         "16-bit type of mixed precision; bfloat16 needs no loss scaling",
         topic="precision",
         choices=["float16", "bfloat16"],
-        depends_on=("amp",),
+        used_by=("amp", (True,)),
     )
-    amp_level: str | None = flag(
-        None,
-        "level of mixed precision; O1: float32 parameters; O2: parameters in --amp-dtype with float32 master "
-        "copies (default: O1)",
+    amp_level: str = flag(
+        "O1",
+        "level of mixed precision; O1: float32 parameters; O2: parameters in --amp-dtype with float32 master copies",
         topic="precision",
         choices=["O1", "O2"],
-        depends_on=("amp",),
+        used_by=("amp", (True,)),
     )
     scale_loss: float = flag(
         1.0,
         "loss scale; initial value if the scale is dynamic",
         topic="precision",
         parse=numbers.positive_number,
-        depends_on=("amp", "amp_dtype"),
+        depends_on=("amp_dtype",),
+        used_by=("amp", (True,)),
     )
     use_dynamic_loss_scaling: bool = flag(
         False,
         "adjust the loss scale during training",
         topic="precision",
-        depends_on=("amp", "amp_dtype"),
+        depends_on=("amp_dtype",),
+        used_by=("amp", (True,)),
     )
     use_pure_fp16: bool = flag(
         False,
         "shorthand for --amp-dtype float16 --amp-level O2",
         topic="precision",
-        depends_on=("amp", "amp_dtype", "amp_level"),
+        depends_on=("amp_dtype", "amp_level"),
+        used_by=("amp", (True,)),
     )
 
 
 def conflicts(settings: Settings) -> Iterator[Conflict]:
     """Yield a Conflict for each conflict between the flags of mixed precision."""
     if not settings.amp:
-        is_set = {
-            "use_pure_fp16": settings.use_pure_fp16,
-            "use_dynamic_loss_scaling": settings.use_dynamic_loss_scaling,
-            "scale_loss": settings.scale_loss != 1,
-            "amp_level": settings.amp_level == "O2" and not settings.use_pure_fp16,
-            "amp_dtype": settings.amp_dtype != "float16",
-        }
-        for name in (name for name, value in is_set.items() if value):
-            yield Conflict(
-                f"{argument(settings, name)}: requires --amp; add it, or remove {flag_name(name)}", (name,), ("amp",)
-            )
         return
     if settings.use_pure_fp16 and settings.amp_level == "O1":
         yield Conflict(

@@ -45,17 +45,12 @@ class Settings:
         topic="precision",
         choices=["mask_1d", "mask_2d_greedy", "mask_2d_best"],
         depends_on=("asp",),
+        used_by=("prune_model", (True,)),
     )
 
 
 def conflicts(settings: Settings) -> Iterator[Conflict]:
-    """Yield a Conflict for each conflict between the flags of sparsity."""
-    if settings.mask_algo != "mask_1d" and not settings.prune_model:
-        yield Conflict(
-            f"--mask-algo {settings.mask_algo}: requires --prune-model; add it, or remove --mask-algo",
-            ("mask_algo",),
-            ("prune_model",),
-        )
+    """Yield a Conflict if --prune-model is set without --asp."""
     if settings.prune_model and not settings.asp:
         yield Conflict("--prune-model: requires --asp; add it, or remove --prune-model", ("prune_model",), ("asp",))
 

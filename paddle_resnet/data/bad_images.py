@@ -127,7 +127,8 @@ def bad_record(message: str, data_set: Any, image_root: str) -> str | None:
         image_root: folder of the data set.
     Returns:
         Error message with the file and the place of the first record that is not an image with one label, or with
-        image_root if the search timed out after SEARCH_S seconds; None if the error has a different cause.
+        image_root and the last record that was read if the search timed out after SEARCH_S seconds; None if the error
+        has a different cause.
     """
     # For a record without a label, DALI reports the first message if all records of the batch lack one, and the second
     # message if others have one. The third message is that of a record whose label is empty or has several
@@ -142,7 +143,8 @@ def bad_record(message: str, data_set: Any, image_root: str) -> str | None:
         except UsageError as e:
             return str(e)
         if monotonic() > deadline:
-            return f"{image_root}: a record is not an image with one label; write it again"
+            problem = f"a record after {image.full_name} is not an image with one label; write it again"
+            return f"{image_root}: {problem}"
     return None
 
 
@@ -158,9 +160,9 @@ def bad_image(message: str, data_set: Any, image_root: str) -> tuple[str | None,
         data_set: data_set.DataSet that the loader reads.
         image_root: folder of the data set.
     Returns:
-        (path or FILE@PLACE of the image, including image_root; problem). The place is "an image in IMAGE_ROOT" if the
-        search timed out, and None if no bad image was found. The problem is "cannot be decoded" or a more specific
-        reason.
+        (path or FILE@PLACE of the image, including image_root; problem). If the search timed out, the first item is "an
+        image in IMAGE_ROOT" and the path of the image whose check took longest. If no bad image was found, it is None.
+        The problem is "cannot be decoded" or a more specific reason.
     """
     unopened = re.search(r"(?:File mapping failed: |Could not open file )(.+?)(?:: [A-Z][a-z ]+)?$", message, re.M)
     if unopened:
@@ -171,13 +173,18 @@ def bad_image(message: str, data_set: Any, image_root: str) -> tuple[str | None,
     if not re.search(r"nvidia\.dali\.fn\.(decoders\.|peek_image_shape|_tensor_subscript|reshape)", message):
         return None, UNDECODABLE
     deadline = monotonic() + SEARCH_S
+    slowest = (0.0, "")
     for find_problem in (header_problem, decode):
         try:
             for encoded, source in _undecoded(data_set):
+                begin = monotonic()
                 if find_problem(encoded) is not None:
                     return _whole_name(source, image_root), headers.problem(encoded) or UNDECODABLE
+                slowest = max(slowest, (monotonic() - begin, source))
                 if monotonic() > deadline:
-                    return f"an image in {image_root}", UNDECODABLE
+                    name = _whole_name(slowest[1], image_root)
+                    place = f"an image in {image_root} (not found in {SEARCH_S} s; slowest to check: {name})"
+                    return place, UNDECODABLE
         except RuntimeError as e:  # the message of DALI's reader contains the file name
             return bad_image(str(e), data_set, image_root)
     return None, UNDECODABLE

@@ -6,7 +6,10 @@ from typing import NamedTuple
 
 from paddle_resnet.utils.errors import SCRIPT, is_installed, python
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 LEAST_CAPABILITY = (6, 1)  # lowest compute capability for which a supported Paddle version has a build
+
+OTHER_GPU = f"use a GPU with compute capability {'.'.join(map(str, LEAST_CAPABILITY))} or higher"
 
 
 class Gpu(NamedTuple):
@@ -16,10 +19,24 @@ class Gpu(NamedTuple):
     capability: tuple
 
 
-def gpu():
-    """Return the first GPU of this machine, or None if the machine has no driver or no GPU, pynvml is not installed,
-    CUDA_VISIBLE_DEVICES hides all GPUs, or the compute capability of the GPU is below LEAST_CAPABILITY."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+class Facts(NamedTuple):
+    """What NVIDIA's driver reports.
+
+    Attributes:
+        gpu: first GPU.
+        count: number of GPUs.
+        cuda: newest CUDA version that the driver supports, as (major, minor).
+    """
+
+    gpu: Gpu
+    count: int
+    cuda: tuple
+
+
+def facts():
+    """Return Facts, or None if the machine has no driver or no GPU, pynvml is not installed, or CUDA_VISIBLE_DEVICES is
+    empty or -1, by which users turn GPUs off."""
+    if os.environ.get(VISIBLE, "0").strip() in ("", "-1"):
         return None
     try:
         import pynvml
@@ -32,15 +49,62 @@ def gpu():
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(0)
         found = Gpu(pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetCudaComputeCapability(handle))
+        version = pynvml.nvmlSystemGetCudaDriverVersion()  # such as 12040 for CUDA 12.4
+        return Facts(found, pynvml.nvmlDeviceGetCount(), (version // 1000, version % 1000 // 10))
     except pynvml.NVMLError:
         return None
     finally:
         pynvml.nvmlShutdown()
-    return found if found.capability >= LEAST_CAPABILITY else None
+
+
+def gpu():
+    """Return the first GPU of this machine. Return None if `facts` returns None, or if the compute capability of the
+    GPU is below LEAST_CAPABILITY."""
+    known = facts()
+    return known.gpu if known and known.gpu.capability >= LEAST_CAPABILITY else None
+
+
+def unsupported():
+    """Return the problem and its remedy if no supported version of Paddle has a build for the first GPU of this
+    machine, or else None."""
+    known = facts()
+    if known is None or known.gpu.capability >= LEAST_CAPABILITY:
+        return None
+    capability = ".".join(map(str, known.gpu.capability))
+    return (
+        f"GPU ({known.gpu.name}): not used, because no supported build of Paddle has kernels for compute capability "
+        f"{capability}; {OTHER_GPU}"
+    )
+
+
+def undetected(cuda):
+    """Return why Paddle detects no GPU although the driver reports one, and the remedy.
+
+    Args:
+        cuda: CUDA version of the installed Paddle, such as "11.8".
+    Returns:
+        "REASON; REMEDY", or None if `facts` returns None.
+    """
+    known, visible = facts(), os.environ.get(VISIBLE)
+    if known is None:
+        return None
+    supported = ".".join(map(str, known.cuda))
+    if known.cuda[0] < int(cuda.split(".")[0]):
+        return (
+            f"the driver supports CUDA up to {supported}, but this build needs {cuda}; update the driver, or install a "
+            "build for an older CUDA version (see docs/install.md)"
+        )
+    first = (visible or "0").split(",")[0].strip()
+    if not first.startswith(("GPU-", "MIG-")) and not (first.isdecimal() and int(first) < known.count):
+        numbers = "0" if known.count == 1 else f"0 to {known.count - 1}"
+        return f"{VISIBLE}={visible} hides all GPUs; unset it, or use numbers of GPUs ({numbers})"
+    return f"the reason is unknown; check nvidia-smi and {VISIBLE}"
 
 
 def remedy():
     """Return the instruction, for messages, to install a Paddle build for this machine's GPU (docs/install.md)."""
+    if unsupported():
+        return OTHER_GPU
     found = gpu()
     if found is None:
         return "install a GPU build of Paddle (see docs/install.md)"

@@ -41,14 +41,27 @@ def resolve(device, index, several):
         warn_of_cpu_build()
     elif paddle.device.cuda.device_count():
         logger.warn(f"--device auto: using the CPU instead of the GPU: {reason}")
+    else:
+        _warn_of_undetected_gpu(reason)
     return "cpu"
+
+
+@functools.cache  # one warning per process
+def _warn_of_undetected_gpu(reason):
+    """Log a warning if this machine has a GPU, but the installed Paddle, a GPU build, does not detect any."""
+    if driver.facts():
+        logger.warn(driver.unsupported() or f"--device auto: using the CPU instead of the GPU: {reason}")
 
 
 @functools.cache  # one warning per process
 def warn_of_cpu_build():
     """Log a warning if this machine has a GPU that the installed Paddle, a CPU build, cannot use."""
-    if not paddle.is_compiled_with_cuda() and (gpu := driver.gpu()):
+    if paddle.is_compiled_with_cuda():
+        return
+    if gpu := driver.gpu():
         logger.warn(f"Paddle {paddle.__version__}: a CPU build, so the GPU ({gpu.name}) is not used; {driver.remedy()}")
+    elif problem := driver.unsupported():
+        logger.warn(problem)
 
 
 def problem(index, several=False):
@@ -62,9 +75,11 @@ def problem(index, several=False):
     """
     if not paddle.is_compiled_with_cuda():
         return f"Paddle {paddle.__version__} is a CPU build; use --device cpu, or {driver.remedy()}"
-    if index >= paddle.device.cuda.device_count():
-        remedy = "check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device cpu"
-        return f"Paddle {paddle.__version__} does not detect GPU {index}; {remedy}"
+    if index >= (count := paddle.device.cuda.device_count()):
+        problem = f"Paddle {paddle.__version__} does not detect GPU {index}"
+        if not count and (cause := driver.undetected(paddle.version.cuda())):
+            return f"{problem}: {cause}, or use --device cpu"
+        return f"{problem}; check nvidia-smi and {driver.VISIBLE}, or use --device cpu"
     return libraries.problem(several) or _kernel_problem(index)
 
 
@@ -80,11 +95,11 @@ def _kernel_problem(index):
         reason = f"{values.tolist()} + {values.tolist()} gives {result.tolist()}"
     except (RuntimeError, OSError) as e:
         reason = core(e)
+    problem = f"{describe(index)} cannot run the kernels of {describe_build()} ({reason})"
+    if paddle.device.cuda.get_device_capability(index) < driver.LEAST_CAPABILITY:
+        return f"{problem}; use --device cpu, or {driver.OTHER_GPU}"
     command = driver.replacement('"REQUIREMENT -i INDEX"', "REQUIREMENT -i INDEX")
-    return (
-        f"{describe(index)} cannot run the kernels of {describe_build()} ({reason}); install a different build with "
-        f"{command}, see docs/install.md"
-    )
+    return f"{problem}; install a different build with {command}, see docs/install.md"
 
 
 def describe(index):

@@ -184,9 +184,9 @@ def registered(arch):
     return network if isinstance(network, Network) else None
 
 
-def registered_name(arch):
+def registered_name(arch, flag="--model-arch-name"):
     """Return the registered name for a value of --model-arch-name, ignoring case, "-" and "_". FILE.py:NAME is returned
-    unchanged.
+    unchanged. `flag` is the flag to name in errors.
 
     Raises:
         UsageError: the network is unknown, or user_file.check fails.
@@ -196,7 +196,7 @@ def registered_name(arch):
         return arch
     names = {_simplified(name): name for name in MODELS}
     if _simplified(arch) not in names:
-        raise UsageError(f"--model-arch-name {arch}: unknown network; use one of {', '.join(MODELS)}, or FILE.py:NAME")
+        raise UsageError(f"{flag} {arch}: unknown network; use one of {', '.join(MODELS)}, or FILE.py:NAME")
     return names[_simplified(arch)]
 
 

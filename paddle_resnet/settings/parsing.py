@@ -57,7 +57,16 @@ class ToolParser(Parser):
             if action and not equals and arguments and _is_value(action, arguments[0]):
                 of_train.append(arguments.pop(0))
         namespace, unknown = super().parse_known_args([*own, *arguments], namespace)
+        for argument in unknown:
+            self._check_spelling(argument)
         return namespace, [*of_train, *unknown]
+
+    def _check_spelling(self, argument):
+        """Raise UsageError for a misspelled flag of the tool; the parser of train.py would suggest one of its own."""
+        own, of_train = self._option_string_actions, PARSER._option_string_actions
+        near = difflib.get_close_matches(argument.partition("=")[0], {*own, *of_train}, n=1, cutoff=0.75)
+        if near and near[0] not in of_train:
+            raise UsageError(self.unknown_argument(argument))
 
 
 def _is_value(action, argument):

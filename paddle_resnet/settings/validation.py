@@ -193,8 +193,7 @@ def _conflicts_of_settings(settings):
             ("crop_padding",),
             ("crop_size",),
         )
-    is_default = settings.lr_decay_epochs == DEFAULTS["lr_decay_epochs"]
-    if settings.iter_unit == "batch" and settings.lr_scheduler == "Piecewise" and is_default:
+    if settings.iter_unit == "batch" and settings.lr_scheduler == "Piecewise" and _are_default_epochs(settings):
         yield Conflict(
             "--iter-unit batch: --lr-scheduler Piecewise has no default steps; set --lr-decay-epochs to steps"
         )
@@ -231,14 +230,35 @@ def _unused(settings):
     """Yield a Conflict for each flag that a different flag makes unused (used_by in field.Declaration)."""
     for name, declaration in FLAGS.items():
         choice, users = declaration.used_by or (None, ())
-        value, chosen = getattr(settings, name), choice and getattr(settings, choice)
-        if choice and chosen not in users and value != DEFAULTS[name]:
+        if not choice or getattr(settings, choice) in users or not _is_requested(settings, name):
+            continue
+        if users == (True,):
+            problem = f"requires {flag_name(choice)}; add it, or remove {flag_name(name)}"
+            yield Conflict(f"{argument(settings, name)}: {problem}", (name,), (choice,))
+        else:
             yield Conflict(
-                f"{flag_name(name)} {text(value)}: not used by {flag_name(choice)} {chosen}; remove it, or use "
-                f"{flag_name(choice)} {' or '.join(map(str, users))}",
+                f"{flag_name(name)} {text(getattr(settings, name))}: not used by {flag_name(choice)} "
+                f"{getattr(settings, choice)}; remove it, or use {flag_name(choice)} {' or '.join(map(str, users))}",
                 (name,),
                 (choice,),
             )
+
+
+def _is_requested(settings, name):
+    """Return whether the effect of a flag was requested: by a value that differs from the default and is not derived,
+    or by any value on the command line or in Python except 0, false and None, which turn a flag off. A default in a
+    file is not a request, because the output of --print-config also lists unused flags."""
+    value, origin = getattr(settings, name), settings.origin(name)
+    is_typed = origin in ("command line", "Python")
+    return not origin.startswith("--") and (value != DEFAULTS[name] or (is_typed and bool(value)))
+
+
+def _are_default_epochs(settings):
+    """Return whether --lr-decay-epochs, whose unit is --iter-unit, has the default, which is meant as epochs: if it is
+    not set, or if a file that --print-config wrote sets it and a flag of higher rank sets the unit."""
+    name = "lr_decay_epochs"
+    is_set = settings.origin(name) != "default" and _own_rank(settings, name) >= _own_rank(settings, "iter_unit")
+    return settings.lr_decay_epochs == DEFAULTS[name] and not is_set
 
 
 def _conflicts_of_budget(settings):

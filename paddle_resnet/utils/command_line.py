@@ -41,13 +41,27 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("-h", "--help", action=_Help)
 
     def error(self, message):
-        if message.startswith(("the following arguments are required: ", "unrecognized arguments: ")):
+        if message.startswith("the following arguments are required: "):
             message = f"{message}; see --help"
+        elif message.startswith("unrecognized arguments: "):
+            unknown = message.partition(": ")[2]
+            raise UsageError(self.unknown_argument(unknown.split()[0] if unknown.startswith("-") else unknown))
+        elif message.endswith(": expected one argument"):
+            message = f"{message}; add a value"
         words = message.removeprefix("argument ").split()
         raise UsageError(" ".join(w if len(w) <= LONGEST_WORD else numbers.short(w) for w in words))
 
     def parse_known_args(self, args: list[str] | None = None, namespace: argparse.Namespace | None = None):
         return super().parse_known_args(join_help(args), namespace)
+
+    def unknown_argument(self, argument, help="--help"):
+        """Return the error message for an argument that the command does not accept. `help` is what prints the help of
+        the command."""
+        name = argument.partition("=")[0]
+        if not name.startswith("-"):
+            return f"'{argument}': unexpected argument; see {help}"
+        near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.75)
+        return f"{name}: unknown flag; {f'use {near[0]}, or ' if near else ''}see {help}"
 
     def format_help(self):
         """Return the text of --help."""
@@ -57,7 +71,7 @@ class Parser(argparse.ArgumentParser):
             main = {question: [self._action(name) for name in names] for question, names in self.main.items()}
             blocks += [_sections(main, is_brief=True), self._more()]
         else:
-            blocks.append(_sections({"Commands" if self._commands() else "Arguments": self._all()}))
+            blocks.append(_sections({"Commands" if self.commands() else "Arguments": self._all()}))
         return "\n\n".join([*blocks, *([_filled(self.epilog)] if self.epilog else [])]) + "\n"
 
     def _more(self):
@@ -77,13 +91,13 @@ class Parser(argparse.ArgumentParser):
         if text := self.find_help(topic):
             return text
         near = difflib.get_close_matches(_flag(topic), self._option_string_actions, n=1, cutoff=0.75)
-        known = ", ".join([ALL, *self.topics, *self._commands()])
+        known = ", ".join([ALL, *self.topics, *self.commands()])
         raise UsageError(f"--help {topic}: unknown topic; use {near[0] if near else 'a flag'}, or one of {known}")
 
     def find_help(self, topic):
         """Return the same text as help_on, or None if the topic is unknown."""
-        if topic in self._commands():
-            return self._commands()[topic].format_help()
+        if topic in self.commands():
+            return self.commands()[topic].format_help()
         if topic in self.topics or (topic == ALL and self.topics):
             topics = self.topics if topic == ALL else [topic]
             flags = {f"{self.topics[name][0]} ({name})": map(self._action, self.topics[name][1]) for name in topics}
@@ -93,7 +107,7 @@ class Parser(argparse.ArgumentParser):
         action = self._option_string_actions.get(_flag(topic))
         return action and _sections({None: [action]}) + "\n"
 
-    def _commands(self):
+    def commands(self):
         """Return {name: parser} for the commands of the program."""
         return self._subparsers._group_actions[0].choices if self._subparsers else {}
 

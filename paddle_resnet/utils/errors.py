@@ -1,5 +1,6 @@
 """Errors that have a known cause. Commands print these errors without a traceback."""
 
+import importlib.metadata
 import os
 import re
 import shlex
@@ -78,14 +79,39 @@ def command(name, *arguments):
 
 
 def installation(extra):
-    """Return the command that installs a list of requirements, quoted for a shell. In a checkout, the command works in
-    the checkout's folder.
+    """Return the command that installs a list of requirements, quoted for a shell, without replacing the installed
+    Paddle. In a checkout, the command works in the checkout's folder.
 
     Args:
         extra: name of a list in pyproject.toml: gpu, cpu, onnx, serve or parquet.
     """
+    if extra in ("gpu", "cpu"):
+        if not is_installed() and os.path.isfile(os.path.join(sys.prefix, "paddle")):  # see Makefile
+            return _repetition_of_make_venv()
+        # The lists also pin a version of Paddle. If a different one is installed, install only the other packages.
+        extra = {"paddlepaddle-gpu==2.6.2": "gpu", "paddlepaddle==2.6.2": "cpu", None: extra}.get(_paddle(), "base")
     file = f"requirements{'' if extra == 'gpu' else f'-{extra}'}.txt"
-    return shlex.join([python(), "-m", "pip", "install", *([f"{SCRIPT}[{extra}]"] if is_installed() else ["-r", file])])
+    package = SCRIPT if extra == "base" else f"{SCRIPT}[{extra}]"
+    return shlex.join([python(), "-m", "pip", "install", *([package] if is_installed() else ["-r", file])])
+
+
+def _repetition_of_make_venv():
+    """Return the command that repeats `make venv` for the environment of this process, which `make venv` has made. The
+    environment keeps its build of Paddle."""
+    folder = os.path.relpath(sys.prefix, TRAIN.parent)
+    folder = sys.prefix if folder.startswith("..") else folder
+    venv = [] if folder == ".venv" else [f"VENV={folder}"]
+    return f"rm -f {shlex.quote(folder)}/installed-* && {shlex.join(['make', 'venv', *venv])}"
+
+
+def _paddle():
+    """Return the installed Paddle, such as "paddlepaddle==2.6.2", without importing it, or None."""
+    for name in ("paddlepaddle-gpu", "paddlepaddle"):
+        try:
+            return f"{name}=={importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    return None
 
 
 def import_command(root, *flags):

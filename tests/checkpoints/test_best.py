@@ -94,7 +94,7 @@ def test_resumed_run_keeps_count_of_evaluations_since_best(run_train, scored, tm
 
 def test_best_evaluation_inside_epoch_is_saved(run_train, scored, tmp_path):
     scored(0.2, 0.6, 0.1)
-    flags = ["--iter-unit", "batch", "--num-iter", "5", "--epochs", "90", "--eval-interval", "2"]
+    flags = ["--iter-unit", "batch", "--num-iter", "5", "--eval-interval", "2"]
     code, report = run_train(*flags)
     assert code == 0
     root = tmp_path / "output/Tiny"

@@ -1,5 +1,6 @@
 import contextlib
 import io
+import itertools
 import os
 import shlex
 import shutil
@@ -170,7 +171,7 @@ def test_search_for_a_record_ends_after_deadline(tmp_path, monkeypatch):
     for message in ("Requested shape:\t1\n", "Requested shape:\t10\n"):
         assert bad_images.bad_record(message, data_set, "root") is None
     monkeypatch.setattr(bad_images, "SEARCH_S", -1)
-    problem = "root: a record is not an image with one label; write it again"
+    problem = f"root: a record after {image.full_name} is not an image with one label; write it again"
     assert bad_images.bad_record("Requested shape:\t1\n", data_set, "root") == problem
     assert bad_images.bad_record("Requested shape:\t10\n", data_set, "root") is None
 
@@ -287,8 +288,18 @@ def test_search_for_bad_image_ends_after_deadline(monkeypatch):
     monkeypatch.setattr(bad_images, "_undecoded", lambda data_set: iter(images))
     assert bad_images.bad_image(message, None, "root")[0] == "root/b.png"  # the headers of all images are checked first
     assert bad_images.bad_image("Error in operator nvidia.dali.fn.resize", None, "root")[0] is None
-    monkeypatch.setattr(bad_images, "SEARCH_S", -1)
-    assert bad_images.bad_image(message, None, "root")[0] == "an image in root"
+    times = itertools.count()
+    monkeypatch.setattr(bad_images, "monotonic", lambda: next(times))
+    monkeypatch.setattr(bad_images, "SEARCH_S", 30)
+
+    def check(image):  # needs 40 s for the second image
+        for _ in range(40 if image == b"slow" else 0):
+            next(times)
+
+    monkeypatch.setattr(bad_images, "header_problem", check)
+    images = [(b"", "a.png"), (b"slow", "b.png"), (b"", "c.png")]
+    place = "an image in root (not found in 30 s; slowest to check: root/b.png)"
+    assert bad_images.bad_image(message, None, "root") == (place, "cannot be decoded")
 
 
 def test_search_reads_a_data_set_with_fewer_images_than_cpu_cores(tmp_path, monkeypatch):

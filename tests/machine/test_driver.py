@@ -33,24 +33,26 @@ def nvml(monkeypatch):
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetName=lambda handle: f"NVIDIA RTX {handle}",
         nvmlDeviceGetCudaComputeCapability=lambda handle: (8, 9),
+        nvmlSystemGetCudaDriverVersion=lambda: 12040,
+        nvmlDeviceGetCount=lambda: 2,
     )
     monkeypatch.setitem(sys.modules, "pynvml", module)
     gpus.warn_of_cpu_build.cache_clear()
+    gpus._warn_of_undetected_gpu.cache_clear()
     return module
 
 
 def test_driver_reports_first_gpu(nvml):
     assert driver.gpu() == ("NVIDIA RTX 0", (8, 9))
+    assert driver.facts()[1:] == (2, (12, 4))
 
 
-@pytest.mark.parametrize("fault", ["no package", "nvmlInit", "nvmlDeviceGetHandleByIndex", "hidden", "-1", "old"])
+@pytest.mark.parametrize("fault", ["no package", "nvmlInit", "nvmlDeviceGetHandleByIndex", "hidden", "-1"])
 def test_machine_without_usable_gpu_has_none(nvml, monkeypatch, fault):
     if fault == "no package":
         monkeypatch.setitem(sys.modules, "pynvml", None)
     elif fault in ("hidden", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", fault.replace("hidden", ""))
-    elif fault == "old":
-        nvml.nvmlDeviceGetCudaComputeCapability = lambda handle: (5, 2)
     else:
         setattr(nvml, fault, fail)
     assert driver.gpu() is None
@@ -86,6 +88,71 @@ def test_cpu_build_on_machine_with_gpu_is_a_warning(nvml, monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_gpu_without_any_build_is_a_warning(nvml, monkeypatch, capsys):
+    nvml.nvmlDeviceGetCudaComputeCapability = lambda handle: (5, 2)
+    monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: False)
+    assert driver.gpu() is None
+    assert gpus.resolve("auto", 0, False) == gpus.resolve("auto", 0, False) == "cpu"
+    assert capsys.readouterr().err == (
+        "warning: GPU (NVIDIA RTX 0): not used, because no supported build of Paddle has kernels for compute "
+        "capability 5.2; use a GPU with compute capability 6.1 or higher\n"
+    )
+    assert gpus.problem(0).endswith("a CPU build; use --device cpu, or use a GPU with compute capability 6.1 or higher")
+
+
+@pytest.fixture
+def gpu_build(nvml, monkeypatch):
+    """Simulate a build of Paddle for CUDA 12.6 that detects no GPU, although the driver reports two."""
+    monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: True)
+    monkeypatch.setattr(paddle.device.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(paddle.version, "cuda", lambda: "12.6")
+    return nvml
+
+
+UNKNOWN = ": the reason is unknown; check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device cpu"
+HIDES = "hides all GPUs; unset it, or use numbers of GPUs (0 to 1), or use --device cpu"
+
+
+@pytest.mark.parametrize(
+    ("version", "visible", "cause"),
+    [
+        (
+            11040,
+            None,
+            ": the driver supports CUDA up to 11.4, but this build needs 12.6; update the driver, or install ",
+        ),
+        (12000, None, UNKNOWN),
+        (12060, "2", f": CUDA_VISIBLE_DEVICES=2 {HIDES}"),
+        (12060, "gpu0", f": CUDA_VISIBLE_DEVICES=gpu0 {HIDES}"),
+        (12060, "1,0", UNKNOWN),
+        (12060, "GPU-8932f937", UNKNOWN),
+    ],
+)
+def test_gpu_that_a_gpu_build_does_not_detect_is_a_warning(gpu_build, monkeypatch, capsys, version, visible, cause):
+    gpu_build.nvmlSystemGetCudaDriverVersion = lambda: version
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    problem = f"Paddle {paddle.__version__} does not detect GPU 0{cause}"
+    assert gpus.resolve("auto", 0, False) == gpus.resolve("auto", 0, False) == "cpu"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: --device auto: using the CPU instead of the GPU: {problem}")
+    with pytest.raises(UsageError) as e:
+        gpus.resolve("gpu", 0, False)
+    assert str(e.value).startswith(f"--device gpu: {problem}")
+    assert gpus.resolve("cpu", 0, False) == "cpu" and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("fault", ["nvmlInit", "", "-1"])
+def test_gpu_build_without_a_gpu_is_no_warning(gpu_build, monkeypatch, capsys, fault):
+    """The machine has no driver, or the user has turned its GPUs off."""
+    if fault == "nvmlInit":
+        gpu_build.nvmlInit = fail
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", fault)
+    assert gpus.resolve("auto", 0, False) == "cpu"
+    assert capsys.readouterr().err == ""
+
+
 FAKE_NVML = """
 class NVMLError(Exception):
     pass
@@ -94,6 +161,8 @@ nvmlInit = nvmlShutdown = lambda: None
 nvmlDeviceGetHandleByIndex = lambda index: index
 nvmlDeviceGetName = lambda handle: "NVIDIA H200"
 nvmlDeviceGetCudaComputeCapability = lambda handle: (9, 0)
+nvmlSystemGetCudaDriverVersion = lambda: 12040
+nvmlDeviceGetCount = lambda: 1
 """
 
 

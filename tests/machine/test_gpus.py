@@ -70,6 +70,13 @@ def test_gpu_without_kernels_is_reported(gpu, capsys, kind):
     assert capsys.readouterr().err.startswith(f"warning: --device auto: using the CPU instead of the GPU: {problem}")
 
 
+def test_gpu_that_no_build_supports_is_reported_without_another_build(gpu, monkeypatch):
+    gpu[0] = NO_KERNEL
+    monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda index: (5, 2))
+    remedy = "; use --device cpu, or use a GPU with compute capability 6.1 or higher"
+    assert gpus.problem(1).endswith(f"available for execution on the device){remedy}")
+
+
 def test_gpu_with_wrong_results_is_reported(gpu):
     gpu[0] = np.zeros(4, np.float32)
     assert "[0.0, 1.0, 2.0, 3.0] + [0.0, 1.0, 2.0, 3.0] gives [0.0, 0.0, 0.0, 0.0]" in gpus.problem(1)

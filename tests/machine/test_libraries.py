@@ -12,7 +12,7 @@ import pytest
 
 from conftest import ROOT
 from paddle_resnet.machine import libraries
-from paddle_resnet.utils.errors import python
+from paddle_resnet.utils.errors import installation
 
 PHI = """
 #include <dlfcn.h>
@@ -220,7 +220,7 @@ def test_libraries_in_folder_of_links_are_found(cuda_11, monkeypatch):
 def test_missing_library_is_reported(cuda_11, monkeypatch, name):
     (cuda_11 / name).unlink()
     library = "cuBLAS 11" if "cublas" in name else "cuDNN 8"
-    remedy = f"install it with {python()} -m pip install -r requirements.txt"
+    remedy = f"install it with {installation('gpu')}"
     assert f"needs {library}, but {name} cannot be opened; {remedy}" in libraries.problem()
     assert "import paddle_resnet before paddle" not in libraries.problem()
     monkeypatch.setattr(libraries, "_is_late", True)

@@ -266,7 +266,7 @@ def test_invalid_report_is_rejected(tmp_path, capsys, text):
     assert comparison.main([str(tmp_path)]) == 2
     assert f"error: {tmp_path}/report.json" in capsys.readouterr().err
     for arguments, message in (
-        ([str(tmp_path), "--htm", "x"], "unrecognized arguments: --htm"),  # flags must not be abbreviated
+        ([str(tmp_path), "--htm", "x"], "--htm: unknown flag; use --html"),  # flags must not be abbreviated
         ([str(tmp_path), "--html", ""], "--html: '' is an empty path"),
         ([""], "RUN: '' is an empty path"),
     ):

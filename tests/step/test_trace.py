@@ -131,7 +131,7 @@ def test_traced_steps_must_be_within_first_pass(first, last, is_resume, is_trace
 def test_run_that_continues_inside_epoch_traces_steps_of_its_first_pass(run_train, stop_before, tmp_path, capsys):
     """Regression test: only the steps of the first pass of a new run, 0:2, were accepted, and none of them is in the
     first pass of this run."""
-    flags = ["--epochs", "90", "--iter-unit", "batch", "--num-iter", "3", "--eval-interval", "2"]  # 90: the default
+    flags = ["--iter-unit", "batch", "--num-iter", "3", "--eval-interval", "2"]
     stop_before(train_step=2)
     assert run_train(*flags)[0] == 75
     stop_before()

@@ -11,7 +11,7 @@ from conftest import ROOT
 from paddle_resnet import config, dataset, doctor, export, predict, train, weights
 from paddle_resnet.models import __main__ as models
 from paddle_resnet.results import comparison
-from paddle_resnet.settings import declarations
+from paddle_resnet.settings import declarations, parsing
 from paddle_resnet.settings.declarations import ACTIONS, DEFAULTS, EXAMPLES, FLAGS, MAIN, PARSER, TOPICS
 from paddle_resnet.utils import command_line
 from paddle_resnet.utils.command_line import Parser
@@ -125,9 +125,7 @@ def test_printed_default_is_a_valid_value(name):
     value, action = DEFAULTS[name], ACTIONS[name]
     if value is None or value is False:
         return
-    assert getattr(config.parse_args([f"{action.option_strings[0]}={command_line.typed(value)}"]), name) == (
-        value if name != "run_scope" else config.parse_args([]).run_scope
-    )
+    assert parsing.parse([f"{action.option_strings[0]}={command_line.typed(value)}"]) == {name: value}
 
 
 def test_flags_of_nvidia_example_are_marked(shown):

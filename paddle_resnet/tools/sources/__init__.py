@@ -6,6 +6,7 @@ Each module of this folder reads one kind of source. Its function `read` takes t
 
 import hashlib
 import os
+import shlex
 from collections import Counter
 from dataclasses import dataclass
 
@@ -94,7 +95,7 @@ def read(source, kind=None, options=None):
     if kind is None:
         kind = kind_of_file if os.path.isfile(source) else _kind_of_folder(source, options)
     if kind is None:
-        raise UsageError(f"{source}: {sniffer.advice(source) or _unknown()}")
+        raise UsageError(f"{source}: {sniffer.advice(source) or _unknown(source)}")
     for name, kinds in _USED.items():
         if getattr(options, name) is not None and kind not in kinds:
             flag = f"--{name.replace('_', '-')}"
@@ -208,7 +209,7 @@ def describe(source):
         return [printable(f"{source}: imported as {kind}")]
     sights = sniffer.look(source) if os.path.isdir(source) else []
     if not sights:
-        return [f"{source}: {_unknown()}"]
+        return [f"{source}: {_unknown(source)}"]
     return [printable(f"{sight.what}{f'; {sight.todo}' if sight.todo else ''}") for sight in sights]
 
 
@@ -239,5 +240,8 @@ def _check_folder_names(source, classes):
             )
 
 
-def _unknown():
+def _unknown(source):
+    if all(os.path.isdir(os.path.join(source, split)) for split in ("train", "val")):
+        root = shlex.quote(str(source))
+        return f"not a data set to import; if its train/ and val/ contain class folders, use --image-root {root}"
     return f"not recognized as a data set; choose the kind with --as (see --help), or {sniffer.PUT}"
