@@ -216,7 +216,7 @@ if __name__ == "__main__":
     if "Plain" in sys.argv:
         layers.BatchNorm = paddle.nn.Identity
     if options.shares:
-        iterators.SyntheticIterator = Shares
+        loader_module.SyntheticIterator = Shares
         loader_module.SYNTHETIC_SIZE = {Mode.TRAIN: 48, Mode.EVAL: 24}
     if options.scaling:
         build.wrap_optimizer = scale_losses(build.wrap_optimizer)

@@ -63,6 +63,7 @@ AXES = {
         "tfrecord from 1": ["--image-root", "{data}/tfrecord_from_1"],
         "lmdb": ["--image-root", "{data}/lmdb", "--data-format", "lmdb"],
         "webdataset": ["--image-root", "{data}/webdataset", "--data-format", "webdataset"],
+        "parquet": ["--image-root", "{data}/parquet", "--data-format", "parquet"],
         "synthetic": ["--data-format", "synthetic"],
     },
     "batch": {"8": ["--batch-size", "8"], "5": ["--batch-size", "5"]},

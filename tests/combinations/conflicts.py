@@ -23,7 +23,7 @@ def _all_but(axis, *values):
     return tuple(value for value in AXES[axis] if value not in values)
 
 
-RECORDS = ("recordio", "tfrecord", "tfrecord from 1", "lmdb", "webdataset", "synthetic")
+RECORDS = ("recordio", "tfrecord", "tfrecord from 1", "lmdb", "webdataset", "parquet", "synthetic")
 # paddle_resnet/settings/validation.py, unless stated otherwise
 PAIRS = [
     Pair("optimizer", ("RAdam",), "freezing", _all_but("freezing", "none"), ("--optimizer RAdam", "--freeze")),

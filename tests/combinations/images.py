@@ -12,7 +12,7 @@ from paddle_resnet.data.formats import SHARDED
 from paddle_resnet.tools import convert
 
 TRAIN, VAL = (20, 13, 7), (5, 4, 3)  # images of each class and process
-FORMATS = ("recordio", "tfrecord", "lmdb", "webdataset")
+FORMATS = ("recordio", "tfrecord", "lmdb", "webdataset", "parquet")
 
 
 def write(root, ranks=1):

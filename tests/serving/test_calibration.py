@@ -110,6 +110,8 @@ def write_sorted(root, data_format, count):
         (root / "train.txt").write_text("".join(f"{path.relative_to(root)} {label}\n" for path, label in sizes))
     elif data_format == "lmdb":
         data_files.write_lmdb(root / "train_lmdb", encoded)
+    elif data_format == "parquet":
+        data_files.write_parquet(root / "train-00000-of-00001.parquet", encoded)
     elif data_format in SINGLE_FILE:
         with SINGLE_FILE[data_format](str(root), "train") as writer:
             writer.write(encoded)
