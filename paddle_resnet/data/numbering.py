@@ -42,7 +42,7 @@ class Numbering:
 
     Attributes:
         classes: names that identify the classes, in label order: the names of the class folders, the classes of a
-            trained network, the lines of classes.txt, or the names in TFRecords; None if classes have only numbers.
+            trained network, the lines of classes.txt, or the names in record files; None if classes have only numbers.
         class_names: names for reports in label order; None if classes have only numbers.
         offset: number to subtract from the stored labels of the split.
         is_trained: whether `classes` are those of a trained network.
