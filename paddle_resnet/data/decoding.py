@@ -40,7 +40,8 @@ def checked(encoded: Any) -> tuple[Any, Any, Any]:
 
 
 def decode(options: Options, encoded: Any, kind: Any) -> Any:
-    """Decode entire images. With --dali-device gpu, the GPU decodes only the JPEGs that it reads correctly."""
+    """Decode entire images. With --dali-device gpu, the GPU decodes only the JPEGs that it reads correctly,
+    and the CPU all other files."""
     if options.dali_device == "cpu":
         images = fn.decoders.image(encoded, output_type=types.RGB)
     elif kind & headers.CPU != 0:

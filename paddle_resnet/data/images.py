@@ -33,9 +33,8 @@ class Image:
             of `dataset import`, the function that returns the content of an image file when it is called with `path`
             and the elements of `place`.
         place: position for formats.read_image, which depends on the format: (offset, size, label offset, label size) in
-            bytes of a record in an indexed format (without an index of labels, the record's own), the key in an LMDB,
-            (row group, row, label, column of the images) in a Parquet file, or further arguments of the function
-            `kind`.
+            bytes, see indexes.Index; the key in an LMDB; (row group, row, label, column of the images) in a Parquet
+            file; or further arguments of the function `kind`.
         label_offset: number that formats.read_image subtracts from the stored label of a record.
     """
 

@@ -176,8 +176,8 @@ def _payload(f):
 
 
 class Writer:
-    """Appends images to SPLIT.rec.partial and SPLIT.idx.partial. A file SPLIT.rec is
-    complete; if it exists, the writer only counts its images.
+    """Appends images to SPLIT.rec.partial and SPLIT.idx.partial. If SPLIT.rec
+    exists, it is complete, and the writer only counts its images.
 
     Records are synced to disk before their index lines are written, so the index never refers to a missing record.
     """
