@@ -182,7 +182,7 @@ AXES = {
     "trace": {"off": [], "on": ["--profile-steps", "{trace}"]},
 }
 
-# Flags that do not change what a run on a CPU trains, evaluates or saves, or that the program of the tests sets.
+# Flags that do not change what a run on a CPU trains, evaluates or saves, and flags that checks.py or run.py set.
 UNCHANGED = {
     "resume": "checks.py adds it to each run that it has stopped",
     "overwrite": "deletes an earlier run before the start: tests/checkpoints/test_resume.py",

@@ -24,7 +24,8 @@ def _all_but(axis, *values):
 
 
 RECORDS = ("recordio", "tfrecord", "tfrecord from 1", "lmdb", "webdataset", "parquet", "synthetic")
-# paddle_resnet/settings/validation.py, unless stated otherwise
+# paddle_resnet/settings/validation.py detects these conflicts, unless the comment above a pair names a different
+# module.
 PAIRS = [
     Pair("optimizer", ("RAdam",), "freezing", _all_but("freezing", "none"), ("--optimizer RAdam", "--freeze")),
     Pair("length", ("steps",), "step saves", ("on",), ("--save-interval-steps", "--iter-unit")),
