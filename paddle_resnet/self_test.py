@@ -77,7 +77,7 @@ class Run(NamedTuple):
         golden: name of the recorded losses.
         bound: name of the limit in BOUNDS.
         remedy: what to do if the run fails or its losses differ.
-        twin: `what` of an earlier run with equal losses, or None.
+        twin: `what` of an earlier run whose losses must be equal, or None.
     """
 
     what: str

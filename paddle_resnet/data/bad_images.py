@@ -66,7 +66,7 @@ def decode(data: bytes) -> str | None:
     @pipeline_def(batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
     def decoder():
         encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1)
-        # Evaluation decodes entire images, like the first decoder; training on a CPU decodes parts of images, like the
+        # Evaluation decodes entire images, like the first decoder; training also decodes parts of images, like the
         # second. Some files can be decoded by only one of the two decoders.
         return fn.decoders.image(encoded, output_type=types.RGB), fn.decoders.image_random_crop(encoded)
 

@@ -75,7 +75,7 @@ def open_split(root: DataRoot, options: Options, mode: Mode, trains: bool, train
         trained: see build.
     """
     if not trains and root.data_format in ("auto", "folder"):
-        layout.check_split("--image-root", root.image_root, mode)  # DataRoot.open would suggest splitting train/
+        layout.check_split("--image-root", root.image_root, mode)  # otherwise, the remedy would be to split train/
     return root.open(
         mode,
         options.num_of_class,

@@ -146,7 +146,8 @@ def _rest(row):
 
 def _found(root, rows, images, allow_partial):
     """Return the path, relative to the root, of the image of each row, or None if it is missing and `allow_partial` is
-    set. Raise UsageError if an image is missing, ambiguous, occurs twice or is not an image file."""
+    set. Raise UsageError if an image is missing without `allow_partial`, is ambiguous or occurs twice, or if a file is
+    not an image."""
     paths, missing, place_of = [], [], {}
     for row in rows:
         found = images.find(row)
