@@ -201,7 +201,7 @@ def _compare_lists(lists, report):
 
 def _compare_with_dali(root, mode, data_format, images, checked, report):
     """Read record files with DALI, and compare the images and labels with the results of check(). Images for which
-    check() failed are skipped; if the format cannot skip any, nothing is compared."""
+    check() failed are skipped; if there are any in a format that cannot skip records, nothing is compared."""
     if not getattr(FORMATS[data_format], "CAN_SKIP", True) and any(failure for failure, *_ in checked):
         return
     pairs = zip(images, checked, strict=True)

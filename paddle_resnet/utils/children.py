@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
 
 # One row of the table. Values of status: "ok"; "note" for a problem that does not prevent training; "no" if training
-# would fail.
+# would fail, or if a check of the self-test failed.
 Row = namedtuple("Row", "what detail status remedy", defaults=["ok", ""])
 
 

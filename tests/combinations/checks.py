@@ -329,7 +329,7 @@ def start_job(store=exchange._store):
 @contextlib.contextmanager
 def stopped_before(step):
     """Send SIGTERM to this process before a training step, unless `step` is None or this process is not rank 0. Yield a
-    list that gets an entry for each training step. Both exclude the steps that --budget-minutes measures."""
+    list that gets an entry for each training step. Steps that --budget-minutes measures are not counted."""
     agreed, steps = exchange.stop_agreed, []
 
     def stop_agreed():
