@@ -25,7 +25,7 @@ MAGNITUDES = 31
 CROP_SEED = 5  # index of the seed of the padded crop, see Augmentation.seeds
 
 
-# Values outside these ranges make DALI fail or produce pixels that are not finite.
+# Values outside these ranges can make DALI fail or produce pixels that are not finite.
 RANGES = {"rand_crop_scale": (1e-6, 1), "rand_crop_ratio": (1e-3, 1e3), "color_jitter": (0, 100), "lighting": (0, 100)}
 # Nonzero values far below these limits make DALI fail, because the range of its random numbers is empty in float32.
 LEAST = {"color_jitter": 1e-6, "rotate_degrees": 1e-6}
