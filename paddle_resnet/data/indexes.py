@@ -53,7 +53,7 @@ class Kind:
         rows: rows(content of the index, open record file, its size) returns (images, labels) of Index. ValueError: the
             index does not match the record file.
         kept: kept(Index, bool [n]) returns the lines of a copy of the index that contains only the selected records.
-        is_cached: whether a new index is written to the cache folder rather than next to the record file.
+        is_cached: whether open_index prefers the cache folder for a new index, not the folder of the record file.
     """
 
     scan: Callable[[BinaryIO], list[str]]

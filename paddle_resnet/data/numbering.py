@@ -80,7 +80,8 @@ def establish(
         Numbering.
     Raises:
         UsageError: the splits contradict each other, classes.txt or the trained network; the numbers of class folders
-            are unknown; or the data set cannot be read.
+            are unknown; there are more class names than network outputs; a label offset is set for class folders; or
+            the data set cannot be read.
     """
     image_root, label_offset, formats = root.image_root, root.label_offset, root.formats(mode)
     sampled = _sample(image_root, formats)

@@ -487,8 +487,8 @@ def _prepare(image):
 
 
 def _extension(image, data):
-    """Return the extension for an image in a tar shard: the extension of an image file if it is supported and not jfif;
-    otherwise, and for a record, the extension that matches the first bytes of the image, by default jpg."""
+    """Return the extension with which an image is stored: the extension of an image file if it is supported and not
+    jfif; otherwise, and for a record, the extension that matches the first bytes of the image, by default jpg."""
     own = os.path.splitext(image.path)[1][1:].lower()
     if image.kind is None and own in IMAGE_EXTENSIONS and own != "jfif":  # .jpg is more common
         return own

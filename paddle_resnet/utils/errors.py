@@ -68,7 +68,8 @@ def program(name):
 
 def command(name, *arguments):
     """Return a command of this project, quoted for a shell, such as .venv/bin/python -m paddle_resnet.dataset index or,
-    if is_installed(), paddle-resnet dataset index. Paths below the working directory are relative to it."""
+    if is_installed(), paddle-resnet dataset index. Paths of programs below the working directory are relative to it;
+    `arguments` are not changed."""
     if is_installed():
         words = [_typed(script(), SCRIPT), name]
     elif name == "train":

@@ -29,7 +29,8 @@ EXAMPLE = "{}-000000.tar"
 LABEL_DIGITS = 9  # maximum length of a label; the DALI pipeline uses the same limit
 # Maximum number of files per shard whose headers are compared with the index.
 CHECKED_HEADERS = 16
-# Files in which other programs list the shards of a WebDataset: timm's _info.json, and sizes.json of webdataset.
+# Files in which other programs list the shards of a WebDataset: timm's _info.json or info.json, and webdataset's
+# sizes.json.
 SHARD_LISTS = ("_info.json", "info.json", "sizes.json")
 
 
