@@ -1,4 +1,4 @@
-"""The texts of the programs of about 40 sets of flags, to prove that a change has no effect on what a run computes.
+"""The texts of the programs of about 50 sets of flags, to prove that a change has no effect on what a run computes.
 
     .venv/bin/python tests/program_texts.py write before    # at the commit before the change
     .venv/bin/python tests/program_texts.py write after     # with the change
