@@ -178,7 +178,7 @@ def bad_image(message: str, data_set: Any, image_root: str) -> tuple[str | None,
     slowest = (0.0, "")
     for find_problem in (header_problem, decode):
         try:
-            for encoded, source in _undecoded(data_set):
+            for encoded, source in _undecoded(data_set, image_root):
                 begin = monotonic()
                 if find_problem(encoded) is not None:
                     return _whole_name(source, image_root), headers.problem(encoded) or UNDECODABLE
@@ -193,9 +193,8 @@ def bad_image(message: str, data_set: Any, image_root: str) -> tuple[str | None,
 
 
 def _whole_name(source, image_root):
-    """Convert the source_info that DALI reports for an image, or the full_name of an image, to Image.full_name. The
-    source_info of a record contains the path that was passed to DALI; the source_info of an image file is its path
-    relative to image_root."""
+    """Convert the source_info that DALI reports for an image to Image.full_name. The source_info of a record contains the
+    path that was passed to DALI; the source_info of an image file is its path relative to image_root."""
     for pattern in RECORD_PATTERNS:
         place = re.fullmatch(pattern, source)
         if place:
@@ -203,9 +202,9 @@ def _whole_name(source, image_root):
     return os.path.join(image_root, source)
 
 
-def _undecoded(data_set):
+def _undecoded(data_set, image_root):
     """Yield (content of the image file, source_info) for all images in a data set. If DALI reports no source_info, the
-    full name of the image replaces it."""
+    name of the image relative to image_root replaces it."""
 
     @pipeline_def(batch_size=64, num_threads=1, device_id=None)
     def undecoded(shard_id, num_shards):
@@ -220,7 +219,7 @@ def _undecoded(data_set):
             for i, (image, source) in enumerate(zip(*pipeline.run(), strict=True), start):
                 source = bytes(np.asarray(source)).decode()
                 if not source:
-                    names = names or [image.full_name for image in data_set.records()]
+                    names = names or [os.path.relpath(image.full_name, image_root) for image in data_set.records()]
                     first, end = (n * data_set.size // shards for n in (shard_id, shard_id + 1))
                     source = names[min(first + i, end - 1)]
                 yield bytes(np.asarray(image)), source

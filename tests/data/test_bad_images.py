@@ -42,11 +42,14 @@ def test_stream_without_descriptor(tmp_path):
         ("webdataset", "train-000000.tar@"),
         ("recordio", "train.rec@"),
         ("lmdb", "train_lmdb@"),
+        ("parquet", "train-00000-of-00001.parquet@"),
     ],
 )
 def test_undecodable_image_is_reported_with_full_relative_path(
     photos, parse, tmp_path, monkeypatch, data_format, name, bytes_left
 ):
+    if data_format == "parquet" and not bytes_left:
+        pytest.skip("rows without content are rejected when they are read")
     monkeypatch.chdir(tmp_path)
     shutil.copytree(photos, "data/z")
     image = tmp_path / "data/z/train/class0/00.jpg"
@@ -307,7 +310,7 @@ def test_search_reads_a_data_set_with_fewer_images_than_cpu_cores(tmp_path, monk
     (tmp_path / "a.png").write_bytes(b"abc")
     (tmp_path / "val.txt").write_text("a.png 0\n")
     data_set = open_split(tmp_path, "filelist", Mode.EVAL, 1, 0)
-    assert set(bad_images._undecoded(data_set)) == {(b"abc", "a.png")}
+    assert set(bad_images._undecoded(data_set, ".")) == {(b"abc", "a.png")}
 
 
 @pytest.mark.parametrize(
