@@ -193,8 +193,8 @@ def bad_image(message: str, data_set: Any, image_root: str) -> tuple[str | None,
 
 
 def _whole_name(source, image_root):
-    """Convert the source_info that DALI reports for an image to Image.full_name. The source_info of a record contains the
-    path that was passed to DALI; the source_info of an image file is its path relative to image_root."""
+    """Convert the source_info that DALI reports for an image to Image.full_name. The source_info of a record contains
+    the path that was passed to DALI; the source_info of an image file is its path relative to image_root."""
     for pattern in RECORD_PATTERNS:
         place = re.fullmatch(pattern, source)
         if place:

@@ -59,7 +59,7 @@ def test_undecodable_image_is_reported_with_full_relative_path(
         data_files.write(root, "data/y", data_format)
         root = "data/y"
     with pytest.raises(DataError) as e:
-        list(dali.build_dataloader(parse("--image-root", root), Mode.TRAIN))
+        list(dali.build_dataloader(parse("--image-root", root, "--batch-size", "6"), Mode.TRAIN))
     assert str(e.value).startswith(f"{root}/{name}")
     assert str(e.value).count(name) == 1
     assert ": cannot be decoded (rank 0); repair" in str(e.value)
@@ -285,10 +285,10 @@ def test_search_for_bad_image_ends_after_deadline(monkeypatch):
     Image.new("RGB", (8, 8)).save(file, "png")
     message = "Error in operator nvidia.dali.fn.decoders.image"
     damaged = (file.getvalue().replace(b"IDAT", b"IDAX"), "c.png")
-    monkeypatch.setattr(bad_images, "_undecoded", lambda data_set: iter([damaged]))
+    monkeypatch.setattr(bad_images, "_undecoded", lambda *_: iter([damaged]))
     assert bad_images.bad_image(message, None, "root") == ("root/c.png", "cannot be decoded")
     images = [damaged, (file.getvalue(), "a.png"), (b"", "b.png")]
-    monkeypatch.setattr(bad_images, "_undecoded", lambda data_set: iter(images))
+    monkeypatch.setattr(bad_images, "_undecoded", lambda *_: iter(images))
     assert bad_images.bad_image(message, None, "root")[0] == "root/b.png"  # the headers of all images are checked first
     assert bad_images.bad_image("Error in operator nvidia.dali.fn.resize", None, "root")[0] is None
     times = itertools.count()
@@ -327,7 +327,7 @@ def test_search_reads_a_data_set_with_fewer_images_than_cpu_cores(tmp_path, monk
 def test_image_in_a_message_is_found_without_a_search(monkeypatch, text, image):
     assert bad_images.bad_image(f"Error: {text}", None, "root")[0] == image
 
-    def fail(data_set):
+    def fail(data_set, image_root):
         raise RuntimeError(f"Error: {text}")
 
     monkeypatch.setattr(bad_images, "_undecoded", fail)
