@@ -31,6 +31,6 @@ COMPONENTS = (
 # weight of a mixed image depends on both of its classes.
 INPUTS = (mixing, loss, dropout)
 # Components of the update, in the order in which `add` is called. With custom kernels, precision and clipping set
-# StepBuilder.factor, which the later components read, and optimizer replaces the update operators that the earlier
-# components read. ema comes last, because it averages the parameters that lookahead sets.
+# StepBuilder.factor, which optimizer and ema read, and optimizer replaces the update operators that rates, accumulation
+# and clipping read. ema comes last, because it averages the parameters that lookahead sets.
 UPDATE = (rates, accumulation, precision, clipping, optimizer, lookahead, ema)
