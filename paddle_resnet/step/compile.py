@@ -29,7 +29,7 @@ class CompiledStep(static.CompiledProgram):
         source: the program that build has filled.
         captured: cuda_graph.CapturedStep, or None if steps are not captured.
         write_scalars: scalars.Writer.
-        trace: trace.Trace of the first pass over the loader until trace.start returns it; otherwise, None.
+        trace: trace.Trace of the first pass over the loader until trace.start takes it; otherwise, None.
         accumulating: compiled program for all batches of a training step except the last, or None if each step has one
             batch (--accumulate-steps 1).
     """

@@ -42,7 +42,7 @@ def check_program(program):
 def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save, end_step=None):
     """Like program.run(), but also call `save(epoch, step)` every --save-interval-steps steps, unless save is None, and
     stop before step `end_step`, unless it is None. The next call continues the epoch. Here, each batch is a step, even
-    with --accumulate-steps; --save-interval-steps alone counts training steps.
+    with --accumulate-steps; only --save-interval-steps counts training steps.
 
     Returns:
         dict of metrics, aggregated over all processes:
