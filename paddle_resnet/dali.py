@@ -30,7 +30,8 @@ def build_dataloader(
         args: flags, which are not changed. Unresolved flags for the device and the number of classes are resolved for
             this loader only.
         mode: with Mode.TRAIN, images are shuffled and augmented, and the last partial batch is dropped. With Mode.EVAL,
-            every image of the data set is read once, in order, and the last batch may be smaller.
+            the processes together read every image of the data set once, each in order, and the last batch may be
+            smaller.
         state: return value of state() of this process's training loader; the new loader resumes at the next batch. If
             flags have changed since then, a warning lists the changes. In this case, if the state was saved at the end
             of an epoch, the loader continues the image order, but restarts the random numbers of the augmentation. If

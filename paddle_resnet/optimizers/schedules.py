@@ -51,8 +51,7 @@ def cosine(span, step):
 
 def piecewise(span, begins, factor, step):
     """Return the peak, multiplied by --lr-decay-factor once for each entry of --lr-decay-epochs that has passed. The
-    entries count from the start of the run, and the warm-up ends at rate(0) of the Schedule, which includes entries
-    within the warm-up."""
+    entries count from the start of the run, but `step` counts from the end of the warm-up."""
     return span.peak * factor ** sum(span.first_step + step >= span.steps_of(begin) for begin in begins)
 
 

@@ -1,9 +1,9 @@
 """Replace Paddle's operators with custom operators (native/). In NHWC, custom operators compute BN, pooling, sigmoid
 and channel scaling (squeeze-and-excitation), concatenations of channels, depthwise convolutions, and the filter
-gradient of 1x1 convolutions with at most POINTWISE_CHANNELS input or output channels. In both layouts, a custom
-operator computes dropout. BN is fused with the next activation, or with the residual addition and, if it follows, ReLU
-or Mish; in evaluation, BN is also fused with a preceding depthwise convolution (without residual addition) or 1x1
-convolution. The functions of this module check further conditions.
+gradient of 1x1 convolutions with at most POINTWISE_CHANNELS input or output channels. A custom operator also computes
+dropout. BN is fused with the next activation, or with the residual addition and, if it follows, ReLU or Mish; in
+evaluation, BN is also fused with a preceding depthwise convolution (without residual addition) or 1x1 convolution.
+fuse() lists further conditions.
 
 This pass runs after Paddle has added casts, gradients and all-reduces, so it does not change parameters, checkpoints or
 communication.
@@ -49,10 +49,10 @@ Tail = namedtuple("Tail", "ops out activation addend")
 
 def fuse(program):
     """Replace operators in a program with custom operators, in place. Operators that the custom kernels do not support
-    are not replaced. All kernels except those of dropout and sigmoid require the layout NHWC, and all except that of
-    dropout require a number of channels that is a multiple of 4. BN with fixed statistics is not replaced if a gradient
-    passes through it. The functions _is_plain_pool, _is_global_average_pool, _scales_channels, _concatenates_channels,
-    has_depthwise_kernel and is_pointwise check the other conditions.
+    are not replaced. All kernels except that of dropout require that the size of the last axis, which is the number of
+    channels in NHWC, is a multiple of 4. BN with fixed statistics is not replaced if a gradient passes through it. The
+    functions _is_plain_pool, _is_global_average_pool, _scales_channels, _concatenates_channels, has_depthwise_kernel
+    and is_pointwise check the other conditions.
 
     Args:
         program: training Program after minimize, or evaluation Program after cast_evaluation_program.
