@@ -1,4 +1,4 @@
-"""The phases of a run before its first step, in the order in which train.py calls them."""
+"""The phases of a run before its first step, and the start of a later stage (enter_stage)."""
 
 import math
 from collections import namedtuple

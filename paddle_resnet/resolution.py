@@ -58,8 +58,8 @@ def resolve_data(settings, mode):
 
 
 def resolve_device(settings):
-    """Resolve --device auto, set --fuse-resunit, which has no effect, to false, and call drop_unused, which
-    drops values of a --config file that require a different device.
+    """Resolve --device auto, set --fuse-resunit, which has no effect, to false, and call drop_unused, because values of
+    a --config file may require a different device.
 
     Raises:
         UsageError: --device is gpu, but Paddle cannot use a GPU.

@@ -1,4 +1,4 @@
-"""The start of a run, before Paddle is imported."""
+"""The start of a run, up to the import of Paddle and DALI."""
 
 from paddle_resnet.data import layout
 from paddle_resnet.job.processes import check_environment, rank, world_size

@@ -59,7 +59,7 @@ class Settings:
 
 
 def conflicts(settings: Settings) -> Iterator[Conflict]:
-    """Yield a Conflict for each conflict between the flags of mixed precision."""
+    """Yield a Conflict for each conflict between the flags of mixed precision, if --amp is set."""
     if not settings.amp:
         return
     if settings.use_pure_fp16 and settings.amp_level == "O1":

@@ -2,9 +2,9 @@
 operator that updates the parameters, and the properties that determine flags, warnings and the choices of
 --choose-recipe.
 
-To add an optimizer, add an entry to OPTIMIZERS, its rule to native/optimizers.h, and a test of its formula to
-tests/native/test_native.py. This module imports Paddle only inside functions, because parsing the command line imports
-this module.
+To add an optimizer, add an entry to OPTIMIZERS, its rule and its name in FOR_EACH_OPTIMIZER to native/optimizers.h, and
+a test of its formula to tests/native/test_native.py. This module imports Paddle only inside functions, because parsing
+the command line imports this module.
 """
 
 from collections.abc import Callable

@@ -104,7 +104,8 @@ def paddle_depthwise(program):
 
 
 class Graph:
-    """A block, the producer and the readers of each of its variables, and the operators to replace."""
+    """A block, the producer and the readers of each of its variables before the first replacement, and the operators
+    that finish() removes."""
 
     def __init__(self, block):
         self.block = block

@@ -264,7 +264,7 @@ def _are_default_epochs(settings):
 
 
 def _conflicts_of_budget(settings):
-    """Yield a Conflict for each explicit flag that excludes --budget-minutes."""
+    """With --budget-minutes, yield a Conflict if --epochs is explicit, and a Conflict if --profile-steps is set."""
     if settings.budget_minutes is None:
         return
     flag_and_value = f"--budget-minutes {settings.budget_minutes:g}"

@@ -26,7 +26,7 @@ class CompiledStep(static.CompiledProgram):
     """A compiled program with the parts of a run that belong to it.
 
     Attributes:
-        source: the program that build has filled.
+        source: the program that compile_prog has received.
         captured: cuda_graph.CapturedStep, or None if steps are not captured.
         write_scalars: scalars.Writer.
         trace: trace.Trace of the first pass over the loader until trace.start takes it; otherwise, None.

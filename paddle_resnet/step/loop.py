@@ -53,10 +53,10 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
         cover only this call; the other metrics above cover the entire epoch.
         data_time (waiting for the loader), compute_time, batch_time: mean seconds per step of this call.
         loss_scale: current loss scale, only in training with dynamic loss scaling.
-        With --benchmark, all metrics cover only the measured steps, and there are additional metrics:
+        With --benchmark, the metrics above cover only the measured steps, and there are additional metrics:
         latency_{mean,p50,p90,p95,p99}_ms: time between the dispatches of consecutive steps. On a GPU, the time from the
         dispatch of a batch to its result is longer, because the host is one step ahead.
-        first_step_s: seconds from the start of the program until the host has the metrics of the first step.
+        first_step_s: logger.elapsed_s() when the host has the metrics of the first step.
         With Mode.EVAL: confusion (int64 [k, 3], one row per pair that occurred, sorted, with the columns label,
         predicted class, number of images), class_top1 (float64 [C], NaN for a class without images) and, without
         --benchmark, the averages over the classes {precision,recall,f1}_{macro,weighted}.
