@@ -145,7 +145,8 @@ def _update_scale(block, ops, scalings, unscale):
 
 def _amp_lists(program, dtype, float32):
     """Return Paddle's AMP lists for `dtype`. The lists keep the following in float32: the loss head, the operators for
-    which layers.is_float32 is true, and all operators whose outputs are listed in `float32`.
+    which layers.is_float32 is true, all operators whose outputs are listed in `float32`, and all operators that read
+    one of the outputs of these operators.
 
     The lists identify these operators by the names of their outputs, because level O2 ignores lists of operator types.
     """

@@ -159,7 +159,7 @@ def is_range(name):
 
 
 def float32_variables(program):
-    """Return the names of the variables of a quantized program that must remain in float32 in mixed precision."""
+    """Return the names of the outputs of quantization operators, which must remain in float32 in mixed precision."""
     ops = [op for op in program.global_block().ops if op.type in (ACTIVATION, WEIGHT, "p_norm", "lerp")]
     return {name for op in ops for name in op.output_arg_names}
 

@@ -96,8 +96,8 @@ def add(step: "StepBuilder") -> None:
 
 
 def prune(main_prog, place, algorithm):
-    """Compute the masks of all parameters except the classifier's (--prune-model), and set the pruned weights to 0 with
-    apply_masks. The masks of narrow parameters (see layers) contain only ones.
+    """Compute the masks of the sparse and narrow parameters (see layers), and set the pruned weights to 0 with
+    apply_masks (--prune-model). The masks of narrow parameters contain only ones.
 
     Paddle's `asp.prune_model` is not used: with the CUDA build, it crashes for a Fleet program on a machine without a
     GPU, and its mask_2d_best maximizes the sum of the kept weights instead of the sum of their magnitudes.

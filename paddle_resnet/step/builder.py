@@ -13,7 +13,8 @@ _Settings = TypeVar("_Settings")  # class Settings of a component
 
 
 class StepBuilder:
-    """A program to which components add operators. What a run needs to know after the construction is in `facts`.
+    """A program to which components add operators. Facts about the program that a run needs after the construction are
+    stored with facts.of.
 
     Args:
         settings: Settings.

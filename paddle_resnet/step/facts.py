@@ -1,4 +1,4 @@
-"""What a run must know about a program in addition to its operators.
+"""Facts about a program that a run needs in addition to the operators of the program.
 
 The arguments of `build` and `compile_prog` are instances of Paddle's own Program, so the facts are stored in a separate
 table. Its keys are weak references, so that the table does not keep programs in memory. Therefore, the facts of a
