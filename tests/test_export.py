@@ -625,7 +625,7 @@ def test_flags_are_passed_on(capsys, monkeypatch):
         (["c", "o", "--verify", ""], "--verify: '' is an empty path"),
         (["", "o"], "CHECKPOINT: '' is an empty path"),
         (["c", ""], "OUT: '' is an empty path"),
-        (["c", "o", "--uint"], "unrecognized arguments: --uint"),  # flags must not be abbreviated
+        (["c", "o", "--uint"], "--uint: unknown flag; use --uint8"),  # flags must not be abbreviated
     ],
 )
 def test_invalid_value_exits_with_code_2_and_an_error(capsys, arguments, message):
