@@ -80,7 +80,7 @@ def create_strategy(args, is_train=True):
 
     Args:
         args: Settings.
-        is_train: whether to enable the fused operators for training.
+        is_train: whether to enable, on a GPU, the fused operators for training.
     Returns:
         (BuildStrategy, None). The second element is None, because Paddle 2.5 and newer do not accept an
         ExecutionStrategy.
