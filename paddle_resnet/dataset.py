@@ -35,7 +35,8 @@ def write_sample(output):
     Returns:
         (number of training images, number of validation images).
     Raises:
-        UsageError: the folder exists and contains other files.
+        UsageError: the folder exists and does not contain exactly these files, or another process is writing it.
+        OSError: the folder cannot be written.
     """
     from sklearn.datasets import load_digits
 
@@ -71,8 +72,7 @@ def main(argv=None):
     """Run a command.
 
     Returns:
-        exit code: 0 for success, 1 if training would fail (verify only), 2 for a usage error or unusable data, 130 if
-            interrupted.
+        exit code: 0 for success, 1 if training would fail (verify only); for errors, see exit_codes.of.
     """
     parser = Parser(
         prog="dataset",

@@ -37,7 +37,8 @@ STEP_ON_A_GPU = ["--amp", "--amp-level", "O2", "--use-dynamic-loss-scaling"]
 
 def examine(output_dir, compares=False):
     """Check this machine, then test the operations that training requires, and yield a Row for each result. If
-    `compares`, the tests are those of self_test.py."""
+    `compares`, the tests are those of self_test.py. There are no tests if Paddle is unsupported or cannot use the
+    device."""
     facts, problem = _in_child(_library_facts)
     gpus = _nvidia_gpus()
     facts = facts or {}

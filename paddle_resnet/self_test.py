@@ -2,17 +2,17 @@
 
 Each run trains the network of models/self_test.py for 20 steps on generated images. The initial weights are equal on
 all devices, the images have no random change (a mirrored image is the image itself), and self_test.json contains the
-losses that Paddle 2.6.2 and 3.3.1 computed on a CPU, with both kinds of kernels.
+losses that Paddle 2.6.2 and 3.3.1 computed on a CPU: with each kind of kernels, and with two processes.
 
 Exact comparisons:
 - losses on a CPU with the recorded ones, if the version of Paddle, its kind of build and the vector extensions of the
-  CPU are those of the recording. Otherwise, sums are rounded differently, and BOUNDS limits the difference.
+  CPU are those of the recording. Otherwise, sums can be rounded differently, and BOUNDS limits the difference.
 - losses of captured steps with those of uncaptured steps, and of a resumed run with those of the original run, on the
   same machine
 
 On a GPU, all losses are compared with those of a CPU in float32, so a difference is expected. It is limited by the
 bound of the precision, relative to the first loss. A relative change of all initial weights by up to 4e-3, the rounding
-error of bfloat16, changes the losses by 7e-4, and one by 5e-4, that of float16 and TF32, by 9e-5.
+error of bfloat16, changed the losses by 7e-4 of the first loss, and one by 5e-4, that of float16 and TF32, by 9e-5.
 """
 
 import json
@@ -76,8 +76,8 @@ class Run(NamedTuple):
         flags: flags in addition to FLAGS.
         golden: name of the recorded losses.
         bound: name of the limit in BOUNDS.
-        remedy: what to do if the run fails.
-        twin: `what` of an earlier run with equal losses, or None.
+        remedy: what to do if the run fails or its losses differ.
+        twin: `what` of an earlier run whose losses must be equal, or None.
     """
 
     what: str
@@ -93,7 +93,7 @@ class Run(NamedTuple):
 
 
 def plan(device: str, has_native: bool) -> list[list[Run]]:
-    """Return the runs in groups. A child process trains one group after the other runs of the group have finished.
+    """Return the runs in groups. A child process trains the runs of one group, one after another.
 
     Args:
         device: "gpu" or "cpu".
@@ -120,7 +120,8 @@ def plan(device: str, has_native: bool) -> list[list[Run]]:
 
 
 def checks(device: str, missing: str | None, gpus: int, arithmetic: list):
-    """Yield a Row for each check. Its status is "no" if the check failed; no failure prevents other checks.
+    """Yield a Row for each check. Its status is "no" if the check failed, and "note" if this machine does not allow it.
+    A failure prevents no other checks, except that resuming and exporting need a run that has trained.
 
     Args:
         device: device on which doctor can train, "gpu" or "cpu".
@@ -273,7 +274,8 @@ def _export(folder, each, losses):
 
 
 def record(arithmetic: list):
-    """Store the losses of this machine, without a GPU, in GOLDENS. For the argument, see `checks`."""
+    """Store the losses that this machine computes on its CPU in GOLDENS, except those of failed runs. For the argument,
+    see `checks`."""
     goldens = json.loads(GOLDENS.read_text()) if GOLDENS.exists() else {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,5 +1,5 @@
-"""Open data sets, and write them in every record format. The project reads LMDBs, but does not write them; `write_lmdb`
-uses LMDB's library."""
+"""Open data sets, and write them in every record format. The project reads LMDBs and Parquet files, but does not write
+them; `write_lmdb` and `write_parquet` use the libraries of these formats."""
 
 import importlib.util
 import json

@@ -77,8 +77,8 @@ def obey(message):
 
 def obeyed_remedy(root, what, counts, capsys):
     """Obey the error message of a training run on a folder that contains `what`. Check that training reads the imported
-    data set, that it contains {split: number of images} `counts`, and that other commands say the same. Return the
-    class names and {Mode: [Image]}."""
+    data set, that it contains {split: number of images} `counts`, that `verify` accepts it, and that `import --list`
+    also prints `what`. Return the class names and {Mode: [Image]}."""
     message = error_of_training(root)
     assert what in message
     imported = obey(message)

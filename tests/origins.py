@@ -1,4 +1,4 @@
-"""Miniatures of the data sets in the first section of docs/data.md. Each class has a color, see layouts.py."""
+"""Miniatures of data sets in the first section of docs/data.md. Each class has a color, see layouts.py."""
 
 import json
 import pickle

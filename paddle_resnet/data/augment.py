@@ -1,8 +1,8 @@
-"""Random changes of training images: their flags and their operators.
+"""Random changes of training images: the flags of all changes, and the operators of those in AUGMENTATIONS.
 
 AUGMENTATIONS is the list of the optional changes, in the order in which they are applied after the random crop. To add
-one, declare its flag as a field of Settings, write its operator and add an entry. Operators import DALI only when a
-pipeline is defined, because parsing the command line imports this module.
+one, declare its flag as a field of Settings, write its operator and add an entry. The functions that add operators
+import DALI themselves, because parsing the command line imports this module and must not import DALI.
 """
 
 import warnings
@@ -25,9 +25,9 @@ MAGNITUDES = 31
 CROP_SEED = 5  # index of the seed of the padded crop, see Augmentation.seeds
 
 
-# Values outside these ranges make DALI fail or produce pixels that are not finite.
+# Values outside these ranges can make DALI fail or produce pixels that are not finite.
 RANGES = {"rand_crop_scale": (1e-6, 1), "rand_crop_ratio": (1e-3, 1e3), "color_jitter": (0, 100), "lighting": (0, 100)}
-# Smaller nonzero values make DALI fail, because the range of its random numbers would be empty in float32.
+# Nonzero values far below these limits make DALI fail, because the range of its random numbers is empty in float32.
 LEAST = {"color_jitter": 1e-6, "rotate_degrees": 1e-6}
 
 
@@ -162,9 +162,9 @@ def augment(images: Any, mean: Any, options: Any, seeds: list[int]) -> tuple[Any
 
 
 def seeds_of(seed: int, shard_id: int) -> list[int]:
-    """Return the seeds of the random operators of a shard. DALI assigns seeds in the order of the random operators in
-    the graph. The optional changes have explicit seeds, so that they do not change the random numbers for cropping and
-    flipping."""
+    """Return the explicit seeds of a shard, for the changes in AUGMENTATIONS and the padded crop. DALI assigns seeds to
+    all other random operators, such as cropping and flipping, in their order in the graph; because of the explicit
+    seeds, optional changes do not change these."""
     count = 1 + max(CROP_SEED, *(index for entry in AUGMENTATIONS for index in entry.seeds))
     return np.random.SeedSequence([seed, shard_id]).generate_state(count).tolist()
 
@@ -172,7 +172,7 @@ def seeds_of(seed: int, shard_id: int) -> list[int]:
 def _auto_augment(images, mean, options, seeds):
     """Apply random operations from DALI's suites to each image. trivial: one operation with a random magnitude (Müller
     and Hutter, "TrivialAugment", arXiv:2103.10158). randaug: two operations with the magnitude --auto-augment-magnitude
-    (Cubuk et al., "RandAugment", arXiv:1909.13719). The signs of the magnitudes are random.
+    (Cubuk et al., "RandAugment", arXiv:1909.13719). If an operation has a signed magnitude, the sign is random.
 
     DALI's own functions for selecting operations are not used. They pass the same seed to several random operators,
     which then draw the same numbers, so each operation would always have the same magnitude or sign.

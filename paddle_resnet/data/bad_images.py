@@ -18,7 +18,7 @@ from paddle_resnet.utils.errors import UsageError
 
 # Patterns of the source_info that DALI reports for a record: RecordIO or TFRecord, WebDataset, LMDB.
 RECORD_PATTERNS = (r"(.+) at index (\d+)", r"(.+\.tar):(\d+):.*", r"(.+) at key (.+)")
-SEARCH_S = 40  # maximum duration of the search, so that a run stops within a minute
+SEARCH_S = 40  # number of seconds after which a search for a bad record or image ends
 # Maximum number of pixels in a decoded image; paddle_resnet/__init__.py also sets this limit for DALI's OpenCV.
 MAX_PIXELS = 2**28
 UNDECODABLE = "cannot be decoded"
@@ -54,7 +54,7 @@ def _descriptor(stream):
 
 
 def decode(data: bytes) -> str | None:
-    """Check an image by decoding it with the CPU decoders that training and evaluation use.
+    """Check an image: its header, then whether DALI's CPU decoders can decode all of it and a part of it.
 
     Args:
         data: bytes of the image file.
@@ -66,8 +66,8 @@ def decode(data: bytes) -> str | None:
     @pipeline_def(batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
     def decoder():
         encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1)
-        # Evaluation uses the first decoder, and training uses the second. Some files can be decoded by only one of the
-        # two decoders.
+        # Evaluation decodes entire images, like the first decoder; training also decodes parts of images, like the
+        # second. Some files can be decoded by only one of the two decoders.
         return fn.decoders.image(encoded, output_type=types.RGB), fn.decoders.image_random_crop(encoded)
 
     problem = header_problem(data)
@@ -88,8 +88,9 @@ def decode(data: bytes) -> str | None:
 
 
 def header_problem(data: bytes, shorter_side: int | None = None) -> str | None:
-    """Check the header of an image file. Return the reason why the image cannot be decoded, or None if the header is
-    valid. If shorter_side is set, the shorter side of the image will be resized to this number of pixels."""
+    """Check the header of an image file. Return the reason why the image is rejected, or None. Reasons are an invalid
+    header, a kind of file that DALI would misread, and more than MAX_PIXELS. If shorter_side is set, the image must
+    also have at most MAX_PIXELS after its shorter side is resized to this number of pixels."""
     if not len(data):
         return "is empty"
     try:
@@ -128,7 +129,7 @@ def bad_record(message: str, data_set: Any, image_root: str) -> str | None:
     Returns:
         Error message with the file and the place of the first record that is not an image with one label, or with
         image_root and the last record that was read if the search timed out after SEARCH_S seconds; None if the error
-        has a different cause.
+        has a different cause, the data set has no record files, or all records are valid.
     """
     # For a record without a label, DALI reports the first message if all records of the batch lack one, and the second
     # message if others have one. The third message is that of a record whose label is empty or has several
@@ -152,8 +153,9 @@ def bad_image(message: str, data_set: Any, image_root: str) -> tuple[str | None,
     """Find the image that caused a DALI error.
 
     DALI's message contains the path of an unreadable file, and usually the path of an image that cannot be decoded, but
-    never the path of an image with an invalid header. If the message contains no path, this function first checks the
-    headers of all images and then decodes all images. The search ends at the first bad image or after SEARCH_S seconds.
+    never the path of an image with an invalid header. If the message contains no path, and the operator that failed
+    reads encoded images, this function first checks the headers of all images and then decodes all images. The search
+    ends at the first bad image or after SEARCH_S seconds.
 
     Args:
         message: text of DALI's error.

@@ -19,7 +19,7 @@ _LABEL_TABLE = re.compile(r".+\.csv|metadata\..+", re.IGNORECASE)  # files that 
 
 def class_names(image_root: str) -> list[str] | None:
     """Return the lines of IMAGE_ROOT/classes.txt, or None if there is no such file. Raise UsageError if the file cannot
-    be read."""
+    be read, is not UTF-8 or too large, or has a line of more than _NAME_LIMIT characters."""
     path = os.path.join(image_root, "classes.txt")
     if not os.path.lexists(path):
         return None
@@ -36,7 +36,8 @@ def class_names(image_root: str) -> list[str] | None:
 
 
 def numbers(count: int | None) -> list[str]:
-    """Return class names for data without class names: the numbers from 0 to `count` - 1."""
+    """Return class names for data without class names: the numbers from 0 to `count` - 1; [] if `count` is
+    None."""
     return [str(i) for i in range(count or 0)]
 
 
@@ -52,7 +53,7 @@ def check_labels(
         classes: class names, or None.
         label_offset: number that is subtracted from the labels.
     Raises:
-        UsageError: a label is out of range.
+        UsageError: a label is out of range or not a whole number.
     """
     limit = len(classes) if classes else num_of_class
     for label in labels:
@@ -136,8 +137,9 @@ def check_one_class(image_root: str, classes: Sequence[str], label: int, allow: 
 
 
 def label_tables(root: str, folders: Iterable[str]) -> list[str]:
-    """Return the paths, relative to root, of the files in some of its folders that probably contain labels, such as
-    metadata.jsonl, train.csv and _classes.csv."""
+    """Return the paths, relative to root, of the files in `folders` that probably contain labels, such as
+    metadata.jsonl, train.csv and _classes.csv. `folders` are relative to root; those that cannot be listed are
+    omitted."""
     paths = []
     for folder in folders:
         with contextlib.suppress(OSError, ValueError):  # ValueError: a name in classes.txt contains a null character

@@ -1,11 +1,12 @@
 """DataSet: one split of a data set, as the DALI pipeline reads it; images without labels; balanced sampling.
 
-The readers disable mmap, because truncating a mapped file would kill the process with SIGBUS. The exception is DALI's
-LMDB reader, which always uses mmap.
+DALI's readers do not use mmap, because truncating a mapped file would kill the process with SIGBUS. The exception is
+the LMDB reader, which always uses mmap.
 
-Order of the images: class folders and file lists are fully shuffled before each epoch. Record files are read in stored
-order through a buffer of shards.SHUFFLE_BUFFER images, from which the next image is drawn at random. In addition,
-TFRecord and WebDataset shards are read in a different random order in each epoch. All processes use the same order.
+Order of the training images: class folders and file lists are fully shuffled before each epoch. RecordIO files and
+LMDBs are read in stored order through a buffer of at most shards.SHUFFLE_BUFFER images per process, from which the next
+image is drawn at random. So are TFRecord and WebDataset shards, but in each epoch, the shards are read in a different
+random order, which all processes share. For the order of Parquet files, see formats/parquet.py.
 """
 
 import hashlib
@@ -26,12 +27,15 @@ class DataSet:
     Attributes:
         data_format: one of formats.FORMATS.
         size: number of images in the entire split, not per process.
-        classes: class names in label order; for class folders, the folder names.
+        classes: names that identify the classes, in label order, see numbering.Numbering; numbers for classes without
+            names.
         read: read(name, shard_id, num_shards, shuffle) -> (encoded images, uint8 [bytes]; labels, int64 [1]), called
             while a DALI pipeline is being defined; data/formats/__init__.py contains its contract. ShardIterator
             removes the repeated images at the end of an epoch.
         digest: sha256 that identifies the images and their order. The hash covers the names and labels of image files.
-            For record files, the hash covers the file names, the offsets of the records, and the labels that were read.
+            For record files, the hash covers shards.Records.identity, the labels read before step 1 and the label
+            offset.
+        class_names: names for reports in label order; by default, `classes`.
         files, labels: path relative to image_root and label (int64 array) of each image, in list order; None for record
             files, whose labels are not read in advance.
         has_reader: whether `read` adds a DALI reader with the given name.
@@ -108,8 +112,8 @@ class BalancedSampler:
     """Draws an endless sequence of training batches for one process (--balanced-sampling).
 
     Each image of an epoch is drawn in two steps: first a class from all classes that have images, then an image of this
-    class. Both are drawn uniformly and with replacement. The draws depend only on seed, epoch, rank and the number of
-    images per epoch.
+    class. Both are drawn uniformly and with replacement. The draws depend only on the images of each
+    class, seed, epoch, rank and the number of images per epoch.
 
     Args:
         data_set: DataSet with labels.
@@ -171,7 +175,7 @@ def balanced(data_set: DataSet, sampler: BalancedSampler) -> DataSet:
 
 
 def digest(*parts: object) -> str:
-    """Return the sha256 of strings, numbers and arrays."""
+    """Return the sha256, as hexadecimal digits, of the concatenation of strings, numbers and arrays."""
     value = hashlib.sha256()
     for part in parts:
         value.update(part.tobytes() if isinstance(part, np.ndarray) else str(part).encode(errors="surrogateescape"))

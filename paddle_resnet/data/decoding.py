@@ -28,19 +28,20 @@ class Options(Protocol):
 
 
 def checked(encoded: Any) -> tuple[Any, Any, Any]:
-    """Return (encoded images, shape in their headers, flags of headers.kinds). DALI raises an error for an image that
-    it would misread."""
+    """Return (encoded images, shape in their headers, flags of headers.kinds). The pipeline raises an error for an
+    image with an invalid header, and for one that headers.py rejects."""
     # For large batches, DALI 2.4's decoders parse the headers in several threads and ignore errors, so they crash on an
     # invalid header. `peek_image_shape` raises an error for an invalid header. The reshape makes the decoder's input
     # depend on `peek_image_shape`, which therefore runs before the decoder. The reshape does not copy data. It
-    # deliberately fails for files that DALI would misread.
+    # deliberately fails for files with the flag UNREADABLE.
     header, kind = fn.peek_image_shape(encoded), kinds(encoded)
     encoded = fn.reshape(encoded, shape=encoded.shape() + 0 * header[0] + (kind & headers.UNREADABLE))
     return encoded, header, kind
 
 
 def decode(options: Options, encoded: Any, kind: Any) -> Any:
-    """Decode entire images. On a GPU, the CPU decodes the files that the GPU decoder would misread."""
+    """Decode entire images. With --dali-device gpu, the GPU decodes only the JPEGs that it reads correctly,
+    and the CPU all other files."""
     if options.dali_device == "cpu":
         images = fn.decoders.image(encoded, output_type=types.RGB)
     elif kind & headers.CPU != 0:
@@ -51,7 +52,8 @@ def decode(options: Options, encoded: Any, kind: Any) -> Any:
 
 
 def crop_on_cpu(encoded: Any, kind: Any, crop: tuple) -> Any:
-    """Decode a crop, (start, shape) in pixels, with the CPU decoder."""
+    """Decode a crop, (start, shape) in pixels, with the CPU decoder. Progressive JPEGs are decoded as a whole, see
+    headers.PROGRESSIVE."""
     if kind & headers.PROGRESSIVE != 0:
         images = fn.slice(fn.decoders.image(encoded, output_type=types.RGB), *crop, **PIXELS)
     else:
@@ -74,7 +76,7 @@ def decode_on_gpu(options: Options, encoded: Any) -> Any:
 
 def kinds(encoded: Any) -> Any:
     """Return the flags of headers.kinds. To save time, Python inspects neither common JPEGs, which have no flags, nor
-    PNG and WebP files, which the CPU decoder always reads correctly."""
+    PNG and WebP files, which the CPU decoder reads correctly or rejects."""
     head = fn.slice(encoded, start=0, shape=len(headers.COMMON), axes=[0], out_of_bounds_policy="pad")
     differs = fn.reductions.max((head ^ types.Constant(headers.COMMON)) & types.Constant(headers.COMMON_MASK))
     if differs == 0:

@@ -1,7 +1,7 @@
-"""Choose a decoder for an image file by its header, and reject files that DALI would misread without an error.
+"""Choose a decoder for an image file by its header, and reject kinds of files that DALI can misread or crash on.
 
 docs/data.md lists the kinds of files; tests/image_kinds.py contains a file of each kind. DALI 2.4 with nvImageCodec 0.9
-misreads some kinds on a GPU only (flag CPU), and some kinds on both devices (flag UNREADABLE).
+misreads some kinds on a GPU only (they have the flag CPU), and some on both devices (flag UNREADABLE).
 """
 
 import numpy as np
@@ -9,8 +9,8 @@ import numpy as np
 from paddle_resnet.utils.errors import python
 
 # Flags of an image, which kinds() returns.
-UNREADABLE = 1  # DALI would misread the image; problem() returns the reason
-CPU = 2  # only the CPU decoder returns correct pixels
+UNREADABLE = 1  # the image is rejected; problem() returns the reason
+CPU = 2  # the CPU decodes the image: it is not a JPEG, or a JPEG that the GPU decoder would misread
 PROGRESSIVE = 4  # a progressive JPEG; decoding a part of the image returns different pixels if some scans are missing
 
 PNG, WEBP = 0x89, 0x52  # first byte of a file
@@ -32,8 +32,8 @@ def kinds(files):
 
 
 def problem(data):
-    """Return the reason why DALI would misread an image file without an error, or None. `data` is the content of the
-    file (bytes or uint8 array)."""
+    """Return the reason why an image file is rejected although its header is valid, or None. `data` is the content of
+    the file (bytes or uint8 array)."""
     return _inspect(memoryview(data))[1]
 
 

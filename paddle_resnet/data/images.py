@@ -15,7 +15,7 @@ from paddle_resnet.utils.files import open_regular
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".tif", ".tiff", ".webp")
 IMAGE_ENDINGS = f"{', '.join(IMAGE_SUFFIXES[:-1])} or {IMAGE_SUFFIXES[-1]}"  # for messages
 IMAGE_EXTENSIONS = tuple(suffix[1:] for suffix in IMAGE_SUFFIXES)
-TEXT_LIMIT = 1 << 30  # maximum size in bytes of a file list, classes.txt or skip list
+TEXT_LIMIT = 1 << 30  # maximum size in bytes of a text file, such as a file list, classes.txt or a skip list
 
 
 @dataclass(frozen=True, slots=True)  # an import lists 1.3 million images; slots save 100 bytes per image
@@ -27,13 +27,14 @@ class Image:
             record, the name is FILE@PLACE, where PLACE is the byte offset that DALI reports, the key in an LMDB, or the
             row in a Parquet file. For an image of a source of `dataset import`, the name begins with a path in the
             imported data set or with FILE@PLACE.
-        path: the image file, the record file, or a file of a source.
+        path: the image file, the record file (for an LMDB, its folder), or a file of a source.
         label: label of the image, or None for a record; formats.read_image returns the label of a record.
         kind: None for an image file, the storage format of the record file (a key of formats.FORMATS) or, for a source
             of `dataset import`, the function that returns the content of an image file when it is called with `path`
             and the elements of `place`.
         place: position for formats.read_image, which depends on the format: (offset, size, label offset, label size) in
-            bytes, the key in an LMDB, the row in a Parquet file, or arguments of the function `kind`.
+            bytes, see indexes.Index; the key in an LMDB; (row group, row, label, column of the images) in a Parquet
+            file; or further arguments of the function `kind`.
         label_offset: number that formats.read_image subtracts from the stored label of a record.
     """
 

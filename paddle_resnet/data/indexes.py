@@ -53,7 +53,7 @@ class Kind:
         rows: rows(content of the index, open record file, its size) returns (images, labels) of Index. ValueError: the
             index does not match the record file.
         kept: kept(Index, bool [n]) returns the lines of a copy of the index that contains only the selected records.
-        is_cached: whether a new index is written to the cache folder rather than next to the record file.
+        is_cached: whether open_index prefers the cache folder for a new index, not the folder of the record file.
     """
 
     scan: Callable[[BinaryIO], list[str]]
@@ -75,7 +75,8 @@ def open_index(shard: str, kind: Kind, skip: frozenset[int] = frozenset()) -> In
     Returns:
         Index.
     Raises:
-        UsageError: the shard is damaged, its index does not match, or a new index cannot be written.
+        UsageError: the shard cannot be read, is damaged, empty or compressed with gzip; its index does not match; no
+            image begins at an offset in `skip`; or a new index cannot be written.
     """
     with readable(shard):
         index = _open_full_index(shard, kind)
@@ -161,7 +162,7 @@ def scan(shard: str, kind: Kind) -> bytes:
     """Scan a record file and return the content of its index file.
 
     Raises:
-        UsageError: the shard is damaged, empty or unreadable.
+        UsageError: the shard is damaged, empty, unreadable or compressed with gzip.
     """
     with readable(shard):
         _check_compression(shard)
@@ -188,8 +189,9 @@ def _check_compression(shard):
 def check_index(shard: str, path: str, kind: Kind) -> Index:
     """Read an index file, and compare it with its shard.
 
-    All rows are checked: no record may be missing, repeated, out of order or outside the shard. In RecordIO files and
-    tar shards, the headers of some evenly spaced records are also compared with the index.
+    All rows are checked: no record may be missing, repeated or outside the shard, and only the rows of a RecordIO file
+    may be out of order. In RecordIO files and tar shards, the headers of some evenly spaced records (of all records, if
+    the keys of a RecordIO file have gaps) are also compared with the index.
 
     Args:
         shard: path of the record file.
@@ -198,7 +200,8 @@ def check_index(shard: str, path: str, kind: Kind) -> Index:
     Returns:
         Index.
     Raises:
-        UsageError: the index does not match the shard, or the index or the shard cannot be read.
+        UsageError: the index does not match the shard, a sample of a tar shard lacks an image or a label, or the index
+            or the shard cannot be read.
     """
     try:
         with readable(shard), open_regular(path) as index, open_regular(shard) as f:
@@ -214,8 +217,8 @@ def check_index(shard: str, path: str, kind: Kind) -> Index:
 
 
 def numbers(texts: list[bytes], limit: int | None) -> np.ndarray:
-    """Parse strings of decimal digits as int64 [n]. Raise ValueError if a string contains other characters or a number
-    exceeds `limit`."""
+    """Parse strings of decimal digits as int64 [n]. Raise ValueError if a string contains other characters or more than
+    18 digits, or a number exceeds `limit`."""
     if not all(map(bytes.isdigit, texts)) or len(max(texts, key=len, default=b"")) > 18:  # 19 digits can overflow int64
         raise ValueError
     parsed = np.array(texts, dtype=np.int64)

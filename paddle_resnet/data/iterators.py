@@ -47,8 +47,9 @@ class ShardIterator(_Steps, DALIGenericIterator):
     """A version of DALI's Paddle iterator that also supports CPU pipelines and removes the padding at the end of an
     epoch.
 
-    In each epoch, every process reads ceil(ceil(size / num_shards) / batch) batches, including padding, so that all
-    processes begin the next epoch together. The iterator yields the first `images` images and discards the rest.
+    In each epoch, every process reads the same number of batches (with a reader of DALI, ceil(ceil(size / num_shards) /
+    batch), including padding), so that all processes begin the next epoch together. The iterator yields the first
+    `images` images and discards the rest.
 
     Args:
         pipeline: DALI pipeline, built or not, that pads the last batch and returns images and labels.
@@ -63,6 +64,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
     Raises:
         DataError: an image in a batch that the constructor loads cannot be read or decoded. For images in all other
             batches, `next` raises DataError.
+        StateError: raised by `next` if the pipeline's position contradicts `step`.
     """
 
     def __init__(self, pipeline, images, data_set, image_root, conditions, step=0, epoch=0):

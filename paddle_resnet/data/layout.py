@@ -20,7 +20,8 @@ _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
 
 
 def check_root(image_root: str, content: str = "train/ and val/", flag: str = "--image-root") -> None:
-    """Raise UsageError if --image-root is not a folder, or if its path is not valid UTF-8, which DALI requires."""
+    """Raise UsageError if image_root, the value of `flag`, is not a folder, or if its path is not valid UTF-8, which
+    DALI requires."""
     if not os.path.isdir(image_root):
         raise UsageError(f"{flag} {image_root}: not a folder; use the folder that contains {content}")
     if not is_utf8(os.path.abspath(image_root)):
@@ -62,8 +63,8 @@ def detect(image_root: str, mode: Mode) -> str:
 
 
 def check_there(image_root: str, mode: Mode, data_format: str) -> list[str]:
-    """Return the paths of a split's files. Raise UsageError if there are none, or if a conversion to this folder is
-    incomplete."""
+    """Return the paths of a split's files, or [] for a file list, which formats.filelist checks. Raise UsageError if
+    image_root is not a folder or contains no such files, or if a conversion to this folder is incomplete."""
     if data_format == "filelist":  # formats.filelist reports a missing list
         return []
     check_root(image_root, "train/ and val/" if data_format == "folder" else f"the {data_format} files")

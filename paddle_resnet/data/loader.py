@@ -75,7 +75,7 @@ def open_split(root: DataRoot, options: Options, mode: Mode, trains: bool, train
         trained: see build.
     """
     if not trains and root.data_format in ("auto", "folder"):
-        layout.check_split("--image-root", root.image_root, mode)  # DataRoot.open would suggest splitting train/
+        layout.check_split("--image-root", root.image_root, mode)  # otherwise, the remedy would be to split train/
     return root.open(
         mode,
         options.num_of_class,
@@ -161,7 +161,12 @@ def build(
 def build_synthetic(
     options: Options, flags: loader_state.BatchFlags, mode: Mode, state: dict[str, Any] | None = None
 ) -> SyntheticIterator:
-    """Return the iterator for --data-format synthetic. For the arguments, see build."""
+    """Return the iterator for --data-format synthetic. For the arguments, see build.
+
+    Raises:
+        UsageError: a flag requires labels that are known in advance, or the batch size exceeds the images per process.
+        StateError: see dali.build_dataloader.
+    """
     check_labels(options, mode, "synthetic", None)
     per_process, batch_size = SYNTHETIC_SIZE[mode] // processes.world_size(), options.batch_size
     size = SYNTHETIC_SIZE[mode]
@@ -203,8 +208,9 @@ def create_pipeline(
         options: flags of the loader.
         data_set: DataSet.
         mode: determines the augmentation. With Mode.TRAIN: random resized crop (padded random crop with
-            --crop-padding), TrivialAugment or RandAugment, color jitter, rotation, horizontal flip and PCA lighting
-            noise. With Mode.EVAL: resizing of the shorter side to --resize-short and center crop.
+            --crop-padding), horizontal flip and, if their flags are set, TrivialAugment or RandAugment, color jitter,
+            rotation and PCA lighting noise. With Mode.EVAL: resize to cover the crop times --resize-short /
+            --crop-size, and center crop.
         shard_id: index of the shard, from 0.
         num_shards: number of shards.
         checkpoint: DALI checkpoint (bytes) from which a training pipeline resumes, or None.

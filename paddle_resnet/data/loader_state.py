@@ -10,7 +10,8 @@ from paddle_resnet.settings.values import text
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
 
-# Conditions that determine the order of the training images. The order does not depend on the number of processes.
+# Conditions that determine the order of the training images. The order of class folders and file lists does not depend
+# on the number of processes; each process shuffles its own part of record files.
 ORDER_CONDITIONS = ("--data-format", "--dali-random-seed", "--balanced-sampling", "number of images", "DALI version")
 LIST = "list of images and labels (hash)"
 # Name and value of the condition for the version of the training pipeline. Increase the value if its operators change,
@@ -97,6 +98,8 @@ def restored(pipeline: nvidia.dali.Pipeline, make: Callable[[], ShardIterator]) 
 
     Raises:
         StateError: the checkpoint is damaged.
+        UsageError: see ShardIterator.
+        RuntimeError: memory or the GPU fails.
     """
     try:
         pipeline.build()
@@ -118,7 +121,7 @@ def _state_error(reason):
 
 def with_reader_of(checkpoint: bytes, fresh: bytes) -> bytes:
     """Return the checkpoint `fresh`, with the reader's position from `checkpoint`. DALI checkpoints are protobuf
-    messages that begin with the state of the first operator, the reader."""
+    messages that begin with the state of the first operator, the reader. Raise StateError if `checkpoint` does not."""
     return _first_operator(checkpoint) + fresh[len(_first_operator(fresh)) :]
 
 

@@ -69,7 +69,8 @@ def incomplete(image_root: str, manifest: dict[str, Any]) -> UsageError:
 
 
 def check_count(image_root: str, mode: Mode, data_format: str, count: int, what: str = "images") -> None:
-    """Raise UsageError if the number of images or shards in a split differs from the number in convert.json."""
+    """Raise UsageError if the number of images or shards in a split differs from the number in convert.json, or if this
+    file is damaged."""
     manifest = read(image_root)
     if manifest is None or manifest["format"] != data_format or mode.value not in manifest["splits"]:
         return

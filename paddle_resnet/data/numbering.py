@@ -42,7 +42,7 @@ class Numbering:
 
     Attributes:
         classes: names that identify the classes, in label order: the names of the class folders, the classes of a
-            trained network, the lines of classes.txt, or the names in TFRecords; None if classes have only numbers.
+            trained network, the lines of classes.txt, or the names in record files; None if classes have only numbers.
         class_names: names for reports in label order; None if classes have only numbers.
         offset: number to subtract from the stored labels of the split.
         is_trained: whether `classes` are those of a trained network.
@@ -80,7 +80,8 @@ def establish(
         Numbering.
     Raises:
         UsageError: the splits contradict each other, classes.txt or the trained network; the numbers of class folders
-            are unknown; or the data set cannot be read.
+            are unknown; there are more class names than network outputs; a label offset is set for class folders; or
+            the data set cannot be read.
     """
     image_root, label_offset, formats = root.image_root, root.label_offset, root.formats(mode)
     sampled = _sample(image_root, formats)

@@ -53,11 +53,14 @@ class Row:
 
 
 def columns(path: str, image_column: str | None = None, label_column: str | None = None) -> Columns:
-    """Return the columns of a file. If a column is None, it is the only column that the metadata or, without metadata,
-    the columns' types and names identify as images or as class labels.
+    """Return the columns of a file. If image_column or label_column is None, it is the only column that the metadata
+    identifies as images or as class labels or, if it identifies none, the only one with the type of images or with a
+    name in sniffer.LABEL_COLUMNS.
 
     Raises:
-        UsageError: pyarrow cannot be imported, the file is damaged, or a column is missing or ambiguous.
+        UsageError: pyarrow cannot be imported, the file is damaged, a column is missing or ambiguous, or image_column
+            does not contain the bytes of images.
+        OSError: the file does not exist.
     """
     schema = _file(path).schema
     features = _features(schema)

@@ -1,4 +1,4 @@
-"""DataRoot: a data set in a folder, opened once for all who read it."""
+"""DataRoot: a data set in a folder, and what its readers share."""
 
 import contextlib
 import functools
@@ -20,14 +20,15 @@ from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
 from paddle_resnet.utils.numbers import AUTO
 
-# Number of labels in record files to check before step 1, evenly spaced over the split.
+# Number of labels in record files to check before step 1, evenly spaced over the split. In Parquet files, all are
+# checked.
 CHECKED_LABELS = 256
 
 
 class DataRoot:
     """A data set: the storage formats of its splits, the numbers of its classes, the images to omit, and whether it may
-    contain files outside its folder. Formats, file lists and the skip list are read when they are first needed, and
-    only once.
+    contain files outside its folder. Formats, file lists and the skip list are read when they are first needed. Only
+    file lists can be read several times, once for each label offset and number of classes.
 
     Args:
         image_root: the folder that contains the splits.
@@ -88,8 +89,8 @@ class DataRoot:
         return formats
 
     def file_list(self, mode: Mode, label_offset: int = 0, num_of_class: int | None = None) -> Files:
-        """Return the images in a file list. Raise UsageError if formats.filelist does, or if the list contains files
-        outside image_root that are not allowed."""
+        """Return the images in a file list. Raise UsageError if formats.filelist.index does, if the list contains files
+        outside image_root that are not allowed, or if its first file does not exist."""
         key = mode, label_offset, num_of_class
         if key not in self._lists:
             listed = filelist.index(self.image_root, mode, num_of_class, label_offset)
@@ -155,8 +156,9 @@ class DataRoot:
             trained: see numbering.establish.
             allow_one_class: whether all training images may belong to one class.
         Raises:
-            UsageError: a file is missing, incomplete or damaged; the network has no output for a label; or the classes
-                cannot be numbered.
+            UsageError: a file is missing, incomplete or damaged; the network has no output for a label; the classes
+                cannot be numbered; the split has no images; or classes in train/ are empty, or all training images
+                belong to one class, and this is not allowed.
         """
         stored_as = self.format(mode)
         content = "train/ and val/" if stored_as in FILES else f"the {stored_as} files"

@@ -34,7 +34,8 @@ class Records:
         counts: {name of a record file: number of its images, including skipped ones}.
         size: number of images to read.
         images: images(label_offset) yields the Image of each image to read, in stored order.
-        sample: sample(count) yields (path of the record file, stored label) of about `count` evenly spaced images.
+        sample: sample(count) yields (path of the record file, stored label) of about `count` evenly spaced images; in
+            Parquet files, (FILE@ROW, label) of all images.
         identity: strings, numbers and arrays that identify the images and their order, for the digest of the data set.
         index_paths: paths of the index files of an indexed format.
     """
@@ -75,8 +76,8 @@ def index(
         data_format: name of the format.
         label_of: label_of(file, offset, size) returns the stored label of a record.
     Raises:
-        UsageError: a record file is damaged, its index does not match, a skipped record does not exist, or no image is
-            left.
+        UsageError: a record file is damaged, its index does not match or cannot be written, an entry of `skip` is not
+            a record, or no image is left.
     """
     shards, opened, counts = [], [], {}
     for shard in paths:
@@ -115,7 +116,8 @@ def index(
 
 
 def skipped(skip: frozenset[str], shard: str) -> list[str]:
-    """Return the places of the skipped records in a record file. An entire file cannot be skipped."""
+    """Return the places of the skipped records in a record file. Raise UsageError if `skip` contains the file
+    itself."""
     file = os.path.basename(shard)
     for name in skip:
         if name.partition("/")[0] == file:
@@ -146,7 +148,8 @@ def reader_arguments(name: str, shard_id: int, num_shards: int, shuffle: bool, s
         return {**arguments, "stick_to_shard": True}
     return {
         **arguments,
-        # In each epoch, the reader reads a different shard. The shuffle buffer never mixes images of two epochs.
+        # With several processes, each reads a different shard in the next epoch. The shuffle buffer never mixes images
+        # of two epochs.
         "stick_to_shard": False,
         "random_shuffle": True,
         "initial_fill": min(SHUFFLE_BUFFER, -(-size // num_shards)),

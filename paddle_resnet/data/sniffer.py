@@ -1,6 +1,7 @@
 """Recognize what a folder contains, for errors about a data set, `dataset info` and `dataset import --list`.
 
-LAYOUTS is a table of patterns, most specific first. The patterns match the paths in the folder and in its subfolders.
+LAYOUTS is a table of patterns, most specific first. The patterns match the paths in the folder and, if it
+has at most _SUBFOLDERS subfolders, those in its subfolders.
 """
 
 import contextlib
@@ -261,7 +262,7 @@ def _some(paths):
 
 
 def _nearly_right(root, paths):
-    """Yield a Sight for a record file or archive whose name differs slightly from the expected name."""
+    """Yield one Sight for all record files and archives whose names differ slightly from the expected names."""
     commands, found = [], []
     for right, pattern in _NEARLY_RIGHT.items():
         for split, names in _NAMES.items():

@@ -6,9 +6,10 @@ processes do not wait for these imports.
 
 If a conversion is interrupted, repeating the command resumes it. For TFRecord and WebDataset, each worker writes entire
 shards atomically, and complete shards are kept. For RecordIO, which has one file per split, workers prepare the
-images and one process writes them in order; images that have already been written are kept. If the size or
-modification time of a source file has changed since the conversion began, all images are written again. If a record
-file of a complete conversion is missing or has a different size, this record file is written again.
+images and one process writes them in order; images that have already been written are kept. In class folders, files
+with the size of their images are kept. If the size or modification time of a source file has changed since the
+conversion began, all images are written again. If a record file of a complete conversion is missing or has a different
+size, this record file is written again.
 """
 
 import argparse
@@ -48,7 +49,7 @@ IMAGES_PER_SHARD = 2000
 ORDER_SEED = 0
 # (first bytes of a file, suffix) for all image formats except JPEG.
 MAGIC = ((b"\x89PNG", "png"), (b"BM", "bmp"), (b"II", "tif"), (b"MM", "tif"), (b"RIFF", "webp"))
-BLOCK = 64  # number of images in a block (a worker's task); RecordIO files are synced to disk after each block
+BLOCK = 64  # images per task of a worker for RecordIO (synced to disk after each block) and class folders
 _LOCK = ".lock"
 # How a message names an entry of convert.json, if not by the flag of the same name.
 _DIFFERING = {
@@ -58,7 +59,7 @@ _DIFFERING = {
     "kind": "a different --as",
     "format": "a different --to",
 }
-NAMED = 10  # maximum number of unusable images to list in a message
+NAMED = 10  # maximum number of unusable images or record files to list in a message
 _REMEDY = "repair the image or, with convert, omit it with --skip-list"
 
 
@@ -93,7 +94,7 @@ def convert(
         output: folder to create, which can then be used as --image-root.
         to: record format to write, one of RECORD_FORMATS.
         shards: number of training shards, by default one per IMAGES_PER_SHARD images. Shards of the validation split
-            contain as many images as those of the training split.
+            contain about as many images as those of the training split.
         resize_short: maximum length of an image's shorter side in pixels. Larger images are shrunk and stored upright
             as RGB JPEG files. All other image files are copied unchanged.
         quality: JPEG quality of the shrunk images, 1 to 100.
@@ -103,12 +104,13 @@ def convert(
         allow_outside: whether file lists and skip_list may contain files outside source.
         label_offset: value of --label-offset.
         check: progress function for the check that decodes all images before any file is written, or None to skip this
-            check. A resumed conversion does not repeat the check.
+            check. A resumed conversion repeats the check only if source files have changed.
     Returns:
         {split: number of images}.
     Raises:
-        UsageError: the source or an image is unusable, the output folder contains other files, or `shards` exceeds the
-            number of training images or is set for a format without shards.
+        UsageError: the source, a class name or an image is unusable; the output folder contains other files or a
+            different conversion; or `shards` exceeds the number of training images or is set for a format without
+            shards.
         OSError: the output cannot be written.
     """
     splits, classes = _list_source(DataRoot(source, AUTO, allow_outside, label_offset, skip_list))
@@ -450,7 +452,7 @@ def _start_worker(parent, images, stop, resize_short, quality):
 
 
 def _prepare(image):
-    """Read a Image, and shrink the image if requested. Return (bytes to store, extension without dot, label).
+    """Read an Image, and shrink the image if requested. Return (bytes to store, extension without dot, label).
 
     Raises:
         UsageError: the image cannot be read or shrunk, or its label is not a class.
@@ -485,8 +487,8 @@ def _prepare(image):
 
 
 def _extension(image, data):
-    """Return the extension for an image in a tar shard: the extension of an image file if it is supported and not jfif;
-    otherwise, and for a record, the extension that matches the first bytes of the image, by default jpg."""
+    """Return the extension with which an image is stored: the extension of an image file if it is supported and not
+    jfif; otherwise, and for a record, the extension that matches the first bytes of the image, by default jpg."""
     own = os.path.splitext(image.path)[1][1:].lower()
     if image.kind is None and own in IMAGE_EXTENSIONS and own != "jfif":  # .jpg is more common
         return own

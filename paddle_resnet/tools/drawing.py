@@ -103,9 +103,9 @@ def balance(splits):
 
 
 def _size_limits(splits):
-    """Return the upper limits for width and height in the drawing: the maxima over all splits or, if the maxima are
-    more than twice the 99th percentiles, these percentiles. With percentiles, the largest 1 % of the sizes do not
-    compress the rest of the drawing."""
+    """Return the upper limits for width and height in the drawing. Each is the maximum over all splits or, if this is
+    more than twice the 99th percentile, the percentile, so that the largest 1% of the sizes do not compress the rest of
+    the drawing."""
     sizes = np.concatenate([content["sizes"] for content in splits.values()])
     if len(sizes) == 0:
         return np.ones(2)

@@ -40,7 +40,8 @@ def preview(root, output, images, arguments):
     Returns:
         number of images in the drawing.
     Raises:
-        UsageError: train.py would reject the flags or the data, no image can be decoded, or output cannot be written.
+        UsageError: train.py would reject the flags or the data, one of the chosen images cannot be read, none can be
+            decoded, or output cannot be written.
     """
     drawing.check_name(output)
     rows = augmented(root, images, VERSIONS, arguments)
@@ -100,7 +101,7 @@ def augmented(root, images, versions, arguments):
 
 
 def info(root, output=None, allow_outside=False, label_offset=AUTO):
-    """Count images and classes, determine image sizes, and print and draw the result.
+    """Count images and classes, determine image sizes, print the result and, if `output` is set, draw it.
 
     Args:
         root: folder of a data set in any format, with a train split, a val split or both.
@@ -109,7 +110,8 @@ def info(root, output=None, allow_outside=False, label_offset=AUTO):
         label_offset: value of --label-offset.
     Returns:
         {split: {"classes": {class: images}, "sizes": int array [images, 2]}}. Sizes are the stored width and height in
-        pixels. Images with an unreadable header are counted, but omitted from "sizes".
+        pixels. Images with an unreadable header are counted, but omitted from "sizes". Records without a readable label
+        are omitted from "classes".
     Raises:
         UsageError: root contains no split, a split cannot be used, or output cannot be written.
     """
@@ -175,7 +177,7 @@ def _statistics():
 
 
 def _measure(image):
-    """Return (label, (width, height)) of a Image. A label or a size that cannot be read is None."""
+    """Return (label, (width, height)) of an Image. A label or a size that cannot be read is None."""
     label = image.label
     try:
         if image.kind is None:
@@ -204,7 +206,7 @@ def speed(root, threads, loads, batches, repeats, arguments):
     Returns:
         [(decoder, threads, load or None, [images/s])]
     Raises:
-        UsageError: train.py would reject the flags or data.
+        UsageError: train.py would reject the flags or data, or an image cannot be decoded.
     """
     args = _parse(root, arguments)
     threads, loads = threads or [args.dali_num_threads], loads or [args.hw_decoder_load]
@@ -264,8 +266,8 @@ def _parse(root, arguments):
 
 
 def open_loader(root, arguments):
-    """Open the training loader of train.py, and return (loader, settings). The batch size is limited to the size of the
-    data set. Raises UsageError if the flags or the data set cannot be used."""
+    """Open the training loader of train.py, and return (loader, settings). The batch size is limited to the number
+    of training images. Raises UsageError if the flags or the data set cannot be used."""
     args = _parse(root, arguments)
     resolution.resolve_classes(args, Mode.TRAIN)
     root = dali.data_root(args)

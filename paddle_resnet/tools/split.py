@@ -37,9 +37,9 @@ def split(source, output, fraction, seed=0):
     Returns:
         ({"train": number of images, "val": number of images}, number of classes)
     Raises:
-        UsageError: source is not a folder, or has no class folders or only one; a class has fewer than two images or
-            contains a broken link or a special file; the name of a folder is that of a split or not valid UTF-8; or
-            output exists.
+        UsageError: source is not a folder, or has no class folders or only one; a class has fewer than two images, or
+            one of its images is a broken link or a special file; the name of a folder is that of a split (except a
+            single class "train") or not valid UTF-8; or output exists.
         OSError: output cannot be written.
     """
     source, output = Path(source), Path(output)

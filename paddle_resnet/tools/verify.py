@@ -60,7 +60,7 @@ class Report:
         errors: [message], where each message states why training cannot use the data set.
         failing: {name of an image (Image.name): reason why training would fail on the image}.
         unusual: {kind: [name or text]}, for properties that do not stop training, but may be unintended.
-        ignored: [path below root] of files and folders in class folders that training ignores.
+        ignored: [path below root] of entries that training ignores, see folder.ignored_files.
     """
 
     images: int = 0
@@ -86,7 +86,8 @@ def verify(
     """Decode every image of the splits on all cores, with the CPU decoders that training uses.
 
     Record files are read twice: record by record to find damaged records, and by DALI in a separate process. Both
-    passes must yield the same images and labels in the same order.
+    passes must yield the same images and labels in the same order. DALI does not read an LMDB with damaged records,
+    because its reader cannot skip them.
 
     Args:
         root: folder of a data set in any format, with a train split, a val split or both.
@@ -99,7 +100,7 @@ def verify(
     Returns:
         Report.
     Raises:
-        UsageError: root contains no split.
+        UsageError: root is not a folder, or contains no split.
     """
     root = str(root)
     report = Report()
@@ -200,7 +201,7 @@ def _compare_lists(lists, report):
 
 def _compare_with_dali(root, mode, data_format, images, checked, report):
     """Read record files with DALI, and compare the images and labels with the results of check(). Images for which
-    check() failed are skipped."""
+    check() failed are skipped; if there are any in a format that cannot skip records, nothing is compared."""
     if not getattr(FORMATS[data_format], "CAN_SKIP", True) and any(failure for failure, *_ in checked):
         return
     pairs = zip(images, checked, strict=True)

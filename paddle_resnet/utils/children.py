@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
 
 # One row of the table. Values of status: "ok"; "note" for a problem that does not prevent training; "no" if training
-# would fail.
+# would fail, or if a check of the self-test failed.
 Row = namedtuple("Row", "what detail status remedy", defaults=["ok", ""])
 
 
@@ -38,8 +38,8 @@ def run(arguments, cwd=ROOT, timeout_s=TIMEOUT_S, environment=None):
 
 
 def reason(returncode, output):
-    """Return the last error message in the output of a run with one or several processes, or the signal that killed the
-    run."""
+    """Return the last error message in the output of a run with one or several processes, or without such a message its
+    last line or the exit code. If a signal killed the run, the signal comes first."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if "rror: " in line] or lines[-1:]
     errors = [

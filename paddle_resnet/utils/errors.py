@@ -1,4 +1,4 @@
-"""Errors that have a known cause. Commands print these errors without a traceback."""
+"""Errors that have a known cause, which commands print without a traceback, and texts for error messages."""
 
 import importlib.metadata
 import os
@@ -68,7 +68,8 @@ def program(name):
 
 def command(name, *arguments):
     """Return a command of this project, quoted for a shell, such as .venv/bin/python -m paddle_resnet.dataset index or,
-    if is_installed(), paddle-resnet dataset index. Paths below the working directory are relative to it."""
+    if is_installed(), paddle-resnet dataset index. Paths of programs below the working directory are relative to it;
+    `arguments` are not changed."""
     if is_installed():
         words = [_typed(script(), SCRIPT), name]
     elif name == "train":
@@ -80,7 +81,8 @@ def command(name, *arguments):
 
 def installation(extra):
     """Return the command that installs a list of requirements, quoted for a shell, without replacing the installed
-    Paddle. In a checkout, the command works in the checkout's folder.
+    Paddle. In a checkout, the command works in the checkout's folder; if `make venv` has made the environment, the
+    command for gpu and cpu repeats `make venv`.
 
     Args:
         extra: name of a list in pyproject.toml: gpu, cpu, onnx, serve or parquet.

@@ -1,10 +1,11 @@
 """The axes of the combination tests: features of a training run, with the flags of each value.
 
-Each pair of values of two axes occurs in a row of table.csv, unless conflicts.py declares it. After a change to this
-file or to conflicts.py, write the table again: python tests/combinations/generate.py
+Each pair of values of two axes occurs in a row of table.csv, unless conflicts.py declares it as a conflict. After a
+change to this file or to conflicts.py, write the table again: python tests/combinations/generate.py
 
 In flags, {data} is the folder of the generated data sets, {run} the output folder, {start} the checkpoint from which a
-run starts, {trace} the first step of the run, and {files} a folder with a network. See checks.py.
+run starts, {trace} the value of --profile-steps for the first step of the run, and {files} a folder with a network. See
+checks.py.
 """
 
 # The first value of an axis is the default that a row for a declared conflict uses.
@@ -181,7 +182,7 @@ AXES = {
     "trace": {"off": [], "on": ["--profile-steps", "{trace}"]},
 }
 
-# Flags that do not change what a run on a CPU trains, evaluates or saves.
+# Flags that do not change what a run on a CPU trains, evaluates or saves, and flags that checks.py or run.py set.
 UNCHANGED = {
     "resume": "checks.py adds it to each run that it has stopped",
     "overwrite": "deletes an earlier run before the start: tests/checkpoints/test_resume.py",

@@ -4,7 +4,7 @@ Design. A row is a set of flags of train.py. train.main, export.main and predict
 imported once for all rows. The checks of a row:
 1. The run succeeds. Its report, tables and last checkpoint are the reference.
 2. A second run gets SIGTERM before a random step, exits with code 75 and continues with --resume, twice if it is long
-   enough. In a job of several processes, it gets SIGTERM once, before step 1, or not at all if it is short. Its last
+   enough. In a job of several processes, it gets SIGTERM once, after one step, or not at all if it is short. Its last
    checkpoint and its metrics must be equal to the reference, bit for bit.
 3. `--run-scope eval_only` on the last checkpoint succeeds. Its metrics equal those of the last evaluation, unless the
    row has `--run-scope train_only`.
@@ -128,8 +128,8 @@ class Row:
 
     def _stop(self, steps, start):
         """Train, but stop before a random step, and again after resuming if at least two steps are left. A job of
-        several processes stops only once, before step 1, or not at all if it is too short for an agreement. Return the
-        steps before which the run stopped; [None] if it did not stop.
+        several processes gets SIGTERM only once, after one step, or not at all if it is too short for an agreement.
+        Return the steps before which the run stopped; [None] if it did not stop.
 
         Args:
             steps: number of steps that the run has at least.
@@ -329,7 +329,7 @@ def start_job(store=exchange._store):
 @contextlib.contextmanager
 def stopped_before(step):
     """Send SIGTERM to this process before a training step, unless `step` is None or this process is not rank 0. Yield a
-    list that gets an entry for each training step. Both exclude the steps that --budget-minutes measures."""
+    list that gets an entry for each training step. Steps that --budget-minutes measures are not counted."""
     agreed, steps = exchange.stop_agreed, []
 
     def stop_agreed():

@@ -24,7 +24,8 @@ def _all_but(axis, *values):
 
 
 RECORDS = ("recordio", "tfrecord", "tfrecord from 1", "lmdb", "webdataset", "parquet", "synthetic")
-# paddle_resnet/settings/validation.py, unless stated otherwise
+# paddle_resnet/settings/validation.py detects these conflicts, unless the comment above a pair names a different
+# module.
 PAIRS = [
     Pair("optimizer", ("RAdam",), "freezing", _all_but("freezing", "none"), ("--optimizer RAdam", "--freeze")),
     Pair("length", ("steps",), "step saves", ("on",), ("--save-interval-steps", "--iter-unit")),
@@ -37,9 +38,9 @@ PAIRS = [
     Pair("format", ("synthetic",), "predictions", ("on",), ("--predictions", "--data-format synthetic")),
     Pair("format", ("synthetic",), "page", ("on",), ("--report-html", "--data-format synthetic")),
     Pair("shape", ("not square",), "sizes", _all_but("sizes", "one"), ("--sizes", "--image-shape")),
-    # paddle_resnet/program.py
+    # paddle_resnet/components/dropout.py
     Pair("network", ("own file",), "drop path", ("on",), ("--drop-path", "--model-arch-name")),
-    # paddle_resnet/dali.py
+    # paddle_resnet/data/loader.py
     Pair("format", RECORDS, "balanced sampling", ("on",), ("--balanced-sampling", "data format is")),
     Pair("format", RECORDS, "class weights", ("balanced",), ("--class-weights", "data format is")),
     # paddle_resnet/recipe.py

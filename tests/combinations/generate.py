@@ -45,7 +45,7 @@ def generate():
         excluded.setdefault(b, set()).add(a)
 
     def is_valid(values):
-        """Check the first values of a row. The last value has been added to valid values."""
+        """Return whether the last of the first values of a row conflicts with none of the others."""
         row = list(zip(order, values, strict=False))
         return excluded.get(row[-1], set()).isdisjoint(row[:-1])
 

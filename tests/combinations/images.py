@@ -71,7 +71,7 @@ def _convert(root):
 
 
 def _write_tfrecord_from_1(folder, root):
-    """Write TFRecords with labels from 1, as ImageNet's have."""
+    """Write TFRecords with labels from 1, like those of ImageNet."""
     root.mkdir()
     for split in ("train", "val"):
         with SHARDED["tfrecord"](str(root / f"{split}-00000-of-00001")) as write:

@@ -90,7 +90,8 @@ def _jobs(rows):
 
 
 class Pool:
-    """Workers that check rows. Each thread of run() feeds one worker, and replaces it if it crashes or hangs."""
+    """Workers that check rows. Each thread of run() feeds one worker. A worker that crashes or hangs, or fails on a GPU
+    or in a job of several processes, is replaced."""
 
     def __init__(self, args, ranks, folder, jobs, end):
         self._args, self._ranks, self._folder, self._end = args, ranks, folder, end

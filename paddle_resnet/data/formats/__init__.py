@@ -12,7 +12,9 @@ To add a format, write a module with the following names, and add it to FORMATS:
                 add operators that read the images to the DALI pipeline under construction, see below
     verify(image)
                 read one images.Image without DALI, and return (content of the image file, stored label); raise
-                UsageError, with the file and the place, if it is not an image with one label
+                UsageError, with the file and the place, if it is not an image with one label, or OSError if the file
+                cannot be read
+    INDEX       only if the record files have index files: their indexes.Kind
     write, Writer
                 only if `dataset convert` can write the format: see SHARDED and SINGLE_FILE
     CAN_SKIP    False if records cannot be omitted with --skip-list; omitted otherwise
@@ -22,18 +24,17 @@ To add a format, write a module with the following names, and add it to FORMATS:
     stored_names(paths)
                 only if the files contain class names: return the names in label order, or None
 
-In the formats with one file per image (folder, filelist), index() and read() have other arguments, see
-data/image_files.py.
+In the formats with one file per image (folder, filelist), index() has other arguments and returns image_files.Files,
+and read() and verify() are those of data/image_files.py.
 
 **The contract of read().** It is called while a DALI pipeline is defined, and returns a tuple (not a list) of two
 DataNodes: encoded images, uint8 with shape [bytes], and stored labels, int64 with shape [1], both on the CPU. A label
 that is not a whole number is -1.
-- Process `shard_id` of `num_shards` reads the images from size * shard_id // num_shards to the image before
-  size * (shard_id + 1) // num_shards.
-- Without `shuffle`, images are in stored order, the order of Records.images. In each epoch, the last image is repeated
-  until the last batch is full.
-- With `shuffle`, the order depends only on `seed` and the epoch, and differs between epochs. In each epoch, every
-  process reads the same number of images, except for the padding.
+- Without `shuffle`, process `shard_id` of `num_shards` reads the images from size * shard_id // num_shards to the image
+  before size * (shard_id + 1) // num_shards, in stored order, which is the order of Records.images. In each epoch, the
+  last image is repeated until the last batch is full.
+- With `shuffle`, the order depends only on `seed`, the epoch, `shard_id` and `num_shards`, and differs between epochs.
+  In each epoch, every process reads the same number of batches.
 - A pipeline that is restored from a DALI checkpoint continues with the image after the last one that was read.
 - `source_info` of an encoded image is its path relative to image_root, "FILE at index PLACE" or "FILE at key PLACE"
   or "FILE:PLACE:...", where FILE@PLACE is Image.full_name; or it is empty. If it is empty, data/bad_images.py finds an
@@ -41,7 +42,7 @@ that is not a whole number is -1.
 - An image that cannot be read raises an error in the pipeline. A record without exactly one label is never passed on
   with the label of a different record.
 
-These modules import DALI only in read(), so that the tools' worker processes start without this import.
+These modules import DALI only while read() runs, so that the tools' worker processes start without this import.
 """
 
 from types import ModuleType
@@ -70,10 +71,11 @@ def read_image(image: Image) -> tuple[bytes, float | None]:
     """Read one image from a data set, without DALI.
 
     Returns:
-        (content of the image file as stored, label). The label is an int, or a float if a RecordIO file is damaged. The
-        label is not checked against the classes. image.label_offset is subtracted from the label of a record.
+        (content of the image file as stored, label). The label is an int, or a float if a RecordIO file contains a
+        label that is not a whole number. The label is not checked against the classes. image.label_offset is subtracted
+        from the label of a record.
     Raises:
-        UsageError: the record is damaged or is not an image with one label.
+        UsageError: the record is damaged or is not an image with one label, or a package that reads it is missing.
         OSError: the file cannot be read.
     """
     if callable(image.kind):

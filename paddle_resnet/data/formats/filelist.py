@@ -1,4 +1,5 @@
-"""File lists: IMAGE_ROOT/train.txt and val.txt with lines `PATH LABEL`. Paths are relative to IMAGE_ROOT."""
+"""File lists: IMAGE_ROOT/train.txt and val.txt with lines `PATH LABEL`. Paths are absolute or relative to
+IMAGE_ROOT."""
 
 import contextlib
 import os
@@ -41,8 +42,8 @@ def index(
     Returns:
         image_files.Files. `classes` are the lines of classes.txt, or None.
     Raises:
-        UsageError: the list is missing or empty, a line is malformed, a path has two labels, or the network has no
-            output for a label.
+        UsageError: the list or classes.txt cannot be read, the list is empty, a line is malformed, a path has two
+            labels, or a label has no name in classes.txt or, without names, no network output.
     """
     path = os.path.join(image_root, f"{mode.value}.txt")
     classes = class_names(image_root)
@@ -89,8 +90,8 @@ def check_inside(image_root: str, mode: Mode, listed: image_files.Files) -> None
 
 
 def check_first(image_root: str, mode: Mode, listed: image_files.Files) -> None:
-    """Raise UsageError if the first file of a list does not exist. Training checks all files with check_listed, and the
-    data-set tools report unreadable images."""
+    """Raise UsageError if the first path of a list is not that of a file. Training checks all files with check_listed,
+    and the data-set tools report unreadable images."""
     name = listed.names[0]
     if not os.path.isfile(os.path.join(image_root, name)):
         remedy = sniffer.advice(image_root, only_certain=True) or "use paths relative to that folder"

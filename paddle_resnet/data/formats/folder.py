@@ -45,7 +45,7 @@ def index(
     are ignored because of their name or folder.
 
     Args:
-        image_root: the folder above train/ and val/, which exist.
+        image_root: the folder that contains train/ or val/; the folder of the split exists.
         mode: Mode.TRAIN lists train/, Mode.EVAL lists val/.
         num_of_class: number of network outputs, or None for any number.
         skip: names of images that the caller will drop. These images are listed even if they are not regular files or
@@ -56,8 +56,10 @@ def index(
     Returns:
         image_files.Files.
     Raises:
-        UsageError: there are no class folders, there are more class folders than network outputs,
-            a class exists only in val/ or is not in `classes`, or an image is not a regular file.
+        UsageError: there are no class folders, or more classes than network outputs; a class exists only in val/ or is
+            not in `classes`; a name is not valid UTF-8, or differs from a class only in its Unicode form; the only
+            class folder contains folders instead of images; a folder cannot be listed or is a broken link; or an image
+            is not a regular file.
     """
     split = mode.value
     split_dir = os.path.join(image_root, split)
@@ -163,7 +165,9 @@ def _check_nesting(folder, split_dir):
 
 
 def ignored_files(image_root: str, mode: Mode) -> list[str]:
-    """Return the paths, relative to image_root, of the files that training ignores in the class folders of a split."""
+    """Return the paths, relative to image_root, of the entries of a split that training ignores: images outside class
+    folders, and folders, hidden images and files of other types in class folders. Folders that cannot be listed are
+    omitted."""
     split_dir = os.path.join(image_root, mode.value)
     paths = []
     with contextlib.suppress(UsageError):  # index() reports this error
@@ -175,8 +179,9 @@ def ignored_files(image_root: str, mode: Mode) -> list[str]:
 
 
 def own_classes(image_root: str, mode: Mode) -> list[str] | None:
-    """Return the names of the class folders in a split, or None if the split has no class folders. If these names are
-    passed to DataRoot.listed, the labels depend only on this split and may differ from those of training."""
+    """Return the names of the class folders in the folder of a split, or None if this folder does not exist. Raise
+    UsageError if it cannot be listed. If these names are passed to DataRoot.listed, the labels depend only on this
+    split and may differ from those of training."""
     folder = os.path.join(image_root, mode.value)
     return class_folders(folder) if os.path.isdir(folder) else None
 
@@ -243,10 +248,10 @@ def image_names(path: str | Path) -> tuple[list[str], list[str], list[tuple[str,
     """List the images in a class folder. Images are recognized by their extensions.
 
     Returns:
-        (sorted names of the images; sorted names of images that are not regular files but broken links, FIFOs or
-        devices; [(kind, name)] of ignored entries, where kind is HIDDEN for an image whose name begins with a dot, and
-        otherwise "folder", the extension of a file or "without extension"). Other entries whose names begin with a dot
-        are omitted.
+        (sorted names of all images; sorted names of those that are not regular files but broken links, FIFOs or
+        devices; [(kind, name)] of ignored entries, where kind is HIDDEN for an image whose name begins with a dot but
+        not with "._", and otherwise "folder", the extension of a file or "without extension"). Other entries whose
+        names begin with a dot are omitted.
     Raises:
         UsageError: the folder cannot be listed.
     """
@@ -271,7 +276,8 @@ def image_names(path: str | Path) -> tuple[list[str], list[str], list[tuple[str,
 
 
 def images_at_the_top(path: str | Path) -> list[str]:
-    """Return the sorted names of the image files next to the class folders."""
+    """Return the sorted names of the image files next to the class folders, except hidden ones. Raise UsageError if the
+    folder cannot be listed."""
     entries = _listed(path)
     names = [
         entry.name for entry in entries if entry.name.lower().endswith(IMAGE_SUFFIXES) and entry_type(entry) == "file"

@@ -30,7 +30,7 @@ def index(image_root: str, mode: Mode, paths: list[str], skip: frozenset[str] = 
     Args:
         image_root, mode, paths, skip: see shards.index.
     Raises:
-        UsageError: the folder is not an LMDB or has no records, or `skip` contains a record of the LMDB.
+        UsageError: the folder is not an LMDB, is damaged or has no records, or `skip` contains a record of the LMDB.
     """
     [path] = paths
     if shards.skipped(skip, path):
@@ -99,13 +99,14 @@ def _text(key):
 
 
 def count(folder: str) -> int:
-    """Return the number of records in an LMDB. Raise UsageError if the folder is not an LMDB."""
+    """Return the number of records in an LMDB. Raise UsageError if the folder is not an LMDB, or is damaged."""
     with _transaction(folder) as transaction:
         return transaction.stat()["entries"]
 
 
 def keys(folder: str) -> list[bytes]:
-    """Return the keys of all records in an LMDB, sorted. Raise UsageError if the folder is not an LMDB."""
+    """Return the keys of all records in an LMDB, sorted. Raise UsageError if the folder is not an LMDB, or is
+    damaged."""
     with _transaction(folder) as transaction:
         return list(transaction.cursor().iternext(keys=True, values=False))
 

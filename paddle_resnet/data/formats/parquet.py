@@ -28,7 +28,7 @@ def detect(image_root: str, mode: Mode) -> list[str]:
 
 
 def stored_names(paths: list[str]) -> list[str] | None:
-    """Return the class names in the metadata of the files, or None."""
+    """Return the class names in the metadata of the first file, or None. For exceptions, see parquet_files.columns."""
     names = parquet_files.columns(paths[0]).classes
     return None if names is None else list(names)
 
@@ -40,7 +40,8 @@ def index(image_root: str, mode: Mode, paths: list[str], skip: frozenset[str] = 
         image_root, mode, paths, skip: see shards.index. A place is the number of a row in its file.
     Raises:
         UsageError: a file is missing or damaged, lacks a column, has different class names than the others or a label
-            that is not a whole number; a skipped row does not exist; or no row is left.
+            that is not a whole number from 0; a skipped row does not exist; no row is left; or pyarrow cannot be
+            imported.
     """
     total = max(int(NAMES[mode].fullmatch(os.path.basename(path))["total"]) for path in paths)
     if total != len(paths):
@@ -143,6 +144,6 @@ class _Source:
 
 
 def verify(image: Image) -> tuple[bytes, int]:
-    """Return (image file, label) of a row. Raise UsageError if the row contains no image."""
+    """Return (image file, label) of a row. Raise UsageError if the row contains no image or the file is damaged."""
     group, row, label, column = image.place
     return parquet_files.read_image(image.path, group, row, column), label

@@ -1,7 +1,7 @@
 """MXNet RecordIO files: IMAGE_ROOT/train.rec and val.rec with the indexes train.idx and val.idx.
 
-A record contains a header with a label, and an image file. No maintained library writes RecordIO files, so this module
-contains a writer.
+A record contains a header with a label or the number of labels that follow it, and an image file. No maintained library
+writes RecordIO files, so this module contains a writer.
 """
 
 import os
@@ -23,7 +23,8 @@ DAMAGED = (ValueError, struct.error)  # exceptions for a damaged file
 MAGIC = 0xCED7230A
 # Fields: number of labels after the header, the label if this number is 0, two numbers that identify the image.
 HEAD = struct.Struct("<IfQQ")
-# Maximum number of records per file whose headers are compared with the index.
+# Maximum number of records per file whose headers are compared with the index, if its keys are 0 to n-1. Otherwise, all
+# headers are compared.
 CHECKED_RECORDS = 256
 
 
@@ -175,8 +176,8 @@ def _payload(f):
 
 
 class Writer:
-    """Appends images to SPLIT.rec.partial and SPLIT.idx.partial. If SPLIT.rec is already complete, the writer does
-    nothing.
+    """Appends images to SPLIT.rec.partial and SPLIT.idx.partial. If SPLIT.rec
+    exists, it is complete, and the writer only counts its images.
 
     Records are synced to disk before their index lines are written, so the index never refers to a missing record.
     """

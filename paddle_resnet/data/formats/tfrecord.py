@@ -61,7 +61,7 @@ INDEX = indexes.Kind(_scan, _rows, _kept)
 
 
 def index(image_root: str, mode: Mode, paths: list[str], skip: frozenset[str] = frozenset()) -> shards.Records:
-    """Open the indexes of a split's shards, see shards.index."""
+    """Open the indexes of a split's shards, see shards.index. Raise UsageError also if a shard is missing."""
     total = max(int(NAMES[mode].fullmatch(os.path.basename(path))["total"]) for path in paths)
     if total != len(paths):
         raise UsageError(
@@ -116,8 +116,8 @@ def _read_record(f, offset, size):
 
 
 def read_class(shard: str, offset: int, size: int) -> tuple[int | None, str | None, str | None]:
-    """Return (label, synset, text) of a TFRecord example. Features without a value are None. For exceptions, see
-    `verify`."""
+    """Return (label, synset, text) of a TFRecord example. A feature without exactly one value is None. Raise
+    UsageError if the record is damaged."""
     with open_regular(shard) as f:
         f.seek(offset)
         try:

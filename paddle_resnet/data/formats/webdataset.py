@@ -29,7 +29,8 @@ EXAMPLE = "{}-000000.tar"
 LABEL_DIGITS = 9  # maximum length of a label; the DALI pipeline uses the same limit
 # Maximum number of files per shard whose headers are compared with the index.
 CHECKED_HEADERS = 16
-# Files in which other programs list the shards of a WebDataset: timm's _info.json, and sizes.json of webdataset.
+# Files in which other programs list the shards of a WebDataset: timm's _info.json or info.json, and webdataset's
+# sizes.json.
 SHARD_LISTS = ("_info.json", "info.json", "sizes.json")
 
 
@@ -185,8 +186,8 @@ INDEX = indexes.Kind(_scan, _rows, _kept, lambda count: [f"v1.1 {count}\n"], is_
 
 
 def index(image_root: str, mode: Mode, paths: list[str], skip: frozenset[str] = frozenset()) -> shards.Records:
-    """Open the indexes of a split's shards, see shards.index. Raise UsageError also if a shard is missing, or if a file
-    of SHARD_LISTS lists different shards or samples."""
+    """Open the indexes of a split's shards, see shards.index. Raise UsageError also if a shard is missing, the shards
+    belong to several data sets, or a file of SHARD_LISTS or nshards.txt is damaged or does not match the shards."""
     _check_numbers(image_root, mode, [NAMES[mode].fullmatch(os.path.basename(path)) for path in paths])
     records = shards.index(image_root, mode, paths, skip, INDEX, "webdataset", read_label)
     _check_samples(image_root, mode, records.counts)
@@ -234,7 +235,8 @@ def _check_numbers(image_root, mode, found):
 
 
 def _check_shard_count(image_root, mode, count):
-    """Raise UsageError if nshards.txt contains neither the number of training shards nor the number of all shards."""
+    """Raise UsageError if nshards.txt contains a number that is neither that of the training shards (without them, that
+    of the validation shards) nor that of all shards, or if the file cannot be read."""
     path = os.path.join(image_root, "nshards.txt")
     if not os.path.isfile(path):
         return
@@ -352,7 +354,8 @@ def _decimal(text):
 
 
 def verify(image: Image) -> tuple[bytes, int]:
-    """Return (image file, stored label) of a sample. Raise UsageError if the label is not a number."""
+    """Return (image file, stored label) of a sample. Raise UsageError if the label is not a number of up to
+    LABEL_DIGITS digits."""
     offset, size, label_offset, label_size = image.place
     with open_regular(image.path) as f:
         f.seek(offset)

@@ -1,7 +1,7 @@
 """`python -m paddle_resnet.dataset import`: list data sets in layouts that training cannot read, for convert.write.
 
-Each module of this folder reads one kind of source. Its function `read` takes the source and Options, and returns
-({split: [Image]}, class names in label order or None if the classes have only numbers).
+Each module in KINDS reads one kind of source. Its function `read` takes the source and Options, and returns ({split:
+[Image]}, class names in label order or None if the classes have only numbers). The other modules are shared.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ _FILES = dict.fromkeys((*sniffer.TABLE_SUFFIXES, ".txt"), "table") | {".parquet"
 # Kinds of images (Image.kind) in compressed blocks. The first element of their place is the number of the block
 # in the file.
 _IN_BLOCKS = (parquet_files.read_image, tfrecords.read_compressed)
-WINDOW_BYTES = 1 << 28  # size of the blocks in compressed files whose images are mixed at random
+WINDOW_BYTES = 1 << 28  # minimum total size (compressed) of the blocks whose images are mixed at random
 DEFAULT_VAL = 0.2  # fraction of each class that goes to val/ if a source other than ImageNet has no validation images
 SEED = 0  # seed of the random selection of images for val/
 
@@ -55,8 +55,9 @@ class Options:
         allow_partial: whether missing images trigger a warning instead of an error.
         val: fraction of each class that goes to val/ if the source has no validation images. If None, the fraction is
             DEFAULT_VAL; ImageNet is not divided.
-        image_column, label_column, split_column: names of the columns in a table or of the features in a TFRecord, or
-            None to detect them.
+        image_column, label_column, split_column: names of columns in a table or Parquet file (the split: only in a
+            table) or of features in a TFRecord, or None to detect them. For CIFAR-100, label_column is
+            "coarse_labels" or "fine_labels" (default).
         delimiter: text between the columns of a table, or None to detect it.
         label_index: index of the label to use if records have several labels, or None.
         class_depth: number of nested folders that form a class, or None to detect it.
@@ -82,7 +83,8 @@ def read(source, kind=None, options=None):
     Returns:
         (kind, {split: [Image]}, class names in label order or None)
     Raises:
-        UsageError: the kind is unknown, or the source is damaged, incomplete or contradicts itself.
+        UsageError: the source does not exist, its kind is unknown or does not use an option, all its training images
+            belong to one class, or it is damaged, incomplete or contradicts itself.
     """
     options = options or Options()
     if not os.path.exists(source):
@@ -178,8 +180,8 @@ def _kind_of_folder(source, options):
 
 def _shuffled(images):
     """Return training images in the random order in which they are written to record files. A file that is compressed
-    in blocks cannot be read in any order, so its blocks are put into random order, and images are mixed within each
-    WINDOW_BYTES of blocks."""
+    in blocks would be slow to read in any order, so its blocks are put into random order, and images are mixed within
+    each WINDOW_BYTES of blocks."""
     images = convert.shuffled(images)
     if images[0].kind not in _IN_BLOCKS:
         return images

@@ -1,7 +1,8 @@
-"""Read data sets that store images as arrays of pixels: CIFAR, MNIST, STL-10, SVHN and MedMNIST.
+"""Read data sets that store images as arrays of pixels: CIFAR, MNIST, STL-10, SVHN, and the .npz files
+of MedMNIST and Keras.
 
 The images are stored as PNG files, which preserve all pixels. Each format has a function that returns the images and
-labels of a file. A process keeps the arrays of the files that it reads in memory.
+labels of a file. A process keeps the arrays of the last eight splits that it has read in memory.
 """
 
 import functools
@@ -23,7 +24,7 @@ from paddle_resnet.tools.sources.table_files import read_lines
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.files import open_regular
 
-LIMIT = 1 << 30  # maximum size of an array in bytes, because each process reads a file as a whole
+LIMIT = 1 << 30  # maximum size in bytes of a file or array that each process reads as a whole
 _DEPTH = 2  # maximum number of folders between the source and its files
 _CIFAR_SHAPE, _STL10_SHAPE = (3, 32, 32), (3, 96, 96)
 # The only names that a pickle of CIFAR may refer to. They build arrays, and cannot run other code.
@@ -43,7 +44,8 @@ def read(source, options):
     Returns:
         ({split: [Image]}, class names in label order, or None if labels are numbers without names)
     Raises:
-        UsageError: there are no arrays or those of several data sets, or a file is damaged.
+        UsageError: there are no arrays, none for training, or those of several data sets; a file is missing, damaged or
+            too large; labels do not match the images; or a label is not a class.
     """
     format, parts = _parts(source)
     entries = []
@@ -196,7 +198,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _pickled(path):
-    """Return the dict in a pickle that contains only arrays, numbers, text and containers of these."""
+    """Return the dict in a pickle that contains only arrays, numbers, text and containers of these. Raise UsageError
+    for any other content."""
     try:
         with readable(path), open_regular(path, LIMIT) as f:
             content = _Unpickler(f, encoding="bytes").load()
@@ -310,7 +313,7 @@ def _npz(path, split):
 
 
 # {format: (pattern of file names, function that reads the images and labels of a split from a file)}. The group
-# `prefix` tells data sets apart.
+# `prefix` distinguishes data sets.
 FORMATS = {
     "cifar": (r"(?P<split>data_batch|test_batch|train|test)(_\d)?(\.bin)?", _cifar),
     "idx": (r"(?P<prefix>.*?)(?P<split>train|t10k|test)-images[-.]idx3-ubyte(\.gz)?", _idx),

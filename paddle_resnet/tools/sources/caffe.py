@@ -22,7 +22,7 @@ def read(source, options):
     Returns:
         ({split: [Image]}, None, because an LMDB contains no class names)
     Raises:
-        UsageError: an LMDB is damaged, or a label is not a class.
+        UsageError: there are no LMDBs, or none for training; an LMDB is damaged; or a label is not a class.
     """
     entries = []
     for split, paths in splits.files(source, PATTERN, options).items():
@@ -46,7 +46,7 @@ def read_image(path: str, key: bytes) -> bytes:
     pixels as [channels, height, width] in the order blue, green, red.
 
     Raises:
-        UsageError: the record is damaged.
+        UsageError: the record is damaged, or its pixels are not those of a gray or color image with 8 bits per channel.
     """
     from PIL import Image
 

@@ -21,7 +21,8 @@ def read(source, options):
     Returns:
         ({split: [Image]}, class names in label order)
     Raises:
-        UsageError: the class folders are at different depths, or there are no training images.
+        UsageError: the class folders are at different depths, or two have the same class name; images are outside class
+            folders or next to the splits; or there are no training images, or none of a class.
     """
     paths = [os.path.normpath(path) for path in _walk(source, source, set())]
     if not paths:

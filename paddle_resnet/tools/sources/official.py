@@ -1,6 +1,6 @@
 """Read the official splits of CUB-200, Oxford-IIIT Pets and Food-101.
 
-All functions raise UsageError if a file is damaged.
+All functions raise UsageError if a file is damaged or cannot be read.
 """
 
 import json

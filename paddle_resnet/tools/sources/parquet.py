@@ -20,8 +20,8 @@ def read(source, options):
     Returns:
         ({split: [Image]}, class names in label order, or None if labels are numbers without names)
     Raises:
-        UsageError: a file is damaged or missing, a column is missing or ambiguous, files have different class names, or
-            a label is not a class.
+        UsageError: pyarrow cannot be imported, a file is damaged or missing, a column is missing or ambiguous, files
+            have different class names, there are no training images, or a label is not a class.
     """
     root = os.path.dirname(source) if os.path.isfile(source) else source
     found, names, first = {}, None, None

@@ -20,7 +20,8 @@ def read(source, options):
     Returns:
         ({split: [Image]}, None, because the files contain no class names)
     Raises:
-        UsageError: a file is damaged, or a label is not a class.
+        UsageError: there are no files, or none for training; a file is damaged; an image has several labels, and
+            label_index is None; or a label is not a class.
     """
     entries = []
     for split, paths in splits.files(source, PATTERN, options).items():

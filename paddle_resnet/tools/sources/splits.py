@@ -1,4 +1,4 @@
-"""Find the files of each split, and number the classes, for sources that store images and labels in record files."""
+"""Find the files of each split, and number the classes, for all sources except ImageNet and tables."""
 
 import os
 import re
@@ -23,8 +23,8 @@ def files(source, pattern, options):
         {"train", "val" or "test": [path]} with sorted paths. Files without a split in their names or folders belong to
         "train". If there are validation files, "test" is left out.
     Raises:
-        UsageError: there are no files, files with names such as NAME-00001-of-00008 are missing, or the files belong to
-            several data sets.
+        UsageError: there are no files, the files belong to several data sets, or, unless options.allow_partial is set,
+            files with names such as NAME-00001-of-00008 are missing.
     """
     if os.path.isfile(source):
         return {"train": [source]}
@@ -93,7 +93,8 @@ def train_and_val(source, found):
 
 
 def numbered(source, labels, names, place, from_one=False):
-    """Number the classes.
+    """Number the classes. Text labels without names are numbered in sorted order. Numbers are not changed, except that
+    labels from 1 to the number of names are renumbered from 0.
 
     Args:
         source: the data set, for messages.
@@ -138,7 +139,7 @@ def one_of(values, index, place):
     Args:
         values: all labels of the image.
         index: value of --label-index, or None.
-        place: text that says where the labels are stored, for messages.
+        place: description of where the labels are stored, for messages.
     Raises:
         UsageError: there is no label, there are several and the index is None, or there is no label with the index.
     """

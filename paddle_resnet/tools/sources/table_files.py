@@ -64,6 +64,14 @@ def read_lines(path):
 
 
 def read(tables, root, images, options):
+    """Return [Row] of all tables.
+
+    Args:
+        tables: paths of the tables.
+        root: folder of the data set.
+        images: tables._Images of this folder, with which columns and delimiters are recognized.
+        options: Options.
+    """
     rows = []
     for path in tables:
         relative = os.path.relpath(path, root)

@@ -1,7 +1,8 @@
 """Read images whose labels are in tables or lists.
 
 table_files.py and official.py read the rows. This module finds the image of each row, and numbers the classes. Labels
-that are numbers remain unchanged. Text labels are numbered in sorted order.
+that are numbers remain unchanged, unless a file with class names contains the names of labels 1 to N. Text labels are
+numbered in the order of this file or, without it, in sorted order.
 """
 
 import os
@@ -32,8 +33,9 @@ def read(source, options):
     Returns:
         ({split: [Image]}, class names in label order, or None if labels are numbers without names)
     Raises:
-        UsageError: there is no table or there are several; a column is missing or ambiguous; an image is missing,
-            ambiguous or occurs twice; or a label is not a class.
+        UsageError: there is no table, or there are several for a split; a column is missing or ambiguous; an image is
+            missing (unless options.allow_partial is set), ambiguous or occurs twice; a label is not a class; or there
+            are no training images, or none of a class with validation images.
     """
     is_file = os.path.isfile(source)
     root = os.path.dirname(source) or "." if is_file else source
@@ -83,7 +85,7 @@ def _chosen(source, rows):
 
 
 class _Images:
-    """The image files below a folder. Each folder is listed only once."""
+    """The image files at most two levels below a folder. Each folder is listed only once."""
 
     def __init__(self, root):
         self._root = root
@@ -121,8 +123,8 @@ class _Images:
         return self._sorted[split]
 
     def find(self, row):
-        """Return the paths, relative to the root, of the files that a row may mean. The best places are the folder of
-        the table and the root, followed by folders named like the split, and all other folders."""
+        """Return the paths, relative to the root, of the files that a row may mean, from the first place that contains
+        any: the folder of the table, the root, the folders named like the split, or all other folders."""
         image = row.image
         if os.path.isabs(image):
             image = os.path.relpath(image, os.path.abspath(self._root))
@@ -144,7 +146,8 @@ def _rest(row):
 
 def _found(root, rows, images, allow_partial):
     """Return the path, relative to the root, of the image of each row, or None if it is missing and `allow_partial` is
-    set. Raise UsageError if an image is missing, ambiguous, occurs twice or is not an image file."""
+    set. Raise UsageError if an image is missing without `allow_partial`, is ambiguous or occurs twice, or if a file is
+    not an image."""
     paths, missing, place_of = [], [], {}
     for row in rows:
         found = images.find(row)

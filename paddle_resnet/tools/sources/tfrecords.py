@@ -31,7 +31,8 @@ def read(source, options):
     Returns:
         ({split: [Image]}, class names in label order, or None if labels are numbers without names)
     Raises:
-        UsageError: a file is damaged or missing, a feature is missing or ambiguous, or a label is not a class.
+        UsageError: a file is damaged, missing or too large, a feature is missing or ambiguous, there are no training
+            images, or a label is not a class.
     """
     found, names_of = defaultdict(list), defaultdict(set)
     feature = None
