@@ -1,4 +1,4 @@
-"""The texts of the programs of the sets of flags in SETS, to show that a change has no effect on the operators of a run.
+"""The texts of the programs of the sets of flags in SETS. They show whether a change affects the operators of a run.
 
     .venv/bin/python tests/program_texts.py write before    # at the commit before the change
     .venv/bin/python tests/program_texts.py write after     # with the change
