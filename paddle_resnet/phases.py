@@ -164,7 +164,7 @@ def open_data(args, checkpoint):
         checkpoint: restore.StartCheckpoint or None.
     Raises:
         UsageError: dali.build_dataloader or trace.check fails, the loader state of the checkpoint is damaged, or the
-            classes of the data and of the checkpoint do not match.
+            classes of a resumed run differ from those of its checkpoint.
         DataError: see dali.build_dataloader.
     """
     trains, root = args.run_scope.trains, dali.data_root(args)
