@@ -1,8 +1,8 @@
 """--budget-minutes: choose the number of epochs so that the run ends after a given time.
 
 Before step 1, the run measures the duration of a training step, of an evaluation, and of writing a checkpoint. The
-measurement does not affect the results, because it uses a separate loader and all variables are restored afterwards. A
-run with --epochs set to the chosen number therefore gives identical results.
+measurement does not affect the results, because it trains with a separate loader and all variables are restored
+afterwards. A run with --epochs and --warmup-epochs set to the chosen numbers therefore gives identical results.
 """
 
 import bisect
@@ -37,7 +37,7 @@ class StageTimes(NamedTuple):
 
 class CheckpointTimes(NamedTuple):
     """Measured durations, in seconds, of copying the state of the run for a checkpoint, for which training waits, and
-    of writing the checkpoint, which continues in the background until the next checkpoint."""
+    of writing the checkpoint in the background. Before the next checkpoint, training waits until writing has ended."""
 
     copy_s: float
     write_s: float
@@ -85,8 +85,9 @@ def choose(args, exe, training, evaluation):
     Returns:
         Settings with the chosen values, frozen.
     Raises:
-        UsageError: the run would end before its last stage (--sizes, --unfreeze-at), or the checkpoint folder cannot be
-            written.
+        UsageError: the run would end before its last stage (--sizes, --unfreeze-at) begins, or the checkpoint folder
+            cannot be written.
+        the errors of dali.build_dataloader and program.run.
     """
     progress.phase("measurement for --budget-minutes")
     schedule, budget_s = training.lr_scheduler, 60 * args.budget_minutes
@@ -175,8 +176,8 @@ def epochs_within(settings: durations.Settings, seconds: float, timeline: durati
 
 
 def _measure_training(exe, work, seconds):
-    """Return the StageTimes of the stage that a phases.Work trains. The number of measured steps, from 2 to MOST_STEPS,
-    is chosen so that they take `seconds`. For exceptions, see dali.build_dataloader and program.run."""
+    """Return the StageTimes of the stage that a phases.Work trains. As many steps are measured as take `seconds`, but
+    at least 2 and at most MOST_STEPS. For exceptions, see dali.build_dataloader and program.run."""
     start, args = perf_counter(), work.settings
     # The compiled program of a later stage is discarded, because its captured step would occupy GPU memory.
     compiled = work.compiled or program.compile_prog(args, work.program)
@@ -201,8 +202,8 @@ def _measure_training(exe, work, seconds):
 
 
 def _measure_evaluation(args, exe, evaluation, seconds):
-    """Return the duration of an evaluation in seconds, or 0 if `evaluation` is None. If the first evaluation is shorter
-    than `seconds`, measure a second evaluation, because the first steps are slow."""
+    """Return the duration of an evaluation in seconds, or 0 if `evaluation` is None. If the first evaluation takes at
+    most `seconds`, return the duration of a second evaluation, because the first steps of a program are slow."""
     if evaluation is None:
         return 0.0
     for _ in range(2):

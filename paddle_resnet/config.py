@@ -22,8 +22,8 @@ def parse_args(argv=None):
         Settings (paddle_resnet/settings/values.py), with one attribute per flag; run_scope is a RunScope. Flags that
         depend on the checkpoint, the data or the machine are resolved later (paddle_resnet/resolution.py).
     Raises:
-        UsageError: a flag or key is unknown, a value has the wrong type, or flags conflict. The message has one line
-            per problem.
+        UsageError: the file cannot be used, a flag or key is unknown, a value is invalid, or flags conflict. The
+            message has one line per unknown flag or conflict, but names only the first invalid value.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     path = _config_file(argv)

@@ -30,12 +30,13 @@ def build_dataloader(
         args: flags, which are not changed. Unresolved flags for the device and the number of classes are resolved for
             this loader only.
         mode: with Mode.TRAIN, images are shuffled and augmented, and the last partial batch is dropped. With Mode.EVAL,
-            every image of the data set is read once, in order, and the last batch may be smaller.
+            the processes together read every image of the data set once, each in order, and the last batch may be
+            smaller.
         state: return value of state() of this process's training loader; the new loader resumes at the next batch. If
-            flags have changed since then, a warning lists the changes. In this case, if the state was saved at the end
-            of an epoch, the loader continues the image order, but restarts the random numbers of the augmentation. If
-            the state was saved within an epoch, or if the data set or a condition in loader_state.ORDER_CONDITIONS has
-            changed, the loader restarts with the image order of the first epoch.
+            loader_state.conditions have changed since then, a log message lists the changes. In this case, if the state
+            was saved at the end of an epoch, the loader continues the image order, but restarts the random numbers of
+            the augmentation. If the state was saved within an epoch, or if the data set or a condition in
+            loader_state.ORDER_CONDITIONS has changed, the loader restarts with the image order of the first epoch.
         trained: class names of a trained network in the order of its outputs, which determine the labels of class
             folders. If None, the data set defines the labels.
         root: the data set (data_root), if the caller has already opened it.

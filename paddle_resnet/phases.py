@@ -1,4 +1,4 @@
-"""The phases of a run before its first step, in the order in which train.py calls them."""
+"""The phases of a run before its first step, and the start of a later stage (enter_stage)."""
 
 import math
 from collections import namedtuple
@@ -42,7 +42,12 @@ INITIAL_BN_WEIGHT = 0.05
 
 
 def start(args):
-    """Resolve the device, and bind the process to the CPU cores closest to its GPU."""
+    """Resolve the device, and enable static mode. With --enable-cpu-affinity on a GPU, also bind the process to the CPU
+    cores closest to its GPU.
+
+    Raises:
+        UsageError: see resolution.resolve_device.
+    """
     resolution.resolve_device(args)
     if args.enable_cpu_affinity and args.device == "gpu":
         bind_to_gpu(processes.local_gpu())
@@ -54,7 +59,7 @@ def find_start(args):
     settings.
 
     Returns:
-        restore.StartCheckpoint; None if the run starts from scratch.
+        restore.StartCheckpoint; None if the run starts from scratch or from --from-pretrained-params.
     Raises:
         UsageError: the processes have different settings; or the flags, the checkpoint, the data or the output folder
             cannot be used.
@@ -80,7 +85,8 @@ def find_start(args):
 
 
 def is_done(args, checkpoint):
-    """Return whether an earlier run with these flags has completed all training steps."""
+    """Return whether this run trains, but the run that wrote the checkpoint has completed all steps that the flags
+    specify, or --patience has ended it."""
     flags = args.iter_unit, args.epochs, args.num_iter, args.patience
     return args.run_scope.trains and checkpoint is not None and checkpoint.is_done(*flags)
 
@@ -95,10 +101,10 @@ def _origin(args, checkpoint):
 
 
 def claim_outputs(args, checkpoint):
-    """Check that the run can write all its files.
+    """Check on rank 0 that the run can write all its files, and lock the report.
 
     Raises:
-        UsageError: outputs.claim or report.check_replaced fails.
+        UsageError: outputs.claim, logger.setup or report.check_replaced fails.
     """
     folder = folders.run_folder(args.output_dir, args.model_arch_name)
     exchange.from_rank_0(lambda: _claim(args, checkpoint, folder))
@@ -141,7 +147,7 @@ def prepare(args, checkpoint):
         (static.Executor, checkpoint with the position at which training continues or None, training Work or None,
         evaluation Work or None).
     Raises:
-        UsageError: one of these functions fails.
+        the errors of program.start_fleet, open_data, build_programs, set_weights and compile_programs.
     """
     program.start_fleet(args)
     exe = static.Executor(processes.place(args.device))
@@ -157,7 +163,9 @@ def open_data(args, checkpoint):
         args: Settings.
         checkpoint: restore.StartCheckpoint or None.
     Raises:
-        UsageError: dali.build_dataloader or trace.check fails, or the loader state of the checkpoint is damaged.
+        UsageError: dali.build_dataloader or trace.check fails, the loader state of the checkpoint is damaged, or the
+            classes of a resumed run differ from those of its checkpoint.
+        DataError: see dali.build_dataloader.
     """
     trains, root = args.run_scope.trains, dali.data_root(args)
     evaluates = args.run_scope.evaluates and not (trains and args.benchmark)
@@ -207,6 +215,8 @@ def build_programs(args, exe, train_loader, eval_loader, checkpoint=None):
         checkpoint: restore.StartCheckpoint or None.
     Returns:
         (training, evaluation), each a Work or None.
+    Raises:
+        UsageError: program.build, stages.timeline or build_lr_scheduler fails.
     """
     training = evaluation = None
     eval_prog, eval_startup_prog = static.Program(), static.Program()
@@ -273,8 +283,9 @@ def show_on_tensorboard(args, training, checkpoint):
 
 
 def enter_stage(training, epoch, saver):
-    """Return the training Work for an epoch. If the epoch starts a new stage (--sizes, --unfreeze-at) with a different
-    batch shape, build a new loader that continues the image order of the previous loader."""
+    """Return the training Work for an epoch. If the epoch starts a new stage (--sizes, --unfreeze-at), compile the
+    program of the stage. If its batch shape differs, also build a new loader that continues the image order of the
+    previous loader."""
     if not training.later or epoch < training.later[0][0]:
         return training
     (_, work), *later = training.later
@@ -296,7 +307,8 @@ def enter_stage(training, epoch, saver):
 
 
 def set_weights(args, checkpoint, training, evaluation):
-    """Load the initial weights, restore the training state, prune the weights, and cast them for mixed precision.
+    """Load the initial weights, restore the training state of a checkpoint, prune the weights (--prune-model), and cast
+    them for mixed precision (--amp).
 
     Returns:
         The checkpoint with the position at which training continues, or None.
@@ -333,7 +345,8 @@ def set_weights(args, checkpoint, training, evaluation):
 
 
 def compile_programs(args, exe, training, evaluation):
-    """Compile the programs, and return (training, evaluation) with the compiled programs."""
+    """Compile the programs, and return (training, evaluation) with the compiled programs. Make the evaluation program
+    use the EMA weights (--ema), and fold BN in half precision. Raises the errors of program.compile_prog."""
     watchdog.phase("program compilation")
     if training:
         training = training._replace(compiled=program.compile_prog(training.settings, training.program))
@@ -350,8 +363,8 @@ def compile_programs(args, exe, training, evaluation):
 
 def _fold(args, exe, evaluation):
     """Fold BN into the convolutions of a half-precision evaluation program, and return a list of the functions that
-    recompute the folded filters. With custom kernels, only the convolutions that fuse_convolutions replaces are folded,
-    because custom operators already fuse the other BN layers."""
+    recompute the folded filters. With custom kernels, BN is folded only in float16 (--amp-level O2) on a GPU, and only
+    into the convolutions that fuse_convolutions replaces, because custom operators fuse the other BN layers."""
     if args.kernels != "native":
         return [folding.fold_batch_norms(evaluation, exe, 1 if args.data_layout == "NCHW" else -1)]
     if (args.device, args.data_layout, args.amp_level, args.amp_dtype) == ("gpu", "NHWC", "O2", "float16"):
@@ -360,13 +373,13 @@ def _fold(args, exe, evaluation):
 
 
 def check_and_describe(args, exe, checkpoint, training, evaluation):
-    """Check that all processes have the same data and network, choose the epochs for --budget-minutes, and log the
-    settings and the start line.
+    """Check that all processes have the same data and network, choose the epochs for --budget-minutes (unless --dry-run
+    is set), and log the settings and the start line.
 
     Returns:
-        (settings, training) with the chosen epochs.
+        (settings, training Work or None), with the chosen epochs if epochs were chosen.
     Raises:
-        UsageError: the processes differ, or budget.choose fails.
+        UsageError: the processes differ, or budget.is_needed or budget.choose fails.
     """
     loaders = [work and work.loader for work in (training, evaluation)]
     main = training or evaluation
@@ -397,8 +410,8 @@ def _with_settings(args, training):
 
 
 def _warn_of_bn_momentum(args, training):
-    """Warn if the run is so short that the initial BN statistics would dominate the running statistics, with which
-    evaluations normalize. A resumed run is not checked again."""
+    """Warn if the run is so short that the initial BN statistics would have a weight above INITIAL_BN_WEIGHT in the
+    running statistics at its end. A run that continues from a checkpoint is not checked again."""
     programs = [training.program, *(work.program for _, work in training.later)]
     momentum = max(map(all_reduces.bn_momentum, programs))
     schedule = training.lr_scheduler

@@ -18,13 +18,13 @@ _started_with = None  # settings passed to the last call of start_fleet()
 def start(args, mode=Mode.TRAIN):
     """Resolve the settings and start Fleet, unless Fleet is already running with these settings.
 
-    build and dist_optimizer call start(), so a custom program does not need to. train.py does not use start(), but
-    calls the same functions itself, because other phases run between them.
+    build and dist_optimizer call start(), so a custom program does not need to. train.py calls the same functions
+    before it builds a program, because other phases run between them; start() then only returns the settings.
 
     Returns:
         Settings, resolved and frozen; see resolution.resolve.
     Raises:
-        UsageError: compat.check_version or resolution.resolve fails.
+        the errors of compat.check_version, fleet.connect, resolution.resolve and fleet.start.
     """
     if _started_with is not None and _started_with in (args.resolved, args.run):
         return args.resolved
@@ -37,7 +37,8 @@ def start(args, mode=Mode.TRAIN):
 
 
 def start_fleet(args):
-    """Start Fleet. Call start_fleet() after all flags are resolved and before a program is built."""
+    """Start Fleet. Call start_fleet() after all flags are resolved and before a program is built. Raises the errors of
+    fleet.start."""
     global _started_with
     _started_with = args
     needs_serial_run = args.cuda_graph or args.profile_steps is not None
@@ -61,7 +62,7 @@ def create_fetchs(out, feeds, class_num, label_smoothing=0, mode=Mode.TRAIN):
     Args:
         out: logits [N, class_num].
         feeds: result of create_feeds. An optional entry "weights" (float32 [N, class_num], each row sums to 1) replaces
-            the labels in the loss.
+            the labels in the loss. For "image_weights", see loss_head.add_paddle.
         class_num: number of classes.
         label_smoothing: fraction of the target probability to spread evenly over all classes, in training only (Szegedy
             et al., arXiv:1512.00567, section 7).
@@ -79,7 +80,7 @@ def create_strategy(args, is_train=True):
 
     Args:
         args: Settings.
-        is_train: whether to enable the fused operators for training.
+        is_train: whether to enable, on a GPU, the fused operators for training.
     Returns:
         (BuildStrategy, None). The second element is None, because Paddle 2.5 and newer do not accept an
         ExecutionStrategy.
@@ -90,7 +91,8 @@ def create_strategy(args, is_train=True):
 
 
 def dist_optimizer(args, optimizer):
-    """Return an optimizer that wraps `optimizer` for mixed precision, data parallelism and sparsity.
+    """Return an optimizer that wraps `optimizer` for mixed precision (--amp), data parallelism and sparsity (--asp).
+    Raises the errors of start().
 
     The wrappers work together only in this order: AMP, Fleet, ASP. If AMP and ASP are enabled through Fleet's strategy
     flags instead, gradients are not reduced or the program remains in float32.
@@ -108,13 +110,18 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_sche
         main_prog: empty static.Program to fill.
         startup_prog: static.Program to fill. Do not run the startup program of an evaluation program that shares the
             parameters of a training program.
-        step_each_epoch: training batches per epoch, for the learning rate.
+        step_each_epoch: training batches per epoch, for the learning rate; ignored if lr_scheduler is set, and in
+            evaluation.
         is_train: whether to build the training program, which includes the backward pass and the optimizer, or the
             evaluation program.
         lr_scheduler: schedule to share between training programs; if None, build creates a schedule.
         class_images: number of training images of each class, from the loader; required by --class-weights balanced.
     Returns:
-        (fetchs, lr_scheduler, feeds, optimizer); lr_scheduler and optimizer are None for evaluation.
+        (fetchs, lr_scheduler, feeds, optimizer). For evaluation, optimizer is None, and lr_scheduler is the argument.
+    Raises:
+        the errors of start().
+        UsageError: a flag cannot be applied to this network or to the training data, for example --freeze or
+            --warmup-start-lr.
     """
     mode = Mode.TRAIN if is_train else Mode.EVAL
     return building.build_program(
@@ -133,8 +140,8 @@ def compile_prog(args, program, loss_name=None, is_train=True):
     Returns:
         step.compile.CompiledStep, which is a static.CompiledProgram.
     Raises:
-        UsageError: create_strategy fails; the program was not built by build, and Paddle lacks the rule of --optimizer;
-            or --cuda-graph true is explicit, but the step cannot be captured.
+        UsageError: create_strategy fails; --cuda-graph true is explicit, but an operator cannot be captured; or the
+            program was not built by build, and --optimizer or a regularizer cannot be used with it.
     """
     return compilation.compile_step(args.resolved, program, is_train)
 
@@ -142,10 +149,10 @@ def compile_prog(args, program, loss_name=None, is_train=True):
 def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_scheduler=None):
     """Run one epoch, the rest of a resumed epoch, or a benchmark. Return the metrics that loop.run_and_save lists.
 
-    The host dispatches step n and then waits for the metrics of step n-1. The host does not wait for the device
-    anywhere else. In benchmark mode, the loader restarts as often as needed; the restart and the wait for the next
-    batch count as data_time. The first --benchmark-warmup-steps steps are not measured. The device is idle when the
-    measurement begins and when it ends.
+    The host dispatches step n and then waits for the metrics of step n-1. With Paddle's kernels on a GPU, dispatching a
+    step includes waiting for its metrics (step/host_metrics.py). In benchmark mode, the loader restarts as often as
+    needed; the restart and the wait for the next batch count as data_time. The first --benchmark-warmup-steps steps are
+    not measured. The device is idle when the measurement begins and when it ends.
 
     Args:
         args: Settings.
@@ -159,9 +166,11 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         lr_scheduler: schedule to advance after each step, or None.
     Raises:
         Preempted: a stop was requested, and all processes stopped before the same step.
-        RunError: --max-bad-steps consecutive losses were not finite, or the parameters differ between the ranks.
+        RunError: --max-bad-steps consecutive losses were not finite, the parameters differ between the ranks, or a step
+            cannot be captured as a CUDA graph (cuda_graph.CapturedStep).
+        DataError: a label is not a valid class number, or the loader cannot read an image.
         UsageError: a step of --profile-steps is outside this pass, the program is not compiled, its parameters have no
-            values, or a batch does not match the program.
+            values, a batch does not match the program, or --accumulate-steps exceeds 1 and the loader has no length.
         RuntimeError: the loader yields fewer or more batches than its length.
     """
     loop.check_program(program)

@@ -58,8 +58,8 @@ def resolve_data(settings, mode):
 
 
 def resolve_device(settings):
-    """Resolve --device auto, set --fuse-resunit, which has no effect, to false, and call drop_unused, which
-    drops values of a --config file that require a different device.
+    """Resolve --device auto, set --fuse-resunit, which has no effect, to false, and call drop_unused, because values of
+    a --config file may require a different device.
 
     Raises:
         UsageError: --device is gpu, but Paddle cannot use a GPU.
@@ -76,7 +76,8 @@ def resolve_device(settings):
 
 
 def drop_unused(settings):
-    """Drop values of a file or a recipe that conflict with explicit flags, and log all dropped values."""
+    """Drop values of a file or a recipe that conflict with flags of higher rank (validation.drop_unused). Log all
+    dropped values that have not been logged."""
     validation.drop_unused(settings)
     while settings.dropped:
         logger.info(settings.dropped.pop(0))
@@ -114,7 +115,7 @@ def resolve_kernels(settings):
     captured.
 
     Raises:
-        UsageError: --kernels is native, but the kernels are unavailable or do not support the layout.
+        UsageError: --kernels is native, but the custom kernels are unavailable or do not support the layout.
     """
     is_on_gpu = settings.device == "gpu"
     requested = settings.kernels
@@ -137,7 +138,8 @@ def resolve_kernels(settings):
 
 
 def resolve_classes(settings, mode):
-    """If --num-of-class is neither explicit nor inherited, set it to the number of classes in the data.
+    """If --num-of-class has no value, set it to the number of classes in the data, or to DEFAULT_CLASSES if the data
+    does not define classes.
 
     Args:
         settings: Settings; modified in place.
@@ -157,6 +159,6 @@ def resolve_classes(settings, mode):
 
 
 def resolve_report(settings, folder, name):
-    """If --report-file is not explicit, set it to the file `name` in the run folder."""
+    """If --report-file has no value, set it to the file `name` in the run folder."""
     if settings.report_file is None:
         settings.resolve("--output-dir", report_file=str(folder / name))

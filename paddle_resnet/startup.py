@@ -1,4 +1,4 @@
-"""The start of a run, before Paddle is imported."""
+"""The start of a run, up to the import of Paddle and DALI."""
 
 from paddle_resnet.data import layout
 from paddle_resnet.job.processes import check_environment, rank, world_size
@@ -13,7 +13,7 @@ def import_paddle(args: Settings) -> None:
     import Paddle and DALI, which takes seconds.
 
     Raises:
-        UsageError: a variable of the launcher, the network, the data set or the version of Paddle cannot be used.
+        UsageError: a variable of the launcher, the network, --image-root or the version of Paddle cannot be used.
         RunError: Paddle or DALI cannot be imported.
     """
     check_environment()

@@ -12,7 +12,8 @@ from paddle_resnet.utils.mode import Mode
 
 def main(argv=None):
     """Run train.py and return its exit code: 0 success, 1 failure, 2 error in usage, configuration or data, 75 stopped
-    by a signal (a checkpoint is saved), 130 interrupted, 141 if the reader of the result has exited (`| head`)."""
+    by a signal, 130 interrupted, 141 if the reader of the result has exited (`| head`). Exceptions that exit_codes.of
+    does not convert are raised."""
     try:
         arguments = sys.argv[1:] if argv is None else argv
         return exit_codes.of(program("train"), lambda: _main(arguments), needs_stdout=False)
@@ -71,7 +72,8 @@ def _benchmark_training(args, argv, exe, training):
 
 
 def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
-    """Train up to each position in durations.stops, evaluate and save a checkpoint there, and finally log a summary."""
+    """Train up to each position in durations.stops, evaluate and save a checkpoint there if they are due, and finally
+    log a summary. --patience can end the run earlier."""
     from paddle_resnet import phases
     from paddle_resnet.checkpoints.saver import Saver
     from paddle_resnet.passes import all_reduces
@@ -103,7 +105,7 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
 
 
 def _train(exe, training, stop, save=None):
-    """Train up to the position `stop`, or run the benchmark steps. Return the result of program.run."""
+    """Train up to the position `stop`, or run the benchmark steps. Return the result of loop.run_and_save."""
     from paddle_resnet import program
     from paddle_resnet.step import loop
 
@@ -117,7 +119,8 @@ def _train(exe, training, stop, save=None):
 
 
 def _evaluate(args, exe, evaluation, stop, is_best=lambda stop, result: True):
-    """Evaluate the current parameters. Return the metrics from program.run, except those that are arrays."""
+    """Evaluate the current parameters, or the EMA weights (--ema) of a run that trains. Return the metrics from
+    program.run, except those that are arrays."""
     from paddle_resnet import program
 
     evaluation.refresh()

@@ -1,16 +1,18 @@
-"""The texts of the programs of about 50 sets of flags, to prove that a change has no effect on what a run computes.
+"""The texts of the programs of the sets of flags in SETS. They show whether a change affects the operators of a run.
 
     .venv/bin/python tests/program_texts.py write before    # at the commit before the change
     .venv/bin/python tests/program_texts.py write after     # with the change
     .venv/bin/python tests/program_texts.py compare before after
 
-`write` builds the programs of each set of flags with Paddle's kernels and with custom kernels, and writes each program
-to a file: the startup program, the training program, its compiled copies (of the last batch and of the other batches of
-a step), the evaluation program and its compiled copy. A text contains the operators with their inputs, outputs and
-attributes, and the variables that they use. It omits the Python call stacks in which the operators were created.
+`write` builds the programs of each set of flags with Paddle's kernels and, if they are available, with custom kernels.
+It writes each program to a file: the startup program, the training program, its compiled copies (for the last batch of
+a step and for the other batches), the evaluation program and its compiled copy. A text contains the operators with
+their inputs, outputs and attributes, and the variables that they use. It omits the Python call stacks in which the
+operators were created.
 
-Programs for GPUs, mixed precision and two processes are built on a CPU. They do not run, because their operators have
-no kernels there, but their operators are those of a run on GPUs. `compare` exits with code 1 if a text differs.
+Programs for GPUs, mixed precision and two processes are built on a CPU, but not run. Their operators are those of a run
+on GPUs, with two exceptions: convolutions are not fused with BN in evaluation (folding.fuse_convolutions), and there
+are no operators that create communicators. `compare` exits with code 1 if a text differs or there are no texts.
 """
 
 import argparse
@@ -36,7 +38,7 @@ O1, O2 = FLOAT16 | {"amp_level": "O1"}, FLOAT16 | {"amp_level": "O2"}
 BFLOAT16 = {"amp": True, "amp_dtype": "bfloat16", "amp_level": "O2"}
 FIXED = O2 | {"use_dynamic_loss_scaling": False}
 GPU, RANKS = {"device": "gpu"}, {"ranks": 2}
-# {name: (flags, settings that the parser would reject on a CPU, and the number of ranks)}
+# {name: (flags, settings that config.parse_args would reject here, and the number of ranks)}
 SETS = {
     "default": ("", {}),
     "nhwc": (NHWC, {}),
@@ -113,7 +115,7 @@ def prepare():
     lists = static.amp.AutoMixedPrecisionLists
 
     def all_supported(*arguments, **options):
-        """Return AMP's lists. In a CPU build, the list of unsupported operators contains all operators."""
+        """Return AMP's lists without unsupported operators. A CPU build lists operators that GPU builds support."""
         result = lists(*arguments, **options)
         result.unsupported_list = set()
         return result
@@ -128,7 +130,7 @@ def prepare():
 
 
 def settings_of(flags, kernels, changes):
-    """Return frozen settings."""
+    """Return frozen settings with the flags, a value of --kernels and the other settings of a set, without ranks."""
     from paddle_resnet import config
 
     settings = config.parse_args([*TINY, *flags.split(), "--device", "cpu"])
@@ -140,7 +142,7 @@ def settings_of(flags, kernels, changes):
 
 @contextlib.contextmanager
 def ranks(count):
-    """Make this process rank 0 of a job."""
+    """If `count` is 2, make this process rank 0 of a job with two processes."""
     if count > 1:
         names = ["127.0.0.1:12001", "127.0.0.1:12002"]
         os.environ |= {"PADDLE_TRAINERS_NUM": str(count), "PADDLE_TRAINER_ID": "0", "PADDLE_LOCAL_SIZE": str(count)}
@@ -184,7 +186,7 @@ def program_of_other_batches(compiled):
 
 
 def initialize(startup, main):
-    """Set all variables of a program to 0, without a kernel."""
+    """Set all persistable variables of a program to 0, without a kernel."""
     import numpy as np
     import paddle
     from paddle import static
@@ -228,7 +230,7 @@ def attribute(op, name):
 
 
 def write(folder, names):
-    """Write the texts of all sets of flags whose names contain one of `names`."""
+    """Write the texts of all sets of flags whose names contain one of `names`, or of all sets if `names` is empty."""
     from paddle_resnet.native import build as native
 
     prepare()
@@ -249,7 +251,8 @@ def write(folder, names):
 
 
 def compare(first, second, kinds, without):
-    """Print the texts that differ, and return their number."""
+    """Print the first differences of each text that differs. Return the number of these texts, or 1 if there are no
+    texts."""
     names = sorted({path.name for folder in (first, second) for path in folder.glob("*.txt")})
     names = [name for name in names if not kinds or name.removesuffix(".txt").partition(".")[2] in kinds]
     differing = 0

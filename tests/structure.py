@@ -1,7 +1,7 @@
 """Measure the structure of the code: python tests/structure.py
 
-The script prints a table of numbers that show how well the features are separated, and the number of source lines in
-each folder. It reads the files, but imports none of them.
+The script prints tables: numbers that show how well the features are separated, the number of source lines in each
+folder, and the functions that take all settings. It reads the files, but imports none of them.
 """
 
 import ast
@@ -24,8 +24,9 @@ def parameters(function: ast.FunctionDef) -> list[ast.arg]:
 
 
 def takes_settings(function: ast.FunctionDef) -> bool:
-    """Return whether a parameter contains all flags. The Settings of a single component are annotated as `Settings` in
-    the component's module, and as `ema.Settings` in other modules."""
+    """Return whether a parameter with a name in FLAT has no annotation or the annotation values.Settings. Otherwise, it
+    is taken for the Settings of a single component, which are annotated as `Settings` or, for example,
+    `ema.Settings`."""
     return any(
         p.arg in FLAT and (p.annotation is None or ast.unparse(p.annotation) == "values.Settings")
         for p in parameters(function)
@@ -39,7 +40,8 @@ def is_typed(function: ast.FunctionDef) -> bool:
 
 
 def public_functions(path: Path) -> list[ast.FunctionDef]:
-    """Return the functions and methods of a file whose name, and whose class's name, has no leading underscore."""
+    """Return the functions of a file and the methods of its classes whose name, and whose class's name, has no leading
+    underscore. Nested functions and classes are not included."""
     tree = ast.parse(path.read_text())
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
     nodes = [node for scope in (tree, *classes) for node in scope.body]
@@ -51,7 +53,7 @@ def lines(path: Path) -> int:
 
 
 def folder(path: Path) -> str:
-    """Return the folder of a source file, at most one level below paddle_resnet/."""
+    """Return the first two levels of a source file's folder, relative to the root of the repository."""
     parts = path.relative_to(ROOT).parts[:-1]
     return "/".join(parts[:2]) or "."
 
@@ -74,7 +76,7 @@ def measure() -> dict[str, int]:
 
 
 def source_lines() -> dict[str, int]:
-    """Return {folder: source lines} for the code outside tests."""
+    """Return {folder: source lines} for paddle_resnet/, benchmarks/ and the Python files in the root folder."""
     files = [*ROOT.glob("*.py"), *ROOT.glob("paddle_resnet/**/*"), *ROOT.glob("benchmarks/**/*")]
     counts: Counter = Counter()
     for path in files:

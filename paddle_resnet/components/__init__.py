@@ -1,9 +1,10 @@
 """Components: one module per feature of the training step.
 
-A component owns everything about its feature: its flags (Settings), the conflicts between them (conflicts), and the
-operators that it adds to a step.builder.StepBuilder (add): custom operators if step.is_native, otherwise Paddle's. A
-component sees only its own Settings, and does not import another component. Component modules import Paddle only inside
-functions, because parsing the command line imports all components.
+A component declares its flags (Settings) and, in most cases, has functions for the conflicts between them (conflicts)
+and for adding its operators to a step.builder.StepBuilder (add). If step.is_native is true, an operator can be a custom
+operator; otherwise, all operators are Paddle's. A component does not import another component, and except for stages.py
+reads only its own Settings. Component modules import Paddle only inside functions, because parsing the command line
+imports all components.
 """
 
 from paddle_resnet.components import (
@@ -26,8 +27,10 @@ COMPONENTS = (
     *(loss, mixing, dropout, optimizer, rates, clipping, accumulation, ema, lookahead),
     *(precision, sparsity, quantization, stages),
 )
-# Parts of a training program that change the images, the targets of the loss, or layers of the network.
+# Components that change the images, the targets of the loss, or layers of the network. loss follows mixing, because the
+# weight of a mixed image depends on both of its classes.
 INPUTS = (mixing, loss, dropout)
-# The parts of the update, in the order in which their operators are added. Accumulation and precision change gradients
-# that Paddle's minimize has added; precision and clipping set the factor with which the optimizer multiplies them.
+# Components of the update, in the order in which `add` is called. With custom kernels, precision and clipping set
+# StepBuilder.factor, which optimizer and ema read, and optimizer replaces the update operators that rates, accumulation
+# and clipping read. ema comes last, because it averages the parameters that lookahead sets.
 UPDATE = (rates, accumulation, precision, clipping, optimizer, lookahead, ema)

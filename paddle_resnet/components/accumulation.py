@@ -34,15 +34,17 @@ PREFIX = "accumulated."  # prefix of the sums
 
 
 def _communication():
-    """Return the types of the operators that communicate, or wait for communication."""
+    """Return the types of the operators that all-reduce gradients, wait for an all-reduce, or delay it until its
+    gradients are computed."""
     from paddle_resnet.machine import compat
 
     return compat.ALL_REDUCE, "c_sync_comm_stream", "c_sync_calc_stream", "depend"
 
 
 def add(step: "StepBuilder") -> None:
-    """Make the training program add the sums to its gradients and reset the sums. The resulting gradients are means
-    over --accumulate-steps batches. The gradients are rounded to their data type before the all-reduce."""
+    """If --accumulate-steps exceeds 1, make the training program add the sums to its gradients and reset the sums. The
+    resulting gradients are means over --accumulate-steps batches. The gradients are rounded to their data type before
+    the all-reduce."""
     from paddle_resnet import graph
 
     count = step.part(Settings).accumulate_steps
@@ -62,7 +64,7 @@ def add(step: "StepBuilder") -> None:
 
 
 def state(step: "StepBuilder") -> "State":
-    """Return the State of the sums, which are 0 after each update."""
+    """Return the State of the sums. Checkpoints omit the sums, because they are 0 after each update."""
     from paddle_resnet.step.facts import State
 
     names = [name for name in step.main.global_block().vars if name.startswith(PREFIX)]
@@ -70,7 +72,8 @@ def state(step: "StepBuilder") -> "State":
 
 
 def _add_sum(block, startup_block, gradient, i):
-    """At position i, insert operators that add a sum to a gradient and then reset the sum."""
+    """Create the sum of a gradient, and insert operators at position i that add the sum to the gradient and then reset
+    the sum."""
     from paddle_resnet import graph
 
     for place in (block, startup_block):
@@ -93,8 +96,8 @@ def _add_sum(block, startup_block, gradient, i):
 
 def without_update(program):
     """Create the accumulating program from a training program that add() has changed, and return it. The training
-    program is copied, not modified. The accumulating program adds its gradients to the sums and updates only the BN
-    statistics."""
+    program is copied, not modified. The accumulating program adds its gradients to the sums and updates the BN
+    statistics and the ranges of --qat, but not the parameters."""
     from paddle_resnet import graph
 
     program = program.clone()

@@ -1,7 +1,7 @@
 """Gradient clipping (--clip-grad-norm): limit the global norm of the gradients (Pascanu et al., arXiv:1211.5063).
 
 The norm is that of the all-reduced and unscaled gradients. Squares are summed in float32, whereas Paddle's
-ClipGradByGlobalNorm sums the squares of float16 gradients in float16.
+ClipGradByGlobalNorm sums the squares of each float16 gradient in float16.
 """
 
 import itertools
@@ -27,7 +27,8 @@ class Settings:
 
 
 def add(step: "StepBuilder") -> None:
-    """Limit the norm of the gradients. With custom kernels, the update multiplies the gradients by step.factor."""
+    """If --clip-grad-norm is set, limit the norm of the gradients. With custom kernels, the gradients do not change;
+    step.factor, with which the update multiplies them, limits the norm."""
     maximum = step.part(Settings).clip_grad_norm
     if maximum is not None:
         (_add_native if step.is_native else _add_paddle)(step, maximum)
@@ -48,7 +49,7 @@ def _add_native(step, maximum):
 
 
 def _by_type(gradients):
-    """Return the gradients of each data type together."""
+    """Return the gradients, grouped by data type."""
     types = dict.fromkeys(gradient.dtype for gradient in gradients)
     return [gradient for dtype in types for gradient in gradients if gradient.dtype == dtype]
 

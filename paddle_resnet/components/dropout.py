@@ -31,8 +31,12 @@ class Settings:
 
 
 def add(step: "StepBuilder") -> None:
-    """Insert dropout before the last layer of the network, and set the rates and seeds of its DropPath layers. Call
-    add() before the network is applied to the images."""
+    """With --dropout, insert dropout before the last layer of the network. With --drop-path, set the rates and seeds of
+    its DropPath layers. Call add() before the network is applied to the images.
+
+    Raises:
+        UsageError: --drop-path is not 0, but the network has no DropPath layer.
+    """
     rates = step.part(Settings)
     if rates.dropout:
         _drop_features(step, rates.dropout)
@@ -48,7 +52,7 @@ def _drop_features(step, rate):
 
 
 def _drop_paths(step, rate):
-    """The rate increases linearly with depth."""
+    """Set the rate of DropPath layer i of n, counted from 1, to rate * i / n."""
     from paddle_resnet.models import layers
 
     paths = [layer for layer in step.model.sublayers() if isinstance(layer, layers.DropPath)]

@@ -1,10 +1,10 @@
 """Exponential moving averages (EMA) of the weights (--ema): Polyak and Juditsky, doi:10.1137/0330046.
 
-A training program contains an EMA variable for each parameter that its optimizer updates and for each BN running
+A training program contains an EMA variable for each parameter, including frozen parameters, and for each BN running
 statistic. EMA variables are persistable, have the type float32 and keep their addresses, so captured steps and
-evaluation programs can use them. With custom kernels, the operator native_ema updates all EMA variables after the
-optimizer step. native_ema is separate from the update operator, because it also averages BN statistics. native_ema
-takes 0.3 % of a ResNet-50 step on an H100 (benchmarks/log/kernels_h200.md).
+evaluation programs can use them. With custom kernels, the operator native_ema updates all EMA variables at the end of
+each step. native_ema is separate from the update operator, because it also averages BN statistics. --ema makes a
+ResNet-50 step on an H100 0.3 % slower (n = 1; benchmarks/log/kernels_h200.md).
 """
 
 from dataclasses import dataclass
@@ -29,19 +29,21 @@ class Settings:
     )
 
 
-SUFFIX = ".ema"  # the name of an EMA variable is the name of its parameter with this suffix
+SUFFIX = ".ema"  # the name of an EMA variable is the name of its parameter or BN statistic with this suffix
 
 
 def decay_at(step, limit):
-    """Return the EMA decay for a step (counted from 0). The decay increases up to `limit`. The low decay in the first
-    steps reduces the influence of the initial weights, as in TensorFlow's ExponentialMovingAverage with num_updates."""
+    """Return the EMA decay for a step (counted from 0). The decay increases from 0.1 (or `limit`, if this is lower) to
+    `limit`. The low decay in the first steps reduces the influence of the initial weights, as in TensorFlow's
+    ExponentialMovingAverage with num_updates."""
     return min(limit, (1 + step) / (10 + step))
 
 
 def add(step: "StepBuilder") -> None:
-    """Add EMA variables to a training program. At the end of each step, the program computes average += (1 - decay)
-    (value - average). For a parameter in half precision, `value` is its float32 master weight. If dynamic loss scaling
-    skips a step, the EMA variables do not change. The startup program sets them to the initial weights."""
+    """With --ema, add EMA variables to a training program. At the end of each step, the program computes average +=
+    (1 - decay) (value - average). For a parameter in half precision, `value` is its float32 master weight. If dynamic
+    loss scaling skips a step, the EMA variables do not change. The startup program sets them to the initial values of
+    the parameters and BN statistics."""
     from paddle_resnet import graph
 
     limit, schedule = step.part(Settings).ema, step.schedule
@@ -58,7 +60,7 @@ def add(step: "StepBuilder") -> None:
 
 
 def state(step: "StepBuilder") -> "State":
-    """Return the State of the averages, which have a file of their own, PREFIX.pdema."""
+    """Return the State of the averages. Checkpoints contain them in the file PREFIX.pdema."""
     from paddle_resnet.step.facts import State
 
     variables = {} if step.part(Settings).ema is None else {name: name + SUFFIX for name in _values(step)}
@@ -99,18 +101,19 @@ def of(program):
 
 
 def evaluate(train_prog, eval_prog, exe):
-    """Rewrite an evaluation program in place to use the EMA weights of a training program. Call evaluate() after
-    cast_evaluation_program.
+    """Rewrite an evaluation program in place to use the EMA weights of a training program, if there are any. Call
+    evaluate() after cast_evaluation_program.
 
-    If the weights are float32, the evaluation program reads the EMA variables directly. If the weights are in half
-    precision, it reads converted copies of the EMA variables.
+    In place of a float32 variable, the evaluation program reads the EMA variable. In place of a half-precision
+    variable, it reads a converted copy of the EMA variable.
 
     Args:
         train_prog: training Program; its variables are in the global scope.
         eval_prog: evaluation Program of the same network.
         exe: static.Executor.
     Returns:
-        a function without arguments that updates the converted copies. Call this function before each evaluation.
+        a function without arguments that updates the converted copies, if there are any. Call this function before each
+        evaluation.
     """
     import paddle
     from paddle import static

@@ -1,8 +1,9 @@
 """Lookahead (--lookahead): Zhang et al., arXiv:1907.08610, algorithm 1.
 
-A training program contains a float32 slow weight for each parameter. In every K-th step, the slow weights move towards
-the parameters, and the parameters are then set to the slow weights. Slow weights belong to the optimizer state. With
-custom kernels, the operator native_lookahead updates all parameters.
+A training program contains a float32 slow weight for each parameter. In every K-th step, the slow weights of all
+parameters that are not frozen move towards the parameters, and the parameters are then set to the slow weights. Slow
+weights belong to the optimizer state. With custom kernels, one operator native_lookahead per precision updates all
+parameters of this precision.
 """
 
 import argparse
@@ -16,11 +17,12 @@ if TYPE_CHECKING:
     from paddle_resnet.step.builder import StepBuilder
     from paddle_resnet.step.facts import State
 
-LEAST_FRACTION = 1e-6  # minimum A in --lookahead K,A; values below 1e-45 would be 0 in float32
+LEAST_FRACTION = 1e-6  # minimum A in --lookahead K,A, far above the values that float32 rounds to 0
 
 
 def parse(text: str) -> list | None:
-    """Parse --lookahead, or "None" to override a value in the configuration file."""
+    """Return [K, A] for a value of --lookahead, or None for the text "None", which overrides a value in the
+    configuration file. Raise ArgumentTypeError if the value does not have this form or is out of range."""
     if text == "None":
         return None
     try:
@@ -52,9 +54,9 @@ SUFFIX = ".slow"  # the name of a slow weight is the name of its parameter with 
 
 
 def add(step: "StepBuilder") -> None:
-    """Add lookahead to a training program. After the update in steps K, 2 K, ..., the program computes slow += alpha (p
-    - slow) and p = slow. For a parameter in half precision, p is its float32 master weight. Steps that loss scaling
-    skips are also counted. The slow weights of frozen parameters do not change."""
+    """If --lookahead K,A is set, add lookahead to a training program. After the update in steps K, 2 K, ..., the
+    program computes slow += A (p - slow) and p = slow. For a parameter in half precision, p is its float32 master
+    weight. Steps that loss scaling skips are also counted. The slow weights of frozen parameters do not change."""
     from paddle_resnet import graph
 
     if step.part(Settings).lookahead is None:

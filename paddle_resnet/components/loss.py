@@ -31,7 +31,11 @@ class Settings:
 
 
 def add(step: "StepBuilder") -> None:
-    """With --class-weights balanced, add the weights of the images to the targets of the loss head."""
+    """With --class-weights balanced, add the weights of the images to the targets of the loss head.
+
+    Raises:
+        UsageError: the number of training images of each class is unknown (step.class_images).
+    """
     from paddle_resnet.models import loss_head
 
     if step.part(Settings).class_weights == "none":

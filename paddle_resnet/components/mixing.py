@@ -1,6 +1,7 @@
 """Mix images and labels with mixup (Zhang et al., arXiv:1710.09412) or CutMix (Yun et al., arXiv:1905.04899).
 
-In a batch of N images, image i is mixed with its partner, image N - 1 - i. The mixing ratio is drawn once per batch.
+In a batch of N images, image i is mixed with its partner, image N - 1 - i. Each process draws one mixing ratio per
+batch.
 """
 
 import argparse
@@ -51,7 +52,12 @@ Mix = namedtuple("Mix", "rows columns fraction")
 
 
 def add(step: "StepBuilder") -> None:
-    """Mix the images and the targets of a training program. Rows, columns and fraction of a Mix are step inputs."""
+    """With --mixup or --cutmix, mix the images and the targets of a training program. The host draws a Mix for each
+    batch, and the program reads its rows, columns and fraction as host scalars.
+
+    Raises:
+        UsageError: a batch has fewer than two images.
+    """
     alphas = {kind: alpha for kind in KINDS if (alpha := getattr(step.part(Settings), kind))}
     if not alphas:
         return
@@ -59,7 +65,7 @@ def add(step: "StepBuilder") -> None:
         raise UsageError(f"--{next(iter(alphas))}: requires at least two images per batch; use --batch-size 2 or more")
     (height, width), schedule, random = step.image_size, step.schedule, step.random("mix")
 
-    @functools.lru_cache(1)  # rows, columns and fraction must come from the same draw
+    @functools.lru_cache(1)  # rows, columns and fraction share one draw, which would otherwise be repeated for each
     def mix_of(batch):
         return draw(random(), alphas, height, width)
 

@@ -77,7 +77,7 @@ class Settings:
 
 
 def conflicts(settings: Settings) -> Iterator[Conflict]:
-    """Yield a Conflict if a value is invalid for the optimizer."""
+    """Yield a Conflict if --opt-epsilon is too small for --optimizer."""
     least = OPTIMIZERS[settings.optimizer].least_epsilon
     if settings.opt_epsilon < least:
         yield Conflict(
@@ -89,8 +89,9 @@ def conflicts(settings: Settings) -> Iterator[Conflict]:
 
 
 def add(step: "StepBuilder") -> None:
-    """Complete the update. Paddle's minimize has added one operator per parameter. With custom kernels, they are
-    replaced; otherwise, they are corrected."""
+    """Complete the update, for which Paddle's minimize has added one operator per parameter. With custom kernels, these
+    operators are replaced. With Paddle's kernels, they are corrected for bfloat16 parameters and for steps that dynamic
+    loss scaling skips."""
     block = step.main.global_block()
     if step.is_native:
         update_natively(block, OPTIMIZERS[step.part(Settings).optimizer], step.factor)
@@ -101,8 +102,8 @@ def add(step: "StepBuilder") -> None:
 
 
 def update_natively(block, rule, factor):
-    """Replace all update operators with one operator per precision and learning rate. If loss scaling skips a step, the
-    parameters and the optimizer state do not change, but the BN statistics do.
+    """Replace all update operators with one operator per precision and learning rate. If dynamic loss scaling skips a
+    step, the parameters and the optimizer state do not change, but the BN statistics do.
 
     Args:
         block: block of a training program.

@@ -59,7 +59,7 @@ class Settings:
 
 
 def conflicts(settings: Settings) -> Iterator[Conflict]:
-    """Yield a Conflict for each conflict between the flags of mixed precision."""
+    """Yield a Conflict for each conflict between the flags of mixed precision, if --amp is set."""
     if not settings.amp:
         return
     if settings.use_pure_fp16 and settings.amp_level == "O1":
@@ -86,9 +86,10 @@ def conflicts(settings: Settings) -> Iterator[Conflict]:
 
 
 def add(step: "StepBuilder") -> None:
-    """With custom kernels, check all gradients and update the loss scale with one operator. The gradients remain scaled
-    until the update multiplies them by step.factor in float32. Paddle's operators would unscale them in float16, where
-    small gradients underflow."""
+    """With custom kernels and loss scaling, leave the gradients scaled until the update multiplies them by step.factor
+    in float32. Paddle's operators would unscale float16 gradients in float16, where small gradients underflow. With
+    dynamic loss scaling, one operator checks all gradients and updates the loss scale. Raises the errors of
+    check_natively."""
     if step.is_native:
         step.factor = check_natively(step.main.global_block())
 
@@ -98,7 +99,7 @@ def check_natively(block):
     None without loss scaling. The factor is 0 if the step must be skipped.
 
     Raises:
-        UsageError: the program uses loss scaling, and a parameter has a regularizer of its own.
+        UsageError: the program uses loss scaling, and contains operators for the regularizer of a parameter.
     """
     from paddle_resnet import graph
     from paddle_resnet.utils.errors import UsageError
@@ -107,7 +108,7 @@ def check_natively(block):
     if not checks:
         return None
     if any("/regularization" in op.attr("op_namescope") for op in block.ops):
-        # Paddle adds the regularization to the gradients, which are still scaled.
+        # These operators add the regularization to the gradients, which would still be scaled.
         raise UsageError(
             "--kernels native: loss scaling is not supported with a regularizer of a parameter (paddle.ParamAttr); use "
             "--kernels paddle, or remove the regularizer"
@@ -144,7 +145,8 @@ def _update_scale(block, ops, scalings, unscale):
 
 def _amp_lists(program, dtype, float32):
     """Return Paddle's AMP lists for `dtype`. The lists keep the following in float32: the loss head, the operators for
-    which layers.is_float32 is true, and all operators whose outputs are listed in `float32`.
+    which layers.is_float32 is true, all operators whose outputs are listed in `float32`, and all operators that read
+    one of the outputs of these operators.
 
     The lists identify these operators by the names of their outputs, because level O2 ignores lists of operator types.
     """
@@ -158,7 +160,8 @@ def _amp_lists(program, dtype, float32):
 
 
 def wrap(optimizer, settings: Settings, float32: set[str]):
-    """Return an optimizer that trains the current program in mixed precision, if --amp is set.
+    """If --amp is set, return an optimizer that trains the current program in mixed precision; otherwise, return
+    `optimizer`.
 
     Args:
         optimizer: one of Paddle's optimizers.
@@ -186,10 +189,10 @@ def cast_evaluation_program(program, place, dtype, level, float32=frozenset(), f
     """Convert an evaluation program in place to the precision of training. Call this function after the parameters have
     been initialized or loaded.
 
-    Level O1 casts the inputs of each operator and leaves the parameters in float32. Level O2 casts the parameters in
-    the scope, except parameters that were already cast for a training program. The variables named in `float32` remain
-    float32. If `for_gpu` is True, the program will run on the GPU of a different machine, so all its operators are
-    converted, even if this build of Paddle has no half-precision kernels.
+    Level O1 casts the inputs of the operators that compute in half precision, and leaves the parameters in float32.
+    Level O2 casts the parameters of these operators in the scope, except parameters that were already cast for a
+    training program. The variables named in `float32` remain float32. If `for_gpu` is True, the program will run on a
+    GPU, so its operators are converted even if this build of Paddle is for CPUs and lacks their half-precision kernels.
     """
     import paddle
     from paddle import static

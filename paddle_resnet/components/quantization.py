@@ -2,7 +2,7 @@
 
 Fake-quantization operators round values to the levels that an INT8 engine would use. Weights have one range per output
 channel, up to the largest absolute value in the channel. Activations have one range per tensor. All ranges are
-symmetric around 0. The pass quantizes the inputs of convolutions, fully connected layers, pooling layers and residual
+symmetric around 0. insert() quantizes the inputs of convolutions, fully connected layers, pooling layers and residual
 additions. serving/onnx_writer.py converts the fake-quantization operators to QuantizeLinear and DequantizeLinear.
 """
 
@@ -69,7 +69,7 @@ def activations(program, first=0):
 def layers(program):
     """Return a Layer for each layer whose weights insert() would quantize."""
     block = program.global_block()
-    # A layer of Paddle reshapes its own bias before the addition.
+    # Some of Paddle's layers reshape their bias before they add it.
     reshaped = {op.output("Out")[0]: op.input("X")[0] for op in block.ops if op.type == "reshape2"}
     additions = [op for op in block.ops if op.type == "elementwise_add"]
     biases = {op.input("X")[0]: reshaped.get(op.input("Y")[0], op.input("Y")[0]) for op in additions}
@@ -144,8 +144,8 @@ def _quantize_weight(block, reader, weight, axis, on_gpu):
 
 
 def weight_of_batch(batch):
-    """Return the weight of a batch (counted from 0) in the exponential moving average of a range. The weight is 0.1,
-    but higher in the first batches, so that the average does not depend on its initial value."""
+    """Return the weight of a batch (counted from 0) in the exponential moving average of a range. The weight falls from
+    1 towards 0.1, so that the average does not depend on its initial value."""
     return 0.1 / (1 - 0.9 ** (batch + 1))
 
 
@@ -159,7 +159,7 @@ def is_range(name):
 
 
 def float32_variables(program):
-    """Return the names of the variables that must remain in float32 in mixed precision."""
+    """Return the names of the outputs of quantization operators, which must remain in float32 in mixed precision."""
     ops = [op for op in program.global_block().ops if op.type in (ACTIVATION, WEIGHT, "p_norm", "lerp")]
     return {name for op in ops for name in op.output_arg_names}
 
@@ -177,14 +177,14 @@ def range_name(i):
 
 
 def bits(op):
-    """Return the number of bits that a fake-quantization operator uses, including a sign bit: 8 for int8, and 9 for
-    uint8, because the operator also counts a sign bit for the 255 positive levels."""
+    """Return the number of bits that a fake-quantization operator uses, including a sign bit: at most 8 for int8, and 9
+    for uint8, because the operator also counts a sign bit for the 255 positive levels."""
     return op.attr("bit_length")
 
 
 def quantized(weight, axis, bits):
-    """Quantize a weight to INT8. Return (int8 levels with the shape of the weight, float32 scales that broadcast
-    against the weight)."""
+    """Quantize a weight to `bits` bits, at most 8, with one scale for each index of `axis`. Return (int8 levels with
+    the shape of the weight, float32 scales that broadcast against the weight)."""
     ranges = np.abs(weight).max(axis=tuple(i for i in range(weight.ndim) if i != axis), keepdims=True)
     scales = np.where(ranges > 0, ranges, 1) / np.float32(2 ** (bits - 1) - 1)
     return np.rint(weight / scales).astype(np.int8), scales.astype(np.float32)
@@ -193,9 +193,9 @@ def quantized(weight, axis, bits):
 def use_levels_of(engine, program, weight_bits):
     """Set the number of quantization levels in an inference program, in place.
 
-    For "tensorrt", all levels are int8 with zero point 0, as TensorRT requires; an activation after a ReLU uses only
-    127 of these levels. For "onnxruntime", an activation after a ReLU has 255 levels, stored as uint8 with zero point
-    0. On x86 CPUs, onnxruntime computes with uint8 activations and omits the ReLU.
+    For "tensorrt", all levels are int8 with zero point 0, as TensorRT requires; activations that cannot be negative,
+    such as those after a ReLU, use only the levels 0 to 127. For "onnxruntime", these activations have the levels 0 to
+    255, stored as uint8 with zero point 0. On x86 CPUs, onnxruntime computes with uint8 activations and omits the ReLU.
 
     Args:
         engine: "onnxruntime" or "tensorrt".
@@ -228,7 +228,7 @@ def _slots(block, op):
     if op.type == "elementwise_add":
         x, y = (block.var(op.input(slot)[0]) for slot in slots)
         if x.shape != y.shape or x.persistable or y.persistable:
-            return []  # the operator adds a bias
+            return []  # not a residual addition; for example, the operator adds a bias
     return slots
 
 

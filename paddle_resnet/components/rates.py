@@ -102,7 +102,7 @@ class Settings:
 
 
 def conflicts(settings: Settings) -> Iterator[Conflict]:
-    """Yield a Conflict for each conflict between flags of the learning rate."""
+    """Yield a Conflict if --min-lr exceeds --lr."""
     if settings.min_lr > settings.lr:
         yield Conflict(
             f"--min-lr {settings.min_lr:g}: exceeds --lr {settings.lr:g}; use a smaller value", ("min_lr",), ("lr",)

@@ -1,9 +1,9 @@
 """2:4 sparsity (ASP).
 
 The gradients of pruned weights are set to 0, and all values that belong to these weights start at 0: the weights, their
-float32 master weights, the optimizer state and the averages. Every update rule keeps such values at 0. Paddle instead
-sets the weights to 0 after each update, so their master weights and optimizer state change, are part of norms (--clip-
-grad-norm, LAMB), and would have to be saved to continue a run exactly.
+float32 master weights, the optimizer state, the slow weights and the averages. Every update rule keeps such values at
+0. Paddle instead sets the weights to 0 after each update. Their gradients would then be part of the norm that
+--clip-grad-norm limits, and change an optimizer state that would have to be saved to continue a run exactly.
 """
 
 import functools
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from paddle_resnet.step.builder import StepBuilder
 
 MASK = ".asp_mask"  # suffix of the name of a pruned parameter's mask
-GROUP = 4  # size of a group of consecutive input channels; pruning sets two weights of each group to zero
-_KEPT = 2  # maximum number of nonzero weights in a group
+GROUP = 4  # size of a group of consecutive input channels; pruning keeps at most _KEPT weights of each group
+_KEPT = 2
 _MIN_BLOCKS = 1000  # if there are fewer blocks, all of them may have two ones in each row and column by chance
 
 
@@ -56,8 +56,8 @@ def conflicts(settings: Settings) -> Iterator[Conflict]:
 
 
 def prepare(step: "StepBuilder") -> None:
-    """Exclude the classifier from pruning, as NVIDIA's example does, before minimize. By default, Paddle excludes only
-    filters with 3 channels."""
+    """With --asp, exclude the classifier from pruning, as NVIDIA's example does. Call prepare() before minimize. By
+    default, Paddle excludes only weights with fewer than 4 inputs."""
     from paddle.incubate import asp
 
     if step.part(Settings).asp:
@@ -65,15 +65,17 @@ def prepare(step: "StepBuilder") -> None:
 
 
 def wrap(optimizer, settings: Settings):
-    """Return an optimizer that adds masks to the program and keeps pruned weights at 0, if --asp is set."""
+    """If --asp is set, return an optimizer that adds masks to the program and keeps pruned weights at 0; otherwise,
+    return `optimizer`."""
     from paddle.incubate import asp
 
     return asp.decorate(optimizer) if settings.asp else optimizer
 
 
 def add(step: "StepBuilder") -> None:
-    """Multiply the gradients by the masks, instead of the updated parameters as Paddle does. Also add masks for frozen
-    parameters, for which Paddle adds none, so that --freeze does not change which variables a checkpoint contains."""
+    """With --asp, multiply the gradients by the masks, instead of the updated parameters as Paddle does. Also add masks
+    for frozen parameters, for which Paddle adds none, so that --freeze does not change which variables a checkpoint
+    contains."""
     from paddle.incubate.asp.asp import ASPHelper
 
     from paddle_resnet import graph
@@ -94,7 +96,8 @@ def add(step: "StepBuilder") -> None:
 
 
 def prune(main_prog, place, algorithm):
-    """Set two of every four weights to zero, and keep them zero during training (--prune-model). See apply_masks.
+    """Compute the masks of the sparse and narrow parameters (see layers), and set the pruned weights to 0 with
+    apply_masks (--prune-model). The masks of narrow parameters contain only ones.
 
     Paddle's `asp.prune_model` is not used: with the CUDA build, it crashes for a Fleet program on a machine without a
     GPU, and its mask_2d_best maximizes the sum of the kept weights instead of the sum of their magnitudes.
@@ -162,7 +165,8 @@ def compute_mask(weight, algorithm):
 
 
 def has_masks_of_signed_search(state):
-    """Return whether Paddle's mask_2d_best computed the masks in {name: array}.
+    """Return whether Paddle's mask_2d_best probably computed the masks in a state {name: array}, which also contains
+    the weights. Return False if the masks have fewer than _MIN_BLOCKS blocks.
 
     Every block of these masks has two ones in each row and column. In contrast, 2 % to 5 % of the blocks have only
     seven ones after compute_mask(weight, "mask_2d_best"), and 16 % after mask_2d_greedy. Most of the weights that
@@ -210,8 +214,8 @@ def _blocks(matrix):
 def _patterns():
     """Return the maximal 4 x 4 masks with at most two ones in each row and column, [186, 4, 4].
 
-    Paddle considers only the 90 masks with eight ones. A mask with seven ones can have a larger sum of kept magnitudes,
-    if an eighth weight would exclude a larger weight.
+    Paddle considers only the 90 masks with eight ones. A mask with seven ones can have a larger sum of kept magnitudes
+    than all of these.
     """
     rows = [row for row in itertools.product((0, 1), repeat=GROUP) if sum(row) <= _KEPT]
     masks = np.array(list(itertools.product(rows, repeat=GROUP)))
@@ -221,7 +225,8 @@ def _patterns():
 
 
 def layers(main_prog):
-    """Return the parameters of convolutions and fully connected layers as three lists: (sparse, narrow, excluded).
+    """Return the weights of convolutions and fully connected layers in a training program with --asp as three lists:
+    (sparse, narrow, excluded).
 
     Narrow parameters have fewer than GROUP input channels per convolution group, as in depthwise convolutions and in
     the convolution that reads the images. Excluded parameters are those of the classifier.

@@ -1,5 +1,6 @@
-"""The stages of a training run. A stage begins at each entry of --sizes and at the epoch of --unfreeze-at. A stage has
-its own settings, and therefore its own program and captured step. All stages train the same variables.
+"""The stages of a training run. The first stage begins in epoch 0; further stages begin in the epochs of --sizes and
+--unfreeze-at. A stage has its own settings, and therefore its own program and captured step. All stages train the same
+variables.
 """
 
 import argparse
@@ -34,7 +35,8 @@ def parse(text: str) -> list[str] | None:
 
 
 def _parse_entry(entry):
-    """Return {field: value} for an entry of --sizes. The batch size and the learning-rate factor are optional."""
+    """Return {field: value} for an entry of --sizes. The batch size and the learning-rate factor are optional. Raise
+    ArgumentTypeError if the entry is invalid."""
     fields = {
         "size": numbers.side,
         "first_epoch": numbers.not_negative,
@@ -48,7 +50,8 @@ def _parse_entry(entry):
 
 
 def _layers(text):
-    """Parse the value of --freeze, or "None" to override a value in the configuration file."""
+    """Return the layers in a value of --freeze, or None for the text "None", which overrides a value in the
+    configuration file. Raise ArgumentTypeError if the value is not a list of layers."""
     if text == "None":
         return None
     names = [name.strip() for name in text.split(",")]
@@ -88,7 +91,7 @@ class Settings:
 
 
 def conflicts(settings: Settings) -> Iterator[Conflict]:
-    """Yield a Conflict if --unfreeze-at has no effect."""
+    """Yield a Conflict if --unfreeze-at is set without --freeze."""
     if settings.unfreeze_at is not None and settings.freeze is None:
         yield Conflict(
             f"--unfreeze-at {settings.unfreeze_at}: requires --freeze; add it, or use --unfreeze-at None",
@@ -141,7 +144,7 @@ def timeline(settings: values.Settings, images: int) -> durations.Timeline:
         settings: Settings.
         images: number of training images per process.
     Raises:
-        UsageError: an epoch has fewer batches than --accumulate-steps, or a batch size in --sizes exceeds `images`.
+        UsageError: an epoch has fewer batches than --accumulate-steps, or the batch size of a stage exceeds `images`.
     """
     count, of_stages = settings.accumulate_steps, []
     for stage in stages(settings):

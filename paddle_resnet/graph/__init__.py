@@ -21,7 +21,8 @@ def append(block, op_type: str, inputs: dict, outputs: dict, **attrs) -> None:
 
 
 def replace(block, ops, at, op_type: str, inputs: dict, outputs: dict, attrs: dict) -> None:
-    """Insert an operator before the operator `at`, with the role of `at`, and remove the operators `ops`."""
+    """Insert an operator before the operator `at`, with the role of `at`, and remove the operators `ops`. Call sync()
+    after the last change of the block."""
     attrs |= {name: at.attr(name) for name in ("op_role", "op_role_var") if at.has_attr(name)}
     place = block.ops.index(at)
     block._insert_op_without_sync(place, type=op_type, inputs=inputs, outputs=outputs, attrs=attrs)

@@ -1,1 +1,1 @@
-"""Optimizers, learning-rate schedules, mixed precision and sparsity."""
+"""Optimizers and learning-rate schedules."""

@@ -9,7 +9,7 @@ _HUGE = 1e36  # a second moment divided by this number is negligible
 
 def powers(step, beta1, beta2, epsilon):
     """Return the values (power1, power2) with which AdamW's direction m / (1 - power1) / (sqrt(s / (1 - power2)) +
-    epsilon) equals RAdam's direction. In AdamW, these values are the powers of the betas.
+    epsilon) equals RAdam's direction up to rounding. In AdamW, these values are the powers of the betas.
 
     RAdam multiplies the direction by a factor that depends on the step. In the first steps, there are too few gradients
     to estimate the second moment, so RAdam's direction is m / (1 - beta1^step).
@@ -28,8 +28,9 @@ def powers(step, beta1, beta2, epsilon):
 
 
 def rewrite(step):
-    """Change a training program from AdamW to RAdam. All parameters share the powers of the two betas, which the host
-    writes before each step. The step count includes the steps that loss scaling skips."""
+    """Change a training program from AdamW to RAdam. In all update operators, the result of powers() replaces the
+    powers of the betas; the host writes it before each step. The step count includes the steps that loss scaling
+    skips."""
     from paddle_resnet import graph
 
     ops, schedule = graph.updates(step.main), step.schedule

@@ -1,7 +1,7 @@
 """Learning-rate schedules for --lr-scheduler. A schedule is a function of the step, and begins after a linear warm-up.
 
-To add a schedule, add a function to this file, an entry to SCHEDULES, and a test of its formula to
-tests/optimizers/test_schedules.py.
+To add a schedule, add a function to this file, an entry to SCHEDULES, its name to the choices of --lr-scheduler
+(components/rates.py), and a test of its formula to tests/optimizers/test_schedules.py.
 """
 
 import functools
@@ -50,8 +50,8 @@ def cosine(span, step):
 
 
 def piecewise(span, begins, factor, step):
-    """Return the learning rate of a schedule that begins at the peak and is multiplied by --lr-decay-factor at each
-    epoch in --lr-decay-epochs, counted from the start of the run."""
+    """Return the peak, multiplied by --lr-decay-factor once for each entry of --lr-decay-epochs that has passed. The
+    entries count from the start of the run, but `step` counts from the end of the warm-up."""
     return span.peak * factor ** sum(span.first_step + step >= span.steps_of(begin) for begin in begins)
 
 
@@ -88,14 +88,14 @@ SCHEDULES = {  # {name: (function, flags whose values are the arguments between 
 
 
 class Schedule(paddle.optimizer.lr.LRScheduler):
-    """A linear warm-up followed by a schedule, advanced once per step. The learning rate depends only on the step, and
-    includes the learning-rate factor of the step's stage (--sizes).
+    """A linear warm-up followed by a schedule, advanced once per training step. The learning rate depends only on the
+    step, and includes the learning-rate factor of the step's stage (--sizes).
 
     Args:
         rate: function that returns the learning rate, given the number of steps since the warm-up.
         timeline: durations.Timeline.
         warmup_steps: number of warm-up steps; the warm-up ends at the learning rate rate(0).
-        warmup_start: learning rate of step 0 if warmup_steps is positive.
+        warmup_start: learning rate of step 0, without the factor of the stage, if warmup_steps is positive.
 
     Attributes:
         timeline: durations.Timeline of the run.
@@ -157,7 +157,7 @@ def build_lr_scheduler(args, timeline):
             "value"
         )
         warmup_steps = total
-    # A run that consists only of warm-up never uses the span, but a span must have at least one step.
+    # If the run consists only of warm-up, only rate(0) is used, but a span must have at least one step.
     span = Span(max(1, total - warmup_steps), peak, low, warmup_steps, steps_of)
     function, flags = SCHEDULES[settings.lr_scheduler]
     rate = functools.partial(function, span, *(getattr(settings, flag) for flag in flags))

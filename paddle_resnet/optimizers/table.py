@@ -2,8 +2,9 @@
 operator that updates the parameters, and the properties that determine flags, warnings and the choices of
 --choose-recipe.
 
-To add an optimizer, add an entry to OPTIMIZERS, its rule to native/optimizers.h, and a test of its formula to
-tests/native/test_native.py. Importing this module does not import Paddle, because settings/declarations.py imports it.
+To add an optimizer, add an entry to OPTIMIZERS, its rule and its name in FOR_EACH_OPTIMIZER to native/optimizers.h, and
+a test of its formula to tests/native/test_native.py. This module imports Paddle only inside functions, because parsing
+the command line imports this module.
 """
 
 from collections.abc import Callable
@@ -26,17 +27,17 @@ class Rule:
         build: function that returns Paddle's optimizer for the current program. The arguments of build are the
             learning rate (Schedule), --weight-decay, the set of names of parameters with weight decay, and the values
             of `flags`.
-        flags: settings that only some optimizers use.
+        flags: names of the settings whose values are arguments of `build`.
         is_adaptive: whether the step size is nearly independent of the gradient norm. If so, weight decay does not
             apply to biases, and --choose-recipe scales the learning rate with the square root of the number of images
             per step instead of linearly.
         rates: learning rates that --choose-recipe uses for 64 images per step: (fine-tuning, from scratch).
         op: type of Paddle's operator that updates a parameter.
         native: name of the rule in native/optimizers.h. The custom operator native_NAME updates all parameters.
-        state: the inputs of Paddle's operator that contain the state of the rule. Several parameters may share one
-            state variable.
-        attrs: the attributes of Paddle's operator that contain the rule's hyperparameters, in the order of the rule's
-            members. These attributes are the same for all parameters.
+        state: names of the inputs of Paddle's operator that contain the state of the rule. Several parameters may share
+            one state variable.
+        attrs: names of the attributes of Paddle's operator that contain the rule's hyperparameters, in the order of the
+            rule's members in native/optimizers.h. These attributes are the same for all parameters.
         decay: function that returns the weight decay of a parameter, given Paddle's operator.
         rewrite: None if `op` implements the rule. Otherwise, Paddle lacks the rule: rewrite(step) changes the operators
             `op` of another rule, which minimize has added to a step.builder.StepBuilder.

@@ -105,7 +105,8 @@ def own_statistics(train_prog):
 
 
 def bn_statistics(train_prog, includes_frozen=True):
-    """Return the names of the running means and variances in a training program."""
+    """Return the names of the running means and variances in a training program. If includes_frozen is false, omit
+    those of frozen BN layers."""
     ops = _bn_layers(train_prog, includes_frozen)
     return [name for op in ops for name in (*op.output("MeanOut"), *op.output("VarianceOut"))]
 

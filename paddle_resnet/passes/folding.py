@@ -1,10 +1,10 @@
 """Fold batch normalization into the preceding convolutions, for evaluation in half precision and for ONNX files.
 
 In evaluation, BN statistics are fixed, so BN only scales and shifts each channel. The pass multiplies the filters by
-the scale, and replaces BN with an addition of the shift. Without this pass, half-precision evaluation spends more time
-on BN than on convolutions (benchmarks/log/kernels_h200.md).
+the scale, and replaces BN with an addition of the shift. Without this pass, half-precision evaluation with Paddle's
+kernels spends more time on BN than on convolutions (benchmarks/log/kernels_h200.md).
 
-For prediction, this module also fuses or replaces the convolutions themselves.
+For prediction and for evaluation in float16 on GPUs, this module also fuses or replaces the convolutions themselves.
 """
 
 import os
@@ -23,7 +23,8 @@ NHWC = [0, 2, 3, 1]  # order of the axes of filters in cuDNN's layout for NHWC, 
 
 
 def fold_batch_norms(program, exe, channel_axis):
-    """Fold the BN layers of an evaluation program in place.
+    """Fold the BN layers of an evaluation program in place. A BN layer is folded only if _convolution returns its
+    convolution.
 
     Args:
         program: evaluation Program with its parameters in the scope; in half precision, after cast_evaluation_program.
@@ -67,8 +68,8 @@ def fuse_convolutions(program, exe):
     in place. The fused operator reads and writes each activation only once, and its filters are already in cuDNN's
     layout.
 
-    A convolution is not fused if it has groups, or if no ReLU follows it; without ReLU, fusing it is slower
-    (benchmarks/log/kernels_h200.md).
+    A convolution is not fused if it has groups, if _convolution does not return it, or if no ReLU follows it; without
+    ReLU, fusing it is slower (benchmarks/log/kernels_h200.md).
 
     Args:
         program: inference Program in NHWC and float16 for a GPU, after cast_evaluation_program, with its parameters in
@@ -105,8 +106,9 @@ def fuse_convolutions(program, exe):
 def fuse_stem(program):
     """Replace the stem of a ResNet (7x7 convolution with stride 2 and 64 filters, BN, ReLU, and 3x3 max pooling with
     stride 2) with one custom operator, in place. The custom operator reads images with three channels, so the operator
-    that adds a fourth channel of zeros is also replaced. In float32, the stem is not replaced if the environment
-    variable NVIDIA_TF32_OVERRIDE=0 disables TF32, because the custom operator computes in TF32.
+    that adds a fourth channel of zeros is also replaced. The stem is not replaced if the compute capability of the GPU
+    is below 8.0 or the images have no fixed size. In float32, the stem is also not replaced if the environment variable
+    NVIDIA_TF32_OVERRIDE=0 disables TF32, because the custom operator computes in TF32.
 
     Args:
         program: inference Program in NHWC, after cast_evaluation_program.
@@ -163,7 +165,8 @@ def replace_convolutions(program, exe):
     environment variable NVIDIA_TF32_OVERRIDE=0 disables TF32, or if the GPU does not support TF32.
 
     A convolution is not replaced if its padding is asymmetric, which cuDNN does not support; if its filters are not a
-    parameter; or if it has a custom kernel for depthwise convolutions.
+    parameter; if its images have no fixed size; or if has_depthwise_kernel is true, because fusion.fuse then replaces
+    it.
 
     Args:
         program: inference Program in NHWC and float32 with its parameters in the scope.

@@ -1,11 +1,12 @@
 """Replace Paddle's operators with custom operators (native/). In NHWC, custom operators compute BN, pooling, sigmoid
 and channel scaling (squeeze-and-excitation), concatenations of channels, depthwise convolutions, and the filter
-gradient of 1x1 convolutions with few channels. BN is fused with the next activation, or with the residual addition and,
-if it follows, ReLU or Mish; in evaluation, BN is also fused with a preceding depthwise convolution (without residual
-addition) or 1x1 convolution.
+gradient of 1x1 convolutions with at most POINTWISE_CHANNELS input or output channels. A custom operator also computes
+dropout. BN is fused with the next activation, or with the residual addition and, if it follows, ReLU or Mish; in
+evaluation, BN is also fused with a preceding depthwise convolution (without residual addition) or 1x1 convolution.
+fuse() lists further conditions.
 
-This pass runs after all of Paddle's passes (precision, gradients, all-reduces), so it does not change parameters,
-checkpoints or communication.
+This pass runs after Paddle has added casts, gradients and all-reduces, so it does not change parameters, checkpoints or
+communication.
 """
 
 from collections import namedtuple
@@ -42,17 +43,16 @@ ADDED = ("relu", "mish")
 
 # The operators that follow a BN operator and are fused with it: an activation, an addition, an addition and an
 # activation, or none. The fields are these operators, the name of their result, the name of the activation ("linear"
-# after an addition without activation), and the variable that is added to the BN output (or None).
+# after an addition without activation, "" without both), and the variable that is added to the BN output (or None).
 Tail = namedtuple("Tail", "ops out activation addend")
 
 
 def fuse(program):
     """Replace operators in a program with custom operators, in place. Operators that the custom kernels do not support
-    are not replaced. The kernels for layers, except dropout, require the layout NHWC and a number of channels that
-    is a multiple of 4. These kernels do not support gradients through BN with fixed statistics, pooling or
-    depthwise convolutions of images without a fixed size, depthwise convolutions with kernels other than 3x3 and 5x5,
-    with strides other than 1 and 2 or with dilation, concatenations of more than two inputs, or 1x1 convolutions with a
-    stride, with a bias or in float32.
+    are not replaced. All kernels except that of dropout require that the size of the last axis, which is the number of
+    channels in NHWC, is a multiple of 4. BN with fixed statistics is not replaced if a gradient passes through it. The
+    functions _is_plain_pool, _is_global_average_pool, _scales_channels, _concatenates_channels, has_depthwise_kernel
+    and is_pointwise check the other conditions.
 
     Args:
         program: training Program after minimize, or evaluation Program after cast_evaluation_program.
@@ -104,7 +104,8 @@ def paddle_depthwise(program):
 
 
 class Graph:
-    """A block, the producer and the readers of each of its variables, and the operators to replace."""
+    """A block, the producer and the readers of each of its variables before the first replacement, and the operators
+    that finish() removes."""
 
     def __init__(self, block):
         self.block = block
@@ -127,14 +128,14 @@ class Graph:
         return x.dtype in TYPES and len(x.shape) > 0 and x.shape[-1] % CHANNELS == 0
 
     def only_reader(self, name, op_types):
-        """Return the forward operator that reads a variable, or None if there is not exactly one such operator or its
-        type is not in `op_types`."""
+        """Return the operator outside the backward pass that reads a variable, or None if there is not exactly one such
+        operator or its type is not in `op_types`."""
         readers = [op for op in self.readers.get(name, []) if not op.attr("op_role") & 1]
         return readers[0] if len(readers) == 1 and readers[0].type in op_types else None
 
     def gradient(self, op, is_complete=True):
         """Return the gradient operator of an operator, or None if the operator has no gradient. If is_complete is true,
-        also return None if the gradient operator omits some gradients because layers are frozen."""
+        also return None if the gradient operator omits some gradients, for example because layers are frozen."""
         out = op.output({"batch_norm": "Y", "conv2d": "Output", "depthwise_conv2d": "Output"}.get(op.type, "Out"))[0]
         grads = [reader for reader in self.readers.get(f"{out}@GRAD", []) if reader.type == f"{op.type}_grad"]
         if not grads or (is_complete and not all(map(grads[0].output, grads[0].output_names))):
@@ -165,7 +166,7 @@ class Graph:
         return [self.block.var(name) for name in names], ops
 
     def replace(self, ops, at, op_type, inputs, outputs, attrs):
-        """Insert an operator before the operator `at`; finish() removes `ops`."""
+        """Insert an operator before the operator `at`, with the role of `at`; finish() removes `ops`."""
         attrs |= {name: at.attr(name) for name in ("op_role", "op_role_var") if at.has_attr(name)}
         place = self.block.ops.index(at)
         self.block._insert_op_without_sync(place, type=op_type, inputs=inputs, outputs=outputs, attrs=attrs)
@@ -216,7 +217,7 @@ def _fuse_training(graph, bn):
     ops = [bn, *tail.ops]
     gradients = [graph.gradient(op) for op in reversed(ops)]
     if None in gradients:
-        return  # the layer is partly or completely frozen
+        return  # for example, the layer is partly or completely frozen
     buffer = graph.coalesced.get(gradients[-1].output("Scale@GRAD")[0])
     if buffer is not None and not graph.is_before(buffer, gradients[0]):
         return  # the fused operator would run before the gradient buffer exists
@@ -446,8 +447,8 @@ def _fuse_depthwise_conv(graph, op):
 
 
 def is_pointwise(graph, op, types):
-    """Return whether an operator is a plain 1x1 convolution of one of the data types `types` for which there are custom
-    kernels."""
+    """Return whether custom kernels support a 1x1 convolution on this GPU: without stride, groups and padding, with
+    multiples of 4 channels, and with one of the data types `types`."""
     x, filters = graph.variables(op, "Input", "Filter").values()
     if filters.shape[2:] != (1, 1) or filters.dtype != x.dtype:
         return False
@@ -462,7 +463,8 @@ def has_bfloat16_tensor_cores():  # GPUs with bfloat16 tensor cores also have TF
 
 
 def fuse_pointwise_conv(graph, op):
-    """Replace a 1x1 convolution, its BN and the Tail of the BN in evaluation. Return whether they were replaced."""
+    """Replace a 1x1 convolution, its BN and the Tail of the BN, if no gradient passes through them and the convolution
+    has at most POINTWISE_BN_CHANNELS input channels. Return whether they were replaced."""
     x, filters, out = graph.variables(op, "Input", "Filter", "Output").values()
     bn = graph.only_reader(out.name, ["batch_norm"])
     if bn is None or bn.attr("data_layout") != "NHWC" or not _has_fixed_statistics(bn):
@@ -480,8 +482,8 @@ def fuse_pointwise_conv(graph, op):
 
 
 def _split_pointwise_gradient(graph, op):
-    """Compute the filter gradient of a 1x1 convolution with few channels with a custom operator. Paddle's operator
-    still computes the input gradient."""
+    """If the filter gradient of a 1x1 convolution meets the conditions at POINTWISE_TYPES, compute it with a custom
+    operator. Paddle's operator still computes the input gradient."""
     gradient, (x, filters) = graph.gradient(op), graph.variables(op, "Input", "Filter").values()
     is_large = min(x.shape[1:3]) > 0 and x.shape[1] * x.shape[2] >= POINTWISE_PIXELS
     if gradient is None or min(filters.shape[:2]) > POINTWISE_CHANNELS or not is_large:

@@ -9,8 +9,8 @@ from paddle_resnet import graph
 
 
 def keep_statistics_finite(program):
-    """Change a program in place, so that the running statistics of a channel remain unchanged if the batch mean or
-    variance of the channel is not finite.
+    """Change a program in place, so that the running statistics of a channel remain unchanged if the update would make
+    its running mean or variance infinite or NaN. Frozen BN layers and evaluation programs are not changed.
 
     Without this change, Paddle's batch_norm would make the running statistics of the channel infinite or NaN for the
     rest of the run, even if the output is finite. Dynamic loss scaling does not skip updates of running statistics. The

@@ -13,7 +13,8 @@ def read(path: str) -> dict[str, Any]:
     """Return the flags that a --config file sets, as {name: value}.
 
     Raises:
-        UsageError: the file cannot be read or is not YAML, or it contains an unknown key or an invalid value.
+        UsageError: the file cannot be read, is larger than 64 KiB, is not a YAML mapping, or contains an alias, an
+            unknown key or an invalid value.
     """
     values = _read_yaml(path)
     try:
@@ -26,7 +27,7 @@ def _read_yaml(path):
     """Return the content of a --config file.
 
     Raises:
-        UsageError: the file cannot be read, exceeds the size limit, is not a YAML mapping, or contains aliases.
+        UsageError: the file cannot be read, is larger than 64 KiB, is not a YAML mapping, or contains an alias.
     """
     try:
         with files.open_regular(path, limit_bytes=64 << 10) as f:

@@ -1,5 +1,5 @@
 """Compute the length of a run, and the steps after which the run evaluates and saves. --iter-unit determines the unit
-of all flags that specify durations."""
+of --warmup-epochs, --lr-decay-epochs, --save-interval and --eval-interval."""
 
 import argparse
 import math
@@ -83,14 +83,15 @@ class Settings:
 
 
 def conflicts(settings: Settings) -> Iterator[Conflict]:
-    """Yield a Conflict if the length of the run is unknown."""
+    """Yield a Conflict if --iter-unit batch is set without --num-iter."""
     if settings.iter_unit == "batch" and settings.num_iter is None:
         yield Conflict("--iter-unit batch: requires the number of training steps; add --num-iter")
 
 
 class Stop(NamedTuple):
-    """A position at which training stops to evaluate or save: after `step` batches of epoch `epoch`. `ends_epoch` is
-    true if this is the end of the epoch."""
+    """A position at which training pauses, because the epoch ends or the run evaluates or saves: after `step` batches
+    of epoch `epoch`. `ends_epoch` is true if this is the end of the epoch. `step` can be None for a run without such
+    positions (an evaluation or a benchmark)."""
 
     epoch: int
     step: int | None = None
@@ -100,8 +101,8 @@ class Stop(NamedTuple):
 
     @property
     def averages_bn(self) -> bool:
-        """Whether the processes average their BN statistics here. A run ends with averaged statistics, even if it does
-        not evaluate (--run-scope train_only)."""
+        """Whether the processes average their BN statistics here. A run ends with averaged statistics even with
+        --run-scope train_only, because `evaluates` is true at its end."""
         return self.ends_epoch or self.evaluates
 
     def place(self) -> dict:
@@ -205,7 +206,8 @@ def first_pass(settings: Settings, timeline: Timeline) -> int | None:
 
 
 def stops(settings: Settings, timeline: Timeline, done: int = 0) -> Iterator[Stop]:
-    """Yield a Stop for the end of each epoch, each evaluation and each checkpoint after the first `done` steps.
+    """Yield a Stop for the end of each epoch, each evaluation and each checkpoint of --save-interval after the first
+    `done` steps. --save-interval-steps adds no Stop.
 
     Args:
         settings, timeline: length of the run.

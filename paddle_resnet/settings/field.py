@@ -1,11 +1,11 @@
-"""Declare the flags of a component as the fields of its Settings, a frozen dataclass:
+"""Declare the flags of a component or of a group (settings/groups/) as the fields of its Settings, a frozen dataclass:
 
     @dataclass(frozen=True)
     class Settings:
         dropout: float = flag(0.0, "dropout rate before the last layer", topic="regularize", parse=numbers.ratio)
 
 The name of the field is the name of the flag with underscores. settings/declarations.py collects the fields of all
-components, and Settings.part returns an instance with the values of a run.
+components and groups, and values.Settings.part returns an instance with the values of a run.
 """
 
 import dataclasses
@@ -105,7 +105,7 @@ def flag(
 
 
 def flags(settings: type) -> dict[str, Flag]:
-    """Return {name: Flag} for the fields of a component's Settings."""
+    """Return {name: Flag} for the fields of the Settings of a component or group."""
     return {field.name: field.metadata[_FLAG] for field in dataclasses.fields(settings)}
 
 

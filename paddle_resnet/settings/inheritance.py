@@ -9,7 +9,8 @@ from paddle_resnet.settings.values import flag_name, network_name
 
 
 def follow(settings: values.Settings) -> None:
-    """Set the flags whose values are derived from other flags, unless they are explicit, inherited or chosen."""
+    """Set the flags whose values are derived from other flags, unless they are explicit, set by the program, inherited
+    or chosen. If --crop-size and --image-shape differ, inherited and chosen values of these two flags also change."""
 
     def is_free(name):
         return not (settings.is_fixed(name) or settings.is_inherited(name) or settings.is_chosen(name))
@@ -46,7 +47,8 @@ def reset(settings: values.Settings, name: str) -> None:
 
 
 def may_follow(name: str) -> bool:
-    """Return whether a checkpoint, the data or the network can determine the value of a flag that is not explicit."""
+    """Return whether a checkpoint (without --resume), the data or the network can determine the value of a flag that is
+    not explicit."""
     return FLAGS[name].kind in EVALUATED or name == "model_prefix"
 
 
@@ -58,8 +60,8 @@ def _prefix(arch):
 def inherit(
     settings: values.Settings, recorded: values.Settings, names: tuple[str, ...], folder: str
 ) -> tuple[dict, dict]:
-    """Set each flag that is not explicit to its value from an earlier run, unless it depends on an explicit flag whose
-    value differs (depends_on in field.Declaration).
+    """Set each of the flags `names` that is not explicit to its value from an earlier run, unless it depends on an
+    explicit flag whose value differs (depends_on in field.Declaration). Then derive flags again (follow).
 
     Args:
         settings: Settings; modified in place.
@@ -67,7 +69,8 @@ def inherit(
         names: names of the flags to inherit.
         folder: path of the checkpoint, which is recorded as the origin of the values.
     Returns:
-        ({flag: value} for each flag that changed, {flag: (value, recorded value)} for each explicit flag that differs).
+        ({flag: value} for each inherited flag that changed, {flag: (value, recorded value)} for each explicit flag in
+        `names` that differs).
     """
     before = settings.copy()
     explicit = [name for name in names if settings.is_explicit(name)]

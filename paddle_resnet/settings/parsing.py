@@ -47,7 +47,11 @@ class ToolParser(Parser):
         return super().find_help(topic) or PARSER.find_help(topic)
 
     def parse_known_args(self, args: list[str] | None = None, namespace: argparse.Namespace | None = None) -> tuple:
-        """Return (Namespace with the tool's arguments, list of the flags of train.py and of all unknown arguments)."""
+        """Return (Namespace with the tool's arguments, list of the flags of train.py and of all unknown arguments).
+
+        Raises:
+            UsageError: an argument of the tool is invalid or missing, or a flag of the tool is misspelled.
+        """
         arguments, own, of_train = join_help(args), [], []
         while arguments and arguments[0] != "--":
             argument = arguments.pop(0)
@@ -84,7 +88,8 @@ def parse(arguments: list[str]) -> dict[str, Any]:
     """Return the flags that command-line arguments set, as {name: value}.
 
     Raises:
-        UsageError: flags are unknown or values are invalid. The message has one line per problem.
+        UsageError: a flag is unknown, or a value is invalid. The message has one line per unknown flag, but names only
+            the first invalid value.
     """
     if invalid := [argument for argument in arguments if "\0" in argument]:  # YAML and JSON text can contain null bytes
         raise UsageError(*(f"{argument}: contains a null byte; remove it" for argument in invalid))
@@ -139,7 +144,7 @@ def arguments(flags: dict[str, Any]) -> list[str]:
     """Convert {name: value} to command-line arguments.
 
     Raises:
-        UsageError: a name is unknown, a list is nested, or YAML converted a string without quotes to a boolean.
+        UsageError: a name is unknown, a value is nested, or YAML converted a string without quotes to a boolean.
     """
     result = []
     for key, value in flags.items():

@@ -1,5 +1,5 @@
-"""Check flags for invalid values and for conflicts, and drop values of a file or a recipe that conflict with explicit
-flags."""
+"""Check flags for invalid values and for conflicts, and drop values of a file or a recipe that conflict with flags of
+higher rank (drop_unused)."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ HIGHEST = ("command line", "Python", "internal", "recorded", "machine")
 
 
 def check(settings: values.Settings) -> None:
-    """Check the flags after all values have been inherited or derived.
+    """Check the flags that a run can inherit or choose, after all values have been inherited, chosen and derived.
 
     Raises:
         UsageError: a value is invalid, or flags conflict.
@@ -36,8 +36,8 @@ def check_sizes(settings: images.Settings) -> None:
 
 
 def check_device(settings: values.Settings) -> None:
-    """Check the flags that the device may not support, after --device is resolved. Raises UsageError if a flag requires
-    a GPU, but the run or its loader is on the CPU."""
+    """Check the flags that the device may not support, after --device is resolved. Raises UsageError if --amp or
+    --dali-device requires a GPU, but the run is on the CPU."""
     _raise(_conflicts_of_device(settings))
 
 
@@ -47,8 +47,8 @@ def check_kernels(settings: machine.Settings) -> None:
 
 
 def check_command(settings: values.Settings) -> None:
-    """Check the flags of a command line before flags are inherited or chosen. Raises UsageError if a value is invalid,
-    or flags conflict."""
+    """Check the flags of a command line before flags are inherited or chosen. If none will be, also check the flags
+    that check() checks. Raises UsageError if a value is invalid, or flags conflict."""
     conflicts = [*_conflicts_of_command(settings)]
     if not (settings.part(start.Settings).is_from_weights or settings.resume or settings.choose_recipe):
         conflicts += _conflicts_of_settings(settings)
@@ -61,10 +61,10 @@ def _raise(conflicts):
 
 
 def drop_unused(settings: values.Settings) -> None:
-    """Set each value that a flag of higher rank makes unused to its default, and add a message to settings.dropped. A
-    value that the command line, Python or the machine sets has a higher rank than a value of a --config file, which has
-    a higher rank than a value that --choose-recipe chooses. Conflicts between values of the same rank remain, and so
-    do conflicts in which the value of higher rank is the unused one."""
+    """Set each value of a file or a recipe that a flag of higher rank makes unused to its default, and add a message to
+    settings.dropped. A value with an origin in HIGHEST, such as the command line, has a higher rank than a value of a
+    --config file, which has a higher rank than a value that --choose-recipe chooses. Conflicts between values of the
+    same rank remain, and so do conflicts in which the value of higher rank is the unused one."""
     ranks: dict[str, int] = {}  # {name of a dropped flag: rank of the flag with which it conflicts}
     while found := next(_droppable(settings, ranks), None):
         name, conflict = found
@@ -92,8 +92,8 @@ def _rank(settings, name, ranks):
 
 
 def _own_rank(settings, name):
-    """Return 3 for a value from the command line, Python or the machine, 2 for a value from a file, 1 for a value that
-    --choose-recipe has chosen, and 0 for all others."""
+    """Return 3 for a value with an origin in HIGHEST, 2 for a value from a file, 1 for a value that the program has
+    chosen (Settings.choose), and 0 for all others."""
     origin = settings.origin(name)
     return 1 if settings.is_chosen(name) else 2 if origin.startswith("file ") else 3 if origin in HIGHEST else 0
 
@@ -164,7 +164,7 @@ def warnings(settings: values.Settings) -> Iterator[str]:
 
 
 def _conflicts_of_command(settings):
-    """Yield a Conflict for each conflict that involves flags that no run inherits from a checkpoint."""
+    """Yield a Conflict for each conflict that is known before a run inherits or chooses flags."""
     yield from _conflicts_of_budget(settings)
     yield from _conflicts_within(settings, start)
     if (
@@ -180,7 +180,7 @@ def _conflicts_of_command(settings):
 
 
 def _conflicts_of_settings(settings):
-    """Yield a Conflict for each conflict between flags that a run can inherit from a checkpoint."""
+    """Yield a Conflict for each conflict that inherited or chosen flags can cause or resolve."""
     yield from _unused(settings)
     for module in MODULES:
         if module not in (start, machine):
@@ -227,7 +227,8 @@ def _conflicts_within(settings, module):
 
 
 def _unused(settings):
-    """Yield a Conflict for each flag that a different flag makes unused (used_by in field.Declaration)."""
+    """Yield a Conflict for each flag whose effect was requested, but that a different flag makes unused (used_by in
+    field.Declaration)."""
     for name, declaration in FLAGS.items():
         choice, users = declaration.used_by or (None, ())
         if not choice or getattr(settings, choice) in users or not _is_requested(settings, name):
@@ -245,24 +246,25 @@ def _unused(settings):
 
 
 def _is_requested(settings, name):
-    """Return whether the effect of a flag was requested: by a value that differs from the default and is not derived,
-    or by any value on the command line or in Python except 0, false and None, which turn a flag off. A default in a
-    file is not a request, because the output of --print-config also lists unused flags."""
+    """Return whether the effect of a flag was requested: by a value that differs from the default, or by any value on
+    the command line or in Python except 0, false and None, which turn a flag off. A derived value is not a request. A
+    default in a file is not a request either, because the output of --print-config also lists unused flags."""
     value, origin = getattr(settings, name), settings.origin(name)
     is_typed = origin in ("command line", "Python")
     return not origin.startswith("--") and (value != DEFAULTS[name] or (is_typed and bool(value)))
 
 
 def _are_default_epochs(settings):
-    """Return whether --lr-decay-epochs, whose unit is --iter-unit, has the default, which is meant as epochs: if it is
-    not set, or if a file that --print-config wrote sets it and a flag of higher rank sets the unit."""
+    """Return whether --lr-decay-epochs has its default, and the default is meant as epochs: if the flag is not set, or
+    if --iter-unit has a higher rank than --lr-decay-epochs, for example because the command line sets the unit and a
+    file from --print-config contains the default."""
     name = "lr_decay_epochs"
     is_set = settings.origin(name) != "default" and _own_rank(settings, name) >= _own_rank(settings, "iter_unit")
     return settings.lr_decay_epochs == DEFAULTS[name] and not is_set
 
 
 def _conflicts_of_budget(settings):
-    """Yield a Conflict for each flag that conflicts with --budget-minutes."""
+    """With --budget-minutes, yield a Conflict if --epochs is explicit, and a Conflict if --profile-steps is set."""
     if settings.budget_minutes is None:
         return
     flag_and_value = f"--budget-minutes {settings.budget_minutes:g}"

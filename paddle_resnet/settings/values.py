@@ -21,8 +21,7 @@ class FlagValue(NamedTuple):
 class Settings:
     """The values of all flags, as attributes: `settings.batch_size` is --batch-size.
 
-    resolution.py resolves the values step by step. Before the first program is built, the settings are frozen; after
-    that, values do not change.
+    resolution.py resolves the values step by step. Programs are built from frozen settings, whose values do not change.
 
     Args:
         values: {name: value}.
@@ -75,7 +74,8 @@ class Settings:
             self.set(origin, **changes)
 
     def choose(self, reason: str, /, **values: Any) -> None:
-        """Set values that --choose-recipe has chosen. Values derived from other flags never replace chosen values."""
+        """Set values that --choose-recipe or --budget-minutes has chosen. The origin of the values contains the
+        reason."""
         self.set(f"{_CHOSEN}{reason}", **values)
 
     def finalize(self) -> None:
@@ -154,7 +154,7 @@ class Settings:
         return self.origin(name).startswith("checkpoint ")
 
     def is_chosen(self, name: str) -> bool:
-        """Return whether --choose-recipe has chosen the value of a flag."""
+        """Return whether --choose-recipe or --budget-minutes has chosen the value of a flag."""
         return self.origin(name).startswith(_CHOSEN)
 
     def start_paths(self) -> dict[str, str]:

@@ -70,7 +70,8 @@ def build_program(args, main_prog, startup_prog, step_each_epoch, mode, lr_sched
             model.eval()
         step.images, step.targets, step.class_images = feeds["data"], feeds, class_images
         if args.dali_output_fp16 and not (args.amp and args.amp_dtype == "float16"):
-            # Paddle's layers reject bfloat16, so AMP casts the images later.
+            # Without AMP in float16, the layers read float32 images. AMP in bfloat16 casts them later, because Paddle's
+            # layers reject bfloat16.
             step.images = step.images.astype("float32")
         if is_train:
             for component in INPUTS:
@@ -95,7 +96,7 @@ def build_program(args, main_prog, startup_prog, step_each_epoch, mode, lr_sched
 
 
 def _set_up_layers(args, step):
-    """Apply --bn-momentum and --freeze to the network."""
+    """Apply --bn-momentum and --freeze to the layers of the network."""
     if args.bn_momentum is not None:
         parts.set_bn_momentum(step.model, args.bn_momentum)
     if args.freeze:
@@ -121,7 +122,7 @@ def _minimize(args, step, loss):
 
 
 def add_update(step):
-    """Turn the operators that Paddle's minimize has added into the update of the flags."""
+    """Turn the operators that Paddle's minimize has added into the update that the flags specify."""
     step.describe_update(MASTER, all_reduces.bn_statistics(step.main))
     known = facts.of(step.main)
     known.optimizer = step.part(optimizer.Settings).optimizer

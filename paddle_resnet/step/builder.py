@@ -13,7 +13,8 @@ _Settings = TypeVar("_Settings")  # class Settings of a component
 
 
 class StepBuilder:
-    """A program to which components add operators. What a run needs to know after the construction is in `facts`.
+    """A program to which components add operators. Facts about the program that a run needs after the construction are
+    stored with facts.of.
 
     Args:
         settings: Settings.
@@ -25,14 +26,17 @@ class StepBuilder:
         backend: "native" if components add custom operators, "paddle" if they add Paddle's.
         device: "cpu" or "gpu".
         arch, layout, num_classes: the network; layout is "NCHW" or "NHWC".
-        image_size, batch_size: its images, [height, width].
+        image_size: [height, width] of its images.
+        batch_size: images per process and batch.
         images: the input of the network.
-        targets: {"label"} and what components add, see loss_head.add_paddle.
+        targets: the inputs "data" and "label" of the program, and the entries that components add for
+            loss_head.add_paddle.
         class_images: number of training images of each class, or None if unknown.
         model: the network (paddle.nn.Layer), once built.
         frozen: parameters that the optimizer does not update (--freeze).
-        values, frozen_values: {trained or frozen parameter: variable that contains its float32 value}, after minimize.
-        bn_statistics: running means and variances, after minimize.
+        values, frozen_values: {trained or frozen parameter: variable that contains its float32 value}, set by
+            describe_update.
+        bn_statistics: names of the running means and variances, set by describe_update.
         factor: variable with which custom kernels multiply the gradients, 0 in a skipped step; None stands for 1.
     """
 
@@ -57,12 +61,14 @@ class StepBuilder:
         return self._settings.part(cls)
 
     def declare(self, name: str, value_of: Callable, shape=(1,), dtype="float32") -> static.Variable:
-        """Create a variable that the host writes before each step. See scalars.declare. value_of() must not refer to
-        this StepBuilder, because facts.py keeps it as long as the program exists."""
+        """Create a variable that the host writes before each step. See scalars.declare. value_of must not refer to this
+        StepBuilder: facts.py keeps value_of as long as the program exists, so a reference to the program would keep the
+        program in memory."""
         return scalars.declare(name, value_of, shape, dtype)
 
     def random(self, name: str) -> Callable[[], np.random.Generator]:
-        """Return a function that returns the random numbers of this process for the next batch and the use `name`."""
+        """Return a function that creates this process's random generator for the next batch. Generators with different
+        names are independent."""
         seed, schedule, rank = self._settings.seed, self.schedule, self._rank
         return lambda: random_numbers.generator(seed, schedule.batches, name, rank)
 
@@ -72,7 +78,7 @@ class StepBuilder:
         return self.declare(f"{name}.seed", lambda: random().integers(1, 2**31), dtype="int32")
 
     def describe_update(self, master: str, bn_statistics: list[str]) -> None:
-        """Note what the components of the update need to know about the operators that minimize has added.
+        """Set the attributes that describe the operators that minimize has added, for the components of the update.
 
         Args:
             master: suffix of the names of master weights.

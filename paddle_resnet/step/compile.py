@@ -14,11 +14,11 @@ from paddle_resnet.step import cuda_graph, facts, scalars, trace
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
 
-# Attributes of BuildStrategy that enable fused operators for training on a GPU. Not every Paddle version has all of
-# these attributes.
+# Attributes of BuildStrategy that enable fused operators and gradient sums in place for training on a GPU. Not every
+# Paddle version has all of these attributes.
 FUSED_OPERATORS = ("fuse_bn_act_ops", "fuse_bn_add_act_ops", "fuse_elewise_add_act_ops", "enable_addto")
-# Operators that use oneDNN on a CPU. With Paddle's own depthwise convolutions, a training step of EfficientNet_Lite0
-# takes five times as long (1.71 instead of 0.34 s of CPU time with 16 images of 64 px; n = 5).
+# Operators that use oneDNN on a CPU in NCHW. With Paddle's own depthwise convolutions, a training step of
+# EfficientNet_Lite0 takes five times as long (1.71 instead of 0.34 s of CPU time with 16 images of 64 px; n = 5).
 ONEDNN = ("conv2d", "conv2d_grad", "depthwise_conv2d", "depthwise_conv2d_grad")
 
 
@@ -26,10 +26,10 @@ class CompiledStep(static.CompiledProgram):
     """A compiled program with the parts of a run that belong to it.
 
     Attributes:
-        source: the program that build has filled.
-        captured: cuda_graph.CapturedStep, or None if the step cannot be captured.
+        source: the program that compile_prog has received.
+        captured: cuda_graph.CapturedStep, or None if steps are not captured.
         write_scalars: scalars.Writer.
-        trace: trace.Trace of the first pass over the loader, or None if --profile-steps is not set.
+        trace: trace.Trace of the first pass over the loader until trace.start takes it; otherwise, None.
         accumulating: compiled program for all batches of a training step except the last, or None if each step has one
             batch (--accumulate-steps 1).
     """
@@ -106,8 +106,9 @@ def _compile(args, original, source, is_train):
 
 
 def _update_natively(program):
-    """Replace Paddle's update operators in a program that build has not built. Operators without a custom operator,
-    which cannot read the factor that unscales the gradients, are not replaced."""
+    """Replace Paddle's update operators in a program that build has not built, if all of them implement the same rule
+    of optimizers/table.py. Otherwise, none is replaced, because Paddle's update operators cannot read the factor that
+    unscales the gradients. Raises the errors of check_natively."""
     rules = {table.rule_of(op) for op in graph.updates(program)}
     if len(rules) == 1 and None not in rules:
         block = program.global_block()
@@ -125,7 +126,7 @@ def _use_onednn(program):
 
 
 def _is_broadcast_addition(program, op):
-    """Return whether Paddle's fused addition and activation would compute wrong results for an operator. If one operand
+    """Return whether Paddle's fused addition and activation might compute wrong results for an operator. If one operand
     is broadcast over the batch, such as a convolution bias [1, C, 1, 1], the fused operator processes only one image
     and leaves the results of all other images uninitialized."""
     if op.type != "elementwise_add":

@@ -52,8 +52,9 @@ ON_HOST = {
     *("check_finite_and_unscale", "update_loss_scaling", "assign_value", "memcpy", "memcpy_d2h", "memcpy_h2d"),
     *("print", "py_func", "where_index", "unique", "masked_select", "while", "conditional_block"),
 }
-# Tolerance for comparing a captured step with an uncaptured step, relative to the largest change that the step makes to
-# an element of the array. Nondeterministic kernels sum in a varying order, so their rounding errors differ.
+# Tolerance for comparing a captured step with an uncaptured step if the kernels are not deterministic, relative to the
+# largest change that the step makes to an element of the array. Such kernels sum in a varying order, so their rounding
+# errors differ.
 TOLERANCE = 0.02
 _numbers = itertools.count()
 _workspaces = []  # tensors that reserve memory used by captured steps; see _take_free_memory
@@ -98,16 +99,16 @@ def _obstacle(op):
         return "draws random numbers from Paddle's generator"
     if op.type in ON_HOST:
         return "accesses host memory"
-    # In Paddle 2.6.2, replaying a graph that contains depthwise convolutions in NHWC fails with CUDA error 700.
-    # fusion.py replaces most of these convolutions.
+    # In Paddle 2.6.2, replaying a graph that contains depthwise convolutions in NHWC fails with CUDA error 700. This
+    # applies only to the convolutions that fusion.py does not replace.
     if op.type.startswith("depthwise_conv2d") and op.attr("data_format") == "NHWC":
         return "in NHWC has no custom kernel for this size and fails during a replay"
     return None
 
 
 class CapturedStep:
-    """Runs the steps of a program. The first STEPS_BEFORE steps run uncaptured, the next step is captured, and later
-    steps are replays.
+    """Runs the steps of a program. The first STEPS_BEFORE steps run uncaptured. The next step is captured; this step
+    and later steps are replays.
 
     If the size of a batch differs from the size of the first batch, as at the end of an evaluation, the step runs
     uncaptured.
@@ -130,7 +131,11 @@ class CapturedStep:
         self._graph = self._captured_at = None
 
     def __call__(self, run_with_feed, feed):
-        """Run a step. If the batch has a different size than the first batch, call run_with_feed instead."""
+        """Run a step. If the batch has a different size than the first batch, call run_with_feed instead.
+
+        Raises:
+            RunError: the step cannot be captured; or _compare raises it.
+        """
         shapes = {name: value.shape() for name, value in feed.items()}
         self._shapes = self._shapes or shapes
         if shapes != self._shapes:
@@ -168,9 +173,9 @@ class CapturedStep:
         self._graph = None
 
     def _compare(self):
-        """Capture the step, and compare its results with those of an uncaptured step. If the results differ, discard
-        the captured step and run all steps uncaptured or, if the user has set --cuda-graph true, raise RunError. Reset
-        the variables to their values before the step."""
+        """Capture the step, compare its results with those of an uncaptured step, and reset the variables to their
+        values before the step. If the results differ in any process, discard the captured step. All later steps then
+        run uncaptured; if the user has set --cuda-graph true, raise RunError instead."""
         before = self._values()
         self._run()
         expected = self._values()
@@ -244,7 +249,7 @@ def _is_deterministic(place):
 
 def _differing(actual, expected, before, tolerance):
     """Return the names of the arrays whose elements differ by more than `tolerance` times the largest finite change of
-    an element of the array in the step, or whose NaNs are at different indices."""
+    an element of the array in the step, or whose NaNs or infinite elements differ."""
     names = []
     for name, array in expected.items():
         with np.errstate(invalid="ignore"):  # an element may remain infinite

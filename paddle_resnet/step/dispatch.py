@@ -61,6 +61,7 @@ class Dispatcher:
         Raises:
             DataError: a label is not a valid class number. Labels are checked only on a CPU with Paddle's kernels.
                 Custom kernels report invalid labels in the metrics (paddle_resnet/utils/meters.py).
+            RunError: see cuda_graph.CapturedStep.
         """
         self._write_scalars()
         return self._run(feed)
@@ -73,8 +74,8 @@ def _copy(library, variables, run, feed):
 
 
 def _fetch(run, class_num, feed):
-    """Run a step, and return its metrics. If the step fails, class_num is not None and a label is not a valid class
-    number, raise DataError."""
+    """Run a step, and return its metrics. If the step fails with an IndexError or ValueError, class_num is not None and
+    a label is not a valid class number, raise DataError."""
     try:
         return run(feed=feed, return_numpy=False)
     except (IndexError, ValueError) as e:

@@ -1,7 +1,8 @@
-"""What a run must know about a program in addition to its operators.
+"""Facts about a program that a run needs in addition to the operators of the program.
 
-`build` takes and `compile_prog` receives Paddle's own Program, so the facts are in a table beside the programs. The
-keys are weak references: the facts of a program end with the program. They must not refer to it, nor to its variables.
+The arguments of `build` and `compile_prog` are instances of Paddle's own Program, so the facts are stored in a separate
+table. Its keys are weak references, so that the table does not keep programs in memory. Therefore, the facts of a
+program must refer neither to the program nor to its variables.
 """
 
 import weakref
@@ -54,7 +55,7 @@ _facts: weakref.WeakKeyDictionary[static.Program, Facts] = weakref.WeakKeyDictio
 
 
 def of(program: static.Program) -> Facts:
-    """Return the facts of a program. They are empty for a program that build has not filled."""
+    """Return the facts of a program. For a program that build has not filled, all facts have their default values."""
     return _facts.setdefault(program, Facts())
 
 

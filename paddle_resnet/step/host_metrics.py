@@ -24,7 +24,11 @@ def add_copy(variables):
 
 
 class AsyncCopy:
-    """Handle for one metric of a dispatched step."""
+    """Handle for one metric of a dispatched step. `np.asarray(handle)` waits for the value.
+
+    Raises:
+        RuntimeError: the value is read more than three steps late, or a kernel failed.
+    """
 
     def __init__(self, library, number, i, variable):
         self._wait = library.paddle_resnet_wait

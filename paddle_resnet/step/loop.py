@@ -29,7 +29,7 @@ from paddle_resnet.utils.signals import Preempted
 
 
 def check_program(program):
-    """Raise UsageError for a program that is not compiled, or whose parameters have no values in the scope."""
+    """Raise UsageError for a program that is not compiled, or whose first parameter has no value in the scope."""
     if isinstance(program, static.Program):
         raise UsageError("run: the program is not compiled; pass the result of compile_prog")
     first = next(iter(program._program.all_parameters()), None)
@@ -40,26 +40,31 @@ def check_program(program):
 
 
 def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save, end_step=None):
-    """Like program.run(), but also call `save(epoch, step)` every --save-interval-steps steps, and stop before step
-    `end_step`. The next call continues the epoch, and returns metrics that include the earlier steps of the epoch.
+    """Like program.run(), but also call `save(epoch, step)` every --save-interval-steps steps, unless save is None, and
+    stop before step `end_step`, unless it is None. The next call continues the epoch. Here, each batch is a step, even
+    with --accumulate-steps; only --save-interval-steps counts training steps.
 
     Returns:
         dict of metrics, aggregated over all processes:
         loss, top1, top5: means over images. The loss is the mean of the finite losses, or NaN if no loss is finite.
-        not_finite: number of images whose loss is NaN or infinite, if there are any.
-        images, steps, epoch_time (seconds), ips (images/s). If a run resumes within an epoch, steps and times cover
-        only the rest of the epoch.
-        data_time (waiting for the loader), compute_time, batch_time: mean seconds per step.
-        loss_scale: current loss scale, only with dynamic loss scaling.
-        With --benchmark, all metrics cover only the measured steps, and there are additional metrics:
+        not_finite: number of images whose loss is NaN or infinite, if there are any. In training, these are all images
+        of each batch whose mean loss is NaN or infinite.
+        images, steps, epoch_time (seconds), ips (images/s). If a call begins within an epoch, steps, epoch_time and ips
+        cover only this call; the other metrics above cover the entire epoch.
+        data_time (waiting for the loader), compute_time, batch_time: mean seconds per step of this call.
+        loss_scale: current loss scale, only in training with dynamic loss scaling.
+        With --benchmark, the metrics above cover only the measured steps, and there are additional metrics:
         latency_{mean,p50,p90,p95,p99}_ms: time between the dispatches of consecutive steps. On a GPU, the time from the
         dispatch of a batch to its result is longer, because the host is one step ahead.
-        first_step_s: seconds from the start of the program until the host has the metrics of the first step.
+        first_step_s: logger.elapsed_s() when the host has the metrics of the first step.
         With Mode.EVAL: confusion (int64 [k, 3], one row per pair that occurred, sorted, with the columns label,
         predicted class, number of images), class_top1 (float64 [C], NaN for a class without images) and, without
         --benchmark, the averages over the classes {precision,recall,f1}_{macro,weighted}.
-        With --predictions or --report-html, on rank 0: predictions (float64 [images, 1 + 2 k] in the order of the data
-        set, with the columns label, the k = min(5, C) most probable classes, and their probabilities).
+        With Mode.EVAL and --predictions or --report-html, on rank 0: predictions (float64 [images, 1 + 2 k] in the
+        order of the data set, with the columns label, the k = min(5, C) most probable classes, and their
+        probabilities).
+    Raises:
+        the errors of program.run.
     """
     this = EpochRun(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, end_step)
     with contextlib.closing(this):
@@ -83,7 +88,7 @@ _InFlight = namedtuple("_InFlight", "step images lr handles")
 
 
 class EpochRun:
-    """One pass over a loader: an epoch, the rest of an epoch, or a benchmark. See program.run."""
+    """One pass over a loader: an epoch, a part of an epoch, or a benchmark. See run_and_save."""
 
     def __init__(self, args, loader, exe, program, fetchs, epoch, mode, lr_scheduler, end_step=None):
         self._args, self._epoch, self._mode = args, epoch, mode
@@ -146,8 +151,9 @@ class EpochRun:
             save(self._epoch, step)
 
     def is_check_due(self, step):
-        """Return whether to compare the ranks before a step, which is every replicas.INTERVAL_STEPS training steps of
-        the run, counted over all epochs. The parameters of a benchmark are not kept, so they are not compared."""
+        """Return whether to compare the parameters of several ranks before a step, which is every
+        replicas.INTERVAL_STEPS training steps of the run, counted over all epochs. The parameters of a benchmark are
+        not kept, so they are not compared."""
         if processes.world_size() == 1 or self._mode is not Mode.TRAIN or self._args.benchmark:
             return False
         done = 0 if self._lr_scheduler is None else self._lr_scheduler.last_epoch  # Paddle's name for the step count
@@ -169,11 +175,12 @@ class EpochRun:
         self._clock.resume()
 
     def prepare(self, step):
-        """If the trace or the measurement begins at step `step`, start it."""
+        """Start, continue or write the trace. If the measurement begins at step `step`, reset the meters and the
+        clock."""
         if self._trace is not None:
             self._trace.before(step, self._drain, self._clock)
-        # Discard the metric sums of the previous epoch or of the warm-up. A run that resumes within an epoch begins at
-        # a later step, so its meters keep the sums from the checkpoint.
+        # Discard the metric sums of the previous epoch or of the warm-up. A pass that continues an epoch begins at a
+        # later step, so the meters keep the sums of the earlier steps, which a checkpoint also contains.
         if step == self._measured_from:
             self._drain()
             for meter in self._meters.values():
@@ -182,7 +189,11 @@ class EpochRun:
 
     def next_batch(self, step):
         """Return the next batch, {name: tensor}, or None at the end of a loader without a length. In a benchmark,
-        restart the loader at its end."""
+        restart the loader at its end.
+
+        Raises:
+            RuntimeError: the loader yields fewer batches than its length.
+        """
         watchdog.step(step, waits=True)
         batch = next(self._batches, None)
         if batch is None:
@@ -198,7 +209,7 @@ class EpochRun:
         return batch[0]
 
     def run_step(self, step, feed):
-        """Dispatch a step, then read the metrics of the previous step."""
+        """Dispatch a step, advance the schedule, and read the metrics of the previous step."""
         images = next(iter(feed.values())).shape()[0]
         updates_parameters = (step + 1) % self._batches_each_step == 0
         handles = (self._dispatch if updates_parameters else self._accumulate)(feed)
@@ -213,8 +224,13 @@ class EpochRun:
         self._clock.step_done(images)
 
     def finish(self):
-        """Read the last metrics, complete the loader's epoch, reduce the metrics over all processes, and return the
-        result of program.run."""
+        """Read the last metrics, complete the loader's epoch if the pass has reached its end, reduce the metrics over
+        all processes, and return the result of run_and_save.
+
+        Raises:
+            RuntimeError: the loader yields more batches than its length.
+            Preempted: a stop was requested during an evaluation.
+        """
         args = self._args
         self._drain()
         self._clock.close_step()
@@ -247,8 +263,13 @@ class EpochRun:
         watchdog.phase(f"epoch {self._epoch} {self._mode.value}")
 
     def _read(self):
-        """Wait for the metrics of the last dispatched step, unless they have already been read. Log step metrics every
-        --print-interval steps."""
+        """Wait for the metrics of the last dispatched step, unless they have already been read, and add them to the
+        meters. Log step metrics every --print-interval steps.
+
+        Raises:
+            DataError: see AverageMeter.update.
+            RunError: see _check_losses.
+        """
         if self._in_flight is None:
             return
         (step, images, lr, handles), self._in_flight = self._in_flight, None
@@ -265,7 +286,7 @@ class EpochRun:
             self._show_progress(step + 1, images, lr)
 
     def _show_progress(self, step, images, lr):
-        """Display the mean metrics of this pass and the current speed."""
+        """Display the mean metrics of the epoch so far and the current speed."""
         data_time, batch_time = self._clock.recent()
         means = {name: meter.mean() for name, meter in self._averages().items()}
         fields = [f"loss {means['loss']:.3f}", f"top1 {means['top1']:.3f}", f"{images / batch_time:,.0f} images/s"]
@@ -294,9 +315,9 @@ class EpochRun:
 def _check_losses(args, loss, epoch, step, lr):
     """Raise RunError after --max-bad-steps consecutive losses that are infinite or NaN.
 
-    If a loss is not finite, dynamic loss scaling skips the step and lowers the loss scale, to a minimum of 1. Skipped
-    steps do not count towards --max-bad-steps while the loss scale is above 1. The loss scale is read only after a loss
-    that is not finite, because reading the loss scale waits for the device.
+    If a loss is not finite, dynamic loss scaling skips the step and lowers the loss scale, to a minimum of 1. Losses
+    that are not finite do not count towards --max-bad-steps while the loss scale is above 1. The loss scale is read
+    only after a loss that is not finite, because reading the loss scale waits for the device.
     """
     if loss.bad_updates and args.use_dynamic_loss_scaling and _loss_scale() > 1:
         loss.excuse_update()

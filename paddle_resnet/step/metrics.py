@@ -16,7 +16,7 @@ def log_metrics(step, metrics, mode):
 
 def over_all_processes(meters, clock, stopped):
     """Return metrics and times, aggregated over all processes on the host in float64. Each process returns the same
-    values."""
+    values. Raise Preempted on all processes if `stopped` is true on one of them."""
     watchdog.phase("metric reduction")
     loss = meters["loss"]
     own = {}
@@ -45,8 +45,8 @@ def over_all_processes(meters, clock, stopped):
 
 
 def confusion_over_all_processes(meter):
-    """Return the confusion counts, summed over all processes, and top1 per class. Processes exchange only positive
-    counts, at most two numbers per image."""
+    """Return the confusion counts, summed over all processes, and top1 per class. A process sends one code and one
+    count per pair of classes that occurred, padded to the largest number of pairs in a process."""
     codes, counts = meter.counts()
     longest = int(exchange.all_gather([len(codes)]).max())
     padding = (0, longest - len(codes))

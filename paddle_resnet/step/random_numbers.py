@@ -1,5 +1,5 @@
-"""Random numbers for a step, from a counter-based generator. The numbers depend only on seed, step, layer and rank, so
-neither CUDA graphs nor resuming a run changes them.
+"""Random numbers for a batch, from a counter-based generator. The numbers depend only on seed, batch, layer and rank,
+so neither CUDA graphs nor resuming a run changes them.
 """
 
 import zlib
@@ -8,11 +8,11 @@ import numpy as np
 
 
 def generator(seed, step, layer, rank):
-    """Return the random generator for a layer in a step. The algorithm is Philox by Salmon et al., SC 2011.
+    """Return the random generator for a layer and a batch. The algorithm is Philox by Salmon et al., SC 2011.
 
     Args:
         seed: value of --seed.
-        step: number of the step in the run.
+        step: number of the batch in the run.
         layer: name of the layer or operation that uses the numbers.
         rank: rank of the process.
     Returns:

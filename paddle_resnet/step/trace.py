@@ -34,7 +34,8 @@ def start(program, first_step, last_step, is_resume):
         first_step, last_step: the pass consists of the steps from first_step to last_step - 1.
         is_resume: whether --resume is set.
     Returns:
-        Trace; None in later passes, or if a resumed run begins with a pass that does not contain all traced steps.
+        Trace; None without --profile-steps, in later passes, or if a resumed run begins with a pass that does not
+        contain all traced steps. In the last case, a warning is logged.
     Raises:
         UsageError: a traced step is outside the pass, and is_resume is false.
     """
@@ -64,10 +65,10 @@ def _outside(steps, first_step, last_step):
 class Trace:
     """Records the steps of --profile-steps in this process: operators on the host, and kernels and copies on a GPU.
 
-    The host waits for all dispatched steps before recording starts and before it ends. In all other steps, the only
-    overhead is an integer comparison. If the trace includes the first step of a program, this step has no operator
-    names, because Paddle prepares the program during the step. A run that stops within the traced steps writes no trace
-    file.
+    The host waits for all dispatched steps before recording starts and before it ends. Before every other step outside
+    the trace, the host only compares integers. If the trace includes the first step of a program, this step has no
+    operator names, because Paddle prepares the program during the step. A run that stops within the traced steps writes
+    no trace file.
 
     Args:
         steps: (first step, last step + 1).
