@@ -1,4 +1,4 @@
-"""Where the splits of a data set are in --image-root, and what to do if they are missing."""
+"""The places of the splits of a data set in --image-root, and the errors if a split is missing."""
 
 import contextlib
 import os

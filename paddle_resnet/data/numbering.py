@@ -55,7 +55,7 @@ class Numbering:
 
 
 class Root(Protocol):
-    """What this module needs of root.DataRoot."""
+    """The part of root.DataRoot that this module needs."""
 
     image_root: str
     label_offset: int | str
