@@ -241,7 +241,8 @@ class EpochRun:
             for _ in range(len(self._loader) - self._used):
                 next(self._batches)
             if next(self._batches, None) is not None:
-                raise RuntimeError(f"loader: yields more batches than its length {len(self._loader)}; correct the length")
+                length = len(self._loader)
+                raise RuntimeError(f"loader: yields more batches than its length {length}; correct the length")
             self._loader.reset()
         result = over_all_processes(self._averages(), self._clock, self._is_stopped)
         if self._mode is Mode.TRAIN and args.use_dynamic_loss_scaling:
