@@ -1,4 +1,4 @@
-"""A training or evaluation program under construction."""
+"""A program for training or evaluation, under construction."""
 
 from collections.abc import Callable
 from typing import TypeVar
