@@ -56,14 +56,19 @@ def read_npz(path, content=None):
     read_pickle.
 
     Raises:
-        UnreadableError: the file cannot be opened, is damaged or compressed, or contains anything other than arrays.
+        UnreadableError: the file cannot be opened, is damaged or compressed, or contains anything other than arrays of
+            booleans or numbers.
     """
     with errors(), _opened(path, content) as file:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in zipfile.ZipFile(file).infolist()):
             raise UnreadableError("compressed files are not supported")  # a small archive could expand to any size
         file.seek(0)
         with np.load(file, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in arrays.files}
+            state = {name: arrays[name] for name in arrays.files}  # np.load returns other files as bytes
+        for name, value in state.items():
+            if not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf":
+                raise UnreadableError(f"{name!r} is not an array of numbers")
+        return state
 
 
 def _opened(path, content):

@@ -30,7 +30,8 @@ COMPONENTS = (
 # Components that change the images, the targets of the loss, or layers of the network. loss follows mixing, because the
 # weight of a mixed image depends on both of its classes.
 INPUTS = (mixing, loss, dropout)
-# Components of the update, in the order in which `add` is called. With custom kernels, precision and clipping set
-# StepBuilder.factor, which optimizer and ema read, and optimizer replaces the update operators that rates, accumulation
-# and clipping read. ema comes last, because it averages the parameters that lookahead sets.
+# Components of the update, in the order in which `add` is called. With custom kernels, precision sets
+# StepBuilder.factor, clipping reads and replaces it, and optimizer and ema read the result. optimizer replaces the
+# update operators that rates, accumulation and clipping read. ema comes last, because it averages the parameters that
+# lookahead sets.
 UPDATE = (rates, accumulation, precision, clipping, optimizer, lookahead, ema)

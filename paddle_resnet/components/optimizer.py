@@ -71,7 +71,8 @@ class Settings:
     )
     bn_weight_decay: bool = flag(
         False,
-        "apply weight decay also to the scale and shift of normalization layers and to other per-channel factors",
+        "apply weight decay also to the scale and shift of normalization layers and to other factors of channels or "
+        "layers",
         topic="regularize",
     )
 

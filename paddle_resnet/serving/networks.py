@@ -162,7 +162,7 @@ def _cast(network, dtype, level, for_gpu=False):
 
 
 def _recorded(checkpoint, device, model_arch_name):
-    """Return (checkpoint folder, content of meta.json, flags of the training run, adapted to inference on the device).
+    """Return (checkpoint folder, content of meta.json, flags of the training run adapted to inference on the device).
     For exceptions, see load_checkpoint."""
     checkpoint = resolve(checkpoint)
     meta = _read_meta(checkpoint)

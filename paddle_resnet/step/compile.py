@@ -73,8 +73,8 @@ def _check_rule(name, program):
     others = graph.updates(program)
     if table.OPTIMIZERS[name].rewrite and others:
         raise UsageError(
-            f"--optimizer {name}: Paddle lacks this update rule, and the program has {len(others)} operators "
-            f"{others[0].type}; build the program with program.build"
+            f"--optimizer {name}: Paddle lacks this update rule, and the program contains a different one (operator "
+            f"{others[0].type}); build the program with program.build, or set --optimizer to the program's optimizer"
         )
 
 

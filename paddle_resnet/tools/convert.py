@@ -258,7 +258,10 @@ def build_indexes(image_root):
                 created, existing = created + is_new, existing + (not is_new)
                 indexes.open_index(shard, kind)
     if created + existing == 0:
-        raise UsageError(f"{image_root}: contains no RecordIO, TFRecord or tar files; use a folder with such files")
+        raise UsageError(
+            f"{image_root}: contains no record files with names such as train.rec, train-00000-of-00010 or "
+            "train-000000.tar; rename the files, or use a different folder"
+        )
     return created, existing
 
 

@@ -121,8 +121,8 @@ def list_of(parse: Callable[[str], T]) -> Callable[[str], list[T]]:
 
 
 def or_none(parse: Callable[[str], T]) -> Callable[[str], T | None]:
-    """Return the argparse type for a value that `parse` parses, or "None" to override a value in the configuration
-    file."""
+    """Return an argparse type that converts the text "None" to None, which overrides a value in the configuration file,
+    and any other text with `parse`."""
     return lambda text: None if text == "None" else parse(text)
 
 

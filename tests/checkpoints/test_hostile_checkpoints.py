@@ -286,6 +286,17 @@ def test_mutated_npz_files_are_numeric_arrays_or_rejected(tmp_path, count):
     assert count / 3 < rejected < count
 
 
+@pytest.mark.parametrize("content", [b"not an array", np.array(["text"])], ids=["other file", "text"])
+def test_npz_files_with_other_content_are_rejected(tmp_path, content):
+    path = tmp_path / "bn_rank1.npz"
+    np.savez(path, a=np.zeros(3), **{} if isinstance(content, bytes) else {"b": content})
+    if isinstance(content, bytes):
+        with zipfile.ZipFile(path, "a") as archive:
+            archive.writestr("b", content)
+    with pytest.raises(UnreadableError, match="'b' is not an array of numbers"):
+        arrays.read_npz(path)
+
+
 def test_npz_files_with_objects_or_compression_are_rejected(tmp_path):
     made, path = tmp_path / "made", tmp_path / "bn_rank1.npz"
     objects = np.empty(1, object)

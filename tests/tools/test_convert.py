@@ -610,7 +610,7 @@ def test_index_command_creates_missing_indexes(converted, tmp_path, cache, capsy
         assert dataset.main(["index", str(root)]) == 2  # existing indexes are checked, too
         assert f"{kept[0]}: does not match" in capsys.readouterr().err
     assert dataset.main(["index", str(converted["folder"])]) == 2
-    assert "contains no RecordIO, TFRecord or tar files" in capsys.readouterr().err
+    assert "contains no record files with names such as train.rec" in capsys.readouterr().err
     assert dataset.main(["index", str(tmp_path / "nowhere")]) == 2
     assert f"{tmp_path}/nowhere: not a folder; use the folder that contains the shards" in capsys.readouterr().err
 

@@ -233,7 +233,8 @@ def _is_float(text):
 
 def _class_names(root):
     """Return (path, class names in label order, first label or None if it is unknown) from the file with class names in
-    the root or in meta/, or None if there is no such file. Raise UsageError if several files contradict each other."""
+    the root or in meta/, or None if there is no such file. Files in meta/ are used only if the root has none. Raise
+    UsageError if several files in the same folder differ, or if _names fails."""
     for folder in filter(os.path.isdir, (root, os.path.join(root, "meta"))):
         found = {name: _names(os.path.join(folder, name)) for name in sorted(os.listdir(folder)) if NAME_FILE(name)}
         if len({tuple(names) for names, _ in found.values()}) > 1:
