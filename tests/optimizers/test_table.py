@@ -251,7 +251,7 @@ def test_rule_that_paddle_lacks_is_never_replaced_by_adamw(parse, monkeypatch, k
     with static.program_guard(own, static.Program()):
         loss = paddle.mean(nn.Linear(2, 1)(static.data("x", [1, 2])))
         program.dist_optimizer(args, table.build_optimizer(args, 0.1)).minimize(loss)
-    with pytest.raises(UsageError, match=r"^--optimizer RAdam: Paddle lacks .* has \d+ operators adamw; build the"):
+    with pytest.raises(UsageError, match=r"^--optimizer RAdam: Paddle lacks .* \(operator adamw\); build the"):
         program.compile_prog(args, own)
 
 
