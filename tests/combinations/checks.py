@@ -196,7 +196,9 @@ class Row:
             code = self.train("start", *length, without=without, stop=self.random.randrange(1, 5))
             self._succeed("first run", code, 75)
             return self.folder / "start" / self.name / "latest"
+        # A configuration file may set the number of classes, so the first run needs it too.
         only = ["network", "shape", "layout", "classes", "format", "batch", "ema"]
+        only += ["recipe"] if self.values["recipe"] in ("file", "GPU file") else []
         flags = ["--epochs", 1, "--warmup-epochs", 0, "--lr", 0.01]
         flags += ["--num-of-class", 7] if self.values["start"] == "other classes" else []
         self._succeed("first run", self.train("start", *flags, only=only))
