@@ -537,7 +537,7 @@ def launch(photos, tmp_path):
         launcher = []
         if processes > 1:
             launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", processes, "--log_dir", folder / "log"]
-        command = [sys.executable, *launcher, "tests/train_tiny.py", *TINY, *places, *flags]
+        command = [sys.executable, *launcher, "tests/train_tiny.py", *tiny(*places, *flags)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
             list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
@@ -584,7 +584,7 @@ def launch_nodes(photos, tmp_path):
             launcher = ["-m", "paddle.distributed.launch", "--nnodes", 2, "--master", master, "--rank", node]
             launcher += ["--gpus", gpu_labels(2)[node]] if on_gpus else ["--nproc_per_node", 1]
             launcher += ["--log_dir", folder / f"log{node}"]
-            command = [sys.executable, *launcher, "tests/train_tiny.py", *TINY, *places, *flags]
+            command = [sys.executable, *launcher, "tests/train_tiny.py", *tiny(*places, *flags)]
             # With different host IDs, NCCL communicates over the network instead of NVLink.
             environment["NCCL_HOSTID"] = f"node{node}"
             pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
