@@ -528,7 +528,9 @@ def _check_top1(model, kind, score, reference):
     TOP1_CHECKS. `kind` is a key of TOP1_CHECKS."""
     lost, images = reference["correct"] - score["correct"], score["images"]
     tolerance, remedy = TOP1_CHECKS[kind]
-    if lost <= tolerance * images + (0 if kind == "int8" else score["ties"]):
+    # With fewer than 200 images, the tolerance of INT8 is less than one image, whose class rounding can change.
+    allowed = max(1, tolerance * images) if kind == "int8" else tolerance * images + score["ties"]
+    if lost <= allowed:
         return
     source = ""
     if kind == "int8":
