@@ -15,6 +15,7 @@ import numpy as np
 import paddle
 from paddle import static
 
+from paddle_resnet import graph
 from paddle_resnet.checkpoints import arrays, folders
 from paddle_resnet.components import ema, quantization
 from paddle_resnet.components.sparsity import MASK, has_masks_of_signed_search
@@ -410,8 +411,7 @@ def variables(program):
     elsewhere = {name for state in states(program) if state.file != OPTIMIZER for name in state.variables.values()}
     for var in saved(program):
         if var.name not in elsewhere:
-            is_parameter = isinstance(var, paddle.base.framework.Parameter)
-            (parameters if is_parameter else others)[var.name] = _shape(_tensor(var.name).shape())
+            (parameters if graph.is_parameter(var) else others)[var.name] = _shape(_tensor(var.name).shape())
     return parameters, others
 
 

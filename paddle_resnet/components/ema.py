@@ -49,7 +49,7 @@ def add(step: "StepBuilder") -> None:
     limit, schedule = step.part(Settings).ema, step.schedule
     if limit is None:
         return
-    block, startup = step.main.global_block(), step.startup.global_block()
+    block, startup = graph.block(step.main), graph.block(step.startup)
     values = _values(step)
     weight = step.declare("ema_weight", lambda: 1 - decay_at(schedule.done, limit))
     for name, value in values.items():
@@ -75,7 +75,7 @@ def _values(step):
 def _add_native(step, values, weight):
     from paddle_resnet import graph
 
-    block = step.main.global_block()
+    block = graph.block(step.main)
     averages = [block.var(name + SUFFIX) for name in values]
     inputs = {"Averages@VECTOR": averages, "Values@VECTOR": [block.var(value) for value in values.values()]}
     inputs["Weight"] = weight
@@ -87,7 +87,7 @@ def _add_native(step, values, weight):
 def _add_paddle(step, values, weight):
     from paddle_resnet import graph
 
-    block = step.main.global_block()
+    block = graph.block(step.main)
     weight = _zero_in_skipped_steps(block, weight)
     for name, value in values.items():
         average = block.var(name + SUFFIX)
@@ -96,7 +96,9 @@ def _add_paddle(step, values, weight):
 
 def of(program):
     """Return {name of a parameter or BN statistic: name of its EMA variable} for a training program."""
-    names = [name for name in program.global_block().vars if name.endswith(SUFFIX)]
+    from paddle_resnet import graph
+
+    names = [name for name in graph.block(program).vars if name.endswith(SUFFIX)]
     return {name.removesuffix(SUFFIX): name for name in names}
 
 
@@ -120,8 +122,8 @@ def evaluate(train_prog, eval_prog, exe):
 
     from paddle_resnet import graph
 
-    block, copy_prog = eval_prog.global_block(), static.Program()
-    copies = copy_prog.global_block()
+    block, copy_prog = graph.block(eval_prog), static.Program()
+    copies = graph.block(copy_prog)
     for name, average in of(train_prog).items():
         dtype = block.var(name).dtype
         if dtype == paddle.float32:

@@ -93,7 +93,9 @@ def add(step: "StepBuilder") -> None:
     """Complete the update, for which Paddle's minimize has added one operator per parameter. With custom kernels, these
     operators are replaced. With Paddle's kernels, they are corrected for bfloat16 parameters and for steps that dynamic
     loss scaling skips."""
-    block = step.main.global_block()
+    from paddle_resnet import graph
+
+    block = graph.block(step.main)
     if step.is_native:
         update_natively(block, OPTIMIZERS[step.part(Settings).optimizer], step.factor)
         _place_state(step.startup)

@@ -120,7 +120,7 @@ def add(step: "StepBuilder") -> None:
     if decay == classifier_factor == 1:
         return
     factors = parts.rate_factors(step.model, decay, classifier_factor)
-    block, updates = step.main.global_block(), graph.updates(step.main)
+    block, updates = graph.block(step.main), graph.updates(step.main)
     at, rates = itertools.count(block.ops.index(updates[0])), {}
     for op in updates:
         factor, rate = factors[op.input("Param")[0]], block.var(op.input("LearningRate")[0])

@@ -17,6 +17,7 @@ from nvidia.dali.plugin.base_iterator import LastBatchPolicy
 from nvidia.dali.plugin.paddle import DALIGenericIterator, feed_ndarray, lod_tensor_clip, to_paddle_type
 from paddle.base.data_feeder import convert_dtype
 
+from paddle_resnet import graph
 from paddle_resnet.data import bad_images
 from paddle_resnet.data.formats import FORMATS
 from paddle_resnet.job import processes
@@ -193,11 +194,6 @@ class ShardIterator(_Steps, DALIGenericIterator):
         return batch
 
 
-def feeds(program):
-    """Return the input variables of a program as {name: variable}, in the order in which they were declared."""
-    return {v.name: v for v in program.global_block().vars.values() if v.is_data}
-
-
 def adapted(loader, program):
     """Return the loader itself if it has the interface that this module defines; otherwise, wrap the loader in an
     Adapter."""
@@ -209,8 +205,8 @@ class Adapter:
     epoch.
 
     Args:
-        loader: an iterable of `[{name: array or tensor}]`, with the names of feeds(program). The loader may reuse the
-            memory of a tensor after the last reference to the tensor has been deleted.
+        loader: an iterable of `[{name: array or tensor}]`, with the names of graph.feeds(program). The loader may
+            reuse the memory of a tensor after the last reference to the tensor has been deleted.
         program: compiled program that receives the batches.
     Raises:
         UsageError: raised during iteration if the loader yields no batches or a batch does not match the program.
@@ -221,7 +217,7 @@ class Adapter:
     def __init__(self, loader, program):
         self._loader = loader
         self._inputs = {
-            name: f"{convert_dtype(v.dtype)} {['N', *v.shape[1:]]}" for name, v in feeds(program._program).items()
+            name: f"{convert_dtype(v.dtype)} {['N', *v.shape[1:]]}" for name, v in graph.feeds(program._program).items()
         }
 
     def __len__(self):

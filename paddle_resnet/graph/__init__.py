@@ -1,12 +1,104 @@
 """Change the operators of Paddle's programs."""
 
+import contextlib
+import io
+
 import paddle
+from paddle import static
+from paddle.base import framework
+from paddle.utils import unique_name
 
 _OpRole = paddle.base.core.op_proto_and_checker_maker.OpRole
 # Roles of operators. An operator may have several roles, such as BACKWARD | LOSS.
 FORWARD, BACKWARD, OPTIMIZE, SCHEDULE, LOSS = (
     int(role) for role in (_OpRole.Forward, _OpRole.Backward, _OpRole.Optimize, _OpRole.LRSched, _OpRole.Loss)
 )
+
+
+def is_legacy(program) -> bool:
+    """Return whether a program is a legacy program and not a PIR program of Paddle 3."""
+    return isinstance(program, framework.Program)
+
+
+def block(program):
+    """Return the global block of a program, of which this project uses only the methods that pir.Block also has."""
+    if is_legacy(program):
+        return program.global_block()
+    from paddle_resnet.graph import pir
+
+    return pir.Block(program)
+
+
+def feeds(program) -> dict:
+    """Return the input variables of a program as {name: variable}, in the order in which they were declared."""
+    if is_legacy(program):
+        return {v.name: v for v in program.global_block().vars.values() if v.is_data}
+    from paddle_resnet.graph import pir
+
+    return pir.feeds(program)
+
+
+def is_parameter(variable) -> bool:
+    """Return whether a persistable variable is a parameter or a BN statistic of the network."""
+    if isinstance(variable, framework.Variable):
+        return isinstance(variable, framework.Parameter)
+    return bool(getattr(variable, "is_parameter", False))
+
+
+def operator(name: str, op_type: str, inputs: dict, dtype=None, stop_gradient: bool = False, **attrs):
+    """Append an operator to the current program, and return its output "Out". Unlike functions of Paddle 3.3, this
+    function accepts variables of legacy programs.
+
+    Args:
+        name: start of the name of the output.
+        op_type, inputs, attrs: type, inputs and attributes of the operator.
+        dtype: type of the output; by default, the type of the input "X".
+        stop_gradient: whether the output has no gradient.
+    """
+    current = block(static.default_main_program())
+    out = current.create_var(
+        name=unique_name.generate(name), dtype=dtype or inputs["X"].dtype, stop_gradient=stop_gradient
+    )
+    current.append_op(type=op_type, inputs=inputs, outputs={"Out": out}, attrs=attrs)
+    return written(out)
+
+
+def written(variable):
+    """Return a variable that create_var has created and an operator has written, as an argument for Paddle's
+    functions."""
+    return variable if isinstance(variable, framework.Variable) else variable.value
+
+
+def global_variable(name: str, shape, dtype: str):
+    """Create a persistable variable in the current program, which the startup program sets to 0."""
+    if is_legacy(static.default_main_program()):
+        variable = static.create_global_var(list(shape), 0, dtype, persistable=True, name=name)
+    else:
+        zero = paddle.nn.initializer.Constant(0.0)
+        variable = paddle.pir.core.create_persistable_value(dtype, list(shape), name, initializer=zero)
+    variable.stop_gradient = True
+    return variable
+
+
+def minimize(optimizer, loss, startup) -> None:
+    """Add the backward pass and the update of an optimizer to the current program."""
+    if is_legacy(static.default_main_program()):
+        with contextlib.redirect_stdout(io.StringIO()):  # Fleet prints the names of its optimizers
+            optimizer.minimize(loss, startup)
+        return
+    from paddle_resnet.graph import pir
+
+    pir.minimize(optimizer, loss, startup, (BACKWARD | LOSS, BACKWARD, OPTIMIZE))
+
+
+def clone(program):
+    """Return a copy of a program, and a function that returns the variable to fetch from the copy for a variable of the
+    program."""
+    if is_legacy(program):
+        return program.clone(), lambda variable: variable
+    from paddle_resnet.graph import pir
+
+    return pir.clone(program)
 
 
 def insert(block, at: int, op_type: str, inputs: dict, outputs: dict, role: int = OPTIMIZE, **attrs) -> None:
@@ -46,7 +138,7 @@ def float32(block, name: str, shape, persistable: bool = False):
 
 def updates(program) -> list:
     """Return Paddle's operators that update the parameters in a training program."""
-    return [op for op in program.global_block().ops if {"Param", "Grad"} <= set(op.input_names)]
+    return [op for op in block(program).ops if {"Param", "Grad"} <= set(op.input_names)]
 
 
 def value_of(op) -> str:

@@ -9,6 +9,8 @@ from paddle import nn, static
 from paddle.nn.initializer import Constant, Initializer, KaimingNormal, Normal, TruncatedNormal, Uniform
 from paddle.utils import unique_name
 
+from paddle_resnet import graph
+
 FLOAT32_SCOPE = "float32"  # mixed precision computes operators in this name scope in float32
 
 
@@ -21,22 +23,17 @@ def dropout(x, rate, seed):
         rate: probability that an element is set to 0; the other elements are divided by 1 - rate.
         seed: int32 variable [1] with a positive value that determines the mask.
     """
-    block = static.default_main_program().global_block()
+    block = graph.block(static.default_main_program())
     name = unique_name.generate("dropout")
     out = block.create_var(name=f"{name}.out", dtype=x.dtype)
     mask = block.create_var(name=f"{name}.mask", dtype="uint8", stop_gradient=True)
     attrs = {"dropout_prob": rate, "is_test": False, "dropout_implementation": "upscale_in_train"}
     block.append_op(type="dropout", inputs={"X": x, "Seed": seed}, outputs={"Out": out, "Mask": mask}, attrs=attrs)
-    return out
+    return graph.written(out)
 
 
 def _append(op_type, inputs, **attrs):
-    """Append an operator to the current program and return its output. Unlike functions of Paddle 3.3, this function
-    accepts variables of legacy programs."""
-    block = static.default_main_program().global_block()
-    out = block.create_var(name=unique_name.generate(f"{op_type}.out"), dtype=inputs["X"].dtype)
-    block.append_op(type=op_type, inputs=inputs, outputs={"Out": out}, attrs=attrs)
-    return out
+    return graph.operator(f"{op_type}.out", op_type, inputs, **attrs)
 
 
 def sigmoid(x):
@@ -149,11 +146,9 @@ class DropPath(nn.Layer):
     def forward(self, x):
         if not self.rate:
             return x
-        block = static.default_main_program().global_block()
         places = list(range(1, len(x.shape)))
-        ones = block.create_var(name=unique_name.generate("drop_path.ones"), dtype=x.dtype, stop_gradient=True)
         first = paddle.slice(x, places, [0] * len(places), [1] * len(places))
-        block.append_op(type="fill_any_like", inputs={"X": first}, outputs={"Out": ones}, attrs={"value": 1.0})
+        ones = graph.operator("drop_path.ones", "fill_any_like", {"X": first}, stop_gradient=True, value=1.0)
         factors = dropout(ones, self.rate, self.seed)
         return x * factors
 

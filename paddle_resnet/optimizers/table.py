@@ -64,7 +64,9 @@ def _momentum(rate, decay, decayed, momentum, nesterov):
     from paddle import static
     from paddle.regularizer import L2Decay
 
-    for parameter in static.default_main_program().all_parameters():
+    from paddle_resnet import graph
+
+    for parameter in graph.block(static.default_main_program()).all_parameters():
         if parameter.name not in decayed and parameter.regularizer is None:
             parameter.regularizer = L2Decay(0.0)  # override the optimizer's regularizer
     return paddle.optimizer.Momentum(rate, momentum, use_nesterov=nesterov, weight_decay=L2Decay(decay))
@@ -160,11 +162,13 @@ def _kinds(program):
     and for other factors of channels or layers, "bias", or "weight". The kind follows from the operators that read the
     parameter, because its shape depends on the layout: a factor of the channels has the shape [C, 1, 1] in NCHW, and
     [C] in NHWC."""
+    from paddle_resnet import graph
+
     readers = {}
-    for op in program.global_block().ops:
+    for op in graph.block(program).ops:
         for name in op.input_arg_names:
             readers.setdefault(name, []).append(op)
-    for parameter in program.all_parameters():
+    for parameter in graph.block(program).all_parameters():
         types = {op.type for op in _first_combinations(readers, parameter.name)}
         is_vector = sum(size != 1 for size in parameter.shape) <= 1
         if is_vector and types & FACTORS:

@@ -60,7 +60,7 @@ def _remove_nccl(block):
 
 def count_gradient_all_reduces(train_prog):
     """Return the number of gradient all-reduces in a training step after all-reduces have been fused."""
-    ops = train_prog.global_block().ops
+    ops = graph.block(train_prog).ops
     return sum(op.type == compat.ALL_REDUCE and bool(op.attr("op_role") & graph.BACKWARD) for op in ops)
 
 
@@ -117,7 +117,7 @@ def bn_momentum(train_prog):
 
 
 def _bn_layers(train_prog, includes_frozen):
-    ops = [op for op in train_prog.global_block().ops if "MeanOut" in op.output_names]
+    ops = [op for op in graph.block(train_prog).ops if "MeanOut" in op.output_names]
     if not includes_frozen:
         ops = [op for op in ops if not (op.has_attr("use_global_stats") and op.attr("use_global_stats"))]
     return ops

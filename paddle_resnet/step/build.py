@@ -1,11 +1,11 @@
 """Build the training and evaluation programs."""
 
 import contextlib
-import io
 
 import paddle
 from paddle import static
 
+from paddle_resnet import graph
 from paddle_resnet.checkpoints.variables import MASTER
 from paddle_resnet.components import INPUTS, UPDATE, optimizer, precision, quantization, sparsity
 from paddle_resnet.job import processes, watchdog
@@ -79,7 +79,7 @@ def build_program(args, main_prog, startup_prog, step_each_epoch, mode, lr_sched
         elif args.tta == "flip":
             axis = 3 if args.data_layout == "NCHW" else 2
             step.images = paddle.concat([step.images, paddle.flip(step.images, [axis])])
-        first = len(main_prog.global_block().ops)
+        first = len(graph.block(main_prog).ops)
         out = logits(model, step.images, args.model_arch_name, args.num_of_class)
         quantization.add(step, first)
         if not is_train and args.tta == "flip":
@@ -106,12 +106,12 @@ def _set_up_layers(args, step):
 def _minimize(args, step, loss):
     """Add the backward pass and the update to a training program, and return the optimizer."""
     own_optimizer = table.build_optimizer(args, step.schedule)
-    optimizer = wrap_optimizer(args, own_optimizer)
-    if step.frozen:
+    is_legacy = graph.is_legacy(step.main)
+    optimizer = wrap_optimizer(args, own_optimizer) if is_legacy else own_optimizer  # Fleet does not support PIR
+    if step.frozen and is_legacy:
         parts.stop_gradients(step.main)
     sparsity.prepare(step)
-    with contextlib.redirect_stdout(io.StringIO()):  # Fleet prints the names of its optimizers
-        optimizer.minimize(loss, step.startup)
+    graph.minimize(optimizer, loss, step.startup)
     # Also create the optimizer state of frozen parameters, so that --freeze does not change which variables a
     # checkpoint contains.
     own_optimizer._create_accumulators(step.main.global_block(), step.frozen)

@@ -35,7 +35,7 @@ class Dispatcher:
         self._write_scalars = program.write_scalars
         self.inputs = {}
         if not is_native:
-            run = functools.partial(exe.run, program, fetch_list=variables)
+            run = program.step(exe, variables)
             self._run = functools.partial(_fetch, run, class_num)
             return
         if not any(op.type == host_metrics.OPERATOR for op in program._program.global_block().ops):
