@@ -59,7 +59,7 @@ def add(step: "StepBuilder") -> None:
         if op.attr("op_role") & graph.BACKWARD and op.type not in skipped:
             last |= dict.fromkeys((name for name in op.output_arg_names if name in gradients), i)
     for name, i in sorted(last.items(), key=lambda item: -item[1]):
-        _add_sum(block, graph.block(step.startup), block.var(name), i + 1)
+        _add_sum(block, graph.block(step.startup), name, i + 1)
     graph.sync(block)
 
 
@@ -72,13 +72,14 @@ def state(step: "StepBuilder") -> "State":
     return State({name.removeprefix(PREFIX): name for name in names}, None)
 
 
-def _add_sum(block, startup_block, gradient, i):
+def _add_sum(block, startup_block, name, i):
     """Create the sum of a gradient, and insert operators at position i that add the sum to the gradient and then reset
     the sum."""
     from paddle_resnet import graph
 
+    gradient = block.var(name)
     for place in (block, startup_block):
-        total = graph.float32(place, PREFIX + gradient.name, gradient.shape, persistable=True)
+        total = graph.float32(place, PREFIX + name, gradient.shape, persistable=True)
     zero = {"shape": gradient.shape, "value": 0.0, "dtype": total.dtype}
     startup_block.append_op(type="fill_constant", outputs={"Out": total}, attrs=zero)
     wide, at = gradient, itertools.count(i)
@@ -87,7 +88,7 @@ def _add_sum(block, startup_block, gradient, i):
         graph.insert(block, next(at), op_type, inputs, {"Out": out}, graph.BACKWARD, **attrs)
 
     if gradient.dtype != total.dtype:
-        wide = graph.float32(block, f"{gradient.name}.float32", gradient.shape)
+        wide = graph.float32(block, f"{name}.float32", gradient.shape)
         insert("cast", {"X": gradient}, wide, **graph.cast_types(gradient, wide))
     insert("elementwise_add", {"X": wide, "Y": total.name}, wide, axis=-1)
     if wide is not gradient:

@@ -122,7 +122,7 @@ def replace(block, ops, at, op_type: str, inputs: dict, outputs: dict, attrs: di
 
 
 def remove(block, ops) -> None:
-    for op in ops:
+    for op in reversed([*ops]):  # a PIR operator can be removed only after those that read its results
         block._remove_op(block.ops.index(op), sync=False)
 
 

@@ -16,7 +16,8 @@ from paddle.pir.core import convert_np_dtype_to_dtype_
 
 _DECLARATIONS = {"builtin.parameter": "parameter_name", "pd_op.data": "name"}
 _RESULTS = {"builtin.set_parameter": "parameter_name", "builtin.shadow_output": "output_name"}  # of a startup program
-_ROLE = "paddle_resnet.role"  # attribute of an operator
+# Attributes of an operator: its role, and the name of its i-th result (_NAME with i appended).
+_ROLE, _NAME = "paddle_resnet.role", "paddle_resnet.name"
 _AUXILIARY = -1  # role of operators that compute arguments, or write the result, of an operator in Block.ops
 # {operator of PIR: legacy operator}, if the names differ by more than the suffix "_" of operators that write in place.
 _LEGACY_TYPES = {
@@ -24,6 +25,8 @@ _LEGACY_TYPES = {
     "subtract": "elementwise_sub",
     "multiply": "elementwise_mul",
     "divide": "elementwise_div",
+    "full": "fill_constant",
+    "full_like": "fill_any_like",
 }
 
 
@@ -80,20 +83,25 @@ class Variable:
 
 
 def name_of(value):
-    """Return the name of a value. A value that an operator computes in place has the name of the variable."""
-    op = value.get_defining_op()
+    """Return the name of a value. A value that is written to a variable has the name of the variable."""
+    op, i = value.get_defining_op(), value.index()
     if op.name() in _DECLARATIONS:
         return op.str_attr(_DECLARATIONS[op.name()])
-    if op.name().startswith("builtin."):
-        return f"{op.name()}.{op.id()}.{value.index()}"
-    slot = op.get_output_names()[value.index()].removesuffix("_out")
-    if op.name().endswith("_") and slot in op.get_input_names():
-        return name_of(op.operand_source(op.get_input_names().index(slot)))
-    return f"{op.name()}.{op.id()}.{value.index()}"
+    if op.has_attr(f"{_NAME}{i}"):
+        return op.str_attr(f"{_NAME}{i}")
+    if op.name().startswith("pd_op.") and op.name().endswith("_"):
+        slot = op.get_output_names()[i].removesuffix("_out")
+        if slot in op.get_input_names():
+            return name_of(op.operand_source(op.get_input_names().index(slot)))
+    return f"{op.name()}.{op.id()}.{i}"
+
+
+def _set_name(value, name):
+    value.get_defining_op().set_str_attr(f"{_NAME}{value.index()}", name)
 
 
 def _snake(name):
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+    return "seed_tensor" if name == "Seed" else re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
 def _camel(name):
@@ -141,11 +149,14 @@ class Operator:
         return [name_of(value)] if value.initialized() else []
 
     def output(self, slot):
-        value = self.op.result(self.op.get_output_names().index(_snake(slot)))
+        value = self.op.result(self._output_index(slot))
         return [name_of(value)] if value.initialized() else []
 
     def _index(self, slot):
         return self.op.get_input_names().index(_snake(slot))
+
+    def _output_index(self, slot):
+        return self.op.get_output_names().index(_snake(slot))
 
     def has_attr(self, name):
         return self.op.has_attr(name) or name in self.op.get_input_names()
@@ -171,7 +182,15 @@ class Operator:
         self.op.operand(self._index(slot)).set_source(Block(self._program).var(name))
 
     def set_output(self, slot, names):
-        """Do nothing, because an operator of PIR writes in place to its input."""
+        """Write an output to a persistable variable. An operator that writes in place already writes to its input."""
+        if self.op.name().endswith("_"):
+            return
+        variable, value = Block(self._program).var(names[0]), self.op.result(self._output_index(slot))
+        with paddle.static.program_guard(self._program):
+            pir.set_insertion_point_after(self.op)
+            written = paddle.assign(value, output=variable)
+        _set_name(value, names[0])
+        written.get_defining_op().set_int_attr(_ROLE, _AUXILIARY)
 
     def _rename_input(self, name, new_name):
         value = Block(self._program).var(new_name)
@@ -218,14 +237,15 @@ class Block:
 
     @property
     def vars(self):
-        """{name: value} of the variables that an operator or a declaration writes."""
+        """{name: value} of all variables: their declaration or, without one, the last value that is written."""
         found = {}
         for op in self._block.ops:
             if op.name() in _RESULTS:
                 found[op.str_attr(_RESULTS[op.name()])] = op.operand_source(0)
             for value in op.results():
-                if value.initialized():
-                    found.setdefault(name_of(value), value)
+                name = value.initialized() and name_of(value)
+                if name and (name not in found or not found[name].persistable):
+                    found[name] = value
         return found
 
     def var(self, name):
@@ -238,10 +258,10 @@ class Block:
         return self._block.all_parameters()
 
     def create_var(self, name, shape=None, dtype=None, persistable=False, stop_gradient=False):
-        if not persistable or self._is_startup:
-            return Variable(name, shape, dtype, persistable, stop_gradient)
         if isinstance(dtype, str):
             dtype = convert_np_dtype_to_dtype_(dtype)
+        if not persistable or self._is_startup:
+            return Variable(name, shape, dtype, persistable, stop_gradient)
         with paddle.static.program_guard(self.program):
             pir.reset_insertion_point_to_start()
             value = _pir_ops.data(name, list(shape), dtype, paddle.base.core.Place())
@@ -280,6 +300,7 @@ class Block:
     def _write(self, target, value, before):
         if isinstance(target, Variable) and not target.persistable:
             target.value, value.stop_gradient = value, target.stop_gradient
+            _set_name(value, target.name)
             return
         name = target if isinstance(target, str) else target.name if isinstance(target, Variable) else name_of(target)
         if self._is_startup:
@@ -287,6 +308,7 @@ class Block:
             _pir_ops.set_persistable_value(value, name)
             return
         variable = self.var(name)
+        _set_name(value, name)
         if variable.persistable:
             paddle.assign(value, output=variable)
             return
@@ -297,7 +319,12 @@ class Block:
                     operand.set_source(value)
 
     def _remove_op(self, i, sync=True):
-        self.ops[i].op.erase()
+        op = self.ops[i].op
+        for value in op.results():
+            for reader in value.all_used_ops() if value.initialized() else []:
+                if _role(reader) == _AUXILIARY:  # it writes the value to a variable
+                    reader.erase()
+        op.erase()
 
     def _rename_var(self, name, new_name):
         """Replace a variable by a persistable variable with a different name, and return the latter."""
@@ -330,15 +357,18 @@ def minimize(optimizer, loss, startup, roles):
         startup: startup program.
         roles: roles of the gradient of the loss, of the other operators of the backward pass, and of the update.
     """
-    program = loss.get_defining_op().get_parent_block().program
-    first = len(Block(program).ops)
-    optimizer.minimize(loss, startup)
-    of_loss, backward, update = roles
-    is_update = False
-    for op in Block(program).ops[first:]:
-        is_update = is_update or {"Param", "Grad"} <= set(op.input_names)
-        role = of_loss if op.type == "full_like" else update if is_update else backward
-        op.op.set_int_attr(_ROLE, _AUXILIARY if op.type.startswith("full") and op.type != "full_like" else role)
+    block = Block(loss.get_defining_op().get_parent_block().program)
+    first = len(block.ops)
+    trained = [parameter for parameter in block.all_parameters() if not parameter.stop_gradient]
+    optimizer.minimize(loss, startup, trained[::-1])  # legacy programs list the parameters in this order
+    role, backward, update = roles
+    for op in block.ops[first:]:
+        if {"Param", "Grad"} <= set(op.input_names):
+            role = update
+            _set_name(op.op.operand_source(op._index("Grad")), f"{op.input('Param')[0]}@GRAD")
+        op.op.set_int_attr(_ROLE, _AUXILIARY if op.type == "fill_constant" else role)
+        if op.type == "fill_any_like":
+            role = backward
 
 
 def feeds(program):
