@@ -24,12 +24,13 @@ def start(args, mode=Mode.TRAIN):
     Returns:
         Settings, resolved and frozen; see resolution.resolve.
     Raises:
-        the errors of compat.check_version, compat.use, fleet.connect, resolution.resolve and fleet.start.
+        the errors of compat.check_version, compat.use_pir, fleet.connect, resolution.resolve and fleet.start.
     """
     if _started_with is not None and _started_with in (args.resolved, args.run):
         return args.resolved
     compat.check_version()
-    compat.use(args.program_representation)
+    if args.program_representation == "pir":
+        compat.use_pir()
     paddle.enable_static()
     fleet.connect(args.comm_timeout_s)
     args = resolution.resolve(args, mode)

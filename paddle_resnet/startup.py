@@ -14,7 +14,7 @@ def import_paddle(args: Settings) -> None:
 
     Raises:
         UsageError: a variable of the launcher, the network, --image-root or the version of Paddle cannot be used
-            (compat.check_version, compat.use).
+            (compat.check_version, compat.use_pir).
         RunError: Paddle or DALI cannot be imported.
     """
     check_environment()
@@ -30,7 +30,8 @@ def import_paddle(args: Settings) -> None:
         from paddle_resnet.machine import compat
 
         compat.check_version()
-        compat.use(args.program_representation)
+        if args.program_representation == "pir":
+            compat.use_pir()
         from paddle_resnet import phases  # noqa: F401
     except ImportError as e:
         raise RunError(f"Paddle or DALI: cannot be imported ({e}); run {command('doctor')}") from e

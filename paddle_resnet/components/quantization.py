@@ -151,7 +151,9 @@ def weight_of_batch(batch):
 
 def ranges(program):
     """Return the names of the activation ranges in a program."""
-    return [op.input("InScale")[0] for op in program.global_block().ops if op.type == ACTIVATION]
+    from paddle_resnet import graph
+
+    return [op.input("InScale")[0] for op in graph.block(program).ops if op.type == ACTIVATION]
 
 
 def is_range(name):

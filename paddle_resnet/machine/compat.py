@@ -33,11 +33,12 @@ _HARMFUL_FLAGS = {
 
 
 def check_version(version=paddle.__version__):
-    """Check that the version of Paddle is supported, that no environment variable selects PIR programs, and that no
-    flag of Paddle makes programs fail. Warn, once per process, if the version is newer than the tested ones.
+    """Check that the version of Paddle is supported, that Paddle builds legacy programs, and that no flag of Paddle
+    makes these programs fail. Warn, once per process, if the version is newer than the tested ones. If an earlier
+    command in this process has called use_pir, switch Paddle to legacy programs again.
 
     Raises:
-        UsageError: the version is not supported, Paddle builds PIR programs although use() has not selected them, or
+        UsageError: the version is not supported, Paddle builds PIR programs although use_pir has not been called, or
             such a flag is set.
     """
     numbers = _numbers(version)
@@ -51,7 +52,9 @@ def check_version(version=paddle.__version__):
         )
     if is_newer_than_tested(version):
         _warn_of_newer_version(version)
-    if builds_pir() and _used != "pir":
+    if _uses_pir:
+        leave_pir()
+    if builds_pir():
         raise UsageError(
             f"{_PIR}: Paddle {version} builds PIR programs, which lack Fleet's optimizer and sparsity; "
             f"unset {_PIR}, and import paddle_resnet before Paddle (see docs/paddle3.md)"
@@ -93,25 +96,24 @@ def leave_pir():
         pir_utils._switch_to_old_ir_()
 
 
-_used = None  # last argument of use()
+_uses_pir = False
 
 
-def use(representation):
-    """Make Paddle build programs in a representation: "legacy" or "pir" (--program-representation).
+def use_pir():
+    """Make Paddle build PIR programs, as Paddle's IrGuard does (--program-representation pir), until check_version or
+    leave_pir is called.
 
     Raises:
         UsageError: this version of Paddle has no PIR programs.
     """
-    global _used
-    if representation == "pir" and not IS_PADDLE_3:
+    global _uses_pir
+    if not IS_PADDLE_3:
         raise UsageError(
             f"--program-representation pir: requires Paddle {'.'.join(map(str, HIGHEST))} or newer, but this is Paddle "
             f"{paddle.__version__}; use --program-representation legacy, or install the newer version"
         )
-    _used = representation
-    if representation == "legacy":
-        leave_pir()
-    elif not builds_pir():
+    _uses_pir = True
+    if not builds_pir():
         from paddle import pir_utils
 
         paddle.set_flags({_PIR: True})
