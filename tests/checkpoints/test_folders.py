@@ -328,7 +328,7 @@ def test_checkpoint_of_other_program_is_never_deleted(tmp_path, capsys, form):
     output = capsys.readouterr()
     assert f"--overwrite: deleting 4, 6, best in {tmp_path}" in output.out
     assert names(tmp_path) == ["3", "5"]
-    assert f"--overwrite: keeps 3, 5 in {tmp_path}, which this program did not write; move them" in output.err
+    assert f"--overwrite: keeps 3, 5 in {tmp_path}, because this program did not write them; move them" in output.err
     folders.delete(tmp_path / "5")
     assert names(tmp_path / "5") == ["resnet_50_paddle.pdparams"]
     capsys.readouterr()

@@ -240,7 +240,7 @@ def test_folder_of_another_run_is_rejected(tmp_path, monkeypatch):
         write_checkpoint(root, name, sequence=int(name), epoch=int(name))
         if name > "1":
             more = ", ..." if name == "3" else ""
-            start = f"({', '.join('012'[: int(name) + 1])}{more}); continue the newest with --resume, or choose"
+            start = f"({', '.join('012'[: int(name) + 1])}{more}); continue from the newest with --resume, or choose"
             for used, remedy in ((starts, ""), ({}, ", or replace them with --overwrite")):
                 with pytest.raises(UsageError, match="contains checkpoints of an earlier run") as error:
                     saver_module.check_folder(root, None, used, False, False)
@@ -350,7 +350,7 @@ def test_resume_without_checkpoint_cleans_folder_and_uses_other_start(args, tmp_
     args.from_pretrained_params, args.from_checkpoint = None, str(start)
     assert restore.find(args).folder == str(start)
     (root / "9/notes").mkdir(parents=True)  # the newest folder is not a checkpoint
-    with pytest.raises(UsageError, match=f"{root}: contains only damaged checkpoints; move them away"):
+    with pytest.raises(UsageError, match=f"{root}: contains no valid checkpoint; move these folders away"):
         restore.find(args)
     shutil.rmtree(root / "9")
     write_checkpoint(root, "4", epoch=4)
@@ -805,7 +805,7 @@ def test_explicit_damaged_checkpoint_is_rejected(args, saved, file, epoch):
     start = saved if epoch is None else saved.parent
     with pytest.raises(UsageError, match=f"^--from-checkpoint {start}: {saved} is damaged: {file}"):
         find(args, start, epoch)
-    with pytest.raises(UsageError, match="Tiny: contains only damaged checkpoints"):
+    with pytest.raises(UsageError, match="Tiny: contains no valid checkpoint"):
         find(args, saved.parent, "auto")
     (saved / file).unlink()
     (saved / file).symlink_to("missing")
@@ -842,7 +842,7 @@ def test_folder_without_meta_json_needs_epoch_as_name(args, saved, tmp_path, cap
         assert capsys.readouterr().out == (f"evaluating {folder}: {text}\n" if text else "")
     shutil.copytree(saved, tmp_path / "theirs/11")
     (tmp_path / "theirs/11/meta.json").write_text("damaged")
-    with pytest.raises(UsageError, match="theirs: contains only damaged checkpoints"):
+    with pytest.raises(UsageError, match="theirs: contains no valid checkpoint"):
         find(args, tmp_path / "theirs", "auto")
 
 
