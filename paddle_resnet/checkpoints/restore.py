@@ -22,10 +22,10 @@ from paddle_resnet.data import numbering
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.machine import cpu
 from paddle_resnet.models import registered_name, user_file
-from paddle_resnet.settings import inheritance, parsing, validation
+from paddle_resnet.settings import inheritance, parsing, validation, values
 from paddle_resnet.settings.declarations import EVALUATED, RESUMED, of_kinds
 from paddle_resnet.settings.groups import images
-from paddle_resnet.settings.values import FlagValue, Settings, flag_name, network_name, text
+from paddle_resnet.settings.values import FlagValue, flag_name, network_name, text
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from paddle_resnet.data.iterators import Loader
 
 
-def find(args: Settings) -> StartCheckpoint | None:
+def find(args: values.Settings) -> StartCheckpoint | None:
     """Find the checkpoint requested by --resume, or by --from-checkpoint and --last-epoch-of-checkpoint. If there is
     none and --from-pretrained-params is a run folder, set --from-pretrained-params to a checkpoint in this folder.
 
@@ -281,7 +281,7 @@ def log_evaluated(folder: str | None, meta: dict[str, Any] | None) -> int:
     return epoch or 0
 
 
-def resolve_network(args: Settings) -> None:
+def resolve_network(args: values.Settings) -> None:
     """If --resume is combined with --from-checkpoint or --from-pretrained-params, and --model-arch-name is not
     explicit, set --model-arch-name to the network of that checkpoint. --resume then searches the run folder of this
     network.
@@ -296,7 +296,7 @@ def resolve_network(args: Settings) -> None:
             args.set(f"checkpoint {folder}", model_arch_name=recorded_flags(folder, meta, None).model_arch_name)
 
 
-def inherit_flags(args: Settings, checkpoint: StartCheckpoint | None) -> None:
+def inherit_flags(args: values.Settings, checkpoint: StartCheckpoint | None) -> None:
     """Set the flags that are not explicit to their values in the meta.json of the initial checkpoint. Log the inherited
     flags, and the explicit flags that differ from the recorded values. The kind of a flag in settings/declarations.py
     determines whether the run inherits it.
@@ -321,8 +321,8 @@ def inherit_flags(args: Settings, checkpoint: StartCheckpoint | None) -> None:
             # The number of channels must match the filters of the first layer.
             args.set(f"checkpoint {folder}", image_shape=[recorded.image_shape[0], *args.image_shape[1:]])
         if inherited:
-            values = ", ".join(f"{name} {text(value)}" for name, value in inherited.items())
-            logger.info(f"from {folder}/{folders.META}: {values}")
+            described = ", ".join(f"{name} {text(value)}" for name, value in inherited.items())
+            logger.info(f"from {folder}/{folders.META}: {described}")
         _log_differences(folder, differing, resumes)
         if resumes and args.choose_recipe and not recorded.choose_recipe:
             logger.warn(
@@ -357,7 +357,7 @@ def _log_differences(folder, differing, resumes):
         )
 
 
-def recorded_flags(folder: str | Path, meta: dict[str, Any], arch: str | None) -> Settings:
+def recorded_flags(folder: str | Path, meta: dict[str, Any], arch: str | None) -> values.Settings:
     """Return the flags of the run that wrote a checkpoint.
 
     Args:

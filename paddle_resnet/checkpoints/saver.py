@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from paddle_resnet.checkpoints.start import StartCheckpoint
     from paddle_resnet.data.iterators import TrainingLoader
     from paddle_resnet.optimizers.schedules import Schedule
-    from paddle_resnet.settings.values import Settings
+    from paddle_resnet.settings import values
     from paddle_resnet.utils.meters import AverageMeter
 
 
@@ -166,7 +166,7 @@ class Saver:
 
     def __init__(
         self,
-        args: Settings,
+        args: values.Settings,
         program: static.Program,
         lr_scheduler: Schedule,
         loader: TrainingLoader,

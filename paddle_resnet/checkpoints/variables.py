@@ -21,7 +21,7 @@ from paddle_resnet.checkpoints.start import StartCheckpoint
 from paddle_resnet.components import ema, quantization
 from paddle_resnet.components.sparsity import MASK, has_masks_of_signed_search
 from paddle_resnet.models import ends
-from paddle_resnet.settings.values import FlagValue, Settings
+from paddle_resnet.settings import values
 from paddle_resnet.step import facts, scalars
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
@@ -53,7 +53,7 @@ class LoadOptions:
     """
 
     arch: str
-    model_prefix: FlagValue
+    model_prefix: values.FlagValue
     pretrained: str | None
     skips_classifier: bool
     trains: bool
@@ -64,7 +64,7 @@ class LoadOptions:
     is_verbose: bool
 
     @classmethod
-    def of(cls, args: Settings) -> "LoadOptions":
+    def of(cls, args: values.Settings) -> "LoadOptions":
         """Return the options that the flags specify."""
         return cls(
             arch=args.model_arch_name,
@@ -247,7 +247,7 @@ def load_pretrained(options: LoadOptions, program: static.Program, place: Place)
         _set_master(name, zeros, others, place)
 
 
-def pretrained_file(path: str | Path, model_prefix: FlagValue) -> Path:
+def pretrained_file(path: str | Path, model_prefix: values.FlagValue) -> Path:
     """Return the file that --from-pretrained-params specifies.
 
     Args:

@@ -5,7 +5,6 @@ layer in the list is a part, except that the stem is always a single part.
 """
 
 import re
-
 from typing import TYPE_CHECKING
 
 from paddle_resnet.utils import logger
