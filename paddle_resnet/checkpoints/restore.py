@@ -19,6 +19,7 @@ import paddle
 from paddle_resnet.checkpoints import folders, schema, variables
 from paddle_resnet.checkpoints.start import StartCheckpoint
 from paddle_resnet.data import numbering
+from paddle_resnet.data.images import some
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.machine import cpu
 from paddle_resnet.models import registered_name, user_file
@@ -116,7 +117,7 @@ def _selected(root, wanted, arch, model_prefix, iter_unit):
         return _position(root, _verified(root, flag), iter_unit)
     if wanted in epochs:
         return _position(root / str(wanted), _verified(root / str(wanted), flag), iter_unit)
-    remedy = f"use one of {epochs}" if epochs else "choose a different folder"
+    remedy = f"use an existing epoch ({some(list(map(str, epochs)))})" if epochs else "choose a different folder"
     name = "checkpoint" if wanted == "auto" else f"folder {wanted}"
     raise UsageError(
         f"--last-epoch-of-checkpoint {wanted}: {root} contains no {name} with {folders.META} or "

@@ -714,7 +714,7 @@ def test_find_epoch_and_folder(args, run, tmp_path, below, epoch, start):
         ("nowhere", None, "--from-checkpoint .*nowhere: does not exist; choose"),
         ("Tiny/4/meta.json", None, "--from-checkpoint .*meta.json: is not a folder; choose"),
         ("empty", None, r"empty: contains neither meta.json nor tiny.pdparams; choose"),
-        ("Tiny", 3, r"--last-epoch-of-checkpoint 3: .*; use one of \[4\]"),
+        ("Tiny", 3, r"--last-epoch-of-checkpoint 3: .*; use an existing epoch \(4\), or"),
         ("Tiny/4", 3, "--last-epoch-of-checkpoint 3"),
         (
             "empty",
