@@ -93,7 +93,7 @@ def create_fetchs(
     return building.fetchs_of(out, feeds, class_num, label_smoothing, mode)
 
 
-def create_strategy(args: values.Settings, is_train: bool = True) -> tuple[static.BuildStrategy, None]:
+def create_strategy(args: values.Settings, is_train: bool = True) -> tuple[static.BuildStrategy, None]:  # pyright: ignore[reportInvalidTypeForm]
     """Return the compilation options for a program.
 
     Args:

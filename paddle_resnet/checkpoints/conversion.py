@@ -170,11 +170,12 @@ def _match(path, arch, tensors):
 def _parameters(arch, classes):
     import paddle
     from paddle import static
+    from paddle.utils import unique_name
 
     from paddle_resnet.models import build_model
 
     paddle.enable_static()
-    with static.program_guard(static.Program(), static.Program()), paddle.utils.unique_name.guard():
+    with static.program_guard(static.Program(), static.Program()), unique_name.guard():
         return foreign_names.parameters(build_model(arch, classes, 3, "NCHW"))
 
 

@@ -28,7 +28,7 @@ import os
 import re
 import reprlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TextIO
 
@@ -118,7 +118,7 @@ def unwritable(root: Path, error: OSError) -> UsageError:
 def commit(
     root: str | Path,
     name: str,
-    files: dict[str, Callable[[Writable], object]],
+    files: Mapping[str, Callable[[Writable], object]],
     meta: dict[str, Any],
     form: str = "rename",
 ) -> Path:

@@ -25,7 +25,7 @@ from paddle_resnet.job import processes
 from paddle_resnet.utils.errors import DataError, UsageError, command, counted
 
 if TYPE_CHECKING:
-    from nvidia.dali import Pipeline
+    from nvidia.dali.pipeline import Pipeline
 
     from paddle_resnet.data.data_set import DataSet
 

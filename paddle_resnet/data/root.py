@@ -43,11 +43,11 @@ class DataRoot:
 
     def __init__(
         self,
-        image_root: str | os.PathLike,
+        image_root: str | os.PathLike[str],
         data_format: str = AUTO,
         allow_outside: bool = False,
         label_offset: int | str = AUTO,
-        skip_list: str | os.PathLike | None = None,
+        skip_list: str | os.PathLike[str] | None = None,
         skip: frozenset[str] = frozenset(),
     ):
         self.image_root = str(image_root)

@@ -37,13 +37,14 @@ def size(arch: str, side: int, num_classes: int = CLASSES) -> dict[str, int]:
     with signals.importing_paddle():
         import paddle
         from paddle import static
+        from paddle.utils import unique_name
 
     from paddle_resnet.models import build_model, logits
     from paddle_resnet.models.layers import is_float32
 
     paddle.enable_static()
     main = static.Program()
-    with static.program_guard(main, static.Program()), paddle.utils.unique_name.guard():
+    with static.program_guard(main, static.Program()), unique_name.guard():
         images = static.data("images", [1, CHANNELS, side, side])
         out = logits(build_model(arch, num_classes, CHANNELS, "NCHW"), images, arch, num_classes)
         forward = list(main.global_block().ops)

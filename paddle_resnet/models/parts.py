@@ -44,7 +44,7 @@ def freeze(model: "nn.Layer", names: list[str]) -> "list[Parameter]":
             )
         chosen = [path for path in layers if any(_matches(layers, name, path) for name in names)]
     frozen = []
-    for layer in map(layers.get, chosen):
+    for layer in (layers[path] for path in chosen):
         if hasattr(layer, "_use_global_stats"):  # only BN layers have this attribute
             layer._use_global_stats = True
         for parameter in layer.parameters(include_sublayers=False):
