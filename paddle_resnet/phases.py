@@ -10,7 +10,6 @@ from paddle import static
 
 from paddle_resnet import budget, dali, program, recipe, report, resolution
 from paddle_resnet.checkpoints import folders, restore, saver, variables
-from paddle_resnet.checkpoints.start import StartCheckpoint
 from paddle_resnet.components import ema, precision, quantization, sparsity
 from paddle_resnet.components.stages import stages_from, timeline
 from paddle_resnet.data import classes, layout, pixels
@@ -56,7 +55,7 @@ def start(args: values.Settings) -> None:
     paddle.enable_static()
 
 
-def find_start(args: values.Settings) -> StartCheckpoint | None:
+def find_start(args: values.Settings) -> restore.StartCheckpoint | None:
     """Find the checkpoint from which the run starts, inherit its flags, resolve all other flags and freeze the
     settings.
 
@@ -86,14 +85,14 @@ def find_start(args: values.Settings) -> StartCheckpoint | None:
     return checkpoint
 
 
-def is_done(args: values.Settings, checkpoint: StartCheckpoint | None) -> bool:
+def is_done(args: values.Settings, checkpoint: restore.StartCheckpoint | None) -> bool:
     """Return whether this run trains, but the run that wrote the checkpoint has completed all steps that the flags
     specify, or --patience has ended it."""
     flags = args.iter_unit, args.epochs, args.num_iter, args.patience
     return args.run_scope.trains and checkpoint is not None and checkpoint.is_done(*flags)
 
 
-def log_evaluated(args: values.Settings, checkpoint: StartCheckpoint | None) -> int:
+def log_evaluated(args: values.Settings, checkpoint: restore.StartCheckpoint | None) -> int:
     """Log which checkpoint is evaluated, and return its epoch, or 0 if the epoch is unknown."""
     return restore.log_evaluated(*_origin(args, checkpoint))
 
@@ -102,7 +101,7 @@ def _origin(args, checkpoint):
     return restore.origin(checkpoint, args.from_pretrained_params, args.flag_value("model_prefix"))
 
 
-def claim_outputs(args: values.Settings, checkpoint: StartCheckpoint | None) -> None:
+def claim_outputs(args: values.Settings, checkpoint: restore.StartCheckpoint | None) -> None:
     """Check on rank 0 that the run can write all its files, and lock the report.
 
     Raises:
@@ -140,8 +139,8 @@ def input_files(args: values.Settings) -> list[tuple[str, str | Path]]:
 
 
 def prepare(
-    args: values.Settings, checkpoint: StartCheckpoint | None
-) -> tuple[static.Executor, StartCheckpoint | None, Work | None, Work | None]:
+    args: values.Settings, checkpoint: restore.StartCheckpoint | None
+) -> tuple[static.Executor, restore.StartCheckpoint | None, Work | None, Work | None]:
     """Start Fleet, open the data, build the programs, load the weights, and compile the programs.
 
     Args:
@@ -160,7 +159,9 @@ def prepare(
     return exe, checkpoint, *compile_programs(args, exe, training, evaluation)
 
 
-def open_data(args: values.Settings, checkpoint: StartCheckpoint | None) -> tuple[TrainingLoader | None, Loader | None]:
+def open_data(
+    args: values.Settings, checkpoint: restore.StartCheckpoint | None
+) -> tuple[TrainingLoader | None, Loader | None]:
     """Return (training loader, evaluation loader). A loader that the run does not need is None.
 
     Args:
@@ -214,7 +215,7 @@ def build_programs(
     exe: static.Executor,
     train_loader: TrainingLoader | None,
     eval_loader: Loader | None,
-    checkpoint: StartCheckpoint | None = None,
+    checkpoint: restore.StartCheckpoint | None = None,
 ) -> tuple[Work | None, Work | None]:
     """Build the programs and initialize their parameters, which training, evaluation and later stages share.
 
@@ -274,7 +275,7 @@ def _initialize(exe, startup_prog, *later):
             exe.run(startup_prog)
 
 
-def show_on_tensorboard(args: values.Settings, training: Work, checkpoint: StartCheckpoint | None) -> Work:
+def show_on_tensorboard(args: values.Settings, training: Work, checkpoint: restore.StartCheckpoint | None) -> Work:
     """Return the training Work. If --tensorboard-dir is set, the loader of the returned Work also writes TensorBoard
     events."""
     if args.tensorboard_dir is None:
@@ -317,8 +318,8 @@ def enter_stage(training: Work, epoch: int, saver: saver.Saver) -> Work:
 
 
 def set_weights(
-    args: values.Settings, checkpoint: StartCheckpoint | None, training: Work | None, evaluation: Work | None
-) -> StartCheckpoint | None:
+    args: values.Settings, checkpoint: restore.StartCheckpoint | None, training: Work | None, evaluation: Work | None
+) -> restore.StartCheckpoint | None:
     """Load the initial weights, restore the training state of a checkpoint, prune the weights (--prune-model), and cast
     them for mixed precision (--amp).
 
@@ -389,7 +390,7 @@ def _fold(args, exe, evaluation):
 def check_and_describe(
     args: values.Settings,
     exe: static.Executor,
-    checkpoint: StartCheckpoint | None,
+    checkpoint: restore.StartCheckpoint | None,
     training: Work | None,
     evaluation: Work | None,
 ) -> tuple[values.Settings, Work | None]:

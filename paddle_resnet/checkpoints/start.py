@@ -18,7 +18,7 @@ class StartCheckpoint:
         step: number of completed steps in this epoch. With --accumulate-steps, every batch counts as a step.
         meta: content of meta.json, or None for a checkpoint of another program, which has no meta.json.
         resumes: whether this run continues the run that wrote the checkpoint, possibly from the beginning of the epoch.
-            If False, this run loads only the variables.
+            If False, this run restores only the variables, and begins with `epoch`.
         label: name of the checkpoint in messages: the flag that selected the checkpoint, and the folder.
     """
 

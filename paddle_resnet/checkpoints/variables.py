@@ -11,13 +11,13 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import paddle
 from paddle import static
 
 from paddle_resnet.checkpoints import arrays, folders
-from paddle_resnet.checkpoints.start import StartCheckpoint
 from paddle_resnet.components import ema, quantization
 from paddle_resnet.components.sparsity import MASK, has_masks_of_signed_search
 from paddle_resnet.models import ends
@@ -25,6 +25,9 @@ from paddle_resnet.settings import values
 from paddle_resnet.step import facts, scalars
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
+
+if TYPE_CHECKING:
+    from paddle_resnet.checkpoints.start import StartCheckpoint
 
 Place = paddle.CPUPlace | paddle.CUDAPlace
 
@@ -80,7 +83,9 @@ class LoadOptions:
         )
 
 
-def load_start(options: LoadOptions, checkpoint: StartCheckpoint | None, program: static.Program, place: Place) -> bool:
+def load_start(
+    options: LoadOptions, checkpoint: "StartCheckpoint | None", program: static.Program, place: Place
+) -> bool:
     """Load the initial variables of a run from a checkpoint or from pretrained parameters. If there is neither a
     checkpoint nor pretrained parameters, the variables keep their values from the startup program.
 
@@ -163,7 +168,7 @@ def states(program: static.Program) -> list[facts.State]:
 
 
 def load_states(
-    options: LoadOptions, checkpoint: StartCheckpoint | None, program: static.Program, place: Place
+    options: LoadOptions, checkpoint: "StartCheckpoint | None", program: static.Program, place: Place
 ) -> list[facts.State]:
     """Load the states of a training program that have a file of their own (facts.State) from a checkpoint. load() loads
     those in PREFIX.pdopt.
@@ -196,7 +201,7 @@ def load_states(
 
 
 def start_states(
-    missing: list[facts.State], checkpoint: StartCheckpoint | None, program: static.Program, place: Place
+    missing: list[facts.State], checkpoint: "StartCheckpoint | None", program: static.Program, place: Place
 ) -> None:
     """Initialize the states in `missing` that start with the values of their sources (facts.State) with the current
     weights and BN statistics of a training program."""
