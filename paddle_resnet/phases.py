@@ -345,7 +345,8 @@ def set_weights(args, checkpoint, training, evaluation):
 
 def compile_programs(args, exe, training, evaluation):
     """Compile the programs, and return (training, evaluation) with the compiled programs. Make the evaluation program
-    use averages of the weights (such as those of --ema), and fold BN in half precision. Raises the errors of program.compile_prog."""
+    use averages of the weights (such as those of --ema), and fold BN in half precision. Raises the errors of
+    program.compile_prog."""
     watchdog.phase("program compilation")
     if training:
         training = training._replace(compiled=program.compile_prog(training.settings, training.program))

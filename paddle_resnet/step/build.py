@@ -123,8 +123,11 @@ def _minimize(args, step, loss):
 
 
 def add_update(step):
-    """Turn the operators that Paddle's minimize has added into the update that the flags specify. Raise UsageError if two
-    flags add averages of the weights, or a component raises it."""
+    """Turn the operators that Paddle's minimize has added into the update that the flags specify.
+
+    Raises:
+        UsageError: two flags add averages of the weights, or a component fails.
+    """
     step.describe_update(MASTER, all_reduces.bn_statistics(step.main))
     known = facts.of(step.main)
     known.optimizer = step.part(optimizer.Settings).optimizer

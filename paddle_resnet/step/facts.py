@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from paddle import static
 
-
 OPTIMIZER = ".pdopt"  # suffix of the file with the optimizer state
 AVERAGES = ".pdema"  # suffix of the file with averages of the weights, which evaluations use instead of the weights
 
