@@ -70,6 +70,6 @@ def reason(returncode: int, output: str) -> str:
 
 
 def training_command() -> list[str]:
-    """Return the path of train.py, or of paddle-resnet with its command train, as arguments of Python or of Paddle's
-    launcher."""
+    """Return the arguments with which Python, or Paddle's launcher, trains: [path of train.py] or, if is_installed(),
+    [path of paddle-resnet, "train"]."""
     return [script(), "train"] if is_installed() else [str(TRAIN)]
