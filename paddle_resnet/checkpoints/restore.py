@@ -31,7 +31,11 @@ from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
 
 if TYPE_CHECKING:
-    from paddle_resnet.data.iterators import Loader
+    from paddle import static
+
+    from paddle_resnet.data.iterators import Loader, TrainingLoader
+    from paddle_resnet.optimizers.schedules import Schedule
+    from paddle_resnet.utils.meters import AverageMeter
 
 
 def find(args: values.Settings) -> StartCheckpoint | None:
@@ -443,7 +447,16 @@ def compare_classes(folder: str, meta: dict[str, Any] | None, loader: Loader, is
         logger.warn(f"{folder}: trained on different classes ({_first_difference(before, now)}); check --image-root")
 
 
-def restore(checkpoint, lr_scheduler, loader, fetchs, place, *, iter_unit, is_verbose):
+def restore(
+    checkpoint: StartCheckpoint,
+    lr_scheduler: Schedule,
+    loader: TrainingLoader,
+    fetchs: dict[str, tuple[static.Variable, AverageMeter]],
+    place: variables.Place,
+    *,
+    iter_unit: str,
+    is_verbose: bool,
+) -> StartCheckpoint:
     """Restore the position, the learning rate and the random number generators of a training run. If the checkpoint was
     saved within an epoch, also restore the metric sums of the epoch and the BN statistics of this process.
 

@@ -11,13 +11,13 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import paddle
 from paddle import static
 
 from paddle_resnet.checkpoints import arrays, folders
+from paddle_resnet.checkpoints.start import StartCheckpoint
 from paddle_resnet.components import quantization
 from paddle_resnet.components.sparsity import MASK, has_masks_of_signed_search
 from paddle_resnet.models import ends
@@ -25,9 +25,6 @@ from paddle_resnet.settings import values
 from paddle_resnet.step import facts, scalars
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
-
-if TYPE_CHECKING:
-    from paddle_resnet.checkpoints.start import StartCheckpoint
 
 Place = paddle.CPUPlace | paddle.CUDAPlace
 
@@ -81,9 +78,7 @@ class LoadOptions:
         )
 
 
-def load_start(
-    options: LoadOptions, checkpoint: "StartCheckpoint | None", program: static.Program, place: Place
-) -> bool:
+def load_start(options: LoadOptions, checkpoint: StartCheckpoint | None, program: static.Program, place: Place) -> bool:
     """Load the initial variables of a run from a checkpoint or from pretrained parameters. If there is neither a
     checkpoint nor pretrained parameters, the variables keep their values from the startup program.
 
@@ -166,7 +161,7 @@ def states(program: static.Program) -> list[facts.State]:
 
 
 def load_states(
-    options: LoadOptions, checkpoint: "StartCheckpoint | None", program: static.Program, place: Place
+    options: LoadOptions, checkpoint: StartCheckpoint | None, program: static.Program, place: Place
 ) -> list[facts.State]:
     """Load the states of a training program that have a file of their own (facts.State) from a checkpoint. load() loads
     those in PREFIX.pdopt.
@@ -177,7 +172,8 @@ def load_states(
         program: training Program.
         place: device of the program.
     Returns:
-        list of the states that the checkpoint does not contain.
+        the states that start_states must initialize: those whose file the checkpoint does not contain, or all states if
+        there is no checkpoint.
     Raises:
         UsageError: a file is damaged, cannot be read or does not match the model.
     """
@@ -199,7 +195,7 @@ def load_states(
 
 
 def start_states(
-    missing: list[facts.State], checkpoint: "StartCheckpoint | None", program: static.Program, place: Place
+    missing: list[facts.State], checkpoint: StartCheckpoint | None, program: static.Program, place: Place
 ) -> None:
     """Initialize the states in `missing` that start with the values of their sources (facts.State) with the current
     weights and BN statistics of a training program."""
@@ -300,7 +296,7 @@ def _check_number_of_classes(options, state, parameters, classifier, label):
         raise UsageError(f"{label}: has {classes} classes, but this run has {own[1]}; {remedy}")
 
 
-def load_statistics(path, place, is_verbose):
+def load_statistics(path: str | Path, place: Place, is_verbose: bool) -> None:
     """Load the BN statistics of this process from bn_rankN.npz. Variables that follow a statistic (facts.State, such as
     NAME.ema) in the file, but are not in the program, are ignored.
 
@@ -435,7 +431,7 @@ def variables(program: static.Program) -> tuple[dict[str, tuple[int, ...]], dict
     return parameters, others
 
 
-def saved(program):
+def saved(program: static.Program) -> list[static.Variable]:
     """Return the variables of a program that a checkpoint contains, including averages of the weights."""
     omitted = {"feed", "fetch"}
     omitted |= {name for state in states(program) if state.file is None for name in state.variables.values()}
