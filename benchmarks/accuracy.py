@@ -4,10 +4,10 @@
         --flags "--config configs/imagenette_128px_20epochs.yaml --image-root imagenette" \\
         --row "recipe:" --row "no lookahead: --lookahead None"
 
-Rows have the same form as in sweep.py, but do not contain GPUS. The run of a row with seed S (0, 1, ...) uses `--seed
-S` and `--dali-random-seed 42+S`, and writes its checkpoints, report and log to OUTPUT/ROW/S. Runs start in the order of
-their seeds, so that after an interruption, all rows have about the same number of results. If the command is repeated,
-it resumes unfinished runs and does not repeat finished ones. OUTPUT/ROW/flags.json contains the flags and environment
+Rows have the same form as in sweep.py, but without GPUS. The run of a row with seed S (0, 1, ...) uses `--seed S` and
+`--dali-random-seed 42+S`, and writes its checkpoints, report and log to OUTPUT/ROW/S. Runs start in the order of their
+seeds, so that after an interruption, all rows have about the same number of results. If the command is repeated, it
+resumes unfinished runs and does not repeat finished ones. OUTPUT/ROW/flags.json contains the flags and environment
 variables of the row, including --flags; if they have changed, the command is an error.
 """
 

@@ -191,7 +191,7 @@ def _newest(root, model_prefix, iter_unit, resumes=False, has_alternative=False)
         except folders.DamagedError as e:
             logger.warn(f"{folder}: skipped, because it is damaged ({e}); move it away")
     if valid or others:
-        remedy = "move these folders away to start a new run" if resumes else "choose a different folder"
+        remedy = "move the checkpoints away to start a new run" if resumes else "choose a different folder"
         raise UsageError(f"{root}: contains no valid checkpoint; {remedy}")
     return None
 

@@ -123,10 +123,10 @@ def test_meta_json_with_unknown_format_is_rejected(tmp_path):
 
 
 def test_below_lists_only_checkpoint_names_in_order(tmp_path):
-    for name in ("10", "9", "9_20", "9_3", ".9.partial", "x", "9_", "_9", "9_1_2", "-1"):
+    for name in ("10", "9", "9_20", "9_3", "9_0", ".9.partial", "x", "9_", "_9", "9_1_2", "-1"):
         (tmp_path / name).mkdir()
     (tmp_path / "8").write_text("a file")
-    assert [p.name for p in folders.below(tmp_path)] == ["9_3", "9_20", "9", "10"]
+    assert [p.name for p in folders.below(tmp_path)] == ["9_0", "9_3", "9_20", "9", "10"]
     assert folders.below(tmp_path / "nowhere") == []
 
 

@@ -311,7 +311,7 @@ def test_resume_without_checkpoint_cleans_folder_and_uses_other_start(args, tmp_
     args.from_pretrained_params, args.from_checkpoint = None, str(start)
     assert restore.find(args).folder == str(start)
     (root / "9/notes").mkdir(parents=True)  # the newest folder is not a checkpoint
-    with pytest.raises(UsageError, match=f"{root}: contains no valid checkpoint; move these folders away"):
+    with pytest.raises(UsageError, match=f"{root}: contains no valid checkpoint; move the checkpoints away"):
         restore.find(args)
     shutil.rmtree(root / "9")
     write_checkpoint(root, "4", epoch=4)
