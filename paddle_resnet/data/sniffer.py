@@ -107,13 +107,7 @@ LAYOUTS = (
     Layout(r"[^/]+\.(npy|h5|hdf5|pkl|mat)", "arrays", todo=_WRITE),
     Layout(r"[^/]+\.beton", "files of FFCV", todo=_WRITE),
 )
-# {expected name of a record file: pattern of names that differ slightly from the expected name}
-_NEARLY_RIGHT = {
-    "{}.rec": r"([^/]*[-_.])?({})[-_.]?(rec)?\.rec",
-    "{}_lmdb": r"([^/]*[-_.])?({})[-_.]?(lmdb|db)/",
-    "{}-00000-of-00001": r"([^/]*[-_.])?({})\.tfrec(ords?)?",
-    "{}-000000.tar": r"([^/]*[-_.])?({})\.tar",
-}
+_TAR = r"([^/]*[-_.])?({})\.tar"  # names of a tar file without number, which may be a shard or contain class folders
 _NAMES = {"train": "train|training", "val": "val|valid|validation|test"}
 
 
@@ -141,8 +135,8 @@ def look(root):
     known = [sight for layout in LAYOUTS if (sight := _match(root, paths, layout))]
     if any(sight.kind and sight.todo and sight.kind not in RECORD_KINDS for sight in known):
         return known
-    # Renaming a record file is faster than importing it.
-    return [*_nearly_right(root, paths), *known, *_too_deep(root, paths), *_outside(paths)]
+    # Renaming a tar file is faster than importing it.
+    return [*_tar_files(root, paths), *known, *_too_deep(root, paths), *_outside(paths)]
 
 
 def _match(root, paths, layout):
@@ -261,15 +255,15 @@ def _some(paths):
     return f"{names} and {len(paths) - 5} more" if len(paths) > 5 else names
 
 
-def _nearly_right(root, paths):
-    """Yield one Sight for all record files and archives whose names differ slightly from the expected names."""
+def _tar_files(root, paths):
+    """Yield one Sight for all tar files that are a split, but have no number."""
     commands, found = [], []
-    for right, pattern in _NEARLY_RIGHT.items():
-        for split, names in _NAMES.items():
-            matching = [path for path in paths if re.fullmatch(pattern.format(names), path, re.IGNORECASE)]
-            if len(matching) == 1 and not {right.format(split), right.format(split) + "/"} & {*paths}:
-                commands.append(_command(root, matching[0].rstrip("/"), split, right.format(split)))
-                found += matching
+    for split, names in _NAMES.items():
+        matching = [path for path in paths if re.fullmatch(_TAR.format(names), path, re.IGNORECASE)]
+        right = f"{split}-000000.tar"
+        if len(matching) == 1 and right not in paths:
+            commands.append(_command(root, matching[0], split, right))
+            found += matching
     if found:
         yield Sight(
             f"{_some(found)}, whose name differs from the expected name", f"run `{' && '.join(commands)}`", None, True
@@ -277,10 +271,10 @@ def _nearly_right(root, paths):
 
 
 def _command(root, name, split, right):
-    """Return the command that renames a record file, or unpacks an archive of class folders."""
+    """Return the command that renames a tar shard, or unpacks an archive of class folders."""
     path, target = os.path.join(root, name), os.path.join(root, split)
     members = []
-    if name.lower().endswith(".tar") and os.path.isfile(path):  # a pipe could block
+    if os.path.isfile(path):  # a pipe could block
         with contextlib.suppress(OSError, tarfile.TarError), tarfile.open(path, "r:") as tar:
             members = [member.name.removeprefix("./") for _, member in zip(range(64), tar, strict=False)]
     # The images of a shard are next to files with their labels; the images of an archive are in class folders.

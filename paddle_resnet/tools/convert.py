@@ -28,7 +28,7 @@ from functools import partial
 import numpy as np
 
 from paddle_resnet.data import classes as class_checks
-from paddle_resnet.data import indexes, layout, sniffer
+from paddle_resnet.data import indexes, layout, sniffer, split_names
 from paddle_resnet.data import manifest as manifests
 from paddle_resnet.data.formats import INDEXED, RECORDS, SHARDED, SINGLE_FILE, read_image
 from paddle_resnet.data.images import IMAGE_EXTENSIONS, IMAGE_SUFFIXES, read_slice
@@ -328,7 +328,14 @@ def _is_changed(output, manifest):
 
 
 def _shards(output, to):
-    return [shard for mode in Mode if to != FOLDER for shard in RECORDS[to].detect(output, mode)]
+    """Return the paths of the record files that this module has written."""
+    found = []
+    for mode in Mode if to != FOLDER else ():
+        for name in sorted(os.listdir(output)):
+            match = split_names.match(RECORDS[to].NAMES, name, mode)
+            if match and match["set"] in (mode.value, f"{mode.value}-"):
+                found.append(os.path.join(output, name))
+    return found
 
 
 def _size(path):

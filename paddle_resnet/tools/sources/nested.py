@@ -6,8 +6,8 @@ from collections import defaultdict
 
 from paddle_resnet.data.formats.folder import is_system_name
 from paddle_resnet.data.images import IMAGE_SUFFIXES, Image
+from paddle_resnet.data.split_names import split_of
 from paddle_resnet.tools.sources import splits
-from paddle_resnet.tools.sources.table_files import split_of
 from paddle_resnet.utils.errors import UsageError, counted
 
 

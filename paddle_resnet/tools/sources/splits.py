@@ -4,7 +4,7 @@ import os
 import re
 from collections import defaultdict
 
-from paddle_resnet.tools.sources.table_files import split_of
+from paddle_resnet.data.split_names import split_of
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
 

@@ -11,16 +11,11 @@ from dataclasses import dataclass
 
 from paddle_resnet.data import sniffer
 from paddle_resnet.data.images import IMAGE_SUFFIXES, readable
+from paddle_resnet.data.split_names import SPLIT_OF, split_of
 from paddle_resnet.utils.errors import UsageError, counted
 from paddle_resnet.utils.files import open_regular
 
 ROBOFLOW = "_classes.csv"
-SPLITS = {
-    "train": ("train", "training"),
-    "val": ("val", "valid", "validation", "dev", "eval"),
-    "test": ("test", "testing"),
-}
-SPLIT_OF = {name: split for split, names in SPLITS.items() for name in names}
 _TEXT_LIMIT = 1 << 30  # maximum size of a table in bytes
 _SUFFIX = "|".join(re.escape(suffix) for suffix in IMAGE_SUFFIXES)
 
@@ -42,14 +37,6 @@ class Row:
     split: str | None
     place: str
     folder: str = ""
-
-
-def split_of(name):
-    """Return the split in the name of a file or folder, such as "val" in valid_labels.csv. Return None if the name
-    contains no split or several."""
-    words = re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
-    found = {SPLIT_OF[word] for word in words if word in SPLIT_OF}
-    return found.pop() if len(found) == 1 else None
 
 
 def read_lines(path):
