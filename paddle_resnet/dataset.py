@@ -19,7 +19,6 @@ from paddle_resnet.utils.command_line import Parser
 from paddle_resnet.utils.errors import UsageError, command, counted, program
 from paddle_resnet.utils.mode import RunScope
 
-QUALITY = 95  # JPEG quality
 SIDE = 64  # width and height of a sample image in pixels
 
 
@@ -65,7 +64,7 @@ def _write_images(output, names, digits):
             path = partial / name
             path.parent.mkdir(parents=True, exist_ok=True)
             gray = Image.fromarray((pixels * (255 / 16)).astype(np.uint8))
-            gray.resize((SIDE, SIDE), Image.Resampling.BICUBIC).convert("RGB").save(path, quality=95)
+            gray.resize((SIDE, SIDE), Image.Resampling.BICUBIC).convert("RGB").save(path, quality=convert.QUALITY)
 
 
 def main(argv=None):
@@ -195,7 +194,7 @@ def _add_convert(commands):
         "--quality",
         type=numbers.integer(1, 100),
         metavar="Q",
-        help=f"JPEG quality of images that are shrunk (default: {QUALITY})",
+        help=f"JPEG quality of images that are shrunk (default: {convert.QUALITY})",
     )
     command.add_argument(
         "--workers", type=numbers.threads, metavar="N", help="number of worker processes (default: one per core)"
@@ -221,7 +220,7 @@ def _run_convert(args: argparse.Namespace):
             args.to,
             shards=args.shards,
             resize_short=args.resize_short,
-            quality=args.quality or QUALITY,
+            quality=args.quality or convert.QUALITY,
             workers=args.workers,
             progress=progress,
             skip_list=args.skip_list,

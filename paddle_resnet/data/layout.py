@@ -11,8 +11,6 @@ from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, command, printable
 from paddle_resnet.utils.mode import Mode, RunScope
 
-_ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
-
 
 def check_root(image_root: str, content: str = "train/ and val/", flag: str = "--image-root") -> None:
     """Raise UsageError if image_root, the value of `flag`, is not a folder, or if its path is not valid UTF-8, which
@@ -180,8 +178,6 @@ def _splits_remedy(image_root):
         return f"use {' or '.join(map(shlex.quote, near[:3]))}"
     if advice := sniffer.advice(image_root):
         return advice
-    if archives := sorted(name for name in os.listdir(image_root) if name.lower().endswith(_ARCHIVES)):
-        return f"extract {printable(some(archives))} to train/CLASS/ and val/CLASS/, with one folder per class"
     return (
         "use the folder that contains train/ and val/; if this is a folder of class folders, "
         f"{_split_command(image_root, image_root)}"

@@ -15,7 +15,7 @@ import zipfile
 from dataclasses import dataclass
 
 from paddle_resnet.data.images import IMAGE_SUFFIXES
-from paddle_resnet.utils.errors import command, import_command, printable
+from paddle_resnet.utils.errors import command, import_command, printable, python
 
 # Names of columns in lower case without spaces, _ and -.
 IMAGE_COLUMNS = (
@@ -107,6 +107,7 @@ LAYOUTS = (
     Layout(r"[^/]+\.(npy|h5|hdf5|pkl|mat)", "arrays", todo=_WRITE),
     Layout(r"[^/]+\.beton", "files of FFCV", todo=_WRITE),
 )
+_ARCHIVE = re.compile(r".+\.(tar|tar\.(gz|bz2|xz)|tgz|tbz2|txz|zip)", re.IGNORECASE)
 _TAR = r"([^/]*[-_.])?({})\.tar"  # names of a tar file without number, which may be a shard or contain class folders
 _NAMES = {"train": "train|training", "val": "val|valid|validation|test"}
 
@@ -120,18 +121,31 @@ class Sight:
         todo: remedy for the user, as an imperative, or None.
         kind: kind of `dataset import` that reads the files, or None.
         is_certain: whether these files are probably the data set that the user means.
+        root: the folder to import.
     """
 
     what: str
     todo: str | None
     kind: str | None = None
     is_certain: bool = False
+    root: str | None = None
 
 
 def look(root):
-    """Return [Sight] for what a folder contains, most specific first, or [] if nothing is recognized."""
+    """Return [Sight] for what a folder contains, most specific first, or [] if nothing is recognized. If nothing is
+    recognized in the folder itself, but it has a single subfolder, as unpacked archives often have, its content is
+    returned."""
     root = os.fspath(root)
     paths = _paths(root)
+    sights = _look(root, paths)
+    folders = [path for path in paths if re.fullmatch("[^/]+/", path)]
+    if len(folders) == 1 and not any(sight.kind for sight in sights):
+        inner = os.path.join(root, folders[0][:-1])
+        sights = [sight for sight in _look(inner, _paths(inner)) if sight.kind] or sights
+    return sights or _archives(root, paths)
+
+
+def _look(root, paths):
     known = [sight for layout in LAYOUTS if (sight := _match(root, paths, layout))]
     if any(sight.kind and sight.todo and sight.kind not in RECORD_KINDS for sight in known):
         return known
@@ -146,7 +160,8 @@ def _match(root, paths, layout):
     if not found or (layout.needs and not any(re.fullmatch(layout.needs, path, re.IGNORECASE) for path in paths)):
         return None
     todo = layout.todo if layout.kind is None or layout.is_native else f"run {import_command(root)}"
-    return Sight(f"{_some(found)}: {layout.what}{_columns(root, found[0])}", todo, layout.kind, layout.kind is not None)
+    what = f"{_some(found)}: {layout.what}{_columns(root, found[0])}"
+    return Sight(what, todo, layout.kind, layout.kind is not None, root)
 
 
 def _is_usable(path):
@@ -265,9 +280,9 @@ def _tar_files(root, paths):
             commands.append(_command(root, matching[0], split, right))
             found += matching
     if found:
-        yield Sight(
-            f"{_some(found)}, whose name differs from the expected name", f"run `{' && '.join(commands)}`", None, True
-        )
+        names = "name differs" if len(found) == 1 else "names differ"
+        what = f"{_some(found)}, whose {names} from the expected {names.split()[0]}"
+        yield Sight(what, f"run `{' && '.join(commands)}`", None, True)
 
 
 def _command(root, name, split, right):
@@ -275,14 +290,45 @@ def _command(root, name, split, right):
     path, target = os.path.join(root, name), os.path.join(root, split)
     members = []
     if os.path.isfile(path):  # a pipe could block
-        with contextlib.suppress(OSError, tarfile.TarError), tarfile.open(path, "r:") as tar:
-            members = [member.name.removeprefix("./") for _, member in zip(range(64), tar, strict=False)]
+        with contextlib.suppress(OSError, tarfile.TarError), tarfile.open(path) as tar:
+            members = [member.name for _, member in zip(range(64), tar, strict=False) if member.isfile()]
+    depths = {member.count("/") for member in members}
     # The images of a shard are next to files with their labels; the images of an archive are in class folders.
-    if any(member.endswith(".cls") for member in members) or not any("/" in member for member in members):
+    if any(member.endswith(".cls") for member in members) or len(depths) != 1 or depths == {0}:
         return shlex.join(["mv", path, os.path.join(root, right)])
-    if all(f"{member}/".startswith(f"{split}/") for member in members if member not in ("", ".")):
-        return shlex.join(["tar", "-xf", path, "-C", root])
-    return f"{shlex.join(['mkdir', target])} && {shlex.join(['tar', '-xf', path, '-C', target])}"
+    unpack = ["tar", "-xf", path, "-C", target, f"--strip-components={depths.pop() - 1}"]
+    return f"{shlex.join(['mkdir', '-p', target])} && {shlex.join(unpack)}"
+
+
+def is_archive(name):
+    """Return whether a file is an archive of unknown content, that is, neither part of a known layout nor a shard."""
+    is_known = any(re.fullmatch(layout.pattern, name, re.IGNORECASE) for layout in LAYOUTS)
+    return _ARCHIVE.fullmatch(name) is not None and not is_known and not re.fullmatch(r".*-\d+\.tar", name)
+
+
+def _archives(root, paths):
+    """Return [Sight] for archives of unknown content in a folder, or []."""
+    names = [path for path in paths if "/" not in path and is_archive(path)]
+    if not names:
+        return []
+    return [Sight(f"{_some(names)}: {'an archive' if len(names) == 1 else 'archives'}", unpacking(root, names))]
+
+
+def unpacking(folder, names):
+    """Return the remedy that unpacks archives and imports their content.
+
+    Args:
+        folder: folder of the archives.
+        names: names of the archives.
+    """
+    target = f"{os.path.abspath(os.path.join(folder, names[0]) if len(names) == 1 else folder)}_unpacked"
+    steps = [shlex.join(["mkdir", "-p", target])]
+    for name in names:
+        path = os.path.join(folder, name)
+        is_zip = name.lower().endswith(".zip")
+        words = [python(), "-m", "zipfile", "-e", path, target] if is_zip else ["tar", "-xf", path, "-C", target]
+        steps.append(shlex.join(words))
+    return f"unpack {'it' if len(names) == 1 else 'them'}: `{' && '.join(steps)}`, then run {import_command(target)}"
 
 
 def _too_deep(root, paths):

@@ -44,6 +44,7 @@ RECORD_FORMATS = (*SHARDED, *SINGLE_FILE)
 FOLDER = "folder"  # class folders
 FORMATS = (*RECORD_FORMATS, FOLDER)
 IMAGES_PER_SHARD = 2000
+QUALITY = 95  # default quality of JPEG files
 # Seed of the random order in which training images are written. Because the stored order is random, a small shuffle
 # buffer suffices in training.
 ORDER_SEED = 0
@@ -76,7 +77,7 @@ def convert(
     to,
     shards=None,
     resize_short=None,
-    quality=95,
+    quality=QUALITY,
     workers=None,
     progress=None,
     skip_list=None,
@@ -125,7 +126,7 @@ def write(
     to,
     shards=None,
     resize_short=None,
-    quality=95,
+    quality=QUALITY,
     workers=None,
     progress=None,
     check=None,

@@ -753,14 +753,6 @@ def test_several_ignored_entries_of_a_kind_are_plural(tmp_path, capsys):
         assert f" 2 {kind} (" in error
 
 
-def test_archives_must_be_extracted(tmp_path):
-    for name in ("photos.zip", "more.tar.gz"):
-        (tmp_path / name).touch()
-    message = "has no folder train/; extract more.tar.gz, photos.zip to train/CLASS/ and val/CLASS/, with one folder"
-    with pytest.raises(UsageError, match=message):
-        DataRoot(tmp_path, "folder").listed(Mode.TRAIN)
-
-
 def test_files_of_file_list_are_found_in_a_folder_that_cannot_be_listed(root, monkeypatch):
     def fail(path):
         raise PermissionError

@@ -92,7 +92,7 @@ def train_and_val(source, found):
     return {split: found[split] for split in ("train", "val") if split in found}
 
 
-def numbered(source, labels, names, place, from_one=False):
+def numbered(source, labels, names, place, from_one=False, flag=None):
     """Number the classes. Text labels without names are numbered in sorted order. Numbers are not changed, except that
     labels from 1 to the number of names are renumbered from 0.
 
@@ -102,6 +102,7 @@ def numbered(source, labels, names, place, from_one=False):
         names: class names in label order, or None.
         place: function that returns where label number i is stored, for messages.
         from_one: whether labels without names are renumbered from 0 if they are exactly 1 to their maximum.
+        flag: flag that chooses different labels, for messages, or None.
     Returns:
         ([label as an int], class names or None)
     Raises:
@@ -126,9 +127,9 @@ def numbered(source, labels, names, place, from_one=False):
         if type(label) is not int or label < 0:
             raise UsageError(f"{place(i)}: label {str(label)[:50]} is not a class; correct it, or remove the image")
         if label - is_from_one >= limit:
+            choice = f", or choose different labels with {flag}" if flag else ""
             raise UsageError(
-                f"{place(i)}: has label {label}, but there are only {what}; number the classes from 0, or choose the "
-                "labels with --label-column"
+                f"{place(i)}: has label {label}, but there are only {what}; number the classes from 0{choice}"
             )
     return [label - is_from_one for label in labels], [*names] if names else None
 
