@@ -34,7 +34,7 @@ LAYERS = [
     ["paddle_resnet.data"],
     ["paddle_resnet.optimizers"],
     ["paddle_resnet.components"],
-    [f"paddle_resnet.step.{name}" for name in ("builder", "facts", "random_numbers", "scalars")],
+    [f"paddle_resnet.step.{name}" for name in ("averages", "builder", "facts", "random_numbers", "scalars")],
     ["paddle_resnet.native"],
     ["paddle_resnet.job"],
     ["paddle_resnet.machine"],
