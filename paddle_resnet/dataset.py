@@ -304,9 +304,10 @@ def _add_import(commands):
     )
     command.add_argument(
         "--class-depth",
-        type=numbers.integer(1, 9),
+        type=_class_depth,
         metavar="N",
-        help="number of nested folders that form a class (default: detected)",
+        help="number of nested folders that form a class, counted from the split or, if negative, from the image "
+        "(default: detected)",
     )
     _add_shards(command)
     command.add_argument(
@@ -489,6 +490,13 @@ def _fraction(text):
     value = numbers.ratio(text)
     if value in (0, 1):
         raise argparse.ArgumentTypeError(f"{text} leaves one split empty; use a fraction between 0 and 1, such as 0.2")
+    return value
+
+
+def _class_depth(text):
+    value = numbers.integer(-9, 9)(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("0 folders form no class; use a number such as 1 or -1")
     return value
 
 

@@ -190,7 +190,7 @@ class DataRoot:
         files, labels = listed.names, listed.labels
         names = numbers.classes if stored_as == "filelist" else listed.classes
         if not files:
-            remedy = sniffer.advice(root) or f"add images ({IMAGE_ENDINGS})"
+            remedy = sniffer.advice(root) or folder.unsupported(root, mode) or f"add images ({IMAGE_ENDINGS})"
             split = os.path.basename(folder.split_folder(root, mode))
             raise UsageError(f"--image-root {root}: {split}/ contains no images in class folders; {remedy}")
         if names is None:

@@ -150,7 +150,7 @@ def test_list_of_a_different_program_next_to_class_folders(classes):
 def test_class_folders_are_not_taken_for_other_layouts(classes, tmp_path, capsys):
     assert sniffer.look(classes) == []
     assert dataset.main(["import", str(classes), "--list"]) == 0
-    problem = "not a data set to import; if its train/ and val/ contain class folders, use --image-root"
+    problem = "not a data set to import; if its splits contain class folders, use --image-root"
     assert f"{classes}: {problem} {classes}" in capsys.readouterr().out
     assert dataset.main(["import", str(classes), "--output", str(tmp_path / "imported")]) == 2
     assert capsys.readouterr().err == f"paddle_resnet.dataset: error: {classes}: {problem} {classes}\n"

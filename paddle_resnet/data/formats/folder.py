@@ -18,6 +18,22 @@ EXAMPLE = "{}/"
 NAMES = "(?P<set>{split})"
 # Folders that operating systems and archive tools create. Like hidden folders, these folders are not classes.
 SYSTEM_FOLDERS = ("__MACOSX", "lost+found", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information")
+# Suffixes of image files that cannot be read.
+_UNSUPPORTED = (
+    ".heic",
+    ".heif",
+    ".avif",
+    ".gif",
+    ".jp2",
+    ".jxl",
+    ".dng",
+    ".cr2",
+    ".nef",
+    ".arw",
+    ".psd",
+    ".svg",
+    ".dcm",
+)
 HIDDEN = "hidden image"  # kind of an ignored file, for warn_of_ignored
 OUTSIDE = "image outside the class folders"  # kind of an ignored file, for warn_of_ignored
 SEARCHED = 20  # maximum number of class folders that are searched for images to recognize a split
@@ -146,13 +162,18 @@ def _unknown_folder(split_dir, name, folders, classes):
         folders: all folders in split_dir.
         classes: names of the classes.
     """
-    same = {known.casefold(): known for known in classes}.get(name.casefold())
+    same = {_plain(known): known for known in classes}.get(_plain(name))
     if same is not None and same not in folders:
         paths = (os.path.join(split_dir, each) for each in (name, same))
         return f"the class is {same}: run `{shlex.join(['mv', *paths])}`"
     if {*folders}.isdisjoint(classes) and (advice := sniffer.advice(os.path.dirname(split_dir), only_certain=True)):
         return advice
     return f"add it, or remove {os.path.basename(split_dir)}/{name}"
+
+
+def _plain(name):
+    """Return the name without upper case and, for a number, without leading zeros."""
+    return str(int(name)) if name.isdecimal() else name.casefold()
 
 
 def check_utf8(path: str, names: Iterable[str]) -> None:
@@ -201,6 +222,14 @@ def ignored_files(image_root: str, mode: Mode) -> list[str]:
             with contextlib.suppress(UsageError):
                 paths += [f"{split}/{label}/{name}" for _, name in image_names(os.path.join(split_dir, label))[2]]
     return paths
+
+
+def unsupported(image_root: str, mode: Mode) -> str | None:
+    """Return the remedy for a split whose images all have an unsupported format, or None if there are none."""
+    files = [name for name in ignored_files(image_root, mode) if name.lower().endswith(_UNSUPPORTED)]
+    if not files:
+        return None
+    return f"{counted(len(files), 'file')} such as {files[0]} must be converted to JPEG or PNG"
 
 
 def own_classes(image_root: str, mode: Mode) -> list[str] | None:

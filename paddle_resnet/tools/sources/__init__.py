@@ -61,7 +61,8 @@ class Options:
             "coarse_labels" or "fine_labels" (default).
         delimiter: text between the columns of a table, or None to detect it.
         label_index: index of the label to use if records have several labels, or None.
-        class_depth: number of nested folders that form a class, or None to detect it.
+        class_depth: number of nested folders that form a class, counted from the split or, if negative, from the image;
+            None to detect it.
     """
 
     allow_partial: bool = False
@@ -268,7 +269,7 @@ def _check_folder_names(source, classes):
 
 
 def _unknown(source):
-    if all(os.path.isdir(os.path.join(source, split)) for split in ("train", "val")):
+    if all(folder.detect(source, mode) for mode in Mode):
         root = shlex.quote(str(source))
-        return f"not a data set to import; if its train/ and val/ contain class folders, use --image-root {root}"
+        return f"not a data set to import; if its splits contain class folders, use --image-root {root}"
     return f"not recognized as a data set; choose the kind with --as (see --help), or {sniffer.PUT}"

@@ -4,6 +4,7 @@ All functions that read a table raise UsageError if the table is damaged, or if 
 """
 
 import csv
+import itertools
 import json
 import os
 import re
@@ -64,7 +65,7 @@ def read(tables, root, images, options):
         relative = os.path.relpath(path, root)
         folder, name = os.path.split(relative)
         split = split_of(relative)
-        if name == ROBOFLOW:
+        if name == ROBOFLOW or (options.label_column is None and sniffer.is_one_hot(path)):
             rows += _one_hot(path, folder, split)
         elif path.lower().endswith(sniffer.TABLE_SUFFIXES) and _has_header(path, options):
             rows += _columns(path, folder, split, images, options)
@@ -204,7 +205,8 @@ def _one_hot(path, folder, split):
 
 
 def _list(path, folder, split, images, options):
-    """Return [Row] of a list without a header, whose lines contain the image, a delimiter and the label."""
+    """Return [Row] of a list without a header, whose lines contain the image, a delimiter and the label; or, without
+    labels, the path of the image, whose folder is the label."""
     lines = [(number, line) for number, line in enumerate(read_lines(path), 1) if line.strip()]
     delimiters = ("\t", ",", ";", None) if options.delimiter is None else (options.delimiter,)
 
@@ -218,6 +220,12 @@ def _list(path, folder, split, images, options):
         cells = parts(line, delimiter)
         return len(cells) == 2 and bool(images.find(Row(cells[0], "", split, "", folder)))
 
+    if lines and not any(works(line, d) for _, line in lines[:20] for d in delimiters):
+        paths = [line.strip() for _, line in lines]
+        folders = [os.path.basename(os.path.dirname(path)) for path in paths]
+        if all(folders) and any(images.find(Row(path, "", split, "", folder)) for path in paths[:20]):
+            places = (f"{path}: line {number}" for number, _ in lines)
+            return [Row(*row, folder) for row in zip(paths, folders, itertools.repeat(split), places)]
     # The delimiter is the first one that separates an existing image from its label in one of the first 20 lines.
     delimiter = next((d for d in delimiters if any(works(line, d) for _, line in lines[:20])), delimiters[-1])
     rows = []

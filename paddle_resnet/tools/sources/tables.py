@@ -18,6 +18,7 @@ from paddle_resnet.tools.sources.table_files import ROBOFLOW, Row
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
 
+_ANNOTATIONS = ("annotations", "annotation", "labels", "label")  # folders of tables
 _SUBFOLDERS = 50  # if a folder has more subfolders, no images are searched in them
 _NUMBER = re.compile(r"(-?\d{1,9})(\.0*)?", re.ASCII)
 
@@ -169,7 +170,8 @@ def _found(root, rows, images, allow_partial):
         more = f", nor are the images of {counted(len(missing) - 1, 'more row')}" if len(missing) > 1 else ""
         message = f"{missing[0].place}: {missing[0].image} is not in {root}{more}"
         if not allow_partial:
-            raise UsageError(f"{message}; add the images, or use --allow-partial to omit these rows")
+            remedy = sniffer.unpacking_here(root) or "add the images"
+            raise UsageError(f"{message}; {remedy}, or use --allow-partial to omit these rows")
         logger.warn(f"{message}; these rows are omitted")
     return paths
 
@@ -232,6 +234,8 @@ def _is_float(text):
 def _rows_of_folder(root, images, options):
     """Return ([Row], result of classes.label_names or None) of the tables in a folder."""
     there = {name for name in os.listdir(root) if not name.startswith(".")}
+    if {"imagelabels.mat", "setid.mat"} <= there:
+        return official.flowers(root), None
     if {"images.txt", "image_class_labels.txt"} <= there:
         return official.cub(root)
     if os.path.isfile(os.path.join(root, "annotations", "trainval.txt")):
@@ -257,11 +261,10 @@ def _tables(root, options):
     groups = (
         [os.path.join(root, f, name) for f in folders for name in ("metadata.csv", "metadata.jsonl")],
         [os.path.join(root, f, ROBOFLOW) for f in folders],
-        [
-            os.path.join(root, name)
-            for name in sorted(os.listdir(root))
-            if _has_columns(os.path.join(root, name), options)
-        ],
+        *(
+            [path for f in group for path in _listed(os.path.join(root, f)) if _has_columns(path, options)]
+            for group in ([""], folders[1:], _ANNOTATIONS)
+        ),
         [
             os.path.join(root, name)
             for name in sorted(os.listdir(root))
@@ -287,6 +290,10 @@ def _tables(root, options):
                 raise UsageError(f"{root}: contains several tables ({shown}); import one of them, such as {paths[0]}")
         return tables
     return []
+
+
+def _listed(folder):
+    return [os.path.join(folder, name) for name in sorted(os.listdir(folder))] if os.path.isdir(folder) else []
 
 
 def _has_columns(path, options):
