@@ -37,9 +37,11 @@ def read(image_root: str) -> dict[str, Any] | None:
         if type(manifest["complete"]) is not bool:
             raise TypeError
         # A conversion to class folders records no sizes of files.
-        pattern = RECORDS[manifest["format"]].NAMES if FORMATS[manifest["format"]] in RECORDS.values() else None
+        patterns = [RECORDS[manifest["format"]].NAMES] if FORMATS[manifest["format"]] in RECORDS.values() else []
         for name, size in manifest.get("bytes", {}).items():
-            is_name = os.path.basename(name) == name and any(split_names.match(pattern, name, mode) for mode in Mode)
+            is_name = os.path.basename(name) == name and any(
+                split_names.match(pattern, name, mode) for pattern in patterns for mode in Mode
+            )
             if type(size) is not int or not is_name:
                 raise TypeError
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:

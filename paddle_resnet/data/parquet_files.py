@@ -15,7 +15,7 @@ import shlex
 from dataclasses import dataclass
 
 from paddle_resnet.data import blocks, sniffer
-from paddle_resnet.utils.errors import UsageError, installation
+from paddle_resnet.utils.errors import UsageError, command, installation
 
 SUFFIXES = (".parquet", ".arrow")
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # last bytes of an Arrow file
@@ -230,5 +230,8 @@ def _chosen(path, schema, flag, name, candidates):
         what = (
             f"the columns {', '.join(candidates[:5])} are all candidates" if candidates else "no column is recognized"
         )
-        raise UsageError(f"{path}: {what} for {flag}; set it to one of {', '.join(candidates[:10]) or shown}")
+        names = ", ".join(candidates[:10]) or shown
+        raise UsageError(
+            f"{path}: {what} for {flag}; run `{command('dataset', 'import')}` with {flag} set to one of {names}"
+        )
     return candidates[0]

@@ -1,7 +1,7 @@
 """Recognize what a folder contains, for errors about a data set, `dataset info` and `dataset import --list`.
 
-LAYOUTS is a table of patterns, most specific first. The patterns match the paths in the folder and, if it
-has at most _SUBFOLDERS subfolders, those in its subfolders.
+LAYOUTS is a table of patterns, most specific first. The patterns match the paths of the entries of a folder and, if
+the folder has at most _SUBFOLDERS subfolders, of the entries of these.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import re
 import shlex
 import tarfile
 import zipfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paddle_resnet.data.images import IMAGE_SUFFIXES
@@ -140,7 +141,7 @@ class Sight:
     root: str | None = None
 
 
-def look(root):
+def look(root: str | os.PathLike[str]) -> list[Sight]:
     """Return [Sight] for what a folder contains, most specific first, or [] if nothing is recognized. If nothing is
     recognized in the folder itself, but it has a single subfolder, as unpacked archives often have, its content is
     returned."""
@@ -186,7 +187,7 @@ def _is_usable(path):
     return not path.endswith(TABLE_SUFFIXES) or is_table(path)
 
 
-def npz_keys(names):
+def npz_keys(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Return {split: (name of the images, name of the labels)} for the arrays of an .npz file: train_images and
     train_labels in MedMNIST, or x_train and y_train in Keras."""
     names, keys = {*names}, {}
@@ -197,7 +198,7 @@ def npz_keys(names):
     return keys
 
 
-def advice(root, only_certain=False):
+def advice(root: str | os.PathLike[str], only_certain: bool = False) -> str | None:
     """Return a text for the end of an error message, which states what a folder contains and what to do; or None if
     nothing is recognized.
 
@@ -211,7 +212,7 @@ def advice(root, only_certain=False):
     return printable(f"it contains {sights[0].what}; {sights[0].todo}")
 
 
-def is_table(path, image_column=None, label_column=None):
+def is_table(path: str, image_column: str | None = None, label_column: str | None = None) -> bool:
     """Return whether a file is a table with a column of images and a column of labels.
 
     Args:
@@ -228,7 +229,7 @@ def is_table(path, image_column=None, label_column=None):
     return has_images and (has_labels or (label_column is None and is_one_hot(path)))
 
 
-def is_one_hot(path):
+def is_one_hot(path: str) -> bool:
     """Return whether a file is a table with a column of images and a column for each class, of which one is 1 in the
     first row."""
     columns = header(path)
@@ -246,7 +247,7 @@ def is_one_hot(path):
     return False
 
 
-def header(path):
+def header(path: str) -> list[str]:
     """Return the names of the columns of a table, or [] if the file cannot be read or is not a table."""
     with contextlib.suppress(OSError, ValueError, csv.Error):
         if not os.path.isfile(path):
@@ -260,12 +261,13 @@ def header(path):
     return []
 
 
-def delimiter(line):
+def delimiter(line: str) -> str:
     """Return the delimiter of a line of a table: the one of tab, comma and semicolon that occurs most often."""
     return max("\t,;", key=line.count)
 
 
-def normalized(name):
+def normalized(name: str) -> str:
+    """Return the name of a column in lower case without spaces, _ and -, as in IMAGE_COLUMNS."""
     return re.sub(r"[\s_-]", "", name.casefold())
 
 
@@ -329,7 +331,7 @@ def _command(root, name, split, right):
     return f"{shlex.join(['mkdir', '-p', target])} && {shlex.join(unpack)}"
 
 
-def is_archive(name):
+def is_archive(name: str) -> bool:
     """Return whether a file is an archive of unknown content, that is, neither part of a known layout nor a shard."""
     is_known = any(re.fullmatch(layout.pattern, name, re.IGNORECASE) for layout in LAYOUTS)
     return _ARCHIVE.fullmatch(name) is not None and not is_known and not re.fullmatch(r".*-\d+\.tar", name)
@@ -343,7 +345,7 @@ def _archives(root, paths):
     return [Sight(f"{_some(names)}: {'an archive' if len(names) == 1 else 'archives'}", unpacking(root, names))]
 
 
-def unpacking(folder, names):
+def unpacking(folder: str, names: list[str]) -> str:
     """Return the remedy that unpacks archives and imports their content.
 
     Args:
@@ -354,7 +356,7 @@ def unpacking(folder, names):
     return f"unpack {_unpacking(folder, names, target)}, then run {import_command(target)}"
 
 
-def unpacking_here(folder):
+def unpacking_here(folder: str) -> str | None:
     """Return the remedy that unpacks the archives in a folder to this folder, or None if there are none."""
     names = [name for name in _listed(folder, "") if is_archive(name)]
     return f"the images may be in {_some(names)}, so unpack {_unpacking(folder, names, folder)}" if names else None

@@ -68,7 +68,8 @@ def test_several_columns_of_labels(tmp_path):
 
 def test_file_without_labels(tmp_path):
     path = write(tmp_path / "a.parquet", {"img": IMAGES, "text": ["a", "b", "c"]})
-    with pytest.raises(UsageError, match="no column is recognized for --label-column; set it to one of img, text"):
+    remedy = "run `.*dataset import` with --label-column set to one of img, text"
+    with pytest.raises(UsageError, match=f"no column is recognized for --label-column; {remedy}"):
         parquet_files.columns(path)
 
 

@@ -14,16 +14,17 @@ from paddle_resnet.data.classes import label_names
 from paddle_resnet.data.images import IMAGE_SUFFIXES, Image
 from paddle_resnet.data.split_names import SPLIT_OF, SPLITS, split_of
 from paddle_resnet.tools.sources import official, table_files
+from paddle_resnet.tools.sources.options import Options
 from paddle_resnet.tools.sources.table_files import ROBOFLOW, Row
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
 
 _ANNOTATIONS = ("annotations", "annotation", "labels", "label")  # folders of tables
-_SUBFOLDERS = 50  # if a folder has more subfolders, no images are searched in them
+_SUBFOLDERS = 50  # subfolders of a folder with more than this number are not searched for images
 _NUMBER = re.compile(r"(-?\d{1,9})(\.0*)?", re.ASCII)
 
 
-def read(source, options):
+def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[str] | None]:
     """List the images of a table or of a folder with tables.
 
     Args:
