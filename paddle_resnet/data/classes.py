@@ -114,7 +114,7 @@ def check_labels(
                 allowed += f" with --label-offset {label_offset}"
             remedy = "number the classes from 0, or set --label-offset to the first label"
             if limit is not None:
-                remedy += ", or add names to classes.txt" if classes else ", or use a larger --num-of-class"
+                remedy += f", or add names to {names_file}" if classes else ", or use a larger --num-of-class"
             if label - label_offset == limit == _IMAGENET_CLASSES and path.endswith(".txt"):
                 remedy = (
                     "labels from 1 to 1000 are probably those of ImageNet's development kit, whose order is not that "
