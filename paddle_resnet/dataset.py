@@ -23,7 +23,7 @@ QUALITY = 95  # JPEG quality
 SIDE = 64  # width and height of a sample image in pixels
 
 
-def write_sample(output):
+def write_sample(output: str | Path) -> tuple[int, int]:
     """Write scikit-learn's 1,797 handwritten digits as JPEG files in class folders.
 
     The images are those of the test set of UCI's "Optical Recognition of Handwritten Digits" (8x8 pixels, 17 gray
@@ -65,10 +65,10 @@ def _write_images(output, names, digits):
             path = partial / name
             path.parent.mkdir(parents=True, exist_ok=True)
             gray = Image.fromarray((pixels * (255 / 16)).astype(np.uint8))
-            gray.resize((SIDE, SIDE), Image.Resampling.BICUBIC).convert("RGB").save(path, quality=95)
+            gray.resize((SIDE, SIDE), Image.Resampling.BICUBIC).convert("RGB").save(path, quality=QUALITY)
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> int:
     """Run a command.
 
     Returns:
