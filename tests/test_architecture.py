@@ -32,7 +32,7 @@ LAYERS = [
     ["paddle_resnet.passes"],
     ["paddle_resnet.step"],
     ["paddle_resnet.data"],
-    ["paddle_resnet.optimizers"],
+    ["paddle_resnet.optimizers.schedules"],
     ["paddle_resnet.components"],
     [f"paddle_resnet.step.{name}" for name in ("averages", "builder", "facts", "random_numbers", "scalars")],
     ["paddle_resnet.native"],
@@ -40,7 +40,7 @@ LAYERS = [
     ["paddle_resnet.machine"],
     [f"paddle_resnet.settings.{name}" for name in ("durations", "field", "values")],
     ["paddle_resnet.models", "paddle_resnet.serving.preprocessing"],
-    ["paddle_resnet.optimizers.table", "paddle_resnet.optimizers.radam"],
+    ["paddle_resnet.optimizers"],
     ["paddle_resnet.graph"],
     ["paddle_resnet.utils"],
 ]

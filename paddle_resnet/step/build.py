@@ -132,8 +132,6 @@ def add_update(step):
     known = facts.of(step.main)
     known.optimizer = step.part(optimizer.Settings).optimizer
     known.inputs[step.schedule._var_name] = step.schedule
-    if rewrite := table.OPTIMIZERS[known.optimizer].rewrite:
-        rewrite(step)
     for component in UPDATE:
         component.add(step)
     states = [component.state(step) for component in UPDATE if hasattr(component, "state")]
