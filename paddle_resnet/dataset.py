@@ -22,7 +22,7 @@ from paddle_resnet.utils.mode import RunScope
 SIDE = 64  # width and height of a sample image in pixels
 
 
-def write_sample(output):
+def write_sample(output: str | Path) -> tuple[int, int]:
     """Write scikit-learn's 1,797 handwritten digits as JPEG files in class folders.
 
     The images are those of the test set of UCI's "Optical Recognition of Handwritten Digits" (8x8 pixels, 17 gray
@@ -67,7 +67,7 @@ def _write_images(output, names, digits):
             gray.resize((SIDE, SIDE), Image.Resampling.BICUBIC).convert("RGB").save(path, quality=convert.QUALITY)
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> int:
     """Run a command.
 
     Returns:
