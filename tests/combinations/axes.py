@@ -205,8 +205,8 @@ UNCHANGED = {
     "benchmark_warmup_steps": "set with --benchmark",
 }
 
-# With Paddle 3, on a CPU and in a single process, every second row also has these flags, unless it has one of the values
-# in NOT_IN_PIR, with which they conflict.
+# With Paddle 3, on a CPU and in a single process, every second row also has these flags, unless it has one of the
+# values in NOT_IN_PIR, with which they conflict.
 PIR_FLAGS = ["--program-representation", "pir"]
 NOT_IN_PIR = {"layout": ["NHWC native"], "qat": ["on"], "sparsity": ["mask_1d", "mask_2d_greedy", "mask_2d_best"]}
 
