@@ -1311,5 +1311,5 @@ def test_invalid_sizes_are_errors(capsys, value, expected):
     "flag", ["--from-checkpoint", "--image-root", "--output-dir", "--report-file", "--tensorboard-dir"]
 )
 def test_empty_paths_are_errors(flag):
-    with pytest.raises(UsageError, match=f"{flag}: '' is an empty path; use . for the working directory"):
+    with pytest.raises(UsageError, match=f"{flag}: '' is an empty path; set a path, such as . for"):
         config.parse_args([flag, ""])
