@@ -10,7 +10,7 @@ from paddle import static
 
 from paddle_resnet import budget, dali, program, recipe, report, resolution
 from paddle_resnet.checkpoints import folders, restore, saver, variables
-from paddle_resnet.components import precision, quantization, sparsity
+from paddle_resnet.components import START, precision, quantization
 from paddle_resnet.components.stages import stages_from, timeline
 from paddle_resnet.data import classes, layout, pixels
 from paddle_resnet.job import agreement, exchange, processes, watchdog
@@ -21,7 +21,7 @@ from paddle_resnet.settings import durations, parsing, validation
 from paddle_resnet.settings.declarations import RESUMED, of_kinds
 from paddle_resnet.settings.groups import benchmark, output
 from paddle_resnet.settings.values import flag_name, text
-from paddle_resnet.step import averages, trace
+from paddle_resnet.step import averages, facts, trace
 from paddle_resnet.step.compile import fused_operators
 from paddle_resnet.utils import logger, outputs, progress
 from paddle_resnet.utils.affinity import bind_to_gpu
@@ -307,8 +307,8 @@ def enter_stage(training, epoch, saver):
 
 
 def set_weights(args, checkpoint, training, evaluation):
-    """Load the initial weights, restore the training state of a checkpoint, prune the weights (--prune-model), and cast
-    them for mixed precision (--amp).
+    """Load the initial weights, restore the training state of a checkpoint, and let components change the weights, such
+    as prune them (--prune-model) and cast them for mixed precision (--amp).
 
     Returns:
         The checkpoint with the position at which training continues, or None.
@@ -318,7 +318,7 @@ def set_weights(args, checkpoint, training, evaluation):
     place = processes.place(args.device)
     watchdog.phase("weight loading")
     options = variables.LoadOptions.of(args)
-    is_sparse = variables.load_start(options, checkpoint, (training or evaluation).program, place)
+    names = variables.load_start(options, checkpoint, (training or evaluation).program, place)
     if training:
         missing = variables.load_states(options, checkpoint, training.program, place)
         if checkpoint is not None:
@@ -327,19 +327,14 @@ def set_weights(args, checkpoint, training, evaluation):
                 iter_unit=args.iter_unit,
                 is_verbose=args.verbose,
             )
-        if args.amp:
-            training.optimizer.amp_init(place, scope=static.global_scope())
-        if args.prune_model and not is_sparse:
-            sparsity.prune(training.program, place, args.mask_algo)
-            missing = variables.states(training.program)  # all states start from the pruned weights
-        elif args.asp:
-            sparsity.apply_masks(training.program, place)
-        if args.asp:
-            logger.info(sparsity.describe(training.program))
+        loaded = facts.Loaded(training.program, training.optimizer, place, names)
+        for component in START:
+            if component.start(args.part(component.Settings), loaded):
+                missing = variables.states(training.program)
         variables.start_states(missing, checkpoint, training.program, place)
-    if evaluation and args.amp:
+    if evaluation:
         float32 = quantization.float32_variables(evaluation.program)
-        precision.cast_evaluation_program(evaluation.program, place, args.amp_dtype, args.amp_level, float32)
+        precision.start_evaluation(args.part(precision.Settings), evaluation.program, place, float32)
     return checkpoint
 
 

@@ -3,14 +3,17 @@
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paddle_resnet.settings.field import Conflict, flag
 from paddle_resnet.settings.values import argument, flag_name
 from paddle_resnet.utils import numbers
 
 if TYPE_CHECKING:
+    from paddle import static
+
     from paddle_resnet.step.builder import StepBuilder
+    from paddle_resnet.step.facts import Loaded
 
 
 @dataclass(frozen=True)
@@ -183,6 +186,21 @@ def wrap(optimizer, settings: Settings, float32: set[str]):
         init_loss_scaling=settings.scale_loss,
         use_dynamic_loss_scaling=settings.use_dynamic_loss_scaling,
     )
+
+
+def start(settings: Settings, loaded: "Loaded") -> bool:
+    """With --amp, cast the weights of a training program. Return False: the states of other components remain valid."""
+    from paddle import static
+
+    if settings.amp:
+        loaded.optimizer.amp_init(loaded.place, scope=static.global_scope())
+    return False
+
+
+def start_evaluation(settings: Settings, program: "static.Program", place: Any, float32: set[str]) -> None:
+    """With --amp, convert an evaluation program. See cast_evaluation_program."""
+    if settings.amp:
+        cast_evaluation_program(program, place, settings.amp_dtype, settings.amp_level, float32)
 
 
 def cast_evaluation_program(program, place, dtype, level, float32=frozenset(), for_gpu=False):

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paddle_resnet.settings.field import Conflict, flag
+from paddle_resnet.utils import logger
 
 if TYPE_CHECKING:
     from paddle_resnet.step.builder import StepBuilder
+    from paddle_resnet.step.facts import Loaded
 
 MASK = ".asp_mask"  # suffix of the name of a pruned parameter's mask
 GROUP = 4  # size of a group of consecutive input channels; pruning keeps at most _KEPT weights of each group
@@ -93,6 +95,19 @@ def add(step: "StepBuilder") -> None:
             inputs = {"X": gradient, "Y": block.var(mask)}
             graph.insert(block, next(at), "elementwise_mul", inputs, {"Out": gradient}, axis=-1)
     graph.sync(block)
+
+
+def start(settings: Settings, loaded: "Loaded") -> bool:
+    """With --prune-model, prune the loaded weights, unless they are already pruned. Otherwise, with --asp, apply the
+    masks. Return whether the weights were pruned: the states of other components then start from the pruned weights."""
+    is_pruning = settings.prune_model and not any(name.endswith(MASK) for name in loaded.names)
+    if is_pruning:
+        prune(loaded.program, loaded.place, settings.mask_algo)
+    elif settings.asp:
+        apply_masks(loaded.program, loaded.place)
+    if settings.asp:
+        logger.info(describe(loaded.program))
+    return is_pruning
 
 
 def prune(main_prog, place, algorithm):

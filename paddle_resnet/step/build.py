@@ -75,8 +75,7 @@ def build_program(args, main_prog, startup_prog, step_each_epoch, mode, lr_sched
             # layers reject bfloat16.
             step.images = step.images.astype("float32")
         if is_train:
-            for component in INPUTS:
-                component.add(step)
+            _call("add", step)
         elif args.tta == "flip":
             axis = 3 if args.data_layout == "NCHW" else 2
             step.images = paddle.concat([step.images, paddle.flip(step.images, [axis])])
@@ -89,7 +88,11 @@ def build_program(args, main_prog, startup_prog, step_each_epoch, mode, lr_sched
         if not is_train and (args.predictions is not None or args.report_html is not None):
             fetchs["logits"] = loss_head.add_logits(out), TopMeter(min(5, args.num_of_class))
         if is_train:
-            optimizer = _minimize(args, step, fetchs["loss"][0])
+            step.logits, step.loss = out, fetchs["loss"][0]
+            with loss_head.scope():  # AMP keeps these operators in float32
+                _call("add_loss", step)
+            fetchs["loss"] = step.loss, fetchs["loss"][1]
+            optimizer = _minimize(args, step)
         if step.is_native:
             with loss_head.scope():  # AMP must not change the precision of the metrics
                 host_metrics.add_copy(variable for variable, _ in fetchs.values())
@@ -104,7 +107,14 @@ def _set_up_layers(args, step):
         step.frozen = parts.freeze(step.model, args.freeze)
 
 
-def _minimize(args, step, loss):
+def _call(function, step):
+    """Call a function of all INPUTS that have it."""
+    for component in INPUTS:
+        if hasattr(component, function):
+            getattr(component, function)(step)
+
+
+def _minimize(args, step):
     """Add the backward pass and the update to a training program, and return the optimizer."""
     own_optimizer = table.build_optimizer(args, step.schedule)
     optimizer = wrap_optimizer(args, own_optimizer)
@@ -112,7 +122,7 @@ def _minimize(args, step, loss):
         parts.stop_gradients(step.main)
     sparsity.prepare(step)
     with contextlib.redirect_stdout(io.StringIO()):  # Fleet prints the names of its optimizers
-        optimizer.minimize(loss, step.startup)
+        optimizer.minimize(step.loss, step.startup)
     # Also create the optimizer state of frozen parameters, so that --freeze does not change which variables a
     # checkpoint contains.
     own_optimizer._create_accumulators(step.main.global_block(), step.frozen)

@@ -29,6 +29,9 @@ class StepBuilder:
         image_size: [height, width] of its images.
         batch_size: images per process and batch.
         images: the input of the network.
+        logits: the output of the network [N, num_classes], once built.
+        loss: the training loss [], once added, which components can replace. Evaluations always compute the cross
+            entropy.
         targets: the inputs "data" and "label" of the program, and the entries that components add for
             loss_head.add_paddle.
         class_images: number of training images of each class, or None if unknown.
@@ -47,6 +50,7 @@ class StepBuilder:
         self.arch, self.layout, self.num_classes = settings.model_arch_name, settings.data_layout, settings.num_of_class
         self.image_size, self.batch_size = settings.image_shape[1:], settings.batch_size
         self.images, self.targets, self.class_images = None, {}, None
+        self.logits = self.loss = None
         self.model, self.frozen = None, []
         self.values, self.frozen_values, self.bn_statistics = {}, {}, []
         self.factor = None
