@@ -8,7 +8,7 @@ import paddle
 import yaml
 from paddle import static
 
-from paddle_resnet import budget, dali, program, recipe, report, resolution
+from paddle_resnet import budget, dali, graph, program, recipe, report, resolution
 from paddle_resnet.checkpoints import folders, restore, saver, variables
 from paddle_resnet.components import START, precision, quantization
 from paddle_resnet.components.stages import stages_from, timeline
@@ -253,13 +253,11 @@ def _initialize(exe, startup_prog, *later):
     initialize other variables, such as the sums of gradients (--accumulate-steps) of layers that the first stage
     freezes. Their other operators are removed, because they would reset the variables that all stages share."""
     exe.run(startup_prog)
-    initialized = {name for op in startup_prog.global_block().ops for name in op.output_arg_names}
+    initialized = {name for op in graph.block(startup_prog).ops for name in op.output_arg_names}
     for startup_prog in later:
-        block = startup_prog.global_block()
-        for i in reversed(range(len(block.ops))):
-            if initialized.issuperset(block.ops[i].output_arg_names):
-                block._remove_op(i, sync=False)
-        block._sync_with_cpp()
+        block = graph.block(startup_prog)
+        graph.remove(block, [op for op in block.ops if initialized.issuperset(op.output_arg_names)])
+        graph.sync(block)
         if block.ops:
             exe.run(startup_prog)
 

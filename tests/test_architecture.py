@@ -179,3 +179,34 @@ def test_spine_functions_are_shorter_than_60_lines(name):
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     assert not [f.name for f in functions if f.end_lineno - f.lineno >= 60]
     assert name != "paddle_resnet/train.py" or len((ROOT / name).read_text().splitlines()) <= 150
+
+
+# Internal interfaces of Paddle's programs, blocks and operators.
+INTERNAL = {
+    "desc",
+    "global_block",
+    "_insert_op",
+    "_insert_op_without_sync",
+    "_remove_op",
+    "_set_attr",
+    "_sync_with_cpp",
+}
+INTERNAL |= {"_rename_input", "_rename_output", "_rename_var", "_update_desc_attr"}
+
+
+def internal_uses(code):
+    """Return [(line, attribute)] for all uses of INTERNAL in a piece of code."""
+    nodes = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Attribute) and node.attr in INTERNAL]
+    return sorted((node.lineno, node.attr) for node in nodes)
+
+
+def test_only_graph_uses_internal_interfaces_of_programs():
+    found = {module: uses for module, path in modules().items() if (uses := internal_uses(path.read_text()))}
+    assert set(found) == {"paddle_resnet.graph"}
+
+
+def test_internal_uses_are_found():
+    assert internal_uses("f(op.desc.id())\nx = program.global_block().ops\ny.block()") == [
+        (1, "desc"),
+        (2, "global_block"),
+    ]

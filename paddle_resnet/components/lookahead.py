@@ -63,7 +63,7 @@ def add(step: "StepBuilder") -> None:
         return
     (interval, alpha), schedule = step.part(Settings).lookahead, step.schedule
     is_due = step.declare("lookahead", lambda: (schedule.done + 1) % interval == 0)  # 1 or 0
-    block, startup = step.main.global_block(), step.startup.global_block()
+    block, startup = graph.block(step.main), graph.block(step.startup)
     for name, value in (step.values | step.frozen_values).items():
         for target in (block, startup):
             graph.float32(target, name + SUFFIX, block.var(name).shape, persistable=True)
@@ -76,7 +76,7 @@ def _add_native(step, is_due, alpha):
     """Add one operator per precision."""
     from paddle_resnet import graph
 
-    block = step.main.global_block()
+    block = graph.block(step.main)
     for has_masters in (False, True):
         values = {name: value for name, value in step.values.items() if (name != value) == has_masters}
         if not values:
@@ -98,7 +98,7 @@ def _add_paddle(step, is_due, alpha):
 
     from paddle_resnet import graph
 
-    block = step.main.global_block()
+    block = graph.block(step.main)
 
     def append(op_type, inputs, out, **attrs):
         graph.append(block, op_type, inputs, {"Out": out}, **attrs)

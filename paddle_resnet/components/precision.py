@@ -93,8 +93,11 @@ def add(step: "StepBuilder") -> None:
     in float32. Paddle's operators would unscale float16 gradients in float16, where small gradients underflow. With
     dynamic loss scaling, one operator checks all gradients and updates the loss scale. Raises the errors of
     check_natively."""
+
+    from paddle_resnet import graph
+
     if step.is_native:
-        step.factor = check_natively(step.main.global_block())
+        step.factor = check_natively(graph.block(step.main))
 
 
 def check_natively(block):
@@ -155,9 +158,10 @@ def _amp_lists(program, dtype, float32):
     """
     from paddle import static
 
+    from paddle_resnet import graph
     from paddle_resnet.models import layers, loss_head
 
-    ops = [op for op in program.global_block().ops if loss_head.contains(op) or layers.is_float32(op)]
+    ops = [op for op in graph.block(program).ops if loss_head.contains(op) or layers.is_float32(op)]
     names = {name for op in ops for name in op.output_arg_names} | float32
     return static.amp.AutoMixedPrecisionLists(custom_black_varnames=names, dtype=dtype)
 

@@ -58,7 +58,10 @@ def add(step: "StepBuilder", first: int) -> None:
 def activations(program, first=0):
     """Return {name of an activation to quantize: operators that read the quantized value}, in program order. `first` is
     the number of operators that precede the network."""
-    block = program.global_block()
+
+    from paddle_resnet import graph
+
+    block = graph.block(program)
     readers = {}
     for op in block.ops[first:]:
         for name in dict.fromkeys(op.input(slot)[0] for slot in _slots(block, op)):
@@ -68,7 +71,10 @@ def activations(program, first=0):
 
 def layers(program):
     """Return a Layer for each layer whose weights insert() would quantize."""
-    block = program.global_block()
+
+    from paddle_resnet import graph
+
+    block = graph.block(program)
     # Some of Paddle's layers reshape their bias before they add it.
     reshaped = {op.output("Out")[0]: op.input("X")[0] for op in block.ops if op.type == "reshape2"}
     additions = [op for op in block.ops if op.type == "elementwise_add"]
@@ -100,9 +106,10 @@ def insert(program, first=0, lr_scheduler=None, on_gpu=False):
             before and after quantization, because Paddle's operator for axis 1 uses a different CUDA stream and cannot
             be captured.
     """
+    from paddle_resnet import graph
     from paddle_resnet.step import scalars
 
-    block = program.global_block()
+    block = graph.block(program)
     if lr_scheduler is not None:
         new_weight = scalars.declare("range_weight", lambda: weight_of_batch(lr_scheduler.batches))
     for i, (name, readers) in enumerate(activations(program, first).items()):
@@ -113,13 +120,13 @@ def insert(program, first=0, lr_scheduler=None, on_gpu=False):
         inputs, outputs = {"X": value, "InScale": limit}, {"Out": quantized, "OutScale": limit}
         _insert(block, block.ops.index(readers[0]), ACTIVATION, inputs, outputs, is_test=True, **_LEVELS)
         for op in readers:
-            op._rename_input(name, quantized.name)
+            graph.rename_input(op, name, quantized.name)
     for op in block.ops[first:]:
         if _slots(block, op) and _QUANTIZED[op.type][1]:
             slot, axis = _QUANTIZED[op.type][1]
             weight = block.var(op.input(slot)[0])
-            op._rename_input(weight.name, _quantize_weight(block, op, weight, axis, on_gpu).name)
-    block._sync_with_cpp()
+            graph.rename_input(op, weight.name, _quantize_weight(block, op, weight, axis, on_gpu).name)
+    graph.sync(block)
 
 
 def _quantize_weight(block, reader, weight, axis, on_gpu):
@@ -151,7 +158,10 @@ def weight_of_batch(batch):
 
 def ranges(program):
     """Return the names of the activation ranges in a program."""
-    return [op.input("InScale")[0] for op in program.global_block().ops if op.type == ACTIVATION]
+
+    from paddle_resnet import graph
+
+    return [op.input("InScale")[0] for op in graph.block(program).ops if op.type == ACTIVATION]
 
 
 def is_range(name):
@@ -160,7 +170,10 @@ def is_range(name):
 
 def float32_variables(program):
     """Return the names of the outputs of quantization operators, which must remain in float32 in mixed precision."""
-    ops = [op for op in program.global_block().ops if op.type in (ACTIVATION, WEIGHT, "p_norm", "lerp")]
+
+    from paddle_resnet import graph
+
+    ops = [op for op in graph.block(program).ops if op.type in (ACTIVATION, WEIGHT, "p_norm", "lerp")]
     return {name for op in ops for name in op.output_arg_names}
 
 
@@ -202,13 +215,16 @@ def use_levels_of(engine, program, weight_bits):
         program: Program after insert().
         weight_bits: number of bits per weight.
     """
-    block = program.global_block()
+
+    from paddle_resnet import graph
+
+    block = graph.block(program)
     producers = {name: op for op in block.ops for name in op.output_arg_names}
     for op in block.ops:
         if op.type == WEIGHT:
-            op._set_attr("bit_length", weight_bits)
+            graph.set_attr(op, "bit_length", weight_bits)
         elif engine == "onnxruntime" and op.type == ACTIVATION and _is_not_negative(producers, op.input("X")[0]):
-            op._set_attr("bit_length", 9)
+            graph.set_attr(op, "bit_length", 9)
 
 
 def _is_not_negative(producers, name):
@@ -243,4 +259,6 @@ def _range(name):
 
 
 def _insert(block, at, kind, inputs, outputs, **attrs):
-    block._insert_op_without_sync(at, type=kind, inputs=inputs, outputs=outputs, attrs=attrs)
+    from paddle_resnet import graph
+
+    graph.insert(block, at, kind, inputs, outputs, graph.FORWARD, **attrs)

@@ -85,7 +85,7 @@ def add(step: "StepBuilder") -> None:
     if not step.part(Settings).asp:
         return
     ASPHelper._create_mask_variables(step.main, step.startup, step.frozen)
-    block, updates = step.main.global_block(), graph.updates(step.main)
+    block, updates = graph.block(step.main), graph.updates(step.main)
     graph.remove(block, [op for op in block.ops if op.type == "elementwise_mul" and op.input("Y")[0].endswith(MASK)])
     at = itertools.count(block.ops.index(updates[0]))
     for op in updates:
@@ -246,7 +246,10 @@ def layers(main_prog):
     Narrow parameters have fewer than GROUP input channels per convolution group, as in depthwise convolutions and in
     the convolution that reads the images. Excluded parameters are those of the classifier.
     """
-    block = main_prog.global_block()
+
+    from paddle_resnet import graph
+
+    block = graph.block(main_prog)
     sparse, narrow, excluded = [], [], []
     for parameter in main_prog.all_parameters():
         shape = parameter.shape

@@ -17,6 +17,7 @@ from nvidia.dali.plugin.base_iterator import LastBatchPolicy
 from nvidia.dali.plugin.paddle import DALIGenericIterator, feed_ndarray, lod_tensor_clip, to_paddle_type
 from paddle.base.data_feeder import convert_dtype
 
+from paddle_resnet import graph
 from paddle_resnet.data import bad_images
 from paddle_resnet.data.formats import FORMATS
 from paddle_resnet.job import processes
@@ -195,7 +196,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
 
 def feeds(program):
     """Return the input variables of a program as {name: variable}, in the order in which they were declared."""
-    return {v.name: v for v in program.global_block().vars.values() if v.is_data}
+    return {v.name: v for v in graph.block(program).vars.values() if v.is_data}
 
 
 def adapted(loader, program):

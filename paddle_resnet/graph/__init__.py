@@ -1,4 +1,8 @@
-"""Change the operators of Paddle's programs."""
+"""The only code that uses the internal interfaces of Paddle's programs, blocks and operators.
+
+Other modules read operators and variables, and add them, with the public methods of the block that `block` returns.
+They change a program with the functions of this module, and search it with index.Graph.
+"""
 
 import paddle
 
@@ -7,6 +11,11 @@ _OpRole = paddle.base.core.op_proto_and_checker_maker.OpRole
 FORWARD, BACKWARD, OPTIMIZE, SCHEDULE, LOSS = (
     int(role) for role in (_OpRole.Forward, _OpRole.Backward, _OpRole.Optimize, _OpRole.LRSched, _OpRole.Loss)
 )
+
+
+def block(program):
+    """Return the block of a program that contains its operators."""
+    return program.global_block()
 
 
 def insert(block, at: int, op_type: str, inputs: dict, outputs: dict, role: int = OPTIMIZE, **attrs) -> None:
@@ -20,18 +29,57 @@ def append(block, op_type: str, inputs: dict, outputs: dict, **attrs) -> None:
     block.append_op(type=op_type, inputs=inputs, outputs=outputs, attrs=attrs | {"op_role": OPTIMIZE})
 
 
+def insert_before(block, at, op_type: str, inputs: dict, outputs: dict, attrs: dict) -> None:
+    """Insert an operator before the operator `at`, with the role of `at`. Call sync() after the last change of the
+    block."""
+    attrs |= {name: at.attr(name) for name in ("op_role", "op_role_var") if at.has_attr(name)}
+    block._insert_op_without_sync(block.ops.index(at), type=op_type, inputs=inputs, outputs=outputs, attrs=attrs)
+
+
 def replace(block, ops, at, op_type: str, inputs: dict, outputs: dict, attrs: dict) -> None:
     """Insert an operator before the operator `at`, with the role of `at`, and remove the operators `ops`. Call sync()
     after the last change of the block."""
-    attrs |= {name: at.attr(name) for name in ("op_role", "op_role_var") if at.has_attr(name)}
-    place = block.ops.index(at)
-    block._insert_op_without_sync(place, type=op_type, inputs=inputs, outputs=outputs, attrs=attrs)
+    insert_before(block, at, op_type, inputs, outputs, attrs)
     remove(block, ops)
 
 
 def remove(block, ops) -> None:
+    """Remove operators. Call sync() after the last change of the block."""
     for op in ops:
         block._remove_op(block.ops.index(op), sync=False)
+
+
+def set_attr(op, name: str, value) -> None:
+    op._set_attr(name, value)
+
+
+def set_type(op, op_type: str) -> None:
+    op.desc.set_type(op_type)
+
+
+def set_input(op, name: str, variables: list[str]) -> None:
+    """Replace the variables that an operator reads through the input `name`."""
+    op.desc.set_input(name, variables)
+
+
+def set_output(op, name: str, variables: list[str]) -> None:
+    """Replace the variables that an operator writes through the output `name`."""
+    op.desc.set_output(name, variables)
+
+
+def rename_input(op, name: str, new_name: str) -> None:
+    """Make an operator read a different variable in place of the variable `name`."""
+    op._rename_input(name, new_name)
+
+
+def rename(block, name: str, new_name: str):
+    """Rename a variable in all operators of a block, and return it."""
+    return block._rename_var(name, new_name)
+
+
+def serialize(program) -> bytes:
+    """Return a program in Paddle's format for inference models."""
+    return program.desc.serialize_to_string()
 
 
 def sync(block) -> None:

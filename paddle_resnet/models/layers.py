@@ -9,6 +9,8 @@ from paddle import nn, static
 from paddle.nn.initializer import Constant, Initializer, KaimingNormal, Normal, TruncatedNormal, Uniform
 from paddle.utils import unique_name
 
+from paddle_resnet import graph
+
 FLOAT32_SCOPE = "float32"  # mixed precision computes operators in this name scope in float32
 
 
@@ -21,7 +23,7 @@ def dropout(x, rate, seed):
         rate: probability that an element is set to 0; the other elements are divided by 1 - rate.
         seed: int32 variable [1] with a positive value that determines the mask.
     """
-    block = static.default_main_program().global_block()
+    block = graph.block(static.default_main_program())
     name = unique_name.generate("dropout")
     out = block.create_var(name=f"{name}.out", dtype=x.dtype)
     mask = block.create_var(name=f"{name}.mask", dtype="uint8", stop_gradient=True)
@@ -33,7 +35,7 @@ def dropout(x, rate, seed):
 def _append(op_type, inputs, **attrs):
     """Append an operator to the current program and return its output. Unlike functions of Paddle 3.3, this function
     accepts variables of legacy programs."""
-    block = static.default_main_program().global_block()
+    block = graph.block(static.default_main_program())
     out = block.create_var(name=unique_name.generate(f"{op_type}.out"), dtype=inputs["X"].dtype)
     block.append_op(type=op_type, inputs=inputs, outputs={"Out": out}, attrs=attrs)
     return out
@@ -149,7 +151,7 @@ class DropPath(nn.Layer):
     def forward(self, x):
         if not self.rate:
             return x
-        block = static.default_main_program().global_block()
+        block = graph.block(static.default_main_program())
         places = list(range(1, len(x.shape)))
         ones = block.create_var(name=unique_name.generate("drop_path.ones"), dtype=x.dtype, stop_gradient=True)
         first = paddle.slice(x, places, [0] * len(places), [1] * len(places))

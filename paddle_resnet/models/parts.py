@@ -6,6 +6,7 @@ layer in the list is a part, except that the stem is always a single part.
 
 import re
 
+from paddle_resnet import graph
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
 
@@ -63,7 +64,7 @@ def set_bn_momentum(model, momentum):
 def stop_gradients(program):
     """Mark the variables of a forward pass that do not depend on trainable parameters, so that the backward pass omits
     their gradients."""
-    block = program.global_block()
+    block = graph.block(program)
     for op in block.ops:
         if all(block.var(name).stop_gradient for name in op.input_arg_names):
             for name in op.output_arg_names:

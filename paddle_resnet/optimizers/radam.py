@@ -38,10 +38,10 @@ def rewrite(step):
     for i, name in enumerate(("Beta1Pow", "Beta2Pow")):
         power = step.declare(f"radam_{name}", lambda i=i: powers(schedule.done + 1, *betas_and_epsilon)[i])
         for op in ops:
-            op.desc.set_input(name, [power.name])
-            op.desc.set_output(f"{name}Out", [power.name])
+            graph.set_input(op, name, [power.name])
+            graph.set_output(op, f"{name}Out", [power.name])
     for op in ops:
-        op.desc._set_bool_attr("use_global_beta_pow", True)  # so that the operator does not update the powers
+        graph.set_attr(op, "use_global_beta_pow", True)  # so that the operator does not update the powers
 
 
 # Values of table.Rule that differ from AdamW's. A parameter whose training starts later would need its own step count.

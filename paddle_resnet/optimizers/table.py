@@ -162,8 +162,11 @@ def _kinds(program):
     and for other factors of channels or layers, "bias", or "weight". The kind follows from the operators that read the
     parameter, because its shape depends on the layout: a factor of the channels has the shape [C, 1, 1] in NCHW, and
     [C] in NHWC."""
+
+    from paddle_resnet import graph
+
     readers = {}
-    for op in program.global_block().ops:
+    for op in graph.block(program).ops:
         for name in op.input_arg_names:
             readers.setdefault(name, []).append(op)
     for parameter in program.all_parameters():

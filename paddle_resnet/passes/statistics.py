@@ -17,7 +17,7 @@ def keep_statistics_finite(program):
     added operators process all layers together. Custom kernels skip non-finite statistics themselves, so programs with
     custom kernels do not need this change.
     """
-    block = program.global_block()
+    block = graph.block(program)
     layers = [op for op in block.ops if "MeanOut" in op.output_names and not op.attr("is_test")]
     layers = [op for op in layers if not op.attr("use_global_stats")]
     if not layers:

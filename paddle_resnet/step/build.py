@@ -6,6 +6,7 @@ import io
 import paddle
 from paddle import static
 
+from paddle_resnet import graph
 from paddle_resnet.checkpoints.variables import MASTER
 from paddle_resnet.components import INPUTS, UPDATE, optimizer, precision, quantization, sparsity
 from paddle_resnet.job import processes, watchdog
@@ -79,7 +80,7 @@ def build_program(args, main_prog, startup_prog, step_each_epoch, mode, lr_sched
         elif args.tta == "flip":
             axis = 3 if args.data_layout == "NCHW" else 2
             step.images = paddle.concat([step.images, paddle.flip(step.images, [axis])])
-        first = len(main_prog.global_block().ops)
+        first = len(graph.block(main_prog).ops)
         out = logits(model, step.images, args.model_arch_name, args.num_of_class)
         quantization.add(step, first)
         if not is_train and args.tta == "flip":
@@ -125,7 +126,7 @@ def _minimize(args, step):
         optimizer.minimize(step.loss, step.startup)
     # Also create the optimizer state of frozen parameters, so that --freeze does not change which variables a
     # checkpoint contains.
-    own_optimizer._create_accumulators(step.main.global_block(), step.frozen)
+    own_optimizer._create_accumulators(graph.block(step.main), step.frozen)
     sparsity.add(step)
     add_update(step)
     all_reduces.adapt_communication(step.main, step.startup, step.device)

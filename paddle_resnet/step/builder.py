@@ -88,7 +88,7 @@ class StepBuilder:
             master: suffix of the names of master weights.
             bn_statistics: see the attribute.
         """
-        block, updates = self.main.global_block(), graph.updates(self.main)
+        block, updates = graph.block(self.main), graph.updates(self.main)
         self.values = {op.input("Param")[0]: graph.value_of(op) for op in updates}
         names = [parameter.name for parameter in self.frozen]
         self.frozen_values = {name: name + master if block.has_var(name + master) else name for name in names}

@@ -91,7 +91,7 @@ def _compile(args, original, source, is_train):
     if args.device == "gpu":
         _warn_of_depthwise(args.kernels, fusion.paddle_depthwise(program))
     strategy = build_strategy(args, is_train)
-    if any(_is_broadcast_addition(program, op) for op in program.global_block().ops):
+    if any(_is_broadcast_addition(program, op) for op in graph.block(program).ops):
         strategy.fuse_elewise_add_act_ops = False
     place = processes.place(args.device)
     compiled = CompiledStep(program, strategy, source, place)
@@ -111,18 +111,18 @@ def _update_natively(program):
     unscales the gradients. Raises the errors of check_natively."""
     rules = {table.rule_of(op) for op in graph.updates(program)}
     if len(rules) == 1 and None not in rules:
-        block = program.global_block()
+        block = graph.block(program)
         optimizer.update_natively(block, rules.pop(), precision.check_natively(block))
 
 
 def _use_onednn(program):
     """Compute convolutions with oneDNN, which is faster (see ONEDNN), but whose filter gradients are wrong in NHWC.
     Other operators of oneDNN fail, such as the gradient of `mean` for the scalar loss."""
-    for op in program.global_block().ops:
+    for op in graph.block(program).ops:
         if op.type in ONEDNN:
             # Use conv2d instead of Paddle's depthwise operator, which multiplies one small matrix per channel.
-            op.desc.set_type(op.type.removeprefix("depthwise_"))
-            op._set_attr("use_mkldnn", True)
+            graph.set_type(op, op.type.removeprefix("depthwise_"))
+            graph.set_attr(op, "use_mkldnn", True)
 
 
 def _is_broadcast_addition(program, op):
@@ -131,7 +131,7 @@ def _is_broadcast_addition(program, op):
     and leaves the results of all other images uninitialized."""
     if op.type != "elementwise_add":
         return False
-    x, y = (program.global_block().var(op.input(name)[0]) for name in "XY")
+    x, y = (graph.block(program).var(op.input(name)[0]) for name in "XY")
     return y.shape != x.shape and (len(y.shape) == len(x.shape) or 1 in y.shape)
 
 

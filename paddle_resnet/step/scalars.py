@@ -10,6 +10,7 @@ import paddle
 from paddle import static
 from paddle.base.data_feeder import convert_dtype
 
+from paddle_resnet import graph
 from paddle_resnet.step import facts
 
 PREFIX = "host_scalar."  # prefix of the variables of host scalars; checkpoints omit these variables
@@ -41,7 +42,7 @@ class Writer:
 
     def __init__(self, program, place):
         self._scalars = facts.of(program).inputs
-        block = program.global_block()
+        block = graph.block(program)
         variables = {name: block.var(name) for name in self._scalars}
         self._types = {name: (convert_dtype(v.dtype), v.shape) for name, v in variables.items()}
         # Paddle's dropout reads its seed on the host. A seed on the GPU would make the host wait for a copy.
