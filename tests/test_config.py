@@ -665,8 +665,14 @@ def test_list_element_of_wrong_type_is_an_error(flag, value, part):
         ("--budget-minutes 5 --epochs 3", ["--budget-minutes 5: conflicts with --epochs 3 (command line); remove one"]),
         ("--budget-minutes 5 --profile-steps 1:2", ["--budget-minutes 5: not supported with --profile-steps; remove"]),
         ("--patience 3 --run-scope train_only", ["--patience 3: requires evaluations; use 0, or remove --run-scope"]),
-        ("--tensorboard-dir d --benchmark", ["--tensorboard-dir d: this run does not train; remove the flag"]),
-        ("--tensorboard-dir d --run-scope eval_only --from-checkpoint c", ["--tensorboard-dir d: this run does not"]),
+        (
+            "--tensorboard-dir d --benchmark",
+            ["--tensorboard-dir d: not supported with --benchmark; remove one of them"],
+        ),
+        (
+            "--tensorboard-dir d --run-scope eval_only --from-checkpoint c",
+            ["--tensorboard-dir d: not supported with --run-scope eval_only"],
+        ),
         ("--report-html f --benchmark", ["--report-html f: not supported with --benchmark; remove one of them"]),
         ("--report-html f --data-format synthetic", ["--report-html f: not supported with --data-format synthetic"]),
         ("--predictions f --data-format synthetic", ["--predictions f: not supported with --data-format synthetic"]),

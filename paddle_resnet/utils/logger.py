@@ -136,7 +136,7 @@ def write_line(text: object, stream: TextIO) -> None:
     except OSError as e:
         _abandon(stream)
         if stream is sys.stdout:
-            remedy = f"read --report-file {_path} instead" if _path else "read the report instead (see --report-file)"
+            remedy = f"read --report-file {_path} instead" if _path else "redirect stdout to a writable file"
             warn(f"stdout: can no longer be written ({e.strerror}), so the run continues without output; {remedy}")
 
 
