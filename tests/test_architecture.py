@@ -137,7 +137,7 @@ TAKE_SETTINGS = {
     "components": ["stages", "stages_from", "timeline"],
     "checkpoints": ["__init__", "_search", "find", "inherit_flags", "of", "resolve_network"],
     "job": ["check_start"],
-    "optimizers": ["build_lr_scheduler", "build_optimizer"],
+    "optimizers": ["build_lr_scheduler"],
 }
 MAX_TAKE_SETTINGS = 133  # python tests/structure.py lists the functions; reduce this number when it falls
 FOLDERS = [

@@ -15,6 +15,8 @@ from paddle_resnet.settings.field import flag
 from paddle_resnet.utils import numbers
 
 if TYPE_CHECKING:
+    from paddle import static
+
     from paddle_resnet.step.builder import StepBuilder
     from paddle_resnet.step.facts import State
 
@@ -96,7 +98,7 @@ def _add_sum(block, startup_block, gradient, i):
     insert("fill_constant", {}, total.name, **zero)
 
 
-def without_update(program):
+def without_update(program: "static.Program") -> "static.Program":
     """Create the accumulating program from a training program that add() has changed, and return it. The training
     program is copied, not modified. The accumulating program adds its gradients to the sums and updates the BN
     statistics and the ranges of --qat, but not the parameters."""

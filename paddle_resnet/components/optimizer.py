@@ -3,13 +3,17 @@
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paddle_resnet.optimizers.table import OPTIMIZERS
 from paddle_resnet.settings.field import Conflict, flag
 from paddle_resnet.utils import numbers
 
 if TYPE_CHECKING:
+    from paddle import static
+
+    from paddle_resnet import graph
+    from paddle_resnet.optimizers import table
     from paddle_resnet.step.builder import StepBuilder
 
 _ADAPTIVE = ", ".join(name for name, rule in OPTIMIZERS.items() if rule.is_adaptive)
@@ -107,7 +111,7 @@ def add(step: "StepBuilder") -> None:
         _place_state(step.startup)
 
 
-def update_natively(block, rule, factor):
+def update_natively(block: "graph.Block", rule: "table.Rule", factor: "static.Variable | None") -> None:
     """Replace all update operators with one operator per precision and learning rate. If dynamic loss scaling skips a
     step, the parameters and the optimizer state do not change, but the BN statistics do.
 
@@ -128,8 +132,8 @@ def update_natively(block, rule, factor):
             for kind in ("Param", "Grad", *kinds)
         )
         state = [variable for variables in state for variable in variables]
-        inputs = {"Parameters@VECTOR": parameters, "Gradients@VECTOR": gradients, "State@VECTOR": state}
-        inputs["Rate"] = block.var(rate)
+        inputs: dict[str, Any] = {"Parameters@VECTOR": parameters, "Gradients@VECTOR": gradients}
+        inputs |= {"State@VECTOR": state, "Rate": block.var(rate)}
         if factor is not None:
             inputs["Unscale@OPTIONAL"] = factor
         outputs = {"ParametersOut@VECTOR": parameters, "StateOut@VECTOR": state}

@@ -1,7 +1,7 @@
 """Mixed precision (AMP) and loss scaling."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from paddle_resnet.utils import numbers
 if TYPE_CHECKING:
     from paddle import static
 
+    from paddle_resnet import graph
     from paddle_resnet.step.builder import StepBuilder
     from paddle_resnet.step.facts import Loaded
 
@@ -100,7 +101,7 @@ def add(step: "StepBuilder") -> None:
         step.factor = check_natively(graph.block(step.main))
 
 
-def check_natively(block):
+def check_natively(block: "graph.Block") -> "static.Variable | None":
     """Replace Paddle's operators for loss scaling. Return the variable that contains the factor for the gradients, or
     None without loss scaling. The factor is 0 if the step must be skipped.
 
@@ -166,7 +167,7 @@ def _amp_lists(program, dtype, float32):
     return static.amp.AutoMixedPrecisionLists(custom_black_varnames=names, dtype=dtype)
 
 
-def wrap(optimizer, settings: Settings, float32: set[str]):
+def wrap(optimizer: Any, settings: Settings, float32: set[str]) -> Any:
     """If --amp is set, return an optimizer that trains the current program in mixed precision; otherwise, return
     `optimizer`.
 
@@ -207,7 +208,14 @@ def start_evaluation(settings: Settings, program: "static.Program", place: Any, 
         cast_evaluation_program(program, place, settings.amp_dtype, settings.amp_level, float32)
 
 
-def cast_evaluation_program(program, place, dtype, level, float32=frozenset(), for_gpu=False):
+def cast_evaluation_program(
+    program: "static.Program",
+    place: Any,
+    dtype: str,
+    level: str,
+    float32: Collection[str] = frozenset(),
+    for_gpu: bool = False,
+) -> None:
     """Convert an evaluation program in place to the precision of training. Call this function after the parameters have
     been initialized or loaded.
 

@@ -8,13 +8,16 @@ additions. serving/onnx_writer.py converts the fake-quantization operators to Qu
 
 from collections import namedtuple
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from paddle_resnet.settings.field import flag
 
 if TYPE_CHECKING:
+    from paddle import static
+
+    from paddle_resnet import graph
     from paddle_resnet.step.builder import StepBuilder
 
 ACTIVATION = "fake_quantize_dequantize_moving_average_abs_max"
@@ -55,7 +58,7 @@ def add(step: "StepBuilder", first: int) -> None:
         insert(step.main, first, step.schedule, step.device == "gpu")
 
 
-def activations(program, first=0):
+def activations(program: "static.Program", first: int = 0) -> "dict[str, list[graph.Operator]]":
     """Return {name of an activation to quantize: operators that read the quantized value}, in program order. `first` is
     the number of operators that precede the network."""
 
@@ -69,7 +72,7 @@ def activations(program, first=0):
     return readers
 
 
-def layers(program):
+def layers(program: "static.Program") -> list[Layer]:
     """Return a Layer for each layer whose weights insert() would quantize."""
 
     from paddle_resnet import graph
@@ -90,7 +93,7 @@ def layers(program):
     return result
 
 
-def insert(program, first=0, lr_scheduler=None, on_gpu=False):
+def insert(program: "static.Program", first: int = 0, lr_scheduler: Any = None, on_gpu: bool = False) -> None:
     """Insert 8-bit fake-quantization operators into the forward pass of the current program, in place. In the backward
     pass, these operators pass gradients through unchanged (straight-through estimator; Bengio et al., arXiv:1308.3432).
 
@@ -150,13 +153,13 @@ def _quantize_weight(block, reader, weight, axis, on_gpu):
     return add("transpose2", swapped, ("Out", "quantized"), swap, ("XShape", "swapped.shape"))
 
 
-def weight_of_batch(batch):
+def weight_of_batch(batch: int) -> float:
     """Return the weight of a batch (counted from 0) in the exponential moving average of a range. The weight falls from
     1 towards 0.1, so that the average does not depend on its initial value."""
     return 0.1 / (1 - 0.9 ** (batch + 1))
 
 
-def ranges(program):
+def ranges(program: "static.Program") -> list[str]:
     """Return the names of the activation ranges in a program."""
 
     from paddle_resnet import graph
@@ -164,11 +167,11 @@ def ranges(program):
     return [op.input("InScale")[0] for op in graph.block(program).ops if op.type == ACTIVATION]
 
 
-def is_range(name):
+def is_range(name: str) -> bool:
     return name.endswith(_SUFFIX)
 
 
-def float32_variables(program):
+def float32_variables(program: "static.Program") -> set[str]:
     """Return the names of the outputs of quantization operators, which must remain in float32 in mixed precision."""
 
     from paddle_resnet import graph
@@ -185,17 +188,17 @@ def _follow(block, at, value, limit, weight):
     _insert(block, at + 1, "lerp", {"X": limit, "Y": largest, "Weight": weight}, {"Out": limit})
 
 
-def range_name(i):
+def range_name(i: int) -> str:
     return f"quantization_{i}{_SUFFIX}"
 
 
-def bits(op):
+def bits(op: "graph.Operator") -> int:
     """Return the number of bits that a fake-quantization operator uses, including a sign bit: at most 8 for int8, and 9
     for uint8, because the operator also counts a sign bit for the 255 positive levels."""
     return op.attr("bit_length")
 
 
-def quantized(weight, axis, bits):
+def quantized(weight: np.ndarray, axis: int, bits: int) -> tuple[np.ndarray, np.ndarray]:
     """Quantize a weight to `bits` bits, at most 8, with one scale for each index of `axis`. Return (int8 levels with
     the shape of the weight, float32 scales that broadcast against the weight)."""
     ranges = np.abs(weight).max(axis=tuple(i for i in range(weight.ndim) if i != axis), keepdims=True)
@@ -203,7 +206,7 @@ def quantized(weight, axis, bits):
     return np.rint(weight / scales).astype(np.int8), scales.astype(np.float32)
 
 
-def use_levels_of(engine, program, weight_bits):
+def use_levels_of(engine: str, program: "static.Program", weight_bits: int) -> None:
     """Set the number of quantization levels in an inference program, in place.
 
     For "tensorrt", all levels are int8 with zero point 0, as TensorRT requires; activations that cannot be negative,

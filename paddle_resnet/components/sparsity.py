@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from paddle_resnet.settings.field import Conflict, flag
 from paddle_resnet.utils import logger
 
 if TYPE_CHECKING:
+    from paddle import static
+
     from paddle_resnet.step.builder import StepBuilder
     from paddle_resnet.step.facts import Loaded
 
@@ -66,7 +68,7 @@ def prepare(step: "StepBuilder") -> None:
         asp.set_excluded_layers([step.model.last.weight.name], main_program=step.main)
 
 
-def wrap(optimizer, settings: Settings):
+def wrap(optimizer: Any, settings: Settings) -> Any:
     """If --asp is set, return an optimizer that adds masks to the program and keeps pruned weights at 0; otherwise,
     return `optimizer`."""
     from paddle.incubate import asp
@@ -110,7 +112,7 @@ def start(settings: Settings, loaded: "Loaded") -> bool:
     return is_pruning
 
 
-def prune(main_prog, place, algorithm):
+def prune(main_prog: "static.Program", place: Any, algorithm: str) -> dict[str, np.ndarray]:
     """Compute the masks of the sparse and narrow parameters (see layers), and set the pruned weights to 0 with
     apply_masks (--prune-model). The masks of narrow parameters contain only ones.
 
@@ -138,7 +140,7 @@ def prune(main_prog, place, algorithm):
     return masks
 
 
-def apply_masks(main_prog, place):
+def apply_masks(main_prog: "static.Program", place: Any) -> None:
     """Set all values of pruned weights to 0: the weights, their master weights, the optimizer state and the averages.
     Checkpoints of version 0.1.0 contain other values in the optimizer state."""
     from paddle import static
@@ -156,7 +158,7 @@ def apply_masks(main_prog, place):
                     tensor.set(value * mask.astype(value.dtype), place)
 
 
-def compute_mask(weight, algorithm):
+def compute_mask(weight: np.ndarray, algorithm: str) -> np.ndarray:
     """Return the mask that keeps at most two of every four consecutive inputs.
 
     Args:
@@ -179,7 +181,7 @@ def compute_mask(weight, algorithm):
     return mask.reshape(rows.shape).transpose(np.argsort(_axes(weight))).astype(weight.dtype)
 
 
-def has_masks_of_signed_search(state):
+def has_masks_of_signed_search(state: dict[str, np.ndarray]) -> bool:
     """Return whether Paddle's mask_2d_best probably computed the masks in a state {name: array}, which also contains
     the weights. Return False if the masks have fewer than _MIN_BLOCKS blocks.
 
@@ -239,7 +241,7 @@ def _patterns():
     return masks[~is_free.any((1, 2))].astype(np.float64)
 
 
-def layers(main_prog):
+def layers(main_prog: "static.Program") -> tuple[list, list, list]:
     """Return the weights of convolutions and fully connected layers in a training program with --asp as three lists:
     (sparse, narrow, excluded).
 
@@ -263,13 +265,13 @@ def layers(main_prog):
     return sparse, narrow, excluded
 
 
-def counts(main_prog):
+def counts(main_prog: "static.Program") -> dict[str, int]:
     """Return {"asp.sparse_layers", "asp.dense_layers": number} for the summary of a run with --asp."""
     sparse, narrow, excluded = layers(main_prog)
     return {"asp.sparse_layers": len(sparse), "asp.dense_layers": len(narrow) + len(excluded)}
 
 
-def describe(main_prog):
+def describe(main_prog: "static.Program") -> str:
     """Return a line of text that states which layers are 2:4 sparse and which remain dense."""
     sparse, narrow, excluded = layers(main_prog)
     total = [*sparse, *narrow, *excluded]

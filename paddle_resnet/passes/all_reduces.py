@@ -12,7 +12,7 @@ from paddle_resnet.step import facts
 _NCCL_OPERATORS = ("c_sync_comm_stream", "c_sync_calc_stream", "c_comm_init", "c_gen_nccl_id")
 
 
-def adapt_communication(main_prog, startup_prog, device):
+def adapt_communication(main_prog: static.Program, startup_prog: static.Program, device: str) -> None:
     """Correct the operators that Fleet inserts into the programs of a multi-process run. The programs are modified in
     place."""
     if processes.world_size() == 1:
@@ -51,13 +51,13 @@ def _remove_nccl(block):
     graph.sync(block)
 
 
-def count_gradient_all_reduces(train_prog):
+def count_gradient_all_reduces(train_prog: static.Program) -> int:
     """Return the number of gradient all-reduces in a training step after all-reduces have been fused."""
     ops = graph.block(train_prog).ops
     return sum(op.type == compat.ALL_REDUCE and bool(op.attr("op_role") & graph.BACKWARD) for op in ops)
 
 
-def average_bn(exe, train_prog):
+def average_bn(exe: static.Executor, train_prog: static.Program) -> None:
     """Replace the variables that own_statistics() returns with their means over the processes.
 
     Each process computes these statistics from its own images. Call average_bn() before an evaluation or a checkpoint,
@@ -86,7 +86,7 @@ def _bn_average(train_prog):
     return average_prog
 
 
-def own_statistics(train_prog):
+def own_statistics(train_prog: static.Program) -> list[str]:
     """Return the names of variables that differ between processes: the running means and variances of BN layers that
     are not frozen, variables that follow them (facts.State, such as those of --ema), and the ranges of quantized
     activations (--qat)."""
@@ -97,14 +97,14 @@ def own_statistics(train_prog):
     return [*names, *followers, *quantization.ranges(train_prog)]
 
 
-def bn_statistics(train_prog, includes_frozen=True):
+def bn_statistics(train_prog: static.Program, includes_frozen: bool = True) -> list[str]:
     """Return the names of the running means and variances in a training program. If includes_frozen is false, omit
     those of frozen BN layers."""
     ops = _bn_layers(train_prog, includes_frozen)
     return [name for op in ops for name in (*op.output("MeanOut"), *op.output("VarianceOut"))]
 
 
-def bn_momentum(train_prog):
+def bn_momentum(train_prog: static.Program) -> float:
     """Return the largest momentum of the BN layers that are not frozen; 0 if there are none."""
     return max((op.attr("momentum") for op in _bn_layers(train_prog, includes_frozen=False)), default=0)
 

@@ -8,6 +8,7 @@ For prediction and for evaluation in float16 on GPUs, this module also fuses or 
 """
 
 import os
+from collections.abc import Callable
 
 import paddle
 from paddle import static
@@ -25,7 +26,7 @@ STEM_POOL |= {"global_pooling": False, "adaptive": False, "ceil_mode": False}
 NHWC = [0, 2, 3, 1]  # order of the axes of filters in cuDNN's layout for NHWC, relative to Paddle's layout
 
 
-def fold_batch_norms(program, exe, channel_axis):
+def fold_batch_norms(program: static.Program, exe: static.Executor, channel_axis: int) -> Callable[[], None]:
     """Fold the BN layers of an evaluation program in place. A BN layer is folded only if _convolution returns its
     convolution.
 
@@ -66,7 +67,7 @@ def _fold(program, channel_axis):
     return fold_prog
 
 
-def fuse_convolutions(program, exe):
+def fuse_convolutions(program: static.Program, exe: static.Executor) -> tuple[int, Callable[[], None]]:
     """Replace each convolution, its BN, its residual addition (if any) and its ReLU with one fused operator of Paddle,
     in place. The fused operator reads and writes each activation only once, and its filters are already in cuDNN's
     layout.
@@ -106,7 +107,7 @@ def fuse_convolutions(program, exe):
     return count, refold
 
 
-def fuse_stem(program):
+def fuse_stem(program: static.Program) -> int:
     """Replace the stem of a ResNet (7x7 convolution with stride 2 and 64 filters, BN, ReLU, and 3x3 max pooling with
     stride 2) with one custom operator, in place. The custom operator reads images with three channels, so the operator
     that adds a fourth channel of zeros is also replaced. The stem is not replaced if the compute capability of the GPU
@@ -158,7 +159,7 @@ def _has_tf32():
     return os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
 
 
-def replace_convolutions(program, exe):
+def replace_convolutions(program: static.Program, exe: static.Executor) -> int:
     """Replace Paddle's float32 convolutions with custom operators, in place. In float32, Paddle's `conv2d` transposes
     its input and output in each step, because it does not support NHWC; the custom operator native_conv calls cuDNN in
     NHWC. The filters of native_conv are transposed to cuDNN's layout once.

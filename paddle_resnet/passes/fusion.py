@@ -10,8 +10,11 @@ communication.
 """
 
 from collections import namedtuple
+from collections.abc import Collection
 
 import paddle
+from paddle import static
+from paddle.base.framework import Operator
 
 from paddle_resnet.graph import block as block_of
 from paddle_resnet.graph import set_output
@@ -48,7 +51,7 @@ ADDED = ("relu", "mish")
 Tail = namedtuple("Tail", "ops out activation addend")
 
 
-def fuse(program):
+def fuse(program: static.Program) -> int:
     """Replace operators in a program with custom operators, in place. Operators that the custom kernels do not support
     are not replaced. All kernels except that of dropout require that the size of the last axis, which is the number of
     channels in NHWC, is a multiple of 4. BN with fixed statistics is not replaced if a gradient passes through it. The
@@ -94,7 +97,7 @@ def _fills_vectors(graph, op, name="X"):
     return x.dtype in TYPES and len(x.shape) > 0 and x.shape[-1] % CHANNELS == 0
 
 
-def paddle_depthwise(program):
+def paddle_depthwise(program: static.Program) -> tuple[str, ...]:
     """Return a tuple of the distinct depthwise convolutions in NHWC that Paddle's kernels compute.
 
     Each convolution is described by a string such as "7x7, stride 2, 12 channels".
@@ -109,7 +112,7 @@ def paddle_depthwise(program):
     return tuple(layers)
 
 
-def find_tail(graph, bn):
+def find_tail(graph: Graph, bn: Operator) -> Tail:
     """Return the Tail of a BN operator."""
     y = bn.output("Y")[0]
     if activation := _activation(graph, y):
@@ -317,7 +320,7 @@ def _fuse_concat(graph, concat):
         graph.replace([gradient], gradient, "native_split", inputs, {"X": dx, "Y": dy}, {"channels": x.shape[3]})
 
 
-def has_depthwise_kernel(graph, op):
+def has_depthwise_kernel(graph: Graph, op: Operator) -> bool:
     """Return whether a custom kernel computes a depthwise convolution."""
     x, filters = graph.variables(op, "Input", "Filter").values()
     stride = op.attr("strides")
@@ -335,7 +338,7 @@ def _square_padding(graph, op):
     return rows if rows == columns else None
 
 
-def padding(graph, op):
+def padding(graph: Graph, op: Operator) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the padding of a convolution of NHWC images as ((top, bottom), (left, right))."""
     algorithm, values = op.attr("padding_algorithm"), op.attr("paddings")
     if algorithm == "SAME":
@@ -376,7 +379,7 @@ def _fuse_depthwise_conv(graph, op):
     graph.replace([gradient], gradient, "native_depthwise_conv_backward", inputs, outputs, attrs)
 
 
-def is_pointwise(graph, op, types):
+def is_pointwise(graph: Graph, op: Operator, types: Collection) -> bool:
     """Return whether custom kernels support a 1x1 convolution on this GPU: without stride, groups and padding, with
     multiples of 4 channels, and with one of the data types `types`."""
     x, filters = graph.variables(op, "Input", "Filter").values()
@@ -388,11 +391,11 @@ def is_pointwise(graph, op, types):
     return is_known and x.dtype in types and has_bfloat16_tensor_cores()
 
 
-def has_bfloat16_tensor_cores():  # GPUs with bfloat16 tensor cores also have TF32 tensor cores
+def has_bfloat16_tensor_cores() -> bool:  # GPUs with bfloat16 tensor cores also have TF32 tensor cores
     return paddle.is_compiled_with_cuda() and paddle.device.cuda.get_device_capability()[0] >= 8
 
 
-def fuse_pointwise_conv(graph, op):
+def fuse_pointwise_conv(graph: Graph, op: Operator) -> bool:
     """Replace a 1x1 convolution, its BN and the Tail of the BN, if no gradient passes through them and the convolution
     has at most POINTWISE_BN_CHANNELS input channels. Return whether they were replaced."""
     x, filters, out = graph.variables(op, "Input", "Filter", "Output").values()

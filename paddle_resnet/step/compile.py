@@ -2,6 +2,7 @@
 
 import functools
 from collections import Counter
+from typing import Any
 
 from paddle import static
 
@@ -10,6 +11,7 @@ from paddle_resnet.components import accumulation, optimizer, precision
 from paddle_resnet.job import processes
 from paddle_resnet.optimizers import table
 from paddle_resnet.passes import fusion, statistics
+from paddle_resnet.settings import values
 from paddle_resnet.step import cuda_graph, facts, scalars, trace
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
@@ -37,10 +39,12 @@ class CompiledStep(static.CompiledProgram):
     def __init__(self, program, strategy, source, place):
         super().__init__(program, build_strategy=strategy)
         self.source, self.write_scalars = source, scalars.Writer(program, place)
-        self.captured = self.trace = self.accumulating = None
+        self.captured: cuda_graph.CapturedStep | None = None
+        self.trace: trace.Trace | None = None
+        self.accumulating: CompiledStep | None = None
 
 
-def build_strategy(args, is_train):
+def build_strategy(args: values.Settings, is_train: bool) -> Any:
     """Return Paddle's BuildStrategy for a program. See program.create_strategy."""
     processes.check_resolved(args.device)
     strategy = static.BuildStrategy()
@@ -54,7 +58,7 @@ def build_strategy(args, is_train):
     return strategy
 
 
-def compile_step(args, program, is_train):
+def compile_step(args: values.Settings, program: static.Program, is_train: bool) -> CompiledStep:
     """Return the CompiledStep of a program, which is not modified. See program.compile_prog."""
     processes.check_resolved(args.device)
     if facts.of(program).optimizer is None:
@@ -109,10 +113,10 @@ def _update_natively(program):
     """Replace Paddle's update operators in a program that build has not built, if all of them implement the same rule
     of optimizers/table.py. Otherwise, none is replaced, because Paddle's update operators cannot read the factor that
     unscales the gradients. Raises the errors of check_natively."""
-    rules = {table.rule_of(op) for op in graph.updates(program)}
-    if len(rules) == 1 and None not in rules:
+    rule, *others = {table.rule_of(op) for op in graph.updates(program)} or {None}
+    if rule is not None and not others:
         block = graph.block(program)
-        optimizer.update_natively(block, rules.pop(), precision.check_natively(block))
+        optimizer.update_natively(block, rule, precision.check_natively(block))
 
 
 def _use_onednn(program):
@@ -153,7 +157,7 @@ def _warn_of_depthwise(kernels, paddle_layers):
     )
 
 
-def fused_operators(args, compiled):
+def fused_operators(args: values.Settings, compiled: CompiledStep) -> dict[str, int]:
     """Compile a program before its first step, and count its fused operators.
 
     Args:

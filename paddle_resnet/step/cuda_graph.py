@@ -61,7 +61,7 @@ _numbers = itertools.count()
 _workspaces = []  # tensors that reserve memory used by captured steps; see _take_free_memory
 
 
-def untested_operators(program, is_wanted, is_explicit):
+def untested_operators(program: static.Program, is_wanted: bool, is_explicit: bool) -> list[str] | None:
     """Decide whether to capture the steps of a program.
 
     Args:
@@ -154,7 +154,7 @@ class CapturedStep:
         self._steps += 1
         self._exe.run(self._copy_program, fetch_list=[])
 
-    def check(self):
+    def check(self) -> None:
         """Discard the captured step if another program has moved a tensor since the capture.
 
         If one process discards its captured step, all processes discard theirs, because NCCL requires that either all
