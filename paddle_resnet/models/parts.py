@@ -7,7 +7,6 @@ layer in the list is a part, except that the stem is always a single part.
 import re
 from typing import TYPE_CHECKING
 
-from paddle_resnet import graph
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
 
@@ -69,6 +68,8 @@ def set_bn_momentum(model: "nn.Layer", momentum: float) -> None:
 def stop_gradients(program: "static.Program") -> None:
     """Mark the variables of a forward pass that do not depend on trainable parameters, so that the backward pass omits
     their gradients."""
+    from paddle_resnet import graph
+
     block = graph.block(program)
     for op in block.ops:
         if all(block.var(name).stop_gradient for name in op.input_arg_names):
