@@ -97,7 +97,6 @@ def add(step: "StepBuilder") -> None:
     """Complete the update, for which Paddle's minimize has added one operator per parameter. With Paddle's kernels,
     these operators are corrected for bfloat16 parameters and for steps that dynamic loss scaling skips. If Paddle lacks
     the rule, `rewrite` of the rule then changes them. With custom kernels, they are replaced."""
-
     from paddle_resnet import graph
 
     block, rule = graph.block(step.main), OPTIMIZERS[step.part(Settings).optimizer]
@@ -149,7 +148,6 @@ def _place_state(startup_prog):
     Paddle creates and updates the powers of Adam's betas on the CPU. The custom operators need these powers on the GPU,
     because a captured step must not read values from the host.
     """
-
     from paddle_resnet import graph
 
     for op in graph.block(startup_prog).ops:

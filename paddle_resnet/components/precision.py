@@ -94,7 +94,6 @@ def add(step: "StepBuilder") -> None:
     in float32. Paddle's operators would unscale float16 gradients in float16, where small gradients underflow. With
     dynamic loss scaling, one operator checks all gradients and updates the loss scale. Raises the errors of
     check_natively."""
-
     from paddle_resnet import graph
 
     if step.is_native:

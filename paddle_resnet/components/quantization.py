@@ -61,7 +61,6 @@ def add(step: "StepBuilder", first: int) -> None:
 def activations(program: "static.Program", first: int = 0) -> "dict[str, list[graph.Operator]]":
     """Return {name of an activation to quantize: operators that read the quantized value}, in program order. `first` is
     the number of operators that precede the network."""
-
     from paddle_resnet import graph
 
     block = graph.block(program)
@@ -74,7 +73,6 @@ def activations(program: "static.Program", first: int = 0) -> "dict[str, list[gr
 
 def layers(program: "static.Program") -> list[Layer]:
     """Return a Layer for each layer whose weights insert() would quantize."""
-
     from paddle_resnet import graph
 
     block = graph.block(program)
@@ -161,7 +159,6 @@ def weight_of_batch(batch: int) -> float:
 
 def ranges(program: "static.Program") -> list[str]:
     """Return the names of the activation ranges in a program."""
-
     from paddle_resnet import graph
 
     return [op.input("InScale")[0] for op in graph.block(program).ops if op.type == ACTIVATION]
@@ -173,7 +170,6 @@ def is_range(name: str) -> bool:
 
 def float32_variables(program: "static.Program") -> set[str]:
     """Return the names of the outputs of quantization operators, which must remain in float32 in mixed precision."""
-
     from paddle_resnet import graph
 
     ops = [op for op in graph.block(program).ops if op.type in (ACTIVATION, WEIGHT, "p_norm", "lerp")]
@@ -218,7 +214,6 @@ def use_levels_of(engine: str, program: "static.Program", weight_bits: int) -> N
         program: Program after insert().
         weight_bits: number of bits per weight.
     """
-
     from paddle_resnet import graph
 
     block = graph.block(program)

@@ -248,7 +248,6 @@ def layers(main_prog: "static.Program") -> tuple[list, list, list]:
     Narrow parameters have fewer than GROUP input channels per convolution group, as in depthwise convolutions and in
     the convolution that reads the images. Excluded parameters are those of the classifier.
     """
-
     from paddle_resnet import graph
 
     block = graph.block(main_prog)

@@ -166,7 +166,6 @@ def _kinds(program):
     and for other factors of channels or layers, "bias", or "weight". The kind follows from the operators that read the
     parameter, because its shape depends on the layout: a factor of the channels has the shape [C, 1, 1] in NCHW, and
     [C] in NHWC."""
-
     from paddle_resnet import graph
 
     readers = {}
