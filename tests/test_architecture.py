@@ -159,7 +159,7 @@ FOLDERS = [
 def test_low_level_functions_take_no_settings_object(folder):
     paths = [*(ROOT / "paddle_resnet" / folder).glob("*.py")]
     assert paths
-    found = [f.name for path in paths for f in structure.functions(path) if structure.takes_settings(f)]
+    found = [f.name for path in paths for f in structure.taking(path)]
     assert sorted(found) == sorted(TAKE_SETTINGS.get(folder, []))
 
 
