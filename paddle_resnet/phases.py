@@ -398,7 +398,7 @@ def check_and_describe(
     loaders = [work and work.loader for work in (training, evaluation)]
     main = training or evaluation
     agreement.check_work(args.kernels, *loaders, main.program)
-    fused = fused_operators(args, main.compiled)
+    fused = fused_operators(args.device, main.compiled)
     if budget.is_needed(args, checkpoint) and not args.dry_run:
         args = budget.choose(args, exe, training, evaluation)
         training = _with_settings(args, training)

@@ -236,12 +236,12 @@ def test_measurement_takes_about_the_requested_time(monkeypatch):
 
 @pytest.mark.parametrize(("first_s", "count"), [(0.4, 2), (0.6, 1)])
 def test_slow_evaluation_is_measured_once(monkeypatch, first_s, count):
-    evaluation, durations = SimpleNamespace(**dict.fromkeys(("loader", "compiled", "fetchs"))), []
+    evaluation, durations = SimpleNamespace(**dict.fromkeys(("settings", "loader", "compiled", "fetchs"))), []
     evaluation.refresh = lambda: durations.append(1)
     monkeypatch.setattr(budget, "perf_counter", lambda: sum(durations))
     monkeypatch.setattr(budget.program, "run", lambda *_: durations.append(len(durations)) or {"epoch_time": first_s})
     # Including the refresh, the first evaluation takes 2 s and the second evaluation takes 4 s.
-    assert budget._measure_evaluation(settings(), None, evaluation, 0.5) == 2 * count
+    assert budget._measure_evaluation(None, evaluation, 0.5) == 2 * count
     assert len(durations) == 2 * count
 
 

@@ -365,7 +365,7 @@ def test_settings_are_described_after_the_epochs_are_chosen(record, monkeypatch,
     record(phases.logger, "info")
     record(phases.all_reduces, "count_gradient_all_reduces")
     record.results |= {"fused_operators": {"native_bn": 1}, "count_gradient_all_reduces": 3}
-    args = SimpleNamespace(kernels="native", dry_run=is_dry, show_config=shows, benchmark=False)
+    args = SimpleNamespace(kernels="native", device="cpu", dry_run=is_dry, show_config=shows, benchmark=False)
     chosen = SimpleNamespace(**vars(args), epochs=2) if is_needed and not is_dry else args
     record.results |= {"is_needed": is_needed, "choose": chosen, "stages_from": [Stage(0, "stage")]}
     captured = SimpleNamespace(captured="graph")
@@ -373,7 +373,7 @@ def test_settings_are_described_after_the_epochs_are_chosen(record, monkeypatch,
     evaluation = phases.Work(args, "eval loader", SimpleNamespace(), None, compiled=SimpleNamespace(captured=None))
     assert phases.check_and_describe(args, "exe", "checkpoint", training, evaluation) == (chosen, training)
     assert record.calls[0] == ("check_work", "native", "train loader", "eval loader", training.program)
-    assert ("fused_operators", args, captured) in record.calls
+    assert ("fused_operators", "cpu", captured) in record.calls
     assert [name for name, *_ in record.calls if name in ("choose", "describe")] == expected
     assert ("is_needed", args, "checkpoint") in record.calls
     assert ("_warn_of_bn_momentum", chosen, training) in record.calls

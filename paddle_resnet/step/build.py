@@ -81,7 +81,7 @@ def build_program(
             feeds = feeds_of(image_shape)
         step.model = model = build_model(args.model_arch_name, args.num_of_class, channels, args.data_layout)
         if is_train:
-            _set_up_layers(args, step)
+            _set_up_layers(step, args.bn_momentum, args.freeze)
         else:
             model.eval()
         step.images, step.targets, step.class_images = feeds["data"], feeds, class_images
@@ -118,12 +118,12 @@ def build_program(
     return fetchs, lr_scheduler, feeds, optimizer
 
 
-def _set_up_layers(args, step):
+def _set_up_layers(step, bn_momentum, frozen):
     """Apply --bn-momentum and --freeze to the layers of the network."""
-    if args.bn_momentum is not None:
-        parts.set_bn_momentum(step.model, args.bn_momentum)
-    if args.freeze:
-        step.frozen = parts.freeze(step.model, args.freeze)
+    if bn_momentum is not None:
+        parts.set_bn_momentum(step.model, bn_momentum)
+    if frozen:
+        step.frozen = parts.freeze(step.model, frozen)
 
 
 def _minimize(args, step):

@@ -157,15 +157,15 @@ def _warn_of_depthwise(kernels, paddle_layers):
     )
 
 
-def fused_operators(args: values.Settings, compiled: CompiledStep) -> dict[str, int]:
+def fused_operators(device: str, compiled: CompiledStep) -> dict[str, int]:
     """Compile a program before its first step, and count its fused operators.
 
     Args:
-        args: Settings.
+        device: "cpu" or "gpu".
         compiled: result of compile_prog; the Executor reuses the compilation.
     Returns:
         {operator: count} for Paddle's fused operators (fused_...) and custom operators (native_...).
     """
-    compiled._compile(static.global_scope(), processes.place(args.device))
+    compiled._compile(static.global_scope(), processes.place(device))
     types = Counter(node.name() for node in compiled._graph.nodes() if node.is_op())
     return {name: count for name, count in sorted(types.items()) if name.startswith(("fused_", "native_"))}

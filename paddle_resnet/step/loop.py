@@ -292,13 +292,30 @@ class EpochRun:
             meter.update(np.asarray(handle), images)
         self._first_step_s = self._first_step_s or logger.elapsed_s()
         if self._mode is Mode.TRAIN:
-            _check_losses(self._args, self._meters["loss"], self._epoch, step, lr)
+            self._check_losses(step, lr)
         if step % self._args.print_interval == 0 and step >= self._measured_from:
             metrics = {name: meter.value for name, meter in self._averages().items()}
             metrics.update(self._clock.since_last_log())
             self._step_log.add(step, images, metrics, {} if lr is None else {"lr": lr})
         if progress.is_due():
             self._show_progress(step + 1, images, lr)
+
+    def _check_losses(self, step, lr):
+        """Raise RunError after --max-bad-steps consecutive losses that are infinite or NaN.
+
+        If a loss is not finite, dynamic loss scaling skips the step and lowers the loss scale, to a minimum of 1.
+        Losses that are not finite do not count towards --max-bad-steps while the loss scale is above 1. The loss scale
+        is read only after a loss that is not finite, because reading the loss scale waits for the device.
+        """
+        args, loss = self._args, self._meters["loss"]
+        if loss.bad_updates and args.use_dynamic_loss_scaling and _loss_scale() > 1:
+            loss.excuse_update()
+        if loss.bad_updates >= args.max_bad_steps:
+            raise RunError(
+                f"--max-bad-steps {args.max_bad_steps}: {loss.bad_updates} consecutive losses were not finite, up to "
+                f"step {step} of epoch {self._epoch} with learning rate {lr}; resume from the last checkpoint with a "
+                "lower --lr, or check the images"
+            )
 
     def _show_progress(self, step, images, lr):
         """Display the mean metrics of the epoch so far and the current speed."""
@@ -325,23 +342,6 @@ class EpochRun:
         self._read()
         if self._args.device == "gpu":
             paddle.device.cuda.synchronize(processes.place(self._args.device))
-
-
-def _check_losses(args, loss, epoch, step, lr):
-    """Raise RunError after --max-bad-steps consecutive losses that are infinite or NaN.
-
-    If a loss is not finite, dynamic loss scaling skips the step and lowers the loss scale, to a minimum of 1. Losses
-    that are not finite do not count towards --max-bad-steps while the loss scale is above 1. The loss scale is read
-    only after a loss that is not finite, because reading the loss scale waits for the device.
-    """
-    if loss.bad_updates and args.use_dynamic_loss_scaling and _loss_scale() > 1:
-        loss.excuse_update()
-    if loss.bad_updates >= args.max_bad_steps:
-        raise RunError(
-            f"--max-bad-steps {args.max_bad_steps}: {loss.bad_updates} consecutive losses were not finite, up to step "
-            f"{step} of epoch {epoch} with learning rate {lr}; resume from the last checkpoint with a lower --lr, or "
-            "check the images"
-        )
 
 
 def _loss_scale():
