@@ -413,7 +413,7 @@ def test_dry_run_does_not_measure(run, monkeypatch):
         (["--iter-unit", "batch", "--num-iter", 9], "--budget-minutes 5.0: not used by --iter-unit batch; remove it"),
         (
             ["--profile-steps", "1:2"],
-            "--budget-minutes 5: not supported with --profile-steps; remove one of them, or use",
+            "--budget-minutes 5: not supported with --profile-steps; remove one of them",
         ),
         (["--budget-minutes", -1], "-1"),
         (["--budget-minutes", "1e9"], "--budget-minutes: 1e9 is too large; use at most 527040, which is a year"),
