@@ -103,7 +103,7 @@ def float32(block: Block, name: str, shape: Sequence[int], persistable: bool = F
 
 def updates(program: static.Program) -> list:
     """Return Paddle's operators that update the parameters in a training program."""
-    return [op for op in program.global_block().ops if {"Param", "Grad"} <= set(op.input_names)]
+    return [op for op in block(program).ops if {"Param", "Grad"} <= set(op.input_names)]
 
 
 def value_of(op: Operator) -> str:
