@@ -15,6 +15,8 @@ from paddle_resnet.settings.field import flag
 from paddle_resnet.utils import numbers
 
 if TYPE_CHECKING:
+    from paddle import static
+
     from paddle_resnet.step.builder import StepBuilder
     from paddle_resnet.step.facts import State
 
@@ -52,7 +54,7 @@ def add(step: "StepBuilder") -> None:
         return
     block = graph.block(step.main)
     loss_gradient = next(op for op in block.ops if op.attr("op_role") == graph.BACKWARD | graph.LOSS)
-    loss_gradient._set_attr("value", loss_gradient.attr("value") / count)
+    graph.set_attr(loss_gradient, "value", loss_gradient.attr("value") / count)
     gradients = {op.input("Grad")[0] for op in graph.updates(step.main)}
     last, skipped = {}, (*_communication(), "coalesce_tensor")
     for i, op in enumerate(block.ops):
@@ -97,7 +99,7 @@ def _add_sum(block, startup_block, name, i):
     insert("fill_constant", {}, total.name, **zero)
 
 
-def remove_update(program):
+def remove_update(program: "static.Program") -> None:
     """Change a copy of a training program that add() has changed into the accumulating program, in place. The
     accumulating program adds its gradients to the sums and updates the BN statistics and the ranges of --qat, but not
     the parameters."""
@@ -111,7 +113,7 @@ def remove_update(program):
         is_rounding = op.type == "cast" and op.input("X")[0] in sums
         if op.type == "elementwise_add" and op.input("Y")[0].startswith(PREFIX):
             sums[op.input("X")[0]] = op.input("Y")[0]
-            op.desc.set_output("Out", op.input("Y"))
+            graph.set_output(op, "Out", op.input("Y"))
         elif is_update or op.type in communication or resets or is_rounding:
             removed.append(op)
     graph.remove(block, removed)

@@ -130,5 +130,5 @@ def add(step: "StepBuilder") -> None:
             name = unique_name.generate(f"{rate.name}_scaled")
             rates[factor] = block.create_var(name=name, shape=rate.shape, dtype=rate.dtype, stop_gradient=True)
             graph.insert(block, next(at), "scale", {"X": rate}, {"Out": rates[factor]}, scale=float(factor))
-        op._rename_input(rate.name, rates[factor].name)
+        graph.rename_input(op, rate.name, rates[factor].name)
     graph.sync(block)

@@ -1,27 +1,34 @@
-"""Change the operators of Paddle's programs."""
+"""The only code that uses the internal interfaces of Paddle's programs, blocks and operators.
+
+Other modules read operators and variables, and add them, with the public methods of the block that `block` returns.
+They change a program with the functions of this module, and search it with index.Graph.
+"""
 
 import contextlib
 import io
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import paddle
 from paddle import static
 from paddle.base import framework
+from paddle.base.framework import Block, Operator
 from paddle.utils import unique_name
 
-_OpRole = paddle.base.core.op_proto_and_checker_maker.OpRole
+_OpRole = paddle.base.core.op_proto_and_checker_maker.OpRole  # pyright: ignore[reportAttributeAccessIssue]
 # Roles of operators. An operator may have several roles, such as BACKWARD | LOSS.
 FORWARD, BACKWARD, OPTIMIZE, SCHEDULE, LOSS = (
     int(role) for role in (_OpRole.Forward, _OpRole.Backward, _OpRole.Optimize, _OpRole.LRSched, _OpRole.Loss)
 )
 
 
-def is_legacy(program) -> bool:
+def is_legacy(program: Any) -> bool:
     """Return whether a program is a legacy program and not a PIR program of Paddle 3."""
     return isinstance(program, framework.Program)
 
 
-def block(program):
-    """Return the global block of a program, of which this project uses only the methods that pir.Block also has."""
+def block(program: static.Program) -> Block:
+    """Return the block of a program that contains its operators: for a PIR program, a pir.Block."""
     if is_legacy(program):
         return program.global_block()
     from paddle_resnet.graph import pir
@@ -29,7 +36,7 @@ def block(program):
     return pir.Block(program)
 
 
-def feeds(program) -> dict:
+def feeds(program: static.Program) -> dict[str, static.Variable]:
     """Return the input variables of a program as {name: variable}, in the order in which they were declared."""
     if is_legacy(program):
         return {v.name: v for v in program.global_block().vars.values() if v.is_data}
@@ -38,14 +45,16 @@ def feeds(program) -> dict:
     return pir.feeds(program)
 
 
-def is_parameter(variable) -> bool:
+def is_parameter(variable: Any) -> bool:
     """Return whether a persistable variable is a parameter or a BN statistic of the network."""
     if isinstance(variable, framework.Variable):
         return isinstance(variable, framework.Parameter)
     return bool(getattr(variable, "is_parameter", False))
 
 
-def operator(name: str, op_type: str, inputs: dict, dtype=None, stop_gradient: bool = False, **attrs):
+def operator(
+    name: str, op_type: str, inputs: dict, dtype: Any = None, stop_gradient: bool = False, **attrs: Any
+) -> static.Variable:
     """Append an operator to the current program, and return its output "Out". Unlike functions of Paddle 3.3, this
     function accepts variables of legacy programs.
 
@@ -63,13 +72,13 @@ def operator(name: str, op_type: str, inputs: dict, dtype=None, stop_gradient: b
     return written(out)
 
 
-def written(variable):
+def written(variable: Any) -> static.Variable:
     """Return a variable that create_var has created and an operator has written, as an argument for Paddle's
     functions."""
     return variable if isinstance(variable, framework.Variable) else variable.value
 
 
-def global_variable(name: str, shape, dtype: str):
+def global_variable(name: str, shape: Sequence[int], dtype: str) -> static.Variable:
     """Create a persistable variable in the current program, which the startup program sets to 0."""
     if is_legacy(static.default_main_program()):
         variable = static.create_global_var(list(shape), 0, dtype, persistable=True, name=name)
@@ -80,7 +89,7 @@ def global_variable(name: str, shape, dtype: str):
     return variable
 
 
-def minimize(optimizer, loss, startup) -> None:
+def minimize(optimizer: Any, loss: static.Variable, startup: static.Program) -> None:
     """Add the backward pass and the update of an optimizer to the current program."""
     if is_legacy(static.default_main_program()):
         with contextlib.redirect_stdout(io.StringIO()):  # Fleet prints the names of its optimizers
@@ -91,7 +100,7 @@ def minimize(optimizer, loss, startup) -> None:
     pir.minimize(optimizer, loss, startup, (BACKWARD | LOSS, BACKWARD, OPTIMIZE))
 
 
-def clone(program):
+def clone(program: static.Program) -> tuple[static.Program, Callable]:
     """Return a copy of a program, and a function that returns the variable to fetch from the copy for a variable of the
     program."""
     if is_legacy(program):
@@ -101,52 +110,95 @@ def clone(program):
     return pir.clone(program)
 
 
-def insert(block, at: int, op_type: str, inputs: dict, outputs: dict, role: int = OPTIMIZE, **attrs) -> None:
+def insert(
+    block: Block, at: int, op_type: str, inputs: dict, outputs: dict, role: int = OPTIMIZE, **attrs: Any
+) -> None:
     """Insert an operator at position `at` of a block. Call sync() after the last change of the block."""
     attrs["op_role"] = role
     block._insert_op_without_sync(at, type=op_type, inputs=inputs, outputs=outputs, attrs=attrs)
 
 
-def append(block, op_type: str, inputs: dict, outputs: dict, **attrs) -> None:
+def append(block: Block, op_type: str, inputs: dict, outputs: dict, **attrs: Any) -> None:
     """Append an operator of the update to a block."""
     block.append_op(type=op_type, inputs=inputs, outputs=outputs, attrs=attrs | {"op_role": OPTIMIZE})
 
 
-def replace(block, ops, at, op_type: str, inputs: dict, outputs: dict, attrs: dict) -> None:
+def insert_before(block: Block, at: Operator, op_type: str, inputs: dict, outputs: dict, attrs: dict) -> None:
+    """Insert an operator before the operator `at`, with the role of `at`. Call sync() after the last change of the
+    block."""
+    attrs |= {name: at.attr(name) for name in ("op_role", "op_role_var") if at.has_attr(name)}
+    block._insert_op_without_sync(block.ops.index(at), type=op_type, inputs=inputs, outputs=outputs, attrs=attrs)
+
+
+def replace(
+    block: Block, ops: list[Operator], at: Operator, op_type: str, inputs: dict, outputs: dict, attrs: dict
+) -> None:
     """Insert an operator before the operator `at`, with the role of `at`, and remove the operators `ops`. Call sync()
     after the last change of the block."""
-    attrs |= {name: at.attr(name) for name in ("op_role", "op_role_var") if at.has_attr(name)}
-    place = block.ops.index(at)
-    block._insert_op_without_sync(place, type=op_type, inputs=inputs, outputs=outputs, attrs=attrs)
+    insert_before(block, at, op_type, inputs, outputs, attrs)
     remove(block, ops)
 
 
-def remove(block, ops) -> None:
-    for op in reversed([*ops]):  # a PIR operator can be removed only after those that read its results
+def remove(block: Block, ops: list[Operator]) -> None:
+    """Remove operators. Call sync() after the last change of the block."""
+    for op in reversed(ops):  # a PIR operator can be removed only after those that read its results
         block._remove_op(block.ops.index(op), sync=False)
 
 
-def sync(block) -> None:
+def set_attr(op: Operator, name: str, value: Any) -> None:
+    op._set_attr(name, value)
+
+
+def set_type(op: Operator, op_type: str) -> None:
+    op.desc.set_type(op_type)
+
+
+def set_input(op: Operator, name: str, variables: list[str]) -> None:
+    """Replace the variables that an operator reads through the input `name`."""
+    op.desc.set_input(name, variables)
+
+
+def set_output(op: Operator, name: str, variables: list[str]) -> None:
+    """Replace the variables that an operator writes through the output `name`."""
+    op.desc.set_output(name, variables)
+
+
+def rename_input(op: Operator, name: str, new_name: str) -> None:
+    """Make an operator read a different variable in place of the variable `name`."""
+    op._rename_input(name, new_name)
+
+
+def rename(block: Block, name: str, new_name: str) -> static.Variable:
+    """Rename a variable in all operators of a block, and return it."""
+    return block._rename_var(name, new_name)
+
+
+def serialize(program: static.Program) -> bytes:
+    """Return a program in Paddle's format for inference models."""
+    return program.desc.serialize_to_string()
+
+
+def sync(block: Block) -> None:
     """Make Paddle's C++ representation of a block follow its Python objects."""
     block._sync_with_cpp()
 
 
-def float32(block, name: str, shape, persistable: bool = False):
+def float32(block: Block, name: str, shape: Sequence[int], persistable: bool = False) -> static.Variable:
     """Create a float32 variable without a gradient."""
     return block.create_var(name=name, shape=shape, dtype="float32", persistable=persistable, stop_gradient=True)
 
 
-def updates(program) -> list:
+def updates(program: static.Program) -> list:
     """Return Paddle's operators that update the parameters in a training program."""
     return [op for op in block(program).ops if {"Param", "Grad"} <= set(op.input_names)]
 
 
-def value_of(op) -> str:
+def value_of(op: Operator) -> str:
     """Return the variable that contains the float32 value of the parameter that one of Paddle's operators updates: its
     master weight or, in float32, the parameter itself."""
     return (op.input("MasterParam") or op.input("Param"))[0]
 
 
-def cast_types(source, target) -> dict:
+def cast_types(source: static.Variable, target: static.Variable) -> dict:
     """Return the attributes of an operator that casts one variable to the type of another."""
     return {"in_dtype": source.dtype, "out_dtype": target.dtype}

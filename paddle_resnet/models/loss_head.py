@@ -235,7 +235,7 @@ def add_native(
 ) -> dict[str, static.Variable]:
     """Add the loss head to the current program, with one custom operator. Arguments and result are those of
     add_paddle."""
-    block = static.default_main_program().global_block()
+    block = graph.block(static.default_main_program())
     made = {
         name: block.create_var(name=f"{logits.name}.{name}", dtype=dtype, stop_gradient=name != "Loss")
         for name, dtype in (("Loss", "float32"), ("Top1", "float32"), ("TopK", "float32"), ("OfSoftmax", "float32"))

@@ -3,12 +3,13 @@
 import itertools
 
 import paddle
+from paddle import static
 from paddle.utils import unique_name
 
 from paddle_resnet import graph
 
 
-def keep_statistics_finite(program):
+def keep_statistics_finite(program: static.Program) -> None:
     """Change a program in place, so that the running statistics of a channel remain unchanged if the update would make
     its running mean or variance infinite or NaN. Frozen BN layers and evaluation programs are not changed.
 

@@ -112,9 +112,9 @@ def evaluate(train_prog: static.Program, eval_prog: static.Program, exe: static.
     for name, average in of(train_prog).items():
         dtype = block.var(name).dtype
         if dtype == paddle.float32:
-            block._rename_var(name, average)
+            graph.rename(block, name, average)
             continue
-        half = block._rename_var(name, f"{average}.half")
+        half = graph.rename(block, name, f"{average}.half")
         source = graph.float32(copies, average, half.shape, persistable=True)
         copy = copies.create_var(name=half.name, shape=half.shape, dtype=dtype, persistable=True)
         attrs = {"in_dtype": source.dtype, "out_dtype": dtype}

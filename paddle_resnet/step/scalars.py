@@ -5,6 +5,8 @@ or not. Checkpoints do not contain host scalars, because their values are functi
 exception is the learning rate, which is part of Paddle's checkpoint format.
 """
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import paddle
 from paddle import static
@@ -16,7 +18,7 @@ from paddle_resnet.step import facts
 PREFIX = "host_scalar."  # prefix of the variables of host scalars; checkpoints omit these variables
 
 
-def declare(name, value_of, shape=(1,), dtype="float32"):
+def declare(name: str, value_of: Callable, shape: Sequence[int] = (1,), dtype: str = "float32") -> static.Variable:
     """Create a variable in the current program that the host writes before each step.
 
     Args:
