@@ -159,7 +159,7 @@ def build(
 
 def compile_prog(
     args: values.Settings, program: static.Program, loss_name: str | None = None, is_train: bool = True
-) -> compilation.CompiledStep:
+) -> compilation.CompiledStep | compilation.PirStep:
     """Copy a program, fuse operators in the copy, and compile the copy for the Executor.
 
     Args:
@@ -168,7 +168,7 @@ def compile_prog(
         loss_name: ignored; Paddle 2.5 and newer do not need it.
         is_train: whether this is the training program.
     Returns:
-        step.compile.CompiledStep, which is a static.CompiledProgram.
+        step.compile.CompiledStep, which is a static.CompiledProgram; for a PIR program, step.compile.PirStep.
     Raises:
         UsageError: create_strategy fails; --cuda-graph true is explicit, but an operator cannot be captured; or the
             program was not built by build, and --optimizer or a regularizer cannot be used with it.

@@ -7,7 +7,7 @@ They change a program with the functions of this module, and search it with inde
 import contextlib
 import io
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import paddle
 from paddle import static
@@ -33,7 +33,7 @@ def block(program: static.Program) -> Block:
         return program.global_block()
     from paddle_resnet.graph import pir
 
-    return pir.Block(program)
+    return cast(Block, pir.Block(program))
 
 
 def feeds(program: static.Program) -> dict[str, static.Variable]:
@@ -84,7 +84,8 @@ def global_variable(name: str, shape: Sequence[int], dtype: str) -> static.Varia
         variable = static.create_global_var(list(shape), 0, dtype, persistable=True, name=name)
     else:
         zero = paddle.nn.initializer.Constant(0.0)
-        variable = paddle.pir.core.create_persistable_value(dtype, list(shape), name, initializer=zero)
+        create = paddle.pir.core.create_persistable_value  # pyright: ignore[reportAttributeAccessIssue]
+        variable = create(dtype, list(shape), name, initializer=zero)
     variable.stop_gradient = True
     return variable
 
@@ -98,6 +99,11 @@ def minimize(optimizer: Any, loss: static.Variable, startup: static.Program) -> 
     from paddle_resnet.graph import pir
 
     pir.minimize(optimizer, loss, startup, (BACKWARD | LOSS, BACKWARD, OPTIMIZE))
+
+
+def create_state(optimizer: Any, program: static.Program, parameters: list) -> None:
+    """Create the variables of an optimizer for parameters that it does not update."""
+    optimizer._create_accumulators(program.global_block(), parameters)
 
 
 def clone(program: static.Program) -> tuple[static.Program, Callable]:
@@ -141,7 +147,7 @@ def replace(
 
 def remove(block: Block, ops: list[Operator]) -> None:
     """Remove operators. Call sync() after the last change of the block."""
-    for op in reversed(ops):  # a PIR operator can be removed only after those that read its results
+    for op in reversed([*ops]):  # a PIR operator can be removed only after those that read its results
         block._remove_op(block.ops.index(op), sync=False)
 
 

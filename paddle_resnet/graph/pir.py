@@ -6,6 +6,9 @@ persistable variable becomes an operator that assigns the value in place. A writ
 operators that follow read the new value.
 """
 
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# Paddle generates most functions and attributes of PIR at run time.
+
 import contextlib
 import re
 
@@ -169,13 +172,14 @@ class Operator:
         return self.op.operand_source(self._index(name)).get_defining_op().attrs()["value"]  # a constant
 
     def _set_attr(self, name, value):
-        """Set a constant of type float."""
+        """Set a boolean attribute or a constant."""
+        if isinstance(value, bool):
+            self.op.set_bool_attr(name, value)
+            return
         with _inserting_before(self.op):
             constant = paddle.full([1], value)
         constant.get_defining_op().set_int_attr(_ROLE, _AUXILIARY)
         self.op.operand(self._index(name)).set_source(constant)
-
-    _set_bool_attr = property(lambda self: self.op.set_bool_attr)
 
     def set_input(self, slot, names):
         [name] = names
@@ -257,7 +261,7 @@ class Block:
     def all_parameters(self):
         return self._block.all_parameters()
 
-    def create_var(self, name, shape=None, dtype=None, persistable=False, stop_gradient=False):
+    def create_var(self, name, shape=(), dtype=None, persistable=False, stop_gradient=False):
         if isinstance(dtype, str):
             dtype = convert_np_dtype_to_dtype_(dtype)
         if not persistable or self._is_startup:

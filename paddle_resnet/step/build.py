@@ -136,7 +136,7 @@ def _minimize(args, step):
     graph.minimize(wrapped, step.loss, step.startup)
     # Also create the optimizer state of frozen parameters, so that --freeze does not change which variables a
     # checkpoint contains.
-    own_optimizer._create_accumulators(graph.block(step.main), step.frozen)
+    graph.create_state(own_optimizer, step.main, step.frozen)
     sparsity.add(step)
     add_update(step)
     all_reduces.adapt_communication(step.main, step.startup, step.device)

@@ -42,7 +42,7 @@ class CompiledStep(static.CompiledProgram):
         self.source, self.write_scalars = source, scalars.Writer(program, place)
         self.captured: cuda_graph.CapturedStep | None = None
         self.trace: trace.Trace | None = None
-        self.accumulating: CompiledStep | None = None
+        self.accumulating: CompiledStep | PirStep | None = None
 
     def step(self, exe, variables):
         """Return a function that runs a step and fetches variables. Its arguments are those of Executor.run."""
@@ -59,7 +59,9 @@ class PirStep:
     def __init__(self, program, source, place, variable_of):
         self._program, self._variable_of = program, variable_of
         self.source, self.write_scalars = source, scalars.Writer(program, place)
-        self.captured = self.trace = self.accumulating = None
+        self.captured = None
+        self.trace: trace.Trace | None = None
+        self.accumulating: CompiledStep | PirStep | None = None
 
     def step(self, exe, variables):
         """Return a function that runs a step and fetches variables. Its arguments are those of Executor.run. The next
@@ -82,8 +84,8 @@ def build_strategy(args: values.Settings, is_train: bool) -> Any:
     return strategy
 
 
-def compile_step(args: values.Settings, program: static.Program, is_train: bool) -> CompiledStep:
-    """Return the CompiledStep of a program, which is not modified. See program.compile_prog."""
+def compile_step(args: values.Settings, program: static.Program, is_train: bool) -> CompiledStep | PirStep:
+    """Return the CompiledStep or PirStep of a program, which is not modified. See program.compile_prog."""
     processes.check_resolved(args.device)
     if facts.of(program).optimizer is None:
         _check_rule(args.optimizer, program)
