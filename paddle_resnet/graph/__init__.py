@@ -21,10 +21,12 @@ FORWARD, BACKWARD, OPTIMIZE, SCHEDULE, LOSS = (
     int(role) for role in (_OpRole.Forward, _OpRole.Backward, _OpRole.Optimize, _OpRole.LRSched, _OpRole.Loss)
 )
 
+_PIR_PROGRAM = getattr(getattr(paddle, "pir", None), "Program", ())  # Paddle 2.6 has no public class of PIR programs
+
 
 def is_legacy(program: Any) -> bool:
     """Return whether a program is a legacy program and not a PIR program of Paddle 3."""
-    return isinstance(program, framework.Program)
+    return not isinstance(program, _PIR_PROGRAM)
 
 
 def block(program: static.Program) -> Block:
