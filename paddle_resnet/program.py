@@ -45,15 +45,17 @@ def start_fleet(args):
     fleet.start(args.seed, args.device, args.data_layout, args.kernels, needs_serial_run)
 
 
-def create_feeds(image_shape):
+def create_feeds(image_shape, multi_label_classes=None):
     """Declare the inputs of the current program.
 
     Args:
         image_shape: shape of one image in the loader's layout, [C, H, W] or [H, W, C].
+        multi_label_classes: number of classes of a multi-label network (--multi-label), or None.
     Returns:
-        {"data": [N, *image_shape] in Paddle's default dtype, "label": [N, 1] int64}.
+        {"data": [N, *image_shape] in Paddle's default dtype, "label": [N, 1] int64, or [N, multi_label_classes] float32
+        with 1 for each class of the image and 0 for all others}.
     """
-    return building.feeds_of(image_shape)
+    return building.feeds_of(image_shape, multi_label_classes)
 
 
 def create_fetchs(out, feeds, class_num, label_smoothing=0, mode=Mode.TRAIN):
