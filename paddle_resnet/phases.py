@@ -114,7 +114,7 @@ def _claim(args, checkpoint, folder):
     from paddle_resnet.results import lr_curve
 
     is_saving = args.run_scope.trains and not args.benchmark
-    files = args.part(output.Settings), args.run_scope.evaluates and not args.benchmark
+    files = args.part(output.Settings), args.run_scope.evaluates and not args.benchmark, args.multi_label
     outputs.claim(
         report.outputs(*files) | {"the trace of --profile-steps": trace.path(args.profile_steps, args.output_dir)},
         {"--output-dir": folder if is_saving else None, "--tensorboard-dir": args.tensorboard_dir},
@@ -236,6 +236,9 @@ def build_programs(args, exe, train_loader, eval_loader, checkpoint=None):
     if eval_loader is not None:
         fetchs, *_ = program.build(args, eval_prog, eval_startup_prog, 0, is_train=False)
         evaluation = Work(args, eval_loader, eval_prog, fetchs)
+        if args.multi_label and train_loader is None:
+            _, meta = _origin(args, checkpoint)
+            fetchs["scores"][1].thresholds = (meta or {}).get("thresholds")
     _initialize(exe, *startup_progs)
     return training, evaluation
 

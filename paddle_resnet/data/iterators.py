@@ -95,12 +95,8 @@ class ShardIterator(_Steps, DALIGenericIterator):
 
     @property
     def class_images(self):
-        """Number of images in each class, or None if the labels are not read in advance. Invalid labels are not
-        counted. The run stops when it reads an image with an invalid label."""
-        labels = self._data_set.labels
-        if labels is None:
-            return None
-        return np.bincount(labels[(labels >= 0) & (labels < len(self.classes))], minlength=len(self.classes))
+        """See data_set.DataSet."""
+        return self._data_set.class_images
 
     def state(self):
         """Return the state of a training loader as JSON-serializable data, to be passed to dali.build_dataloader."""

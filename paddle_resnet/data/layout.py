@@ -90,7 +90,7 @@ def occupied(image_root: str) -> list[str]:
     must be neither at nor below a reserved path."""
     if not os.path.isdir(image_root):
         return []
-    own = {manifest.MANIFEST, "classes.txt", *(f"{mode.value}{suffix}" for mode in Mode for suffix in ("", ".txt"))}
+    own = {manifest.MANIFEST, "classes.txt", *(f"{mode.value}{suffix}" for mode in Mode for suffix in ("", ".txt", ".csv", ".jsonl"))}
     shards = [pattern for module in RECORDS.values() for pattern in module.NAMES.values()]
     own |= {name for name in os.listdir(image_root) if any(pattern.fullmatch(name) for pattern in shards)}
     own |= {name for name in os.listdir(image_root) if name.endswith(".idx")}

@@ -10,9 +10,11 @@ import csv
 import math
 import os
 
+import numpy as np
+
 from paddle_resnet.data.formats import folder
 from paddle_resnet.data.root import DataRoot
-from paddle_resnet.utils import outputs
+from paddle_resnet.utils import multi_label, outputs
 from paddle_resnet.utils.errors import RunError
 from paddle_resnet.utils.mode import Mode
 
@@ -43,6 +45,32 @@ def write(path, images, predictions, names):
         raise RunError(f"{path}: cannot be written ({e.strerror}); free disk space or choose a different file") from e
 
 
+def write_multi_label(path, images, scores, thresholds, names):
+    """Write the CSV file of a multi-label network atomically: the columns image, labels and prediction (class names,
+    separated by "|"), and the probability of each class. For the other arguments and RunError, see write.
+
+    Args:
+        scores: logits and labels of the images, float32 [images, 2 * classes].
+        thresholds: threshold of each class.
+    """
+    logits, labels = np.split(scores, 2, axis=1)
+    probabilities = multi_label.probabilities(logits)
+    try:
+        with outputs.replaced(path) as partial, open(partial, "w", encoding="utf-8", newline="") as f:
+            writer = csv.writer(f)
+            writer.writerow(["image", "labels", "prediction", *names])
+            for image, label, values in zip(images, labels > 0.5, probabilities, strict=True):
+                sets = [joined(np.flatnonzero(chosen), names) for chosen in (label, values >= thresholds)]
+                writer.writerow([image.name, *sets, *(f"{p:.7g}" for p in values.tolist())])
+    except OSError as e:
+        raise RunError(f"{path}: cannot be written ({e.strerror}); free disk space or choose a different file") from e
+
+
+def joined(labels, names):
+    """Return the names of classes, separated by "|"."""
+    return "|".join(names[label] for label in labels)
+
+
 def class_names(known, count):
     """Return the names of `count` classes in label order. Classes without a name in `known` have their label as the
     name."""
@@ -60,19 +88,20 @@ def top_cells(top):
     return [cell for label, name, p in top for cell in (label, name, f"{p:.7g}" if math.isfinite(p) else "")]
 
 
-def list_images(image_root, data_format, skip_list, allow_outside, count):
+def list_images(image_root, data_format, skip_list, allow_outside, count, is_multi_label=False):
     """List the validation images in the order in which the loader reads them.
 
     Args:
         image_root, data_format, skip_list, allow_outside: values of the flags with these names.
         count: expected number of images.
+        is_multi_label: value of --multi-label.
     Returns:
         [Image].
     Raises:
         RunError: the number of images is not `count`.
         UsageError: the data set or the skip list can no longer be read.
     """
-    root = DataRoot(image_root, data_format, allow_outside, skip_list=skip_list)
+    root = DataRoot(image_root, data_format, allow_outside, skip_list=skip_list, is_multi_label=is_multi_label)
     images = root.listed(Mode.EVAL, folder.own_classes(image_root, Mode.EVAL))
     images = [image for image in images if os.path.normpath(image.name) not in root.skip]
     if len(images) != count:

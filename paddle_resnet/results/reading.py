@@ -48,7 +48,7 @@ def _is_flag(value):
 # {metric name without its prefix "train." or "val.": check} for steps, epochs and the summary. All other metrics of
 # steps and epochs must be numbers; other entries of the summary can have any value.
 METRICS = {
-    **dict.fromkeys(("top1", "top5"), is_ratio),
+    **dict.fromkeys(("top1", "top5", "map", "map_micro"), is_ratio),
     **{f"{name}_{average}": is_ratio for name in CLASS_METRICS for average in AVERAGES},
     **dict.fromkeys(("ips", "lr", "loss_scale"), _is_size),
     **dict.fromkeys(("images", "step", "steps", "not_finite"), is_count),

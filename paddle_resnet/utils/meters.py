@@ -233,6 +233,12 @@ CLASS_METRICS = ("precision", "recall", "f1")
 AVERAGES = ("macro", "weighted")
 
 
+def main_metric(result):
+    """Return the name of the metric that determines the best evaluation: "map" with --multi-label, otherwise
+    "top1". `result` is the metrics of an evaluation."""
+    return "map" if "map" in result else "top1"
+
+
 def class_metrics(confusion, class_num):
     """Return the metrics of each class, arrays [class_num]: {"images", "correct", "precision", "recall", "f1"}. If the
     denominator of a ratio is 0, the ratio is 0.

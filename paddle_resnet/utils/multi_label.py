@@ -82,7 +82,7 @@ def evaluate(rows, thresholds=None):
         rows: result of ScoreMeter.rows for all images, float32 [n, 2 C].
         thresholds: C thresholds, or None to choose those with the highest F1 on these images.
     Returns:
-        {"map_macro": mean of the average precisions of all classes that images have, "map_micro": average precision of
+        {"map": mean of the average precisions of all classes that images have, "map_micro": average precision of
         all pairs of image and class, "precision_macro", ..., "f1_weighted": averages as in meters.average_metrics, and,
         as lists [C], "class_ap" (NaN for a class without images), "thresholds", "class_images", "class_predicted",
         "class_correct", "class_precision", "class_recall", "class_f1"}. A ratio whose denominator is 0 is 0.
@@ -105,7 +105,7 @@ def evaluate(rows, thresholds=None):
     }
     known = precisions[~np.isnan(precisions)]
     result = {
-        "map_macro": mean(float(known.sum()), len(known)),
+        "map": mean(float(known.sum()), len(known)),
         "map_micro": average_precision(labels.reshape(-1), scores.reshape(-1)),
     }
     weights = {"macro": images + predicted > 0, "weighted": images}

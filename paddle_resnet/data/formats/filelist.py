@@ -98,13 +98,14 @@ def check_first(image_root: str, mode: Mode, listed: image_files.Files) -> None:
         raise UsageError(f"{detect(image_root, mode)[0]}: {name} is not in {image_root}; {remedy}")
 
 
-def check_listed(image_root: str, mode: Mode, files: list[str]) -> None:
+def check_listed(image_root: str, mode: Mode, files: list[str], path: str | None = None) -> None:
     """Check that a file list contains only regular files, because DALI would hang on a pipe. For speed, list each
     folder once instead of making one system call per file.
 
     Args:
         image_root, mode: see index().
         files: paths relative to image_root.
+        path: path of the list; by default, that of the split's file list.
     Raises:
         UsageError: a path is missing or not a regular file.
     """
@@ -119,6 +120,6 @@ def check_listed(image_root: str, mode: Mode, files: list[str]) -> None:
             file = os.path.join(folder, name)
             if not os.path.isfile(os.path.join(image_root, file)):  # case-insensitive file systems may find the file
                 raise UsageError(
-                    f"{os.path.join(image_root, mode.value)}.txt: {file} is missing or not a regular file; "
+                    f"{path or f'{os.path.join(image_root, mode.value)}.txt'}: {file} is missing or not a regular file; "
                     "remove the line"
                 )
