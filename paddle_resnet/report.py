@@ -367,7 +367,10 @@ def summarize(args, argv, program, stop, trained, evaluated, saver):
             f"{lines[0]} (epoch {stop.epoch}, {metric} {evaluated[metric]:.4f})",
         ]
     if saver.ends_early:
-        lines = [f"--patience {args.patience}: no higher {meters.main_metric(best)} since epoch {best['epoch']}", *lines]
+        lines = [
+            f"--patience {args.patience}: no higher {meters.main_metric(best)} since epoch {best['epoch']}",
+            *lines,
+        ]
     if args.asp:
         from paddle_resnet.components import sparsity
 

@@ -30,8 +30,9 @@ class DataSet:
         classes: names that identify the classes, in label order, see numbering.Numbering; numbers for classes without
             names.
         read: read(name, shard_id, num_shards, shuffle) -> (encoded images, uint8 [bytes]; labels, int64 [1] or, with
-            --multi-label, float32 [number of network outputs]), called while a DALI pipeline is being defined; data/formats/__init__.py contains its contract. ShardIterator
-            removes the repeated images at the end of an epoch.
+            --multi-label, float32 [number of network outputs]), called while a DALI pipeline is being defined;
+            data/formats/__init__.py contains its contract. ShardIterator removes the repeated images at the end of an
+            epoch.
         digest: sha256 that identifies the images and their order. The hash covers the names and labels of image files.
             For record files, the hash covers shards.Records.identity, the labels read before step 1 and the label
             offset.

@@ -16,6 +16,7 @@ OTHER_NAMES = {
     Mode.TRAIN: ("train", "training"),
     Mode.EVAL: ("val", "valid", "validation", "test", "testing", "eval", "dev"),
 }
+TABLE_SUFFIXES = (".csv", ".jsonl")  # of label tables (--multi-label)
 _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
 
 
@@ -32,7 +33,8 @@ def check_split(flag: str, image_root: str, mode: Mode) -> None:
     """Raise UsageError if the data set that a flag such as --verify specifies does not contain a split. Commands that
     read the data set late call this function at startup, so that they fail early."""
     check_root(image_root, f"{mode.value}/", flag)
-    if not _has_split(image_root, mode):
+    has_table = any(os.path.lexists(os.path.join(image_root, mode.value + suffix)) for suffix in TABLE_SUFFIXES)
+    if not has_table and not _has_split(image_root, mode):
         similar = _similar(image_root, mode)
         remedy = f"rename {similar} to {mode.value}/" if similar else sniffer.advice(image_root, only_certain=True)
         remedy = remedy or f"put the class folders into {mode.value}/"
@@ -90,7 +92,11 @@ def occupied(image_root: str) -> list[str]:
     must be neither at nor below a reserved path."""
     if not os.path.isdir(image_root):
         return []
-    own = {manifest.MANIFEST, "classes.txt", *(f"{mode.value}{suffix}" for mode in Mode for suffix in ("", ".txt", ".csv", ".jsonl"))}
+    own = {
+        manifest.MANIFEST,
+        "classes.txt",
+        *(f"{mode.value}{suffix}" for mode in Mode for suffix in ("", ".txt", *TABLE_SUFFIXES)),
+    }
     shards = [pattern for module in RECORDS.values() for pattern in module.NAMES.values()]
     own |= {name for name in os.listdir(image_root) if any(pattern.fullmatch(name) for pattern in shards)}
     own |= {name for name in os.listdir(image_root) if name.endswith(".idx")}

@@ -75,7 +75,7 @@ def open_split(root: DataRoot, options: Options, mode: Mode, trains: bool, train
         trains: whether this run also reads the training split.
         trained: see build.
     """
-    if not (trains or options.multi_label) and root.data_format in ("auto", "folder"):
+    if not trains and root.data_format in ("auto", "folder"):
         layout.check_split("--image-root", root.image_root, mode)  # otherwise, the remedy would be to split train/
     return root.open(
         mode,

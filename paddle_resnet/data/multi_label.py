@@ -15,9 +15,8 @@ import hashlib
 import io
 import json
 import os
-import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -27,6 +26,7 @@ from paddle_resnet.data import image_files, indexes, numbering
 from paddle_resnet.data.data_set import DataSet, digest
 from paddle_resnet.data.formats import filelist, folder, recordio
 from paddle_resnet.data.images import TEXT_LIMIT, Image, is_outside, log_once, readable
+from paddle_resnet.data.layout import TABLE_SUFFIXES
 from paddle_resnet.data.shards import Records
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
@@ -34,7 +34,6 @@ from paddle_resnet.utils.files import open_regular
 from paddle_resnet.utils.mode import Mode
 from paddle_resnet.utils.numbers import AUTO
 
-TABLE_SUFFIXES = (".csv", ".jsonl")
 IMAGE_KEYS = ("image", "file_name")  # keys of an image in a JSONL table
 SEPARATORS = ("|", ";", ",")  # of class names in a column, in order of precedence
 _FLAGS = {"0": 0, "0.0": 0, "1": 1, "1.0": 1}  # cells of a column for one class
@@ -392,7 +391,9 @@ def open_split(
     labels that DataSet.read returns are float32 [num_of_class]."""
     found = read_labels(root, mode, num_of_class, trained, allow_empty)
     if not found.names:
-        raise UsageError(f"--image-root {root.image_root}: {mode.value} has no images; add images, or shorten --skip-list")
+        raise UsageError(
+            f"--image-root {root.image_root}: {mode.value} has no images; add images, or shorten --skip-list"
+        )
     images = np.zeros(len(found.classes), np.int64)
     for row in found.numbers:
         images[row] += 1

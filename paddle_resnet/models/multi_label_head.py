@@ -84,7 +84,7 @@ def mean_over_mirrored(logits):
         float32 [N, class_num], the logits of the average probabilities.
     """
     with loss_head.scope():
-        # The logit of a mean p is log(p) - log(1 - p). Both are computed from logarithms, because 1 - p would underflow.
+        # The logit of a mean p is log(p) - log(1 - p). Both are computed from logarithms, because 1 - p can underflow.
         means = []
         for sign in (-1.0, 1.0):
             logs = paddle.scale(_op("softplus", {"X": paddle.scale(logits, sign)}, beta=1.0, threshold=20.0), -1.0)

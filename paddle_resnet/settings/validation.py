@@ -169,6 +169,8 @@ def warnings(settings: values.Settings) -> Iterator[str]:
 def _conflicts_of_command(settings):
     """Yield a Conflict for each conflict that is known before a run inherits or chooses flags."""
     yield from _conflicts_of_budget(settings)
+    if settings.choose_recipe:
+        yield from _conflicts_of_multi_label(settings)
     yield from _conflicts_within(settings, start)
     if (
         settings.run_scope is RunScope.EVAL_ONLY

@@ -41,8 +41,8 @@ def probabilities(logits):
 
 
 def curve(labels, scores):
-    """Return (hits, predicted, ranked), each [k]: for each of the k different scores, in descending order, the number of
-    images with the class and the number of all images whose score is at least as large, and the score itself.
+    """Return (hits, predicted, ranked), each [k]: for each of the k different scores, in descending order, the number
+    of images with the class and the number of all images whose score is at least as large, and the score itself.
 
     Args:
         labels: bool [n], whether an image has the class.

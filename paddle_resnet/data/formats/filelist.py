@@ -109,6 +109,7 @@ def check_listed(image_root: str, mode: Mode, files: list[str], path: str | None
     Raises:
         UsageError: a path is missing or not a regular file.
     """
+    path = path or os.path.join(image_root, f"{mode.value}.txt")
     names = defaultdict(set)
     for file in files:
         folder, name = os.path.split(file)
@@ -119,7 +120,4 @@ def check_listed(image_root: str, mode: Mode, files: list[str], path: str | None
         for name in sorted(listed):
             file = os.path.join(folder, name)
             if not os.path.isfile(os.path.join(image_root, file)):  # case-insensitive file systems may find the file
-                raise UsageError(
-                    f"{path or f'{os.path.join(image_root, mode.value)}.txt'}: {file} is missing or not a regular file; "
-                    "remove the line"
-                )
+                raise UsageError(f"{path}: {file} is missing or not a regular file; remove the line")
