@@ -341,14 +341,15 @@ def _records(root, mode, names):
     if is_vector:
         numbers = [np.flatnonzero(row).tolist() for row in labels]
     else:
-        wrong = {label for row in labels for label in row if not class_names.is_class(label, len(names))}
+        named = [() if row == (-1,) else row for row in labels]
+        wrong = {label for row in named for label in row if not class_names.is_class(label, len(names))}
         if wrong:
             raise UsageError(
                 f"--image-root {root.image_root}: a RecordIO record of {mode.value} has the label {min(wrong):g}, but "
-                f"there are {len(names)} classes; store the numbers of the classes, from 0 to {len(names) - 1}, or one "
-                "label per class, 0 or 1"
+                f"there are {len(names)} classes; store the numbers of the classes, from 0 to {len(names) - 1}, or -1 "
+                "for none, or one label per class, 0 or 1"
             )
-        numbers = [sorted({int(label) for label in row}) for row in labels]
+        numbers = [sorted({int(label) for label in row}) for row in named]
     return Labels([image.name for image in records.images(0)], numbers, list(names), records, is_vector)
 
 
@@ -463,4 +464,6 @@ def _vector(numbers, num_of_class):
     """Add operators that convert class numbers [k] to float32 [num_of_class]. The number -1 stands for no class."""
     from nvidia.dali import fn, types
 
+    # one_hot treats a single number as a scalar, and its result would lack the first axis.
+    numbers = fn.cat(numbers, types.Constant(np.array([-1], np.int32), device="cpu"), axis=0)
     return fn.reductions.max(fn.one_hot(numbers, num_classes=num_of_class, dtype=types.FLOAT), axes=[0])

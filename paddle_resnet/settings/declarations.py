@@ -81,21 +81,22 @@ NVIDIA = frozenset(f"--{name}" for name in _OF_NVIDIA.split())
 
 # The order of the flags in `--help TOPIC`, --print-config and meta.json. Other flags follow.
 ORDER = (
-    "config run-scope resume overwrite from-checkpoint last-epoch-of-checkpoint from-pretrained-params pretrained- "
-    "mismatch choose-recipe dry-run model-arch-name num-of-class image-shape qat crop-size resize-short interp "
-    "normalize-scale normalize-mean normalize-std batch-size data-layout dali-output-fp16 dali-random-seed multi- "
-    "label label-offset balanced-sampling rand-crop-scale rand-crop-ratio crop-padding auto-augment auto-augment- "
-    "magnitude color-jitter lighting rotate-degrees iter-unit num-iter epochs budget-minutes accumulate-steps seed "
-    "label-smoothing asymmetric-loss class-weights max-bad-steps freeze unfreeze-at optimizer momentum beta1 beta2 "
-    "opt-epsilon lookahead weight-decay clip-grad-norm sizes mixup cutmix dropout drop-path bn-momentum ema bn- "
-    "weight-decay lr warmup-epochs lr-decay-by-layer classifier-lr-factor warmup-start-lr lr-scheduler min-lr lr- "
-    "decay-epochs lr-decay-factor lr-power lr-rise lr-flat amp amp-dtype amp-level scale-loss use-dynamic-loss- "
-    "scaling use-pure-fp16 asp prune-model mask-algo fuse-resunit save-interval save-interval-steps keep-checkpoints "
-    "patience checkpoint-commit model-prefix eval-interval tta image-root data-format skip-list allow-empty-classes "
-    "allow-one-class allow-outside dali-device dali-num-threads dali-prefetch hw-decoder-load device kernels cuda- "
-    "graph enable-cpu-affinity comm-timeout-s output-dir inference-dir report-file tensorboard-dir report-html "
-    "predictions print-interval show-config verbose print-config benchmark benchmark-steps benchmark-warmup-steps "
-    "profile-steps"
+    "config run-scope resume overwrite from-checkpoint last-epoch-of-checkpoint from-pretrained-params "
+    "pretrained-mismatch choose-recipe dry-run model-arch-name num-of-class image-shape qat crop-size resize-short "
+    "interp normalize-scale normalize-mean normalize-std batch-size data-layout dali-output-fp16 dali-random-seed "
+    "multi-label label-offset balanced-sampling rand-crop-scale rand-crop-ratio crop-padding auto-augment "
+    "auto-augment-magnitude color-jitter lighting rotate-degrees iter-unit num-iter epochs budget-minutes "
+    "accumulate-steps seed label-smoothing asymmetric-loss class-weights max-bad-steps freeze unfreeze-at optimizer "
+    "momentum beta1 beta2 opt-epsilon lookahead weight-decay clip-grad-norm sizes mixup cutmix dropout drop-path "
+    "bn-momentum ema bn-weight-decay lr warmup-epochs lr-decay-by-layer classifier-lr-factor warmup-start-lr "
+    "lr-scheduler min-lr "
+    "lr-decay-epochs lr-decay-factor lr-power lr-rise lr-flat amp amp-dtype amp-level scale-loss "
+    "use-dynamic-loss-scaling use-pure-fp16 asp prune-model mask-algo fuse-resunit save-interval "
+    "save-interval-steps keep-checkpoints patience checkpoint-commit model-prefix eval-interval tta image-root "
+    "data-format skip-list allow-empty-classes allow-one-class allow-outside dali-device dali-num-threads "
+    "dali-prefetch hw-decoder-load device kernels cuda-graph enable-cpu-affinity comm-timeout-s output-dir "
+    "inference-dir report-file tensorboard-dir report-html predictions print-interval show-config verbose "
+    "print-config benchmark benchmark-steps benchmark-warmup-steps profile-steps"
 )
 
 
