@@ -150,12 +150,6 @@ def export(
     network = networks.load_checkpoint(checkpoint, "cpu", uint8, model_arch_name, precision=precision)
     if onnx and network.args.qat:
         int8 = int8 or "onnxruntime"
-    if int8 and network.args.multi_label:
-        raise UsageError(
-            "--int8: not supported for multi-label checkpoints; remove --int8"
-            if not network.args.qat
-            else "--onnx: not supported for multi-label checkpoints trained with --qat; remove --onnx"
-        )
     if int8 and precision == "float16":
         cause = "--onnx for a checkpoint trained with --qat" if network.args.qat else "--int8"
         raise UsageError(f"--precision float16: not supported with {cause}; remove one of the flags")
@@ -323,7 +317,7 @@ def _sample_text(description):
     """Describe the calibration images of an INT8 model."""
     sample, classes = description["int8"]["calibration"], description["output"]["shape"][1]
     images = f"{sample['images']} of {sample['available']} training images"
-    return f"{images}, which contain {sample['classes']} of {classes} classes"
+    return f"{images}, which contain {sample['classes']} of {classes} classes" if sample["classes"] else images
 
 
 def _write_onnx(network, folder, engine=None, tolerance=PROBABILITY_TOLERANCE):
@@ -576,7 +570,8 @@ def _check_agreement(name, score, reference_name, reference, remedy):
 def _check_top1(model, kind, score, reference):
     """Raise RunError if top1 of a Model is lower than that of the checkpoint's network by more than the tolerance in
     TOP1_CHECKS. `kind` is a key of TOP1_CHECKS."""
-    lost, images = reference["correct"] - score["correct"], score["images"]
+    lost, images = reference["correct"] - score["correct"], score.get("decisions", score["images"])
+    counted = "labels" if "decisions" in score else "images"
     tolerance, remedy = TOP1_CHECKS[kind]
     # With fewer than 200 images, the tolerance of INT8 is less than one image, whose class rounding can change.
     allowed = max(1, tolerance * images) if kind == "int8" else tolerance * images + score["ties"]
@@ -588,8 +583,8 @@ def _check_top1(model, kind, score, reference):
         source = f"; its activation ranges come from {_sample_text(model.description)}"
         remedy = remedy.format(more="use more --calibration-images, or " * (sample["images"] < sample["available"]))
     raise RunError(
-        f"--verify: {model.engine} ({kind}) classifies {score['correct']} of {images} images correctly, but the "
-        f"checkpoint's network classifies {reference['correct']} (tolerance {tolerance:.1%} of the images){source}, "
+        f"--verify: {model.engine} ({kind}) classifies {score['correct']} of {images} {counted} correctly, but the "
+        f"checkpoint's network classifies {reference['correct']} (tolerance {tolerance:.1%} of the {counted}){source}, "
         f"and nothing was written; {remedy}"
     )
 

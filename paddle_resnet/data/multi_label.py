@@ -434,7 +434,9 @@ def listed(root: Root, mode: Mode) -> list[Image]:
     names = folder.own_classes(root.image_root, mode) if storage(root, mode) == "folder" else None
     found = read_labels(root, mode, trained=names)
     if found.records is not None:
-        return [*found.records.images(0)]
+        # read_image would raise an error for several labels, unless a function reads the image.
+        images = found.records.images(0)
+        return [Image(i.name, i.path, None, recordio.read_content, i.place[:1]) for i in images]
     return [Image(name, os.path.join(root.image_root, name), None) for name in found.names]
 
 

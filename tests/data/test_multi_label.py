@@ -4,12 +4,12 @@ import json
 import os
 import shutil
 
+import multi_label_data
 import numpy as np
 import pytest
+from multi_label_data import CLASSES, COUNTS, labels
 from PIL import Image
 
-import multi_label_data
-from multi_label_data import CLASSES, COUNTS, labels
 from paddle_resnet import dali
 from paddle_resnet.data import multi_label
 from paddle_resnet.data.root import DataRoot

@@ -113,6 +113,16 @@ def read_label(f: BinaryIO, offset: int, size: int) -> int | float:
     return _read_record(f, offset)[1]
 
 
+def read_content(path: str, offset: int) -> bytes:
+    """Return the image file in the record at an offset of a file. Raise UsageError if the record is damaged."""
+    with open_regular(path) as f:
+        f.seek(offset)
+        try:
+            return content(f)[1]
+        except DAMAGED as e:
+            raise shards.no_label(path, offset, e) from e
+
+
 def read_labels(f: BinaryIO, offset: int) -> tuple[float, ...]:
     """Return all labels of the record at an offset of an open file. Raise UsageError if it is damaged."""
     f.seek(offset)
