@@ -6,20 +6,21 @@ This module imports neither Paddle nor DALI, so that `--help` and flag errors ap
 import os
 import sys
 
-from paddle_resnet.settings import config_file, parsing, validation
+from paddle_resnet.settings import config_file, parsing, validation, values
 from paddle_resnet.settings.declarations import DEFAULTS, PARSER
 from paddle_resnet.utils import exit_codes
 from paddle_resnet.utils.command_line import Parser
 
 
-def parse_args(argv=None):
+def parse_args(argv: list[str] | None = None) -> values.Settings:
     """Parse and check the flags.
 
     Args:
         argv: list of arguments, or None for the command line. Flags in argv override the flags in `--config FILE`,
-            which override the defaults. A value in the file that a flag in argv makes unused gets its default.
+            which override the defaults. If a flag in argv makes a flag of the file unused, the flag of the file has
+            its default.
     Returns:
-        Settings (paddle_resnet/settings/values.py), with one attribute per flag; run_scope is a RunScope. Flags that
+        Settings with one attribute per flag; run_scope is a RunScope. Flags that
         depend on the checkpoint, the data or the machine are resolved later (paddle_resnet/resolution.py).
     Raises:
         UsageError: the file cannot be used, a flag or key is unknown, a value is invalid, or flags conflict. The
@@ -36,12 +37,12 @@ def parse_args(argv=None):
     return settings
 
 
-def needs_flags():
+def needs_flags() -> bool:
     """Return whether train.py cannot run without flags, because the default --image-root does not exist."""
     return not os.path.isdir(DEFAULTS["image_root"])
 
 
-def print_help():
+def print_help() -> int:
     """Print the help of train.py to stderr. Return the exit code of a usage error, because nothing was trained."""
     print(PARSER.format_help(), end="", file=sys.stderr)
     return exit_codes.USAGE

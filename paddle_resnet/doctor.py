@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic
 
@@ -35,7 +36,7 @@ STEP = [
 STEP_ON_A_GPU = ["--amp", "--amp-level", "O2", "--use-dynamic-loss-scaling"]
 
 
-def examine(output_dir, compares=False):
+def examine(output_dir: str, compares: bool = False) -> Iterator[Row]:
     """Check this machine, then test the operations that training requires, and yield a Row for each result. If
     `compares`, the tests are those of self_test.py. There are no tests if Paddle is unsupported or cannot use the
     device."""
@@ -82,8 +83,13 @@ def _gpu_rows(gpus, facts):
 
 
 def _library_facts():
-    """Return {"device", "rows", "trains", "missing", "capabilities", "arithmetic"}: the device, the rows of the table
-    and the facts for the tests that require importing Paddle, DALI or NVRTC. This function runs in a child process."""
+    """Return the facts that can be known only by importing Paddle, DALI or NVRTC. This function runs in a child
+    process.
+
+    Returns:
+        {"device": "gpu" or "cpu", "rows": rows of the table, "trains": whether Paddle is supported and works on the
+        device, "missing" and "arithmetic": see self_test.checks, "capabilities": compute capability of each GPU}.
+    """
     from paddle_resnet.utils import signals
     from paddle_resnet.utils.errors import UsageError
 
@@ -204,7 +210,7 @@ def _machine(gpu_count):
     yield Row("cores", f"{cores}, {platform.machine()}, Python {platform.python_version()}")
     available = memory.available()
     is_enough = available >= LEAST_MEMORY
-    remedy = "" if is_enough else f"below {LEAST_MEMORY // GIB} GiB per process, use a smaller --batch-size"
+    remedy = "" if is_enough else f"with less than {LEAST_MEMORY // GIB} GiB per process, use a smaller --batch-size"
     yield Row("memory", f"{available / GIB:.1f} GiB available", "ok" if is_enough else "note", remedy)
     try:
         shared = os.statvfs("/dev/shm")
@@ -318,7 +324,7 @@ def _print_table(rows):
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> int:
     """Check this machine, and return the exit code: 0 if training works, 1 if it would fail; for errors, see
     exit_codes.of."""
     from paddle_resnet import config
@@ -335,12 +341,12 @@ def main(argv=None):
         "--self-test",
         action="store_true",
         help="train a tiny network in each precision with each kind of kernels, and compare its losses with those of "
-        "tested versions of Paddle; also resume, export and, unless the machine has one GPU, use two processes",
+        "tested versions of Paddle; also resume, export and, unless the machine has exactly one GPU, use two processes",
     )
     return exit_codes.of(program("doctor"), lambda: _main(parser.parse_args(argv)))
 
 
-def _main(args: argparse.Namespace):
+def _main(args: argparse.Namespace) -> int:
     rows = list(examine(args.output_dir, args.self_test))
     works = all(row.status != "no" for row in rows)
     if args.json:

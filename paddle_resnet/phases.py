@@ -10,7 +10,7 @@ from paddle import static
 
 from paddle_resnet import budget, dali, program, recipe, report, resolution
 from paddle_resnet.checkpoints import folders, restore, saver, variables
-from paddle_resnet.components import ema, precision, quantization, sparsity
+from paddle_resnet.components import precision, quantization, sparsity
 from paddle_resnet.components.stages import stages_from, timeline
 from paddle_resnet.data import classes, layout, pixels
 from paddle_resnet.job import agreement, exchange, processes, watchdog
@@ -21,7 +21,7 @@ from paddle_resnet.settings import durations, parsing, validation
 from paddle_resnet.settings.declarations import RESUMED, of_kinds
 from paddle_resnet.settings.groups import benchmark, output
 from paddle_resnet.settings.values import flag_name, text
-from paddle_resnet.step import trace
+from paddle_resnet.step import averages, trace
 from paddle_resnet.step.compile import fused_operators
 from paddle_resnet.utils import logger, outputs, progress
 from paddle_resnet.utils.affinity import bind_to_gpu
@@ -31,7 +31,7 @@ from paddle_resnet.utils.mode import Mode
 # A Work contains what a run needs for training or for evaluation: a loader, the program that it feeds, and their
 # settings. Only training has an lr_scheduler, an optimizer, and `later`, the list of later stages [(first epoch, Work
 # without a loader)]. Only evaluation has the function `refresh`, which recomputes values derived from the weights
-# (components/ema.py, passes/folding.py). Call refresh() before each evaluation.
+# (step/averages.py, passes/folding.py). Call refresh() before each evaluation.
 Work = namedtuple(
     "Work", "settings loader program fetchs lr_scheduler optimizer compiled refresh later", defaults=[None] * 4 + [()]
 )
@@ -328,7 +328,6 @@ def set_weights(args, checkpoint, training, evaluation):
             checkpoint = restore.restore(
                 *(checkpoint, training.lr_scheduler, training.loader, training.fetchs, place),
                 iter_unit=args.iter_unit,
-                is_averaged=args.ema is not None,
                 is_verbose=args.verbose,
             )
         if args.amp:
@@ -349,12 +348,13 @@ def set_weights(args, checkpoint, training, evaluation):
 
 def compile_programs(args, exe, training, evaluation):
     """Compile the programs, and return (training, evaluation) with the compiled programs. Make the evaluation program
-    use the EMA weights (--ema), and fold BN in half precision. Raises the errors of program.compile_prog."""
+    use averages of the weights (such as those of --ema), and fold BN in half precision. Raises the errors of
+    program.compile_prog."""
     watchdog.phase("program compilation")
     if training:
         training = training._replace(compiled=program.compile_prog(training.settings, training.program))
     if evaluation:
-        updates = [ema.evaluate(training.program, evaluation.program, exe)] if training else []
+        updates = [averages.evaluate(training.program, evaluation.program, exe)] if training else []
         # In float32, BN is not folded, because float32 evaluations serve as the exact reference. With QAT, BN cannot be
         # folded into the quantized filters.
         if args.amp and not args.qat:

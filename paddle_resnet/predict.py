@@ -123,7 +123,7 @@ def top(probabilities):
     return labels, np.take_along_axis(probabilities, labels, axis=1)
 
 
-def above(probabilities, thresholds, names):
+def above(probabilities: np.ndarray, thresholds: list[float], names: list[str]) -> list[list[dict]]:
     """Return [{"label", "class", "probability", "threshold"}] for each image of a multi-label network: all classes
     whose probability is at least the threshold, in descending order of the probability."""
     images = []

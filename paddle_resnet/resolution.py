@@ -11,6 +11,8 @@ data                 resolve_classes
 output               resolve_report
 """
 
+from pathlib import Path
+
 import paddle
 
 from paddle_resnet.components import precision
@@ -18,7 +20,7 @@ from paddle_resnet.data.root import DataRoot
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.machine import gpus
 from paddle_resnet.native import build as native
-from paddle_resnet.settings import validation
+from paddle_resnet.settings import validation, values
 from paddle_resnet.settings.groups import machine
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
@@ -27,15 +29,15 @@ from paddle_resnet.utils.mode import Mode
 DEFAULT_CLASSES = 1000  # number of classes in ImageNet, used if the data does not define classes
 
 
-def resolve(settings, mode=Mode.TRAIN):
+def resolve(settings: values.Settings, mode: Mode = Mode.TRAIN) -> values.Settings:
     """Resolve settings without inheriting values from a checkpoint, for programs that use the Python API (docs/api.md).
 
     Args:
-        settings: Settings; not modified.
+        settings: flags, which are not changed.
         mode: the split that determines --num-of-class, Mode.TRAIN or Mode.EVAL.
     Returns:
-        Settings, frozen: `settings` if they are frozen, otherwise a copy. Until a value of `settings` changes, the
-        result is the same object.
+        frozen Settings: `settings` if they are frozen, otherwise a copy. Until a value of `settings` changes, each call
+        returns the same object.
     Raises:
         UsageError: resolve_data or resolve_kernels fails.
     """
@@ -46,7 +48,7 @@ def resolve(settings, mode=Mode.TRAIN):
     return resolved
 
 
-def resolve_data(settings, mode):
+def resolve_data(settings: values.Settings, mode: Mode) -> values.Settings:
     """Return Settings whose flags for a loader are resolved: `settings` if they are frozen, otherwise a copy. Raises
     the same errors as resolve_device, resolve_loader and resolve_classes."""
     resolved = settings.resolved
@@ -57,7 +59,7 @@ def resolve_data(settings, mode):
     return resolved
 
 
-def resolve_device(settings):
+def resolve_device(settings: values.Settings) -> None:
     """Resolve --device auto, set --fuse-resunit, which has no effect, to false, and call drop_unused, because values of
     a --config file may require a different device.
 
@@ -75,7 +77,7 @@ def resolve_device(settings):
     drop_unused(settings)
 
 
-def drop_unused(settings):
+def drop_unused(settings: values.Settings) -> None:
     """Drop values of a file or a recipe that conflict with flags of higher rank (validation.drop_unused). Log all
     dropped values that have not been logged."""
     validation.drop_unused(settings)
@@ -83,7 +85,7 @@ def drop_unused(settings):
         logger.info(settings.dropped.pop(0))
 
 
-def resolve_loader(settings):
+def resolve_loader(settings: values.Settings) -> None:
     """Resolve --dali-device auto. If --image-shape is neither explicit nor inherited, choose its number of channels.
 
     Raises:
@@ -110,7 +112,7 @@ def _check_precision(settings: precision.Settings) -> None:
             )
 
 
-def resolve_kernels(settings):
+def resolve_kernels(settings: values.Settings) -> None:
     """Resolve --kernels auto, load the custom operators if they are used, and turn --cuda-graph off if steps cannot be
     captured.
 
@@ -137,7 +139,7 @@ def resolve_kernels(settings):
         settings.resolve("machine", cuda_graph=False)
 
 
-def resolve_classes(settings, mode):
+def resolve_classes(settings: values.Settings, mode: Mode) -> None:
     """If --num-of-class has no value, set it to the number of classes in the data, or to DEFAULT_CLASSES if the data
     does not define classes.
 
@@ -161,7 +163,7 @@ def resolve_classes(settings, mode):
     settings.set("data", num_of_class=counted or DEFAULT_CLASSES)
 
 
-def resolve_report(settings, folder, name):
+def resolve_report(settings: values.Settings, folder: Path, name: str) -> None:
     """If --report-file has no value, set it to the file `name` in the run folder."""
     if settings.report_file is None:
         settings.resolve("--output-dir", report_file=str(folder / name))

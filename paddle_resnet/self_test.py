@@ -1,23 +1,25 @@
 """Compare short training runs with recorded losses: `python -m paddle_resnet.doctor --self-test`.
 
 Each run trains the network of models/self_test.py for 20 steps on generated images. The initial weights are equal on
-all devices, the images have no random change (a mirrored image is the image itself), and self_test.json contains the
-losses that Paddle 2.6.2 and 3.3.1 computed on a CPU: with each kind of kernels, and with two processes.
+all devices, the augmentation does not change the images (each image equals its mirror image), and self_test.json
+contains the losses that Paddle 2.6.2 and 3.3.1 computed on a CPU: with each kind of kernels, and with two processes.
 
 Exact comparisons:
 - losses on a CPU with the recorded ones, if the version of Paddle, its kind of build and the vector extensions of the
   CPU are those of the recording. Otherwise, sums can be rounded differently, and BOUNDS limits the difference.
 - losses of captured steps with those of uncaptured steps, and of a resumed run with those of the original run, on the
-  same machine
+  same machine.
 
-On a GPU, all losses are compared with those of a CPU in float32, so a difference is expected. It is limited by the
-bound of the precision, relative to the first loss. A relative change of all initial weights by up to 4e-3, the rounding
-error of bfloat16, changed the losses by 7e-4 of the first loss, and one by 5e-4, that of float16 and TF32, by 9e-5.
+On a GPU, all losses are compared with those of a CPU in float32, so a difference is expected. BOUNDS limits the
+difference for each precision, relative to the first loss. Relative changes of all initial weights by up to 4e-3, the
+rounding error of bfloat16, changed the losses by 7e-4 of the first loss; changes by up to 5e-4, the rounding error of
+float16 and TF32, changed the losses by 9e-5.
 """
 
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -44,7 +46,7 @@ PRECISIONS = {
     "AMP O1": ([*_AMP, "O1"], "--amp false"),
     "AMP O2": ([*_AMP, "O2"], "--amp-level O1"),
 }
-# Limits of |loss - golden| / golden of the first step.
+# Limits of |loss - recorded loss| / recorded loss of the first step.
 BOUNDS = {"CPU": 1e-4, "float32": 0.005, "AMP O1": 0.02, "AMP O2": 0.02}
 TIMEOUT_S = 100  # of a child process; most of it is for building the custom kernels
 # Environment variables of the runs: CPU kernels round independently of the number of cores, and GPU kernels are
@@ -81,14 +83,14 @@ class Run(NamedTuple):
     """
 
     what: str
-    flags: list
+    flags: list[str]
     golden: str
     bound: str
     remedy: str
     twin: str | None = None
 
     @property
-    def folder(self):
+    def folder(self) -> str:
         return self.what.replace(", ", "_").replace(" ", "_")
 
 
@@ -119,7 +121,7 @@ def plan(device: str, has_native: bool) -> list[list[Run]]:
     return groups
 
 
-def checks(device: str, missing: str | None, gpus: int, arithmetic: list):
+def checks(device: str, missing: str | None, gpus: int, arithmetic: list[str]) -> Iterator[Row]:
     """Yield a Row for each check. Its status is "no" if the check failed, and "note" if this machine does not allow it.
     A failure prevents no other checks, except that resuming and exporting need a run that has trained.
 
@@ -168,7 +170,7 @@ def _golden(arithmetic):
     return golden["losses"], golden["arithmetic"] == arithmetic
 
 
-def write_images(folder: Path):
+def write_images(folder: Path) -> None:
     """Write a data set of symmetric images, whose classes differ in color, to train/ and val/ in a folder."""
     random = np.random.RandomState(0)
     for split, count in IMAGES.items():
@@ -273,7 +275,7 @@ def _export(folder, each, losses):
     return Row(what, reason(done.returncode, done.stderr), "no", remedy)
 
 
-def record(arithmetic: list):
+def record(arithmetic: list[str]) -> None:
     """Store the losses that this machine computes on its CPU in GOLDENS, except those of failed runs. For the argument,
     see `checks`."""
     goldens = json.loads(GOLDENS.read_text()) if GOLDENS.exists() else {}

@@ -10,7 +10,7 @@ from paddle_resnet.utils.errors import program
 from paddle_resnet.utils.mode import Mode
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> int:
     """Run train.py and return its exit code: 0 success, 1 failure, 2 error in usage, configuration or data, 75 stopped
     by a signal, 130 interrupted, 141 if the reader of the result has exited (`| head`). Exceptions that exit_codes.of
     does not convert are raised."""

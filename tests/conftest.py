@@ -227,7 +227,7 @@ def photos(once):
 @pytest.fixture(scope="session")
 def converted(photos, once):
     """Convert the photos to every storage format and return {--data-format: --image-root}. In formats with shards, the
-    training images have three."""
+    training images are in three shards."""
 
     def make(root):
         (root / "filelist").mkdir()
@@ -345,8 +345,8 @@ def run_bare(photos, tmp_path):
 
 @pytest.fixture
 def checkpoint(once, run_train, tmp_path, request):
-    """Return a copy of a checkpoint that was saved after one epoch, of the network of `one_block` if the test uses this
-    fixture. Each of the two networks is trained once for all tests."""
+    """Return a copy of a checkpoint that was saved after one epoch. The network is that of the fixture `one_block` if
+    the test uses `one_block`, otherwise the tiny network. Each of the two networks is trained once for all tests."""
 
     def make(folder):
         assert run_train("--output-dir", folder)[0] == 0

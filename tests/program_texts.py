@@ -1,4 +1,4 @@
-"""The texts of the programs of the sets of flags in SETS. They show whether a change affects the operators of a run.
+"""Write and compare the programs of the sets of flags in SETS, to show whether a change affects the operators of a run.
 
     .venv/bin/python tests/program_texts.py write before    # at the commit before the change
     .venv/bin/python tests/program_texts.py write after     # with the change
@@ -130,7 +130,8 @@ def prepare():
 
 
 def settings_of(flags, kernels, changes):
-    """Return frozen settings with the flags, a value of --kernels and the other settings of a set, without ranks."""
+    """Return the frozen settings of a set: its flags, a value of --kernels, and its further settings (`changes`). The
+    number of ranks in `changes` is ignored."""
     from paddle_resnet import config
 
     settings = config.parse_args([*TINY, *flags.split(), "--device", "cpu"])

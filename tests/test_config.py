@@ -665,8 +665,14 @@ def test_list_element_of_wrong_type_is_an_error(flag, value, part):
         ("--budget-minutes 5 --epochs 3", ["--budget-minutes 5: conflicts with --epochs 3 (command line); remove one"]),
         ("--budget-minutes 5 --profile-steps 1:2", ["--budget-minutes 5: not supported with --profile-steps; remove"]),
         ("--patience 3 --run-scope train_only", ["--patience 3: requires evaluations; use 0, or remove --run-scope"]),
-        ("--tensorboard-dir d --benchmark", ["--tensorboard-dir d: this run does not train; remove the flag"]),
-        ("--tensorboard-dir d --run-scope eval_only --from-checkpoint c", ["--tensorboard-dir d: this run does not"]),
+        (
+            "--tensorboard-dir d --benchmark",
+            ["--tensorboard-dir d: not supported with --benchmark; remove one of them"],
+        ),
+        (
+            "--tensorboard-dir d --run-scope eval_only --from-checkpoint c",
+            ["--tensorboard-dir d: not supported with --run-scope eval_only"],
+        ),
         ("--report-html f --benchmark", ["--report-html f: not supported with --benchmark; remove one of them"]),
         ("--report-html f --data-format synthetic", ["--report-html f: not supported with --data-format synthetic"]),
         ("--predictions f --data-format synthetic", ["--predictions f: not supported with --data-format synthetic"]),
@@ -1311,5 +1317,5 @@ def test_invalid_sizes_are_errors(capsys, value, expected):
     "flag", ["--from-checkpoint", "--image-root", "--output-dir", "--report-file", "--tensorboard-dir"]
 )
 def test_empty_paths_are_errors(flag):
-    with pytest.raises(UsageError, match=f"{flag}: '' is an empty path; use . for the working directory"):
+    with pytest.raises(UsageError, match=f"{flag}: '' is an empty path; set a path, such as . for"):
         config.parse_args([flag, ""])

@@ -332,7 +332,7 @@ def test_exact_requirements_are_enough(monkeypatch, tmp_path, shortfall, status)
     assert [row.status for row in rows] == [status] * 3
     limits = f"open files {1024 - shortfall}, processes 4096"
     assert [row.detail for row in rows] == ["4.0 GiB available", limits, f"2.0 GiB free for {tmp_path}"]
-    remedies = ["below 4 GiB per process, use a smaller --batch-size", "ulimit -n 8192"]
+    remedies = ["with less than 4 GiB per process, use a smaller --batch-size", "ulimit -n 8192"]
     remedies.append("free disk space; checkpoints of a ResNet-50 run take about 2 GiB")
     assert [row.remedy for row in rows] == (remedies if shortfall else [""] * 3)
 

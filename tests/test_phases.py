@@ -222,7 +222,6 @@ ARGS = SimpleNamespace(
     kernels="paddle",
     iter_unit="epoch",
     verbose=False,
-    ema=None,
     qat=False,
     amp=False,
     amp_dtype="float16",
@@ -298,7 +297,7 @@ def test_weights_of_half_precision_evaluations_are_averaged_then_folded(monkeypa
     monkeypatch.setattr(phases.watchdog, "phase", updates.append)
     made = []
     monkeypatch.setattr(
-        phases.ema, "evaluate", lambda *inputs: made.append(inputs) or (lambda: updates.append("averages"))
+        phases.averages, "evaluate", lambda *inputs: made.append(inputs) or (lambda: updates.append("averages"))
     )
     monkeypatch.setattr(phases, "_fold", lambda *inputs: made.append(inputs) or [lambda: updates.append("folded")])
     monkeypatch.setattr(

@@ -32,8 +32,7 @@ from paddle_resnet.checkpoints.saver import Saver
 from paddle_resnet.job import exchange, fleet, processes
 from paddle_resnet.models import layers
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
-from paddle_resnet.components import ema
-from paddle_resnet.step import build, cuda_graph
+from paddle_resnet.step import averages, build, cuda_graph
 from paddle_resnet.utils import signals
 from paddle_resnet.utils.mode import Mode
 
@@ -199,7 +198,7 @@ def write_state(save):
     def wrapped(self, epoch, step=None, *args, **keywords):
         if step is None:
             arrays = {name: array for state in variables.snapshot(self._program) for name, array in state.items()}
-            arrays |= {name: variables.read(name) for name in ema.of(self._program).values()}
+            arrays |= {name: variables.read(name) for name in averages.of(self._program).values()}
             np.savez(f"{options.parameters}/epoch{epoch}_rank{processes.rank()}.npz", **arrays)
         return save(self, epoch, step, *args, **keywords)
 

@@ -503,7 +503,7 @@ def compare_classes(folder, meta, loader, is_fine_tuning):
         logger.warn(f"{folder}: trained on different classes ({_first_difference(before, now)}); check --image-root")
 
 
-def restore(checkpoint, lr_scheduler, loader, fetchs, place, *, iter_unit, is_averaged, is_verbose):
+def restore(checkpoint, lr_scheduler, loader, fetchs, place, *, iter_unit, is_verbose):
     """Restore the position, the learning rate and the random number generators of a training run. If the checkpoint was
     saved within an epoch, also restore the metric sums of the epoch and the BN statistics of this process.
 
@@ -515,7 +515,7 @@ def restore(checkpoint, lr_scheduler, loader, fetchs, place, *, iter_unit, is_av
         fetchs: result of program.build.
         place: device of the program.
         iter_unit: value of --iter-unit.
-        is_averaged, is_verbose: see variables.load_statistics.
+        is_verbose: see variables.load_statistics.
     Returns:
         The checkpoint, with step 0 if the loader cannot continue within the epoch.
     Raises:
@@ -560,7 +560,7 @@ def restore(checkpoint, lr_scheduler, loader, fetchs, place, *, iter_unit, is_av
         statistics = f"bn_rank{processes.rank()}.npz"
         if statistics in checkpoint.meta["files"]:
             path = Path(checkpoint.folder) / statistics
-            variables.load_statistics(path, place, is_averaged, is_verbose)
+            variables.load_statistics(path, place, is_verbose)
     where = f"epoch {checkpoint.epoch}" + (f" step {checkpoint.step}" if checkpoint.step else "")
     logger.info(f"loaded {checkpoint.folder}: continuing with {where}")
     return checkpoint

@@ -3,8 +3,8 @@ PREFIX.pdparams and PREFIX.pdopt are pickles of {name: array}, the format of `pa
 all names, shapes and types must match, except for the width of floating-point types and for the differences that the
 flags allow (LoadOptions). Parameters are stored in float32, regardless of the training precision.
 
-With --ema, PREFIX.pdema contains the EMA weights in the format of PREFIX.pdparams. If a checkpoint contains this file,
-evaluation, prediction, export and --from-pretrained-params read it instead of PREFIX.pdparams.
+PREFIX.pdema contains averages of the weights (such as those of --ema) in the format of PREFIX.pdparams. If a checkpoint
+contains this file, evaluation, prediction, export and --from-pretrained-params read it instead of PREFIX.pdparams.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import paddle
 from paddle import static
 
 from paddle_resnet.checkpoints import arrays, folders
-from paddle_resnet.components import ema, quantization
+from paddle_resnet.components import quantization
 from paddle_resnet.components.sparsity import MASK, has_masks_of_signed_search
 from paddle_resnet.models import ends
 from paddle_resnet.settings.values import FlagValue
@@ -26,8 +26,6 @@ from paddle_resnet.utils.errors import UsageError
 
 LOSS_SCALE = "loss_scaling_0"  # Paddle's name for the variable that contains the loss scale
 MASTER = "_fp32_master_0"  # suffix of the float32 master copy of a half-precision parameter
-AVERAGED = ".pdema"  # suffix of the file with the EMA weights (--ema), which evaluations read
-OPTIMIZER = ".pdopt"
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ def load(options, folder, program, place, label=None, log=logger.info):
         program: training or evaluation Program whose startup program has run.
         place: device of the program.
         label: name of the checkpoint in messages; if None, the path of the folder.
-        log: function that logs a message if EMA weights are loaded.
+        log: function that logs a message if averages are loaded.
     Returns:
         whether the weights are already pruned.
     Raises:
@@ -136,13 +134,13 @@ def _prefix(options, folder, label):
 def _evaluated(prefix):
     """Return the path of the weights to evaluate: PREFIX.pdema if the checkpoint contains this file, otherwise
     PREFIX.pdparams."""
-    path = Path(f"{prefix}{AVERAGED}")
+    path = Path(f"{prefix}{facts.AVERAGES}")
     return path if folders.contains(path) else Path(f"{prefix}.pdparams")
 
 
 def _read_weights(path, label, log=logger.info):
-    if path.suffix == AVERAGED:
-        log(f"{label}: loading the EMA weights, {path.name}")
+    if path.suffix == facts.AVERAGES:
+        log(f"{label}: loading the averaged weights, {path.name}")
     return _read(path, label)
 
 
@@ -169,7 +167,7 @@ def load_states(options, checkpoint, program, place):
         return states(program)
     prefix, missing = _prefix(options, checkpoint.folder, checkpoint.label), []
     for state in states(program):
-        if not state.variables or state.file in (None, OPTIMIZER):
+        if state.file in (None, facts.OPTIMIZER):
             continue
         path = Path(f"{prefix}{state.file}")
         if not folders.contains(path):
@@ -190,8 +188,8 @@ def start_states(missing, checkpoint, program, place):
             continue
         for name, variable in state.variables.items():
             set_variable(variable, params[name], place)
-        if checkpoint is not None and state.variables and state.file != OPTIMIZER:
-            logger.info(f"{state.what} initialized with the weights of {checkpoint.folder}")
+        if checkpoint is not None and state.file != facts.OPTIMIZER:
+            logger.info(f"{state.flag}: {state.what} initialized with the weights of {checkpoint.folder}")
 
 
 def own_files(program, params):
@@ -200,7 +198,7 @@ def own_files(program, params):
     return {
         state.file: params | {name: read(variable) for name, variable in state.variables.items()}
         for state in states(program)
-        if state.variables and state.file not in (None, OPTIMIZER)
+        if state.file not in (None, facts.OPTIMIZER)
     }
 
 
@@ -281,21 +279,20 @@ def _check_number_of_classes(options, state, parameters, classifier, label):
         raise UsageError(f"{label}: has {classes} classes, but this run has {own[1]}; {remedy}")
 
 
-def load_statistics(path, place, is_averaged, is_verbose):
-    """Load the BN statistics of this process from bn_rankN.npz.
+def load_statistics(path, place, is_verbose):
+    """Load the BN statistics of this process from bn_rankN.npz. Variables that follow a statistic (facts.State, such as
+    NAME.ema) in the file, but are not in the program, are ignored.
 
     Args:
         path: path of the file.
         place: device of the program.
-        is_averaged: whether the program has moving averages of the BN statistics (--ema). If not, moving averages in
-            the file are ignored.
         is_verbose: whether error messages list the variables.
     Raises:
         UsageError: the file is damaged or does not match the model.
     """
     state = _read(path, "--resume", arrays.read_npz)
-    state = {name: array for name, array in state.items() if is_averaged or not name.endswith(ema.SUFFIX)}
     known = {name: _shape(_tensor(name).shape()) for name in state if static.global_scope().find_var(name) is not None}
+    state = {name: array for name, array in state.items() if name in known or name.rpartition(".")[0] not in state}
     _load_strictly(known, state, f"--resume: {path}", place, "--model-arch-name", is_verbose)
 
 
@@ -405,9 +402,11 @@ def _load_strictly(variables, state, label, place, remedy, is_verbose):
 
 def variables(program):
     """Return ({parameter: shape}, {optimizer variable: shape}). The parameters include BN statistics and ASP masks.
-    Neither dictionary includes the states with a file of their own, such as EMA weights (--ema)."""
+    Neither dictionary includes the states with a file of their own, such as averages of the weights."""
     parameters, others = {}, {}
-    elsewhere = {name for state in states(program) if state.file != OPTIMIZER for name in state.variables.values()}
+    elsewhere = {
+        name for state in states(program) if state.file != facts.OPTIMIZER for name in state.variables.values()
+    }
     for var in saved(program):
         if var.name not in elsewhere:
             is_parameter = isinstance(var, paddle.base.framework.Parameter)
@@ -416,7 +415,7 @@ def variables(program):
 
 
 def saved(program):
-    """Return the variables of a program that a checkpoint contains, including EMA weights (--ema)."""
+    """Return the variables of a program that a checkpoint contains, including averages of the weights."""
     omitted = {"feed", "fetch"}
     omitted |= {name for state in states(program) if state.file is None for name in state.variables.values()}
     persistable = [var for var in program.list_vars() if var.persistable and var.name not in omitted]

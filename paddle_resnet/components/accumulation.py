@@ -63,12 +63,13 @@ def add(step: "StepBuilder") -> None:
     graph.sync(block)
 
 
-def state(step: "StepBuilder") -> "State":
-    """Return the State of the sums. Checkpoints omit the sums, because they are 0 after each update."""
+def state(step: "StepBuilder") -> "State | None":
+    """Return the State of the sums, or None without sums. Checkpoints omit the sums, because they are 0 after each
+    update."""
     from paddle_resnet.step.facts import State
 
     names = [name for name in step.main.global_block().vars if name.startswith(PREFIX)]
-    return State({name.removeprefix(PREFIX): name for name in names}, None)
+    return State({name.removeprefix(PREFIX): name for name in names}, None) if names else None
 
 
 def _add_sum(block, startup_block, gradient, i):

@@ -113,11 +113,11 @@ def _add_paddle(step, is_due, alpha):
             append("cast", {"X": exact}, parameter, **graph.cast_types(exact, parameter))
 
 
-def state(step: "StepBuilder") -> "State":
-    """Return the State of the slow weights, which belong to the optimizer state."""
-    from paddle_resnet.step.facts import State
+def state(step: "StepBuilder") -> "State | None":
+    """Return the State of the slow weights, which belong to the optimizer state, or None without --lookahead."""
+    from paddle_resnet.step import facts
 
-    names = [] if step.part(Settings).lookahead is None else step.values | step.frozen_values
-    return State(
-        {name: name + SUFFIX for name in names}, ".pdopt", starts_as_source=True, what="--lookahead: slow weights"
-    )
+    if step.part(Settings).lookahead is None:
+        return None
+    variables = {name: name + SUFFIX for name in step.values | step.frozen_values}
+    return facts.State(variables, facts.OPTIMIZER, starts_as_source=True, flag="--lookahead", what="slow weights")

@@ -90,16 +90,18 @@ def conflicts(settings: Settings) -> Iterator[Conflict]:
 
 
 def add(step: "StepBuilder") -> None:
-    """Complete the update, for which Paddle's minimize has added one operator per parameter. With custom kernels, these
-    operators are replaced. With Paddle's kernels, they are corrected for bfloat16 parameters and for steps that dynamic
-    loss scaling skips."""
-    block = step.main.global_block()
-    if step.is_native:
-        update_natively(block, OPTIMIZERS[step.part(Settings).optimizer], step.factor)
-        _place_state(step.startup)
-    else:
+    """Complete the update, for which Paddle's minimize has added one operator per parameter. With Paddle's kernels, these
+    operators are corrected for bfloat16 parameters and for steps that dynamic loss scaling skips. If Paddle lacks the
+    rule, `rewrite` of the rule then changes them. With custom kernels, they are replaced."""
+    block, rule = step.main.global_block(), OPTIMIZERS[step.part(Settings).optimizer]
+    if not step.is_native:
         _update_masters_in_float32(block)
         _keep_parameters_on_overflow(block)
+    if rule.rewrite:
+        rule.rewrite(step)
+    if step.is_native:
+        update_natively(block, rule, step.factor)
+        _place_state(step.startup)
 
 
 def update_natively(block, rule, factor):

@@ -4,14 +4,18 @@ import functools
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import nvidia.dali
 import paddle
+from paddle import static
 
 from paddle_resnet import utils
+from paddle_resnet.data.iterators import EmptyIterator, ShardIterator, SyntheticIterator
 from paddle_resnet.job import exchange
 from paddle_resnet.job.position import ranks
 from paddle_resnet.models import user_file
+from paddle_resnet.settings import values
 from paddle_resnet.settings.declarations import RESUMED, of_kinds
 from paddle_resnet.settings.values import flag_name, text
 from paddle_resnet.utils.errors import UsageError
@@ -23,7 +27,7 @@ LOCAL_FLAGS = (
 )
 
 
-def check_start(args):
+def check_start(args: values.Settings) -> None:
     """Compare flags, versions and source code between all ranks.
 
     Raises:
@@ -39,16 +43,23 @@ def check_start(args):
     _compare(facts)
 
 
-def check_work(kernels, train_loader, eval_loader, program):
-    """Compare kernels, data sets and networks between all ranks, and raise UsageError if they differ.
+def check_work(
+    kernels: str,
+    train_loader: ShardIterator | SyntheticIterator | None,
+    eval_loader: ShardIterator | EmptyIterator | SyntheticIterator | None,
+    program: static.Program,
+) -> None:
+    """Compare kernels, data sets and networks between all ranks.
 
     Args:
         kernels: "native" or "paddle".
         train_loader, eval_loader: results of dali.build_dataloader, or None.
         program: training program, or evaluation program if the run does not train.
+    Raises:
+        UsageError: the ranks differ. See check_start.
     """
     # The kernels of the ranks can differ, for example if only some machines have a compiler.
-    facts = {"--kernels (auto depends on the machine, paddle runs on every machine)": kernels}
+    facts: dict[str, Any] = {"--kernels (auto depends on the machine, paddle runs on every machine)": kernels}
     if train_loader is not None:
         facts["number of steps per epoch"] = len(train_loader)
     for name, loader in (("training", train_loader), ("validation", eval_loader)):
@@ -64,18 +75,18 @@ def check_work(kernels, train_loader, eval_loader, program):
 
 def _compare(facts):
     all_ranks = exchange.gather(json.dumps(facts).encode())
-    exchange.from_rank_0(lambda: _check_equal([json.loads(data) for data in all_ranks]))
+    exchange.from_rank_0(lambda: _check_equal([json.loads(data) for data in all_ranks or ()]))
 
 
 def _check_equal(all_ranks):
     """Raise UsageError if a value differs between ranks. `all_ranks` is [{name: value}], with one entry per rank."""
     differences = []
     for name in dict.fromkeys(name for facts in all_ranks for name in facts):
-        values = {}
+        where = {}
         for rank, facts in enumerate(all_ranks):
-            values.setdefault(text(facts.get(name)), []).append(rank)
-        if len(values) > 1:
-            differences.append(f"{name} is " + " and ".join(f"{v} on {ranks(who)}" for v, who in values.items()))
+            where.setdefault(text(facts.get(name)), []).append(rank)
+        if len(where) > 1:
+            differences.append(f"{name} is " + " and ".join(f"{v} on {ranks(who)}" for v, who in where.items()))
     if differences:
         raise UsageError(
             f"job: the processes differ: {', '.join(differences)}; start all processes with the same command, "

@@ -14,6 +14,8 @@ import json
 import secrets
 import socket
 import time
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 # Maximum length of a message between monitors, which limits the memory that a connection can use.
 LINE_BYTES = 1 << 16
@@ -29,12 +31,12 @@ def new_key() -> str:
     return secrets.token_hex()
 
 
-def encode(message):
+def encode(message: dict[str, Any]) -> bytes:
     """Return a message as bytes: a line of JSON with its newline."""
     return json.dumps(message).encode() + b"\n"
 
 
-async def receive(reader):
+async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
     """Return the next message, a non-empty dictionary, or None if the connection has ended or the line is invalid."""
     try:
         message = json.loads(await reader.readline())
@@ -43,19 +45,19 @@ async def receive(reader):
     return message if message and isinstance(message, dict) else None
 
 
-def send(writer, message):
+def send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
     """Send a message, unless end() has been called for the connection."""
     with contextlib.suppress(RuntimeError):  # asyncio raises RuntimeError after write_eof()
         writer.write(encode(message))
 
 
-def end(writer):
+def end(writer: asyncio.StreamWriter) -> None:
     """Stop sending on a connection. The other end closes the connection after reading all messages."""
     with contextlib.suppress(OSError):
         writer.write_eof()
 
 
-async def connect(host, port, key, rank):
+async def connect(host: str, port: int, key: str, rank: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to the coordinator of the job.
 
     Returns:
@@ -86,7 +88,12 @@ async def _introduce(host, port, key, rank):
     return reader, writer
 
 
-async def serve(listener, key, world_size, welcome):
+async def serve(
+    listener: socket.socket,
+    key: str,
+    world_size: int,
+    welcome: Callable[[int, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+) -> None:
     """Accept connections. If too many connections are unauthenticated, close the oldest unauthenticated connection.
 
     Args:

@@ -8,6 +8,8 @@ import os
 import socket
 import stat
 import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import paddle
@@ -16,12 +18,13 @@ from paddle_resnet.job import processes, watchdog
 from paddle_resnet.utils import signals
 from paddle_resnet.utils.errors import UsageError
 
-STOP_POLL_STEPS = 4
+T = TypeVar("T")
+STOP_POLL_STEPS = 4  # number of steps between two reads of the store
 _exchanges = _polls = 0
 _stop_at, _last_gather = None, None
 
 
-def all_gather(values):
+def all_gather(values: Sequence[float] | np.ndarray) -> np.ndarray:
     """Gather numbers from all ranks.
 
     Args:
@@ -38,7 +41,7 @@ def all_gather(values):
     return np.stack([np.frombuffer(row, dtype=np.float64) for row in rows])
 
 
-def gather(data):
+def gather(data: bytes) -> list[bytes] | None:
     """Collect bytes from every rank on rank 0.
 
     The store never frees memory, even if a shorter value replaces a longer value. Therefore each rank always writes to
@@ -73,12 +76,12 @@ class Stream:
     same order.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._name, self._items, self._batch, self._number = _next_exchange(), [], 0, 1
 
-    def add(self, item):
-        """Send an item of JSON data. On rank 0, return [new items of rank 0] or, if all other ranks have written a new
-        batch, one list of new items per rank. On other ranks, return [].
+    def add(self, item: Any) -> list[list]:
+        """Send an item of JSON data. On rank 0, return one list of new items per rank if all other ranks have written a
+        new batch, otherwise only the list of rank 0. On other ranks, return [].
 
         finish() can return the items of the last batch a second time.
         """
@@ -101,14 +104,14 @@ class Stream:
             store.add(f"{self._name}/written", 1)
         return []
 
-    def finish(self):
+    def finish(self) -> list[list]:
         """Send the remaining items. On rank 0, wait for all ranks, and return one list of items per rank. On other
         ranks, return []."""
         batches = gather(json.dumps(self._items).encode())
-        return [json.loads(batch) for batch in batches] if processes.rank() == 0 else []
+        return [json.loads(batch) for batch in batches or ()] if processes.rank() == 0 else []
 
 
-def from_rank_0(function):
+def from_rank_0(function: Callable[[], T]) -> T:
     """Call a function on rank 0 only, and return its result on all ranks.
 
     Args:
@@ -136,7 +139,7 @@ def from_rank_0(function):
 
 
 @contextlib.contextmanager
-def exit_barrier():
+def exit_barrier() -> Iterator[None]:
     """At the end of the `with` block, wait until each process of the job has completed the block or has left it because
     of a stop signal. Rank 0 leaves last, because the other ranks still use its store. If the block raises an error, the
     job ends."""
@@ -161,7 +164,7 @@ def _wait_for_all():
         watchdog.stop()
 
 
-def let_others_leave():
+def let_others_leave() -> None:
     """Make all ranks except rank 0 leave the job. Rank 0 waits for them, because they use its store until then. All
     ranks must call this function."""
     key = _next_exchange()
@@ -173,7 +176,7 @@ def let_others_leave():
             _get(f"{key}/{r}")
 
 
-def stop_agreed():
+def stop_agreed() -> bool:
     """Return whether all ranks must stop before the next training step. Call this function exactly once per step.
 
     A rank that receives a signal publishes the number of a later step at which all ranks stop. Each rank reads the
@@ -191,7 +194,7 @@ def stop_agreed():
     return stop_at is not None and _polls >= stop_at
 
 
-def stop_asked():
+def stop_asked() -> bool:
     """Return whether any rank has received a signal to stop. Different ranks may detect the signal at different steps,
     so the caller must make all ranks agree on a step."""
     if processes.world_size() == 1:
@@ -218,7 +221,7 @@ def _store():
     host, _, port = os.environ["PADDLE_MASTER"].rpartition(":")
     if processes.rank() != 0:
         _wait_for_server(host, int(port))
-    store = paddle.base.core.create_or_get_global_tcp_store()
+    store = paddle.base.core.create_or_get_global_tcp_store()  # pyright: ignore[reportAttributeAccessIssue]  in C++
     _send_at_once(int(port))
     return store
 

@@ -31,21 +31,21 @@ _GRADIENTS_PER_ALL_REDUCE = 32
 _ALL_GRADIENTS = 10**6
 
 
-def connect(timeout_s):
+def connect(timeout_s: float) -> None:
     """If the job has several processes, connect them for exchange.py and start the monitor. Call connect() before Fleet
     starts, because Fleet may wait for a dead process while setting up communication.
 
     Args:
         timeout_s: number of seconds without progress after which the monitor ends the job.
     Raises:
-        UsageError, ValueError: see watchdog.start.
+        UsageError: see watchdog.start.
     """
     if processes.world_size() > 1:
         rank, world_size, master = processes.rank(), processes.world_size(), os.environ["PADDLE_MASTER"]
         watchdog.start(rank, world_size, timeout_s, master, exchange.from_rank_0)
 
 
-def start(seed, device, data_layout, kernels, needs_serial_run):
+def start(seed: int, device: str, data_layout: str, kernels: str, needs_serial_run: bool) -> None:
     """Set Paddle's flags, seed the random number generators of the host, and initialize Fleet, even for a single
     process.
 
@@ -84,7 +84,7 @@ def start(seed, device, data_layout, kernels, needs_serial_run):
         compat.start_gloo(_prepare_for_gloo)
 
 
-def reduces_at_the_end(device):
+def reduces_at_the_end(device: str) -> bool:
     """Return whether gradients are all-reduced after the backward pass, once per data type and on the CUDA stream of
     the computation. Otherwise, the all-reduces are part of the backward pass."""
     return device == "gpu" and processes.is_one_host()
@@ -102,7 +102,7 @@ def _prepare_for_gloo():
     Raises:
         RunError: the port is in use.
     """
-    parent = None
+    parent = os.getpid()
 
     def remember_parent():
         nonlocal parent

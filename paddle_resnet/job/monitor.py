@@ -28,8 +28,8 @@ from paddle_resnet.job.position import Position, describe_stall, where_is
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import program
 
-# Time limits in seconds: for a rank to exit before its monitor kills it, and for a monitor to print or forward the
-# cause of a failure.
+# Time limit for a rank to exit before its monitor kills it, and for a monitor to print or forward the cause of a
+# failure. While a monitor waits, it checks its condition every POLL_S.
 GRACE_S = 2
 POLL_S = 0.05
 # Signals that end a process by default, or that job schedulers send. Monitors may also receive these signals, but must
@@ -38,7 +38,15 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal
 _GONE = "its process was killed (out of memory?) or crashed{}, or its connection was lost; see the log of that rank"
 
 
-def start(rank, world_size, timeout_s, master, process, position, listener=None):
+def start(
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    master: str,
+    process: socket.socket,
+    position: Position,
+    listener: socket.socket | None = None,
+) -> subprocess.Popen[bytes]:
     """Start the monitor of this process.
 
     Args:
@@ -47,7 +55,7 @@ def start(rank, world_size, timeout_s, master, process, position, listener=None)
         position: Position of this process.
         listener: listening socket of the coordinator, on rank 0.
     Returns:
-        subprocess.Popen.
+        the process of the monitor.
     """
     program = (
         "import sys; sys.path.insert(0, sys.argv[1]); from paddle_resnet.job import monitor; monitor.main(sys.argv[2])"
@@ -70,7 +78,8 @@ def start(rank, world_size, timeout_s, master, process, position, listener=None)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def main(facts):
+def main(facts: str) -> None:
+    """Run the monitor process. `facts` is JSON text from start()."""
     rank, world_size, timeout_s, master, pid, launcher, process, position, *listener = json.loads(facts)
 
     async def run():
@@ -89,7 +98,28 @@ def main(facts):
 
 
 class Monitor:
-    def __init__(self, rank, timeout_s, period_s, master, pid, launcher, process, position, coordinator=None):
+    """The monitor of a rank.
+
+    Args:
+        rank, timeout_s, master: see watchdog.start.
+        period_s: seconds between two reports of the rank's position.
+        pid, launcher: process IDs of the rank and of Paddle's launcher.
+        process, position: see start.
+        coordinator: the coordinator of the job, on rank 0.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        timeout_s: float,
+        period_s: float,
+        master: str,
+        pid: int,
+        launcher: int,
+        process: socket.socket,
+        position: Position,
+        coordinator: "_Coordinator | None" = None,
+    ) -> None:
         self._rank, self._timeout_s, self._period_s, self._master = rank, timeout_s, period_s, master
         self._pid, self._launcher = pid, launcher
         self._process, self._position, self._coordinator = process, position, coordinator
@@ -98,7 +128,8 @@ class Monitor:
         self._to_coordinator, self._last_message = None, time.monotonic()
         self._is_rank_gone = False
 
-    async def run(self):
+    async def run(self) -> None:
+        """Monitor the rank until it leaves the job or the job fails."""
         reader, writer = await asyncio.open_unix_connection(sock=self._process, limit=channel.LINE_BYTES)
         work = map(
             asyncio.create_task,
@@ -155,7 +186,7 @@ class Monitor:
     async def _send_positions(self):
         launcher = self._launcher
         while not self._has_rank_ended():
-            if launcher and _parent(self._pid) not in (launcher, None):
+            if launcher and _parent(self._pid) not in (launcher, None):  # the launcher has ended without its ranks
                 launcher = None
                 os.kill(self._pid, signal.SIGTERM)
             self._send({"at": self._position.read(), "stopped": _is_stopped(self._pid)})
@@ -177,7 +208,9 @@ class Monitor:
             reader, self._to_coordinator = await channel.connect(**address, rank=self._rank)
         except OSError as e:
             server = f"{address['host']}:{address['port']}"
-            self._decide(f"monitor of rank 0 at {server}: cannot be reached ({e}); check the network", 1)
+            self._decide(
+                f"monitor of rank 0 at {server}: cannot be reached ({e}); check the log of rank 0 and the network", 1
+            )
             return
         while message := await channel.receive(reader):
             self._last_message = time.monotonic()
@@ -195,7 +228,7 @@ class _Coordinator:
     def __init__(self, world_size, timeout_s, listener):
         self._world_size, self._timeout_s, self._listener = world_size, timeout_s, listener
         self._writers, self._has_connected = {}, set()  # {rank: writer}, and all ranks that have connected so far
-        self._seen = {}  # {rank: (position, time of the last change)}
+        self._seen: dict[int, tuple[list, float]] = {}  # {rank: (position, time of the last change)}
         self._stopped = set()  # ranks stopped by SIGSTOP or a debugger
         self._end = None  # message to all monitors
 
@@ -230,7 +263,7 @@ class _Coordinator:
         match message:  # all other messages are ignored
             case {"at": [int(), int(), str()] as position} if rank in self._seen:
                 if position != self._seen[rank][0]:
-                    self._seen[rank] = (position, time.monotonic())
+                    self._seen[rank] = (list(position), time.monotonic())
                 self._stopped.discard(rank)
                 if message.get("stopped") is True:
                     self._stopped.add(rank)

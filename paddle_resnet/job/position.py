@@ -2,6 +2,7 @@
 
 import mmap
 import os
+from collections.abc import Sequence
 
 
 class Position:
@@ -13,21 +14,23 @@ class Position:
     overwrites the name of the current phase.
     """
 
-    def __init__(self, descriptor=None):
+    def __init__(self, descriptor: int | None = None) -> None:
         self.descriptor = os.memfd_create("position") if descriptor is None else descriptor
         os.ftruncate(self.descriptor, mmap.PAGESIZE)
         self._page = mmap.mmap(self.descriptor, mmap.PAGESIZE)
         self._number = memoryview(self._page).cast("Q")
 
-    def phase(self, name):
+    def phase(self, name: str) -> None:
+        """Begin a phase."""
         phase = (self._number[0] >> 40) + 1
         self._page[self._slot(phase)] = name.encode()[:256].ljust(256)
         self._number[0] = phase << 40
 
-    def step(self, number, waits):
+    def step(self, number: int, waits: bool) -> None:
+        """Store the number of a step, and whether it is waiting for images."""
         self._number[0] = self._number[0] >> 40 << 40 | 2 * number + 2 - waits
 
-    def read(self):
+    def read(self) -> list:
         """Return [number of the phase, place, name of the phase]."""
         while True:
             phase, place = divmod(self._number[0], 1 << 40)
@@ -39,7 +42,7 @@ class Position:
         return slice(1024 + phase % 2 * 256, 1280 + phase % 2 * 256)
 
 
-def describe_stall(positions, stopped=()):
+def describe_stall(positions: dict[int, list], stopped: Sequence[int] = ()) -> str:
     """Return a text that states which ranks block the job.
 
     Args:
@@ -59,13 +62,13 @@ def describe_stall(positions, stopped=()):
     return f"{ranks(behind)} {verb} in {where}, other ranks are waiting in {where_is(ahead)}"
 
 
-def ranks(numbers):
+def ranks(numbers: Sequence[int]) -> str:
     """Return a list of ranks as text. If there are more than 8 ranks, the text contains the first 8 and "..."."""
     text = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
     return f"rank {text}" if len(numbers) == 1 else f"ranks {text}"
 
 
-def where_is(position):
+def where_is(position: list) -> str:
     """Return a position as text: the phase and, after its first step has begun, the number of the step."""
     _, place, name = position
     if place == 0:

@@ -7,14 +7,18 @@ importing Paddle prints a traceback if a variable is invalid.
 import os
 import re
 import socket
+from typing import TYPE_CHECKING
 
 from paddle_resnet.utils.errors import UsageError
+
+if TYPE_CHECKING:
+    import paddle
 
 # Process ID of the launcher. It is read before Paddle is imported, because the launcher may be killed meanwhile.
 LAUNCHER = os.getppid()
 
 
-def check_environment():
+def check_environment() -> None:
     """Check the environment variables that the launcher sets. Call this function before Paddle is imported.
 
     Raises:
@@ -39,7 +43,7 @@ def check_environment():
             raise UsageError(f"PADDLE_MASTER '{host}:{port}': {problem}") from e
 
 
-def _number(name, default, least=0, most=10**6):
+def _number(name: str, default: str, least: int = 0, most: int = 10**6) -> int:
     value = os.environ.get(name, default)
     if not re.fullmatch("[0-9]{1,7}", value) or not least <= int(value) <= most:
         raise _error(name, value, f"not a number from {least} to {most}")
@@ -66,44 +70,44 @@ def _error(name, value, problem):
     return UsageError(f"{name} {value!r}: {problem}; {remedy}")
 
 
-def rank():
+def rank() -> int:
     """Return the rank of this process in the job."""
     return int(os.environ.get("PADDLE_TRAINER_ID", "0"))
 
 
-def world_size():
+def world_size() -> int:
     """Return the number of processes in the job."""
     return int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
 
 
-def local_size():
+def local_size() -> int:
     """Return the number of processes that the launcher of this process has started."""
     return int(os.environ.get("PADDLE_LOCAL_SIZE", "1"))
 
 
-def is_one_host():
+def is_one_host() -> bool:
     """Return whether a single launcher has started all processes of the job."""
     return local_size() == world_size()
 
 
-def cores():
+def cores() -> int:
     """Return the number of CPU cores that this process may use, divided by the number of processes of its launcher, but
     at least 1."""
     return max(1, len(os.sched_getaffinity(0)) // local_size())
 
 
-def local_gpu():
+def local_gpu() -> int:
     """Return the index in CUDA_VISIBLE_DEVICES of the GPU that the launcher has assigned to this process."""
     return int(os.environ.get("FLAGS_selected_gpus", "0").split(",")[0])  # noqa: SIM112  Paddle's name
 
 
-def check_resolved(device):
-    """Raise UsageError if --device is still auto, because the settings are not those that program.start returns."""
+def check_resolved(device: str) -> None:
+    """Raise UsageError if --device is still auto: the caller must use the settings that program.start returns."""
     if device == "auto":
         raise UsageError("--device auto: not resolved yet; use the settings that program.start returns")
 
 
-def place(device):
+def place(device: str) -> "paddle.CPUPlace | paddle.CUDAPlace":
     """Return the Paddle place on which programs of this process run; `device` is "cpu" or "gpu". Raise UsageError if
     it is "auto"."""
     import paddle

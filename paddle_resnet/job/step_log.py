@@ -1,6 +1,7 @@
 """Log individual steps with metrics aggregated over all processes."""
 
 import math
+from collections.abc import Callable, Sequence
 
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.utils.meters import mean
@@ -16,12 +17,12 @@ class StepLog:
         log: function to call with the number of a step and its metrics.
     """
 
-    def __init__(self, log):
+    def __init__(self, log: Callable[[int, dict[str, float]], None]) -> None:
         self._log = log
         self._stream = exchange.Stream() if processes.world_size() > 1 else None
-        self._metrics, self._last = {}, -1  # {step: {rank: metrics}}, last logged step
+        self._metrics, self._last = {}, -1  # {step: {rank: arguments of add after the step}}, last logged step
 
-    def add(self, step, images, metrics, common):
+    def add(self, step: int, images: int, metrics: dict[str, float], common: dict[str, float]) -> None:
         """Add the metrics of a step.
 
         Args:
@@ -36,7 +37,7 @@ class StepLog:
         else:
             self._take(self._stream.add((step, images, metrics, common)))
 
-    def finish(self):
+    def finish(self) -> None:
         """Log the remaining steps. Every rank must call finish()."""
         if self._stream is not None:
             self._take(self._stream.finish(), is_over=True)
@@ -53,7 +54,7 @@ class StepLog:
                 self._last = step
 
 
-def over_all(all_ranks):
+def over_all(all_ranks: Sequence[Sequence]) -> dict[str, float]:
     """Return the metrics of a step over all processes, {name: value}. ips is summed, times are averaged over the
     processes, and other values over the images of the processes with finite values (NaN if there are none). `all_ranks`
     is [(number of images, {name: value}, {name: common value})], with one entry per rank."""

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 from paddle_resnet.job import channel, monitor
 from paddle_resnet.job.position import Position
@@ -31,32 +32,33 @@ LEAVE_S = 10
 END_S = 30
 
 _position = Position()
-_monitor = None
+_monitor: "_Monitor | None" = None
 
 
-def phase(name):
+def phase(name: str) -> None:
     """Store the current phase of this rank. All ranks must go through the same sequence of phases."""
     _position.phase(name)
     progress.phase(name)
 
 
-def step(number, waits=False):
+def step(number: int, waits: bool = False) -> None:
     """Store the current step of the phase, and whether the step is waiting for images (`waits`)."""
     _position.step(number, waits)
 
 
-def start(rank, world_size, timeout_s, master, from_rank_0):
+def start(
+    rank: int, world_size: int, timeout_s: float, master: str, from_rank_0: Callable[[Callable[[], list]], list]
+) -> None:
     """Start the monitor of this rank, and then connect the monitor to the coordinator.
 
     Args:
         rank, world_size: rank of this process, and number of processes.
         timeout_s: seconds without progress after which the job ends.
         master: PADDLE_MASTER, "host:port" on rank 0's machine.
-        from_rank_0: function of exchange.py. It is allowed to wait indefinitely for rank 0, because the monitor is
-            already running and ends this rank if the job fails.
+        from_rank_0: the function exchange.from_rank_0, which may wait indefinitely for rank 0. This rank cannot hang
+            there, because its monitor is already running and ends the rank if the job fails.
     Raises:
-        UsageError: rank 0's machine cannot listen on the host of `master` (on rank 0).
-        ValueError: another rank sent an invalid key.
+        UsageError: rank 0's machine cannot listen on the host of `master`. Only rank 0 raises this error.
     """
     global _monitor
     stop()
@@ -80,7 +82,7 @@ def _listen(host, master):
         ) from e
 
 
-def stop():
+def stop() -> None:
     """Leave the job, so that this rank can exit."""
     global _monitor
     if _monitor is not None:
@@ -88,7 +90,7 @@ def stop():
     _monitor = None
 
 
-def report_failure(error):
+def report_failure(error: BaseException) -> None:
     """Report to all other ranks the error that ends this rank, which must then exit within END_S. If the failure of
     another rank may have caused the error, first wait PATIENCE_S for the report of that failure, which would end this
     process."""

@@ -5,6 +5,8 @@ Paddle's internal modules are imported inside functions, because an unsupported 
 """
 
 import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import paddle
@@ -14,13 +16,19 @@ from paddle_resnet.machine import driver
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, command
 
+if TYPE_CHECKING:
+    from paddle.base.framework import Block, Operator
+
 # The test suite passes with these versions. Newer patch releases of 2.6, and all versions newer than HIGHEST, are also
 # accepted.
 LOWEST, HIGHEST = (2, 6, 2), (3, 3, 1)
 IS_PADDLE_3 = int(paddle.version.major) >= 3
 _PIR = "FLAGS_enable_pir_api"
+_ONEDNN = (
+    "oneDNN cannot compute the gradient of the loss",
+    "on a CPU, convolutions in NCHW use oneDNN without this flag",
+)
 # {flag of Paddle with which programs fail: (reason, alternative)}
-_ONEDNN = "oneDNN cannot compute the gradient of the loss", "on a CPU, convolutions in NCHW use oneDNN without it"
 _HARMFUL_FLAGS = {
     "FLAGS_check_nan_inf": (
         "loss and loss scaling use infinite values on purpose",
@@ -31,7 +39,7 @@ _HARMFUL_FLAGS = {
 }
 
 
-def check_version(version=paddle.__version__):
+def check_version(version: str = paddle.__version__) -> None:
     """Check that the version of Paddle is supported, that Paddle builds legacy programs, and that no flag of Paddle
     makes these programs fail. Warn, once per process, if the version is newer than the tested ones.
 
@@ -59,8 +67,8 @@ def check_version(version=paddle.__version__):
             raise UsageError(f"{name}: not supported, because {reason}; unset {name} ({alternative})")
 
 
-def is_newer_than_tested(version=paddle.__version__):
-    """Return whether the minor version of Paddle is newer than HIGHEST."""
+def is_newer_than_tested(version: str = paddle.__version__) -> bool:
+    """Return whether a version of Paddle is newer than HIGHEST, apart from the patch number."""
     return _numbers(version)[:2] > HIGHEST[:2]
 
 
@@ -77,7 +85,7 @@ def _warn_of_newer_version(version):
     )
 
 
-def leave_pir():
+def leave_pir() -> None:
     """Switch Paddle 3 to legacy programs after Paddle has been imported, as Paddle's OldIrGuard does."""
     if IS_PADDLE_3 and paddle.get_flags(_PIR)[_PIR]:
         from paddle import pir_utils
@@ -92,7 +100,7 @@ ALL_REDUCE = "all_reduce" if IS_PADDLE_3 else "c_allreduce_sum"
 HAS_CALC_STREAM = not IS_PADDLE_3
 
 
-def append_all_reduce(block, variable):
+def append_all_reduce(block: "Block", variable: static.Variable) -> None:
     """Append an operator that sums a variable over all processes, in place.
 
     In Paddle 3.3, paddle.distributed.all_reduce fails in a legacy Program: "expected str instance, ReduceOp found".
@@ -105,7 +113,7 @@ def append_all_reduce(block, variable):
     block.append_op(type=ALL_REDUCE, inputs={x: variable}, outputs={out: variable}, attrs=attrs)
 
 
-def start_gloo(prepare):
+def start_gloo(prepare: Callable[[], object]) -> None:
     """Connect the processes of a CPU job through Gloo.
 
     In Paddle 3, operators need a communicator that uses Paddle's TCP store; otherwise, they fail with
@@ -127,13 +135,13 @@ def start_gloo(prepare):
         del kept
 
 
-def sqrt(x):
+def sqrt(x: static.Variable) -> static.Variable:
     """Return the square root of x. Unlike paddle.sqrt, this function accepts legacy variables. Paddle 3.3 rejects them:
     "sqrt(): argument (position 1) must be Value"."""
     return _append("sqrt", x)
 
 
-def accept_legacy_any():
+def accept_legacy_any() -> None:
     """Patch paddle.any to accept legacy variables, which Paddle 3.3 rejects.
 
     At level O2, Paddle's mixed precision combines the overflow flags of both precisions with paddle.any.
@@ -160,7 +168,7 @@ def _append(op_type, x, **attrs):
     return out
 
 
-def assigned(op):
+def assigned(op: "Operator") -> np.ndarray:
     """Return the values of an assign_value operator of type float32 as an array. Paddle 3 stores the values as a list
     of Scalar objects, whereas Paddle 2.6 stores one list of numbers per type."""
     values = [value.value() for value in op.attr("values")] if IS_PADDLE_3 else op.attr("fp32_values")

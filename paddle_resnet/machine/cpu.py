@@ -10,11 +10,11 @@ _VECTOR_EXTENSIONS = re.compile("avx.*|fma|amx.*|asimd.*|sve.*")
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 
 
-def arithmetic():
-    """Return {"threads": number of threads of Paddle's CPU kernels, "instructions": sorted names of the CPU's vector
-    extensions, and NAME=VALUE for environment variables that limit them, separated by spaces}. Threads and vector
-    extensions determine the order of additions, and therefore the last digits of sums. Paddle must have been
-    imported."""
+def arithmetic() -> dict[str, int | str]:
+    """Return {"threads": number of threads of Paddle's CPU kernels, "instructions": text}. The text consists of the
+    sorted names of the CPU's vector extensions, and NAME=VALUE for each environment variable that limits them,
+    separated by spaces. Threads and vector extensions determine the order of additions, and therefore the last digits
+    of sums. Paddle must have been imported."""
     text = _INFO.read_text() if _INFO.exists() else ""
     listed = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
     names = sorted(filter(_VECTOR_EXTENSIONS.fullmatch, listed[1].split() if listed else []))

@@ -1,4 +1,4 @@
-"""Ask NVIDIA's driver for a GPU, without Paddle, and choose a Paddle build for it."""
+"""Query NVIDIA's driver for GPUs, without Paddle, and suggest a build of Paddle for the first GPU."""
 
 import os
 import shlex
@@ -16,11 +16,11 @@ class Gpu(NamedTuple):
     """A GPU of this machine: its name, and its compute capability as (major, minor)."""
 
     name: str
-    capability: tuple
+    capability: tuple[int, int]
 
 
 class Facts(NamedTuple):
-    """What NVIDIA's driver reports.
+    """The GPUs and the CUDA version that NVIDIA's driver reports.
 
     Attributes:
         gpu: first GPU.
@@ -30,10 +30,10 @@ class Facts(NamedTuple):
 
     gpu: Gpu
     count: int
-    cuda: tuple
+    cuda: tuple[int, int]
 
 
-def facts():
+def facts() -> Facts | None:
     """Return Facts, or None if the machine has no driver or no GPU, pynvml is not installed, or CUDA_VISIBLE_DEVICES is
     empty or -1, by which users turn GPUs off."""
     if os.environ.get(VISIBLE, "0").strip() in ("", "-1"):
@@ -57,16 +57,16 @@ def facts():
         pynvml.nvmlShutdown()
 
 
-def gpu():
+def gpu() -> Gpu | None:
     """Return the first GPU of this machine. Return None if `facts` returns None, or if the compute capability of the
     GPU is below LEAST_CAPABILITY."""
     known = facts()
     return known.gpu if known and known.gpu.capability >= LEAST_CAPABILITY else None
 
 
-def unsupported():
-    """Return the problem and its remedy if no supported version of Paddle has a build for the first GPU of this
-    machine, or else None."""
+def unsupported() -> str | None:
+    """Return a message with the problem and its remedy if no supported version of Paddle has a build for the first GPU
+    of this machine. Otherwise, or if `facts` returns None, return None."""
     known = facts()
     if known is None or known.gpu.capability >= LEAST_CAPABILITY:
         return None
@@ -77,7 +77,7 @@ def unsupported():
     )
 
 
-def undetected(cuda):
+def undetected(cuda: str) -> str | None:
     """Return why Paddle detects no GPU although the driver reports one, and the remedy.
 
     Args:
@@ -101,8 +101,9 @@ def undetected(cuda):
     return f"the reason is unknown; check nvidia-smi and {VISIBLE}"
 
 
-def remedy():
-    """Return the instruction, for messages, to install a Paddle build for this machine's GPU (docs/install.md)."""
+def remedy() -> str:
+    """Return the remedy, for messages, if the installed Paddle cannot use this machine's GPU: install a build for the
+    GPU (docs/install.md) or, if there is no such build, use a different GPU."""
     if unsupported():
         return OTHER_GPU
     found = gpu()

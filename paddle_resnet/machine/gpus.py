@@ -17,7 +17,7 @@ _FATBIN = b"\x50\xed\x55\xba"  # first bytes of each fat binary (GPU code) in a 
 _CUBIN, _PTX = 2, 1
 
 
-def resolve(device, index, several):
+def resolve(device: str, index: int, several: bool) -> str:
     """Resolve --device auto, and check that --device gpu is possible. Log a warning if auto selects the CPU although
     this machine has a GPU.
 
@@ -54,8 +54,8 @@ def _warn_of_undetected_gpu(reason):
 
 
 @functools.cache  # one warning per process
-def warn_of_cpu_build():
-    """Log a warning if this machine has a GPU that the installed Paddle, a CPU build, cannot use."""
+def warn_of_cpu_build() -> None:
+    """Log a warning if the installed Paddle is a CPU build, but this machine has a GPU."""
     if paddle.is_compiled_with_cuda():
         return
     if gpu := driver.gpu():
@@ -64,7 +64,7 @@ def warn_of_cpu_build():
         logger.warn(problem)
 
 
-def problem(index, several=False):
+def problem(index: int, several: bool = False) -> str | None:
     """Check whether Paddle can use a GPU by running one of Paddle's kernels.
 
     Args:
@@ -102,17 +102,17 @@ def _kernel_problem(index):
     return f"{problem}; install a different build with {command}, see docs/install.md"
 
 
-def describe(index):
+def describe(index: int) -> str:
     capability = ".".join(map(str, paddle.device.cuda.get_device_capability(index)))
     return f"GPU {index} ({paddle.device.cuda.get_device_name(index)}, compute capability {capability})"
 
 
-def memory(index):
+def memory(index: int) -> int:
     """Return the memory size of a GPU in bytes."""
     return paddle.device.cuda.get_device_properties(index).total_memory
 
 
-def describe_build():
+def describe_build() -> str:
     """Return a description of the installed Paddle, such as "Paddle 2.6.2 for CUDA 11.8, which supports compute
     capability 8.0 9.0"."""
     capabilities = " ".join(build_capabilities()) or "unknown"
@@ -120,7 +120,7 @@ def describe_build():
     return f"{build}, which supports compute capability {capabilities}"
 
 
-def build_capabilities():
+def build_capabilities() -> list[str]:
     """Return the compute capabilities for which the installed Paddle has kernels, such as ["8.0", "9.0"]. "9.0+" means
     that a build of Paddle 2.6 also contains PTX, which runs on newer GPUs."""
     if hasattr(paddle.version, "cuda_archs"):  # Paddle 3.0 or later

@@ -34,7 +34,7 @@ NEEDED = {"libcudnn.so": ("cuDNN", 8), "libcublas.so": ("cuBLAS", 11), "libcubla
 NEEDED |= {f"libcudnn_{part}.so.8": ("cuDNN", 8) for part in ("ops_infer", "ops_train", "cnn_infer", "cnn_train")}
 NEEDED_BY_SEVERAL_GPUS = {"libnccl.so": ("NCCL", 2)}
 
-_folder = None  # folder of links, or None if Paddle is not imported yet or needs no links
+_folder: Path | None = None  # folder of links, or None if Paddle is not imported yet or needs no links
 _is_late = False  # whether Paddle was imported before this module
 
 
@@ -47,8 +47,9 @@ class _BeforePaddle:
             _load_phi()
 
 
-def prepare():
-    """Make a later import of Paddle load libphi.so from the folder of links, if this build of Paddle needs them."""
+def prepare() -> None:
+    """Make a later import of Paddle load libphi.so from the folder of links, if this build of Paddle needs the links.
+    Call this function before Paddle is imported; otherwise, it has no effect."""
     global _is_late
     _is_late = "paddle" in sys.modules
     if not _is_late:
@@ -95,7 +96,7 @@ def _links():
     return links and {path.name: path for path in (paddle / "libs").glob("*.so*")} | links
 
 
-def is_served():
+def is_served() -> bool:
     """Return whether this module prepares the libraries of the imported Paddle: a build of version 2.6 for CUDA 11."""
     import paddle
 
@@ -130,7 +131,7 @@ def _fill(folder, links):
         (folder / name).symlink_to(target)
 
 
-def problem(several_gpus=False):
+def problem(several_gpus: bool = False) -> str | None:
     """Check whether Paddle can open its CUDA libraries. Call this function after importing Paddle.
 
     Args:
@@ -160,7 +161,7 @@ def problem(several_gpus=False):
     return None
 
 
-def find(name):
+def find(name: str) -> str | None:
     """Open a library the way Paddle does. Return the path of the library file, or None if it cannot be opened."""
     folders = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
     folders += [str(_folder)] if _folder else []

@@ -6,7 +6,7 @@ from pathlib import Path
 _CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
-def available():
+def available() -> int:
     """Return the available memory in bytes, taking the memory limit of the container (cgroup v2) into account."""
     meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(meminfo["MemAvailable"].split()[0]) * 1024
@@ -18,15 +18,15 @@ def available():
 
 
 class Peak:
-    """Measures peak memory: on a GPU, the device memory that Paddle reserves, which does not decrease until the memory
-    is explicitly released; on the CPU, the resident memory of the process. The measurement starts when the object is
-    created.
+    """Measures by how much the peak memory increases after the object is created. On a GPU, this is the device memory
+    that Paddle reserves, which decreases only if the program releases it explicitly; on the CPU, it is the resident
+    memory of the process.
 
     Args:
         device: "cpu" or "gpu".
     """
 
-    def __init__(self, device):
+    def __init__(self, device: str) -> None:
         self._device = device
         if device == "gpu":
             import paddle
@@ -37,7 +37,7 @@ class Peak:
             _CLEAR.write_text("5")  # reset the peak, see proc(5)
         self._before = self._bytes()
 
-    def mib(self):
+    def mib(self) -> float:
         """Return the increase in peak memory since the start of the measurement, in MiB."""
         # Linux counts the pages of a process only approximately, so the difference can be negative.
         return max(0, self._bytes() - self._before) / 2**20

@@ -170,7 +170,7 @@ def mean_over_mirrored(logits):
         return paddle.reshape(mean, [-1, logits.shape[1]])
 
 
-def log_mean(pairs):
+def log_mean(pairs: static.Variable) -> static.Variable:
     """Return the logarithm of the mean of exp(pairs) over the first axis, [1, ...]."""
     largest = _largest(pairs, 0)
     ratios = _op("exp", {"X": _op("elementwise_sub", {"X": pairs, "Y": largest})})

@@ -3,13 +3,28 @@
 Like that of models/loss_head.py, its operators are marked with loss_head.scope() and remain in float32 with AMP.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import paddle
 
 from paddle_resnet.models import loss_head
 from paddle_resnet.models.loss_head import _op
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
-def add(logits, targets, label_smoothing, asymmetric, is_train):
+    from paddle import static
+
+
+def add(
+    logits: static.Variable,
+    targets: Mapping[str, static.Variable],
+    label_smoothing: float,
+    asymmetric: list[float] | None,
+    is_train: bool,
+) -> dict[str, static.Variable]:
     """Add the loss head to the current program.
 
     The loss of an image is the sum over the classes of w * y * P + (1 - y) * N, where y is the target, w is the weight
@@ -75,7 +90,7 @@ def _asymmetric(logits, of_negative, of_positive, margin):
     return positive, negative
 
 
-def mean_over_mirrored(logits):
+def mean_over_mirrored(logits: static.Variable) -> static.Variable:
     """Average the probabilities of images and their mirror images (--tta flip).
 
     Args:
@@ -93,7 +108,7 @@ def mean_over_mirrored(logits):
         return paddle.reshape(difference, [-1, logits.shape[1]])
 
 
-def probabilities(logits):
+def probabilities(logits: static.Variable) -> static.Variable:
     """Return the probability of each class, float32 [N, class_num]."""
     with loss_head.scope():
         return _op("sigmoid", {"X": logits})

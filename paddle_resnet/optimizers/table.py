@@ -39,8 +39,10 @@ class Rule:
         attrs: names of the attributes of Paddle's operator that contain the rule's hyperparameters, in the order of the
             rule's members in native/optimizers.h. These attributes are the same for all parameters.
         decay: function that returns the weight decay of a parameter, given Paddle's operator.
-        rewrite: None if `op` implements the rule. Otherwise, Paddle lacks the rule: rewrite(step) changes the operators
-            `op` of another rule, which minimize has added to a step.builder.StepBuilder.
+        rewrite: None if `op` implements the rule. Otherwise, Paddle lacks the rule: rewrite(step) changes or replaces
+            the operators `op` of another rule, which minimize has added to a step.builder.StepBuilder. Accumulation,
+            loss scaling and clipping are then complete. With custom kernels, the operator native_NAME then replaces the
+            operators `op`.
         least_epsilon: minimum of --opt-epsilon.
         needs_all_layers: whether all layers must be trained from step 1 on, so that --freeze is not possible.
     """

@@ -1,5 +1,9 @@
 """`python -m paddle_resnet.report RUN...`: compare runs based on their reports."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -11,13 +15,16 @@ from paddle_resnet.utils import exit_codes, files, outputs
 from paddle_resnet.utils.command_line import Parser
 from paddle_resnet.utils.errors import counted, printable, program
 
+if TYPE_CHECKING:
+    from paddle_resnet.results.reading import Run
+
 BARS = "▁▂▃▄▅▆▇█"
 CURVES = {"val.top1": "top1", "val.loss": "validation loss", "train.loss": "training loss", "train.ips": "images/s"}
 # Flags that affect only the output of a run, not its computation.
 PLACES = {"output_dir", "report_file", "report_html", "tensorboard_dir", "predictions", "show_config", "print_interval"}
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> int:
     """Compare the runs that the arguments specify, and return the exit code (see exit_codes.of)."""
     parser = Parser(
         prog="report",
@@ -55,7 +62,7 @@ def _compare(runs, html):
     for name, text in differences:
         console.print(_text(f"{name}: {text}"), soft_wrap=True)
     if html is not None and len(runs) == 1:
-        page.write(html, *(run.path for run in runs.values()))
+        page.write(html, first.path)
     elif html is not None:
         charts = [(title, chart(_series(runs, name))) for name, title in CURVES.items()]
         page.save(html, "comparison.html.j2", runs=list(runs), tables=tables, charts=charts, differences=differences)
@@ -83,7 +90,7 @@ def _names(places):
     return [name if names.index(name) == i else f"{name} ({i + 1})" for i, name in enumerate(names)]
 
 
-def metrics(runs):
+def metrics(runs: dict[str, Run]) -> list[tuple[str, list[str]]]:
     """Return the metrics to compare: [(name, [formatted value of each run])]."""
 
     def of(run):
@@ -104,7 +111,7 @@ def metrics(runs):
     return [(what, [column[what] for column in columns]) for what in columns[0]]
 
 
-def flags(runs):
+def flags(runs: dict[str, Run]) -> list[tuple[str, list[str]]]:
     """Return [(flag, [value of each run])] for the flags that differ. If a report from a different version lacks a
     flag, the value is "-"."""
     names = dict.fromkeys(name for run in runs.values() for name in run.parameters if name not in PLACES)
@@ -112,7 +119,7 @@ def flags(runs):
     return [(name, values) for name, values in rows if len(set(values)) > 1]
 
 
-def first_difference(first, other):
+def first_difference(first: Run, other: Run) -> str:
     """Describe the first step at which the training losses of two runs differ. Only steps that both runs have logged
     are compared."""
     steps = [

@@ -1,12 +1,20 @@
 """Draw line charts as SVG. The style sheet of the page defines the colors."""
 
+from __future__ import annotations
+
 import io
 import re
+from typing import TYPE_CHECKING
 
 from markupsafe import Markup, escape
 
+if TYPE_CHECKING:
+    Points = list[tuple[float, float]]
+    Series = list[tuple[str, str, Points]]  # (name, CSS class, points) of each line
+
 SIZE = 4.6, 2.7  # inches; a page scales the chart to the width of its column
-# With at least 10 values, the y axis ends at their 98th percentile if the largest value exceeds OUTLIER times that.
+# With at least 10 values, the y axis ends at their 98th percentile if the largest value exceeds OUTLIER times this
+# percentile.
 OUTLIER = 3
 TINY = 1e-30  # smaller values are drawn as 0, because ticks between them would exceed the precision of float64
 MOST_DOTS = 30  # lines with at most this number of points have dots
@@ -16,7 +24,14 @@ COLORS = {
 }
 
 
-def chart(series, xlabel="epochs done", mark=None, from_zero=False, last_x=0, has_log_x=False):
+def chart(
+    series: Series,
+    xlabel: str = "epochs done",
+    mark: tuple[float, float, str] | None = None,
+    from_zero: bool = False,
+    last_x: float = 0,
+    has_log_x: bool = False,
+) -> str:
     """Draw lines with a common x axis.
 
     Args:
@@ -111,5 +126,6 @@ def _without_outliers(values):
     return limit if len(values) >= 10 and 0 < OUTLIER * limit < values[-1] else values[-1]
 
 
-def label(value):
+def label(value: float) -> str:
+    """Return the label of a tick: at most five significant digits; from 10,000, in thousands with the suffix k."""
     return f"{value / 1000:g}k" if abs(value) >= 10000 else f"{value:.5g}"

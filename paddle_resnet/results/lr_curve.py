@@ -4,8 +4,10 @@ import itertools
 import json
 import math
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +30,8 @@ class Curve:
 
     Attributes:
         lr: learning rates, as values of --lr. The optimizer used `factor` times these rates.
-        loss: loss of each step's batches, before the update. Only the last loss may be infinite or NaN.
+        loss: loss of each step's batches, before the update. Only the last loss may be infinite, NaN or, in a curve
+            that was read from a file, None.
         smoothed: result of smooth(loss); excludes the last loss if it is not finite.
         factor: number of processes times --accumulate-steps.
         steepest: rate at which the smoothed loss falls fastest, rounded; the suggested value of --lr. None if the
@@ -38,28 +41,28 @@ class Curve:
         arguments: {flag: value}.
     """
 
-    lr: list
-    loss: list
-    smoothed: list
+    lr: list[float]
+    loss: list[float | None]
+    smoothed: list[float]
     factor: int
     steepest: float | None
     minimum: float | None
     ended_early: bool
-    arguments: dict
+    arguments: dict[str, Any]
 
-    def limit(self):
+    def limit(self) -> float:
         """Return an upper limit for plots of the loss, so that a diverging loss does not hide the shape of the
         curve."""
         return 1.3 * max(self.smoothed, default=1.0)
 
 
-def rate(low, high, steps, step):
+def rate(low: float, high: float, steps: int, step: int) -> float:
     """Return the learning rate of a step. The rates form a geometric sequence from `low` in step 0 to `high` in step
     `steps` - 1."""
     return low * (high / low) ** (min(step, steps - 1) / (steps - 1))
 
 
-def smooth(losses, steps):
+def smooth(losses: Sequence[float], steps: int) -> np.ndarray:
     """Smooth a curve. Each result is a weighted mean whose weights fall exponentially with the distance, so the
     smoothed curve has no lag. Losses are clipped to the largest loss of the initial steps, because a diverging loss
     would otherwise dominate the means of the preceding steps.
@@ -68,11 +71,11 @@ def smooth(losses, steps):
         losses: finite losses.
         steps: number of steps from the lowest to the highest rate. WINDOW is a fraction of this number.
     """
-    losses, kept = np.minimum(losses, max(losses[:SETTLING_STEPS], default=0.0)), _kept(steps)
-    before, after = _decaying_sums(losses, kept), _decaying_sums(losses[::-1], kept)[::-1]
-    ones = np.ones_like(losses)
+    clipped, kept = np.minimum(losses, max(losses[:SETTLING_STEPS], default=0.0)), _kept(steps)
+    before, after = _decaying_sums(clipped, kept), _decaying_sums(clipped[::-1], kept)[::-1]
+    ones = np.ones_like(clipped)
     weights = _decaying_sums(ones, kept)
-    return (before + after - losses) / (weights + weights[::-1] - ones)
+    return (before + after - clipped) / (weights + weights[::-1] - ones)
 
 
 def _window(steps):
@@ -99,10 +102,10 @@ class Divergence:
         steps: number of steps from the lowest to the highest rate.
     """
 
-    def __init__(self, steps):
+    def __init__(self, steps: int) -> None:
         self._kept, self._sum, self._weight, self._count, self._lowest = _kept(steps), 0.0, 0.0, 0, math.inf
 
-    def add(self, loss):
+    def add(self, loss: float) -> bool:
         """Add the loss of a step, and return whether the loss diverges."""
         if not math.isfinite(loss):
             return True
@@ -115,7 +118,7 @@ class Divergence:
         return mean > DIVERGED * self._lowest
 
 
-def suggest(rates, losses, steps):
+def suggest(rates: Sequence[float], losses: Sequence[float], steps: int) -> tuple[float, float] | None:
     """Return (rate at which the smoothed loss falls fastest, rate at which it is lowest), or None if there are fewer
     than SETTLING_STEPS losses or the smoothed loss falls by at most CLEAR_FALL standard errors. Only the steps up to
     the lowest smoothed loss are considered.
@@ -143,16 +146,23 @@ def suggest(rates, losses, steps):
     return rates[int(np.argmin(np.gradient(smoothed)[:lowest]))], rates[lowest]
 
 
-def analyze(rates, losses, steps, factor, ended_early, arguments):
+def analyze(
+    rates: list[float],
+    losses: Sequence[float],
+    steps: int,
+    factor: int,
+    ended_early: bool,
+    arguments: dict[str, Any],
+) -> Curve:
     """Return the Curve of a search. For the arguments, see Curve and suggest; the last loss may be infinite or NaN."""
     finite = losses if math.isfinite(losses[-1]) else losses[:-1]
-    steepest, minimum = suggest(rates, finite, steps) or (None, None)
+    suggested = suggest(rates, finite, steps) or (None, None)
+    steepest, minimum = (value and float(f"{value:.2g}") for value in suggested)
     smoothed = smooth(finite, steps).tolist()
-    rounded = (value and float(f"{value:.2g}") for value in (steepest, minimum))
-    return Curve(rates, losses, smoothed, factor, *rounded, ended_early, arguments)
+    return Curve(rates, [*losses], smoothed, factor, steepest, minimum, ended_early, arguments)
 
 
-def write(path, curve):
+def write(path: str | Path, curve: Curve) -> None:
     """Write a Curve as JSON, in which null replaces a loss that is not finite. Raise OSError if the file cannot be
     written."""
     text = json.dumps(files.finite(asdict(curve)))
@@ -160,7 +170,7 @@ def write(path, curve):
         partial.write_text(text + "\n", encoding="utf-8")
 
 
-def read(path):
+def read(path: str | Path) -> Curve:
     """Read a file written by write().
 
     Returns:
@@ -204,6 +214,6 @@ def _is_curve(data):
     return rises and 0 < len(data["lr"]) == len(data["loss"]) == len(data["smoothed"]) + data["loss"].count(None)
 
 
-def path(folders):
+def path(folders: Iterable[str | Path]) -> Path | None:
     """Return the path of the first curve found in a list of folders, or None."""
     return next((path for folder in folders if os.path.isfile(path := Path(folder) / DATA)), None)

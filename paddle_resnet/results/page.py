@@ -6,6 +6,7 @@ import io
 import re
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import yaml
@@ -25,7 +26,7 @@ WORST_CLASSES, WRONG_IMAGES, THUMBNAIL = 8, 6, 288
 MATRIX = 24  # maximum number of classes in the confusion matrix
 
 
-def write(path, report_file, environment=None):
+def write(path: str | Path, report_file: str | Path, environment: dict[str, Any] | None = None) -> None:
     """Write the page of a run.
 
     Args:
@@ -57,7 +58,7 @@ def write(path, report_file, environment=None):
     )
 
 
-def save(path, template, **content):
+def save(path: str | Path, template: str, **content: Any) -> None:
     """Render a template in this folder and write the page. Raise RunError if the page cannot be written."""
     try:
         with outputs.replaced(path) as partial:
@@ -143,9 +144,9 @@ def _lr_curve(run):
     if len(smoothed) < 2:
         return [], None
     series = [("steps", "faint", points), ("smoothed", "train", smoothed)]
-    if curve.steepest is None:
+    if (steepest := curve.steepest) is None:
         return series, None
-    return series, (*min(smoothed, key=lambda p: abs(p[0] - curve.steepest)), f"--lr {curve.steepest:g}")
+    return series, (*min(smoothed, key=lambda p: abs(p[0] - steepest)), f"--lr {steepest:g}")
 
 
 def _times(run):

@@ -6,9 +6,12 @@ on for the most probable classes, at most five. `python -m paddle_resnet.predict
 for label and class. Fields are empty for classes with a NaN logit and for probabilities that are not finite.
 """
 
+from __future__ import annotations
+
 import csv
 import math
 import os
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,14 +21,23 @@ from paddle_resnet.utils import multi_label, outputs
 from paddle_resnet.utils.errors import RunError
 from paddle_resnet.utils.mode import Mode
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
-def write(path, images, predictions, names):
+    import numpy as np
+
+    from paddle_resnet.data.images import Image
+
+
+def write(path: str | Path, images: Sequence[Image], predictions: np.ndarray, names: Sequence[str]) -> None:
     """Write the CSV file atomically.
 
     Args:
         path: path of the file.
         images: result of list_images.
-        predictions: result of program.run.
+        predictions: entry "predictions" of the result of program.run: [images, 1 + 2 k], the label, the k most probable
+            classes and their probabilities.
         names: class names of all outputs of the network.
     Raises:
         RunError: the file cannot be written.
@@ -39,13 +51,15 @@ def write(path, images, predictions, names):
             writer.writerow(header)
             for image, (label, *row) in zip(images, predictions.tolist(), strict=True):
                 named = [(int(c), names[int(c)]) if c < len(names) else ("", "") for c in row[:k]]
-                top = [(*pair, p) for pair, p in zip(named, row[k:], strict=True)]
+                top = [(c, name, p) for (c, name), p in zip(named, row[k:], strict=True)]
                 writer.writerow([image.name, int(label), top[0][0], names[int(label)], top[0][1], *top_cells(top)])
     except OSError as e:
         raise RunError(f"{path}: cannot be written ({e.strerror}); free disk space or choose a different file") from e
 
 
-def write_multi_label(path, images, scores, thresholds, names):
+def write_multi_label(
+    path: str | Path, images: Sequence[Image], scores: np.ndarray, thresholds: np.ndarray, names: Sequence[str]
+) -> None:
     """Write the CSV file of a multi-label network atomically: the columns image, labels and prediction (class names,
     separated by "|"), and the probability of each class. For the other arguments and RunError, see write.
 
@@ -66,29 +80,36 @@ def write_multi_label(path, images, scores, thresholds, names):
         raise RunError(f"{path}: cannot be written ({e.strerror}); free disk space or choose a different file") from e
 
 
-def joined(labels, names):
+def joined(labels: Iterable[int], names: Sequence[str]) -> str:
     """Return the names of classes, separated by "|"."""
     return "|".join(names[label] for label in labels)
 
 
-def class_names(known, count):
+def class_names(known: Sequence[str], count: int) -> list[str]:
     """Return the names of `count` classes in label order. Classes without a name in `known` have their label as the
     name."""
     return [*known, *map(str, range(len(known), count))]
 
 
-def top_columns(k):
+def top_columns(k: int) -> list[str]:
     """Return the column names for the k most probable classes."""
     return [f"{name}_{i}" for i in range(1, k + 1) for name in ("label", "class", "probability")]
 
 
-def top_cells(top):
+def top_cells(top: Iterable[tuple[int | str, str, float]]) -> list[Any]:
     """Return the table cells of one image, in the order of the column names from top_columns(). `top` is [(label, class
     name, probability)]."""
     return [cell for label, name, p in top for cell in (label, name, f"{p:.7g}" if math.isfinite(p) else "")]
 
 
-def list_images(image_root, data_format, skip_list, allow_outside, count, is_multi_label=False):
+def list_images(
+    image_root: str,
+    data_format: str,
+    skip_list: str | None,
+    allow_outside: bool,
+    count: int,
+    is_multi_label: bool = False,
+) -> list[Image]:
     """List the validation images in the order in which the loader reads them.
 
     Args:

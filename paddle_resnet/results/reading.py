@@ -12,6 +12,7 @@ import reprlib
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from paddle_resnet.settings import parsing
 from paddle_resnet.settings.values import EXPLICIT, network_name
@@ -98,11 +99,11 @@ class Run:
     """
 
     path: Path
-    parameters: dict = field(default_factory=dict)
-    explicit: list | None = None
-    steps: dict = field(default_factory=dict)
-    epochs: dict = field(default_factory=dict)
-    summary: dict = field(default_factory=dict)
+    parameters: dict[str, Any] = field(default_factory=dict)
+    explicit: list[str] | None = None
+    steps: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
+    epochs: dict[int, dict[str, Any]] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
     start_s: float = 0.0
     total_s: float = 0.0
     when: str = ""
@@ -111,12 +112,12 @@ class Run:
     open_s: Counter = field(default_factory=Counter)
     epoch_s: float = 0.0
 
-    def curve(self, name):
+    def curve(self, name: str) -> list[tuple[float, float]]:
         """Return [(completed epochs, value)] for an epoch metric, without values that are not finite."""
         points = [(epoch + 1, data.get(name)) for epoch, data in sorted(self.epochs.items())]
         return [(x, y) for x, y in points if y is not None]
 
-    def step_curve(self, name):
+    def step_curve(self, name: str) -> list[tuple[float, float]]:
         """Return [(completed epochs, value)] for a step metric, without values that are not finite. The number of
         epochs includes the completed fraction of the current epoch."""
         per_epoch = max((step for _, step in self.steps), default=0) + 1
@@ -124,19 +125,23 @@ class Run:
         points = [(epoch + step / per_epoch, data.get(name)) for (epoch, step), data in sorted(self.steps.items())]
         return [(x, y) for x, y in points if y is not None]
 
-    def best(self):
+    def best(self) -> tuple[int, float] | None:
         """Return (epoch, top1) of the best evaluation at the end of an epoch (the earliest if several are equally
         good), or None."""
-        results = [(top1, -epochs_done) for epochs_done, top1 in self.curve("val.top1")]
-        return (-max(results)[1] - 1, max(results)[0]) if results else None
+        results = [(data.get("val.top1"), -epoch) for epoch, data in self.epochs.items()]
+        results = [(top1, number) for top1, number in results if top1 is not None]
+        if not results:
+            return None
+        top1, number = max(results)
+        return -number, top1
 
-    def last(self, name):
+    def last(self, name: str) -> float | None:
         """Return the last value of an epoch metric. If no epoch has this metric, return its value in the summary.
         Return None if the value is missing or not finite."""
         values = [data[name] for _, data in sorted(self.epochs.items()) if name in data]
         return values[-1] if values else self.summary.get(name)
 
-    def rows(self, kind, path=None):
+    def rows(self, kind: str, path: str | Path | None = None) -> list[dict[str, str]]:
         """Return the rows of a CSV file as dicts; [] if the file is missing.
 
         Args:
@@ -147,21 +152,21 @@ class Run:
         """
         return _rows(path or files.companion(self.path, kind), COLUMNS[kind])
 
-    def folders(self):
+    def folders(self) -> list[Path]:
         """Return the folders in which the run may be stored: the folder of the report, and the checkpoint folder
         according to the flags of the last start."""
         places = self.parameters.get("output_dir"), self.parameters.get("model_arch_name")
         recorded = [Path(places[0]) / network_name(places[1])] if all(map(is_text, places)) else []
         return [Path(self.path).parent, *recorded]
 
-    def changed_flags(self):
+    def changed_flags(self) -> dict[str, Any]:
         """Return {flag: value} of the explicit parameters of the last start. If a report from an older version does not
         list explicit flags, return the parameters that differ from the defaults."""
         if self.explicit is None:
             return parsing.changed(self.parameters)
         return {name: self.parameters[name] for name in self.explicit if name in self.parameters}
 
-    def mean_ips(self, phase):
+    def mean_ips(self, phase: str) -> float | None:
         """Return the mean images/s over the time of all epochs; `phase` is "train" or "val". If no epoch has a speed
         and a duration, return the value in the summary, or None if it is missing."""
         rates = [(data.get(f"{phase}.ips"), data.get(f"{phase}.epoch_time")) for data in self.epochs.values()]
@@ -178,9 +183,11 @@ def _rows(path, columns):
             rows = csv.DictReader(io.StringIO(f.read().decode(), newline=""))
             return [_checked_row(row, rows.line_num, columns) for row in rows]
     except OSError as e:
-        raise UsageError(f"{path}: cannot be read ({e.strerror}); make it readable or delete it") from e
+        raise UsageError(f"{path}: cannot be read ({e.strerror}); make it readable, or delete it") from e
     except (ValueError, csv.Error) as e:
-        raise UsageError(f"{path}: not a table written by train.py ({e}); delete it") from e
+        raise UsageError(
+            f"{path}: not a table written by train.py ({e}); move it to a different folder, or delete it"
+        ) from e
 
 
 def _checked_row(row, line, columns):
@@ -202,7 +209,7 @@ def _checked_row(row, line, columns):
     return row
 
 
-def read(place):
+def read(place: str | Path) -> Run:
     """Read a report.
 
     Args:
@@ -232,7 +239,7 @@ def read(place):
     return run
 
 
-def kind(path):
+def kind(path: str | Path) -> str | None:
     """Return the kind of a report: "training", "evaluation" or "benchmark"; "" if the report contains only flags and no
     results; None if the file is not a report.
 
@@ -254,7 +261,7 @@ def kind(path):
         return "" if b"DLLL ".startswith(line[:5]) else None  # the last line may be incomplete
 
 
-def run_folders(path):
+def run_folders(path: str | Path) -> set[Path]:
     """Return the folders of the runs that a report describes, according to the flags in the report.
 
     Raises:

@@ -5,12 +5,15 @@ prefixes "train_epoch/" and "val/" and are logged at the global step of the last
 at a step, TensorBoard hides the events that earlier starts wrote for this step and later steps.
 """
 
+from __future__ import annotations
+
 import contextlib
 import math
 import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from tensorboardX import SummaryWriter, record_writer
@@ -19,10 +22,24 @@ from paddle_resnet.job import processes
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+
+    from paddle_resnet.data.iterators import ShardIterator, SyntheticIterator
+    from paddle_resnet.settings.durations import Timeline
+
 PICTURES = 64
 
 
-def follow(folder, loader, timeline, checkpoint, pictures):
+def follow(
+    folder: str,
+    loader: ShardIterator | SyntheticIterator,
+    timeline: Timeline,
+    checkpoint,
+    pictures: Callable[[Any], np.ndarray],
+) -> ShardIterator | SyntheticIterator | _Shown:
     """Write events from now until logger.close(), on rank 0 only.
 
     Args:

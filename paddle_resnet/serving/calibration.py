@@ -1,7 +1,9 @@
 """Post-training quantization: determine activation ranges from training images."""
 
+from __future__ import annotations
+
 from collections import Counter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from paddle import static
@@ -16,6 +18,12 @@ from paddle_resnet.serving.model import from_dali
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, command
 from paddle_resnet.utils.mode import Mode
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from paddle_resnet.data.images import Image
+    from paddle_resnet.serving.networks import Network
 
 # Number of bits per weight for each engine. For onnxruntime, the number is 7, because x86 CPUs that lack VNNI
 # instructions add pairs of products in 16 bits, and these sums can overflow if the weights have 8 bits.
@@ -53,10 +61,10 @@ class Histogram:
         limit: upper end of the last bin.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.counts, self.limit = np.zeros(BINS), 0.0
 
-    def add(self, array):
+    def add(self, array: np.ndarray) -> None:
         values = np.abs(array)
         values = values[values > SMALLEST]
         if values.size == 0:
@@ -69,7 +77,7 @@ class Histogram:
         places = (values * np.float32(BINS / self.limit)).astype(np.int32)
         self.counts += np.bincount(np.minimum(places, BINS - 1), minlength=BINS)
 
-    def range(self):
+    def range(self) -> float:
         """Return the upper end of the activation range, which the highest INT8 level represents: the PERCENTILE of the
         values, or 1 if all values count as zeros. Larger values are clipped."""
         if self.limit == 0:
@@ -78,7 +86,7 @@ class Histogram:
         return self.limit * bins / BINS
 
 
-def quantize(network, bits, image_root, images, allow_outside=False):
+def quantize(network: Network, bits: int, image_root: str, images: int, allow_outside: bool = False) -> Sample:
     """Quantize a network in place: insert fake-quantization operators, determine the activation ranges from training
     images, and correct the biases. The images are preprocessed as in evaluation. If the largest value of an activation
     exceeds OUTLIER times the median of all images so far, this activation of the image is ignored, with a warning.
@@ -156,7 +164,9 @@ def _set(network, name, values):
     tensor.set(np.asarray(values, np.float32), processes.place("cpu"))
 
 
-def draw(image_root, count, allow_outside=False, is_multi_label=False):
+def draw(
+    image_root: str | Path, count: int, allow_outside: bool = False, is_multi_label: bool = False
+) -> tuple[list[Image], int]:
     """Draw training images at random, one from each of `count` sections of nearly equal length. Thus the sample is
     representative if the images are sorted by class, and also if the classes alternate.
 

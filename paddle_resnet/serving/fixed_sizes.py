@@ -1,8 +1,11 @@
 """Run an inference network in batches of a few fixed sizes. As in evaluation, steps use custom kernels. On a GPU, one
 step per size is captured as a CUDA graph."""
 
+from __future__ import annotations
+
 import ctypes
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 import paddle
@@ -13,6 +16,12 @@ from paddle_resnet.job import processes
 from paddle_resnet.program import compile_prog
 from paddle_resnet.step.dispatch import Dispatcher
 from paddle_resnet.utils import logger
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import ArrayLike
+    from nvidia.dali.tensors import TensorListCPU, TensorListGPU
 
 
 class Steps:
@@ -25,22 +34,22 @@ class Steps:
             splits a batch that is larger than all sizes.
     """
 
-    def __init__(self, network, sizes):
+    def __init__(self, network, sizes: Iterable[int]) -> None:
         self._network, self._sizes = network, sorted(set(sizes))
         self._steps = {}
 
-    def __call__(self, images):
+    def __call__(self, images: np.ndarray) -> np.ndarray:
         """Return the probabilities, float32 [N, classes], of an array of images."""
         largest = self._sizes[-1]
         parts = [images[i : i + largest] for i in range(0, len(images), largest)]
         return np.concatenate([np.asarray(self.submit(part)) for part in parts])
 
-    def submit(self, images):
+    def submit(self, images: np.ndarray | TensorListCPU | TensorListGPU) -> ArrayLike:
         """Start inference for at most max(sizes) images. See model.Model.submit."""
         with static.scope_guard(self._network.scope), logger.only_warnings():
             return self._step(len(images))(images)
 
-    def host_images(self, count):
+    def host_images(self, count: int) -> np.ndarray:
         """See model.Model.host_images."""
         with static.scope_guard(self._network.scope):
             return self._step(count).host_images()[:count]

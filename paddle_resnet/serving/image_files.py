@@ -1,9 +1,12 @@
 """Predict the classes of image files: read, decode and preprocess them with DALI, and run a network on the batches."""
 
+from __future__ import annotations
+
 import os
 import stat
 from collections import deque
 from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,8 +17,26 @@ from paddle_resnet.utils import files
 from paddle_resnet.utils.errors import RunError
 from paddle_resnet.utils.mode import Mode
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
 
-def predict(model, paths, batch_size=32, device="cpu", threads=4, read=None):
+    from nvidia.dali.tensors import TensorListCPU, TensorListGPU
+
+    from paddle_resnet.serving.model import Model
+
+    # A batch of files: (path or other source, problem or None) for each.
+    Batch = Sequence[tuple[Any, str | None]]
+    Reader = Callable[[Any], tuple[bytes | None, str | None]]
+
+
+def predict(
+    model: Model,
+    paths: Sequence[Any],
+    batch_size: int = 32,
+    device: str = "cpu",
+    threads: int = 4,
+    read: Reader | None = None,
+) -> Iterator[tuple[Any, np.ndarray | None, str | None]]:
     """Yield (path, probabilities, problem) for each image file, in order.
 
     Images are decoded, resized and normalized as in an evaluation (data/loader.py, Mode.EVAL).
@@ -40,7 +61,9 @@ def predict(model, paths, batch_size=32, device="cpu", threads=4, read=None):
             yield path, next(rows) if problem is None else None, problem
 
 
-def predict_batches(model, paths, batch_size, device, threads, read=None):
+def predict_batches(
+    model: Model, paths: Sequence[Any], batch_size: int, device: str, threads: int, read: Reader | None = None
+) -> Iterator[tuple[Batch, np.ndarray]]:
     """Yield ([(path, problem or None)], probabilities [N, classes] of the files without a problem) for each batch. For
     the arguments and exceptions, see predict."""
     running = [], ()
@@ -71,7 +94,14 @@ def _results(model, files_read, probabilities):
     return checked, np.array(kept)
 
 
-def image_batches(description, paths, batch_size, device, threads, read):
+def image_batches(
+    description: dict[str, Any],
+    paths: Sequence[Any],
+    batch_size: int,
+    device: str,
+    threads: int,
+    read: Reader | None,
+) -> Iterator[tuple[Batch, TensorListCPU | TensorListGPU | None]]:
     """Yield ([(path, problem or None)], images of the files without a problem, or None) for each batch.
 
     DALI decodes batches in advance. Unless `read` is set, DALI also reads the files, so that Python does not have
@@ -121,7 +151,7 @@ def _alone(description, path, problem, device, threads, read, error):
         RunError: DALI cannot decode the image, although bad_images.decode can.
     """
     encoded, problem = (None, problem) if problem else read(path)
-    if problem is None:
+    if encoded is not None:
         decoded = _decoded(description, iter([[encoded]]), 1, device, threads)
         try:
             images = next(decoded)

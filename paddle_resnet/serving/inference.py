@@ -4,12 +4,15 @@ Images and probabilities are NumPy arrays. The input format is defined by the mo
 model.json.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import hashlib
 import json
 import os
 import reprlib
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import paddle
@@ -28,6 +31,11 @@ from paddle_resnet.utils import errors, files, numbers
 from paddle_resnet.utils.checks import is_number, is_table, is_text
 from paddle_resnet.utils.errors import UsageError
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from paddle_resnet.settings.values import Settings
+
 NAME = "model"  # file name without suffix: model.pdmodel, model.pdiparams, model.json, model.onnx
 SUFFIXES = ("pdmodel", "pdiparams")  # files of Paddle Inference
 # Values of the arguments of open_model.
@@ -36,7 +44,14 @@ AUGMENTATIONS = ("none", "flip")
 MAX_ONNX_BYTES = 2**31  # maximum size of a protobuf message
 
 
-def open_model(path, device, model_arch_name=None, precision=None, sizes=(32,), tta="none"):
+def open_model(
+    path: str | Path,
+    device: str,
+    model_arch_name: str | None = None,
+    precision: str | None = None,
+    sizes: Iterable[int] = (32,),
+    tta: str = "none",
+) -> Model:
     """Open a checkpoint folder, a run folder, an export folder or an ONNX file as a Model.
 
     Args:
@@ -93,21 +108,30 @@ def _open(path, device, model_arch_name, precision, sizes, tta):
     raise UsageError(f"{path}: {problem}; choose the folder of a checkpoint or export, or an ONNX file")
 
 
-def is_export(path):
+def is_export(path: Path) -> bool:
+    """Return whether a path is an ONNX file or an export folder."""
     return path.suffix == ".onnx" or os.path.lexists(path / f"{NAME}.json")
 
 
-def open_checkpoint(path, device, model_arch_name=None, precision=None, sizes=(32,), tta="none", engine="fastest"):
+def open_checkpoint(
+    path: str | Path,
+    device: str,
+    model_arch_name: str | None = None,
+    precision: str | None = None,
+    sizes: Iterable[int] = (32,),
+    tta: str = "none",
+    engine: str = "fastest",
+) -> Model:
     """Open a checkpoint as a Model. On a GPU, the model runs in captured steps with custom kernels if these are
     available. On a CPU, the model runs in onnxruntime if the packages onnx and onnxruntime are installed and the
     network can be converted, because onnxruntime was 3.7 to 9.6 times as fast as the Executor
-    (benchmarks/log/prediction_2cpu.md). Otherwise, the model runs in the Executor, and a logged line states why, unless
-    `engine` is "Paddle".
+    (benchmarks/log/prediction_2cpu.md). Otherwise, the model runs in the Executor, and a logged line states why (on a
+    CPU only if `engine` is "fastest").
 
     Args:
         path: folder of a checkpoint or a run.
         device, model_arch_name, precision, sizes, tta: see open_model.
-        engine: "fastest", or "Paddle" to exclude onnxruntime.
+        engine: "fastest", or "Paddle" to exclude onnxruntime on a CPU.
     Raises:
         UsageError: see open_model.
     """
@@ -162,7 +186,7 @@ def _open_as_onnx(path, model_arch_name):
     return load_onnx(data, path, "cpu"), None
 
 
-def resolve_precision(precision, device):
+def resolve_precision(precision: str | None, device: str) -> str:
     """Return the precision in which a checkpoint runs on a device. For `precision`, see open_model.
 
     Raises:
@@ -189,7 +213,7 @@ def _precision(description):
     return description.get("precision", "float32")  # exports from earlier versions are in float32
 
 
-def open_paddle(folder, device, logits=False):
+def open_paddle(folder: str | Path, device: str, logits: bool = False) -> Model:
     """Open the network in an export folder with Paddle Inference. For exceptions, see open_model."""
     from paddle import inference
 
@@ -246,7 +270,7 @@ def _with_logits(serialized):
     return program.desc.serialize_to_string()
 
 
-def open_onnx(path, device, logits=False):
+def open_onnx(path: str | Path, device: str, logits: bool = False) -> Model:
     """Open an exported ONNX file with onnxruntime. For exceptions, see open_model."""
     onnx_writer.require("onnxruntime")
     try:
@@ -269,7 +293,7 @@ def _check_onnx(data, path):
         raise UsageError(f"{path}: damaged (it does not match its sha256 in {NAME}.json); export it again")
 
 
-def load_onnx(data, path, device):
+def load_onnx(data: bytes, path: str | Path, device: str) -> Model:
     """Open a serialized ONNX model. `path` is the name in messages. If `device` is "gpu" but onnxruntime has no CUDA
     support, the model runs on the CPU. For exceptions, see open_model."""
     onnxruntime = onnx_writer.require("onnxruntime")
@@ -341,14 +365,14 @@ def _is_file(value):
     return is_table(value, size=is_number, sha256=is_text)
 
 
-def resolve_device(device):
+def resolve_device(device: str) -> str:
     """Resolve "auto" to "cpu" or "gpu", and return "cpu" and "gpu" unchanged. Raise UsageError if the device is "gpu"
     and Paddle cannot use a GPU."""
     return gpus.resolve(device, processes.local_gpu(), processes.world_size() > 1)
 
 
-def loader_args(description, batch_size, device="cpu", threads=4):
-    """Return the flags with which dali.py loads images in a network's input format. DALI returns pixels as float32 even
+def loader_args(description: dict[str, Any], batch_size: int, device: str = "cpu", threads: int = 4) -> Settings:
+    """Return the Settings with which DALI loads images in a network's input format. DALI returns pixels as float32 even
     if the network's input is uint8.
 
     Args:

@@ -1,11 +1,19 @@
 """The common interface of all inference engines."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paddle_resnet.serving.fixed_sizes import Steps
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import ArrayLike
+    from nvidia.dali.tensors import TensorListCPU, TensorListGPU
+
+    from paddle_resnet.serving.fixed_sizes import Steps
 
 
 @dataclass
@@ -23,15 +31,16 @@ class Model:
     """
 
     engine: str
-    description: dict
-    outputs: Callable
+    description: dict[str, Any]
+    outputs: Callable[[np.ndarray], list[np.ndarray]]
     precision: str = "float32"
     steps: Steps | None = None
 
-    def run(self, images):
+    def run(self, images: np.ndarray) -> np.ndarray:
+        """Return the probabilities of a batch of images, float32 [N, classes]."""
         return self.outputs(images)[0]
 
-    def submit(self, images):
+    def submit(self, images: np.ndarray | TensorListCPU | TensorListGPU) -> ArrayLike:
         """Start inference for a batch of images, which may be an array or the output of a DALI pipeline for this model.
 
         Returns:
@@ -40,17 +49,17 @@ class Model:
         """
         return self.steps.submit(images) if self.steps else self.run(from_dali(self.description, images))
 
-    def host_images(self, images):
-        """Return an array for a number of images, in the memory from which this engine copies fastest. Its content is
-        undefined. A model with `steps` returns the same memory again for the next batch of this size, which may contain
-        at most as many images as the largest step."""
+    def host_images(self, images: int) -> np.ndarray:
+        """Return an array with undefined content for `images` images, in the memory from which this engine copies
+        fastest. In a model with `steps`, `images` must not exceed the largest batch size of the steps, and all arrays
+        for batches of the same step share the same memory."""
         expected = self.description["input"]
         if self.steps:
             return self.steps.host_images(images)
         return np.empty([images, *expected["shape"][1:]], expected["dtype"])
 
 
-def from_dali(description, images):
+def from_dali(description: dict[str, Any], images: np.ndarray | TensorListCPU | TensorListGPU) -> np.ndarray:
     """Return images, an array or the output of a DALI pipeline, as an array with the type of description["input"]."""
     if not isinstance(images, np.ndarray):
         images = np.array(images.as_cpu().as_tensor())

@@ -1,8 +1,11 @@
 """Load checkpoints as inference networks: programs that compute class probabilities from images."""
 
+from __future__ import annotations
+
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import paddle
@@ -26,6 +29,9 @@ from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
 from paddle_resnet.utils.multi_label import DEFAULT_THRESHOLD
 
+if TYPE_CHECKING:
+    from paddle_resnet.settings.values import Settings
+
 
 @dataclass
 class Network:
@@ -40,23 +46,23 @@ class Network:
         scope: scope that contains the parameters.
     """
 
-    args: object
-    meta: dict
+    args: Settings
+    meta: dict[str, Any]
     program: static.Program
-    images: object
-    probabilities: object
-    logits: object
-    description: dict
+    images: static.Variable
+    probabilities: static.Variable
+    logits: static.Variable
+    description: dict[str, Any]
     scope: static.Scope = field(default_factory=static.Scope)
 
     @property
-    def exe(self):
+    def exe(self) -> static.Executor:
         return static.Executor(processes.place(self.args.device))
 
-    def parameter(self, name):
+    def parameter(self, name: str) -> np.ndarray:
         return np.array(self.scope.find_var(name).get_tensor())
 
-    def model(self, logits=False):
+    def model(self, logits: bool = False) -> Model:
         """Return a Model that runs in the Executor. The program is compiled as for evaluation."""
         compiled, exe = compile_prog(self.args, self.program, is_train=False), self.exe
         fetched = [self.probabilities, self.logits] if logits else [self.probabilities]
@@ -68,14 +74,14 @@ class Network:
 
 
 def load_checkpoint(
-    checkpoint,
-    device="cpu",
-    uint8=False,
-    model_arch_name=None,
-    fold=False,
-    precision="float32",
-    as_evaluated=False,
-):
+    checkpoint: str | Path,
+    device: str = "cpu",
+    uint8: bool = False,
+    model_arch_name: str | None = None,
+    fold: bool = False,
+    precision: str = "float32",
+    as_evaluated: bool = False,
+) -> Network:
     """Load the inference network of a checkpoint.
 
     Args:
@@ -91,7 +97,8 @@ def load_checkpoint(
         precision: "float32", or "float16" for a network that runs only on a GPU. With float16, the types of input and
             output do not change, and the BN parameters and the softmax remain float32.
         as_evaluated: whether to keep the layout, the number of channels and the kernels of the run's evaluations, so
-            that the network rounds as they did in float32. Its input has three channels in this layout.
+            that the results have the rounding errors of these evaluations, if they were in float32. The input has
+            three channels in this layout.
     Returns:
         Network.
     Raises:
@@ -120,7 +127,9 @@ def load_checkpoint(
     return network
 
 
-def load_fast(checkpoint, precision, device="gpu", model_arch_name=None, tta="none"):
+def load_fast(
+    checkpoint: str | Path, precision: str, device: str = "gpu", model_arch_name: str | None = None, tta: str = "none"
+) -> Network:
     """Load the inference network of a checkpoint with custom kernels, in NHWC, with four channels and in the chosen
     precision. The program ends with an async copy of the probabilities.
 
@@ -200,13 +209,13 @@ def _load(args, meta, checkpoint, channels, **options):
     return network
 
 
-def resolve(folder):
+def resolve(folder: str | Path) -> Path:
     """Return the checkpoint that folders.resolve selects for a folder, and log the choice to stderr. For exceptions,
     see folders.resolve."""
     return folders.resolve(folder, log=log)
 
 
-def log(line):
+def log(line: str) -> None:
     """Print a line to stderr, because stdout is reserved for results."""
     logger.write_line(line, sys.stderr)
 

@@ -1,5 +1,10 @@
 """Translate an inference network to ONNX, operator by operator."""
 
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 import numpy as np
 from paddle.base.data_feeder import convert_dtype
 
@@ -7,13 +12,19 @@ from paddle_resnet.components import quantization
 from paddle_resnet.machine import compat
 from paddle_resnet.utils.errors import UsageError, installation
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from onnx import ModelProto
+    from paddle import static
+
 OPSET = 13  # released in 2020; supported by onnxruntime 1.7 or later and TensorRT 8 or later
 IR_VERSION = 7  # version of the file format in the ONNX release that introduced OPSET
 METADATA = "paddle_resnet"  # metadata key under which the content of model.json is stored
 OUTPUTS = ("Softmax", "Sigmoid")  # operators that compute the probabilities; networks may contain more of them
 
 
-def require(name):
+def require(name: str) -> ModuleType:
     """Import onnx or onnxruntime.
 
     Raises:
@@ -27,7 +38,14 @@ def require(name):
         raise UsageError(f"{name}: cannot be imported, but is required for ONNX ({reason}); {remedy}") from e
 
 
-def to_onnx(program, inputs, outputs, read, metadata, engine=None):
+def to_onnx(
+    program: static.Program,
+    inputs: Sequence[static.Variable],
+    outputs: Sequence[static.Variable],
+    read: Callable[[str], np.ndarray],
+    metadata: str,
+    engine: str | None = None,
+) -> ModelProto:
     """Translate an inference program to ONNX.
 
     Args:
@@ -79,7 +97,7 @@ def to_onnx(program, inputs, outputs, read, metadata, engine=None):
     return model
 
 
-def to_float16(model):
+def to_float16(model: ModelProto) -> ModelProto:
     """Convert a model written by to_onnx to float16 in place, and return it. The types of the input, the output
     and the last of OUTPUTS do not change. Raises UsageError if onnx cannot be imported."""
     onnx = require("onnx")
@@ -110,7 +128,7 @@ def to_float16(model):
     return model
 
 
-def with_logits(serialized):
+def with_logits(serialized: bytes) -> bytes:
     """Add the input of the last of OUTPUTS as a second output to a serialized ONNX model written by to_onnx. Return the
     serialized result. Raises UsageError if onnx cannot be imported."""
     onnx = require("onnx")

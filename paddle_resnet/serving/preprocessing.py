@@ -5,10 +5,13 @@ Each export contains a copy of this file, preprocess.py. The file imports nothin
 run on its own: `python preprocess.py IMAGE...`
 """
 
+from __future__ import annotations
+
 import json
 import reprlib
 import sys
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -81,7 +84,7 @@ SCHEMA = {
 }
 
 
-def problem(model):
+def problem(model: Any) -> str | None:
     """Return a short description of the first error in the content of model.json, or None if the content is valid."""
     for path, is_valid in SCHEMA.items():
         value = model
@@ -109,13 +112,13 @@ def problem(model):
     return None
 
 
-def sides(preprocessing):
+def sides(preprocessing: dict[str, Any]) -> list[int]:
     """Return the crop size [H, W]. If the crop is square, center_crop is a single number."""
     crop = preprocessing["center_crop"]
     return crop if isinstance(crop, list) else [crop, crop]
 
 
-def orientation(image):
+def orientation(image: Image.Image) -> int:
     """Return the orientation in the EXIF block (in TIFF, tag 274) of an opened image file: 1 to 8. As in training,
     orientations in XMP or text are ignored, and so is a WebP EXIF block with the prefix of JPEG files."""
     if image.format == "TIFF":
@@ -130,7 +133,7 @@ def orientation(image):
     return value if value in range(2, 9) else 1
 
 
-def upright_rgb(image):
+def upright_rgb(image: Image.Image) -> np.ndarray:
     """Return the pixels of an opened image file, converted to RGB and turned upright: uint8 [H, W, 3].
 
     Raises:
@@ -152,12 +155,12 @@ def upright_rgb(image):
     return np.asarray(image.convert("RGB"))
 
 
-def pixels(image, preprocessing):
+def pixels(image: str | Path | BinaryIO | Image.Image, preprocessing: dict[str, Any]) -> np.ndarray:
     """Resize and crop an image.
 
     Args:
-        image: path, file or PIL image. The PIL image must not be opened with a path, because Pillow 13.0 then scrambles
-            gray TIFF images with an EXIF orientation.
+        image: path, file or PIL image. A PIL image must have been opened from a file object instead of a path, because
+            Pillow 13.0 otherwise scrambles gray TIFF images with an EXIF orientation.
         preprocessing: the entry "preprocessing" of model.json.
     Returns:
         uint8 [H, W, 3], RGB.
@@ -195,14 +198,14 @@ def _weights(size, scale, crop, interp):
     return matrix
 
 
-def preprocess(image, preprocessing):
+def preprocess(image: str | Path | BinaryIO | Image.Image, preprocessing: dict[str, Any]) -> np.ndarray:
     """Like pixels(), with the same exceptions, but return normalized values: float32 [3, H, W]."""
     mean, std = (np.array(preprocessing[name], np.float32) for name in ("mean", "std"))
     levels = pixels(image, preprocessing) * np.float32(preprocessing["scale"])
     return ((levels - mean) / std).transpose(2, 0, 1)
 
 
-def model_input(image, model):
+def model_input(image: str | Path | BinaryIO | Image.Image, model: dict[str, Any]) -> np.ndarray:
     """Return an image as a batch of size 1, with the type and layout that `model`, the content of model.json,
     specifies. For exceptions, see pixels()."""
     dtype, layout = model["input"]["dtype"], model["input"]["layout"]
@@ -212,7 +215,7 @@ def model_input(image, model):
     return np.ascontiguousarray(normalized if layout == "NCHW" else normalized.transpose(1, 2, 0), dtype)[None]
 
 
-def read_model(path):
+def read_model(path: str | Path) -> dict[str, Any]:
     """Return the checked content of model.json.
 
     Args:
@@ -232,7 +235,7 @@ def read_model(path):
     return model
 
 
-def main(paths):
+def main(paths: list[str]) -> int:
     """Print the shape and range of each preprocessed image. If model.onnx exists and onnxruntime can run it, also print
     the classes of each image that chosen() returns. Finally, print the recorded top1 or mAP and its decoder, if
     model.json contains both.
@@ -268,7 +271,7 @@ def main(paths):
             images = _checked_input(path, model)
             (probabilities,) = session.run(None, {model["input"]["name"]: images})[0] if session else ((),)
         except Exception as e:  # Pillow raises many types of errors for damaged files
-            code = _report(f"{path}: cannot be used ({_reason(e)})", 1)
+            code = _report(f"{path}: cannot be used ({_reason(e)}); choose a different image", 1)
             continue
         print(f"{_printable(path)}: {images.dtype} {list(images.shape)}, from {images.min():g} to {images.max():g}")
         for label in chosen(np.asarray(probabilities), model):
@@ -278,7 +281,7 @@ def main(paths):
     return code
 
 
-def chosen(probabilities, model):
+def chosen(probabilities: np.ndarray, model: dict) -> np.ndarray:
     """Return the classes to show for an image, the most probable first: the five most probable or, for a multi-label
     network, all whose probability is not below the threshold of the class.
 

@@ -1,6 +1,9 @@
 """Web application of `predict --serve`: a page for trying a model, and predictions in JSON."""
 
+from __future__ import annotations
+
 import asyncio
+import errno
 import io
 import ipaddress
 import json
@@ -11,6 +14,7 @@ import sys
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 from PIL import Image
@@ -34,6 +38,10 @@ try:
 except Exception as e:  # importing a broken package can raise any exception
     reason = " ".join(str(e).split()) or type(e).__name__
     raise UsageError(f"--serve: a required package cannot be imported ({reason}); run {installation('serve')}") from e
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Executor
 
 MAX_REQUESTS = 8  # maximum number of requests to process at the same time
 MAX_CONNECTIONS = 100
@@ -62,22 +70,29 @@ class Upload:
     name: str
     content: bytes
 
-    def __str__(self):
+    def __str__(self) -> str:
         return self.name
 
-    def read(self):
+    def read(self) -> tuple[bytes, None]:
         """Return (content, problem), as image_files.predict expects for images that are not files."""
         return self.content, None
 
 
-def blank_image():
+def blank_image() -> Upload:
     """Return a small image for testing whether predictions work."""
     file = io.BytesIO()
     Image.new("RGB", (32, 32)).save(file, "png")
     return Upload("blank.png", file.getvalue())
 
 
-def create_app(predict, worker, description, max_bytes, max_images, hosts=("*",)):
+def create_app(
+    predict: Callable[[Upload], tuple[list[dict[str, Any]] | None, str | None]],
+    worker: Executor,
+    description: dict[str, Any],
+    max_bytes: int,
+    max_images: int,
+    hosts: Sequence[str] = ("*",),
+) -> Starlette:
     """Return the application: the page at /, and predictions at POST /predict.
 
     Args:
@@ -157,8 +172,8 @@ def _json(content, status=200, headers=None):
 
 
 def _message(request, error):
-    """Return the message of an HTTPException. If the message has no subject, as the messages of Starlette, prepend the
-    request's method and path."""
+    """Return the message of an HTTPException. If the message has no subject, as is the case for Starlette's messages,
+    prepend the request's method and path."""
     has_subject = ": " in error.detail
     return error.detail if has_subject else f"{request.method} {request.scope['path']}: {error.detail}"
 
@@ -216,7 +231,7 @@ async def _receive_uploads(request, max_bytes, max_images):
     return uploads
 
 
-def listen(host, port):
+def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens on an address of this machine. If the port is 0, the system chooses a free port.
 
     Raises:
@@ -232,9 +247,10 @@ def listen(host, port):
     try:
         return socket.create_server(address, family=family)
     except OSError as e:
+        if e.errno == errno.EADDRNOTAVAIL:
+            remedy = "use an address of this machine, such as 127.0.0.1"
+            raise UsageError(f"--serve-host {host}: cannot listen on this address ({_reason(e)}); {remedy}") from e
         remedy = "choose a different port, or 0 for a free one"
-        if address[0] != "127.0.0.1":
-            remedy += ", and an address of this machine"
         raise UsageError(f"--serve {port}: cannot listen on {host} ({_reason(e)}); {remedy}") from e
 
 
@@ -243,12 +259,13 @@ def _reason(error):
     return error.strerror.partition(" (while attempting")[0]
 
 
-def url(listener):
+def url(listener: socket.socket) -> str:
+    """Return the URL of the server that listens on a socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
 
 
-def allowed_hosts(listener, host):
+def allowed_hosts(listener: socket.socket, host: str) -> list[str]:
     """Return the host names that the Host headers of requests to a socket may contain (see create_app): ["*"] unless
     the socket accepts connections from this machine only."""
     address = listener.getsockname()[0]
@@ -257,7 +274,8 @@ def allowed_hosts(listener, host):
     return sorted({"localhost", "127.0.0.1", "[::1]", host, f"[{address}]" if ":" in address else address})
 
 
-def is_loopback(listener):
+def is_loopback(listener: socket.socket) -> bool:
+    """Return whether a socket accepts connections from this machine only."""
     return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 
@@ -281,19 +299,26 @@ class _Protocol(H11Protocol):
             self.transport.abort()
 
 
-def create_server(app):
+def create_server(app: Starlette) -> uvicorn.Server:
+    """Return a server for the result of create_app, with limits on connections and idle times."""
     config = uvicorn.Config(
         app,
-        **{"http": _Protocol, "ws": "none", "loop": "asyncio", "lifespan": "off"},
-        **{"log_config": None, "log_level": "critical", "access_log": False},
-        **{"proxy_headers": False, "server_header": False},
+        http=_Protocol,
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
         limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=STOP_S,
     )
     return uvicorn.Server(config)
 
 
-def serve(app, listener, announce=lambda: None):
+def serve(app: Starlette, listener: socket.socket, announce: Callable[[], object] = lambda: None) -> None:
     """Answer requests until a signal arrives. Return after SIGTERM, and raise KeyboardInterrupt after SIGINT.
 
     Args:

@@ -1,10 +1,10 @@
 """Collect the flags of train.py, which components and groups declare as fields of their Settings, and build the parser.
 
 The kind of a flag determines which runs inherit it from a checkpoint. Evaluation inherits the flags of the kinds
-"network" and "preprocessing", and so does training that loads only the variables of --from-checkpoint, which can also
-inherit --asp. Fine-tuning (--from-pretrained-params) inherits --model-arch-name, --image-shape and the flags of the
-kind "preprocessing". A resumed run inherits the flags of the kinds "network", "preprocessing", "recipe" and "saving".
-No run inherits the flags of the kinds "loader", "machine" and "output".
+"network" and "preprocessing". Training that loads only the variables of --from-checkpoint inherits the same flags and,
+if the run that wrote the checkpoint used it, --asp. Fine-tuning (--from-pretrained-params) inherits --model-arch-name,
+--image-shape and the flags of the kind "preprocessing". A resumed run inherits the flags of the kinds "network",
+"preprocessing", "recipe" and "saving". No run inherits the flags of the kinds "loader", "machine" and "output".
 
 The topic of a flag is the part of `--help all` that describes it; `--help` lists only the flags in MAIN, each with its
 help text up to the first semicolon.
@@ -39,7 +39,7 @@ TOPICS = {
     "logs": "report, TensorBoard, HTML page, predictions",
     "benchmark": "measuring and tracing steps",
 }
-# The flags that a first user needs: {question: flags}.
+# The flags that a new user needs: {question: flags}.
 MAIN = {
     "What to train": (
         *("--image-root", "--config", "--choose-recipe", "--model-arch-name", "--from-pretrained-params"),
@@ -120,7 +120,7 @@ def _build_parser():
     )
     for name, declared in _FLAGS.items():
         action = parser.add_argument(flag_name(name), default=declared.default, **declared.options)
-        action.mark = " (N)" if flag_name(name) in NVIDIA else ""
+        action.mark = " (N)" if flag_name(name) in NVIDIA else ""  # pyright: ignore[reportAttributeAccessIssue]
     parser.add_argument("--version", action="version", version=f"{SCRIPT} {__version__}", help="print the version")
     parser.topics = {
         topic: (description, [flag_name(name) for name, declaration in FLAGS.items() if declaration.topic == topic])

@@ -47,7 +47,8 @@ class Settings:
     )
     budget_minutes: float | None = flag(
         None,
-        "duration of the whole run, from which the run chooses --epochs; includes startup, evaluations and checkpoints",
+        "duration of the whole run in minutes, from which the run chooses --epochs; includes startup, evaluations and "
+        "checkpoints",
         topic="schedule",
         parse=numbers.or_none(_minutes),
         metavar="N",
@@ -127,7 +128,7 @@ class Timeline(NamedTuple):
     """
 
     accumulate_steps: int
-    parts: tuple
+    parts: tuple[Part, ...]
 
     def steps(self, epoch: int) -> int:
         """Return the number of training steps of an epoch."""

@@ -35,8 +35,8 @@ class Declaration(NamedTuple):
     kind: str
     topic: str
     batches: bool = False
-    depends_on: tuple = ()
-    used_by: tuple | None = None
+    depends_on: tuple[str, ...] = ()
+    used_by: tuple[str, tuple] | None = None
     before: Any = None
 
 
@@ -59,8 +59,8 @@ class Conflict(NamedTuple):
     """
 
     message: str
-    unused: tuple = ()
-    by: tuple = ()
+    unused: tuple[str, ...] = ()
+    by: tuple[str, ...] = ()
 
 
 def flag(
@@ -72,8 +72,8 @@ def flag(
     parse: Callable[[str], Any] | None = None,
     choices: list | None = None,
     metavar: str | None = None,
-    depends_on: tuple = (),
-    used_by: tuple | None = None,
+    depends_on: tuple[str, ...] = (),
+    used_by: tuple[str, tuple] | None = None,
     **declaration: Any,
 ) -> Any:
     """Return a dataclass field that declares a flag.
@@ -100,7 +100,7 @@ def flag(
     if used_by is not None:
         depends_on = (*depends_on, used_by[0])
     declared = Flag(Declaration(kind, topic, depends_on=depends_on, used_by=used_by, **declaration), default, options)
-    start = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    start: dict[str, Any] = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
     return dataclasses.field(**start, metadata={_FLAG: declared})
 
 

@@ -40,8 +40,8 @@ REMOVED = {"cpu-decoder-load": "remove it; --hw-decoder-load divides the images 
 
 
 class ToolParser(Parser):
-    """A parser for a tool that also accepts flags of train.py. argparse would take the value of a flag that it does not
-    know for the path that the tool expects, so flags of train.py are separated first."""
+    """A parser for a tool that also accepts flags of train.py. It separates these flags first, because argparse would
+    mistake the value of a flag that the tool does not have for the path that the tool expects."""
 
     def find_help(self, topic: str) -> str | None:
         return super().find_help(topic) or PARSER.find_help(topic)
@@ -66,7 +66,8 @@ class ToolParser(Parser):
         return namespace, [*of_train, *unknown]
 
     def _check_spelling(self, argument):
-        """Raise UsageError for a misspelled flag of the tool; the parser of train.py would suggest one of its own."""
+        """Raise UsageError for a misspelled flag of the tool, because the parser of train.py, which parses it later,
+        would suggest a flag of train.py."""
         own, of_train = self._option_string_actions, PARSER._option_string_actions
         near = difflib.get_close_matches(argument.partition("=")[0], {*own, *of_train}, n=1, cutoff=0.75)
         if near and near[0] not in of_train:

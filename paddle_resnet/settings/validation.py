@@ -201,7 +201,8 @@ def _conflicts_of_settings(settings):
         )
     if settings.iter_unit == "batch" and settings.lr_scheduler == "Piecewise" and _are_default_epochs(settings):
         yield Conflict(
-            "--iter-unit batch: --lr-scheduler Piecewise has no default steps; set --lr-decay-epochs to steps"
+            "--iter-unit batch: --lr-scheduler Piecewise has no default steps; set --lr-decay-epochs to the steps at "
+            "which the learning rate decays"
         )
     if settings.asp and not (settings.prune_model or settings.resume) and settings.from_checkpoint is None:
         yield Conflict("--asp: requires pruned weights; add --prune-model or --from-checkpoint DIR")
@@ -283,7 +284,7 @@ def _conflicts_of_budget(settings):
         )
     if settings.profile_steps is not None:
         yield Conflict(
-            f"{flag_and_value}: not supported with --profile-steps; remove one of them, or use --epochs",
+            f"{flag_and_value}: not supported with --profile-steps; remove one of them",
             ("budget_minutes", "profile_steps"),
             ("budget_minutes", "profile_steps"),
         )
@@ -311,8 +312,9 @@ def _conflicts_of_multi_label(settings):
 def _conflicts_of_output(settings):
     trains = settings.run_scope is not RunScope.EVAL_ONLY and not settings.benchmark
     if settings.tensorboard_dir is not None and not trains:
+        obstacle = "--benchmark" if settings.benchmark else "--run-scope eval_only"
         yield Conflict(
-            f"--tensorboard-dir {settings.tensorboard_dir}: this run does not train; remove the flag",
+            f"--tensorboard-dir {settings.tensorboard_dir}: not supported with {obstacle}; remove one of them",
             ("tensorboard_dir",),
             ("run_scope", "benchmark"),
         )

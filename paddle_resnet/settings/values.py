@@ -1,6 +1,7 @@
 """Store the value and the origin of each flag."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from paddle_resnet.utils.errors import command
@@ -31,6 +32,7 @@ class Settings:
             its own use.
     """
 
+    _resolved: "Settings | None"
     __slots__ = ("__dict__", "_dropped", "_is_frozen", "_origins", "_parts", "_resolved", "_run")
 
     def __init__(self, values: dict, origins: dict) -> None:
@@ -98,11 +100,12 @@ class Settings:
         program.py and dali.py do not change the settings of their caller. The copy is kept until a value changes."""
         if self._is_frozen:
             return self
-        if self._resolved is None:
+        copy = self._resolved
+        if copy is None:
             copy = self.copy()
             object.__setattr__(copy, "_dropped", self._dropped)  # log each message only once
             object.__setattr__(self, "_resolved", copy)
-        return self._resolved
+        return copy
 
     @property
     def run(self) -> "Settings":
@@ -138,7 +141,8 @@ class Settings:
         return origin in ("command line", "Python") or origin.startswith("file ")
 
     def is_fixed(self, name: str) -> bool:
-        """Return whether the value of a flag is explicit or has been set by the program, and must not be derived."""
+        """Return whether the value of a flag must not be derived from other flags, because it is explicit, internal or
+        recorded (see `origins`)."""
         return self.is_explicit(name) or self.origin(name) in ("internal", "recorded")
 
     def explicit(self, name: str) -> Any:
@@ -180,14 +184,14 @@ def flag_name(name: str) -> str:
 
 
 def argument(settings: Any, name: str) -> str:
-    """Return a flag of any Settings and its value, as a user writes them."""
+    """Return a flag and its value as a user writes them. `settings` are these Settings or those of a component."""
     value = getattr(settings, name)
     if value is True:
         return flag_name(name)
     return f"{flag_name(name)} {value:g}" if isinstance(value, float) else f"{flag_name(name)} {text(value)}"
 
 
-def listed(values: list[float]) -> str:
+def listed(values: Sequence[float]) -> str:
     """Format a list of numbers for the command line."""
     return ",".join(f"{value:g}" for value in values)
 

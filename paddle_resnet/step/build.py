@@ -16,6 +16,7 @@ from paddle_resnet.passes import all_reduces
 from paddle_resnet.settings import durations
 from paddle_resnet.step import facts, host_metrics
 from paddle_resnet.step.builder import StepBuilder
+from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.meters import AverageMeter, ConfusionMeter, TopMeter
 from paddle_resnet.utils.mode import Mode
 from paddle_resnet.utils.multi_label import ScoreMeter
@@ -44,7 +45,14 @@ def fetchs_of(out, targets, class_num, label_smoothing, mode):
     }
 
 
-def multi_label_fetchs(out, targets, class_num, label_smoothing, asymmetric, mode):
+def multi_label_fetchs(
+    out: static.Variable,
+    targets: dict,
+    class_num: int,
+    label_smoothing: float,
+    asymmetric: list[float] | None,
+    mode: Mode,
+) -> dict:
     """Add the loss of --multi-label to the current program. Like fetchs_of, return {name: (variable, meter)}."""
     head = multi_label_head.add(out, targets, label_smoothing, asymmetric, mode is Mode.TRAIN)
     meters = {"loss": AverageMeter("loss"), "scores": ScoreMeter(class_num)}
@@ -135,16 +143,22 @@ def _minimize(args, step, loss):
 
 
 def add_update(step):
-    """Turn the operators that Paddle's minimize has added into the update that the flags specify."""
+    """Turn the operators that Paddle's minimize has added into the update that the flags specify.
+
+    Raises:
+        UsageError: two flags add averages of the weights, or a component fails.
+    """
     step.describe_update(MASTER, all_reduces.bn_statistics(step.main))
     known = facts.of(step.main)
     known.optimizer = step.part(optimizer.Settings).optimizer
     known.inputs[step.schedule._var_name] = step.schedule
-    if rewrite := table.OPTIMIZERS[known.optimizer].rewrite:
-        rewrite(step)
     for component in UPDATE:
         component.add(step)
-    known.states = [component.state(step) for component in UPDATE if hasattr(component, "state")]
+    states = [component.state(step) for component in UPDATE if hasattr(component, "state")]
+    known.states = [state for state in states if state is not None]
+    averages = [state.flag for state in known.states if state.file == facts.AVERAGES]
+    if len(averages) > 1:
+        raise UsageError(f"{averages[1]}: evaluations cannot use two averages of the weights; remove {averages[0]}")
 
 
 @contextlib.contextmanager

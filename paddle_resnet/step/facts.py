@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 
 from paddle import static
 
+OPTIMIZER = ".pdopt"  # suffix of the file with the optimizer state
+AVERAGES = ".pdema"  # suffix of the file with averages of the weights, which evaluations use instead of the weights
+
 
 @dataclass(frozen=True)
 class State:
@@ -18,17 +21,18 @@ class State:
 
     Attributes:
         variables: {source: variable}.
-        file: suffix of the checkpoint file that contains the variables: ".pdopt"; another suffix for a file that has
-            the format of PREFIX.pdparams, in which the variables replace their sources; or None if checkpoints do not
-            contain them.
+        file: suffix of the checkpoint file that contains the variables: OPTIMIZER; another suffix, such as AVERAGES,
+            for a file that has the format of PREFIX.pdparams, in which the variables replace their sources; or None if
+            checkpoints do not contain them.
         starts_as_source: whether the variables start with the values of their sources, which are parameters or BN
             statistics. Otherwise, the startup program determines their values.
-        what: name of the variables in messages, with the flag.
+        flag, what: the flag that adds the variables, and their name in messages.
     """
 
     variables: dict[str, str]
     file: str | None
     starts_as_source: bool = False
+    flag: str = ""
     what: str = ""
 
 

@@ -59,7 +59,7 @@ def confusion_over_all_processes(meter):
     return {"confusion": confusion, "class_top1": np.where(metrics["images"] > 0, metrics["recall"], np.nan)}
 
 
-def multi_label_over_all_processes(meter):
+def multi_label_over_all_processes(meter: multi_label.ScoreMeter) -> dict:
     """Return the result of multi_label.evaluate for the images of all processes, with arrays instead of lists. On rank
     0, also return {"scores": float32 [images, 2 C] in the order of the data set}."""
     own = meter.rows()

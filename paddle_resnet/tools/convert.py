@@ -12,6 +12,8 @@ conversion began, all images are written again. If a record file of a complete c
 size, this record file is written again.
 """
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import ctypes
@@ -24,6 +26,7 @@ import shutil
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -39,6 +42,14 @@ from paddle_resnet.utils import files, locks, logger, outputs, signals
 from paddle_resnet.utils.errors import UsageError, command, counted
 from paddle_resnet.utils.mode import Mode
 from paddle_resnet.utils.numbers import AUTO
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from paddle_resnet.data.images import Image
+
+    Progress = Callable[[int, int], object]  # called with (number of finished images, total number of images)
 
 RECORD_FORMATS = (*SHARDED, *SINGLE_FILE)
 FOLDER = "folder"  # class folders
@@ -60,30 +71,31 @@ _DIFFERING = {
     "format": "a different --to",
 }
 NAMED = 10  # maximum number of unusable images or record files to list in a message
-_REMEDY = "repair the image or, with convert, omit it with --skip-list"
+_OMIT = "or, with convert, omit the image with --skip-list"
+_REMEDY = f"repair the image {_OMIT}"
 
 
-def parse_format(text):
-    """Return the argument of --to."""
+def parse_format(text: str) -> str:
+    """Return the argument of --to unchanged. Raise ArgumentTypeError for lmdb, which can no longer be written."""
     if text == "lmdb":
         raise argparse.ArgumentTypeError("lmdb: LMDB files can be read, but no longer written; use webdataset")
     return text
 
 
 def convert(
-    source,
-    output,
-    to,
-    shards=None,
-    resize_short=None,
-    quality=95,
-    workers=None,
-    progress=None,
-    skip_list=None,
-    allow_outside=False,
-    check=None,
-    label_offset=AUTO,
-):
+    source: str | Path,
+    output: str | Path,
+    to: str,
+    shards: int | None = None,
+    resize_short: int | None = None,
+    quality: int = 95,
+    workers: int | None = None,
+    progress: Progress | None = None,
+    skip_list: str | None = None,
+    allow_outside: bool = False,
+    check: Progress | None = None,
+    label_offset: int | str = AUTO,
+) -> dict[str, int]:
     """Convert all splits of a data set to a record format.
 
     The labels are those that training would use, so they start at 0. If the classes have names, the names are written
@@ -118,20 +130,20 @@ def convert(
 
 
 def write(
-    source,
-    splits,
-    classes,
-    output,
-    to,
-    shards=None,
-    resize_short=None,
-    quality=95,
-    workers=None,
-    progress=None,
-    check=None,
-    description=None,
-    remedy=None,
-):
+    source: str | Path,
+    splits: dict[str, list[Image]],
+    classes: list[str] | None,
+    output: str | Path,
+    to: str,
+    shards: int | None = None,
+    resize_short: int | None = None,
+    quality: int = 95,
+    workers: int | None = None,
+    progress: Progress | None = None,
+    check: Progress | None = None,
+    description: dict[str, Any] | None = None,
+    remedy: str | None = None,
+) -> dict[str, int]:
     """Write listed images as record files or class folders.
 
     Args:
@@ -219,7 +231,7 @@ def write(
 
 
 @contextlib.contextmanager
-def locked(output):
+def locked(output: str | Path) -> Iterator[None]:
     """Create the output folder, and lock it while the `with` block runs, so that only one process converts to this
     folder.
 
@@ -238,9 +250,9 @@ def locked(output):
                 os.rmdir(output)
 
 
-def build_indexes(image_root):
-    """Create the missing index files of the TFRecord, RecordIO and WebDataset files in a folder, see
-    indexes.index_paths.
+def build_indexes(image_root: str) -> tuple[int, int]:
+    """Create the missing index files (see indexes.index_paths) of the TFRecord, RecordIO and WebDataset files in a
+    folder.
 
     Returns:
         (number of index files created, number of index files that already existed).
@@ -290,7 +302,7 @@ def _list_source(root):
     return splits, classes
 
 
-def shuffled(images):
+def shuffled(images: Sequence[Image]) -> list[Image]:
     """Return the images in the random order in which training images are written to record files."""
     return [images[i] for i in np.random.RandomState(ORDER_SEED).permutation(len(images)).tolist()]
 
@@ -470,7 +482,7 @@ def _prepare(image):
     except OSError as e:
         raise UsageError(f"{image.path}: cannot be read ({e.strerror}); {_REMEDY}") from e
     if not class_checks.is_class(label):
-        raise UsageError(f"{image.full_name}: label {label:g} is not a whole number from 0; {_REMEDY}")
+        raise UsageError(f"{image.full_name}: label {label:g} is not a whole number from 0; correct the label {_OMIT}")
     label = int(label)
     if _resize_short is None:
         return data, _extension(image, data), label

@@ -1,7 +1,10 @@
 """Draw the figures of the data-set tools to files, without a display."""
 
+from __future__ import annotations
+
 import io
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 import numpy as np
@@ -9,6 +12,13 @@ from matplotlib import font_manager, pyplot
 
 from paddle_resnet.utils import outputs
 from paddle_resnet.utils.errors import UsageError, printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from matplotlib.figure import Figure
+
+    from paddle_resnet.results.lr_curve import Curve
 
 matplotlib.use("Agg")
 FORMATS = (".png", ".pdf", ".svg")
@@ -18,13 +28,13 @@ EXTREMES = 15
 NAME_LENGTH = 40
 
 
-def check_name(output):
+def check_name(output: str | Path) -> None:
     """Raise UsageError if the file name does not end with one of FORMATS."""
     if Path(output).suffix.lower() not in FORMATS:
         raise UsageError(f"--output {output}: unknown file format; use a name that ends in {', '.join(FORMATS)}")
 
 
-def save(figure, output, what="--output"):
+def save(figure: Figure, output: str | Path, what: str = "--output") -> None:
     """Write a figure in the format that the suffix of the file name specifies.
 
     Args:
@@ -45,7 +55,7 @@ def save(figure, output, what="--output"):
         pyplot.close(figure)
 
 
-def pictures(images, names, columns):
+def pictures(images: Sequence[np.ndarray], names: Iterable[str], columns: int) -> Figure:
     """Return a figure of images (uint8 arrays [H, W, 3] in RGB) with their names."""
     names = drawable(names)
     rows = -(-len(images) // columns)
@@ -59,7 +69,7 @@ def pictures(images, names, columns):
     return figure
 
 
-def balance(splits):
+def balance(splits: dict[str, dict[str, Any]]) -> Figure:
     """Return a figure of the number of images per class and of the image sizes. The order of the classes is the same
     for all splits.
 
@@ -113,7 +123,7 @@ def _size_limits(splits):
     return np.where(most > 2 * high, high, most)
 
 
-def lr_curve(curve, title):
+def lr_curve(curve: Curve, title: str) -> Figure:
     """Return a figure of a results.lr_curve.Curve. Losses above curve.limit() are outside the figure."""
     [title] = drawable([title])
     figure, axis = pyplot.subplots(figsize=(8, 5), layout="constrained")
@@ -145,7 +155,7 @@ def _shortened(name):
     return name if len(name) <= NAME_LENGTH else f"{name[: NAME_LENGTH - 1]}…"
 
 
-def drawable(names):
+def drawable(names: Iterable[str]) -> list[str]:
     """Return names in a form that can be drawn, and select fonts for the names. System fonts are used for characters
     that matplotlib's font lacks. A character that no font contains is replaced by an escape such as \\u4e2d."""
     names = [printable(name) for name in names]

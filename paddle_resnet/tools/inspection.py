@@ -1,11 +1,14 @@
 """`python -m paddle_resnet.dataset preview|info|speed`: inspect a data set and the loader's output."""
 
+from __future__ import annotations
+
 import math
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import PIL.Image
@@ -25,10 +28,18 @@ from paddle_resnet.utils.errors import UsageError, command, printable
 from paddle_resnet.utils.mode import Mode
 from paddle_resnet.utils.numbers import AUTO
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paddle_resnet.data.iterators import EmptyIterator, ShardIterator, SyntheticIterator
+    from paddle_resnet.settings.values import Settings
+
+    Loader = ShardIterator | EmptyIterator | SyntheticIterator
+
 VERSIONS = 3  # number of augmented versions of each image in a preview
 
 
-def preview(root, output, images, arguments):
+def preview(root: str | Path, output: str | Path, images: int, arguments: list[str]) -> int:
     """Draw training images. Next to each image are VERSIONS augmented versions, as the network receives them before
     normalization.
 
@@ -52,7 +63,9 @@ def preview(root, output, images, arguments):
     return len(rows)
 
 
-def augmented(root, images, versions, arguments):
+def augmented(
+    root: str | Path, images: int, versions: int, arguments: list[str]
+) -> list[tuple[np.ndarray, list[np.ndarray], str]]:
     """Load training images, and apply the training augmentation to each image several times.
 
     Returns:
@@ -100,7 +113,9 @@ def augmented(root, images, versions, arguments):
     return rows
 
 
-def info(root, output=None, allow_outside=False, label_offset=AUTO):
+def info(
+    root: str | Path, output: str | Path | None = None, allow_outside: bool = False, label_offset: int | str = AUTO
+) -> dict[str, dict[str, Any]]:
     """Count images and classes, determine image sizes, print the result and, if `output` is set, draw it.
 
     Args:
@@ -191,7 +206,14 @@ def _measure(image):
         return label, None
 
 
-def speed(root, threads, loads, batches, repeats, arguments):
+def speed(
+    root: str | Path,
+    threads: Sequence[int] | None,
+    loads: Sequence[float] | None,
+    batches: int,
+    repeats: int,
+    arguments: list[str],
+) -> list[tuple[str, int, float | None, list[float]]]:
     """Measure the throughput of the loader without training, and print the results as a table in images/s.
 
     Args:
@@ -258,20 +280,20 @@ def _parse(root, arguments):
     """
     args = config.parse_args(arguments)
     if args.origin("image_root") == "command line":
-        raise UsageError(f"--image-root {args.image_root}: DIR already is the folder of the data set; remove the flag")
+        raise UsageError(f"--image-root {args.image_root}: DIR already sets this folder; remove the flag")
     args = config.parse_args([*arguments, "--image-root", str(root)])
     resolution.resolve_device(args)
     resolution.resolve_loader(args)
     return args
 
 
-def open_loader(root, arguments):
+def open_loader(root: str | Path, arguments: list[str]) -> tuple[Loader, Settings]:
     """Open the training loader of train.py, and return (loader, settings). The batch size is limited to the number
     of training images. Raises UsageError if the flags or the data set cannot be used."""
     args = _parse(root, arguments)
     resolution.resolve_classes(args, Mode.TRAIN)
-    root = dali.data_root(args)
+    data = dali.data_root(args)
     if args.data_format != "synthetic":
-        size = loaders.open_split(root, loaders.Options.of(args), Mode.TRAIN, True).size
+        size = loaders.open_split(data, loaders.Options.of(args), Mode.TRAIN, True).size
         args.resolve("data", batch_size=min(args.batch_size, size))
-    return dali.build_dataloader(args, Mode.TRAIN, root=root), args
+    return dali.build_dataloader(args, Mode.TRAIN, root=data), args

@@ -5,6 +5,7 @@ import hashlib
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from paddle_resnet.data import classes, sniffer
@@ -20,7 +21,7 @@ _SPLIT_NAME = re.compile(
 )
 
 
-def split(source, output, fraction, seed=0):
+def split(source: str | Path, output: str | Path, fraction: float, seed: int = 0) -> tuple[dict[str, int], int]:
     """Split the images of each class into train/ and val/. If the file system supports links, images are linked instead
     of copied.
 
@@ -108,7 +109,7 @@ def _check_names(source, labels):
     raise UsageError(f"{source}: {problem}; {remedy}")
 
 
-def divide(label, names, fraction, seed):
+def divide(label: str, names: Sequence[str], fraction: float, seed: int) -> tuple[list[str], list[str]]:
     """Divide the image names of a class into (names for train/, names for val/)."""
     count = min(max(1, round(len(names) * fraction)), len(names) - 1)
     by_chance = sorted(names, key=lambda name: hashlib.sha256(os.fsencode(f"{seed}\0{label}\0{name}")).digest())
@@ -116,7 +117,7 @@ def divide(label, names, fraction, seed):
     return [name for name in names if name not in val], sorted(val)
 
 
-def link(path, place):
+def link(path: str | Path, place: str | Path) -> None:
     """Create a hard link. If hard links are not possible, for example between disks, create a symbolic link or, as a
     last resort, a copy."""
     for create in (os.link, os.symlink):

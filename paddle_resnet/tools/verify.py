@@ -6,6 +6,8 @@ docs/data.md lists the file types that training accepts or rejects. The list was
 850 files: test images from Pillow, libjpeg-turbo and DALI, and images from recurser/exif-orientation-examples.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import hashlib
@@ -18,6 +20,7 @@ from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from nvidia import nvimgcodec
@@ -38,6 +41,12 @@ from paddle_resnet.utils import outputs, signals
 from paddle_resnet.utils.errors import UsageError, counted, printable
 from paddle_resnet.utils.mode import Mode, RunScope
 from paddle_resnet.utils.numbers import AUTO
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    Task = tuple[ListedImage, int | None]  # image, number of classes or None
+    Result = tuple[str | None, list[str], bytes | None, float | None]  # see check
 
 # {file suffix: nvImageCodec's name for the expected codec}
 CODEC_OF_SUFFIX = {
@@ -64,25 +73,25 @@ class Report:
     """
 
     images: int = 0
-    errors: list = field(default_factory=list)
-    failing: dict = field(default_factory=dict)
-    unusual: dict = field(default_factory=lambda: defaultdict(list))
-    ignored: list = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    failing: dict[str, str] = field(default_factory=dict)
+    unusual: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    ignored: list[str] = field(default_factory=list)
 
     @property
-    def training_would_fail(self):
+    def training_would_fail(self) -> bool:
         return bool(self.errors or self.failing)
 
 
 def verify(
-    root,
-    num_of_class=None,
-    allow_outside=False,
-    run_scope=RunScope.TRAIN_EVAL,
-    allow_empty=False,
-    label_offset=AUTO,
-    allow_one_class=False,
-):
+    root: str | Path,
+    num_of_class: int | None = None,
+    allow_outside: bool = False,
+    run_scope: RunScope = RunScope.TRAIN_EVAL,
+    allow_empty: bool = False,
+    label_offset: int | str = AUTO,
+    allow_one_class: bool = False,
+) -> Report:
     """Decode every image of the splits on all cores, with the CPU decoders that training uses.
 
     Record files are read twice: record by record to find damaged records, and by DALI in a separate process. Both
@@ -151,7 +160,7 @@ def verify(
     return report
 
 
-def check_all(tasks, workers=None):
+def check_all(tasks: list[Task], workers: int | None = None) -> Iterator[Result]:
     """Yield the results of check() for a list of tasks, in order. `workers` is the number of processes, by default the
     number of cores, but at most one per 16 tasks."""
     workers = max(1, min(workers or len(os.sched_getaffinity(0)), len(tasks) // 16))
@@ -288,7 +297,7 @@ def _keep_quiet():
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
-def check(task):
+def check(task: Task) -> Result:
     """Check one image by decoding it.
 
     Args:
@@ -351,14 +360,14 @@ def _unusual(image, data):
     return kinds
 
 
-def write_fix_list(report, path):
+def write_fix_list(report: Report, path: str | Path) -> None:
     """Write the names of the failing images, one per line, in the format of --skip-list. Raise OSError if the file
     cannot be written."""
     with outputs.replaced(path) as partial:
         partial.write_text("".join(map(skip_list_line, report.failing)), encoding="utf-8")
 
 
-def show(report, console=None):
+def show(report: Report, console: Console | None = None) -> None:
     """Print a report."""
     console = console or Console()
     unusual = Table()

@@ -5,7 +5,7 @@ import os
 from paddle_resnet.utils import logger
 
 
-def bind_to_gpu(local_gpu):
+def bind_to_gpu(local_gpu: int) -> None:
     """Remove the CPU cores outside the GPU's NUMA node from the CPU affinity of this process.
 
     If this is not possible, the affinity remains unchanged and a warning states why. The affinity affects only speed.

@@ -17,7 +17,7 @@ from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
 
 
-def folder():
+def folder() -> Path:
     """Return the cache folder, $XDG_CACHE_HOME/paddle_resnet or by default ~/.cache/paddle_resnet, and create it if
     possible. If this folder is not trusted (is_trusted), log a warning and return a temporary private folder, which is
     deleted when this process exits.
@@ -36,7 +36,7 @@ def folder():
     return path
 
 
-def is_trusted(path):
+def is_trusted(path: str | Path) -> bool:
     """Return whether a file or folder exists, belongs to this user or to root, and is writable only by its owner.
 
     Raises:

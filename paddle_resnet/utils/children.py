@@ -1,12 +1,12 @@
-"""Child processes of doctor and its self-test, and the rows of their table."""
+"""Run the child processes of doctor and its self-test, and describe the results in the rows of a table."""
 
 import functools
 import os
 import signal
 import subprocess
 import sys
-from collections import namedtuple
 from pathlib import Path
+from typing import NamedTuple
 
 from paddle_resnet.utils import signals
 from paddle_resnet.utils.errors import TRAIN, is_installed, script
@@ -14,12 +14,30 @@ from paddle_resnet.utils.errors import TRAIN, is_installed, script
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
 
-# One row of the table. Values of status: "ok"; "note" for a problem that does not prevent training; "no" if training
-# would fail, or if a check of the self-test failed.
-Row = namedtuple("Row", "what detail status remedy", defaults=["ok", ""])
+
+class Row(NamedTuple):
+    """A row of the table of doctor.
+
+    Attributes:
+        what: what was checked.
+        detail: result of the check.
+        status: "ok"; "note" for a problem that does not prevent training, or for a check that this machine does not
+            allow; "no" if training would fail, or if a check of the self-test failed.
+        remedy: what to do about the problem, or "".
+    """
+
+    what: str
+    detail: str
+    status: str = "ok"
+    remedy: str = ""
 
 
-def run(arguments, cwd=ROOT, timeout_s=TIMEOUT_S, environment=None):
+def run(
+    arguments: list[str],
+    cwd: Path | str = ROOT,
+    timeout_s: float = TIMEOUT_S,
+    environment: dict[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
     """Run Python in a child process, and return the subprocess.CompletedProcess, with exit code 1 after a timeout.
 
     Args:
@@ -37,9 +55,10 @@ def run(arguments, cwd=ROOT, timeout_s=TIMEOUT_S, environment=None):
         return subprocess.CompletedProcess(command, 1, "", f"Error: not finished after {timeout_s} s")
 
 
-def reason(returncode, output):
-    """Return the last error message in the output of a run with one or several processes, or without such a message its
-    last line or the exit code. If a signal killed the run, the signal comes first."""
+def reason(returncode: int, output: str) -> str:
+    """Return why a run failed: the last error message in its output, which can be that of several processes. If there
+    is no error message, return the last line, and if there is no output, the exit code. If a signal killed the run, the
+    text begins with the name of the signal."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if "rror: " in line] or lines[-1:]
     errors = [
@@ -50,6 +69,7 @@ def reason(returncode, output):
     return errors[-1] if errors else f"exit code {returncode}"
 
 
-def training_command():
-    """Return the program that trains, as arguments of Python or of Paddle's launcher."""
+def training_command() -> list[str]:
+    """Return the arguments with which Python, or Paddle's launcher, trains: [path of train.py] or, if is_installed(),
+    [path of paddle-resnet, "train"]."""
     return [script(), "train"] if is_installed() else [str(TRAIN)]

@@ -7,7 +7,9 @@ import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any, NoReturn
 
 from paddle_resnet.utils import numbers
 from paddle_resnet.utils.errors import UsageError, command
@@ -34,13 +36,21 @@ class Parser(argparse.ArgumentParser):
         topics: {topic: (description, [flags])}.
     """
 
-    def __init__(self, *, examples=(), main=None, add_help=True, **options):
+    def __init__(
+        self,
+        *,
+        examples: Sequence[tuple[str, str]] = (),
+        main: dict[str, tuple[str, ...]] | None = None,
+        add_help: bool = True,
+        **options: Any,
+    ) -> None:
         super().__init__(add_help=False, allow_abbrev=False, **options)
-        self.examples, self.main, self.topics = examples, main or {}, {}
+        self.examples, self.main = examples, main or {}
+        self.topics: dict[str, tuple[str, list[str]]] = {}
         if add_help:
             self.add_argument("-h", "--help", action=_Help)
 
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
         if message.startswith("the following arguments are required: "):
             message = f"{message}; see --help"
         elif message.startswith("unrecognized arguments: "):
@@ -51,19 +61,19 @@ class Parser(argparse.ArgumentParser):
         words = message.removeprefix("argument ").split()
         raise UsageError(" ".join(w if len(w) <= LONGEST_WORD else numbers.short(w) for w in words))
 
-    def parse_known_args(self, args: list[str] | None = None, namespace: argparse.Namespace | None = None):
+    def parse_known_args(self, args: list[str] | None = None, namespace: argparse.Namespace | None = None) -> tuple:
         return super().parse_known_args(join_help(args), namespace)
 
-    def unknown_argument(self, argument, help="--help"):
-        """Return the error message for an argument that the command does not accept. `help` is what prints the help of
-        the command."""
+    def unknown_argument(self, argument: str, help: str = "--help") -> str:
+        """Return the error message for an argument that the command does not accept. `help` is the flag or command that
+        prints the help of the command, as the message shows it."""
         name = argument.partition("=")[0]
         if not name.startswith("-"):
             return f"'{argument}': unexpected argument; see {help}"
         near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.75)
         return f"{name}: unknown flag; {f'use {near[0]}, or ' if near else ''}see {help}"
 
-    def format_help(self):
+    def format_help(self) -> str:
         """Return the text of --help."""
         examples = [f"  {purpose}:\n    {self._command()} {arguments}" for purpose, arguments in self.examples]
         blocks = [_filled(self.description), *(["\n".join(["Examples:", *examples])] if examples else [])]
@@ -81,7 +91,7 @@ class Parser(argparse.ArgumentParser):
         topics = [f"  {name:{width}}{description}" for name, (description, _) in self.topics.items()]
         return "\n".join([f"{text} or --help TOPIC; the topics are:", *topics]) if topics else text
 
-    def help_on(self, topic):
+    def help_on(self, topic: str) -> str:
         """Return the text of `--help TOPIC`. TOPIC can be "all", a key of `topics`, a flag (with or without dashes), or
         a command.
 
@@ -94,7 +104,7 @@ class Parser(argparse.ArgumentParser):
         known = ", ".join([ALL, *self.topics, *self.commands()])
         raise UsageError(f"--help {topic}: unknown topic; use {near[0] if near else 'a flag'}, or one of {known}")
 
-    def find_help(self, topic):
+    def find_help(self, topic: str) -> str | None:
         """Return the same text as help_on, or None if the topic is unknown."""
         if topic in self.commands():
             return self.commands()[topic].format_help()
@@ -107,7 +117,7 @@ class Parser(argparse.ArgumentParser):
         action = self._option_string_actions.get(_flag(topic))
         return action and _sections({None: [action]}) + "\n"
 
-    def commands(self):
+    def commands(self) -> dict[str, "Parser"]:
         """Return {name: parser} for the commands of the program."""
         return self._subparsers._group_actions[0].choices if self._subparsers else {}
 
@@ -138,7 +148,7 @@ class _Help(argparse.Action):
         parser.exit()
 
 
-def join_help(arguments):
+def join_help(arguments: Sequence[str] | None) -> list[str]:
     """Return the arguments (default: those of this process) with the first `--help` and its value joined by "=".
     Otherwise, argparse would parse `--help --lr` as two flags. The arguments after this value are dropped, because the
     command prints help and exits."""
@@ -151,7 +161,7 @@ def join_help(arguments):
     return arguments
 
 
-def typed(value):
+def typed(value: object) -> str:
     """Return a text that a flag parses to exactly this value, such as 4,224,224, 1/255, 2^-15 or true."""
     if isinstance(value, list):
         return ",".join(map(typed, value))

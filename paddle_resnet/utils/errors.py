@@ -14,7 +14,7 @@ TRAIN = Path(__file__).parents[2] / "train.py"  # exists only in a checkout
 _RUNNING = os.path.abspath(sys.argv[0]) if sys.argv and os.path.basename(sys.argv[0]) == SCRIPT else None
 
 
-def printable(text):
+def printable(text: str) -> str:
     """Return the text with non-printable characters escaped as \\n, \\x1b, etc., because they could end the line or
     control the terminal."""
     if text.isprintable():  # the usual case, without a loop over the characters
@@ -22,12 +22,12 @@ def printable(text):
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def counted(count, noun, plural=None):
+def counted(count: int, noun: str, plural: str | None = None) -> str:
     """Return a number with a noun in the singular or plural, such as "1 image" or "2 images"."""
     return f"{count} {noun if count == 1 else plural or f'{noun}s'}"
 
 
-def python():
+def python() -> str:
     """Return how to type the interpreter that runs this process, such as .venv/bin/python."""
     return _typed(sys.executable, "python")
 
@@ -47,18 +47,18 @@ def _shortest(path):
     return str(path) if relative.startswith("..") else relative
 
 
-def is_installed():
-    """Return whether this process uses an installed package, with the command paddle-resnet, and not a checkout, with
-    train.py. In a checkout, the package can also be installed (`pip install -e .`)."""
+def is_installed() -> bool:
+    """Return whether messages suggest the command paddle-resnet instead of train.py: if paddle-resnet started this
+    process, even in a checkout (`pip install -e .`), or if the package is not in a checkout."""
     return _RUNNING is not None or not TRAIN.is_file()
 
 
-def script():
+def script() -> str:
     """Return the path of the installed command paddle-resnet."""
     return _RUNNING or os.path.join(os.path.dirname(sys.executable), SCRIPT)
 
 
-def program(name):
+def program(name: str) -> str:
     """Return the name of a command in messages, such as train.py, paddle_resnet.dataset or, if is_installed(),
     paddle-resnet dataset."""
     if is_installed():
@@ -66,7 +66,7 @@ def program(name):
     return TRAIN.name if name == "train" else f"paddle_resnet.{name}"
 
 
-def command(name, *arguments):
+def command(name: str, *arguments: object) -> str:
     """Return a command of this project, quoted for a shell, such as .venv/bin/python -m paddle_resnet.dataset index or,
     if is_installed(), paddle-resnet dataset index. Paths of programs below the working directory are relative to it;
     `arguments` are not changed."""
@@ -79,7 +79,7 @@ def command(name, *arguments):
     return shlex.join([*words, *map(str, arguments)])
 
 
-def installation(extra):
+def installation(extra: str) -> str:
     """Return the command that installs a list of requirements, quoted for a shell, without replacing the installed
     Paddle. In a checkout, the command works in the checkout's folder; if `make venv` has made the environment, the
     command for gpu and cpu repeats `make venv`.
@@ -116,14 +116,15 @@ def _paddle():
     return None
 
 
-def import_command(root, *flags):
-    """Return the text that suggests the command that imports a folder, and the --image-root that uses the result."""
+def import_command(root: str | Path, *flags: str) -> str:
+    """Return a remedy for messages: the command that imports the data set in the folder `root`, and the --image-root to
+    use afterwards."""
     output = f"{os.path.abspath(root)}_imported"
     run = command("dataset", "import", root, *flags, "--output", output)
     return f"`{run}` and use --image-root {shlex.quote(output)}"
 
 
-def core(error):
+def core(error: BaseException) -> str:
     """Return the message of an error in one line, without the traces and hints that Paddle adds."""
     matches = re.findall(r"^ *(\w*Error:\s+\S.*)|^ *(\(\w+\) .*)", str(error), re.MULTILINE)
     text = "".join(matches[-1]) if matches else str(error).strip() or repr(error)
@@ -144,7 +145,7 @@ class UsageError(ValueError):
     error then.
     """
 
-    def __str__(self):
+    def __str__(self) -> str:
         return "\n".join(map(str, self.args))
 
 

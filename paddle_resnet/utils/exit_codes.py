@@ -7,11 +7,13 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Callable
 
 from paddle_resnet.utils import logger, signals
 from paddle_resnet.utils.errors import RunError, UsageError, core, printable
 
-# Out-of-memory messages of Paddle, oneDNN, DALI, NumPy and the operating system.
+# Texts in the messages of Paddle, oneDNN, DALI, NumPy and the operating system if memory, threads or open files are
+# exhausted.
 _NO_THREAD = ("Resource temporarily unavailable", "can't start new thread")
 _NO_FILE = "Too many open files"
 _NO_MEMORY = (
@@ -23,13 +25,14 @@ _NO_MEMORY = (
 _NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG)
 _NO_TEMPORARY_FOLDER = "No usable temporary directory"  # error message of Python's tempfile module
 DONE, FAILURE, USAGE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
-CLOSED_PIPE = 128 + signal.SIGPIPE  # what a shell reports for a program that SIGPIPE ends, such as `yes | head`
+# Exit code that a shell reports for a program that SIGPIPE has ended, such as `yes` in `yes | head`.
+CLOSED_PIPE = 128 + signal.SIGPIPE
 # If less address space than this is available, an import or a step can fail without a clear error message. A small
 # training run on a CPU used 3.2 to 3.5 GiB of address space.
 LEAST_ADDRESS_SPACE = 4 << 30  # bytes
 
 
-def of(program, function, needs_stdout=True):
+def of(program: str, function: Callable[[], int | None], needs_stdout: bool = True) -> int:
     """Call a function and convert its outcome to an exit code.
 
     Args:
@@ -39,8 +42,8 @@ def of(program, function, needs_stdout=True):
     Returns:
         the exit code of the function; FAILURE after a RunError, or if memory, threads or open files are exhausted or no
         folder for temporary files is writable; USAGE after a UsageError or if a path is inaccessible; PREEMPTED after
-        signals.Preempted; INTERRUPTED after a KeyboardInterrupt; CLOSED_PIPE, without a message, if the reader of the
-        result has exited. Other exceptions are not caught. If memory is exhausted before Paddle is imported, the
+        signals.Preempted; INTERRUPTED after a KeyboardInterrupt; CLOSED_PIPE, without a message, if the program that
+        reads stdout has exited. Other exceptions are not caught. If memory is exhausted before Paddle is imported, the
         process ends with FAILURE.
     """
     try:
@@ -119,5 +122,5 @@ def _no_memory(error):
     if any(name in reason for name in _NO_THREAD):
         remedy = "allow more processes (ulimit -u, or the container's limit), or add memory"
         return f"threads: no more threads can be started{reason}; {remedy}"
-    remedy = "raise ulimit -v, or add memory" if limits else "add memory"
+    remedy = "raise ulimit -v, add memory" if limits else "add memory"
     return f"memory: insufficient{reason}; {remedy}, or use a smaller --batch-size if the command has this flag"

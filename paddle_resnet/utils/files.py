@@ -9,26 +9,31 @@ import os
 import platform
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
 
 _pipes = []  # file descriptors of pipes that remain open until the process ends
 
 
-def argument(text):
-    """Return a path from the command line unchanged, or raise ArgumentTypeError if it is empty; the argparse type for
-    paths."""
-    if not text:  # for example from an unset variable of a shell; pathlib would use the working directory
-        raise argparse.ArgumentTypeError("'' is an empty path; use . for the working directory")
+def argument(text: str) -> str:
+    """Return a path from the command line unchanged. This function is the argparse type for paths.
+
+    Raises:
+        argparse.ArgumentTypeError: the path is empty.
+    """
+    if not text:  # for example, because a shell variable is not set; pathlib would use the working directory
+        raise argparse.ArgumentTypeError("'' is an empty path; set a path, such as . for the working directory")
     return text
 
 
-def companion(path, ending):
+def companion(path: str | Path, ending: str) -> Path:
     """Return the path of a companion file, such as run.eval.json for the path run.json and the ending eval.json."""
     path = Path(path)
     return path.with_name(f"{path.stem if path.suffix == '.json' else path.name}.{ending}")
 
 
-def touch(path):
+def touch(path: str | Path) -> None:
     """Check that a file can be written, and create the file and its folders if necessary. A pipe must have a reader.
 
     Raises:
@@ -56,7 +61,7 @@ def touch(path):
         raise OSError(errno.EINVAL, "a block device", str(path))
 
 
-def open_regular(path, limit_bytes=None):
+def open_regular(path: str | Path, limit_bytes: int | None = None) -> BinaryIO:
     """Open a file for reading.
 
     Args:
@@ -93,7 +98,7 @@ def _has_content(descriptor):
 
 
 @contextlib.contextmanager
-def written(path, partial=None, sync=False):
+def written(path: str | Path, partial: str | Path | None = None, sync: bool = False) -> Iterator[Path]:
     """Write a file or folder atomically. The file or folder appears at `path` only after the `with` block has written
     it completely.
 
@@ -120,14 +125,14 @@ def written(path, partial=None, sync=False):
         raise
 
 
-def partial_path(path):
+def partial_path(path: str | Path) -> Path:
     """Return the temporary path at which this process writes a file or folder before the rename. The path contains the
     host name, because processes on different hosts or in different containers may share a folder and have the same
     process ID."""
     return Path(f"{path}.{platform.node()}.{os.getpid()}.partial")
 
 
-def fsync(path):
+def fsync(path: str | Path) -> None:
     """Flush a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -136,7 +141,7 @@ def fsync(path):
         os.close(descriptor)
 
 
-def finite(data):
+def finite(data: Any) -> Any:
     """Return a copy of JSON data in which non-finite numbers are None, because JSON has neither Infinity nor NaN."""
     if isinstance(data, dict):
         return {name: finite(value) for name, value in data.items()}

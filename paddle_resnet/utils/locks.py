@@ -6,12 +6,14 @@ import fcntl
 import os
 import platform
 import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 from paddle_resnet.utils.errors import UsageError
 
 
-def acquire(path, warn):
+def acquire(path: str | Path, warn: Callable[[str], None]) -> TextIO:
     """Lock a file. The file is created if necessary.
 
     Args:
@@ -48,14 +50,14 @@ def acquire(path, warn):
     return file
 
 
-def file_of(path):
+def file_of(path: str | Path) -> Path:
     """Return the path of the lock file for a file: a hidden file in the same folder."""
     path = Path(os.path.realpath(path))
     return path.with_name(f".{path.name}.lock")
 
 
 @contextlib.contextmanager
-def held(path, subject, warn):
+def held(path: str | Path, subject: str, warn: Callable[[str], None]) -> Iterator[None]:
     """Hold a lock file while the `with` block runs, and then remove it.
 
     Args:
@@ -80,7 +82,7 @@ def held(path, subject, warn):
         release(file)
 
 
-def is_of(file, path):
+def is_of(file: TextIO, path: str | Path) -> bool:
     """Return whether an open lock file still exists at its path. Another process may have deleted or replaced the
     file."""
     try:
@@ -89,7 +91,7 @@ def is_of(file, path):
         return False
 
 
-def release(file):
+def release(file: TextIO) -> None:
     """Release a lock, and remove its file unless another process has already deleted or replaced the file."""
     if is_of(file, file.name):
         with contextlib.suppress(OSError):

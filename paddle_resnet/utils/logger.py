@@ -12,22 +12,24 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
+from typing import Any, Protocol, TextIO
 
 from paddle_resnet.utils import files, locks, progress
 from paddle_resnet.utils.errors import RunError, UsageError, printable
 
 _path = _report = _lock = None
 _is_misplaced = False
-_followers = []
+_followers: "list[Follower]" = []
 _quiet = False
 _only_warns = False
 _printed = None  # messages already printed in the without_repeats() block, or None outside such a block
 _start_s = time.time()
 
 
-def setup(report_file=None, rank=0):
+def setup(report_file: str | Path | None = None, rank: int = 0) -> None:
     """Set the path of the report file, but do not change the file. Only rank 0 prints and writes to the report. On
     other ranks, info, warn, log and report do nothing.
 
@@ -49,7 +51,7 @@ def setup(report_file=None, rank=0):
     _path = path
 
 
-def begin(parameters, append=False):
+def begin(parameters: Mapping[str, object], append: bool = False) -> None:
     """Open the report file. Call begin() after all checks have passed, because it may replace an earlier report. If the
     file system supports locks, a lock prevents other runs from writing to the file until close().
 
@@ -91,12 +93,23 @@ def _size_of_complete_lines(path):
     return path.read_bytes().rfind(b"\n") + 1
 
 
-def follow(follower):
+class Follower(Protocol):
+    """An object that receives the entries of the report, such as a writer of TensorBoard events."""
+
+    def add(self, step: tuple[int, ...] | str, data: Mapping[str, Any]) -> None:
+        """Receive the arguments of report()."""
+
+    def close(self) -> None:
+        """Receive the end of the report."""
+
+
+def follow(follower: Follower) -> None:
     """Pass each future report entry to follower.add(step, data). close() calls follower.close()."""
     _followers.append(follower)
 
 
-def close():
+def close() -> None:
+    """Close the report, release its lock, and close the followers."""
     global _path, _report, _lock
     while _followers:
         _followers.pop().close()
@@ -107,13 +120,13 @@ def close():
     _path = _report = _lock = None
 
 
-def write_line(text, stream):
+def write_line(text: object, stream: TextIO) -> None:
     """Write a line and its newline in a single call. Under `python -u`, which the launcher uses, print() would write
     the newline separately, and other threads or processes could write to the same log file in between.
 
     Control characters except line breaks are escaped, because file and class names can contain them. If the line cannot
-    be written, because the reader of a pipe has exited or the disk is full, the run continues without output. Commands
-    that print their result must use result_on_stdout instead."""
+    be written, because the reader of a pipe has exited or the disk is full, the run continues without output. A command
+    whose result is what it prints must use result_on_stdout instead."""
     text = "\n".join(map(printable, str(text).split("\n")))
     if progress.write_above(text, stream):
         return
@@ -123,14 +136,14 @@ def write_line(text, stream):
     except OSError as e:
         _abandon(stream)
         if stream is sys.stdout:
-            remedy = f"read --report-file {_path} instead" if _path else "use --report-file to keep future metrics"
+            remedy = f"read --report-file {_path} instead" if _path else "redirect stdout to a writable file"
             warn(f"stdout: can no longer be written ({e.strerror}), so the run continues without output; {remedy}")
 
 
 @contextlib.contextmanager
-def result_on_stdout():
-    """Raise RunError if the output of the `with` block cannot be written to stdout, or ClosedPipe if its reader has
-    exited, even if a library ignores the OSError."""
+def result_on_stdout() -> Iterator[None]:
+    """Raise RunError if the output of the `with` block cannot be written to stdout, or ClosedPipe if the program that
+    reads stdout has exited, even if a library ignores the OSError."""
     result = _Result(sys.stdout)
     with contextlib.redirect_stdout(result):
         try:
@@ -152,20 +165,20 @@ class _Result:
     """A text stream that converts an OSError to a RunError or to ClosedPipe, and raises this exception again in every
     later call."""
 
-    def __init__(self, stream):
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._problem = None
         self._is_pipe_closed = False
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def write(self, text, /):
+    def write(self, text: str, /) -> int:
         if _is_stdout_closed:
             self._problem = "closed"
         return self._call(self._stream.write, text)
 
-    def flush(self):
+    def flush(self) -> None:
         self._call(self._stream.flush)
 
     def _call(self, function, *arguments):
@@ -184,16 +197,16 @@ class Expendable:
     """A text stream for output that a command does not need, such as a progress bar. If the stream cannot be written,
     the command continues without the output."""
 
-    def __init__(self, stream):
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def write(self, text):
+    def write(self, text: str) -> int | None:
         return self._call(self._stream.write, text)
 
-    def flush(self):
+    def flush(self) -> None:
         self._call(self._stream.flush)
 
     def _call(self, function, *arguments):
@@ -225,26 +238,26 @@ _is_stdout_closed = sys.stdout is None
 sys.stdout, sys.stderr = _prepare(sys.stdout), _prepare(sys.stderr)
 
 
-def elapsed_s():
+def elapsed_s() -> float:
     """Return the number of seconds since this module was imported, which the report contains as elapsedtime."""
     return time.time() - _start_s
 
 
-def info(message):
-    """Print a line for the user on rank 0, except in an only_warnings() block. The line is not written to the
+def info(message: str) -> None:
+    """Print a line on stdout, on rank 0 only and not in an only_warnings() block. The line is not written to the
     report."""
     if not (_quiet or _only_warns) and _is_new(message):
         write_line(message, sys.stdout)
 
 
-def warn(message):
-    """Print a warning on stderr on rank 0."""
+def warn(message: str) -> None:
+    """Print a warning on stderr, on rank 0 only."""
     if not _quiet and _is_new(message):
         write_line(f"warning: {message}", sys.stderr)
 
 
 @contextlib.contextmanager
-def without_repeats():
+def without_repeats() -> Iterator[None]:
     """Print each message of info and warn only once in the `with` block, for tools that open the same data several
     times."""
     global _printed
@@ -256,7 +269,7 @@ def without_repeats():
 
 
 @contextlib.contextmanager
-def only_warnings():
+def only_warnings() -> Iterator[None]:
     """In the `with` block, info and log do nothing, so that only warnings are printed."""
     global _only_warns
     _only_warns = True
@@ -274,7 +287,7 @@ def _is_new(message):
     return is_new
 
 
-def log(step, data):
+def log(step: tuple[int, ...], data: Mapping[str, Any]) -> None:
     """Print metrics, and write them to the report, except in an only_warnings() block. Step metrics are not printed
     while the progress line is shown.
 
@@ -291,7 +304,7 @@ def log(step, data):
     report(step, data)
 
 
-def report(step, data):
+def report(step: tuple[int, ...] | str, data: Mapping[str, Any]) -> None:
     """Write metrics to the report without printing them, if begin() has opened a report. The arguments are those of
     log(); `step` can also be "PARAMETER".
 

@@ -1,14 +1,18 @@
-"""Running averages, confusion counts, step times and latencies."""
+"""Meters for running averages, confusion counts, most probable classes and step times, and metrics computed from
+them."""
 
 import math
+from collections.abc import Mapping
 from time import perf_counter
+from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from paddle_resnet.utils.errors import NO_CLASS, DataError
 
 
-def mean(total, count):
+def mean(total: float, count: float) -> float:
     """Return total / count, or NaN if count is 0."""
     return total / count if count else math.nan
 
@@ -30,19 +34,19 @@ class AverageMeter:
             those that excuse_update() excludes. reset() does not change this number.
     """
 
-    def __init__(self, name, is_ratio=False):
+    def __init__(self, name: str, is_ratio: bool = False) -> None:
         self.name = name
         self.is_ratio = is_ratio
         self.bad_updates = 0
         self.reset()
 
-    def reset(self):
+    def reset(self) -> None:
         self.value = math.nan
         self.sum = 0.0
         self.count = 0
         self.not_finite = 0
 
-    def update(self, value, n):
+    def update(self, value: ArrayLike, n: int) -> None:
         """Add one batch of `n` samples.
 
         Args:
@@ -71,19 +75,20 @@ class AverageMeter:
         self.not_finite += not_finite
         self.bad_updates = self.bad_updates + 1 if not_finite else 0
 
-    def mean(self):
+    def mean(self) -> float:
         """Return the mean of all finite values, or NaN if no value is finite."""
         return mean(self.sum, self.count - self.not_finite)
 
-    def state(self):
+    def state(self) -> dict[str, float]:
         """Return the accumulated values as JSON-serializable data, to be passed to restore()."""
         return {"sum": self.sum, "count": self.count, "not_finite": self.not_finite}
 
-    def restore(self, state):
+    def restore(self, state: dict[str, float]) -> None:
+        """Continue with the values from state()."""
         self.sum, self.count = state["sum"], state["count"]
         self.not_finite = state.get("not_finite", 0)  # missing in older checkpoints
 
-    def excuse_update(self):
+    def excuse_update(self) -> None:
         """Exclude the last update, which must have contained a non-finite value, from bad_updates."""
         self.bad_updates -= 1
 
@@ -95,23 +100,23 @@ class ConfusionMeter:
         class_num: number of classes.
     """
 
-    def __init__(self, class_num):
+    def __init__(self, class_num: int) -> None:
         self.class_num = class_num
         self.reset()
 
-    def reset(self):
+    def reset(self) -> None:
         self._pairs = []
 
-    def update(self, pairs, n):
+    def update(self, pairs: np.ndarray, n: int) -> None:
         """Add a batch of pairs, integers [n, 2]. Each row contains the label and the predicted class of one image."""
         assert pairs.shape == (n, 2), f"confusion: {pairs.shape} for {n} images"
         self._pairs.append(np.array(pairs))  # copy, because Paddle may own the memory
 
-    def labels(self):
+    def labels(self) -> np.ndarray:
         """Return the label of each image, int64 [n]."""
         return np.concatenate([np.empty((0, 2), np.int64), *self._pairs])[:, 0]
 
-    def counts(self):
+    def counts(self) -> tuple[np.ndarray, np.ndarray]:
         """Return two arrays [k] for the k different pairs that occurred: the sorted pairs, each encoded as label *
         class_num + prediction, and their counts. Images for which the network predicts no class (encoded as class_num)
         are not counted."""
@@ -127,14 +132,14 @@ class TopMeter:
         k: number of classes to keep, at most the number of classes C of the network.
     """
 
-    def __init__(self, k):
+    def __init__(self, k: int) -> None:
         self._k = k
         self.reset()
 
-    def reset(self):
+    def reset(self) -> None:
         self._classes, self._probabilities = [], []
 
-    def update(self, logits, n):
+    def update(self, logits: ArrayLike, n: int) -> None:
         """Add a batch of logits [n, C]. Classes with equal logits are sorted by class number. Classes whose logit is
         NaN come last, and their class number is replaced with C."""
         logits = np.asarray(logits, dtype=np.float64)
@@ -147,7 +152,7 @@ class TopMeter:
         self._classes.append(np.where(is_number, classes, logits.shape[1]))
         self._probabilities.append(np.take_along_axis(probabilities, classes, axis=1))
 
-    def rows(self):
+    def rows(self) -> np.ndarray:
         """Return float64 [images, 2 k]. Each row contains the k most probable classes of one image in descending order,
         and then their probabilities. All probabilities are NaN if a logit of the image is NaN or +inf, or if all are
         -inf."""
@@ -156,29 +161,30 @@ class TopMeter:
 
 
 class StepClock:
-    """Splits the time of each step into the time spent waiting for the loader and the remaining time."""
+    """Splits the time of each step into the time spent waiting for the loader and the remaining time. Call data_ready()
+    when the loader has returned a batch, and step_done() when the step has been run on it."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.restart()
 
-    def restart(self):
+    def restart(self) -> None:
         """Clear all times, and begin the first step now."""
         self.data_times, self.batch_times = [], []
         self.images = 0
         self._logged = (0, 0, 0.0)
         self._tick = perf_counter()
 
-    def data_ready(self):
+    def data_ready(self) -> None:
         self._data_time = perf_counter() - self._tick
 
-    def step_done(self, images):
+    def step_done(self, images: int) -> None:
         now = perf_counter()
         self.data_times.append(self._data_time)
         self.batch_times.append(now - self._tick)
         self.images += images
         self._tick = now
 
-    def close_step(self):
+    def close_step(self) -> None:
         """Add the time since the end of the last step to the duration of that step. Call close_step() after waiting for
         the metrics of the step."""
         now = perf_counter()
@@ -186,18 +192,20 @@ class StepClock:
             self.batch_times[-1] += now - self._tick
         self._tick = now
 
-    def resume(self):
+    def resume(self) -> None:
         """Exclude the time since close_step() from all steps."""
         self._tick = perf_counter()
 
-    def recent(self):
+    def recent(self) -> tuple[float, float]:
         """Return mean times over the last 20 steps in seconds, as (waiting for the loader, entire step), or (0, 0) if
         no step has completed."""
         data_times, batch_times = self.data_times[-20:], self.batch_times[-20:]
         n = len(batch_times) or 1
         return sum(data_times) / n, sum(batch_times) / n
 
-    def since_last_log(self):
+    def since_last_log(self) -> dict[str, float]:
+        """Return the images per second (ips) and the mean times in seconds of the steps since the last call, or {} if
+        no step has completed since then."""
         steps, images, seconds = self._logged
         self._logged = (len(self.batch_times), self.images, sum(self.batch_times))
         n = self._logged[0] - steps
@@ -213,14 +221,14 @@ class StepClock:
         }
 
 
-def latency_percentiles(batch_times_s):
+def latency_percentiles(batch_times_s: ArrayLike) -> dict[str, float]:
     """Return step-time statistics of a benchmark in milliseconds.
 
     Args:
         batch_times_s: duration of each step in seconds, for at least one step.
     Returns:
         {"latency_mean_ms", "latency_p50_ms", "latency_p90_ms", "latency_p95_ms", "latency_p99_ms"}. Percentiles are
-        interpolated linearly between the two nearest steps.
+        interpolated linearly between the two nearest durations.
     """
     ms = np.asarray(batch_times_s, dtype=np.float64) * 1e3
     result = {"latency_mean_ms": float(ms.mean())}
@@ -233,13 +241,13 @@ CLASS_METRICS = ("precision", "recall", "f1")
 AVERAGES = ("macro", "weighted")
 
 
-def main_metric(result):
+def main_metric(result: Mapping[str, Any]) -> str:
     """Return the name of the metric that determines the best evaluation: "map" with --multi-label, otherwise
     "top1". `result` is the metrics of an evaluation."""
     return "map" if "map" in result else "top1"
 
 
-def class_metrics(confusion, class_num):
+def class_metrics(confusion: np.ndarray, class_num: int) -> dict[str, np.ndarray]:
     """Return the metrics of each class, arrays [class_num]: {"images", "correct", "precision", "recall", "f1"}. If the
     denominator of a ratio is 0, the ratio is 0.
 
@@ -266,7 +274,7 @@ def class_metrics(confusion, class_num):
     return {"images": images, "correct": correct, **ratios}
 
 
-def average_metrics(confusion, class_num):
+def average_metrics(confusion: np.ndarray, class_num: int) -> dict[str, float]:
     """Average the class_metrics over the classes, and return {"precision_macro", ..., "f1_weighted"}. Macro averages
     are taken over the classes that occur as a label or a prediction; weighted averages use the number of images in each
     class as its weight. The definitions are those of scikit-learn with zero_division=0. Without images, the averages

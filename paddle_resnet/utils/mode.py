@@ -19,9 +19,9 @@ class RunScope(Enum):
     EVAL_ONLY = "eval_only"
 
     @property
-    def trains(self):
+    def trains(self) -> bool:
         return self is not RunScope.EVAL_ONLY
 
     @property
-    def evaluates(self):
+    def evaluates(self) -> bool:
         return self is not RunScope.TRAIN_ONLY

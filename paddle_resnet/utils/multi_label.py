@@ -1,6 +1,10 @@
 """Metrics of multi-label classification: average precision, thresholds and F1 of each class."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
+from numpy.typing import ArrayLike
 
 from paddle_resnet.utils.meters import AVERAGES, CLASS_METRICS, mean
 
@@ -16,31 +20,33 @@ class ScoreMeter:
         thresholds: threshold of each class, a list of C probabilities; None to choose thresholds in each evaluation.
     """
 
-    def __init__(self, class_num):
-        self._class_num, self.thresholds = class_num, None
+    def __init__(self, class_num: int):
+        self._class_num = class_num
+        self.thresholds: Sequence[float] | None = None
         self.reset()
 
-    def reset(self):
-        self._rows = []
+    def reset(self) -> None:
+        self._rows: list[np.ndarray] = []
 
-    def update(self, rows, n):
+    def update(self, rows: np.ndarray, n: int) -> None:
         """Add the scores of a batch (models/multi_label_head.py), float32 [n, 2 C]."""
         assert rows.shape == (n, 2 * self._class_num), f"scores: {rows.shape} for {n} images"
         self._rows.append(np.array(rows, np.float32))  # copy, because Paddle may own the memory
 
-    def rows(self):
+    def rows(self) -> np.ndarray:
         """Return the scores of all images, float32 [images, 2 C]."""
         return np.concatenate([np.empty((0, 2 * self._class_num), np.float32), *self._rows])
 
 
-def probabilities(logits):
+def probabilities(logits: ArrayLike) -> np.ndarray:
     """Return the sigmoid of logits in float64. A NaN becomes 0, so that it ranks last."""
-    logits = np.where(np.isnan(logits), -np.inf, np.asarray(logits, np.float64))
+    values = np.asarray(logits, np.float64)
+    values = np.where(np.isnan(values), -np.inf, values)
     with np.errstate(over="ignore"):
-        return 1 / (1 + np.exp(-logits))
+        return 1 / (1 + np.exp(-values))
 
 
-def curve(labels, scores):
+def curve(labels: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (hits, predicted, ranked), each [k]: for each of the k different scores, in descending order, the number
     of images with the class and the number of all images whose score is at least as large, and the score itself.
 
@@ -54,7 +60,7 @@ def curve(labels, scores):
     return np.cumsum(labels[order])[last], last + 1, ranked[last]
 
 
-def average_precision(labels, scores):
+def average_precision(labels: np.ndarray, scores: np.ndarray) -> float:
     """Return the average precision as scikit-learn defines it: the sum over all thresholds of the precision times the
     increase of the recall, without interpolation. Return NaN if no image has the class. For arguments, see curve."""
     hits, predicted, _ = curve(labels, scores)
@@ -63,7 +69,7 @@ def average_precision(labels, scores):
     return float(np.sum(np.diff(hits, prepend=0) * (hits / predicted)) / hits[-1])
 
 
-def best_threshold(labels, scores):
+def best_threshold(labels: np.ndarray, scores: np.ndarray) -> float:
     """Return the threshold with the highest F1; scores from the threshold on predict the class. If several thresholds
     are equally good, return the highest. The threshold is the center between the two neighboring scores, so that the
     rounding of an inference engine does not change predictions. For arguments, see curve."""
@@ -75,7 +81,7 @@ def best_threshold(labels, scores):
     return float((ranked[best] + below) / 2)
 
 
-def evaluate(rows, thresholds=None):
+def evaluate(rows: np.ndarray, thresholds: Sequence[float] | None = None) -> dict[str, Any]:
     """Compute all metrics of an evaluation.
 
     Args:

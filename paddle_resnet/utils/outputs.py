@@ -1,10 +1,12 @@
-"""Before any work starts, check the files that a command will write."""
+"""Check the files that a command will write before it starts to work (claim), and write files atomically
+(replaced)."""
 
 import contextlib
 import os
 import re
 import stat
 import tempfile
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from paddle_resnet.utils import files, logger
@@ -15,7 +17,14 @@ _RESERVED = re.compile(r"\d+(_\d+)?|latest|best|\..*")
 _claimed = {}  # {path: _version of the file when it was claimed, or when this process wrote it}
 
 
-def claim(outputs=None, folders=None, inputs=(), protected=(), run_folder=None, announced=()):
+def claim(
+    outputs: Mapping[str, str | Path | None] | None = None,
+    folders: Mapping[str, str | Path | None] | None = None,
+    inputs: Iterable[tuple[str, str | Path]] = (),
+    protected: Iterable[tuple[str, str | Path]] = (),
+    run_folder: str | Path | None = None,
+    announced: Container[str] = (),
+) -> None:
     """Check that a command can write its outputs without damaging its inputs, the data set or a checkpoint.
 
     Links and `..` are resolved. Files and folders that are created for the check are removed afterwards. A warning is
@@ -58,7 +67,7 @@ def claim(outputs=None, folders=None, inputs=(), protected=(), run_folder=None, 
 
 
 @contextlib.contextmanager
-def writing(what, path):
+def writing(what: str, path: str | Path) -> Iterator[None]:
     """If the `with` block raises an OSError, or a ValueError for an invalid path, convert the exception to a
     UsageError."""
     try:
@@ -72,7 +81,7 @@ def writing(what, path):
 
 
 @contextlib.contextmanager
-def replaced(path):
+def replaced(path: str | Path) -> Iterator[Path]:
     """Write a file atomically: the file is never incomplete, even if it is read or written by other processes or if
     this process is killed. The target of a link is replaced. A device or a pipe is written directly.
 
@@ -94,7 +103,7 @@ def replaced(path):
         _claimed[real_path] = _version(path)
 
 
-def warn_if_changed(path):
+def warn_if_changed(path: str | Path) -> None:
     """Log a warning if this process is about to replace a claimed file that another process has written since the
     claim, or since this process last wrote the file."""
     real_path = os.path.realpath(path)

@@ -7,8 +7,10 @@ formatting the metrics on the host at most four times per second.
 import contextlib
 import os
 import sys
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from time import monotonic
+from typing import TextIO
 
 from paddle_resnet.utils import signals
 
@@ -18,7 +20,7 @@ _phase, _since_s, _metrics, _due_s = "startup", 0.0, None, 0.0
 
 
 @contextlib.contextmanager
-def shown():
+def shown() -> Iterator[None]:
     """Show the progress line while the `with` block runs, if stdout is a terminal that can redraw a line.
 
     A job with several processes has no progress line, because no rank has the metrics of the entire job between two log
@@ -39,7 +41,7 @@ def shown():
         transient=True,
         redirect_stderr=sys.stderr.isatty(),
     )
-    with signals.blocked():  # for the thread of rich
+    with signals.blocked():  # the thread of rich must not receive signals
         live.start()
     console.show_cursor(True)  # rich hides the cursor, which would remain hidden if the process were killed
     _live = live
@@ -63,11 +65,11 @@ def _console():
     return None if console.is_dumb_terminal else console
 
 
-def is_shown():
+def is_shown() -> bool:
     return _live is not None
 
 
-def phase(name):
+def phase(name: str) -> None:
     """Begin a phase. The progress line then shows the name of the phase and, until show() is called, its current
     duration."""
     global _phase, _since_s, _metrics, _due_s
@@ -77,12 +79,19 @@ def phase(name):
             _live.refresh()  # refresh now, because the new phase may hold the GIL for seconds
 
 
-def is_due():
+def is_due() -> bool:
     """Return whether the progress line needs new metrics."""
     return _live is not None and monotonic() >= _due_s
 
 
-def show(step, steps, left_s, run_left_s, metrics, more=()):
+def show(
+    step: int,
+    steps: int,
+    left_s: float,
+    run_left_s: float | None,
+    metrics: Iterable[str],
+    more: Iterable[str] = (),
+) -> None:
     """Show step metrics. Call show() only if is_due() returns True.
 
     Args:
@@ -106,7 +115,7 @@ def show(step, steps, left_s, run_left_s, metrics, more=()):
     _due_s = monotonic() + PERIOD_S
 
 
-def write_above(line, stream):
+def write_above(line: str, stream: TextIO) -> bool:
     """Write a line above the progress line, if this line is shown and the stream is a terminal. Return whether the line
     was written."""
     live = _live

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 from paddle_resnet.utils.errors import RunError
@@ -21,7 +22,7 @@ class Preempted(Exception):
 
 
 @contextlib.contextmanager
-def watched():
+def watched() -> Iterator[None]:
     """While the `with` block runs, record signals instead of ending the process. A second SIGINT raises
     KeyboardInterrupt. All other repeated signals are ignored, because Paddle's launcher sends SIGTERM up to three
     times. If SIGHUP is already ignored, as under nohup, it remains ignored. After the block, signals except SIGINT
@@ -44,7 +45,7 @@ def watched():
             signal.signal(number, signal.SIG_IGN if is_leaving and number != signal.SIGINT else handler)
 
 
-def leaving(exit_code):
+def leaving(exit_code: int) -> int:
     """Return `exit_code`, and ignore further signals except SIGINT, so that they cannot change the exit code during
     shutdown."""
     for number in NUMBERS:
@@ -54,7 +55,7 @@ def leaving(exit_code):
 
 
 @contextlib.contextmanager
-def blocked():
+def blocked() -> Iterator[None]:
     """Block signals in this thread while the `with` block runs, and permanently in the threads that it starts. Such a
     thread would otherwise receive a signal while the main thread blocks it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
@@ -65,7 +66,7 @@ def blocked():
 
 
 @contextlib.contextmanager
-def importing_paddle():
+def importing_paddle() -> Iterator[None]:
     """Block signals while Paddle is imported, then restore Python's SIGTERM handler, because Paddle installs a handler
     that prints a trace. A SIGINT during the import would raise a misleading error.
 
@@ -90,7 +91,7 @@ def importing_paddle():
 
 
 @contextlib.contextmanager
-def deferred():
+def deferred() -> Iterator[None]:
     """Defer SIGINT to the end of the `with` block. Processes that are started in the block inherit the blocked SIGINT,
     so Control-C does not end them. The parent process stops them itself."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
@@ -100,12 +101,12 @@ def deferred():
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def received():
+def received() -> str | None:
     """Return the name of the first signal that watched() recorded, "SIGINT" if it recorded SIGINT later, or None."""
     return _received
 
 
-def die_with_parent(parent):
+def die_with_parent(parent: int) -> None:
     """Make the kernel kill this process when its parent ends, for whatever reason.
 
     Args:

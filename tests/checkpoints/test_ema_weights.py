@@ -58,7 +58,7 @@ def test_evaluation_uses_ema_weights_unless_path_is_a_weights_file(run_train, av
         code, evaluated = run_train("--run-scope", "eval_only", *start)
         assert code == 0
         assert results(evaluated) == results(report, [epoch])
-    message = f"--from-checkpoint {folder / EPOCH}: loading the EMA weights, tiny.pdema"
+    message = f"--from-checkpoint {folder / EPOCH}: loading the averaged weights, tiny.pdema"
     assert message in capsys.readouterr().out
     for path, is_averaged in ((folder / EPOCH, True), (folder / EPOCH / "tiny.pdparams", False)):
         _, evaluated = run_train("--run-scope", "eval_only", "--from-pretrained-params", path)
@@ -76,7 +76,7 @@ def test_prediction_and_export_use_ema_weights(averaged, photos, tmp_path, capsy
     folder = averaged[0] / EPOCH
     expected = weights(folder)
     network = networks.load_checkpoint(folder)
-    assert "loading the EMA weights" in capsys.readouterr().err
+    assert "loading the averaged weights" in capsys.readouterr().err
     for name in ("conv2d_2.w_0", "batch_norm_2.w_1", "linear_0.b_0"):
         np.testing.assert_array_equal(network.parameter(name), expected[name])
     # --verify compares the metrics of the export with those recorded in the checkpoint.

@@ -77,7 +77,7 @@ def find(args, folder, epoch=None):
 
 
 def restore_run(checkpoint, schedule, fetchs):
-    flags = {"iter_unit": "epoch", "is_averaged": False, "is_verbose": False}
+    flags = {"iter_unit": "epoch", "is_verbose": False}
     restore.restore(checkpoint, schedule, Loader(), fetchs, PLACE, **flags)
 
 
@@ -539,7 +539,7 @@ def test_schedule_is_restored_exactly(args, run):
     assert schedule.last_epoch == (2**31 - 1) * 10 + 2
     checkpoint = dataclasses.replace(checkpoint, meta=checkpoint.meta | {"steps_each_epoch": 9})
     restore_run(checkpoint, schedule, fetchs)
-    flags = {"iter_unit": "batch", "is_averaged": False, "is_verbose": False}
+    flags = {"iter_unit": "batch", "is_verbose": False}
     with pytest.raises(UsageError, match="--iter-unit batch: .* has 9 steps per epoch, but this run has 10, so it"):
         restore.restore(checkpoint, schedule, Loader(), fetchs, PLACE, **flags)
     # A run that starts from weights of another program has no steps to compare.

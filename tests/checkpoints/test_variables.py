@@ -247,7 +247,7 @@ def test_averages_are_loaded_only_if_program_and_checkpoint_have_them(args, save
     assert variables.own_files(main, {}) == {}
     averages = facts.State({"linear_0.b_0": "linear_0.b_0.ema"}, ".pdema")
     others = facts.State({"w": "w.slow"}, ".pdopt"), facts.State({"w@GRAD": "sum"}, None)
-    facts.of(main).states = [averages, *others, facts.State({}, ".other")]
+    facts.of(main).states = [averages, *others]
     assert variables.load_states(options, None, main, PLACE) == variables.states(main)
     assert variables.load_states(options, checkpoint, main, PLACE) == [averages]
     static.global_scope().var("linear_0.b_0.ema").get_tensor().set(np.zeros(3, np.float32), PLACE)
@@ -463,7 +463,7 @@ def test_averages_and_slow_weights_start_from_the_weights(monkeypatch, capsys):
         (None, None, False),
     ):
         tensor.set(np.zeros(2, np.float32), PLACE)
-        state = facts.State({"w": "copy"}, file, starts, "--ema: EMA weights")
+        state = facts.State({"w": "copy"}, file, starts, "--ema", "EMA weights")
         variables.start_states([state], checkpoint, None, PLACE)
         assert variables.read("copy").tolist() == ([1, 2] if starts else [0, 0])
     assert capsys.readouterr().out == "--ema: EMA weights initialized with the weights of DIR\n"
@@ -490,10 +490,11 @@ def test_averaged_statistics_of_rank_are_ignored_without_ema(args, tmp_path):
     build(args)
     path, value = tmp_path / "bn_rank1.npz", np.full_like(variable("batch_norm_0.w_1"), 0.25)
     np.savez(path, **{"batch_norm_0.w_1": value, "batch_norm_0.w_1.ema": value})
-    variables.load_statistics(path, PLACE, is_averaged=False, is_verbose=False)
+    variables.load_statistics(path, PLACE, is_verbose=False)
     np.testing.assert_array_equal(variable("batch_norm_0.w_1"), value)
+    np.savez(path, **{"batch_norm_0.w_1": value, "batch_norm_99.w_1.ema": value})
     with pytest.raises(UsageError, match=f"^--resume: {path}: does not match the model .variables: 1 unexpected"):
-        variables.load_statistics(path, PLACE, is_averaged=True, is_verbose=False)
+        variables.load_statistics(path, PLACE, is_verbose=False)
 
 
 @pytest.mark.parametrize("is_dynamic", [True, False])

@@ -222,7 +222,7 @@ GPU_AXES = {
         "float32": ["--amp", "false"],
     },
 }
-# {value of GPU_AXES that a row cannot have, the row's values that conflict with it, the value to use instead}
+# [(value of GPU_AXES that a row cannot have, values of the row that conflict with it, value to use instead)]
 GPU_REPLACEMENTS = [(("precision", "bfloat16 O2"), ("sparsity", ("mask_1d", "mask_2d_greedy", "mask_2d_best")), "O2")]
 
 

@@ -11,8 +11,9 @@ imported once for all rows. The checks of a row:
 4. In every fourth row, `--benchmark` runs.
 5. The export of the checkpoint passes --verify (omitted for synthetic images), and both the checkpoint and the export
    classify an image.
-With --budget-minutes, two runs may choose different numbers of epochs. There, the run that is stopped and resumed has
-the flag and comes first, and the reference has --epochs and --warmup-epochs of its checkpoint instead.
+With --budget-minutes, two runs may choose different numbers of epochs. Therefore, in a row with this flag, only the run
+that is stopped and resumed has the flag. This run comes first, and the reference has --epochs and --warmup-epochs of
+its checkpoint instead.
 """
 # ruff: noqa: I001
 
@@ -73,7 +74,8 @@ def prepare(device):
     # Without this replacement, loaded machines would choose few epochs, and fast ones many.
     chosen = budget.epochs_within
     budget.epochs_within = lambda *arguments: BUDGET_EPOCHS if chosen(*arguments) else None
-    # The processes of a job agree on a step two polls after a signal. With the default, short runs would end before.
+    # The processes of a job agree on a step two polls after a signal. With the default, short runs would end before
+    # this step.
     exchange.STOP_POLL_STEPS = 2
     compat.start_gloo = functools.cache(compat.start_gloo)  # Paddle starts Gloo only once per process
     gc.disable()  # building programs is faster; worker.py collects garbage after each row
@@ -102,7 +104,7 @@ class Row:
         for name, text in FILES.items():
             (self.files / name).write_text(text)
         self.arch = AXES["network"][values["network"]][1].format(files=self.files)
-        self.name = self.arch.rpartition(":")[2]  # of the run's folder
+        self.name = self.arch.rpartition(":")[2]  # name of the run's folder
 
     def check(self):
         """Run all checks. Raises Failed if a check fails."""
@@ -297,7 +299,7 @@ class Row:
 
 
 def without_times(value):
-    """Return JSON data without metrics that depend on the speed of the machine."""
+    """Return a copy of JSON data that omits the metrics that depend on the speed of the machine."""
     if isinstance(value, dict):
         return {key: without_times(each) for key, each in value.items() if not TIMES.search(key)}
     return value
@@ -322,7 +324,7 @@ class Store:
 
 
 def start_job(store=exchange._store):
-    """Reset the state of exchange.py, which belongs to one run, before the next run of this process."""
+    """Reset the state of exchange.py before the next run of this process, because a run must begin with new state."""
     exchange._exchanges = exchange._polls = 0
     exchange._stop_at = exchange._last_gather = None
     exchange._store = functools.cache(lambda: Store(store()))

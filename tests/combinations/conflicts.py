@@ -80,8 +80,8 @@ FLAGS = [
     Flags("--resume --run-scope eval_only", ("--resume", "--run-scope is eval_only")),
     Flags("--resume --overwrite", ("--resume", "--overwrite")),
     # Outputs
-    Flags("--run-scope eval_only --from-checkpoint x --tensorboard-dir t", ("--tensorboard-dir", "does not train")),
-    Flags("--benchmark --tensorboard-dir t", ("--tensorboard-dir", "does not train")),
+    Flags("--run-scope eval_only --from-checkpoint x --tensorboard-dir t", ("--tensorboard-dir", "eval_only")),
+    Flags("--benchmark --tensorboard-dir t", ("--tensorboard-dir", "--benchmark")),
     Flags("--benchmark --report-html r", ("--report-html", "--benchmark")),
     Flags("--benchmark --predictions p", ("--predictions", "--benchmark")),
     Flags("--benchmark --tta flip", ("--tta flip", "--benchmark")),

@@ -45,7 +45,7 @@ def generate():
         excluded.setdefault(b, set()).add(a)
 
     def is_valid(values):
-        """Return whether the last of the first values of a row conflicts with none of the others."""
+        """Return whether the last of `values`, the first values of a row, conflicts with none of the others."""
         row = list(zip(order, values, strict=False))
         return excluded.get(row[-1], set()).isdisjoint(row[:-1])
 

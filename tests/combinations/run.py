@@ -40,8 +40,8 @@ def main(argv=None):
         "--rows",
         default="all",
         metavar="all|K/N|R,R,...",
-        help="rows to run: all rows, and on a CPU also the declared conflicts; K/N: every N-th row, beginning with row "
-        "K - 1; R,R,...: rows with these numbers; conflicts: only the declared conflicts",
+        help="rows to run; all: all rows and, with one process per row on the CPU, the declared conflicts; K/N: every "
+        "N-th row, beginning with row K - 1; R,R,...: rows with these numbers; conflicts: only the declared conflicts",
     )
     parser.add_argument("--processes", type=int, default=2, help="number of processes that check rows")
     parser.add_argument("--gpus", type=int, default=1, help="number of GPUs for each row")
@@ -139,8 +139,8 @@ class Pool:
 
 
 class Worker:
-    """A process that checks rows, or a job of several such processes. They read the names of rows from a file, and rank
-    0 writes a line to another file for each row."""
+    """A process that checks rows, or a job of several such processes. All processes read the names of the rows from the
+    file `asked`, and rank 0 writes a line for each row to the file `answers`."""
 
     def __init__(self, folder, device, ranks):
         self.folder, self.has_ended, self._lines = folder, False, 0

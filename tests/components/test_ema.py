@@ -1,6 +1,8 @@
 """Programs with --ema: EMA weights compared with their formula, skipped steps, and the variables of evaluation
 programs."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import paddle
 import pytest
@@ -11,10 +13,10 @@ from helpers import build as build_compiled
 from helpers import random_batches, variable
 from paddle_resnet import program
 from paddle_resnet.checkpoints import variables
-from paddle_resnet.components import accumulation, ema, precision
+from paddle_resnet.components import accumulation, precision
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import all_reduces
-from paddle_resnet.step import build
+from paddle_resnet.step import averages, build
 from paddle_resnet.utils.errors import UsageError
 
 PLACE = paddle.CPUPlace()
@@ -71,7 +73,7 @@ def test_ema_weights_match_formula(train, kernels):
     """The reference is computed in float64, starting with the initial weights. All trained parameters and running
     statistics are averaged. The decay depends on the number of training steps, not on the number of batches."""
     step, main = train(kernels, "--accumulate-steps", "2", "--lr", "1")
-    names = ema.of(main)
+    names = averages.of(main)
     trained = {p.name for p in main.all_parameters() if p.trainable}
     assert names.keys() == trained | {*all_reduces.bn_statistics(main)}
     statistics = {*all_reduces.bn_statistics(main)}
@@ -96,7 +98,7 @@ def test_ema_weights_match_formula(train, kernels):
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_skipped_step_does_not_change_ema_weights(train, scaled, kernels):
     step, main = train(kernels, use_dynamic_loss_scaling=True)
-    names = ema.of(main).values()
+    names = averages.of(main).values()
     before = state(names)
     step()
     after = state(names)
@@ -127,10 +129,10 @@ def test_half_precision_evaluation_reads_copies_at_constant_addresses(train, par
     step, main = train("paddle")
     args = parse("--ema", "0.5", *NHWC)
     evaluated = half_program(args)
-    update = ema.evaluate(main, evaluated, static.Executor(PLACE))
+    update = averages.evaluate(main, evaluated, static.Executor(PLACE))
     names = {p.name: p.dtype for p in evaluated.all_parameters()}
     halves = [name for name, dtype in names.items() if dtype == paddle.float16]
-    assert {name.removesuffix(".half") for name in names} == {*ema.of(main).values()}
+    assert {name.removesuffix(".half") for name in names} == {*averages.of(main).values()}
     assert all(name.endswith(".half") for name in halves)
     assert {"conv2d_0.w_0.ema.half", "linear_0.w_0.ema.half"} <= {*halves}
     assert names["batch_norm_0.w_1.ema"] == paddle.float32
@@ -166,3 +168,15 @@ def test_ema_weights_are_computed_from_float32_masters(parse, gpu_lists):
 def test_invalid_decay_is_rejected(parse, decay):
     with pytest.raises(UsageError, match="--ema: "):
         parse("--ema", decay)
+
+
+def test_program_has_at_most_one_kind_of_averages(parse, monkeypatch):
+    """Evaluations could use only one of them."""
+    second = SimpleNamespace(
+        add=lambda step: averages.add(step, "second", lambda: 1.0),
+        state=lambda step: averages.state(step, "second", "--second", "second averages"),
+    )
+    monkeypatch.setattr(build, "UPDATE", (*build.UPDATE, second))
+    with pytest.raises(UsageError, match=r"^--second: evaluations cannot use two averages .*; remove --ema$"):
+        build_compiled(parse("--ema", "0.5"))
+    build_compiled(parse())

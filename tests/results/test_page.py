@@ -883,7 +883,7 @@ def test_unusable_table_is_reported(trained, tmp_path, monkeypatch):
     table.write_text("label,images,correct,top1\n0,1,1,1.0\n")
     run = reading.read(tmp_path)
     with pytest.raises(
-        UsageError, match=f"^{table}: not a table written by train.py .column class is missing.; delete it"
+        UsageError, match=f"^{table}: not a table written by train.py .column class is missing.; move it"
     ):
         run.rows("classes.csv")
     table.write_text("label,class,images,correct,top1\n0,a,1,1,1.0\n1,b,-1,0,\n")
@@ -894,7 +894,7 @@ def test_unusable_table_is_reported(trained, tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(reading.files, "open_regular", fail)
-    with pytest.raises(UsageError, match=f"^{table}: cannot be read .Permission denied.; make it readable or delete"):
+    with pytest.raises(UsageError, match=f"^{table}: cannot be read .Permission denied.; make it readable, or delete"):
         run.rows("classes.csv")
 
 

@@ -155,7 +155,7 @@ def test_top_meter_matches_numpy_and_sorts_nan_last():
             ["--report-html", "x.html", "--data-format", "synthetic"],
             "--report-html x.html: not supported with --data-format synthetic",
         ),
-        (["--tensorboard-dir", "x", "--benchmark"], "--tensorboard-dir x: this run does not train"),
+        (["--tensorboard-dir", "x", "--benchmark"], "--tensorboard-dir x: not supported with --benchmark"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

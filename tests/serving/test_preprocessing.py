@@ -286,7 +286,8 @@ def test_preprocess_script_reports_unusable_files(checkpoint, photos, tmp_path, 
     assert "device.jpg: cannot be used (not a regular file)" in err
     assert "large.png: cannot be used (80 x 80 pixels, more than the limit of 4,900)" in err
     assert preprocessing.main([f"{tmp_path}/\x1b\n.jpg"]) == 1
-    assert capsys.readouterr().err == f"{tmp_path}/\\x1b\\n.jpg: cannot be used (not a regular file)\n"
+    reason = "cannot be used (not a regular file); choose a different image"
+    assert capsys.readouterr().err == f"{tmp_path}/\\x1b\\n.jpg: {reason}\n"
     assert preprocessing._reason(ValueError()) == "ValueError"
     assert preprocessing.main([]) == 2
     assert capsys.readouterr().err == "usage: python preprocess.py IMAGE...\n"

@@ -397,7 +397,7 @@ def test_unusable_addresses_are_errors():
             web.listen("127.0.0.1", port)
     with pytest.raises(
         UsageError,
-        match=r"--serve 0: cannot listen on 192.0.2.1 \(Cannot assign requested address\); .*, and an address of this ",
+        match=r"--serve-host 192.0.2.1: cannot listen on this address \(Cannot assign .* address\); use an address of",
     ):
         web.listen("192.0.2.1", 0)
     for name, reason in (("x" * 100, "not a valid name"), ("", "Name or service not known")):
@@ -416,7 +416,7 @@ def test_unusable_addresses_are_errors():
         (["--serve", "0", "--benchmark"], "--serve 0: not supported with"),
         (["--serve", "0", "--json"], "--serve 0: not supported with"),
         (["--serve", "0", "--csv", "x.csv"], "--serve 0: not supported with"),
-        (["--serve", "0", "--serve-host", "192.0.2.1"], "--serve 0: cannot listen on 192.0.2.1"),
+        (["--serve", "0", "--serve-host", "192.0.2.1"], "--serve-host 192.0.2.1: cannot listen on this"),
         (["--serve", "0"], "model: does not exist"),
     ],
 )

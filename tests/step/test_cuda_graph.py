@@ -15,10 +15,9 @@ from paddle import static
 
 from conftest import NHWC, assert_one_error, losses, phase
 from paddle_resnet import models
-from paddle_resnet.components import ema
 from paddle_resnet.models.resnet import BasicBlock, ResNet
 from paddle_resnet.native import build as native
-from paddle_resnet.step import cuda_graph
+from paddle_resnet.step import averages, cuda_graph
 from paddle_resnet.step.dispatch import Dispatcher
 from paddle_resnet.utils.errors import RunError
 
@@ -108,7 +107,7 @@ def test_loader_on_different_device_keeps_its_own_tensors(monkeypatch):
 def test_step_is_captured_again_if_tensor_moves(run_train, tmp_path, fake, monkeypatch):
     """After a tensor has moved, the old graph would still use the tensor's previous memory."""
     expected = results(run_train, tmp_path / "plain", "--cuda-graph", "false")
-    evaluate = ema.evaluate
+    evaluate = averages.evaluate
 
     def evaluate_elsewhere(train_prog, program, exe):
         update = evaluate(train_prog, program, exe)
@@ -124,7 +123,7 @@ def test_step_is_captured_again_if_tensor_moves(run_train, tmp_path, fake, monke
 
         return move
 
-    monkeypatch.setattr(ema, "evaluate", evaluate_elsewhere)
+    monkeypatch.setattr(averages, "evaluate", evaluate_elsewhere)
     result = results(run_train, tmp_path / "recorded")
     assert result[0] == expected[0] and result[1] == expected[1]
     assert len(fake.made) > 2

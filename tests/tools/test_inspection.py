@@ -194,7 +194,7 @@ def test_speed_measures_the_flags_of_train_by_default(photos, tmp_path, capsys):
     [(_, threads, _, _)] = inspection.speed(photos, None, None, batches=1, repeats=1, arguments=TINY)
     assert f"--dali-num-threads {threads}" in " ".join(TINY)
     assert dataset.main(["speed", str(photos), "--image-root", "d"]) == 2
-    assert "--image-root d: DIR already is the folder of the data set; remove the flag" in capsys.readouterr().err
+    assert "--image-root d: DIR already sets this folder; remove the flag" in capsys.readouterr().err
     (tmp_path / "config.yaml").write_text("image_root: d\n")  # DIR replaces the value in the file
     assert inspection._parse(photos, [*TINY, "--config", str(tmp_path / "config.yaml")]).image_root == str(photos)
 

@@ -131,7 +131,7 @@ def test_written_with_partial_name_is_not_flushed(tmp_path, monkeypatch):
 )
 def test_empty_path_is_not_the_working_directory(main, argument, flags, capsys):
     assert main(flags) == 2
-    assert f"error: {argument}: '' is an empty path; use . for the working directory" in capsys.readouterr().err
+    assert f"error: {argument}: '' is an empty path; set a path, such as . for" in capsys.readouterr().err
 
 
 def test_regular_file_has_its_path_as_name(tmp_path):

@@ -1,4 +1,4 @@
-"""Measuring and tracing of steps."""
+"""Benchmarks and traces."""
 
 import argparse
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class Settings:
         kind="output",
         parse=numbers.not_negative,
     )
-    profile_steps: str | None = flag(
+    profile_steps: list[int] | None = flag(
         None,
         "steps of the first epoch to trace, from A to B-1; the trace is written to OUTPUT_DIR/profile/",
         topic="benchmark",

@@ -27,7 +27,7 @@ class Settings:
     )
     skip_list: str | None = flag(
         None,
-        "file with one image to skip per line, as a path relative to IMAGE_ROOT; "
+        "file that lists images to skip, one per line: paths relative to IMAGE_ROOT or, in record files, FILE@OFFSET; "
         f"{command('dataset', 'verify')} can write it",
         topic="data",
         kind="loader",
@@ -52,7 +52,7 @@ class Settings:
         topic="data",
         kind="loader",
     )
-    label_offset: str = flag(
+    label_offset: int | str = flag(
         numbers.AUTO,
         "first label in file lists and records, which is subtracted from all labels; auto: 1 if the labels in "
         "TFRecords are 1 to the number of classes, otherwise 0",

@@ -11,7 +11,7 @@ from paddle_resnet.utils import numbers
 class Settings:
     device: str = flag(
         "auto",
-        "device to run on; auto: a GPU if Paddle finds one, otherwise the CPU",
+        "device to run on; auto: the GPU if Paddle can use it, otherwise the CPU",
         topic="machine",
         kind="machine",
         choices=["auto", "gpu", "cpu"],

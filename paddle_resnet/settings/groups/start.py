@@ -47,8 +47,8 @@ class Settings:
     )
     from_checkpoint: str | None = flag(
         None,
-        "checkpoint or run folder to load; includes the optimizer state; of a run folder, the best checkpoint or, "
-        "if there is none, the newest at the end of an epoch",
+        "checkpoint to load, with its optimizer state, or run folder; of a run folder, the best checkpoint or, if "
+        "there is none, the newest, preferably at the end of an epoch",
         topic="start",
         kind="output",
         parse=files.argument,
@@ -56,8 +56,8 @@ class Settings:
     )
     last_epoch_of_checkpoint: str | None = flag(
         None,
-        "epoch in --from-checkpoint DIR after which to continue; auto: the newest epoch; None: start with epoch "
-        "0 and the parameters of DIR, or of its best checkpoint if DIR is a run folder",
+        "epoch in --from-checkpoint DIR after which to continue; auto: the newest epoch; None: start at epoch 0 "
+        "with the parameters and the optimizer state of DIR, or of its best checkpoint if DIR is a run folder",
         topic="start",
         kind="output",
         parse=_epoch,

@@ -8,13 +8,16 @@ import hashlib
 import os
 import shlex
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from pathlib import Path
 
 from paddle_resnet.data import classes as classes_of
 from paddle_resnet.data import parquet_files, sniffer
 from paddle_resnet.data.formats import folder
+from paddle_resnet.data.images import Image
 from paddle_resnet.tools import convert, split
 from paddle_resnet.tools.sources import arrays, caffe, ilsvrc, nested, parquet, recordio, tables, tfrecords
+from paddle_resnet.tools.sources.options import DEFAULT_VAL, Options
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, command, printable
 
@@ -43,37 +46,12 @@ _FILES = dict.fromkeys((*sniffer.TABLE_SUFFIXES, ".txt"), "table") | {".parquet"
 # in the file.
 _IN_BLOCKS = (parquet_files.read_image, tfrecords.read_compressed)
 WINDOW_BYTES = 1 << 28  # minimum total size (compressed) of the blocks whose images are mixed at random
-DEFAULT_VAL = 0.2  # fraction of each class that goes to val/ if a source other than ImageNet has no validation images
 SEED = 0  # seed of the random selection of images for val/
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of an import.
-
-    Attributes:
-        allow_partial: whether missing images trigger a warning instead of an error.
-        val: fraction of each class that goes to val/ if the source has no validation images. If None, the fraction is
-            DEFAULT_VAL; ImageNet is not divided.
-        image_column, label_column, split_column: names of columns in a table or Parquet file (the split: only in a
-            table) or of features in a TFRecord, or None to detect them. For CIFAR-100, label_column is
-            "coarse_labels" or "fine_labels" (default).
-        delimiter: text between the columns of a table, or None to detect it.
-        label_index: index of the label to use if records have several labels, or None.
-        class_depth: number of nested folders that form a class, or None to detect it.
-    """
-
-    allow_partial: bool = False
-    val: float | None = None
-    image_column: str | None = None
-    label_column: str | None = None
-    split_column: str | None = None
-    delimiter: str | None = None
-    label_index: int | None = None
-    class_depth: int | None = None
-
-
-def read(source, kind=None, options=None):
+def read(
+    source: str | Path, kind: str | None = None, options: Options | None = None
+) -> tuple[str, dict[str, list[Image]], list[str] | None]:
     """List the images of a source.
 
     Args:
@@ -101,7 +79,9 @@ def read(source, kind=None, options=None):
     for name, kinds in _USED.items():
         if getattr(options, name) is not None and kind not in kinds:
             flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag} {getattr(options, name)}: {source} is imported as {kind}; remove {flag}")
+            raise UsageError(
+                f"{flag} {getattr(options, name)}: not supported for {kind}, the kind of {source}; remove {flag}"
+            )
     splits, classes = KINDS[kind](os.fspath(source), options)
     for name in classes or []:
         if name.encode(errors="replace") != name.encode(errors="surrogatepass"):  # JSON may contain lone surrogates
@@ -122,7 +102,17 @@ def read(source, kind=None, options=None):
     return kind, splits, classes
 
 
-def import_(source, output, to, kind=None, options=None, shards=None, workers=None, progress=None, check=None):
+def import_(
+    source: str | Path,
+    output: str | Path,
+    to: str,
+    kind: str | None = None,
+    options: Options | None = None,
+    shards: int | None = None,
+    workers: int | None = None,
+    progress: Callable[[int, int], object] | None = None,
+    check: Callable[[int, int], object] | None = None,
+) -> tuple[str, dict[str, int], int | None]:
     """Read a source and write it as record files or class folders.
 
     Args:
@@ -180,8 +170,8 @@ def _kind_of_folder(source, options):
 
 def _shuffled(images):
     """Return training images in the random order in which they are written to record files. A file that is compressed
-    in blocks would be slow to read in any order, so its blocks are put into random order, and images are mixed within
-    each WINDOW_BYTES of blocks."""
+    in blocks would be slow to read in fully random order, so its blocks are put into random order, and images are mixed
+    only within windows of at least WINDOW_BYTES."""
     images = convert.shuffled(images)
     if images[0].kind not in _IN_BLOCKS:
         return images
@@ -199,7 +189,7 @@ def _shuffled(images):
     return mixed + convert.shuffled(window)
 
 
-def describe(source):
+def describe(source: str | Path) -> list[str]:
     """Return lines that state what a source contains and what to do.
 
     Raises:

@@ -20,6 +20,7 @@ import numpy as np
 from paddle_resnet.data import sniffer
 from paddle_resnet.data.images import Image, readable
 from paddle_resnet.tools.sources import splits
+from paddle_resnet.tools.sources.options import Options
 from paddle_resnet.tools.sources.table_files import read_lines
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.files import open_regular
@@ -35,7 +36,7 @@ _PICKLED = {
 _IDX_UINT8 = 8  # element type in the header of an idx file
 
 
-def read(source, options):
+def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[str] | None]:
     """List the images in arrays.
 
     Args:
@@ -68,7 +69,7 @@ def read(source, options):
     return splits.train_and_val(source, found), names
 
 
-def read_png(path, format, split, index):
+def read_png(path: str, format: str, split: str, index: int) -> bytes:
     """Return an image of an array as a PNG file.
 
     Args:
@@ -222,7 +223,7 @@ def _cifar(path, split):
 
 
 def _cifar_binary(path):
-    """CIFAR-10 stores a label before each image, CIFAR-100 a coarse and a fine label."""
+    """Read a binary file of CIFAR. CIFAR-10 stores a label before each image, CIFAR-100 a coarse and a fine label."""
     is_100 = os.path.basename(path) in ("train.bin", "test.bin")
     rows = _mapped(path, (2 if is_100 else 1) + math.prod(_CIFAR_SHAPE))
     labels = {"fine_labels": rows[:, 1], "coarse_labels": rows[:, 0]} if is_100 else {"labels": rows[:, 0]}
@@ -266,7 +267,7 @@ def _idx_array(path):
 
 
 def _stl10(path, split):
-    """Images are stored channel by channel, and each channel column by column."""
+    """Read STL-10, which stores images channel by channel, and each channel column by column."""
     labels = path.replace("_X.bin", "_y.bin")
     if not os.path.isfile(labels):
         raise UsageError(f"{path}: has no {os.path.basename(labels)}; add the file with the labels")
@@ -275,7 +276,7 @@ def _stl10(path, split):
 
 
 def _svhn(path, split):
-    """The label of the digit 0 is 10."""
+    """Read SVHN, in which the label of the digit 0 is 10."""
     from scipy import io as matlab
 
     with open_regular(path, LIMIT) as f:

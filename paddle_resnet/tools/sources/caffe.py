@@ -8,12 +8,13 @@ import numpy as np
 from paddle_resnet.data.formats import lmdb
 from paddle_resnet.data.images import Image
 from paddle_resnet.tools.sources import splits
+from paddle_resnet.tools.sources.options import Options
 from paddle_resnet.utils.errors import UsageError
 
 PATTERN = r"data\.mdb"
 
 
-def read(source, options):
+def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[str] | None]:
     """List the images in LMDBs.
 
     Args:

@@ -14,6 +14,7 @@ import tarfile
 
 from paddle_resnet.data.formats.folder import image_names
 from paddle_resnet.data.images import IMAGE_SUFFIXES, Image, read_slice, readable
+from paddle_resnet.tools.sources.options import Options
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
 from paddle_resnet.utils.files import open_regular
@@ -28,13 +29,13 @@ SOLUTION = "LOC_val_solution.csv"
 LISTS = ("val.txt", "meta/val.txt", "val_list.txt", "caffe_ilsvrc12/val.txt")
 # Folders of Kaggle's layout, ILSVRC/Data/CLS-LOC/{train,val}; LOC_val_solution.csv is next to ILSVRC.
 KAGGLE = ("ILSVRC", "Data", "CLS-LOC")
-# Labels of the first validation images in the devkit. It numbers the classes from 1, in a different order than this
-# project.
+# Labels of the first validation images in the devkit, which numbers the classes from 1 and in a different order than
+# this project.
 _FIRST_OF_DEVKIT = (490, 361, 171)
 _TABLE_LIMIT = 1 << 26  # maximum size in bytes of a file with validation labels
 
 
-def read(source, options):
+def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[str] | None]:
     """List the images of ImageNet.
 
     Args:
@@ -59,10 +60,11 @@ def read(source, options):
     if not classes:
         classes = sorted(set(wnid_of.values()))
     label_of = {wnid: label for label, wnid in enumerate(classes)}
+    labeled = _labeled(source, val, wnid_of, label_of)
     splits = {
         # pop frees the memory of each class
         "train": [_image("train", w, label_of[w], *place) for w in classes if w in train for place in train.pop(w)],
-        "val": [_image("val", wnid, label_of[wnid], *place) for wnid, place in _labeled(val, wnid_of, label_of)],
+        "val": [_image("val", wnid, label_of[wnid], *place) for wnid, place in labeled],
     }
     _check_counts(source, splits, classes, options.allow_partial)
     return {split: images for split, images in splits.items() if images}, classes
@@ -148,7 +150,7 @@ def _members_of_outer(path):
             wnid, extension = os.path.splitext(os.path.basename(name))
             if extension != ".tar" or not WNID.fullmatch(wnid):
                 raise UsageError(
-                    f"{path}: {name} is not named by a WordNet id, such as n01440764.tar; download the archive again"
+                    f"{path}: {name} is not named after a WordNet id, such as n01440764.tar; download the archive again"
                 )
             if wnid in images:
                 raise UsageError(f"{path}: contains {name} twice; download the archive again")
@@ -243,7 +245,7 @@ def _validation_labels(source, data, val, classes):
     return wnid_of
 
 
-def _labeled(val, wnid_of, label_of):
+def _labeled(source, val, wnid_of, label_of):
     """Yield (wnid, [name, path, place]) of the validation images whose class has training images. Log a warning with
     the number of all other validation images."""
     left_out = 0
@@ -254,7 +256,8 @@ def _labeled(val, wnid_of, label_of):
         else:
             left_out += 1
     if left_out:
-        logger.warn(f"leaving out {counted(left_out, 'validation image')} of classes that have no training images")
+        images = counted(left_out, "validation image")
+        logger.warn(f"{source}: {images} left out, because their classes have no training images; add these if needed")
 
 
 def _label_files(source, data, classes):

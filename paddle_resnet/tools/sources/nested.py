@@ -7,11 +7,12 @@ from collections import defaultdict
 from paddle_resnet.data.formats.folder import is_system_name
 from paddle_resnet.data.images import IMAGE_SUFFIXES, Image
 from paddle_resnet.tools.sources import splits
+from paddle_resnet.tools.sources.options import Options
 from paddle_resnet.tools.sources.table_files import split_of
 from paddle_resnet.utils.errors import UsageError, counted
 
 
-def read(source, options):
+def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[str] | None]:
     """List the images in nested class folders.
 
     Args:
@@ -81,7 +82,7 @@ def _depth(source, found):
     if len(examples) > 1:
         shown = ", ".join(examples[depth] for depth in sorted(examples)[:5])
         raise UsageError(
-            f"{source}: images have different numbers of folders ({shown}); set --class-depth to the number of folders "
+            f"{source}: images are nested at different depths ({shown}); set --class-depth to the number of folders "
             "that form a class"
         )
     (depth,) = examples

@@ -9,6 +9,8 @@ import os
 from paddle_resnet.tools.sources.table_files import Row, read_lines
 from paddle_resnet.utils.errors import UsageError
 
+Names = tuple[str, list[str], None]  # path of the file with the names, names in label order, no first number
+
 
 def _pairs(path):
     """Return {id: (line number, value)} of a file with lines `ID VALUE`, each with a different id."""
@@ -22,7 +24,7 @@ def _pairs(path):
     return values
 
 
-def cub(root):
+def cub(root: str) -> tuple[list[Row], Names]:
     """Read CUB-200: images.txt, image_class_labels.txt, train_test_split.txt and classes.txt. Return ([Row], (path of
     classes.txt, class names in label order, None))."""
     tables = {}
@@ -47,7 +49,7 @@ def cub(root):
     return rows, (os.path.join(root, "classes.txt"), [name for _, name in tables["classes"].values()], None)
 
 
-def pets(root):
+def pets(root: str) -> tuple[list[Row], Names]:
     """Read Oxford-IIIT Pets: annotations/trainval.txt and test.txt with `IMAGE CLASS SPECIES BREED`. The name of a
     class is the name of its images without the number. Return ([Row], (path of test.txt, class names in label order,
     None))."""
@@ -70,7 +72,7 @@ def pets(root):
     return rows, (path, [names[number] for number in sorted(names)], None)
 
 
-def food(root):
+def food(root: str) -> list[Row]:
     """Read Food-101: meta/train.txt and test.txt with `CLASS/IMAGE`, or the same in JSON. Return [Row], or [] for a
     different layout."""
     rows = []

@@ -5,13 +5,14 @@ import os
 from paddle_resnet.data import parquet_files
 from paddle_resnet.data.images import Image
 from paddle_resnet.tools.sources import splits
+from paddle_resnet.tools.sources.options import Options
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
 
 PATTERN = r".+\.(parquet|arrow)"
 
 
-def read(source, options):
+def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[str] | None]:
     """List the images in Parquet or Arrow files.
 
     Args:

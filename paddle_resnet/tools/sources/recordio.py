@@ -5,13 +5,14 @@ import os
 from paddle_resnet.data.formats import recordio as record_files
 from paddle_resnet.data.images import Image, readable
 from paddle_resnet.tools.sources import splits
+from paddle_resnet.tools.sources.options import Options
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.files import open_regular
 
 PATTERN = r".+\.rec"
 
 
-def read(source, options):
+def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[str] | None]:
     """List the images in RecordIO files.
 
     Args:

@@ -3,16 +3,20 @@
 import os
 import re
 from collections import defaultdict
+from collections.abc import Sequence
+from typing import TypeVar
 
+from paddle_resnet.tools.sources.options import Options
 from paddle_resnet.tools.sources.table_files import split_of
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
 
+T = TypeVar("T")
 _DEPTH = 3  # maximum number of folders between the source and its files
 _OF = re.compile(r"(.*?)(\d+)-of-(\d+)(.*)")
 
 
-def files(source, pattern, options):
+def files(source: str, pattern: str, options: Options) -> dict[str, list[str]]:
     """Find the files of each split.
 
     Args:
@@ -79,7 +83,7 @@ def _check_complete(paths, allow_partial):
             logger.warn(f"{message}; only the other files are imported")
 
 
-def train_and_val(source, found):
+def train_and_val(source: str, found: dict[str, list[T]]) -> dict[str, list[T]]:
     """Return {"train" or "val": images}. Test images are used for validation if there are no validation images, and
     left out otherwise. Raise UsageError if there are no training images."""
     found = dict(found)
@@ -133,7 +137,7 @@ def numbered(source, labels, names, place, from_one=False):
     return [label - is_from_one for label in labels], [*names] if names else None
 
 
-def one_of(values, index, place):
+def one_of(values: Sequence[T], index: int | None, place: str) -> T:
     """Return the label of an image.
 
     Args:
@@ -146,7 +150,7 @@ def one_of(values, index, place):
     if len(values) == 1 and index is None:
         return values[0]
     if not values:
-        raise UsageError(f"{place}: has no label; choose different labels, or remove the image")
+        raise UsageError(f"{place}: has no label; add one, or remove the image")
     if index is None:
         raise UsageError(
             f"{place}: has {len(values)} labels; this program trains one label per image, so choose one with "

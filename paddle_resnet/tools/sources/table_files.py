@@ -7,10 +7,12 @@ import csv
 import json
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paddle_resnet.data import sniffer
 from paddle_resnet.data.images import IMAGE_SUFFIXES, readable
+from paddle_resnet.tools.sources.options import Options
 from paddle_resnet.utils.errors import UsageError, counted
 from paddle_resnet.utils.files import open_regular
 
@@ -52,7 +54,7 @@ def split_of(name):
     return found.pop() if len(found) == 1 else None
 
 
-def read_lines(path):
+def read_lines(path: str) -> list[str]:
     """Return the lines of a text file. Raise UsageError if the file cannot be read or is not UTF-8."""
     with readable(path), open_regular(path, _TEXT_LIMIT) as f:
         data = f.read()
@@ -63,7 +65,7 @@ def read_lines(path):
         raise UsageError(f"{path}: line {line} is not UTF-8; convert the file to UTF-8") from e
 
 
-def read(tables, root, images, options):
+def read(tables: Iterable[str], root: str, images, options: Options) -> list[Row]:
     """Return [Row] of all tables.
 
     Args:
@@ -209,8 +211,8 @@ def _one_hot(path, folder, split):
     for number, (image, *flags) in cells:
         if not {*flags} <= {"0", "1"} or flags.count("1") != 1:
             raise UsageError(
-                f"{path}: line {number} has {flags.count('1')} labels; this program trains one label per image, so "
-                "exactly one column must be 1 and all others 0"
+                f"{path}: line {number} does not contain exactly one 1 and otherwise 0; this program trains one label "
+                "per image, so correct or remove the line"
             )
         rows.append(Row(image, header[1 + flags.index("1")], split, f"{path}: line {number}", folder))
     return rows

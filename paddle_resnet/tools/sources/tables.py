@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from paddle_resnet.data import sniffer
 from paddle_resnet.data.images import IMAGE_SUFFIXES, Image
 from paddle_resnet.tools.sources import official, table_files
+from paddle_resnet.tools.sources.options import Options
 from paddle_resnet.tools.sources.table_files import ROBOFLOW, SPLIT_OF, SPLITS, Row, read_lines, split_of
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
@@ -20,11 +21,11 @@ from paddle_resnet.utils.errors import UsageError, counted
 NAME_FILE = re.compile(
     r"(.*[-_])?(labels?|label_list|labels_list|classes|class_names|classnames)\.txt", re.IGNORECASE
 ).fullmatch
-_SUBFOLDERS = 50  # if a folder has more subfolders, no images are searched in them
+_SUBFOLDERS = 50  # subfolders of a folder with more than this number are not searched for images
 _NUMBER = re.compile(r"(-?\d{1,9})(\.0*)?", re.ASCII)
 
 
-def read(source, options):
+def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[str] | None]:
     """List the images of a table or of a folder with tables.
 
     Args:

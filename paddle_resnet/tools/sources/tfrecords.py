@@ -3,12 +3,14 @@
 import gzip
 import io
 import os
+import zlib
 from collections import defaultdict
 
 from paddle_resnet.data import blocks, sniffer
 from paddle_resnet.data.formats import tfrecord
 from paddle_resnet.data.images import Image, read_slice, readable
 from paddle_resnet.tools.sources import splits
+from paddle_resnet.tools.sources.options import Options
 from paddle_resnet.tools.sources.table_files import read_lines
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
@@ -17,12 +19,12 @@ from paddle_resnet.utils.files import open_regular
 PATTERN = r".+\.tfrec(ords?)?(-\d+-of-\d+)?(\.gz)?|.+-\d+-of-\d+(\.tfrec(ords?)?)?(\.gz)?"
 LIMIT = 1 << 30  # maximum size in bytes of the content of a compressed file, which each process decompresses as a whole
 _GZIP = b"\x1f\x8b"
-_DAMAGED = (EOFError, ValueError, gzip.BadGzipFile, gzip.zlib.error)  # exceptions for a damaged file
+_DAMAGED = (EOFError, ValueError, gzip.BadGzipFile, zlib.error)  # exceptions for a damaged file
 _IMAGES = (b"\xff\xd8\xff", b"\x89PNG", b"BM", b"RIFF", b"II*\0", b"MM\0*")  # first bytes of image files
 _decompressed = blocks.Blocks()
 
 
-def read(source, options):
+def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[str] | None]:
     """List the images in TFRecord files.
 
     Args:

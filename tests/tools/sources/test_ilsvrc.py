@@ -270,7 +270,7 @@ def test_validation_images_of_missing_classes_are_left_out(tmp_path, capsys):
     assert classes == WNIDS[1:]
     assert len(splits["val"]) == 6
     assert [color_of(read_image(image)[0]) for image in splits["val"]] == [i.label + 1 for i in splits["val"]]
-    assert "leaving out 2 validation images" in capsys.readouterr().err
+    assert ": 2 validation images left out, because" in capsys.readouterr().err
 
 
 def broken(change):
@@ -307,7 +307,7 @@ BAD = {
     "val not tar": (replace(ilsvrc.VAL_TAR, b"<html>" * 1000), "img_val.tar: damaged at its start ("),
     "train of other content": (
         replace(ilsvrc.TRAIN_TAR, write_tar([("readme.txt", b"x")])),
-        "img_train.tar: readme.txt is not named by a WordNet id, such as n01440764.tar",
+        "img_train.tar: readme.txt is not named after a WordNet id, such as n01440764.tar",
     ),
     "member not image": (
         replace(ilsvrc.TRAIN_TAR, write_tar([("n01440764.tar", write_tar([("a.txt", b"x")]))])),

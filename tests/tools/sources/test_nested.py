@@ -79,7 +79,7 @@ BAD = {
     "different depths": (
         lambda split, k: f"{split}/{FOLDERS[k]}",
         (),
-        "images have different numbers of folders (train/tool/0.jpg, train/animal/cat/0.jpg); set --class-depth to the",
+        "images are nested at different depths (train/tool/0.jpg, train/animal/cat/0.jpg); set --class-depth to the",
     ),
     "too deep": (
         lambda split, k: f"{split}/{FOLDERS[k]}",

@@ -235,4 +235,4 @@ def test_missing_files_are_accepted_if_allowed(tmp_path, capsys):
 def test_options_of_other_kinds_are_rejected(tmp_path, capsys):
     hub(tmp_path / "x")
     message = error_of_import(tmp_path / "x", capsys, "--label-index", "1")
-    assert "--label-index 1: " in message and "is imported as parquet; remove --label-index" in message
+    assert "--label-index 1: " in message and "not supported for parquet, the kind of" in message
