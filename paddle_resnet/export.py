@@ -16,11 +16,11 @@ import paddle_resnet  # noqa: F401  imported before Paddle, because it sets envi
 from paddle_resnet.data import classes, layout
 from paddle_resnet.machine import cpu
 from paddle_resnet.models import registered_name
-from paddle_resnet.utils import exit_codes, files, locks, logger, multi_label, numbers, outputs, signals
+from paddle_resnet.utils import exit_codes, files, label_metrics, locks, logger, numbers, outputs, signals
 from paddle_resnet.utils.command_line import Parser
 from paddle_resnet.utils.errors import RunError, UsageError, printable, program
+from paddle_resnet.utils.label_metrics import ScoreMeter
 from paddle_resnet.utils.mode import Mode
-from paddle_resnet.utils.multi_label import ScoreMeter
 
 # Tolerances of --verify for differences between an engine and the checkpoint. If the two largest probabilities of an
 # image differ by less than TIE, rounding determines which of them is larger, so the predicted class may differ between
@@ -491,7 +491,7 @@ def _score(network, model, image_root, as_evaluated=False, allow_outside=False):
         if mirrors:
             images = np.concatenate([images, np.flip(images, width_axis)])
         probabilities, logits = model.outputs(images)
-        expected = multi_label.probabilities(logits) if args.multi_label else np.exp(_log_softmax(logits))
+        expected = label_metrics.probabilities(logits) if args.multi_label else np.exp(_log_softmax(logits))
         if not np.allclose(probabilities, expected, rtol=0, atol=PROBABILITY_TOLERANCE):
             raise RunError(
                 f"--verify: the probabilities of {model.engine} do not match its logits; they differ by up to "
@@ -520,7 +520,7 @@ def _score(network, model, image_root, as_evaluated=False, allow_outside=False):
     loss, clipped_loss = losses.mean(axis=0)
     score = {"images": len(losses), "correct": correct, "ties": ties, "loss": loss, "clipped_loss": clipped_loss}
     if args.multi_label:
-        score |= {"map": multi_label.evaluate(meter.rows())["map"], "decisions": len(losses) * args.num_of_class}
+        score |= {"map": label_metrics.evaluate(meter.rows())["map"], "decisions": len(losses) * args.num_of_class}
     return score
 
 

@@ -372,7 +372,7 @@ def _main(args: argparse.Namespace):
     if thresholds is None:
         columns = ["prediction", "predicted_class", *predictions.top_columns(min(TOP, len(names)))]
     else:
-        columns = ["prediction", *names]
+        columns = ["prediction", *(predictions.PROBABILITY + name for name in names)]
     with _csv_writer(args.csv, columns) as write, bad_images.decoders_silenced():
         batches = image_files.predict_batches(model, paths, batch_size, device, args.dali_num_threads)
         for files_read, probabilities in batches:

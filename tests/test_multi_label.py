@@ -22,9 +22,10 @@ from paddle_resnet import export, predict, program
 from paddle_resnet import train as train_module
 from paddle_resnet.models import loss_head
 from paddle_resnet.native import build as native
+from paddle_resnet.results import comparison
 from paddle_resnet.serving import web
 from paddle_resnet.step import cuda_graph
-from paddle_resnet.utils import multi_label
+from paddle_resnet.utils import label_metrics
 
 pytestmark = pytest.mark.usefixtures("one_block")
 FLAGS = ["--multi-label", "--rand-crop-scale", "0.9,1", "--batch-size", "6", "--print-interval", "1"]
@@ -73,9 +74,9 @@ def test_run_learns_and_its_tables_agree_with_predictions(train, tmp_path, flags
     is_class = labels("val") > 0
     names = ["|".join(np.array(CLASSES)[row]) for row in is_class]
     assert [row["labels"] for row in predictions] == names
-    probabilities = np.array([[float(row[name]) for name in CLASSES] for row in predictions])
+    probabilities = np.array([[float(row[f"probability_{name}"]) for name in CLASSES] for row in predictions])
     logits = np.log(probabilities) - np.log1p(-probabilities)
-    expected = multi_label.evaluate(np.hstack([logits, is_class]).astype("float32"))
+    expected = label_metrics.evaluate(np.hstack([logits, is_class]).astype("float32"))
     meta = json.loads((tmp_path / "output/Tiny/best/meta.json").read_text())
     best = meta["evaluated"]
     for name in ("map", "map_micro", "f1_macro", "recall_weighted"):
@@ -117,6 +118,25 @@ def test_evaluation_uses_thresholds_of_checkpoint(trained, run_train, data):
     table = rows(folder.parents[1] / "report.classes.csv")
     thresholds = json.loads((folder / "2/meta.json").read_text())["thresholds"]
     assert [float(row["threshold"]) for row in table] == pytest.approx(thresholds, abs=1e-6)
+
+
+def test_page_shows_average_precision_and_wrong_images(train, tmp_path, capsys):
+    flags = ["--report-html", tmp_path / "page.html", "--lr", "1e-6"]
+    (tmp_path / "report.confusion.csv").write_text("label,predicted,images,class,predicted_class\n0,1,9,old,old\n")
+    code, report = train("--epochs", "2", *flags)
+    assert code == 0
+    page = (tmp_path / "page.html").read_text()
+    best = max(phase(report, [epoch], "val.")["map"] for epoch in range(2))
+    assert f"{best:.2%}</b><span>best mAP" in page and "top1" not in page.partition("<h2>Time")[0]
+    assert "Confusion matrix" not in page and ">AP<" in page
+    table = {row["class"]: row for row in rows(tmp_path / "report.classes.csv")}
+    for name, row in table.items():
+        if float(row["ap"]) < 1:
+            assert f"average precision {float(row['ap']):.4f}, {row['images']} images" in page, name
+    wrong = sum(int(row["images"]) + int(row["predicted"]) - 2 * int(row["correct"]) for row in table.values())
+    assert page.count("data:image/jpeg") > 0 and page.count("missed") + page.count("wrongly found") <= wrong
+    assert comparison.main([str(tmp_path / "report.json"), "--html", str(tmp_path / "again.html")]) == 0
+    assert "best mAP" in capsys.readouterr().out and "best mAP" in (tmp_path / "again.html").read_text()
 
 
 def test_patience_and_best_follow_map(train, tmp_path, capsys):
@@ -176,7 +196,6 @@ def test_loss_stays_in_float32_with_amp(parse, gpu_lists, asymmetric, level):
         (["--choose-recipe"], ["--choose-recipe", "--multi-label"]),
         (["--data-format", "tfrecord"], ["--data-format tfrecord", "--multi-label"]),
         (["--label-offset", "1"], ["--label-offset 1", "--multi-label"]),
-        (["--report-html", "a.html"], ["--report-html a.html", "--multi-label"]),
         (["--asymmetric-loss", "4,0"], ["--asymmetric-loss 4", "expected three numbers"]),
         (["--asymmetric-loss", "0.5,0,0"], ["--asymmetric-loss", "0 or at least 1"]),
         (["--asymmetric-loss", "4,0,1"], ["--asymmetric-loss", "the margin must be below 1"]),
@@ -202,7 +221,7 @@ def test_tta_averages_probabilities(trained, run_train, data, tmp_path):
     options = ["--precision", "float32", "--csv", str(tmp_path / "predicted.csv"), "--tta", "flip"]
     assert predict.main([str(folder / "2"), str(data / "val"), "--device", "cpu", *options]) == 0
     evaluated, predicted = (
-        np.array([[float(row[name]) for name in CLASSES] for row in rows(tmp_path / name_of_file)])
+        np.array([[float(row[f"probability_{name}"]) for name in CLASSES] for row in rows(tmp_path / name_of_file)])
         for name_of_file in ("flip.csv", "predicted.csv")
     )
     np.testing.assert_allclose(evaluated, predicted, atol=2e-5)
@@ -229,7 +248,7 @@ def test_jobs_evaluate_like_single_process(launch, data, tmp_path):
             assert [row[name] for name in ("image", "labels", "prediction")] == [
                 of_other[name] for name in ("image", "labels", "prediction")
             ]
-            for name in CLASSES:
+            for name in (f"probability_{name}" for name in CLASSES):
                 assert float(row[name]) == pytest.approx(float(of_other[name]), rel=1e-5)
 
 
@@ -244,7 +263,7 @@ def test_prediction_prints_all_classes_above_threshold(trained, data, tmp_path, 
     assert predict.main(flags) == 0
     lines = capsys.readouterr().out.splitlines()
     for entry, row, line in zip(found, table, lines, strict=True):
-        probabilities = {name: float(row[name]) for name in CLASSES}
+        probabilities = {name: float(row[f"probability_{name}"]) for name in CLASSES}
         expected = [name for name, t in zip(CLASSES, meta["thresholds"], strict=True) if probabilities[name] >= t]
         expected.sort(key=lambda name: -probabilities[name])
         assert [each["class"] for each in entry["classes"]] == expected and "top" not in entry
@@ -315,7 +334,7 @@ def test_export_in_float16_keeps_probabilities_in_float32(trained, data, tmp_pat
     found = []
     for model in (folder, tmp_path / "e/model.onnx"):
         assert predict.main([str(model), image, "--device", "cpu", "--csv", str(tmp_path / "p.csv")]) == 0
-        found.append([float(rows(tmp_path / "p.csv")[0][name]) for name in CLASSES])
+        found.append([float(rows(tmp_path / "p.csv")[0][f"probability_{name}"]) for name in CLASSES])
     np.testing.assert_allclose(*found, atol=5e-3)
 
 

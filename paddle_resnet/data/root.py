@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from paddle_resnet.data import classes, data_set, layout, manifest, multi_label, numbering, skip_list, sniffer
+from paddle_resnet.data import classes, data_set, label_sets, layout, manifest, numbering, skip_list, sniffer
 from paddle_resnet.data.data_set import DataSet
 from paddle_resnet.data.formats import FILES, FORMATS, filelist, folder
 from paddle_resnet.data.image_files import Files
@@ -104,9 +104,9 @@ class DataRoot:
         return self._lists[key]
 
     def data_classes(self, mode: Mode) -> list[str] | None:
-        """Return the classes of the data set, see numbering.data_classes and multi_label.data_classes."""
+        """Return the classes of the data set, see numbering.data_classes and label_sets.data_classes."""
         if self._is_multi_label:
-            return multi_label.data_classes(self, mode)
+            return label_sets.data_classes(self, mode)
         return numbering.data_classes(self, mode)
 
     def count_classes(self, mode: Mode) -> int | None:
@@ -139,7 +139,7 @@ class DataRoot:
             UsageError: the split cannot be used.
         """
         if self._is_multi_label:
-            return multi_label.listed(self, mode)
+            return label_sets.listed(self, mode)
         if self.format(mode) in FILES:
             return [*self._files(mode, None, names, label_offset).images(self.image_root)]
         return [*self.records(mode, frozenset()).images(label_offset)]
@@ -169,7 +169,7 @@ class DataRoot:
         """
         if self._is_multi_label:
             layout.check_root(self.image_root)
-            return multi_label.open_split(self, mode, num_of_class, seed, trained, allow_empty)
+            return label_sets.open_split(self, mode, num_of_class, seed, trained, allow_empty)
         stored_as = self.format(mode)
         content = "train/ and val/" if stored_as in FILES else f"the {stored_as} files"
         layout.check_root(self.image_root, content)

@@ -17,7 +17,7 @@ import numpy as np
 
 from paddle_resnet.data.formats import folder
 from paddle_resnet.data.root import DataRoot
-from paddle_resnet.utils import multi_label, outputs
+from paddle_resnet.utils import label_metrics, outputs
 from paddle_resnet.utils.errors import RunError
 from paddle_resnet.utils.mode import Mode
 
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from paddle_resnet.data.images import Image
+
+# Start of the names of the columns with probabilities of a multi-label network.
+PROBABILITY = "probability_"
 
 
 def write(path: str | Path, images: Sequence[Image], predictions: np.ndarray, names: Sequence[str]) -> None:
@@ -61,18 +64,19 @@ def write_multi_label(
     path: str | Path, images: Sequence[Image], scores: np.ndarray, thresholds: np.ndarray, names: Sequence[str]
 ) -> None:
     """Write the CSV file of a multi-label network atomically: the columns image, labels and prediction (class names,
-    separated by "|"), and the probability of each class. For the other arguments and RunError, see write.
+    separated by "|"), and a column with the probability of each class, probability_NAME. For the other arguments and
+    RunError, see write.
 
     Args:
         scores: logits and labels of the images, float32 [images, 2 * classes].
         thresholds: threshold of each class.
     """
     logits, labels = np.split(scores, 2, axis=1)
-    probabilities = multi_label.probabilities(logits)
+    probabilities = label_metrics.probabilities(logits)
     try:
         with outputs.replaced(path) as partial, open(partial, "w", encoding="utf-8", newline="") as f:
             writer = csv.writer(f)
-            writer.writerow(["image", "labels", "prediction", *names])
+            writer.writerow(["image", "labels", "prediction", *(PROBABILITY + name for name in names)])
             for image, label, values in zip(images, labels > 0.5, probabilities, strict=True):
                 sets = [joined(np.flatnonzero(chosen), names) for chosen in (label, values >= thresholds)]
                 writer.writerow([image.name, *sets, *(f"{p:.7g}" for p in values.tolist())])

@@ -27,7 +27,7 @@ from paddle_resnet.settings.values import network_name
 from paddle_resnet.step import host_metrics
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
-from paddle_resnet.utils.multi_label import DEFAULT_THRESHOLD
+from paddle_resnet.utils.label_metrics import DEFAULT_THRESHOLD
 
 if TYPE_CHECKING:
     from paddle_resnet.settings.values import Settings

@@ -297,7 +297,6 @@ def _conflicts_of_multi_label(settings):
         "balanced_sampling": (settings.balanced_sampling, "an image can have several classes"),
         "choose_recipe": (settings.choose_recipe, "the chosen flags are for one class per image"),
         "label_offset": (settings.label_offset not in (numbers.AUTO, 0), "classes are numbered from 0"),
-        "report_html": (settings.report_html is not None, "the page shows one class per image"),
         "data_format": (settings.data_format in ONE_LABEL, "the format has one label per image"),
     }
     for name, (is_set, reason) in others.items():

@@ -17,9 +17,9 @@ from paddle_resnet.settings import durations
 from paddle_resnet.step import facts, host_metrics
 from paddle_resnet.step.builder import StepBuilder
 from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.label_metrics import ScoreMeter
 from paddle_resnet.utils.meters import AverageMeter, ConfusionMeter, TopMeter
 from paddle_resnet.utils.mode import Mode
-from paddle_resnet.utils.multi_label import ScoreMeter
 
 
 def feeds_of(image_shape, multi_label_classes=None):

@@ -3,7 +3,7 @@
 import numpy as np
 
 from paddle_resnet.job import exchange, watchdog
-from paddle_resnet.utils import logger, multi_label
+from paddle_resnet.utils import label_metrics, logger
 from paddle_resnet.utils.meters import class_metrics, mean
 from paddle_resnet.utils.signals import Preempted
 
@@ -59,13 +59,13 @@ def confusion_over_all_processes(meter):
     return {"confusion": confusion, "class_top1": np.where(metrics["images"] > 0, metrics["recall"], np.nan)}
 
 
-def multi_label_over_all_processes(meter: multi_label.ScoreMeter) -> dict:
-    """Return the result of multi_label.evaluate for the images of all processes, with arrays instead of lists. On rank
-    0, also return {"scores": float32 [images, 2 C] in the order of the data set}."""
+def multi_label_over_all_processes(meter: label_metrics.ScoreMeter) -> dict:
+    """Return the result of label_metrics.evaluate for the images of all processes, with arrays instead of lists. On
+    rank 0, also return {"scores": float32 [images, 2 C] in the order of the data set}."""
     own = meter.rows()
     all_ranks = exchange.gather(own.tobytes())
     rows = all_ranks and np.frombuffer(b"".join(all_ranks), np.float32).reshape(-1, own.shape[1])
-    result = exchange.from_rank_0(lambda: multi_label.evaluate(rows, meter.thresholds))
+    result = exchange.from_rank_0(lambda: label_metrics.evaluate(rows, meter.thresholds))
     result = {name: np.array(value) if isinstance(value, list) else value for name, value in result.items()}
     return result | ({} if rows is None else {"scores": rows})
 

@@ -48,9 +48,8 @@ PAIRS = [
     # paddle_resnet/recipe.py
     Pair("format", ("synthetic",), "recipe", ("chosen", "photos"), ("--choose-recipe", "--data-format synthetic")),
     Pair("labels", SEVERAL, "balanced sampling", ("on",), ("--balanced-sampling", "--multi-label")),
-    Pair("labels", SEVERAL, "page", ("on",), ("--report-html", "--multi-label")),
     Pair("labels", SEVERAL, "recipe", ("chosen",), ("--choose-recipe", "--multi-label")),
-    # paddle_resnet/data/multi_label.py, unless --data-format is set
+    # paddle_resnet/data/label_sets.py, unless --data-format is set
     Pair("labels", SEVERAL, "format", ONE_LABEL, ("--multi-label",)),
     Pair("format", ("one class",), "recipe", ("chosen", "photos"), ("--image-root", "one class")),
 ]

@@ -72,7 +72,7 @@ def read_image(image: Image) -> tuple[bytes, float | None]:
 
     Returns:
         (content of the image file as stored, label). The label is an int, or a float if a RecordIO file contains a
-        label that is not a whole number, or None for an image of multi_label.listed. The label is not checked against
+        label that is not a whole number, or None for an image of label_sets.listed. The label is not checked against
         the classes. image.label_offset is subtracted from the label of a record.
     Raises:
         UsageError: the record is damaged or is not an image with one label, or a package that reads it is missing.

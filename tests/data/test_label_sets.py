@@ -11,7 +11,7 @@ from multi_label_data import CLASSES, COUNTS, labels
 from PIL import Image
 
 from paddle_resnet import dali
-from paddle_resnet.data import multi_label
+from paddle_resnet.data import label_sets
 from paddle_resnet.data.root import DataRoot
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.mode import Mode
@@ -103,7 +103,7 @@ def test_processes_read_each_validation_image_once(roots, load, shard, kind, wor
 def test_listed_images_are_in_order_of_evaluation(roots, kind):
     root = DataRoot(roots[kind], is_multi_label=True)
     names = [image.name for image in root.listed(Mode.EVAL)]
-    assert names == multi_label.read_labels(root, Mode.EVAL).names
+    assert names == label_sets.read_labels(root, Mode.EVAL).names
     assert len(names) == COUNTS["val"] - 2 * (kind == "folders")
 
 
@@ -124,7 +124,7 @@ def test_classes_of_numbers_without_names_are_numbers(roots, tmp_path):
 def test_classes_txt_orders_classes_of_table(roots, tmp_path):
     root = shutil.copytree(roots["jsonl"], tmp_path / "root")
     (root / "classes.txt").write_text("red\nblue\ngreen\nunused\n")
-    found = multi_label.read_labels(DataRoot(root, is_multi_label=True), Mode.EVAL)
+    found = label_sets.read_labels(DataRoot(root, is_multi_label=True), Mode.EVAL)
     assert found.classes == ["red", "blue", "green", "unused"]
     assert found.numbers[5] == [0, 1]  # image 5 is blue and red
 
@@ -134,19 +134,19 @@ def test_classes_of_checkpoint_order_classes(roots):
     for kind in ("csv", "list", "folders"):
         if kind == "csv":
             with pytest.raises(UsageError, match="has no column for the class unused"):
-                multi_label.read_labels(DataRoot(roots[kind], is_multi_label=True), Mode.EVAL, 4, trained)
+                label_sets.read_labels(DataRoot(roots[kind], is_multi_label=True), Mode.EVAL, 4, trained)
             continue
-        found = multi_label.read_labels(DataRoot(roots[kind], is_multi_label=True), Mode.EVAL, 4, trained)
+        found = label_sets.read_labels(DataRoot(roots[kind], is_multi_label=True), Mode.EVAL, 4, trained)
         of_image = {os.path.basename(name): row for name, row in zip(found.names, found.numbers, strict=True)}
         assert found.classes == trained and of_image["05.png"] == [0, 3]
 
 
 def test_copies_are_one_image_and_equal_names_are_not(roots, tmp_path, capsys):
     root = shutil.copytree(roots["folders"], tmp_path / "root")  # copies the files instead of the links
-    count = len(multi_label.read_labels(DataRoot(root, is_multi_label=True), Mode.TRAIN).names)
+    count = len(label_sets.read_labels(DataRoot(root, is_multi_label=True), Mode.TRAIN).names)
     assert count == COUNTS["train"] - 3
     Image.new("RGB", (8, 8)).save(root / "train/red/05.png")  # is also in blue/
-    found = multi_label.read_labels(DataRoot(root, is_multi_label=True), Mode.TRAIN)
+    found = label_sets.read_labels(DataRoot(root, is_multi_label=True), Mode.TRAIN)
     of_image = dict(zip(found.names, found.numbers, strict=True))
     assert of_image["train/blue/05.png"] == [0] and of_image["train/red/05.png"] == [2]
     assert len(found.names) == count + 1
@@ -156,7 +156,7 @@ def test_copies_are_one_image_and_equal_names_are_not(roots, tmp_path, capsys):
 @pytest.mark.parametrize("skipped", ["val/blue/05.png", "val/red/05.png"])
 def test_skip_list_omits_image_by_any_of_its_names(roots, skipped):
     root = DataRoot(roots["folders"], skip=frozenset([skipped]), is_multi_label=True)
-    names = multi_label.read_labels(root, Mode.EVAL).names
+    names = label_sets.read_labels(root, Mode.EVAL).names
     assert len(names) == COUNTS["val"] - 3 and not any(name.endswith("05.png") for name in names)
 
 
@@ -170,7 +170,7 @@ def test_paths_may_be_relative_to_folder_of_split(roots, tmp_path):
     root = shutil.copytree(roots["csv"], tmp_path / "root")
     text = (root / "val.csv").read_text()
     (root / "val.csv").write_text(text.replace("val/", ""))
-    assert multi_label.read_labels(DataRoot(root, is_multi_label=True), Mode.EVAL).names[0] == "val/00.png"
+    assert label_sets.read_labels(DataRoot(root, is_multi_label=True), Mode.EVAL).names[0] == "val/00.png"
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_paths_may_be_relative_to_folder_of_split(roots, tmp_path):
 )
 def test_separators_of_class_names(tmp_path, separated, expected):
     (tmp_path / "train.csv").write_text(f"image,tags\n1.jpg,{separated}\n")
-    assert multi_label.read_table(str(tmp_path / "train.csv")).labels == [expected]
+    assert label_sets.read_table(str(tmp_path / "train.csv")).labels == [expected]
 
 
 INVALID_TABLES = {
@@ -206,25 +206,25 @@ INVALID_LINES += ['{"image": "1.jpg", "labels": [1]}']
 def test_invalid_csv_is_an_error(tmp_path, text, problem):
     (tmp_path / "train.csv").write_text(text)
     with pytest.raises(UsageError, match=problem):
-        multi_label.read_table(str(tmp_path / "train.csv"))
+        label_sets.read_table(str(tmp_path / "train.csv"))
 
 
 @pytest.mark.parametrize("line", INVALID_LINES)
 def test_invalid_jsonl_is_an_error(tmp_path, line):
     (tmp_path / "train.jsonl").write_text(f'{{"image": "0.jpg", "labels": []}}\n{line}\n')
     with pytest.raises(UsageError, match="line 2 is .*; write lines such as"):
-        multi_label.read_table(str(tmp_path / "train.jsonl"))
+        label_sets.read_table(str(tmp_path / "train.jsonl"))
 
 
 def test_unreadable_tables_are_errors(tmp_path):
     path = tmp_path / "train.csv"
     path.write_bytes(b"image,a,b\n\xff,0,1\n")
     with pytest.raises(UsageError, match="it is not UTF-8"):
-        multi_label.read_table(str(path))
+        label_sets.read_table(str(path))
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(UsageError, match="cannot be read"):
-        multi_label.read_table(str(path))
+        label_sets.read_table(str(path))
 
 
 def test_faults_of_data_set_are_errors(roots, tmp_path):
@@ -249,6 +249,11 @@ def test_faults_of_data_set_are_errors(roots, tmp_path):
     check("val.csv: val/99.png is missing", Mode.EVAL)
     (root / "val.csv").write_text(f"image,blue,green,red\n{roots['csv']}/val/00.png,0,0,1\n")
     check("is outside", Mode.EVAL)
+    (root / "classes.txt").write_text("blue\ngreen|\nred\n")
+    (root / "val.csv").write_text("image,blue,green|,red\nval/00.png,0,0,1\n")
+    check("contains |, which separates names".replace("|", r"\|"), Mode.EVAL)
+    (root / "classes.txt").unlink()
+    (root / "val.csv").write_text(f"image,blue,green,red\n{roots['csv']}/val/00.png,0,0,1\n")
     opened = DataRoot(root, allow_outside=True, is_multi_label=True).open(Mode.EVAL, 3, 0)
     assert opened.size == 1
 

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from paddle_resnet.utils import multi_label
-from paddle_resnet.utils.multi_label import ScoreMeter, average_precision, best_threshold, evaluate
+from paddle_resnet.utils import label_metrics
+from paddle_resnet.utils.label_metrics import ScoreMeter, average_precision, best_threshold, evaluate
 
 
 def scores(n=200, classes=5, ties=False, seed=0):
@@ -40,7 +40,7 @@ def test_average_precision_equals_definition_and_scikit_learn(ties):
 def test_precision_recall_and_f1_equal_scikit_learn():
     rows = scores()
     result = evaluate(rows)
-    labels, predicted = rows[:, 5:] > 0, multi_label.probabilities(rows[:, :5]) >= result["thresholds"]
+    labels, predicted = rows[:, 5:] > 0, label_metrics.probabilities(rows[:, :5]) >= result["thresholds"]
     metrics = pytest.importorskip("sklearn.metrics")
     for average in ("macro", "weighted"):
         expected = metrics.precision_recall_fscore_support(labels, predicted, average=average)[:3]
@@ -54,7 +54,7 @@ def test_precision_recall_and_f1_equal_scikit_learn():
 @pytest.mark.parametrize("ties", [False, True])
 def test_threshold_has_highest_f1_of_all_thresholds(ties):
     rows = scores(ties=ties, seed=3)
-    labels, values = rows[:, 5] > 0, multi_label.probabilities(rows[:, 0])
+    labels, values = rows[:, 5] > 0, label_metrics.probabilities(rows[:, 0])
 
     def f1(threshold):
         predicted = values >= threshold
@@ -70,7 +70,7 @@ def test_given_thresholds_are_used():
     thresholds = [0.5, 0.9, 0.1, 0.0, 1.0]
     result = evaluate(rows, thresholds)
     assert result["thresholds"] == thresholds
-    predicted = (multi_label.probabilities(rows[:, :5]) >= thresholds).sum(axis=0)
+    predicted = (label_metrics.probabilities(rows[:, :5]) >= thresholds).sum(axis=0)
     assert result["class_predicted"] == predicted.tolist() and predicted[3] == 200
 
 
@@ -78,7 +78,7 @@ def test_class_without_images_has_no_average_precision_and_default_threshold():
     rows = scores()
     rows[:, 5 + 2] = 0
     result = evaluate(rows)
-    assert np.isnan(result["class_ap"][2]) and result["thresholds"][2] == multi_label.DEFAULT_THRESHOLD
+    assert np.isnan(result["class_ap"][2]) and result["thresholds"][2] == label_metrics.DEFAULT_THRESHOLD
     assert result["map"] == pytest.approx(np.nanmean(result["class_ap"]))
 
 

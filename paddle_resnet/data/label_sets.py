@@ -395,6 +395,8 @@ def open_split(
         raise UsageError(
             f"--image-root {root.image_root}: {mode.value} has no images; add images, or shorten --skip-list"
         )
+    if wrong := [name for name in found.classes if "|" in name]:
+        raise UsageError(f"{root.image_root}: the class {wrong[0]!a} contains |, which separates names; rename it")
     images = np.zeros(len(found.classes), np.int64)
     for row in found.numbers:
         images[row] += 1
