@@ -139,6 +139,26 @@ def test_page_shows_average_precision_and_wrong_images(train, tmp_path, capsys):
     assert "best mAP" in capsys.readouterr().out and "best mAP" in (tmp_path / "again.html").read_text()
 
 
+@pytest.mark.parametrize("scope", [["--resume", "--epochs", "2"], ["--run-scope", "eval_only", "--overwrite"]])
+@pytest.mark.parametrize("before", ["true", "false"])
+def test_run_cannot_change_kind_of_labels_of_checkpoint(run_train, photos, tmp_path, capsys, before, scope):
+    assert run_train("--multi-label", before)[0] == 0
+    now = {"true": "false", "false": "true"}[before]
+    flags = ["--multi-label", now, *scope]
+    flags += ["--from-checkpoint", tmp_path / "output/Tiny/0"] if "--resume" not in scope else []
+    assert run_train(*flags)[0] == 2
+    parts = [f"--multi-label {now}: ", f"trained with --multi-label {before}", "remove the flag"]
+    assert_one_error(capsys.readouterr().err, parts)
+    assert run_train(*flags[2:])[0] == 0  # the remedy
+
+
+def test_fine_tuning_can_change_kind_of_labels(run_train, train, tmp_path):
+    assert run_train("--output-dir", tmp_path / "one")[0] == 0
+    flags = ["--from-pretrained-params", tmp_path / "one/Tiny/0", "--pretrained-mismatch", "skip-classifier"]
+    code, report = train(*flags)
+    assert code == 0 and "map" in phase(report, [0], "val.")
+
+
 def test_patience_and_best_follow_map(train, tmp_path, capsys):
     code, report = train("--epochs", "40", "--patience", "1", "--lr", "0")
     assert code == 0 and phase(report, [1], "val.") and not any(entry["step"] == [2] for entry in report)
