@@ -4,7 +4,7 @@
         --flags "--config configs/imagenette_128px_20epochs.yaml --image-root imagenette" \\
         --row "recipe:" --row "no lookahead: --lookahead None"
 
-Rows are the same as in sweep.py, without GPUS. The run of a row with seed S (0, 1, ...) uses `--seed S` and
+Rows have the same form as in sweep.py, but without GPUS. The run of a row with seed S (0, 1, ...) uses `--seed S` and
 `--dali-random-seed 42+S`, and writes its checkpoints, report and log to OUTPUT/ROW/S. Runs start in the order of their
 seeds, so that after an interruption, all rows have about the same number of results. If the command is repeated, it
 resumes unfinished runs and does not repeat finished ones. OUTPUT/ROW/flags.json contains the flags and environment
@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import sweep  # noqa: E402
 
 
-def result(folder):
+def result(folder: Path) -> tuple[float, float] | None:
     """Return (top1 after the last epoch, minutes since the last start) of a run, or None if it has not finished."""
     path = folder / "report.json"
     last = path.read_text().rpartition("DLLL ")[2] if path.exists() else ""
@@ -40,9 +40,9 @@ def result(folder):
     return entry["data"]["val.top1"], float(entry["elapsedtime"]) / 60
 
 
-def check_flags(row, args):
-    """Write the flags and variables of a row to OUTPUT/ROW/flags.json. Return None, or an error message if this file
-    has different ones."""
+def check_flags(row: sweep.Row, args: argparse.Namespace) -> str | None:
+    """Write the flags and variables of a row to OUTPUT/ROW/flags.json, and return None. If the file exists and contains
+    different flags or variables, return an error message."""
     name, variables, flags = row
     text, path = json.dumps({"variables": variables, "flags": [*args.flags, *flags]}), args.output / name / "flags.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,9 +52,9 @@ def check_flags(row, args):
     return None
 
 
-def train(row, seed, args, gpus):
-    """Train a row with a seed on the next free GPU, unless the run has finished before. Return its result, or None if
-    it failed."""
+def train(row: sweep.Row, seed: int, args: argparse.Namespace, gpus: queue.Queue) -> tuple[float, float] | None:
+    """Train a row with a seed on the next free GPU, unless the run has finished before. Return the result of the run,
+    or None if the run failed."""
     name, variables, flags = row
     folder = args.output / name / str(seed)
     if result(folder) is None:
@@ -78,7 +78,7 @@ def train(row, seed, args, gpus):
     return top1, minutes
 
 
-def table(results):
+def table(results: dict[str, list[tuple[float, float] | None]]) -> str:
     """Return a Markdown table. `results` is {name of the row: [result of each seed, or None if the run failed]}."""
     lines = ["| row | n | mean top1 | lowest to highest | all seeds | minutes |", "|---|---|---|---|---|---|"]
     for name, runs in results.items():
@@ -93,7 +93,7 @@ def table(results):
     return "\n".join(lines)
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--row", action="append", required=True, type=sweep.parse_row, metavar="'NAME: FLAGS'", help="row of the table"

@@ -27,7 +27,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SIZE, PADDING = 32, 4  # pixels
 
 
-def read(folder, device):
+def read(folder: Path, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return normalized images [N, 3, 32, 32] and class indices [N]."""
     classes = sorted(path.name for path in folder.iterdir() if path.is_dir())
     files = [(path, label) for label, name in enumerate(classes) for path in sorted((folder / name).iterdir())]
@@ -43,7 +43,7 @@ def _decode(path):
         return np.asarray(image.convert("RGB"))
 
 
-def crop(padded, indices):
+def crop(padded: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Return random crops [N, 3, 32, 32] of padded images, half of them flipped horizontally."""
     n, device = len(indices), padded.device
     pixels = torch.arange(SIZE, device=device)
@@ -53,7 +53,7 @@ def crop(padded, indices):
     return padded[indices[:, None, None, None], torch.arange(3, device=device)[:, None, None], rows, columns]
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--image-root", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)

@@ -25,7 +25,7 @@ from torchvision.datasets import ImageFolder
 START = time.time()
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--image-root", type=Path, required=True)
     parser.add_argument("--weights", required=True)

@@ -30,6 +30,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -51,7 +52,7 @@ DEPTHS = (3, 4, 6, 3)  # blocks in each stage
 REDUCTION = 16  # ratio of channels to hidden channels in squeeze-and-excitation
 
 
-def seconds():
+def seconds() -> float:
     """Return the seconds since the process started."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
@@ -65,7 +66,7 @@ class Images:
         sizes: heights and widths, a NumPy array [images, 2].
     """
 
-    def __init__(self, folder, workers, device):
+    def __init__(self, folder: Path, workers: int, device: torch.device):
         classes = sorted(path.name for path in folder.iterdir() if path.is_dir())
         files = [(path, label) for label, name in enumerate(classes) for path in sorted((folder / name).iterdir())]
         with ThreadPoolExecutor(workers) as pool:
@@ -76,7 +77,9 @@ class Images:
         self._starts = np.cumsum([0, *self.sizes.prod(1)])[:-1]
         self._mean, self._std = (255 * torch.tensor(values, device=device) for values in (MEAN, STD))
 
-    def crop(self, indices, boxes, flips, size, margin=0):
+    def crop(
+        self, indices: np.ndarray, boxes: np.ndarray, flips: np.ndarray, size: int, margin: int = 0
+    ) -> torch.Tensor:
         """Return normalized crops [N, 3, size, size].
 
         Args:
@@ -116,7 +119,7 @@ def _weights(lengths, pixels, size, margin):
     return weights / weights.sum(2, keepdim=True)
 
 
-def random_boxes(sizes, min_scale, rng):
+def random_boxes(sizes: np.ndarray, min_scale: float, rng: np.random.Generator) -> np.ndarray:
     """Return a random crop (top, left, height, width) of each image, given heights and widths. A crop covers a fraction
     of the image area between min_scale and 1. If no attempt fits, the crop is the largest one with an allowed ratio,
     centered."""
@@ -132,13 +135,15 @@ def random_boxes(sizes, min_scale, rng):
     return np.concatenate([corners, boxes], 1)
 
 
-def square_boxes(sizes, positions):
+def square_boxes(sizes: np.ndarray, positions: float | np.ndarray) -> np.ndarray:
     """Return the largest square crop of each image, at a position between 0 (top or left) and 1 (bottom or right)."""
     sides = sizes.min(1, keepdims=True).repeat(2, 1)
     return np.concatenate([(positions * (sizes - sides)).astype(int), sides], 1)
 
 
-def conv_bn(inputs, outputs, kernel_size, stride=1, groups=1, scale=1.0):
+def conv_bn(
+    inputs: int, outputs: int, kernel_size: int, stride: int = 1, groups: int = 1, scale: float = 1.0
+) -> nn.Sequential:
     conv = nn.Conv2d(inputs, outputs, kernel_size, stride, kernel_size // 2, groups=groups, bias=False)
     bn = nn.BatchNorm2d(outputs)
     nn.init.constant_(bn.weight, scale)
@@ -150,8 +155,7 @@ class MaxBlurPool(nn.Module):
     leaderboard's results replace all max pooling.
 
     kornia blurs with [1, 4, 6, 4, 1] / 16, reflecting the border, and averages 2x2 pixels. Together, the filter is [1,
-    5, 10, 10, 5, 1] / 32 in both directions. Two matrix products instead of a depthwise convolution apply
-    this filter.
+    5, 10, 10, 5, 1] / 32 in both directions. Two matrix products apply this filter, instead of a depthwise convolution.
     """
 
     FILTER = (1, 5, 10, 10, 5, 1)
@@ -165,7 +169,7 @@ class MaxBlurPool(nn.Module):
                 matrix[row, min(column, 2 * (size - 1) - column)] += weight / sum(self.FILTER)
         self.register_buffer("matrix", matrix, persistent=False)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = F.max_pool2d(x, 3, 1, 1).permute(0, 2, 3, 1)
         n, size, _, channels = x.shape
         matrix = self.matrix.to(x.dtype)
@@ -180,7 +184,7 @@ class SqueezeExcitation(nn.Sequential):
         expand = nn.Conv2d(hidden, channels, 1)
         super().__init__(nn.AdaptiveAvgPool2d(1), nn.Conv2d(channels, hidden, 1), nn.Mish(), expand, nn.Sigmoid())
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * super().forward(x)
 
 
@@ -194,7 +198,7 @@ class SelfAttention(nn.Module):
         nn.init.kaiming_normal_(conv.weight)
         self.conv, self.gamma = spectral_norm(conv), nn.Parameter(torch.zeros(1))
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast(x.device.type, enabled=False):
             rows = x.float().flatten(2)
             y = torch.bmm(torch.bmm(rows, rows.transpose(1, 2)), self.conv(rows))
@@ -214,7 +218,7 @@ class Block(nn.Module):
         shortcut += [conv_bn(inputs, outputs, 1)] if inputs != outputs else []
         self.branch, self.shortcut, self.activation = nn.Sequential(*branch), nn.Sequential(*shortcut), nn.Mish()
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.activation(self.branch(x) + self.shortcut(x))
 
 
@@ -242,7 +246,15 @@ class XResNet(nn.Sequential):
                     nn.init.zeros_(module.bias)
 
 
-def update(parameters, gradients, first, second, coefficients, keeps, is_rectified):
+def update(
+    parameters: torch.Tensor,
+    gradients: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    coefficients: tuple[torch.Tensor, ...],
+    keeps: torch.Tensor,
+    is_rectified: bool,
+) -> None:
     """Update parameters and moments in place by one step of RAdam: Liu et al., arXiv:1908.03265, algorithm 2, with
     decoupled weight decay. `keeps` is 0 if the gradients are not finite, otherwise 1."""
     decay, rate, correction = coefficients
@@ -262,7 +274,7 @@ class Ranger:
 
     _step_supports_amp_scaling = True  # GradScaler calls step() even if gradients are not finite
 
-    def __init__(self, model, rates, weight_decay, compiled):
+    def __init__(self, model: nn.Module, rates: list[float], weight_decay: float, compiled: bool):
         device, without_decay = next(model.parameters()).device, set()
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
@@ -281,7 +293,7 @@ class Ranger:
         self._step = 0
 
     @torch.no_grad()
-    def step(self):
+    def step(self) -> None:
         keeps = 1 - getattr(self, "found_inf", torch.zeros(1, device=self._vectors[0].device))
         for i, (group, vector) in enumerate(zip(self.param_groups, self._vectors, strict=True)):
             gradients = torch.cat([_rows(p.grad).reshape(-1) for p in group["params"]])
@@ -292,7 +304,7 @@ class Ranger:
             for fast, slow in zip(self._vectors, self._slow, strict=True):
                 fast.copy_(slow.lerp_(fast, LOOKAHEAD_RATE))
 
-    def zero_grad(self):
+    def zero_grad(self) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -323,13 +335,13 @@ def _coefficients(step, rate, weight_decay):
     return decay, rate, 1 / correction, is_rectified
 
 
-def flat_cosine(rate, steps):
+def flat_cosine(rate: float, steps: int) -> list[float]:
     """Return the learning rates of all steps: constant, then a cosine."""
     falls = [max(0.0, (step / steps - FLAT) / (1 - FLAT)) for step in range(steps)]
     return [rate * (FALL + (1 - FALL) * (1 + math.cos(math.pi * fall)) / 2) for fall in falls]
 
 
-def evaluate(model, batches, amp):
+def evaluate(model: nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]], amp: Callable) -> float:
     """Return the top1 accuracy over all validation images."""
     model.eval()
     with torch.inference_mode(), amp():
@@ -337,7 +349,7 @@ def evaluate(model, batches, amp):
     return correct.item() / sum(len(labels) for _, labels in batches)
 
 
-def validation_batches(images, args):
+def validation_batches(images: Images, args: argparse.Namespace) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the preprocessed validation images as [(images, labels), ...]. With random crops in training, fastai
     resizes the entire image to a square of about 1.14 times --size, regardless of its shape, and crops the center."""
     if args.crop == "square":
@@ -352,7 +364,7 @@ def validation_batches(images, args):
     return batches
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--image-root", type=Path, required=True)
     parser.add_argument("--epochs", type=int, default=5)

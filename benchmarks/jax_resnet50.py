@@ -14,7 +14,9 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import flax
 import jax
@@ -63,7 +65,7 @@ class ResNet50(nn.Module):
         return nn.Dense(CLASSES, dtype=self.dtype)(x.mean((1, 2))).astype(jnp.float32)
 
 
-def create_state(model, optimizer, images):
+def create_state(model: nn.Module, optimizer: optax.GradientTransformation, images: jax.Array) -> dict[str, Any]:
     """Return everything that a step changes, as one donated argument."""
     variables = jax.jit(model.init)(jax.random.key(0), images)
     params = variables["params"]
@@ -71,7 +73,7 @@ def create_state(model, optimizer, images):
     return {"params": params, "batch_stats": variables["batch_stats"], "opt": optimizer.init(params), "scale": scale}
 
 
-def create_step(model, optimizer):
+def create_step(model: nn.Module, optimizer: optax.GradientTransformation) -> Callable:
     """Return a compiled function (state, images, labels) -> (state, (loss, top1 count, top5 count))."""
 
     def loss_of(params, batch_stats, images, labels):
@@ -96,7 +98,8 @@ def create_step(model, optimizer):
     return jax.jit(step, donate_argnums=0)
 
 
-def measure(args):
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Train for the given number of steps, and return the speed in images/s and other properties of the run."""
     on_gpu = args.device == "gpu"
     device, dtype = jax.devices(args.device)[0], jnp.float16 if on_gpu else jnp.float32
     with jax.default_device(device):
@@ -128,7 +131,7 @@ def measure(args):
     return result
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", choices=["ResNet50"], default="ResNet50")
     parser.add_argument("--device", default="gpu", choices=["gpu", "cpu"], help="device (cpu: float32, for tests)")

@@ -23,7 +23,7 @@ COLUMNS = ("format", "images", "n", "seconds to the first batch", "images/s", "p
 sys.path.insert(0, str(ROOT))
 
 
-def make_files(root, entries):
+def make_files(root: Path, entries: int) -> None:
     """Create class folders root/folder/train/CLASS/, and root/filelist/ with a file list of the images."""
     from PIL import Image
 
@@ -46,7 +46,7 @@ def make_files(root, entries):
     (root / "filelist" / "train.txt").write_text("".join(lines))
 
 
-def measure(image_root, data_format):
+def measure(image_root: str, data_format: str) -> None:
     """Print the import time in s, the time to the first batch in s, the speed after the first batch in images/s, and
     the peak resident memory in MiB. The time to the first batch excludes the imports."""
     start = perf_counter()
@@ -77,7 +77,7 @@ def measure(image_root, data_format):
     print(f"{imported - start:.2f} {first - imported:.2f} {rate:.0f} {memory:.0f}")
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--entries", type=int, nargs="+", default=[1_000, 10_000, 100_000, 1_281_167])
     parser.add_argument("--formats", nargs="+", default=["folder", "filelist", *RECORD_FORMATS])
@@ -104,7 +104,7 @@ def main():
                 print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def run(root, data_format):
+def run(root: Path, data_format: str) -> list[float]:
     """Call measure in a separate process and return the numbers that the process prints."""
     command = [sys.executable, __file__, "--measure", str(root / data_format), data_format]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -18,6 +18,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter, process_time
 
@@ -25,7 +26,7 @@ BATCH, WARMUP, BATCHES, WORKERS, SIDE = 32, 20, 40, 2, 224
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-def measure(batches):
+def measure(batches: Iterator) -> tuple[float, float]:
     """Read batches from an endless iterator and return (images/s, images per second of CPU time)."""
     for _ in range(WARMUP):
         next(batches)
@@ -36,7 +37,7 @@ def measure(batches):
     return images / (perf_counter() - start), images / (cpu_time() - cpu_start)
 
 
-def cpu_time():
+def cpu_time() -> float:
     """Return the CPU time in seconds that this process and its workers have used so far."""
     ticks = 0
     for worker in multiprocessing.active_children():
@@ -45,7 +46,8 @@ def cpu_time():
     return process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def dali(root):
+def dali(root: str) -> tuple[float, float]:
+    """Measure this project's loader."""
     sys.path.insert(0, str(Path(__file__).parent.parent))
     from paddle_resnet.tools import inspection
 
@@ -62,7 +64,8 @@ def dali(root):
     return measure(endless())
 
 
-def torchvision(root, decode):
+def torchvision(root: str, decode: str) -> tuple[float, float]:
+    """Measure torchvision's loader. `decode` is "pil" for Pillow or "tensor" for decode_jpeg."""
     import torch
     from torch.utils.data import DataLoader, RandomSampler
     from torchvision import datasets, io
@@ -93,7 +96,8 @@ LOADERS = {
 }
 
 
-def compare(root, torch_python, repeats):
+def compare(root: str, torch_python: str, repeats: int) -> None:
+    """Measure all loaders `repeats` times, alternating between them, and print the tables."""
     rates = {name: [] for name in LOADERS}
     for _ in range(repeats):
         for name in LOADERS:

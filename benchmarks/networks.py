@@ -34,9 +34,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from paddle import static
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
@@ -68,12 +72,12 @@ KINDS = {
 }
 
 
-def kind_of(kernel):
+def kind_of(kernel: str) -> str:
     """Return the kind of a kernel; "other" if no expression of KINDS occurs in its name."""
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel)), "other")
 
 
-def kernel_times(trace):
+def kernel_times(trace: str) -> dict[str, float]:
     """Return {kernel: ms} of all kernels, copies and memory sets in the content of a trace file."""
     times = collections.Counter()
     for event in json.loads(trace)["traceEvents"]:
@@ -83,7 +87,7 @@ def kernel_times(trace):
     return dict(times)
 
 
-def bytes_moved(program, batch_size):
+def bytes_moved(program: "static.Program", batch_size: int) -> int:
     """Return the number of bytes that the operators of a program read and write, if each operator reads each input and
     writes each output once. The first dimension of activations, -1, is the batch size."""
     from paddle.base.data_feeder import convert_dtype
@@ -108,7 +112,7 @@ def bytes_moved(program, batch_size):
     return total
 
 
-def measure(args, arch, task):
+def measure(args: argparse.Namespace, arch: str, task: str) -> dict[str, Any]:
     """Train or evaluate a network like `train.py --benchmark`, and return the result as a dict.
 
     Raises:
@@ -148,7 +152,7 @@ def measure(args, arch, task):
     return result | {"is_captured": is_captured, "bytes": bytes_per_step, "kernels": kernels}
 
 
-def measure_all(args, arch):
+def measure_all(args: argparse.Namespace, arch: str) -> None:
     """Evaluate and train a network in this process, and append the results to --output. This file is locked, so that
     processes with the same --output measure one after another."""
     import train  # noqa: F401  import Paddle and DALI before waiting for the GPU
@@ -164,7 +168,7 @@ def measure_all(args, arch):
             gc.collect()
 
 
-def run(args):
+def run(args: argparse.Namespace) -> int:
     """Measure each network of --arch in a separate process. Return the exit code."""
     names = ("device", "batch_size", "crop_size", "steps", "warmup_steps", "output")
     values = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
@@ -180,7 +184,7 @@ def run(args):
         return 1 if any([*threads.map(run_process, args.arch)]) else 0
 
 
-def table(results, bandwidth_tb_s):
+def table(results: list[dict[str, Any]], bandwidth_tb_s: float) -> str:
     """Return a Markdown table of the latest result for each network and task."""
     kinds = [*KINDS, "other"]
     columns = ["network", "task", "images/s", "GPU memory, MiB", "step, ms", "kernels, ms"]
@@ -204,7 +208,7 @@ def table(results, bandwidth_tb_s):
     return "\n".join(lines)
 
 
-def parse_args():
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", action="append", choices=MODELS, help="network (default: all); may be repeated")
     parser.add_argument("--device", default="gpu", choices=["gpu", "cpu"], help="device (cpu: float32, for tests)")
@@ -225,7 +229,7 @@ def parse_args():
     return args
 
 
-def main():
+def main() -> int:
     args = parse_args()
     code = 0
     if args.table is None and len(args.arch) == 1:

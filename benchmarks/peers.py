@@ -15,12 +15,12 @@ step later. All pending GPU work has finished when the clock starts and when it 
 torch.autocast and GradScaler, cuDNN autotuning (cudnn.benchmark) and a fused optimizer. "PyTorch compile" is
 torch.compile in its default mode, which does not use CUDA graphs; "PyTorch reduce-overhead" and "PyTorch max-autotune"
 use them. torch.compile also compiles the loss and the accuracy. On a GPU, this project and the baselines decode with
-DALI's mixed decoder. There, this project interpolates chroma; the baselines repeat it, with which training was 24 %
-faster when only crops were decoded (benchmarks/log/loader_h200.md). The baselines use the dynamic executor, DALI's
-default for GPUs; this project uses the older executor (see paddle_resnet/dali.py). This project pads images to 4
-channels, as its recipes do; the baselines use 3 channels. For evaluation on a GPU, the baselines convert all parameters
-to float16. On two GPUs, the batch size per process is the same as on one GPU, and baselines train with
-DistributedDataParallel.
+DALI's mixed decoder. The decoder of this project interpolates chroma, and that of the baselines repeats it, which made
+training 24 % faster when only crops were decoded (benchmarks/log/loader_h200.md). The baselines use the dynamic
+executor, DALI's default for GPUs; this project uses the older executor (see paddle_resnet/data/loader.py). This project
+pads images to 4 channels, as its recipes do; the baselines use 3 channels. For evaluation on a GPU, the baselines
+convert all parameters to float16. On two GPUs, the batch size per process is the same as on one GPU, and baselines
+train with DistributedDataParallel.
 
 "first step" is the time from the start of the process until the host has read the loss of the first step. The cache of
 torch.compile is empty at the start of `run`, and later measurements reuse it. This project uses the machine's existing
@@ -39,7 +39,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from nvidia.dali.pipeline import Pipeline
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN = "paddle_resnet"
@@ -88,7 +94,7 @@ JAX_FLAGS = ("device", "batch_size", "crop_size", "steps", "warmup_steps")
 WORKER_FLAGS = ("image_root", "threads", *JAX_FLAGS)
 
 
-def run(args):
+def run(args: argparse.Namespace) -> int:
     """Measure every row --repeats times, alternating between the rows, and append a JSON line to --output for each
     measurement. Return the exit code, 1 if a measurement failed."""
     rows = choose(args.rows)
@@ -106,7 +112,7 @@ def run(args):
     return 1 if any("error" in result for result in results) else 0
 
 
-def choose(wanted):
+def choose(wanted: list[str] | None) -> list[str]:
     """Return the rows whose names contain at least one of the `wanted` strings, by default all. A row whose name
     contains a word of EXPLICIT is returned only if a matching string contains that word, too."""
 
@@ -116,7 +122,7 @@ def choose(wanted):
     return [row for row in ROWS if any(matches(row, text) for text in wanted or [""])]
 
 
-def measure(args, arch, row, folder):
+def measure(args: argparse.Namespace, arch: str, row: str, folder: Path) -> dict[str, Any]:
     """Measure a row once, in separate processes. Return {"ips": images/s, "first_step_s": seconds, ...} or, if a
     process failed, {"error": last line of the output, ...}."""
     task, trainer, _ = ROWS[row]
@@ -142,7 +148,8 @@ def measure(args, arch, row, folder):
     return {**result, "command": command}
 
 
-def baseline_command(args, arch, row):
+def baseline_command(args: argparse.Namespace, arch: str, row: str) -> list[str]:
+    """Return the command that measures a row of PyTorch or JAX."""
     task, trainer, arguments = ROWS[row]
     values = {name: getattr(args, name) for name in (JAX_FLAGS if trainer == "jax" else WORKER_FLAGS)}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
@@ -152,7 +159,8 @@ def baseline_command(args, arch, row):
     return [args.torch_python, *launcher, __file__, "worker", task, "--arch", arch, *arguments, *flags]
 
 
-def own_command(args, arch, task, report):
+def own_command(args: argparse.Namespace, arch: str, task: str, report: Path) -> list[str]:
+    """Return the command that measures a task with this project, and writes the report to the file `report`."""
     scope = "train_only" if task.startswith("train") else "eval_only"
     side = str(args.crop_size)
     command = [args.paddle_python]
@@ -172,11 +180,11 @@ def own_command(args, arch, task, report):
     return [*command, "--image-root", args.image_root, "--dali-num-threads", str(args.threads)]
 
 
-def is_for_two(task):
+def is_for_two(task: str) -> bool:
     return task.endswith(TWO)
 
 
-def read_report(path):
+def read_report(path: Path) -> dict[str, Any]:
     """Return some metrics of the summary, which is the last line of a --report-file, the versions, and the time of the
     first step as "first_step_at"."""
     entry = json.loads(path.read_text().splitlines()[-1].removeprefix("DLLL "))
@@ -186,7 +194,7 @@ def read_report(path):
     return {name: data[name] for name in kept if name in data} | {"first_step_at": start + data["first_step_s"]}
 
 
-def table(results):
+def table(results: list[dict[str, Any]]) -> str:
     """Return a Markdown table of the measured rows. Failed measurements are counted, but excluded from the medians."""
     lines = [
         "| network | task | trainer | n | median images/s | lowest to highest | speedup of paddle_resnet | GPU memory, "
@@ -220,7 +228,7 @@ def table(results):
     return "\n".join(lines)
 
 
-def worker(args):
+def worker(args: argparse.Namespace) -> None:
     """Measure PyTorch once, and print the result as a JSON line."""
     import timm
     import torch
@@ -297,7 +305,7 @@ def worker(args):
         torch.distributed.destroy_process_group()
 
 
-def torch_batches(args, training, device):
+def torch_batches(args: argparse.Namespace, training: bool, device: "torch.device") -> Iterator[tuple]:
     """Yield batches (images [N, 3, H, W] in channels-last layout, labels [N]) endlessly."""
     import torch
 
@@ -316,8 +324,8 @@ def torch_batches(args, training, device):
         yield batch[0]["data"].permute(0, 3, 1, 2), batch[0]["label"][:, 0].long()
 
 
-def dali_pipeline(args, training, device):
-    """Return a pipeline like that of paddle_resnet.dali with default flags; the module's docstring lists the
+def dali_pipeline(args: argparse.Namespace, training: bool, device: "torch.device") -> "Pipeline":
+    """Return a pipeline like that of paddle_resnet.data.loader with default flags; the module's docstring lists the
     differences."""
     from nvidia.dali import fn, pipeline_def, types
 
@@ -360,7 +368,7 @@ def dali_pipeline(args, training, device):
     return pipeline()
 
 
-def parse_args():
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     both = argparse.ArgumentParser(add_help=False)

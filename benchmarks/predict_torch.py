@@ -21,7 +21,7 @@ from peers import TIMM
 SECONDS, STEPS, WARMUP_STEPS = 2, 5, 10
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", choices=TIMM, default="ResNet50")
     parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 64, 256])
@@ -39,7 +39,8 @@ def main():
             measure(args, device, getattr(torch, precision), batch)
 
 
-def measure(args, device, dtype, batch):
+def measure(args: argparse.Namespace, device: torch.device, dtype: torch.dtype, batch: int) -> None:
+    """Print the row of a precision and a batch size."""
     torch._dynamo.reset()
     model = timm.create_model(TIMM[args.arch]).eval().to(device, dtype, memory_format=torch.channels_last)
     mode = "reduce-overhead" if device.type == "cuda" else "default"

@@ -27,7 +27,7 @@ O2 = ["--device", "gpu", "--amp", "--use-pure-fp16", "--data-layout", "NHWC", "-
 REPETITIONS = 20
 
 
-def main():
+def main() -> None:
     args = config.parse_args(["--data-format", "synthetic", *(sys.argv[1:] or O2)])
     main_prog, startup_prog = static.Program(), static.Program()
     args = program.start(args)

@@ -53,7 +53,7 @@ class Setup:
     several_nodes_s: float = 0.65e-3
 
 
-def all_reduce_s(setup, gpus, size):
+def all_reduce_s(setup: Setup, gpus: int, size: float) -> float:
     """Return the seconds that an all-reduce of `size` bytes takes.
 
     Within a node, the all-reduce is a ring: each of n GPUs sends 2 (n-1)/n of the bytes. Between nodes, the all-reduce
@@ -68,7 +68,7 @@ def all_reduce_s(setup, gpus, size):
     return seconds
 
 
-def exposed_s(setup, gpus, step_s):
+def exposed_s(setup: Setup, gpus: int, step_s: float) -> float:
     """Return the seconds of exposed communication per step. Within a node, all communication is exposed. Between nodes,
     the exposed time is the part that exceeds the backward pass, but at least the time of the last bucket, whose
     gradients are computed last."""
@@ -78,7 +78,7 @@ def exposed_s(setup, gpus, step_s):
     return max(bucket, setup.buckets * bucket - setup.backward * step_s)
 
 
-def fit(setup, measured):
+def fit(setup: Setup, measured: dict[int, float]) -> tuple[float, float, float]:
     """Fit `step = step of one GPU + exposed + overhead + jitter sqrt(2 ln n)` to measurements within a node.
 
     The overhead is the same for any number of GPUs above one. On H200s, active NVLink causes the overhead: NVLink draws
@@ -87,7 +87,7 @@ def fit(setup, measured):
     several GPUs, the lost time is attributed to overhead, which is the best case.
 
     Args:
-        setup: Setup.
+        setup: parameters of the formula.
         measured: {GPUs: images/s} for 1 GPU and for at least one larger number of GPUs within a node.
     Returns:
         (step time of one GPU, overhead, jitter), in seconds.
@@ -102,7 +102,7 @@ def fit(setup, measured):
     return (alone, overhead, jitter) if overhead >= 0 else fit_jitter(setup, measured)
 
 
-def fit_jitter(setup, measured):
+def fit_jitter(setup: Setup, measured: dict[int, float]) -> tuple[float, float, float]:
     """Return the same values as fit, but attribute the lost time to jitter. The result is the worst case, because
     jitter grows with the number of GPUs."""
     alone, rows = _losses(setup, measured)
@@ -125,7 +125,7 @@ def _losses(setup, measured):
     ]
 
 
-def predict(setup, fitted, gpus):
+def predict(setup: Setup, fitted: tuple[float, float, float], gpus: int) -> dict[str, float]:
     """Return {"step_s", "ips", "efficiency", "exposed_s"} for a number of GPUs."""
     alone, overhead, jitter = fitted
     exposed = exposed_s(setup, gpus, alone)
@@ -134,7 +134,7 @@ def predict(setup, fitted, gpus):
     return {"step_s": step, "ips": gpus * setup.batch / step, "efficiency": alone / step, "exposed_s": exposed}
 
 
-def table(setup, measured, gpus=GPUS, file_bytes=110e3):
+def table(setup: Setup, measured: dict[int, float], gpus: tuple[int, ...] = GPUS, file_bytes: float = 110e3) -> str:
     """Return a Markdown table of measured and predicted speeds by number of GPUs."""
     fitted, worst = fit(setup, measured), fit_jitter(setup, measured)
     alone, overhead, jitter = (f"{seconds * 1e3:.2f} ms" for seconds in fitted)
@@ -166,7 +166,7 @@ def _measurement(text):
     return int(gpus), float(ips)
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )

@@ -21,12 +21,14 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARK = ["--benchmark", "--run-scope", "train_only", "--show-config", "false", "--print-interval", str(10**9)]
+Row = tuple[str, dict[str, str], list[str]]  # name, environment variables, flags
 
 
-def parse_row(text):
+def parse_row(text: str) -> Row:
     """Parse "NAME: VARIABLE=VALUE ... --flag ...". Return (name, {variable: value}, flags)."""
     name, colon, rest = text.partition(":")
     if not colon:
@@ -36,7 +38,7 @@ def parse_row(text):
     return name.strip(), dict(argument.split("=", 1) for argument in arguments[:count]), arguments[count:]
 
 
-def command(row, common, python, folder):
+def command(row: Row, common: list[str], python: str, folder: str) -> tuple[list[str], dict[str, str]]:
     """Return (arguments, environment) of a measurement process that writes FOLDER/report.json."""
     _, variables, flags = row
     gpus = variables.get("GPUS", "0").split(",")
@@ -50,7 +52,7 @@ def command(row, common, python, folder):
     return [*start, "train.py", *BENCHMARK, *common, *flags, *places], environment
 
 
-def measure(row, common, python, limit_s):
+def measure(row: Row, common: list[str], python: str, limit_s: float) -> dict[str, Any]:
     """Run a measurement. Return {metric: value} or, if the run failed or took longer than limit_s, {"error": reason,
     "command": arguments}. The reason of a failure is the last line that rank 0 printed."""
     with tempfile.TemporaryDirectory() as folder:
@@ -74,8 +76,9 @@ def measure(row, common, python, limit_s):
     return {name.rpartition(".")[2]: value for name, value in data.items()}
 
 
-def table(names, results):
-    """Return a Markdown table. Failed measurements are counted, but excluded from the medians."""
+def table(names: list[str], results: list[tuple[str, dict[str, Any]]]) -> str:
+    """Return a Markdown table of the results, which are (name of the row, result of measure). Failed measurements are
+    counted, but excluded from the medians."""
     columns = ["row", "n", "median images/s", "lowest to highest", "median step, ms", "99th percentile, ms"]
     columns += ["wait for data, ms", "loss", "first step, s"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
@@ -98,7 +101,7 @@ def table(names, results):
     return "\n".join(lines)
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--row", action="append", required=True, type=parse_row, metavar="'NAME: FLAGS'", help="row of the table"

@@ -9,17 +9,22 @@ import bisect
 import math
 import tempfile
 from time import perf_counter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paddle_resnet import dali, program, recipe
 from paddle_resnet.checkpoints import folders, saver, variables
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
-from paddle_resnet.settings import durations
+from paddle_resnet.settings import durations, values
 from paddle_resnet.step import cuda_graph
 from paddle_resnet.utils import logger, progress
 from paddle_resnet.utils.errors import UsageError, counted
 from paddle_resnet.utils.mode import Mode
+
+if TYPE_CHECKING:
+    from paddle import static
+
+    from paddle_resnet.checkpoints.start import StartCheckpoint
 
 MEASURED = 0.02  # fraction of the budget to spend on measuring training
 SLOW_EVALUATION = 0.1  # fraction of the budget above which an evaluation is measured only once
@@ -46,17 +51,17 @@ class CheckpointTimes(NamedTuple):
 class Times(NamedTuple):
     """Measured durations: StageTimes of each stage, the duration of one evaluation in seconds, and CheckpointTimes."""
 
-    stages: list
+    stages: list[StageTimes]
     evaluation_s: float
     checkpoint: CheckpointTimes
 
 
-def is_needed(args, checkpoint):
+def is_needed(args: values.Settings, checkpoint: "StartCheckpoint | None") -> bool:
     """Return whether the run must choose its number of epochs.
 
     Args:
-        args: Settings with the values inherited from the checkpoint.
-        checkpoint: restore.StartCheckpoint or None.
+        args: flags, including those inherited from the checkpoint.
+        checkpoint: the checkpoint that the run starts from, or None.
     Raises:
         UsageError: the run continues from a checkpoint that has no meta.json or was written with a different
             --budget-minutes.
@@ -74,16 +79,16 @@ def is_needed(args, checkpoint):
     return False
 
 
-def choose(args, exe, training, evaluation):
+def choose(args: values.Settings, exe: "static.Executor", training: Any, evaluation: Any) -> values.Settings:
     """Choose --epochs and, unless it is explicit, --warmup-epochs, and adapt the learning-rate schedule. The programs
     do not depend on these flags. Rank 0 chooses for all processes.
 
     Args:
-        args: Settings.
-        exe: static.Executor.
-        training, evaluation: phases.Work with compiled programs; evaluation may be None.
+        args: flags.
+        exe: Executor for all programs.
+        training, evaluation: phases.Work with compiled programs; `evaluation` is None if the run does not evaluate.
     Returns:
-        Settings with the chosen values, frozen.
+        flags with the chosen values, frozen.
     Raises:
         UsageError: the run would end before its last stage (--sizes, --unfreeze-at) begins, or the checkpoint folder
             cannot be written.

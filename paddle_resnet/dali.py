@@ -4,7 +4,7 @@ from typing import Any
 
 from paddle_resnet import resolution
 from paddle_resnet.data import loader
-from paddle_resnet.data.iterators import EmptyIterator, ShardIterator, StateError, SyntheticIterator
+from paddle_resnet.data.iterators import Loader, StateError
 from paddle_resnet.data.loader_state import BatchFlags
 from paddle_resnet.data.root import DataRoot
 from paddle_resnet.job import watchdog
@@ -23,7 +23,7 @@ def build_dataloader(
     state: dict[str, Any] | None = None,
     trained: list[str] | None = None,
     root: DataRoot | None = None,
-) -> ShardIterator | EmptyIterator | SyntheticIterator:
+) -> Loader:
     """Build the iterator over this process's shard.
 
     Args:
@@ -87,7 +87,7 @@ def data_classes(args: Settings, root: DataRoot | None = None) -> list[str] | No
     return None if args.data_format == "synthetic" else (root or data_root(args)).data_classes(Mode.TRAIN)
 
 
-def warn_of_unused_outputs(args: Settings, loader: Any) -> None:
+def warn_of_unused_outputs(args: Settings, loader: Loader) -> None:
     """Warn if the network has more outputs than the data set has classes."""
     classes = len(loader.classes)
     if args.num_of_class > classes > 0:

@@ -14,7 +14,7 @@ from paddle_resnet import config, startup
 from paddle_resnet.data import layout
 from paddle_resnet.job import processes
 from paddle_resnet.results import lr_curve
-from paddle_resnet.settings import parsing
+from paddle_resnet.settings import parsing, values
 from paddle_resnet.settings.values import flag_name, text
 from paddle_resnet.utils import exit_codes, locks, logger, meters, numbers, outputs, progress, signals
 from paddle_resnet.utils.errors import RunError, UsageError, counted, program
@@ -49,12 +49,12 @@ class LossRecorder(meters.AverageMeter):
         losses: loss of each step.
     """
 
-    def __init__(self, steps, batches):
+    def __init__(self, steps: int, batches: int):
         super().__init__("loss")
         self.losses, self._of_step = [], []
         self._batches, self._divergence = batches, lr_curve.Divergence(steps)
 
-    def update(self, value, n):
+    def update(self, value: np.ndarray, n: int) -> None:
         """Add one batch of `n` images.
 
         Raises:
@@ -71,7 +71,7 @@ class LossRecorder(meters.AverageMeter):
                 raise Diverged
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> int:
     """Run the command and return the exit code: 0 for success, 1 for a failure or if the loss does not fall clearly, 2
     for an error in usage, configuration or data, 75 if a signal stopped the search, 130 if interrupted."""
     arguments = sys.argv[1:] if argv is None else argv
@@ -89,11 +89,11 @@ def _main(argv):
             _run(search, args)
 
 
-def parse(argv):
+def parse(argv: list[str]) -> tuple[argparse.Namespace, values.Settings]:
     """Read the flags.
 
     Returns:
-        (Namespace with the finder's flags, Settings of train.py).
+        (the finder's own flags, the flags of train.py).
     Raises:
         UsageError: a flag is unknown, has an invalid value, or is not supported.
     """

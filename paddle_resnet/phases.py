@@ -13,11 +13,12 @@ from paddle_resnet.checkpoints import folders, restore, saver, variables
 from paddle_resnet.components import precision, quantization, sparsity
 from paddle_resnet.components.stages import stages_from, timeline
 from paddle_resnet.data import classes, layout, pixels
+from paddle_resnet.data.iterators import Loader, TrainingLoader
 from paddle_resnet.job import agreement, exchange, processes, watchdog
 from paddle_resnet.models import user_file
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
 from paddle_resnet.passes import all_reduces, folding
-from paddle_resnet.settings import durations, parsing, validation
+from paddle_resnet.settings import durations, parsing, validation, values
 from paddle_resnet.settings.declarations import RESUMED, of_kinds
 from paddle_resnet.settings.groups import benchmark, output
 from paddle_resnet.settings.values import flag_name, text
@@ -41,7 +42,7 @@ Work = namedtuple(
 INITIAL_BN_WEIGHT = 0.05
 
 
-def start(args):
+def start(args: values.Settings) -> None:
     """Resolve the device, and enable static mode. With --enable-cpu-affinity on a GPU, also bind the process to the CPU
     cores closest to its GPU.
 
@@ -54,12 +55,12 @@ def start(args):
     paddle.enable_static()
 
 
-def find_start(args):
+def find_start(args: values.Settings) -> restore.StartCheckpoint | None:
     """Find the checkpoint from which the run starts, inherit its flags, resolve all other flags and freeze the
     settings.
 
     Returns:
-        restore.StartCheckpoint; None if the run starts from scratch or from --from-pretrained-params.
+        the checkpoint; None if the run starts from scratch or from --from-pretrained-params.
     Raises:
         UsageError: the processes have different settings; or the flags, the checkpoint, the data or the output folder
             cannot be used.
@@ -84,14 +85,14 @@ def find_start(args):
     return checkpoint
 
 
-def is_done(args, checkpoint):
+def is_done(args: values.Settings, checkpoint: restore.StartCheckpoint | None) -> bool:
     """Return whether this run trains, but the run that wrote the checkpoint has completed all steps that the flags
     specify, or --patience has ended it."""
     flags = args.iter_unit, args.epochs, args.num_iter, args.patience
     return args.run_scope.trains and checkpoint is not None and checkpoint.is_done(*flags)
 
 
-def log_evaluated(args, checkpoint):
+def log_evaluated(args: values.Settings, checkpoint: restore.StartCheckpoint | None) -> int:
     """Log which checkpoint is evaluated, and return its epoch, or 0 if the epoch is unknown."""
     return restore.log_evaluated(*_origin(args, checkpoint))
 
@@ -100,7 +101,7 @@ def _origin(args, checkpoint):
     return restore.origin(checkpoint, args.from_pretrained_params, args.flag_value("model_prefix"))
 
 
-def claim_outputs(args, checkpoint):
+def claim_outputs(args: values.Settings, checkpoint: restore.StartCheckpoint | None) -> None:
     """Check on rank 0 that the run can write all its files, and lock the report.
 
     Raises:
@@ -127,7 +128,7 @@ def _claim(args, checkpoint, folder):
     report.check_replaced(args, checkpoint, folder)
 
 
-def input_files(args):
+def input_files(args: values.Settings) -> list[tuple[str, str | Path]]:
     """Return [(flag, path)] for the files that the run reads, except those of the data set."""
     starts = args.start_paths().items()
     read = [(flag_name(name), getattr(args, name)) for name in ("config", "skip_list")]
@@ -137,15 +138,17 @@ def input_files(args):
     return [(flag, path) for flag, path in read if path is not None]
 
 
-def prepare(args, checkpoint):
+def prepare(
+    args: values.Settings, checkpoint: restore.StartCheckpoint | None
+) -> tuple[static.Executor, restore.StartCheckpoint | None, Work | None, Work | None]:
     """Start Fleet, open the data, build the programs, load the weights, and compile the programs.
 
     Args:
-        args: Settings.
-        checkpoint: restore.StartCheckpoint or None.
+        args: flags.
+        checkpoint: result of find_start.
     Returns:
-        (static.Executor, checkpoint with the position at which training continues or None, training Work or None,
-        evaluation Work or None).
+        (Executor, checkpoint with the position at which training continues or None, training Work or None, evaluation
+        Work or None).
     Raises:
         the errors of program.start_fleet, open_data, build_programs, set_weights and compile_programs.
     """
@@ -156,12 +159,14 @@ def prepare(args, checkpoint):
     return exe, checkpoint, *compile_programs(args, exe, training, evaluation)
 
 
-def open_data(args, checkpoint):
+def open_data(
+    args: values.Settings, checkpoint: restore.StartCheckpoint | None
+) -> tuple[TrainingLoader | None, Loader | None]:
     """Return (training loader, evaluation loader). A loader that the run does not need is None.
 
     Args:
-        args: Settings.
-        checkpoint: restore.StartCheckpoint or None.
+        args: flags.
+        checkpoint: result of find_start.
     Raises:
         UsageError: dali.build_dataloader or trace.check fails, the loader state of the checkpoint is damaged, or the
             classes of a resumed run differ from those of its checkpoint.
@@ -199,20 +204,26 @@ def _fine_tuning(args, folder):
     because the classes have changed."""
     changed = parsing.changed(args.as_dict())
     kept = [name for name in of_kinds(*RESUMED, "loader", "machine") if name in changed or args.is_explicit(name)]
-    values = {name: args.as_dict()[name] for name in (*kept, "run_scope") if name != "num_of_class"}
-    values |= {"from_pretrained_params": folder, "pretrained_mismatch": "skip-classifier"}
-    values["output_dir"] = f"{args.output_dir.rstrip('/')}_fine_tuned"
-    return command("train", *parsing.arguments(values))
+    flags = {name: args.as_dict()[name] for name in (*kept, "run_scope") if name != "num_of_class"}
+    flags |= {"from_pretrained_params": folder, "pretrained_mismatch": "skip-classifier"}
+    flags["output_dir"] = f"{args.output_dir.rstrip('/')}_fine_tuned"
+    return command("train", *parsing.arguments(flags))
 
 
-def build_programs(args, exe, train_loader, eval_loader, checkpoint=None):
+def build_programs(
+    args: values.Settings,
+    exe: static.Executor,
+    train_loader: TrainingLoader | None,
+    eval_loader: Loader | None,
+    checkpoint: restore.StartCheckpoint | None = None,
+) -> tuple[Work | None, Work | None]:
     """Build the programs and initialize their parameters, which training, evaluation and later stages share.
 
     Args:
-        args: Settings.
-        exe: static.Executor.
+        args: flags.
+        exe: Executor for the startup programs.
         train_loader, eval_loader: result of open_data.
-        checkpoint: restore.StartCheckpoint or None.
+        checkpoint: result of find_start.
     Returns:
         (training, evaluation), each a Work or None.
     Raises:
@@ -267,7 +278,7 @@ def _initialize(exe, startup_prog, *later):
             exe.run(startup_prog)
 
 
-def show_on_tensorboard(args, training, checkpoint):
+def show_on_tensorboard(args: values.Settings, training: Work, checkpoint: restore.StartCheckpoint | None) -> Work:
     """Return the training Work. If --tensorboard-dir is set, the loader of the returned Work also writes TensorBoard
     events."""
     if args.tensorboard_dir is None:
@@ -285,7 +296,7 @@ def show_on_tensorboard(args, training, checkpoint):
     return training._replace(loader=loader)
 
 
-def enter_stage(training, epoch, saver):
+def enter_stage(training: Work, epoch: int, saver: saver.Saver) -> Work:
     """Return the training Work for an epoch. If the epoch starts a new stage (--sizes, --unfreeze-at), compile the
     program of the stage. If its batch shape differs, also build a new loader that continues the image order of the
     previous loader."""
@@ -309,7 +320,9 @@ def enter_stage(training, epoch, saver):
     return work._replace(loader=loader, compiled=compiled, later=later)
 
 
-def set_weights(args, checkpoint, training, evaluation):
+def set_weights(
+    args: values.Settings, checkpoint: restore.StartCheckpoint | None, training: Work | None, evaluation: Work | None
+) -> restore.StartCheckpoint | None:
     """Load the initial weights, restore the training state of a checkpoint, prune the weights (--prune-model), and cast
     them for mixed precision (--amp).
 
@@ -346,7 +359,9 @@ def set_weights(args, checkpoint, training, evaluation):
     return checkpoint
 
 
-def compile_programs(args, exe, training, evaluation):
+def compile_programs(
+    args: values.Settings, exe: static.Executor, training: Work | None, evaluation: Work | None
+) -> tuple[Work | None, Work | None]:
     """Compile the programs, and return (training, evaluation) with the compiled programs. Make the evaluation program
     use averages of the weights (such as those of --ema), and fold BN in half precision. Raises the errors of
     program.compile_prog."""
@@ -375,7 +390,13 @@ def _fold(args, exe, evaluation):
     return []
 
 
-def check_and_describe(args, exe, checkpoint, training, evaluation):
+def check_and_describe(
+    args: values.Settings,
+    exe: static.Executor,
+    checkpoint: restore.StartCheckpoint | None,
+    training: Work | None,
+    evaluation: Work | None,
+) -> tuple[values.Settings, Work | None]:
     """Check that all processes have the same data and network, choose the epochs for --budget-minutes (unless --dry-run
     is set), and log the settings and the start line.
 
@@ -432,15 +453,15 @@ def _warn_of_bn_momentum(args, training):
     )
 
 
-def describe(settings):
+def describe(settings: values.Settings) -> str:
     """Return the settings as YAML with the origin of each value. If --show-config is explicit, include all settings;
     otherwise, include only the settings that differ from the defaults or that the program has chosen."""
-    values = settings.as_dict()
+    all_values = settings.as_dict()
     if not settings.is_explicit("show_config"):
-        differing = parsing.changed(values)
-        shown = {name: value for name, value in values.items() if name in differing or settings.is_chosen(name)}
+        differing = parsing.changed(all_values)
+        shown = {name: value for name, value in all_values.items() if name in differing or settings.is_chosen(name)}
     else:
-        shown = values
+        shown = all_values
     texts = {
         name: yaml.safe_dump([value], default_flow_style=True, width=1000).strip()[1:-1]
         for name, value in shown.items()

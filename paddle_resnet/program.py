@@ -1,21 +1,34 @@
 """The functions with fixed signatures: build and compile the static-graph programs, and run them epoch by epoch. Their
 implementation is in step/."""
 
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 import paddle
+from paddle import static
 
 from paddle_resnet import resolution
 from paddle_resnet.job import fleet
 from paddle_resnet.machine import compat
+from paddle_resnet.settings import values
 from paddle_resnet.step import build as building
 from paddle_resnet.step import compile as compilation
 from paddle_resnet.step import loop
 from paddle_resnet.step.metrics import log_metrics
 from paddle_resnet.utils.mode import Mode
 
+if TYPE_CHECKING:
+    from paddle_resnet.optimizers.schedules import Schedule
+    from paddle_resnet.utils.label_metrics import ScoreMeter
+    from paddle_resnet.utils.meters import AverageMeter, ConfusionMeter
+
+    Fetchs = dict[str, tuple[static.Variable, AverageMeter | ConfusionMeter | ScoreMeter]]
+
 _started_with = None  # settings passed to the last call of start_fleet()
 
 
-def start(args, mode=Mode.TRAIN):
+def start(args: values.Settings, mode: Mode = Mode.TRAIN) -> values.Settings:
     """Resolve the settings and start Fleet, unless Fleet is already running with these settings.
 
     build and dist_optimizer call start(), so a custom program does not need to. train.py calls the same functions
@@ -36,7 +49,7 @@ def start(args, mode=Mode.TRAIN):
     return args
 
 
-def start_fleet(args):
+def start_fleet(args: values.Settings) -> None:
     """Start Fleet. Call start_fleet() after all flags are resolved and before a program is built. Raises the errors of
     fleet.start."""
     global _started_with
@@ -45,7 +58,7 @@ def start_fleet(args):
     fleet.start(args.seed, args.device, args.data_layout, args.kernels, needs_serial_run)
 
 
-def create_feeds(image_shape, multi_label_classes=None):
+def create_feeds(image_shape: Sequence[int], multi_label_classes: int | None = None) -> dict[str, static.Variable]:
     """Declare the inputs of the current program.
 
     Args:
@@ -58,7 +71,13 @@ def create_feeds(image_shape, multi_label_classes=None):
     return building.feeds_of(image_shape, multi_label_classes)
 
 
-def create_fetchs(out, feeds, class_num, label_smoothing=0, mode=Mode.TRAIN):
+def create_fetchs(
+    out: static.Variable,
+    feeds: dict[str, static.Variable],
+    class_num: int,
+    label_smoothing: float = 0,
+    mode: Mode = Mode.TRAIN,
+) -> "Fetchs":
     """Add the loss and the accuracy to the current program.
 
     Args:
@@ -77,7 +96,7 @@ def create_fetchs(out, feeds, class_num, label_smoothing=0, mode=Mode.TRAIN):
     return building.fetchs_of(out, feeds, class_num, label_smoothing, mode)
 
 
-def create_strategy(args, is_train=True):
+def create_strategy(args: values.Settings, is_train: bool = True) -> tuple[static.BuildStrategy, None]:  # pyright: ignore[reportInvalidTypeForm]
     """Return the compilation options for a program.
 
     Args:
@@ -92,7 +111,7 @@ def create_strategy(args, is_train=True):
     return compilation.build_strategy(args.resolved, is_train), None
 
 
-def dist_optimizer(args, optimizer):
+def dist_optimizer(args: values.Settings, optimizer: paddle.optimizer.Optimizer) -> Any:
     """Return an optimizer that wraps `optimizer` for mixed precision (--amp), data parallelism and sparsity (--asp).
     Raises the errors of start().
 
@@ -102,7 +121,15 @@ def dist_optimizer(args, optimizer):
     return building.wrap_optimizer(start(args), optimizer)
 
 
-def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_scheduler=None, class_images=None):
+def build(
+    args: values.Settings,
+    main_prog: static.Program,
+    startup_prog: static.Program,
+    step_each_epoch: int,
+    is_train: bool = True,
+    lr_scheduler: "Schedule | None" = None,
+    class_images: np.ndarray | None = None,
+) -> tuple["Fetchs", "Schedule | None", dict[str, static.Variable], Any]:
     """Build the training or evaluation program. Parameters have the same names in both programs, so programs that run
     in the same scope share the parameter values.
 
@@ -131,7 +158,9 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_sche
     )
 
 
-def compile_prog(args, program, loss_name=None, is_train=True):
+def compile_prog(
+    args: values.Settings, program: static.Program, loss_name: str | None = None, is_train: bool = True
+) -> compilation.CompiledStep:
     """Copy a program, fuse operators in the copy, and compile the copy for the Executor.
 
     Args:
@@ -148,7 +177,16 @@ def compile_prog(args, program, loss_name=None, is_train=True):
     return compilation.compile_step(args.resolved, program, is_train)
 
 
-def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_scheduler=None):
+def run(
+    args: values.Settings,
+    dataloader: Iterable[list[dict[str, Any]]],
+    exe: static.Executor,
+    program: static.CompiledProgram,
+    fetchs: "Fetchs",
+    epoch: int,
+    mode: Mode = Mode.TRAIN,
+    lr_scheduler: "Schedule | None" = None,
+) -> dict[str, Any]:
     """Run one epoch, the rest of a resumed epoch, or a benchmark. Return the metrics that loop.run_and_save lists.
 
     The host dispatches step n and then waits for the metrics of step n-1. With Paddle's kernels on a GPU, dispatching a
@@ -179,7 +217,7 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
     return loop.run_and_save(args.resolved, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save=None)
 
 
-def log_info(step, metrics, mode):
+def log_info(step: tuple[int, ...], metrics: dict[str, Any], mode: Mode) -> None:
     """Log the metrics of a step, an epoch or a run.
 
     Args:

@@ -16,7 +16,7 @@ from paddle_resnet.job import exchange, processes
 from paddle_resnet.machine import gpus, memory
 from paddle_resnet.models import registered
 from paddle_resnet.optimizers.table import OPTIMIZERS
-from paddle_resnet.settings import inheritance
+from paddle_resnet.settings import inheritance, values
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
 from paddle_resnet.utils.mode import Mode
@@ -57,15 +57,15 @@ class Facts:
     cores: int
     memory: int
     has_gpu: bool
-    weights: dict
+    weights: dict[str, str]
     resumed: str | None = None
 
 
-def choose(settings):
+def choose(settings: values.Settings) -> None:
     """If --choose-recipe is set and the run trains, choose values for the recipe flags that the user has not set.
 
     Args:
-        settings: Settings with a resolved --device; modified in place.
+        settings: flags with a resolved --device; modified in place.
     Raises:
         UsageError: the data set is synthetic, cannot be used or has only one class; or the pretrained weights cannot be
             converted.
@@ -79,12 +79,12 @@ def choose(settings):
         exchange.from_rank_0(lambda: _convert(settings.output_dir, name))
 
 
-def choose_from(settings, facts):
+def choose_from(settings: values.Settings, facts: Facts) -> str | None:
     """Choose values for the recipe flags that the user has not set.
 
     Args:
-        settings: Settings; modified in place.
-        facts: Facts.
+        settings: flags; modified in place.
+        facts: properties of the run, its data set and its machine.
     Returns:
         key in published.PACKAGED of the weights that --from-pretrained-params now refers to, or None.
     """
@@ -203,8 +203,7 @@ def _choose_batches(settings, facts, is_fine_tuned):
 
 
 def _choose_augmentation(settings, facts, is_fine_tuned):
-    """Choose the augmentation based on the number of training images. See
-    benchmarks/log/flowers_h200.md."""
+    """Choose the augmentation based on the number of training images. See benchmarks/log/flowers_h200.md."""
     images = f"{facts.images} training images"
     has_many, has_few = facts.images >= MANY_IMAGES, is_fine_tuned and facts.images < FEW_IMAGES
     if not settings.crop_padding:
@@ -241,9 +240,9 @@ def _choose_training(settings, facts, is_fine_tuned):
     _set(settings, reason, lr=float(f"{rate / factor:.3g}"))
 
 
-def warmup_epochs(epochs):
-    """Return the number of warm-up epochs for a run of `epochs` epochs: a tenth of the epochs, rounded up,
-    but at most 5, and fewer than `epochs`."""
+def warmup_epochs(epochs: int) -> int:
+    """Return the number of warm-up epochs for a run of `epochs` epochs: a tenth of the epochs, rounded up, but at most
+    5, and fewer than `epochs`."""
     return min(5, math.ceil(epochs / 10), epochs - 1)
 
 
@@ -251,5 +250,5 @@ def _device(facts):
     return "GPU" if facts.has_gpu else "CPU"
 
 
-def _set(settings, reason, **values):
-    settings.choose(reason, **{name: value for name, value in values.items() if not settings.is_explicit(name)})
+def _set(settings, reason, **chosen):
+    settings.choose(reason, **{name: value for name, value in chosen.items() if not settings.is_explicit(name)})

@@ -240,7 +240,9 @@ def error(capsys, *arguments):
 def test_invalid_command_is_an_error(file, tmp_path, capsys):
     out = ["--output", tmp_path / "out"]
     assert error(capsys, file, *out) == f"{file}: not a published model, so its network is unknown; set --arch"
-    assert error(capsys, file, *out, "--arch", "Nothing").startswith("--arch Nothing: unknown network; use one of")
+    message = error(capsys, file, *out, "--arch", "Nothing")
+    assert message.startswith("--arch Nothing: unknown network; use one of")
+    assert "FILE.py" not in message
     assert error(capsys, "none", *out, "--arch", "Small") == (
         "none: cannot be read (No such file or directory); use an existing file, or one of efficientnet-lite0, "
         "efficientnet-lite1, efficientnet-lite2"

@@ -1,8 +1,8 @@
 """Read named arrays from untrusted files: pickles written by this project or by Paddle, and NumPy's .npz files.
 
 `pickle.load` calls any function that a file specifies. `read_pickle` instead interprets the opcodes itself and calls no
-function from the file. The time and memory that `read_pickle` needs are proportional to the file size, because each
-opcode copies at most as many bytes as it occupies in the file.
+function from the file. The time and memory that `read_pickle` needs are proportional to the file size: opcodes pass
+references instead of copying objects, except when they encode text, and the total size of encoded text is limited.
 """
 
 import contextlib
@@ -10,6 +10,9 @@ import io
 import pickletools
 import re
 import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -23,11 +26,11 @@ _TABLE = "StructuredToParameterName@@"  # key under which paddle.save stores the
 class UnreadableError(Exception):
     """Raised if a file cannot be read as named arrays. The message is a short reason, which may quote the file."""
 
-    def __init__(self, reason):
+    def __init__(self, reason: str):
         super().__init__("".join(c if c.isprintable() else "?" for c in reason[:200]))
 
 
-def read_pickle(path, content=None):
+def read_pickle(path: str | Path, content: bytes | None = None) -> dict[str, np.ndarray]:
     """Read a file written by this project, by paddle.static.save, or by paddle.save with a state_dict.
 
     Args:
@@ -51,7 +54,7 @@ def read_pickle(path, content=None):
     return {name: array.value for name, array in state.items()}
 
 
-def read_npz(path, content=None):
+def read_npz(path: str | Path, content: bytes | None = None) -> dict[str, np.ndarray]:
     """Read a file written by numpy.savez and return {name: array of booleans or numbers}. For the arguments, see
     read_pickle.
 
@@ -76,8 +79,8 @@ def _opened(path, content):
 
 
 @contextlib.contextmanager
-def errors():
-    """Convert every exception caused by an untrusted file to an UnreadableError."""
+def errors() -> Iterator[None]:
+    """Convert every exception in the `with` block, which reads an untrusted file, to an UnreadableError."""
     try:
         yield
     except OSError as e:
@@ -94,17 +97,18 @@ class _Array:
     value = None
 
 
-def interpret(file, size, objects):
+def interpret(file: BinaryIO, size: int, objects: "NumPyObjects") -> Any:
     """Return the object in the pickle at the current position of a binary file, without calling any function that the
     file specifies.
 
     Args:
         file: binary file. After the call, the file position is the end of the pickle.
         size: size of the file in bytes.
-        objects: object with the methods of NumPyObjects. The methods define which functions and classes the pickle may
-            specify, and what calling them returns.
+        objects: NumPyObjects, whose methods define which functions and classes the pickle may specify, and what
+            calling them returns.
     Raises:
-        UnreadableError: the file uses an opcode, function or class that a pickle of arrays does not need.
+        UnreadableError: the file uses an opcode that a pickle of arrays does not need, or a function, class or
+            reference that `objects` does not support.
         Exception: the file is damaged; the type of the exception varies.
     """
     stack, marks, memo = [], [], {}
@@ -197,7 +201,8 @@ def _set_items(target, keys, values):
     target.update(zip(keys, values, strict=True))
 
 
-def is_name(key):
+def is_name(key: object) -> bool:
+    """Return whether a key is a printable string of limited length, as the names of variables are."""
     return isinstance(key, str) and len(key) <= _NAME_LIMIT and key.isprintable()
 
 
@@ -210,14 +215,14 @@ class NumPyObjects:
 
     names = (_RECONSTRUCT, "numpy.ndarray", "numpy.dtype", "_codecs.encode")
 
-    def known(self, module, name):
+    def known(self, module: str, name: str) -> Known:
         """Return the full name of a function or class. Raises UnreadableError if `names` does not contain the name."""
         full_name = f"{module}.{name}".replace("numpy._core.", "numpy.core.")  # NumPy 2 renamed the module
         if full_name not in self.names:
             raise UnreadableError(f"{full_name} is not supported; only arrays are supported")
         return Known(full_name)
 
-    def call(self, function, arguments):
+    def call(self, function: object, arguments: object) -> Any:
         """Evaluate the REDUCE opcode: return the object that calling the function or class would create."""
         if isinstance(function, Known):
             match function, arguments:
@@ -230,7 +235,7 @@ class NumPyObjects:
                     return text.encode("latin1")
         raise UnreadableError("contains a call that an array of numbers does not need")
 
-    def set_content(self, target, state):
+    def set_content(self, target: object, state: object) -> None:
         """Evaluate the BUILD opcode: set the content of an array. Raises UnreadableError for any other content."""
         match target, state:
             case np.dtype(), (int(), "<" | "|" | "=", None, None, None, *_):
@@ -242,7 +247,7 @@ class NumPyObjects:
             case _:
                 raise UnreadableError("contains the state of an object that is not an array of numbers")
 
-    def stored(self, identifier):
+    def stored(self, identifier: object) -> Any:
         """Evaluate the BINPERSID opcode: return an object that is stored outside the pickle. Pickles of NumPy arrays
         have no such objects, so this method raises UnreadableError."""
         raise UnreadableError("refers to an object outside the file")

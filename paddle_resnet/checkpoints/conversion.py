@@ -7,6 +7,7 @@ import random
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,14 @@ IMAGENET_CLASSES = 1000
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(\w+)")  # file name of a part of the weights in Hugging Face's format
 
 
-def convert(file, output, arch=None, preprocessing=None, verbose=False, source=None):
+def convert(
+    file: str | Path,
+    output: str | Path,
+    arch: str | None = None,
+    preprocessing: dict[str, Any] | None = None,
+    verbose: bool = False,
+    source: str | None = None,
+) -> dict[str, Any]:
     """Write a checkpoint with weights from a file, or from an installed package that contains a published model.
 
     If the weights have no classifier, the checkpoint has none, so that it can only be fine-tuned.
@@ -162,11 +170,12 @@ def _match(path, arch, tensors):
 def _parameters(arch, classes):
     import paddle
     from paddle import static
+    from paddle.utils import unique_name
 
     from paddle_resnet.models import build_model
 
     paddle.enable_static()
-    with static.program_guard(static.Program(), static.Program()), paddle.utils.unique_name.guard():
+    with static.program_guard(static.Program(), static.Program()), unique_name.guard():
         return foreign_names.parameters(build_model(arch, classes, 3, "NCHW"))
 
 

@@ -8,9 +8,10 @@ temporary. If a run is killed, the next run removes, restores or reuses them:
     .NAME.replaced   the older folder NAME, until a new folder has replaced it
     .lock            locked by the run that writes to ROOT
 
-Deletion removes meta.json first. Until the deletion is complete, the file .unfinished lists the files to delete. Other
-files in the folder are kept (if both lists are damaged, those without a usual name of a checkpoint file). Checkpoints
-of other programs, which have no meta.json, are also kept, if necessary under a different name.
+Deletion removes meta.json first. Until the deletion is complete, the file .unfinished lists the files to delete. All
+other files in the folder are kept. If meta.json and .unfinished are both damaged, the files to delete are those with
+usual names of checkpoint files. Checkpoints of other programs, which have no meta.json, are also kept, if necessary
+under a different name.
 
 There are two ways to write a checkpoint (--checkpoint-commit). "rename" writes the folder under a hidden name and then
 renames it. "marker" is for storage without atomic renames. It writes directly to NAME/, starting with the file
@@ -22,14 +23,17 @@ import errno
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import reprlib
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, BinaryIO, Protocol, TextIO
 
 from paddle_resnet.checkpoints import schema
-from paddle_resnet.settings.values import network_name
+from paddle_resnet.settings.values import FlagValue, network_name
 from paddle_resnet.utils import locks, logger
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.files import finite, fsync, open_regular, written
@@ -50,12 +54,18 @@ class DamagedError(Exception):
     """Raised if a folder is not a valid checkpoint. The message contains the file and the problem."""
 
 
-def run_folder(output_dir, arch):
+class Writable(Protocol):
+    """An object to which the content of a checkpoint file is written."""
+
+    def write(self, data: bytes, /) -> object: ...
+
+
+def run_folder(output_dir: str | Path, arch: str) -> Path:
     """Return the folder for the checkpoints of a run, given --output-dir and --model-arch-name."""
     return Path(output_dir) / network_name(arch)
 
 
-def hold(root):
+def hold(root: Path) -> TextIO:
     """Lock the folder of a run, and return the open lock file, as lock() does.
 
     Raises:
@@ -71,7 +81,7 @@ def hold(root):
         ) from e
 
 
-def lock(root):
+def lock(root: str | Path) -> TextIO:
     """Lock the folder ROOT, so that no other run writes to it.
 
     Returns:
@@ -83,7 +93,7 @@ def lock(root):
     return locks.acquire(Path(root) / _LOCK, logger.warn)
 
 
-def keep(root, file):
+def keep(root: str | Path, file: TextIO) -> TextIO:
     """Return a valid lock on ROOT: `file`, or a new lock if ROOT/.lock has been deleted or replaced.
 
     Raises:
@@ -98,14 +108,20 @@ def keep(root, file):
     return lock(root)
 
 
-def unwritable(root, error):
+def unwritable(root: Path, error: OSError) -> UsageError:
     """Convert an OSError at startup to the UsageError for a run folder that is not writable."""
     is_within = error.filename is not None and Path(os.fsdecode(error.filename)).parent == root
     reason = f"{error.filename}: {error.strerror}" if is_within else error.strerror
     return UsageError(f"--output-dir {root.parent}: cannot be written ({reason}); choose a different folder")
 
 
-def commit(root, name, files, meta, form="rename"):
+def commit(
+    root: str | Path,
+    name: str,
+    files: Mapping[str, Callable[[Writable], object]],
+    meta: dict[str, Any],
+    form: str = "rename",
+) -> Path:
     """Write a checkpoint, which becomes valid only when all its data is on disk.
 
     Args:
@@ -217,7 +233,7 @@ def _discard(replaced, folder):
     delete(replaced)
 
 
-def mark(root, marker, name):
+def mark(root: str | Path, marker: str, name: str) -> None:
     """Atomically point the symbolic link ROOT/MARKER to the checkpoint NAME.
 
     Raises:
@@ -231,7 +247,7 @@ def mark(root, marker, name):
     link.replace(target)
 
 
-def read_meta(folder):
+def read_meta(folder: str | Path) -> dict[str, Any]:
     """Return the content of a folder's meta.json, without the checksum.
 
     Raises:
@@ -258,7 +274,7 @@ def read_meta(folder):
     return meta
 
 
-def prefix(folder, model_prefix):
+def prefix(folder: str | Path, model_prefix: FlagValue) -> Path:
     """Return the common path of a checkpoint's .pdparams and .pdopt files, without these suffixes. The file name comes
     from meta.json or, if there is no meta.json, from foreign_prefix.
 
@@ -268,11 +284,10 @@ def prefix(folder, model_prefix):
     Raises:
         DamagedError: the folder's meta.json is damaged, or the checkpoint is incomplete.
     """
-    listed = _listed_files(Path(folder))
-    return Path(folder) / (schema.prefix(listed) if listed else foreign_prefix(folder, model_prefix))
+    return Path(folder) / (schema.prefix(_listed_files(Path(folder))) or foreign_prefix(folder, model_prefix))
 
 
-def foreign_prefix(folder, model_prefix):
+def foreign_prefix(folder: str | Path, model_prefix: FlagValue) -> str:
     """Return the file prefix in a checkpoint folder that another program wrote. The prefix is --model-prefix if this
     flag is explicit. Otherwise, it is NVIDIA's prefix or the value of --model-prefix if the folder contains a .pdparams
     file with this prefix; otherwise, it is the only prefix in the folder or, if there are none or several, NVIDIA's
@@ -284,7 +299,7 @@ def foreign_prefix(folder, model_prefix):
     return (known or (names if len(names) == 1 else [NVIDIAS_PREFIX]))[0]
 
 
-def is_foreign(folder):
+def is_foreign(folder: str | Path) -> bool:
     """Return whether a folder contains parameters that this program did not write, such as a checkpoint of NVIDIA's
     example. Such a folder contains neither meta.json nor .unfinished."""
     try:
@@ -294,7 +309,7 @@ def is_foreign(folder):
     return not {META, _UNFINISHED} & set(names) and any(name.endswith(".pdparams") for name in names)
 
 
-def verify(folder):
+def verify(folder: str | Path) -> dict[str, Any]:
     """Check the size and sha256 of all files that meta.json lists, and return the content of meta.json.
 
     Raises:
@@ -306,7 +321,7 @@ def verify(folder):
     return meta
 
 
-def verify_file(path, expected, source):
+def verify_file(path: Path, expected: dict[str, Any], source: str) -> None:
     """Check that a file has the expected size and sha256.
 
     Args:
@@ -320,7 +335,7 @@ def verify_file(path, expected, source):
         pass
 
 
-def read_file(path, expected, source):
+def read_file(path: Path, expected: dict[str, Any], source: str) -> bytes:
     """Return the content of a file as bytes. The file is read only once, so that it cannot change after the check. For
     arguments and exceptions, see verify_file."""
     return b"".join(_verified_blocks(path, expected, source))
@@ -342,9 +357,9 @@ def _verified_blocks(path, expected, source):
         raise DamagedError(f"{path.name} does not match its sha256 in {source}")
 
 
-def contains(path):
-    """Return whether a checkpoint contains a file, according to its meta.json. If the checkpoint has no meta.json,
-    return whether the file exists.
+def contains(path: Path) -> bool:
+    """Return whether the meta.json in the folder of a file lists the file. If there is no meta.json, return whether
+    the file exists.
 
     Raises:
         DamagedError: meta.json is damaged, or the checkpoint is incomplete.
@@ -353,8 +368,8 @@ def contains(path):
     return path.name in listed if listed else path.is_file()
 
 
-def read_listed(path):
-    """Return the content of a checkpoint file as bytes, or None if no meta.json lists the file.
+def read_listed(path: Path) -> bytes | None:
+    """Return the content of a checkpoint file, or None if no meta.json lists the file.
 
     Raises:
         DamagedError: the file is missing or was changed after it was written, meta.json is damaged, or the checkpoint
@@ -374,29 +389,30 @@ def _listed_files(folder):
     return {}
 
 
-def position(name):
+def position(name: str) -> tuple[int, int | None] | None:
     """Parse the name of a checkpoint folder. Return (epoch, step), where step is the number of completed steps, or None
     for the end of the epoch. If `name` is not the name of a checkpoint, return None."""
     match = _NAME.fullmatch(name)
-    return match and (int(match[1]), match[2] and int(match[2]))
+    return (int(match[1]), int(match[2]) if match[2] else None) if match else None
 
 
-def below(root):
+def below(root: str | Path) -> list[Path]:
     """List the folders below ROOT whose names are checkpoint names, sorted by epoch and step."""
     if not Path(root).is_dir():
         return []
-    matches = [p for p in Path(root).iterdir() if position(p.name) and p.is_dir()]
-    return sorted(matches, key=lambda p: (position(p.name)[0], position(p.name)[1] or float("inf")))
+    positions = {path: at for path in Path(root).iterdir() if (at := position(path.name)) and path.is_dir()}
+    steps = {path: math.inf if step is None else step for path, (_, step) in positions.items()}
+    return sorted(positions, key=lambda path: (positions[path][0], steps[path]))
 
 
-def finished(root):
+def finished(root: str | Path) -> list[Path]:
     """List the folders below ROOT that contain a checkpoint, sorted by epoch and step. The list includes damaged
     checkpoints and checkpoints of other programs, but neither folders that clean() removes nor folders without
     checkpoint files."""
     return [folder for folder in below(root) if _holds_checkpoint(folder)]
 
 
-def newest_first(root):
+def newest_first(root: str | Path) -> tuple[list[tuple[Path, dict[str, Any]]], list[tuple[Path, str]]]:
     """List the checkpoints below ROOT.
 
     Returns:
@@ -412,13 +428,13 @@ def newest_first(root):
     return sorted(valid, key=lambda pair: pair[1]["sequence"], reverse=True), damaged
 
 
-def is_checkpoint(folder):
+def is_checkpoint(folder: str | Path) -> bool:
     """Return whether a folder contains a checkpoint: a meta.json, valid or damaged, or parameters from a different
     program."""
     return os.path.lexists(Path(folder) / META) or is_foreign(folder)
 
 
-def run_in(path, arch=None):
+def run_in(path: str | Path, arch: str | None = None) -> Path:
     """Return the folder that contains the checkpoints of a run: PATH or, if PATH is an --output-dir, the run folder in
     PATH. If PATH is the link `latest` or `best`, return the checkpoint that it refers to.
 
@@ -438,12 +454,12 @@ def run_in(path, arch=None):
     return runs[0] if runs else path
 
 
-def runs_below(path):
+def runs_below(path: str | Path) -> list[Path]:
     """Return the sorted list of the folders in an --output-dir that contain checkpoints."""
     return [folder for folder in sorted(Path(path).iterdir()) if finished(folder)]
 
 
-def resolve(path, arch=None, log=logger.info):
+def resolve(path: str | Path, arch: str | None = None, log: Callable[[str], object] = logger.info) -> Path:
     """Return the checkpoint to use for a folder. If the folder contains the checkpoints of a run (see run_in), use
     `best`. If `best` does not exist, use the newest checkpoint at the end of an epoch or, if there is no such
     checkpoint, the newest checkpoint. If `best` refers to a missing checkpoint, log a warning. If there is no
@@ -477,7 +493,7 @@ def _target(path):
     return path.parent / os.readlink(path) if path.name in MARKERS and path.is_symlink() else path
 
 
-def newest(root):
+def newest(root: str | Path) -> Path | None:
     """Return the most recently written checkpoint with a valid meta.json below ROOT. If there is none, return the
     checkpoint of another program with the highest epoch number, or None. The files are not verified."""
     valid, others = newest_first(root)
@@ -485,7 +501,7 @@ def newest(root):
     return valid[0][0] if valid else next(reversed(foreign), None)
 
 
-def delete(folder):
+def delete(folder: Path) -> None:
     """Delete a checkpoint, except for files that this program did not write. If the folder is a link, delete only the
     link. If the run is killed during the deletion, the remaining files are not a valid checkpoint. If a file cannot be
     deleted, a warning is logged."""
@@ -499,7 +515,7 @@ def delete(folder):
         logger.warn(f"{folder}: cannot be deleted ({e.strerror}); delete it manually")
 
 
-def clean(root):
+def clean(root: str | Path) -> None:
     """Remove the unfinished files of a killed run, and restore a checkpoint whose replacement was interrupted. If a
     file cannot be deleted, a warning is logged.
 
@@ -522,7 +538,7 @@ def clean(root):
             _remove_unmarked(folder)
 
 
-def remove_all(root):
+def remove_all(root: str | Path) -> None:
     """Delete all checkpoints below ROOT that this program wrote, including damaged checkpoints and links, and log their
     names. If a link refers to a folder elsewhere, keep that folder. If the run is killed during the deletion, the
     remaining checkpoints are still valid.
@@ -536,7 +552,8 @@ def remove_all(root):
         logger.info(f"--overwrite: deleting {', '.join(names)} in {root}")
     if kept := [folder.name for folder in finished(root) if folder not in checkpoints]:
         logger.warn(
-            f"--overwrite: keeps {', '.join(kept)} in {root}, which this program did not write; move them elsewhere"
+            f"--overwrite: keeps {', '.join(kept)} in {root}, because this program did not write them; move them "
+            "elsewhere"
         )
     for path in links + checkpoints:
         if path.is_symlink():
@@ -582,19 +599,19 @@ def _checksum(meta):
 class _HashingFile:
     """A file wrapper that counts and hashes all written bytes."""
 
-    def __init__(self, file):
+    def __init__(self, file: BinaryIO):
         self._file = file
         self.size = 0
         self.digest = hashlib.sha256()
 
-    def write(self, data):
+    def write(self, data: bytes) -> None:
         self._file.write(data)
         self.size += memoryview(data).nbytes
         self.digest.update(data)
 
 
-def write_file(path, write):
-    """Write a file by calling write(file), and flush the file to disk. Returns {"size": bytes, "sha256":
+def write_file(path: Path, write: Callable[[Writable], object]) -> dict[str, Any]:
+    """Write a file by calling write(file), and flush the file to disk. Return {"size": bytes, "sha256":
     hexadecimal}."""
     with open(path, "wb") as file:
         hashing = _HashingFile(file)

@@ -39,15 +39,15 @@ _SAFETENSORS = {
 }
 
 
-def read(path):
+def read(path: str | Path) -> dict[str, np.ndarray]:
     """Read the tensors in a file.
 
     Returns:
         {name: array}. Floating-point values of all widths are converted to float32; integers and booleans keep their
         types.
     Raises:
-        UnreadableError: the file is damaged, has an unknown format, contains anything other than a dict of tensors, or
-            contains a value that is not finite.
+        UnreadableError: the file is damaged, has an unknown format, contains a value that is not finite in float32, or
+            contains no dict of tensors. In PyTorch's files, a dict in one of the entries _NESTED may be this dict.
     """
     readers = {".pdparams": _read_pdparams, ".safetensors": _read_safetensors}
     readers |= dict.fromkeys((".pth", ".pt", ".tar", ".bin"), _read_torch)
@@ -189,7 +189,7 @@ def _read_legacy(file):
         raise UnreadableError("the version or byte order is not supported")
     tensors = _tensors(state)
     if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(objects.storages):
-        raise UnreadableError("the list of storages does not match its tensors")
+        raise UnreadableError("the list of storages does not match the tensors")
     raw = {}
     for key in keys:
         storage, length = objects.storages[key], int.from_bytes(file.read(8), "little")
@@ -252,16 +252,17 @@ class _TorchObjects(arrays.NumPyObjects):
     def stored(self, identifier):
         match identifier:
             case ("storage", arrays.Known() as kind, str(key), str(), int(length), *rest) if rest in ([], [None]):
-                storage = _Storage(_STORAGES.get(kind.removeprefix("torch.")), length)
-                if storage.dtype and self.storages.setdefault(key, storage) == storage:
+                dtype = _STORAGES.get(kind.removeprefix("torch."))
+                storage = dtype and _Storage(dtype, length)
+                if storage and self.storages.setdefault(key, storage) == storage:
                     return key
         raise UnreadableError("contains an invalid reference to a storage")
 
 
 def _tensors(state):
-    """Return {name: _Tensor} for the object in a .pth file. Raises UnreadableError if it is not a state_dict, or
-    empty."""
-    for _ in range(2):  # a dict in a damaged file may contain itself
+    """Return {name: _Tensor} for the object in a .pth file. Raises UnreadableError if the object is not a
+    state_dict, or is empty."""
+    for _ in range(2):  # at most two levels of nesting, because a dict in a damaged file may contain itself
         keys = [key for key in _NESTED if isinstance(state, dict) and isinstance(state.get(key), dict)]
         if keys and keys[0].endswith("_ema"):
             others = f" instead of {', '.join(keys[1:])}" if keys[1:] else ""

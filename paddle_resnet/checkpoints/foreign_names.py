@@ -8,9 +8,14 @@ block with the n-th lowest numbers corresponds to the n-th block of this project
 
 import itertools
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from paddle import nn
 
 # {last component of a tensor name in other projects: last component in this project}. The first line contains all names
 # in PyTorch. Paddle uses "weight" and "bias", too, and the names in the second line.
@@ -31,7 +36,9 @@ class MismatchError(Exception):
     """Raised if tensors cannot be converted to the parameters of a network. The message describes the problem. If it
     does not list all affected tensors, `lines` lists them."""
 
-    def __init__(self, message, lines=(), remedy="set --arch to the network of the weights"):
+    def __init__(
+        self, message: str, lines: Iterable[str] = (), remedy: str = "set --arch to the network of the weights"
+    ):
         super().__init__(message)
         self.lines, self.remedy = list(lines), remedy
 
@@ -237,7 +244,7 @@ class Parameter:
     epsilon: float | None = None
 
 
-def parameters(model):
+def parameters(model: "nn.Layer") -> dict[str, Parameter]:
     """Return {name in the model: Parameter} for a static-graph network, in the order of its layers."""
     layers = dict(model.named_sublayers())
     return {
@@ -246,7 +253,7 @@ def parameters(model):
     }
 
 
-def without_prefix(family, tensors):
+def without_prefix(family: str, tensors: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], str]:
     """Remove the names of wrappers, such as "module." (DataParallel), "_orig_mod." (torch.compile) or "model.", that
     precede the name of every tensor. Also remove the counter of PyTorch's AveragedModel, which adds "module.".
 
@@ -270,7 +277,7 @@ def without_prefix(family, tensors):
     return {name.removeprefix(prefix): array for name, array in tensors.items()}, prefix
 
 
-def number_of_classes(family, tensors):
+def number_of_classes(family: str, tensors: dict[str, np.ndarray]) -> int | None:
     """Return the number of outputs of the network to which the tensors belong, or None if there is no classifier.
 
     Args:
@@ -288,7 +295,9 @@ def number_of_classes(family, tensors):
     return len(tensors[biases[0]])
 
 
-def convert(family, tensors, own):
+def convert(
+    family: str, tensors: dict[str, np.ndarray], own: dict[str, Parameter]
+) -> tuple[dict[str, np.ndarray], str]:
     """Convert tensors to the parameters of a network in this project.
 
     Args:
@@ -341,12 +350,12 @@ def convert(family, tensors, own):
     return {own[name].variable: np.ascontiguousarray(array) for name, array in arrays.items()}, layout.projects
 
 
-def is_from_torch(tensors):
+def is_from_torch(tensors: Iterable[str]) -> bool:
     """Return whether the tensors have the names of PyTorch's BN layers."""
     return any(name.endswith(".running_mean") for name in tensors)
 
 
-def is_of_classifier(name):
+def is_of_classifier(name: str) -> bool:
     """Return whether a parameter of this project's networks belongs to the classifier."""
     return name.startswith(f"{_CLASSIFIER}.")
 

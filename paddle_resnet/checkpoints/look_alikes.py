@@ -4,6 +4,9 @@ tests/checkpoints/look_alikes.py compared all classifiers in timm 1.0.31 and tor
 the same random weights. A network that is missing here has no look-alikes in these libraries.
 """
 
+from collections.abc import Iterable
+from pathlib import Path
+
 from paddle_resnet.checkpoints.foreign_names import is_from_torch
 from paddle_resnet.utils.errors import UsageError
 
@@ -38,13 +41,13 @@ LOOK_ALIKES = {
 }
 
 
-def check(path, arch, tensors, projects, source):
+def check(path: str | Path, arch: str, tensors: Iterable[str], projects: str, source: str | None) -> None:
     """Check that the weights of a network are not those of a look-alike.
 
     Args:
         path: path of the file, for error messages.
         arch: registered name of the network.
-        tensors: {name: array} of the file.
+        tensors: names of the tensors in the file, without a common prefix.
         projects: names of the projects that use these tensor names (result of foreign_names.convert).
         source: value of --source, or None.
     Raises:

@@ -73,7 +73,7 @@ HASHED = {
 }
 
 
-def installed_file(name):
+def installed_file(name: str) -> Path | None:
     """Return the path of the .pth file in the package for NAME, without importing the package. Return None if the
     package is not installed, or does not contain exactly one .pth file."""
     try:
@@ -84,7 +84,7 @@ def installed_file(name):
     return Path(paths[0]) if len(paths) == 1 else None
 
 
-def sha256(path):
+def sha256(path: str | Path) -> str:
     """Return the hexadecimal sha256 of a file. Raises OSError if the file cannot be read or is not a regular file."""
     digest = hashlib.sha256()
     with files.open_regular(path) as file:
@@ -93,7 +93,7 @@ def sha256(path):
     return digest.hexdigest()
 
 
-def claimed_hash(path):
-    """Return the sha256 digits that a file name contains, or None."""
+def claimed_hash(path: str | Path) -> str | None:
+    """Return the first digits of the sha256 that a file name from PyTorch Hub contains, or None."""
     match = _HASH.search(Path(path).name)
     return match and match[1]

@@ -8,6 +8,7 @@ of a different network from then on, and rank 0 saves a network that the other r
 import zlib
 
 import numpy as np
+from paddle import static
 
 from paddle_resnet import graph
 from paddle_resnet.checkpoints import variables
@@ -19,7 +20,7 @@ from paddle_resnet.utils.errors import RunError
 INTERVAL_STEPS = 1000  # training steps between two checks; the variables are also checked before each checkpoint
 
 
-def names(program):
+def names(program: static.Program) -> list[str]:
     """Return the names of the variables of a training program that must be equal on all ranks, sorted.
 
     These are all variables that a checkpoint contains: parameters, float32 master weights, ASP masks, optimizer state
@@ -34,7 +35,7 @@ def names(program):
     return sorted({variable.name for variable in variables.saved(program)} - own)
 
 
-def check(program, where):
+def check(program: static.Program, where: str) -> None:
     """Compare the variables of all ranks. Every rank must call check() between the same two steps, after it has waited
     for its device. In a job with a single process, check() does nothing.
 
@@ -56,13 +57,13 @@ def check(program, where):
     raise RunError(message)
 
 
-def checksums(program):
+def checksums(program: static.Program) -> dict[str, int]:
     """Return {variable: CRC-32 of its bytes} for all variables in names(program). Each variable is copied to host
     memory and then discarded, so that only one copy exists at a time."""
     return {name: zlib.crc32(variables.read(name)) for name in names(program)}
 
 
-def describe(rows, compared, where):
+def describe(rows: np.ndarray, compared: list[str], where: str) -> str:
     """Return the error message for variables that differ between ranks. If more than half of the ranks are equal, the
     message names only the other ranks.
 

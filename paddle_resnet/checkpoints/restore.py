@@ -4,99 +4,41 @@ saver.py defines the content of a checkpoint, folders.py defines the layout of i
 variables.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import os
 import random
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import paddle
 
 from paddle_resnet.checkpoints import folders, schema, variables
+from paddle_resnet.checkpoints.start import StartCheckpoint
 from paddle_resnet.data import numbering
+from paddle_resnet.data.images import some
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.machine import cpu
 from paddle_resnet.models import registered_name, user_file
-from paddle_resnet.settings import inheritance, parsing, validation
+from paddle_resnet.settings import inheritance, parsing, validation, values
 from paddle_resnet.settings.declarations import EVALUATED, RESUMED, of_kinds
 from paddle_resnet.settings.groups import images
-from paddle_resnet.settings.values import flag_name, network_name, text
+from paddle_resnet.settings.values import FlagValue, flag_name, network_name, text
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
 
+if TYPE_CHECKING:
+    from paddle import static
 
-@dataclass(frozen=True)
-class StartCheckpoint:
-    """The checkpoint that a run starts from.
-
-    Attributes:
-        folder: path of the checkpoint.
-        epoch: epoch in which training continues.
-        step: number of completed steps in this epoch. With --accumulate-steps, every batch counts as a step.
-        meta: content of meta.json, or None for a checkpoint of another program, which has no meta.json.
-        resumes: whether this run continues the run that wrote the checkpoint, possibly from the beginning of the epoch.
-            If False, this run loads only the variables.
-        label: name of the checkpoint in messages: the flag that selected the checkpoint, and the folder.
-    """
-
-    folder: str
-    epoch: int
-    step: int = 0
-    meta: dict | None = None
-    resumes: bool = False
-    label: str = ""
-
-    def continues(self, root):
-        """Return whether this run continues from the newest checkpoint below the folder `root`. A run that continues
-        from an older checkpoint would overwrite the newer checkpoints."""
-        newest = folders.newest(root)
-        return self.epoch + self.step > 0 and newest is not None and Path(self.folder).resolve() == newest.resolve()
-
-    @property
-    def loader_state(self):
-        """The state of this process's loader, or None."""
-        if not self.resumes:
-            return None
-        return self.rank_state["loader"]
-
-    @property
-    def rank_state(self):
-        """The recorded state of this process or, if fewer processes wrote the checkpoint, of the last process."""
-        ranks = self.meta["ranks"]
-        return ranks[min(processes.rank(), len(ranks) - 1)]
-
-    @property
-    def trained(self):
-        """Training metrics up to the step of the checkpoint if the evaluation at this step is pending, otherwise
-        None."""
-        return self.meta["trained"] if self.step else None
-
-    @property
-    def is_inside(self):
-        """Whether the run continues within an epoch."""
-        return bool(self.step) and self.step < self.meta["steps_each_epoch"]
-
-    @property
-    def evaluations_since_best(self):
-        """The number of evaluations after the best evaluation of the resumed run."""
-        return self.meta.get("evaluations_since_best", 0) if self.resumes else 0
-
-    def ended_early(self, patience):
-        """Return whether --patience has ended the run."""
-        return 0 < patience <= self.evaluations_since_best
-
-    def is_done(self, iter_unit, epochs, num_iter, patience):
-        """Return whether a run with these flags has completed all its steps."""
-        if self.ended_early(patience):
-            return True
-        if iter_unit == "epoch":
-            return self.epoch >= epochs
-        return self.meta["lr_scheduler"]["last_epoch"] >= num_iter and self.trained is None
+    from paddle_resnet.data.iterators import Loader, TrainingLoader
+    from paddle_resnet.optimizers.schedules import Schedule
+    from paddle_resnet.utils.meters import AverageMeter
 
 
-def find(args):
+def find(args: values.Settings) -> StartCheckpoint | None:
     """Find the checkpoint requested by --resume, or by --from-checkpoint and --last-epoch-of-checkpoint. If there is
     none and --from-pretrained-params is a run folder, set --from-pretrained-params to a checkpoint in this folder.
 
@@ -179,7 +121,7 @@ def _selected(root, wanted, arch, model_prefix, iter_unit):
         return _position(root, _verified(root, flag), iter_unit)
     if wanted in epochs:
         return _position(root / str(wanted), _verified(root / str(wanted), flag), iter_unit)
-    remedy = f"use one of {epochs}" if epochs else "choose a different folder"
+    remedy = f"use an existing epoch ({some(list(map(str, epochs)))})" if epochs else "choose a different folder"
     name = "checkpoint" if wanted == "auto" else f"folder {wanted}"
     raise UsageError(
         f"--last-epoch-of-checkpoint {wanted}: {root} contains no {name} with {folders.META} or "
@@ -224,8 +166,8 @@ def _newest(root, model_prefix, iter_unit, resumes=False, has_alternative=False)
         has_alternative: for --resume, whether the run can start from --from-checkpoint instead. If True and another
             program wrote all checkpoints, None is returned.
     Raises:
-        UsageError: all checkpoints are damaged; the search is for --resume, another program wrote all checkpoints, and
-            has_alternative is False; or see _position.
+        UsageError: none of the checkpoints is valid; the search is for --resume, another program wrote all checkpoints,
+            and has_alternative is False; or _position fails.
     """
     valid, others = folders.newest_first(root)
     foreign = [folder for folder, _ in others if _is_foreign(folder, model_prefix)]
@@ -249,8 +191,8 @@ def _newest(root, model_prefix, iter_unit, resumes=False, has_alternative=False)
         except folders.DamagedError as e:
             logger.warn(f"{folder}: skipped, because it is damaged ({e}); move it away")
     if valid or others:
-        remedy = "move them away to start a new run" if resumes else "choose a different folder"
-        raise UsageError(f"{root}: contains only damaged checkpoints; {remedy}")
+        remedy = "move the checkpoints away to start a new run" if resumes else "choose a different folder"
+        raise UsageError(f"{root}: contains no valid checkpoint; {remedy}")
     return None
 
 
@@ -305,7 +247,9 @@ def _has_files(folder, model_prefix):
     return os.path.lexists(folder / folders.META) or os.path.isfile(foreign)
 
 
-def origin(checkpoint, pretrained, model_prefix):
+def origin(
+    checkpoint: StartCheckpoint | None, pretrained: str | None, model_prefix: FlagValue
+) -> tuple[str | None, dict[str, Any] | None]:
     """Return the checkpoint from which the run loads its initial variables, as (folder, meta.json or None), or (None,
     None) if there is no checkpoint.
 
@@ -333,7 +277,7 @@ def _origin_of_pretrained(pretrained, model_prefix):
     return str(path.parent), meta if meta and path.name in meta["files"] else None
 
 
-def log_evaluated(folder, meta):
+def log_evaluated(folder: str | None, meta: dict[str, Any] | None) -> int:
     """Log which checkpoint (see origin) is evaluated, and return its epoch, or 0 if the epoch is unknown."""
     epoch = meta["epoch"] if meta else folder and _epoch_of(Path(folder))
     if epoch is not None:
@@ -342,7 +286,7 @@ def log_evaluated(folder, meta):
     return epoch or 0
 
 
-def resolve_network(args):
+def resolve_network(args: values.Settings) -> None:
     """If --resume is combined with --from-checkpoint or --from-pretrained-params, and --model-arch-name is not
     explicit, set --model-arch-name to the network of that checkpoint. --resume then searches the run folder of this
     network.
@@ -357,7 +301,7 @@ def resolve_network(args):
             args.set(f"checkpoint {folder}", model_arch_name=recorded_flags(folder, meta, None).model_arch_name)
 
 
-def inherit_flags(args, checkpoint):
+def inherit_flags(args: values.Settings, checkpoint: StartCheckpoint | None) -> None:
     """Set the flags that are not explicit to their values in the meta.json of the initial checkpoint. Log the inherited
     flags, and the explicit flags that differ from the recorded values. The kind of a flag in settings/declarations.py
     determines whether the run inherits it.
@@ -381,14 +325,15 @@ def inherit_flags(args, checkpoint):
         if args.multi_label != recorded.multi_label and (resumes or not args.run_scope.trains):
             raise UsageError(
                 f"--multi-label {str(args.multi_label).lower()}: {folder} was trained with --multi-label "
-                f"{str(recorded.multi_label).lower()}; remove the flag, or start a new run with --from-pretrained-params"
+                f"{str(recorded.multi_label).lower()}; remove the flag, or start a new run with "
+                "--from-pretrained-params"
             )
         if not args.is_explicit("image_shape"):
             # The number of channels must match the filters of the first layer.
             args.set(f"checkpoint {folder}", image_shape=[recorded.image_shape[0], *args.image_shape[1:]])
         if inherited:
-            values = ", ".join(f"{name} {text(value)}" for name, value in inherited.items())
-            logger.info(f"from {folder}/{folders.META}: {values}")
+            described = ", ".join(f"{name} {text(value)}" for name, value in inherited.items())
+            logger.info(f"from {folder}/{folders.META}: {described}")
         _log_differences(folder, differing, resumes)
         if resumes and args.choose_recipe and not recorded.choose_recipe:
             logger.warn(
@@ -423,7 +368,7 @@ def _log_differences(folder, differing, resumes):
         )
 
 
-def recorded_flags(folder, meta, arch):
+def recorded_flags(folder: str | Path, meta: dict[str, Any], arch: str | None) -> values.Settings:
     """Return the flags of the run that wrote a checkpoint.
 
     Args:
@@ -459,13 +404,13 @@ def recorded_flags(folder, meta, arch):
     return args
 
 
-def recorded_classes(meta):
+def recorded_classes(meta: dict[str, Any] | None) -> list[str] | None:
     """Return the classes of a checkpoint in the order of the network's outputs, or None if the checkpoint does not
     contain the classes."""
     return (meta or {}).get("classes") or None
 
 
-def check_resumed_classes(checkpoint, now, fine_tuning):
+def check_resumed_classes(checkpoint: StartCheckpoint, now: list[str] | None, fine_tuning: str) -> None:
     """Raise UsageError if the classes of a resumed run differ from those of its checkpoint.
 
     Args:
@@ -493,7 +438,7 @@ def _first_difference(before, now):
     return f"label {i} was {old} and is {new}"
 
 
-def compare_classes(folder, meta, loader, is_fine_tuning):
+def compare_classes(folder: str, meta: dict[str, Any] | None, loader: Loader, is_fine_tuning: bool) -> None:
     """Warn if the names of the classes of the initial checkpoint and of the data set differ.
 
     Args:
@@ -508,7 +453,16 @@ def compare_classes(folder, meta, loader, is_fine_tuning):
         logger.warn(f"{folder}: trained on different classes ({_first_difference(before, now)}); check --image-root")
 
 
-def restore(checkpoint, lr_scheduler, loader, fetchs, place, *, iter_unit, is_verbose):
+def restore(
+    checkpoint: StartCheckpoint,
+    lr_scheduler: Schedule,
+    loader: TrainingLoader,
+    fetchs: dict[str, tuple[static.Variable, AverageMeter]],
+    place: variables.Place,
+    *,
+    iter_unit: str,
+    is_verbose: bool,
+) -> StartCheckpoint:
     """Restore the position, the learning rate and the random number generators of a training run. If the checkpoint was
     saved within an epoch, also restore the metric sums of the epoch and the BN statistics of this process.
 
@@ -522,7 +476,7 @@ def restore(checkpoint, lr_scheduler, loader, fetchs, place, *, iter_unit, is_ve
         iter_unit: value of --iter-unit.
         is_verbose: see variables.load_statistics.
     Returns:
-        The checkpoint, with step 0 if the loader cannot continue within the epoch.
+        the checkpoint, with step 0 if the loader cannot continue within the epoch.
     Raises:
         UsageError: the number of steps per epoch has changed with --iter-unit batch; the checkpoint was saved within a
             training step of this run's --accumulate-steps; or variables.load_statistics fails.

@@ -8,6 +8,8 @@ run and the state of each process's loader. Within an epoch, each process has it
 contains the BN statistics of rank N > 0. folders.py writes, verifies and deletes the folders.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import io
@@ -19,6 +21,7 @@ import tempfile
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import paddle
@@ -33,14 +36,27 @@ from paddle_resnet.utils import logger, signals
 from paddle_resnet.utils.errors import RunError, UsageError
 from paddle_resnet.utils.meters import main_metric
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
-def check_folder(folder, checkpoint, starts, overwrite, resume):
+    from paddle import static
+
+    from paddle_resnet.checkpoints.start import StartCheckpoint
+    from paddle_resnet.data.iterators import TrainingLoader
+    from paddle_resnet.optimizers.schedules import Schedule
+    from paddle_resnet.settings import values
+    from paddle_resnet.utils.meters import AverageMeter
+
+
+def check_folder(
+    folder: Path, checkpoint: StartCheckpoint | None, starts: dict[str, str], overwrite: bool, resume: bool
+) -> None:
     """Check that the folder for the checkpoints of a run can be created and written, and does not contain checkpoints
     of another run. This function does not create the folder.
 
     Args:
         folder: result of folders.run_folder.
-        checkpoint: the checkpoint that the run starts from (restore.StartCheckpoint), or None.
+        checkpoint: the checkpoint that the run starts from, or None.
         starts: result of Settings.start_paths.
         overwrite, resume: values of the flags.
     Raises:
@@ -81,7 +97,7 @@ def _check_no_other_run(folder, checkpoint, starts, overwrite, resume):
         start = f"--from-checkpoint {folder} --last-epoch-of-checkpoint auto" if is_foreign else "--resume"
         raise UsageError(
             f"{folder}: contains checkpoints of {'another program' if is_foreign else 'an earlier run'} "
-            f"({', '.join(names[:3])}{', ...' * (len(names) > 3)}); continue the newest with {start}, or choose a "
+            f"({', '.join(names[:3])}{', ...' * (len(names) > 3)}); continue from the newest with {start}, or choose a "
             "different --output-dir" + ("" if within or is_foreign else ", or replace them with --overwrite")
         )
     if resume and (newer := _newer(folder, checkpoint)):
@@ -105,7 +121,7 @@ def _is_within(path, folder):
     return folder.resolve() in [path, *path.parents]
 
 
-def best_before(root, checkpoint):
+def best_before(root: str | Path, checkpoint: StartCheckpoint) -> dict[str, Any] | None:
     """Return the metrics and the position of the best evaluation up to `checkpoint`. If several evaluations are equally
     good, return the earliest. Only checkpoints that led to `checkpoint` count: a checkpoint that was written before
     `checkpoint` but at a later step belongs to an abandoned branch of training. Return None if there is none."""
@@ -150,7 +166,15 @@ class Saver:
         UsageError: see check_folder.
     """
 
-    def __init__(self, args, program, lr_scheduler, loader, fetchs, checkpoint=None):
+    def __init__(
+        self,
+        args: values.Settings,
+        program: static.Program,
+        lr_scheduler: Schedule,
+        loader: TrainingLoader,
+        fetchs: dict[str, tuple[static.Variable, AverageMeter]],
+        checkpoint: StartCheckpoint | None = None,
+    ):
         self._lock = None
         self._args, self._program, self._lr_scheduler = args, program, lr_scheduler
         self._loader, self._fetchs = loader, fetchs
@@ -187,15 +211,20 @@ class Saver:
         except OSError as e:
             raise folders.unwritable(folder, e) from e
 
-    def follow(self, loader, fetchs, program):
+    def follow(
+        self,
+        loader: TrainingLoader,
+        fetchs: dict[str, tuple[static.Variable, AverageMeter]],
+        program: static.Program,
+    ) -> None:
         """Replace the loader, the meters and the program whose state is saved."""
         self._loader, self._fetchs, self._program = loader, fetchs, program
 
-    def record(self, stop, result):
+    def record(self, stop: durations.Stop, result: dict[str, Any]) -> bool:
         """Update the best evaluation and the count for --patience. Every process must call record().
 
         Args:
-            stop: durations.Stop at which the network was evaluated.
+            stop: the stop at which the network was evaluated.
             result: result of program.run.
         Returns:
             whether this is the best evaluation so far. If several evaluations are equally good, the earliest is the
@@ -210,8 +239,10 @@ class Saver:
             self.best = _result_at(stop.epoch, stop.place().get("step"), numbers)
         return is_best
 
-    def save_if_due(self, stop, trained, evaluated):
-        """Save a checkpoint at a durations.Stop if --save-interval requires it, if the evaluation there is the best so
+    def save_if_due(
+        self, stop: durations.Stop, trained: dict[str, Any] | None, evaluated: dict[str, Any] | None
+    ) -> None:
+        """Save a checkpoint at a stop if --save-interval requires it, if the evaluation there is the best so
         far, or if --patience ends the run. For exceptions, see save()."""
         step = stop.place().get("step")
         is_best = self.best is not None and _name_of(self.best) == _name(stop.epoch, step)
@@ -220,16 +251,23 @@ class Saver:
             self.save(stop.epoch, step, trained, evaluated, is_averaged=stop.averages_bn)
 
     @property
-    def ends_early(self):
+    def ends_early(self) -> bool:
         """Whether --patience ends the run."""
         return 0 < self._args.patience <= self._evaluations_since_best
 
     @property
-    def best_folder(self):
+    def best_folder(self) -> Path:
         """The folder of the checkpoint with the best evaluation. The run must have evaluated the network."""
         return self._root / _name_of(self.best)
 
-    def save(self, epoch, step=None, trained=None, evaluated=None, is_averaged=False):
+    def save(
+        self,
+        epoch: int,
+        step: int | None = None,
+        trained: dict[str, Any] | None = None,
+        evaluated: dict[str, Any] | None = None,
+        is_averaged: bool = False,
+    ) -> None:
         """Save the state between two steps. Every process must call save(). If no step has run since the last
         checkpoint and `evaluated` is None, nothing is saved.
 
@@ -294,7 +332,7 @@ class Saver:
         self.folder = self._root / name
         self._pending = self._writer.submit(self._write, name, files, meta, [params, optimizer, *own_files.values()])
 
-    def save_on_error(self, error, epoch, step, trained):
+    def save_on_error(self, error: BaseException, epoch: int, step: int | None, trained: dict[str, Any] | None) -> None:
         """Save the state after an error if a resumed run can continue from this state. This is the case if a stop was
         requested, or if an evaluation failed in a single-process run. In a multi-process run, nothing is saved after a
         failed evaluation, because the other processes may be dead or in a different phase.
@@ -323,7 +361,7 @@ class Saver:
             raise signals.Preempted("; continue with the same command and --resume") from None
         logger.info(f"epoch {epoch}: trained and saved, but not evaluated; repeat the command with --resume")
 
-    def finish(self):
+    def finish(self) -> None:
         """Wait until the last checkpoint is on disk. Only rank 0 writes checkpoints.
 
         Raises:
@@ -411,7 +449,7 @@ def _unpack(data):
     return json.loads(data[8 : 8 + size]), body
 
 
-def pickled(state):
+def pickled(state: Mapping[str, np.ndarray]) -> Callable[[folders.Writable], None]:
     """Return a function that writes the pickle of a state to a binary file."""
     return lambda file: pickle.dump(state, file, protocol=4)
 

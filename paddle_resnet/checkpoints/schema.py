@@ -7,13 +7,15 @@ import json
 import random
 import re
 import reprlib
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
 from paddle_resnet.utils.checks import is_count, is_list_of, is_none_or, is_number, is_ratio, is_table, is_text
 
 
-def problem(meta):
+def problem(meta: dict[str, Any]) -> str | None:
     """Return a description of the first problem in the content of a meta.json (without its checksum), or None if the
     content is valid."""
     for name, is_valid in SCHEMA.items():
@@ -92,7 +94,7 @@ def _are_seeds(value):
         return False
 
 
-def as_tuples(value):
+def as_tuples(value: Any) -> Any:
     """Convert nested lists from JSON to tuples, which random.setstate requires."""
     return tuple(map(as_tuples, value)) if isinstance(value, list) else value
 
@@ -108,7 +110,7 @@ def _are_files(value):
     )
 
 
-def prefix(files):
+def prefix(files: Iterable[str]) -> str | None:
     """Return X if X.pdparams and X.pdopt are the only files with these suffixes, otherwise None."""
     [names, others] = (
         [name.removesuffix(end) for name in files if name.endswith(end)] for end in (".pdparams", ".pdopt")

@@ -8,6 +8,7 @@ contains this file, evaluation, prediction, export and --from-pretrained-params 
 """
 
 import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,13 +17,16 @@ import paddle
 from paddle import static
 
 from paddle_resnet.checkpoints import arrays, folders
+from paddle_resnet.checkpoints.start import StartCheckpoint
 from paddle_resnet.components import quantization
 from paddle_resnet.components.sparsity import MASK, has_masks_of_signed_search
 from paddle_resnet.models import ends
-from paddle_resnet.settings.values import FlagValue
+from paddle_resnet.settings import values
 from paddle_resnet.step import facts, scalars
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
+
+Place = paddle.CPUPlace | paddle.CUDAPlace
 
 LOSS_SCALE = "loss_scaling_0"  # Paddle's name for the variable that contains the loss scale
 MASTER = "_fp32_master_0"  # suffix of the float32 master copy of a half-precision parameter
@@ -47,7 +51,7 @@ class LoadOptions:
     """
 
     arch: str
-    model_prefix: FlagValue
+    model_prefix: values.FlagValue
     pretrained: str | None
     skips_classifier: bool
     trains: bool
@@ -58,7 +62,7 @@ class LoadOptions:
     is_verbose: bool
 
     @classmethod
-    def of(cls, args):
+    def of(cls, args: values.Settings) -> "LoadOptions":
         """Return the options that the flags specify."""
         return cls(
             arch=args.model_arch_name,
@@ -74,9 +78,9 @@ class LoadOptions:
         )
 
 
-def load_start(options, checkpoint, program, place):
-    """Load the initial variables of a run from a checkpoint (restore.StartCheckpoint) or from pretrained parameters. If
-    there is neither a checkpoint nor pretrained parameters, the variables keep their values from the startup program.
+def load_start(options: LoadOptions, checkpoint: StartCheckpoint | None, program: static.Program, place: Place) -> bool:
+    """Load the initial variables of a run from a checkpoint or from pretrained parameters. If there is neither a
+    checkpoint nor pretrained parameters, the variables keep their values from the startup program.
 
     Returns:
         whether the weights of the checkpoint are already pruned; False if there is no checkpoint.
@@ -90,11 +94,18 @@ def load_start(options, checkpoint, program, place):
     return False
 
 
-def load(options, folder, program, place, label=None, log=logger.info):
+def load(
+    options: LoadOptions,
+    folder: str | Path,
+    program: static.Program,
+    place: Place,
+    label: str | None = None,
+    log: Callable[[str], object] = logger.info,
+) -> bool:
     """Load the parameters and, for a training program, the optimizer state from a checkpoint folder.
 
     Args:
-        options: LoadOptions.
+        options: how the run uses the weights.
         folder: folder with PREFIX.pdparams and, for a training program, PREFIX.pdopt. folders.prefix determines PREFIX.
         program: training or evaluation Program whose startup program has run.
         place: device of the program.
@@ -144,22 +155,25 @@ def _read_weights(path, label, log=logger.info):
     return _read(path, label)
 
 
-def states(program):
+def states(program: static.Program) -> list[facts.State]:
     """Return the list of the facts.State of a training program."""
     return facts.of(program).states
 
 
-def load_states(options, checkpoint, program, place):
+def load_states(
+    options: LoadOptions, checkpoint: StartCheckpoint | None, program: static.Program, place: Place
+) -> list[facts.State]:
     """Load the states of a training program that have a file of their own (facts.State) from a checkpoint. load() loads
     those in PREFIX.pdopt.
 
     Args:
-        options: LoadOptions.
-        checkpoint: restore.StartCheckpoint or None.
+        options: how the run uses the weights.
+        checkpoint: the checkpoint that the run starts from, or None.
         program: training Program.
         place: device of the program.
     Returns:
-        list of the states that the checkpoint does not contain.
+        the states that start_states must initialize: those whose file the checkpoint does not contain, or all states if
+        there is no checkpoint.
     Raises:
         UsageError: a file is damaged, cannot be read or does not match the model.
     """
@@ -180,8 +194,11 @@ def load_states(options, checkpoint, program, place):
     return missing
 
 
-def start_states(missing, checkpoint, program, place):
-    """Initialize the states `missing` of a training program with its current weights and BN statistics."""
+def start_states(
+    missing: list[facts.State], checkpoint: StartCheckpoint | None, program: static.Program, place: Place
+) -> None:
+    """Initialize the states in `missing` that start with the values of their sources (facts.State) with the current
+    weights and BN statistics of a training program."""
     params, _ = snapshot(program)
     for state in missing:
         if not state.starts_as_source:
@@ -192,7 +209,7 @@ def start_states(missing, checkpoint, program, place):
             logger.info(f"{state.flag}: {state.what} initialized with the weights of {checkpoint.folder}")
 
 
-def own_files(program, params):
+def own_files(program: static.Program, params: dict[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
     """Return the content of the files of states (facts.State), {suffix: {name: array}}: the parameters `params` that
     snapshot() returned, in which the variables of the state replace their sources."""
     return {
@@ -202,7 +219,7 @@ def own_files(program, params):
     }
 
 
-def load_pretrained(options, program, place):
+def load_pretrained(options: LoadOptions, program: static.Program, place: Place) -> None:
     """Load the parameters of --from-pretrained-params. The optimizer keeps its initial state. With
     --pretrained-mismatch skip-classifier, the variables of the classifier that are missing or have a different shape
     are set to zero (Kolesnikov et al., arXiv:1912.11370, section 3.3); all other parameters must match.
@@ -229,7 +246,7 @@ def load_pretrained(options, program, place):
         _set_master(name, zeros, others, place)
 
 
-def pretrained_file(path, model_prefix):
+def pretrained_file(path: str | Path, model_prefix: values.FlagValue) -> Path:
     """Return the file that --from-pretrained-params specifies.
 
     Args:
@@ -279,7 +296,7 @@ def _check_number_of_classes(options, state, parameters, classifier, label):
         raise UsageError(f"{label}: has {classes} classes, but this run has {own[1]}; {remedy}")
 
 
-def load_statistics(path, place, is_verbose):
+def load_statistics(path: str | Path, place: Place, is_verbose: bool) -> None:
     """Load the BN statistics of this process from bn_rankN.npz. Variables that follow a statistic (facts.State, such as
     NAME.ema) in the file, but are not in the program, are ignored.
 
@@ -296,7 +313,7 @@ def load_statistics(path, place, is_verbose):
     _load_strictly(known, state, f"--resume: {path}", place, "--model-arch-name", is_verbose)
 
 
-def snapshot(program):
+def snapshot(program: static.Program) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Copy variables to host memory, and return ({parameter: float32 array}, {optimizer variable: array})."""
     parameters, others = variables(program)
     params = {name: read(name) for name in parameters}
@@ -400,7 +417,7 @@ def _load_strictly(variables, state, label, place, remedy, is_verbose):
         set_variable(name, state[name], place)
 
 
-def variables(program):
+def variables(program: static.Program) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
     """Return ({parameter: shape}, {optimizer variable: shape}). The parameters include BN statistics and ASP masks.
     Neither dictionary includes the states with a file of their own, such as averages of the weights."""
     parameters, others = {}, {}
@@ -414,7 +431,7 @@ def variables(program):
     return parameters, others
 
 
-def saved(program):
+def saved(program: static.Program) -> list[static.Variable]:
     """Return the variables of a program that a checkpoint contains, including averages of the weights."""
     omitted = {"feed", "fetch"}
     omitted |= {name for state in states(program) if state.file is None for name in state.variables.values()}
@@ -442,7 +459,7 @@ def _tensor(name):
 
 
 @contextlib.contextmanager
-def restored(program, place):
+def restored(program: static.Program, place: Place) -> Iterator[None]:
     """At the end of the `with` block, reset all persistable variables of a program to their values before the block,
     except host scalars, which are written before each step."""
     persistent = [variable.name for variable in program.list_vars() if variable.persistable]
@@ -456,11 +473,11 @@ def restored(program, place):
             set_variable(name, array, place)
 
 
-def read(name):
+def read(name: str) -> np.ndarray:
     return np.array(_tensor(name))
 
 
-def set_variable(name, array, place):
+def set_variable(name: str, array: np.ndarray, place: Place) -> None:
     tensor = _tensor(name)
     if array.dtype.kind == "f":
         array = _bfloat16(array) if tensor._dtype() == paddle.bfloat16 else array.astype(np.array(tensor).dtype)

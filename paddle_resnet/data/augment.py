@@ -79,7 +79,7 @@ class Settings:
     )
     color_jitter: float = flag(
         0.0,
-        "strength of color jitter: brightness, contrast and saturation are scaled by factors from 1-S to 1+S",
+        "strength of color jitter: brightness, contrast and saturation are scaled by factors from max(0, 1-S) to 1+S",
         topic="augment",
         parse=numbers.not_negative_number,
         metavar="S",
@@ -163,8 +163,8 @@ def augment(images: Any, mean: Any, options: Any, seeds: list[int]) -> tuple[Any
 
 def seeds_of(seed: int, shard_id: int) -> list[int]:
     """Return the explicit seeds of a shard, for the changes in AUGMENTATIONS and the padded crop. DALI assigns seeds to
-    all other random operators, such as cropping and flipping, in their order in the graph; because of the explicit
-    seeds, optional changes do not change these."""
+    all other random operators, such as cropping and flipping, in their order in the graph. Operators with explicit
+    seeds, and therefore optional changes, have no effect on these seeds."""
     count = 1 + max(CROP_SEED, *(index for entry in AUGMENTATIONS for index in entry.seeds))
     return np.random.SeedSequence([seed, shard_id]).generate_state(count).tolist()
 

@@ -65,7 +65,9 @@ def check_labels(
                 allowed = f"{source} allows {first} to {first + limit - 1}"
             if label_offset:
                 allowed += f" with --label-offset {label_offset}"
-            remedy = "number the classes from 0, set --label-offset to the first label, or use a larger --num-of-class"
+            remedy = "number the classes from 0, or set --label-offset to the first label"
+            if limit is not None:
+                remedy += ", or add names to classes.txt" if classes else ", or use a larger --num-of-class"
             if label - label_offset == limit == _IMAGENET_CLASSES and path.endswith(".txt"):
                 remedy = (
                     "labels from 1 to 1000 are probably those of ImageNet's development kit, whose order is not that "

@@ -5,8 +5,8 @@ the LMDB reader, which always uses mmap.
 
 Order of the training images: class folders and file lists are fully shuffled before each epoch. RecordIO files and
 LMDBs are read in stored order through a buffer of at most shards.SHUFFLE_BUFFER images per process, from which the next
-image is drawn at random. So are TFRecord and WebDataset shards, but in each epoch, the shards are read in a different
-random order, which all processes share. For the order of Parquet files, see formats/parquet.py.
+image is drawn at random. TFRecord and WebDataset shards also use such a buffer, but in each epoch, the shards are read
+in a different random order, which all processes share. For the order of Parquet files, see formats/parquet.py.
 """
 
 import hashlib
@@ -119,8 +119,8 @@ class BalancedSampler:
     """Draws an endless sequence of training batches for one process (--balanced-sampling).
 
     Each image of an epoch is drawn in two steps: first a class from all classes that have images, then an image of this
-    class. Both are drawn uniformly and with replacement. The draws depend only on the images of each
-    class, seed, epoch, rank and the number of images per epoch.
+    class. Both are drawn uniformly and with replacement. The draws depend only on the images of each class, the seed,
+    the epoch, the rank and the number of images per epoch.
 
     Args:
         data_set: DataSet with labels.

@@ -4,6 +4,8 @@ docs/data.md lists the kinds of files; tests/image_kinds.py contains a file of e
 misreads some kinds on a GPU only (they have the flag CPU), and some on both devices (flag UNREADABLE).
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from paddle_resnet.utils.errors import python
@@ -26,12 +28,12 @@ for _place, _bytes in ((0, b"\xff\xd8\xff\xe0\0\x10JFIF"), (20, b"\xff\xdb\0\x43
     COMMON_MASK[_place : _place + len(_bytes)] = 255
 
 
-def kinds(files):
+def kinds(files: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Return the flags of each image file, int32 scalars. `files` is a list of uint8 arrays [size]."""
     return [np.array(_inspect(memoryview(file))[0], np.int32) for file in files]
 
 
-def problem(data):
+def problem(data: bytes | np.ndarray) -> str | None:
     """Return the reason why an image file is rejected although its header is valid, or None. `data` is the content of
     the file (bytes or uint8 array)."""
     return _inspect(memoryview(data))[1]

@@ -18,7 +18,7 @@ class Files(NamedTuple):
         names: paths relative to image_root.
         labels: labels of the images.
         classes: names of the class folders or lines of classes.txt in label order, or None.
-        lines: numbers of their lines in a file list; None for class folders.
+        lines: line number of each image in a file list; None for class folders.
     """
 
     names: list[str]

@@ -1,12 +1,11 @@
-"""Locate, create and check the index files of record files. The record formats in formats/ describe their content.
+"""Locate, create and check the index files of record files. The modules in formats/ parse their content.
 
 DALI requires an index for each TFRecord shard and RecordIO file. DALI also reads tar shards without an index, but then
 scans them at startup. Index files use DALI's formats, with offsets and sizes in bytes. TFRecord: one line `offset size`
 per record. RecordIO: one line `key offset` per record. WebDataset: a line `v1.1 COUNT`, then one line per sample with
 `extension offset size` for each of its files.
 
-This module imports neither DALI nor Paddle, so that the tools' worker processes do not
-wait for these imports.
+This module imports neither DALI nor Paddle, so that the tools' worker processes start without these imports.
 """
 
 import hashlib

@@ -10,17 +10,24 @@ import base64
 import contextlib
 import sys
 from collections import deque
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import paddle
 from nvidia.dali.plugin.base_iterator import LastBatchPolicy
 from nvidia.dali.plugin.paddle import DALIGenericIterator, feed_ndarray, lod_tensor_clip, to_paddle_type
+from paddle import static
 from paddle.base.data_feeder import convert_dtype
 
 from paddle_resnet.data import bad_images
 from paddle_resnet.data.formats import FORMATS
 from paddle_resnet.job import processes
 from paddle_resnet.utils.errors import DataError, UsageError, command, counted
+
+if TYPE_CHECKING:
+    from nvidia.dali.pipeline import Pipeline
+
+    from paddle_resnet.data.data_set import DataSet
 
 READER = "Reader"  # name of the reader operator in a pipeline
 UNKNOWN_LENGTH = sys.maxsize  # length of a loader that does not implement __len__
@@ -34,12 +41,16 @@ class _Steps:
     """Counts the steps of an iterator. An epoch consists of `images` images, of which `_left` remain in the current
     epoch."""
 
-    def __len__(self):
+    images: int
+    batch_size: int
+    _left: int
+
+    def __len__(self) -> int:
         return -(-self.images // self.batch_size)
 
     @property
-    def step(self):
-        """Return the number of batches that have been yielded in this epoch."""
+    def step(self) -> int:
+        """Number of batches that have been yielded in this epoch."""
         return -(-(self.images - self._left) // self.batch_size)
 
 
@@ -55,7 +66,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
         pipeline: DALI pipeline, built or not, that pads the last batch and returns images and labels.
         images: number of images to yield per epoch. If the batch size does not divide this number, the last batch is
             smaller.
-        data_set: data_set.DataSet that the pipeline reads.
+        data_set: the data set that the pipeline reads.
         image_root: folder of the data set.
         conditions: settings to store in state(). A loader that resumes from the state compares these settings with its
             own.
@@ -67,7 +78,16 @@ class ShardIterator(_Steps, DALIGenericIterator):
         StateError: raised by `next` if the pipeline's position contradicts `step`.
     """
 
-    def __init__(self, pipeline, images, data_set, image_root, conditions, step=0, epoch=0):
+    def __init__(
+        self,
+        pipeline: "Pipeline",
+        images: int,
+        data_set: "DataSet",
+        image_root: str,
+        conditions: dict[str, Any],
+        step: int = 0,
+        epoch: int = 0,
+    ):
         self.images = images
         self.data_set_size = data_set.size
         self.classes = data_set.classes
@@ -94,16 +114,16 @@ class ShardIterator(_Steps, DALIGenericIterator):
             self._schedule_runs(False)  # start decoding while the program is being built
 
     @property
-    def class_images(self):
+    def class_images(self) -> np.ndarray | None:
         """See data_set.DataSet."""
         return self._data_set.class_images
 
-    def state(self):
+    def state(self) -> dict[str, Any]:
         """Return the state of a training loader as JSON-serializable data, to be passed to dali.build_dataloader."""
         pipeline = base64.b64encode(self.checkpoints()[0]).decode()
         return {"conditions": self._conditions, "epoch": self._epoch, "step": self.step, "pipeline": pipeline}
 
-    def write_into(self, targets):
+    def write_into(self, targets: dict[str, Any]) -> None:
         """Copy every full batch into `targets`, starting with the next batch. A smaller last batch is returned in new
         tensors.
 
@@ -135,7 +155,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
         self._left -= min(self._left, self.batch_size)
         return [batch]
 
-    def reset(self):
+    def reset(self) -> None:
         """Start the next epoch. Call reset() at the end of an epoch."""
         super().reset()
         self._left = self.images
@@ -189,12 +209,12 @@ class ShardIterator(_Steps, DALIGenericIterator):
         return batch
 
 
-def feeds(program):
+def feeds(program: static.Program) -> dict[str, static.Variable]:
     """Return the input variables of a program as {name: variable}, in the order in which they were declared."""
     return {v.name: v for v in program.global_block().vars.values() if v.is_data}
 
 
-def adapted(loader, program):
+def adapted(loader: Any, program: static.CompiledProgram) -> Any:
     """Return the loader itself if it has the interface that this module defines; otherwise, wrap the loader in an
     Adapter."""
     return loader if hasattr(loader, "write_into") else Adapter(loader, program)
@@ -214,7 +234,7 @@ class Adapter:
 
     step = 0
 
-    def __init__(self, loader, program):
+    def __init__(self, loader: Any, program: static.CompiledProgram):
         self._loader = loader
         self._inputs = {
             name: f"{convert_dtype(v.dtype)} {['N', *v.shape[1:]]}" for name, v in feeds(program._program).items()
@@ -235,12 +255,12 @@ class Adapter:
             self._check_sizes(in_use[-1])
             yield [in_use[-1]]
         if not in_use:
-            raise UsageError("run: the loader yielded no batches; pass an iterable that can be iterated repeatedly")
+            raise UsageError("run: the loader yielded no batches; pass an iterable that yields batches in every pass")
 
-    def write_into(self, targets):
+    def write_into(self, targets: dict[str, Any]) -> None:
         """Do nothing, because the wrapped loader allocates its batches."""
 
-    def reset(self):
+    def reset(self) -> None:
         """Do nothing, because each iteration begins a new epoch."""
 
     def _tensor(self, name, value):
@@ -270,7 +290,7 @@ class EmptyIterator:
 
     step = 0
 
-    def __init__(self, data_set):
+    def __init__(self, data_set: "DataSet"):
         self.data_set_size = data_set.size
         self.classes = data_set.classes
         self.class_names = data_set.class_names
@@ -279,13 +299,13 @@ class EmptyIterator:
     def __len__(self):
         return 0
 
-    def write_into(self, targets):
+    def write_into(self, targets: dict[str, Any]) -> None:
         """Do nothing, because there are no batches."""
 
     def __iter__(self):
         return iter(())
 
-    def reset(self):
+    def reset(self) -> None:
         pass
 
 
@@ -302,7 +322,15 @@ class SyntheticIterator(_Steps):
         state: see dali.build_dataloader.
     """
 
-    def __init__(self, batch, place, images, num_of_class, conditions, state=None):
+    def __init__(
+        self,
+        batch: dict[str, np.ndarray],
+        place: paddle.CPUPlace | paddle.CUDAPlace,
+        images: int,
+        num_of_class: int,
+        conditions: dict[str, Any],
+        state: dict[str, Any] | None = None,
+    ):
         self.batch_size, self.images = len(batch["label"]), images
         self.data_set_size = conditions["number of images"]
         self.classes = self.class_names = list(map(str, range(num_of_class)))
@@ -312,10 +340,10 @@ class SyntheticIterator(_Steps):
         self._conditions = conditions
         self._left = self.images - (state["step"] if state else 0) * self.batch_size
 
-    def state(self):
+    def state(self) -> dict[str, Any]:
         return {"conditions": self._conditions, "step": self.step}
 
-    def write_into(self, targets):
+    def write_into(self, targets: dict[str, Any]) -> None:
         """Do nothing, because the only batch is already in device memory."""
 
     def __iter__(self):
@@ -330,10 +358,14 @@ class SyntheticIterator(_Steps):
             return [self._full]
         return [{name: self._tensor(array[:n]) for name, array in self._host.items()}]
 
-    def reset(self):
+    def reset(self) -> None:
         self._left = self.images
 
     def _tensor(self, array):
         tensor = paddle.framework.core.LoDTensor()
         tensor.set(np.ascontiguousarray(array), self._place)
         return tensor
+
+
+TrainingLoader = ShardIterator | SyntheticIterator
+Loader = TrainingLoader | EmptyIterator

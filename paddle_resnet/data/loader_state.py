@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import nvidia.dali
+from nvidia.dali.pipeline import Pipeline
 
 from paddle_resnet.data.iterators import ShardIterator, StateError
 from paddle_resnet.settings.values import text
@@ -92,7 +93,7 @@ def match(
     return state, False
 
 
-def restored(pipeline: nvidia.dali.Pipeline, make: Callable[[], ShardIterator]) -> ShardIterator:
+def restored(pipeline: Pipeline, make: Callable[[], ShardIterator]) -> ShardIterator:
     """Return an iterator over a pipeline that resumes from a DALI checkpoint. The pipeline is built before the
     iterator, because an error during the build indicates a damaged checkpoint, not a damaged image.
 

@@ -3,8 +3,7 @@
 Class folders have names but no numbers; file lists and records have numbers and possibly names. `establish` combines
 what both splits contain, and every program that reads labels uses its result. docs/data.md describes the rules.
 
-This module imports neither DALI nor Paddle, so that the worker processes of the data-set tools do not
-wait for these imports.
+This module imports neither DALI nor Paddle, so that the tools' worker processes start without these imports.
 """
 
 import contextlib

@@ -14,7 +14,7 @@ import os
 from dataclasses import dataclass
 
 from paddle_resnet.data import blocks, sniffer
-from paddle_resnet.utils.errors import UsageError, installation
+from paddle_resnet.utils.errors import UsageError, command, installation
 
 SUFFIXES = (".parquet", ".arrow")
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # last bytes of an Arrow file
@@ -71,7 +71,10 @@ def columns(path: str, image_column: str | None = None, label_column: str | None
     image = _chosen(path, schema, "--image-column", image_column, images)
     label = _chosen(path, schema, "--label-column", label_column, labels)
     if not (_is_binary(schema.field(image).type) or _holds_bytes(schema.field(image).type)):
-        raise UsageError(f"{path}: the column {image} has the type {schema.field(image).type}, not the bytes of images")
+        raise UsageError(
+            f"{path}: the column {image} has the type {schema.field(image).type}, not the bytes of images; run "
+            f"`{command('dataset', 'import')}` with --image-column set to a column of image files"
+        )
     names = features.get(label, {}).get("names")
     if isinstance(names, dict):  # {"0": name, ...}
         names = [names[key] for key in sorted(names, key=int)]
@@ -222,5 +225,8 @@ def _chosen(path, schema, flag, name, candidates):
         what = (
             f"the columns {', '.join(candidates[:5])} are all candidates" if candidates else "no column is recognized"
         )
-        raise UsageError(f"{path}: {what} for {flag}; set it to one of {', '.join(candidates[:10]) or shown}")
+        names = ", ".join(candidates[:10]) or shown
+        raise UsageError(
+            f"{path}: {what} for {flag}; run `{command('dataset', 'import')}` with {flag} set to one of {names}"
+        )
     return candidates[0]

@@ -1,9 +1,13 @@
 """Convert the network's input to images for display."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 
-def pictures(images, data_layout, scale, mean, std):
+def pictures(
+    images: np.ndarray, data_layout: str, scale: float, mean: Sequence[float], std: Sequence[float]
+) -> np.ndarray:
     """Convert a batch of network input to RGB images by reversing the layout and the normalization.
 
     Args:

@@ -5,6 +5,7 @@ import functools
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -44,11 +45,11 @@ class DataRoot:
 
     def __init__(
         self,
-        image_root: str | os.PathLike,
+        image_root: str | Path,
         data_format: str = AUTO,
         allow_outside: bool = False,
         label_offset: int | str = AUTO,
-        skip_list: str | os.PathLike | None = None,
+        skip_list: str | Path | None = None,
         skip: frozenset[str] = frozenset(),
         is_multi_label: bool = False,
     ):

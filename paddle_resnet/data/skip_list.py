@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 from paddle_resnet.data.images import TEXT_LIMIT, is_outside
 from paddle_resnet.utils.errors import UsageError
@@ -16,7 +17,7 @@ def skip_list_line(name: str) -> str:
     return f"{name if is_plain else json.dumps(name)}\n"
 
 
-def read(path: str, image_root: str) -> frozenset[str]:
+def read(path: str | Path, image_root: str) -> frozenset[str]:
     """Read a --skip-list: one Image.name per line, in the format of skip_list_line.
 
     Args:
@@ -45,7 +46,7 @@ def read(path: str, image_root: str) -> frozenset[str]:
     return skip
 
 
-def check_inside(path: str, skip: frozenset[str], image_root: str) -> None:
+def check_inside(path: str | Path, skip: frozenset[str], image_root: str) -> None:
     """Raise UsageError if a skip list contains a path outside image_root."""
     for name in sorted(skip):
         if is_outside(name, image_root):

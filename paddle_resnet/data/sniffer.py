@@ -1,7 +1,7 @@
 """Recognize what a folder contains, for errors about a data set, `dataset info` and `dataset import --list`.
 
-LAYOUTS is a table of patterns, most specific first. The patterns match the paths in the folder and, if it
-has at most _SUBFOLDERS subfolders, those in its subfolders.
+LAYOUTS is a table of patterns, most specific first. The patterns match the paths of the entries of a folder and, if
+the folder has at most _SUBFOLDERS subfolders, of the entries of these.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import re
 import shlex
 import tarfile
 import zipfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paddle_resnet.data.images import IMAGE_SUFFIXES
@@ -134,7 +135,7 @@ class Sight:
     is_certain: bool = False
 
 
-def look(root):
+def look(root: str | os.PathLike[str]) -> list[Sight]:
     """Return [Sight] for what a folder contains, most specific first, or [] if nothing is recognized."""
     root = os.fspath(root)
     paths = _paths(root)
@@ -166,7 +167,7 @@ def _is_usable(path):
     return not path.endswith(TABLE_SUFFIXES) or is_table(path)
 
 
-def npz_keys(names):
+def npz_keys(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Return {split: (name of the images, name of the labels)} for the arrays of an .npz file: train_images and
     train_labels in MedMNIST, or x_train and y_train in Keras."""
     names, keys = {*names}, {}
@@ -177,7 +178,7 @@ def npz_keys(names):
     return keys
 
 
-def advice(root, only_certain=False):
+def advice(root: str | os.PathLike[str], only_certain: bool = False) -> str | None:
     """Return a text for the end of an error message, which states what a folder contains and what to do; or None if
     nothing is recognized.
 
@@ -191,7 +192,7 @@ def advice(root, only_certain=False):
     return printable(f"it contains {sights[0].what}; {sights[0].todo}")
 
 
-def is_table(path, image_column=None, label_column=None):
+def is_table(path: str, image_column: str | None = None, label_column: str | None = None) -> bool:
     """Return whether a file is a table with a column of images and a column of labels.
 
     Args:
@@ -208,7 +209,7 @@ def is_table(path, image_column=None, label_column=None):
     return has_images and has_labels
 
 
-def header(path):
+def header(path: str) -> list[str]:
     """Return the names of the columns of a table, or [] if the file cannot be read or is not a table."""
     with contextlib.suppress(OSError, ValueError, csv.Error):
         if not os.path.isfile(path):
@@ -222,12 +223,13 @@ def header(path):
     return []
 
 
-def delimiter(line):
+def delimiter(line: str) -> str:
     """Return the delimiter of a line of a table: the one of tab, comma and semicolon that occurs most often."""
     return max("\t,;", key=line.count)
 
 
-def normalized(name):
+def normalized(name: str) -> str:
+    """Return the name of a column in lower case without spaces, _ and -, as in IMAGE_COLUMNS."""
     return re.sub(r"[\s_-]", "", name.casefold())
 
 

@@ -132,7 +132,7 @@ def _fill(folder, links):
 
 
 def problem(several_gpus: bool = False) -> str | None:
-    """Check whether Paddle can open its CUDA libraries. Call this function after importing Paddle.
+    """Check whether Paddle can open CUDA libraries of the required versions. Call this function after importing Paddle.
 
     Args:
         several_gpus: whether to check NCCL, which is needed for several GPUs.

@@ -6,9 +6,13 @@ Importing this package does not import Paddle, so an unknown name is reported wi
 import importlib
 import weakref
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from paddle_resnet.models import user_file
 from paddle_resnet.utils.errors import UsageError
+
+if TYPE_CHECKING:
+    from paddle import nn, static
 
 RESIZE_RATIO = 256 / 224  # default ratio of --resize-short to --crop-size
 
@@ -36,7 +40,7 @@ class Network:
     resize_ratio: float = RESIZE_RATIO
     preprocessing: dict = field(default_factory=dict)
 
-    def __call__(self, **arguments):
+    def __call__(self, **arguments: Any) -> "nn.Layer":
         module = importlib.import_module(f"paddle_resnet.models.{self.module}")
         return getattr(module, self.constructor)(**self.options, **arguments)
 
@@ -104,7 +108,7 @@ class Ends:
 _ends = weakref.WeakKeyDictionary()  # {Program: Ends of the network that build_model built in it}
 
 
-def build_model(arch, num_classes, channels, data_format):
+def build_model(arch: str, num_classes: int, channels: int, data_format: str) -> "nn.Layer":
     """Build a network in the current program, and return the network.
 
     The network's attributes `first` (a Conv2D) and `last` (a Linear) are its first and last layers. ends(program)
@@ -117,7 +121,7 @@ def build_model(arch, num_classes, channels, data_format):
         data_format: "NCHW" or "NHWC".
     Raises:
         UsageError: --model-arch-name is not in the registry, the user's file fails user_file.check or raises an
-            exception, or its network is not a paddle.nn.Layer with suitable attributes `first` and `last`.
+            exception, or the network is not a paddle.nn.Layer with suitable attributes `first` and `last`.
     """
     from paddle import static
 
@@ -152,7 +156,7 @@ def _declared_ends(arch, model, channels):
     return first, last
 
 
-def logits(model, images, arch, num_classes):
+def logits(model: "nn.Layer", images: "static.Variable", arch: str, num_classes: int) -> "static.Variable":
     """Apply a network to images in the current program, and return the logits [N, num_classes].
 
     Args:
@@ -172,19 +176,19 @@ def logits(model, images, arch, num_classes):
     return out
 
 
-def ends(program):
-    """Return the Ends of the network that build_model built in a program."""
+def ends(program: "static.Program") -> Ends:
+    """Return the Ends of the network that build_model built in a program. Raises KeyError if there is none."""
     return _ends[program]
 
 
-def registered(arch):
+def registered(arch: str) -> Network | None:
     """Return the Network for a value of --model-arch-name, or None if the value is not in the registry. Names are
     matched as in registered_name."""
     network = {_simplified(name): network for name, network in MODELS.items()}.get(_simplified(arch))
     return network if isinstance(network, Network) else None
 
 
-def registered_name(arch, flag="--model-arch-name"):
+def registered_name(arch: str, flag: str = "--model-arch-name") -> str:
     """Return the registered name for a value of --model-arch-name, ignoring case, "-" and "_". FILE.py:NAME is returned
     unchanged. `flag` is the flag to name in errors.
 
@@ -196,7 +200,8 @@ def registered_name(arch, flag="--model-arch-name"):
         return arch
     names = {_simplified(name): name for name in MODELS}
     if _simplified(arch) not in names:
-        raise UsageError(f"{flag} {arch}: unknown network; use one of {', '.join(MODELS)}, or FILE.py:NAME")
+        own = ", or FILE.py:NAME" if flag == "--model-arch-name" else ""  # --arch does not support users' files
+        raise UsageError(f"{flag} {arch}: unknown network; use one of {', '.join(MODELS)}{own}")
     return names[_simplified(arch)]
 
 

@@ -3,6 +3,7 @@
 import csv
 import math
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from paddle_resnet.models import MODELS, registered, registered_name
@@ -16,7 +17,7 @@ SHAPE_ONLY = ("elementwise_add_grad", "reduce_mean_grad")  # operators that read
 CHANNELS, CLASSES = 3, 1000
 
 
-def size(arch, side, num_classes=CLASSES):
+def size(arch: str, side: int, num_classes: int = CLASSES) -> dict[str, int]:
     """Return the size of a network.
 
     Args:
@@ -36,13 +37,14 @@ def size(arch, side, num_classes=CLASSES):
     with signals.importing_paddle():
         import paddle
         from paddle import static
+        from paddle.utils import unique_name
 
     from paddle_resnet.models import build_model, logits
     from paddle_resnet.models.layers import is_float32
 
     paddle.enable_static()
     main = static.Program()
-    with static.program_guard(main, static.Program()), paddle.utils.unique_name.guard():
+    with static.program_guard(main, static.Program()), unique_name.guard():
         images = static.data("images", [1, CHANNELS, side, side])
         out = logits(build_model(arch, num_classes, CHANNELS, "NCHW"), images, arch, num_classes)
         forward = list(main.global_block().ops)
@@ -73,7 +75,7 @@ def _multiply_adds(block, op):
     return 0
 
 
-def speeds():
+def speeds() -> dict[str, dict[str, str]]:
     """Return {network: row of benchmarks/networks.csv}, or {} if this file does not exist."""
     if not SPEEDS.exists():
         return {}
@@ -81,7 +83,7 @@ def speeds():
         return {row["network"]: row for row in csv.DictReader(file)}
 
 
-def rows(archs):
+def rows(archs: Iterable[str]) -> Iterator[list[str]]:
     """Yield the rows of the table as lists of strings: first the header, then one row per network."""
     measured = speeds()
     yield ["network", "image", "parameters", "multiply-adds", "activations", "paper", "training", "evaluation", "on"]
@@ -117,7 +119,7 @@ def _main(argv):
         print("  ".join(cells).rstrip())
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> int:
     """Print the table and return the exit code (paddle_resnet/utils/exit_codes.py)."""
     return exit_codes.of(program("models"), lambda: _main(sys.argv[1:] if argv is None else argv))
 

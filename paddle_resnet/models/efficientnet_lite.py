@@ -10,7 +10,7 @@ import math
 
 import paddle
 import paddle.nn.functional as F
-from paddle import nn
+from paddle import nn, static
 from paddle.nn.initializer import Uniform
 
 from paddle_resnet.models.layers import ConvBN, FanOutNormal, InvertedResidual, rounded
@@ -25,14 +25,24 @@ STEM, HEAD = 32, 1280
 
 
 class EfficientNetLite(nn.Layer):
-    """Image classifier with the same arguments, input and output as resnet.ResNet.
+    """Image classifier. resnet.ResNet describes the input, the output, and the arguments that are not listed
+    here.
 
     Args:
         width: factor for the number of channels in all stages.
         depth: factor for the number of blocks in all stages except the first and the last.
+        stages: see STAGES.
     """
 
-    def __init__(self, width, depth, num_classes=1000, in_channels=3, data_format="NCHW", stages=STAGES):
+    def __init__(
+        self,
+        width: float,
+        depth: float,
+        num_classes: int = 1000,
+        in_channels: int = 3,
+        data_format: str = "NCHW",
+        stages: tuple = STAGES,
+    ):
         super().__init__()
         norm = {"epsilon": 1e-3, "momentum": 0.99}
         common = {"data_format": data_format, "initializer": FanOutNormal(), "padding": "SAME", **norm}
@@ -52,14 +62,14 @@ class EfficientNetLite(nn.Layer):
         self.classifier = nn.Linear(HEAD, num_classes, weight_attr=paddle.ParamAttr(initializer=Uniform(-limit, limit)))
 
     @property
-    def first(self):
+    def first(self) -> nn.Conv2D:
         return self.stem.conv
 
     @property
-    def last(self):
+    def last(self) -> nn.Linear:
         return self.classifier
 
-    def forward(self, x):
+    def forward(self, x: static.Variable) -> static.Variable:
         x = F.relu6(self.stem(x))
         for block in self.blocks:
             x = block(x)

@@ -1,12 +1,12 @@
 """GhostNet at width 1.0: Han et al., "GhostNet: More Features from Cheap Operations", arXiv:1911.11907.
 
-Initialization follows the authors' code, which uses PyTorch's defaults, except that biases are initially 0. The authors
-train with dropout before the classifier; to use dropout, add --dropout 0.2.
+As in the authors' code, the weights are initialized like PyTorch's defaults; unlike there, biases are initially 0. The
+authors train with dropout before the classifier; to use dropout, add --dropout 0.2.
 """
 
 import paddle
 import paddle.nn.functional as F
-from paddle import nn
+from paddle import nn, static
 from paddle.nn.initializer import KaimingUniform
 
 from paddle_resnet.models.layers import ConvBN, DropPath, SqueezeExcitation, rounded
@@ -43,7 +43,7 @@ class Ghost(nn.Layer):
         self.activation = activation or (lambda x: x)
         self.axis = 1 if data_format == "NCHW" else 3
 
-    def forward(self, x):
+    def forward(self, x: static.Variable) -> static.Variable:
         x = self.activation(self.primary(x))
         return paddle.concat([x, self.activation(self.cheap(x))], axis=self.axis)
 
@@ -71,7 +71,7 @@ class Block(nn.Layer):
         if stride > 1 or in_channels != channels:
             self.shortcut = nn.Sequential(depthwise(in_channels), ConvBN(in_channels, channels, 1, 1, **common))
 
-    def forward(self, x):
+    def forward(self, x: static.Variable) -> static.Variable:
         y = self.expand(x)
         for layer in (self.depthwise, self.se):
             y = y if layer is None else layer(y)
@@ -79,9 +79,16 @@ class Block(nn.Layer):
 
 
 class GhostNet(nn.Layer):
-    """Image classifier with the same arguments, input and output as resnet.ResNet."""
+    """Image classifier. resnet.ResNet describes the input, the output, and the arguments that are not listed
+    here.
 
-    def __init__(self, num_classes=1000, in_channels=3, data_format="NCHW", blocks=BLOCKS):
+    Args:
+        blocks: see BLOCKS.
+    """
+
+    def __init__(
+        self, num_classes: int = 1000, in_channels: int = 3, data_format: str = "NCHW", blocks: tuple = BLOCKS
+    ):
         super().__init__()
         common = {"data_format": data_format, "initializer": INITIALIZER}
         self.stem = ConvBN(in_channels, STEM, 3, 2, **common)
@@ -97,14 +104,14 @@ class GhostNet(nn.Layer):
         self.classifier = nn.Linear(HEAD, num_classes, **weights)
 
     @property
-    def first(self):
+    def first(self) -> nn.Conv2D:
         return self.stem.conv
 
     @property
-    def last(self):
+    def last(self) -> nn.Linear:
         return self.classifier
 
-    def forward(self, x):
+    def forward(self, x: static.Variable) -> static.Variable:
         x = F.relu(self.stem(x))
         for block in self.blocks:
             x = block(x)

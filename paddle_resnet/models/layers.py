@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from typing import TYPE_CHECKING
 
 import paddle
 import paddle.nn.functional as F
@@ -9,10 +10,13 @@ from paddle import nn, static
 from paddle.nn.initializer import Constant, Initializer, KaimingNormal, Normal, TruncatedNormal, Uniform
 from paddle.utils import unique_name
 
+if TYPE_CHECKING:
+    from paddle.base.framework import Block, Operator
+
 FLOAT32_SCOPE = "float32"  # mixed precision computes operators in this name scope in float32
 
 
-def dropout(x, rate, seed):
+def dropout(x: static.Variable, rate: float, seed: static.Variable) -> static.Variable:
     """Return x after dropout (Srivastava et al., JMLR 15, 2014). Unlike paddle.nn.Dropout, this function does not use
     Paddle's random number generator.
 
@@ -39,29 +43,30 @@ def _append(op_type, inputs, **attrs):
     return out
 
 
-def sigmoid(x):
+def sigmoid(x: static.Variable) -> static.Variable:
     """Return the sigmoid of each element of x."""
     return _append("sigmoid", {"X": x})
 
 
-def product(x, y, trans_x=False, trans_y=False):
-    """Return the batched matrix product of x and y; trans_x and trans_y transpose the last two axes first."""
+def product(x: static.Variable, y: static.Variable, trans_x: bool = False, trans_y: bool = False) -> static.Variable:
+    """Return the batched matrix product of x and y. If trans_x or trans_y is set, the last two axes of x or y are
+    transposed first."""
     return _append("matmul_v2", {"X": x, "Y": y}, trans_x=trans_x, trans_y=trans_y)
 
 
-def is_float32(op):
+def is_float32(op: "Operator") -> bool:
     """Return whether mixed precision must keep an operator in float32."""
     return op.attr("op_namescope").startswith(f"/{FLOAT32_SCOPE}")
 
 
-def rounded(channels, divisor):
+def rounded(channels: float, divisor: int) -> int:
     """Return a number of channels rounded to the nearest multiple of the divisor, or rounded up if the nearest multiple
     is more than 10 % smaller than the number."""
     result = int(channels + divisor / 2) // divisor * divisor
     return result + divisor if result < 0.9 * channels else result
 
 
-def truncated_normal(std):
+def truncated_normal(std: float) -> Initializer:
     """Return an initializer with a normal distribution that is truncated at two standard deviations. Paddle 2.6 always
     truncates at two standard deviations; Paddle 3 truncates at the values a and b, by default -2 and 2, regardless of
     the standard deviation."""
@@ -74,7 +79,7 @@ class FanOutNormal(Initializer):
     equation 14). As in TensorFlow's reference code for EfficientNet, the fan-out of a depthwise filter is its number of
     weights per channel."""
 
-    def forward(self, var, block=None):
+    def forward(self, var: static.Variable, block: "Block | None" = None) -> "Operator | None":
         outputs, inputs, *kernel = var.shape
         is_depthwise = inputs == 1
         fan_out = math.prod(kernel) * (1 if is_depthwise else outputs)
@@ -132,7 +137,7 @@ class ConvBN(nn.Layer):
         scale = paddle.ParamAttr(initializer=Constant(scale))
         self.bn = BatchNorm(channels, momentum, epsilon, weight_attr=scale, data_format=data_format)
 
-    def forward(self, x):
+    def forward(self, x: static.Variable) -> static.Variable:
         return self.bn(self.conv(x))
 
 
@@ -146,7 +151,7 @@ class DropPath(nn.Layer):
 
     rate, seed = 0.0, None
 
-    def forward(self, x):
+    def forward(self, x: static.Variable) -> static.Variable:
         if not self.rate:
             return x
         block = static.default_main_program().global_block()
@@ -172,7 +177,7 @@ class BlurPool(nn.Layer):
         self.first = nn.AvgPool2D(2, stride=1, padding=1, exclusive=True, data_format=data_format)
         self.second = nn.AvgPool2D(2, stride=2, data_format=data_format)
 
-    def forward(self, x):
+    def forward(self, x: static.Variable) -> static.Variable:
         return self.second(self.first(x))
 
 
@@ -201,7 +206,7 @@ class SqueezeExcitation(nn.Layer):
         self.reduce, self.expand = conv(channels, hidden), conv(hidden, channels)
         self.activation, self.gate = activation, gate
 
-    def forward(self, x):
+    def forward(self, x: static.Variable) -> static.Variable:
         return x * self.gate(self.expand(self.activation(self.reduce(self.pool(x)))))
 
 
@@ -228,7 +233,7 @@ class SelfAttention(nn.Layer):
         self.weight = self.create_parameter([channels, channels, 1], attr=attr)
         self.gamma = self.create_parameter([1], default_initializer=Constant(0.0))
 
-    def forward(self, x):
+    def forward(self, x: static.Variable) -> static.Variable:
         channels, *size = x.shape[1:] if self.is_nchw else (x.shape[-1], *x.shape[1:-1])
         scale = math.prod(size) ** -0.5
         rows = paddle.reshape(x, [0, channels, -1] if self.is_nchw else [0, -1, channels])
@@ -279,7 +284,7 @@ class InvertedResidual(nn.Layer):
         self.activation = activation
         self.drop_path = DropPath() if stride == 1 and in_channels == channels else None
 
-    def forward(self, x):
+    def forward(self, x: static.Variable) -> static.Variable:
         y = x if self.expand is None else self.activation(self.expand(x))
         y = self.activation(self.depthwise(y))
         y = self.project(y if self.se is None else self.se(y))

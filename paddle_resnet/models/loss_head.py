@@ -10,26 +10,38 @@ image counts as incorrect. If all logits of an image are NaN, the image has no p
 is NaN or +inf, the loss of that image is NaN.
 """
 
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
 import numpy as np
 import paddle
 import paddle.nn.functional as F
 from paddle import static
 from paddle.utils import unique_name
 
+if TYPE_CHECKING:
+    from paddle.base.framework import Operator
+
 SCOPE = "loss_head"
 
 
-def scope():
+def scope() -> AbstractContextManager[None]:
     """Return a context manager that marks all operators created in its block as part of the loss head."""
     return static.name_scope(SCOPE)
 
 
-def contains(op):
+def contains(op: "Operator") -> bool:
     """Return whether an operator belongs to the loss head."""
     return op.attr("op_namescope").startswith(f"/{SCOPE}")
 
 
-def add_paddle(logits, targets, class_num, label_smoothing, is_train):
+def add_paddle(
+    logits: static.Variable,
+    targets: dict[str, static.Variable],
+    class_num: int,
+    label_smoothing: float,
+    is_train: bool,
+) -> dict[str, static.Variable]:
     """Add the loss head to the current program, with Paddle's operators.
 
     Args:
@@ -99,7 +111,9 @@ def _correction(loss, logits, label, weights):
     return _op("where", {"Condition": is_limited, "X": difference, "Y": _op("fill_any_like", {"X": exact}, value=0.0)})
 
 
-def weigh_images(targets, class_weights, class_num):
+def weigh_images(
+    targets: dict[str, static.Variable], class_weights: static.Variable, class_num: int
+) -> static.Variable:
     """Return a weight for each image, float32 [N, 1] (--class-weights). The weight of an image is the weight of its
     class. The weight of a mixed image is the mean of the weights of both classes, weighted by their fractions in the
     target.
@@ -116,7 +130,7 @@ def weigh_images(targets, class_weights, class_num):
         return _op("reduce_sum", {"X": weights * class_weights}, dim=[1], keep_dim=True)
 
 
-def balanced_weights(images):
+def balanced_weights(images: np.ndarray) -> np.ndarray:
     """Return the class weights for --class-weights balanced, n / (classes * images in the class), like scikit-learn's
     compute_class_weight. n is the number of training images, and `classes` is the number of classes with images. The
     weight of a class without images is 0.
@@ -152,7 +166,7 @@ def _accuracies(logits, label, order, sizes):
     return accuracies
 
 
-def mean_over_mirrored(logits):
+def mean_over_mirrored(logits: static.Variable) -> static.Variable:
     """Average the class probabilities of images and their mirror images (--tta flip).
 
     Args:
@@ -214,14 +228,20 @@ def _full(shape, value, dtype):
     return out
 
 
-def add_logits(logits):
-    """Return a copy of the logits, float32 [N, class_num]. The host computes the softmax, so that a CUDA graph needs no
-    softmax operator."""
+def add_logits(logits: static.Variable) -> static.Variable:
+    """Add a copy of the logits to the loss head, float32 [N, class_num], and return it. The host computes the softmax,
+    so that a CUDA graph needs no softmax operator."""
     with scope():
         return paddle.scale(logits, 1.0)
 
 
-def add_native(logits, targets, class_num, label_smoothing, is_train):
+def add_native(
+    logits: static.Variable,
+    targets: dict[str, static.Variable],
+    class_num: int,
+    label_smoothing: float,
+    is_train: bool,
+) -> dict[str, static.Variable]:
     """Add the loss head to the current program, with one custom operator. Arguments and result are those of
     add_paddle."""
     block = static.default_main_program().global_block()

@@ -4,7 +4,7 @@ Initialization and batch normalization follow the authors' code (TF-slim); dropo
 
 import paddle
 import paddle.nn.functional as F
-from paddle import nn
+from paddle import nn, static
 
 from paddle_resnet.models.layers import ConvBN, InvertedResidual, truncated_normal
 
@@ -16,9 +16,16 @@ STAGES = (
 
 
 class MobileNetV2(nn.Layer):
-    """Image classifier of width 1.0 with the same arguments, input and output as resnet.ResNet."""
+    """Image classifier of width 1.0. resnet.ResNet describes the input, the output, and the arguments that are not
+    listed here.
 
-    def __init__(self, num_classes=1000, in_channels=3, data_format="NCHW", stages=STAGES):
+    Args:
+        stages: see STAGES.
+    """
+
+    def __init__(
+        self, num_classes: int = 1000, in_channels: int = 3, data_format: str = "NCHW", stages: tuple = STAGES
+    ):
         super().__init__()
         initializer = truncated_normal(0.09)
         common = {"data_format": data_format, "initializer": initializer, "epsilon": 1e-3, "momentum": 0.997}
@@ -35,14 +42,14 @@ class MobileNetV2(nn.Layer):
         self.classifier = nn.Linear(1280, num_classes, weight_attr=paddle.ParamAttr(initializer=initializer))
 
     @property
-    def first(self):
+    def first(self) -> nn.Conv2D:
         return self.stem.conv
 
     @property
-    def last(self):
+    def last(self) -> nn.Linear:
         return self.classifier
 
-    def forward(self, x):
+    def forward(self, x: static.Variable) -> static.Variable:
         x = F.relu6(self.stem(x))
         for block in self.blocks:
             x = block(x)

@@ -9,7 +9,7 @@ from functools import partial
 
 import paddle
 import paddle.nn.functional as F
-from paddle import nn
+from paddle import nn, static
 
 from paddle_resnet.models.layers import ConvBN, InvertedResidual, SqueezeExcitation, rounded, truncated_normal
 
@@ -33,14 +33,15 @@ STEM = 16
 
 
 class MobileNetV3(nn.Layer):
-    """Image classifier with the same arguments, input and output as resnet.ResNet.
+    """Image classifier. resnet.ResNet describes the input, the output, and the arguments that are not listed
+    here.
 
     Args:
         blocks: LARGE or SMALL.
         head: number of channels of the layer before the classifier.
     """
 
-    def __init__(self, blocks, head, num_classes=1000, in_channels=3, data_format="NCHW"):
+    def __init__(self, blocks, head, num_classes: int = 1000, in_channels: int = 3, data_format: str = "NCHW"):
         super().__init__()
         initializer = truncated_normal(0.09)
         layout = {"data_format": data_format, "initializer": initializer}
@@ -60,14 +61,14 @@ class MobileNetV3(nn.Layer):
         self.classifier = nn.Linear(head, num_classes, **weights)
 
     @property
-    def first(self):
+    def first(self) -> nn.Conv2D:
         return self.stem.conv
 
     @property
-    def last(self):
+    def last(self) -> nn.Linear:
         return self.classifier
 
-    def forward(self, x):
+    def forward(self, x: static.Variable) -> static.Variable:
         x = F.hardswish(self.stem(x))
         for block in self.blocks:
             x = block(x)

@@ -5,14 +5,19 @@ layer in the list is a part, except that the stem is always a single part.
 """
 
 import re
+from typing import TYPE_CHECKING
 
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError
 
+if TYPE_CHECKING:
+    from paddle import nn, static
+    from paddle.base.framework import Parameter
+
 ALL_BUT_CLASSIFIER = "all-but-classifier"
 
 
-def freeze(model, names):
+def freeze(model: "nn.Layer", names: list[str]) -> "list[Parameter]":
     """Freeze layers of a network before its forward pass is built. The optimizer does not update the parameters of
     frozen layers. Frozen BN layers normalize with their running statistics and do not update these statistics.
 
@@ -39,7 +44,7 @@ def freeze(model, names):
             )
         chosen = [path for path in layers if any(_matches(layers, name, path) for name in names)]
     frozen = []
-    for layer in map(layers.get, chosen):
+    for layer in (layers[path] for path in chosen):
         if hasattr(layer, "_use_global_stats"):  # only BN layers have this attribute
             layer._use_global_stats = True
         for parameter in layer.parameters(include_sublayers=False):
@@ -53,14 +58,14 @@ def freeze(model, names):
     return frozen
 
 
-def set_bn_momentum(model, momentum):
+def set_bn_momentum(model: "nn.Layer", momentum: float) -> None:
     """Set the momentum of all BN layers, which is the weight of the previous value in their moving averages."""
     for layer in model.sublayers():
         if hasattr(layer, "_use_global_stats"):
             layer._momentum = momentum
 
 
-def stop_gradients(program):
+def stop_gradients(program: "static.Program") -> None:
     """Mark the variables of a forward pass that do not depend on trainable parameters, so that the backward pass omits
     their gradients."""
     block = program.global_block()
@@ -70,7 +75,7 @@ def stop_gradients(program):
                 block.var(name).stop_gradient = True
 
 
-def rate_factors(model, decay, classifier_factor):
+def rate_factors(model: "nn.Layer", decay: float, classifier_factor: float) -> dict[str, float]:
     """Return {name of a trainable parameter: factor of its learning rate}. The factor of the last part, the classifier,
     is classifier_factor. The factor of the k-th part before the classifier is decay ** k."""
     parts = _parts(model)

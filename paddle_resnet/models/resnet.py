@@ -17,7 +17,7 @@ from functools import partial
 
 import paddle
 import paddle.nn.functional as F
-from paddle import nn
+from paddle import nn, static
 from paddle.nn.initializer import Normal
 
 from paddle_resnet.models.layers import BlurPool, ConvBN, DropPath, SelfAttention, SqueezeExcitation
@@ -89,7 +89,7 @@ class Block(nn.Layer):
         self.drop_path = DropPath()
         self.activation = activation
 
-    def forward(self, x):
+    def forward(self, x: static.Variable) -> static.Variable:
         y = x
         for conv_bn in self.branch[:-1]:
             y = self.activation(conv_bn(y))
@@ -200,14 +200,14 @@ class ResNet(nn.Layer):
         self.classifier = nn.Linear(channels, num_classes, weight_attr=paddle.ParamAttr(initializer=initializer))
 
     @property
-    def first(self):
+    def first(self) -> nn.Conv2D:
         return self.stem[0].conv
 
     @property
-    def last(self):
+    def last(self) -> nn.Linear:
         return self.classifier
 
-    def forward(self, x):
+    def forward(self, x: static.Variable) -> static.Variable:
         for conv_bn in self.stem:
             x = self.activation(conv_bn(x))
         if self.pool is not None:

@@ -5,7 +5,7 @@ number generators differ.
 """
 
 import numpy as np
-from paddle import ParamAttr, nn
+from paddle import ParamAttr, nn, static
 
 
 class Net(nn.Layer):
@@ -37,7 +37,7 @@ class Net(nn.Layer):
         self.average = nn.AdaptiveAvgPool2D(1, data_format=data_format)
         self.last = nn.Linear(16, num_classes, weight_attr=weights(16, num_classes))
 
-    def forward(self, images):
+    def forward(self, images: static.Variable) -> static.Variable:
         x = self.pool(nn.functional.relu(self.norm(self.first(images))))
         y = nn.functional.relu6(self.depthwise_norm(self.depthwise(x)))
         x = nn.functional.relu(self.pointwise_norm(self.pointwise(y)) + x)

@@ -10,7 +10,9 @@ import symtable
 import sys
 import traceback
 import types
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from paddle_resnet.utils import files
 from paddle_resnet.utils.errors import UsageError, core
@@ -18,13 +20,13 @@ from paddle_resnet.utils.errors import UsageError, core
 MAX_BYTES = 1 << 24
 
 
-def split(arch):
+def split(arch: str) -> tuple[str, str] | None:
     """Return (path, NAME) for FILE.py:NAME, or None for the name of a registered network."""
     match = re.fullmatch(r"(.+\.py):([A-Za-z_]\w*)", arch, re.ASCII)
-    return match and match.groups()
+    return (match[1], match[2]) if match else None
 
 
-def check(arch):
+def check(arch: str) -> None:
     """Check that FILE.py exists, is valid Python and defines NAME.
 
     Raises:
@@ -47,8 +49,8 @@ def check(arch):
         raise UsageError(f"{flag}: {path} does not define {name}; use a name that it defines ({defined})")
 
 
-def sha256(arch):
-    """Return the hexadecimal sha256 of the file, or None for the name of a registered network.
+def sha256(arch: str) -> str | None:
+    """Return the hexadecimal sha256 of FILE.py, or None for the name of a registered network.
 
     Raises:
         UsageError: the file cannot be read.
@@ -56,9 +58,9 @@ def sha256(arch):
     return hashlib.sha256(_read(arch)).hexdigest() if split(arch) else None
 
 
-def load(arch):
-    """Execute the file as a module, and return the object NAME and the file's sha256. The file is executed again only
-    if its content has changed.
+def load(arch: str) -> tuple[Any, str]:
+    """Execute FILE.py as a module, and return the object NAME and the sha256 of the file. If load() has executed the
+    same content before, it does not execute the file again.
 
     Raises:
         UsageError: the file fails check() or raises an exception.
@@ -83,7 +85,7 @@ def load(arch):
 
 
 @contextlib.contextmanager
-def errors(arch):
+def errors(arch: str) -> Iterator[None]:
     """Convert exceptions from the file's code to a UsageError with the line number. Exceptions from registered networks
     propagate unchanged."""
     try:

@@ -35,8 +35,8 @@ NVRTC_NAMES = ("libnvrtc.so.12", "libnvrtc.so.11.2", "libnvrtc.so")
 COMPILER_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-Wall")
 
 
-def cache_folder():
-    """Return the cache folder as a Path.
+def cache_folder() -> Path:
+    """Return the folder for the compiled operators and kernels.
 
     Raises:
         Unavailable: the home folder cannot be determined.
@@ -51,7 +51,7 @@ class Unavailable(Exception):
     """Raised if the custom operators cannot be built or loaded on this machine. The message states the reason."""
 
 
-def missing(capability=None):
+def missing(capability: tuple[int, int] | None = None) -> str | None:
     """Return what this machine lacks for building the operators.
 
     Args:
@@ -69,7 +69,7 @@ def missing(capability=None):
     return None
 
 
-def load(capability=None):
+def load(capability: tuple[int, int] | None = None) -> None:
     """Build the libraries that are not in the cache, and register the operators with Paddle.
 
     Args:
@@ -97,9 +97,8 @@ def load(capability=None):
 
 
 @functools.cache
-def register():
-    """Build the operators if necessary, register them with Paddle, once per process, and return their library
-    (ctypes.CDLL).
+def register() -> ctypes.CDLL:
+    """Build the operators if necessary, register them with Paddle once per process, and return their library.
 
     Raises:
         Unavailable: the operators cannot be built, or Paddle cannot load the library.

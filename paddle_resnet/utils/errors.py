@@ -132,8 +132,8 @@ def core(error: BaseException) -> str:
 
 
 NO_CLASS = (
-    "--num-of-class: an image has a label that is not a class of the network; use a larger number, number classes from "
-    "0, or set --label-offset to the first label"
+    "--num-of-class: an image has a label that is not a class of the network; use a larger value, number the "
+    "classes from 0, or set --label-offset to the first label"
 )
 
 

@@ -1,4 +1,4 @@
-"""Types for argparse that parse numbers and check their limits, shared by train.py and the tools.
+"""Types for argparse that parse numbers and other values and check their limits, shared by train.py and the tools.
 
 Each type function raises ArgumentTypeError if the value is invalid. argparse includes the message of this exception in
 the error message for the flag.
@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import TypeVar
 
 T = TypeVar("T")
-AUTO = "auto"  # value of --label-offset that requests detection
+AUTO = "auto"  # value of --label-offset with which the data set determines the offset
 MAX_BELOW_ONE = 0.9999999  # float32 would round larger values to 1, and optimizers divide by 1 minus the value
 MAX_NUMBER = 1e38  # Paddle and DALI convert numbers to float32, whose largest value is 3.4e38
 

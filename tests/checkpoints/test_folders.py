@@ -123,10 +123,10 @@ def test_meta_json_with_unknown_format_is_rejected(tmp_path):
 
 
 def test_below_lists_only_checkpoint_names_in_order(tmp_path):
-    for name in ("10", "9", "9_20", "9_3", ".9.partial", "x", "9_", "_9", "9_1_2", "-1"):
+    for name in ("10", "9", "9_20", "9_3", "9_0", ".9.partial", "x", "9_", "_9", "9_1_2", "-1"):
         (tmp_path / name).mkdir()
     (tmp_path / "8").write_text("a file")
-    assert [p.name for p in folders.below(tmp_path)] == ["9_3", "9_20", "9", "10"]
+    assert [p.name for p in folders.below(tmp_path)] == ["9_0", "9_3", "9_20", "9", "10"]
     assert folders.below(tmp_path / "nowhere") == []
 
 
@@ -328,7 +328,7 @@ def test_checkpoint_of_other_program_is_never_deleted(tmp_path, capsys, form):
     output = capsys.readouterr()
     assert f"--overwrite: deleting 4, 6, best in {tmp_path}" in output.out
     assert names(tmp_path) == ["3", "5"]
-    assert f"--overwrite: keeps 3, 5 in {tmp_path}, which this program did not write; move them" in output.err
+    assert f"--overwrite: keeps 3, 5 in {tmp_path}, because this program did not write them; move them" in output.err
     folders.delete(tmp_path / "5")
     assert names(tmp_path / "5") == ["resnet_50_paddle.pdparams"]
     capsys.readouterr()

@@ -462,7 +462,7 @@ def test_damaged_loader_state_is_reported(run_train, stop_before, tmp_path, caps
             "); move this checkpoint away, or choose a different one",
         ]
         if "step" in DAMAGED_STATES.get(damage, ()):
-            message = ["contains only damaged checkpoints"]
+            message = ["contains no valid checkpoint"]
         assert_one_error(capsys.readouterr().err, message)
 
 

@@ -81,45 +81,6 @@ def restore_run(checkpoint, schedule, fetchs):
     restore.restore(checkpoint, schedule, Loader(), fetchs, PLACE, **flags)
 
 
-def test_properties_of_start_checkpoint(monkeypatch):
-    metrics = {"top1": 0.5}
-    meta = {"steps_each_epoch": 3, "trained": metrics, "evaluations_since_best": 2, "lr_scheduler": {"last_epoch": 6}}
-    meta["ranks"] = [{"loader": "first"}, {"loader": "second"}]
-
-    def start(step, resumes=True):
-        return restore.StartCheckpoint("DIR", 4, step, meta, resumes)
-
-    for rank, state in ((0, "first"), (1, "second"), (5, "second")):
-        monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
-        assert start(2).loader_state == state
-    assert start(2, resumes=False).loader_state is None
-    assert [start(step).is_inside for step in (0, 2, 3)] == [False, True, False]
-    assert [start(step).trained for step in (0, 3)] == [None, metrics]
-    assert [start(0, resumes).evaluations_since_best for resumes in (True, False)] == [2, 0]
-    assert [start(0).ended_early(patience) for patience in (0, 1, 2, 3)] == [False, True, True, False]
-    assert [start(0).is_done("epoch", epochs, 0, 0) for epochs in (3, 4, 5)] == [True, True, False]
-    assert [start(0).is_done("batch", 4, steps, 0) for steps in (6, 7)] == [True, False]
-    assert start(0).is_done("epoch", 5, 0, 2) and start(0).is_done("batch", 4, 7, 2)
-
-
-def test_run_continues_only_from_newest_checkpoint(tmp_path):
-    ranks = [{"loader": {"step": 1, "conditions": {}}, "meters": {}}]
-    write_checkpoint(tmp_path, "0_1", step=1, ranks=ranks)
-    assert restore.StartCheckpoint(str(tmp_path / "0_1"), 0, 1).continues(tmp_path)
-    assert not restore.StartCheckpoint(str(tmp_path / "0_1"), 0, 0).continues(tmp_path)
-    write_checkpoint(tmp_path, "1", sequence=1, epoch=1)
-    folders.mark(tmp_path, "latest", "1")
-    assert restore.StartCheckpoint(str(tmp_path / "latest"), 2).continues(tmp_path)
-    assert not restore.StartCheckpoint(str(tmp_path / "0_1"), 0, 1).continues(tmp_path)
-    assert not restore.StartCheckpoint(str(tmp_path / "1"), 2).continues(tmp_path / "new")
-    for epoch in ("1", "2"):  # checkpoints of a different program
-        (tmp_path / "foreign" / epoch).mkdir(parents=True)
-        (tmp_path / "foreign" / epoch / "tiny.pdparams").touch()
-        start = restore.StartCheckpoint(str(tmp_path / "foreign" / epoch), int(epoch) + 1)
-        assert start.continues(tmp_path / "foreign")
-    assert not restore.StartCheckpoint(str(tmp_path / "foreign/1"), 2).continues(tmp_path / "foreign")
-
-
 @pytest.mark.parametrize(
     ("scope", "start", "inherited"),
     [
@@ -240,7 +201,7 @@ def test_folder_of_another_run_is_rejected(tmp_path, monkeypatch):
         write_checkpoint(root, name, sequence=int(name), epoch=int(name))
         if name > "1":
             more = ", ..." if name == "3" else ""
-            start = f"({', '.join('012'[: int(name) + 1])}{more}); continue the newest with --resume, or choose"
+            start = f"({', '.join('012'[: int(name) + 1])}{more}); continue from the newest with --resume, or choose"
             for used, remedy in ((starts, ""), ({}, ", or replace them with --overwrite")):
                 with pytest.raises(UsageError, match="contains checkpoints of an earlier run") as error:
                     saver_module.check_folder(root, None, used, False, False)
@@ -350,7 +311,7 @@ def test_resume_without_checkpoint_cleans_folder_and_uses_other_start(args, tmp_
     args.from_pretrained_params, args.from_checkpoint = None, str(start)
     assert restore.find(args).folder == str(start)
     (root / "9/notes").mkdir(parents=True)  # the newest folder is not a checkpoint
-    with pytest.raises(UsageError, match=f"{root}: contains only damaged checkpoints; move them away"):
+    with pytest.raises(UsageError, match=f"{root}: contains no valid checkpoint; move the checkpoints away"):
         restore.find(args)
     shutil.rmtree(root / "9")
     write_checkpoint(root, "4", epoch=4)
@@ -714,7 +675,7 @@ def test_find_epoch_and_folder(args, run, tmp_path, below, epoch, start):
         ("nowhere", None, "--from-checkpoint .*nowhere: does not exist; choose"),
         ("Tiny/4/meta.json", None, "--from-checkpoint .*meta.json: is not a folder; choose"),
         ("empty", None, r"empty: contains neither meta.json nor tiny.pdparams; choose"),
-        ("Tiny", 3, r"--last-epoch-of-checkpoint 3: .*; use one of \[4\]"),
+        ("Tiny", 3, r"--last-epoch-of-checkpoint 3: .*; use an existing epoch \(4\), or"),
         ("Tiny/4", 3, "--last-epoch-of-checkpoint 3"),
         (
             "empty",
@@ -805,7 +766,7 @@ def test_explicit_damaged_checkpoint_is_rejected(args, saved, file, epoch):
     start = saved if epoch is None else saved.parent
     with pytest.raises(UsageError, match=f"^--from-checkpoint {start}: {saved} is damaged: {file}"):
         find(args, start, epoch)
-    with pytest.raises(UsageError, match="Tiny: contains only damaged checkpoints"):
+    with pytest.raises(UsageError, match="Tiny: contains no valid checkpoint"):
         find(args, saved.parent, "auto")
     (saved / file).unlink()
     (saved / file).symlink_to("missing")
@@ -842,7 +803,7 @@ def test_folder_without_meta_json_needs_epoch_as_name(args, saved, tmp_path, cap
         assert capsys.readouterr().out == (f"evaluating {folder}: {text}\n" if text else "")
     shutil.copytree(saved, tmp_path / "theirs/11")
     (tmp_path / "theirs/11/meta.json").write_text("damaged")
-    with pytest.raises(UsageError, match="theirs: contains only damaged checkpoints"):
+    with pytest.raises(UsageError, match="theirs: contains no valid checkpoint"):
         find(args, tmp_path / "theirs", "auto")
 
 

@@ -294,7 +294,7 @@ def test_resume_with_only_damaged_checkpoints_is_rejected(run_train, tmp_path, c
     assert run_train()[0] == 0
     (tmp_path / "output/Tiny/0/meta.json").write_text("{}")
     assert run_train("--resume")[0] == 2
-    assert_one_error(capsys.readouterr().err, ["only damaged checkpoints", "to start a new run"])
+    assert_one_error(capsys.readouterr().err, ["contains no valid checkpoint", "to start a new run"])
 
 
 def test_run_continues_from_checkpoint_of_nvidia_example(run_train, tmp_path, capsys):
@@ -538,7 +538,9 @@ def test_check_folder_ignores_unfinished_checkpoints(tmp_path, monkeypatch):
     saver.check_folder(root, None, *flags)
     assert not (root / ".lock").exists()
     (root / "4/.unfinished").unlink()
-    message = r"contains checkpoints of another program \(4\); continue the newest with --from-checkpoint .*Tiny --last"
+    message = (
+        r"contains checkpoints of another program \(4\); continue from the newest with --from-checkpoint .*Tiny --last"
+    )
     with pytest.raises(UsageError, match=message):
         saver.check_folder(root, None, *flags)
     # Checkpoints in the folder are allowed, because the run resumes from one of them.

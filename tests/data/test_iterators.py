@@ -192,7 +192,7 @@ def test_any_iterable_is_adapted(program):
 @pytest.mark.parametrize(
     ("batches", "problem"),
     [
-        ([], "no batches; pass an iterable that can be iterated repeatedly"),
+        ([], "no batches; pass an iterable that yields batches in every pass"),
         ([{"data": DATA, "label": LABELS}], r'a batch in an unexpected format; yield \[{"data": ..., "label": ...}\]'),
         ([[{"data": DATA, "label": LABELS}] * 2], "a batch in an unexpected format"),
         ([[{"data": DATA}]], "a batch in an unexpected format"),

@@ -742,14 +742,15 @@ def test_full_name_of_an_image_includes_the_root(image, name):
 def test_labels_without_known_limit_are_checked(tmp_path):
     classes.check_labels("x", [0, 2**31 - 1], None, None)
     classes.check_labels("x", [1], 2, None)
-    for label, limit, allowed in (
-        (-1, None, "labels are whole numbers from 0"),
-        (2**31, None, "labels are whole numbers from 0"),
-        (0.5, None, "labels are whole numbers from 0"),
-        (2, 2, "--num-of-class 2 allows 0 to 1"),
-        (2, 3, "classes.txt allows 0 to 1"),
+    for label, limit, allowed, remedy in (
+        (-1, None, "labels are whole numbers from 0", ""),
+        (2**31, None, "labels are whole numbers from 0", ""),
+        (0.5, None, "labels are whole numbers from 0", ""),
+        (2, 2, "--num-of-class 2 allows 0 to 1", ", or use a larger --num-of-class"),
+        (2, 3, "classes.txt allows 0 to 1", ", or add names to classes.txt"),
     ):
-        with pytest.raises(UsageError, match=f"^x: has label .*, but {allowed}; number the classes"):
+        remedy = f"number the classes from 0, or set --label-offset to the first label{remedy}$"
+        with pytest.raises(UsageError, match=f"^x: has label .*, but {allowed}; {remedy}"):
             classes.check_labels("x", [label], limit, ["a", "b"] if limit == 3 else None)
 
 
@@ -759,7 +760,7 @@ def test_labels_of_imagenet_development_kit_have_their_own_remedy():
     with pytest.raises(UsageError, match=f"val.txt: has label 1000, but .* allows 0 to 999; .*{remedy}"):
         classes.check_labels("val.txt", [1, 1000], 1000, None)
     for path, labels, limit in (("val.txt", [1, 10], 10), ("val.txt", [0, 1001], 1000), ("val.tfrecord", [1000], 1000)):
-        with pytest.raises(UsageError, match="; number the classes from 0, set --label-offset"):
+        with pytest.raises(UsageError, match="; number the classes from 0, or set --label-offset"):
             classes.check_labels(path, labels, limit, None)
 
 

@@ -331,7 +331,9 @@ def test_tools_subtract_label_offset(tmp_path, capsys, verify_here):
         assert dataset.main([*command, str(root), *flags]) == 0
     capsys.readouterr()
     assert dataset.main(["verify", str(root)]) == 1
-    message = "train.txt: has label 5, but classes.txt allows 0 to 4; number the classes from 0, set --label-offset to"
+    message = (
+        "train.txt: has label 5, but classes.txt allows 0 to 4; number the classes from 0, or set --label-offset to"
+    )
     assert message in capsys.readouterr().out
     assert dataset.main(["info", str(root), "--label-offset", "-1"]) == 2
     assert "error: --label-offset: -1 is too small" in capsys.readouterr().err

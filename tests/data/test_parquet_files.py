@@ -55,13 +55,17 @@ def test_several_columns_of_labels(tmp_path):
     assert parquet_files.columns(path, label_column="coarse").label == "coarse"
     with pytest.raises(UsageError, match="--label-column x: .*a.parquet has the columns img, fine, coarse; choose one"):
         parquet_files.columns(path, label_column="x")
-    with pytest.raises(UsageError, match="the column fine has the type int64, not the bytes of images"):
+    with pytest.raises(
+        UsageError,
+        match="the column fine has the type int64, not the bytes of images; run `.*import` with --image-column set",
+    ):
         parquet_files.columns(path, "fine", "coarse")
 
 
 def test_file_without_labels(tmp_path):
     path = write(tmp_path / "a.parquet", {"img": IMAGES, "text": ["a", "b", "c"]})
-    with pytest.raises(UsageError, match="no column is recognized for --label-column; set it to one of img, text"):
+    remedy = "run `.*dataset import` with --label-column set to one of img, text"
+    with pytest.raises(UsageError, match=f"no column is recognized for --label-column; {remedy}"):
         parquet_files.columns(path)
 
 

@@ -285,7 +285,7 @@ def images_at_the_top(path: str | Path) -> list[str]:
     return sorted(name for name in names if not name.startswith("."))
 
 
-def entry_type(entry):
+def entry_type(entry: os.DirEntry[str]) -> str:
     """Return the type of an os.DirEntry, following links: "file", "folder", "link" (a broken link) or "other"."""
     try:
         if entry.is_file():
