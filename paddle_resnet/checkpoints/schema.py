@@ -35,7 +35,8 @@ def problem(meta: dict[str, Any]) -> str | None:
     if not is_list_of(is_text)(meta.get("class_names", [])):  # older checkpoints lack this key
         return f"class_names is {reprlib.repr(meta['class_names'])[:100]}"
     is_multi_label = meta["arguments"].get("multi_label") is True
-    if not is_none_or(is_list_of(is_ratio))(meta.get("thresholds")):
+    thresholds, count = meta.get("thresholds"), meta["arguments"].get("num_of_class")
+    if not is_none_or(is_list_of(is_ratio))(thresholds) or (thresholds is not None and len(thresholds) != count):
         return f"thresholds is {reprlib.repr(meta['thresholds'])[:100]}"
     needed = {"map", "map_micro"} if is_multi_label else {"top1", "top5"}
     for name in ("evaluated", "best", *([] if is_multi_label else ["trained"])):
