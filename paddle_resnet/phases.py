@@ -247,9 +247,6 @@ def build_programs(
     if eval_loader is not None:
         fetchs, *_ = program.build(args, eval_prog, eval_startup_prog, 0, is_train=False)
         evaluation = Work(args, eval_loader, eval_prog, fetchs)
-        if args.multi_label and train_loader is None:
-            _, meta = _origin(args, checkpoint)
-            fetchs["scores"][1].thresholds = (meta or {}).get("thresholds")
     _initialize(exe, *startup_progs)
     return training, evaluation
 
@@ -324,7 +321,7 @@ def set_weights(
     args: values.Settings, checkpoint: restore.StartCheckpoint | None, training: Work | None, evaluation: Work | None
 ) -> restore.StartCheckpoint | None:
     """Load the initial weights, restore the training state of a checkpoint, prune the weights (--prune-model), and cast
-    them for mixed precision (--amp).
+    them for mixed precision (--amp). Also set the thresholds with which a multi-label network is evaluated.
 
     Returns:
         The checkpoint with the position at which training continues, or None.
@@ -353,6 +350,9 @@ def set_weights(
         if args.asp:
             logger.info(sparsity.describe(training.program))
         variables.start_states(missing, checkpoint, training.program, place)
+    if evaluation and not training and args.multi_label:
+        _, meta = _origin(args, checkpoint)
+        evaluation.fetchs["scores"][1].thresholds = (meta or {}).get("thresholds")
     if evaluation and args.amp:
         float32 = quantization.float32_variables(evaluation.program)
         precision.cast_evaluation_program(evaluation.program, place, args.amp_dtype, args.amp_level, float32)

@@ -52,7 +52,9 @@ def write(path: str | Path, report_file: str | Path, environment: dict[str, Any]
         metrics=_metrics(run),
         charts=_charts(run),
         times=_times(run),
-        worst=_worst(run, classes, confusion, rows),
+        worst=_worst_of_multi_label(run, classes, rows)
+        if run.is_multi_label
+        else _worst(run, classes, confusion, rows),
         per_class=_per_class(run, classes),
         matrix=None if run.is_multi_label else _matrix(classes, confusion),
         changed=run.changed_flags(),
@@ -170,10 +172,8 @@ def _times(run):
 
 
 def _worst(run, classes, confusion, rows):
-    """Return the WORST_CLASSES classes with the lowest accuracy or, with --multi-label, average precision, or fewer if
-    fewer are below 1: [{class, summary, mistaken_for, thumbnails}]."""
-    if run.is_multi_label:
-        return _worst_of_multi_label(run, classes, rows)
+    """Return the WORST_CLASSES classes with the lowest accuracy, or fewer if fewer are below 1: [{class, summary,
+    mistaken_for, thumbnails}]."""
     worst = [row for row in classes if row["top1"] and float(row["top1"]) < 1]
     worst = sorted(worst, key=lambda row: float(row["top1"]))[:WORST_CLASSES]
     images = _images(run) if rows else {}
@@ -192,7 +192,7 @@ def _worst(run, classes, confusion, rows):
 
 
 def _worst_of_multi_label(run, classes, rows):
-    """Like _worst, with --multi-label. The thumbnails are the images whose probability is on the wrong side of the
+    """Like _worst, with --multi-label and by average precision. The thumbnails are the images whose probability is on the wrong side of the
     threshold of the class, farthest from it first."""
     worst = sorted((row for row in classes if row["ap"] and float(row["ap"]) < 1), key=lambda row: float(row["ap"]))
     worst = worst[:WORST_CLASSES]
