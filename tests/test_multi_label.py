@@ -248,6 +248,25 @@ def test_tta_averages_probabilities(trained, run_train, data, tmp_path):
     assert rows(tmp_path / "none.csv") != rows(tmp_path / "flip.csv")
 
 
+@pytest.mark.parametrize("kind", ["csv", "folders", "vector", "numbers"])
+def test_bad_image_can_be_skipped_as_the_error_says(run_train, tmp_path, capsys, kind):
+    root = multi_label_data.write(tmp_path / "root", kind)
+    if kind in ("csv", "folders"):
+        folder = "train" if kind == "csv" else "images/train"
+        (root / folder / "05.png").write_bytes(b"not an image")
+    else:
+        images = [path.read_bytes() for path in sorted((root / "images/train").iterdir())]
+        images[5] = b"not an image"
+        vectors = labels("train").tolist() if kind == "vector" else [[i % 3] for i in range(COUNTS["train"])]
+        multi_label_data.write_records(root, "train", vectors, images)
+    capsys.readouterr()
+    assert run_train(*FLAGS, image_root=root)[0] == 2
+    error = capsys.readouterr().err
+    name = re.search(r"add a line (\S+) to a file for --skip-list", error)[1]
+    (tmp_path / "skip.txt").write_text(f"{name}\n")
+    assert run_train(*FLAGS, "--skip-list", tmp_path / "skip.txt", image_root=root)[0] == 0
+
+
 def test_jobs_evaluate_like_single_process(launch, data, tmp_path):
     """The two processes have 7 and 6 of the 13 validation images."""
     flags = [*FLAGS, "--image-root", data]

@@ -42,6 +42,7 @@ class DataSet:
         has_reader: whether `read` adds a DALI reader with the given name.
         class_images: number of images of each class, or None if the labels are not read in advance. Invalid labels are
             not counted. The run stops when it reads an image with an invalid label.
+        is_multi_label: whether images have any number of classes (--multi-label).
         records: function that yields the images.Image of each record in stored order, or None for image files.
     """
 
@@ -56,6 +57,7 @@ class DataSet:
     has_reader: bool = True
     records: Callable[[], Iterator[Image]] | None = None
     class_images: np.ndarray | None = None
+    is_multi_label: bool = False
 
     def __post_init__(self):
         self.class_names = self.class_names or self.classes

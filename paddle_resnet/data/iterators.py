@@ -8,6 +8,7 @@ classes in this module ignore the call. adapted() wraps any other iterable in an
 
 import base64
 import contextlib
+import os
 import sys
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -183,6 +184,8 @@ class ShardIterator(_Steps, DALIGenericIterator):
                     f"{self._image_root}: the {self._data_set.data_format} data cannot be read (rank "
                     f"{processes.rank()}: {problem}); run `{command('dataset', 'verify', self._image_root)}`"
                 ) from e
+            if self._data_set.is_multi_label:  # `dataset verify` reads one label per image
+                remedy = f"add a line {os.path.relpath(path, self._image_root)} to a file for --skip-list"
             raise DataError(f"{path}: {undecodable} (rank {processes.rank()}); repair or remove it, or {remedy}") from e
 
     def _next_batch(self):

@@ -415,11 +415,11 @@ def open_split(
             f"({', '.join(empty[:5])}{', ...' * (len(empty) > 5)}); add images",
             logger.warn,
         )
-    options: dict[str, Any] = {"class_images": images}
+    options: dict[str, Any] = {"class_images": images, "is_multi_label": True}
     if found.records is not None:
         identity = digest(*found.records.identity, found.numbers, found.classes)
         read = functools.partial(_read_records, found.records, found.is_vector, num_of_class, seed)
-        options |= {"records": functools.partial(found.records.images, 0)}
+        options |= {"records": functools.partial(_record_images, found.records)}
         return DataSet("recordio", found.records.size, found.classes, read, identity, **options)
     identity = digest("\n".join(found.names), found.numbers, found.classes)
     files, rows = found.names, found.numbers
@@ -436,10 +436,14 @@ def listed(root: Root, mode: Mode) -> list[Image]:
     names = folder.own_classes(root.image_root, mode) if storage(root, mode) == "folder" else None
     found = read_labels(root, mode, trained=names)
     if found.records is not None:
-        # read_image would raise an error for several labels, unless a function reads the image.
-        images = found.records.images(0)
-        return [Image(i.name, i.path, None, recordio.read_content, i.place[:1]) for i in images]
+        return [*_record_images(found.records)]
     return [Image(name, os.path.join(root.image_root, name), None) for name in found.names]
+
+
+def _record_images(records):
+    """Yield an Image for each record. Because a function reads it, read_image accepts several labels."""
+    for image in records.images(0):
+        yield Image(image.name, image.path, None, recordio.read_content, image.place[:1])
 
 
 def _read_files(image_root, files, rows, num_of_class, name, shard_id, num_shards, shuffle):

@@ -192,8 +192,8 @@ def _worst(run, classes, confusion, rows):
 
 
 def _worst_of_multi_label(run, classes, rows):
-    """Like _worst, with --multi-label and by average precision. The thumbnails are the images whose probability is on the wrong side of the
-    threshold of the class, farthest from it first."""
+    """Like _worst, with --multi-label and by average precision. The thumbnails are the images whose probability is on
+    the wrong side of the threshold of the class, farthest from it first."""
     worst = sorted((row for row in classes if row["ap"] and float(row["ap"]) < 1), key=lambda row: float(row["ap"]))
     worst = worst[:WORST_CLASSES]
     images = _images(run) if rows else {}
