@@ -1,7 +1,7 @@
 """Data sets for --multi-label: images with any number of classes. docs/multilabel.md describes the rules.
 
 A split is stored in one of three ways:
-- a label table IMAGE_ROOT/SPLIT.csv or SPLIT.jsonl, which takes precedence over class folders,
+- a label table IMAGE_ROOT/SPLIT.csv or SPLIT.jsonl (layout.TABLES), which takes precedence over class folders,
 - class folders, if files in several of them are the same image,
 - RecordIO files, whose records have several labels.
 
@@ -22,11 +22,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from paddle_resnet.data import classes as class_names
-from paddle_resnet.data import image_files, indexes, numbering
+from paddle_resnet.data import image_files, indexes, numbering, split_names
 from paddle_resnet.data.data_set import DataSet, digest
 from paddle_resnet.data.formats import filelist, folder, recordio
 from paddle_resnet.data.images import TEXT_LIMIT, Image, is_outside, log_once, readable
-from paddle_resnet.data.layout import TABLE_SUFFIXES
+from paddle_resnet.data.layout import TABLES
 from paddle_resnet.data.shards import Records
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
@@ -90,8 +90,7 @@ class Labels(NamedTuple):
 
 def table_path(image_root: str, mode: Mode) -> str | None:
     """Return the path of a split's label table, or None. Raise UsageError if there are two."""
-    paths = [os.path.join(image_root, mode.value + suffix) for suffix in TABLE_SUFFIXES]
-    paths = [path for path in paths if os.path.lexists(path)]
+    paths = split_names.find(image_root, mode, TABLES)
     if len(paths) > 1:
         raise UsageError(f"{paths[0]}: {paths[1]} exists, too; remove one of them")
     return paths[0] if paths else None
@@ -217,7 +216,7 @@ def data_classes(root: Root, mode: Mode) -> list[str] | None:
 
 def _exists(root, mode):
     kind = storage(root, mode)
-    return kind != "folder" or os.path.isdir(os.path.join(root.image_root, mode.value))
+    return kind != "folder" or bool(folder.detect(root.image_root, mode))
 
 
 def read_labels(
@@ -268,7 +267,8 @@ def _table(root, mode, names, is_trained):
         )
     if table.columns is not None and (missing := [name for name in names if name not in table.columns]):
         raise UsageError(f"{path}: has no column for the class {missing[0]}; add it, with the cells 0 and 1")
-    within = "" if os.path.isfile(os.path.join(image_root, table.images[0])) else mode.value
+    within = os.path.relpath(folder.split_folder(image_root, mode), image_root)
+    within = "" if os.path.isfile(os.path.join(image_root, table.images[0])) else within
     if within and not os.path.isfile(os.path.join(image_root, within, table.images[0])):
         raise UsageError(
             f"{path}: {table.images[0]} is not in {image_root} or {os.path.join(image_root, within)}; use paths "

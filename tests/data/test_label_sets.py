@@ -173,6 +173,19 @@ def test_paths_may_be_relative_to_folder_of_split(roots, tmp_path):
     assert label_sets.read_labels(DataRoot(root, is_multi_label=True), Mode.EVAL).names[0] == "val/00.png"
 
 
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "folders", "vector"])
+def test_split_may_have_other_name(roots, tmp_path, kind):
+    root = shutil.copytree(roots[kind], tmp_path / "root")
+    for path in root.glob("val*"):
+        path.rename(path.with_name(path.name.replace("val", "valid", 1)))
+    for path in root.glob("valid.[cj]s*"):
+        path.write_text(path.read_text().replace("val/", ""))  # relative to valid/
+    found = label_sets.read_labels(DataRoot(root, is_multi_label=True), Mode.EVAL)
+    expected = label_sets.read_labels(DataRoot(roots[kind], is_multi_label=True), Mode.EVAL)
+    assert found.numbers == expected.numbers and found.classes == CLASSES
+    assert all(name.startswith("valid") for name in found.names)
+
+
 @pytest.mark.parametrize(
     ("separated", "expected"),
     [
