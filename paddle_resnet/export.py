@@ -417,7 +417,7 @@ def _verify_recorded(network, score, image_root, load_as_evaluated, allow_outsid
         score = repeated | {"ties": 0}  # the repetition rounds exactly as the run did
     losses = [score["loss"], *([] if "cpu" in network.meta else [score["clipped_loss"]])]
     score = score | {"loss": min(losses, key=lambda loss: abs(loss - recorded["loss"]))}
-    if network.args.multi_label:  # the recorded evaluation has no number of correct decisions
+    if "map" in recorded:  # the recorded evaluation has no number of correct decisions
         reference = score | {"loss": recorded["loss"], "map": recorded["map"]}
     else:
         reference = {"correct": round(recorded["top1"] * recorded["images"]), "ties": 0, "loss": recorded["loss"]}
@@ -496,8 +496,9 @@ def _score(network, model, image_root, as_evaluated=False, allow_outside=False):
         probabilities, logits = model.outputs(images)
         expected = label_metrics.probabilities(logits) if args.multi_label else np.exp(_log_softmax(logits))
         if not np.allclose(probabilities, expected, rtol=0, atol=PROBABILITY_TOLERANCE):
+            function = "sigmoid" if args.multi_label else "softmax"
             raise RunError(
-                f"--verify: the probabilities of {model.engine} do not match its logits; they differ by up to "
+                f"--verify: the probabilities of {model.engine} differ from the {function} of its logits by up to "
                 f"{np.abs(probabilities - expected).max():.2g}, and nothing was written; use a different "
                 "version of the engine or a different checkpoint"
             )

@@ -267,7 +267,8 @@ def _table(root, mode, names, is_trained):
         )
     if table.columns is not None and (missing := [name for name in names if name not in table.columns]):
         raise UsageError(f"{path}: has no column for the class {missing[0]}; add it, with the cells 0 and 1")
-    within = os.path.relpath(folder.split_folder(image_root, mode), image_root)
+    folders = split_names.find(image_root, mode, "(?P<set>){split}", os.path.isdir)
+    within = os.path.basename(folders[0]) if folders else mode.value
     within = "" if os.path.isfile(os.path.join(image_root, table.images[0])) else within
     if within and not os.path.isfile(os.path.join(image_root, within, table.images[0])):
         raise UsageError(
