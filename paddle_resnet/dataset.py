@@ -248,7 +248,7 @@ def _with_progress(args: argparse.Namespace, write):
 
             def show(done, total):
                 nonlocal task
-                if not bar.live.is_started:  # the source has been read without an error
+                if not bar.live.is_started:  # start it late, so that an error in listing the source leaves no empty bar
                     with signals.blocked():  # the thread that rich starts must not handle signals
                         stack.enter_context(bar)
                 if task is None:
