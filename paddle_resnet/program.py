@@ -1,7 +1,7 @@
 """The functions with fixed signatures: build and compile the static-graph programs, and run them epoch by epoch. Their
 implementation is in step/."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from paddle_resnet.utils.label_metrics import ScoreMeter
     from paddle_resnet.utils.meters import AverageMeter, ConfusionMeter
 
-    Fetchs = dict[str, tuple[static.Variable, AverageMeter | ConfusionMeter | ScoreMeter]]
+    Fetchs = Mapping[str, tuple[static.Variable, AverageMeter | ConfusionMeter | ScoreMeter]]
 
 _started_with = None  # settings passed to the last call of start_fleet()
 

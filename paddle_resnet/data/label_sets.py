@@ -46,7 +46,7 @@ class Root(Protocol):
     data_format: str
     allow_outside: bool
 
-    @property
+    @functools.cached_property
     def skip(self) -> frozenset[str]: ...
 
     def format(self, mode: Mode) -> str: ...
@@ -332,7 +332,7 @@ def _same_images(image_root, names):
 
 def _hash(path):
     with open_regular(path) as f:
-        return hashlib.file_digest(f, "sha256").digest()
+        return hashlib.sha256(f.read()).digest()
 
 
 def _records(root, mode, names):
@@ -384,14 +384,15 @@ def _is_vector(labels, count):
 def open_split(
     root: Root,
     mode: Mode,
-    num_of_class: int,
+    num_of_class: int | None,
     seed: int,
     trained: Sequence[str] | None = None,
     allow_empty: bool = False,
 ) -> DataSet:
     """Open a split for the DALI pipeline. For the arguments, see root.DataRoot.open; for errors, see read_labels. The
-    labels that DataSet.read returns are float32 [num_of_class]."""
+    labels that DataSet.read returns are float32 [num_of_class or, if it is None, number of classes]."""
     found = read_labels(root, mode, num_of_class, trained, allow_empty)
+    outputs = num_of_class or len(found.classes)
     if not found.names:
         raise UsageError(
             f"--image-root {root.image_root}: {mode.value} has no images; add images, or shorten --skip-list"
@@ -419,7 +420,7 @@ def open_split(
     options: dict[str, Any] = {"class_images": images, "is_multi_label": True}
     if found.records is not None:
         identity = digest(*found.records.identity, found.numbers, found.classes)
-        read = functools.partial(_read_records, found.records, found.is_vector, num_of_class, seed)
+        read = functools.partial(_read_records, found.records, found.is_vector, outputs, seed)
         options |= {"records": functools.partial(_record_images, found.records)}
         return DataSet("recordio", found.records.size, found.classes, read, identity, **options)
     identity = digest("\n".join(found.names), found.numbers, found.classes)
@@ -427,7 +428,7 @@ def open_split(
     if mode is Mode.TRAIN:  # DALI's shuffle has a fixed seed
         order = np.random.RandomState(seed).permutation(len(files)).tolist()
         files, rows = [files[i] for i in order], [rows[i] for i in order]
-    read = functools.partial(_read_files, root.image_root, files, rows, num_of_class)
+    read = functools.partial(_read_files, root.image_root, files, rows, outputs)
     stored_as = "folder" if storage(root, mode) == "folder" else "filelist"
     return DataSet(stored_as, len(files), found.classes, read, identity, files=found.names, **options)
 
