@@ -12,6 +12,7 @@ import paddle
 from paddle import static
 from paddle.base.data_feeder import convert_dtype
 
+from paddle_resnet import graph
 from paddle_resnet.checkpoints import arrays, folders, restore, variables
 from paddle_resnet.components import precision, quantization
 from paddle_resnet.job import processes
@@ -281,7 +282,7 @@ def _parameter_shapes(args):
     """Return the shapes of a network's parameters and BN statistics, {name: shape}."""
     paddle.enable_static()
     program, *_ = _build(args)
-    return {name: tuple(program.global_block().var(name).shape) for name in _parameter_names(program)}
+    return {name: tuple(graph.block(program).var(name).shape) for name in _parameter_names(program)}
 
 
 def _parameter_names(program):
@@ -329,8 +330,8 @@ def _build(args, uint8=False, quantize=False, mirror=False):
             if mirror:
                 pairs = paddle.reshape(probabilities, [2, -1, args.num_of_class])
                 probabilities = paddle.mean(pairs, axis=0)
-        block = program.global_block()
-        block._rename_var(probabilities.name, "probabilities")
+        block = graph.block(program)
+        graph.rename(block, probabilities.name, "probabilities")
     return program, startup, images, block.var("probabilities"), logits
 
 

@@ -1,20 +1,22 @@
 """The metrics of an epoch: aggregation over all processes, and the log."""
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from paddle_resnet.job import exchange, watchdog
 from paddle_resnet.utils import label_metrics, logger
-from paddle_resnet.utils.meters import class_metrics, mean
+from paddle_resnet.utils.meters import ConfusionMeter, StepClock, class_metrics, mean
+from paddle_resnet.utils.mode import Mode
 from paddle_resnet.utils.signals import Preempted
 
 
-def log_metrics(step, metrics, mode):
+def log_metrics(step: tuple[int, ...], metrics: dict, mode: Mode) -> None:
     """Log the metrics of a step, an epoch or a run. See program.log_info."""
     numbers = {name: value for name, value in metrics.items() if not isinstance(value, np.ndarray)}
     logger.log(step, {f"{mode.value}.{name}": value for name, value in numbers.items()})
 
 
-def over_all_processes(meters, clock, stopped):
+def over_all_processes(meters: dict, clock: StepClock, stopped: bool) -> dict:
     """Return metrics and times, aggregated over all processes on the host in float64. Each process returns the same
     values. Raise Preempted on all processes if `stopped` is true on one of them."""
     watchdog.phase("metric reduction")
@@ -44,7 +46,7 @@ def over_all_processes(meters, clock, stopped):
     return {name: float(value) if isinstance(value, np.floating) else value for name, value in result.items()}
 
 
-def confusion_over_all_processes(meter):
+def confusion_over_all_processes(meter: ConfusionMeter) -> dict[str, np.ndarray]:
     """Return the confusion counts, summed over all processes, and top1 per class. A process sends one code and one
     count per pair of classes that occurred, padded to the largest number of pairs in a process."""
     codes, counts = meter.counts()
@@ -70,7 +72,7 @@ def multi_label_over_all_processes(meter: label_metrics.ScoreMeter) -> dict:
     return result | ({} if rows is None else {"scores": rows})
 
 
-def predictions_on_rank_0(labels, rows):
+def predictions_on_rank_0(labels: ArrayLike, rows: ArrayLike) -> dict[str, np.ndarray]:
     """On rank 0, return {"predictions": those of all processes}; on all other ranks, return {}. Shards are assigned in
     rank order, so the predictions are in the order of the data set."""
     own = np.column_stack([labels, rows])
