@@ -964,7 +964,7 @@ def test_batch_may_contain_additional_feeds(parse, monkeypatch):
     expected = [losses(args, [(images, (labels + k) % 3)])[0] for k in (0, 1)]
     feeds = building.feeds_of
     monkeypatch.setattr(
-        building, "feeds_of", lambda shape: feeds(shape) | {"weights": static.data("weights", [None, 3])}
+        building, "feeds_of", lambda *shape: feeds(*shape) | {"weights": static.data("weights", [None, 3])}
     )
     compiled, exe, fetchs, _, _ = build(args)
     for k in (0, 1):
