@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,7 @@ def run_and_save(
     dataloader: Any,
     exe: static.Executor,
     program: static.CompiledProgram,
-    fetchs: dict,
+    fetchs: Mapping,
     epoch: int,
     mode: Mode,
     lr_scheduler: Schedule | None,
