@@ -132,6 +132,18 @@ def top(probabilities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return labels, np.take_along_axis(probabilities, labels, axis=1)
 
 
+def above(probabilities: np.ndarray, thresholds: list[float], names: Sequence[str]) -> list[list[dict[str, Any]]]:
+    """Return [{"label", "class", "probability", "threshold"}] for each image of a multi-label network: all classes
+    whose probability is at least the threshold, in descending order of the probability."""
+    images = []
+    for row in probabilities.astype(float).tolist():
+        labels = sorted((i for i, p in enumerate(row) if p >= thresholds[i]), key=lambda i: -row[i])
+        images.append(
+            [{"label": i, "class": names[i], "probability": row[i], "threshold": thresholds[i]} for i in labels]
+        )
+    return images
+
+
 def entries(labels: np.ndarray, probabilities: np.ndarray, names: Sequence[str]) -> list[list[dict[str, Any]]]:
     """Return [{"label", "class", "probability"}] for each image. `labels` and `probabilities` are the result of top;
     `names` is the names of all classes."""
@@ -371,8 +383,12 @@ def _main(args: argparse.Namespace):
     if listener:
         return _serve(args, model, device, listener)
     bad = 0
-    names = _class_names(model)
-    with _csv_writer(args.csv, min(TOP, len(names))) as write, bad_images.decoders_silenced():
+    names, thresholds = _class_names(model), _thresholds(model)
+    if thresholds is None:
+        columns = ["prediction", "predicted_class", *predictions.top_columns(min(TOP, len(names)))]
+    else:
+        columns = ["prediction", *(predictions.PROBABILITY + name for name in names)]
+    with _csv_writer(args.csv, columns) as write, bad_images.decoders_silenced():
         batches = image_files.predict_batches(model, paths, batch_size, device, args.dali_num_threads)
         for files_read, probabilities in batches:
             for path, problem in files_read:
@@ -382,11 +398,16 @@ def _main(args: argparse.Namespace):
             found = [path for path, problem in files_read if problem is None]
             if not found:
                 continue
-            best = *top(probabilities), names
+            if thresholds is not None:
+                images = above(probabilities, thresholds, names)
+                rows = _multi_label_rows(found, images, probabilities)
+            else:
+                best = *top(probabilities), names
+                images, rows = entries(*best), _rows(found, *best)
             if write:
-                write(_rows(found, *best))
+                write(rows)
             if args.json or not write:
-                _print(found, entries(*best), args.json)
+                _print(found, images, args.json, "top" if thresholds is None else "classes")
     return exit_codes.FAILURE if bad else exit_codes.DONE
 
 
@@ -394,14 +415,25 @@ def _class_names(model):
     return predictions.class_names(model.description["classes"], model.description["output"]["shape"][1])
 
 
-def _print(paths, images, as_json):
-    """Print a line for each image. `images` is the result of entries."""
+def _thresholds(model):
+    """Return the thresholds of a multi-label network, or None."""
+    return model.description.get("multi_label", {}).get("thresholds")
+
+
+def _multi_label_rows(paths, images, probabilities):
+    """Like _rows, for the result of `above`: the names of the predicted classes, and the probability of each class."""
+    for path, classes, row in zip(paths, images, probabilities.tolist(), strict=True):
+        yield [path, "|".join(entry["class"] for entry in classes), *(f"{p:.7g}" for p in row)]
+
+
+def _print(paths, images, as_json, key):
+    """Print a line for each image. `images` is the result of entries or of above, and `key` is its key in JSON."""
     for path, classes in zip(paths, images, strict=True):
         if as_json:
-            line = json.dumps({"image": path, "top": classes})
+            line = json.dumps({"image": path, key: classes})
         else:
             names = ", ".join("{class} {probability:.4f}".format(**each) for each in classes)
-            line = printable(f"{path}: {names}")
+            line = printable(f"{path}: {names or 'none of the classes'}")
         logger.write_line(line, sys.stdout)
 
 
@@ -429,12 +461,16 @@ def _serve(args: argparse.Namespace, model, device, listener):
     from paddle_resnet.data import bad_images
     from paddle_resnet.serving import image_files, web
 
-    names = _class_names(model)
+    names, thresholds = _class_names(model), _thresholds(model)
 
     def classify(upload):
         options = 1, device, args.dali_num_threads, web.Upload.read
         [(_, row, problem)] = image_files.predict(model, [upload], *options)
-        return (None, problem) if row is None else (entries(*top(row[None]), names)[0], None)
+        if row is None:
+            return None, problem
+        if thresholds is not None:
+            return above(row[None], thresholds, names)[0], None
+        return entries(*top(row[None]), names)[0], None
 
     host, worker = _host(args), ThreadPoolExecutor(1)
     worker.submit(classify, web.blank_image()).result()  # warm up, because the first image takes longest
@@ -467,9 +503,9 @@ def _claim_csv(args: argparse.Namespace, paths):
 
 
 @contextlib.contextmanager
-def _csv_writer(path, k):
-    """Yield a function that writes rows to the CSV file, with columns for the k most probable classes. A regular file
-    is written atomically. If path is None, yield None.
+def _csv_writer(path, columns):
+    """Yield a function that writes rows to the CSV file, with the column "image" and `columns`. A regular file is
+    written atomically. If path is None, yield None.
 
     Raises:
         UsageError: the file cannot be written, or another process is writing it.
@@ -478,7 +514,7 @@ def _csv_writer(path, k):
     if path is None:
         yield None
         return
-    header = ["image", "prediction", "predicted_class", *predictions.top_columns(k)]
+    header = ["image", *columns]
     try:
         lock = contextlib.nullcontext()
         if path != "-" and (os.path.isfile(path) or not os.path.exists(path)):

@@ -107,7 +107,7 @@ def create_app(
             contains the name of the website.
     """
     MultiPartParser.spool_max_size = max_bytes  # keep uploads in memory, because the disk may be full
-    slots = asyncio.Semaphore(MAX_REQUESTS)
+    slots, key = asyncio.Semaphore(MAX_REQUESTS), "classes" if "multi_label" in description else "top"
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
     template = environment.get_template("page.html.j2")
 
@@ -130,7 +130,7 @@ def create_app(
         for upload in uploads:
             if await request.is_disconnected():
                 raise ClientDisconnect
-            images.append(_entry(upload, *await run(worker, predict, upload)))
+            images.append(_entry(upload, key, *await run(worker, predict, upload)))
         return images
 
     async def answer(request):
@@ -160,9 +160,9 @@ def create_app(
     )
 
 
-def _entry(upload, top, problem):
-    """Return the JSON object for an image."""
-    return {"image": upload.name} | ({"top": top} if problem is None else {"error": problem})
+def _entry(upload, key, found, problem):
+    """Return the JSON object for an image. `key` is the key of the predicted classes."""
+    return {"image": upload.name} | ({key: found} if problem is None else {"error": problem})
 
 
 def _json(content, status=200, headers=None):

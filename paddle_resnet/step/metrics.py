@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from paddle_resnet.job import exchange, watchdog
-from paddle_resnet.utils import logger
+from paddle_resnet.utils import label_metrics, logger
 from paddle_resnet.utils.meters import ConfusionMeter, StepClock, class_metrics, mean
 from paddle_resnet.utils.mode import Mode
 from paddle_resnet.utils.signals import Preempted
@@ -59,6 +59,17 @@ def confusion_over_all_processes(meter: ConfusionMeter) -> dict[str, np.ndarray]
     confusion = np.column_stack([*divmod(codes, meter.class_num), counts])[counts > 0]  # remove the padding
     metrics = class_metrics(confusion, meter.class_num)
     return {"confusion": confusion, "class_top1": np.where(metrics["images"] > 0, metrics["recall"], np.nan)}
+
+
+def multi_label_over_all_processes(meter: label_metrics.ScoreMeter) -> dict:
+    """Return the result of label_metrics.evaluate for the images of all processes, with arrays instead of lists. On
+    rank 0, also return {"scores": float32 [images, 2 C] in the order of the data set}."""
+    own = meter.rows()
+    all_ranks = exchange.gather(own.tobytes())
+    rows = np.frombuffer(b"".join(all_ranks or []), np.float32).reshape(-1, own.shape[1])
+    result = exchange.from_rank_0(lambda: label_metrics.evaluate(rows, meter.thresholds))
+    result = {name: np.array(value) if isinstance(value, list) else value for name, value in result.items()}
+    return result | ({} if all_ranks is None else {"scores": rows})
 
 
 def predictions_on_rank_0(labels: ArrayLike, rows: ArrayLike) -> dict[str, np.ndarray]:
