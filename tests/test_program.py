@@ -406,7 +406,9 @@ def test_epoch_loss_is_mean_over_images(parse):
 
 # An empty program that is passed to fake Executors, which do not execute programs.
 COMPILED = SimpleNamespace(
-    _program=static.Program(), write_scalars=lambda: None, captured=None, trace=None, accumulating=None
+    **{"_program": static.Program(), "write_scalars": lambda: None, "captured": None, "trace": None},
+    step=lambda exe, variables: partial(exe.run, None, fetch_list=variables),
+    accumulating=None,
 )
 
 
