@@ -396,7 +396,7 @@ def _summary(trained, evaluated, best, last):
     data = {f"train.{name}": trained[name] for name in ("loss", "top1", "top5", "ips")} if trained else {}
     if evaluated is not None:
         averages = (f"{name}_{kind}" for kind in meters.AVERAGES for name in meters.CLASS_METRICS)
-        names = ("loss", "top1", "top5", "images", *averages)
+        names = ("loss", "top1", "top5", "ece", "images", *averages)
         data |= {f"val.{name}": evaluated[name] for name in names if name in evaluated}
         data |= {f"last.{name}": value for name, value in last.items()}
         data |= {f"best.{name}": best[name] for name in ("epoch", "step") if name in best}

@@ -48,6 +48,7 @@ def write(path: str | Path, report_file: str | Path, environment: dict[str, Any]
         best=run.best(),
         metrics=_metrics(run),
         charts=_charts(run),
+        reliability=_reliability(run),
         times=_times(run),
         worst=_worst(run, classes, confusion, rows),
         per_class=_per_class(run, classes),
@@ -126,6 +127,20 @@ def _charts(run):
         ("learning-rate finder", curve, chart(curve, xlabel="--lr", mark=suggestion, has_log_x=True)),
     ]
     return [(title, [line[:2] for line in series], svg) for title, series, svg in charts if svg]
+
+
+def _reliability(run):
+    """Return the reliability diagram of the best evaluation (Guo et al., arXiv:1706.04599) in the form of _charts, or
+    [] if the report has none."""
+    best = run.best()
+    metrics = run.epochs[best[0]] if best else {}
+    error, rows = metrics.get("val.ece"), metrics.get("val.reliability")
+    if error is None or not rows:
+        return []
+    points = [(confidence, accuracy) for _, confidence, accuracy in rows if None not in (confidence, accuracy)]
+    series = [("calibrated", "faint", [(0, 0), (1, 1)]), ("validation", "val", points)]
+    title = f"accuracy, expected calibration error {error:.2%}"
+    return [(title, [line[:2] for line in series], chart(series, xlabel="confidence", from_zero=True))]
 
 
 def _lr_curve(run):

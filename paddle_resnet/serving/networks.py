@@ -30,6 +30,7 @@ from paddle_resnet.utils.errors import UsageError, counted
 
 if TYPE_CHECKING:
     from paddle_resnet.settings.values import Settings
+    from paddle_resnet.utils.confidence import Temperature
 
 
 @dataclass
@@ -80,6 +81,7 @@ def load_checkpoint(
     fold: bool = False,
     precision: str = "float32",
     as_evaluated: bool = False,
+    temperature: Temperature | None = None,
 ) -> Network:
     """Load the inference network of a checkpoint.
 
@@ -98,6 +100,8 @@ def load_checkpoint(
         as_evaluated: whether to keep the layout, the number of channels and the kernels of the run's evaluations, so
             that the results have the rounding errors of these evaluations, if they were in float32. The input has
             three channels in this layout.
+        temperature: temperature by which to divide the logits, or None. The parameters of the last layer are divided
+            by it, so that the network needs no further operator.
     Returns:
         Network.
     Raises:
@@ -114,6 +118,9 @@ def load_checkpoint(
         native.load()
     channels = args.image_shape[0] if as_evaluated else 3
     network = _load(args, meta, checkpoint, channels, uint8=uint8, quantize=args.qat and not fold)
+    if temperature is not None:
+        _divide_logits(network, temperature.value)
+        network.description["temperature"] = temperature._asdict()
     if fold:
         with static.scope_guard(network.scope):
             folding.fold_batch_norms(network.program, network.exe, 1)
@@ -160,6 +167,13 @@ def load_fast(
         with loss_head.scope():
             host_metrics.add_copy([network.probabilities])
     return network
+
+
+def _divide_logits(network, temperature):
+    """Divide the logits of a Network in float32 by a number, in the parameters of its last layer."""
+    for name in ends(network.program).last:
+        divided = (network.parameter(name) / np.float64(temperature)).astype(np.float32)
+        network.scope.find_var(name).get_tensor().set(divided, processes.place(network.args.device))
 
 
 def _cast(network, dtype, level, for_gpu=False):
