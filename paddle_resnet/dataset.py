@@ -19,11 +19,10 @@ from paddle_resnet.utils.command_line import Parser
 from paddle_resnet.utils.errors import UsageError, command, counted, program
 from paddle_resnet.utils.mode import RunScope
 
-QUALITY = 95  # JPEG quality
 SIDE = 64  # width and height of a sample image in pixels
 
 
-def write_sample(output):
+def write_sample(output: str | Path) -> tuple[int, int]:
     """Write scikit-learn's 1,797 handwritten digits as JPEG files in class folders.
 
     The images are those of the test set of UCI's "Optical Recognition of Handwritten Digits" (8x8 pixels, 17 gray
@@ -65,10 +64,10 @@ def _write_images(output, names, digits):
             path = partial / name
             path.parent.mkdir(parents=True, exist_ok=True)
             gray = Image.fromarray((pixels * (255 / 16)).astype(np.uint8))
-            gray.resize((SIDE, SIDE), Image.Resampling.BICUBIC).convert("RGB").save(path, quality=95)
+            gray.resize((SIDE, SIDE), Image.Resampling.BICUBIC).convert("RGB").save(path, quality=convert.QUALITY)
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> int:
     """Run a command.
 
     Returns:
@@ -195,7 +194,7 @@ def _add_convert(commands):
         "--quality",
         type=numbers.integer(1, 100),
         metavar="Q",
-        help=f"JPEG quality of images that are shrunk (default: {QUALITY})",
+        help=f"JPEG quality of images that are shrunk (default: {convert.QUALITY})",
     )
     command.add_argument(
         "--workers", type=numbers.threads, metavar="N", help="number of worker processes (default: one per core)"
@@ -221,7 +220,7 @@ def _run_convert(args: argparse.Namespace):
             args.to,
             shards=args.shards,
             resize_short=args.resize_short,
-            quality=args.quality or QUALITY,
+            quality=args.quality or convert.QUALITY,
             workers=args.workers,
             progress=progress,
             skip_list=args.skip_list,
@@ -249,7 +248,7 @@ def _with_progress(args: argparse.Namespace, write):
 
             def show(done, total):
                 nonlocal task
-                if not bar.live.is_started:  # the source has been read without an error
+                if not bar.live.is_started:  # start it late, so that an error in listing the source leaves no empty bar
                     with signals.blocked():  # the thread that rich starts must not handle signals
                         stack.enter_context(bar)
                 if task is None:
@@ -305,9 +304,10 @@ def _add_import(commands):
     )
     command.add_argument(
         "--class-depth",
-        type=numbers.integer(1, 9),
+        type=_class_depth,
         metavar="N",
-        help="number of nested folders that form a class (default: detected)",
+        help="number of nested folders that form a class, counted from the split or, if negative, from the image "
+        "(default: detected)",
     )
     _add_shards(command)
     command.add_argument(
@@ -490,6 +490,13 @@ def _fraction(text):
     value = numbers.ratio(text)
     if value in (0, 1):
         raise argparse.ArgumentTypeError(f"{text} leaves one split empty; use a fraction between 0 and 1, such as 0.2")
+    return value
+
+
+def _class_depth(text):
+    value = numbers.integer(-9, 9)(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("0 folders form no class; use a number such as 1 or -1")
     return value
 
 

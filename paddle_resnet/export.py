@@ -1,5 +1,7 @@
 """Export a checkpoint for Paddle Inference, ONNX and Triton: `python -m paddle_resnet.export CHECKPOINT OUT`."""
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import json
@@ -8,7 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -66,19 +68,19 @@ class Calibration(NamedTuple):
 
 
 def export(
-    checkpoint,
-    output,
-    onnx=False,
-    verify=None,
-    uint8=False,
-    triton=False,
-    model_arch_name=None,
-    int8=None,
-    calibration=None,
-    precision="float32",
-    allow_outside=False,
-    temperature=None,
-):
+    checkpoint: str | Path,
+    output: str | Path,
+    onnx: bool = False,
+    verify: str | None = None,
+    uint8: bool = False,
+    triton: bool = False,
+    model_arch_name: str | None = None,
+    int8: str | None = None,
+    calibration: Calibration | None = None,
+    precision: str = "float32",
+    allow_outside: bool = False,
+    temperature: str | None = None,
+) -> dict[str, Any]:
     """Export a checkpoint as an inference network, without masks or optimizer state.
 
     The folder contains model.pdmodel and model.pdiparams for Paddle Inference, model.json (input, output,
@@ -410,7 +412,7 @@ def _verify(network, folder, image_root, device, allow_outside=False):
         network: the checkpoint's Network, which takes normalized images as input.
         folder: folder with the exported networks.
         image_root: folder of the data set.
-        device: device that runs Paddle's network, "cpu" or "gpu".
+        device: device on which Paddle Inference runs, "cpu" or "gpu".
         allow_outside: whether file lists may contain files outside image_root.
     Returns:
         result of _score for the checkpoint.
@@ -455,7 +457,7 @@ def _verify_recorded(network, score, image_root, load_as_evaluated, allow_outsid
 
     recorded = network.meta["evaluated"]
     if not recorded:
-        return logger.info("recorded evaluation: none, so the checkpoint is not compared with it")
+        return logger.info("recorded evaluation: none, so only the exported networks were compared with the checkpoint")
     decoder = {"cpu": "a CPU", "gpu": "a GPU"}.get(network.meta["arguments"].get("dali_device"), "an unknown device")
     loss = "not finite" if recorded["loss"] is None else f"{recorded['loss']:.7g}"
     text = f"recorded evaluation: top1 {recorded['top1']:.6g}, loss {loss}, images decoded on {decoder}"
@@ -487,7 +489,7 @@ def _obstacle(network, images):
     meta, arguments = network.meta, network.meta["arguments"]
     recorded = meta["evaluated"]
     if arguments.get("device") != "cpu":
-        return "a GPU computed it, which rounds differently"
+        return "it was computed on a GPU, which rounds differently than a CPU"
     if recorded.get("not_finite"):  # the recorded mean covers only finite losses
         return f"{recorded['not_finite']} losses were not finite"
     if recorded.get("images") != images:
@@ -505,7 +507,8 @@ def _is_half(network):
 
 def _score(network, model, image_root, as_evaluated=False, allow_outside=False, keep=None):
     """Evaluate a Model that also returns logits. Return {"images", "correct", "ties" (images whose two largest
-    probabilities differ by less than the tie of the model's kind), "loss", "clipped_loss" (loss with EARLIER_CLIP)}.
+    probabilities differ by less than TIE, QAT_TIE or HALF_TIE, depending on the model), "loss", "clipped_loss"
+    (loss with EARLIER_CLIP)}.
 
     Args:
         network: the checkpoint's Network.
@@ -547,8 +550,8 @@ def _score(network, model, image_root, as_evaluated=False, allow_outside=False, 
         if not np.allclose(probabilities, expected, rtol=0, atol=PROBABILITY_TOLERANCE):
             raise RunError(
                 f"--verify: the probabilities of {model.engine} differ from the softmax of its logits by up to "
-                f"{np.abs(probabilities - expected).max():.2g}, and nothing was written; check the checkpoint and the "
-                "version of the engine"
+                f"{np.abs(probabilities - expected).max():.2g}, and nothing was written; use a different version of "
+                "the engine or a different checkpoint"
             )
         if keep is not None:
             keep((logits, labels))
@@ -580,7 +583,7 @@ def _check_agreement(name, score, reference_name, reference, remedy):
     if difference > allowed or not loss_difference <= LOSS_TOLERANCE:
         raise RunError(
             f"--verify: {name} and {reference_name} disagree: {score['correct']} and {reference['correct']} of "
-            f"{score['images']} images correct ({allowed} ties allowed), loss {score['loss']:.7g} and "
+            f"{score['images']} images correct (ties allow a difference of {allowed}), loss {score['loss']:.7g} and "
             f"{reference['loss']:.7g} (tolerance {LOSS_TOLERANCE:g}), and nothing was written; {remedy}"
         )
 
@@ -637,7 +640,7 @@ dynamic_batching {{ }}
 """
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> int:
     """Run the command, and return the exit code: 0 for success, 1 if an exported network differs from the checkpoint;
     for other errors, see exit_codes.of. The output is kept only if the export succeeds."""
     parser = Parser(
@@ -658,7 +661,7 @@ def main(argv=None):
             "What to export": ("checkpoint", "output", "--model-arch-name"),
             "What to write": ("--onnx", "--triton"),
             "How to compute": ("--precision", "--uint8", "--int8", "--calibrate", "--temperature"),
-            "Is it correct": ("--verify",),
+            "How to check the export": ("--verify",),
         },
     )
     parser.add_argument(
@@ -731,7 +734,7 @@ def main(argv=None):
 def _check_calibration_method(method):
     """Check the value of --calibration-method, a flag of version 0.1.0."""
     if method != "percentile":
-        raise argparse.ArgumentTypeError(f"{method!r} is not supported since version 0.2.0; remove the flag")
+        raise argparse.ArgumentTypeError(f"{method!r} is not supported in version 0.2.0 or later; remove the flag")
 
 
 def _main(args: argparse.Namespace):

@@ -1,5 +1,7 @@
 """Predict the classes of images: `python -m paddle_resnet.predict MODEL IMAGE ...`."""
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import csv
@@ -13,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +28,12 @@ from paddle_resnet.utils.command_line import Parser
 from paddle_resnet.utils.errors import RunError, UsageError, printable, program
 from paddle_resnet.utils.meters import latency_percentiles
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from typing import TextIO
+
+    from paddle_resnet.serving.model import Model
+
 TOP = 5
 BENCHMARK_BATCHES = [1, 4, 16, 64, 256]
 BENCHMARK_COLUMNS = ("latency_p50_ms", "latency_p90_ms", "latency_p99_ms", "ips", "memory_mib")
@@ -36,7 +45,7 @@ HOST, MAX_MB, MAX_IMAGES = "127.0.0.1", 20, 16  # defaults of --serve-host, --se
 SHOWN_REASONS = 8  # maximum number of reasons in the warning about skipped files
 
 
-def find_images(arguments, stdin):
+def find_images(arguments: Sequence[str], stdin: TextIO | None) -> list[str]:
     """Return the image paths that command-line arguments specify: files, folders (searched at any depth), or `-` (one
     path per line of stdin).
 
@@ -112,18 +121,18 @@ def _images_below(folder):
     return sorted(paths)
 
 
-def top(probabilities):
+def top(probabilities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the TOP most probable classes of each image in descending order: (labels, probabilities), both [N, k].
     Classes with equal probabilities are in label order. `probabilities` is [N, C] without NaN."""
     k = min(TOP, probabilities.shape[1])
     remaining, labels = np.array(probabilities), np.empty((len(probabilities), k), np.int64)
-    for i in range(k):  # k searches for the maximum, instead of sorting all classes
+    for i in range(k):  # find the maximum k times instead of sorting all classes
         labels[:, i] = remaining.argmax(axis=1)
         np.put_along_axis(remaining, labels[:, i : i + 1], -np.inf, axis=1)
     return labels, np.take_along_axis(probabilities, labels, axis=1)
 
 
-def entries(labels, probabilities, names):
+def entries(labels: np.ndarray, probabilities: np.ndarray, names: Sequence[str]) -> list[list[dict[str, Any]]]:
     """Return [{"label", "class", "probability"}] for each image. `labels` and `probabilities` are the result of top;
     `names` is the names of all classes."""
     return [
@@ -140,7 +149,7 @@ def _rows(paths, labels, probabilities, names):
     return zip(paths, *columns[:2], *columns, strict=True)
 
 
-def benchmark(models, batch_sizes, device):
+def benchmark(models: Iterable[Model], batch_sizes: Sequence[int], device: str) -> Iterator[dict[str, Any]]:
     """Benchmark each Model of an iterable on random images in host memory. The times include the copies from and to
     host memory. Yield {"engine", "precision", "batch", "ips" (images/s), "latency_{mean,p50,p90,p95,p99}_ms",
     "memory_mib" (peak memory of the engine so far, see memory.Peak)} for each model and batch size.
@@ -174,10 +183,16 @@ def benchmark(models, batch_sizes, device):
         del model
 
 
-def engines(path, device, model_arch_name=None, precision=None, sizes=(32,)):
-    """Yield a Model for each engine that can run the model. Each model is opened when it is requested. For Paddle
-    Inference and onnxruntime, a checkpoint is exported to a temporary folder. If the model cannot be exported to ONNX
-    or run in onnxruntime, a warning is logged and onnxruntime is omitted. For arguments and exceptions, see
+def engines(
+    path: str,
+    device: str,
+    model_arch_name: str | None = None,
+    precision: str | None = None,
+    sizes: Sequence[int] = (32,),
+) -> Iterator[Model]:
+    """Yield a Model for each engine that can run the network at a path. Each Model is opened when it is requested. For
+    Paddle Inference and onnxruntime, a checkpoint is exported to a temporary folder. If the network cannot be exported
+    to ONNX or run in onnxruntime, a warning is logged and onnxruntime is omitted. For arguments and exceptions, see
     inference.open_model and export.export."""
     from paddle_resnet import export
     from paddle_resnet.serving import inference, networks
@@ -220,7 +235,7 @@ def engines(path, device, model_arch_name=None, precision=None, sizes=(32,)):
             yield model
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> int:
     """Run the command, and return the exit code: 0 if all images are classified, 1 if some are not; for errors, see
     exit_codes.of."""
     parser = Parser(
@@ -281,8 +296,8 @@ def main(argv=None):
     parser.add_argument(
         "--precision",
         choices=["float32", "float16", "bfloat16", "int8"],
-        help="precision of the network; float16 on a GPU with compute capability 7.0 or higher, otherwise float32; an "
-        "export runs in the precision in which it was exported (default: chosen from the device)",
+        help="precision of the network (default for a checkpoint: float16 on a GPU with compute capability 7.0 or "
+        "higher, otherwise float32; default for an export: the precision in which it was exported)",
     )
     parser.add_argument(
         "--benchmark", action="store_true", help="measure the speed on random images instead of predicting"

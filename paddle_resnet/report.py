@@ -3,6 +3,8 @@
 `python -m paddle_resnet.report RUN...` compares runs (results/comparison.py), without importing Paddle or DALI.
 """
 
+from __future__ import annotations
+
 import contextlib
 import csv
 import io
@@ -10,6 +12,7 @@ import os
 import platform
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,8 +21,16 @@ from paddle_resnet.settings.groups import loader, output
 from paddle_resnet.settings.values import text
 from paddle_resnet.utils import files, logger, meters
 from paddle_resnet.utils.errors import RunError, UsageError, command, counted
-from paddle_resnet.utils.mode import RunScope
+from paddle_resnet.utils.mode import Mode, RunScope
 from paddle_resnet.utils.outputs import replaced
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence, Sized
+
+    from paddle import static
+
+    from paddle_resnet.settings.durations import Stop
+    from paddle_resnet.settings.values import Settings
 
 MIB = 2**20
 # Flags that the suggested evaluation command omits.
@@ -73,14 +84,14 @@ def tables(settings: output.Settings, evaluates: bool) -> dict:
     return paths | ({"predictions": settings.predictions} if settings.predictions is not None else {})
 
 
-def resumes(args, checkpoint):
+def resumes(args: Settings, checkpoint) -> bool:
     """Return whether this run appends to an existing report, that is, whether --resume is set or this run continues the
     run that wrote the checkpoint."""
     trains = args.run_scope.trains and not args.benchmark
     return trains and (args.resume or (checkpoint is not None and checkpoint.resumes))
 
 
-def check_replaced(args, checkpoint, run_folder):
+def check_replaced(args: Settings, checkpoint, run_folder: Path) -> None:
     """Check the file that this run's report would replace or append to.
 
     Args:
@@ -141,7 +152,14 @@ def _is_of_run(path, checkpoint, run_folder):
     return False
 
 
-def start_line(args, train_loader, eval_loader, fused_operators, gradient_all_reduces, is_captured):
+def start_line(
+    args: Settings,
+    train_loader: Sized | None,
+    eval_loader: Sized | None,
+    fused_operators: dict[str, int],
+    gradient_all_reduces: int,
+    is_captured: bool,
+) -> str:
     """Return the start line, which contains the network, devices, precision, layout, image shape, fused operators, CUDA
     graph, batch, learning rate, steps and gradient all-reduces.
 
@@ -175,7 +193,7 @@ def start_line(args, train_loader, eval_loader, fused_operators, gradient_all_re
     )
 
 
-def all_done(args, argv, checkpoint):
+def all_done(args: Settings, argv: list[str], checkpoint) -> None:
     """If --resume is set, log that no steps remain; otherwise, raise an error. With --resume, write the summary and the
     HTML report if the run was killed before it wrote them.
 
@@ -222,10 +240,10 @@ def _complete(args, argv, checkpoint):
         _write_page(args.part(output.Settings), args.device, argv)
 
 
-def advise_on_loader(args, epoch, trained):
-    """Warn if a GPU waits for the loader for more than a fifth of the epoch time, and suggest a flag. On a CPU, there
-    is no warning: the network shares the cores with the loader, so waiting does not indicate a slow loader. A first
-    epoch of fewer than 50 steps is ignored, because startup dominates it.
+def advise_on_loader(args: Settings, epoch: int, trained: dict[str, Any]) -> bool:
+    """Warn if a GPU waits for the loader for more than STARVED_FRACTION of the epoch time, and suggest a flag. On a
+    CPU, there is no warning: the network shares the cores with the loader, so waiting does not indicate a slow loader.
+    A first epoch of fewer than 50 steps is ignored, because startup dominates it.
 
     Args:
         args: flags.
@@ -256,7 +274,7 @@ def _loader_flag(settings: loader.Settings) -> str:
     return f"--dali-prefetch {2 * settings.dali_prefetch}"
 
 
-def conclude(args, argv, result, mode):
+def conclude(args: Settings, argv: list[str], result: dict[str, Any], mode: Mode) -> None:
     """Log the result of a benchmark, or of an evaluation without training, as the summary of the run.
 
     For a benchmark, also log peak memory, versions and the command, and print a table instead of a line. For an
@@ -338,7 +356,15 @@ def _print_table(title, result, environment):
     logger.info(drawn.getvalue().rstrip("\n"))
 
 
-def summarize(args, argv, program, stop, trained, evaluated, saver):
+def summarize(
+    args: Settings,
+    argv: list[str],
+    program: static.Program,
+    stop: Stop,
+    trained: dict[str, Any],
+    evaluated: dict[str, Any] | None,
+    saver,
+) -> None:
     """Log the results of a training run, and write the HTML report (--report-html). Without --resume,
     --from-checkpoint and --from-pretrained-params, also print a command that evaluates the best checkpoint (or the
     last, if the run does not evaluate) and writes a separate report.
@@ -428,7 +454,9 @@ def _write_page(settings: output.Settings, device: str, argv: list) -> None:
     logger.info(f"page: {settings.report_html}")
 
 
-def write_classes(args, result, classes, epoch, is_best=True):
+def write_classes(
+    args: Settings, result: dict[str, Any], classes: Sequence[str], epoch: int, is_best: bool = True
+) -> dict[str, Any]:
     """Write the accuracy of each class and the confusion counts next to the report, on rank 0. A benchmark writes no
     files, because a benchmark does not evaluate the entire data set.
 

@@ -2,6 +2,8 @@
 
 import argparse
 import sys
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +21,7 @@ from paddle_resnet.utils.mode import Mode
 EVALUATION_BATCH = 32
 
 
-def evaluate(checkpoint, image_root, device="auto", threads=4):
+def evaluate(checkpoint: str | Path, image_root: str | Path, device: str = "auto", threads: int = 4) -> dict[str, Any]:
     """Evaluate a checkpoint on the validation images of a data set, in float32.
 
     Args:
@@ -56,7 +58,7 @@ def evaluate(checkpoint, image_root, device="auto", threads=4):
     return {"images": images, "classes": len(classes_seen), "top1": float(top1 / images), "top5": float(top5 / images)}
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> int:
     """Run the command, and return the exit code (see exit_codes.of)."""
     names = ", ".join(published.PACKAGED)
     parser = parsing.ToolParser(
@@ -92,7 +94,7 @@ def main(argv=None):
 def _main(args: argparse.Namespace, flags):
     preprocessing = parsing.parse(flags)
     if other := [flag_name(name) for name in preprocessing if name not in of_kinds("preprocessing")]:
-        raise UsageError(f"{', '.join(other)}: not a preprocessing flag; remove it")
+        raise UsageError(f"{', '.join(other[:5])}: only preprocessing flags are supported here; remove all others")
     if args.verify is not None:
         layout.check_split("--verify", args.verify, Mode.EVAL)
     meta = convert(args.file, args.output, args.arch, preprocessing, args.verbose, args.source)

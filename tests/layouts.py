@@ -71,8 +71,8 @@ def obey(message):
             assert dataset.main(shlex.split(arguments)) == 0
         else:
             subprocess.run(command, shell=True, check=True)
-    root = re.search(r"use --image-root (\S+)", message)
-    return root and root[1].rstrip(",;")
+    root = re.search(r"use --image-root ('[^']*'|[^\s,;]+)", message)
+    return root and shlex.split(root[1])[0]
 
 
 def obeyed_remedy(root, what, counts, capsys):

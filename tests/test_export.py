@@ -621,7 +621,7 @@ def test_flags_are_passed_on(capsys, monkeypatch):
         (["c", "o", "--calibration-images", "0"], "--calibration-images: 0 is too small; use a whole number from 1"),
         (
             ["c", "o", "--calibration-method", "entropy"],
-            "--calibration-method: 'entropy' is not supported since version 0.2.0; remove the flag",
+            "--calibration-method: 'entropy' is not supported in version 0.2.0 or later; remove the flag",
         ),
         (["c", "o", "--int8-engine", "paddle"], "--int8-engine: invalid choice: 'paddle'"),
         (["c", "o", "--temperature", "2"], "--temperature: invalid choice: '2'"),
@@ -969,7 +969,10 @@ def test_agreement_check_tolerates_ties_and_rounding():
     score = {"images": 100, "correct": 70, "ties": 1, "loss": 2.0}
     export._check_agreement("a", score, "b", score | {"correct": 72, "loss": 2.0001}, "use c")
     for other, counts in (({"correct": 73}, "73"), ({"loss": 2.0003}, "70"), ({"loss": float("nan")}, "70")):
-        message = rf"^--verify: a and b disagree: 70 and {counts} of 100 images correct \(2 ties allowed\), loss 2 and "
+        message = (
+            rf"^--verify: a and b disagree: 70 and {counts} of 100 images correct \(ties allow a difference of 2\), "
+            "loss 2 and "
+        )
         with pytest.raises(RunError, match=message):
             export._check_agreement("a", score, "b", score | other, "use c")
     # The difference between losses below 1 is absolute.

@@ -90,9 +90,9 @@ def conflicts(settings: Settings) -> Iterator[Conflict]:
 
 
 def add(step: "StepBuilder") -> None:
-    """Complete the update, for which Paddle's minimize has added one operator per parameter. With Paddle's kernels, these
-    operators are corrected for bfloat16 parameters and for steps that dynamic loss scaling skips. If Paddle lacks the
-    rule, `rewrite` of the rule then changes them. With custom kernels, they are replaced."""
+    """Complete the update, for which Paddle's minimize has added one operator per parameter. With Paddle's kernels,
+    these operators are corrected for bfloat16 parameters and for steps that dynamic loss scaling skips. If Paddle lacks
+    the rule, `rewrite` of the rule then changes them. With custom kernels, they are replaced."""
     block, rule = step.main.global_block(), OPTIMIZERS[step.part(Settings).optimizer]
     if not step.is_native:
         _update_masters_in_float32(block)

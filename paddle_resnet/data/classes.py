@@ -3,17 +3,20 @@
 import contextlib
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from paddle_resnet.data import sniffer
 from paddle_resnet.data.images import IMAGE_ENDINGS, TEXT_LIMIT, log_once, some
 from paddle_resnet.utils import logger
-from paddle_resnet.utils.errors import UsageError, printable
+from paddle_resnet.utils.errors import UsageError, counted, printable
 from paddle_resnet.utils.files import open_regular
 from paddle_resnet.utils.mode import Mode
 
 _IMAGENET_CLASSES = 1000
 _NAME_LIMIT = 1000  # maximum number of characters in a class name; Python's CSV reader accepts 131,072
+# Files with one class name per line, possibly after its number.
+_NAME_FILE = re.compile(r"(.*[-_])?(labels?|label_list|labels_list|classes|class_names|classnames)\.txt", re.IGNORECASE)
 _LABEL_TABLE = re.compile(r".+\.csv|metadata\..+", re.IGNORECASE)  # files that probably contain labels
 
 
@@ -21,8 +24,46 @@ def class_names(image_root: str) -> list[str] | None:
     """Return the lines of IMAGE_ROOT/classes.txt, or None if there is no such file. Raise UsageError if the file cannot
     be read, is not UTF-8 or too large, or has a line of more than _NAME_LIMIT characters."""
     path = os.path.join(image_root, "classes.txt")
-    if not os.path.lexists(path):
-        return None
+    return _lines(path) if os.path.lexists(path) else None
+
+
+def label_names(image_root: str) -> tuple[str, list[str], int | None] | None:
+    """Return (path, class names in label order, first label or None if it is unknown) from the file with class names in
+    image_root or meta/, such as labels.txt or flowers_label_list.txt, or None if there is no such file. Files in meta/
+    are used only if image_root has none. Raise UsageError if several files in the same folder differ, or if a name
+    occurs twice or is empty."""
+    for folder in filter(os.path.isdir, (image_root, os.path.join(image_root, "meta"))):
+        files = [name for name in sorted(os.listdir(folder)) if _NAME_FILE.fullmatch(name)]
+        found = {name: _numbered_names(os.path.join(folder, name)) for name in files}
+        if len({tuple(names) for names, _ in found.values()}) > 1:
+            raise UsageError(f"{folder}: {' and '.join([*found][:5])} contain different class names; keep one of them")
+        for name, names in found.items():
+            return os.path.join(folder, name), *names
+    return None
+
+
+def _numbered_names(path):
+    """Return (names, first number or None) of a file with lines `NAME` or `NUMBER NAME`. Raise UsageError if a name
+    occurs twice or is empty."""
+    names = [line.strip() for line in _lines(path) or [""]]
+    pairs = [name.split(maxsplit=1) for name in names]
+    first = None
+    if all(len(pair) == 2 and pair[0].isdecimal() for pair in pairs):
+        name_of = {int(number): name for number, name in pairs}
+        first = min(name_of)
+        if first in (0, 1) and sorted(name_of) == [*range(first, first + len(names))]:
+            names = [name_of[number] for number in sorted(name_of)]
+        else:
+            first = None
+    name, count = Counter(names).most_common(1)[0]
+    if count > 1 or not name:
+        raise UsageError(
+            f"{path}: contains {name or 'an empty line'} {counted(count, 'time')}; write one name per class"
+        )
+    return names, first
+
+
+def _lines(path):
     try:
         with open_regular(path, TEXT_LIMIT) as f:
             text = f.read().decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
@@ -42,7 +83,12 @@ def numbers(count: int | None) -> list[str]:
 
 
 def check_labels(
-    path: str, labels: Iterable, num_of_class: int | None, classes: Sequence | None, label_offset: int = 0
+    path: str,
+    labels: Iterable,
+    num_of_class: int | None,
+    classes: Sequence | None,
+    label_offset: int = 0,
+    names_file: str = "classes.txt",
 ) -> None:
     """Check labels against the number of class names or, without names, the number of network outputs.
 
@@ -52,13 +98,14 @@ def check_labels(
         num_of_class: number of network outputs, or None for any number.
         classes: class names, or None.
         label_offset: number that is subtracted from the labels.
+        names_file: file that contains the class names, for the error message.
     Raises:
         UsageError: a label is out of range or not a whole number.
     """
     limit = len(classes) if classes else num_of_class
     for label in labels:
         if not is_class(label - label_offset, limit):
-            source = "classes.txt" if classes else f"--num-of-class {num_of_class}"
+            source = names_file if classes else f"--num-of-class {num_of_class}"
             first = label_offset
             allowed = f"labels are whole numbers from {first}"
             if limit is not None:
@@ -67,7 +114,7 @@ def check_labels(
                 allowed += f" with --label-offset {label_offset}"
             remedy = "number the classes from 0, or set --label-offset to the first label"
             if limit is not None:
-                remedy += ", or add names to classes.txt" if classes else ", or use a larger --num-of-class"
+                remedy += f", or add names to {names_file}" if classes else ", or use a larger --num-of-class"
             if label - label_offset == limit == _IMAGENET_CLASSES and path.endswith(".txt"):
                 remedy = (
                     "labels from 1 to 1000 are probably those of ImageNet's development kit, whose order is not that "

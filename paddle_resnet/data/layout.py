@@ -4,19 +4,12 @@ import contextlib
 import os
 import shlex
 
-from paddle_resnet.data import manifest, sniffer
-from paddle_resnet.data.formats import FORMATS, RECORDS
-from paddle_resnet.data.formats.folder import class_folders, images_at_the_top, is_system_name
-from paddle_resnet.data.images import is_utf8, some
+from paddle_resnet.data import manifest, sniffer, split_names
+from paddle_resnet.data.formats import FILES, FORMATS, RECORDS, filelist, folder
+from paddle_resnet.data.images import is_utf8, log_once, some
+from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, command, printable
 from paddle_resnet.utils.mode import Mode, RunScope
-
-# Common names of each split in lower case, most common first.
-OTHER_NAMES = {
-    Mode.TRAIN: ("train", "training"),
-    Mode.EVAL: ("val", "valid", "validation", "test", "testing", "eval", "dev"),
-}
-_ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
 
 
 def check_root(image_root: str, content: str = "train/ and val/", flag: str = "--image-root") -> None:
@@ -33,33 +26,49 @@ def check_split(flag: str, image_root: str, mode: Mode) -> None:
     read the data set late call this function at startup, so that they fail early."""
     check_root(image_root, f"{mode.value}/", flag)
     if not _has_split(image_root, mode):
-        similar = _similar(image_root, mode)
-        remedy = f"rename {similar} to {mode.value}/" if similar else sniffer.advice(image_root, only_certain=True)
-        remedy = remedy or f"put the class folders into {mode.value}/"
+        advice = sniffer.advice(image_root, only_certain=True)
+        remedy = advice or f"put the class folders into {mode.value}/"
         raise UsageError(f"{flag} {image_root}: has no {mode.value}/; {remedy}, or use a different folder")
 
 
 def detect(image_root: str, mode: Mode) -> str:
     """Detect the storage format of a split from the names of the files in image_root.
 
-    A file list takes precedence over class folders, because the list may contain images in these folders.
+    train.txt and val.txt take precedence over class folders, because they may list images in these folders. So does a
+    list with a different name, unless all splits consist of class folders.
 
     Returns:
         A key of FORMATS; "folder" if no format is detected.
     Raises:
-        UsageError: image_root is not a folder, or contains the split in several formats.
+        UsageError: image_root is not a folder, or contains the split several times.
     """
     check_root(image_root)
-    formats = [name for name in (*RECORDS, "filelist", "folder") if FORMATS[name].detect(image_root, mode)]
-    if formats[-2:] == ["filelist", "folder"]:
-        formats.pop()
-    if len(formats) > 1:
+    detected = {name: FORMATS[name].detect(image_root, mode) for name in (*RECORDS, "filelist", "folder")}
+    found = {name: paths for name, paths in detected.items() if paths}
+    if {"filelist", "folder"} <= found.keys():
+        del found["folder" if _is_preferred(image_root, found["filelist"][0]) else "filelist"]
+    if len(found) > 1:
+        shown = [f"{name} ({split_names.shown(image_root, paths[0])})" for name, paths in found.items()]
         raise UsageError(
-            f"--image-root {image_root}: contains the {mode.value} split as {' and '.join(formats)}; choose one with "
+            f"--image-root {image_root}: contains the {mode.value} split as {' and '.join(shown)}; choose one with "
             "--data-format"
         )
     # If no format is detected, check_there will raise an error that states what is missing.
-    return formats[0] if formats else "folder"
+    return next(iter(found), "folder")
+
+
+def _is_preferred(image_root, path):
+    """Return whether a file list takes precedence over class folders, see detect()."""
+    folders = [place for mode in Mode for place in folder.detect(image_root, mode)]
+    if filelist.is_own_name(image_root, path) or not all(map(folder.has_classes, folders)):
+        return True
+    name = split_names.shown(image_root, path)
+    log_once(
+        f"--data-format auto: {name} in {image_root} is ignored, because all splits consist of class folders; to use "
+        "it, set --data-format filelist",
+        logger.info,
+    )
+    return False
 
 
 def check_there(image_root: str, mode: Mode, data_format: str) -> list[str]:
@@ -91,10 +100,16 @@ def occupied(image_root: str) -> list[str]:
     if not os.path.isdir(image_root):
         return []
     own = {manifest.MANIFEST, "classes.txt", *(f"{mode.value}{suffix}" for mode in Mode for suffix in ("", ".txt"))}
-    shards = [pattern for module in RECORDS.values() for pattern in module.NAMES.values()]
-    own |= {name for name in os.listdir(image_root) if any(pattern.fullmatch(name) for pattern in shards)}
-    own |= {name for name in os.listdir(image_root) if name.endswith(".idx")}
-    return [os.path.join(image_root, name) for name in sorted(own)]
+    own |= {name for name in os.listdir(image_root) if name.endswith(".idx") or _is_record_file(name)}
+    paths = {os.path.join(image_root, name) for name in own}
+    for mode in Mode:
+        with contextlib.suppress(UsageError):  # the run reports this error
+            paths |= {path for module in FILES.values() for path in module.detect(image_root, mode)}
+    return sorted(paths)
+
+
+def _is_record_file(name, modes=tuple(Mode)):
+    return any(split_names.match(module.NAMES, name, mode) for module in RECORDS.values() for mode in modes)
 
 
 def splits(image_root: str) -> list[Mode]:
@@ -112,7 +127,11 @@ def splits(image_root: str) -> list[Mode]:
 
 
 def _has_split(image_root, mode):
-    return os.path.exists(os.path.join(image_root, mode.value)) or detect(image_root, mode) != "folder"
+    return (
+        os.path.exists(os.path.join(image_root, mode.value))
+        or detect(image_root, mode) != "folder"
+        or bool(folder.detect(image_root, mode))
+    )
 
 
 def _missing(image_root, mode):
@@ -121,16 +140,14 @@ def _missing(image_root, mode):
     if not _has_split(image_root, other):
         return UsageError(f"--image-root {image_root}: has no folder {mode.value}/; {_splits_remedy(image_root)}")
     data_format = detect(image_root, other)
-    wanted, there = (FORMATS[data_format].EXAMPLE.format(split.value) for split in (mode, other))
-    similar = _similar(image_root, mode, data_format)
+    wanted = FORMATS[data_format].EXAMPLE.format(mode.value)
+    there = split_names.shown(image_root, next(iter(FORMATS[data_format].detect(image_root, other)), other.value))
     if compressed := _compressed(image_root, [mode]):
         remedy = compressed
-    elif similar:
-        remedy = f"rename {similar} to {wanted}"
     elif advice := sniffer.advice(image_root, only_certain=True):
         remedy = advice
     elif data_format == "folder" and mode is Mode.EVAL:
-        remedy = f"create it, or {_split_command(os.path.join(image_root, mode.TRAIN.value), image_root)}"
+        remedy = f"create it, or {_split_command(folder.split_folder(image_root, mode.TRAIN), image_root)}"
     else:
         remedy = "create it"
     wanted = f"folder {wanted}" if data_format == "folder" else wanted
@@ -141,12 +158,10 @@ def _missing(image_root, mode):
 
 def _compressed(image_root, modes):
     """If record files of a split are compressed with gzip, return the remedy, otherwise None."""
-    patterns = [module.NAMES[mode] for module in RECORDS.values() for mode in modes]
 
     def is_compressed(name):
         stem, ending = os.path.splitext(name)
-        original = {".gz": stem, ".tgz": f"{stem}.tar"}.get(ending, "")
-        return any(pattern.fullmatch(original) for pattern in patterns)
+        return _is_record_file({".gz": stem, ".tgz": f"{stem}.tar"}.get(ending, ""), modes)
 
     names = sorted(filter(is_compressed, os.listdir(image_root)))
     if not names:
@@ -158,30 +173,29 @@ def _compressed(image_root, modes):
 def _splits_remedy(image_root):
     if compressed := _compressed(image_root, list(Mode)):
         return compressed
-    similar = {mode: _similar(image_root, mode) for mode in Mode}
-    renames = [f"rename {name} to {mode.value}/" for mode, name in similar.items() if name]
-    if renames:
-        return " and ".join(renames)
-    near = [
-        root
-        for root in _neighbors(image_root)
-        if all(os.path.isdir(path) and not _is_flat(path) for path in (os.path.join(root, mode.value) for mode in Mode))
-    ]
+    near = [root for root in _neighbors(image_root) if all(_is_split_folder(root, mode) for mode in Mode)]
     if near:
         return f"use {' or '.join(map(shlex.quote, near[:3]))}"
     if advice := sniffer.advice(image_root):
         return advice
-    if archives := sorted(name for name in os.listdir(image_root) if name.lower().endswith(_ARCHIVES)):
-        return f"extract {printable(some(archives))} to train/CLASS/ and val/CLASS/, with one folder per class"
     return (
         "use the folder that contains train/ and val/; if this is a folder of class folders, "
         f"{_split_command(image_root, image_root)}"
     )
 
 
+def _is_split_folder(image_root, mode):
+    with contextlib.suppress(UsageError):
+        path = folder.split_folder(image_root, mode)
+        return os.path.isdir(path) and not folder.images_at_the_top(path) and folder.class_folders(path) != ["images"]
+    return False
+
+
 def _neighbors(image_root):
     """Return the paths of the parent and of the subfolders of image_root."""
-    folders = [os.path.join(image_root, name) for name in sorted(os.listdir(image_root)) if not is_system_name(name)]
+    folders = [
+        os.path.join(image_root, name) for name in sorted(os.listdir(image_root)) if not folder.is_system_name(name)
+    ]
     return [os.path.normpath(os.path.join(image_root, os.pardir)), *folders]
 
 
@@ -189,23 +203,3 @@ def _split_command(source, image_root):
     """Return the command that creates both splits from a folder of class folders."""
     output = f"{os.path.abspath(image_root)}_split"
     return f"run `{command('dataset', 'split', source, '--output', output)}` and use --image-root {shlex.quote(output)}"
-
-
-def _similar(image_root, mode, data_format="folder"):
-    """If a folder or file list probably contains the split under a different name, such as training/ instead of train/,
-    return its name, otherwise None."""
-    ending = {"folder": "/", "filelist": ".txt"}.get(data_format)
-    if ending is None:
-        return None
-    names = [f"{name}/" if os.path.isdir(os.path.join(image_root, name)) else name for name in os.listdir(image_root)]
-    if data_format == "folder":
-        names = [name for name in names if name.endswith("/") and not _is_flat(os.path.join(image_root, name))]
-    name_of = {name.lower(): name for name in names}
-    return next((name_of[name + ending] for name in OTHER_NAMES[mode] if name + ending in name_of), None)
-
-
-def _is_flat(folder):
-    """Return whether the images of a split are not in class folders."""
-    with contextlib.suppress(UsageError):
-        return bool(images_at_the_top(folder)) or class_folders(folder) == ["images"]
-    return False

@@ -1,6 +1,7 @@
 """The loader of a process: DALI pipelines that read, decode, augment and normalize images."""
 
 import base64
+import contextlib
 import functools
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -121,7 +122,12 @@ def build(
             else f"--image-root {image_root}: too few training images ({data_set.size}) for {world_size} "
             f"processes; start at most {counted(data_set.size, 'process', 'processes')}"
         )
-    conditions = loader_state.conditions(flags, data_set.data_format, data_set.size, world_size, data_set.digest)
+    validation = None
+    if mode is Mode.TRAIN:
+        with contextlib.suppress(UsageError):  # a run that only trains does not need this split
+            validation = root.shown(Mode.EVAL)
+    facts = data_set.data_format, data_set.size, world_size, data_set.digest, validation
+    conditions = loader_state.conditions(flags, *facts)
     steps = per_process // options.batch_size
     state, continues_order_alone = loader_state.match(state, conditions, flags.before, steps, bool(options.sizes))
     checkpoint = base64.b64decode(state.get("pipeline", "")) if state else None

@@ -15,6 +15,7 @@ from paddle_resnet.utils.errors import UsageError
 # on the number of processes; each process shuffles its own part of record files.
 ORDER_CONDITIONS = ("--data-format", "--dali-random-seed", "--balanced-sampling", "number of images", "DALI version")
 LIST = "list of images and labels (hash)"
+VALIDATION = "validation split"
 # Name and value of the condition for the version of the training pipeline. Increase the value if its operators change,
 # because DALI then rejects older checkpoints.
 VERSION, VERSION_NUMBER = "version of the loader", 3
@@ -33,13 +34,20 @@ class BatchFlags(NamedTuple):
 
 
 def conditions(
-    flags: BatchFlags, data_format: str, size: int, processes: int, digest: str | None = None
+    flags: BatchFlags,
+    data_format: str,
+    size: int,
+    processes: int,
+    digest: str | None = None,
+    validation: str | None = None,
 ) -> dict[str, Any]:
-    """Return the conditions that must not change between saving a loader state and resuming from it."""
+    """Return the conditions that must not change between saving a loader state and resuming from it. `validation` is
+    the name of the validation split, whose change triggers only a warning."""
     counts = {"number of images": size, "number of processes": processes}
     files = {LIST: digest[:16]} if digest else {}
     versions = {"DALI version": nvidia.dali.__version__, VERSION: VERSION_NUMBER}
-    return {"--data-format": data_format, **flags.values, **counts, **files, **versions}
+    split = {VALIDATION: validation} if validation else {}
+    return {"--data-format": data_format, **flags.values, **counts, **files, **versions, **split}
 
 
 def match(
@@ -66,6 +74,14 @@ def match(
         return None, False
     # Older checkpoints lack the conditions of newer flags, the hash of the image list, and the version of the loader.
     before = {**before, LIST: conditions.get(LIST), VERSION: 1, **state["conditions"]}
+    conditions = dict(conditions)
+    split, old = conditions.pop(VALIDATION, None), before.pop(VALIDATION, None)
+    if None not in (split, old) and split != old:
+        logger.warn(
+            f"loader state in the checkpoint: the {VALIDATION} is {split} and was {old}, so the results before and "
+            "after are those of different images; to continue with the same images, move the new files to a different "
+            "folder"
+        )
     # Older checkpoints may contain conditions of flags that no longer exist. Such a flag had no effect if it was 0 or
     # false.
     removed = {name for name, value in before.items() if value and name.startswith("--")} - {*conditions}

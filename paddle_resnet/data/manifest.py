@@ -5,6 +5,7 @@ import json
 import os
 from typing import Any
 
+from paddle_resnet.data import split_names
 from paddle_resnet.data.formats import FORMATS, RECORDS
 from paddle_resnet.data.images import readable
 from paddle_resnet.utils.errors import UsageError, command
@@ -36,9 +37,11 @@ def read(image_root: str) -> dict[str, Any] | None:
         if type(manifest["complete"]) is not bool:
             raise TypeError
         # A conversion to class folders records no sizes of files.
-        patterns = RECORDS[manifest["format"]].NAMES.values() if FORMATS[manifest["format"]] in RECORDS.values() else []
+        patterns = [RECORDS[manifest["format"]].NAMES] if FORMATS[manifest["format"]] in RECORDS.values() else []
         for name, size in manifest.get("bytes", {}).items():
-            is_name = os.path.basename(name) == name and any(pattern.fullmatch(name) for pattern in patterns)
+            is_name = os.path.basename(name) == name and any(
+                split_names.match(pattern, name, mode) for pattern in patterns for mode in Mode
+            )
             if type(size) is not int or not is_name:
                 raise TypeError
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:

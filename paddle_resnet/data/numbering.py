@@ -20,7 +20,7 @@ import numpy as np
 
 from paddle_resnet.data import indexes
 from paddle_resnet.data.classes import class_names, numbers
-from paddle_resnet.data.formats import FORMATS, folder, tfrecord
+from paddle_resnet.data.formats import FORMATS, filelist, folder, tfrecord
 from paddle_resnet.data.image_files import Files
 from paddle_resnet.data.images import log_once, readable
 from paddle_resnet.utils import logger
@@ -159,7 +159,7 @@ def _folder_classes(image_root, mode, formats, names, trained):
         trained: see establish().
     """
     split = mode if formats[mode] == "folder" else next(m for m, kind in formats.items() if kind == "folder")
-    own = os.path.join(image_root, split.value)
+    own = folder.split_folder(image_root, split)
     if not os.path.isdir(own):
         return None, None
     if trained is not None and not (are_numbers(trained) and not set(trained) & set(folder.class_folders(own))):
@@ -252,13 +252,13 @@ def _shown(path, names, class_names, classes):
 
 
 def _names(image_root, formats, sampled, offsets, num_of_class=None):
-    """Return (path of classes.txt, its lines, its lines) or, without this file, (None, names that identify the classes,
-    names for reports) from record files. The names are None if there are none."""
-    names = class_names(image_root)
-    if names is not None:
-        return os.path.join(image_root, "classes.txt"), names, names
+    """Return (path of the file with class names, its names, its names) or, without such a file, (None, names that
+    identify the classes, names for reports) from record files. The names are None if there are none."""
+    if found := _list_names(image_root, formats):
+        return *found[:2], found[1]
     if sampled:
         return None, *_sampled_names(sampled, max(offsets.values()), num_of_class)
+    names = None
     for mode, kind in formats.items():
         if names is None and hasattr(FORMATS[kind], "stored_names"):
             names = FORMATS[kind].stored_names(FORMATS[kind].detect(image_root, mode))
@@ -301,7 +301,7 @@ def _check_lists(root, formats, offsets, classes, source):
     label_of = {name: label for label, name in enumerate(classes) if counts[name] == 1}
     is_checked = False
     for mode in (mode for mode, kind in formats.items() if kind == "filelist"):
-        path, names = (os.path.join(root.image_root, name) for name in (f"{mode.value}.txt", "classes.txt"))
+        path, names = filelist.list_path(root.image_root, mode), os.path.join(root.image_root, "classes.txt")
         listed = root.file_list(mode, offsets[mode])
         files, labels = listed.names, listed.labels
         if source == SORTED and max(labels) >= len(classes):
@@ -355,7 +355,24 @@ def _offsets(image_root, formats, sampled, label_offset, num_of_class=None):
             "use them unchanged, set --label-offset 0",
             logger.info,
         )
-    return {mode: detected if kind == "tfrecord" else 0 for mode, kind in formats.items()}
+    names = _list_names(image_root, formats)
+    first = names[2] if names else 0
+    if first and "filelist" in formats.values():
+        log_once(
+            f"--label-offset auto: {names[0]} numbers the classes from {first}, so {first} is subtracted from the "
+            "labels in the file lists; to use them unchanged, set --label-offset 0",
+            logger.info,
+        )
+    return {mode: {"tfrecord": detected, "filelist": first}.get(kind, 0) for mode, kind in formats.items()}
+
+
+def _list_names(image_root, formats):
+    """Return (path, class names in label order, first label) from classes.txt or, for file lists, from a file that
+    filelist.label_names reads; None if there is no such file."""
+    if "filelist" in formats.values():
+        return filelist.label_names(image_root)
+    names = class_names(image_root)
+    return None if names is None else (os.path.join(image_root, "classes.txt"), names, 0)
 
 
 def _sample(image_root, formats):

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import os
+import shlex
 from dataclasses import dataclass
 
 from paddle_resnet.data import blocks, sniffer
@@ -70,11 +71,15 @@ def columns(path: str, image_column: str | None = None, label_column: str | None
     labels = labels or [field.name for field in schema if sniffer.normalized(field.name) in sniffer.LABEL_COLUMNS]
     image = _chosen(path, schema, "--image-column", image_column, images)
     label = _chosen(path, schema, "--label-column", label_column, labels)
-    if not (_is_binary(schema.field(image).type) or _holds_bytes(schema.field(image).type)):
-        raise UsageError(
-            f"{path}: the column {image} has the type {schema.field(image).type}, not the bytes of images; run "
-            f"`{command('dataset', 'import')}` with --image-column set to a column of image files"
+    usable = [field.name for field in schema if _is_binary(field.type) or _holds_bytes(field.type)]
+    if image not in usable:
+        remedy = (
+            f"import the file with --image-column {shlex.quote(usable[0])}"
+            if usable
+            else "write the file again with the content of the image files"
         )
+        kind = schema.field(image).type
+        raise UsageError(f"{path}: the column {image} has the type {kind}, not the bytes of images; {remedy}")
     names = features.get(label, {}).get("names")
     if isinstance(names, dict):  # {"0": name, ...}
         names = [names[key] for key in sorted(names, key=int)]

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from paddle_resnet.data import classes, data_set, layout, manifest, numbering, skip_list, sniffer
+from paddle_resnet.data import classes, data_set, layout, manifest, numbering, skip_list, sniffer, split_names
 from paddle_resnet.data.data_set import DataSet
 from paddle_resnet.data.formats import FILES, FORMATS, filelist, folder
 from paddle_resnet.data.image_files import Files
-from paddle_resnet.data.images import IMAGE_ENDINGS, Image
+from paddle_resnet.data.images import IMAGE_ENDINGS, Image, some
 from paddle_resnet.data.numbering import Numbering
 from paddle_resnet.data.shards import Records
 from paddle_resnet.utils import logger
@@ -75,6 +75,13 @@ class DataRoot:
             self._formats[mode] = layout.detect(self.image_root, mode)
         return self._formats[mode]
 
+    def shown(self, mode: Mode) -> str:
+        """Return the files and the format of a split for messages, such as "valid/ (folder)". For exceptions, see
+        format()."""
+        stored_as = self.format(mode)
+        paths = FORMATS[stored_as].detect(self.image_root, mode)
+        return f"{some([split_names.shown(self.image_root, path) for path in paths], 1)} ({stored_as})"
+
     def formats(self, mode: Mode) -> dict[Mode, str]:
         """Return {mode: storage format} for `mode` and, if it exists, for the other split."""
         other = next(m for m in Mode if m is not mode)
@@ -84,7 +91,7 @@ class DataRoot:
             return formats | ({other: self.data_format} if is_there else {})
         with contextlib.suppress(UsageError):  # this run does not read the other split
             kind = self.format(other)
-            path = os.path.join(self.image_root, other.value)
+            path = folder.split_folder(self.image_root, other)
             if kind != "folder" or (os.path.isdir(path) and folder.class_folders(path)):
                 formats[other] = kind
         return formats
@@ -169,8 +176,7 @@ class DataRoot:
             opened = self._open_files(mode, num_of_class, seed, numbers, allow_empty, allow_one_class)
         else:
             opened = self._open_records(mode, num_of_class, seed, numbers, allow_one_class)
-        if self.data_format == AUTO:
-            logger.info(f"--data-format auto: the {mode.value} split in {self.image_root} has the format {stored_as}")
+        logger.info(f"--image-root {self.image_root}: the {mode.value} split is {self.shown(mode)}")
         return replace(opened, class_names=numbers.class_names or opened.classes)
 
     def _files(self, mode, num_of_class=None, names=None, label_offset=0, is_trained=False):
@@ -185,8 +191,9 @@ class DataRoot:
         files, labels = listed.names, listed.labels
         names = numbers.classes if stored_as == "filelist" else listed.classes
         if not files:
-            remedy = sniffer.advice(root) or f"add images ({IMAGE_ENDINGS})"
-            raise UsageError(f"--image-root {root}: {mode.value}/ contains no images in class folders; {remedy}")
+            remedy = sniffer.advice(root) or folder.unsupported(root, mode) or f"add images ({IMAGE_ENDINGS})"
+            split = os.path.basename(folder.split_folder(root, mode))
+            raise UsageError(f"--image-root {root}: {split}/ contains no images in class folders; {remedy}")
         if names is None:
             names = classes.numbers(None if num_of_class is None else max(labels) + 1)
         classes.check_classes(root, mode, stored_as, labels, names, allow_empty, allow_one_class)

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from paddle_resnet.data import indexes
-from paddle_resnet.data.images import Image, readable
+from paddle_resnet.data.images import Image
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.files import open_regular
 from paddle_resnet.utils.mode import Mode
@@ -47,13 +47,6 @@ class Records:
     sample: Callable[[int], Iterator[tuple[str, float]]]
     identity: list
     index_paths: list[str] | None = None
-
-
-def find(image_root: str, pattern: re.Pattern) -> list[str]:
-    """Return the sorted paths of the entries of a folder whose names match a pattern."""
-    with readable(image_root):
-        names = sorted(os.listdir(image_root))
-    return [os.path.join(image_root, name) for name in names if pattern.fullmatch(name)]
 
 
 def index(

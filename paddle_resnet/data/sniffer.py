@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paddle_resnet.data.images import IMAGE_SUFFIXES
-from paddle_resnet.utils.errors import command, import_command, printable
+from paddle_resnet.utils.errors import command, import_command, printable, python
 
 # Names of columns in lower case without spaces, _ and -.
 IMAGE_COLUMNS = (
@@ -31,6 +31,8 @@ SPLIT_COLUMNS = ("split", "set", "subset", "partition", "dataset", "isvalid", "i
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl")
 RECORD_KINDS = ("tfrecord", "recordio", "lmdb")  # kinds of `dataset import` that read record files
 _SUBFOLDERS, _ENTRIES = 50, 100_000  # maximum number of subfolders, and of entries to list per folder
+_SEARCHED, _DEPTH = 20, 4  # maximum number of folders per level, and of levels, that are searched for nested images
+_HEAD_MEMBERS = 64  # number of members of an archive that are read to recognize it
 _HEAD = 1 << 16  # number of bytes of a table that are read to recognize it
 _IMAGE = r"[^/]+(" + "|".join(map(re.escape, IMAGE_SUFFIXES)) + ")"
 _NATIVE = r"(train|val(idation)?)"  # names of the record files that training reads
@@ -84,7 +86,7 @@ LAYOUTS = (
     Layout(rf"({_SPLIT}/)?metadata\.(csv|jsonl)", "a table of Hugging Face's imagefolder", "table"),
     Layout(rf"{_SPLIT}/_classes\.csv", "a table of Roboflow", "table"),
     Layout(rf"{_SPLIT}_list\.txt", "file lists of PaddleClas", "table"),
-    Layout(r"[^/]+\.(csv|tsv|jsonl)", "a table with labels", "table"),
+    Layout(rf"(({_SPLIT}|annotations?|labels?)/)?[^/]+\.(csv|tsv|jsonl)", "a table with labels", "table"),
     Layout(rf"{_SPLIT}\.txt", "file lists", "table", is_native=True),
     Layout(r"(.*/)?[^/]+\.parquet", "Parquet files", "parquet"),
     Layout(r"(.*/)?[^/]+\.arrow", "Arrow files", "parquet"),
@@ -105,16 +107,18 @@ LAYOUTS = (
     Layout(r"(.*/)?train_X\.bin", "arrays of STL-10", "array"),
     Layout(r"(.*/)?train_32x32\.mat", "arrays of SVHN", "array"),
     Layout(r"[^/]+\.npz", "arrays", "array"),
+    Layout(r"imagelabels\.mat", "labels of Oxford Flowers 102", "table", needs=r"setid\.mat"),
     Layout(r"[^/]+\.(npy|h5|hdf5|pkl|mat)", "arrays", todo=_WRITE),
     Layout(r"[^/]+\.beton", "files of FFCV", todo=_WRITE),
+    Layout(
+        r"([^/]+/)?[^/]+\.json",
+        "JSON files, which may contain the labels",
+        todo="write labels.csv with the columns file_name and label to this folder, and import it",
+        needs=rf"((images?|imgs?|data|jpg|{_SPLIT})/)?{_IMAGE}",
+    ),
 )
-# {expected name of a record file: pattern of names that differ slightly from the expected name}
-_NEARLY_RIGHT = {
-    "{}.rec": r"([^/]*[-_.])?({})[-_.]?(rec)?\.rec",
-    "{}_lmdb": r"([^/]*[-_.])?({})[-_.]?(lmdb|db)/",
-    "{}-00000-of-00001": r"([^/]*[-_.])?({})\.tfrec(ords?)?",
-    "{}-000000.tar": r"([^/]*[-_.])?({})\.tar",
-}
+_ARCHIVE = re.compile(r".+\.(tar|tar\.(gz|bz2|xz)|tgz|tbz2|txz|zip)", re.IGNORECASE)
+_TAR = r"([^/]*[-_.])?({})\.tar"  # names of a tar file without number, which may be a shard or contain class folders
 _NAMES = {"train": "train|training", "val": "val|valid|validation|test"}
 
 
@@ -127,23 +131,38 @@ class Sight:
         todo: remedy for the user, as an imperative, or None.
         kind: kind of `dataset import` that reads the files, or None.
         is_certain: whether these files are probably the data set that the user means.
+        root: the folder to import.
     """
 
     what: str
     todo: str | None
     kind: str | None = None
     is_certain: bool = False
+    root: str | None = None
 
 
 def look(root: str | os.PathLike[str]) -> list[Sight]:
-    """Return [Sight] for what a folder contains, most specific first, or [] if nothing is recognized."""
+    """Return [Sight] for what a folder contains, most specific first, or [] if nothing is recognized. If nothing is
+    recognized in the folder itself, but it has a single subfolder, as unpacked archives often have, its content is
+    returned."""
     root = os.fspath(root)
     paths = _paths(root)
+    sights = _look(root, paths)
+    folders = [path for path in paths if re.fullmatch("[^/]+/", path)]
+    if len(folders) == 1 and not any(sight.kind for sight in sights):
+        inner = os.path.join(root, folders[0][:-1])
+        sights = [sight for sight in _look(inner, _paths(inner)) if sight.kind] or sights
+    if any(sight.kind or sight.is_certain for sight in sights):
+        return sights
+    return [*_archives(root, paths), *sights] or [*_nested(root, paths)]
+
+
+def _look(root, paths):
     known = [sight for layout in LAYOUTS if (sight := _match(root, paths, layout))]
     if any(sight.kind and sight.todo and sight.kind not in RECORD_KINDS for sight in known):
         return known
-    # Renaming a record file is faster than importing it.
-    return [*_nearly_right(root, paths), *known, *_too_deep(root, paths), *_outside(paths)]
+    # Renaming a tar file is faster than importing it.
+    return [*_tar_files(root, paths), *known, *_too_deep(root, paths), *_outside(paths)]
 
 
 def _match(root, paths, layout):
@@ -153,7 +172,8 @@ def _match(root, paths, layout):
     if not found or (layout.needs and not any(re.fullmatch(layout.needs, path, re.IGNORECASE) for path in paths)):
         return None
     todo = layout.todo if layout.kind is None or layout.is_native else f"run {import_command(root)}"
-    return Sight(f"{_some(found)}: {layout.what}{_columns(root, found[0])}", todo, layout.kind, layout.kind is not None)
+    what = f"{_some(found)}: {layout.what}{_columns(root, found[0])}"
+    return Sight(what, todo, layout.kind, layout.kind is not None, root)
 
 
 def _is_usable(path):
@@ -206,7 +226,25 @@ def is_table(path: str, image_column: str | None = None, label_column: str | Non
     known = {normalized(name) for name in names}
     has_images = image_column in names if image_column else not known.isdisjoint(IMAGE_COLUMNS)
     has_labels = label_column in names if label_column else len(names) == 2 or not known.isdisjoint(LABEL_COLUMNS)
-    return has_images and has_labels
+    return has_images and (has_labels or (label_column is None and is_one_hot(path)))
+
+
+def is_one_hot(path: str) -> bool:
+    """Return whether a file is a table with a column of images and a column for each class, of which one is 1 in the
+    first row."""
+    columns = header(path)
+    if len(columns) < 4 or normalized(columns[0]) not in IMAGE_COLUMNS or path.lower().endswith(".jsonl"):
+        return False
+    if not {*map(normalized, columns)}.isdisjoint(LABEL_COLUMNS):
+        return False
+    with contextlib.suppress(OSError, csv.Error), open(path, encoding="utf-8-sig", errors="replace") as f:
+        lines = f.read(_HEAD).splitlines()
+        cells = next(csv.reader(lines[1:], delimiter=delimiter(lines[0])), [])[1:]
+        return len(cells) == len(columns) - 1 and sorted(cell.strip() for cell in cells) == [
+            *"0" * (len(cells) - 1),
+            "1",
+        ]
+    return False
 
 
 def header(path: str) -> list[str]:
@@ -263,34 +301,92 @@ def _some(paths):
     return f"{names} and {len(paths) - 5} more" if len(paths) > 5 else names
 
 
-def _nearly_right(root, paths):
-    """Yield one Sight for all record files and archives whose names differ slightly from the expected names."""
+def _tar_files(root, paths):
+    """Yield one Sight for all tar files that are a split, but have no number."""
     commands, found = [], []
-    for right, pattern in _NEARLY_RIGHT.items():
-        for split, names in _NAMES.items():
-            matching = [path for path in paths if re.fullmatch(pattern.format(names), path, re.IGNORECASE)]
-            if len(matching) == 1 and not {right.format(split), right.format(split) + "/"} & {*paths}:
-                commands.append(_command(root, matching[0].rstrip("/"), split, right.format(split)))
-                found += matching
+    for split, names in _NAMES.items():
+        matching = [path for path in paths if re.fullmatch(_TAR.format(names), path, re.IGNORECASE)]
+        right = f"{split}-000000.tar"
+        if len(matching) == 1 and right not in paths:
+            commands.append(_command(root, matching[0], split, right))
+            found += matching
     if found:
-        yield Sight(
-            f"{_some(found)}, whose name differs from the expected name", f"run `{' && '.join(commands)}`", None, True
-        )
+        names = "name differs" if len(found) == 1 else "names differ"
+        what = f"{_some(found)}, whose {names} from the expected {names.split()[0]}"
+        yield Sight(what, f"run `{' && '.join(commands)}`", None, True)
 
 
 def _command(root, name, split, right):
-    """Return the command that renames a record file, or unpacks an archive of class folders."""
+    """Return the command that renames a tar shard, or unpacks an archive of class folders."""
     path, target = os.path.join(root, name), os.path.join(root, split)
     members = []
-    if name.lower().endswith(".tar") and os.path.isfile(path):  # a pipe could block
-        with contextlib.suppress(OSError, tarfile.TarError), tarfile.open(path, "r:") as tar:
-            members = [member.name.removeprefix("./") for _, member in zip(range(64), tar, strict=False)]
+    if os.path.isfile(path):  # a pipe could block
+        with contextlib.suppress(OSError, tarfile.TarError), tarfile.open(path) as tar:
+            members = [member.name for _, member in zip(range(_HEAD_MEMBERS), tar, strict=False) if member.isfile()]
+    depths = {member.count("/") for member in members}
     # The images of a shard are next to files with their labels; the images of an archive are in class folders.
-    if any(member.endswith(".cls") for member in members) or not any("/" in member for member in members):
+    if any(member.endswith(".cls") for member in members) or len(depths) != 1 or depths == {0}:
         return shlex.join(["mv", path, os.path.join(root, right)])
-    if all(f"{member}/".startswith(f"{split}/") for member in members if member not in ("", ".")):
-        return shlex.join(["tar", "-xf", path, "-C", root])
-    return f"{shlex.join(['mkdir', target])} && {shlex.join(['tar', '-xf', path, '-C', target])}"
+    unpack = ["tar", "-xf", path, "-C", target, f"--strip-components={depths.pop() - 1}"]
+    return f"{shlex.join(['mkdir', '-p', target])} && {shlex.join(unpack)}"
+
+
+def is_archive(name: str) -> bool:
+    """Return whether a file is an archive of unknown content, that is, neither part of a known layout nor a shard."""
+    is_known = any(re.fullmatch(layout.pattern, name, re.IGNORECASE) for layout in LAYOUTS)
+    return _ARCHIVE.fullmatch(name) is not None and not is_known and not re.fullmatch(r".*-\d+\.tar", name)
+
+
+def _archives(root, paths):
+    """Return [Sight] for archives of unknown content in a folder, or []."""
+    names = [path for path in paths if "/" not in path and is_archive(path)]
+    if not names:
+        return []
+    return [Sight(f"{_some(names)}: {'an archive' if len(names) == 1 else 'archives'}", unpacking(root, names))]
+
+
+def unpacking(folder: str, names: list[str]) -> str:
+    """Return the remedy that unpacks archives and imports their content.
+
+    Args:
+        folder: folder of the archives.
+        names: names of the archives.
+    """
+    target = f"{os.path.abspath(os.path.join(folder, names[0]) if len(names) == 1 else folder)}_unpacked"
+    return f"unpack {_unpacking(folder, names, target)}, then run {import_command(target)}"
+
+
+def unpacking_here(folder: str) -> str | None:
+    """Return the remedy that unpacks the archives in a folder to this folder, or None if there are none."""
+    names = [name for name in _listed(folder, "") if is_archive(name)]
+    return f"the images may be in {_some(names)}, so unpack {_unpacking(folder, names, folder)}" if names else None
+
+
+def _unpacking(folder, names, target):
+    steps = [shlex.join(["mkdir", "-p", target])]
+    for name in names:
+        path, own = os.path.join(folder, name), target
+        if (len(names) > 1 or target == folder) and _is_flat(path):  # such as one archive per class
+            own = os.path.join(target, re.sub(r"(\.tar)?\.\w+$", "", name))
+            steps.append(shlex.join(["mkdir", "-p", own]))
+        is_zip = name.lower().endswith(".zip")
+        words = [python(), "-m", "zipfile", "-e", path, own] if is_zip else ["tar", "-xf", path, "-C", own]
+        steps.append(shlex.join(words))
+    return f"{'it' if len(names) == 1 else 'them'}: `{' && '.join(steps)}`"
+
+
+def _is_flat(path):
+    """Return whether the first files in an archive are not in folders; False if it cannot be read."""
+    names = []
+    if os.path.isfile(path):  # a pipe could block
+        with contextlib.suppress(OSError, EOFError, ValueError, tarfile.TarError, zipfile.BadZipFile):
+            if path.lower().endswith(".zip"):
+                with zipfile.ZipFile(path) as archive:
+                    names = archive.namelist()[:_HEAD_MEMBERS]
+            else:
+                with tarfile.open(path) as tar:
+                    names = [member.name for _, member in zip(range(_HEAD_MEMBERS), tar, strict=False)]
+    return bool(names) and not any("/" in os.path.normpath(name) for name in names)
 
 
 def _too_deep(root, paths):
@@ -315,6 +411,29 @@ def _too_deep(root, paths):
             run = command("dataset", "split", source, "--output", output)
             todo = f"run `{run}` and use --image-root {shlex.quote(output)}"
             yield Sight(f"{_some(inner)}: class folders one level too deep", todo)
+
+
+def _nested(root, paths):
+    """Yield a Sight for images in nested folders, such as training_set/training_set/cat/0.jpg, unless a folder has the
+    name of a split or contains images."""
+    folders = [path for path in paths if re.fullmatch("[^/]+/", path)]
+    if any(re.fullmatch(f"{_SPLIT}/", path, re.IGNORECASE) for path in folders):
+        return
+    if any(_has_images(root, path) for path in folders[:_SEARCHED]):
+        return
+    level = folders
+    for _ in range(_DEPTH):
+        level = [
+            f"{path}{name}"
+            for path in level[:_SEARCHED]
+            for name in _listed(os.path.join(root, path), "")
+            if name.endswith("/")
+        ]
+        if found := [path for path in level[:_SEARCHED] if _has_images(root, path)]:
+            yield Sight(
+                f"{_some(found)}: images in nested folders", f"run {import_command(root)}", "nested", False, root
+            )
+            return
 
 
 def _has_images(root, folder):

@@ -49,7 +49,7 @@ Convolution convolution_of(const Tensor &x, const Tensor &filter, const std::vec
 }
 
 // cuDNN's handle and, for each geometry, its descriptors and algorithm. The first step creates them, because a handle
-// cannot be created while a CUDA graph is captured. As for class Gpu, all calls must come from one thread.
+// cannot be created while a CUDA graph is captured. As with class Gpu, all calls must come from one thread.
 class CuDnn {
  public:
   static CuDnn &get() {

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paddle_resnet.data import classes as class_checks
-from paddle_resnet.data import indexes, layout, sniffer
+from paddle_resnet.data import indexes, layout, sniffer, split_names
 from paddle_resnet.data import manifest as manifests
 from paddle_resnet.data.formats import INDEXED, RECORDS, SHARDED, SINGLE_FILE, read_image
 from paddle_resnet.data.images import IMAGE_EXTENSIONS, IMAGE_SUFFIXES, read_slice
@@ -55,6 +55,7 @@ RECORD_FORMATS = (*SHARDED, *SINGLE_FILE)
 FOLDER = "folder"  # class folders
 FORMATS = (*RECORD_FORMATS, FOLDER)
 IMAGES_PER_SHARD = 2000
+QUALITY = 95  # default quality of JPEG files
 # Seed of the random order in which training images are written. Because the stored order is random, a small shuffle
 # buffer suffices in training.
 ORDER_SEED = 0
@@ -88,7 +89,7 @@ def convert(
     to: str,
     shards: int | None = None,
     resize_short: int | None = None,
-    quality: int = 95,
+    quality: int = QUALITY,
     workers: int | None = None,
     progress: Progress | None = None,
     skip_list: str | None = None,
@@ -137,7 +138,7 @@ def write(
     to: str,
     shards: int | None = None,
     resize_short: int | None = None,
-    quality: int = 95,
+    quality: int = QUALITY,
     workers: int | None = None,
     progress: Progress | None = None,
     check: Progress | None = None,
@@ -340,7 +341,14 @@ def _is_changed(output, manifest):
 
 
 def _shards(output, to):
-    return [shard for mode in Mode if to != FOLDER for shard in RECORDS[to].detect(output, mode)]
+    """Return the paths of the record files that this module has written."""
+    found = []
+    for mode in Mode if to != FOLDER else ():
+        for name in sorted(os.listdir(output)):
+            match = split_names.match(RECORDS[to].NAMES, name, mode)
+            if match and match["set"] in (mode.value, f"{mode.value}-"):
+                found.append(os.path.join(output, name))
+    return found
 
 
 def _size(path):

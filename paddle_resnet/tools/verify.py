@@ -173,11 +173,12 @@ def check_all(tasks: list[Task], workers: int | None = None) -> Iterator[Result]
 def _images_of_folders(root, mode):
     """List the images in class folders, for a split that DataRoot.images rejects. Folders that cannot be listed are
     omitted. The label of an image is the index of its class folder among the folders of both splits."""
-    folders = {mode: _listed_folders(Path(root) / mode.value) for mode in Mode}
+    paths = {mode: Path(folder.split_folder(root, mode)) for mode in Mode}
+    folders = {mode: _listed_folders(path) for mode, path in paths.items()}
     names = sorted({name for listed in folders.values() for name, _ in listed})
     return [
-        ListedImage(f"{mode.value}/{folder}/{name}", str(Path(root, mode.value, folder, name)), names.index(folder))
-        for folder, (images, *_) in folders[mode]
+        ListedImage(f"{paths[mode].name}/{label}/{name}", str(paths[mode] / label / name), names.index(label))
+        for label, (images, *_) in folders[mode]
         for name in images
     ]
 

@@ -320,7 +320,8 @@ def test_image_with_too_many_pixels_is_not_decoded(tmp_path, height):
     environment = os.environ | {"OPENCV_IO_MAX_IMAGE_PIXELS": str(400 * 400)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for split, line in zip(("train", "val"), done.stdout.splitlines(), strict=True):
+    lines = [line for line in done.stdout.splitlines() if " split is " not in line]
+    for split, line in zip(("train", "val"), lines, strict=True):
         assert line.startswith("decoded" if height == 400 else f"{tmp_path}/{split}/a/x.png: cannot be decoded")
 
 

@@ -37,29 +37,12 @@ def error_of_reader(root, mode):
     return str(e.value)
 
 
-@pytest.mark.parametrize("name", ["valid", "validation", "test", "VAL"])
-def test_correct_name_of_misnamed_split_folder_is_suggested(photos, tmp_path, name):
-    shutil.copytree(photos / "train", tmp_path / "train")
-    shutil.copytree(photos / "val", tmp_path / name)
-    message = f"has no folder val/; rename {name}/ to val/, or use only train/ with --run-scope train_only"
-    assert error_of(tmp_path) == f"--image-root {tmp_path}: {message}"
-    assert layout.splits(tmp_path) == [Mode.TRAIN]
-
-
-def test_validation_folder_is_suggested_in_preference_to_test_folder(photos, tmp_path):
-    for name in ("train", "test", "validation", "valid"):
-        shutil.copytree(photos / "val", tmp_path / name)
-    assert "rename valid/ to val/" in error_of(tmp_path)
-
-
 def test_missing_file_list_is_reported_with_remedy(photos, tmp_path):
     shutil.copytree(photos, tmp_path, dirs_exist_ok=True)
     (tmp_path / "train.txt").write_text("train/class0/00.jpg 0\n")
     (tmp_path / "val").rename(tmp_path / "images")
     message = "has no val.txt; create it, or use only train.txt with --run-scope train_only"
     assert error_of(tmp_path) == f"--image-root {tmp_path}: {message}"
-    (tmp_path / "Valid.TXT").write_text("images/class0/00.jpg 0\n")
-    assert "has no val.txt; rename Valid.TXT to val.txt, or" in error_of(tmp_path)
 
 
 def test_missing_record_file_is_reported_with_remedy(converted, tmp_path):
@@ -141,10 +124,10 @@ def test_root_without_splits_is_an_error(photos, tmp_path):
     assert "use the folder that contains train/ and val/; if this is a folder of class folders, run `" in (
         error_of(tmp_path / "set", Mode.TRAIN)
     )
-    for name in ("Training", "test"):
-        shutil.copytree(photos / "val", tmp_path / name)
-    with pytest.raises(UsageError, match=r"in any format; rename Training/ to train/ and rename test/ to val/$"):
-        layout.splits(tmp_path)
+    with pytest.raises(
+        UsageError, match="contains neither train/ nor val/ in any format; use the folder that contains"
+    ):
+        layout.splits(tmp_path / "set")
 
 
 @pytest.mark.parametrize("wrong", ["root/train", "root/train/", "root/val", "."])
@@ -181,10 +164,9 @@ def test_only_complete_visible_data_sets_are_suggested(tmp_path, monkeypatch):
 
 
 def test_missing_split_of_a_flag_is_reported_with_remedy(tmp_path):
-    for remedy in ("put the class folders into val/", "rename valid/ to val/"):
-        with pytest.raises(UsageError, match=f"^--verify {tmp_path}: has no val/; {remedy}, or use a different folder"):
-            layout.check_split("--verify", tmp_path, Mode.EVAL)
-        (tmp_path / "valid").mkdir(exist_ok=True)
+    remedy = "put the class folders into val/, or use a different folder"
+    with pytest.raises(UsageError, match=f"^--verify {tmp_path}: has no val/; {remedy}$"):
+        layout.check_split("--verify", tmp_path, Mode.EVAL)
     (tmp_path / "val").mkdir()
     layout.check_split("--verify", tmp_path, Mode.EVAL)
     with pytest.raises(UsageError, match=f"^--verify {tmp_path}/x: not a folder; use the folder that contains val/$"):
@@ -255,8 +237,8 @@ def test_tar_shards_of_several_data_sets_are_an_error(tmp_path, other, mode):
     write_shards(root, *names_of("imagenet1k-train-", 0, 1, 2, 3), "imagenet1k-validation-00.tar", other)
     first = "imagenet1k-train-0000.tar" if mode is Mode.TRAIN else "imagenet1k-validation-00.tar"
     message = error_of(root, mode)
-    assert f"contains {mode.value} shards of several data sets (" in message and first in message and other in message
-    assert message.endswith("); move the shards of all but one to a different folder")
+    assert f"contains the {mode.value} split several times (" in message and first in message and other in message
+    assert message.endswith("); move all but one to a different folder")
     (root / other).rename(tmp_path / other)  # obey the message
     assert len(DataRoot(root).listed(mode)) == (20 if mode is Mode.TRAIN else 5)
 
@@ -772,14 +754,6 @@ def test_several_ignored_entries_of_a_kind_are_plural(tmp_path, capsys):
         assert f" 2 {kind} (" in error
 
 
-def test_archives_must_be_extracted(tmp_path):
-    for name in ("photos.zip", "more.tar.gz"):
-        (tmp_path / name).touch()
-    message = "has no folder train/; extract more.tar.gz, photos.zip to train/CLASS/ and val/CLASS/, with one folder"
-    with pytest.raises(UsageError, match=message):
-        DataRoot(tmp_path, "folder").listed(Mode.TRAIN)
-
-
 def test_files_of_file_list_are_found_in_a_folder_that_cannot_be_listed(root, monkeypatch):
     def fail(path):
         raise PermissionError
@@ -853,7 +827,8 @@ def test_paths_outside_the_root_are_detected_without_resolving_links(tmp_path, m
 @pytest.mark.parametrize(
     ("path", "text", "message"),
     [
-        ("train.rec", "", "contains the train split as recordio and folder; choose one with --data-format"),
+        ("train.rec", "", "contains the train split as recordio (train.rec) and folder (train/); choose one with"),
+        ("train.rec", "", "choose one with --data-format"),
         ("train.txt", "", "train.txt contains no images; add lines of the form"),
         ("train.txt", "a 0", "a is not in .*root; use paths relative to that folder"),
         ("train/link", None, "train/link: a broken link; repair or remove it"),

@@ -55,11 +55,15 @@ def test_several_columns_of_labels(tmp_path):
     assert parquet_files.columns(path, label_column="coarse").label == "coarse"
     with pytest.raises(UsageError, match="--label-column x: .*a.parquet has the columns img, fine, coarse; choose one"):
         parquet_files.columns(path, label_column="x")
-    with pytest.raises(
-        UsageError,
-        match="the column fine has the type int64, not the bytes of images; run `.*import` with --image-column set",
-    ):
+    message = "the column fine has the type int64, not the bytes of images; import the file with --image-column img$"
+    with pytest.raises(UsageError, match=message):
         parquet_files.columns(path, "fine", "coarse")
+    assert parquet_files.columns(path, "img", "coarse").image == "img"  # obey the message
+    path = write(tmp_path / "b.parquet", {"img": ["a", "b"], "y": [0, 1]}, CLASSES)
+    message = "the column img has the type string, .*; write the file again with the content of the image files$"
+    with pytest.raises(UsageError, match=message):
+        parquet_files.columns(path)
+    assert parquet_files.columns(write(tmp_path / "b.parquet", {"img": [b"a", b"b"], "y": [0, 1]}, CLASSES))
 
 
 def test_file_without_labels(tmp_path):

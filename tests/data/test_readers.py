@@ -1,6 +1,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import struct
 from collections import Counter
@@ -265,14 +266,15 @@ def test_format_is_detected_and_logged(converted, capsys, data_format):
         root = str(converted[data_format])
         assert open_split(root, "auto", mode, 3, 0).size == size
         split = {Mode.TRAIN: "train", Mode.EVAL: "val"}[mode]
-        assert (
-            capsys.readouterr().out == f"--data-format auto: the {split} split in {root} has the format {data_format}\n"
+        assert re.fullmatch(
+            rf"--image-root {root}: the {split} split is {split}\S*( and 2 more)? \({data_format}\)\n",
+            capsys.readouterr().out,
         )
 
 
 def test_root_with_several_formats_requires_data_format(make, tmp_path):
     root = make("train/a/0.jpg", "train.rec", "val/a/0.jpg")
-    assert "contains the train split as recordio and folder; choose one" in error_of(
+    assert "contains the train split as recordio (train.rec) and folder (train/); choose one" in error_of(
         root, Mode.TRAIN, data_format="auto"
     )
     assert open_split(root, "folder", Mode.TRAIN, 10, 0, allow_one_class=True).size == 1

@@ -187,7 +187,7 @@ def test_speed_measures_each_setting(photos, capsys):
     assert dataset.main(["speed", str(photos), *flags, *TINY]) == 0
     output = capsys.readouterr().out
     assert "images/s" in output
-    assert output.count("--data-format auto: the train split") == 1
+    assert output.count(": the train split is train/ (folder)") == 1
 
 
 def test_speed_measures_the_flags_of_train_by_default(photos, tmp_path, capsys):

@@ -1,20 +1,23 @@
-"""File lists: IMAGE_ROOT/train.txt and val.txt with lines `PATH LABEL`. Paths are absolute or relative to
-IMAGE_ROOT."""
+"""File lists: IMAGE_ROOT/train.txt and val.txt, also train_list.txt or meta/train.txt ..., with lines `PATH LABEL`.
+Paths are absolute, or relative to IMAGE_ROOT, the folder of the split or the folder of the list."""
 
+import codecs
 import contextlib
 import os
 import re
 from collections import defaultdict
 
-from paddle_resnet.data import image_files, sniffer
-from paddle_resnet.data.classes import check_labels, class_names
-from paddle_resnet.data.formats.folder import entry_type, own_classes
-from paddle_resnet.data.images import TEXT_LIMIT, is_outside
+from paddle_resnet.data import classes, image_files, sniffer, split_names
+from paddle_resnet.data.formats.folder import entry_type, own_classes, split_folder
+from paddle_resnet.data.images import IMAGE_SUFFIXES, TEXT_LIMIT, is_outside
 from paddle_resnet.utils.errors import UsageError
 from paddle_resnet.utils.files import open_regular
 from paddle_resnet.utils.mode import Mode
 
 EXAMPLE = "{}.txt"
+NAMES = r"(?P<set>{split}([-_]?(list|label|labels))?)\.txt"
+_FOLDERS = ("", "meta")  # MMPretrain stores its lists in meta/
+_HEAD = 1 << 12  # number of bytes that are read to recognize a list
 
 read = image_files.read
 verify = image_files.verify
@@ -22,8 +25,50 @@ verify = image_files.verify
 
 def detect(image_root: str, mode: Mode) -> list[str]:
     """Return the path of a split's list in a list, or [] if it does not exist."""
-    path = os.path.join(image_root, f"{mode.value}.txt")
-    return [path] if os.path.isfile(path) else []
+    own = os.path.join(image_root, f"{mode.value}.txt")
+
+    def is_usable(path):
+        return os.path.isfile(path) and (path == own or _is_list(path))
+
+    return split_names.find(image_root, mode, NAMES, is_usable, _FOLDERS)
+
+
+def list_path(image_root: str, mode: Mode) -> str:
+    """Return the path of a split's list, which may not exist."""
+    return next(iter(detect(image_root, mode)), os.path.join(image_root, f"{mode.value}.txt"))
+
+
+def is_own_name(image_root: str, path: str) -> bool:
+    """Return whether a list is IMAGE_ROOT/train.txt or val.txt, which take precedence over class folders."""
+    return path in [os.path.join(image_root, f"{mode.value}.txt") for mode in Mode]
+
+
+def label_names(image_root: str) -> tuple[str, list[str], int] | None:
+    """Return (path, class names in label order, first label) from classes.txt or, if a list has a name of other
+    programs, from their files with class names; None if there is no such file. For exceptions, see
+    classes.label_names."""
+    if (names := classes.class_names(image_root)) is not None:
+        return os.path.join(image_root, "classes.txt"), names, 0
+    lists = [path for mode in Mode for path in detect(image_root, mode)]
+    if all(is_own_name(image_root, path) for path in lists):
+        return None
+    found = classes.label_names(image_root)
+    return found and (*found[:2], found[2] or 0)
+
+
+def _is_list(path):
+    """Return whether the first line of a file is `PATH LABEL` with the path of an image."""
+    with contextlib.suppress(OSError), open(path, "rb") as f:
+        line = f.read(_HEAD).removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")[0].decode(errors="replace")
+        parsed = _parsed(line)
+        return parsed is not None and parsed[0].lower().endswith(IMAGE_SUFFIXES)
+    return False
+
+
+def _parsed(line):
+    """Return (path, label as text) of a line `PATH LABEL`, or None for a different line."""
+    name, *label = line.rsplit(maxsplit=1) or [""]
+    return (name, label[0]) if label and re.fullmatch("[0-9]{1,9}", label[0]) and "\0" not in name else None
 
 
 def index(
@@ -36,17 +81,18 @@ def index(
 
     Args:
         image_root: the folder that contains the list.
-        mode: Mode.TRAIN reads train.txt, Mode.EVAL reads val.txt.
+        mode: Mode.TRAIN or Mode.EVAL.
         num_of_class: number of network outputs, or None for any number.
         label_offset: number to subtract from the labels.
     Returns:
-        image_files.Files. `classes` are the lines of classes.txt, or None.
+        image_files.Files. `classes` are the class names of label_names, or None. Paths are relative to image_root.
     Raises:
         UsageError: the list or classes.txt cannot be read, the list is empty, a line is malformed, a path has two
-            labels, or a label has no name in classes.txt or, without names, no network output.
+            labels, or a label has no name in label_names or, without names, no network output.
     """
-    path = os.path.join(image_root, f"{mode.value}.txt")
-    classes = class_names(image_root)
+    path = list_path(image_root, mode)
+    names = label_names(image_root)
+    class_names, names_file = (names[1], os.path.basename(names[0])) if names else (None, None)
     files, labels, lines_of = [], [], []
     try:
         with open_regular(path, TEXT_LIMIT) as f:
@@ -54,28 +100,39 @@ def index(
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
-            name, *label = line.rsplit(maxsplit=1)
-            if not label or not re.fullmatch("[0-9]{1,9}", label[0]) or "\0" in name:
+            parsed = _parsed(line)
+            if parsed is None:
                 remedy = f"run {sniffer.import_command(image_root)}"
                 if own_classes(image_root, mode):
-                    remedy = f"remove the list to use the class folders in {mode.value}/"
+                    split = os.path.basename(split_folder(image_root, mode))
+                    remedy = f"remove the list to use the class folders in {split}/"
                 raise UsageError(
                     f"{path}: line {number} is not `PATH LABEL` but `{line.strip()[:200]}`; correct it, or {remedy}"
                 )
-            files.append(name)
+            files.append(parsed[0])
             lines_of.append(number)
-            labels.append(int(label[0]))
+            labels.append(int(parsed[1]))
     except (OSError, UnicodeDecodeError) as e:
         reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
         raise UsageError(f"--image-root {image_root}: {path} cannot be read ({reason}); write or correct it") from e
     if not files:
         raise UsageError(f"--image-root {image_root}: {path} contains no images; add lines of the form `PATH LABEL`")
-    check_labels(path, [min(labels), max(labels)], num_of_class, classes, label_offset)
+    classes.check_labels(path, [min(labels), max(labels)], num_of_class, class_names, label_offset, names_file)
     label_of = {}
     for name, label in zip(files, labels, strict=True):
         if label_of.setdefault(name, label) != label:
             raise UsageError(f"{path}: {name} has the labels {label_of[name]} and {label}; remove one of the lines")
-    return image_files.Files(files, [label - label_offset for label in labels], classes, lines_of)
+    if base := _base(image_root, mode, path, files[0]):
+        files = [os.path.join(base, name) for name in files]
+    return image_files.Files(files, [label - label_offset for label in labels], class_names, lines_of)
+
+
+def _base(image_root, mode, path, name):
+    """Return the folder, relative to image_root, to which the paths in a list are relative: "", the folder of the split
+    or that of the list. Without the file `name` in any of them, return ""."""
+    folders = [split_folder(image_root, mode), os.path.dirname(path)]
+    bases = ["", *(os.path.relpath(folder, image_root) for folder in folders)]
+    return next((base for base in bases if os.path.isfile(os.path.join(image_root, base, name))), "")
 
 
 def check_inside(image_root: str, mode: Mode, listed: image_files.Files) -> None:
@@ -84,7 +141,7 @@ def check_inside(image_root: str, mode: Mode, listed: image_files.Files) -> None
     for name, number in zip(listed.names, listed.lines, strict=True):
         if is_outside(name, image_root):
             raise UsageError(
-                f"{detect(image_root, mode)[0]}: line {number} contains {name}, which is outside {image_root}; correct "
+                f"{list_path(image_root, mode)}: line {number} contains {name}, which is outside {image_root}; correct "
                 "it, or add --allow-outside"
             )
 
@@ -95,7 +152,7 @@ def check_first(image_root: str, mode: Mode, listed: image_files.Files) -> None:
     name = listed.names[0]
     if not os.path.isfile(os.path.join(image_root, name)):
         remedy = sniffer.advice(image_root, only_certain=True) or "use paths relative to that folder"
-        raise UsageError(f"{detect(image_root, mode)[0]}: {name} is not in {image_root}; {remedy}")
+        raise UsageError(f"{list_path(image_root, mode)}: {name} is not in {image_root}; {remedy}")
 
 
 def check_listed(image_root: str, mode: Mode, files: list[str]) -> None:
@@ -119,6 +176,5 @@ def check_listed(image_root: str, mode: Mode, files: list[str]) -> None:
             file = os.path.join(folder, name)
             if not os.path.isfile(os.path.join(image_root, file)):  # case-insensitive file systems may find the file
                 raise UsageError(
-                    f"{os.path.join(image_root, mode.value)}.txt: {file} is missing or not a regular file; "
-                    "remove the line"
+                    f"{list_path(image_root, mode)}: {file} is missing or not a regular file; remove the line"
                 )

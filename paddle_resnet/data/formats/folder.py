@@ -1,4 +1,4 @@
-"""Class folders: IMAGE_ROOT/train/CLASS/IMAGE and IMAGE_ROOT/val/CLASS/IMAGE."""
+"""Class folders: IMAGE_ROOT/train/CLASS/IMAGE and IMAGE_ROOT/val/CLASS/IMAGE, also valid/, Testing/ ..."""
 
 import contextlib
 import os
@@ -8,17 +8,35 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from paddle_resnet.data import image_files, sniffer
+from paddle_resnet.data import image_files, sniffer, split_names
 from paddle_resnet.data.images import IMAGE_ENDINGS, IMAGE_SUFFIXES, is_utf8, log_once, some
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted, printable
 from paddle_resnet.utils.mode import Mode
 
 EXAMPLE = "{}/"
+NAMES = "(?P<set>{split})"
 # Folders that operating systems and archive tools create. Like hidden folders, these folders are not classes.
 SYSTEM_FOLDERS = ("__MACOSX", "lost+found", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information")
+# Suffixes of image files that cannot be read.
+_UNSUPPORTED = (
+    ".heic",
+    ".heif",
+    ".avif",
+    ".gif",
+    ".jp2",
+    ".jxl",
+    ".dng",
+    ".cr2",
+    ".nef",
+    ".arw",
+    ".psd",
+    ".svg",
+    ".dcm",
+)
 HIDDEN = "hidden image"  # kind of an ignored file, for warn_of_ignored
 OUTSIDE = "image outside the class folders"  # kind of an ignored file, for warn_of_ignored
+SEARCHED = 20  # maximum number of class folders that are searched for images to recognize a split
 _PLURALS = {HIDDEN: "hidden images", OUTSIDE: "images outside the class folders", "folder": "folders"}
 
 read = image_files.read
@@ -27,8 +45,28 @@ verify = image_files.verify
 
 def detect(image_root: str, mode: Mode) -> list[str]:
     """Return the path of a split's folder in a list, or [] if it does not exist."""
-    path = os.path.join(image_root, mode.value)
-    return [path] if os.path.isdir(path) else []
+    own = os.path.join(image_root, mode.value)
+
+    def is_usable(path):
+        return os.path.isdir(path) and (path == own or has_classes(path))
+
+    return split_names.find(image_root, mode, NAMES, is_usable)
+
+
+def has_classes(path: str) -> bool:
+    """Return whether a folder contains class folders and no images next to them. Only the first class folders are
+    searched for images."""
+    with contextlib.suppress(UsageError):
+        if images_at_the_top(path):
+            return False
+        classes = class_folders(path)
+        return classes != ["images"] and any(image_names(os.path.join(path, name))[0] for name in classes[:SEARCHED])
+    return False
+
+
+def split_folder(image_root: str, mode: Mode) -> str:
+    """Return the path of a split's folder, which may not exist."""
+    return next(iter(detect(image_root, mode)), os.path.join(image_root, mode.value))
 
 
 def index(
@@ -45,8 +83,8 @@ def index(
     are ignored because of their name or folder.
 
     Args:
-        image_root: the folder that contains train/ or val/; the folder of the split exists.
-        mode: Mode.TRAIN lists train/, Mode.EVAL lists val/.
+        image_root: the folder that contains the splits; the folder of this split exists.
+        mode: Mode.TRAIN or Mode.EVAL.
         num_of_class: number of network outputs, or None for any number.
         skip: names of images that the caller will drop. These images are listed even if they are not regular files or
             their names are not valid UTF-8.
@@ -61,8 +99,8 @@ def index(
             class folder contains folders instead of images; a folder cannot be listed or is a broken link; or an image
             is not a regular file.
     """
-    split = mode.value
-    split_dir = os.path.join(image_root, split)
+    split_dir = split_folder(image_root, mode)
+    split = os.path.basename(split_dir)
     folders = class_folders(split_dir)
     if len(folders) == 1:
         _check_nesting(os.path.join(split_dir, folders[0]), split_dir)
@@ -90,8 +128,9 @@ def index(
                 f"--image-root {image_root}: {split}/{name} is not one of the {len(classes)} classes of the checkpoint "
                 f"({some(classes)}); remove or rename it"
                 if is_trained
-                else f"--image-root {image_root}: val/{name} has no train/{name}; "
-                + _unknown_folder(image_root, name, folders, classes)
+                else f"--image-root {image_root}: {split}/{name} has no "
+                f"{os.path.basename(label_folder(image_root, mode))}/{name}; "
+                + _unknown_folder(split_dir, name, folders, classes)
             )
         images, unusable, others = image_names(os.path.join(split_dir, name))
         for file in unusable:
@@ -114,21 +153,27 @@ def index(
     return image_files.Files(files, labels, classes)
 
 
-def _unknown_folder(image_root, name, folders, classes):
-    """Return what to do with a folder in val/ that is not a class.
+def _unknown_folder(split_dir, name, folders, classes):
+    """Return what to do with a folder in the validation split that is not a class.
 
     Args:
+        split_dir: folder of the validation split.
         name: the folder.
-        folders: all folders in val/.
+        folders: all folders in split_dir.
         classes: names of the classes.
     """
-    same = {known.casefold(): known for known in classes}.get(name.casefold())
+    same = {_plain(known): known for known in classes}.get(_plain(name))
     if same is not None and same not in folders:
-        paths = (os.path.join(image_root, "val", each) for each in (name, same))
+        paths = (os.path.join(split_dir, each) for each in (name, same))
         return f"the class is {same}: run `{shlex.join(['mv', *paths])}`"
-    if {*folders}.isdisjoint(classes) and (advice := sniffer.advice(image_root, only_certain=True)):
+    if {*folders}.isdisjoint(classes) and (advice := sniffer.advice(os.path.dirname(split_dir), only_certain=True)):
         return advice
-    return f"add it, or remove val/{name}"
+    return f"add it, or remove {os.path.basename(split_dir)}/{name}"
+
+
+def _plain(name):
+    """Return the name without upper case and, for a number, without leading zeros."""
+    return str(int(name)) if name.isdecimal() else name.casefold()
 
 
 def check_utf8(path: str, names: Iterable[str]) -> None:
@@ -168,29 +213,37 @@ def ignored_files(image_root: str, mode: Mode) -> list[str]:
     """Return the paths, relative to image_root, of the entries of a split that training ignores: images outside class
     folders, and folders, hidden images and files of other types in class folders. Folders that cannot be listed are
     omitted."""
-    split_dir = os.path.join(image_root, mode.value)
     paths = []
     with contextlib.suppress(UsageError):  # index() reports this error
-        paths += [f"{mode.value}/{name}" for name in images_at_the_top(split_dir)]
+        split_dir = split_folder(image_root, mode)
+        split = os.path.basename(split_dir)
+        paths += [f"{split}/{name}" for name in images_at_the_top(split_dir)]
         for label in class_folders(split_dir):
             with contextlib.suppress(UsageError):
-                paths += [f"{mode.value}/{label}/{name}" for _, name in image_names(os.path.join(split_dir, label))[2]]
+                paths += [f"{split}/{label}/{name}" for _, name in image_names(os.path.join(split_dir, label))[2]]
     return paths
+
+
+def unsupported(image_root: str, mode: Mode) -> str | None:
+    """Return the remedy for a split whose images all have an unsupported format, or None if there are none."""
+    files = [name for name in ignored_files(image_root, mode) if name.lower().endswith(_UNSUPPORTED)]
+    if not files:
+        return None
+    return f"{counted(len(files), 'file')} such as {files[0]} must be converted to JPEG or PNG"
 
 
 def own_classes(image_root: str, mode: Mode) -> list[str] | None:
     """Return the names of the class folders in the folder of a split, or None if this folder does not exist. Raise
     UsageError if it cannot be listed. If these names are passed to DataRoot.listed, the labels depend only on this
     split and may differ from those of training."""
-    folder = os.path.join(image_root, mode.value)
+    folder = split_folder(image_root, mode)
     return class_folders(folder) if os.path.isdir(folder) else None
 
 
 def label_folder(image_root: str, mode: Mode) -> str:
-    """Return the path of the folder whose class folders are numbered: train/ or, if it does not exist, the folder of
-    the split `mode`."""
-    folder = os.path.join(image_root, "train")
-    return folder if os.path.isdir(folder) else os.path.join(image_root, mode.value)
+    """Return the path of the folder whose class folders are numbered: that of the training split or, if it does not
+    exist, that of the split `mode`."""
+    return next(iter(detect(image_root, Mode.TRAIN)), split_folder(image_root, mode))
 
 
 def warn_of_ignored(folder: str | Path, ignored: list[tuple[str, str, str]]) -> None:

@@ -1,4 +1,5 @@
-"""Caffe LMDBs: the folders IMAGE_ROOT/train_lmdb and val_lmdb, with encoded images. LMDBs are read, but not written.
+"""Caffe LMDBs: the folders IMAGE_ROOT/train_lmdb and val_lmdb, also NAME_train_lmdb or train.lmdb ..., with encoded
+images. LMDBs are read, but not written.
 
 DALI reads an LMDB through a memory map, so truncating it during a run kills the process.
 """
@@ -6,22 +7,21 @@ DALI reads an LMDB through a memory map, so truncating it during a run kills the
 import contextlib
 import functools
 import os
-import re
 from typing import Any
 
-from paddle_resnet.data import shards
+from paddle_resnet.data import shards, split_names
 from paddle_resnet.data.images import Image
 from paddle_resnet.utils.errors import UsageError, command, import_command
 from paddle_resnet.utils.mode import Mode
 
-NAMES = {Mode.TRAIN: re.compile(r"train_lmdb"), Mode.EVAL: re.compile(r"val_lmdb")}
+NAMES = r"(?P<set>(.*[-_.])?{split}[-_.](lmdb|db))"
 EXAMPLE = "{}_lmdb"
 CAN_SKIP = False  # DALI's reader cannot omit records
 
 
 def detect(image_root: str, mode: Mode) -> list[str]:
     """Return the paths of a split's LMDB, one folder."""
-    return shards.find(image_root, NAMES[mode])
+    return split_names.find(image_root, mode, NAMES, lambda path: os.path.isdir(path) or path.endswith("_lmdb"))
 
 
 def index(image_root: str, mode: Mode, paths: list[str], skip: frozenset[str] = frozenset()) -> shards.Records:

@@ -1,4 +1,5 @@
-"""Parquet files of Hugging Face's `datasets`: IMAGE_ROOT/train-00000-of-00008.parquet ... and val-... or validation-...
+"""Parquet files of Hugging Face's `datasets`: IMAGE_ROOT/train-00000-of-00008.parquet ... and validation-... or
+test-..., also NAME-train-...
 
 A row contains an image file and a label, see data/parquet_files.py. DALI has no reader for Parquet, so Python reads the
 rows. A row group is decompressed as a whole; therefore, the training order is a random order of the row groups, whose
@@ -11,20 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from paddle_resnet.data import parquet_files, shards
+from paddle_resnet.data import parquet_files, shards, split_names
 from paddle_resnet.data.images import Image
 from paddle_resnet.utils.errors import UsageError, import_command
 from paddle_resnet.utils.mode import Mode
 
-_NAME = r"{}-\d+-of-(?P<total>\d+)(-[0-9a-f]{{16}})?\.parquet"
-NAMES = {Mode.TRAIN: re.compile(_NAME.format("train")), Mode.EVAL: re.compile(_NAME.format("val(idation)?"))}
+NAMES = r"(?P<set>(.*[-_.])?{split})-\d+-of-(?P<total>\d+)(-[0-9a-f]{16})?\.parquet"
 EXAMPLE = "{}-00000-of-00001.parquet"
 HAS_READER = False
 
 
 def detect(image_root: str, mode: Mode) -> list[str]:
     """Return the paths of a split's Parquet files."""
-    return shards.find(image_root, NAMES[mode])
+    return split_names.find(image_root, mode, NAMES)
 
 
 def stored_names(paths: list[str]) -> list[str] | None:
@@ -43,7 +43,7 @@ def index(image_root: str, mode: Mode, paths: list[str], skip: frozenset[str] = 
             that is not a whole number from 0; a skipped row does not exist; no row is left; or pyarrow cannot be
             imported.
     """
-    total = max(int(NAMES[mode].fullmatch(os.path.basename(path))["total"]) for path in paths)
+    total = max(int(split_names.match(NAMES, os.path.basename(path), mode)["total"]) for path in paths)
     if total != len(paths):
         raise UsageError(
             f"--image-root {image_root}: has {len(paths)} of {total} {mode.value} files; add the missing ones"

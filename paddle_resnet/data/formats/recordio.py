@@ -1,23 +1,22 @@
-"""MXNet RecordIO files: IMAGE_ROOT/train.rec and val.rec with the indexes train.idx and val.idx.
+"""MXNet RecordIO files: IMAGE_ROOT/train.rec and val.rec, also NAME_train.rec ..., with indexes such as train.idx.
 
 A record contains a header with a label or the number of labels that follow it, and an image file. No maintained library
 writes RecordIO files, so this module contains a writer.
 """
 
 import os
-import re
 import struct
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from paddle_resnet.data import indexes, shards
+from paddle_resnet.data import indexes, shards, split_names
 from paddle_resnet.data.images import Image
 from paddle_resnet.utils.errors import UsageError, import_command
 from paddle_resnet.utils.files import open_regular
 from paddle_resnet.utils.mode import Mode
 
-NAMES = {Mode.TRAIN: re.compile(r"train\.rec"), Mode.EVAL: re.compile(r"val\.rec")}
+NAMES = r"(?P<set>(.*[-_.])?{split}([-_]?rec)?)\.rec"
 EXAMPLE = "{}.rec"
 DAMAGED = (ValueError, struct.error)  # exceptions for a damaged file
 MAGIC = 0xCED7230A
@@ -30,7 +29,7 @@ CHECKED_RECORDS = 256
 
 def detect(image_root: str, mode: Mode) -> list[str]:
     """Return the paths of a split's RecordIO files."""
-    return shards.find(image_root, NAMES[mode])
+    return split_names.find(image_root, mode, NAMES)
 
 
 def _scan(f):

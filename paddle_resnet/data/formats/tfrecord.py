@@ -1,24 +1,22 @@
-"""TFRecord shards: IMAGE_ROOT/train-00000-of-00008 ... and val-... or validation-..., each with an index.
+"""TFRecord shards: IMAGE_ROOT/train-00000-of-00008 ... and val-... or validation-..., also NAME-train-..., each with an
+index. A split in a single file is train.tfrecord.
 
 Each record is a tf.train.Example with the features image/encoded (bytes) and image/class/label (one int64).
 """
 
 import contextlib
 import os
-import re
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
-from paddle_resnet.data import indexes, shards
+from paddle_resnet.data import indexes, shards, split_names
 from paddle_resnet.data.images import Image
 from paddle_resnet.utils.errors import UsageError, import_command
 from paddle_resnet.utils.files import open_regular
 from paddle_resnet.utils.mode import Mode
 
-NAMES = {
-    Mode.TRAIN: re.compile(r"train-\d+-of-(?P<total>\d+)(\.tfrecords?)?"),
-    Mode.EVAL: re.compile(r"val(idation)?-\d+-of-(?P<total>\d+)(\.tfrecords?)?"),
-}
+_SUFFIX = r"\.tfrec(ords?)?"
+NAMES = rf"(?P<set>(.*[-_.])?{{split}})({_SUFFIX}|({_SUFFIX})?-\d+-of-(?P<total>\d+)({_SUFFIX})?)"
 EXAMPLE = "{}-00000-of-00001"
 OVERHEAD = 16  # bytes per record in addition to the payload: length and two checksums
 IMAGE, LABEL = "image/encoded", "image/class/label"
@@ -27,7 +25,7 @@ SYNSET, TEXT = "image/class/synset", "image/class/text"  # optional names of the
 
 def detect(image_root: str, mode: Mode) -> list[str]:
     """Return the paths of a split's TFRecord shards."""
-    return shards.find(image_root, NAMES[mode])
+    return split_names.find(image_root, mode, NAMES)
 
 
 def _scan(f):
@@ -37,10 +35,30 @@ def _scan(f):
             record = payload(f, size - offset)
         except ValueError as e:
             raise UsageError(f"{f.name}: damaged at byte {offset} ({e}); write or copy it again") from e
+        if not lines:
+            _check_features(f.name, record)
         length = len(record) + OVERHEAD
         lines.append(f"{offset} {length}\n")
         offset += length
     return lines
+
+
+def _check_features(shard, record):
+    """Raise UsageError if the first record of a shard is an example with different features, so that a shard of a
+    different program is not indexed."""
+    names = set()
+    with contextlib.suppress(ValueError):  # the loader reports a damaged record
+        names = {*example_features(record)}
+    if names and names.isdisjoint({IMAGE, LABEL}):
+        raise _other_features(shard, 0, names)
+
+
+def _other_features(shard, offset, names):
+    expected = f"expected one image in {IMAGE} and one number in {LABEL}"
+    is_named = {IMAGE, LABEL} <= names
+    remedy = {} if is_named else {"remedy": f"run {import_command(os.path.dirname(shard) or '.')}"}
+    reason = f"{expected}, but the features are {', '.join(sorted(names)[:5])}"
+    return shards.no_label(shard, offset, reason, **remedy)
 
 
 def _rows(data, f, shard_size):
@@ -62,7 +80,7 @@ INDEX = indexes.Kind(_scan, _rows, _kept)
 
 def index(image_root: str, mode: Mode, paths: list[str], skip: frozenset[str] = frozenset()) -> shards.Records:
     """Open the indexes of a split's shards, see shards.index. Raise UsageError also if a shard is missing."""
-    total = max(int(NAMES[mode].fullmatch(os.path.basename(path))["total"]) for path in paths)
+    total = max(int(split_names.match(NAMES, os.path.basename(path), mode)["total"] or 1) for path in paths)
     if total != len(paths):
         raise UsageError(
             f"--image-root {image_root}: has {len(paths)} of {total} {mode.value} shards; add the missing ones"
@@ -132,14 +150,10 @@ def read_class(shard: str, offset: int, size: int) -> tuple[int | None, str | No
 
 def _read_example(shard, offset, example):
     features = example_features(example)
-    names = sorted(features)
+    names = {*features}
     images, labels = features[IMAGE].bytes_list.value, features[LABEL].int64_list.value
     if not images or len(labels) != 1:
-        expected = f"expected one image in {IMAGE} and one number in {LABEL}"
-        reason = f"{expected}, but the features are {', '.join(names[:5])}"
-        is_named = {IMAGE, LABEL} <= {*names}
-        remedy = {} if is_named else {"remedy": f"run {import_command(os.path.dirname(shard) or '.')}"}
-        raise shards.no_label(shard, offset, reason, **remedy)
+        raise _other_features(shard, offset, names)
     return images[0], labels[0]
 
 

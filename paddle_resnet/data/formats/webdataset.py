@@ -15,16 +15,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from paddle_resnet.data import indexes, shards
+from paddle_resnet.data import indexes, shards, split_names
 from paddle_resnet.data.images import IMAGE_EXTENSIONS, TEXT_LIMIT, Image, readable, some
 from paddle_resnet.utils.errors import UsageError, counted
 from paddle_resnet.utils.files import open_regular
 from paddle_resnet.utils.mode import Mode
 
-NAMES = {
-    Mode.TRAIN: re.compile(r"(?P<stem>(.*[-_])?train-)(?P<number>\d+)\.tar"),
-    Mode.EVAL: re.compile(r"(?P<stem>(.*[-_])?val(idation)?-)(?P<number>\d+)\.tar"),
-}
+NAMES = r"(?P<set>(.*[-_.])?{split}-)(?P<number>\d+)\.tar"
 EXAMPLE = "{}-000000.tar"
 LABEL_DIGITS = 9  # maximum length of a label; the DALI pipeline uses the same limit
 # Maximum number of files per shard whose headers are compared with the index.
@@ -36,7 +33,7 @@ SHARD_LISTS = ("_info.json", "info.json", "sizes.json")
 
 def detect(image_root: str, mode: Mode) -> list[str]:
     """Return the paths of a split's tar shards."""
-    return shards.find(image_root, NAMES[mode])
+    return split_names.find(image_root, mode, NAMES)
 
 
 def _scan(f):
@@ -188,7 +185,7 @@ INDEX = indexes.Kind(_scan, _rows, _kept, lambda count: [f"v1.1 {count}\n"], is_
 def index(image_root: str, mode: Mode, paths: list[str], skip: frozenset[str] = frozenset()) -> shards.Records:
     """Open the indexes of a split's shards, see shards.index. Raise UsageError also if a shard is missing, the shards
     belong to several data sets, or a file of SHARD_LISTS or nshards.txt is damaged or does not match the shards."""
-    _check_numbers(image_root, mode, [NAMES[mode].fullmatch(os.path.basename(path)) for path in paths])
+    _check_numbers(image_root, mode, [split_names.match(NAMES, os.path.basename(path), mode) for path in paths])
     records = shards.index(image_root, mode, paths, skip, INDEX, "webdataset", read_label)
     _check_samples(image_root, mode, records.counts)
     return records
@@ -200,22 +197,19 @@ def _check_numbers(image_root, mode, found):
     Args:
         found: matches of NAMES with the names of the shards.
     Raises:
-        UsageError: the shards have several prefixes or widths of their numbers; a number is missing between 0 or 1 and
+        UsageError: the shard numbers have several widths; a number is missing between 0 or 1 and
             the largest number; or a file of SHARD_LISTS or nshards.txt lists different shards.
     """
     # The shard numbers of a data set have the same format, such as %06d. The shortest number has the width of this
     # format; with %d, larger numbers are longer.
     width = min(len(shard["number"]) for shard in found)
-    first_of = {}  # {(prefix, whether the number has this format): name of the first shard}
+    first_of = {}  # {whether the number has this format: name of the first shard}
     for shard in found:
         has_format = shard["number"] == f"{int(shard['number']):0{width}d}"
-        first_of.setdefault((shard["stem"], has_format), shard[0])
+        first_of.setdefault(has_format, shard[0])
     if len(first_of) > 1:
-        raise UsageError(
-            f"--image-root {image_root}: contains {mode.value} shards of several data sets "
-            f"({some([*first_of.values()])}); move the shards of all but one to a different folder"
-        )
-    stem, numbers = found[0]["stem"], {int(shard["number"]) for shard in found}
+        raise split_names.several(image_root, mode, [os.path.join(image_root, name) for name in first_of.values()])
+    stem, numbers = found[0]["set"], {int(shard["number"]) for shard in found}
     start = 0 if 0 in numbers or 1 not in numbers else 1
     if count := max(numbers) + 1 - start - len(numbers):
         missing = (f"{stem}{number:0{width}d}.tar" for number in itertools.count(start) if number not in numbers)
@@ -275,8 +269,8 @@ def _listed_shards(image_root, mode, stem):
             raise UsageError(f"{path}: damaged; copy it again, or remove it") from e
         counts = {}
         for shard, count in _shard_rows(content):
-            found = NAMES[mode].fullmatch(os.path.basename(shard)) if type(shard) is str else None
-            if found and found["stem"] == stem:
+            found = split_names.match(NAMES, os.path.basename(shard), mode) if type(shard) is str else None
+            if found and found["set"] == stem:
                 counts[found[0]] = count if type(count) is int else None
         if counts:
             lists[name] = counts
@@ -304,8 +298,8 @@ def _check_samples(image_root, mode, counts):
     Args:
         counts: {name of a shard: number of samples}.
     """
-    found = NAMES[mode].fullmatch(next(iter(counts)))
-    for name, listed in _listed_shards(image_root, mode, found["stem"]).items():
+    found = split_names.match(NAMES, next(iter(counts)), mode)
+    for name, listed in _listed_shards(image_root, mode, found["set"]).items():
         for shard, count in counts.items():
             if listed.get(shard) not in (None, count):
                 raise UsageError(

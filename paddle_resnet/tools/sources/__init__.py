@@ -20,6 +20,7 @@ from paddle_resnet.tools.sources import arrays, caffe, ilsvrc, nested, parquet, 
 from paddle_resnet.tools.sources.options import DEFAULT_VAL, Options
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, command, printable
+from paddle_resnet.utils.mode import Mode
 
 KINDS = {
     "ilsvrc": ilsvrc.read,
@@ -68,12 +69,16 @@ def read(
     if not os.path.exists(source):
         raise UsageError(f"{source}: does not exist; use the folder that contains the data set")
     kind_of_file = _kind_of_file(source)
+    if os.path.isfile(source) and sniffer.is_archive(os.path.basename(source)):
+        raise UsageError(f"{source}: {_archive(source)}")
     if os.path.isfile(source) and kind_of_file is None:
         raise UsageError(f"{source}: not a table or array ({', '.join(_FILES)}); use the folder that contains it")
     if os.path.isfile(source) and kind not in (None, kind_of_file):
         raise UsageError(f"{source}: not a folder; use the folder that contains the data set")
-    if kind is None:
-        kind = kind_of_file if os.path.isfile(source) else _kind_of_folder(source, options)
+    if kind is None and os.path.isfile(source):
+        kind = kind_of_file
+    elif kind is None:
+        kind, source = _detected(source, options)
     if kind is None:
         raise UsageError(f"{source}: {sniffer.advice(source) or _unknown(source)}")
     for name, kinds in _USED.items():
@@ -154,18 +159,36 @@ def _kind_of_file(source):
     return next((kind for ending, kind in _FILES.items() if os.fspath(source).lower().endswith(ending)), None)
 
 
-def _kind_of_folder(source, options):
-    """Return the first detected kind that uses all options, otherwise the kind that the options imply, otherwise the
-    first detected kind or None."""
+def _archive(source):
+    return f"an archive; {sniffer.unpacking(os.path.dirname(source), [os.path.basename(source)])}"
+
+
+def _detected(source, options):
+    """Return (kind, folder to import) of a folder: the first detected kind that uses all options, otherwise the kind
+    that the options imply, otherwise the first detected kind or None."""
     used = [kinds for name, kinds in _USED.items() if getattr(options, name) is not None]
-    detected = [sight.kind for sight in sniffer.look(source) if sight.kind]
-    if usable := [kind for kind in detected if all(kind in kinds for kinds in used)]:
-        return usable[0]
-    if options.class_depth is not None:
-        return "nested"
+    detected = [(sight.kind, sight.root or source) for sight in sniffer.look(source) if sight.kind]
+    usable = [(kind, root) for kind, root in detected if all(kind in kinds for kinds in used)]
+    if usable or (detected and not used):
+        kind, root = (usable or detected)[0]
+        if root != os.fspath(source):
+            logger.info(f"{source}: the data set is in {root}")
+        return kind, root
+    if options.class_depth is not None or (not detected and _has_class_folders(source)):
+        return "nested", source
     if options.image_column or options.label_column:
-        return "table"
-    return detected[0] if detected else None
+        return "table", source
+    return (detected or [(None, source)])[0]
+
+
+def _has_class_folders(source):
+    """Return whether a folder or its only subfolder contains class folders or, for the subfolder, splits of class
+    folders. For splits in the folder itself, no import is needed."""
+    names = folder.class_folders(source)
+    if len(names) != 1:
+        return folder.has_classes(source)
+    inner = os.path.join(source, names[0])
+    return any(map(folder.has_classes, (inner, *(folder.split_folder(inner, mode) for mode in Mode))))
 
 
 def _shuffled(images):
@@ -197,6 +220,8 @@ def describe(source: str | Path) -> list[str]:
     """
     if not os.path.exists(source):
         raise UsageError(f"{source}: does not exist; use the folder that contains the data set")
+    if os.path.isfile(source) and sniffer.is_archive(os.path.basename(source)):
+        return [printable(f"{source}: {_archive(source)}")]
     if os.path.isfile(source) and (kind := _kind_of_file(source)):
         return [printable(f"{source}: imported as {kind}")]
     sights = sniffer.look(source) if os.path.isdir(source) else []
@@ -233,7 +258,7 @@ def _check_folder_names(source, classes):
 
 
 def _unknown(source):
-    if all(os.path.isdir(os.path.join(source, split)) for split in ("train", "val")):
+    if all(folder.detect(source, mode) for mode in Mode):
         root = shlex.quote(str(source))
-        return f"not a data set to import; if its train/ and val/ contain class folders, use --image-root {root}"
+        return f"not a data set to import; if its splits contain class folders, use --image-root {root}"
     return f"not recognized as a data set; choose the kind with --as (see --help), or {sniffer.PUT}"

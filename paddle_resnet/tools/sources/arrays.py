@@ -185,8 +185,8 @@ def _load(path, format, split):
     if images.dtype != np.uint8 or images.ndim not in (3, 4) or (images.ndim == 4 and images.shape[3] not in (1, 3, 4)):
         shape = " x ".join(map(str, images.shape))
         raise UsageError(
-            f"{path}: contains {images.dtype} values of shape {shape}; only images of 8 bits with 1, 3 or 4 channels "
-            "are supported"
+            f"{path}: contains {images.dtype} values of shape {shape}, not images of 8 bits with 1, 3 or 4 channels; "
+            "write uint8 values of shape N x HEIGHT x WIDTH x CHANNELS"
         )
     return images[..., 0] if images.ndim == 4 and images.shape[3] == 1 else images, labels
 

@@ -58,7 +58,8 @@ def read_image(path: str, key: bytes) -> bytes:
     if datum.channels not in (1, 3) or len(datum.data) != np.prod(shape, dtype=np.int64) or not datum.data:
         raise UsageError(
             f"{path}: record {_text(key)} has {len(datum.data)} bytes of pixels of shape "
-            f"{' x '.join(map(str, shape))}; only gray and color images with 8 bits per channel are supported"
+            f"{' x '.join(map(str, shape))}, which is not a gray or color image with 8 bits per channel; write "
+            "encoded images, as `convert_imageset -encoded` does"
         )
     pixels = np.frombuffer(datum.data, np.uint8).reshape(shape)
     out = io.BytesIO()

@@ -6,9 +6,10 @@ from collections import defaultdict
 
 from paddle_resnet.data.formats.folder import is_system_name
 from paddle_resnet.data.images import IMAGE_SUFFIXES, Image
+from paddle_resnet.data.split_names import SPLIT_OF, split_of
 from paddle_resnet.tools.sources import splits
 from paddle_resnet.tools.sources.options import Options
-from paddle_resnet.tools.sources.table_files import split_of
+from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
 
 
@@ -17,8 +18,8 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
 
     Args:
         source: folder with a folder for each split, or with class folders.
-        options: Options. With class_depth N, the first N folders between a split and an image are its class. If it is
-            None, all images must have the same number of folders.
+        options: Options. With class_depth N, the first N folders between a split and an image are its class; with -N,
+            the last N. If it is None, all images must have the same number of folders.
     Returns:
         ({split: [Image]}, class names in label order)
     Raises:
@@ -42,25 +43,36 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
         )
     # The split of all images, if there are no folders of splits below `shared`.
     only = next(filter(None, map(split_of, reversed(shared.split(os.sep)))), "train")
+    ends_in_split = not has_splits and all(parts[1:] and parts[-1].lower() in SPLIT_OF for parts in parts_of.values())
     found = defaultdict(list)
     for path, parts in parts_of.items():
-        found[split_of(parts[0]) if has_splits else only].append((path, parts[has_splits:]))
+        if ends_in_split:  # CLASS/train/IMAGE
+            split, parts = SPLIT_OF[parts[-1].lower()], parts[:-1]
+        elif has_splits:
+            split, parts = split_of(parts[0]), parts[1:]
+            while len(parts) > 1 and split_of(parts[0]) == split:  # training_set/training_set/CLASS/IMAGE
+                parts = parts[1:]
+        else:
+            split = only
+        found[split].append((path, parts))
     found = splits.train_and_val(source, found)
     depth = options.class_depth or _depth(source, found)
     for path, parts in (entry for entries in found.values() for entry in entries):
-        if len(parts) < depth:
+        if len(parts) < abs(depth):
             raise UsageError(
-                f"{source}: {path} is in fewer than {counted(depth, 'class folder')}; use a smaller --class-depth"
+                f"{source}: {path} is in fewer than {counted(abs(depth), 'class folder')}; use a smaller --class-depth"
             )
-    classes = {split: {tuple(parts[:depth]) for _, parts in entries} for split, entries in found.items()}
+    classes = {split: {_class(parts, depth) for _, parts in entries} for split, entries in found.items()}
     if unknown := sorted(set.union(*classes.values()) - classes["train"]):
         shown = ", ".join(os.path.join(*parts) for parts in unknown[:5])
         raise UsageError(
             f"{source}: has {counted(len(unknown), 'class', 'classes')} without training images ({shown}); add "
             "training images, or remove these folders"
         )
+    if options.class_depth is None and depth > 1:
+        _warn_of_last(source, classes["train"])
     common = 0  # number of leading folders that all classes share
-    while common < depth - 1 and len({parts[common] for parts in classes["train"]}) == 1:
+    while common < abs(depth) - 1 and len({parts[common] for parts in classes["train"]}) == 1:
         common += 1
     names = {parts: "_".join(parts[common:]) for parts in sorted(classes["train"])}
     ordered = sorted(names.values())
@@ -70,9 +82,26 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
     number_of = {name: label for label, name in enumerate(ordered)}
     label_of = {parts: number_of[name] for parts, name in names.items()}
     return {
-        split: [Image(path, os.path.join(source, path), label_of[tuple(parts[:depth])]) for path, parts in entries]
+        split: [Image(path, os.path.join(source, path), label_of[_class(parts, depth)]) for path, parts in entries]
         for split, entries in found.items()
     }, ordered
+
+
+def _class(parts, depth):
+    return tuple(parts[:depth] if depth > 0 else parts[depth:])
+
+
+def _warn_of_last(source, classes):
+    """Log a warning if the last folders of some classes have the same name, because this name may be the class."""
+    first = {}
+    for parts in sorted(classes):
+        other = first.setdefault(parts[-1], parts)
+        if other != parts:
+            logger.warn(
+                f"{source}: {os.path.join(*other)} and {os.path.join(*parts)} are different classes; if {parts[-1]} is "
+                "one class, set --class-depth -1"
+            )
+            return
 
 
 def _depth(source, found):

@@ -1,4 +1,4 @@
-"""Read the official splits of CUB-200, Oxford-IIIT Pets and Food-101.
+"""Read the official splits of CUB-200, Oxford-IIIT Pets, Oxford Flowers 102 and Food-101.
 
 All functions raise UsageError if a file is damaged or cannot be read.
 """
@@ -6,8 +6,10 @@ All functions raise UsageError if a file is damaged or cannot be read.
 import json
 import os
 
+from paddle_resnet.data.images import readable
 from paddle_resnet.tools.sources.table_files import Row, read_lines
 from paddle_resnet.utils.errors import UsageError
+from paddle_resnet.utils.files import open_regular
 
 Names = tuple[str, list[str], None]  # path of the file with the names, names in label order, no first number
 
@@ -70,6 +72,33 @@ def pets(root: str) -> tuple[list[Row], Names]:
                 )
             rows.append(Row(cells[0], name, split, f"{path}: line {number}", "images"))
     return rows, (path, [names[number] for number in sorted(names)], None)
+
+
+def flowers(root: str) -> list[Row]:
+    """Read Oxford Flowers 102: imagelabels.mat with labels from 1, and setid.mat with the numbers of the images of each
+    split. Return [Row] with labels from 0."""
+    from scipy import io
+
+    tables = {}
+    for name, keys in (("imagelabels", ("labels",)), ("setid", ("trnid", "valid", "tstid"))):
+        path = os.path.join(root, f"{name}.mat")
+        with readable(path), open_regular(path) as f:
+            try:
+                content = io.loadmat(f, variable_names=keys)
+                tables |= {key: content[key].reshape(-1).astype(int).tolist() for key in keys}
+            except Exception as e:  # scipy raises many types of exceptions for damaged files
+                if isinstance(e, OSError) and e.errno is not None:
+                    raise
+                raise UsageError(f"{path}: damaged ({type(e).__name__}: {str(e)[:200]}); download it again") from e
+    rows = []
+    for key, split in (("trnid", "train"), ("valid", "val"), ("tstid", "test")):
+        for number in tables[key]:
+            if not 1 <= number <= len(tables["labels"]):
+                raise UsageError(f"{root}/setid.mat: image {number} has no label; download both files again")
+            place = f"{root}/setid.mat: image {number}"
+            label = str(tables["labels"][number - 1] - 1)
+            rows.append(Row(f"image_{number:05d}.jpg", label, split, place, "jpg"))
+    return rows
 
 
 def food(root: str) -> list[Row]:

@@ -18,7 +18,8 @@ class Options:
             "coarse_labels" or "fine_labels" (default).
         delimiter: text between the columns of a table, or None to detect it.
         label_index: index of the label to use if records have several labels, or None.
-        class_depth: number of nested folders that form a class, or None to detect it.
+        class_depth: number of nested folders that form a class, counted from the split or, if negative, from the image;
+            None to detect it.
     """
 
     allow_partial: bool = False

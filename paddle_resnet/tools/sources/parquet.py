@@ -48,7 +48,7 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
         path, _, row = flat[i]
         return f"{path}: row {row.row} of group {row.group}"
 
-    labels, names = splits.numbered(source, [row.label for *_, row in flat], names, place)
+    labels, names = splits.numbered(source, [row.label for *_, row in flat], names, place, flag="--label-column")
     labels = iter(labels)
 
     def image(path, column, row):

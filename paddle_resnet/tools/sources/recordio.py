@@ -29,7 +29,12 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
         for path in paths:
             entries += [(split, path, *record) for record in _records(path, options)]
     labels = [label for *_, label in entries]
-    numbers, _ = splits.numbered(source, labels, None, lambda i: f"{entries[i][1]}: record at byte {entries[i][2]}")
+    flag = None if options.label_index is None else "--label-index"
+
+    def place(i):
+        return f"{entries[i][1]}: record at byte {entries[i][2]}"
+
+    numbers, _ = splits.numbered(source, labels, None, place, flag=flag)
     found = {}
     for (split, path, start, _), label in zip(entries, numbers, strict=True):
         name = f"{os.path.relpath(path, source)}@{start}/{start:012d}"

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TypeVar
 
+from paddle_resnet.data.split_names import split_of
 from paddle_resnet.tools.sources.options import Options
-from paddle_resnet.tools.sources.table_files import split_of
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
 
@@ -96,7 +96,7 @@ def train_and_val(source: str, found: dict[str, list[T]]) -> dict[str, list[T]]:
     return {split: found[split] for split in ("train", "val") if split in found}
 
 
-def numbered(source, labels, names, place, from_one=False):
+def numbered(source, labels, names, place, from_one=False, flag=None):
     """Number the classes. Text labels without names are numbered in sorted order. Numbers are not changed, except that
     labels from 1 to the number of names are renumbered from 0.
 
@@ -106,6 +106,7 @@ def numbered(source, labels, names, place, from_one=False):
         names: class names in label order, or None.
         place: function that returns where label number i is stored, for messages.
         from_one: whether labels without names are renumbered from 0 if they are exactly 1 to their maximum.
+        flag: flag that chooses different labels, for messages, or None.
     Returns:
         ([label as an int], class names or None)
     Raises:
@@ -130,9 +131,9 @@ def numbered(source, labels, names, place, from_one=False):
         if type(label) is not int or label < 0:
             raise UsageError(f"{place(i)}: label {str(label)[:50]} is not a class; correct it, or remove the image")
         if label - is_from_one >= limit:
+            choice = f", or choose different labels with {flag}" if flag else ""
             raise UsageError(
-                f"{place(i)}: has label {label}, but there are only {what}; number the classes from 0, or choose the "
-                "labels with --label-column"
+                f"{place(i)}: has label {label}, but there are only {what}; number the classes from 0{choice}"
             )
     return [label - is_from_one for label in labels], [*names] if names else None
 

@@ -4,6 +4,7 @@ All functions that read a table raise UsageError if the table is damaged, or if 
 """
 
 import csv
+import itertools
 import json
 import os
 import re
@@ -12,17 +13,12 @@ from dataclasses import dataclass
 
 from paddle_resnet.data import sniffer
 from paddle_resnet.data.images import IMAGE_SUFFIXES, readable
+from paddle_resnet.data.split_names import SPLIT_OF, split_of
 from paddle_resnet.tools.sources.options import Options
 from paddle_resnet.utils.errors import UsageError, counted
 from paddle_resnet.utils.files import open_regular
 
 ROBOFLOW = "_classes.csv"
-SPLITS = {
-    "train": ("train", "training"),
-    "val": ("val", "valid", "validation", "dev", "eval"),
-    "test": ("test", "testing"),
-}
-SPLIT_OF = {name: split for split, names in SPLITS.items() for name in names}
 _TEXT_LIMIT = 1 << 30  # maximum size of a table in bytes
 _SUFFIX = "|".join(re.escape(suffix) for suffix in IMAGE_SUFFIXES)
 
@@ -44,14 +40,6 @@ class Row:
     split: str | None
     place: str
     folder: str = ""
-
-
-def split_of(name):
-    """Return the split in the name of a file or folder, such as "val" in valid_labels.csv. Return None if the name
-    contains no split or several."""
-    words = re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
-    found = {SPLIT_OF[word] for word in words if word in SPLIT_OF}
-    return found.pop() if len(found) == 1 else None
 
 
 def read_lines(path: str) -> list[str]:
@@ -79,7 +67,7 @@ def read(tables: Iterable[str], root: str, images, options: Options) -> list[Row
         relative = os.path.relpath(path, root)
         folder, name = os.path.split(relative)
         split = split_of(relative)
-        if name == ROBOFLOW:
+        if name == ROBOFLOW or (options.label_column is None and sniffer.is_one_hot(path)):
             rows += _one_hot(path, folder, split)
         elif path.lower().endswith(sniffer.TABLE_SUFFIXES) and _has_header(path, options):
             rows += _columns(path, folder, split, images, options)
@@ -219,7 +207,8 @@ def _one_hot(path, folder, split):
 
 
 def _list(path, folder, split, images, options):
-    """Return [Row] of a list without a header, whose lines contain the image, a delimiter and the label."""
+    """Return [Row] of a list without a header, whose lines contain the image, a delimiter and the label; or, without
+    labels, the path of the image, whose folder is the label."""
     lines = [(number, line) for number, line in enumerate(read_lines(path), 1) if line.strip()]
     delimiters = ("\t", ",", ";", None) if options.delimiter is None else (options.delimiter,)
 
@@ -233,6 +222,12 @@ def _list(path, folder, split, images, options):
         cells = parts(line, delimiter)
         return len(cells) == 2 and bool(images.find(Row(cells[0], "", split, "", folder)))
 
+    if lines and not any(works(line, d) for _, line in lines[:20] for d in delimiters):
+        paths = [line.strip() for _, line in lines]
+        folders = [os.path.basename(os.path.dirname(path)) for path in paths]
+        if all(folders) and any(images.find(Row(path, "", split, "", folder)) for path in paths[:20]):
+            places = (f"{path}: line {number}" for number, _ in lines)
+            return [Row(*row, folder) for row in zip(paths, folders, itertools.repeat(split), places)]
     # The delimiter is the first one that separates an existing image from its label in one of the first 20 lines.
     delimiter = next((d for d in delimiters if any(works(line, d) for _, line in lines[:20])), delimiters[-1])
     rows = []

@@ -7,20 +7,19 @@ numbered in the order of this file or, without it, in sorted order.
 
 import os
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 from paddle_resnet.data import sniffer
+from paddle_resnet.data.classes import label_names
 from paddle_resnet.data.images import IMAGE_SUFFIXES, Image
+from paddle_resnet.data.split_names import SPLIT_OF, SPLITS, split_of
 from paddle_resnet.tools.sources import official, table_files
 from paddle_resnet.tools.sources.options import Options
-from paddle_resnet.tools.sources.table_files import ROBOFLOW, SPLIT_OF, SPLITS, Row, read_lines, split_of
+from paddle_resnet.tools.sources.table_files import ROBOFLOW, Row
 from paddle_resnet.utils import logger
 from paddle_resnet.utils.errors import UsageError, counted
 
-# Files with one class name per line, possibly after its number.
-NAME_FILE = re.compile(
-    r"(.*[-_])?(labels?|label_list|labels_list|classes|class_names|classnames)\.txt", re.IGNORECASE
-).fullmatch
+_ANNOTATIONS = ("annotations", "annotation", "labels", "label")  # folders of tables
 _SUBFOLDERS = 50  # subfolders of a folder with more than this number are not searched for images
 _NUMBER = re.compile(r"(-?\d{1,9})(\.0*)?", re.ASCII)
 
@@ -53,7 +52,7 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
     rows = [row for row, path in zip(rows, paths, strict=True) if path is not None]
     if not rows:
         raise UsageError(f"{source}: none of the images is in {root}; use the folder that contains the images")
-    names = names or _class_names(root)
+    names = names or label_names(root)
     labels, names = _numbered(source, rows, names)
     splits = defaultdict(list)
     for row, label, path in zip(rows, labels, filter(None, paths), strict=True):
@@ -172,7 +171,8 @@ def _found(root, rows, images, allow_partial):
         more = f", nor are the images of {counted(len(missing) - 1, 'more row')}" if len(missing) > 1 else ""
         message = f"{missing[0].place}: {missing[0].image} is not in {root}{more}"
         if not allow_partial:
-            raise UsageError(f"{message}; add the images, or use --allow-partial to omit these rows")
+            remedy = sniffer.unpacking_here(root) or "add the images"
+            raise UsageError(f"{message}; {remedy}, or use --allow-partial to omit these rows")
         logger.warn(f"{message}; these rows are omitted")
     return paths
 
@@ -181,7 +181,7 @@ def _numbered(source, rows, names):
     """Return (label of each row as a number, class names or None).
 
     Args:
-        names: result of _class_names.
+        names: result of classes.label_names.
     Raises:
         UsageError: a row has no label or several labels, or its label is not a class.
     """
@@ -232,43 +232,11 @@ def _is_float(text):
     return re.fullmatch(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?", text, re.IGNORECASE | re.ASCII) is not None
 
 
-def _class_names(root):
-    """Return (path, class names in label order, first label or None if it is unknown) from the file with class names in
-    the root or in meta/, or None if there is no such file. Files in meta/ are used only if the root has none. Raise
-    UsageError if several files in the same folder differ, or if _names fails."""
-    for folder in filter(os.path.isdir, (root, os.path.join(root, "meta"))):
-        found = {name: _names(os.path.join(folder, name)) for name in sorted(os.listdir(folder)) if NAME_FILE(name)}
-        if len({tuple(names) for names, _ in found.values()}) > 1:
-            raise UsageError(f"{folder}: {' and '.join([*found][:5])} contain different class names; keep one of them")
-        for name, names in found.items():
-            return os.path.join(folder, name), *names
-    return None
-
-
-def _names(path):
-    """Return (names, first number or None) of a file with lines `NAME` or `NUMBER NAME`. Raise UsageError if a name
-    occurs twice or is empty."""
-    names = [line.strip() for line in read_lines(path)]
-    pairs = [name.split(maxsplit=1) for name in names]
-    first = None
-    if all(len(pair) == 2 and pair[0].isdecimal() for pair in pairs):
-        name_of = {int(number): name for number, name in pairs}
-        first = min(name_of)
-        if first in (0, 1) and sorted(name_of) == [*range(first, first + len(names))]:
-            names = [name_of[number] for number in sorted(name_of)]
-        else:
-            first = None
-    name, count = Counter(names).most_common(1)[0]
-    if count > 1 or not name:
-        raise UsageError(
-            f"{path}: contains {name or 'an empty line'} {counted(count, 'time')}; write one name per class"
-        )
-    return names, first
-
-
 def _rows_of_folder(root, images, options):
-    """Return ([Row], result of _class_names or None) of the tables in a folder."""
+    """Return ([Row], result of classes.label_names or None) of the tables in a folder."""
     there = {name for name in os.listdir(root) if not name.startswith(".")}
+    if {"imagelabels.mat", "setid.mat"} <= there:
+        return official.flowers(root), None
     if {"images.txt", "image_class_labels.txt"} <= there:
         return official.cub(root)
     if os.path.isfile(os.path.join(root, "annotations", "trainval.txt")):
@@ -294,11 +262,10 @@ def _tables(root, options):
     groups = (
         [os.path.join(root, f, name) for f in folders for name in ("metadata.csv", "metadata.jsonl")],
         [os.path.join(root, f, ROBOFLOW) for f in folders],
-        [
-            os.path.join(root, name)
-            for name in sorted(os.listdir(root))
-            if _has_columns(os.path.join(root, name), options)
-        ],
+        *(
+            [path for f in group for path in _listed(os.path.join(root, f)) if _has_columns(path, options)]
+            for group in ([""], folders[1:], _ANNOTATIONS)
+        ),
         [
             os.path.join(root, name)
             for name in sorted(os.listdir(root))
@@ -324,6 +291,10 @@ def _tables(root, options):
                 raise UsageError(f"{root}: contains several tables ({shown}); import one of them, such as {paths[0]}")
         return tables
     return []
+
+
+def _listed(folder):
+    return [os.path.join(folder, name) for name in sorted(os.listdir(folder))] if os.path.isdir(folder) else []
 
 
 def _has_columns(path, options):

@@ -59,7 +59,12 @@ def read(source: str, options: Options) -> tuple[dict[str, list[Image]], list[st
     flat = [entry for entries in found.values() for entry in entries]
     names = _class_names(os.path.dirname(flat[0][0]), feature, names_of)
     numbers, names = splits.numbered(
-        source, [label for _, _, label, *_ in flat], names, lambda i: f"{flat[i][0]}: record at byte {flat[i][1]}", True
+        source,
+        [label for _, _, label, *_ in flat],
+        names,
+        lambda i: f"{flat[i][0]}: record at byte {flat[i][1]}",
+        True,
+        "--label-column",
     )
     numbers = iter(numbers)
     return {
@@ -184,7 +189,12 @@ def _image_and_label(path, start, example, features, options):
         try:
             return image[0], value.decode()
         except UnicodeDecodeError as e:
-            raise UsageError(f"{place}: {features[1]} is not UTF-8; choose the labels with --label-column") from e
+            raise UsageError(
+                f"{place}: {features[1]} is not UTF-8; choose a different feature with --label-column, which may be "
+                f"one of {', '.join(sorted({*example} - {*features})[:5])}, or write the text as UTF-8"
+                if {*example} - {*features}
+                else f"{place}: {features[1]} is not UTF-8; write the text as UTF-8"
+            ) from e
     return image[0], value
 
 

@@ -360,11 +360,11 @@ BAD = {
     ),
     "volumes": (
         npz(train_images=np.zeros((2, 8, 8, 8), np.uint8), train_labels=np.zeros(2, np.uint8)),
-        "a.npz: contains uint8 values of shape 2 x 8 x 8 x 8; only images of 8 bits",
+        "a.npz: contains uint8 values of shape 2 x 8 x 8 x 8, not images of 8 bits with 1, 3 or 4 channels",
     ),
     "floats": (
         npz(train_images=BYTES.astype(np.float32), train_labels=np.zeros(2, np.uint8)),
-        "a.npz: contains float32 values of shape 2 x 4 x 4; only images of 8 bits",
+        "a.npz: contains float32 values of shape 2 x 4 x 4, not images of 8 bits with 1, 3 or 4 channels",
     ),
     "labels are floats": (
         npz(train_images=BYTES, train_labels=np.zeros(2, np.float32)),
@@ -395,3 +395,12 @@ def test_unknown_labels_are_rejected(tmp_path):
     cifar100(tmp_path)
     with pytest.raises(UsageError, match="--label-column x: .*train has the labels fine_labels, coarse_labels; choose"):
         sources.read(tmp_path, options=Options(label_column="x"))
+
+
+def test_remedy_for_arrays_of_other_types(tmp_path, capsys):
+    arrays = {"train_images": np.zeros((4, 8, 8, 8), np.float32), "train_labels": np.array([0, 1, 0, 1])}
+    npz(**arrays)(tmp_path / "x")
+    error = error_of_import(tmp_path / "x", capsys)
+    assert "; write uint8 values of shape N x HEIGHT x WIDTH x CHANNELS" in error
+    npz(**arrays | {"train_images": np.zeros((4, 8, 8, 3), np.uint8)})(tmp_path / "y")  # obey the message
+    assert len(sources.read(tmp_path / "y")[1]["train"]) == 2

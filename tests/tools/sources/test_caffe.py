@@ -76,9 +76,15 @@ def test_gray_pixels(tmp_path):
 
 
 BAD = {
-    "wrong shape": (lambda k, i: {**raw(k, i), "height": 5}, " bytes of pixels of shape 3 x 5 x 28; only gray and"),
-    "two channels": (lambda k, i: {**raw(k, i), "channels": 2}, "2016 bytes of pixels of shape 2 x 24 x 28; only"),
-    "no pixels": (lambda k, i: {"label": k, "channels": 3}, "0 bytes of pixels of shape 3 x 0 x 0; only"),
+    "wrong shape": (
+        lambda k, i: {**raw(k, i), "height": 5},
+        " bytes of pixels of shape 3 x 5 x 28, which is not a gray",
+    ),
+    "two channels": (
+        lambda k, i: {**raw(k, i), "channels": 2},
+        "2016 bytes of pixels of shape 2 x 24 x 28, which is not",
+    ),
+    "no pixels": (lambda k, i: {"label": k, "channels": 3}, "0 bytes of pixels of shape 3 x 0 x 0, which is not"),
     "no label": (
         lambda k, i: {"data": image(k, i), "encoded": True},
         "ilsvrc12_train_lmdb: record 00000000_2.jpg is not an encoded image with a label; write it again",
@@ -95,3 +101,18 @@ def test_bad_input_exits_with_code_2_and_leaves_no_output(tmp_path, capsys, name
     fields, message = BAD[name]
     write(tmp_path / "x", fields)
     assert message in error_of_import(tmp_path / "x", capsys, "--as", "lmdb")
+
+
+def test_remedy_for_pixels_of_other_types(tmp_path, capsys):
+    write(tmp_path / "x", lambda k, i: {**raw(k, i), "channels": 2})
+    assert "; write encoded images, as `convert_imageset -encoded` does" in error_of_import(tmp_path / "x", capsys)
+    write(tmp_path / "y", encoded)  # obey the message
+    assert colors_match(sources.read(tmp_path / "y", "lmdb")[1]["train"])
+
+
+def test_labels_that_are_not_classes_are_reported_without_a_flag(tmp_path, capsys):
+    write(tmp_path / "x", lambda k, i: {**encoded(k, i), "label": 100 * k})
+    error = error_of_import(tmp_path / "x", capsys, "--as", "lmdb")
+    assert error.endswith("has label 200, but there are only 28 images; number the classes from 0\n")
+    write(tmp_path / "y", encoded)  # obey the message
+    assert colors_match(sources.read(tmp_path / "y", "lmdb")[1]["train"])

@@ -144,7 +144,20 @@ def test_layouts_are_detected_and_labels_match_pixels(tmp_path, name):
     assert colors_match(image for images in splits.values() for image in images)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+# Training reads the class folders in train/ and these lists of validation images.
+READ_BY_TRAINING = ("MMPretrain", "Caffe", "PaddleClas")
+
+
+@pytest.mark.parametrize("name", READ_BY_TRAINING)
+def test_training_reads_lists_of_validation_images(tmp_path, capsys, name):
+    LAYOUTS[name][0](tmp_path)
+    for mode, count in ((Mode.TRAIN, 20), (Mode.EVAL, 8)):
+        images = DataRoot(tmp_path).images(mode)[1]
+        assert len(images) == count
+        assert colors_match(images)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in READ_BY_TRAINING])
 def test_error_of_training_contains_remedy(tmp_path, capsys, name):
     build, folder = LAYOUTS[name]
     build(tmp_path)

@@ -101,3 +101,14 @@ def test_flags_choose_among_detected_kinds(tmp_path):
     write(tmp_path, lambda k: [k, 7])
     put(tmp_path / "train.csv", "image,label\n")
     assert sources.read(tmp_path, options=Options(label_index=0))[0] == "recordio"
+
+
+def test_remedy_for_labels_that_are_not_classes_names_only_flags_that_exist(tmp_path, capsys):
+    write(tmp_path / "x", lambda k: [100 * k + 100])
+    error = error_of_import(tmp_path / "x", capsys, "--as", "recordio")
+    assert error.endswith("has label 300, but there are only 28 images; number the classes from 0\n")
+    write(tmp_path / "y", lambda k: [100 * k + 100, k])
+    error = error_of_import(tmp_path / "y", capsys, "--as", "recordio", "--label-index", "0")
+    assert error.endswith("number the classes from 0, or choose different labels with --label-index\n")
+    splits = sources.read(tmp_path / "y", "recordio", Options(label_index=1))[1]  # obey the message
+    assert colors_match(splits["train"])

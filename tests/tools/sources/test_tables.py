@@ -201,11 +201,31 @@ def test_layouts_are_detected_and_labels_match_pixels(tmp_path, name):
     assert colors_match(image for images in splits.values() for image in images)
 
 
-# Training reads the class folders or the list of these layouts, so its error differs.
-READ_BY_TRAINING = ("train.txt with names", "fastai labels.csv")
+# Training reads the class folders of this layout, or its error differs.
+DIFFERENT = ("train.txt with names", "fastai labels.csv")
+READ_BY_TRAINING = [
+    *("PaddleClas", "PaddleX with labels.txt", "list from 1 with unsorted names from 1", "MMPretrain meta/"),
+    "list from 1 with names",
+]
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in READ_BY_TRAINING])
+@pytest.mark.parametrize("name", READ_BY_TRAINING)
+def test_training_reads_lists_with_class_names(tmp_path, name):
+    build, counts, names = LAYOUTS[name]
+    build(tmp_path)
+    offset = "auto"
+    if name == "list from 1 with names":
+        message = error_of_training(tmp_path)
+        assert "has label 4, but labels.txt allows 0 to 3; number the classes from 0, or set --label-offset" in message
+        offset = 1  # obey the message
+    for mode, count in zip(Mode, counts.values(), strict=True):
+        numbers, images = DataRoot(tmp_path, label_offset=offset).images(mode)
+        assert numbers.classes == names
+        assert len(images) == count
+        assert colors_match(images)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in (*DIFFERENT, *READ_BY_TRAINING)])
 def test_error_of_training_contains_remedy(tmp_path, capsys, name):
     build, counts, _ = LAYOUTS[name]
     build(tmp_path / "source")

@@ -221,3 +221,30 @@ def test_bad_input_exits_with_code_2_and_leaves_no_output(tmp_path, capsys, name
     layout, message = BAD[name]
     layout(tmp_path / "x")
     assert message in error_of_import(tmp_path / "x", capsys, "--as", "tfrecord")
+
+
+def test_remedy_for_labels_that_are_not_utf_8(tmp_path, capsys):
+    def features(k, i, label=b"caf\xe9", **more):
+        return {"image": (image(k, i), "byte"), "label": (label, "byte"), **more}
+
+    build(["a-train.tfrecord"], "a-val.tfrecord", lambda k, i: features(k, i, number=(k, "int")))(tmp_path / "x")
+    error = error_of_import(tmp_path / "x", capsys)
+    remedy = "choose a different feature with --label-column, which may be one of number, or write the text as UTF-8"
+    assert error.endswith(f": label is not UTF-8; {remedy}\n")
+    splits = sources.read(tmp_path / "x", options=Options(label_column="number"))[1]  # obey the message
+    assert colors_match(splits["train"])
+    build(["a-train.tfrecord"], "a-val.tfrecord", features)(tmp_path / "y")
+    assert error_of_import(tmp_path / "y", capsys).endswith(": label is not UTF-8; write the text as UTF-8\n")
+    build(["a-train.tfrecord"], "a-val.tfrecord", named)(tmp_path / "z")  # obey the message
+    assert colors_match(sources.read(tmp_path / "z")[1]["train"])
+
+
+def test_remedy_for_labels_that_are_not_classes(tmp_path, capsys):
+    def features(k, i):
+        return {"image": (image(k, i), "byte"), "label": (100 * k, "int"), "number": (k, "int")}
+
+    build(["a-train.tfrecord"], "a-val.tfrecord", features)(tmp_path / "x")
+    error = error_of_import(tmp_path / "x", capsys)
+    assert error.endswith("number the classes from 0, or choose different labels with --label-column\n")
+    splits = sources.read(tmp_path / "x", options=Options(label_column="number"))[1]  # obey the message
+    assert colors_match(splits["train"])
